@@ -1,0 +1,80 @@
+"""The launcher: ``torchrun ... -m megatron_edit SCRIPT [Megatron's arguments] --use-edit``.
+
+It attaches the plugin and runs SCRIPT as `python SCRIPT` would. Without `--use-edit` the script
+runs as stock Megatron.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_edit.config import EditConfig, config_from_argv
+from megatron_edit.errors import EditError, UsageError
+
+USAGE = "torchrun [...] -m megatron_edit SCRIPT [Megatron's arguments] --use-edit [--edit-...]"
+GRACE_SECONDS = 5.0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a training script under the plugin.
+
+    Args:
+        argv: SCRIPT and its arguments.
+
+    Returns:
+        The exit code, where the script itself does not exit.
+    """
+    is_first = os.environ.get("RANK", "0") == "0"
+    try:
+        script, config = _read(argv)
+        _run(script, list(argv[1:]), config)
+    except EditError as error:
+        return _refuse(error, is_first=is_first)
+    return 0
+
+
+def _read(argv: Sequence[str]) -> tuple[Path, EditConfig]:
+    if not argv or argv[0].startswith("-"):
+        raise UsageError("SCRIPT (not given)", "a training script must come first", USAGE)
+    script = Path(argv[0])
+    if not script.is_file():
+        raise UsageError(argv[0], "no such training script", "give the path of pretrain_gpt.py")
+    return script, config_from_argv(argv[1:])
+
+
+def _run(script: Path, arguments: list[str], config: EditConfig) -> None:
+    # The script's folder comes first, before Megatron is imported: a clone must win over a wheel.
+    sys.path.insert(0, str(script.resolve().parent))
+    sys.argv = [str(script), *arguments]
+    from megatron_edit.host.attach import Attachment, choose_device
+    from megatron_edit.report.console import say
+
+    device = choose_device(config)
+    if os.environ.get("RANK", "0") == "0" and config.device == "auto":
+        say(f"device {device.type} (auto)")
+    with Attachment(config, device):
+        runpy.run_path(str(script), run_name="__main__")
+
+
+def _refuse(error: EditError, *, is_first: bool) -> int:
+    """Say what is wrong; the exit code. Of bad input only the first rank speaks.
+
+    The others wait a little: a launcher that sees any rank exit ends them all, and the line must
+    be out by then.
+    """
+    sys.stdout.flush()
+    if isinstance(error, UsageError) and not is_first:
+        time.sleep(GRACE_SECONDS)
+    else:
+        sys.stderr.write(f"megatron_edit: {error}\n")
+        sys.stderr.flush()
+    return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

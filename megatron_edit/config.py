@@ -1,0 +1,298 @@
+"""Every setting of the plugin: name, default, range and flag, each written once.
+
+`EditConfig` is the resolved configuration. Its fields carry the text of their flags, from which
+`add_arguments` builds the `--edit-*` group, for our own parser and for Megatron's alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from megatron_edit.errors import UsageError
+from megatron_edit.method.strategy import STRATEGIES
+
+AUTO = "auto"
+
+
+def _auto_or_float(text: str) -> float | None:
+    return None if text == AUTO else float(text)
+
+
+def _setting(default: Any, doc: str, *, kind: Any = None, only: Iterable[Any] | None = None) -> Any:
+    """A field with its flag.
+
+    Args:
+        default: the value when the flag is not given.
+        doc: help text, with unit and range.
+        kind: converter of the flag's text; None for a switch.
+        only: the values that this version supports; any other is refused, never ignored.
+    """
+    metadata = {"doc": doc, "kind": kind, "only": None if only is None else tuple(only)}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class EditConfig:
+    """Settings of EDiT. Construction checks ranges and relations.
+
+    Raises:
+        UsageError: a value is out of range or not supported by this version.
+    """
+
+    use_edit: bool = _setting(False, "train with EDiT replicas")
+    num_replicas: int | None = _setting(
+        None, "N, replicas of the model (default: nodes of the launch, if more than 1)", kind=int
+    )
+    replica_id: int | None = _setting(
+        None, "which replica this launch is, 0..N-1 (one launch per replica)", kind=int
+    )
+    rendezvous: str | None = _setting(
+        None, "HOST:PORT where replica 0 listens for the others (one launch per replica)", kind=str
+    )
+    strategy: str = _setting("edit", "how replicas are synchronised", kind=str, only=STRATEGIES)
+    warmup_steps: int = _setting(
+        1000, "W, synchronous steps before the replicas part; >= 0", kind=int
+    )
+    sync_interval: int = _setting(128, "tau, inner steps between two syncs; >= 1", kind=int)
+    sync_seconds: float = _setting(
+        600.0, "tau_time of a-edit, seconds between two syncs", kind=float, only=(600.0,)
+    )
+    min_round_steps: int = _setting(
+        100, "a-edit: summed steps below which a round is extended", kind=int, only=(100,)
+    )
+    step_weight: float = _setting(
+        0.0, "rho of a-edit, share of step counts in the weights", kind=float, only=(0.0,)
+    )
+    outer_lr: float = _setting(0.8, "nu, outer learning rate; > 0", kind=float)
+    outer_momentum: float = _setting(0.85, "mu_o, outer Nesterov momentum; in [0, 1)", kind=float)
+    anomaly_threshold: float = _setting(
+        3.0, "delta, standard deviations above the mean norm; > 0", kind=float
+    )
+    anomaly_alpha: float = _setting(
+        0.02, "weight of the newest norm in the statistics; in (0, 1]", kind=float
+    )
+    anomaly_warmup_syncs: int = _setting(
+        20, "accepted syncs before a detector is armed; >= 0", kind=int
+    )
+    anomaly_patience: int = _setting(
+        3, "rejections in a row before a norm is accepted again; >= 0", kind=int
+    )
+    clip: float = _setting(10.0, "phi, largest norm of a unit's averaged update; > 0", kind=float)
+    weight_temperature: float | None = _setting(
+        None, "T of the weights softmax(-norm / T); > 0, or auto", kind=_auto_or_float
+    )
+    no_anomaly: bool = _setting(
+        False, "switch anomaly elimination off (norms that are not finite are still left out)"
+    )
+    no_weighting: bool = _setting(False, "weigh all accepted replicas alike")
+    no_clip: bool = _setting(False, "switch the clip off")
+    sync_mode: str = _setting(
+        AUTO, "where the exchange happens: auto, blocking", kind=str, only=(AUTO, "blocking")
+    )
+    prefetch_units: int = _setting(2, "units in flight (overlap mode)", kind=int, only=(2,))
+    fragments: int = _setting(
+        1, "F, groups of units synced at staggered steps", kind=int, only=(1,)
+    )
+    delay_steps: int = _setting(
+        0, "d, steps between the start of a sync and its landing", kind=int, only=(0,)
+    )
+    mix: float = _setting(
+        0.0, "share of the local parameters kept at a delayed landing", kind=float, only=(0.0,)
+    )
+    offload: bool = _setting(False, "keep anchor and momentum in pinned host memory", only=(False,))
+    sync_dtype: str = _setting("fp32", "type on the wire", kind=str, only=("fp32",))
+    digest_interval: int = _setting(10, "syncs between two drift checks; >= 1", kind=int)
+    log_dir: str | None = _setting(None, "folder of the event files", kind=str)
+    inner_state: str = _setting(
+        "all", "whose inner optimizer state a checkpoint holds", kind=str, only=("all",)
+    )
+    timeout_seconds: float | None = _setting(
+        None,
+        "longest wait at a sync, seconds; > 0, or auto = max(600, 4 x the last round)",
+        kind=_auto_or_float,
+    )
+    interval: str = _setting("fixed", "schedule of the sync interval", kind=str, only=("fixed",))
+    qsr_a: float | None = _setting(None, "a of the qsr schedule", kind=float, only=(None,))
+    co2_gap: float = _setting(1.0, "Lambda of co2", kind=float, only=(1.0,))
+    co2_clip: float | None = _setting(None, "phi_m of co2", kind=float, only=(None,))
+    device: str = _setting(
+        AUTO,
+        "auto, cpu or cuda; auto takes CUDA where there is one",
+        kind=str,
+        only=(AUTO, "cpu", "cuda"),
+    )
+
+    def __post_init__(self) -> None:
+        for spec in dataclasses.fields(self):
+            _check_supported(spec, getattr(self, spec.name))
+        self._check_ranges()
+        self._check_launch()
+
+    def _check_ranges(self) -> None:
+        _at_least("num_replicas", self.num_replicas, 1)
+        _at_least("replica_id", self.replica_id, 0)
+        _at_least("warmup_steps", self.warmup_steps, 0)
+        _at_least("sync_interval", self.sync_interval, 1)
+        _at_least("digest_interval", self.digest_interval, 1)
+        _at_least("anomaly_warmup_syncs", self.anomaly_warmup_syncs, 0)
+        _at_least("anomaly_patience", self.anomaly_patience, 0)
+        for name in ("outer_lr", "anomaly_threshold", "clip", "weight_temperature",
+                     "timeout_seconds"):  # fmt: skip
+            _within(name, getattr(self, name), "above 0", lambda x: x > 0)
+        _within("outer_momentum", self.outer_momentum, "in [0, 1)", lambda x: 0 <= x < 1)
+        _within("anomaly_alpha", self.anomaly_alpha, "in (0, 1]", lambda x: 0 < x <= 1)
+
+    def _check_launch(self) -> None:
+        if (self.replica_id is None) != (self.rendezvous is None):
+            given, missing = ("replica_id", "rendezvous")
+            if self.replica_id is None:
+                given, missing = missing, given
+            raise UsageError(
+                f"{flag(given)} {getattr(self, given)}",
+                f"one launch per replica also needs {flag(missing)}",
+                f"add {flag(missing)}, or drop {flag(given)} for a single launch of all replicas",
+            )
+        if self.replica_id is not None and self.num_replicas is None:
+            raise UsageError(
+                f"{flag('replica_id')} {self.replica_id}",
+                f"one launch per replica also needs {flag('num_replicas')}",
+                f"add {flag('num_replicas')} N",
+            )
+        if self.replica_id is not None and self.replica_id >= (self.num_replicas or 0):
+            raise UsageError(
+                f"{flag('replica_id')} {self.replica_id}",
+                f"must be below {flag('num_replicas')} {self.num_replicas}",
+                "number the launches from 0",
+            )
+        if self.rendezvous is not None:
+            parse_endpoint(self.rendezvous)
+
+
+def flag(name: str) -> str:
+    """The command-line flag of a field of `EditConfig`."""
+    return "--use-edit" if name == "use_edit" else "--edit-" + name.replace("_", "-")
+
+
+def attribute(name: str) -> str:
+    """The attribute that argparse gives a field of `EditConfig`."""
+    return flag(name)[2:].replace("-", "_")
+
+
+def parse_endpoint(text: str) -> tuple[str, int]:
+    """Host and port of ``HOST:PORT``.
+
+    Raises:
+        UsageError: it is not of that form.
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UsageError(
+            f"{flag('rendezvous')} {text}", "must be HOST:PORT", "give e.g. node0:29400"
+        )
+    return host, int(port)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the `--use-edit` and `--edit-*` flags to a parser and return it."""
+    group = parser.add_argument_group("EDiT (megatron_edit)")
+    for spec in dataclasses.fields(EditConfig):
+        doc = f"{spec.metadata['doc']} (default: {_shown(spec.default)})".replace("%", "%%")
+        if spec.metadata["kind"] is None:
+            group.add_argument(flag(spec.name), action="store_true", help=doc)
+        else:
+            group.add_argument(
+                flag(spec.name), type=spec.metadata["kind"], default=spec.default, help=doc
+            )
+    return parser
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    """argparse that answers bad input with one line instead of a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        # argparse says "argument --edit-clip: invalid float value: 'abc'"
+        subject, _, rule = message.removeprefix("argument ").partition(": ")
+        raise UsageError(subject, rule or message, "see the table of flags in docs/flags.md")
+
+
+def config_from_argv(argv: Sequence[str]) -> EditConfig:
+    """Read our flags from a command line that also holds Megatron's.
+
+    Args:
+        argv: words of the command line, without the program's name.
+
+    Raises:
+        UsageError: a value that does not parse or is refused, an unknown `--edit-*` flag, or
+            `--edit-*` flags without `--use-edit` (they would be ignored, silently).
+    """
+    parser = add_arguments(_OneLineParser(add_help=False, allow_abbrev=False))
+    known, rest = parser.parse_known_args(list(argv))
+    for word in rest:
+        _refuse_unknown(word.partition("=")[0])
+    values = {s.name: getattr(known, attribute(s.name)) for s in dataclasses.fields(EditConfig)}
+    config = EditConfig(**values)
+    if not config.use_edit:
+        _refuse_unused(config)
+    return config
+
+
+def _refuse_unknown(word: str) -> None:
+    if not word.startswith(("--edit-", "--use-edit", "--edit_", "--use_edit")):
+        return
+    names = [flag(spec.name) for spec in dataclasses.fields(EditConfig)]
+    close = difflib.get_close_matches(word, names, n=1)
+    remedy = f"did you mean {close[0]}?" if close else "see the table of flags in docs/flags.md"
+    raise UsageError(word, "no such flag", remedy)
+
+
+def _refuse_unused(config: EditConfig) -> None:
+    for spec in dataclasses.fields(config):
+        if spec.name != "device" and getattr(config, spec.name) != spec.default:
+            raise UsageError(
+                f"{flag(spec.name)} {_shown(getattr(config, spec.name))}",
+                "has no effect without --use-edit",
+                "add --use-edit, or drop the flag",
+            )
+
+
+def _check_supported(spec: dataclasses.Field[Any], value: Any) -> None:
+    only = spec.metadata["only"]
+    if only is None or value in only:
+        return
+    allowed = ", ".join(_shown(v) for v in only)
+    raise UsageError(
+        f"{flag(spec.name)} {_shown(value)}",
+        f"this version supports only: {allowed}",
+        f"use one of these, or leave {flag(spec.name)} out",
+    )
+
+
+def _at_least(name: str, value: int | None, least: int) -> None:
+    if value is not None and value < least:
+        raise UsageError(f"{flag(name)} {value}", f"must be at least {least}", _default_of(name))
+
+
+def _within(name: str, value: float | None, rule: str, holds: Any) -> None:
+    if value is not None and not (math.isfinite(value) and holds(value)):
+        raise UsageError(
+            f"{flag(name)} {value}", f"must be a finite number {rule}", _default_of(name)
+        )
+
+
+def _default_of(name: str) -> str:
+    default = EditConfig.__dataclass_fields__[name].default
+    return (
+        "give a value in range"
+        if default is None and name.endswith(("replicas", "id"))
+        else f"the default is {_shown(default)}"
+    )
+
+
+def _shown(value: Any) -> str:
+    return AUTO if value is None else str(value)

@@ -1,0 +1,76 @@
+"""What a sync decides, from the gathered table alone: who counts, how much, and roll-backs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_edit.config import EditConfig
+from megatron_edit.method.detector import DetectorConfig, DetectorState, Verdict, judge
+from megatron_edit.method.weights import replica_weights
+
+
+@dataclass(frozen=True)
+class Penalty:
+    """The pseudo-gradient penalty's settings, in the terms of the method.
+
+    Attributes:
+        detector: settings of anomaly elimination.
+        eliminate: False leaves out only what is not finite.
+        temperature: T of the weights; None is auto.
+        uniform: True weighs all accepted replicas alike.
+        max_norm: phi of the clip; None is off.
+    """
+
+    detector: DetectorConfig
+    eliminate: bool
+    temperature: float | None
+    uniform: bool
+    max_norm: float | None
+
+    @classmethod
+    def of(cls, config: EditConfig) -> Penalty:
+        """The penalty that a configuration asks for."""
+        detector = DetectorConfig(
+            config.anomaly_threshold,
+            config.anomaly_alpha,
+            config.anomaly_warmup_syncs,
+            config.anomaly_patience,
+        )
+        return cls(
+            detector,
+            eliminate=not config.no_anomaly,
+            temperature=config.weight_temperature,
+            uniform=config.no_weighting,
+            max_norm=None if config.no_clip else config.clip,
+        )
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Decisions of one sync; tables are [N, U], equal bit for bit on every rank.
+
+    Attributes:
+        norms: float64, the gathered pseudo-gradient norms.
+        verdict: who is left out, and the scores.
+        weights: float64, weight of each replica in the average.
+        rollback: bool [U], units in which every replica is anomalous.
+    """
+
+    norms: Tensor
+    verdict: Verdict
+    weights: Tensor
+    rollback: Tensor
+
+
+def decide(
+    norms: Tensor, detectors: DetectorState, penalty: Penalty
+) -> tuple[Decision, DetectorState]:
+    """Judge the gathered norms (float64 [N, U]) and weigh the replicas; method 3.2, 3.3, 3.6."""
+    verdict, learned = judge(norms, detectors, penalty.detector, enabled=penalty.eliminate)
+    weights = replica_weights(
+        norms, verdict.anomalous, temperature=penalty.temperature, uniform=penalty.uniform
+    )
+    return Decision(norms, verdict, weights, torch.all(verdict.anomalous, dim=0)), learned

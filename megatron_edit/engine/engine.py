@@ -1,0 +1,356 @@
+"""The engine: start, warm-up, switch, rounds (method section 2). One per rank.
+
+The host calls `start` once, `average_gradients` after each backward pass, `after_step` after
+each attempted optimizer step and `finish` at the end. All ranks of all replicas make the same
+calls in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from megatron_edit.engine.decisions import Decision, Penalty, decide
+from megatron_edit.engine.digest import combine, tensor_digest
+from megatron_edit.engine.groups import EngineGroups
+from megatron_edit.engine.host import Host
+from megatron_edit.engine.report import Reporter, SyncReport
+from megatron_edit.engine.state import OuterState
+from megatron_edit.engine.sync import (
+    OuterRule,
+    UnitOutcomes,
+    exchange_units,
+    partial_squares,
+    sum_in_rank_order,
+)
+from megatron_edit.errors import DriftError, ReplicaLostError
+from megatron_edit.method.detector import DetectorState
+from megatron_edit.method.schedule import StepSchedule
+from megatron_edit.replica.collectives import all_reduce_payload
+from megatron_edit.replica.control import ControlRecord, check_same_meeting
+from megatron_edit.replica.world import ReplicaWorld
+
+MIN_TIMEOUT_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine needs of the configuration, for the life of the run.
+
+    Attributes:
+        schedule: warm-up and sync interval.
+        penalty: the pseudo-gradient penalty.
+        rule: the outer step.
+        digest_interval: syncs between two drift checks.
+        fixed_timeout: whether the user gave the time-out; otherwise it follows the rounds.
+    """
+
+    schedule: StepSchedule
+    penalty: Penalty
+    rule: OuterRule
+    digest_interval: int
+    fixed_timeout: bool
+
+
+@dataclass
+class EditEngine:
+    """Keeps one rank of one replica in step with the others.
+
+    Attributes:
+        step: s, attempted optimizer steps so far.
+        round: syncs so far.
+        state: anchor and momentum; None before the switch.
+        detectors: of all replicas and units; the same on every rank.
+    """
+
+    settings: EngineSettings
+    host: Host
+    groups: EngineGroups
+    world: ReplicaWorld
+    reporter: Reporter
+    step: int = 0
+    round: int = 0
+    state: OuterState | None = None
+    detectors: DetectorState = field(init=False)
+    _losses: list[float] = field(default_factory=list)
+    _last_loss_step: int = 0
+    _last_sync_step: int = 0
+    _round_began: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.detectors = DetectorState.fresh(self.groups.sync.size, len(self.host.plan.names))
+        mine = torch.zeros(len(self.host.plan.names), dtype=torch.int64)
+        for shard in self.host.plan.shards:
+            mine[shard.index] = shard.numel
+        # [K, U]: what each rank of the replica sends per unit, to count bytes without asking.
+        self._unit_numels = self.groups.replica.all_gather(mine)
+
+    # ---- what the host calls
+
+    def start(self) -> None:
+        """Give every replica the parameters of replica 0, and check that they hold the same."""
+        for tensor in self.host.replicated_tensors():
+            self.groups.sync.broadcast(tensor)
+        self._copy_first_replica()
+        self.host.publish()
+        self._check_digests(self._digests(), "at the start")
+        if self.settings.schedule.is_switch(0):
+            self._switch()
+
+    def average_gradients(self, num_tokens: Tensor | None = None) -> None:
+        """In warm-up, average the gradient shards over the replicas; otherwise do nothing.
+
+        Args:
+            num_tokens: tokens that this replica's gradients were divided by, where the loss is
+                per token: the average is then over the tokens of all replicas.
+        """
+        if not self.settings.schedule.is_warmup(self.step + 1):
+            return
+        sync = self.groups.sync
+        share: Tensor | float = 1.0 / sync.size
+        if num_tokens is not None:
+            total = num_tokens.detach().clone().double()
+            sync.all_reduce(total)
+            share = (num_tokens.double() / total.clamp(min=1)).float()
+        for gradients in self.host.gradient_shards():
+            gradients.mul_(share)
+            sync.all_reduce(gradients)
+
+    @property
+    def is_sync_due(self) -> bool:
+        """Whether the step being attempted now ends a round."""
+        is_last = self.host.progress().is_last_step
+        return self.settings.schedule.is_sync(self.step + 1, is_last=is_last)
+
+    @property
+    def was_warmup_step(self) -> bool:
+        """Whether the last step was one of the warm-up."""
+        return self.settings.schedule.is_warmup(self.step)
+
+    @property
+    def is_mid_round(self) -> bool:
+        """Whether the replicas have parted since the last sync."""
+        return self.state is not None and self.step > self._last_sync_step
+
+    def after_step(self) -> None:
+        """Count an attempted step, whether it was applied or skipped, and do what is due."""
+        is_sync = self.is_sync_due
+        self.step += 1
+        with torch.no_grad():
+            if is_sync:
+                self._sync()
+            elif self.settings.schedule.is_switch(self.step):
+                self._switch()
+
+    def record_loss(self, loss: float) -> None:
+        """Note the training loss of the step just made; NaN on ranks that do not know it.
+
+        In warm-up it must be the mean over the replicas already: gradients cross at every step
+        there, so may a number. In a round it waits for the next meeting.
+        """
+        if self.was_warmup_step:
+            self.reporter.on_losses(self.step, [loss])
+        else:
+            self._losses.append(loss)
+            self._last_loss_step = self.step
+
+    def finish(self) -> None:
+        """Exchange the losses that no meeting has carried yet. All replicas must come."""
+        self._share_losses(self._meet(norms=()))
+
+    # ---- phases
+
+    def _copy_first_replica(self) -> float:
+        """Broadcast replica 0's main shards; returns the largest difference that this healed."""
+        largest = 0.0
+        for shard in self.host.plan.shards:
+            mine = shard.gather(self._flat(shard.numel))
+            agreed = mine.clone()
+            self.groups.sync.broadcast(agreed)
+            if agreed.numel():
+                largest = max(largest, float((agreed - mine).abs().max()))
+            shard.scatter(agreed)
+        return largest
+
+    def _switch(self) -> None:
+        """End the warm-up: make sure that the replicas agree, then take the anchor (method 2.3)."""
+        if self._differing_units(self._digests()):
+            largest = self._copy_first_replica()
+            self.host.publish()
+            everywhere = self.groups.replica.all_gather(torch.tensor(largest))
+            self.reporter.on_message(
+                f"the replicas had rounded differently in warm-up (by up to "
+                f"{float(everywhere.max()):.3e}); all now hold the parameters of replica 0"
+            )
+        self.state = OuterState.take(self.host.plan, self.groups.sync.device)
+        self.host.attach_outer_state(self.state)
+        self._last_sync_step = self.step
+        self._round_began = time.monotonic()
+        self.reporter.on_message(f"warm-up is over after step {self.step}: the replicas part")
+
+    def _sync(self) -> None:
+        assert self.state is not None, "a sync before the switch"
+        began = time.monotonic()
+        self.round += 1
+        self.world.announce(f"sync/{self.round}")
+        try:
+            report = self._run_sync(self.state, began)
+        except ReplicaLostError as error:
+            raise self._name_the_lost(error) from error
+        self.reporter.on_sync(report)
+        self._last_sync_step = self.step
+        self._follow_rounds()
+
+    def _run_sync(self, state: OuterState, began: float) -> SyncReport:
+        plan = self.host.plan
+        squares = partial_squares(plan, state, self._flat(plan.largest_numel))
+        norms = sum_in_rank_order(self.groups.replica.all_gather(squares)).sqrt()
+        records = self._meet(norms.tolist())
+        met = time.monotonic()
+        table = torch.tensor([record.norms for record in records], dtype=torch.float64)
+        decision, self.detectors = decide(table, self.detectors, self.settings.penalty)
+        outcomes = exchange_units(plan, state, self.groups, decision, self.settings.rule)
+        self.host.publish()
+        self._heal_moments(decision)
+        self._align_schedules(records)
+        self._share_losses(records)
+        digest = self._checked_digest()
+        total = time.monotonic() - began
+        return SyncReport(
+            round=self.round,
+            step=self.step,
+            units=plan.names,
+            decision=decision,
+            clip=self._over_stages(outcomes.clip),
+            update_norm=self._over_stages(outcomes.update_norm),
+            records=records,
+            wire_bytes=self._wire_bytes(decision, records[0]),
+            seconds=_seconds(outcomes, wait=met - began, total=total),
+            digest=digest,
+        )
+
+    # ---- parts of a sync
+
+    def _meet(self, norms: Sequence[float]) -> list[ControlRecord]:
+        """Exchange control records with the other replicas: the one table of a sync."""
+        progress = self.host.progress()
+        mine = ControlRecord(
+            round=self.round,
+            step=self.step,
+            inner_steps=self.step - self._last_sync_step,
+            samples=progress.samples,
+            schedule_position=progress.schedule_position,
+            losses=tuple(self._losses),
+            norms=tuple(norms),
+        )
+        rows = self.groups.sync.all_gather(mine.pack())
+        records = [ControlRecord.unpack(row, len(self._losses)) for row in rows]
+        check_same_meeting(records)
+        return records
+
+    def _heal_moments(self, decision: Decision) -> None:
+        """Where this replica was left out as not finite, zero what is not finite in its Adam."""
+        norms = decision.norms[self.groups.sync.rank]
+        for shard in self.host.plan.shards:
+            if math.isfinite(float(norms[shard.index])):
+                continue
+            zeroed = self.host.zero_nonfinite_moments(shard)
+            self.reporter.on_message(
+                f"round {self.round}: unit {shard.name} was not finite on replica "
+                f"{self.groups.sync.rank}; {zeroed} moments of its inner optimizer were zeroed here"
+            )
+
+    def _align_schedules(self, records: Sequence[ControlRecord]) -> None:
+        """Replicas that skipped steps catch up with the learning-rate schedule of the others."""
+        positions = [record.schedule_position for record in records]
+        behind = max(positions) - positions[self.groups.sync.rank]
+        if behind:
+            self.host.advance_schedule(behind)
+
+    def _share_losses(self, records: Sequence[ControlRecord]) -> None:
+        losses = torch.tensor([record.losses for record in records], dtype=torch.float64)
+        # The loss of step s is known only after the sync that follows it.
+        first = self._last_loss_step - len(self._losses) + 1
+        self.reporter.on_losses(first, losses.mean(dim=0).tolist())
+        self._losses.clear()
+
+    def _over_stages(self, values: Tensor) -> Tensor:
+        """Fill in the units of other pipeline stages from whoever knows them, float64 [U]."""
+        if self.groups.stage.size == self.groups.replica.size:
+            return values
+        rows = self.groups.replica.all_gather(values)
+        known = torch.where(rows.isnan(), -torch.inf, rows).max(dim=0).values
+        return torch.where(known.isinf(), torch.nan, known)
+
+    def _wire_bytes(self, decision: Decision, record: ControlRecord) -> int:
+        """Payload that the ranks of one replica sent in this sync, as rings send it."""
+        size = self.groups.sync.size
+        exchanged = self._unit_numels[:, ~decision.rollback].flatten().tolist()
+        tables: int = self.groups.replica.size * (size - 1) * record.pack().nbytes
+        return tables + sum(all_reduce_payload(4 * int(numel), size) for numel in exchanged)
+
+    # ---- digests
+
+    def _digests(self) -> list[int]:
+        """Digest of each unit over the whole replica; 0 for units that it has no shard of."""
+        mine = torch.zeros(len(self.host.plan.names), dtype=torch.int64)
+        for shard in self.host.plan.shards:
+            mine[shard.index] = tensor_digest(f.main for f in shard.fragments)
+        rows = self.groups.replica.all_gather(mine)
+        return [combine(column) for column in rows.t().tolist()]
+
+    def _differing_units(self, digests: list[int]) -> list[str]:
+        """Units whose digests are not the same on all replicas."""
+        table = self.groups.sync.all_gather(torch.tensor(digests, dtype=torch.int64))
+        differs = (table != table[0]).any(dim=0).tolist()
+        return [n for n, d in zip(self.host.plan.names, differs, strict=True) if d]
+
+    def _check_digests(self, digests: list[int], when: str) -> int:
+        units = self._differing_units(digests)
+        if units:
+            raise DriftError(
+                f"the replicas differ {when} in unit {units[0]}"
+                + (f" and {len(units) - 1} more" if len(units) > 1 else "")
+            )
+        return combine(digests)
+
+    def _checked_digest(self) -> int | None:
+        if self.round % self.settings.digest_interval:
+            return None
+        return self._check_digests(self._digests(), f"after the sync of round {self.round}")
+
+    # ---- time-outs
+
+    def _follow_rounds(self) -> None:
+        """Let the time-out follow the length of the rounds, unless the user fixed it."""
+        now = time.monotonic()
+        length, self._round_began = now - self._round_began, now
+        if not self.settings.fixed_timeout:
+            self.groups.sync.timeout = timedelta(seconds=max(MIN_TIMEOUT_SECONDS, 4 * length))
+
+    def _name_the_lost(self, error: ReplicaLostError) -> ReplicaLostError:
+        try:
+            lost = self.world.absent(f"sync/{self.round}")
+        except RuntimeError:  # the store went down with its host
+            lost = []
+        who = f"replica {', '.join(map(str, lost))} did not come to" if lost else "broke off in"
+        return ReplicaLostError(f"{who} the sync of round {self.round} (step {self.step}): {error}")
+
+    def _flat(self, numel: int) -> Tensor:
+        return torch.empty(numel, dtype=torch.float32, device=self.groups.sync.device)
+
+
+def _seconds(outcomes: UnitOutcomes, *, wait: float, total: float) -> dict[str, float]:
+    return {
+        "wait": wait,
+        "exchange": outcomes.exchange_seconds,
+        "outer": outcomes.outer_seconds,
+        "exposed": total,  # in blocking mode nothing is hidden
+        "total": total,
+    }

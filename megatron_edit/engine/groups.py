@@ -1,0 +1,28 @@
+"""The groups that a sync communicates over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_edit.replica.collectives import Group
+
+TIED_EMBEDDING = "tied-embedding"
+
+
+@dataclass(frozen=True)
+class EngineGroups:
+    """Who talks to whom.
+
+    Attributes:
+        sync: the N ranks, one per replica, that hold the same shard as this one.
+        replica: all ranks of this replica.
+        stage: the ranks of this replica on this rank's pipeline stage.
+        ties: by name, groups over which copies of a parameter stay bit-identical; `TIED_EMBEDDING`
+            joins the stages that hold a copy of the embedding.
+    """
+
+    sync: Group
+    replica: Group
+    stage: Group
+    ties: Mapping[str, Group]

@@ -1,0 +1,54 @@
+"""What the engine asks of its host. `megatron_edit.host` answers for Megatron; tests answer too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from megatron_edit.engine.state import OuterState
+from megatron_edit.engine.units import UnitPlan, UnitShard
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where training stands on this replica.
+
+    Attributes:
+        samples: consumed so far by this replica alone.
+        schedule_position: of the learning-rate schedule, in samples of all replicas.
+        is_last_step: training reaches its target with the step being attempted.
+    """
+
+    samples: int
+    schedule_position: int
+    is_last_step: bool
+
+
+class Host(Protocol):
+    """The training framework around the engine."""
+
+    plan: UnitPlan
+
+    def gradient_shards(self) -> Iterable[Tensor]:
+        """The reduced gradients that this rank's optimizer reads, as flat views; in place."""
+
+    def replicated_tensors(self) -> Iterable[Tensor]:
+        """Tensors of the model that no optimizer owns and that must start equal."""
+
+    def attach_outer_state(self, state: OuterState) -> None:
+        """Learn where anchor and momentum of the shards are."""
+
+    def publish(self) -> None:
+        """Write the model's parameters from the main shards, on all ranks of the replica."""
+
+    def zero_nonfinite_moments(self, shard: UnitShard) -> int:
+        """Zero the inner moments of a shard that are not finite; returns how many elements."""
+
+    def progress(self) -> Progress:
+        """Where training stands now."""
+
+    def advance_schedule(self, samples: int) -> None:
+        """Move the learning-rate schedule forward by `samples` of all replicas."""

@@ -1,0 +1,53 @@
+"""What can go wrong, and the exit code of each kind.
+
+Exit codes of a rank process: 0 finished, 2 unusable arguments or environment, 3 drift
+found, 4 a replica lost. Library code raises; only the launcher turns an error into an exit.
+"""
+
+from __future__ import annotations
+
+
+class EditError(Exception):
+    """Base of every error that this package raises on purpose.
+
+    Attributes:
+        exit_code: what the process exits with when nobody handles the error.
+    """
+
+    exit_code = 1
+
+
+class UsageError(EditError):
+    """Arguments or an environment that training cannot start with. One line, before training.
+
+    Args:
+        value: what the user gave, as they gave it (``"--edit-sync-interval 0"``).
+        rule: the rule that it breaks, without a full stop.
+        remedy: what to do about it, without a full stop.
+    """
+
+    exit_code = 2
+
+    def __init__(self, value: str, rule: str, remedy: str) -> None:
+        self.value, self.rule, self.remedy = value, rule, remedy
+        super().__init__(f"{value}: {rule}; {remedy}")
+
+
+class HostVersionError(UsageError):
+    """This Megatron is outside the supported range, or lacks a symbol that we stand on."""
+
+
+class DriftError(EditError):
+    """Replicas that must be equal are not. The message names the unit and the round."""
+
+    exit_code = 3
+
+
+class ReplicaLostError(EditError):
+    """A replica did not come to a meeting in time, or died in it."""
+
+    exit_code = 4
+
+
+class SyncProtocolError(EditError):
+    """Our own ranks disagree about what to do next: a bug, never the user's mistake."""

@@ -1,0 +1,1 @@
+"""The only package that imports Megatron: it attaches the engine and can detach it again."""

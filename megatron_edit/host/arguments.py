@@ -1,0 +1,165 @@
+"""Megatron's arguments: our flags beside them, what we refuse, and the view of N*D ranks.
+
+The user's flags stay global. Megatron's own arithmetic (micro-batches, samples, schedules, log
+lines, counters in checkpoints) is therefore given the N*D data-parallel ranks of the whole job,
+while its process groups are those of one replica; nothing has to be divided and multiplied back.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megatron_edit.errors import UsageError
+from megatron_edit.replica.placement import Placement
+
+# Argument, value that is refused (None: any value but None or False), rule, remedy.
+_LATER = "is not supported together with --use-edit yet"
+REFUSED: tuple[tuple[str, Any, str, str], ...] = (
+    ("use_megatron_fsdp", True, "keeps its own parameter buffers", "use the distributed optimizer"),
+    ("use_torch_fsdp2", True, "keeps its own parameter buffers", "use the distributed optimizer"),
+    ("use_precision_aware_optimizer", True, "hides the fp32 parameters that EDiT reads",
+     "drop the flag"),
+    ("optimizer_cpu_offload", True, "keeps the fp32 parameters on the CPU", "drop the flag"),
+    ("overlap_param_gather_with_optimizer_step", True, "gathers parameters before a sync",
+     "drop the flag"),
+    ("optimizer_cuda_graph", True, "fixes the optimizer step before a sync is known",
+     "drop the flag"),
+    ("reuse_grad_buf_for_mxfp8_param_ag", True, "gathers parameters from the gradient buffer",
+     "drop the flag"),
+    ("fp8_param_gather", True, _LATER, "drop the flag"),
+    ("fp4_param_gather", True, _LATER, "drop the flag"),
+    ("moe_router_enable_expert_bias", True, _LATER, "drop the flag"),
+    ("use_layer_wise_distributed_optimizer", True, _LATER, "use the distributed optimizer"),
+    ("save", None, _LATER, "train without checkpoints, or without --use-edit"),
+    ("load", None, _LATER, "start from random weights, or train without --use-edit"),
+    ("pretrained_checkpoint", None, _LATER, "start from random weights"),
+    ("exit_duration_in_mins", None, "could end the replicas at different steps",
+     "use --train-iters or --exit-interval"),
+    ("exit_signal_handler", True, "could end the replicas at different steps",
+     "use --train-iters or --exit-interval"),
+    ("inprocess_restart", True, _LATER, "drop the flag"),
+    ("perform_rl_step", True, _LATER, "drop the flag"),
+    ("yaml_cfg", None, _LATER, "give the settings as flags"),
+    ("check_weight_hash_across_dp_replicas_interval", None,
+     "compares ranks of one replica only", "use --edit-digest-interval"),
+    ("dataloader_type", "external", "does not share the samples out among the replicas",
+     "use --dataloader-type single or cyclic"),
+)  # fmt: skip
+SUPPORTED_OPTIMIZERS = ("adam", "sgd")
+
+# Files that rank 0 or the last rank of every replica would write: replica 0 keeps the name.
+_SHARED_OUTPUTS = ("tensorboard_dir", "wandb_project", "result_rejected_tracker_filename")
+
+
+def flag_of(attribute: str) -> str:
+    """Megatron's flag of an argument."""
+    return "--" + attribute.replace("_", "-")
+
+
+def check_arguments(args: Namespace, placement: Placement) -> None:
+    """Refuse what cannot work with EDiT, before Megatron validates the rest.
+
+    Raises:
+        UsageError: an incompatible flag, or sizes that N replicas cannot share.
+    """
+    for name, refused, rule, remedy in REFUSED:
+        value = getattr(args, name, None)
+        hit = value not in (None, False) if refused is None else value == refused
+        if hit:
+            shown = flag_of(name) if value is True else f"{flag_of(name)} {value}"
+            raise UsageError(shown, rule, remedy)
+    if args.optimizer not in SUPPORTED_OPTIMIZERS:
+        raise UsageError(
+            f"--optimizer {args.optimizer}",
+            f"with --use-edit it must be one of {', '.join(SUPPORTED_OPTIMIZERS)}",
+            "use --optimizer adam",
+        )
+    _check_layout(args, placement)
+    _check_batch(args, placement)
+
+
+def _check_layout(args: Namespace, placement: Placement) -> None:
+    size = (
+        args.tensor_model_parallel_size
+        * args.pipeline_model_parallel_size
+        * args.context_parallel_size
+    )
+    if placement.ranks_per_replica % size:
+        raise UsageError(
+            f"{placement.ranks_per_replica} ranks per replica",
+            f"must be a multiple of TP x PP x CP = {size}",
+            "launch more ranks, or lower --edit-num-replicas",
+        )
+
+
+def data_parallel_size(args: Namespace, placement: Placement) -> int:
+    """D, data-parallel ranks of one replica (without context parallelism)."""
+    return int(
+        placement.ranks_per_replica
+        // (
+            args.tensor_model_parallel_size
+            * args.pipeline_model_parallel_size
+            * args.context_parallel_size
+        )
+    )
+
+
+def _check_batch(args: Namespace, placement: Placement) -> None:
+    if args.micro_batch_size is None:
+        return  # Megatron says so itself
+    ranks = placement.num_replicas * data_parallel_size(args, placement)
+    for name in ("global_batch_size", "eval_global_batch_size"):
+        batch = getattr(args, name, None)
+        if batch is None:
+            continue
+        if batch % placement.num_replicas:
+            raise UsageError(
+                f"{flag_of(name)} {batch}",
+                f"must be a multiple of --edit-num-replicas {placement.num_replicas}",
+                f"use {_next_multiple(batch, args.micro_batch_size * ranks)}",
+            )
+        if name == "global_batch_size" and batch % (args.micro_batch_size * ranks):
+            raise UsageError(
+                f"{flag_of(name)} {batch}",
+                f"must be a multiple of micro-batch size x data-parallel ranks of all replicas "
+                f"= {args.micro_batch_size} x {ranks}",
+                f"use {_next_multiple(batch, args.micro_batch_size * ranks)}",
+            )
+
+
+def _next_multiple(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def global_arithmetic(args: Namespace, placement: Placement, validate: Callable[[], None]) -> None:
+    """Run Megatron's validation as if all N*K ranks were one job, then restore the replica's.
+
+    `args.data_parallel_size` stays N*D.
+    """
+    local_world = args.world_size
+    args.world_size = local_world * placement.num_replicas
+    try:
+        validate()
+    finally:
+        args.world_size = local_world
+
+
+def separate_outputs(args: Namespace, placement: Placement) -> None:
+    """Take the writers of shared files away from all replicas but the first."""
+    if placement.replica == 0:
+        return
+    for name in _SHARED_OUTPUTS:
+        if getattr(args, name, None):
+            setattr(args, name, "" if name == "wandb_project" else None)
+
+
+def apply_cpu_defaults(args: Namespace, defaults: Mapping[str, Any]) -> list[str]:
+    """Set what a CPU run must have; returns the flags that had another value."""
+    changed = []
+    for name, value in defaults.items():
+        if hasattr(args, name) and getattr(args, name) != value:
+            setattr(args, name, value)
+            changed.append(f"{name}={value}")
+    return changed

@@ -1,0 +1,194 @@
+"""Attach the plugin to Megatron, and detach it so that the host is as it was."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import socket
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from functools import wraps
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from megatron_edit import __version__
+from megatron_edit.config import EditConfig, add_arguments
+from megatron_edit.errors import UsageError
+from megatron_edit.host.cpu import cpu_argument_defaults, enable_cpu_backend
+from megatron_edit.host.patching import Patcher
+from megatron_edit.replica.placement import Placement, place
+from megatron_edit.replica.world import ReplicaWorld, join
+from megatron_edit.report.console import move_output_to, say
+from megatron_edit.report.events import EventLog, prepare_log_dir
+
+
+def choose_device(config: EditConfig) -> torch.device:
+    """CPU or CUDA, as asked; `auto` takes CUDA where there is one.
+
+    Raises:
+        UsageError: CUDA was asked for and there is none.
+    """
+    if config.device == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if config.device == "cuda":
+        raise UsageError(
+            "--edit-device cuda", "no CUDA device was found", "use --edit-device auto or cpu"
+        )
+    return torch.device("cpu")
+
+
+class Attachment:
+    """Everything that was changed in the host, and the way back. A context manager.
+
+    Args:
+        config: settings; without `use_edit` only what a stock run needs on this machine is changed.
+        device: of the parameters, from `choose_device`.
+    """
+
+    def __init__(self, config: EditConfig, device: torch.device) -> None:
+        self._config = config
+        self._device = device
+        self._patcher = Patcher("the host")
+        self._world: ReplicaWorld | None = None
+        self._loop: Any = None
+
+    def attach(self) -> None:
+        """Change the host. Imports Megatron.
+
+        Raises:
+            UsageError: the host or the launch cannot be used.
+        """
+        if self._device.type == "cpu":
+            enable_cpu_backend(self._patcher)
+        from megatron_edit.host import data
+        from megatron_edit.host.probes import check_host, host_name
+
+        check_host()
+        self._patcher.host = host_name()
+        if self._config.use_edit:
+            self._attach_edit()
+        data.mend_helper_compilation(self._patcher, self._world)
+        self._wrap_arguments()
+
+    def detach(self) -> None:
+        """Undo every change. Idempotent."""
+        if self._loop is not None:
+            self._loop.release()
+            self._loop = None
+        self._patcher.undo()
+        if self._world is not None:
+            self._world.leave_environment(os.environ)
+            self._world = None
+
+    def __enter__(self) -> Attachment:
+        self.attach()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.detach()
+
+    def _attach_edit(self) -> None:
+        from megatron_edit.host import data
+        from megatron_edit.host.training import TrainingLoop
+
+        placement = place(self._config, os.environ)
+        log_dir = prepare_log_dir(self._config.log_dir)
+        self._world = join(self._config, placement)
+        self._world.enter_environment(os.environ)
+        if placement.replica > 0:
+            file = log_dir / f"replica-{placement.replica}.log" if log_dir else None
+            move_output_to(file)
+        events = EventLog(log_dir, placement)
+        events.write_run(_run(self._config, placement, self._device))
+        self._loop = TrainingLoop(self._config, self._world, events, self._device, self._patcher)
+        self._loop.attach()
+        data.share_samples(self._patcher, placement)
+        data.gate_dataset_index(self._patcher, self._world)
+
+    def _wrap_arguments(self) -> None:
+        import megatron.training.arguments as arguments
+
+        def with_our_flags(add: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(add)
+            def added(parser: ArgumentParser) -> ArgumentParser:
+                return add_arguments(add(parser))
+
+            return added
+
+        self._patcher.wrap(arguments, "add_megatron_arguments", with_our_flags)
+        self._patcher.wrap(arguments, "validate_args", self._around_validation)
+
+    def _around_validation(self, validate: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(validate)
+        def checked(args: Namespace, *rest: Any, **kwargs: Any) -> Any:
+            self._before_validation(args)
+            if self._world is None:
+                return validate(args, *rest, **kwargs)
+            from megatron_edit.host.arguments import global_arithmetic
+
+            placement = self._world.placement
+            return global_arithmetic(args, placement, lambda: validate(args, *rest, **kwargs))
+
+        return checked
+
+    def _before_validation(self, args: Namespace) -> None:
+        from megatron_edit.host import arguments
+
+        if self._device.type == "cpu":
+            changed = arguments.apply_cpu_defaults(args, cpu_argument_defaults())
+            if changed and args.rank == 0:
+                say(f"CPU run: set {', '.join(changed)}")
+        if self._world is None:
+            return
+        placement = self._world.placement
+        arguments.check_arguments(args, placement)
+        arguments.separate_outputs(args, placement)
+        if placement.global_rank == 0:
+            _say_what_is_chosen(self._config, placement, args)
+
+
+def _say_what_is_chosen(config: EditConfig, placement: Placement, args: Namespace) -> None:
+    say(
+        f"strategy {config.strategy}: {placement.num_replicas} replicas x "
+        f"{placement.ranks_per_replica} ranks, sync mode blocking ({config.sync_mode})"
+    )
+    if config.strategy != "ddp" and args.train_iters and args.train_iters <= config.warmup_steps:
+        say(
+            f"WARNING: --train-iters {args.train_iters} <= --edit-warmup-steps "
+            f"{config.warmup_steps}: training ends before the replicas part, EDiT never starts"
+        )
+
+
+def _run(config: EditConfig, placement: Placement, device: torch.device) -> dict[str, Any]:
+    """What `run.json` says."""
+    from megatron_edit.host.probes import megatron_version
+
+    return {
+        "config": {**dataclasses.asdict(config), "sync_mode": "blocking"},
+        "requested_sync_mode": config.sync_mode,
+        "versions": {
+            "megatron_edit": __version__,
+            "megatron_core": megatron_version(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "topology": {
+            "num_replicas": placement.num_replicas,
+            "ranks_per_replica": placement.ranks_per_replica,
+            "single_launch": placement.is_single_launch,
+            "device": device.type,
+            "host": socket.gethostname(),
+        },
+        "argv": sys.argv,
+    }

@@ -1,0 +1,211 @@
+"""One replica's model and optimizer, as the engine's host."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from megatron_edit.engine.groups import TIED_EMBEDDING, EngineGroups
+from megatron_edit.engine.host import Progress
+from megatron_edit.engine.state import OuterState
+from megatron_edit.engine.units import UnitPlan, UnitShard, forward_order, plan_units
+from megatron_edit.host.naming import named_units
+from megatron_edit.host.optimizer import (
+    TIED_EXPERT_TP,
+    TIED_TP,
+    EditDistributedOptimizer,
+    PlainOptimizer,
+    ShardedOptimizer,
+    fragments_of,
+)
+from megatron_edit.replica.collectives import Group, stand_alone_group
+from megatron_edit.replica.placement import Placement
+from megatron_edit.replica.world import ReplicaWorld
+
+
+def build_groups(world: ReplicaWorld, device: torch.device) -> EngineGroups:
+    """Wrap Megatron's groups of this replica, and join this rank's sync group."""
+
+    def wrap(group: Any, name: str) -> Group:
+        return Group.of(group, device, world.timeout, name)
+
+    ties = {
+        TIED_TP: wrap(parallel_state.get_tensor_model_parallel_group(), TIED_TP),
+        TIED_EXPERT_TP: wrap(parallel_state.get_expert_tensor_parallel_group(), TIED_EXPERT_TP),
+    }
+    embedding = parallel_state.get_embedding_group(check_initialized=False)
+    if parallel_state.is_rank_in_embedding_group(ignore_virtual=True) and embedding is not None:
+        ties[TIED_EMBEDDING] = wrap(embedding, TIED_EMBEDDING)
+    place = world.placement
+    sync = stand_alone_group(
+        world.shared_store,
+        place.replica,
+        place.num_replicas,
+        device,
+        world.timeout,
+        f"sync group {place.rank}",
+    )
+    stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    return EngineGroups(
+        sync=sync,
+        replica=wrap(torch.distributed.group.WORLD, "replica"),
+        stage=wrap(stage, "pipeline stage"),
+        ties=ties,
+    )
+
+
+class MegatronHost:
+    """Answers the engine for a Megatron model (see `engine.host.Host`).
+
+    Args:
+        args: Megatron's arguments.
+        model: model chunks, wrapped in Megatron's DDP.
+        optimizer: what `get_megatron_optimizer` made, a chain or a single one.
+        scheduler: Megatron's `OptimizerParamScheduler`.
+        replica: group of all ranks of this replica, to agree on the list of units.
+        placement: gives the number of replicas.
+    """
+
+    def __init__(
+        self,
+        args: Namespace,
+        model: Sequence[Any],
+        optimizer: Any,
+        scheduler: Any,
+        replica: Group,
+        placement: Placement,
+    ) -> None:
+        self._args = args
+        self._model = model
+        self._scheduler = scheduler
+        self._placement = placement
+        self._inner = list(getattr(optimizer, "chained_optimizers", [optimizer]))
+        self.optimizers: list[ShardedOptimizer] = [_adopt(inner) for inner in self._inner]
+        self.plan = self._plan(replica)
+        self._samples = 0
+
+    # ---- planning
+
+    def _plan(self, replica: Group) -> UnitPlan:
+        named = [
+            (parameter, (name, unit))
+            for chunk in unwrap_model(self._model)
+            for name, parameter, unit in named_units(chunk)
+        ]
+        stage_units = list(dict.fromkeys(unit for _, (_, unit) in named))
+        everywhere = {unit for units in replica.all_gather_objects(stage_units) for unit in units}
+        fragments = [
+            fragment
+            for optimizer in self.optimizers
+            for fragment in fragments_of(optimizer, dict(named))
+        ]
+        return plan_units(fragments, sorted(everywhere, key=forward_order), stage_units)
+
+    def attach_outer_state(self, state: OuterState) -> None:
+        """Show the distributed optimizers their part of the outer state."""
+        for optimizer in self._edit_optimizers():
+            optimizer.attach_outer_state(self.plan, state)
+
+    def release(self) -> None:
+        """Hand the optimizers back to Megatron as they were."""
+        for optimizer in self._edit_optimizers():
+            optimizer.release()
+
+    def defer_gather(self, is_deferred: bool) -> None:
+        """Whether the next optimizer step leaves the gather of the parameters to `publish`."""
+        for optimizer in self._edit_optimizers():
+            optimizer.edit_defers_gather = is_deferred
+
+    def _edit_optimizers(self) -> Iterator[EditDistributedOptimizer]:
+        return (o for o in self.optimizers if isinstance(o, EditDistributedOptimizer))
+
+    # ---- what the engine asks
+
+    def gradient_shards(self) -> Iterable[Tensor]:
+        """Flat views of Megatron's gradient buffers: of this rank's shard, or all of a plain DDP's.
+
+        One per bucket, in buffer order; padding included (it is zero).
+        """
+        for chunk in self._model:
+            for bucket_group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+                for bucket in bucket_group.buckets:
+                    if not chunk.ddp_config.use_distributed_optimizer:
+                        yield bucket.grad_data.view(-1)
+                        continue
+                    shards = bucket.grad_data.view(-1).chunk(
+                        bucket_group.intra_distributed_optimizer_instance_size
+                    )
+                    yield shards[bucket_group.intra_distributed_optimizer_instance_rank]
+
+    def replicated_tensors(self) -> Iterable[Tensor]:
+        """Frozen parameters and floating-point buffers: equal at the start, owned by nobody."""
+        for chunk in unwrap_model(self._model):
+            for parameter in chunk.parameters():
+                if not parameter.requires_grad:
+                    yield parameter.data
+            for buffer in chunk.buffers():
+                if buffer is not None and buffer.is_floating_point():
+                    yield buffer.data
+
+    def publish(self) -> None:
+        """Write the model's parameters from the main shards and gather them in the replica."""
+        for optimizer in self.optimizers:
+            optimizer.write_model_parameters()
+        for chunk in self._model:
+            if chunk.ddp_config.use_distributed_optimizer:
+                chunk.start_param_sync(force_sync=True)
+
+    def zero_nonfinite_moments(self, shard: UnitShard) -> int:
+        """See `engine.host.Host`."""
+        zeroed = 0
+        for fragment in shard.fragments:
+            for inner in self._inner:
+                state = {} if inner.optimizer is None else inner.optimizer.state
+                for moment in _moments(state.get(fragment.source, {})):
+                    broken = ~torch.isfinite(moment)
+                    zeroed += int(broken.sum())
+                    moment.masked_fill_(broken, 0.0)
+        return zeroed
+
+    def count_step(self) -> None:
+        """Note that a step has consumed its samples."""
+        self._samples += self.samples_per_step
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples that one step of this replica consumes."""
+        ranks = self._args.data_parallel_size // self._placement.num_replicas
+        return int(get_num_microbatches() * self._args.micro_batch_size * ranks)
+
+    def progress(self) -> Progress:
+        """See `engine.host.Host`."""
+        return Progress(
+            samples=self._samples,
+            schedule_position=int(self._scheduler.num_steps),
+            is_last_step=self._args.curr_iteration + 1 >= self._args.train_iters,
+        )
+
+    def advance_schedule(self, samples: int) -> None:
+        """See `engine.host.Host`."""
+        self._scheduler.step(increment=samples)
+
+
+def _adopt(inner: Any) -> ShardedOptimizer:
+    if isinstance(inner, DistributedOptimizer):
+        return EditDistributedOptimizer.adopt(inner)
+    return PlainOptimizer(inner)
+
+
+def _moments(state: dict[str, Any]) -> Iterator[Tensor]:
+    """Inner moments of one parameter: everything that has more than one element."""
+    for value in state.values():
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0:
+            yield value

@@ -1,0 +1,53 @@
+"""Which sync unit a parameter belongs to, from the module tree of Megatron's GPT models."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron_edit.engine.units import EMBEDDING, FINAL, LAYER, MTP
+from megatron_edit.errors import UsageError
+
+_LAYER = re.compile(r"^(?:decoder|encoder)\.layers\.(\d+)\.")
+_MTP = re.compile(r"^mtp\.(?:layers\.)?(\d+)\.")
+_FINAL = re.compile(r"^(?:(?:decoder|encoder)\.final_(?:layer)?norm|output_layer)\.")
+_EMBEDDING = re.compile(r"^(?:embedding|position_embedding)\.")
+
+
+def unit_of(name: str, parameter: torch.nn.Parameter, model: Any) -> str:
+    """Name of the unit of a parameter.
+
+    Layers are numbered as Megatron numbers them over all pipeline stages (`layer_number`, from 1).
+
+    Args:
+        name: as `model.named_parameters()` gives it.
+        parameter: the parameter itself; a tied copy of the embedding belongs to `embedding`.
+        model: the unwrapped model chunk.
+
+    Raises:
+        UsageError: the model has a part that we do not know.
+    """
+    if getattr(parameter, "shared_embedding", False) or _EMBEDDING.match(name):
+        return EMBEDDING
+    if found := _LAYER.match(name):
+        stack = getattr(model, name.partition(".")[0])
+        return f"{LAYER}.{stack.layers[int(found.group(1))].layer_number}"
+    if found := _MTP.match(name):
+        return f"{MTP}.{found.group(1)}"
+    if _FINAL.match(name):
+        return FINAL
+    raise UsageError(
+        f"model parameter {name}",
+        "belongs to no sync unit that megatron_edit knows (embedding, layers, final, mtp)",
+        "train a GPT model, or report this model as unsupported",
+    )
+
+
+def named_units(model: Any) -> Iterator[tuple[str, torch.nn.Parameter, str]]:
+    """Name, parameter and unit of every trainable parameter of an unwrapped model chunk."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            yield name, parameter, unit_of(name, parameter, model)

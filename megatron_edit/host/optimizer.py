@@ -1,0 +1,195 @@
+"""Megatron's optimizers as the engine sees them: fragments of parameters, and how to write back.
+
+`EditDistributedOptimizer` is Megatron's `DistributedOptimizer` with the outer state beside its
+shards. Megatron constructs its optimizers by name, so an instance is adopted after construction
+(its class is exchanged), and handed back as it was by `release`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from torch import Tensor
+
+from megatron_edit.engine.groups import TIED_EMBEDDING
+from megatron_edit.engine.state import OuterState
+from megatron_edit.engine.units import Fragment, UnitPlan
+
+TIED_TP, TIED_EXPERT_TP = "tied-tp", "tied-expert-tp"
+
+
+@dataclass(frozen=True)
+class OuterShard:
+    """Outer state of one parameter's shard on this rank, aligned with Megatron's main shard.
+
+    Attributes:
+        main: fp32 [n], Megatron's own.
+        anchor: fp32 [n], a view of the outer state.
+        momentum: fp32 [n], a view of the outer state.
+    """
+
+    main: Tensor
+    anchor: Tensor
+    momentum: Tensor
+
+
+class ShardedOptimizer(Protocol):
+    """What the engine's host needs of each of Megatron's optimizers."""
+
+    def main_shards(self) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
+        """Model parameter and fp32 main shard, in the order of the optimizer's shard map."""
+
+    def is_first_holder(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether this rank's copy of its shard is the one that norms count."""
+
+    def write_model_parameters(self) -> None:
+        """Copy the main shards into the model's own precision and place; no communication."""
+
+
+class EditDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
+    """Megatron's distributed optimizer, with anchor and outer momentum beside its ZeRO shards."""
+
+    edit_outer: Mapping[int, OuterShard]
+    edit_defers_gather: bool
+
+    @classmethod
+    def adopt(cls, optimizer: DistributedOptimizer) -> EditDistributedOptimizer:
+        """Turn an instance of Megatron's class into one of this class. `release` undoes it."""
+        optimizer.__class__ = cls
+        optimizer.edit_outer = {}
+        optimizer.edit_defers_gather = False
+        return optimizer  # type: ignore[no-any-return]
+
+    def release(self) -> None:
+        """Become an instance of Megatron's own class again, without a trace of this one."""
+        for name in ("edit_outer", "edit_defers_gather", "_defer_param_sync"):
+            self.__dict__.pop(name, None)
+        self.__class__ = DistributedOptimizer
+
+    def main_shards(self) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
+        """See `ShardedOptimizer`. Main shards are 1-D."""
+        for models, mains in (
+            (self.model_float16_groups, self.shard_fp32_from_float16_groups),
+            (self.model_fp32_groups, self.shard_fp32_groups),
+        ):
+            for model_group, main_group in zip(models, mains, strict=True):
+                yield from zip(model_group, main_group, strict=True)
+
+    def is_first_holder(self, parameter: torch.nn.Parameter) -> bool:
+        """Several optimizer instances inside a replica hold equal shards; the first counts."""
+        return bool(self.distributed_optimizer_instance_id == 0)
+
+    def write_model_parameters(self) -> None:
+        """See `ShardedOptimizer`."""
+        self._copy_main_params_to_model_params()
+
+    def attach_outer_state(self, plan: UnitPlan, state: OuterState) -> None:
+        """Give each of this optimizer's main shards its views of anchor and momentum."""
+        mine = {id(main) for _, main in self.main_shards()}
+        self.edit_outer = {
+            id(fragment.source): OuterShard(
+                fragment.main,
+                state.units[shard.name].anchor[where],
+                state.units[shard.name].momentum[where],
+            )
+            for shard in plan.shards
+            for fragment, where in zip(shard.fragments, shard.slices, strict=True)
+            if id(fragment.source) in mine
+        }
+
+    def step_with_ready_grads(self) -> bool:
+        """Megatron's step; before a sync without its gather, which would be of old parameters."""
+        if not self.edit_defers_gather:
+            return bool(super().step_with_ready_grads())
+        self._defer_param_sync = True
+        try:
+            return bool(super().step_with_ready_grads())
+        finally:
+            del self._defer_param_sync
+
+
+class PlainOptimizer:
+    """A Megatron optimizer that shards nothing (plain DDP): every rank holds everything, M = 1.
+
+    Args:
+        optimizer: `FP32Optimizer` or `Float16OptimizerWithFloat16Params`.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._is_mixed = hasattr(optimizer, "fp32_from_float16_groups")
+
+    def main_shards(self) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
+        """See `ShardedOptimizer`. Main shards have the parameter's shape."""
+        if not self._is_mixed:
+            for group in self._optimizer.param_groups:
+                for parameter in group["params"]:
+                    yield parameter, parameter
+            return
+        groups = zip(
+            self._optimizer.float16_groups, self._optimizer.fp32_from_float16_groups, strict=True
+        )
+        for models, mains in groups:
+            yield from zip(models, mains, strict=True)
+        for group in self._optimizer.fp32_from_fp32_groups:
+            for parameter in group:
+                yield parameter, parameter
+
+    def is_first_holder(self, parameter: torch.nn.Parameter) -> bool:
+        """All data-parallel ranks hold equal copies; the first counts."""
+        if getattr(parameter, "allreduce", True):
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        else:
+            group = parallel_state.get_expert_data_parallel_group()
+        return bool(group.rank() == 0)
+
+    def write_model_parameters(self) -> None:
+        """See `ShardedOptimizer`."""
+        if self._is_mixed:
+            self._optimizer._copy_main_params_to_model_params()
+
+
+def fragments_of(
+    optimizer: ShardedOptimizer,
+    names: Mapping[torch.nn.Parameter, tuple[str, str]],
+) -> Iterator[Fragment]:
+    """The optimizer's main shards as fragments of units.
+
+    Args:
+        optimizer: whose shards.
+        names: name and unit of every trainable parameter.
+    """
+    for parameter, main in optimizer.main_shards():
+        name, unit = names[parameter]
+        is_unique = param_is_not_tensor_parallel_duplicate(
+            parameter,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            expert_tp_group=parallel_state.get_expert_tensor_parallel_group(),
+        )
+        yield Fragment(
+            parameter=name,
+            unit=unit,
+            main=main.detach().view(-1),
+            is_counted=(
+                is_unique
+                and not getattr(parameter, "shared", False)
+                and optimizer.is_first_holder(parameter)
+            ),
+            tie=_tie_of(parameter),
+            source=main,
+        )
+
+
+def _tie_of(parameter: torch.nn.Parameter) -> str | None:
+    """The group over which this parameter has copies that must stay equal, if any."""
+    if getattr(parameter, "shared_embedding", False):
+        return TIED_EMBEDDING
+    if getattr(parameter, "tensor_model_parallel", False):
+        return None
+    return TIED_TP if getattr(parameter, "allreduce", True) else TIED_EXPERT_TP

@@ -1,0 +1,76 @@
+"""Reversible attribute replacement: the only way in which this package changes its host.
+
+Every wrapped symbol goes through a `Patcher`, which refuses to replace what is not there
+(a probe, so that a host that moved on is an error and never a silent no-op) and puts all of
+it back, newest first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_edit.errors import HostVersionError
+
+_ABSENT: Any = object()
+
+
+@dataclass(frozen=True)
+class _Replaced:
+    owner: Any
+    name: str
+    original: Any  # `_ABSENT` where the owner's own `__dict__` did not hold the name
+
+
+@dataclass
+class Patcher:
+    """A stack of attribute replacements on modules, classes and instances.
+
+    Attributes:
+        host: how the patched thing is called in error messages, with its version.
+    """
+
+    host: str
+    _undo: list[_Replaced] = field(default_factory=list)
+
+    def replace(self, owner: Any, name: str, new: Any) -> None:
+        """Set ``owner.name = new`` and remember what was there.
+
+        Raises:
+            HostVersionError: `owner` has no attribute `name`.
+        """
+        if not hasattr(owner, name):
+            raise missing_symbol(self.host, owner, name)
+        self.add(owner, name, new)
+
+    def add(self, owner: Any, name: str, new: Any) -> None:
+        """Like `replace`, where the attribute may be absent; undone by deleting it again."""
+        original = vars(owner).get(name, _ABSENT)
+        self._undo.append(_Replaced(owner, name, original))
+        setattr(owner, name, new)
+
+    def wrap(self, owner: Any, name: str, around: Callable[[Callable[..., Any]], Any]) -> None:
+        """Replace a callable by ``around(original)``."""
+        if not hasattr(owner, name):
+            raise missing_symbol(self.host, owner, name)
+        self.add(owner, name, around(getattr(owner, name)))
+
+    def undo(self) -> None:
+        """Put every original back, newest first. Idempotent."""
+        while self._undo:
+            entry = self._undo.pop()
+            if entry.original is _ABSENT:
+                delattr(entry.owner, entry.name)
+            else:
+                setattr(entry.owner, entry.name, entry.original)
+
+
+def missing_symbol(host: str, owner: Any, name: str) -> HostVersionError:
+    """The error for a host that lacks a symbol we stand on."""
+    where = getattr(owner, "__name__", None) or type(owner).__name__
+    return HostVersionError(
+        f"{host}",
+        f"{where}.{name} is missing, and megatron_edit stands on it",
+        "install megatron-core 0.19.x, or report this version as unsupported",
+    )

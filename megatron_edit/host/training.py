@@ -1,0 +1,272 @@
+"""The training loop with an engine inside: which of Megatron's calls lead to which of ours.
+
+| Megatron's call | what we add |
+|---|---|
+| `pretrain` | the replica's own store |
+| `setup_model_and_optimizer` | the engine; equal start; the step and gradient hooks |
+| `config.finalize_model_grads_func` | warm-up: average the gradient shards over the replicas |
+| `optimizer.step` (instance) | count the step; sync when a round ends |
+| `training_log` | event files; the loss for the next meeting |
+| `evaluate` | mean over the replicas |
+| `train` | at its end, the losses that no meeting has carried |
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_edit.config import EditConfig
+from megatron_edit.engine.decisions import Penalty
+from megatron_edit.engine.engine import EditEngine, EngineSettings
+from megatron_edit.engine.sync import OuterRule
+from megatron_edit.host.model import MegatronHost, build_groups
+from megatron_edit.host.patching import Patcher
+from megatron_edit.method.schedule import StepSchedule
+from megatron_edit.method.strategy import STRATEGIES
+from megatron_edit.replica.world import ReplicaWorld
+from megatron_edit.report.events import EventLog
+from megatron_edit.report.records import Iteration
+
+_LOSS = "lm loss"
+
+
+class TrainingLoop:
+    """Carries the engine through one run of Megatron's training loop.
+
+    Args:
+        config: settings.
+        world: this process's place among the replicas.
+        events: where news go.
+        device: of the parameters.
+        patcher: for hooks on instances.
+    """
+
+    def __init__(
+        self,
+        config: EditConfig,
+        world: ReplicaWorld,
+        events: EventLog,
+        device: torch.device,
+        patcher: Patcher,
+    ) -> None:
+        self._config = config
+        self._world = world
+        self._events = events
+        self._device = device
+        self._patcher = patcher
+        self._step_began = time.monotonic()
+        self.engine: EditEngine | None = None
+        self.host: MegatronHost | None = None
+
+    def attach(self) -> None:
+        """Wrap Megatron's training loop."""
+        import megatron.training as package
+        import megatron.training.training as training
+
+        wrapped_pretrain = self._around_pretrain(training.pretrain)
+        for module in (package, training):
+            self._patcher.replace(module, "pretrain", wrapped_pretrain)
+        for name, around in (
+            ("setup_model_and_optimizer", self._around_setup),
+            ("train", self._around_train),
+            ("training_log", self._around_log),
+            ("evaluate", self._around_evaluate),
+            ("evaluate_and_print_results", self._around_evaluation_report),
+        ):
+            self._patcher.wrap(training, name, around)
+
+    def release(self) -> None:
+        """Hand Megatron's objects back and close the event files."""
+        if self.host is not None:
+            self.host.release()
+        self._events.close()
+
+    # ---- wrapped calls
+
+    def _around_pretrain(self, pretrain: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(pretrain)
+        def with_store(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("store") is None:
+                kwargs["store"] = self._world.replica_store
+            return pretrain(*args, **kwargs)
+
+        return with_store
+
+    def _around_setup(self, setup: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(setup)
+        def with_engine(*args: Any, **kwargs: Any) -> Any:
+            model, optimizer, scheduler = built = setup(*args, **kwargs)
+            self._build_engine(model, optimizer, scheduler)
+            return built
+
+        return with_engine
+
+    def _around_train(self, train: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(train)
+        def to_the_end(*args: Any, **kwargs: Any) -> Any:
+            try:
+                result = train(*args, **kwargs)
+            except SystemExit:  # --exit-interval ends like this, on all replicas alike
+                self._finish()
+                raise
+            self._finish()
+            return result
+
+        return to_the_end
+
+    def _around_log(self, training_log: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(training_log)
+
+        @wraps(training_log)
+        def with_events(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            self._on_iteration(
+                given["loss_dict"],
+                given["iteration"],
+                given["learning_rate"],
+                given["grad_norm"],
+            )
+            return training_log(*args, **kwargs)
+
+        return with_events
+
+    def _around_evaluate(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(evaluate)
+        def over_replicas(*args: Any, **kwargs: Any) -> Any:
+            losses, *rest = evaluate(*args, **kwargs)
+            if losses and self.engine is not None:
+                self._average(losses)
+            return (losses, *rest)
+
+        return over_replicas
+
+    def _around_evaluation_report(self, report: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(report)
+
+        @wraps(report)
+        def labelled(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs)
+            if self.engine is not None and self.engine.is_mid_round:
+                given.arguments["prefix"] += " (mid-round, mean over the replicas)"
+            return report(*given.args, **given.kwargs)
+
+        return labelled
+
+    # ---- what they lead to
+
+    def _build_engine(self, model: Sequence[Any], optimizer: Any, scheduler: Any) -> None:
+        from megatron.core.utils import get_model_config
+        from megatron.training import get_args
+
+        args = get_args()
+        # From here on the number of ranks only appears in logs, which are about the whole job.
+        args.world_size = self._world.placement.num_replicas * args.world_size
+        groups = build_groups(self._world, self._device)
+        self.host = MegatronHost(
+            args, model, optimizer, scheduler, groups.replica, self._world.placement
+        )
+        self.engine = EditEngine(
+            _settings(self._config), self.host, groups, self._world, self._events
+        )
+        self._hook_step(optimizer)
+        self._hook_gradients(get_model_config(model[0]))
+        self.engine.start()
+
+    def _hook_step(self, optimizer: Any) -> None:
+        """Override `step` and `zero_grad` on the instance that Megatron's loop calls."""
+        engine, host = self.engine, self.host
+        assert engine is not None and host is not None
+
+        def around_step(step: Callable[[], Any]) -> Callable[[], Any]:
+            @wraps(step)
+            def counted() -> Any:
+                host.defer_gather(engine.is_sync_due)
+                result = step()
+                host.defer_gather(False)
+                host.count_step()
+                engine.after_step()
+                return result
+
+            return counted
+
+        def around_zero(zero_grad: Callable[..., None]) -> Callable[..., None]:
+            @wraps(zero_grad)
+            def stamped(*args: Any, **kwargs: Any) -> None:
+                self._step_began = time.monotonic()  # the first call of Megatron's train_step
+                zero_grad(*args, **kwargs)
+
+            return stamped
+
+        self._patcher.wrap(optimizer, "step", around_step)
+        self._patcher.wrap(optimizer, "zero_grad", around_zero)
+
+    def _hook_gradients(self, model_config: Any) -> None:
+        """Preset the model's finalize hook, which Megatron's loop honours."""
+        from megatron.core.distributed import finalize_model_grads
+
+        finalize = model_config.finalize_model_grads_func or finalize_model_grads
+
+        @wraps(finalize)
+        def averaging(model: Any, num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+            finalize(model, num_tokens, **kwargs)
+            assert self.engine is not None
+            self.engine.average_gradients(num_tokens)
+
+        self._patcher.replace(model_config, "finalize_model_grads_func", averaging)
+
+    def _on_iteration(
+        self, losses: dict[str, Any], iteration: int, lr: float | None, grad_norm: Any
+    ) -> None:
+        from megatron.training import get_args
+
+        assert self.engine is not None and self.host is not None
+        if self.engine.was_warmup_step and losses:
+            self._average(losses)  # what Megatron logs, too, is then of the whole job
+        loss = float(losses[_LOSS]) if _LOSS in losses else math.nan
+        self.engine.record_loss(loss)
+        samples = self.host.samples_per_step
+        self._events.on_iteration(
+            Iteration(
+                iteration=iteration,
+                loss=loss,
+                grad_norm=None if grad_norm is None else float(grad_norm),
+                lr=lr,
+                samples=samples,
+                tokens=samples * get_args().seq_length,
+                seconds=round(time.monotonic() - self._step_began, 6),
+            )
+        )
+
+    def _average(self, losses: dict[str, Tensor]) -> None:
+        """Replace each evaluation loss by its mean over the replicas, in place."""
+        assert self.engine is not None
+        values = torch.stack([loss.detach().double().reshape(()) for loss in losses.values()])
+        means = self.engine.groups.sync.all_gather(values).mean(dim=0)
+        for name, mean in zip(losses, means, strict=True):
+            losses[name] = mean.to(losses[name].dtype)
+
+    def _finish(self) -> None:
+        if self.engine is not None:
+            self.engine.finish()
+        self._events.flush()
+
+
+def _settings(config: EditConfig) -> EngineSettings:
+    is_endless = STRATEGIES[config.strategy].endless_warmup
+    return EngineSettings(
+        schedule=StepSchedule(None if is_endless else config.warmup_steps, config.sync_interval),
+        penalty=Penalty.of(config),
+        rule=OuterRule(
+            config.outer_lr, config.outer_momentum, None if config.no_clip else config.clip
+        ),
+        digest_interval=config.digest_interval,
+        fixed_timeout=config.timeout_seconds is not None,
+    )

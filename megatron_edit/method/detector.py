@@ -1,0 +1,136 @@
+"""Anomaly elimination: which replicas are left out of which units (paper 3.3, method 3.2).
+
+One detector per (replica, unit) keeps an exponential mean and variance of the pseudo-gradient
+norms that it accepted. What it rejects never enters its statistics, and two rules keep that
+from locking a replica out for ever: the patience, and the restart after a change of regime.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+RELATIVE_SIGMA_FLOOR = 0.01  # of the mean: norms that hardly vary must not make a hair trigger
+
+
+@dataclass(frozen=True)
+class DetectorConfig:
+    """Settings of every detector.
+
+    Attributes:
+        threshold: delta, in standard deviations above the mean.
+        alpha: weight of the newest value in the exponential statistics, in (0, 1].
+        warmup_syncs: accepted values before a detector is armed.
+        patience: finite rejections in a row after which the next finite value is accepted.
+    """
+
+    threshold: float
+    alpha: float
+    warmup_syncs: int
+    patience: int
+
+
+@dataclass(frozen=True)
+class DetectorState:
+    """Statistics of all detectors; every tensor is [N, U].
+
+    Attributes:
+        mean: mu, float64; 0 before the first accepted value.
+        variance: sigma^2, float64, without the correction for a young history.
+        updates: k, int64, how often `variance` was updated.
+        accepted: int64, values accepted since the detector started.
+        rejected: int64, finite rejections in a row.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    updates: Tensor
+    accepted: Tensor
+    rejected: Tensor
+
+    @classmethod
+    def fresh(cls, num_replicas: int, num_units: int) -> DetectorState:
+        """Detectors that have seen nothing."""
+        real = torch.zeros(num_replicas, num_units, dtype=torch.float64)
+        count = torch.zeros(num_replicas, num_units, dtype=torch.int64)
+        return cls(real, real.clone(), count, count.clone(), count.clone())
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the detectors say of one sync.
+
+    Attributes:
+        anomalous: bool [N, U], replicas to leave out.
+        scores: float64 [N, U], z of each norm; NaN where not armed or the norm is not finite.
+    """
+
+    anomalous: Tensor
+    scores: Tensor
+
+
+def judge(
+    norms: Tensor, state: DetectorState, config: DetectorConfig, *, enabled: bool = True
+) -> tuple[Verdict, DetectorState]:
+    """Judge one sync's norms and learn from those that are accepted.
+
+    Args:
+        norms: float64 [N, U], pseudo-gradient norms G; NaN and inf are allowed.
+        state: statistics before this sync; not changed.
+        config: thresholds.
+        enabled: False is the ablation: only norms that are not finite are anomalous (a NaN must
+            never spread), and nothing is learned.
+
+    Returns:
+        The verdict, and the statistics after this sync.
+    """
+    finite = torch.isfinite(norms)
+    blank = torch.full_like(norms, torch.nan)
+    if not enabled:
+        return Verdict(~finite, blank), state
+    armed = (state.mean > 0) & (state.updates >= 1) & (state.accepted >= config.warmup_syncs)
+    scores = torch.where(armed & finite, _scores(norms, state, config), blank)
+    suspicious = scores > config.threshold  # False for NaN
+    overdue = state.rejected >= config.patience
+    rejected = suspicious & ~overdue
+    accepted = finite & ~rejected
+    first = accepted & ((state.accepted == 0) | suspicious)  # a suspicious one starts it anew
+    return (
+        Verdict(~finite | rejected, scores),
+        _learn(norms, state, config, accepted=accepted, first=first, rejected=rejected),
+    )
+
+
+def _scores(norms: Tensor, state: DetectorState, config: DetectorConfig) -> Tensor:
+    # 1 - (1 - alpha)^k is the weight that k updates have given to real values: without it the
+    # variance of a young history is far too small. k = 0 is never armed; 1 avoids 0 / 0.
+    young = 1.0 - (1.0 - config.alpha) ** state.updates.clamp(min=1).double()
+    sigma = (state.variance / young).sqrt()
+    return (norms - state.mean) / torch.maximum(sigma, RELATIVE_SIGMA_FLOOR * state.mean)
+
+
+def _learn(
+    norms: Tensor,
+    state: DetectorState,
+    config: DetectorConfig,
+    *,
+    accepted: Tensor,
+    first: Tensor,
+    rejected: Tensor,
+) -> DetectorState:
+    later = accepted & ~first
+    mean = config.alpha * norms + (1.0 - config.alpha) * state.mean
+    variance = (1.0 - config.alpha) * state.variance + config.alpha * (norms - mean) ** 2
+    zero = torch.zeros_like(state.updates)
+    return DetectorState(
+        mean=torch.where(first, norms, torch.where(later, mean, state.mean)),
+        variance=torch.where(
+            first, torch.zeros_like(norms), torch.where(later, variance, state.variance)
+        ),
+        updates=torch.where(first, zero, state.updates + later),
+        accepted=torch.where(first, zero + 1, state.accepted + later),
+        # A value that is not finite is neither accepted nor rejected here: no count, no reset.
+        rejected=torch.where(accepted, zero, state.rejected + rejected),
+    )

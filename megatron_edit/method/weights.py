@@ -1,0 +1,58 @@
+"""Weights of the replicas in the average (paper 3.3, eq. of the weighted averaging; method 3.3)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def replica_weights(
+    norms: Tensor, anomalous: Tensor, *, temperature: float | None, uniform: bool = False
+) -> Tensor:
+    """softmax(-G / T) over the replicas that are not anomalous, unit by unit.
+
+    Args:
+        norms: float64 [N, U], pseudo-gradient norms G.
+        anomalous: bool [N, U], replicas that get weight 0.
+        temperature: T; 1.0 is the paper's formula. None ("auto") takes, unit by unit, the median
+            of the accepted norms (mean of the two middle ones where their number is even), which
+            makes the weights independent of the model's size.
+        uniform: True gives 1 / n to each of the n accepted replicas.
+
+    Returns:
+        float64 [N, U]; a column sums to 1, or is all zero where every replica is anomalous.
+    """
+    accepted = ~anomalous
+    count = accepted.sum(dim=0).clamp(min=1).double()
+    equal = accepted.double() / count
+    if uniform:
+        return equal
+    infinity = torch.full_like(norms, torch.inf)
+    masked = torch.where(accepted, norms, infinity)
+    lowest = masked.min(dim=0).values  # the shift: the largest exponent is 0, so no underflow
+    if temperature is None:
+        scale = _median_of_accepted(masked, accepted.sum(dim=0))
+    else:
+        scale = torch.full_like(lowest, temperature)
+    distance = torch.where(accepted, norms - lowest, infinity)
+    raised = torch.where(accepted, torch.exp(-distance / scale), torch.zeros_like(norms))
+    total = raised.sum(dim=0)
+    # T = 0 happens only where half of the norms are exactly 0: then the spec says 1 / n.
+    usable = (scale > 0) & (total > 0)
+    return torch.where(usable, raised / torch.where(usable, total, torch.ones_like(total)), equal)
+
+
+def effective_replicas(weights: Tensor) -> Tensor:
+    """1 / sum_r w^2, float64 [U]: how many replicas an average stands on; 0 where none."""
+    squares = (weights * weights).sum(dim=0)
+    return torch.where(squares > 0, 1.0 / squares, torch.zeros_like(squares))
+
+
+def _median_of_accepted(masked: Tensor, count: Tensor) -> Tensor:
+    """Median of the finite entries of each column; `masked` holds inf elsewhere. 0 where none."""
+    ordered = masked.sort(dim=0).values
+    low = ((count - 1).clamp(min=0) // 2).unsqueeze(0)
+    high = (count // 2).clamp(max=masked.shape[0] - 1).unsqueeze(0)
+    # Halves before the sum: two norms of 1e308 must not overflow.
+    middle = (0.5 * ordered.gather(0, low) + 0.5 * ordered.gather(0, high)).squeeze(0)
+    return torch.where(count > 0, middle, torch.zeros_like(middle))

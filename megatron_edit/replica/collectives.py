@@ -1,0 +1,138 @@
+"""The only module that issues collectives.
+
+A `Group` wraps a `torch.distributed.ProcessGroup`: the stand-alone groups between replicas and
+Megatron's groups inside one alike. It counts the payload it sends, and turns a collective that
+failed or timed out into a `ReplicaLostError`.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
+
+from megatron_edit.errors import ReplicaLostError
+
+
+@dataclass
+class Group:
+    """Ranks that communicate, and what this one has sent.
+
+    Attributes:
+        process_group: the transport; None is a group of this rank alone.
+        rank: this rank's position, from 0.
+        size: number of ranks.
+        device: where tensors on the wire must live.
+        timeout: longest wait of one collective.
+        name: how error messages call the group.
+        payload_bytes: payload sent so far by this rank, counted as ring algorithms send it.
+    """
+
+    process_group: Any
+    rank: int
+    size: int
+    device: torch.device
+    timeout: timedelta
+    name: str
+    payload_bytes: int = 0
+
+    @classmethod
+    def of(cls, process_group: Any, device: torch.device, timeout: timedelta, name: str) -> Group:
+        """Wrap a group that exists already, such as one of Megatron's."""
+        return cls(process_group, process_group.rank(), process_group.size(), device, timeout, name)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum `tensor` over the group, in place. Blocks the host on CPU tensors.
+
+        Collective: all ranks of the group, same numel and dtype.
+        """
+        if self.size == 1 or tensor.numel() == 0:
+            return
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.SUM
+        options.timeout = self.timeout
+        self._wait(lambda: self.process_group.allreduce([tensor], options))
+        self.payload_bytes += all_reduce_payload(tensor.nbytes, self.size)
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> None:
+        """Give every rank the tensor of rank `root` of the group, in place.
+
+        Collective: all ranks of the group, same numel and dtype.
+        """
+        if self.size == 1 or tensor.numel() == 0:
+            return
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        options.timeout = self.timeout
+        self._wait(lambda: self.process_group.broadcast([tensor], options))
+        self.payload_bytes += tensor.nbytes if self.rank == root else 0
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Stack the tensors of all ranks in rank order: [size, *shape], on `tensor`'s device.
+
+        Collective: all ranks of the group, same shape and dtype.
+        """
+        if self.size == 1:
+            return tensor.unsqueeze(0).clone()
+        local = tensor.to(self.device).contiguous()
+        parts = [torch.empty_like(local) for _ in range(self.size)]
+        options = AllgatherOptions()
+        options.timeout = self.timeout
+        self._wait(lambda: self.process_group.allgather([parts], [local], options))
+        self.payload_bytes += (self.size - 1) * local.nbytes
+        return torch.stack(parts).to(tensor.device)
+
+    def all_gather_objects(self, value: Any) -> list[Any]:
+        """The picklable values of all ranks, in rank order. For set-up, not for the hot path."""
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = self.all_gather(torch.tensor([data.numel()])).flatten().tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: data.numel()] = data
+        rows = self.all_gather(padded)
+        return [
+            pickle.loads(row[:size].numpy().tobytes())
+            for row, size in zip(rows, sizes, strict=True)
+        ]
+
+    def _wait(self, start: Any) -> None:
+        try:
+            start().wait()
+        except RuntimeError as error:  # gloo and NCCL report a dead or late peer like this
+            raise ReplicaLostError(f"{self.name}: a collective failed: {error}") from error
+
+
+def all_reduce_payload(nbytes: int, size: int) -> int:
+    """Bytes that one rank sends in a ring all-reduce of `nbytes` over `size` ranks."""
+    return 2 * (size - 1) * nbytes // size
+
+
+def stand_alone_group(
+    store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta, name: str
+) -> Group:
+    """A group that belongs to no `torch.distributed` world: the ranks need only share `store`.
+
+    Collective: the `size` ranks of the group.
+    Blocks: the host, until all of them have come.
+
+    Raises:
+        ReplicaLostError: they did not all come within `timeout`.
+    """
+    if size == 1:
+        return Group(None, 0, 1, device, timeout, name)
+    prefixed = dist.PrefixStore(name, store)
+    try:
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            transport: Any = dist.ProcessGroupNCCL(prefixed, rank, size, options)
+        else:
+            transport = dist.ProcessGroupGloo(prefixed, rank, size, timeout)
+    except RuntimeError as error:
+        raise ReplicaLostError(f"{name}: not all {size} replicas came: {error}") from error
+    return Group(transport, rank, size, device, timeout, name)

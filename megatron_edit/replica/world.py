@@ -1,0 +1,142 @@
+"""Joining: the stores behind a replica's own Megatron world and behind the sync groups.
+
+Every replica is a complete `torch.distributed` world of its own (design section 1). Under a
+single launch the replicas share the launch's store, each under a prefix; with one launch per
+replica each keeps its launch's store, and all meet on a second one at `--edit-rendezvous`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megatron_edit.config import EditConfig, flag, parse_endpoint
+from megatron_edit.errors import ReplicaLostError, UsageError
+from megatron_edit.replica.placement import Placement
+
+DEFAULT_TIMEOUT_SECONDS = 600.0
+JOIN_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass
+class ReplicaWorld:
+    """This process's place, and the stores that it reaches the others through.
+
+    Attributes:
+        placement: who this process is.
+        replica_store: for the replica's own default process group (`pretrain(store=...)`).
+        shared_store: seen by the ranks of all replicas.
+        timeout: longest wait at a sync.
+    """
+
+    placement: Placement
+    replica_store: dist.Store
+    shared_store: dist.Store
+    timeout: timedelta
+    _saved_environment: dict[str, str | None] = field(default_factory=dict)
+
+    def announce(self, event: str) -> None:
+        """Tell all replicas that this one has come to `event` (rank 0 of the replica says so)."""
+        if self.placement.rank == 0:
+            self.shared_store.set(f"{event}/{self.placement.replica}", "1")
+
+    def absent(self, event: str) -> list[int]:
+        """Replicas that have not announced `event`."""
+        return [
+            replica
+            for replica in range(self.placement.num_replicas)
+            if not self.shared_store.check([f"{event}/{replica}"])
+        ]
+
+    def after_first_replica(self, event: str) -> None:
+        """Wait until replica 0 has announced `event`. Returns at once on replica 0.
+
+        For work on shared files: replica 0 does it, the others then find it done.
+
+        Raises:
+            ReplicaLostError: replica 0 did not announce it within the time-out.
+        """
+        if self.placement.replica == 0:
+            return
+        try:
+            self.shared_store.wait([f"{event}/0"], self.timeout)
+        except RuntimeError as error:
+            raise ReplicaLostError(f"replica 0 did not finish {event}: {error}") from error
+
+    def enter_environment(self, env: MutableMapping[str, str]) -> None:
+        """Make `RANK` and `WORLD_SIZE` those of the replica; `leave_environment` undoes it."""
+        values = {
+            "RANK": str(self.placement.rank),
+            "WORLD_SIZE": str(self.placement.ranks_per_replica),
+        }
+        for name, value in values.items():
+            self._saved_environment.setdefault(name, env.get(name))
+            env[name] = value
+
+    def leave_environment(self, env: MutableMapping[str, str]) -> None:
+        """Put back what `enter_environment` changed."""
+        for name, value in self._saved_environment.items():
+            if value is None:
+                env.pop(name, None)
+            else:
+                env[name] = value
+        self._saved_environment.clear()
+
+
+def join(config: EditConfig, placement: Placement) -> ReplicaWorld:
+    """Open the stores. Blocks until the store's host is there.
+
+    Raises:
+        UsageError: the launch has no store, or the rendezvous cannot be reached.
+    """
+    launch_store = _store_of_launch(placement)
+    timeout = timedelta(seconds=config.timeout_seconds or DEFAULT_TIMEOUT_SECONDS)
+    if placement.is_single_launch:
+        replica_store = dist.PrefixStore(f"edit/replica{placement.replica}", launch_store)
+        shared_store: dist.Store = dist.PrefixStore("edit/shared", launch_store)
+    else:
+        replica_store = launch_store
+        shared_store = dist.PrefixStore("edit/shared", _rendezvous_store(config, placement))
+    return ReplicaWorld(placement, replica_store, shared_store, timeout)
+
+
+def _store_of_launch(placement: Placement) -> dist.Store:
+    """The store of torchrun or of the batch system, through the usual environment variables."""
+    alone = placement.num_replicas * placement.ranks_per_replica == 1
+    if "MASTER_ADDR" not in os.environ and (alone or placement.ranks_per_replica == 1):
+        if placement.is_single_launch and not alone:
+            raise _no_master()
+        return dist.HashStore()  # a launch of one process needs nobody to meet
+    if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
+        raise _no_master()
+    # rank and world as the launcher gave them: this runs before `enter_environment`.
+    store, _, _ = next(iter(dist.rendezvous("env://", timeout=JOIN_TIMEOUT)))
+    return store
+
+
+def _no_master() -> UsageError:
+    return UsageError(
+        "environment MASTER_ADDR, MASTER_PORT (not set)",
+        "several ranks need a place to meet",
+        "launch with torchrun, or set both in the batch script",
+    )
+
+
+def _rendezvous_store(config: EditConfig, placement: Placement) -> dist.Store:
+    host, port = parse_endpoint(config.rendezvous or "")
+    is_host = placement.replica == 0 and placement.rank == 0
+    try:
+        return dist.TCPStore(host, port, None, is_host, JOIN_TIMEOUT, wait_for_workers=False)
+    except RuntimeError as error:
+        action = "listen on it" if is_host else "reach replica 0 there"
+        raise UsageError(
+            f"{flag('rendezvous')} {config.rendezvous}",
+            f"replica {placement.replica} on {socket.gethostname()} could not {action} "
+            f"({str(error).splitlines()[0]})",
+            "check the address, that the port is free and open, and that replica 0 was started",
+        ) from error

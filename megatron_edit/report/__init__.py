@@ -1,0 +1,1 @@
+"""What people read: event files, console lines, later pictures."""

@@ -1,0 +1,151 @@
+"""Event files: JSON Lines under `--edit-log-dir`, each with one writer.
+
+| file | writer |
+|---|---|
+| run.json, sync.jsonl, loss.jsonl | the writer rank of replica 0 |
+| replica-<r>.jsonl | the writer rank of replica r |
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from megatron_edit.engine.report import SyncReport
+from megatron_edit.errors import UsageError
+from megatron_edit.method.weights import effective_replicas
+from megatron_edit.replica.placement import Placement
+from megatron_edit.report.console import say
+from megatron_edit.report.records import (
+    Iteration,
+    digest_line,
+    number,
+    sync_line,
+    sync_summary,
+)
+
+WATCHED_SYNCS = 10  # how long a sick sign must last before it is worth a warning
+LOW_CLIP = 0.5
+
+
+class EventLog:
+    """Writes the event files and the console lines of one rank.
+
+    Args:
+        log_dir: `--edit-log-dir`; None keeps the console lines only.
+        placement: decides which files this rank writes.
+        flush_interval: iterations between two flushes.
+    """
+
+    def __init__(self, log_dir: Path | None, placement: Placement, flush_interval: int = 1) -> None:
+        self._placement = placement
+        self._flush_interval = max(1, flush_interval)
+        self._dir = log_dir if placement.is_writer else None
+        self._is_first = placement.replica == 0
+        self._files: dict[str, IO[str]] = {}
+        self._health: deque[tuple[float, float]] = deque(maxlen=WATCHED_SYNCS)
+
+    def write_run(self, run: Mapping[str, Any]) -> None:
+        """Write `run.json`."""
+        if self._dir is not None and self._is_first:
+            text = json.dumps(run, indent=2, sort_keys=True, default=str)
+            _fresh(self._dir / "run.json").write_text(text + "\n", encoding="utf-8")
+
+    def on_iteration(self, iteration: Iteration) -> None:
+        """One inner iteration is over."""
+        self._append(f"replica-{self._placement.replica}.jsonl", iteration.line())
+        if iteration.iteration % self._flush_interval == 0:
+            self.flush()
+
+    def on_sync(self, report: SyncReport) -> None:
+        """A sync is over."""
+        self._append(f"replica-{self._placement.replica}.jsonl", digest_line(report))
+        if self._is_first:
+            self._append("sync.jsonl", sync_line(report))
+        if self._is_first and self._placement.is_writer:
+            say(sync_summary(report))
+            self._watch_health(report)
+        self.flush()
+
+    def on_losses(self, first_step: int, losses: Sequence[float]) -> None:
+        """Mean losses over the replicas, of steps `first_step`, `first_step` + 1, ..."""
+        if self._is_first:
+            for step, loss in enumerate(losses, start=first_step):
+                self._append("loss.jsonl", {"iteration": step, "loss": number(loss)})
+
+    def on_message(self, text: str) -> None:
+        """A line for people: on the console for replica 0, else in the replica's own file."""
+        if self._placement.is_writer:
+            say(text)
+
+    def flush(self) -> None:
+        """Bring everything written so far to the disk."""
+        for file in self._files.values():
+            file.flush()
+
+    def close(self) -> None:
+        """Close all files. Idempotent."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _append(self, name: str, line: Mapping[str, Any]) -> None:
+        if self._dir is None:
+            return
+        if name not in self._files:
+            self._files[name] = _fresh(self._dir / name).open("w", encoding="utf-8")
+        self._files[name].write(json.dumps(line) + "\n")
+
+    def _watch_health(self, report: SyncReport) -> None:
+        """Warn of weights near one-hot, or a clip that always binds (method section 3)."""
+        effective = effective_replicas(report.decision.weights).median().item()
+        self._health.append((effective, report.clip.nan_to_num(1.0).median().item()))
+        if len(self._health) < WATCHED_SYNCS or report.round % WATCHED_SYNCS:
+            return
+        half = self._placement.num_replicas / 2
+        if all(seen < half for seen, _ in self._health):
+            say(
+                f"WARNING: for {WATCHED_SYNCS} syncs the median unit has stood on fewer than "
+                f"{half:g} replicas; raise --edit-weight-temperature, or look at the anomalies"
+            )
+        if all(clip < LOW_CLIP for _, clip in self._health):
+            say(
+                f"WARNING: for {WATCHED_SYNCS} syncs the median unit was clipped below "
+                f"{LOW_CLIP:g}; raise --edit-clip, or lower the learning rate"
+            )
+
+
+def _fresh(path: Path) -> Path:
+    """`path`, after moving a file of an earlier run out of the way (`sync.1.jsonl`, ...)."""
+    number_of_old = 1
+    while (old := path.with_suffix(f".{number_of_old}{path.suffix}")).exists():
+        number_of_old += 1
+    if path.exists():
+        path.rename(old)
+    return path
+
+
+def prepare_log_dir(path: str | None) -> Path | None:
+    """Make the folder of the event files.
+
+    Raises:
+        UsageError: it cannot be made or written to.
+    """
+    if path is None:
+        return None
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"--edit-log-dir {path}",
+            f"must be a folder that can be written to ({error.strerror})",
+            "give another folder, or mend its permissions",
+        ) from error
+    return folder

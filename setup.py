@@ -1,0 +1,39 @@
+"""Packaging of megatron_edit. Tool configuration is in pyproject.toml."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+TORCH = "torch==2.13.0"  # the one place where torch is pinned
+
+setup(
+    name="megatron_edit",
+    version="0.1.0",
+    description="The EDiT distributed optimizer (arXiv 2412.07210) for Megatron-LM",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.12",
+    packages=find_packages(include=["megatron_edit", "megatron_edit.*"]),
+    package_data={"megatron_edit": ["py.typed"]},
+    install_requires=[
+        TORCH,
+        "megatron-core>=0.19.0,<0.20",
+        "numpy>=1.26",
+        "einops>=0.8",  # megatron-core needs it for several optimizer instances
+        "psutil>=6",
+    ],
+    extras_require={
+        "test": [
+            "pytest>=8.3,<10",
+            "pytest-timeout>=2.3",
+            "hypothesis>=6.100",
+            "ruff>=0.9",
+            "mypy>=1.14",
+        ],
+        "report": ["matplotlib>=3.9", "tokenizers>=0.20", "tqdm>=4.66"],
+        # NVIDIA Apex is not on the package index (the `apex` there is another project): README.
+        "gpu": ["transformer-engine[pytorch]>=2.1"],
+    },
+    entry_points={"console_scripts": ["megatron-edit=megatron_edit.cli:main"]},
+)
