@@ -129,6 +129,10 @@ def _exchange_unit(
     outcomes.exchange_seconds += outcomes.lap()
     _tie_copies(shard, average, groups)
     norm = _norm_over_stage(shard, average, groups)
+    if not bool(norm.isfinite()):  # finite addends whose sum overflowed; all ranks see it alike
+        shard.scatter(unit.anchor)
+        outcomes.clip[shard.index], outcomes.update_norm[shard.index] = 0.0, float(norm)
+        return
     clip = float(clip_factor(norm, rule.max_norm))
     nesterov_step_(
         unit.anchor,

@@ -7,6 +7,7 @@ import os
 import platform
 import socket
 import sys
+import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from functools import wraps
@@ -64,15 +65,19 @@ class Attachment:
         Raises:
             UsageError: the host or the launch cannot be used.
         """
-        if self._device.type == "cpu":
-            enable_cpu_backend(self._patcher)
-        from megatron_edit.host import data
-        from megatron_edit.host.probes import check_host, host_name
+        placement = place(self._config, os.environ) if self._config.use_edit else None
+        with warnings.catch_warnings():
+            if self._device.type == "cpu":
+                # Megatron warns at import of every GPU package that is missing: here they are.
+                warnings.simplefilter("ignore")
+                enable_cpu_backend(self._patcher)
+            from megatron_edit.host import data
+            from megatron_edit.host.probes import check_host, host_name
 
-        check_host()
+            check_host()
         self._patcher.host = host_name()
-        if self._config.use_edit:
-            self._attach_edit()
+        if placement is not None:
+            self._attach_edit(placement)
         data.mend_helper_compilation(self._patcher, self._world)
         self._wrap_arguments()
 
@@ -98,11 +103,10 @@ class Attachment:
     ) -> None:
         self.detach()
 
-    def _attach_edit(self) -> None:
+    def _attach_edit(self, placement: Placement) -> None:
         from megatron_edit.host import data
         from megatron_edit.host.training import TrainingLoop
 
-        placement = place(self._config, os.environ)
         log_dir = prepare_log_dir(self._config.log_dir)
         self._world = join(self._config, placement)
         self._world.enter_environment(os.environ)
@@ -145,14 +149,15 @@ class Attachment:
     def _before_validation(self, args: Namespace) -> None:
         from megatron_edit.host import arguments
 
+        placement = None if self._world is None else self._world.placement
+        if placement is not None:
+            arguments.check_arguments(args, placement)  # before a CPU run would drop a flag
         if self._device.type == "cpu":
             changed = arguments.apply_cpu_defaults(args, cpu_argument_defaults())
             if changed and args.rank == 0:
                 say(f"CPU run: set {', '.join(changed)}")
-        if self._world is None:
+        if placement is None:
             return
-        placement = self._world.placement
-        arguments.check_arguments(args, placement)
         arguments.separate_outputs(args, placement)
         if placement.global_rank == 0:
             _say_what_is_chosen(self._config, placement, args)

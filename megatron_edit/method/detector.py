@@ -91,8 +91,11 @@ def judge(
     if not enabled:
         return Verdict(~finite, blank), state
     armed = (state.mean > 0) & (state.updates >= 1) & (state.accepted >= config.warmup_syncs)
-    scores = torch.where(armed & finite, _scores(norms, state, config), blank)
-    suspicious = scores > config.threshold  # False for NaN
+    excess, scale = norms - state.mean, _scale(state, config)
+    is_tested = armed & finite
+    scores = torch.where(is_tested, excess / scale, blank)
+    # The difference decides, not the quotient: the two can round to different sides of the bound.
+    suspicious = is_tested & (excess > config.threshold * scale)
     overdue = state.rejected >= config.patience
     rejected = suspicious & ~overdue
     accepted = finite & ~rejected
@@ -103,12 +106,13 @@ def judge(
     )
 
 
-def _scores(norms: Tensor, state: DetectorState, config: DetectorConfig) -> Tensor:
+def _scale(state: DetectorState, config: DetectorConfig) -> Tensor:
+    """max(sigma, 0.01 mu), with sigma corrected for a young history."""
     # 1 - (1 - alpha)^k is the weight that k updates have given to real values: without it the
     # variance of a young history is far too small. k = 0 is never armed; 1 avoids 0 / 0.
     young = 1.0 - (1.0 - config.alpha) ** state.updates.clamp(min=1).double()
     sigma = (state.variance / young).sqrt()
-    return (norms - state.mean) / torch.maximum(sigma, RELATIVE_SIGMA_FLOOR * state.mean)
+    return torch.maximum(sigma, RELATIVE_SIGMA_FLOOR * state.mean)
 
 
 def _learn(

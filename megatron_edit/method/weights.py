@@ -53,6 +53,7 @@ def _median_of_accepted(masked: Tensor, count: Tensor) -> Tensor:
     ordered = masked.sort(dim=0).values
     low = ((count - 1).clamp(min=0) // 2).unsqueeze(0)
     high = (count // 2).clamp(max=masked.shape[0] - 1).unsqueeze(0)
+    below, above = ordered.gather(0, low), ordered.gather(0, high)
     # Halves before the sum: two norms of 1e308 must not overflow.
-    middle = (0.5 * ordered.gather(0, low) + 0.5 * ordered.gather(0, high)).squeeze(0)
+    middle = torch.where(low == high, below, 0.5 * below + 0.5 * above).squeeze(0)
     return torch.where(count > 0, middle, torch.zeros_like(middle))

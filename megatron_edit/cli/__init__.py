@@ -1,0 +1,34 @@
+"""The command `megatron-edit`: one module per subcommand, each with `configure` and `run`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from megatron_edit import __version__
+from megatron_edit.cli import check
+from megatron_edit.errors import EditError
+
+SUBCOMMANDS = {"check": check}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; the exit code.
+
+    Args:
+        argv: words after `megatron-edit`; None takes them from the process.
+    """
+    parser = argparse.ArgumentParser(prog="megatron-edit", description="Tools of megatron_edit.")
+    parser.add_argument("--version", action="version", version=f"megatron_edit {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, module in SUBCOMMANDS.items():
+        summary = (module.__doc__ or "").partition("\n")[0]
+        module.configure(commands.add_parser(name, help=summary, description=summary))
+    known, rest = parser.parse_known_args(sys.argv[1:] if argv is None else list(argv))
+    try:
+        code: int = SUBCOMMANDS[known.command].run(known, rest)
+        return code
+    except EditError as error:
+        sys.stderr.write(f"megatron-edit {known.command}: {error}\n")
+        return error.exit_code

@@ -1,0 +1,131 @@
+"""The one CUDA device that Megatron sees: queries, streams and random numbers, all on the CPU."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from megatron_edit.host.patching import Patcher
+
+_MARK = "_megatron_edit_cpu_backend"
+_RNG_LOGGER = "megatron.core.tensor_parallel.random"
+
+
+def is_enabled() -> bool:
+    """Whether the replacements are in place."""
+    return hasattr(torch.cuda.is_available, _MARK)
+
+
+def asked_by_megatron() -> bool:
+    """Whether the caller of our caller belongs to Megatron or to the training script."""
+    asker: str = sys._getframe(2).f_globals.get("__name__", "")
+    return asker == "__main__" or asker.partition(".")[0] == "megatron"
+
+
+def no_op(*args: object, **kwargs: object) -> None:
+    """Stand-in for a function that only talks to the device."""
+
+
+def replace_device(patcher: Patcher) -> None:
+    """Let Megatron, and nobody else, see one device of a modest kind."""
+    count = torch.cuda.device_count
+
+    def is_available() -> bool:
+        return asked_by_megatron()
+
+    def device_count() -> int:
+        return 1 if asked_by_megatron() else int(count())
+
+    setattr(is_available, _MARK, True)
+    # Compute capability of Ampere: nothing that Megatron keeps for Hopper or Blackwell.
+    properties = SimpleNamespace(
+        name="cpu", major=8, minor=0, total_memory=0, multi_processor_count=1
+    )
+    patcher.replace(torch.cuda, "is_available", is_available)
+    patcher.replace(torch.cuda, "device_count", device_count)
+    patcher.replace(torch.cuda, "current_device", lambda: 0)
+    patcher.replace(torch.cuda, "set_device", no_op)
+    patcher.replace(torch.cuda, "synchronize", no_op)
+    patcher.replace(torch.cuda, "get_device_properties", lambda device=None: properties)
+
+
+class _Event:
+    """An event that has always happened already."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+    record = wait = synchronize = no_op
+
+    def query(self) -> bool:
+        """Whether the work before it is done."""
+        return True
+
+
+class _Stream:
+    """A stream on which all work is done at once, in the order of the calls."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+    wait_stream = wait_event = synchronize = no_op
+
+    def record_event(self, event: Any = None) -> Any:
+        """An event after all work so far."""
+        return event or _Event()
+
+
+def replace_streams(patcher: Patcher) -> None:
+    """Let every stream be the one in which the CPU works anyway."""
+    default = _Stream()
+    patcher.replace(torch.cuda, "Event", _Event)
+    patcher.replace(torch.cuda, "Stream", _Stream)
+    # `nullcontext`, because Megatron enters one stream context several times.
+    patcher.replace(torch.cuda, "stream", nullcontext)
+    patcher.replace(torch.cuda, "current_stream", lambda device=None: default)
+
+
+def replace_random(patcher: Patcher) -> None:
+    """Let the CPU generator play the device's."""
+
+    def get_rng_state(device: object = None) -> Any:
+        return torch.get_rng_state()
+
+    def set_rng_state(state: Any, device: object = None) -> None:
+        torch.set_rng_state(state)
+
+    def manual_seed(seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+
+    for module in (torch.cuda, torch.cuda.random):
+        patcher.replace(module, "get_rng_state", get_rng_state)
+        patcher.replace(module, "set_rng_state", set_rng_state)
+        patcher.replace(module, "manual_seed", manual_seed)
+    patcher.replace(torch.cuda, "default_generators", (torch.default_generator,))
+    patcher.replace(torch.cuda, "_lazy_call", lambda function, **kwargs: function())
+    # Megatron's tracker warns whenever the CPU generator moves while the device's is in use.
+    logger = logging.getLogger(_RNG_LOGGER)
+    patcher.replace(logger, "filters", [*logger.filters, _is_worth_a_line])
+
+    def around(init: Callable[..., None]) -> Callable[..., None]:
+        # A loader without a generator of its own draws a seed for each epoch from the CPU's:
+        # a resumed run would draw once more than an uninterrupted one, and its dropout differ.
+        @functools.wraps(init)
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+            if kwargs.get("generator") is None:
+                kwargs["generator"] = torch.Generator()
+            init(self, *args, **kwargs | {"pin_memory": False})
+
+        return wrapper
+
+    patcher.wrap(DataLoader, "__init__", around)
+
+
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    return "CPU RNG state changed" not in record.getMessage()

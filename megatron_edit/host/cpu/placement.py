@@ -1,0 +1,115 @@
+"""What Megatron puts on a CUDA device goes to the CPU, and what it says over NCCL to gloo."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_edit.host.cpu.device import asked_by_megatron, no_op
+from megatron_edit.host.patching import Patcher
+
+_CPU = torch.device("cpu")
+_FACTORIES = (
+    "arange",
+    "empty",
+    "empty_like",
+    "full",
+    "ones",
+    "rand",
+    "randn",
+    "tensor",
+    "zeros",
+)
+
+
+def _on_cpu(device: Any) -> Any:
+    """`device`, or the CPU where it names a CUDA device (by an index, too)."""
+    is_index = isinstance(device, int) and not isinstance(device, bool)
+    is_cuda = isinstance(device, str | torch.device) and str(device).startswith("cuda")
+    return _CPU if is_index or is_cuda else device
+
+
+def _with_device_argument(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, with its ``device=`` sent to the CPU."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = _on_cpu(kwargs["device"])
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def _with_leading_device(to: Callable[..., Any]) -> Callable[..., Any]:
+    """``Tensor.to`` or ``Module.to``, whose first argument may be a device."""
+    to = _with_device_argument(to)
+
+    @functools.wraps(to)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return to(self, *map(_on_cpu, args[:1]), *args[1:], **kwargs)
+
+    return wrapper
+
+
+def replace_placement(patcher: Patcher) -> None:
+    """Send tensors and modules to the CPU, and let Megatron believe that they left it."""
+    tensor_type = torch.Tensor.type
+
+    def type_(self: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        # Megatron's optimizers sort parameters by the names of the CUDA tensor types.
+        name = tensor_type(self, dtype, *args, **kwargs)
+        if dtype is None and asked_by_megatron():
+            return name.replace("torch.", "torch.cuda.", 1)
+        return name
+
+    for name in _FACTORIES:
+        patcher.wrap(torch, name, _with_device_argument)
+    patcher.wrap(torch.Tensor, "new_empty", _with_device_argument)
+    patcher.wrap(torch.Tensor, "to", _with_leading_device)
+    patcher.wrap(torch.nn.Module, "to", _with_leading_device)
+    patcher.wrap(torch.nn.Module, "to_empty", _with_device_argument)
+    patcher.replace(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)
+    patcher.replace(torch.nn.Module, "cuda", lambda self, *args, **kwargs: self)
+    patcher.replace(torch.Tensor, "type", type_)
+    patcher.replace(torch.Tensor, "record_stream", no_op)
+    # Megatron fetches what the host must read (split sizes) only from tensors on the device.
+    patcher.replace(torch.Tensor, "is_cuda", property(lambda self: asked_by_megatron()))
+
+
+def replace_distributed(patcher: Patcher) -> None:
+    """Map process groups from NCCL to gloo, which also knows no devices in a barrier."""
+
+    def on_gloo(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("backend") == "nccl":
+                kwargs["backend"] = "gloo"
+            return function(*("gloo" if arg == "nccl" else arg for arg in args), **kwargs)
+
+        return wrapper
+
+    def without_devices(barrier: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(barrier)
+        def wrapper(*args: Any, device_ids: object = None, **kwargs: Any) -> Any:
+            return barrier(*args, **kwargs)
+
+        return wrapper
+
+    patcher.wrap(dist, "init_process_group", on_gloo)
+    patcher.wrap(dist, "new_group", on_gloo)
+    patcher.wrap(dist, "barrier", without_devices)
+
+
+def replace_compiler(patcher: Patcher) -> None:
+    """Switch off Megatron's "jit fuser": compiling costs minutes in each short-lived rank."""
+    patcher.replace(torch, "compile", _compile_nothing)
+
+
+def _compile_nothing(model: Any = None, **options: object) -> Any:
+    """``torch.compile`` that gives back what it gets, as a function and as a decorator."""
+    return (lambda function: function) if model is None else model

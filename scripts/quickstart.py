@@ -1,0 +1,171 @@
+"""Trains a small GPT twice, with EDiT and as stock Megatron, and compares the two.
+
+    bash scripts/quickstart.sh            makes the environment first
+    python scripts/quickstart.py          in an environment that is there
+
+Both runs see the same samples with the same Megatron flags (configs/tiny_cpu.args); EDiT's are in
+configs/tiny_cpu_edit.args. Results: a table, OUTPUT/loss.png, OUTPUT/summary.json and the logs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import prepare_corpus
+from corpus_files import PREFIX, VALID_PREFIX
+from quickstart_parts.flags import int_flag, read_flags
+from quickstart_parts.parse import RunLog, edit_losses, read_json_lines
+from quickstart_parts.picture import Curve, draw
+from quickstart_parts.runs import REPOSITORY, follow, launch_line, run_environment
+from quickstart_parts.table import format_table, summarize
+from quickstart_parts.traffic import Layout, baseline_bytes, sync_bytes, warmup_bytes
+from script_errors import OneLineParser, exit_code_of
+
+from megatron_edit.errors import UsageError
+
+RANKS_PER_REPLICA = 2
+CONFIGS = REPOSITORY / "configs"
+FOOTNOTE = """\
+Bytes are payload between the replicas. EDiT counts its syncs itself; its {warmup} warm-up steps are
+computed. The baseline's bytes are computed too, as if each machine held one replica's ranks;
+formulas: scripts/quickstart_parts/traffic.py. On one machine the replicas are not really apart:
+the speeds show what EDiT costs here, not what it saves on a slow network."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run, and where its results go."""
+
+    flags: list[str]
+    edit_flags: list[str]
+    output_dir: Path
+
+    @property
+    def num_replicas(self) -> int:
+        """N."""
+        return int_flag(self.edit_flags, "--edit-num-replicas")
+
+    @property
+    def num_ranks(self) -> int:
+        """Of each of the two runs."""
+        return self.num_replicas * RANKS_PER_REPLICA
+
+    @property
+    def edit_dir(self) -> Path:
+        """EDiT's event files."""
+        return self.output_dir / "edit"
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses the command line."""
+    parser = OneLineParser(prog="quickstart", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--output-dir", type=Path, default=REPOSITORY / "quickstart_out")
+    parser.add_argument("--train-iters", type=int, help="instead of those in configs/tiny_cpu.args")
+    args = parser.parse_args(argv)
+    if args.train_iters is not None and args.train_iters < 1:
+        raise UsageError(
+            f"--train-iters {args.train_iters}", "must be 1 or more", "leave it out for the default"
+        )
+    return args
+
+
+def ensure_corpus(folder: Path, vocab_size: int) -> list[str]:
+    """Makes the corpus unless one of this vocabulary is there; returns Megatron's flags for it."""
+    summary = folder / "corpus.json"
+    is_there = summary.exists() and (
+        json.loads(summary.read_text(encoding="utf-8"))["vocab_size"] == vocab_size
+    )
+    if not is_there:
+        prepare_corpus.make(["--output-dir", str(folder), "--vocab-size", str(vocab_size)])
+    train, valid = (str(folder / name) for name in (PREFIX, VALID_PREFIX))
+    return ["--train-data-path", train, "--valid-data-path", valid]
+
+
+def make_plan(args: argparse.Namespace) -> Plan:
+    """Reads the flags, makes the corpus, and clears what an earlier quickstart left."""
+    output_dir = args.output_dir.absolute()
+    flags = read_flags(CONFIGS / "tiny_cpu.args")
+    if args.train_iters is not None:
+        flags += ["--train-iters", str(args.train_iters)]
+    flags += ensure_corpus(output_dir / "corpus", int_flag(flags, "--vocab-size"))
+    plan = Plan(flags, read_flags(CONFIGS / "tiny_cpu_edit.args"), output_dir)
+    shutil.rmtree(plan.edit_dir, ignore_errors=True)
+    for name in ("loss.png", "summary.json"):
+        (output_dir / name).unlink(missing_ok=True)
+    return plan
+
+
+def train(name: str, plan: Plan, extra_flags: Sequence[str]) -> tuple[RunLog, float]:
+    """One training: its log, and the seconds it took with its start-up."""
+    start = time.monotonic()
+    flags = [*plan.flags, *extra_flags, "--edit-device", "auto"]
+    log = follow(
+        name,
+        launch_line(flags, num_ranks=plan.num_ranks),
+        log_path=plan.output_dir / f"{name.lower()}.log",
+        num_iterations=int_flag(flags, "--train-iters"),
+        environment=run_environment(plan.num_ranks),
+    )
+    return log, time.monotonic() - start
+
+
+def report(plan: Plan, edit: tuple[RunLog, float], baseline: tuple[RunLog, float]) -> None:
+    """Prints the table and writes the picture and the summary."""
+    (edit_log, edit_seconds), (base_log, base_seconds) = edit, baseline
+    seq_length = int_flag(plan.flags, "--seq-length")
+    warmup = int_flag(plan.edit_flags, "--edit-warmup-steps")
+    layout = Layout(plan.num_replicas, RANKS_PER_REPLICA, base_log.num_parameters)
+    syncs = read_json_lines(plan.edit_dir / "sync.jsonl")
+    edit_bytes = sync_bytes(layout, syncs) + warmup_bytes(
+        layout, num_steps=min(warmup, edit_log.last_iteration)
+    )
+    results = [
+        summarize(
+            f"EDiT, {plan.num_replicas} replicas x {RANKS_PER_REPLICA} ranks",
+            edit_log,
+            seq_length=seq_length,
+            bytes_total=edit_bytes,
+            seconds=edit_seconds,
+        ),
+        summarize(
+            f"Megatron, {plan.num_ranks} ranks",
+            base_log,
+            seq_length=seq_length,
+            bytes_total=baseline_bytes(layout, num_steps=base_log.last_iteration),
+            seconds=base_seconds,
+        ),
+    ]
+    losses = (edit_losses(plan.edit_dir, edit_log), base_log.losses())
+    curves = [
+        Curve(r.name, loss, log.validation())
+        for r, loss, log in zip(results, losses, (edit_log, base_log), strict=True)
+    ]
+    picture = plan.output_dir / "loss.png"
+    tokens = base_log.batch_size * seq_length
+    draw(picture, curves, warmup_steps=warmup, tokens_per_step=tokens)
+    summary = {"layout": asdict(layout), "syncs": len(syncs), "runs": [asdict(r) for r in results]}
+    text = json.dumps(summary, indent=2) + "\n"
+    (plan.output_dir / "summary.json").write_text(text, encoding="utf-8")
+    size = f"{layout.num_parameters / 1e6:.1f} million parameters"
+    print(f"\n{size}, {base_log.last_iteration} iterations of {tokens} tokens, {len(syncs)} syncs")
+    print(f"\n{format_table(results)}\n\n{FOOTNOTE.format(warmup=warmup)}\n\npicture: {picture}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the script."""
+    plan = make_plan(parse_args(argv))
+    edit = train("EDiT", plan, [*plan.edit_flags, "--edit-log-dir", str(plan.edit_dir)])
+    baseline = train("Baseline", plan, [])
+    report(plan, edit, baseline)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code_of("quickstart", main))

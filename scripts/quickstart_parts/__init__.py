@@ -1,0 +1,1 @@
+"""What scripts/quickstart.py is made of."""

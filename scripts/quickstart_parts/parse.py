@@ -1,0 +1,112 @@
+"""Reading what Megatron prints and what EDiT writes.
+
+Under EDiT every replica is a Megatron world of its own and may print its own lines: a value that
+comes several times for one iteration is averaged.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_ITERATION = re.compile(r"(?<!at )\biteration\s+(\d+)/\s*(\d+)\s*\|(.*)")
+_VALIDATION = re.compile(
+    r"validation\S* loss at iteration\s+(\d+)([^|]*)\|\s*lm loss value:\s*(\S+)"
+)
+_PARAMETERS = re.compile(r"number of parameters on .*model parallel rank \([\d, ]+\):\s*(\d+)")
+
+# Not steady yet: the first iterations allocate, and import what is imported late.
+NUM_SETTLING_ITERATIONS = 5
+
+
+@dataclass
+class RunLog:
+    """Numbers gathered from the console lines of one training, as they come.
+
+    Attributes:
+        num_parameters: of the model, on one model-parallel rank; 0 until the line was seen.
+        last_iteration: highest iteration seen.
+        last_loss: training loss of the newest line that had one.
+        batch_size: samples per iteration, of the newest line.
+    """
+
+    num_parameters: int = 0
+    last_iteration: int = 0
+    last_loss: float = math.nan
+    batch_size: int = 0
+    _losses: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    _validation: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    _milliseconds: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def feed(self, line: str) -> None:
+        """Takes one line; lines that say nothing of interest are ignored."""
+        if found := _ITERATION.search(line):
+            self._feed_iteration(int(found[1]), _fields(found[3]))
+        elif found := _VALIDATION.search(line):
+            # At the end of a training Megatron also evaluates "on test set".
+            if "test" not in found[2]:
+                self._validation[int(found[1])].append(float(found[3]))
+        elif found := _PARAMETERS.search(line):
+            self.num_parameters = int(found[1])
+
+    def _feed_iteration(self, iteration: int, values: dict[str, str]) -> None:
+        self.last_iteration = max(self.last_iteration, iteration)
+        if "elapsed time per iteration (ms)" in values:
+            elapsed = float(values["elapsed time per iteration (ms)"])
+            self._milliseconds[iteration].append(elapsed)
+        if "global batch size" in values:
+            self.batch_size = int(values["global batch size"])
+        if "lm loss" in values:  # absent in an iteration that was skipped
+            self.last_loss = float(values["lm loss"])
+            self._losses[iteration].append(self.last_loss)
+
+    def losses(self) -> dict[int, float]:
+        """Training loss by iteration."""
+        return _means(self._losses)
+
+    def validation(self) -> dict[int, float]:
+        """Validation loss by iteration."""
+        return _means(self._validation)
+
+    def tokens_per_second(self, seq_length: int) -> float:
+        """Tokens of all ranks over the time of the iterations, without the settling ones."""
+        times = _means(self._milliseconds)
+        kept = {i: ms for i, ms in times.items() if i > NUM_SETTLING_ITERATIONS} or times
+        seconds = sum(kept.values()) / 1e3
+        return len(kept) * self.batch_size * seq_length / seconds if seconds else 0.0
+
+
+def _fields(text: str) -> dict[str, str]:
+    """The `name: value | name: value |` part of an iteration line."""
+    pairs = (part.rpartition(":") for part in text.split("|"))
+    return {name.strip(): value.strip() for name, colon, value in pairs if colon}
+
+
+def _means(values: dict[int, list[float]]) -> dict[int, float]:
+    """Mean per key, in the order of the keys."""
+    return {key: sum(values[key]) / len(values[key]) for key in sorted(values)}
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Records of a JSON Lines file; none if there is no file, and a cut last line is left out."""
+    records: list[dict[str, Any]] = []
+    if not path.exists():
+        return records
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+def edit_losses(log_dir: Path, log: RunLog) -> dict[int, float]:
+    """Training loss of an EDiT run: its own mean over the replicas, else the console's."""
+    records = read_json_lines(log_dir / "loss.jsonl")
+    found = {r["iteration"]: r["loss"] for r in records if r.get("loss") is not None}
+    return found or log.losses()

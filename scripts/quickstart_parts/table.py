@@ -1,0 +1,63 @@
+"""The table of the quickstart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .parse import RunLog
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the table says of one run.
+
+    Attributes:
+        name: what the run is called.
+        validation_loss: of the last evaluation; nan if there was none.
+        tokens_per_second: of all ranks together.
+        bytes_total: payload between replicas in the whole run.
+        bytes_per_step: the same per iteration.
+        seconds: the whole run, start-up included.
+    """
+
+    name: str
+    validation_loss: float
+    tokens_per_second: float
+    bytes_total: float
+    bytes_per_step: float
+    seconds: float
+
+
+def summarize(
+    name: str, log: RunLog, *, seq_length: int, bytes_total: float, seconds: float
+) -> Result:
+    """Sums one run up."""
+    validation = log.validation()
+    return Result(
+        name=name,
+        validation_loss=validation[max(validation)] if validation else math.nan,
+        tokens_per_second=log.tokens_per_second(seq_length),
+        bytes_total=bytes_total,
+        bytes_per_step=bytes_total / max(1, log.last_iteration),
+        seconds=seconds,
+    )
+
+
+def format_table(results: Sequence[Result]) -> str:
+    """The comparison as text, a run a column."""
+    rows = [
+        ("", *(r.name for r in results)),
+        ("validation loss", *(f"{r.validation_loss:.4f}" for r in results)),
+        ("tokens/s", *(f"{r.tokens_per_second:,.0f}" for r in results)),
+        ("MB between replicas, total", *(f"{r.bytes_total / 1e6:,.1f}" for r in results)),
+        ("MB between replicas, per step", *(f"{r.bytes_per_step / 1e6:,.2f}" for r in results)),
+        ("seconds, start-up included", *(f"{r.seconds:.0f}" for r in results)),
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
+    ]
+    lines.insert(1, "-" * len(lines[0]))
+    return "\n".join(lines)

@@ -1,0 +1,103 @@
+"""What the ranks of the distributed tests do. Each function runs in every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_edit.config import EditConfig
+from tests.distributed.toy import build_engine
+
+Record = dict[str, Any]
+
+
+def run_rounds(
+    settings: dict[str, Any],
+    sizes: dict[str, int],
+    start: dict[str, Any],
+    displacements: list[list[dict[str, Any]]],
+) -> list[Record]:
+    """Rounds of one step each: move by `displacements[round][replica]`, then sync.
+
+    Returns:
+        One record a round: what the sync decided, and this rank's shards afterwards.
+    """
+    config = EditConfig(use_edit=True, warmup_steps=0, sync_interval=1, digest_interval=1,
+                        **settings)  # fmt: skip
+    engine, host, reporter = build_engine(config, sizes, start)
+    engine.start()
+    replica = engine.groups.sync.rank
+    records = []
+    for moves in displacements:
+        host.move(moves[replica])
+        engine.after_step()
+        report = reporter.syncs[-1]
+        assert engine.state is not None
+        records.append(
+            {
+                "norms": report.decision.norms.numpy(),
+                "z": report.decision.verdict.scores.numpy(),
+                "anomalous": report.decision.verdict.anomalous.numpy(),
+                "weights": report.decision.weights.numpy(),
+                "rollback": report.decision.rollback.numpy(),
+                "clip": report.clip.numpy(),
+                "update_norm": report.update_norm.numpy(),
+                "digest": report.digest,
+                "theta": {name: values.numpy().copy() for name, values in host.full.items()},
+                "anchor": {n: u.anchor.numpy().copy() for n, u in engine.state.units.items()},
+                "momentum": {n: u.momentum.numpy().copy() for n, u in engine.state.units.items()},
+                "slices": host.slices,
+                "bytes": engine.groups.sync.payload_bytes,
+                "wire_bytes": report.wire_bytes,
+            }
+        )
+    return records
+
+
+def lag_in_schedule(behind: int) -> int:
+    """Replica 1 has skipped `behind` samples of the schedule; returns its position after a sync."""
+    config = EditConfig(use_edit=True, num_replicas=2, warmup_steps=0, sync_interval=1)
+    engine, host, _ = build_engine(config, {"final": 3}, {"final": [0.0, 0.0, 0.0]})
+    engine.start()
+    host.schedule_position = 100 - (behind if engine.groups.sync.rank else 0)
+    engine.after_step()
+    return host.schedule_position
+
+
+def one_never_comes() -> None:
+    """Replica 1 stops answering; replica 0 waits at the sync."""
+    config = EditConfig(use_edit=True, num_replicas=2, warmup_steps=0, sync_interval=1,
+                        timeout_seconds=3.0)  # fmt: skip
+    engine, _, _ = build_engine(config, {"embedding": 2, "final": 3},
+                                {"embedding": [0.0] * 2, "final": [0.0] * 3})  # fmt: skip
+    engine.start()
+    engine.groups.sync.timeout = engine.world.timeout
+    if engine.groups.sync.rank == 1:
+        import time
+
+        time.sleep(20)
+        return
+    engine.after_step()
+
+
+def different_starts() -> list[float]:
+    """Every replica starts from other numbers; returns what this rank holds after `start`."""
+    config = EditConfig(use_edit=True, num_replicas=2, warmup_steps=5, sync_interval=1)
+    import os
+
+    start = [float(os.environ["RANK"])] * 5
+    engine, host, _ = build_engine(config, {"final": 5}, {"final": start})
+    engine.start()
+    return [float(x) for x in host.full["final"]]
+
+
+def rounding_at_switch() -> tuple[list[str], list[float]]:
+    """The replicas differ by an ulp when the warm-up ends."""
+    config = EditConfig(use_edit=True, num_replicas=2, warmup_steps=1, sync_interval=1)
+    engine, host, reporter = build_engine(config, {"final": 3}, {"final": [1.0, 2.0, 3.0]})
+    engine.start()
+    if engine.groups.sync.rank == 1:
+        host.full["final"][1] = torch.nextafter(torch.tensor(2.0), torch.tensor(3.0))
+    engine.after_step()
+    return reporter.messages, host.full["final"].tolist()

@@ -1,0 +1,133 @@
+"""A host without Megatron: plain tensors behind the engine's `Host`, over real process groups.
+
+A replica of K ranks shares every unit out among them, cut without regard to parameters, as ZeRO
+does. Displacements stand in for inner training.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_edit.config import EditConfig
+from megatron_edit.engine.engine import EditEngine
+from megatron_edit.engine.groups import EngineGroups
+from megatron_edit.engine.host import Progress
+from megatron_edit.engine.report import SyncReport
+from megatron_edit.engine.state import OuterState
+from megatron_edit.engine.units import Fragment, UnitPlan, UnitShard, plan_units
+from megatron_edit.host.training import _settings
+from megatron_edit.replica.collectives import Group, stand_alone_group
+from megatron_edit.replica.placement import place
+from megatron_edit.replica.world import join
+
+CPU = torch.device("cpu")
+TIMEOUT = timedelta(seconds=30)
+
+
+def cut(total: int, parts: int) -> list[slice]:
+    """Split `total` elements over `parts` ranks as evenly as ZeRO would: the last gets less."""
+    step = -(-total // parts)
+    return [slice(min(i * step, total), min((i + 1) * step, total)) for i in range(parts)]
+
+
+@dataclass
+class ToyHost:
+    """Units as flat tensors, two parameters each where they are long enough."""
+
+    full: dict[str, Tensor]
+    plan: UnitPlan
+    slices: dict[str, slice]
+    published: int = 0
+    schedule_position: int = 0
+    moments: dict[int, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def build(cls, sizes: dict[str, int], rank: int, ranks: int, start: dict[str, Any]) -> ToyHost:
+        """This rank's cut of every unit, starting from `start` (name -> array of the unit)."""
+        full, slices, fragments = {}, {}, []
+        for name, size in sizes.items():
+            slices[name] = cut(size, ranks)[rank]
+            mine = torch.tensor(start[name], dtype=torch.float32)[slices[name]].clone()
+            full[name] = mine
+            half = mine.numel() // 2
+            for part, view in (("a", mine[:half]), ("b", mine[half:])):
+                if view.numel():
+                    fragments.append(Fragment(f"{name}.{part}", name, view, True, None, view))
+        plan = plan_units(fragments, list(sizes), list(sizes))
+        return cls(full, plan, slices)
+
+    def move(self, displacement: dict[str, Any]) -> None:
+        """Stand in for inner training: theta += displacement (whole units)."""
+        for name, values in displacement.items():
+            self.full[name] += torch.tensor(values, dtype=torch.float32)[self.slices[name]]
+
+    def gradient_shards(self) -> Iterable[Tensor]:
+        return []
+
+    def replicated_tensors(self) -> Sequence[Tensor]:
+        return []
+
+    def attach_outer_state(self, state: OuterState) -> None:
+        return None
+
+    def publish(self) -> None:
+        self.published += 1
+
+    def zero_nonfinite_moments(self, shard: UnitShard) -> int:
+        return 0
+
+    def progress(self) -> Progress:
+        return Progress(0, self.schedule_position, False)
+
+    def advance_schedule(self, samples: int) -> None:
+        self.schedule_position += samples
+
+
+class Collector:
+    """A reporter that keeps everything."""
+
+    def __init__(self) -> None:
+        self.syncs: list[SyncReport] = []
+        self.losses: list[tuple[int, float]] = []
+        self.messages: list[str] = []
+
+    def on_sync(self, report: SyncReport) -> None:
+        self.syncs.append(report)
+
+    def on_losses(self, first_step: int, losses: Sequence[float]) -> None:
+        self.losses.extend(enumerate(losses, start=first_step))
+
+    def on_message(self, text: str) -> None:
+        self.messages.append(text)
+
+
+def build_engine(
+    config: EditConfig, sizes: dict[str, int], start: dict[str, Any]
+) -> tuple[EditEngine, ToyHost, Collector]:
+    """An engine in this rank, with its replica's own world; `start` must name every unit."""
+    placement = place(config, os.environ)
+    world = join(config, placement)
+    dist.init_process_group(
+        "gloo",
+        store=world.replica_store,
+        rank=placement.rank,
+        world_size=placement.ranks_per_replica,
+        timeout=TIMEOUT,
+    )
+    replica = Group.of(dist.group.WORLD, CPU, TIMEOUT, "replica")
+    sync = stand_alone_group(
+        world.shared_store, placement.replica, placement.num_replicas, CPU, TIMEOUT,
+        f"sync group {placement.rank}",
+    )  # fmt: skip
+    groups = EngineGroups(sync, replica, replica, {})
+    host = ToyHost.build(sizes, placement.rank, placement.ranks_per_replica, start)
+    reporter = Collector()
+    return EditEngine(_settings(config), host, groups, world, reporter), host, reporter

@@ -1,0 +1,60 @@
+"""What the ranks of a test run."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.harness.jobs import resolve
+
+
+def train_main(script: str, argv: list[str], before: str | None) -> None:
+    """Run a pretraining script as the launcher would; exit with its code if that is not 0."""
+    if before is not None:
+        resolve(before)()
+    if importlib.util.find_spec("megatron_edit.__main__") is None:
+        code = _run_plain(script, argv)
+    else:
+        code = importlib.import_module("megatron_edit.__main__").main([script, *argv])
+    if code:
+        raise SystemExit(code)
+
+
+def _run_plain(script: str, argv: list[str]) -> int:
+    """The launcher's part that stock Megatron needs: CPU defaults, and no `make` in the wheel."""
+    from megatron.core.datasets import utils
+    from megatron.training import arguments
+
+    from megatron_edit.host.cpu import cpu_argument_defaults
+
+    validate = arguments.validate_args
+
+    def validate_on_cpu(args: Any, *rest: Any, **defaults: Any) -> Any:
+        vars(args).update(cpu_argument_defaults())
+        return validate(args, *rest, **defaults)
+
+    arguments.validate_args = validate_on_cpu
+    utils.compile_helpers = lambda: None
+    sys.argv = [script, *argv]
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(script, run_name="__main__")
+    return 0
+
+
+def print_exact_losses() -> None:
+    """A `before` hook: print each step's loss in full, where Megatron rounds to seven digits."""
+    from megatron.training import training
+
+    train_step = training.train_step
+
+    def printing(*args: Any, **kwargs: Any) -> Any:
+        result = train_step(*args, **kwargs)
+        for name, value in result[0].items():
+            print(f"exact {name}: {float(value).hex()}", flush=True)
+        return result
+
+    training.train_step = printing

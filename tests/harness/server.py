@@ -1,0 +1,158 @@
+"""A warm process that forks the ranks of a test: torch and Megatron are imported once, here.
+
+Started as ``python -m tests.harness.server FD``, where FD is one end of a socket pair. It reads
+a `Job` at a time and answers with a `Report`. When the other end closes, it kills what it
+started and goes. The fork happens before any process group or thread exists.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import NoReturn
+
+from tests.harness.jobs import Job, Report, resolve
+
+_POLL_SECONDS = 0.01
+_PR_SET_PDEATHSIG = 1
+
+
+def main(fd: int) -> None:
+    """Import, say so, and serve until the other end closes."""
+    requests = Connection(fd)
+    _warm_up()
+    requests.send("ready")
+    while True:
+        try:
+            job = requests.recv()
+        except EOFError:
+            return
+        requests.send(_run(job, requests))
+
+
+def _warm_up() -> None:
+    from megatron_edit.host.cpu import enable_cpu_backend
+    from megatron_edit.host.patching import Patcher
+
+    enable_cpu_backend(Patcher("Megatron-LM"))
+    for module in (
+        "megatron.training.training",
+        "megatron.training.argument_utils",
+        "megatron.core.datasets.gpt_dataset",
+        "megatron.core.models.gpt.gpt_layer_specs",
+    ):
+        importlib.import_module(module)
+
+
+def _run(job: Job, requests: Connection) -> Report:
+    """Fork the ranks and wait for them, or for the end of their time."""
+    port = _free_port()
+    others_done, still_running = os.pipe()
+    pids = []
+    for rank in range(job.world_size):
+        pid = os.fork()
+        if pid == 0:
+            requests.close()
+            os.close(still_running if rank == 0 else others_done)
+            _be_rank(job, rank, port, others_done if rank == 0 else None)
+        pids.append(pid)
+    os.close(others_done)
+    os.close(still_running)
+    return _wait(job, pids, requests)
+
+
+def _wait(job: Job, pids: list[int], requests: Connection) -> Report:
+    """Collect exit codes. As under torchrun, one failed rank ends the others after a while."""
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + job.timeout
+    failed = timed_out = False
+    while len(codes) < len(pids):
+        for pid in pids:
+            if pid not in codes and (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                codes[pid] = os.waitstatus_to_exitcode(ended[1])
+                _kill_group(pid)  # what it started and left behind
+        if not failed and any(codes.values()):
+            failed = True
+            deadline = min(deadline, time.monotonic() + job.grace)
+        client_gone = requests.poll(_POLL_SECONDS)
+        if client_gone or time.monotonic() > deadline:
+            timed_out = timed_out or not failed
+            for pid in pids:
+                if pid not in codes:
+                    _kill_group(pid)
+    return Report(tuple(codes[pid] for pid in pids), timed_out)
+
+
+def _kill_group(leader: int) -> None:
+    """Kill a rank and its descendants; each rank leads a process group of its own."""
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _be_rank(job: Job, rank: int, port: int, others_done: int | None) -> NoReturn:
+    """The life of a forked rank. Leaves by `os._exit`: the server's clean-up is not ours."""
+    code = 1
+    try:
+        _settle(job, rank, port)
+        value = resolve(job.target)(*job.args)
+        (job.directory / f"rank{rank}.value").write_bytes(pickle.dumps(value))
+        code = 0
+    except SystemExit as stop:
+        if isinstance(stop.code, str):
+            sys.stderr.write(f"{stop.code}\n")
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    if others_done is not None and code == 0:
+        # Rank 0 holds the store, which the others may need to the end.
+        select.select([others_done], [], [], job.grace)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _settle(job: Job, rank: int, port: int) -> None:
+    """Give a fresh rank its process group, its output files and its environment."""
+    os.setsid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        file = os.open(job.directory / f"rank{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, fd)
+        os.close(file)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    os.chdir(job.cwd)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(job.world_size),
+        LOCAL_WORLD_SIZE=str(job.world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    for name, value in job.env.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

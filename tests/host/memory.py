@@ -1,0 +1,78 @@
+"""A spy that measures what the outer state occupies, on real allocations."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from typing import Any
+
+import torch
+
+from megatron_edit.engine.engine import EditEngine
+from tests.host.spy import out_dir
+
+
+def _storages() -> dict[int, int]:
+    """Bytes of every live tensor storage, by address."""
+    found = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.Tensor):
+            storage = thing.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def measure() -> None:
+    """Compare the live tensors before the switch and after a sync."""
+    rank = os.environ["RANK"]
+    switch, sync = EditEngine._switch, EditEngine._sync
+    before: dict[int, int] = {}
+
+    def spied_switch(self: EditEngine) -> None:
+        gc.collect()
+        before.update(_storages())
+        switch(self)
+
+    def spied_sync(self: EditEngine) -> None:
+        sync(self)
+        gc.collect()
+        now = _storages()
+        (out_dir() / f"memory-{rank}.json").write_text(json.dumps(_facts(self, before, now)))
+
+    EditEngine._switch = spied_switch  # type: ignore[method-assign]
+    EditEngine._sync = spied_sync  # type: ignore[method-assign]
+
+
+def _facts(engine: EditEngine, before: dict[int, int], now: dict[int, int]) -> dict[str, Any]:
+    host: Any = engine.host
+    optimizer = host.optimizers[0]
+    inner = {
+        moment.untyped_storage().data_ptr()
+        for state in optimizer.optimizer.state.values()
+        for moment in state.values()
+        if isinstance(moment, torch.Tensor)
+    }
+    gradients = {
+        p.grad.untyped_storage().data_ptr()
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.grad is not None
+    }
+    fresh = sum(
+        nbytes
+        for address, nbytes in now.items()
+        if address not in before and address not in inner | gradients
+    )
+    shards = list(optimizer.edit_outer.values())
+    return {
+        "model_numel": sum(p.numel() for chunk in host._model for p in chunk.parameters()),
+        "outer_bytes": engine.state.nbytes if engine.state else 0,
+        "new_tensor_bytes": fresh,
+        "optimizer_class": type(optimizer).__name__,
+        "aligned": all(
+            s.main.shape == s.anchor.shape == s.momentum.shape and torch.equal(s.main, s.anchor)
+            for s in shards
+        )
+        and len(shards) == sum(1 for _ in optimizer.main_shards()),
+    }

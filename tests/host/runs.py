@@ -1,0 +1,75 @@
+"""Shared by the tests on real Megatron: run, and read what the run left behind."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.harness import TrainResult, tiny_gpt, train
+
+PENALTY_OFF = {"edit_no_anomaly": True, "edit_no_weighting": True, "edit_no_clip": True}
+
+
+@dataclass
+class EditRun:
+    """A finished run with `--edit-log-dir`."""
+
+    result: TrainResult
+    folder: Path
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        """Lines of one event file."""
+        text = (self.folder / name).read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
+    @property
+    def syncs(self) -> list[dict[str, Any]]:
+        """Lines of `sync.jsonl`."""
+        return self.lines("sync.jsonl")
+
+    def digests(self, replica: int) -> list[str | None]:
+        """Digest of each sync, as one replica saw it."""
+        return [x["digest"] for x in self.lines(f"replica-{replica}.jsonl") if "digest" in x]
+
+
+def edit_flags(num_replicas: int, **overrides: object) -> list[str]:
+    """Flags of a tiny EDiT run: two steps of warm-up, a sync every three, digests every time."""
+    values: dict[str, object] = {
+        "use_edit": True,
+        "edit_num_replicas": num_replicas,
+        "edit_warmup_steps": 2,
+        "edit_sync_interval": 3,
+        "edit_digest_interval": 1,
+    }
+    return tiny_gpt(**(values | overrides))
+
+
+def run_edit(
+    folder: Path,
+    world_size: int,
+    num_replicas: int,
+    *,
+    before: str | None = None,
+    env: dict[str, str] | None = None,
+    check: bool = True,
+    timeout: float = 120,
+    **flags: object,
+) -> EditRun:
+    """Train a tiny GPT with EDiT; event files and spies' records go to `folder`."""
+    environment: dict[str, str | None] = {
+        "SPY_DIR": str(folder),
+        "SPY_REPLICAS": str(num_replicas),
+        **(env or {}),
+    }
+    argv = edit_flags(num_replicas, edit_log_dir=folder, **flags)
+    result = train(argv, world_size, before=before, env=environment, check=check, timeout=timeout)
+    return EditRun(result, folder)
+
+
+def run_stock(folder: Path, world_size: int, **flags: object) -> TrainResult:
+    """Train the same GPT through the launcher, without `--use-edit`, recording it."""
+    return train(
+        tiny_gpt(**flags), world_size, before="tests.host.spy:record", env={"SPY_DIR": str(folder)}
+    )

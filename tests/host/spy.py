@@ -1,0 +1,232 @@
+"""Hooks that run inside the ranks: they record what training did, or damage it on purpose.
+
+All of them are called before the launcher attaches the plugin, so that the plugin wraps them.
+They read their settings from environment variables `SPY_*`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def out_dir() -> Path:
+    """Where this test's ranks leave their records."""
+    return Path(os.environ["SPY_DIR"])
+
+
+def record() -> None:
+    """Record losses and gradient norms to the last bit, and a digest of the final parameters."""
+    import megatron.training.training as training
+
+    rank = os.environ["RANK"]
+    log: dict[str, Any] = {"losses": {}, "grad_norms": {}, "batches": []}
+    models: list[Any] = []
+    setup, training_log, train = (
+        training.setup_model_and_optimizer,
+        training.training_log,
+        training.train,
+    )
+
+    @wraps(setup)
+    def spied_setup(*args: Any, **kwargs: Any) -> Any:
+        built = setup(*args, **kwargs)
+        models.extend(built[0])
+        return built
+
+    @wraps(training_log)
+    def spied_log(
+        loss_dict: Any, total: Any, lr: Any, iteration: int, *rest: Any, **kw: Any
+    ) -> Any:
+        if "lm loss" in loss_dict:
+            log["losses"][iteration] = float(loss_dict["lm loss"]).hex()
+        grad_norm = rest[3]
+        log["grad_norms"][iteration] = None if grad_norm is None else float(grad_norm).hex()
+        return training_log(loss_dict, total, lr, iteration, *rest, **kw)
+
+    @wraps(train)
+    def spied_train(*args: Any, **kwargs: Any) -> Any:
+        result = train(*args, **kwargs)
+        log["digest"] = parameter_digest(models)
+        (out_dir() / f"rank-{rank}.json").write_text(json.dumps(log))
+        return result
+
+    training.setup_model_and_optimizer = spied_setup
+    training.training_log = spied_log
+    training.train = spied_train
+    _record_batches(log["batches"])
+
+
+def _record_batches(batches: list[list[int]]) -> None:
+    import megatron.training.datasets.data_samplers as samplers
+
+    sampler = samplers.MegatronPretrainingSampler
+    iterate = sampler.__iter__
+
+    def spied(self: Any) -> Any:
+        for indices in iterate(self):
+            batches.append(list(indices))
+            yield indices
+
+    sampler.__iter__ = spied
+
+
+def parameter_digest(models: list[Any]) -> str:
+    """A hash over the bits of all parameters."""
+    digest = hashlib.sha256()
+    for model in models:
+        for name, parameter in model.named_parameters():
+            digest.update(name.encode())
+            digest.update(parameter.detach().float().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def read_records(folder: Path, world_size: int) -> list[dict[str, Any]]:
+    """What `record` left, by rank of the launch."""
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def _replica() -> int:
+    """Replica of this process; called before the launcher gives the ranks new numbers."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return rank // (world // int(os.environ["SPY_REPLICAS"]))
+
+
+def damage_before_sync() -> None:
+    """Damage units of chosen replicas just before chosen syncs.
+
+    `SPY_DAMAGE` is JSON: a list of [round, replicas, unit, what], where `what` is "nan", "inf" or
+    the factor by which the pseudo-gradient grows.
+    """
+    from megatron_edit.engine.engine import EditEngine
+
+    plan = json.loads(os.environ["SPY_DAMAGE"])
+    replica = _replica()
+    run_sync: Callable[..., Any] = EditEngine._run_sync
+
+    def damaged(self: EditEngine, state: Any, began: float) -> Any:
+        for round_, replicas, unit, what in plan:
+            if self.round != round_ or replica not in replicas:
+                continue
+            for shard in self.host.plan.shards:
+                if shard.name == unit and shard.numel:
+                    _damage(shard, state.units[unit].anchor, what)
+        return run_sync(self, state, began)
+
+    EditEngine._run_sync = damaged  # type: ignore[method-assign]
+
+
+def _damage(shard: Any, anchor: torch.Tensor, what: str | float) -> None:
+    theta = shard.gather(torch.empty(shard.numel))
+    if what in ("nan", "inf"):
+        theta[0] = float(what)
+    else:
+        theta = anchor - float(what) * (anchor - theta)
+    shard.scatter(theta)
+
+
+def overflow_one_replica() -> None:
+    """Put inf into the gradients of replica 1 at step `SPY_STEP` (fp16 then skips the step)."""
+    import megatron.core.distributed as distributed
+
+    finalize = distributed.finalize_model_grads
+    calls = {"n": 0}
+    target = int(os.environ["SPY_STEP"])
+    is_victim = _replica() == 1
+
+    @wraps(finalize)
+    def spied(model: Any, *args: Any, **kwargs: Any) -> None:
+        finalize(model, *args, **kwargs)
+        calls["n"] += 1
+        if is_victim and calls["n"] == target:
+            for chunk in model:
+                for group in chunk.bucket_groups:
+                    for bucket in group.buckets:
+                        bucket.grad_data.fill_(float("inf"))
+
+    distributed.finalize_model_grads = spied
+
+
+def drift_after_sync() -> None:
+    """Let one number of replica 1 drift by one ulp after the outer step of round 2."""
+    from megatron_edit.engine import engine as module
+
+    exchange = module.exchange_units
+    calls = {"n": 0}
+    is_victim = _replica() == 1
+
+    def spied(plan: Any, state: Any, *args: Any) -> Any:
+        outcomes = exchange(plan, state, *args)
+        calls["n"] += 1
+        if is_victim and calls["n"] == 2:
+            shard = next(s for s in plan.shards if s.name == "layer.2")
+            for fragment in shard.fragments[:1]:  # a ZeRO rank may hold nothing of a unit
+                fragment.main[0] = torch.nextafter(fragment.main[0], torch.tensor(torch.inf))
+        return outcomes
+
+    module.exchange_units = spied
+
+
+class _CountingGroup:
+    """A process group that notes every call of a method, with the bytes that it is given."""
+
+    def __init__(self, inner: Any, note: Callable[[int], None]) -> None:
+        self._inner, self._note = inner, note
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._inner, name)
+        if not callable(attribute):
+            return attribute
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            self._note(_bytes_of([*args, *kwargs.values()]))
+            return attribute(*args, **kwargs)
+
+        return method
+
+
+def count_sync_traffic() -> None:
+    """Count every call and byte that reaches the transport of the sync group, by step."""
+    from megatron_edit.engine.engine import EditEngine
+
+    rank = os.environ["RANK"]
+    log: list[tuple[int, int]] = []  # (step so far, bytes)
+    build, finish = EditEngine.__post_init__, EditEngine.finish
+
+    def spied_build(self: EditEngine) -> None:
+        inner = self.groups.sync.process_group
+        self.groups.sync.process_group = _CountingGroup(
+            inner, lambda nbytes: log.append((self.step, nbytes))
+        )
+        build(self)
+
+    def spied_finish(self: EditEngine) -> None:
+        (out_dir() / f"traffic-{rank}.json").write_text(json.dumps(log))
+        finish(self)
+
+    EditEngine.__post_init__ = spied_build  # type: ignore[method-assign]
+    EditEngine.finish = spied_finish  # type: ignore[method-assign]
+
+
+def _bytes_of(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, list | tuple):
+        return sum(_bytes_of(item) for item in value)
+    return 0
+
+
+def plain_main(script: str, argv: list[str], before: str) -> None:
+    """Run a script with Megatron alone: no launcher, no plugin."""
+    from tests.harness.jobs import resolve
+    from tests.harness.ranks import _run_plain
+
+    resolve(before)()
+    _run_plain(script, argv)

@@ -1,0 +1,257 @@
+"""Real Megatron on CPU and gloo: the backend leaves no trace, and trains what it promises."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # the backend imports it, and that must not look like a trace
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from megatron_edit.host.cpu import cpu_argument_defaults, cuda_available, enable_cpu_backend
+from megatron_edit.host.patching import Patcher
+from tests.harness import TrainResult, run_ranks, tiny_gpt, train
+
+OWNERS = (
+    torch,
+    torch.cuda,
+    torch.cuda.random,
+    torch.Tensor,
+    torch.nn.Module,
+    dist,
+    DataLoader,
+    logging.getLogger("megatron.core.tensor_parallel.random"),
+)
+OVERLAP = {
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "ddp_bucket_size": 20_000,  # several buckets, also in a tiny model
+}
+
+
+def snapshot() -> list[dict[str, Any]]:
+    """Every attribute that the backend could have replaced."""
+    return [dict(vars(owner)) for owner in OWNERS]
+
+
+def changed(before: list[dict[str, Any]]) -> set[str]:
+    """The attributes that differ in identity from `before`."""
+    return {
+        f"{owner}.{name}"
+        for owner, old, new in zip(OWNERS, before, snapshot(), strict=True)
+        for name in old.keys() | new.keys()
+        if old.get(name) is not new.get(name)
+    }
+
+
+@pytest.fixture
+def patcher(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A patcher that is undone, in an environment that needs no defaults."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    patcher = Patcher("Megatron-LM")
+    yield patcher
+    patcher.undo()
+
+
+without_gpu = pytest.mark.skipif(cuda_available(), reason="the backend is off where CUDA is")
+
+
+@without_gpu
+def test_undo_leaves_no_trace(patcher: Patcher) -> None:
+    before = snapshot()
+    enable_cpu_backend(patcher)
+    assert len(changed(before)) > 30
+    patcher.undo()
+    assert changed(before) == set()
+
+
+@without_gpu
+def test_second_call_does_nothing(patcher: Patcher) -> None:
+    enable_cpu_backend(patcher)
+    once = snapshot()
+    second = Patcher("Megatron-LM")
+    enable_cpu_backend(second)
+    assert changed(once) == set()
+    second.undo()
+    assert changed(once) == set()
+
+
+def test_does_nothing_where_cuda_is(patcher: Patcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    before = snapshot()
+    enable_cpu_backend(patcher)
+    assert changed(before) == set()
+    assert "OMP_NUM_THREADS" not in os.environ
+
+
+@without_gpu
+@pytest.mark.parametrize(
+    ("module", "sees_device"),
+    [("megatron.core.utils", True), ("__main__", True), ("torch.utils", False), ("triton", False)],
+)
+def test_only_megatron_sees_a_device(patcher: Patcher, module: str, sees_device: bool) -> None:
+    enable_cpu_backend(patcher)
+    asker: dict[str, Any] = {"__name__": module, "torch": torch}
+    exec(  # a caller is known by the module that it was compiled for
+        "available = torch.cuda.is_available()\n"
+        "count = torch.cuda.device_count()\n"
+        "kind = torch.zeros(1, device='cuda').type()\n",
+        asker,
+    )
+    assert asker["available"] is sees_device
+    assert asker["count"] == int(sees_device)
+    assert asker["kind"] == ("torch.cuda.FloatTensor" if sees_device else "torch.FloatTensor")
+    assert not cuda_available()
+
+
+@without_gpu
+def test_cuda_devices_become_the_cpu(patcher: Patcher) -> None:
+    enable_cpu_backend(patcher)
+    on_device = [
+        torch.tensor([1.0], device="cuda"),
+        torch.empty(1, device=0),
+        torch.ones(1).to("cuda:1"),
+        torch.ones(1).to(torch.device("cuda"), torch.bfloat16),
+        torch.ones(1).cuda(non_blocking=True),
+        torch.ones(1).new_empty(2, device=torch.cuda.current_device()),
+        torch.nn.Linear(1, 1).to(0).weight,
+    ]
+    assert {tensor.device.type for tensor in on_device} == {"cpu"}
+    assert torch.ones(1).to(torch.int).dtype == torch.int
+    assert torch.empty(1, device="meta").device.type == "meta"
+
+
+def unknown_defaults() -> set[str]:
+    """The defaults that Megatron's parser does not know; run in a rank."""
+    import sys
+
+    from megatron.training.arguments import parse_args
+
+    sys.argv = ["script"]
+    return set(cpu_argument_defaults()) - set(vars(parse_args()))
+
+
+def test_megatron_knows_every_argument_default() -> None:
+    (rank,) = run_ranks("tests.host.test_cpu_backend:unknown_defaults", 1, check=True)
+    assert rank.value == set()
+
+
+def test_overlap_changes_no_loss() -> None:
+    """Also: the distributed optimizer trains, on two ranks."""
+    plain = train(tiny_gpt(), 2)
+    assert sorted(plain.losses) == list(range(1, 11))
+    assert plain.consumed_samples[10] == 80
+    assert plain.losses[10] < plain.losses[1] - 0.5
+    overlapped = train(tiny_gpt(**OVERLAP), 2)
+    assert_close(overlapped, plain, 2e-6)  # buckets sum in another order
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
+def test_plain_ddp_agrees_with_distributed_optimizer(precision: dict[str, object]) -> None:
+    sharded = train(tiny_gpt(**precision), 2)
+    plain = train(tiny_gpt(use_distributed_optimizer=False, **precision), 2)
+    assert_close(plain, sharded, 1e-3 if precision else 2e-6)
+
+
+def test_fp16_trains_and_scales_its_loss() -> None:
+    reference = train(tiny_gpt(), 2)
+    half = train(tiny_gpt(fp16=True, initial_loss_scale=2**12), 2)
+    assert_close(half, reference, 1e-2)
+    # A scale that overflows: no step is taken, the scale falls.
+    huge = train(tiny_gpt(fp16=True, initial_loss_scale=2**32), 2)
+    scales = [float(s) for s in re.findall(r"loss scale: ([\d.]+)", huge.ranks[-1].stdout)]
+    assert huge.losses == {}
+    assert scales[-1] < 2**32
+
+
+def test_evaluation_and_dropout() -> None:
+    plain = train(tiny_gpt(eval_interval=5, eval_iters=2), 2)
+    assert sorted(plain.valid_losses) == [5, 10]
+    dropped = train(tiny_gpt(hidden_dropout=0.1, attention_dropout=0.1), 2)
+    assert dropped.losses[1] != plain.losses[1]
+    assert dropped.losses[10] < dropped.losses[1] - 0.5
+
+
+def test_one_rank_agrees_with_two() -> None:
+    assert_close(train(tiny_gpt(), 1), train(tiny_gpt(), 2), 2e-6)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("world_size", "flags"),
+    [
+        pytest.param(4, {}, id="four-ranks"),
+        pytest.param(4, OVERLAP | {"num_distributed_optimizer_instances": 2}, id="instances"),
+        pytest.param(2, {"tensor_model_parallel_size": 2}, id="tp"),
+        pytest.param(2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, id="tp-sp"),
+        pytest.param(2, {"pipeline_model_parallel_size": 2}, id="pp"),
+        pytest.param(2, {"optimizer": "sgd", "use_distributed_optimizer": False}, id="sgd"),
+        pytest.param(
+            2,
+            {
+                "num_experts": 4,
+                "expert_model_parallel_size": 2,
+                "moe_token_dispatcher_type": "alltoall",
+                "moe_grouped_gemm": True,  # as on a GPU; the CPU defaults drop it
+            },
+            id="moe",
+        ),
+        pytest.param(
+            2,
+            {
+                "bf16": True,
+                "position_embedding_type": "rope",
+                "normalization": "RMSNorm",
+                "swiglu": True,
+                "untie_embeddings_and_output_weights": True,
+                "group_query_attention": True,
+                "num_query_groups": 2,
+            },
+            id="llama",
+        ),
+    ],
+)
+def test_trains(world_size: int, flags: dict[str, object]) -> None:
+    result = train(tiny_gpt(**flags), world_size)
+    assert sorted(result.losses) == list(range(1, 11))
+    margin = 0.02 if flags.get("optimizer") == "sgd" else 0.5
+    assert result.losses[10] < result.losses[1] - margin
+
+
+@pytest.mark.clone
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param({}, id="dp"),
+        pytest.param({"tensor_model_parallel_size": 2, "hidden_dropout": 0.1}, id="tp"),
+        pytest.param({"pipeline_model_parallel_size": 2}, id="pp"),
+    ],
+)
+def test_our_script_equals_megatrons(flags: dict[str, object], megatron_clone: Path) -> None:
+    argv = tiny_gpt(eval_interval=5, eval_iters=1, **flags)
+    hook = "tests.harness.ranks:print_exact_losses"
+    ours = train(argv, 2, before=hook)
+    theirs = train(argv, 2, before=hook, script=megatron_clone / "pretrain_gpt.py")
+    assert len(exact_losses(ours)) == 10
+    assert exact_losses(ours) == exact_losses(theirs)
+    assert ours.grad_norms == theirs.grad_norms
+    assert ours.valid_losses == theirs.valid_losses
+
+
+def exact_losses(result: TrainResult) -> list[str]:
+    """Every bit of the losses that the last rank knows."""
+    return re.findall(r"exact lm loss: (\S+)", result.ranks[-1].stdout)
+
+
+def assert_close(result: TrainResult, expected: TrainResult, tolerance: float) -> None:
+    """The same iterations, with losses that agree within `tolerance`."""
+    assert result.losses == pytest.approx(expected.losses, abs=tolerance)
+    assert len(expected.losses) == 10

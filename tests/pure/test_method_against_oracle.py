@@ -1,0 +1,499 @@
+"""The pure method in torch against the oracle in NumPy: detector, weights, outer step, rounds."""
+
+import copy
+import math
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_edit.method.detector import DetectorConfig, DetectorState, judge
+from megatron_edit.method.outer import clip_factor, nesterov_step_, weighted_contribution
+from megatron_edit.method.weights import replica_weights
+from tests.reference import oracle
+from tests.reference.oracle import EditOracle, OracleSettings, SyncRecord
+
+Array = NDArray[np.float64]
+
+EXACT = 1e-12  # same float64 inputs, another order of operations
+ROUNDED = 1e-6  # float32 state against float64 state after a few rounds
+BORDERLINE = 1e-12  # closer to its bound than this, a test is decided by rounding
+UNIT_SIZES = (1, 7, 33, 130)
+STATISTICS = tuple(field.name for field in fields(DetectorState))
+
+# Same examples in every run; the first call pays for torch's start.
+repeatable = settings(deadline=None, derandomize=True, max_examples=150)
+
+
+def assert_close(actual: Tensor | Array, expected: Array, *, slack: Array | float = 0.0) -> None:
+    """Equal (NaN with NaN, inf with inf) or within EXACT of |expected| + slack."""
+    got = np.asarray(actual, dtype=np.float64)
+    same = (got == expected) | (np.isnan(got) & np.isnan(expected))
+    with np.errstate(invalid="ignore", over="ignore"):
+        near = np.abs(got - expected) <= EXACT * (np.abs(expected) + slack)
+    assert np.all(same | (near & np.isfinite(got))), f"{got} is not {expected}"
+
+
+def config_of(options: OracleSettings) -> DetectorConfig:
+    """The detector's part of the settings."""
+    names = [field.name for field in fields(DetectorConfig)]
+    return DetectorConfig(**{name: getattr(options, name) for name in names})
+
+
+# --- detector ---------------------------------------------------------------------------------
+
+INDEX = st.integers(0, 59)
+EXTREMES = st.sampled_from([math.nan, math.inf, 0.0, 1e300, 1e-300, 1.0])
+FACTORS = st.sampled_from([100.0, 3.0, 1.5, 0.01])
+# (kind, sync, replica, unit, number): one value, a value for every replica, a spike, or a shift
+# that lasts. Indices are taken modulo the size of the table.
+DISTURBANCES = st.one_of(
+    st.tuples(st.sampled_from(["value", "everyone"]), INDEX, INDEX, INDEX, EXTREMES),
+    st.tuples(st.sampled_from(["spike", "shift"]), INDEX, INDEX, INDEX, FACTORS),
+)
+
+
+@st.composite
+def norm_tables(draw: st.DrawFn) -> Array:
+    """Norms [syncs, N, U] around one level, with noise and up to 20 disturbances."""
+    shape = (draw(st.integers(1, 60)), draw(st.integers(1, 5)), draw(st.integers(1, 4)))
+    level = draw(st.sampled_from([1.0, 1e-3, 1e4, 1e-200, 1e140, 0.0]))
+    noise = draw(st.sampled_from([0.05, 0.0, 1e-6, 0.5]))
+    generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    table: Array = level * np.abs(1.0 + noise * generator.standard_normal(shape))
+    for kind, *where, number in draw(st.lists(DISTURBANCES, max_size=20)):
+        s, r, u = (index % size for index, size in zip(where, shape, strict=True))
+        if kind in ("value", "everyone"):
+            table[s, r if kind == "value" else slice(None), u] = number
+        else:
+            table[slice(s, s + 1 if kind == "spike" else None), r, u] *= number
+    return table
+
+
+DETECTOR_SETTINGS = st.builds(
+    OracleSettings,
+    threshold=st.sampled_from([3.0, 0.5, 10.0]),
+    alpha=st.sampled_from([0.02, 0.3, 0.9]),
+    warmup_syncs=st.sampled_from([3, 0, 1, 20]),
+    patience=st.integers(0, 4),
+)
+
+
+def detector_table(detectors: list[list[oracle.DetectorOracle]], name: str) -> Array:
+    """One field of all detectors, [N, U]."""
+    return np.array([[getattr(detector, name) for detector in row] for row in detectors])
+
+
+def assert_same_state(state: DetectorState, detectors: list[list[oracle.DetectorOracle]]) -> None:
+    """All statistics; a variance of almost equal norms is mostly rounding, hence the slack."""
+    mean = detector_table(detectors, "mean")
+    with np.errstate(over="ignore"):
+        square = np.where(np.abs(mean) < 1e150, mean * mean, 0.0)
+    assert_close(state.mean, mean)
+    assert_close(state.variance, detector_table(detectors, "var"), slack=square)
+    for name in ("updates", "accepted", "rejected"):
+        counts = getattr(state, name)
+        assert counts.dtype == torch.int64
+        assert counts.tolist() == detector_table(detectors, name).tolist(), name
+
+
+def run_detectors(table: Array, options: OracleSettings) -> None:
+    """Feeds both sides sync by sync and compares verdicts and statistics."""
+    _, num_replicas, num_units = table.shape
+    state = DetectorState.fresh(num_replicas, num_units)
+    detectors = [
+        [oracle.DetectorOracle(options) for _ in range(num_units)] for _ in range(num_replicas)
+    ]
+    for norms in table:
+        expected = [
+            [detectors[r][u].observe(float(norms[r, u])) for u in range(num_units)]
+            for r in range(num_replicas)
+        ]
+        if any(oracle.closeness_of(j) <= BORDERLINE for row in expected for j in row):
+            reject()
+        before, untouched = state, copy.deepcopy(state)
+        verdict, state = judge(torch.from_numpy(norms.copy()), before, config_of(options))
+        # In-place statistics would make a repeated or resumed sync count twice.
+        assert all(torch.equal(getattr(before, n), getattr(untouched, n)) for n in STATISTICS)
+        assert verdict.anomalous.dtype == torch.bool
+        assert verdict.anomalous.tolist() == [[j.anomalous for j in row] for row in expected]
+        # Excess and scale cancel digits of the mean; one standard deviation is the yardstick.
+        assert_close(
+            verdict.scores, np.array([[j.score for j in row] for row in expected]), slack=1
+        )
+        assert_same_state(state, detectors)
+
+
+@repeatable
+@given(table=norm_tables(), options=DETECTOR_SETTINGS)
+def test_detector_on_disturbed_norms(table: Array, options: OracleSettings) -> None:
+    """Catches: any slip in arming, bias correction, patience, restart or the NaN rules."""
+    run_detectors(table, options)
+
+
+SHORT_NORMS = st.one_of(
+    st.sampled_from([1.0, 2.0, 100.0, math.nan, math.inf, 0.0]),
+    st.floats(0.0, 1e300, allow_subnormal=False),
+)
+
+
+@repeatable
+@given(norms=st.lists(SHORT_NORMS, min_size=1, max_size=12), options=DETECTOR_SETTINGS)
+def test_detector_on_any_short_sequence(norms: list[float], options: OracleSettings) -> None:
+    """Catches: the same as above, on sequences that shrink to a readable counterexample."""
+    run_detectors(np.array(norms).reshape(-1, 1, 1), options)
+
+
+def test_detector_through_a_change_of_regime() -> None:
+    """Catches: a lock-out, an early restart, or a NaN that counts, with the default settings."""
+    calm = [1.0, 1.01, 0.99, 1.02] * 6
+    shifted = [50.0, 50.5, math.nan, 49.0, 51.0, 50.0]
+    table = np.array(calm + shifted + [50.0] * 25 + [5000.0]).reshape(-1, 1, 1)
+    run_detectors(table, OracleSettings())
+    state = DetectorState.fresh(1, 1)
+    flags = []
+    for norms in table:
+        verdict, state = judge(torch.from_numpy(norms), state, config_of(OracleSettings()))
+        flags.append(bool(verdict.anomalous))
+    # Three rejections and the NaN between them, then 51 is the start of a new history.
+    assert flags[24:30] == [True, True, True, True, False, False]
+    assert not any(flags[:24] + flags[30:-1])
+    assert flags[-1]
+
+
+def test_detector_of_a_unit_that_starts_to_move() -> None:
+    """Catches: arming on a mean of 0, which rejects the first step of a unit frozen until then."""
+    run_detectors(np.array([0.0] * 25 + [1.0, 1.1]).reshape(-1, 1, 1), OracleSettings())
+
+
+def test_detector_bound_is_strict() -> None:
+    """Catches: >= in place of >, where both sides of the test are exact in binary."""
+    # Mean 6 and sigma 2 after 4 and 8 (worked out in the self-check of the oracle): bound 6.
+    config = DetectorConfig(threshold=3.0, alpha=0.5, warmup_syncs=2, patience=3)
+    state = DetectorState.fresh(1, 2)
+    for norm in (4.0, 8.0):
+        _, state = judge(torch.full((1, 2), norm, dtype=torch.float64), state, config)
+    verdict, _ = judge(torch.tensor([[12.0, 12.0 + 1e-9]], dtype=torch.float64), state, config)
+    assert verdict.anomalous.tolist() == [[False, True]]
+    assert verdict.scores[0, 0].item() == 3.0
+
+
+def test_detector_switched_off_learns_nothing() -> None:
+    """Catches: an ablation that lets NaN through, rejects a finite norm, or moves statistics."""
+    config = config_of(OracleSettings(warmup_syncs=0))
+    state = DetectorState.fresh(1, 4)
+    for _ in range(5):
+        _, state = judge(torch.ones(1, 4, dtype=torch.float64), state, config)
+    norms = torch.tensor([[1e9, math.nan, math.inf, 0.0]], dtype=torch.float64)
+    verdict, after = judge(norms, state, config, enabled=False)
+    assert verdict.anomalous.tolist() == [[False, True, True, False]]
+    assert all(torch.equal(getattr(after, name), getattr(state, name)) for name in STATISTICS)
+
+
+# --- weights ----------------------------------------------------------------------------------
+
+
+@st.composite
+def weight_inputs(draw: st.DrawFn) -> tuple[Array, NDArray[np.bool_]]:
+    """Norms [N, U] and which of them are anomalous; norms that are not finite always are."""
+    shape = (draw(st.integers(1, 5)), draw(st.integers(1, 4)))
+    size = shape[0] * shape[1]
+    near = st.floats(0.5, 2.0)
+    norms = draw(st.lists(st.one_of(near, SHORT_NORMS), min_size=size, max_size=size))
+    flags = draw(st.lists(st.booleans(), min_size=size, max_size=size))
+    table = np.array(norms).reshape(shape)
+    return table, np.array(flags).reshape(shape) | ~np.isfinite(table)
+
+
+@repeatable
+@given(
+    inputs=weight_inputs(),
+    temperature=st.sampled_from([None, 1.0, 1e-3, 50.0, 0.0]),
+    uniform=st.booleans(),
+)
+def test_weights_on_any_norms(
+    inputs: tuple[Array, NDArray[np.bool_]], temperature: float | None, uniform: bool
+) -> None:
+    """Catches: a wrong median, a missing shift, 0/0, and a weight for an anomalous replica."""
+    norms, anomalous = inputs
+    expected = oracle.weight_table(norms, anomalous, temperature=temperature, uniform=uniform)
+    actual = replica_weights(
+        torch.from_numpy(norms),
+        torch.from_numpy(anomalous),
+        temperature=temperature,
+        uniform=uniform,
+    )
+    assert actual.dtype == torch.float64
+    # Weights below 1e-288 have lost digits to underflow on the way.
+    assert_close(actual, expected, slack=1e-288)
+    assert torch.all(actual[torch.from_numpy(anomalous)] == 0.0)
+    sums = actual.sum(dim=0).numpy()
+    assert_close(sums, np.where(anomalous.all(axis=0), 0.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("norms", "temperature"),
+    [
+        ([1e300, 1e300, 1e300], 1.0),
+        ([800.0, 801.0, 802.0], 1.0),  # exp(-800) is 0 in float64
+        ([0.0, 0.0, 5.0], None),
+        ([1e-300, 2e-300, 3e-300], None),
+    ],
+)
+def test_weights_of_chosen_norms(norms: list[float], temperature: float | None) -> None:
+    """Catches: the underflow of all weights, T = 0, and the lower median of an even number."""
+    table = np.array(norms).reshape(-1, 1)
+    nobody = np.zeros(table.shape, dtype=np.bool_)
+    actual = replica_weights(
+        torch.from_numpy(table), torch.from_numpy(nobody), temperature=temperature
+    )
+    assert_close(actual, oracle.weight_table(table, nobody, temperature=temperature))
+
+
+# --- outer step -------------------------------------------------------------------------------
+
+
+@repeatable
+@given(
+    norms=st.lists(st.floats(0.0, 1e300), min_size=1, max_size=4),
+    max_norm=st.sampled_from([None, 10.0, 1e-3, 1e-6]),
+)
+def test_clip_factor(norms: list[float], max_norm: float | None) -> None:
+    """Catches: a factor above 1, a forgotten epsilon, and a clip that cannot be switched off."""
+    actual = clip_factor(torch.tensor(norms, dtype=torch.float64), max_norm)
+    assert actual.dtype == torch.float64
+    assert_close(actual, np.array([oracle.clip_factor(norm, max_norm) for norm in norms]))
+
+
+@pytest.mark.parametrize("size", UNIT_SIZES)
+def test_contribution_is_selected_not_multiplied(size: int) -> None:
+    """Catches: 0 * inf and 0 * NaN in the contribution of an excluded replica."""
+    for poison in (math.nan, math.inf, -math.inf, 1e30):
+        contribution = weighted_contribution(torch.full((size,), poison), 0.0)
+        assert contribution.dtype == torch.float32
+        assert torch.equal(contribution, torch.zeros(size))
+    delta = torch.linspace(-1.0, 3.0, size)
+    contribution = weighted_contribution(delta, 0.3)
+    expected = 0.3 * delta.double().numpy()
+    np.testing.assert_allclose(contribution.double().numpy(), expected, rtol=1e-6, atol=0.0)
+    assert torch.equal(delta, torch.linspace(-1.0, 3.0, size))
+
+
+@pytest.mark.parametrize("size", UNIT_SIZES)
+@pytest.mark.parametrize(("lr", "coefficient"), [(0.8, 0.85), (1.0, 0.0), (0.7, 0.9)])
+@pytest.mark.parametrize("clip", [1.0, 0.37])
+def test_nesterov_step(size: int, lr: float, coefficient: float, clip: float) -> None:
+    """Catches: heavy-ball for Nesterov, a clip left out of the momentum or out of the step."""
+    generator = np.random.default_rng(size)
+    values = [generator.standard_normal(size).astype(np.float32) for _ in range(3)]
+    anchor, momentum, average = (torch.from_numpy(value.copy()) for value in values)
+    nesterov_step_(anchor, momentum, average, clip=clip, lr=lr, momentum_coefficient=coefficient)
+    wide = [value.astype(np.float64) for value in values]
+    expected_anchor, expected_momentum = oracle.nesterov(
+        wide[0], wide[1], clip * wide[2], lr=lr, momentum_coefficient=coefficient
+    )
+    assert anchor.dtype == momentum.dtype == torch.float32
+    np.testing.assert_allclose(anchor.numpy(), expected_anchor, rtol=ROUNDED, atol=ROUNDED)
+    np.testing.assert_allclose(momentum.numpy(), expected_momentum, rtol=ROUNDED, atol=ROUNDED)
+
+
+# --- whole rounds -----------------------------------------------------------------------------
+
+
+class TorchRounds:
+    """All replicas of a run in float32, put together from the pure parts of the method."""
+
+    def __init__(self, num_replicas: int, parameters: list[Tensor], options: OracleSettings):
+        self.options = options
+        self.theta = [[p.clone() for p in parameters] for _ in range(num_replicas)]
+        self.anchor = [p.clone() for p in parameters]
+        self.momentum = [torch.zeros_like(p) for p in parameters]
+        self.state = DetectorState.fresh(num_replicas, len(parameters))
+
+    def sync(self) -> SyncRecord:
+        """One sync of all units."""
+        deltas = [[a - t for a, t in zip(self.anchor, row, strict=True)] for row in self.theta]
+        norms = torch.stack([torch.stack([d.double().norm() for d in row]) for row in deltas])
+        verdict, self.state = judge(
+            norms, self.state, config_of(self.options), enabled=self.options.anomaly_elimination
+        )
+        weights = replica_weights(
+            norms,
+            verdict.anomalous,
+            temperature=self.options.temperature,
+            uniform=not self.options.weighting,
+        )
+        num_units = len(self.anchor)
+        update_norm, clip = np.zeros(num_units), np.ones(num_units)
+        rollback = verdict.anomalous.all(dim=0)
+        for u in range(num_units):
+            if not rollback[u]:
+                column = [row[u] for row in deltas]
+                update_norm[u], clip[u] = self._step(u, column, weights[:, u])
+            for row in self.theta:
+                row[u].copy_(self.anchor[u])
+        return SyncRecord(
+            norms=norms.numpy(),
+            scores=verdict.scores.numpy(),
+            anomalous=verdict.anomalous.numpy(),
+            weights=weights.numpy(),
+            update_norm=update_norm,
+            clip=clip,
+            rollback=rollback.numpy(),
+        )
+
+    def _step(self, unit: int, deltas: list[Tensor], weights: Tensor) -> tuple[float, float]:
+        average = torch.zeros_like(self.anchor[unit])
+        for delta, weight in zip(deltas, weights.tolist(), strict=True):
+            average = average + weighted_contribution(delta, weight)
+        norm = average.double().norm()
+        clip = clip_factor(norm, self.options.max_norm).item()
+        nesterov_step_(
+            self.anchor[unit],
+            self.momentum[unit],
+            average,
+            clip=clip,
+            lr=self.options.outer_lr,
+            momentum_coefficient=self.options.outer_momentum,
+        )
+        return norm.item(), clip
+
+
+Moves = list[list[list[NDArray[np.float32]]]]  # [round][replica][unit], added to theta
+
+
+def displacements(num_rounds: int, num_replicas: int) -> Moves:
+    """What the inner steps do, a little more in each further replica."""
+    generator = np.random.default_rng(20)
+    scales = [0.5 + 0.1 * r for r in range(num_replicas)]
+
+    def draw(scale: float, size: int) -> NDArray[np.float32]:
+        return (scale * generator.standard_normal(size)).astype(np.float32)
+
+    return [[[draw(s, size) for size in UNIT_SIZES] for s in scales] for _ in range(num_rounds)]
+
+
+def disturb_(moves: Moves, scenario: str) -> None:
+    """Spoils replica 1: a spike once its detector is armed, or NaN or inf before that."""
+    if scenario == "spike":
+        for move in moves[2][1]:
+            # Far from zero in every element, so that the unit of one element is an outlier too.
+            move[:] = 100.0 * np.sign(move) * (1.0 + np.abs(move))
+    elif scenario in ("nan", "inf"):
+        moves[1][1][2][5] = moves[1][1][0][0] = np.float32(scenario)
+    elif scenario == "everyone":
+        for row in moves[1]:
+            row[1][3] = np.float32("nan")
+
+
+def assert_same_record(actual: SyncRecord, expected: SyncRecord) -> None:
+    """All numbers of a sync; the norms behind them have seen float32."""
+    assert expected.closeness > 1e-3, "the scenario is decided by rounding; change its numbers"
+    assert actual.anomalous.tolist() == expected.anomalous.tolist()
+    assert actual.rollback.tolist() == expected.rollback.tolist()
+    for name in ("norms", "weights", "update_norm", "clip"):
+        got, want = getattr(actual, name), getattr(expected, name)
+        np.testing.assert_allclose(got, want, rtol=ROUNDED, atol=ROUNDED, err_msg=name)
+    # A score divides the rounding of a norm by as little as 1 percent of it.
+    np.testing.assert_allclose(
+        actual.scores, expected.scores, rtol=100 * ROUNDED, atol=100 * ROUNDED
+    )
+
+
+@pytest.mark.parametrize("scenario", ["calm", "spike", "nan", "inf", "everyone"])
+@pytest.mark.parametrize("temperature", [None, 1.0])
+@pytest.mark.parametrize("elimination", [True, False])
+@pytest.mark.parametrize("weighting", [True, False])
+@pytest.mark.parametrize("clipping", [True, False])
+def test_three_rounds(
+    elimination: bool, weighting: bool, clipping: bool, temperature: float | None, scenario: str
+) -> None:
+    """Catches: parts that agree alone and not together, at sizes that fit no vector."""
+    options = OracleSettings(
+        alpha=0.3,
+        warmup_syncs=2,
+        temperature=temperature,
+        max_norm=2.0 if clipping else None,
+        anomaly_elimination=elimination,
+        weighting=weighting,
+    )
+    generator = np.random.default_rng(1)
+    start = [generator.standard_normal(size).astype(np.float32) for size in UNIT_SIZES]
+    moves = displacements(num_rounds=3, num_replicas=3)
+    disturb_(moves, scenario)
+    expected = EditOracle.start(3, start, options)
+    actual = TorchRounds(3, [torch.from_numpy(p.copy()) for p in start], options)
+    records = []
+    for round_moves in moves:
+        for r, row in enumerate(round_moves):
+            for u, move in enumerate(row):
+                expected.theta[r][u] = expected.theta[r][u] + move
+                actual.theta[r][u].add_(torch.from_numpy(move))
+        records.append(expected.sync())
+        assert_same_record(actual.sync(), records[-1])
+        assert_same_parameters(actual, expected)
+    assert_scenario_happened(records, scenario, elimination=elimination)
+
+
+def assert_same_parameters(actual: TorchRounds, expected: EditOracle) -> None:
+    """Anchor, momentum and every replica, relative to the size of the unit."""
+    for u, anchor in enumerate(expected.anchor):
+        bound = ROUNDED * max(1.0, float(np.abs(anchor).max()))
+        assert np.abs(actual.anchor[u].numpy() - anchor).max() <= bound
+        assert np.abs(actual.momentum[u].numpy() - expected.momentum[u]).max() <= bound
+        assert all(torch.equal(row[u], actual.anchor[u]) for row in actual.theta)
+
+
+def assert_scenario_happened(
+    records: list[SyncRecord], scenario: str, *, elimination: bool
+) -> None:
+    """A scenario that does not do what its name says tests nothing."""
+    flags = np.stack([record.anomalous for record in records])
+    wanted = np.zeros_like(flags)
+    if scenario == "spike" and elimination:
+        wanted[2, 1, :] = True
+    elif scenario in ("nan", "inf"):
+        wanted[1, 1, [0, 2]] = True
+    elif scenario == "everyone":
+        wanted[1, :, 1] = True
+    assert flags[:2].tolist() == wanted[:2].tolist()  # nothing is armed yet
+    assert flags[2][wanted[2]].all()
+    assert records[1].rollback.tolist() == [False, scenario == "everyone", False, False]
+
+
+@pytest.mark.parametrize("temperature", [None, 1.0])
+def test_excluded_replica_leaves_no_trace(temperature: float | None) -> None:
+    """Catches: anything of an excluded replica in the others' result, to the last bit."""
+    options = OracleSettings(alpha=0.3, warmup_syncs=2, temperature=temperature, threshold=1e3)
+    results = []
+    for poison in (math.nan, math.inf, 1e9):
+        run = TorchRounds(3, [torch.ones(size) for size in UNIT_SIZES], options)
+        for step in range(3):
+            for r, row in enumerate(run.theta):
+                for theta in row:
+                    theta.sub_(1.0 + 0.125 * r)
+                    if step == 2 and r == 1:
+                        theta.add_(poison)
+            record = run.sync()
+        assert record.anomalous[1].all()
+        assert not record.anomalous[[0, 2]].any()
+        results.append([*run.anchor, *run.momentum])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_clip_off_with_one_replica_is_the_identity() -> None:
+    """Catches: an outer step that moves a lone replica when nu = 1 and mu_o = 0."""
+    options = OracleSettings(outer_lr=1.0, outer_momentum=0.0, max_norm=None)
+    run = TorchRounds(1, [torch.linspace(1.0, 2.0, size) for size in UNIT_SIZES], options)
+    for theta in run.theta[0]:
+        theta.mul_(1.25)
+    before = [theta.clone() for theta in run.theta[0]]
+    run.sync()
+    for theta, kept in zip(run.theta[0], before, strict=True):
+        torch.testing.assert_close(theta, kept, rtol=1e-6, atol=0.0)

@@ -1,0 +1,352 @@
+"""The EDiT method in slow, readable NumPy float64: the expected values of the tests.
+
+Written from the description of the method alone. It shares no code with `megatron_edit`, knows no
+process groups and no shards, and prefers loops over replicas to tensor expressions. Inputs of any
+dtype are taken to float64.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
+
+SIGMA_FLOOR = 0.01  # of the mean: a detector whose history is constant still tolerates 1 percent
+CLIP_EPSILON = 1e-6
+
+
+@dataclass(frozen=True)
+class OracleSettings:
+    """The settings of the penalty and of the outer step, with the defaults of the method.
+
+    Attributes:
+        threshold: delta, in standard deviations.
+        alpha: weight of the newest norm in the moving statistics, in (0, 1).
+        warmup_syncs: accepted norms needed before a detector is armed.
+        patience: finite rejections in a row after which the next finite norm is accepted.
+        temperature: T of the weights; None is `auto`, the median of the accepted norms.
+        max_norm: phi of the clip; None is off.
+        outer_lr: nu.
+        outer_momentum: mu_o.
+        anomaly_elimination: off leaves only non-finite norms out and freezes the statistics.
+        weighting: off gives every accepted replica the same weight.
+    """
+
+    threshold: float = 3.0
+    alpha: float = 0.02
+    warmup_syncs: int = 20
+    patience: int = 3
+    temperature: float | None = None
+    max_norm: float | None = 10.0
+    outer_lr: float = 0.8
+    outer_momentum: float = 0.85
+    anomaly_elimination: bool = True
+    weighting: bool = True
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What a detector says about one norm.
+
+    Attributes:
+        anomalous: the replica is left out of the unit.
+        score: z; NaN where the detector is not armed or the norm is not finite.
+        excess: norm - mean, the left side of the test; NaN where there was no test.
+        bound: the right side of the test; NaN where there was no test.
+    """
+
+    anomalous: bool
+    score: float = math.nan
+    excess: float = math.nan
+    bound: float = math.nan
+
+
+@dataclass
+class DetectorOracle:
+    """The anomaly detector of one replica in one unit; its history counts syncs."""
+
+    settings: OracleSettings
+    mean: float = 0.0
+    var: float = 0.0
+    updates: int = 0
+    accepted: int = 0
+    rejected: int = 0
+
+    @property
+    def armed(self) -> bool:
+        """True when the detector may reject a finite norm."""
+        enough = self.accepted >= self.settings.warmup_syncs
+        return self.mean > 0.0 and self.updates >= 1 and enough
+
+    def corrected_sigma(self) -> float:
+        """Standard deviation after the bias correction for the start from zero variance."""
+        correction = 1.0 - (1.0 - self.settings.alpha) ** self.updates
+        return math.sqrt(self.var / correction)
+
+    def observe(self, norm: float) -> Judgement:
+        """Judges one norm, then moves the statistics accordingly."""
+        if not math.isfinite(norm):
+            # Left out at any time; neither a rejection nor an end of a row of rejections.
+            return Judgement(anomalous=True)
+        if not self.armed:
+            self._accept(norm)
+            return Judgement(anomalous=False)
+
+        excess = norm - self.mean
+        floor = SIGMA_FLOOR * self.mean
+        scale = max(self.corrected_sigma(), floor)
+        bound = self.settings.threshold * scale
+        score = quotient(excess, scale)
+        suspicious = excess > bound
+
+        if not suspicious:
+            self._accept(norm)
+            return Judgement(False, score, excess, bound)
+        if self.rejected >= self.settings.patience:
+            # A change of regime: the value is used, and nothing of the old history survives.
+            self._start_anew(norm)
+            return Judgement(False, score, excess, bound)
+        self.rejected += 1
+        return Judgement(True, score, excess, bound)
+
+    def _accept(self, norm: float) -> None:
+        if self.accepted == 0:
+            self._start_anew(norm)
+            return
+        alpha = self.settings.alpha
+        self.mean = alpha * norm + (1.0 - alpha) * self.mean
+        deviation = norm - self.mean
+        self.var = (1.0 - alpha) * self.var + alpha * (deviation * deviation)
+        self.updates += 1
+        self.accepted += 1
+        self.rejected = 0
+
+    def _start_anew(self, norm: float) -> None:
+        self.mean = norm
+        self.var = 0.0
+        self.updates = 0
+        self.accepted = 1
+        self.rejected = 0
+
+
+def quotient(excess: float, scale: float) -> float:
+    """IEEE division: inf where only the scale is 0 (means so small that their floor underflows)."""
+    if scale > 0.0:
+        return excess / scale
+    return math.nan if excess == 0.0 else math.copysign(math.inf, excess)
+
+
+def median_of(values: Sequence[float]) -> float:
+    """Median; the mean of the two middle values where their number is even."""
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    if len(ordered) % 2 == 1:
+        return ordered[middle]
+    return (ordered[middle - 1] + ordered[middle]) / 2.0
+
+
+def unit_weights(
+    norms: Sequence[float],
+    anomalous: Sequence[bool],
+    *,
+    temperature: float | None,
+    uniform: bool = False,
+) -> list[float]:
+    """Weights of all replicas in one unit.
+
+    Args:
+        norms: one pseudo-gradient norm per replica.
+        anomalous: which replicas are left out.
+        temperature: T; None is the median of the accepted norms.
+        uniform: True when the weighting is switched off.
+
+    Returns:
+        One weight per replica: their sum is 1, or all are 0 when no replica is accepted.
+    """
+    accepted = [r for r in range(len(norms)) if not anomalous[r]]
+    weights = [0.0] * len(norms)
+    if not accepted:
+        return weights
+    if temperature is None:
+        temperature = median_of([float(norms[r]) for r in accepted])
+    if uniform or temperature == 0.0:
+        for r in accepted:
+            weights[r] = 1.0 / len(accepted)
+        return weights
+
+    # The smallest norm gets exp(0) = 1, so the sum can never be zero.
+    smallest = min(float(norms[r]) for r in accepted)
+    for r in accepted:
+        weights[r] = math.exp(-(float(norms[r]) - smallest) / temperature)
+    total = math.fsum(weights)
+    return [weight / total for weight in weights]
+
+
+def weight_table(
+    norms: Array, anomalous: BoolArray, *, temperature: float | None, uniform: bool = False
+) -> Array:
+    """`unit_weights` for every column of a table [N, U]."""
+    table = np.zeros(norms.shape, dtype=np.float64)
+    for u in range(norms.shape[1]):
+        table[:, u] = unit_weights(
+            norms[:, u].tolist(), anomalous[:, u].tolist(), temperature=temperature, uniform=uniform
+        )
+    return table
+
+
+def weighted_average(
+    deltas: Sequence[Array], weights: Sequence[float], anomalous: Sequence[bool]
+) -> Array:
+    """Weighted sum of the pseudo-gradients; what an anomalous replica holds is never touched."""
+    total = np.zeros(deltas[0].shape, dtype=np.float64)
+    for delta, weight, is_anomalous in zip(deltas, weights, anomalous, strict=True):
+        if not is_anomalous:
+            total = total + weight * delta
+    return total
+
+
+def clip_factor(norm: float, max_norm: float | None) -> float:
+    """c = min(1, phi / (norm + 1e-6)); 1 when the clip is off."""
+    if max_norm is None:
+        return 1.0
+    return min(1.0, max_norm / (norm + CLIP_EPSILON))
+
+
+def nesterov(
+    anchor: Array, momentum: Array, step: Array, *, lr: float, momentum_coefficient: float
+) -> tuple[Array, Array]:
+    """One outer step with the clipped average `step`; returns (new anchor, new momentum)."""
+    new_momentum = momentum_coefficient * momentum + step
+    new_anchor = anchor - lr * (step + momentum_coefficient * new_momentum)
+    return new_anchor, new_momentum
+
+
+def norm_of(delta: Array) -> float:
+    """Euclidean norm; NaN and inf pass through."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return float(np.sqrt(np.sum(delta * delta)))
+
+
+@dataclass(frozen=True)
+class SyncRecord:
+    """What happened in one sync.
+
+    Attributes:
+        norms: [N, U], norms of the pseudo-gradients.
+        scores: [N, U], z; NaN where there was no test.
+        anomalous: [N, U].
+        weights: [N, U].
+        update_norm: [U], norm of the average before the clip; 0 where rolled back.
+        clip: [U], clip factor; 1 where rolled back.
+        rollback: [U], all replicas were anomalous.
+        closeness: smallest relative distance of a tested norm to its bound. A test whose inputs
+            differ in the last bits has nothing to compare where this is near 0.
+    """
+
+    norms: Array
+    scores: Array
+    anomalous: BoolArray
+    weights: Array
+    update_norm: Array
+    clip: Array
+    rollback: BoolArray
+    closeness: float = math.inf
+
+
+@dataclass
+class EditOracle:
+    """All replicas of one run after the switch: add displacements to `theta`, then `sync`.
+
+    Attributes:
+        settings: settings of the method.
+        theta: parameters, theta[r][u] for replica r and unit u.
+        anchor: parameters after the last sync, one array per unit.
+        momentum: outer momentum, one array per unit.
+        detectors: detectors[r][u].
+    """
+
+    settings: OracleSettings
+    theta: list[list[Array]]
+    anchor: list[Array]
+    momentum: list[Array]
+    detectors: list[list[DetectorOracle]] = field(default_factory=list)
+
+    @classmethod
+    def start(
+        cls, num_replicas: int, parameters: Sequence[NDArray[np.floating]], settings: OracleSettings
+    ) -> "EditOracle":
+        """The state right after the switch: identical replicas, anchor taken, momentum zero."""
+        units = [np.array(p, dtype=np.float64) for p in parameters]
+        return cls(
+            settings=settings,
+            theta=[[unit.copy() for unit in units] for _ in range(num_replicas)],
+            anchor=[unit.copy() for unit in units],
+            momentum=[np.zeros_like(unit) for unit in units],
+            detectors=[[DetectorOracle(settings) for _ in units] for _ in range(num_replicas)],
+        )
+
+    def sync(self) -> SyncRecord:
+        """One sync of all units; every replica holds the new anchor afterwards."""
+        num_replicas, num_units = len(self.theta), len(self.anchor)
+        deltas = [
+            [self.anchor[u] - self.theta[r][u] for u in range(num_units)]
+            for r in range(num_replicas)
+        ]
+        norms = np.array([[norm_of(delta) for delta in row] for row in deltas])
+        scores, anomalous, closeness = self._judge(norms)
+        weights = weight_table(
+            norms,
+            anomalous,
+            temperature=self.settings.temperature,
+            uniform=not self.settings.weighting,
+        )
+        update_norm, clip = np.zeros(num_units), np.ones(num_units)
+        rollback = anomalous.all(axis=0)
+        for u in range(num_units):
+            if not rollback[u]:
+                column = [deltas[r][u] for r in range(num_replicas)]
+                update_norm[u], clip[u] = self._step(u, column, weights[:, u], anomalous[:, u])
+            for r in range(num_replicas):
+                self.theta[r][u] = self.anchor[u].copy()
+        return SyncRecord(norms, scores, anomalous, weights, update_norm, clip, rollback, closeness)
+
+    def _judge(self, norms: Array) -> tuple[Array, BoolArray, float]:
+        scores = np.full(norms.shape, np.nan)
+        anomalous = ~np.isfinite(norms)
+        closeness = math.inf
+        if not self.settings.anomaly_elimination:
+            return scores, anomalous, closeness
+        for r, row in enumerate(self.detectors):
+            for u, detector in enumerate(row):
+                judgement = detector.observe(float(norms[r, u]))
+                scores[r, u] = judgement.score
+                anomalous[r, u] = judgement.anomalous
+                closeness = min(closeness, closeness_of(judgement))
+        return scores, anomalous, closeness
+
+    def _step(
+        self, unit: int, deltas: list[Array], weights: Array, anomalous: BoolArray
+    ) -> tuple[float, float]:
+        average = weighted_average(deltas, weights.tolist(), anomalous.tolist())
+        update_norm = norm_of(average)
+        clip = clip_factor(update_norm, self.settings.max_norm)
+        self.anchor[unit], self.momentum[unit] = nesterov(
+            self.anchor[unit],
+            self.momentum[unit],
+            clip * average,
+            lr=self.settings.outer_lr,
+            momentum_coefficient=self.settings.outer_momentum,
+        )
+        return update_norm, clip
+
+
+def closeness_of(judgement: Judgement) -> float:
+    """Relative distance between the two sides of a test; inf where there was none."""
+    if math.isnan(judgement.excess) or math.isinf(judgement.bound):
+        return math.inf
+    scale = max(abs(judgement.excess), abs(judgement.bound))
+    return abs(judgement.excess - judgement.bound) / scale if scale > 0.0 else math.inf
