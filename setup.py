@@ -30,6 +30,7 @@ setup(
             "hypothesis>=6.100",
             "ruff>=0.9",
             "mypy>=1.14",
+            "pybind11>=2.13",  # a clone of Megatron-LM compiles its dataset helper with it
         ],
         "report": ["matplotlib>=3.9", "tokenizers>=0.20", "tqdm>=4.66"],
         # NVIDIA Apex is not on the package index (the `apex` there is another project): README.

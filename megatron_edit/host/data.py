@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -92,11 +94,22 @@ def mend_helper_compilation(patcher: Patcher, world: ReplicaWorld | None = None)
             if world is not None:
                 world.after_first_replica("helpers")
             if not is_prebuilt:
-                compile_helpers()
+                with _own_python_first():
+                    compile_helpers()
             if world is not None:
                 world.announce("helpers")
 
         return gated
 
-    if is_prebuilt or world is not None:
-        patcher.wrap(utils, "compile_helpers", around)
+    patcher.wrap(utils, "compile_helpers", around)
+
+
+@contextmanager
+def _own_python_first() -> Iterator[None]:
+    """Let make find this interpreter as `python3`, also where its environment is not activated."""
+    path = os.environ.get("PATH", "")
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), path])
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = path

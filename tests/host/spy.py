@@ -230,3 +230,26 @@ def plain_main(script: str, argv: list[str], before: str) -> None:
 
     resolve(before)()
     _run_plain(script, argv)
+
+
+def fake_version() -> None:
+    """Let Megatron be of a version that we do not support."""
+    import megatron.core.package_info as info
+
+    info.__version__ = "0.15.0"
+    hurry()
+
+
+def remove_symbol() -> None:
+    """Take away a symbol that we stand on."""
+    import megatron.training.training as training
+
+    del training.training_log
+    hurry()
+
+
+def hurry() -> None:
+    """Let the ranks that have nothing to say leave at once."""
+    from megatron_edit import __main__ as launcher
+
+    launcher.GRACE_SECONDS = 0.2

@@ -16,7 +16,10 @@ from torch.utils.data import DataLoader
 from megatron_edit.host.patching import Patcher
 
 _MARK = "_megatron_edit_cpu_backend"
-_RNG_LOGGER = "megatron.core.tensor_parallel.random"
+# Megatron's tracker warns whenever the CPU generator moves while the device's is in use, and
+# torch's extensions, which Megatron imports, that there is no CUDA: neither is news here.
+_LOGGERS = ("megatron.core.tensor_parallel.random", "torch.utils.cpp_extension")
+_NO_NEWS = ("CPU RNG state changed", "No CUDA runtime is found")
 
 
 def is_enabled() -> bool:
@@ -109,9 +112,9 @@ def replace_random(patcher: Patcher) -> None:
         patcher.replace(module, "manual_seed", manual_seed)
     patcher.replace(torch.cuda, "default_generators", (torch.default_generator,))
     patcher.replace(torch.cuda, "_lazy_call", lambda function, **kwargs: function())
-    # Megatron's tracker warns whenever the CPU generator moves while the device's is in use.
-    logger = logging.getLogger(_RNG_LOGGER)
-    patcher.replace(logger, "filters", [*logger.filters, _is_worth_a_line])
+    for name in _LOGGERS:
+        logger = logging.getLogger(name)
+        patcher.replace(logger, "filters", [*logger.filters, _is_worth_a_line])
 
     def around(init: Callable[..., None]) -> Callable[..., None]:
         # A loader without a generator of its own draws a seed for each epoch from the CPU's:
@@ -128,4 +131,4 @@ def replace_random(patcher: Patcher) -> None:
 
 
 def _is_worth_a_line(record: logging.LogRecord) -> bool:
-    return "CPU RNG state changed" not in record.getMessage()
+    return not record.getMessage().startswith(_NO_NEWS)

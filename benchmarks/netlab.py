@@ -1,0 +1,198 @@
+"""Hosts of a network lab on one machine: network namespaces joined by links of a chosen rate.
+
+Each host is a namespace of its own, with one interface; a further namespace is the switch, a
+bridge that the hosts hang on by veth pairs. Nothing is made or changed outside of these
+namespaces, so deleting them takes everything away. Needs root and Debian's `iproute2`.
+
+    with Lab(2, 100_000_000) as lab:
+        server = lab.popen(0, ["python3", "server.py", lab.address(0)])
+        lab.set_rate(20_000_000)
+        print(lab.measure_bandwidth())
+
+A rate holds for what a host sends. Both directions between two hosts are therefore limited, and
+independent of each other, as on a full-duplex wire.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, Self
+
+from netlab_tools import (
+    LabError,
+    LabUnavailableError,
+    fresh_prefix,
+    leaving_on_signals,
+    require_lab,
+    run,
+    signals_ignored,
+    tool,
+)
+
+__all__ = ["INTERFACE", "Lab", "LabError", "LabUnavailableError", "require_lab"]
+
+INTERFACE = "link0"  # of every host
+MAX_HOSTS = 200
+# A token bucket must hold what may leave in one go: a segmentation-offloaded packet of 64 KiB,
+# and what passes between two ticks of a coarse timer.
+MIN_BURST_BYTES = 128 * 1024
+BURST_SECONDS = 0.004
+QUEUE_SECONDS = 0.05  # as much as a sender may have waiting before packets are dropped
+SKIPPED_SECONDS = 0.3  # of a transfer that is measured: slow start, and the full bucket
+_NAMESPACES = Path("/run/netns")
+_TRANSFER = str(Path(__file__).with_name("netlab_transfer.py"))
+
+
+class Lab:
+    """A context manager: the hosts exist inside the `with` block.
+
+    At its end, also by an exception, SIGTERM or SIGHUP, every process still running in a host is
+    killed and the namespaces are deleted. Only SIGKILL leaves them behind, named `lab<pid>-...`.
+
+    Args:
+        num_hosts: at least 1.
+        rate_bits_per_second: of each host's link; None is no limit.
+    """
+
+    def __init__(self, num_hosts: int, rate_bits_per_second: float | None = None) -> None:
+        if not 1 <= num_hosts <= MAX_HOSTS:
+            raise LabError(f"{num_hosts} hosts: must be 1 to {MAX_HOSTS}")
+        self.num_hosts = num_hosts
+        self.rate = rate_bits_per_second
+        prefix = fresh_prefix()
+        self._switch = prefix + "switch"
+        self._hosts = [f"{prefix}host{host}" for host in range(num_hosts)]
+        self._made: list[str] = []
+        self._processes: list[subprocess.Popen[Any]] = []
+        self._signals = ExitStack()
+
+    def __enter__(self) -> Self:
+        require_lab()
+        atexit.register(self.close)
+        try:
+            self._signals.enter_context(leaving_on_signals())
+            self._build()
+            self.set_rate(self.rate)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def address(self, host: int) -> str:
+        """IPv4 address of a host."""
+        return f"10.77.0.{host + 1}"
+
+    def set_rate(self, rate_bits_per_second: float | None) -> None:
+        """Change the rate of all links, also while they are in use; None is no limit."""
+        for name in self._hosts:
+            if rate_bits_per_second is not None:
+                _root_queue(name, "replace", *_token_bucket(rate_bits_per_second))
+            elif '"tbf"' in run("tc", "-j", "-n", name, "qdisc", "show", "dev", INTERFACE):
+                _root_queue(name, "delete")
+        self.rate = rate_bits_per_second
+
+    def popen(
+        self, host: int, argv: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
+    ) -> subprocess.Popen[Any]:
+        """Start a command in a host; `options` are those of `subprocess.Popen`."""
+        command = [tool("ip"), "netns", "exec", self._hosts[host], *argv]
+        # A session of its own: Ctrl-C must reach this program alone, which then cleans up.
+        process = subprocess.Popen(command, env=env, start_new_session=True, **options)
+        self._processes.append(process)
+        return process
+
+    def kill(self, process: subprocess.Popen[Any]) -> None:
+        """Kill what `popen` started, with its children, and forget it. It may have ended."""
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        with suppress(ValueError):
+            self._processes.remove(process)
+
+    def sent_bytes(self) -> list[int]:
+        """Bytes that each host has sent so far, with all headers."""
+        # The switch sees them arrive: one call for all hosts.
+        links = json.loads(run("ip", "-n", self._switch, "-s", "-j", "link", "show"))
+        received = {link["ifname"]: int(link["stats64"]["rx"]["bytes"]) for link in links}
+        return [received[f"port{host}"] for host in range(self.num_hosts)]
+
+    def measure_bandwidth(self, source: int = 0, target: int = 1, *, seconds: float = 1.0) -> float:
+        """Bits of payload per second that one TCP connection carries from one host to another."""
+        end = [sys.executable, _TRANSFER]
+        receive = [*end, "receive", self.address(target), str(SKIPPED_SECONDS), str(seconds)]
+        receiver = self.popen(target, receive, stdout=subprocess.PIPE, text=True)
+        assert receiver.stdout is not None, "the pipe was asked for"
+        port = receiver.stdout.readline().strip()
+        sender = self.popen(source, [*end, "send", self.address(target), port])
+        try:
+            return float(receiver.communicate(timeout=seconds + 15)[0])
+        except (subprocess.TimeoutExpired, ValueError) as error:
+            raise LabError(f"no transfer from host {source} to host {target}") from error
+        finally:
+            self.kill(receiver)
+            self.kill(sender)
+
+    def close(self) -> None:
+        """End the processes in the hosts and delete the namespaces. May be called again.
+
+        Raises:
+            LabError: something could not be deleted; all else has been.
+        """
+        failures: list[LabError] = []
+        with signals_ignored():
+            for process in list(self._processes):
+                self.kill(process)
+            for name in self._made:
+                try:
+                    _delete(name)
+                except LabError as error:
+                    failures.append(error)
+            self._made.clear()
+        self._signals.close()
+        atexit.unregister(self.close)
+        if failures:
+            raise failures[0]
+
+    def _build(self) -> None:
+        for name in (self._switch, *self._hosts):
+            self._made.append(name)  # before it is: a signal may come right after
+            run("ip", "netns", "add", name)
+        run("ip", "-n", self._switch, "link", "add", "bridge", "up", "type", "bridge")
+        for host, name in enumerate(self._hosts):
+            port = ("ip", "-n", self._switch, "link", "add", f"port{host}")
+            run(*port, "type", "veth", "peer", "name", INTERFACE, "netns", name)
+            run("ip", "-n", self._switch, "link", "set", f"port{host}", "master", "bridge", "up")
+            run("ip", "-n", name, "address", "add", f"{self.address(host)}/24", "dev", INTERFACE)
+            for interface in ("lo", INTERFACE):
+                run("ip", "-n", name, "link", "set", interface, "up")
+
+
+def _token_bucket(rate: float) -> list[str]:
+    burst = max(MIN_BURST_BYTES, round(rate / 8 * BURST_SECONDS))
+    latency = f"{round(QUEUE_SECONDS * 1e3)}ms"
+    return ["tbf", "rate", f"{round(rate)}bit", "burst", str(burst), "latency", latency]
+
+
+def _root_queue(name: str, action: str, *rest: str) -> None:
+    run("tc", "-n", name, "qdisc", action, "dev", INTERFACE, "root", *rest)
+
+
+def _delete(name: str) -> None:
+    if (_NAMESPACES / name).exists():
+        # Whoever still runs there would keep the namespace alive without its name.
+        for pid in run("ip", "netns", "pids", name).split():
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        run("ip", "netns", "delete", name)

@@ -1,0 +1,157 @@
+"""What is compared: the model, the kinds of training, and which iterations of a run count.
+
+| kind | what trains |
+|---|---|
+| ideal | every host alone, as stock Megatron with one rank: no exchange at all |
+| stock | one stock Megatron job over all hosts, with the overlaps of its distributed optimizer |
+| blocking, overlap, ... | EDiT with that `--edit-sync-mode`, one replica per host |
+
+All kinds have the same Megatron flags, so that they differ in their exchange alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+IDEAL = "ideal"
+STOCK = "stock"
+MIN_STOCK_ITERATIONS = 3
+# What stock Megatron was seen to need per parameter and iteration, times the bytes it must send;
+# and a step without exchange. Only for choosing how many iterations to run.
+STOCK_EXCESS = 2.0
+GUESSED_STEP_SECONDS = 0.15
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes of the GPT."""
+
+    num_layers: int = 4
+    hidden_size: int = 256
+    num_attention_heads: int = 4
+    seq_length: int = 128
+    vocab_size: int = 8192
+    micro_batch_size: int = 1
+    bucket_numel: int = 800_000
+
+    @property
+    def guessed_bytes(self) -> float:
+        """About what the fp32 parameters need; the number on the wire is measured."""
+        return 4.0 * self.hidden_size * (12 * self.num_layers * self.hidden_size + self.vocab_size)
+
+    def flags(self) -> list[str]:
+        """Megatron's flags."""
+        values = {
+            "num-layers": self.num_layers,
+            "hidden-size": self.hidden_size,
+            "num-attention-heads": self.num_attention_heads,
+            "seq-length": self.seq_length,
+            "max-position-embeddings": self.seq_length,
+            "micro-batch-size": self.micro_batch_size,
+            "ddp-bucket-size": self.bucket_numel,
+            "tokenizer-type": "NullTokenizer",
+            "vocab-size": self.vocab_size - 1,  # the tokenizer adds the end of a document
+            "attention-dropout": 0,
+            "hidden-dropout": 0,
+            "lr": 1e-4,
+            "lr-decay-style": "constant",
+            "num-workers": 0,
+            "eval-iters": 0,
+            "eval-interval": 1_000_000,
+        }
+        words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+        switches = ("mock-data", "use-distributed-optimizer", "overlap-grad-reduce",
+                    "overlap-param-gather")  # fmt: skip
+        return words + [f"--{name}" for name in switches]
+
+
+@dataclass(frozen=True)
+class Window:
+    """The iterations first + 1 .. last of a run are measured.
+
+    Attributes:
+        log_interval: between two lines of Megatron; divides `first` and `last`.
+        train_iters: of the whole run: beyond `last`, so that its end is not measured.
+    """
+
+    first: int
+    last: int
+    log_interval: int
+    train_iters: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kind of training on a number of hosts.
+
+    Attributes:
+        kind: see above.
+        tau: EDiT's sync interval.
+        rounds: how many rounds are measured.
+        stock_seconds: about how long stock Megatron is measured.
+    """
+
+    kind: str
+    model: Model
+    num_hosts: int
+    tau: int
+    rounds: int
+    stock_seconds: float
+
+    @property
+    def tokens_per_iteration(self) -> int:
+        """Of all hosts together; the same for all kinds."""
+        return self.num_hosts * self.model.micro_batch_size * self.model.seq_length
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of a launch."""
+        return 1 if self.kind == IDEAL else self.num_hosts
+
+    @property
+    def speaker(self) -> int:
+        """The host whose console is followed: Megatron prints on the last rank of a world."""
+        return self.num_hosts - 1 if self.kind == STOCK else 0
+
+    def window(self, rate: float | None) -> Window:
+        """Which iterations to measure on links of a rate (bits per second; None: no limit)."""
+        if self.kind == STOCK:
+            return self._stock_window(rate)
+        # From the middle of a round to the middle of another: there is nothing of an exchange in
+        # flight at either end, whichever mode it is, and as many syncs as rounds are inside.
+        every = self.tau // 4 if self.tau % 4 == 0 else 1
+        first = 2 * every if every > 1 else self.tau // 2
+        last = first + self.rounds * self.tau
+        return Window(first, last, every, last + every)
+
+    def _stock_window(self, rate: float | None) -> Window:
+        seconds = GUESSED_STEP_SECONDS
+        if rate is not None:
+            seconds += STOCK_EXCESS * self.model.guessed_bytes * 8 / rate
+        wanted = min(self.stock_seconds / seconds, self.rounds * self.tau)
+        every = max(1, int(wanted) // 8)  # a line costs a barrier: not at every fast iteration
+        count = max(MIN_STOCK_ITERATIONS, round(wanted / every)) * every
+        return Window(2 * every, 2 * every + count, every, 3 * every + count)
+
+    def flags(self, window: Window, log_dir: str) -> list[str]:
+        """All flags of the training script."""
+        batch = self.model.micro_batch_size * self.world_size
+        flags = [
+            *self.model.flags(),
+            *("--edit-device", "cpu"),
+            *("--global-batch-size", str(batch)),
+            *("--train-iters", str(window.train_iters)),
+            *("--log-interval", str(window.log_interval)),
+        ]
+        if self.kind in (IDEAL, STOCK):
+            return flags
+        # No warm-up: its steps are those of stock data parallelism, which is measured apart.
+        return [
+            *flags,
+            "--use-edit",
+            *("--edit-num-replicas", str(self.num_hosts)),
+            *("--edit-warmup-steps", "0"),
+            *("--edit-sync-interval", str(self.tau)),
+            *("--edit-sync-mode", self.kind),
+            *("--edit-log-dir", log_dir),
+        ]

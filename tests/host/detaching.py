@@ -1,0 +1,100 @@
+"""What the ranks of the detach tests do."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from tests.harness.launch import REPOSITORY
+
+_ROOTS = ("megatron.", "torch.cuda", "torch.distributed", "torch.utils.data")
+
+
+def snapshot() -> dict[str, int]:
+    """Identity of every attribute of the host's modules and of their classes."""
+    seen: dict[str, int] = {}
+    for name, module in list(sys.modules.items()):
+        if module is None or not (name.startswith(_ROOTS) or name == "torch"):
+            continue
+        for key, value in list(vars(module).items()):
+            if key.startswith("__") or not _is_code(value):
+                continue
+            seen[f"{name}.{key}"] = id(value)
+            if isinstance(value, type) and value.__module__ == name:
+                for inner, attribute in list(vars(value).items()):
+                    seen[f"{name}.{key}.{inner}"] = id(attribute)
+    for inner, attribute in vars(torch.Tensor).items():
+        seen[f"torch.Tensor.{inner}"] = id(attribute)
+    return seen
+
+
+def _is_code(value: Any) -> bool:
+    """Functions, classes and modules: what can be patched. Values are the host's own state."""
+    return callable(value) or isinstance(value, ModuleType | property | staticmethod | classmethod)
+
+
+def train_and_detach(argv: list[str]) -> dict[str, Any]:
+    """A whole run inside an attachment, then what is left of it."""
+    from megatron.training import training
+
+    from megatron_edit.config import config_from_argv
+    from megatron_edit.host.attach import Attachment, choose_device
+
+    kept: dict[str, Any] = {}
+    setup = training.setup_model_and_optimizer
+
+    def keeping(*args: Any, **kwargs: Any) -> Any:
+        kept["model"], kept["optimizer"], _ = built = setup(*args, **kwargs)
+        return built
+
+    training.setup_model_and_optimizer = keeping
+    config = config_from_argv(argv)
+    before = snapshot()
+    attachment = Attachment(config, choose_device(config))
+    attachment.attach()
+    attached = snapshot()
+    _train(argv)
+    attachment.detach()
+    attachment.detach()
+    after = snapshot()
+    inner = kept["optimizer"].chained_optimizers[0]
+    return {
+        "changed_while_attached": sum(attached.get(k) != v for k, v in before.items()),
+        "left_behind": [key for key, value in before.items() if after.get(key) != value],
+        "optimizer_class": type(inner).__name__,
+        "optimizer_attributes": [k for k in vars(inner) if "edit" in k or k == "_defer_param_sync"],
+        "chain_attributes": [k for k in ("step", "zero_grad") if k in vars(kept["optimizer"])],
+        "finalize": _finalize_of(kept["model"][0]),
+        "environment": {k: os.environ[k] for k in ("RANK", "WORLD_SIZE")},
+    }
+
+
+def _train(argv: list[str]) -> None:
+    import runpy
+
+    script = str(REPOSITORY / "scripts/pretrain_gpt.py")
+    sys.argv = [script, *argv]
+    runpy.run_path(script, run_name="__main__")
+
+
+def _finalize_of(model: Any) -> str | None:
+    from megatron.core.utils import get_model_config
+
+    function = get_model_config(model).finalize_model_grads_func
+    return None if function is None else function.__module__
+
+
+def attach_and_detach() -> list[str]:
+    """Attributes that differ after attaching and detaching twice."""
+    from megatron_edit.config import EditConfig
+    from megatron_edit.host.attach import Attachment
+
+    before = snapshot()
+    for _ in range(2):
+        with Attachment(EditConfig(use_edit=True, num_replicas=1), torch.device("cpu")):
+            pass
+    return [key for key, value in snapshot().items() if before.get(key, value) != value]

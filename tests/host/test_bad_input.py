@@ -1,0 +1,75 @@
+"""Bad input through the launcher: exit code 2 and one line, before any training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness import train
+from tests.host.runs import edit_flags, run_edit
+
+CASES = {
+    "not-a-divisor": ({"edit_num_replicas": 3}, "--edit-num-replicas 3", "must divide the 2 ranks"),
+    "no-replicas": ({"edit_num_replicas": None}, "--edit-num-replicas", "must be given"),
+    "tau": ({"edit_sync_interval": 0}, "--edit-sync-interval 0", "at least 1"),
+    "rate": ({"edit_outer_lr": "nan"}, "--edit-outer-lr nan", "finite number above 0"),
+    "strategy": ({"edit_strategy": "best"}, "--edit-strategy best", "supports only: edit, ddp"),
+    "rendezvous": ({"edit_replica_id": 0}, "--edit-replica-id 0", "needs --edit-rendezvous"),
+    "batch": ({"global_batch_size": 9}, "--global-batch-size 9", "--edit-num-replicas 2"),
+    "micro-batch": ({"global_batch_size": 6}, "--global-batch-size 6", "multiple of micro-batch"),
+    "precision-aware": ({"use_precision_aware_optimizer": True},
+                        "--use-precision-aware-optimizer", "fp32 parameters"),
+    "cpu-offload": ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload", "on the CPU"),
+    "gather-with-step": ({"overlap_param_gather_with_optimizer_step": True},
+                         "--overlap-param-gather-with-optimizer-step", "before a sync"),
+    "megatron-fsdp": ({"use_megatron_fsdp": True}, "--use-megatron-fsdp", "own parameter buffers"),
+    "torch-fsdp2": ({"use_torch_fsdp2": True}, "--use-torch-fsdp2", "own parameter buffers"),
+    "save": ({"save": "checkpoints"}, "--save checkpoints", "not supported"),
+    "load": ({"load": "checkpoints"}, "--load checkpoints", "not supported"),
+    "overlap": ({"edit_sync_mode": "overlap"}, "--edit-sync-mode overlap", "supports only"),
+    "exit-duration": ({"exit_duration_in_mins": 5}, "--exit-duration-in-mins 5", "different steps"),
+    "cuda": ({"edit_device": "cuda"}, "--edit-device cuda", "no CUDA device"),
+    "log-dir": ({"edit_log_dir": "/dev/null/logs"}, "--edit-log-dir", "written to"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refused_before_training(tmp_path: Path, case: str) -> None:
+    """Exit code 2; one line with value, rule and remedy; no traceback; nothing trained."""
+    overrides, value, rule = CASES[case]
+    argv = edit_flags(2, **overrides)
+    ranks = train(argv, 2, before="tests.host.spy:hurry", check=False).ranks
+    _assert_refused(ranks, value, rule)
+
+
+@pytest.mark.parametrize(
+    ("hook", "value", "rule"),
+    [
+        ("fake_version", "megatron-core 0.15.0", "supports 0.19.x"),
+        ("remove_symbol", "megatron-core 0.19", "training_log is missing"),
+    ],
+)
+def test_unsupported_hosts_are_refused(hook: str, value: str, rule: str) -> None:
+    """A host that we do not know is an error that names it, never a silent no-op."""
+    ranks = train(edit_flags(2), 2, before=f"tests.host.spy:{hook}", check=False).ranks
+    _assert_refused(ranks, value, rule)
+
+
+def _assert_refused(ranks: list, value: str, rule: str) -> None:  # type: ignore[type-arg]
+    assert [rank.returncode for rank in ranks] == [2] * len(ranks)
+    lines = ranks[0].stderr.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("megatron_edit: ")
+    assert value in lines[0] and rule in lines[0]
+    assert lines[0].count("; ") >= 1  # the remedy
+    assert all("Traceback" not in rank.stderr for rank in ranks)
+    assert all("megatron_edit:" not in rank.stderr for rank in ranks[1:])  # one voice
+    assert "lm loss" not in "".join(rank.stdout for rank in ranks)
+
+
+def test_a_warmup_that_never_ends_is_a_warning(tmp_path: Path) -> None:
+    """EDiT would never start: said, but not refused."""
+    run = run_edit(tmp_path, 2, 2, train_iters=2, global_batch_size=4, edit_warmup_steps=2)
+    warnings = [x for r in run.result.ranks for x in r.stdout.splitlines() if "WARNING: --tr" in x]
+    assert len(warnings) == 1 and "--edit-warmup-steps 2" in warnings[0]
+    assert not (tmp_path / "sync.jsonl").exists()

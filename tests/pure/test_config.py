@@ -1,0 +1,152 @@
+"""Settings: defaults, ranges, flags, and the one line that bad input gets."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_edit.config import (
+    EditConfig,
+    add_arguments,
+    attribute,
+    config_from_argv,
+    flag,
+    parse_endpoint,
+)
+from megatron_edit.errors import UsageError
+
+# The flags of design section 4. Scripts of users rely on them: adding is fine, renaming is not.
+FROZEN = {
+    "use_edit": False, "num_replicas": None, "replica_id": None, "rendezvous": None,
+    "strategy": "edit", "warmup_steps": 1000, "sync_interval": 128, "sync_seconds": 600.0,
+    "min_round_steps": 100, "step_weight": 0.0, "outer_lr": 0.8, "outer_momentum": 0.85,
+    "anomaly_threshold": 3.0, "anomaly_alpha": 0.02, "anomaly_warmup_syncs": 20,
+    "anomaly_patience": 3, "clip": 10.0, "weight_temperature": None, "no_anomaly": False,
+    "no_weighting": False, "no_clip": False, "sync_mode": "auto", "prefetch_units": 2,
+    "fragments": 1, "delay_steps": 0, "mix": 0.0, "offload": False, "sync_dtype": "fp32",
+    "digest_interval": 10, "log_dir": None, "inner_state": "all", "timeout_seconds": None,
+    "interval": "fixed", "qsr_a": None, "co2_gap": 1.0, "co2_clip": None, "device": "auto",
+}  # fmt: skip
+
+BAD = [
+    "--edit-sync-interval 0",
+    "--edit-sync-interval -3",
+    "--edit-sync-interval 1.5",
+    "--edit-sync-interval many",
+    "--edit-warmup-steps -1",
+    "--edit-num-replicas 0",
+    "--edit-num-replicas two",
+    "--edit-outer-lr 0",
+    "--edit-outer-lr -0.8",
+    "--edit-outer-lr nan",
+    "--edit-outer-lr inf",
+    "--edit-outer-momentum 1",
+    "--edit-outer-momentum -0.1",
+    "--edit-outer-momentum nan",
+    "--edit-anomaly-threshold 0",
+    "--edit-anomaly-threshold nan",
+    "--edit-anomaly-alpha 0",
+    "--edit-anomaly-alpha 1.01",
+    "--edit-anomaly-warmup-syncs -1",
+    "--edit-anomaly-patience -1",
+    "--edit-clip 0",
+    "--edit-clip -inf",
+    "--edit-weight-temperature 0",
+    "--edit-weight-temperature -1",
+    "--edit-weight-temperature hot",
+    "--edit-timeout-seconds 0",
+    "--edit-timeout-seconds nan",
+    "--edit-digest-interval 0",
+    "--edit-strategy sgd",
+    "--edit-strategy a-edit",
+    "--edit-strategy diloco",
+    "--edit-sync-mode overlap",
+    "--edit-sync-mode fast",
+    "--edit-sync-dtype int8",
+    "--edit-sync-seconds 30",
+    "--edit-fragments 2",
+    "--edit-delay-steps 1",
+    "--edit-mix 0.5",
+    "--edit-offload",
+    "--edit-inner-state leader",
+    "--edit-interval qsr",
+    "--edit-device tpu",
+    "--edit-replica-id 0",
+    "--edit-rendezvous localhost:29400",
+    "--edit-num-replicas 2 --edit-replica-id 2 --edit-rendezvous localhost:29400",
+    "--edit-num-replicas 2 --edit-replica-id -1 --edit-rendezvous localhost:29400",
+    "--edit-num-replicas 2 --edit-replica-id 0 --edit-rendezvous localhost",
+    "--edit-num-replicas 2 --edit-replica-id 0 --edit-rendezvous localhost:99999",
+    "--edit-replica-id 0 --edit-rendezvous localhost:29400",
+    "--edit-sync-intervall 3",
+    "--edit-tau 3",
+    "--edit_sync_interval 3",
+    "--edit-clip",
+]
+
+
+def test_flags_and_defaults_are_frozen() -> None:
+    """The interface is decided: catches a renamed flag or a changed default."""
+    assert {f.name: f.default for f in dataclasses.fields(EditConfig)} == FROZEN
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_bad_values_get_one_line(words: str) -> None:
+    """Value, rule and remedy, in one line, naming the flag."""
+    with pytest.raises(UsageError) as caught:
+        config_from_argv(["--use-edit", *words.split()])
+    text = str(caught.value)
+    assert "\n" not in text and "Traceback" not in text and "Error(" not in text
+    assert caught.value.rule and caught.value.remedy and caught.value.exit_code == 2
+    assert "--edit" in caught.value.value
+
+
+def test_flags_without_use_edit_are_refused() -> None:
+    """They would be ignored silently; only the device means something to a stock run."""
+    with pytest.raises(UsageError, match="without --use-edit"):
+        config_from_argv(["--edit-clip", "5"])
+    assert config_from_argv(["--edit-device", "cpu", "--lr", "1"]).device == "cpu"
+
+
+def test_megatrons_flags_pass_by() -> None:
+    """Our parser reads only ours, also between Megatron's and in the = form."""
+    config = config_from_argv(
+        ["--lr", "1e-3", "--use-edit", "--edit-clip=5", "--num-layers", "2", "--bf16"]
+    )
+    assert config.clip == 5.0 and config.use_edit
+
+
+def test_our_flags_fit_into_another_parser() -> None:
+    """Megatron's parser gets the same group: same attributes, same defaults."""
+    parser = add_arguments(argparse.ArgumentParser())
+    parsed = parser.parse_args([])
+    for spec in dataclasses.fields(EditConfig):
+        assert getattr(parsed, attribute(spec.name)) == spec.default
+    help_text = parser.format_help()
+    assert all(flag(spec.name) in help_text for spec in dataclasses.fields(EditConfig))
+
+
+@given(st.text(max_size=30))
+def test_any_text_as_endpoint(text: str) -> None:
+    """HOST:PORT or a UsageError, never another exception."""
+    try:
+        host, port = parse_endpoint(text)
+    except UsageError:
+        return
+    assert host and 0 < port < 65536
+
+
+@given(
+    st.sampled_from([f.name for f in dataclasses.fields(EditConfig) if f.metadata["kind"]]),
+    st.one_of(st.text(max_size=12), st.integers().map(str), st.floats().map(str)),
+)
+def test_any_value_of_any_flag(name: str, text: str) -> None:
+    """A setting or a UsageError of one line, whatever is given."""
+    try:
+        config_from_argv(["--use-edit", f"{flag(name)}={text}"])
+    except UsageError as error:
+        assert error.exit_code == 2

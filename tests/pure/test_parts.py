@@ -1,0 +1,150 @@
+"""Small pure parts: schedule, digests, control records, units, the patcher, the samples' view."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_edit.engine.digest import as_hex, combine, tensor_digest
+from megatron_edit.engine.units import Fragment, forward_order, plan_units
+from megatron_edit.errors import HostVersionError, SyncProtocolError
+from megatron_edit.host.patching import Patcher
+from megatron_edit.method.schedule import StepSchedule
+from megatron_edit.replica.collectives import all_reduce_payload
+from megatron_edit.replica.control import ControlRecord, check_same_meeting
+
+
+@given(st.integers(0, 20), st.integers(1, 9))
+def test_phases_cover_every_step(warmup: int, interval: int) -> None:
+    """H1, H2, H15: the gate is W, the switch is once, the first sync is W + tau."""
+    schedule = StepSchedule(warmup, interval)
+    assert [s for s in range(60) if schedule.is_switch(s)] == [warmup]
+    syncs = [s for s in range(1, 60) if schedule.is_sync(s)]
+    assert syncs == list(range(warmup + interval, 60, interval))
+    assert [s for s in range(1, 60) if schedule.is_warmup(s)] == list(range(1, warmup + 1))
+
+
+def test_the_last_step_syncs_a_partial_round() -> None:
+    """Only after the warm-up, and never twice."""
+    schedule = StepSchedule(4, 5)
+    assert schedule.is_sync(7, is_last=True) and not schedule.is_sync(7)
+    assert not schedule.is_sync(4, is_last=True)
+    assert not StepSchedule(None, 5).is_sync(10, is_last=True)
+
+
+@given(st.integers(1, 300), st.integers(0, 10**6), st.integers(0, 31))
+def test_any_single_bit_changes_the_digest(size: int, where: int, bit: int) -> None:
+    """Catches a digest that skips elements or only sums values."""
+    values = torch.arange(size, dtype=torch.float32) / 7
+    changed = values.clone()
+    bits = changed.view(torch.int32)
+    bits[where % size] ^= (1 << bit) if bit < 31 else -(1 << 31)
+    assert tensor_digest([values]) != tensor_digest([changed])
+
+
+def test_digests_see_order_and_cuts_do_not_matter() -> None:
+    """Same bits in the same order: the same digest, however they are cut into tensors."""
+    values = torch.randn(1001, generator=torch.Generator().manual_seed(0))
+    assert tensor_digest([values]) == tensor_digest([values[:7], values[7:]])
+    assert tensor_digest([values]) != tensor_digest([values.flip(0)])
+    assert combine([1, 2]) != combine([2, 1])
+    assert len(as_hex(-1)) == 16
+    assert tensor_digest([torch.zeros(3)]) != tensor_digest([torch.tensor([0.0, -0.0, 0.0])])
+
+
+def test_control_records_survive_the_wire() -> None:
+    """Whole numbers and losses come back exactly, NaN too."""
+    record = ControlRecord(3, 2**40, 128, 10**12, 7, (1.5, float("nan")), (0.25, float("inf")))
+    again = ControlRecord.unpack(record.pack(), 2)
+    assert str(again) == str(
+        ControlRecord(3, 2**40, 128, 10**12, 7, [1.5, float("nan")], [0.25, float("inf")])
+    )
+    with pytest.raises(SyncProtocolError, match="different"):
+        check_same_meeting([record, ControlRecord(4, 2**40, 128, 0, 0, (), ())])
+
+
+def test_units_are_ordered_and_covered() -> None:
+    """Forward order by number, not by text; empty shards of a stage's units stay in the plan."""
+    names = sorted(
+        ["layer.10", "final", "layer.2", "embedding", "mtp.0", "layer.1"], key=forward_order
+    )
+    assert names == ["embedding", "layer.1", "layer.2", "layer.10", "final", "mtp.0"]
+    fragments = [
+        Fragment(f"p{i}", unit, torch.zeros(size), True, None)
+        for i, (unit, size) in enumerate([("layer.2", 3), ("final", 1), ("layer.2", 5)])
+    ]
+    plan = plan_units(fragments, names, ["layer.2", "final", "layer.1"])
+    assert [(s.name, s.index, s.numel) for s in plan.shards] == [
+        ("layer.1", 1, 0), ("layer.2", 2, 8), ("final", 4, 1)
+    ]  # fmt: skip
+    assert plan.largest_numel == 8 and plan.numel == 9
+    with pytest.raises(SyncProtocolError):
+        plan_units([Fragment("x", "mtp.0", torch.zeros(1), True, None)], names, ["final"])
+
+
+def test_uncounted_copies_are_left_out_of_norms() -> None:
+    """TP-replicated and tied copies count once over the replica."""
+    fragments = [
+        Fragment("a", "final", torch.tensor([3.0]), True, None),
+        Fragment("b", "final", torch.tensor([100.0]), False, "tied-tp"),
+    ]
+    shard = plan_units(fragments, ["final"], ["final"]).shards[0]
+    assert shard.squared_norm(shard.gather(torch.empty(2))).item() == 9.0
+
+
+def test_ring_payload() -> None:
+    """2 (N - 1) / N of the tensor per rank."""
+    assert [all_reduce_payload(100, n) for n in (1, 2, 4)] == [0, 100, 150]
+
+
+class _Host:
+    def method(self) -> str:
+        """A method to wrap."""
+        return "original"
+
+
+def test_the_patcher_puts_everything_back() -> None:
+    """Class attributes, instance overrides and additions, in reverse order."""
+    instance, module = _Host(), SimpleNamespace(value=1)
+    patcher = Patcher("host 1.0")
+    patcher.replace(module, "value", 2)
+    patcher.replace(module, "value", 3)
+    patcher.wrap(instance, "method", lambda inner: lambda: inner() + " wrapped")
+    patcher.add(module, "extra", 4)
+    assert instance.method() == "original wrapped" and module.value == 3 and module.extra == 4
+    patcher.undo()
+    patcher.undo()
+    assert vars(module) == {"value": 1} and vars(instance) == {}
+    assert instance.method() == "original"
+
+
+def test_a_missing_symbol_is_an_error() -> None:
+    """Never a silent no-op on a host that moved on."""
+    patcher = Patcher("megatron-core 9.9")
+    for attempt in (
+        lambda: patcher.replace(_Host, "gone", None),
+        lambda: patcher.wrap(_Host, "gone", lambda inner: inner),
+    ):
+        with pytest.raises(HostVersionError, match=r"megatron-core 9\.9.*_Host\.gone is missing"):
+            attempt()
+
+
+def test_the_view_of_all_ranks() -> None:
+    """r * D + rank of N * D; groups and everything else are the replica's."""
+    from megatron_edit.host.data import DataParallelView
+    from megatron_edit.replica.placement import Placement
+
+    mpu: Any = SimpleNamespace(
+        get_data_parallel_rank=lambda **kw: 1,
+        get_data_parallel_world_size=lambda **kw: 2 if not kw else 4,
+        get_data_parallel_group=lambda: "the replica's",
+    )
+    view = DataParallelView(mpu, Placement(3, 2, 4, 0, True))
+    assert view.get_data_parallel_rank() == 5 and view.get_data_parallel_world_size() == 6
+    assert view.get_data_parallel_world_size(with_context_parallel=True) == 12
+    assert view.get_data_parallel_group() == "the replica's"

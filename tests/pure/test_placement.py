@@ -1,0 +1,65 @@
+"""Who is in which replica, from the launch's environment alone."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_edit.config import EditConfig
+from megatron_edit.errors import UsageError
+from megatron_edit.replica.placement import Placement, place
+
+
+def env(rank: int, world: int, **more: int) -> dict[str, str]:
+    """Environment of one rank."""
+    return {"RANK": str(rank), "WORLD_SIZE": str(world)} | {k: str(v) for k, v in more.items()}
+
+
+@given(st.integers(1, 8), st.integers(1, 8))
+def test_single_launch_numbers_replica_after_replica(replicas: int, ranks: int) -> None:
+    """Catches ranks dealt round robin: stock's sample order needs contiguous replicas."""
+    config = EditConfig(use_edit=True, num_replicas=replicas)
+    world = replicas * ranks
+    places = [place(config, env(rank, world)) for rank in range(world)]
+    assert [p.global_rank for p in places] == list(range(world))
+    assert [p.replica for p in places] == [r // ranks for r in range(world)]
+    assert sum(p.is_writer for p in places) == replicas
+
+
+def test_one_launch_per_replica() -> None:
+    """Rank and world are those of the launch; the id comes from the flag."""
+    config = EditConfig(use_edit=True, num_replicas=3, replica_id=2, rendezvous="h:1")
+    assert place(config, env(1, 4)) == Placement(3, 2, 4, 1, is_single_launch=False)
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        {"GROUP_WORLD_SIZE": 4},
+        {"SLURM_NNODES": 4},
+        {"LOCAL_WORLD_SIZE": 2},
+        {"GROUP_WORLD_SIZE": 4, "SLURM_NNODES": 2},
+    ],
+)
+def test_default_is_one_replica_per_node(nodes: dict[str, int]) -> None:
+    """torchrun's agents first, then SLURM's nodes, then the local size."""
+    assert place(EditConfig(use_edit=True), env(5, 8, **nodes)).num_replicas == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment"),
+    [
+        ({}, env(0, 8)),
+        ({}, env(0, 8, GROUP_WORLD_SIZE=1)),
+        ({"num_replicas": 3}, env(0, 8)),
+        ({"num_replicas": 16}, env(0, 8)),
+        ({"num_replicas": 2}, {"RANK": "first", "WORLD_SIZE": "8"}),
+    ],
+    ids=["one-node", "one-agent", "not-a-divisor", "more-than-ranks", "no-number"],
+)
+def test_bad_launches(flags: dict[str, int], environment: dict[str, str]) -> None:
+    """One line with a remedy, before anything is imported or joined."""
+    with pytest.raises(UsageError) as caught:
+        place(EditConfig(use_edit=True, **flags), environment)  # type: ignore[arg-type]
+    assert caught.value.remedy and "\n" not in str(caught.value)

@@ -1,0 +1,143 @@
+"""Real launches: torchrun, one launch per replica, an unmodified clone, the installed command."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.harness.launch import REPOSITORY
+from tests.host.runs import edit_flags
+
+SCRIPT = REPOSITORY / "scripts/pretrain_gpt.py"
+FLAGS = {"train_iters": 8, "global_batch_size": 4}
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Launch:
+    """A running torchrun; its output goes to a file, so that it never waits for a reader."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def finish(self) -> tuple[int, str]:
+        """Exit code and output; a launch that hangs is ended, and only it."""
+        try:
+            code = self.process.wait(timeout=100)
+        except subprocess.TimeoutExpired:
+            self.process.terminate()
+            self.process.wait(timeout=30)
+            raise AssertionError(f"the launch hung:\n{self.log.read_text()[-3000:]}") from None
+        return code, self.log.read_text()
+
+
+def start(argv: list[str], ranks: int, log: Path) -> Launch:
+    """torchrun with `ranks` processes on this machine."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", f"--master-port={free_port()}",
+        f"--nproc-per-node={ranks}", "-m", "megatron_edit", *argv,
+    ]  # fmt: skip
+    env = os.environ | {
+        "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"
+    }  # fmt: skip
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, cwd=log.parent, env=env, stdout=out, stderr=subprocess.STDOUT
+        )
+    return Launch(process, log)
+
+
+def losses(folder: Path) -> list[float]:
+    """Mean losses over the replicas."""
+    return [json.loads(x)["loss"] for x in (folder / "loss.jsonl").read_text().splitlines()]
+
+
+def test_single_launch_and_one_launch_per_replica_are_the_same(tmp_path: Path) -> None:
+    """Same losses to the last bit: catches anything that depends on how the ranks were started."""
+    single, separate = tmp_path / "single", tmp_path / "separate"
+    argv = [str(SCRIPT), *edit_flags(2, edit_log_dir=single, **FLAGS)]
+    code, output = start(argv, 2, tmp_path / "single.out").finish()
+    assert code == 0, output[-3000:]
+    rendezvous = f"127.0.0.1:{free_port()}"
+    launches = [
+        start(
+            [
+                str(SCRIPT),
+                *edit_flags(2, edit_log_dir=separate, edit_replica_id=replica,
+                            edit_rendezvous=rendezvous, **FLAGS),
+            ],
+            1,
+            tmp_path / f"separate-{replica}.out",
+        )
+        for replica in (1, 0)
+    ]  # fmt: skip
+    for code, output in map(Launch.finish, launches):
+        assert code == 0, output[-3000:]
+    assert losses(single) == losses(separate)
+    assert len(losses(single)) == 8
+
+
+def test_bad_input_under_torchrun(tmp_path: Path) -> None:
+    """torchrun exits with 1 and reports the rank's 2; the line is on the console once."""
+    argv = [str(SCRIPT), *edit_flags(2, edit_sync_interval=0)]
+    code, output = start(argv, 2, tmp_path / "launch.out").finish()
+    assert code == 1
+    assert output.count("megatron_edit: --edit-sync-interval 0: must be at least 1") == 1
+    assert "exitcode  : 2" in output
+
+
+@pytest.mark.clone
+def test_an_unmodified_clone_trains(tmp_path: Path, megatron_clone: Path) -> None:
+    """The clone's own pretrain_gpt.py and the clone's own megatron package, not the wheel's."""
+    argv = [str(megatron_clone / "pretrain_gpt.py"),
+            *edit_flags(2, edit_log_dir=tmp_path / "log", **FLAGS)]  # fmt: skip
+    code, output = start(argv, 2, tmp_path / "launch.out").finish()
+    assert code == 0, output[-3000:]
+    assert len(losses(tmp_path / "log")) == 8
+    assert str(megatron_clone) in output or "compiling dataset index builder" in output
+
+
+def check(*argv: str) -> subprocess.CompletedProcess[str]:
+    """``megatron-edit check``, as its own process."""
+    return subprocess.run(
+        [sys.executable, "-c", "import sys; from megatron_edit.cli import main; sys.exit(main())",
+         "check", str(SCRIPT), *argv],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+
+
+def test_check_validates_without_launching() -> None:
+    """0 and a summary for a good command; 2 and one line for a bad one."""
+    good = check(*edit_flags(2), "--world-size", "4")
+    assert (good.returncode, good.stdout) == (0, "ok: 2 replicas x 2 ranks\n"), good.stderr
+    bad = check(*edit_flags(2), "--world-size", "3")
+    assert bad.returncode == 2 and bad.stdout == ""
+    assert bad.stderr.count("\n") == 1 and "must divide the 3 ranks" in bad.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--lr", "fast"], "invalid float value"),
+        (["--tensor-model-parallel-size", "4"], "TP x PP x CP = 4"),
+        (["--use-megatron-fsdp"], "own parameter buffers"),
+    ],
+)
+def test_check_knows_megatrons_arguments(words: list[str], complaint: str) -> None:
+    """What Megatron itself would only say in a traceback, or on N machines at once."""
+    bad = check(*edit_flags(2), "--world-size", "4", *words)
+    assert bad.returncode == 2 and bad.stderr.count("\n") == 1 and complaint in bad.stderr
