@@ -26,7 +26,7 @@ from megatron_edit.host.optimizer import (
     ShardedOptimizer,
     fragments_of,
 )
-from megatron_edit.replica.collectives import Group, stand_alone_group
+from megatron_edit.replica.collectives import Group, Transport, stand_alone_group
 from megatron_edit.replica.placement import Placement
 from megatron_edit.replica.world import ReplicaWorld
 
@@ -49,7 +49,7 @@ def build_groups(world: ReplicaWorld, device: torch.device) -> EngineGroups:
         world.shared_store,
         place.replica,
         place.num_replicas,
-        device,
+        Transport(torch.distributed.get_backend(), device),
         world.timeout,
         f"sync group {place.rank}",
     )

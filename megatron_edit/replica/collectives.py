@@ -112,8 +112,21 @@ def all_reduce_payload(nbytes: int, size: int) -> int:
     return 2 * (size - 1) * nbytes // size
 
 
+@dataclass(frozen=True)
+class Transport:
+    """How stand-alone groups communicate.
+
+    Attributes:
+        backend: "gloo" or "nccl", as Megatron's own default group has it.
+        device: where tensors on the wire live.
+    """
+
+    backend: str
+    device: torch.device
+
+
 def stand_alone_group(
-    store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta, name: str
+    store: dist.Store, rank: int, size: int, transport: Transport, timeout: timedelta, name: str
 ) -> Group:
     """A group that belongs to no `torch.distributed` world: the ranks need only share `store`.
 
@@ -124,15 +137,15 @@ def stand_alone_group(
         ReplicaLostError: they did not all come within `timeout`.
     """
     if size == 1:
-        return Group(None, 0, 1, device, timeout, name)
+        return Group(None, 0, 1, transport.device, timeout, name)
     prefixed = dist.PrefixStore(name, store)
     try:
-        if device.type == "cuda":
+        if transport.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            transport: Any = dist.ProcessGroupNCCL(prefixed, rank, size, options)
+            process_group: Any = dist.ProcessGroupNCCL(prefixed, rank, size, options)
         else:
-            transport = dist.ProcessGroupGloo(prefixed, rank, size, timeout)
+            process_group = dist.ProcessGroupGloo(prefixed, rank, size, timeout)
     except RuntimeError as error:
         raise ReplicaLostError(f"{name}: not all {size} replicas came: {error}") from error
-    return Group(transport, rank, size, device, timeout, name)
+    return Group(process_group, rank, size, transport.device, timeout, name)

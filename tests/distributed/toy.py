@@ -24,7 +24,7 @@ from megatron_edit.engine.report import SyncReport
 from megatron_edit.engine.state import OuterState
 from megatron_edit.engine.units import Fragment, UnitPlan, UnitShard, plan_units
 from megatron_edit.host.training import _settings
-from megatron_edit.replica.collectives import Group, stand_alone_group
+from megatron_edit.replica.collectives import Group, Transport, stand_alone_group
 from megatron_edit.replica.placement import place
 from megatron_edit.replica.world import join
 
@@ -124,8 +124,8 @@ def build_engine(
     )
     replica = Group.of(dist.group.WORLD, CPU, TIMEOUT, "replica")
     sync = stand_alone_group(
-        world.shared_store, placement.replica, placement.num_replicas, CPU, TIMEOUT,
-        f"sync group {placement.rank}",
+        world.shared_store, placement.replica, placement.num_replicas, Transport("gloo", CPU),
+        TIMEOUT, f"sync group {placement.rank}",
     )  # fmt: skip
     groups = EngineGroups(sync, replica, replica, {})
     host = ToyHost.build(sizes, placement.rank, placement.ranks_per_replica, start)

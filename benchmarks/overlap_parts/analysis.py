@@ -1,0 +1,151 @@
+"""From raw measurements to ratios: every run is compared with the others of its link and repeat.
+
+The exact method can hide an exchange only behind one forward pass: all of a unit's inner steps
+must be in its exchange, and its parameters are needed again in the next forward. Its speed is
+therefore at most round / (round + max(0, exchange - forward)) of the ideal one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from .kinds import IDEAL, STOCK
+from .readings import Measurement
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link in one repeat: the rate asked for, and the payload bits per second measured."""
+
+    rate: float | None
+    repeat: int
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of several values."""
+
+    min: float
+    median: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread | None:
+        """None where there are no values."""
+        return cls(min(values), median(values), max(values)) if values else None
+
+
+@dataclass(frozen=True)
+class Row:
+    """All repeats of a kind on a link.
+
+    Attributes:
+        bandwidth: measured, payload bits per second.
+        of_ideal: tokens/s over those of `ideal`.
+        limit: of the exact method, as a part of the ideal; None where no EDiT run told the bytes.
+        of_limit: `of_ideal` over `limit`; EDiT only.
+        of_stock: tokens/s over those of `stock`.
+        exposed: seconds per sync during which training stood still, by EDiT's own clock.
+        lost: seconds per round beyond the ideal ones; EDiT only.
+        link_bytes: bytes on the link, with headers, over the payload of the syncs; EDiT only.
+    """
+
+    rate: float | None
+    kind: str
+    bandwidth: Spread | None
+    tokens_per_second: Spread | None
+    step_seconds: Spread | None
+    of_ideal: Spread | None
+    limit: Spread | None
+    of_limit: Spread | None
+    of_stock: Spread | None
+    exposed: Spread | None
+    lost: Spread | None
+    link_bytes: Spread | None
+
+
+def exact_limit(*, round_seconds: float, exchange: float, forward: float) -> float:
+    """Largest part of the ideal speed that the exact method can reach; arguments in seconds."""
+    return round_seconds / (round_seconds + max(0.0, exchange - forward))
+
+
+class Analysis:
+    """Compares measurements.
+
+    Args:
+        tau: sync interval.
+        tokens_per_iteration: of the whole job.
+        forward_share: the part of an ideal step that its forward takes.
+    """
+
+    def __init__(
+        self,
+        measurements: Sequence[Measurement],
+        links: Sequence[Link],
+        *,
+        tau: int,
+        tokens_per_iteration: int,
+        forward_share: float,
+    ) -> None:
+        self._runs = {(m.kind, m.rate, m.repeat): m for m in measurements}
+        self._bandwidth = {(link.rate, link.repeat): link.bandwidth for link in links}
+        self._tau = tau
+        self._tokens = tokens_per_iteration
+        self._forward_share = forward_share
+
+    def rows(self) -> list[Row]:
+        """Links and kinds, in the order in which they were first measured."""
+        return [self._row(*case) for case in dict.fromkeys((r, k) for k, r, _ in self._runs)]
+
+    def _row(self, rate: float | None, kind: str) -> Row:
+        runs = [m for m in self._runs.values() if (m.kind, m.rate) == (kind, rate)]
+        is_edit = kind not in (IDEAL, STOCK)
+        limits = {m.repeat: self._limit(m) for m in runs}
+        return Row(
+            rate=rate,
+            kind=kind,
+            bandwidth=Spread.of([b for (r, _), b in self._bandwidth.items() if r == rate]),
+            tokens_per_second=Spread.of([m.tokens_per_second for m in runs]),
+            step_seconds=Spread.of([self._tokens / m.tokens_per_second for m in runs]),
+            of_ideal=Spread.of([x for m in runs if (x := self._ratio(m, IDEAL))]),
+            limit=Spread.of([x for x in limits.values() if x]),
+            of_limit=Spread.of(
+                [x / y for m in runs if is_edit and (x := self._ratio(m, IDEAL))
+                 and (y := limits[m.repeat])]
+            ),
+            of_stock=Spread.of([x for m in runs if (x := self._ratio(m, STOCK))]),
+            exposed=Spread.of([sync["seconds"]["exposed"] for m in runs for sync in m.syncs]),
+            lost=Spread.of([x for m in runs if is_edit and (x := self._lost(m)) is not None]),
+            link_bytes=Spread.of([m.window_bytes[0] / _payload(m) for m in runs if m.syncs]),
+        )  # fmt: skip
+
+    def _ratio(self, run: Measurement, other_kind: str) -> float | None:
+        other = self._runs.get((other_kind, run.rate, run.repeat))
+        return run.tokens_per_second / other.tokens_per_second if other else None
+
+    def _lost(self, run: Measurement) -> float | None:
+        ideal = self._runs.get((IDEAL, run.rate, run.repeat))
+        if ideal is None:
+            return None
+        step, ideal_step = (self._tokens / m.tokens_per_second for m in (run, ideal))
+        return self._tau * (step - ideal_step)
+
+    def _limit(self, run: Measurement) -> float | None:
+        """With the ideal step, the link and the bytes of the same repeat."""
+        ideal = self._runs.get((IDEAL, run.rate, run.repeat))
+        wire_bytes = [sync["wire_bytes"] for m in self._runs.values() for sync in m.syncs]
+        if ideal is None or not wire_bytes:
+            return None
+        step = self._tokens / ideal.tokens_per_second
+        return exact_limit(
+            round_seconds=self._tau * step,
+            exchange=8 * median(wire_bytes) / self._bandwidth[run.rate, run.repeat],
+            forward=self._forward_share * step,
+        )
+
+
+def _payload(run: Measurement) -> int:
+    return sum(sync["wire_bytes"] for sync in run.syncs)

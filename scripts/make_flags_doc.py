@@ -1,0 +1,86 @@
+"""Writes docs/flags.md, the table of all flags, from megatron_edit.config.
+
+    python scripts/make_flags_doc.py           writes the file
+    python scripts/make_flags_doc.py --check   exits 1 where the file is not current
+
+Run it after a change of megatron_edit/config.py; a test calls it with --check.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from script_errors import OneLineParser, exit_code_of
+
+from megatron_edit.config import AUTO, EditConfig, flag
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+TARGET = REPOSITORY / "docs" / "flags.md"
+HEAD = """\
+# Flags
+
+Made by `scripts/make_flags_doc.py` from `megatron_edit/config.py`: change that, not this file.
+
+They go on the command line of the training script, after Megatron's own. A value that this version
+does not support is refused with exit code 2, and so is any `--edit-*` flag without `--use-edit`
+(but for `--edit-device`, which serves plain Megatron too). N, W, tau and the other letters are
+those of [how-it-works.md](how-it-works.md).
+
+| flag | default | this version takes | meaning |
+|---|---|---|---|
+"""
+
+
+def shown(value: Any) -> str:
+    """A value as the command line would give it."""
+    return f"`{AUTO if value is None else value}`"
+
+
+def default_of(spec: dataclasses.Field[Any]) -> str:
+    """The column of defaults. A flag whose default is None says itself what that means, or not."""
+    if spec.metadata["kind"] is None:
+        return "off"
+    if spec.default is None:
+        return shown(None) if AUTO in spec.metadata["doc"] else "-"
+    return shown(spec.default)
+
+
+def taken(spec: dataclasses.Field[Any]) -> str:
+    """The column of accepted values."""
+    only = spec.metadata["only"]
+    if only is None:
+        return "the switch" if spec.metadata["kind"] is None else "any in range"
+    if len(only) == 1:
+        return "the default only"
+    return ", ".join(shown(value) for value in only)
+
+
+def rows() -> Iterator[str]:
+    """One line per flag."""
+    for spec in dataclasses.fields(EditConfig):
+        meaning = spec.metadata["doc"].replace("|", "\\|")
+        yield f"| `{flag(spec.name)}` | {default_of(spec)} | {taken(spec)} | {meaning} |\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the script."""
+    parser = OneLineParser(prog="make_flags_doc", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if stale")
+    args = parser.parse_args(argv)
+    text = HEAD + "".join(rows())
+    if not args.check:
+        TARGET.write_text(text, encoding="utf-8")
+        return 0
+    if TARGET.exists() and TARGET.read_text(encoding="utf-8") == text:
+        return 0
+    remedy = "run python scripts/make_flags_doc.py"
+    print(f"{TARGET.relative_to(REPOSITORY)} is stale: {remedy}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code_of("make_flags_doc", main))
