@@ -41,7 +41,7 @@ train() {
     local name=$1 ranks=$2
     shift 2
     launch --standalone --nproc-per-node "$ranks" -m megatron_edit "$root/scripts/pretrain_gpt.py" \
-        "${model[@]}" "${edit[@]}" --edit-log-dir "$out/$name" "$@" >"$out/$name.log" 2>&1
+        "${model[@]}" "${edit[@]}" --edit-log-dir "$out/$name" "$@" >>"$out/$name.log" 2>&1
 }
 
 # train_apart NAME EXTRA...: one launch per replica, so that both find device 0 as their own.
@@ -60,6 +60,7 @@ check() {
     local name=$1 how=$2
     shift 2
     echo "== $name" >&2
+    : >"$out/$name.log"
     "$how" "$name" "$@" || { tail -n 30 "$out/$name.log" >&2 && return 1; }
     "$python" - "$out/$name" <<'PY'
 import json, pathlib, sys
