@@ -1,0 +1,273 @@
+"""The documents: their commands run, their links lead somewhere, their flags exist.
+
+Every command in a shell fence of README.md and docs/*.md is handled by exactly one of:
+
+| kind | what is done with it |
+|---|---|
+| prepare_corpus | run, on a little text |
+| torchrun of scripts/ | run, for a few steps |
+| other torchrun, megatron-edit check | run through `megatron-edit check`, with a tiny model |
+| make_flags_doc | run with --check |
+| quickstart.sh, test.sh | run with a stub of the environment that notes what it is told to do |
+| pip install, git clone | not run; extras and addresses are checked |
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron_edit.config import EditConfig, flag
+from tests.harness import tiny_gpt
+from tests.harness.launch import REPOSITORY
+
+DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+SHELLS = ("sh", "bash", "shell", "console")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FLAG = re.compile(r"--(?:use-edit|edit-[a-z0-9-]*[a-z0-9])")
+APEX = "https://github.com/NVIDIA/apex"
+ENVIRONMENT = os.environ | {
+    "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+}  # fmt: skip
+# What the stub of the environment's interpreter answers; it is a real Python but for these.
+STUB = """\
+#!/bin/bash
+case "$*" in
+    "-m ruff"*|"-m mypy"*|"-m pytest"*|*quickstart.py*) echo "$*" >>"$CALLS" ;;
+    *) exec {python} "$@" ;;
+esac
+"""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of a document."""
+
+    document: str
+    line: str
+
+    def __str__(self) -> str:
+        return f"{self.document}: {self.line}"
+
+    @property
+    def words(self) -> list[str]:
+        """As the shell splits it, without settings of variables before it."""
+        words = shlex.split(self.line)
+        while words and re.match(r"[A-Z_]+=", words[0]):
+            words.pop(0)
+        return words
+
+
+def commands() -> Iterator[Command]:
+    """Every command of every shell fence; continued lines are joined."""
+    for path in DOCUMENTS:
+        for language, body in FENCE.findall(path.read_text(encoding="utf-8")):
+            if language in SHELLS:
+                for line in body.replace("\\\n", " ").splitlines():
+                    if line.strip() and not line.startswith("#"):
+                        yield Command(path.name, line.strip())
+
+
+def kind_of(command: Command) -> str:
+    """Which test of this file takes the command; "" if none does."""
+    words, line = command.words, command.line
+    if words[:2] == ["pip", "install"] or words[:2] == ["git", "clone"]:
+        return "install"
+    if words[0] == "bash":
+        return "script"
+    if words[0] == "torchrun":
+        return "launch" if "scripts/pretrain_gpt.py" in line else "check"
+    if words[:2] == ["megatron-edit", "check"]:
+        return "check"
+    python_scripts = {"scripts/prepare_corpus.py": "corpus", "scripts/make_flags_doc.py": "flags"}
+    return python_scripts.get(words[1], "") if words[0] == "python" else ""
+
+
+def of_kind(kind: str) -> list[Command]:
+    """The commands of one kind; the same line in two documents counts once."""
+    found = {c.line: c for c in commands() if kind_of(c) == kind}
+    assert found, f"no command of kind {kind}: has the parser of documents lost them?"
+    return list(found.values())
+
+
+def run(argv: list[str], *, cwd: Path = REPOSITORY, **env: str) -> str:
+    """Run a command that must succeed; its output."""
+    done = subprocess.run(
+        argv, cwd=cwd, env=ENVIRONMENT | env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, timeout=90, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{shlex.join(argv)}\n{done.stdout[-8000:]}"
+    return done.stdout
+
+
+def test_every_command_is_taken_care_of() -> None:
+    """Would catch: a new kind of command that nobody tries."""
+    assert [str(c) for c in commands() if not kind_of(c)] == []
+
+
+# ---- run for real
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the documents' prepare_corpus makes, from less text."""
+    folder = tmp_path_factory.mktemp("documents")
+    for command in of_kind("corpus"):
+        argv = [sys.executable, str(REPOSITORY / command.words[1]), *command.words[2:]]
+        run([*argv, "--max-megabytes", "0.4"], cwd=folder)
+    return folder
+
+
+def test_launches_of_our_own_script_run(corpus: Path) -> None:
+    """The commands themselves, started by the shell in a folder that has what they name.
+
+    The last of two equal flags counts: it makes them short. Half of the ranks will do.
+    """
+    short = "--train-iters 4 --eval-iters 1 --eval-interval 4 --num-layers 1 --hidden-size 64"
+    short += " --lr-warmup-iters 0 --edit-warmup-steps 2 --edit-sync-interval 1"
+    torchrun = f"{shlex.quote(sys.executable)} -m torch.distributed.run"
+    for name in ("scripts", "configs"):
+        (corpus / name).symlink_to(REPOSITORY / name)
+    for command in of_kind("launch"):
+        line = command.line.replace("torchrun", torchrun, 1)
+        line = line.replace("--nproc-per-node 4", "--nproc-per-node 2")
+        output = run(["bash", "-c", f"{line} {short}"], cwd=corpus)
+        assert "sync 2 after iteration 4" in output
+    events = {path.name for path in (corpus / "log").iterdir()}
+    assert events == {"run.json", "sync.jsonl", "loss.jsonl", "replica-0.jsonl",
+                      "replica-1.jsonl", "replica-1.log"}  # fmt: skip
+
+
+def test_events_have_the_documented_fields(corpus: Path) -> None:
+    """Would catch: a field that docs/events.md does not know. Runs after the launch above."""
+    text = (REPOSITORY / "docs" / "events.md").read_text(encoding="utf-8")
+    if not (corpus / "log").exists():
+        pytest.skip("the launch did not run")
+    for path in sorted((corpus / "log").glob("*.json*")):
+        content = path.read_text(encoding="utf-8")
+        lines = [content] if path.suffix == ".json" else content.splitlines()
+        fields = {field for line in lines for field in json.loads(line)}
+        missing = [f for f in fields if not re.search(rf"`{f}[.\[`]", text)]
+        assert missing == [], path.name
+
+
+def test_flags_table_is_current() -> None:
+    """Would catch: a change of config.py without `python scripts/make_flags_doc.py`."""
+    for command in of_kind("flags"):
+        run([sys.executable, *command.words[1:], "--check"])
+
+
+# ---- run in another form
+
+
+def as_check(command: Command) -> list[str]:
+    """`megatron-edit check` with the command's own EDiT flags and a tiny model for $FLAGS."""
+    words = command.words
+    if words[0] == "torchrun":
+        ranks = [int(words[words.index(name) + 1]) for name in ("--nproc-per-node", "--nnodes")
+                 if name in words]  # fmt: skip
+        words = words[words.index("megatron_edit") + 1 :]
+        words += ["--world-size", str(ranks[0] * (ranks[1] if len(ranks) > 1 else 1))]
+    else:
+        words = words[2:]
+    assert words[:2] == ["pretrain_gpt.py", "$FLAGS"], command
+    script = str(REPOSITORY / "scripts" / "pretrain_gpt.py")
+    tiny = tiny_gpt(global_batch_size=128, tensor_model_parallel_size=2)
+    return ["check", script, *tiny, *words[2:]]
+
+
+def test_launches_and_checks_are_valid() -> None:
+    """All in one process, which imports Megatron once. Would catch: a flag that was renamed."""
+    argvs = [as_check(command) for command in of_kind("check")]
+    assert any("--edit-rendezvous" in argv for argv in argvs)
+    code = (
+        "import sys; from megatron_edit.cli import main;"
+        f"sys.exit(max(main(argv) for argv in {argvs!r}))"
+    )
+    output = run([sys.executable, "-c", code])
+    assert output.count("ok: ") == len(argvs), output
+
+
+def test_shell_scripts_run(tmp_path: Path) -> None:
+    """They find the environment and start in it what they should, with their arguments."""
+    venv, calls = tmp_path / "venv", tmp_path / "calls"
+    (venv / "bin").mkdir(parents=True)
+    python = venv / "bin" / "python"
+    python.write_text(STUB.format(python=shlex.quote(sys.executable)))
+    python.chmod(0o755)
+    stamp = venv / ".megatron_edit_stamp"
+    stamp.write_text(_fingerprint())
+    for command in of_kind("script"):
+        calls.write_text("")
+        run(command.words, MEGATRON_EDIT_VENV=str(venv), CALLS=str(calls))
+        made = calls.read_text().splitlines()
+        extra = " ".join(command.words[2:])
+        if command.words[1] == "scripts/test.sh":
+            assert {line.split()[1] for line in made} == {"ruff", "mypy", "pytest"}
+            assert made[-1] == f"-m pytest {extra}".strip()
+        else:
+            assert made == [f"{REPOSITORY}/scripts/quickstart.py {extra}".strip()]
+
+
+def _fingerprint() -> str:
+    """As scripts/setup.sh computes it: an environment with this stamp is current."""
+    text = (REPOSITORY / "scripts" / "setup.sh").read_text(encoding="utf-8")
+    program = re.search(r"<<'PY'\n(.*?)^PY$", text, re.MULTILINE | re.DOTALL)
+    assert program is not None
+    return run([sys.executable, "-c", program[1], str(REPOSITORY)])
+
+
+def test_installations_name_what_there_is() -> None:
+    """Would catch: an extra that setup.py lacks, or Apex from anywhere but its own repository."""
+    tree = ast.parse((REPOSITORY / "setup.py").read_text(encoding="utf-8"))
+    call = next(n for n in ast.walk(tree) if isinstance(n, ast.Call) and _name(n) == "setup")
+    values = {keyword.arg: keyword.value for keyword in call.keywords}
+    extras_node = values["extras_require"]
+    assert isinstance(extras_node, ast.Dict)
+    extras = {key.value for key in extras_node.keys if isinstance(key, ast.Constant)}
+    for command in of_kind("install"):
+        if command.words[0] == "git":
+            assert command.words[-1] == APEX
+            continue
+        what = command.words[-1]
+        if what == "./apex":
+            assert "--no-build-isolation" in command.words
+            continue
+        assert what.startswith(".["), command
+        assert set(what[2:-1].split(",")) <= extras, command
+
+
+def _name(call: ast.Call) -> str:
+    return call.func.id if isinstance(call.func, ast.Name) else ""
+
+
+# ---- words and links
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_and_flags(path: Path) -> None:
+    """Relative links lead to files; every `--edit-*` flag that is named is one of ours."""
+    text = path.read_text(encoding="utf-8")
+    relative = [link for link in LINK.findall(text) if "://" not in link]
+    assert [x for x in relative if not (path.parent / x.partition("#")[0]).exists()] == []
+    known = {flag(spec.name) for spec in dataclasses.fields(EditConfig)}
+    assert sorted(set(FLAG.findall(text)) - known) == []
+
+
+def test_every_document_is_linked_from_the_readme() -> None:
+    """Would catch: a page that nobody finds. flags and events are reached from the others, too."""
+    links = set(LINK.findall((REPOSITORY / "README.md").read_text(encoding="utf-8")))
+    missing = [p.name for p in (REPOSITORY / "docs").glob("*.md") if f"docs/{p.name}" not in links]
+    assert missing == []
