@@ -122,7 +122,7 @@ class Lab:
             self._processes.remove(process)
 
     def sent_bytes(self) -> list[int]:
-        """Bytes that each host has sent so far, with all headers."""
+        """Bytes that each host has sent so far, with headers (once per offloaded packet)."""
         # The switch sees them arrive: one call for all hosts.
         links = json.loads(run("ip", "-n", self._switch, "-s", "-j", "link", "show"))
         received = {link["ifname"]: int(link["stats64"]["rx"]["bytes"]) for link in links}

@@ -23,9 +23,9 @@ from typing import Any
 
 from netlab import Lab, LabError
 from overlap_parts.analysis import Analysis, Link
-from overlap_parts.kinds import IDEAL, STOCK, Job, Model
+from overlap_parts.kinds import IDEAL, STOCK, Job, Model, link_name
 from overlap_parts.readings import Measurement
-from overlap_parts.report import draw, environment, link_name, markdown
+from overlap_parts.report import draw, environment, markdown
 from overlap_parts.runs import Bench, RunFailedError
 
 DEFAULT_LINKS = "none,1e9,100e6,20e6"
@@ -67,7 +67,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--layers", type=int, default=4, help="of the model (default: 4)")
     add("--hidden-size", type=int, default=256, help="of the model (default: 256)")
     add("--stock-seconds", type=float, default=15.0,
-        help="about how long a stock run is measured, at least 3 iterations (default: 15)")  # fmt: skip
+        help="about how long a stock run is measured; >= 3 iterations (default: 15)")  # fmt: skip
     add("--without-stock", action="store_true", help="leave stock Megatron out")
     add("--time-limit", type=float, default=600.0, help="seconds for one run (default: 600)")
     add("--quick", action="store_true", help="a smoke test: small, short and once")
@@ -88,7 +88,7 @@ class Results:
         self._record: dict[str, Any] = {
             "versions": environment(),
             "configuration": {name: value for name, value in vars(args).items() if name != "output"}
-            | {"model": asdict(base.model), "flags": base.flags(base.window(None), "LOG_DIR")},
+            | {"model": asdict(base.model), "flags": {k: _flags(base, k) for k in args.kinds}},
         }
         self.links: list[Link] = []
         self.measurements: list[Measurement] = []
@@ -137,8 +137,16 @@ def measure_all(args: argparse.Namespace, base: Job, lab: Lab, results: Results)
                 else:
                     results.measurements.append(found)
                     step = base.tokens_per_iteration / found.tokens_per_second
-                    say(f"turn {repeat + 1}, {link_name(rate)}, {kind}: {step * 1e3:.1f} ms")
+                    late = (
+                        f" (then exited with {found.exit_codes})" if any(found.exit_codes) else ""
+                    )
+                    say(f"turn {repeat + 1}, {link_name(rate)}, {kind}: {step * 1e3:.1f} ms{late}")
                 results.write()
+
+
+def _flags(base: Job, kind: str) -> str:
+    job = replace(base, kind=kind)
+    return " ".join(job.flags(job.window(None), "LOG_DIR"))
 
 
 def say(text: str) -> None:

@@ -49,6 +49,7 @@ class Row:
         of_limit: `of_ideal` over `limit`; EDiT only.
         of_stock: tokens/s over those of `stock`.
         exposed: seconds per sync during which training stood still, by EDiT's own clock.
+        waited: of these, until all replicas had come; on a busy machine they drift apart.
         lost: seconds per round beyond the ideal ones; EDiT only.
         link_bytes: bytes on the link, with headers, over the payload of the syncs; EDiT only.
     """
@@ -63,6 +64,7 @@ class Row:
     of_limit: Spread | None
     of_stock: Spread | None
     exposed: Spread | None
+    waited: Spread | None
     lost: Spread | None
     link_bytes: Spread | None
 
@@ -118,6 +120,7 @@ class Analysis:
             ),
             of_stock=Spread.of([x for m in runs if (x := self._ratio(m, STOCK))]),
             exposed=Spread.of([sync["seconds"]["exposed"] for m in runs for sync in m.syncs]),
+            waited=Spread.of([s["seconds"]["wait"] for m in runs for s in m.syncs]),
             lost=Spread.of([x for m in runs if is_edit and (x := self._lost(m)) is not None]),
             link_bytes=Spread.of([m.window_bytes[0] / _payload(m) for m in runs if m.syncs]),
         )  # fmt: skip

@@ -22,6 +22,13 @@ STOCK_EXCESS = 2.0
 GUESSED_STEP_SECONDS = 0.15
 
 
+def link_name(rate: float | None) -> str:
+    """As people say it."""
+    if rate is None:
+        return "no limit"
+    return f"{rate / 1e9:g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:g} Mbit/s"
+
+
 @dataclass(frozen=True)
 class Model:
     """Sizes of the GPT."""

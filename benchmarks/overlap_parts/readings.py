@@ -1,4 +1,4 @@
-"""What a run leaves behind: Megatron's console lines, EDiT's event files, and the numbers in them."""
+"""What a run leaves behind: Megatron's console lines and EDiT's event files."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ class Measurement:
         syncs: of the measured iterations: round, iteration, wire_bytes, seconds.
         replica_seconds: of replica 0, all inner steps.
         load: of the machine, one-minute average before and after.
+        exit_codes: of the hosts' processes; other than 0 only where training was over already.
     """
 
     kind: str
@@ -48,6 +49,7 @@ class Measurement:
     syncs: list[dict[str, Any]]
     replica_seconds: list[float]
     load: list[float]
+    exit_codes: list[int]
 
 
 class GrowingLog:
@@ -109,6 +111,11 @@ def replica_seconds(folder: Path) -> list[float]:
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def is_over(log: Path) -> bool:
+    """Whether Megatron says that it has trained to the end."""
+    return "[after training is done]" in log.read_text(errors="replace")
 
 
 def tail(log: Path) -> str:

@@ -11,22 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from .analysis import Row, Spread
-from .kinds import IDEAL, STOCK
+from .kinds import IDEAL, STOCK, link_name
 from .runs import REPOSITORY
 
 PACKAGES = ("megatron-edit", "megatron-core", "torch", "numpy")
 HEADER = (
     "link", "link measured (Mbit/s)", "training", "ms / iteration", "tokens/s",
     "of ideal: min", "median", "max", "limit", "of limit: min", "median", "x stock",
-    "exposed (ms / sync)", "lost (ms / round)",
+    "exposed (ms / sync)", "of it waiting", "lost (ms / round)",
 )  # fmt: skip
-
-
-def link_name(rate: float | None) -> str:
-    """As people say it."""
-    if rate is None:
-        return "no limit"
-    return f"{rate / 1e9:g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:g} Mbit/s"
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -45,6 +38,7 @@ def markdown(rows: Sequence[Row]) -> str:
             *_ends(row.of_limit)[:2],
             _middle(row.of_stock, "{:.2f}"),
             _middle(row.exposed, "{:.1f}", 1e3),
+            _middle(row.waited, "{:.1f}", 1e3),
             _middle(row.lost, "{:.1f}", 1e3),
         ]
         lines.append(_line(cells))
@@ -86,10 +80,10 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
                         capsize=3, label=name)  # fmt: skip
         axes.bar_label(bars, fmt="%.2f", fontsize=8)
     limits = {row.rate: row.limit.median for row in rows if row.limit and row.of_limit}
-    for x, rate in enumerate(links):
-        if rate in limits:
-            axes.hlines(limits[rate], x - 0.45, x + 0.45, colors="black", linestyles="dashed",
-                        label=None if x else "limit of the exact method")  # fmt: skip
+    for number, (rate, limit) in enumerate(limits.items()):
+        x = links.index(rate)
+        label = "_nolegend_" if number else "limit of the exact method"
+        axes.hlines(limit, x - 0.45, x + 0.45, colors="black", linestyles="dashed", label=label)
     axes.set_xticks(range(len(links)), [link_name(rate) for rate in links])
     axes.set_ylabel("tokens/s, part of the ideal (no exchange)")
     axes.set_xlabel("link between the hosts")
