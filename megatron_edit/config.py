@@ -93,9 +93,12 @@ class EditConfig:
     no_weighting: bool = _setting(False, "weigh all accepted replicas alike")
     no_clip: bool = _setting(False, "switch the clip off")
     sync_mode: str = _setting(
-        AUTO, "where the exchange happens: auto, blocking", kind=str, only=(AUTO, "blocking")
+        AUTO,
+        "where the exchange happens: auto, overlap (in the forward pass), blocking",
+        kind=str,
+        only=(AUTO, "overlap", "blocking"),
     )
-    prefetch_units: int = _setting(2, "units in flight (overlap mode)", kind=int, only=(2,))
+    prefetch_units: int = _setting(2, "units in flight (overlap mode); >= 1", kind=int)
     fragments: int = _setting(
         1, "F, groups of units synced at staggered steps", kind=int, only=(1,)
     )
@@ -105,7 +108,7 @@ class EditConfig:
     mix: float = _setting(
         0.0, "share of the local parameters kept at a delayed landing", kind=float, only=(0.0,)
     )
-    offload: bool = _setting(False, "keep anchor and momentum in pinned host memory", only=(False,))
+    offload: bool = _setting(False, "keep anchor and momentum in (pinned) host memory")
     sync_dtype: str = _setting("fp32", "type on the wire", kind=str, only=("fp32",))
     digest_interval: int = _setting(10, "syncs between two drift checks; >= 1", kind=int)
     log_dir: str | None = _setting(None, "folder of the event files", kind=str)
@@ -140,6 +143,7 @@ class EditConfig:
         _at_least("warmup_steps", self.warmup_steps, 0)
         _at_least("sync_interval", self.sync_interval, 1)
         _at_least("digest_interval", self.digest_interval, 1)
+        _at_least("prefetch_units", self.prefetch_units, 1)
         _at_least("anomaly_warmup_syncs", self.anomaly_warmup_syncs, 0)
         _at_least("anomaly_patience", self.anomaly_patience, 0)
         for name in ("outer_lr", "anomaly_threshold", "clip", "weight_temperature",

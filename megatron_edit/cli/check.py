@@ -77,6 +77,7 @@ def _check_with_megatron(
         args.world_size = world // (placement.num_replicas if placement else 1)
         if placement is not None:
             arguments.check_arguments(args, placement)
+            arguments.resolve_sync_mode(config, args)
         if device.type == "cpu":
             arguments.apply_cpu_defaults(args, cpu_argument_defaults())
         if placement is None:

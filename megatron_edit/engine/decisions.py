@@ -11,6 +11,8 @@ from megatron_edit.config import EditConfig
 from megatron_edit.method.detector import DetectorConfig, DetectorState, Verdict, judge
 from megatron_edit.method.weights import replica_weights
 
+LARGEST_AVERAGE = 1e37  # fp32 ends at 3.4e38
+
 
 @dataclass(frozen=True)
 class Penalty:
@@ -56,7 +58,8 @@ class Decision:
         norms: float64, the gathered pseudo-gradient norms.
         verdict: who is left out, and the scores.
         weights: float64, weight of each replica in the average.
-        rollback: bool [U], units in which every replica is anomalous.
+        rollback: bool [U], units that return to their anchor: every replica is anomalous, or the
+            average could overflow.
     """
 
     norms: Tensor
@@ -73,4 +76,7 @@ def decide(
     weights = replica_weights(
         norms, verdict.anomalous, temperature=penalty.temperature, uniform=penalty.uniform
     )
-    return Decision(norms, verdict, weights, torch.all(verdict.anomalous, dim=0)), learned
+    # ||sum w D|| <= sum w ||D||: below this bound no element of an average can overflow in fp32.
+    bound = torch.where(weights > 0, weights * norms, torch.zeros_like(norms)).sum(dim=0)
+    rollback = torch.all(verdict.anomalous, dim=0) | (bound > LARGEST_AVERAGE)
+    return Decision(norms, verdict, weights, rollback), learned

@@ -1,8 +1,8 @@
 """The engine: start, warm-up, switch, rounds (method section 2). One per rank.
 
-The host calls `start` once, `average_gradients` after each backward pass, `after_step` after
-each attempted optimizer step and `finish` at the end. All ranks of all replicas make the same
-calls in the same order.
+The host calls `start` once; `average_gradients` after each backward pass; `before_step` and
+`after_step` around each attempted optimizer step; `require` before it gathers parameters; and
+`finish` at the end. All ranks of all replicas make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -16,20 +16,15 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
+from megatron_edit.engine import drift
 from megatron_edit.engine.decisions import Decision, Penalty, decide
-from megatron_edit.engine.digest import combine, tensor_digest
+from megatron_edit.engine.flight import OuterRule, sum_in_rank_order
 from megatron_edit.engine.groups import EngineGroups
 from megatron_edit.engine.host import Host
 from megatron_edit.engine.report import Reporter, SyncReport
 from megatron_edit.engine.state import OuterState
-from megatron_edit.engine.sync import (
-    OuterRule,
-    UnitOutcomes,
-    exchange_units,
-    partial_squares,
-    sum_in_rank_order,
-)
-from megatron_edit.errors import DriftError, ReplicaLostError
+from megatron_edit.engine.sync import SyncRun, partial_squares
+from megatron_edit.errors import ReplicaLostError
 from megatron_edit.method.detector import DetectorState
 from megatron_edit.method.schedule import StepSchedule
 from megatron_edit.replica.collectives import all_reduce_payload
@@ -49,6 +44,9 @@ class EngineSettings:
         rule: the outer step.
         digest_interval: syncs between two drift checks.
         fixed_timeout: whether the user gave the time-out; otherwise it follows the rounds.
+        overlap: whether units land in the forward pass, where the host can.
+        prefetch_units: units in flight in overlap mode.
+        offload: whether the outer state lives in host memory.
     """
 
     schedule: StepSchedule
@@ -56,6 +54,9 @@ class EngineSettings:
     rule: OuterRule
     digest_interval: int
     fixed_timeout: bool
+    overlap: bool = False
+    prefetch_units: int = 2
+    offload: bool = False
 
 
 @dataclass
@@ -78,6 +79,7 @@ class EditEngine:
     round: int = 0
     state: OuterState | None = None
     detectors: DetectorState = field(init=False)
+    _run: SyncRun | None = None  # the last sync, until it is settled
     _losses: list[float] = field(default_factory=list)
     _last_loss_step: int = 0
     _last_sync_step: int = 0
@@ -98,8 +100,8 @@ class EditEngine:
         for tensor in self.host.replicated_tensors():
             self.groups.sync.broadcast(tensor)
         self._copy_first_replica()
-        self.host.publish()
-        self._check_digests(self._digests(), "at the start")
+        plan = self.host.plan
+        drift.check(plan, self.groups, drift.plan_digests(plan), "at the start")
         if self.settings.schedule.is_switch(0):
             self._switch()
 
@@ -138,6 +140,16 @@ class EditEngine:
         """Whether the replicas have parted since the last sync."""
         return self.state is not None and self.step > self._last_sync_step
 
+    @property
+    def has_pending_units(self) -> bool:
+        """Whether units of the last sync have still to land."""
+        return self._run is not None and not self._run.is_done
+
+    def before_step(self) -> None:
+        """Close the last sync: nothing may land after the inner optimizer has moved on."""
+        with torch.no_grad():
+            self._settle()
+
     def after_step(self) -> None:
         """Count an attempted step, whether it was applied or skipped, and do what is due."""
         is_sync = self.is_sync_due
@@ -147,6 +159,17 @@ class EditEngine:
                 self._sync()
             elif self.settings.schedule.is_switch(self.step):
                 self._switch()
+
+    def require(self, num_shards: int) -> None:
+        """Land the first `num_shards` shards of the plan, if a sync is under way."""
+        run = self._run
+        if run is None or run.num_landed >= num_shards:
+            return
+        began = time.monotonic()
+        with torch.no_grad():
+            while run.num_landed < num_shards:
+                self._land_next(run)
+        run.exposed += time.monotonic() - began
 
     def record_loss(self, loss: float) -> None:
         """Note the training loss of the step just made; NaN on ranks that do not know it.
@@ -161,7 +184,9 @@ class EditEngine:
             self._last_loss_step = self.step
 
     def finish(self) -> None:
-        """Exchange the losses that no meeting has carried yet. All replicas must come."""
+        """Land and report what is left, losses too. All replicas must come."""
+        with torch.no_grad():
+            self._settle()
         self._share_losses(self._meet(norms=()))
 
     # ---- phases
@@ -176,62 +201,109 @@ class EditEngine:
             if agreed.numel():
                 largest = max(largest, float((agreed - mine).abs().max()))
             shard.scatter(agreed)
+            shard.publish()
+        self.host.gather_parameters()
         return largest
 
     def _switch(self) -> None:
         """End the warm-up: make sure that the replicas agree, then take the anchor (method 2.3)."""
-        if self._differing_units(self._digests()):
+        plan = self.host.plan
+        if drift.differing_units(plan, self.groups, drift.plan_digests(plan))[0]:
             largest = self._copy_first_replica()
-            self.host.publish()
             everywhere = self.groups.replica.all_gather(torch.tensor(largest))
             self.reporter.on_message(
                 f"the replicas had rounded differently in warm-up (by up to "
                 f"{float(everywhere.max()):.3e}); all now hold the parameters of replica 0"
             )
-        self.state = OuterState.take(self.host.plan, self.groups.sync.device)
+        self.state = OuterState.take(plan, self.groups.sync.device, self.settings.offload)
         self.host.attach_outer_state(self.state)
         self._last_sync_step = self.step
         self._round_began = time.monotonic()
         self.reporter.on_message(f"warm-up is over after step {self.step}: the replicas part")
 
     def _sync(self) -> None:
+        """Meet, decide, and land the units: now, or in the forward pass that follows."""
         assert self.state is not None, "a sync before the switch"
-        began = time.monotonic()
         self.round += 1
         self.world.announce(f"sync/{self.round}")
         try:
-            report = self._run_sync(self.state, began)
+            run = self._run = self._meet_and_decide(self.state)
         except ReplicaLostError as error:
             raise self._name_the_lost(error) from error
-        self.reporter.on_sync(report)
+        is_later = self.settings.overlap and self.host.lands_in_forward
+        if is_later:
+            run.prefetch()
+        run.exposed = time.monotonic() - run.began
+        if not is_later:
+            self._settle()
         self._last_sync_step = self.step
         self._follow_rounds()
 
-    def _run_sync(self, state: OuterState, began: float) -> SyncReport:
-        plan = self.host.plan
-        squares = partial_squares(plan, state, self._flat(plan.largest_numel))
+    def _meet_and_decide(self, state: OuterState) -> SyncRun:
+        began, plan = time.monotonic(), self.host.plan
+        squares = partial_squares(plan, state, self.groups.sync.device)
         norms = sum_in_rank_order(self.groups.replica.all_gather(squares)).sqrt()
+        arrived = time.monotonic()
         records = self._meet(norms.tolist())
         met = time.monotonic()
         table = torch.tensor([record.norms for record in records], dtype=torch.float64)
         decision, self.detectors = decide(table, self.detectors, self.settings.penalty)
-        outcomes = exchange_units(plan, state, self.groups, decision, self.settings.rule)
-        self.host.publish()
         self._heal_moments(decision)
         self._align_schedules(records)
         self._share_losses(records)
-        digest = self._checked_digest()
-        total = time.monotonic() - began
-        return SyncReport(
+        return SyncRun(
             round=self.round,
             step=self.step,
-            units=plan.names,
+            plan=plan,
+            state=state,
+            groups=self.groups,
             decision=decision,
-            clip=self._over_stages(outcomes.clip),
-            update_norm=self._over_stages(outcomes.update_norm),
             records=records,
-            wire_bytes=self._wire_bytes(decision, records[0]),
-            seconds=_seconds(outcomes, wait=met - began, total=total),
+            rule=self.settings.rule,
+            depth=self.settings.prefetch_units if self.settings.overlap else 1,
+            began=began,
+            waited=met - arrived,
+        )
+
+    def _land_next(self, run: SyncRun) -> None:
+        try:
+            shard = run.land_next()
+        except ReplicaLostError as error:
+            raise self._name_the_lost(error) from error
+        shard.publish()
+        if self._is_checked(run):
+            run.digests[shard.index] = drift.shard_digest(shard)
+
+    def _settle(self) -> None:
+        """Land what has not landed, check for drift and report.
+
+        It needs all stages of the replica at once, so it never runs inside a forward pass, where
+        one stage waits for another.
+        """
+        run = self._run
+        if run is None:
+            return
+        if not run.is_done:
+            self.require(len(run.plan.shards))
+            self.host.gather_parameters()
+        self._run = None
+        digest = None
+        if self._is_checked(run):
+            when = f"after the sync of round {run.round}"
+            digest = drift.check(run.plan, self.groups, run.digests, when)
+        self.reporter.on_sync(self._report(run, digest))
+
+    def _report(self, run: SyncRun, digest: int | None) -> SyncReport:
+        return SyncReport(
+            round=run.round,
+            step=run.step,
+            units=run.plan.names,
+            decision=run.decision,
+            clip=self._over_stages(run.clip_factors()),
+            update_norm=self._over_stages(run.update_norms()),
+            records=run.records,
+            wire_bytes=self._wire_bytes(run.decision, run.records[0]),
+            seconds=run.seconds(),
             digest=digest,
         )
 
@@ -295,35 +367,8 @@ class EditEngine:
         tables: int = self.groups.replica.size * (size - 1) * record.pack().nbytes
         return tables + sum(all_reduce_payload(4 * int(numel), size) for numel in exchanged)
 
-    # ---- digests
-
-    def _digests(self) -> list[int]:
-        """Digest of each unit over the whole replica; 0 for units that it has no shard of."""
-        mine = torch.zeros(len(self.host.plan.names), dtype=torch.int64)
-        for shard in self.host.plan.shards:
-            mine[shard.index] = tensor_digest(f.main for f in shard.fragments)
-        rows = self.groups.replica.all_gather(mine)
-        return [combine(column) for column in rows.t().tolist()]
-
-    def _differing_units(self, digests: list[int]) -> list[str]:
-        """Units whose digests are not the same on all replicas."""
-        table = self.groups.sync.all_gather(torch.tensor(digests, dtype=torch.int64))
-        differs = (table != table[0]).any(dim=0).tolist()
-        return [n for n, d in zip(self.host.plan.names, differs, strict=True) if d]
-
-    def _check_digests(self, digests: list[int], when: str) -> int:
-        units = self._differing_units(digests)
-        if units:
-            raise DriftError(
-                f"the replicas differ {when} in unit {units[0]}"
-                + (f" and {len(units) - 1} more" if len(units) > 1 else "")
-            )
-        return combine(digests)
-
-    def _checked_digest(self) -> int | None:
-        if self.round % self.settings.digest_interval:
-            return None
-        return self._check_digests(self._digests(), f"after the sync of round {self.round}")
+    def _is_checked(self, run: SyncRun) -> bool:
+        return run.round % self.settings.digest_interval == 0
 
     # ---- time-outs
 
@@ -344,13 +389,3 @@ class EditEngine:
 
     def _flat(self, numel: int) -> Tensor:
         return torch.empty(numel, dtype=torch.float32, device=self.groups.sync.device)
-
-
-def _seconds(outcomes: UnitOutcomes, *, wait: float, total: float) -> dict[str, float]:
-    return {
-        "wait": wait,
-        "exchange": outcomes.exchange_seconds,
-        "outer": outcomes.outer_seconds,
-        "exposed": total,  # in blocking mode nothing is hidden
-        "total": total,
-    }

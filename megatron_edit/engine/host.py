@@ -41,8 +41,12 @@ class Host(Protocol):
     def attach_outer_state(self, state: OuterState) -> None:
         """Learn where anchor and momentum of the shards are."""
 
-    def publish(self) -> None:
-        """Write the model's parameters from the main shards, on all ranks of the replica."""
+    def gather_parameters(self) -> None:
+        """Give all ranks of the replica the parameters that `UnitShard.publish` wrote."""
+
+    @property
+    def lands_in_forward(self) -> bool:
+        """Whether the next forward pass will ask for each unit before it is gathered."""
 
     def zero_nonfinite_moments(self, shard: UnitShard) -> int:
         """Zero the inner moments of a shard that are not finite; returns how many elements."""

@@ -1,181 +1,129 @@
-"""One sync in blocking mode: norms, decisions, then exchange and outer step unit by unit.
+"""One sync, from the gathered decisions to the last landing.
 
-Blocking mode is the oracle for every faster one. All ranks of all replicas walk the same units
-in the same order, whatever their own numbers are; what they do with a unit follows from the
-gathered table alone.
+Units start and land in forward order on every rank, at most `depth` of them in flight. Blocking
+mode lands them all at once; overlap mode lands each when the forward pass needs it. Both do the
+same arithmetic on the same messages.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from megatron_edit.engine.decisions import Decision
-from megatron_edit.engine.groups import TIED_EMBEDDING, EngineGroups
-from megatron_edit.engine.state import OuterState, UnitState
-from megatron_edit.engine.units import EMBEDDING, UnitPlan, UnitShard
+from megatron_edit.engine.flight import Flight, Landing, OuterRule
+from megatron_edit.engine.groups import EngineGroups
+from megatron_edit.engine.state import OuterState
+from megatron_edit.engine.units import UnitPlan, UnitShard
 from megatron_edit.errors import ReplicaLostError
-from megatron_edit.method.outer import clip_factor, nesterov_step_, weighted_contribution
-
-
-@dataclass(frozen=True)
-class OuterRule:
-    """Constants of the outer step.
-
-    Attributes:
-        lr: nu.
-        momentum: mu_o.
-        max_norm: phi of the clip; None is off.
-    """
-
-    lr: float
-    momentum: float
-    max_norm: float | None
+from megatron_edit.replica.control import ControlRecord
 
 
 @dataclass
-class UnitOutcomes:
-    """What happened to the units of this rank's stage; NaN for units of other stages.
+class SyncRun:
+    """A sync that is under way on this rank.
 
     Attributes:
-        clip: float64 [U], clip factors.
-        update_norm: float64 [U], norms of the weighted averages, before the clip.
-        exchange_seconds: time spent in exchanges between replicas.
-        outer_seconds: time spent in everything after the exchange.
+        round: which sync, from 1.
+        step: s at which it began.
+        plan: units of the replica and shards of this rank.
+        state: anchor and momentum.
+        groups: who communicates.
+        decision: what the gathered table decided.
+        records: control records by replica.
+        rule: constants of the outer step.
+        depth: units in flight at most.
+        waited: seconds spent at the meeting.
+        exposed: seconds in which this rank did nothing but this sync.
     """
 
-    clip: Tensor
-    update_norm: Tensor
-    exchange_seconds: float = 0.0
-    outer_seconds: float = 0.0
-    _mark: float = field(default_factory=time.monotonic)
+    round: int
+    step: int
+    plan: UnitPlan
+    state: OuterState
+    groups: EngineGroups
+    decision: Decision
+    records: Sequence[ControlRecord]
+    rule: OuterRule
+    depth: int
+    began: float
+    waited: float
+    exposed: float = 0.0
+    digests: dict[int, int] = field(default_factory=dict)
+    ended: float = 0.0
+    _flying: deque[Flight] = field(default_factory=deque)
+    _landings: list[Landing] = field(default_factory=list)
+    _started: int = 0
 
-    @classmethod
-    def blank(cls, num_units: int) -> UnitOutcomes:
-        """Nothing has happened yet."""
-        return cls(*(torch.full((num_units,), torch.nan, dtype=torch.float64) for _ in range(2)))
+    @property
+    def num_landed(self) -> int:
+        """Shards of the plan that have landed: the first ones, in forward order."""
+        return len(self._landings)
 
-    def lap(self) -> float:
-        """Seconds since the last call."""
-        before, self._mark = self._mark, time.monotonic()
-        return self._mark - before
+    @property
+    def is_done(self) -> bool:
+        """Whether every unit of this rank's stage has landed."""
+        return self.num_landed == len(self.plan.shards)
+
+    def prefetch(self) -> None:
+        """Bring as many units in flight as the depth allows. Waits for nothing."""
+        while self._started < len(self.plan.shards) and len(self._flying) < self.depth:
+            shard = self.plan.shards[self._started]
+            self._flying.append(
+                Flight.start(shard, self.state.units[shard.name], self.groups, self.decision)
+            )
+            self._started += 1
+
+    def land_next(self) -> UnitShard:
+        """Land the next unit in forward order, and start another in its place."""
+        self.prefetch()
+        flight = self._flying.popleft()
+        try:
+            self._landings.append(flight.land(self.groups, self.rule))
+        except ReplicaLostError as error:
+            raise ReplicaLostError(f"unit {flight.shard.name}: {error}") from error
+        self.prefetch()
+        if self.is_done:
+            self.ended = time.monotonic()
+        return flight.shard
+
+    def clip_factors(self) -> Tensor:
+        """float64 [U] on the CPU; NaN for units of other stages. Waits for the device."""
+        return self._table([(landing.index, landing.clip) for landing in self._landings])
+
+    def update_norms(self) -> Tensor:
+        """Like `clip_factors`: norms of the weighted averages, before the clip."""
+        return self._table([(landing.index, landing.norm) for landing in self._landings])
+
+    def seconds(self) -> dict[str, float]:
+        """Durations for `sync.jsonl`."""
+        total = self.ended - self.began
+        exchange = sum(landing.exchange_seconds for landing in self._landings)
+        return {
+            "wait": self.waited,
+            "exchange": exchange,
+            "outer": max(0.0, self.exposed - self.waited - exchange),
+            "exposed": self.exposed,
+            "total": total,
+        }
+
+    def _table(self, values: Sequence[tuple[int, Tensor]]) -> Tensor:
+        table = torch.full((len(self.plan.names),), torch.nan, dtype=torch.float64)
+        for index, value in values:
+            table[index] = value.cpu()
+        return table
 
 
-def partial_squares(plan: UnitPlan, state: OuterState, scratch: Tensor) -> Tensor:
-    """This rank's share of every unit's squared pseudo-gradient norm, float64 [U] on the CPU."""
-    squares = torch.zeros(len(plan.names), dtype=torch.float64)
+def partial_squares(plan: UnitPlan, state: OuterState, device: torch.device) -> Tensor:
+    """This rank's share of every unit's squared pseudo-gradient norm, float64 [U] on `device`."""
+    scratch = torch.empty(plan.largest_numel, dtype=torch.float32, device=device)
+    squares = torch.zeros(len(plan.names), dtype=torch.float64, device=device)
     for shard in plan.shards:
         delta = state.units[shard.name].pseudo_gradient(shard, scratch)
-        squares[shard.index] = shard.squared_norm(delta).cpu()
+        squares[shard.index] = shard.squared_norm(delta)
     return squares
-
-
-def sum_in_rank_order(rows: Tensor) -> Tensor:
-    """Add [ranks, ...] over the ranks, first to last: the same bits on every rank."""
-    total = torch.zeros_like(rows[0])
-    for row in rows:
-        total = total + row
-    return total
-
-
-def exchange_units(
-    plan: UnitPlan,
-    state: OuterState,
-    groups: EngineGroups,
-    decision: Decision,
-    rule: OuterRule,
-) -> UnitOutcomes:
-    """Exchange every unit in forward order and move anchor, momentum and parameters.
-
-    Collective: all ranks of all replicas.
-    Mutates: outer state and the optimizer's main shards.
-    """
-    outcomes = UnitOutcomes.blank(len(plan.names))
-    scratch = _scratch(plan, groups)
-    for shard in plan.shards:
-        try:
-            _exchange_unit(
-                shard, state.units[shard.name], groups, decision, rule, outcomes, scratch
-            )
-        except ReplicaLostError as error:
-            raise ReplicaLostError(f"unit {shard.name}: {error}") from error
-    return outcomes
-
-
-def _scratch(plan: UnitPlan, groups: EngineGroups) -> Tensor:
-    return torch.empty(plan.largest_numel, dtype=torch.float32, device=groups.sync.device)
-
-
-def _exchange_unit(
-    shard: UnitShard,
-    unit: UnitState,
-    groups: EngineGroups,
-    decision: Decision,
-    rule: OuterRule,
-    outcomes: UnitOutcomes,
-    scratch: Tensor,
-) -> None:
-    if bool(decision.rollback[shard.index]):
-        shard.scatter(unit.anchor)  # momentum is left alone: there is no update to remember
-        outcomes.clip[shard.index], outcomes.update_norm[shard.index] = 1.0, 0.0
-        return
-    outcomes.lap()
-    weight = float(decision.weights[groups.sync.rank, shard.index])
-    average = weighted_contribution(unit.pseudo_gradient(shard, scratch), weight)
-    groups.sync.all_reduce(average)
-    outcomes.exchange_seconds += outcomes.lap()
-    _tie_copies(shard, average, groups)
-    norm = _norm_over_stage(shard, average, groups)
-    if not bool(norm.isfinite()):  # finite addends whose sum overflowed; all ranks see it alike
-        shard.scatter(unit.anchor)
-        outcomes.clip[shard.index], outcomes.update_norm[shard.index] = 0.0, float(norm)
-        return
-    clip = float(clip_factor(norm, rule.max_norm))
-    nesterov_step_(
-        unit.anchor,
-        unit.momentum,
-        average,
-        clip=clip,
-        lr=rule.lr,
-        momentum_coefficient=rule.momentum,
-    )
-    shard.scatter(unit.anchor)
-    outcomes.clip[shard.index], outcomes.update_norm[shard.index] = clip, float(norm)
-    outcomes.outer_seconds += outcomes.lap()
-
-
-def _tie_copies(shard: UnitShard, average: Tensor, groups: EngineGroups) -> None:
-    """Give all copies of a parameter the bits of the first one.
-
-    Copies on several TP ranks or stages are averaged by different sync groups, whose sums may
-    round differently; after this, equal anchors stay equal.
-    """
-    for tie, group in groups.ties.items():
-        chosen = [
-            where
-            for fragment, where in zip(shard.fragments, shard.slices, strict=True)
-            if fragment.tie == tie
-        ]
-        if not chosen:
-            continue
-        copies = torch.cat([average[where] for where in chosen])
-        group.broadcast(copies)
-        for where, part in zip(chosen, copies.split([w.stop - w.start for w in chosen]),
-                               strict=True):  # fmt: skip
-            average[where].copy_(part)
-
-
-def _norm_over_stage(shard: UnitShard, average: Tensor, groups: EngineGroups) -> Tensor:
-    """||average|| of the whole unit, float64 scalar on the CPU, the same bits on all its ranks."""
-    rows = groups.stage.all_gather(shard.squared_norm(average).cpu())
-    squares = sum_in_rank_order(rows)
-    stages = groups.ties.get(TIED_EMBEDDING)
-    if stages is not None and shard.name == EMBEDDING:
-        # A stage that holds only a tied copy counts nothing of the unit: the first stage knows.
-        on_wire = squares.to(stages.device)
-        stages.broadcast(on_wire)
-        squares = on_wire.cpu()
-    return squares.sqrt()

@@ -32,6 +32,8 @@ class Fragment:
             copies held by several data-parallel ranks, count once.
         tie: name of the group over which copies must stay bit-identical, or None.
         source: the host's own tensor behind `main`, by which it finds the inner state.
+        target: where the model reads this part of the parameter, in the model's dtype; None where
+            that is `main` itself.
     """
 
     parameter: str
@@ -40,6 +42,7 @@ class Fragment:
     is_counted: bool
     tie: str | None
     source: Tensor | None = None
+    target: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,12 @@ class UnitShard:
         """Copy `flat`, fp32 [numel], into the main shards."""
         for fragment, where in zip(self.fragments, self.slices, strict=True):
             fragment.main.copy_(flat[where])
+
+    def publish(self) -> None:
+        """Copy the main shards to where the model reads them."""
+        for fragment in self.fragments:
+            if fragment.target is not None:
+                fragment.target.copy_(fragment.main)
 
     def squared_norm(self, flat: Tensor) -> Tensor:
         """Sum of squares over the fragments that count, float64 scalar, in fragment order."""

@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megatron_edit.config import EditConfig
 from megatron_edit.errors import UsageError
 from megatron_edit.replica.placement import Placement
 
@@ -131,6 +132,34 @@ def _check_batch(args: Namespace, placement: Placement) -> None:
 
 def _next_multiple(value: int, step: int) -> int:
     return -(-value // step) * step
+
+
+def resolve_sync_mode(config: EditConfig, args: Namespace) -> str:
+    """`overlap` or `blocking`; `auto` overlaps where Megatron gathers in the forward pass.
+
+    Raises:
+        UsageError: `overlap` was asked for and cannot be had.
+    """
+    is_graph = getattr(args, "cuda_graph_impl", "none") == "full_iteration"
+    if config.sync_mode == "blocking":
+        return "blocking"
+    if args.overlap_param_gather and not is_graph:
+        return "overlap"
+    if config.sync_mode == "overlap":
+        rule = (
+            "a full-iteration CUDA graph fixes the gathers"
+            if is_graph
+            else ("units can only land where Megatron gathers parameters in the forward pass")
+        )
+        remedy = (
+            "use another --cuda-graph-impl"
+            if is_graph
+            else (
+                "add --overlap-param-gather (and --overlap-grad-reduce)"
+            )
+        )
+        raise UsageError("--edit-sync-mode overlap", rule, f"{remedy}, or use auto")
+    return "blocking"
 
 
 def global_arithmetic(args: Namespace, placement: Placement, validate: Callable[[], None]) -> None:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import platform
-import socket
-import sys
 import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
@@ -16,7 +12,6 @@ from typing import Any
 
 import torch
 
-from megatron_edit import __version__
 from megatron_edit.config import EditConfig, add_arguments
 from megatron_edit.errors import UsageError
 from megatron_edit.host.cpu import cpu_argument_defaults, enable_cpu_backend
@@ -114,7 +109,6 @@ class Attachment:
             file = log_dir / f"replica-{placement.replica}.log" if log_dir else None
             move_output_to(file)
         events = EventLog(log_dir, placement)
-        events.write_run(_run(self._config, placement, self._device))
         self._loop = TrainingLoop(self._config, self._world, events, self._device, self._patcher)
         self._loop.attach()
         data.share_samples(self._patcher, placement)
@@ -152,6 +146,7 @@ class Attachment:
         placement = None if self._world is None else self._world.placement
         if placement is not None:
             arguments.check_arguments(args, placement)  # before a CPU run would drop a flag
+            arguments.resolve_sync_mode(self._config, args)
         if self._device.type == "cpu":
             changed = arguments.apply_cpu_defaults(args, cpu_argument_defaults())
             if changed and args.rank == 0:
@@ -164,36 +159,16 @@ class Attachment:
 
 
 def _say_what_is_chosen(config: EditConfig, placement: Placement, args: Namespace) -> None:
+    from megatron_edit.host.arguments import resolve_sync_mode
+
+    mode = resolve_sync_mode(config, args)
     say(
         f"strategy {config.strategy}: {placement.num_replicas} replicas x "
-        f"{placement.ranks_per_replica} ranks, sync mode blocking ({config.sync_mode})"
+        f"{placement.ranks_per_replica} ranks, sync mode {mode} (--edit-sync-mode "
+        f"{config.sync_mode})"
     )
     if config.strategy != "ddp" and args.train_iters and args.train_iters <= config.warmup_steps:
         say(
             f"WARNING: --train-iters {args.train_iters} <= --edit-warmup-steps "
             f"{config.warmup_steps}: training ends before the replicas part, EDiT never starts"
         )
-
-
-def _run(config: EditConfig, placement: Placement, device: torch.device) -> dict[str, Any]:
-    """What `run.json` says."""
-    from megatron_edit.host.probes import megatron_version
-
-    return {
-        "config": {**dataclasses.asdict(config), "sync_mode": "blocking"},
-        "requested_sync_mode": config.sync_mode,
-        "versions": {
-            "megatron_edit": __version__,
-            "megatron_core": megatron_version(),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        "topology": {
-            "num_replicas": placement.num_replicas,
-            "ranks_per_replica": placement.ranks_per_replica,
-            "single_launch": placement.is_single_launch,
-            "device": device.type,
-            "host": socket.gethostname(),
-        },
-        "argv": sys.argv,
-    }

@@ -100,6 +100,7 @@ class MegatronHost:
             for chunk in unwrap_model(self._model)
             for name, parameter, unit in named_units(chunk)
         ]
+        self.unit_of = {parameter: unit for parameter, (_, unit) in named}
         stage_units = list(dict.fromkeys(unit for _, (_, unit) in named))
         everywhere = {unit for units in replica.all_gather_objects(stage_units) for unit in units}
         fragments = [
@@ -155,13 +156,19 @@ class MegatronHost:
                 if buffer is not None and buffer.is_floating_point():
                     yield buffer.data
 
-    def publish(self) -> None:
-        """Write the model's parameters from the main shards and gather them in the replica."""
-        for optimizer in self.optimizers:
-            optimizer.write_model_parameters()
+    def gather_parameters(self) -> None:
+        """Let Megatron gather the parameters in the replica, and wait for it."""
         for chunk in self._model:
             if chunk.ddp_config.use_distributed_optimizer:
                 chunk.start_param_sync(force_sync=True)
+
+    @property
+    def lands_in_forward(self) -> bool:
+        """Whether Megatron gathers in the forward pass, bucket by bucket, from now on.
+
+        Its hooks are off until a first step has succeeded.
+        """
+        return all(bool(chunk.remove_forward_pre_hook_handles) for chunk in self._model)
 
     def zero_nonfinite_moments(self, shard: UnitShard) -> int:
         """See `engine.host.Host`."""

@@ -48,8 +48,8 @@ class ShardedOptimizer(Protocol):
     def is_first_holder(self, parameter: torch.nn.Parameter) -> bool:
         """Whether this rank's copy of its shard is the one that norms count."""
 
-    def write_model_parameters(self) -> None:
-        """Copy the main shards into the model's own precision and place; no communication."""
+    def target_of(self, parameter: torch.nn.Parameter, main: Tensor) -> Tensor | None:
+        """Where the model reads a main shard, in its own precision; None for the shard itself."""
 
 
 class EditDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
@@ -85,9 +85,13 @@ class EditDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
         """Several optimizer instances inside a replica hold equal shards; the first counts."""
         return bool(self.distributed_optimizer_instance_id == 0)
 
-    def write_model_parameters(self) -> None:
-        """See `ShardedOptimizer`."""
-        self._copy_main_params_to_model_params()
+    def target_of(self, parameter: torch.nn.Parameter, main: Tensor) -> Tensor | None:
+        """The shard's place in the parameter buffer that Megatron gathers from."""
+        where = self._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
+        buffer_index, _, bucket_index = self.model_param_gbuf_map[parameter]
+        bucket = self.buffers[buffer_index].buckets[bucket_index]
+        target = bucket.param_data.view(-1)[where.start : where.end]
+        return None if target.data_ptr() == main.data_ptr() else target
 
     def attach_outer_state(self, plan: UnitPlan, state: OuterState) -> None:
         """Give each of this optimizer's main shards its views of anchor and momentum."""
@@ -149,10 +153,9 @@ class PlainOptimizer:
             group = parallel_state.get_expert_data_parallel_group()
         return bool(group.rank() == 0)
 
-    def write_model_parameters(self) -> None:
-        """See `ShardedOptimizer`."""
-        if self._is_mixed:
-            self._optimizer._copy_main_params_to_model_params()
+    def target_of(self, parameter: torch.nn.Parameter, main: Tensor) -> Tensor | None:
+        """The model's own parameter, where the main copy is apart from it."""
+        return None if parameter is main else parameter.detach().view(-1)
 
 
 def fragments_of(
@@ -183,6 +186,7 @@ def fragments_of(
             ),
             tie=_tie_of(parameter),
             source=main,
+            target=optimizer.target_of(parameter, main),
         )
 
 

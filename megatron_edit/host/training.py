@@ -26,12 +26,16 @@ from torch import Tensor
 from megatron_edit.config import EditConfig
 from megatron_edit.engine.decisions import Penalty
 from megatron_edit.engine.engine import EditEngine, EngineSettings
-from megatron_edit.engine.sync import OuterRule
+from megatron_edit.engine.flight import OuterRule
+from megatron_edit.host.arguments import resolve_sync_mode
+from megatron_edit.host.describe import describe
 from megatron_edit.host.model import MegatronHost, build_groups
+from megatron_edit.host.overlap import land_before_gathers
 from megatron_edit.host.patching import Patcher
 from megatron_edit.method.schedule import StepSchedule
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.replica.world import ReplicaWorld
+from megatron_edit.report.console import say
 from megatron_edit.report.events import EventLog
 from megatron_edit.report.records import Iteration
 
@@ -173,9 +177,13 @@ class TrainingLoop:
         self.host = MegatronHost(
             args, model, optimizer, scheduler, groups.replica, self._world.placement
         )
+        mode = resolve_sync_mode(self._config, args)
+        self._events.write_run(describe(self._config, self._world.placement, self._device, mode))
         self.engine = EditEngine(
-            _settings(self._config), self.host, groups, self._world, self._events
+            _settings(self._config, mode), self.host, groups, self._world, self._events
         )
+        if mode == "overlap":
+            self._hook_gathers(model)
         self._hook_step(optimizer)
         self._hook_gradients(get_model_config(model[0]))
         self.engine.start()
@@ -188,6 +196,7 @@ class TrainingLoop:
         def around_step(step: Callable[[], Any]) -> Callable[[], Any]:
             @wraps(step)
             def counted() -> Any:
+                engine.before_step()
                 host.defer_gather(engine.is_sync_due)
                 result = step()
                 host.defer_gather(False)
@@ -207,6 +216,15 @@ class TrainingLoop:
 
         self._patcher.wrap(optimizer, "step", around_step)
         self._patcher.wrap(optimizer, "zero_grad", around_zero)
+
+    def _hook_gathers(self, model: Sequence[Any]) -> None:
+        assert self.engine is not None and self.host is not None
+        num_groups = land_before_gathers(self._patcher, model, self.engine, self.host.unit_of)
+        if num_groups < 2 and self._world.placement.global_rank == 0:
+            say(
+                "one bucket holds all parameters of a stage: its sync cannot hide behind "
+                "compute; set --ddp-bucket-size to the size of a layer"
+            )
 
     def _hook_gradients(self, model_config: Any) -> None:
         """Preset the model's finalize hook, which Megatron's loop honours."""
@@ -259,7 +277,7 @@ class TrainingLoop:
         self._events.flush()
 
 
-def _settings(config: EditConfig) -> EngineSettings:
+def _settings(config: EditConfig, sync_mode: str) -> EngineSettings:
     is_endless = STRATEGIES[config.strategy].endless_warmup
     return EngineSettings(
         schedule=StepSchedule(None if is_endless else config.warmup_steps, config.sync_interval),
@@ -269,4 +287,7 @@ def _settings(config: EditConfig) -> EngineSettings:
         ),
         digest_interval=config.digest_interval,
         fixed_timeout=config.timeout_seconds is not None,
+        overlap=sync_mode == "overlap",
+        prefetch_units=config.prefetch_units,
+        offload=config.offload,
     )

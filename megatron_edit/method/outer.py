@@ -13,9 +13,12 @@ def weighted_contribution(delta: Tensor, weight: float) -> Tensor:
 
     A replica that is left out contributes exact zeros by selection: 0 * inf would be NaN.
     """
-    if weight == 0.0:
-        return torch.zeros_like(delta)
-    return delta * weight
+    return weighted_contribution_(delta.clone(), weight)
+
+
+def weighted_contribution_(delta: Tensor, weight: float) -> Tensor:
+    """`weighted_contribution`, in place."""
+    return delta.zero_() if weight == 0.0 else delta.mul_(weight)
 
 
 def clip_factor(norm: Tensor, max_norm: float | None) -> Tensor:
@@ -35,7 +38,7 @@ def nesterov_step_(
     momentum: Tensor,
     average: Tensor,
     *,
-    clip: float,
+    clip: float | Tensor,
     lr: float,
     momentum_coefficient: float,
 ) -> None:
@@ -45,7 +48,7 @@ def nesterov_step_(
         anchor: A, fp32 [n]. Mutated.
         momentum: b, fp32 [n]. Mutated.
         average: Dbar, fp32 [n], a descent direction. Used as scratch.
-        clip: c.
+        clip: c; a number, or a scalar tensor, which no host has to read.
         lr: nu, the outer learning rate.
         momentum_coefficient: mu, the outer momentum.
     """

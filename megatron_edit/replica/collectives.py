@@ -8,7 +8,8 @@ failed or timed out into a `ReplicaLostError`.
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,37 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from megatron_edit.errors import ReplicaLostError
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A collective that was started and not waited for.
+
+    Attributes:
+        work: the transport's handle; None where there was nothing to do.
+        name: of the group, for errors.
+    """
+
+    work: Any
+    name: str
+
+    def wait(self) -> None:
+        """Wait until the result may be used: the host on CPU tensors, the stream on CUDA.
+
+        Raises:
+            ReplicaLostError: it failed or timed out.
+        """
+        if self.work is None:
+            return
+        try:
+            self.work.wait()
+        except RuntimeError as error:  # gloo and NCCL report a dead or late peer like this
+            raise ReplicaLostError(f"{self.name}: a collective failed: {error}") from error
+
+    @property
+    def is_completed(self) -> bool:
+        """Whether it is over, well or badly."""
+        return self.work is None or bool(self.work.is_completed())
 
 
 @dataclass
@@ -41,37 +73,63 @@ class Group:
     timeout: timedelta
     name: str
     payload_bytes: int = 0
+    _given: list[tuple[Pending, Tensor]] = field(default_factory=list)
 
     @classmethod
     def of(cls, process_group: Any, device: torch.device, timeout: timedelta, name: str) -> Group:
         """Wrap a group that exists already, such as one of Megatron's."""
         return cls(process_group, process_group.rank(), process_group.size(), device, timeout, name)
 
+    def start_all_reduce(self, tensor: Tensor) -> Pending:
+        """Begin to sum `tensor` over the group, in place; it must not be touched until waited for.
+
+        Collective: all ranks of the group, same numel and dtype.
+        """
+        if self.size == 1 or tensor.numel() == 0:
+            return Pending(None, self.name)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.SUM
+        options.timeout = self.timeout
+        pending = self._start(lambda: self.process_group.allreduce([tensor], options))
+        self.payload_bytes += all_reduce_payload(tensor.nbytes, self.size)
+        return pending
+
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum `tensor` over the group, in place. Blocks the host on CPU tensors.
 
         Collective: all ranks of the group, same numel and dtype.
         """
-        if self.size == 1 or tensor.numel() == 0:
-            return
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.SUM
-        options.timeout = self.timeout
-        self._wait(lambda: self.process_group.allreduce([tensor], options))
-        self.payload_bytes += all_reduce_payload(tensor.nbytes, self.size)
+        self.start_all_reduce(tensor).wait()
 
-    def broadcast(self, tensor: Tensor, root: int = 0) -> None:
-        """Give every rank the tensor of rank `root` of the group, in place.
+    def broadcast(self, tensor: Tensor) -> None:
+        """Give every rank the tensor of rank 0 of the group, in place.
 
         Collective: all ranks of the group, same numel and dtype.
         """
-        if self.size == 1 or tensor.numel() == 0:
+        self._start_broadcast(tensor).wait()
+
+    def give(self, tensor: Tensor) -> None:
+        """Like `broadcast`, but rank 0 does not wait until the others have come for it.
+
+        They may come only after work that waits for rank 0 (a later pipeline stage). Rank 0 must
+        not change `tensor` afterwards.
+        """
+        pending = self._start_broadcast(tensor)
+        if self.rank > 0:
+            pending.wait()
             return
+        self._given = [entry for entry in self._given if not entry[0].is_completed]
+        self._given.append((pending, tensor))
+
+    def _start_broadcast(self, tensor: Tensor) -> Pending:
+        if self.size == 1 or tensor.numel() == 0:
+            return Pending(None, self.name)
         options = dist.BroadcastOptions()
-        options.rootRank = root
+        options.rootRank = 0
         options.timeout = self.timeout
-        self._wait(lambda: self.process_group.broadcast([tensor], options))
-        self.payload_bytes += tensor.nbytes if self.rank == root else 0
+        pending = self._start(lambda: self.process_group.broadcast([tensor], options))
+        self.payload_bytes += tensor.nbytes if self.rank == 0 else 0
+        return pending
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Stack the tensors of all ranks in rank order: [size, *shape], on `tensor`'s device.
@@ -84,7 +142,7 @@ class Group:
         parts = [torch.empty_like(local) for _ in range(self.size)]
         options = AllgatherOptions()
         options.timeout = self.timeout
-        self._wait(lambda: self.process_group.allgather([parts], [local], options))
+        self._start(lambda: self.process_group.allgather([parts], [local], options)).wait()
         self.payload_bytes += (self.size - 1) * local.nbytes
         return torch.stack(parts).to(tensor.device)
 
@@ -100,10 +158,10 @@ class Group:
             for row, size in zip(rows, sizes, strict=True)
         ]
 
-    def _wait(self, start: Any) -> None:
+    def _start(self, start: Callable[[], Any]) -> Pending:
         try:
-            start().wait()
-        except RuntimeError as error:  # gloo and NCCL report a dead or late peer like this
+            return Pending(start(), self.name)
+        except RuntimeError as error:
             raise ReplicaLostError(f"{self.name}: a collective failed: {error}") from error
 
 

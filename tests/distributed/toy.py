@@ -78,8 +78,12 @@ class ToyHost:
     def attach_outer_state(self, state: OuterState) -> None:
         return None
 
-    def publish(self) -> None:
+    def gather_parameters(self) -> None:
         self.published += 1
+
+    @property
+    def lands_in_forward(self) -> bool:
+        return False
 
     def zero_nonfinite_moments(self, shard: UnitShard) -> int:
         return 0
@@ -130,4 +134,4 @@ def build_engine(
     groups = EngineGroups(sync, replica, replica, {})
     host = ToyHost.build(sizes, placement.rank, placement.ranks_per_replica, start)
     reporter = Collector()
-    return EditEngine(_settings(config), host, groups, world, reporter), host, reporter
+    return EditEngine(_settings(config, "blocking"), host, groups, world, reporter), host, reporter

@@ -109,18 +109,18 @@ def damage_before_sync() -> None:
 
     plan = json.loads(os.environ["SPY_DAMAGE"])
     replica = _replica()
-    run_sync: Callable[..., Any] = EditEngine._run_sync
+    meet: Callable[..., Any] = EditEngine._meet_and_decide
 
-    def damaged(self: EditEngine, state: Any, began: float) -> Any:
+    def damaged(self: EditEngine, state: Any) -> Any:
         for round_, replicas, unit, what in plan:
             if self.round != round_ or replica not in replicas:
                 continue
             for shard in self.host.plan.shards:
                 if shard.name == unit and shard.numel:
                     _damage(shard, state.units[unit].anchor, what)
-        return run_sync(self, state, began)
+        return meet(self, state)
 
-    EditEngine._run_sync = damaged  # type: ignore[method-assign]
+    EditEngine._meet_and_decide = damaged  # type: ignore[method-assign]
 
 
 def _damage(shard: Any, anchor: torch.Tensor, what: str | float) -> None:
@@ -155,23 +155,24 @@ def overflow_one_replica() -> None:
 
 
 def drift_after_sync() -> None:
-    """Let one number of replica 1 drift by one ulp after the outer step of round 2."""
-    from megatron_edit.engine import engine as module
+    """Let one number of replica 1 drift by one ulp when its layer.2 lands in round 2."""
+    from megatron_edit.engine.flight import Flight
 
-    exchange = module.exchange_units
-    calls = {"n": 0}
+    land = Flight.land
+    landed = {"layer.2": 0}
     is_victim = _replica() == 1
 
-    def spied(plan: Any, state: Any, *args: Any) -> Any:
-        outcomes = exchange(plan, state, *args)
-        calls["n"] += 1
-        if is_victim and calls["n"] == 2:
-            shard = next(s for s in plan.shards if s.name == "layer.2")
-            for fragment in shard.fragments[:1]:  # a ZeRO rank may hold nothing of a unit
-                fragment.main[0] = torch.nextafter(fragment.main[0], torch.tensor(torch.inf))
-        return outcomes
+    def spied(self: Flight, *args: Any) -> Any:
+        landing = land(self, *args)
+        if is_victim and self.shard.name == "layer.2":
+            landed["layer.2"] += 1
+            for fragment in self.shard.fragments[:1]:  # a ZeRO rank may hold nothing of a unit
+                if landed["layer.2"] == 2:
+                    main = fragment.main
+                    main[0] = torch.nextafter(main[0], torch.tensor(torch.inf))
+        return landing
 
-    module.exchange_units = spied
+    Flight.land = spied  # type: ignore[method-assign]
 
 
 class _CountingGroup:

@@ -1,0 +1,156 @@
+"""One unit on its way through a sync: start its exchange, later land it.
+
+    start:  D = A - theta, weighted, all-reduce begun          (nothing waits)
+    land:   wait, tie copies, clip, outer step, theta <- A     (the unit is needed now)
+
+Each step depends on the gathered table and on the unit's own numbers alone, so a unit lands
+with the same bits whenever it lands, and whatever else is in flight.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_edit.engine.decisions import Decision
+from megatron_edit.engine.groups import TIED_EMBEDDING, EngineGroups
+from megatron_edit.engine.state import StagedUnit, UnitState
+from megatron_edit.engine.units import EMBEDDING, UnitShard
+from megatron_edit.method.outer import clip_factor, nesterov_step_, weighted_contribution_
+from megatron_edit.replica.collectives import Pending
+
+
+@dataclass(frozen=True)
+class OuterRule:
+    """Constants of the outer step.
+
+    Attributes:
+        lr: nu.
+        momentum: mu_o.
+        max_norm: phi of the clip; None is off.
+    """
+
+    lr: float
+    momentum: float
+    max_norm: float | None
+
+
+@dataclass(frozen=True)
+class Landing:
+    """What became of a unit: scalars on the unit's device, so that no one has to wait for them.
+
+    Attributes:
+        index: the unit's position in the plan.
+        clip: float64, c.
+        norm: float64, ||average|| before the clip.
+        exchange_seconds: how long the host waited for the exchange.
+    """
+
+    index: int
+    clip: Tensor
+    norm: Tensor
+    exchange_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A unit in flight.
+
+    Attributes:
+        shard: this rank's part of the unit.
+        staged: anchor and momentum on the device.
+        average: fp32 [numel], this replica's addend, later the average; None for a roll-back.
+        work: the exchange that fills `average`; None for a roll-back.
+    """
+
+    shard: UnitShard
+    staged: StagedUnit
+    average: Tensor | None
+    work: Pending | None
+
+    @classmethod
+    def start(
+        cls, shard: UnitShard, unit: UnitState, groups: EngineGroups, decision: Decision
+    ) -> Flight:
+        """Begin the exchange of a unit. Allocates its staging buffer; waits for nothing.
+
+        Collective: the sync group, in forward order of the units.
+        """
+        staged = unit.stage(groups.sync.device)
+        if bool(decision.rollback[shard.index]):
+            return cls(shard, staged, None, None)
+        weight = float(decision.weights[groups.sync.rank, shard.index])
+        buffer = torch.empty(shard.numel, dtype=torch.float32, device=groups.sync.device)
+        delta = shard.gather(buffer)
+        average = weighted_contribution_(torch.sub(staged.anchor, delta, out=delta), weight)
+        return cls(shard, staged, average, groups.sync.start_all_reduce(average))
+
+    def land(self, groups: EngineGroups, rule: OuterRule) -> Landing:
+        """Finish the exchange and move anchor, momentum and main shards.
+
+        Collective: the ranks of the pipeline stage, in forward order of the units.
+        """
+        device = groups.sync.device
+        if self.average is None or self.work is None:
+            self.shard.scatter(self.staged.anchor)  # the momentum has no update to remember
+            one = torch.ones((), dtype=torch.float64, device=device)
+            return Landing(self.shard.index, one, torch.zeros_like(one))
+        began = time.monotonic()
+        self.work.wait()
+        waited = time.monotonic() - began
+        _tie_copies(self.shard, self.average, groups)
+        norm = _norm_over_stage(self.shard, self.average, groups)
+        clip = clip_factor(norm, rule.max_norm)
+        nesterov_step_(
+            self.staged.anchor,
+            self.staged.momentum,
+            self.average,
+            clip=clip,
+            lr=rule.lr,
+            momentum_coefficient=rule.momentum,
+        )
+        self.shard.scatter(self.staged.anchor)
+        self.staged.put_back()
+        return Landing(self.shard.index, clip, norm, waited)
+
+
+def _tie_copies(shard: UnitShard, average: Tensor, groups: EngineGroups) -> None:
+    """Give all copies of a parameter the bits of the first one.
+
+    Copies on several TP ranks or stages are averaged by different sync groups, whose sums may
+    round differently; after this, equal anchors stay equal.
+    """
+    for tie, group in groups.ties.items():
+        chosen = [
+            where
+            for fragment, where in zip(shard.fragments, shard.slices, strict=True)
+            if fragment.tie == tie
+        ]
+        if not chosen or group.size == 1:
+            continue
+        copies = torch.cat([average[where] for where in chosen])
+        group.give(copies)
+        parts = copies.split([where.stop - where.start for where in chosen])
+        for where, part in zip(chosen, parts, strict=True):
+            average[where].copy_(part)
+
+
+def _norm_over_stage(shard: UnitShard, average: Tensor, groups: EngineGroups) -> Tensor:
+    """||average|| of the whole unit, float64 scalar, the same bits on all ranks that hold it."""
+    squares = sum_in_rank_order(groups.stage.all_gather(shard.squared_norm(average)))
+    stages = groups.ties.get(TIED_EMBEDDING)
+    if stages is not None and shard.name == EMBEDDING:
+        # A stage that holds only a tied copy counts nothing of the unit: the first stage knows.
+        stages.give(squares)
+    return squares.sqrt()
+
+
+def sum_in_rank_order(rows: Tensor) -> Tensor:
+    """Add [ranks, ...] over the ranks, first to last: the same bits on every rank."""
+    total = torch.zeros_like(rows[0])
+    for row in rows:
+        total = total + row
+    return total

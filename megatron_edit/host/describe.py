@@ -1,0 +1,47 @@
+"""What `run.json` says of a run: resolved settings, versions, topology."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import socket
+import sys
+from typing import Any
+
+import torch
+
+from megatron_edit import __version__
+from megatron_edit.config import EditConfig
+from megatron_edit.host.probes import megatron_version
+from megatron_edit.replica.placement import Placement
+
+
+def describe(
+    config: EditConfig, placement: Placement, device: torch.device, sync_mode: str
+) -> dict[str, Any]:
+    """The content of `run.json`.
+
+    Args:
+        config: as given; `sync_mode` of it is shown resolved.
+        placement: of this process.
+        device: of the parameters.
+        sync_mode: what `--edit-sync-mode` came to.
+    """
+    return {
+        "config": {**dataclasses.asdict(config), "sync_mode": sync_mode},
+        "requested_sync_mode": config.sync_mode,
+        "versions": {
+            "megatron_edit": __version__,
+            "megatron_core": megatron_version(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "topology": {
+            "num_replicas": placement.num_replicas,
+            "ranks_per_replica": placement.ranks_per_replica,
+            "single_launch": placement.is_single_launch,
+            "device": device.type,
+            "host": socket.gethostname(),
+        },
+        "argv": sys.argv,
+    }

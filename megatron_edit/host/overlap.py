@@ -1,0 +1,85 @@
+"""Landing units just before Megatron gathers them, on its own bucket groups.
+
+Every route to a gather ends in a bucket group's `start_param_sync`: the forward hooks, gathers
+forced by evaluation or saving, recomputation, interleaved schedules. It is overridden there, on
+the instances. Stock `finish_param_sync` of one bucket starts the gather of the next before the
+layer computes; while units are pending that would expose the next unit's exchange, so the next
+gather is then left to the next bucket's own first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
+from typing import Any
+
+from torch.nn import Parameter
+
+from megatron_edit.engine.engine import EditEngine
+from megatron_edit.engine.units import UnitPlan
+from megatron_edit.host.patching import Patcher
+
+
+def bucket_groups(model: Sequence[Any]) -> Iterator[Any]:
+    """All bucket groups of Megatron's DDP, dense and expert."""
+    for chunk in model:
+        yield from chunk.bucket_groups
+        yield from chunk.expert_parallel_bucket_groups
+
+
+def shards_needed(group: Any, plan: UnitPlan, unit_of: Mapping[Parameter, str]) -> int:
+    """How many shards of the plan, from the first on, must have landed before `group` is gathered.
+
+    Units land in forward order, so a bucket needs all shards up to the last one that it touches.
+    """
+    position = {shard.name: place for place, shard in enumerate(plan.shards)}
+    touched = [
+        position[unit_of[parameter]] for bucket in group.buckets for parameter in bucket.params_list
+    ]
+    return max(touched, default=-1) + 1
+
+
+def land_before_gathers(
+    patcher: Patcher, model: Sequence[Any], engine: EditEngine, unit_of: Mapping[Parameter, str]
+) -> int:
+    """Override the bucket groups of a model; returns how many there are.
+
+    Args:
+        patcher: undoes it.
+        model: chunks in Megatron's DDP.
+        engine: asked to land units.
+        unit_of: unit of every trainable parameter.
+    """
+    groups = list(bucket_groups(model))
+    for group in groups:
+        needed = shards_needed(group, engine.host.plan, unit_of)
+        patcher.wrap(group, "start_param_sync", _landing_first(engine, needed))
+        patcher.wrap(group, "finish_param_sync", _one_bucket_at_a_time(engine))
+    return len(groups)
+
+
+def _landing_first(
+    engine: EditEngine, needed: int
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def around(start: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(start)
+        def landed(*args: Any, **kwargs: Any) -> Any:
+            engine.require(needed)
+            return start(*args, **kwargs)
+
+        return landed
+
+    return around
+
+
+def _one_bucket_at_a_time(engine: EditEngine) -> Callable[[Callable[..., Any]], Any]:
+    def around(finish: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(finish)
+        def finished(skip_next_bucket_dispatch: bool = False) -> Any:
+            # Asked before the landing: all ranks of the bucket's group answer alike.
+            skip = skip_next_bucket_dispatch or engine.has_pending_units
+            return finish(skip_next_bucket_dispatch=skip)
+
+        return finished
+
+    return around

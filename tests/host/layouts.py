@@ -1,0 +1,60 @@
+"""Layouts of a replica: flags, and ranks of one replica."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Layout(NamedTuple):
+    """One way to lay out a replica.
+
+    Attributes:
+        ranks: of one replica.
+        flags: overrides of the tiny GPT.
+    """
+
+    ranks: int
+    flags: dict[str, object]
+
+
+GATHER = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 20000}
+_MOE = {"num_experts": 4, "moe_token_dispatcher_type": "alltoall", "moe_router_topk": 2}
+_LLAMA = {
+    "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
+    "group_query_attention": True, "num_query_groups": 2, "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
+}  # fmt: skip
+_VPP = {"pipeline_model_parallel_size": 2, "num_layers": 4,
+        "num_layers_per_virtual_pipeline_stage": 1, "micro_batch_size": 1}  # fmt: skip
+
+LAYOUTS = {
+    "plain": Layout(1, {}),
+    "m2": Layout(2, {}),
+    "tp2": Layout(2, {"tensor_model_parallel_size": 2}),
+    "pp2": Layout(2, {"pipeline_model_parallel_size": 2}),
+    "pp2-untied": Layout(
+        2, {"pipeline_model_parallel_size": 2, "untie_embeddings_and_output_weights": True}
+    ),
+    "vpp": Layout(2, _VPP),
+    "tp2-pp2": Layout(4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+    "ep2": Layout(2, {**_MOE, "expert_model_parallel_size": 2}),
+    "moe": Layout(1, _MOE),
+    "tp2-ep2": Layout(
+        4, {**_MOE, "expert_model_parallel_size": 2, "tensor_model_parallel_size": 2}
+    ),
+    "two-instances": Layout(2, {"num_distributed_optimizer_instances": 2}),
+    "llama": Layout(2, {**_LLAMA, "bf16": True}),
+    "accumulation": Layout(2, {"micro_batch_size": 1, "global_batch_size": 16}),
+    "recompute-full": Layout(
+        2, {"recompute_granularity": "full", "recompute_method": "uniform",
+            "recompute_num_layers": 1},
+    ),
+    "recompute-selective": Layout(2, {"recompute_granularity": "selective"}),
+    "bf16": Layout(2, {"bf16": True}),
+    "fp16": Layout(2, {"fp16": True, "initial_loss_scale": 1024}),
+    "grads-in-bf16": Layout(2, {"bf16": True, "grad_reduce_in_bf16": True}),
+    "average-in-collective": Layout(2, {"ddp_average_in_collective": True}),
+    "many-buckets": Layout(2, {"ddp_bucket_size": 3000}),
+    "one-bucket": Layout(2, {"ddp_bucket_size": 10**9}),
+    "aligned-gather": Layout(2, {**_VPP, "align_param_gather": True}),
+}  # fmt: skip
