@@ -18,6 +18,7 @@ from megatron_edit.errors import UsageError
 from megatron_edit.method.strategy import STRATEGIES
 
 AUTO = "auto"
+_WITHOUT_DEFAULT = ("num_replicas", "replica_id")
 
 
 def _auto_or_float(text: str) -> float | None:
@@ -279,7 +280,8 @@ def _check_supported(spec: dataclasses.Field[Any], value: Any) -> None:
 
 def _at_least(name: str, value: int | None, least: int) -> None:
     if value is not None and value < least:
-        raise UsageError(f"{flag(name)} {value}", f"must be at least {least}", _default_of(name))
+        remedy = "give a larger value" if name in _WITHOUT_DEFAULT else _default_of(name)
+        raise UsageError(f"{flag(name)} {value}", f"must be at least {least}", remedy)
 
 
 def _within(name: str, value: float | None, rule: str, holds: Any) -> None:
@@ -291,11 +293,7 @@ def _within(name: str, value: float | None, rule: str, holds: Any) -> None:
 
 def _default_of(name: str) -> str:
     default = EditConfig.__dataclass_fields__[name].default
-    return (
-        "give a value in range"
-        if default is None and name.endswith(("replicas", "id"))
-        else f"the default is {_shown(default)}"
-    )
+    return f"the default is {_shown(default)}"
 
 
 def _shown(value: Any) -> str:

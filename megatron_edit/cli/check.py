@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import os
 import sys
-import warnings
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_edit.config import EditConfig, config_from_argv
+from megatron_edit.config import config_from_argv
 from megatron_edit.errors import UsageError
-from megatron_edit.replica.placement import Placement, place
+from megatron_edit.replica.placement import place
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +39,11 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     config = config_from_argv(rest)
     environment = {**os.environ, "RANK": "0", "WORLD_SIZE": str(options.world_size)}
     placement = place(config, environment) if config.use_edit else None
-    unknown = _check_with_megatron(script, list(rest), config, placement, options.world_size)
+    # The script's folder first, as in a launch: a clone must win over a wheel.
+    sys.path.insert(0, str(script.resolve().parent))
+    from megatron_edit.host.checking import check_command_line
+
+    unknown = check_command_line(list(rest), config, placement, options.world_size)
     layout = (
         f"{placement.num_replicas} replicas x {placement.ranks_per_replica} ranks"
         if placement
@@ -52,86 +53,3 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     if unknown:
         sys.stdout.write(f"not checked (unknown to Megatron): {' '.join(unknown)}\n")
     return 0
-
-
-def _check_with_megatron(
-    script: Path, rest: list[str], config: EditConfig, placement: Placement | None, world: int
-) -> list[str]:
-    """Parse and validate as Megatron would; the words that Megatron does not know."""
-    sys.path.insert(0, str(script.resolve().parent))
-    from megatron_edit.host.attach import choose_device
-    from megatron_edit.host.cpu import cpu_argument_defaults, enable_cpu_backend
-    from megatron_edit.host.patching import Patcher
-
-    device = choose_device(config)
-    patcher = Patcher("the host")
-    warnings.simplefilter("ignore")  # Megatron's, on what is not installed here
-    try:
-        if device.type == "cpu":
-            enable_cpu_backend(patcher)
-        from megatron_edit.host import arguments
-        from megatron_edit.host.probes import check_host
-
-        check_host()
-        args, unknown = _parse(rest)
-        args.world_size = world // (placement.num_replicas if placement else 1)
-        if placement is not None:
-            arguments.check_arguments(args, placement)
-            arguments.resolve_sync_mode(config, args)
-        if device.type == "cpu":
-            arguments.apply_cpu_defaults(args, cpu_argument_defaults())
-        if placement is None:
-            _validate(args)
-        else:
-            arguments.global_arithmetic(args, placement, lambda: _validate(args))
-    finally:
-        patcher.undo()
-    return unknown
-
-
-def _parse(rest: list[str]) -> tuple[Namespace, list[str]]:
-    from megatron.training.arguments import add_megatron_arguments, parse_args
-
-    from megatron_edit.config import add_arguments
-
-    parser = add_arguments(
-        add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False, add_help=False))
-    )
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint):
-            _, unknown = parser.parse_known_args(rest)
-            with _arguments_of_process(rest):
-                # Megatron's own parse, for what it derives beyond the flags.
-                args = parse_args(add_arguments, ignore_unknown_args=True)
-    except SystemExit:
-        line = complaint.getvalue().strip().splitlines()[-1]
-        message = line.partition("error: ")[2] or line
-        raise UsageError(
-            "the command line", message, "see Megatron's own help for this flag"
-        ) from None
-    return args, unknown
-
-
-@contextlib.contextmanager
-def _arguments_of_process(rest: list[str]) -> Iterator[None]:
-    saved, sys.argv = sys.argv, [sys.argv[0], *rest]
-    try:
-        yield
-    finally:
-        sys.argv = saved
-
-
-def _validate(args: Namespace) -> None:
-    from megatron.training.arguments import validate_args
-
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            validate_args(args)
-    except (AssertionError, ValueError, RuntimeError) as error:
-        lines = str(error).strip().splitlines()
-        raise UsageError(
-            "Megatron's arguments",
-            lines[0] if lines else "Megatron's own validation fails",
-            "mend what Megatron names",
-        ) from error

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -17,46 +16,22 @@ import torch
 from torch import Tensor
 
 from megatron_edit.engine import drift
-from megatron_edit.engine.decisions import Decision, Penalty, decide
-from megatron_edit.engine.flight import OuterRule, sum_in_rank_order
+from megatron_edit.engine.accounting import gather_unit_numels, over_stages, wire_bytes
+from megatron_edit.engine.decisions import Decision, decide
+from megatron_edit.engine.equal import copy_first_replica
+from megatron_edit.engine.flight import sum_in_rank_order
 from megatron_edit.engine.groups import EngineGroups
 from megatron_edit.engine.host import Host
+from megatron_edit.engine.meeting import Meetings
 from megatron_edit.engine.report import Reporter, SyncReport
+from megatron_edit.engine.settings import EngineSettings
 from megatron_edit.engine.state import OuterState
 from megatron_edit.engine.sync import SyncRun, partial_squares
 from megatron_edit.errors import ReplicaLostError
 from megatron_edit.method.detector import DetectorState
-from megatron_edit.method.schedule import StepSchedule
-from megatron_edit.replica.collectives import all_reduce_payload
-from megatron_edit.replica.control import ControlRecord, check_same_meeting
 from megatron_edit.replica.world import ReplicaWorld
 
 MIN_TIMEOUT_SECONDS = 600.0
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """What an engine needs of the configuration, for the life of the run.
-
-    Attributes:
-        schedule: warm-up and sync interval.
-        penalty: the pseudo-gradient penalty.
-        rule: the outer step.
-        digest_interval: syncs between two drift checks.
-        fixed_timeout: whether the user gave the time-out; otherwise it follows the rounds.
-        overlap: whether units land in the forward pass, where the host can.
-        prefetch_units: units in flight in overlap mode.
-        offload: whether the outer state lives in host memory.
-    """
-
-    schedule: StepSchedule
-    penalty: Penalty
-    rule: OuterRule
-    digest_interval: int
-    fixed_timeout: bool
-    overlap: bool = False
-    prefetch_units: int = 2
-    offload: bool = False
 
 
 @dataclass
@@ -80,27 +55,23 @@ class EditEngine:
     state: OuterState | None = None
     detectors: DetectorState = field(init=False)
     _run: SyncRun | None = None  # the last sync, until it is settled
-    _losses: list[float] = field(default_factory=list)
-    _last_loss_step: int = 0
+    _meetings: Meetings = field(init=False)
     _last_sync_step: int = 0
     _round_began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         self.detectors = DetectorState.fresh(self.groups.sync.size, len(self.host.plan.names))
-        mine = torch.zeros(len(self.host.plan.names), dtype=torch.int64)
-        for shard in self.host.plan.shards:
-            mine[shard.index] = shard.numel
-        # [K, U]: what each rank of the replica sends per unit, to count bytes without asking.
-        self._unit_numels = self.groups.replica.all_gather(mine)
+        self._meetings = Meetings(self.host, self.groups, self.reporter)
+        self._unit_numels = gather_unit_numels(self.groups, self.host.plan)
 
     # ---- what the host calls
 
     def start(self) -> None:
         """Give every replica the parameters of replica 0, and check that they hold the same."""
+        plan = self.host.plan
         for tensor in self.host.replicated_tensors():
             self.groups.sync.broadcast(tensor)
-        self._copy_first_replica()
-        plan = self.host.plan
+        copy_first_replica(self.host, self.groups)
         drift.check(plan, self.groups, drift.plan_digests(plan), "at the start")
         if self.settings.schedule.is_switch(0):
             self._switch()
@@ -127,8 +98,9 @@ class EditEngine:
     @property
     def is_sync_due(self) -> bool:
         """Whether the step being attempted now ends a round."""
-        is_last = self.host.progress().is_last_step
-        return self.settings.schedule.is_sync(self.step + 1, is_last=is_last)
+        return self.settings.schedule.is_sync(
+            self.step + 1, is_last=self.host.progress().is_last_step
+        )
 
     @property
     def was_warmup_step(self) -> bool:
@@ -180,40 +152,24 @@ class EditEngine:
         if self.was_warmup_step:
             self.reporter.on_losses(self.step, [loss])
         else:
-            self._losses.append(loss)
-            self._last_loss_step = self.step
+            self._meetings.note_loss(self.step, loss)
 
     def finish(self) -> None:
         """Land and report what is left, losses too. All replicas must come."""
         with torch.no_grad():
             self._settle()
-        self._share_losses(self._meet(norms=()))
+        self._meetings.hold(round=self.round, step=self.step, inner_steps=0, norms=())
 
     # ---- phases
-
-    def _copy_first_replica(self) -> float:
-        """Broadcast replica 0's main shards; returns the largest difference that this healed."""
-        largest = 0.0
-        for shard in self.host.plan.shards:
-            mine = shard.gather(self._flat(shard.numel))
-            agreed = mine.clone()
-            self.groups.sync.broadcast(agreed)
-            if agreed.numel():
-                largest = max(largest, float((agreed - mine).abs().max()))
-            shard.scatter(agreed)
-            shard.publish()
-        self.host.gather_parameters()
-        return largest
 
     def _switch(self) -> None:
         """End the warm-up: make sure that the replicas agree, then take the anchor (method 2.3)."""
         plan = self.host.plan
         if drift.differing_units(plan, self.groups, drift.plan_digests(plan))[0]:
-            largest = self._copy_first_replica()
-            everywhere = self.groups.replica.all_gather(torch.tensor(largest))
+            largest = copy_first_replica(self.host, self.groups)
             self.reporter.on_message(
                 f"the replicas had rounded differently in warm-up (by up to "
-                f"{float(everywhere.max()):.3e}); all now hold the parameters of replica 0"
+                f"{largest:.3e}); all now hold the parameters of replica 0"
             )
         self.state = OuterState.take(plan, self.groups.sync.device, self.settings.offload)
         self.host.attach_outer_state(self.state)
@@ -244,13 +200,16 @@ class EditEngine:
         squares = partial_squares(plan, state, self.groups.sync.device)
         norms = sum_in_rank_order(self.groups.replica.all_gather(squares)).sqrt()
         arrived = time.monotonic()
-        records = self._meet(norms.tolist())
+        records = self._meetings.hold(
+            round=self.round,
+            step=self.step,
+            inner_steps=self.step - self._last_sync_step,
+            norms=norms.tolist(),
+        )
         met = time.monotonic()
         table = torch.tensor([record.norms for record in records], dtype=torch.float64)
         decision, self.detectors = decide(table, self.detectors, self.settings.penalty)
         self._heal_moments(decision)
-        self._align_schedules(records)
-        self._share_losses(records)
         return SyncRun(
             round=self.round,
             step=self.step,
@@ -271,7 +230,7 @@ class EditEngine:
         except ReplicaLostError as error:
             raise self._name_the_lost(error) from error
         shard.publish()
-        if self._is_checked(run):
+        if run.round % self.settings.digest_interval == 0:
             run.digests[shard.index] = drift.shard_digest(shard)
 
     def _settle(self) -> None:
@@ -288,7 +247,7 @@ class EditEngine:
             self.host.gather_parameters()
         self._run = None
         digest = None
-        if self._is_checked(run):
+        if run.round % self.settings.digest_interval == 0:
             when = f"after the sync of round {run.round}"
             digest = drift.check(run.plan, self.groups, run.digests, when)
         self.reporter.on_sync(self._report(run, digest))
@@ -299,32 +258,17 @@ class EditEngine:
             step=run.step,
             units=run.plan.names,
             decision=run.decision,
-            clip=self._over_stages(run.clip_factors()),
-            update_norm=self._over_stages(run.update_norms()),
+            clip=over_stages(self.groups, run.clip_factors()),
+            update_norm=over_stages(self.groups, run.update_norms()),
             records=run.records,
-            wire_bytes=self._wire_bytes(run.decision, run.records[0]),
+            wire_bytes=wire_bytes(
+                self.groups, self._unit_numels, run.decision.rollback, run.records[0]
+            ),
             seconds=run.seconds(),
             digest=digest,
         )
 
     # ---- parts of a sync
-
-    def _meet(self, norms: Sequence[float]) -> list[ControlRecord]:
-        """Exchange control records with the other replicas: the one table of a sync."""
-        progress = self.host.progress()
-        mine = ControlRecord(
-            round=self.round,
-            step=self.step,
-            inner_steps=self.step - self._last_sync_step,
-            samples=progress.samples,
-            schedule_position=progress.schedule_position,
-            losses=tuple(self._losses),
-            norms=tuple(norms),
-        )
-        rows = self.groups.sync.all_gather(mine.pack())
-        records = [ControlRecord.unpack(row, len(self._losses)) for row in rows]
-        check_same_meeting(records)
-        return records
 
     def _heal_moments(self, decision: Decision) -> None:
         """Where this replica was left out as not finite, zero what is not finite in its Adam."""
@@ -333,42 +277,10 @@ class EditEngine:
             if math.isfinite(float(norms[shard.index])):
                 continue
             zeroed = self.host.zero_nonfinite_moments(shard)
-            self.reporter.on_message(
-                f"round {self.round}: unit {shard.name} was not finite on replica "
-                f"{self.groups.sync.rank}; {zeroed} moments of its inner optimizer were zeroed here"
+            self.reporter.on_local_message(
+                f"round {self.round}: unit {shard.name} was not finite; zeroed {zeroed} moments "
+                f"of the inner optimizer on this rank"
             )
-
-    def _align_schedules(self, records: Sequence[ControlRecord]) -> None:
-        """Replicas that skipped steps catch up with the learning-rate schedule of the others."""
-        positions = [record.schedule_position for record in records]
-        behind = max(positions) - positions[self.groups.sync.rank]
-        if behind:
-            self.host.advance_schedule(behind)
-
-    def _share_losses(self, records: Sequence[ControlRecord]) -> None:
-        losses = torch.tensor([record.losses for record in records], dtype=torch.float64)
-        # The loss of step s is known only after the sync that follows it.
-        first = self._last_loss_step - len(self._losses) + 1
-        self.reporter.on_losses(first, losses.mean(dim=0).tolist())
-        self._losses.clear()
-
-    def _over_stages(self, values: Tensor) -> Tensor:
-        """Fill in the units of other pipeline stages from whoever knows them, float64 [U]."""
-        if self.groups.stage.size == self.groups.replica.size:
-            return values
-        rows = self.groups.replica.all_gather(values)
-        known = torch.where(rows.isnan(), -torch.inf, rows).max(dim=0).values
-        return torch.where(known.isinf(), torch.nan, known)
-
-    def _wire_bytes(self, decision: Decision, record: ControlRecord) -> int:
-        """Payload that the ranks of one replica sent in this sync, as rings send it."""
-        size = self.groups.sync.size
-        exchanged = self._unit_numels[:, ~decision.rollback].flatten().tolist()
-        tables: int = self.groups.replica.size * (size - 1) * record.pack().nbytes
-        return tables + sum(all_reduce_payload(4 * int(numel), size) for numel in exchanged)
-
-    def _is_checked(self, run: SyncRun) -> bool:
-        return run.round % self.settings.digest_interval == 0
 
     # ---- time-outs
 
@@ -386,6 +298,3 @@ class EditEngine:
             lost = []
         who = f"replica {', '.join(map(str, lost))} did not come to" if lost else "broke off in"
         return ReplicaLostError(f"{who} the sync of round {self.round} (step {self.step}): {error}")
-
-    def _flat(self, numel: int) -> Tensor:
-        return torch.empty(numel, dtype=torch.float32, device=self.groups.sync.device)

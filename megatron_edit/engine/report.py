@@ -51,17 +51,7 @@ class Reporter(Protocol):
         """Mean losses over the replicas, of steps `first_step`, `first_step` + 1, ..."""
 
     def on_message(self, text: str) -> None:
-        """A line for people, once for the whole job."""
+        """A line for people, which all ranks say alike."""
 
-
-class SilentReporter:
-    """A reporter that drops everything."""
-
-    def on_sync(self, report: SyncReport) -> None:
-        """Drop it."""
-
-    def on_losses(self, first_step: int, losses: Sequence[float]) -> None:
-        """Drop them."""
-
-    def on_message(self, text: str) -> None:
-        """Drop it."""
+    def on_local_message(self, text: str) -> None:
+        """A line for people about this rank alone."""

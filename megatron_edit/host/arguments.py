@@ -154,9 +154,7 @@ def resolve_sync_mode(config: EditConfig, args: Namespace) -> str:
         remedy = (
             "use another --cuda-graph-impl"
             if is_graph
-            else (
-                "add --overlap-param-gather (and --overlap-grad-reduce)"
-            )
+            else ("add --overlap-param-gather (and --overlap-grad-reduce)")
         )
         raise UsageError("--edit-sync-mode overlap", rule, f"{remedy}, or use auto")
     return "blocking"

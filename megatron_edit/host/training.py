@@ -25,8 +25,9 @@ from torch import Tensor
 
 from megatron_edit.config import EditConfig
 from megatron_edit.engine.decisions import Penalty
-from megatron_edit.engine.engine import EditEngine, EngineSettings
+from megatron_edit.engine.engine import EditEngine
 from megatron_edit.engine.flight import OuterRule
+from megatron_edit.engine.settings import EngineSettings
 from megatron_edit.host.arguments import resolve_sync_mode
 from megatron_edit.host.describe import describe
 from megatron_edit.host.model import MegatronHost, build_groups

@@ -17,6 +17,12 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
+def warn(text: str) -> None:
+    """Print one line on the error stream, which is never dropped."""
+    sys.stderr.write(f"{PREFIX} {text}\n")
+    sys.stderr.flush()
+
+
 def move_output_to(path: Path | None) -> None:
     """Send this process's standard output, and its errors where there is a file, to `path`.
 

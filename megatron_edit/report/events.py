@@ -18,7 +18,7 @@ from megatron_edit.engine.report import SyncReport
 from megatron_edit.errors import UsageError
 from megatron_edit.method.weights import effective_replicas
 from megatron_edit.replica.placement import Placement
-from megatron_edit.report.console import say
+from megatron_edit.report.console import say, warn
 from megatron_edit.report.records import (
     Iteration,
     digest_line,
@@ -80,6 +80,11 @@ class EventLog:
         """A line for people: on the console for replica 0, else in the replica's own file."""
         if self._placement.is_writer:
             say(text)
+
+    def on_local_message(self, text: str) -> None:
+        """A line about this rank: on the console, whatever the replica; it is rare and bad."""
+        place = self._placement
+        warn(f"replica {place.replica} rank {place.rank}: {text}")
 
     def flush(self) -> None:
         """Bring everything written so far to the disk."""

@@ -23,9 +23,10 @@ class Iteration:
 
     Attributes:
         iteration: Megatron's iteration number, from 1.
-        loss: training loss, mean over the replica; NaN where unknown.
+        loss: training loss, mean over the replica (in warm-up over all replicas); NaN where
+            unknown.
         grad_norm: of the replica, before clipping; None where Megatron computed none.
-        lr: learning rate of the step.
+        lr: learning rate of the next step, as Megatron's log line has it.
         samples: samples of this replica in this iteration.
         tokens: tokens of this replica in this iteration.
         seconds: length of the step.

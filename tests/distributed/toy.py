@@ -112,6 +112,9 @@ class Collector:
     def on_message(self, text: str) -> None:
         self.messages.append(text)
 
+    def on_local_message(self, text: str) -> None:
+        self.messages.append(text)
+
 
 def build_engine(
     config: EditConfig, sizes: dict[str, int], start: dict[str, Any]

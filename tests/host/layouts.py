@@ -18,7 +18,12 @@ class Layout(NamedTuple):
 
 
 GATHER = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 20000}
-_MOE = {"num_experts": 4, "moe_token_dispatcher_type": "alltoall", "moe_router_topk": 2}
+_MOE = {
+    "num_experts": 4,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_topk": 2,
+    "disable_bias_linear": True,
+}
 _LLAMA = {
     "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
     "group_query_attention": True, "num_query_groups": 2, "disable_bias_linear": True,

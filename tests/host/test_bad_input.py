@@ -27,7 +27,7 @@ CASES = {
     "torch-fsdp2": ({"use_torch_fsdp2": True}, "--use-torch-fsdp2", "own parameter buffers"),
     "save": ({"save": "checkpoints"}, "--save checkpoints", "not supported"),
     "load": ({"load": "checkpoints"}, "--load checkpoints", "not supported"),
-    "overlap": ({"edit_sync_mode": "overlap"}, "--edit-sync-mode overlap", "supports only"),
+    "overlap": ({"edit_sync_mode": "overlap"}, "--edit-sync-mode overlap", "gathers parameters"),
     "exit-duration": ({"exit_duration_in_mins": 5}, "--exit-duration-in-mins 5", "different steps"),
     "cuda": ({"edit_device": "cuda"}, "--edit-device cuda", "no CUDA device"),
     "log-dir": ({"edit_log_dir": "/dev/null/logs"}, "--edit-log-dir", "written to"),

@@ -91,7 +91,8 @@ def test_units_land_before_their_layer_and_fly_behind_the_one_before(
     tmp_path: Path, layout: str
 ) -> None:
     """sync(l) ends before forward(l); unit l + 1 is in flight before forward(l) ends; each unit
-    starts and lands once per sync, whatever the schedule repeats. Catches a silent blocking mode."""
+    starts and lands once per sync, whatever the schedule repeats. Catches a silent blocking
+    mode."""
     ranks, flags = LAYOUTS[layout]
     run_edit(
         tmp_path, 2 * ranks, 2, before="tests.host.order:record_order", edit_sync_mode="overlap",

@@ -124,6 +124,9 @@ def test_check_validates_without_launching() -> None:
     """0 and a summary for a good command; 2 and one line for a bad one."""
     good = check(*edit_flags(2), "--world-size", "4")
     assert (good.returncode, good.stdout) == (0, "ok: 2 replicas x 2 ranks\n"), good.stderr
+    apart = ["--edit-replica-id", "1", "--edit-rendezvous", "node0:29400"]
+    good = check(*edit_flags(2), *apart, "--world-size", "1")
+    assert (good.returncode, good.stdout) == (0, "ok: 2 replicas x 1 ranks\n"), good.stderr
     bad = check(*edit_flags(2), "--world-size", "3")
     assert bad.returncode == 2 and bad.stdout == ""
     assert bad.stderr.count("\n") == 1 and "must divide the 3 ranks" in bad.stderr

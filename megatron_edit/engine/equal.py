@@ -1,0 +1,33 @@
+"""Making the replicas equal: at the start, and where warm-up ended with other bits (method 2)."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_edit.engine.groups import EngineGroups
+from megatron_edit.engine.host import Host
+
+
+def copy_first_replica(host: Host, groups: EngineGroups) -> float:
+    """Give every replica the main shards of replica 0, and the model parameters with them.
+
+    Inner moments are not touched: they belong to each replica's own training.
+
+    Collective: all ranks of all replicas.
+    Mutates: main shards and model parameters.
+
+    Returns:
+        The largest difference that this healed on any rank of this replica.
+    """
+    device = groups.sync.device
+    largest = torch.zeros((), device=device)
+    for shard in host.plan.shards:
+        mine = shard.gather(torch.empty(shard.numel, dtype=torch.float32, device=device))
+        agreed = mine.clone()
+        groups.sync.broadcast(agreed)
+        if agreed.numel():
+            largest = torch.maximum(largest, (agreed - mine).abs().max())
+        shard.scatter(agreed)
+        shard.publish()
+    host.gather_parameters()
+    return float(groups.replica.all_gather(largest).max())
