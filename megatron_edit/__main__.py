@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit code, where the script itself does not exit.
     """
-    is_first = os.environ.get("RANK", "0") == "0"
+    is_first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
     try:
         script, config = _read(argv)
         _run(script, list(argv[1:]), config)
@@ -57,8 +57,9 @@ def _run(script: Path, arguments: list[str], config: EditConfig) -> None:
     device = choose_device(config)
     if os.environ.get("RANK", "0") == "0" and config.device == "auto":
         say(f"device {device.type} (auto)")
-    with Attachment(config, device):
+    with Attachment(config, device) as attachment:
         runpy.run_path(str(script), run_name="__main__")
+        attachment.check_used()
 
 
 def _refuse(error: EditError, *, is_first: bool) -> int:
@@ -70,9 +71,10 @@ def _refuse(error: EditError, *, is_first: bool) -> int:
     sys.stdout.flush()
     if isinstance(error, UsageError) and not is_first:
         time.sleep(GRACE_SECONDS)
-    else:
-        sys.stderr.write(f"megatron_edit: {error}\n")
-        sys.stderr.flush()
+        if not error.is_local:
+            return error.exit_code
+    sys.stderr.write(f"megatron_edit: {error}\n")
+    sys.stderr.flush()
     return error.exit_code
 
 

@@ -24,12 +24,14 @@ class UsageError(EditError):
         value: what the user gave, as they gave it (``"--edit-sync-interval 0"``).
         rule: the rule that it breaks, without a full stop.
         remedy: what to do about it, without a full stop.
+        is_local: whether some ranks may see it and others not, so that each must speak for itself.
     """
 
     exit_code = 2
 
-    def __init__(self, value: str, rule: str, remedy: str) -> None:
+    def __init__(self, value: str, rule: str, remedy: str, *, is_local: bool = False) -> None:
         self.value, self.rule, self.remedy = value, rule, remedy
+        self.is_local = is_local
         super().__init__(f"{value}: {rule}; {remedy}")
 
 
@@ -47,6 +49,11 @@ class ReplicaLostError(EditError):
     """A replica did not come to a meeting in time, or died in it."""
 
     exit_code = 4
+
+    def in_sync(self, lost: list[int], round: int, step: int) -> ReplicaLostError:
+        """The same error with the replicas that did not come, the round and the step."""
+        who = f"replica {', '.join(map(str, lost))} did not come to" if lost else "broke off in"
+        return ReplicaLostError(f"{who} the sync of round {round} (step {step}): {self}")
 
 
 class SyncProtocolError(EditError):

@@ -8,7 +8,6 @@ from torch import Tensor
 from megatron_edit.engine.groups import EngineGroups
 from megatron_edit.engine.units import UnitPlan
 from megatron_edit.replica.collectives import all_reduce_payload
-from megatron_edit.replica.control import ControlRecord
 
 
 def gather_unit_numels(groups: EngineGroups, plan: UnitPlan) -> Tensor:
@@ -20,7 +19,7 @@ def gather_unit_numels(groups: EngineGroups, plan: UnitPlan) -> Tensor:
 
 
 def wire_bytes(
-    groups: EngineGroups, unit_numels: Tensor, rollback: Tensor, record: ControlRecord
+    groups: EngineGroups, unit_numels: Tensor, rollback: Tensor, table_bytes: int
 ) -> int:
     """Payload that the ranks of one replica send in a sync, as rings send it.
 
@@ -28,11 +27,11 @@ def wire_bytes(
         groups: who communicates.
         unit_numels: from `gather_unit_numels`.
         rollback: bool [U], units that were not exchanged.
-        record: one of the gathered control records.
+        table_bytes: size of one replica's control record.
     """
     size = groups.sync.size
     exchanged = unit_numels[:, ~rollback].flatten().tolist()
-    tables: int = groups.replica.size * (size - 1) * record.pack().nbytes
+    tables: int = groups.replica.size * (size - 1) * table_bytes
     return tables + sum(all_reduce_payload(4 * int(numel), size) for numel in exchanged)
 
 

@@ -61,17 +61,17 @@ class EditEngine:
 
     def __post_init__(self) -> None:
         self.detectors = DetectorState.fresh(self.groups.sync.size, len(self.host.plan.names))
-        self._meetings = Meetings(self.host, self.groups, self.reporter)
+        self._meetings = Meetings(
+            self.host, self.groups, self.reporter, self.settings.schedule.interval
+        )
         self._unit_numels = gather_unit_numels(self.groups, self.host.plan)
 
     # ---- what the host calls
 
     def start(self) -> None:
         """Give every replica the parameters of replica 0, and check that they hold the same."""
-        plan = self.host.plan
-        for tensor in self.host.replicated_tensors():
-            self.groups.sync.broadcast(tensor)
         copy_first_replica(self.host, self.groups)
+        plan = self.host.plan
         drift.check(plan, self.groups, drift.plan_digests(plan), "at the start")
         if self.settings.schedule.is_switch(0):
             self._switch()
@@ -94,13 +94,16 @@ class EditEngine:
         for gradients in self.host.gradient_shards():
             gradients.mul_(share)
             sync.all_reduce(gradients)
+        if sync.size > 2:  # two addends have one sum; more may round by where they lie
+            for tie, gradient in self.host.tied_gradients():
+                if tie in self.groups.ties:
+                    self.groups.ties[tie].broadcast(gradient)
 
     @property
     def is_sync_due(self) -> bool:
         """Whether the step being attempted now ends a round."""
-        return self.settings.schedule.is_sync(
-            self.step + 1, is_last=self.host.progress().is_last_step
-        )
+        is_last = self.host.progress().is_last_step
+        return self.settings.schedule.is_sync(self.step + 1, is_last=is_last)
 
     @property
     def was_warmup_step(self) -> bool:
@@ -134,8 +137,7 @@ class EditEngine:
 
     def require(self, num_shards: int) -> None:
         """Land the first `num_shards` shards of the plan, if a sync is under way."""
-        run = self._run
-        if run is None or run.num_landed >= num_shards:
+        if (run := self._run) is None or run.num_landed >= num_shards:
             return
         began = time.monotonic()
         with torch.no_grad():
@@ -158,7 +160,8 @@ class EditEngine:
         """Land and report what is left, losses too. All replicas must come."""
         with torch.no_grad():
             self._settle()
-        self._meetings.hold(round=self.round, step=self.step, inner_steps=0, norms=())
+        blank = [math.nan] * len(self.host.plan.names)
+        self._meetings.hold(round=self.round, step=self.step, inner_steps=0, norms=blank)
 
     # ---- phases
 
@@ -168,8 +171,8 @@ class EditEngine:
         if drift.differing_units(plan, self.groups, drift.plan_digests(plan))[0]:
             largest = copy_first_replica(self.host, self.groups)
             self.reporter.on_message(
-                f"the replicas had rounded differently in warm-up (by up to "
-                f"{largest:.3e}); all now hold the parameters of replica 0"
+                f"the replicas had rounded differently in warm-up (by up to {largest:.3e}); "
+                "all now hold the parameters of replica 0"
             )
         self.state = OuterState.take(plan, self.groups.sync.device, self.settings.offload)
         self.host.attach_outer_state(self.state)
@@ -182,10 +185,12 @@ class EditEngine:
         assert self.state is not None, "a sync before the switch"
         self.round += 1
         self.world.announce(f"sync/{self.round}")
+        if self.round > 2:  # all have left that sync: they have come to the one after it
+            self.world.forget(f"sync/{self.round - 2}")
         try:
             run = self._run = self._meet_and_decide(self.state)
         except ReplicaLostError as error:
-            raise self._name_the_lost(error) from error
+            raise self._blame(error) from error
         is_later = self.settings.overlap and self.host.lands_in_forward
         if is_later:
             run.prefetch()
@@ -228,7 +233,7 @@ class EditEngine:
         try:
             shard = run.land_next()
         except ReplicaLostError as error:
-            raise self._name_the_lost(error) from error
+            raise self._blame(error) from error
         shard.publish()
         if run.round % self.settings.digest_interval == 0:
             run.digests[shard.index] = drift.shard_digest(shard)
@@ -239,8 +244,7 @@ class EditEngine:
         It needs all stages of the replica at once, so it never runs inside a forward pass, where
         one stage waits for another.
         """
-        run = self._run
-        if run is None:
+        if (run := self._run) is None:
             return
         if not run.is_done:
             self.require(len(run.plan.shards))
@@ -262,7 +266,7 @@ class EditEngine:
             update_norm=over_stages(self.groups, run.update_norms()),
             records=run.records,
             wire_bytes=wire_bytes(
-                self.groups, self._unit_numels, run.decision.rollback, run.records[0]
+                self.groups, self._unit_numels, run.decision.rollback, self._meetings.record_bytes
             ),
             seconds=run.seconds(),
             digest=digest,
@@ -291,10 +295,5 @@ class EditEngine:
         if not self.settings.fixed_timeout:
             self.groups.sync.timeout = timedelta(seconds=max(MIN_TIMEOUT_SECONDS, 4 * length))
 
-    def _name_the_lost(self, error: ReplicaLostError) -> ReplicaLostError:
-        try:
-            lost = self.world.absent(f"sync/{self.round}")
-        except RuntimeError:  # the store went down with its host
-            lost = []
-        who = f"replica {', '.join(map(str, lost))} did not come to" if lost else "broke off in"
-        return ReplicaLostError(f"{who} the sync of round {self.round} (step {self.step}): {error}")
+    def _blame(self, error: ReplicaLostError) -> ReplicaLostError:
+        return error.in_sync(self.world.absent(f"sync/{self.round}"), self.round, self.step)

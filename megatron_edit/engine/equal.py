@@ -9,7 +9,7 @@ from megatron_edit.engine.host import Host
 
 
 def copy_first_replica(host: Host, groups: EngineGroups) -> float:
-    """Give every replica the main shards of replica 0, and the model parameters with them.
+    """Give every replica the main shards of replica 0, and the rest of the model with them.
 
     Inner moments are not touched: they belong to each replica's own training.
 
@@ -17,8 +17,10 @@ def copy_first_replica(host: Host, groups: EngineGroups) -> float:
     Mutates: main shards and model parameters.
 
     Returns:
-        The largest difference that this healed on any rank of this replica.
+        The largest difference that this healed, on any rank of any replica.
     """
+    for tensor in host.replicated_tensors():
+        groups.sync.broadcast(tensor)
     device = groups.sync.device
     largest = torch.zeros((), device=device)
     for shard in host.plan.shards:
@@ -30,4 +32,5 @@ def copy_first_replica(host: Host, groups: EngineGroups) -> float:
         shard.scatter(agreed)
         shard.publish()
     host.gather_parameters()
-    return float(groups.replica.all_gather(largest).max())
+    everywhere = groups.sync.all_gather(groups.replica.all_gather(largest).max())
+    return float(everywhere.max())

@@ -35,6 +35,9 @@ class Host(Protocol):
     def gradient_shards(self) -> Iterable[Tensor]:
         """The reduced gradients that this rank's optimizer reads, as flat views; in place."""
 
+    def tied_gradients(self) -> Iterable[tuple[str, Tensor]]:
+        """Tie and gradient of parameters whose copies could be averaged to different bits."""
+
     def replicated_tensors(self) -> Iterable[Tensor]:
         """Tensors of the model that no optimizer owns and that must start equal."""
 

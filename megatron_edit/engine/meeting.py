@@ -10,7 +10,7 @@ import torch
 from megatron_edit.engine.groups import EngineGroups
 from megatron_edit.engine.host import Host
 from megatron_edit.engine.report import Reporter
-from megatron_edit.replica.control import ControlRecord, check_same_meeting
+from megatron_edit.replica.control import ControlRecord, check_same_meeting, record_bytes
 
 
 @dataclass
@@ -21,13 +21,21 @@ class Meetings:
         host: says where training stands.
         groups: who meets.
         reporter: where mean losses go.
+        capacity: losses that a record has room for. Records of one run are all of one size, so
+            that replicas at different steps can tell each other so.
     """
 
     host: Host
     groups: EngineGroups
     reporter: Reporter
+    capacity: int
     _losses: list[float] = field(default_factory=list)
     _last_loss_step: int = 0
+
+    @property
+    def record_bytes(self) -> int:
+        """Size of a record on the wire."""
+        return record_bytes(self.capacity, len(self.host.plan.names))
 
     def note_loss(self, step: int, loss: float) -> None:
         """Keep the loss of a step for the next meeting; NaN where this rank does not know it."""
@@ -54,8 +62,8 @@ class Meetings:
             losses=tuple(self._losses),
             norms=tuple(norms),
         )
-        rows = self.groups.sync.all_gather(mine.pack())
-        records = [ControlRecord.unpack(row, len(self._losses)) for row in rows]
+        rows = self.groups.sync.all_gather(mine.pack(self.capacity))
+        records = [ControlRecord.unpack(row, self.capacity) for row in rows]
         check_same_meeting(records)
         self._report_losses(records)
         self._align_schedules(records)

@@ -32,6 +32,18 @@ REFUSED: tuple[tuple[str, Any, str, str], ...] = (
     ("fp8_param_gather", True, _LATER, "drop the flag"),
     ("fp4_param_gather", True, _LATER, "drop the flag"),
     ("moe_router_enable_expert_bias", True, _LATER, "drop the flag"),
+    ("moe_router_load_balancing_type", "quantile_balancing", _LATER, "use aux_loss"),
+    ("moe_expert_rank_capacity_factor", None, "can repeat a step on one replica alone",
+     "use --moe-expert-capacity-factor"),
+    ("qk_clip", True, "changes weights after a sync, on each replica by itself", "drop the flag"),
+    ("cuda_graph_impl", "full_iteration", "would freeze the warm-up's averaging into the graph",
+     "use another --cuda-graph-impl"),
+    ("hybrid_context_parallel", True, _LATER, "drop the flag"),
+    ("error_injection_rate", None, "makes one replica repeat steps", "drop the flag"),
+    ("rerun_mode", "report_determinism_stats", "repeats steps on one replica alone",
+     "drop the flag"),
+    ("skip_train", True, "leaves nothing to synchronise", "evaluate without --use-edit"),
+    ("adlr_autoresume", True, "could end the replicas at different steps", "drop the flag"),
     ("use_layer_wise_distributed_optimizer", True, _LATER, "use the distributed optimizer"),
     ("save", None, _LATER, "train without checkpoints, or without --use-edit"),
     ("load", None, _LATER, "start from random weights, or train without --use-edit"),
@@ -50,8 +62,11 @@ REFUSED: tuple[tuple[str, Any, str, str], ...] = (
 )  # fmt: skip
 SUPPORTED_OPTIMIZERS = ("adam", "sgd")
 
-# Files that rank 0 or the last rank of every replica would write: replica 0 keeps the name.
-_SHARED_OUTPUTS = ("tensorboard_dir", "wandb_project", "result_rejected_tracker_filename")
+# What rank 0 or the last rank of every replica would write. Replica 0 keeps it; the others do
+# without the writers, and get other names for the files.
+_ONE_WRITER = ("tensorboard_dir", "wandb_project")
+_ONE_FILE_EACH = ("result_rejected_tracker_filename", "memory_snapshot_path", "config_logger_dir",
+                  "moe_routing_trace_path")  # fmt: skip
 
 
 def flag_of(attribute: str) -> str:
@@ -67,8 +82,7 @@ def check_arguments(args: Namespace, placement: Placement) -> None:
     """
     for name, refused, rule, remedy in REFUSED:
         value = getattr(args, name, None)
-        hit = value not in (None, False) if refused is None else value == refused
-        if hit:
+        if _is_refused(value, refused):
             shown = flag_of(name) if value is True else f"{flag_of(name)} {value}"
             raise UsageError(shown, rule, remedy)
     if args.optimizer not in SUPPORTED_OPTIMIZERS:
@@ -81,18 +95,42 @@ def check_arguments(args: Namespace, placement: Placement) -> None:
     _check_batch(args, placement)
 
 
+def _is_refused(value: Any, refused: Any) -> bool:
+    if refused is None:
+        return value not in (None, False, 0, 0.0)
+    return value == refused or (isinstance(value, list | tuple) and refused in value)
+
+
 def _check_layout(args: Namespace, placement: Placement) -> None:
-    size = (
-        args.tensor_model_parallel_size
-        * args.pipeline_model_parallel_size
-        * args.context_parallel_size
+    """The replica's own ranks must suffice: Megatron only sees that all N*K together do."""
+    for name in (
+        "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+        "expert_model_parallel_size", "micro_batch_size", "global_batch_size",
+    ):  # fmt: skip
+        value = getattr(args, name, None)
+        if value is not None and value < 1:
+            raise UsageError(f"{flag_of(name)} {value}", "must be at least 1", "use 1 or more")
+    ranks = placement.ranks_per_replica
+    tp, pp, cp = (
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.context_parallel_size,
     )
-    if placement.ranks_per_replica % size:
-        raise UsageError(
-            f"{placement.ranks_per_replica} ranks per replica",
-            f"must be a multiple of TP x PP x CP = {size}",
-            "launch more ranks, or lower --edit-num-replicas",
-        )
+    expert_tp = args.expert_tensor_parallel_size or tp
+    for size, product in (
+        (tp * pp * cp, "TP x PP x CP"),
+        (expert_tp * args.expert_model_parallel_size * pp, "expert TP x EP x PP"),
+        (tp * pp * args.num_distributed_optimizer_instances, "TP x PP x optimizer instances"),
+    ):
+        if ranks % size:
+            raise UsageError(
+                f"{ranks} ranks per replica",
+                f"must be a multiple of {product} = {size}",
+                "launch more ranks, or lower --edit-num-replicas",
+            )
+    shards = getattr(args, "tensor_parallel_num_weight_shards", None)
+    if shards not in (None, tp):
+        raise UsageError(f"--tensor-parallel-num-weight-shards {shards}", _LATER, "drop the flag")
 
 
 def data_parallel_size(args: Namespace, placement: Placement) -> int:
@@ -177,9 +215,25 @@ def separate_outputs(args: Namespace, placement: Placement) -> None:
     """Take the writers of shared files away from all replicas but the first."""
     if placement.replica == 0:
         return
-    for name in _SHARED_OUTPUTS:
+    for name in _ONE_WRITER:
         if getattr(args, name, None):
             setattr(args, name, "" if name == "wandb_project" else None)
+    for name in _ONE_FILE_EACH:
+        if getattr(args, name, None):
+            setattr(args, name, f"{getattr(args, name)}.replica{placement.replica}")
+    if getattr(args, "straggler_ctrlr_port", None):
+        args.straggler_ctrlr_port -= placement.replica  # replicas may share a host
+
+
+def switch_reruns_off(args: Namespace) -> bool:
+    """Stop Megatron from repeating a step by one replica's own judgement; whether it would have.
+
+    A repeated step would average gradients once more than the other replicas. Its checks for
+    values that are not finite stay: they raise at once.
+    """
+    was_on = getattr(args, "rerun_mode", "disabled") != "disabled"
+    args.rerun_mode = "disabled"
+    return was_on
 
 
 def apply_cpu_defaults(args: Namespace, defaults: Mapping[str, Any]) -> list[str]:

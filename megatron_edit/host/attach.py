@@ -14,11 +14,12 @@ import torch
 
 from megatron_edit.config import EditConfig, add_arguments
 from megatron_edit.errors import UsageError
+from megatron_edit.host.agreement import agree_on_settings
 from megatron_edit.host.cpu import cpu_argument_defaults, enable_cpu_backend
 from megatron_edit.host.patching import Patcher
 from megatron_edit.replica.placement import Placement, place
 from megatron_edit.replica.world import ReplicaWorld, join
-from megatron_edit.report.console import move_output_to, say
+from megatron_edit.report.console import MovedOutput, move_output_to, say
 from megatron_edit.report.events import EventLog, prepare_log_dir
 
 
@@ -53,6 +54,7 @@ class Attachment:
         self._patcher = Patcher("the host")
         self._world: ReplicaWorld | None = None
         self._loop: Any = None
+        self._moved: MovedOutput | None = None
 
     def attach(self) -> None:
         """Change the host. Imports Megatron.
@@ -85,6 +87,9 @@ class Attachment:
         if self._world is not None:
             self._world.leave_environment(os.environ)
             self._world = None
+        if self._moved is not None:
+            self._moved.restore()
+            self._moved = None
 
     def __enter__(self) -> Attachment:
         self.attach()
@@ -96,7 +101,23 @@ class Attachment:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is not None and self._moved is not None:
+            self._moved.record(error)
         self.detach()
+
+    def check_used(self) -> None:
+        """After the script: was there anything to train with EDiT?
+
+        Raises:
+            UsageError: the script never built a model through Megatron's training loop, so the
+                replicas would have trained apart, in silence.
+        """
+        if self._loop is not None and self._loop.engine is None:
+            raise UsageError(
+                "--use-edit",
+                "the script did not train through megatron.training.pretrain",
+                "use a script like pretrain_gpt.py, or drop --use-edit",
+            )
 
     def _attach_edit(self, placement: Placement) -> None:
         from megatron_edit.host import data
@@ -107,7 +128,7 @@ class Attachment:
         self._world.enter_environment(os.environ)
         if placement.replica > 0:
             file = log_dir / f"replica-{placement.replica}.log" if log_dir else None
-            move_output_to(file)
+            self._moved = move_output_to(file)
         events = EventLog(log_dir, placement)
         self._loop = TrainingLoop(self._config, self._world, events, self._device, self._patcher)
         self._loop.attach()
@@ -154,8 +175,13 @@ class Attachment:
         if placement is None:
             return
         arguments.separate_outputs(args, placement)
+        has_reruns = arguments.switch_reruns_off(args)
         if placement.global_rank == 0:
             _say_what_is_chosen(self._config, placement, args)
+            if has_reruns:
+                say("--rerun-mode disabled: one replica must not repeat a step by itself")
+        assert self._world is not None
+        agree_on_settings(self._world, self._config, args)
 
 
 def _say_what_is_chosen(config: EditConfig, placement: Placement, args: Namespace) -> None:
@@ -167,8 +193,3 @@ def _say_what_is_chosen(config: EditConfig, placement: Placement, args: Namespac
         f"{placement.ranks_per_replica} ranks, sync mode {mode} (--edit-sync-mode "
         f"{config.sync_mode})"
     )
-    if config.strategy != "ddp" and args.train_iters and args.train_iters <= config.warmup_steps:
-        say(
-            f"WARNING: --train-iters {args.train_iters} <= --edit-warmup-steps "
-            f"{config.warmup_steps}: training ends before the replicas part, EDiT never starts"
-        )

@@ -16,7 +16,14 @@ from torch import Tensor
 from megatron_edit.engine.groups import TIED_EMBEDDING, EngineGroups
 from megatron_edit.engine.host import Progress
 from megatron_edit.engine.state import OuterState
-from megatron_edit.engine.units import UnitPlan, UnitShard, forward_order, plan_units
+from megatron_edit.engine.units import (
+    EMBEDDING,
+    UnitPlan,
+    UnitShard,
+    forward_order,
+    plan_units,
+)
+from megatron_edit.errors import UsageError
 from megatron_edit.host.naming import named_units
 from megatron_edit.host.optimizer import (
     TIED_EXPERT_TP,
@@ -25,6 +32,7 @@ from megatron_edit.host.optimizer import (
     PlainOptimizer,
     ShardedOptimizer,
     fragments_of,
+    tie_of,
 )
 from megatron_edit.replica.collectives import Group, Transport, stand_alone_group
 from megatron_edit.replica.placement import Placement
@@ -45,6 +53,7 @@ def build_groups(world: ReplicaWorld, device: torch.device) -> EngineGroups:
     if parallel_state.is_rank_in_embedding_group(ignore_virtual=True) and embedding is not None:
         ties[TIED_EMBEDDING] = wrap(embedding, TIED_EMBEDDING)
     place = world.placement
+    world.after_all_replicas("groups")  # forming a group has a time-out, start-up has none
     sync = stand_alone_group(
         world.shared_store,
         place.replica,
@@ -89,6 +98,7 @@ class MegatronHost:
         self._placement = placement
         self._inner = list(getattr(optimizer, "chained_optimizers", [optimizer]))
         self.optimizers: list[ShardedOptimizer] = [_adopt(inner) for inner in self._inner]
+        self.has_tied_stages = False
         self.plan = self._plan(replica)
         self._samples = 0
 
@@ -102,7 +112,12 @@ class MegatronHost:
         ]
         self.unit_of = {parameter: unit for parameter, (_, unit) in named}
         stage_units = list(dict.fromkeys(unit for _, (_, unit) in named))
-        everywhere = {unit for units in replica.all_gather_objects(stage_units) for unit in units}
+        own_units = {unit for p, (_, unit) in named if not getattr(p, "shared", False)}
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        stages = replica.all_gather_objects((stage, stage_units, own_units))
+        everywhere = {unit for _, units, _ in stages for unit in units}
+        _check_one_stage_each(everywhere, {(place, frozenset(own)) for place, _, own in stages})
+        self.has_tied_stages = len({place for place, units, _ in stages if EMBEDDING in units}) > 1
         fragments = [
             fragment
             for optimizer in self.optimizers
@@ -145,6 +160,18 @@ class MegatronHost:
                         bucket_group.intra_distributed_optimizer_instance_size
                     )
                     yield shards[bucket_group.intra_distributed_optimizer_instance_rank]
+
+    def tied_gradients(self) -> Iterable[tuple[str, Tensor]]:
+        """Name of the tie and whole gradient of each copied parameter of a plain DDP.
+
+        Under the distributed optimizer the copies' shards lie alike in their buffers, and are
+        averaged to the same bits.
+        """
+        for parameter in self.unit_of:
+            chunk_is_plain = not self._model[0].ddp_config.use_distributed_optimizer
+            tie = tie_of(parameter)
+            if chunk_is_plain and tie is not None:
+                yield tie, parameter.main_grad.view(-1)
 
     def replicated_tensors(self) -> Iterable[Tensor]:
         """Frozen parameters and floating-point buffers: equal at the start, owned by nobody."""
@@ -194,15 +221,30 @@ class MegatronHost:
 
     def progress(self) -> Progress:
         """See `engine.host.Host`."""
+        # `curr_iteration` counts from 0; skipped iterations never come to a step.
+        left = range(self._args.curr_iteration + 2, self._args.train_iters + 1)
+        skipped = set(self._args.iterations_to_skip)
         return Progress(
             samples=self._samples,
             schedule_position=int(self._scheduler.num_steps),
-            is_last_step=self._args.curr_iteration + 1 >= self._args.train_iters,
+            is_last_step=all(iteration in skipped for iteration in left[: len(skipped) + 1]),
         )
 
     def advance_schedule(self, samples: int) -> None:
         """See `engine.host.Host`."""
         self._scheduler.step(increment=samples)
+
+
+def _check_one_stage_each(units: set[str], stages: set[tuple[int, frozenset[str]]]) -> None:
+    """A unit's norm is taken over the ranks of one pipeline stage; tied copies do not count."""
+    for unit in sorted(units):
+        homes = {stage for stage, own in stages if unit in own}
+        if len(homes) > 1:
+            raise UsageError(
+                f"unit {unit}",
+                f"its parameters lie on pipeline stages {sorted(homes)}, EDiT needs them on one",
+                "choose another pipeline layout",
+            )
 
 
 def _adopt(inner: Any) -> ShardedOptimizer:

@@ -43,6 +43,7 @@ def unit_of(name: str, parameter: torch.nn.Parameter, model: Any) -> str:
         f"model parameter {name}",
         "belongs to no sync unit that megatron_edit knows (embedding, layers, final, mtp)",
         "train a GPT model, or report this model as unsupported",
+        is_local=True,
     )
 
 

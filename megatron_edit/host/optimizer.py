@@ -74,6 +74,8 @@ class EditDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
 
     def main_shards(self) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
         """See `ShardedOptimizer`. Main shards are 1-D."""
+        if self.is_stub_optimizer:
+            return
         for models, mains in (
             (self.model_float16_groups, self.shard_fp32_from_float16_groups),
             (self.model_fp32_groups, self.shard_fp32_groups),
@@ -184,13 +186,13 @@ def fragments_of(
                 and not getattr(parameter, "shared", False)
                 and optimizer.is_first_holder(parameter)
             ),
-            tie=_tie_of(parameter),
+            tie=tie_of(parameter),
             source=main,
             target=optimizer.target_of(parameter, main),
         )
 
 
-def _tie_of(parameter: torch.nn.Parameter) -> str | None:
+def tie_of(parameter: torch.nn.Parameter) -> str | None:
     """The group over which this parameter has copies that must stay equal, if any."""
     if getattr(parameter, "shared_embedding", False):
         return TIED_EMBEDDING

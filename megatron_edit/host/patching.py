@@ -7,7 +7,7 @@ it back, newest first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,11 +56,19 @@ class Patcher:
             raise missing_symbol(self.host, owner, name)
         self.add(owner, name, around(getattr(owner, name)))
 
+    def set_default(self, environment: MutableMapping[str, str], name: str, value: str) -> None:
+        """Set an environment variable that is not set yet."""
+        if name not in environment:
+            environment[name] = value
+            self._undo.append(_Replaced(environment, name, _ABSENT))
+
     def undo(self) -> None:
         """Put every original back, newest first. Idempotent."""
         while self._undo:
             entry = self._undo.pop()
-            if entry.original is _ABSENT:
+            if isinstance(entry.owner, MutableMapping):
+                entry.owner.pop(entry.name, None)
+            elif entry.original is _ABSENT:
                 delattr(entry.owner, entry.name)
             else:
                 setattr(entry.owner, entry.name, entry.original)

@@ -14,9 +14,8 @@
 from __future__ import annotations
 
 import inspect
-import math
-import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -27,10 +26,12 @@ from megatron_edit.config import EditConfig
 from megatron_edit.engine.decisions import Penalty
 from megatron_edit.engine.engine import EditEngine
 from megatron_edit.engine.flight import OuterRule
+from megatron_edit.engine.groups import TIED_EMBEDDING
 from megatron_edit.engine.settings import EngineSettings
 from megatron_edit.host.arguments import resolve_sync_mode
 from megatron_edit.host.describe import describe
 from megatron_edit.host.model import MegatronHost, build_groups
+from megatron_edit.host.observe import Observer
 from megatron_edit.host.overlap import land_before_gathers
 from megatron_edit.host.patching import Patcher
 from megatron_edit.method.schedule import StepSchedule
@@ -38,9 +39,6 @@ from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.replica.world import ReplicaWorld
 from megatron_edit.report.console import say
 from megatron_edit.report.events import EventLog
-from megatron_edit.report.records import Iteration
-
-_LOSS = "lm loss"
 
 
 class TrainingLoop:
@@ -67,7 +65,7 @@ class TrainingLoop:
         self._events = events
         self._device = device
         self._patcher = patcher
-        self._step_began = time.monotonic()
+        self._observer = Observer(events)
         self.engine: EditEngine | None = None
         self.host: MegatronHost | None = None
 
@@ -82,9 +80,9 @@ class TrainingLoop:
         for name, around in (
             ("setup_model_and_optimizer", self._around_setup),
             ("train", self._around_train),
-            ("training_log", self._around_log),
-            ("evaluate", self._around_evaluate),
-            ("evaluate_and_print_results", self._around_evaluation_report),
+            ("training_log", self._observer.around_log),
+            ("evaluate", self._observer.around_evaluate),
+            ("evaluate_and_print_results", self._observer.around_evaluation_report),
         ):
             self._patcher.wrap(training, name, around)
 
@@ -97,11 +95,14 @@ class TrainingLoop:
     # ---- wrapped calls
 
     def _around_pretrain(self, pretrain: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(pretrain)
+
         @wraps(pretrain)
         def with_store(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("store") is None:
-                kwargs["store"] = self._world.replica_store
-            return pretrain(*args, **kwargs)
+            given = signature.bind(*args, **kwargs)
+            if given.arguments.get("store") is None:
+                given.arguments["store"] = self._world.replica_store
+            return pretrain(*given.args, **given.kwargs)
 
         return with_store
 
@@ -119,51 +120,14 @@ class TrainingLoop:
         def to_the_end(*args: Any, **kwargs: Any) -> Any:
             try:
                 result = train(*args, **kwargs)
-            except SystemExit:  # --exit-interval ends like this, on all replicas alike
-                self._finish()
+            except SystemExit as stop:
+                if not stop.code:  # --exit-interval: all replicas come here, at the same step
+                    self._finish()
                 raise
             self._finish()
             return result
 
         return to_the_end
-
-    def _around_log(self, training_log: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(training_log)
-
-        @wraps(training_log)
-        def with_events(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            self._on_iteration(
-                given["loss_dict"],
-                given["iteration"],
-                given["learning_rate"],
-                given["grad_norm"],
-            )
-            return training_log(*args, **kwargs)
-
-        return with_events
-
-    def _around_evaluate(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(evaluate)
-        def over_replicas(*args: Any, **kwargs: Any) -> Any:
-            losses, *rest = evaluate(*args, **kwargs)
-            if losses and self.engine is not None:
-                self._average(losses)
-            return (losses, *rest)
-
-        return over_replicas
-
-    def _around_evaluation_report(self, report: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(report)
-
-        @wraps(report)
-        def labelled(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs)
-            if self.engine is not None and self.engine.is_mid_round:
-                given.arguments["prefix"] += " (mid-round, mean over the replicas)"
-            return report(*given.args, **given.kwargs)
-
-        return labelled
 
     # ---- what they lead to
 
@@ -178,16 +142,32 @@ class TrainingLoop:
         self.host = MegatronHost(
             args, model, optimizer, scheduler, groups.replica, self._world.placement
         )
+        if not self.host.has_tied_stages:
+            kept = {name: tie for name, tie in groups.ties.items() if name != TIED_EMBEDDING}
+            groups = replace(groups, ties=kept)
+        self._warn_of_endless_warmup(args)
         mode = resolve_sync_mode(self._config, args)
         self._events.write_run(describe(self._config, self._world.placement, self._device, mode))
         self.engine = EditEngine(
             _settings(self._config, mode), self.host, groups, self._world, self._events
         )
+        self._observer.engine, self._observer.host = self.engine, self.host
         if mode == "overlap":
             self._hook_gathers(model)
         self._hook_step(optimizer)
         self._hook_gradients(get_model_config(model[0]))
         self.engine.start()
+
+    def _warn_of_endless_warmup(self, args: Any) -> None:
+        config = self._config
+        is_endless = STRATEGIES[config.strategy].endless_warmup
+        is_first = self._world.placement.global_rank == 0
+        if is_first and not is_endless and args.train_iters <= config.warmup_steps:
+            say(
+                f"WARNING: {args.train_iters} iterations (--train-iters, --train-samples) <= "
+                f"--edit-warmup-steps {config.warmup_steps}: training ends before the replicas "
+                "part, EDiT never starts"
+            )
 
     def _hook_step(self, optimizer: Any) -> None:
         """Override `step` and `zero_grad` on the instance that Megatron's loop calls."""
@@ -210,7 +190,7 @@ class TrainingLoop:
         def around_zero(zero_grad: Callable[..., None]) -> Callable[..., None]:
             @wraps(zero_grad)
             def stamped(*args: Any, **kwargs: Any) -> None:
-                self._step_began = time.monotonic()  # the first call of Megatron's train_step
+                self._observer.begin_step()  # the first call of Megatron's train_step
                 zero_grad(*args, **kwargs)
 
             return stamped
@@ -240,37 +220,6 @@ class TrainingLoop:
             self.engine.average_gradients(num_tokens)
 
         self._patcher.replace(model_config, "finalize_model_grads_func", averaging)
-
-    def _on_iteration(
-        self, losses: dict[str, Any], iteration: int, lr: float | None, grad_norm: Any
-    ) -> None:
-        from megatron.training import get_args
-
-        assert self.engine is not None and self.host is not None
-        if self.engine.was_warmup_step and losses:
-            self._average(losses)  # what Megatron logs, too, is then of the whole job
-        loss = float(losses[_LOSS]) if _LOSS in losses else math.nan
-        self.engine.record_loss(loss)
-        samples = self.host.samples_per_step
-        self._events.on_iteration(
-            Iteration(
-                iteration=iteration,
-                loss=loss,
-                grad_norm=None if grad_norm is None else float(grad_norm),
-                lr=lr,
-                samples=samples,
-                tokens=samples * get_args().seq_length,
-                seconds=round(time.monotonic() - self._step_began, 6),
-            )
-        )
-
-    def _average(self, losses: dict[str, Tensor]) -> None:
-        """Replace each evaluation loss by its mean over the replicas, in place."""
-        assert self.engine is not None
-        values = torch.stack([loss.detach().double().reshape(()) for loss in losses.values()])
-        means = self.engine.groups.sync.all_gather(values).mean(dim=0)
-        for name, mean in zip(losses, means, strict=True):
-            losses[name] = mean.to(losses[name].dtype)
 
     def _finish(self) -> None:
         if self.engine is not None:

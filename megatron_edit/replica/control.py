@@ -5,6 +5,7 @@ Every decision across replicas is taken from the gathered records and from nothi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from megatron_edit.errors import SyncProtocolError
 
-_HEADER = ("round", "step", "inner_steps", "samples", "schedule_position")
+_HEADER = ("round", "step", "inner_steps", "samples", "schedule_position", "num_losses")
 
 
 @dataclass(frozen=True)
@@ -38,18 +39,34 @@ class ControlRecord:
     losses: Sequence[float]
     norms: Sequence[float]
 
-    def pack(self) -> Tensor:
-        """As float64 [5 + losses + units]; whole numbers are exact up to 2^53."""
+    @property
+    def num_losses(self) -> int:
+        """How many losses there are."""
+        return len(self.losses)
+
+    def pack(self, capacity: int) -> Tensor:
+        """As float64 [6 + capacity + units]; whole numbers are exact up to 2^53.
+
+        Args:
+            capacity: room for losses, the same for all records of a run.
+        """
         header = [float(getattr(self, name)) for name in _HEADER]
-        return torch.tensor([*header, *self.losses, *self.norms], dtype=torch.float64)
+        padding = [math.nan] * (capacity - self.num_losses)
+        return torch.tensor([*header, *self.losses, *padding, *self.norms], dtype=torch.float64)
 
     @classmethod
-    def unpack(cls, row: Tensor, num_losses: int) -> ControlRecord:
+    def unpack(cls, row: Tensor, capacity: int) -> ControlRecord:
         """Inverse of `pack`."""
         values = row.tolist()
-        split = len(_HEADER) + num_losses
         header = {name: int(value) for name, value in zip(_HEADER, values, strict=False)}
-        return cls(**header, losses=values[len(_HEADER) : split], norms=values[split:])
+        first, norms = len(_HEADER), len(_HEADER) + capacity
+        losses = values[first : first + header.pop("num_losses")]
+        return cls(**header, losses=losses, norms=values[norms:])
+
+
+def record_bytes(capacity: int, num_units: int) -> int:
+    """Size of a packed record."""
+    return 8 * (len(_HEADER) + capacity + num_units)
 
 
 def check_same_meeting(records: Sequence[ControlRecord]) -> None:

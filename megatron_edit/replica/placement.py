@@ -51,6 +51,13 @@ def place(config: EditConfig, env: Mapping[str, str]) -> Placement:
     Raises:
         UsageError: N is unknown, or does not divide the world.
     """
+    if "RANK" not in env and _whole(env, "SLURM_NTASKS", 1) > 1 and "SLURM_PROCID" in env:
+        raise UsageError(
+            "environment RANK, WORLD_SIZE (not set)",
+            "srun alone does not set what Megatron reads",
+            "export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID "
+            "MASTER_ADDR=... MASTER_PORT=... in each task, or launch with torchrun",
+        )
     rank, world = _whole(env, "RANK", 0), _whole(env, "WORLD_SIZE", 1)
     num_replicas = config.num_replicas or _number_of_nodes(env, world)
     if num_replicas is None:

@@ -21,6 +21,8 @@ from megatron_edit.replica.placement import Placement
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 JOIN_TIMEOUT = timedelta(minutes=10)
+# Building the index of a large data set, or compiling, may take a replica hours.
+SETUP_TIMEOUT = timedelta(hours=6)
 
 
 @dataclass
@@ -46,12 +48,15 @@ class ReplicaWorld:
             self.shared_store.set(f"{event}/{self.placement.replica}", "1")
 
     def absent(self, event: str) -> list[int]:
-        """Replicas that have not announced `event`."""
-        return [
-            replica
-            for replica in range(self.placement.num_replicas)
-            if not self.shared_store.check([f"{event}/{replica}"])
-        ]
+        """Replicas that have not announced `event`; none where the store is gone, too."""
+        try:
+            return [
+                replica
+                for replica in range(self.placement.num_replicas)
+                if not self.shared_store.check([f"{event}/{replica}"])
+            ]
+        except RuntimeError:  # it went down with its host
+            return []
 
     def after_first_replica(self, event: str) -> None:
         """Wait until replica 0 has announced `event`. Returns at once on replica 0.
@@ -59,14 +64,32 @@ class ReplicaWorld:
         For work on shared files: replica 0 does it, the others then find it done.
 
         Raises:
-            ReplicaLostError: replica 0 did not announce it within the time-out.
+            ReplicaLostError: replica 0 did not announce it.
         """
-        if self.placement.replica == 0:
-            return
+        if self.placement.replica > 0:
+            self.wait_for(f"{event}/0", SETUP_TIMEOUT)
+
+    def after_all_replicas(self, event: str) -> None:
+        """Announce `event` and wait until all replicas have."""
+        self.announce(event)
+        for replica in range(self.placement.num_replicas):
+            self.wait_for(f"{event}/{replica}", SETUP_TIMEOUT)
+
+    def wait_for(self, key: str, timeout: timedelta) -> None:
+        """Wait until somebody has set a key of the shared store.
+
+        Raises:
+            ReplicaLostError: nobody did within `timeout`, or the store is gone.
+        """
         try:
-            self.shared_store.wait([f"{event}/0"], self.timeout)
+            self.shared_store.wait([key], timeout)
         except RuntimeError as error:
-            raise ReplicaLostError(f"replica 0 did not finish {event}: {error}") from error
+            raise ReplicaLostError(f"nobody announced {key}: {error}") from error
+
+    def forget(self, event: str) -> None:
+        """Take back what this replica announced, once nobody asks for it any more."""
+        if self.placement.rank == 0:
+            self.shared_store.delete_key(f"{event}/{self.placement.replica}")
 
     def enter_environment(self, env: MutableMapping[str, str]) -> None:
         """Make `RANK` and `WORLD_SIZE` those of the replica; `leave_environment` undoes it."""
@@ -139,4 +162,5 @@ def _rendezvous_store(config: EditConfig, placement: Placement) -> dist.Store:
             f"replica {placement.replica} on {socket.gethostname()} could not {action} "
             f"({str(error).splitlines()[0]})",
             "check the address, that the port is free and open, and that replica 0 was started",
+            is_local=True,
         ) from error

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 PREFIX = "[edit]"
 
@@ -23,31 +23,47 @@ def warn(text: str) -> None:
     sys.stderr.flush()
 
 
-def move_output_to(path: Path | None) -> None:
+@dataclass
+class MovedOutput:
+    """Where standard output and errors were before they were moved.
+
+    Attributes:
+        saved: copies of the moved file descriptors, by number.
+    """
+
+    saved: dict[int, int]
+
+    def record(self, error: BaseException) -> None:
+        """Write an error to where the output went; the console will hear of it, too."""
+        if not isinstance(error, SystemExit):
+            traceback.print_exception(error, file=sys.stderr)
+
+    def restore(self) -> None:
+        """Give the process its console back. Idempotent."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, copy in self.saved.items():
+            os.dup2(copy, number)
+            os.close(copy)
+        self.saved.clear()
+
+
+def move_output_to(path: Path | None) -> MovedOutput:
     """Send this process's standard output, and its errors where there is a file, to `path`.
 
     It works on file descriptors, so that libraries in C are moved too. Without a file only the
-    output is dropped: errors must stay visible somewhere. An uncaught exception is always shown
-    on the console that the process was started with, too.
+    output is dropped: errors must stay visible somewhere.
 
     Args:
         path: file to append to, shared by the ranks of one replica; None drops the output.
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    target = os.open(
-        path or os.devnull, os.O_WRONLY | os.O_APPEND | (os.O_CREAT if path else 0), 0o644
-    )
-    os.dup2(target, 1)
-    if path is not None:
-        console = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8")
-        os.dup2(target, 2)
-
-        def show_twice(
-            kind: type[BaseException], error: BaseException, trace: TracebackType | None
-        ) -> None:
-            for stream in (sys.stderr, console):
-                traceback.print_exception(kind, error, trace, file=stream)
-
-        sys.excepthook = show_twice
+    flags = os.O_WRONLY | os.O_APPEND | (os.O_CREAT if path else 0)
+    target = os.open(path or os.devnull, flags, 0o644)
+    numbers = (1,) if path is None else (1, 2)
+    moved = MovedOutput({number: os.dup(number) for number in numbers})
+    for number in numbers:
+        os.dup2(target, number)
     os.close(target)
+    return moved

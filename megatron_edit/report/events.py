@@ -152,5 +152,6 @@ def prepare_log_dir(path: str | None) -> Path | None:
             f"--edit-log-dir {path}",
             f"must be a folder that can be written to ({error.strerror})",
             "give another folder, or mend its permissions",
+            is_local=True,
         ) from error
     return folder

@@ -72,6 +72,9 @@ class ToyHost:
     def gradient_shards(self) -> Iterable[Tensor]:
         return []
 
+    def tied_gradients(self) -> Iterable[tuple[str, Tensor]]:
+        return []
+
     def replicated_tensors(self) -> Sequence[Tensor]:
         return []
 

@@ -254,3 +254,104 @@ def hurry() -> None:
     from megatron_edit import __main__ as launcher
 
     launcher.GRACE_SECONDS = 0.2
+
+
+def record_embeddings() -> None:
+    """Write a digest of the word embedding after every step, on the stages that hold a copy."""
+    import megatron.training.training as training
+
+    rank = os.environ["RANK"]
+    setup = training.setup_model_and_optimizer
+
+    @wraps(setup)
+    def spied(*args: Any, **kwargs: Any) -> Any:
+        from megatron_edit.engine.engine import EditEngine
+
+        model, optimizer, scheduler = setup(*args, **kwargs)
+        after_step = EditEngine.after_step
+
+        def noted(self: EditEngine) -> None:
+            after_step(self)
+            self.host.gather_parameters()
+            tied = [p for p in model[0].parameters() if getattr(p, "shared_embedding", False)]
+            bits = tied[0].detach().float().contiguous().numpy().tobytes()
+            with (out_dir() / f"embedding-{rank}").open("a") as file:
+                file.write(hashlib.sha256(bits).hexdigest() + f" {self.groups.sync.size}\n")
+
+        EditEngine.after_step = noted  # type: ignore[method-assign]
+        return model, optimizer, scheduler
+
+    training.setup_model_and_optimizer = spied
+
+
+def train_with_own_flags(argvs: list[list[str]]) -> None:
+    """Every rank is a launch that was given its own command line."""
+    from megatron_edit import __main__ as launcher
+    from tests.harness.launch import REPOSITORY
+
+    hurry()
+    argv = argvs[int(os.environ["RANK"])]
+    code = launcher.main([str(REPOSITORY / "scripts/pretrain_gpt.py"), *argv])
+    raise SystemExit(code)
+
+
+def start_from_seeded_weights() -> None:
+    """Give the model weights that depend on each parameter's name and place alone.
+
+    Megatron's own initial weights depend on the layout: on the TP rank, on the pipeline stage.
+    """
+    import megatron.training.training as training
+
+    setup = training.setup_model_and_optimizer
+
+    @wraps(setup)
+    def spied(*args: Any, **kwargs: Any) -> Any:
+        model, optimizer, scheduler = setup(*args, **kwargs)
+        with torch.no_grad():
+            for chunk in model:
+                _seed_chunk(getattr(chunk, "module", chunk))
+        optimizer.reload_model_params()
+        return model, optimizer, scheduler
+
+    training.setup_model_and_optimizer = spied
+
+
+def _seed_chunk(module: Any) -> None:
+    from megatron.core import parallel_state
+
+    model = getattr(module, "module", module)
+    tp, size = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+    for name, parameter in model.named_parameters():
+        whole = list(parameter.shape)
+        is_split = getattr(parameter, "tensor_model_parallel", False)
+        dim = getattr(parameter, "partition_dim", 0)
+        if is_split:
+            whole[dim] *= size
+        values = _values_of(_global_name(name, parameter, model), whole)
+        parameter.copy_(values.chunk(size, dim=dim)[tp] if is_split else values)
+
+
+def _global_name(name: str, parameter: Any, model: Any) -> str:
+    """The parameter's name with its layer's and expert's number over all ranks."""
+    from megatron.core import parallel_state
+
+    if getattr(parameter, "shared_embedding", False):
+        return "embedding.word_embeddings.weight"
+    parts = name.split(".")
+    if parts[:2] == ["decoder", "layers"]:
+        parts[2] = str(model.decoder.layers[int(parts[2])].layer_number)
+    if "local_experts" in parts:
+        place = parts.index("local_experts") + 1
+        experts = len(model.decoder.layers[0].mlp.experts.local_experts)
+        first = parallel_state.get_expert_model_parallel_rank() * experts
+        parts[place] = str(int(parts[place]) + first)
+    return ".".join(parts)
+
+
+def _values_of(name: str, shape: list[int]) -> torch.Tensor:
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.05
+    return values + 1.0 if "norm" in name and name.endswith("weight") else values

@@ -16,7 +16,7 @@ from megatron_edit.errors import HostVersionError, SyncProtocolError
 from megatron_edit.host.patching import Patcher
 from megatron_edit.method.schedule import StepSchedule
 from megatron_edit.replica.collectives import all_reduce_payload
-from megatron_edit.replica.control import ControlRecord, check_same_meeting
+from megatron_edit.replica.control import ControlRecord, check_same_meeting, record_bytes
 
 
 @given(st.integers(0, 20), st.integers(1, 9))
@@ -60,7 +60,8 @@ def test_digests_see_order_and_cuts_do_not_matter() -> None:
 def test_control_records_survive_the_wire() -> None:
     """Whole numbers and losses come back exactly, NaN too."""
     record = ControlRecord(3, 2**40, 128, 10**12, 7, (1.5, float("nan")), (0.25, float("inf")))
-    again = ControlRecord.unpack(record.pack(), 2)
+    again = ControlRecord.unpack(record.pack(5), 5)
+    assert record.pack(5).nbytes == record_bytes(5, 2)
     assert str(again) == str(
         ControlRecord(3, 2**40, 128, 10**12, 7, [1.5, float("nan")], [0.25, float("inf")])
     )

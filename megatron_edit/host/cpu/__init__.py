@@ -56,7 +56,7 @@ def enable_cpu_backend(patcher: Patcher) -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # torch is imported: for this process the variable comes late
     for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+        patcher.set_default(os.environ, name, value)
     # torch's compiler sorts torch's functions by identity when it is first imported, which the
     # first optimizer does: let it see the originals.
     importlib.import_module("torch._dynamo")

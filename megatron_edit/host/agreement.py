@@ -1,0 +1,83 @@
+"""Do all replicas train with the same settings? Compared through the store, before training."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from argparse import Namespace
+from typing import Any
+
+from megatron_edit.config import EditConfig, flag
+from megatron_edit.errors import UsageError
+from megatron_edit.replica.world import JOIN_TIMEOUT, ReplicaWorld
+
+_OURS_APART = ("replica_id", "rendezvous", "log_dir", "device")
+# Parts of the names of Megatron's arguments that may differ from host to host or are outputs.
+_HOST_WORDS = ("path", "dir", "rank", "save", "load", "log", "wandb", "tensorboard", "port",
+               "num_workers", "filename", "cache", "file", "edit_")  # fmt: skip
+
+
+def agree_on_settings(world: ReplicaWorld, config: EditConfig, args: Namespace) -> None:
+    """Compare this replica's settings with replica 0's; all replicas learn of a difference.
+
+    Blocks: until every replica has said what it found.
+
+    Raises:
+        UsageError: a setting differs; on every rank of every replica.
+    """
+    place = world.placement
+    if place.num_replicas == 1:
+        return
+    mine = _comparable(config, args) | {"ranks per replica": place.ranks_per_replica}
+    if place.global_rank == 0:
+        world.shared_store.set("settings", json.dumps(mine))
+    world.wait_for("settings", JOIN_TIMEOUT)
+    first = json.loads(world.shared_store.get("settings"))
+    if place.rank == 0:
+        world.shared_store.set(f"agreed/{place.replica}", json.dumps(_difference(first, mine)))
+    found = []
+    for replica in range(place.num_replicas):
+        world.wait_for(f"agreed/{replica}", JOIN_TIMEOUT)
+        found.append(json.loads(world.shared_store.get(f"agreed/{replica}")))
+    _let_all_read(world)
+    for replica, difference in enumerate(found):
+        if difference is not None:
+            name, theirs, other = difference
+            raise UsageError(
+                f"{name} {other} on replica {replica}",
+                f"must be as on replica 0, which has {theirs}",
+                "start all replicas with the same flags",
+            )
+
+
+def _let_all_read(world: ReplicaWorld) -> None:
+    """Rank 0 may host the store: it must not leave before everybody has read the findings."""
+    place = world.placement
+    everybody = place.num_replicas * place.ranks_per_replica
+    if world.shared_store.add("findings read", 1) == everybody:
+        world.shared_store.set("findings read by all", "1")
+    if place.global_rank == 0:
+        world.wait_for("findings read by all", JOIN_TIMEOUT)
+
+
+def _comparable(config: EditConfig, args: Namespace) -> dict[str, Any]:
+    ours = {
+        flag(name): value
+        for name, value in dataclasses.asdict(config).items()
+        if name not in _OURS_APART
+    }
+    theirs = {
+        "--" + name.replace("_", "-"): value
+        for name, value in vars(args).items()
+        if isinstance(value, int | float | str | None)
+        and not any(word in name for word in _HOST_WORDS)
+    }
+    return json.loads(json.dumps(ours | theirs))  # type: ignore[no-any-return]
+
+
+def _difference(first: dict[str, Any], mine: dict[str, Any]) -> tuple[str, Any, Any] | None:
+    for name in sorted(first.keys() | mine.keys()):
+        theirs, value = first.get(name), mine.get(name)
+        if theirs != value and not (theirs != theirs and value != value):  # NaN equals itself here
+            return name, theirs, value
+    return None

@@ -1,0 +1,115 @@
+"""What Megatron logs and evaluates, seen over all replicas and written to the event files."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import time
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_edit.engine.engine import EditEngine
+from megatron_edit.host.model import MegatronHost
+from megatron_edit.report.events import EventLog
+from megatron_edit.report.records import Iteration
+
+_LOSS = "lm loss"
+
+
+class Observer:
+    """Wraps Megatron's calls that log and evaluate.
+
+    Args:
+        events: where iterations go.
+
+    Attributes:
+        engine: None until the model is built.
+        host: None until the model is built.
+    """
+
+    def __init__(self, events: EventLog) -> None:
+        self._events = events
+        self._step_began = time.monotonic()
+        self.engine: EditEngine | None = None
+        self.host: MegatronHost | None = None
+
+    def begin_step(self) -> None:
+        """A step begins now."""
+        self._step_began = time.monotonic()
+
+    def around_log(self, training_log: Callable[..., Any]) -> Callable[..., Any]:
+        """Megatron's log call: event files, and the loss for the next meeting."""
+        signature = inspect.signature(training_log)
+
+        @wraps(training_log)
+        def with_events(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            self._on_iteration(
+                given["loss_dict"],
+                given["iteration"],
+                given["learning_rate"],
+                given["grad_norm"],
+            )
+            return training_log(*args, **kwargs)
+
+        return with_events
+
+    def around_evaluate(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
+        """Megatron's evaluation: its losses become means over the replicas."""
+
+        @wraps(evaluate)
+        def over_replicas(*args: Any, **kwargs: Any) -> Any:
+            losses, *rest = evaluate(*args, **kwargs)
+            if losses and self.engine is not None:
+                self._average(losses)
+            return (losses, *rest)
+
+        return over_replicas
+
+    def around_evaluation_report(self, report: Callable[..., Any]) -> Callable[..., Any]:
+        """Megatron's report of it: a result of replicas that have parted is labelled."""
+        signature = inspect.signature(report)
+
+        @wraps(report)
+        def labelled(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs)
+            if self.engine is not None and self.engine.is_mid_round:
+                given.arguments["prefix"] += " (mid-round, mean over the replicas)"
+            return report(*given.args, **given.kwargs)
+
+        return labelled
+
+    def _on_iteration(
+        self, losses: dict[str, Any], iteration: int, lr: float | None, grad_norm: Any
+    ) -> None:
+        from megatron.training import get_args
+
+        assert self.engine is not None and self.host is not None
+        if self.engine.was_warmup_step and losses:
+            self._average(losses)  # what Megatron logs, too, is then of the whole job
+        loss = float(losses[_LOSS]) if _LOSS in losses else math.nan
+        self.engine.record_loss(loss)
+        samples = self.host.samples_per_step
+        self._events.on_iteration(
+            Iteration(
+                iteration=iteration,
+                loss=loss,
+                grad_norm=None if grad_norm is None else float(grad_norm),
+                lr=lr,
+                samples=samples,
+                tokens=samples * get_args().seq_length,
+                seconds=round(time.monotonic() - self._step_began, 6),
+            )
+        )
+
+    def _average(self, losses: dict[str, Tensor]) -> None:
+        """Replace each evaluation loss by its mean over the replicas, in place."""
+        assert self.engine is not None
+        values = torch.stack([loss.detach().double().reshape(()) for loss in losses.values()])
+        means = self.engine.groups.sync.all_gather(values).mean(dim=0)
+        for name, mean in zip(losses, means, strict=True):
+            losses[name] = mean.to(losses[name].dtype)
