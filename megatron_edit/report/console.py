@@ -8,6 +8,8 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_edit.errors import EditError
+
 PREFIX = "[edit]"
 
 
@@ -35,7 +37,11 @@ class MovedOutput:
 
     def record(self, error: BaseException) -> None:
         """Write an error to where the output went; the console will hear of it, too."""
-        if not isinstance(error, SystemExit):
+        if 2 not in self.saved or isinstance(error, SystemExit):
+            return
+        if isinstance(error, EditError):
+            warn(str(error))
+        else:
             traceback.print_exception(error, file=sys.stderr)
 
     def restore(self) -> None:
