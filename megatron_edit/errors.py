@@ -49,11 +49,16 @@ class ReplicaLostError(EditError):
     """A replica did not come to a meeting in time, or died in it."""
 
     exit_code = 4
+    is_placed = False
 
     def in_sync(self, lost: list[int], round: int, step: int) -> ReplicaLostError:
         """The same error with the replicas that did not come, the round and the step."""
+        if self.is_placed:
+            return self
         who = f"replica {', '.join(map(str, lost))} did not come to" if lost else "broke off in"
-        return ReplicaLostError(f"{who} the sync of round {round} (step {step}): {self}")
+        error = ReplicaLostError(f"{who} the sync of round {round} (step {step}): {self}")
+        error.is_placed = True
+        return error
 
 
 class SyncProtocolError(EditError):

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -17,8 +19,8 @@ from torch import Tensor
 
 from megatron_edit.engine import drift
 from megatron_edit.engine.accounting import gather_unit_numels, over_stages, wire_bytes
-from megatron_edit.engine.decisions import Decision, decide
-from megatron_edit.engine.equal import copy_first_replica
+from megatron_edit.engine.decisions import decide
+from megatron_edit.engine.equal import copy_first_replica, heal_moments
 from megatron_edit.engine.flight import sum_in_rank_order
 from megatron_edit.engine.groups import EngineGroups
 from megatron_edit.engine.host import Host
@@ -122,14 +124,14 @@ class EditEngine:
 
     def before_step(self) -> None:
         """Close the last sync: nothing may land after the inner optimizer has moved on."""
-        with torch.no_grad():
+        with torch.no_grad(), self._blaming():
             self._settle()
 
     def after_step(self) -> None:
         """Count an attempted step, whether it was applied or skipped, and do what is due."""
         is_sync = self.is_sync_due
         self.step += 1
-        with torch.no_grad():
+        with torch.no_grad(), self._blaming():
             if is_sync:
                 self._sync()
             elif self.settings.schedule.is_switch(self.step):
@@ -140,7 +142,7 @@ class EditEngine:
         if (run := self._run) is None or run.num_landed >= num_shards:
             return
         began = time.monotonic()
-        with torch.no_grad():
+        with torch.no_grad(), self._blaming():
             while run.num_landed < num_shards:
                 self._land_next(run)
         run.exposed += time.monotonic() - began
@@ -158,10 +160,10 @@ class EditEngine:
 
     def finish(self) -> None:
         """Land and report what is left, losses too. All replicas must come."""
-        with torch.no_grad():
+        with torch.no_grad(), self._blaming():
             self._settle()
-        blank = [math.nan] * len(self.host.plan.names)
-        self._meetings.hold(round=self.round, step=self.step, inner_steps=0, norms=blank)
+            blank = [math.nan] * len(self.host.plan.names)
+            self._meetings.hold(round=self.round, step=self.step, inner_steps=0, norms=blank)
 
     # ---- phases
 
@@ -187,10 +189,7 @@ class EditEngine:
         self.world.announce(f"sync/{self.round}")
         if self.round > 2:  # all have left that sync: they have come to the one after it
             self.world.forget(f"sync/{self.round - 2}")
-        try:
-            run = self._run = self._meet_and_decide(self.state)
-        except ReplicaLostError as error:
-            raise self._blame(error) from error
+        run = self._run = self._meet_and_decide(self.state)
         is_later = self.settings.overlap and self.host.lands_in_forward
         if is_later:
             run.prefetch()
@@ -214,7 +213,7 @@ class EditEngine:
         met = time.monotonic()
         table = torch.tensor([record.norms for record in records], dtype=torch.float64)
         decision, self.detectors = decide(table, self.detectors, self.settings.penalty)
-        self._heal_moments(decision)
+        heal_moments(self.host, decision, self.groups.sync.rank, self.reporter)
         return SyncRun(
             round=self.round,
             step=self.step,
@@ -230,10 +229,7 @@ class EditEngine:
         )
 
     def _land_next(self, run: SyncRun) -> None:
-        try:
-            shard = run.land_next()
-        except ReplicaLostError as error:
-            raise self._blame(error) from error
+        shard = run.land_next()
         shard.publish()
         if run.round % self.settings.digest_interval == 0:
             run.digests[shard.index] = drift.shard_digest(shard)
@@ -272,20 +268,6 @@ class EditEngine:
             digest=digest,
         )
 
-    # ---- parts of a sync
-
-    def _heal_moments(self, decision: Decision) -> None:
-        """Where this replica was left out as not finite, zero what is not finite in its Adam."""
-        norms = decision.norms[self.groups.sync.rank]
-        for shard in self.host.plan.shards:
-            if math.isfinite(float(norms[shard.index])):
-                continue
-            zeroed = self.host.zero_nonfinite_moments(shard)
-            self.reporter.on_local_message(
-                f"round {self.round}: unit {shard.name} was not finite; zeroed {zeroed} moments "
-                f"of the inner optimizer on this rank"
-            )
-
     # ---- time-outs
 
     def _follow_rounds(self) -> None:
@@ -295,5 +277,14 @@ class EditEngine:
         if not self.settings.fixed_timeout:
             self.groups.sync.timeout = timedelta(seconds=max(MIN_TIMEOUT_SECONDS, 4 * length))
 
-    def _blame(self, error: ReplicaLostError) -> ReplicaLostError:
-        return error.in_sync(self.world.absent(f"sync/{self.round}"), self.round, self.step)
+    @contextmanager
+    def _blaming(self) -> Iterator[None]:
+        """Tell who was lost, and in which sync."""
+        try:
+            yield
+        except ReplicaLostError as error:
+            absent = self.world.absent(f"sync/{self.round}")
+            raise error.in_sync(absent, self.round, self.step) from error
+        except Exception as error:
+            error.add_note(f"in round {self.round} of EDiT, after step {self.step}")
+            raise

@@ -1,11 +1,15 @@
-"""Making the replicas equal: at the start, and where warm-up ended with other bits (method 2)."""
+"""Making replicas sound and equal: at the start, after warm-up, after numbers that broke."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 
+from megatron_edit.engine.decisions import Decision
 from megatron_edit.engine.groups import EngineGroups
 from megatron_edit.engine.host import Host
+from megatron_edit.engine.report import Reporter
 
 
 def copy_first_replica(host: Host, groups: EngineGroups) -> float:
@@ -34,3 +38,18 @@ def copy_first_replica(host: Host, groups: EngineGroups) -> float:
     host.gather_parameters()
     everywhere = groups.sync.all_gather(groups.replica.all_gather(largest).max())
     return float(everywhere.max())
+
+
+def heal_moments(host: Host, decision: Decision, replica: int, reporter: Reporter) -> None:
+    """Where this replica was left out as not finite, zero what is not finite in its Adam.
+
+    Its parameters become finite with the new anchor; without this the next inner step would break
+    them again (method 3.2).
+    """
+    for shard in host.plan.shards:
+        if math.isfinite(float(decision.norms[replica, shard.index])):
+            continue
+        zeroed = host.zero_nonfinite_moments(shard)
+        reporter.on_local_message(
+            f"unit {shard.name} was not finite; zeroed {zeroed} moments of the inner optimizer here"
+        )

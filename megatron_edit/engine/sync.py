@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -74,19 +75,17 @@ class SyncRun:
         """Bring as many units in flight as the depth allows. Waits for nothing."""
         while self._started < len(self.plan.shards) and len(self._flying) < self.depth:
             shard = self.plan.shards[self._started]
-            self._flying.append(
-                Flight.start(shard, self.state.units[shard.name], self.groups, self.decision)
-            )
+            unit = self.state.units[shard.name]
+            with _naming(shard):
+                self._flying.append(Flight.start(shard, unit, self.groups, self.decision))
             self._started += 1
 
     def land_next(self) -> UnitShard:
         """Land the next unit in forward order, and start another in its place."""
         self.prefetch()
         flight = self._flying.popleft()
-        try:
+        with _naming(flight.shard):
             self._landings.append(flight.land(self.groups, self.rule))
-        except ReplicaLostError as error:
-            raise ReplicaLostError(f"unit {flight.shard.name}: {error}") from error
         self.prefetch()
         if self.is_done:
             self.ended = time.monotonic()
@@ -117,6 +116,18 @@ class SyncRun:
         for index, value in values:
             table[index] = value.cpu()
         return table
+
+
+@contextmanager
+def _naming(shard: UnitShard) -> Iterator[None]:
+    """Say in which unit it was that something failed."""
+    try:
+        yield
+    except ReplicaLostError as error:
+        raise ReplicaLostError(f"unit {shard.name}: {error}") from error
+    except Exception as error:
+        error.add_note(f"in the exchange of unit {shard.name}")
+        raise
 
 
 def partial_squares(plan: UnitPlan, state: OuterState, device: torch.device) -> Tensor:

@@ -101,3 +101,49 @@ def rounding_at_switch() -> tuple[list[str], list[float]]:
         host.full["final"][1] = torch.nextafter(torch.tensor(2.0), torch.tensor(3.0))
     engine.after_step()
     return reporter.messages, host.full["final"].tolist()
+
+
+class _Counter:
+    """A process group that counts the collectives issued on it, by name."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.counts: dict[str, int] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._inner, name)
+        if name not in ("allgather", "allreduce", "broadcast"):
+            return method
+
+        def counted(*args: Any) -> Any:
+            self.counts[name] = self.counts.get(name, 0) + 1
+            return method(*args)
+
+        return counted
+
+
+def count_messages(num_replicas: int, num_layers: int, unit_numel: int) -> Record:
+    """Collectives and bytes of one sync without a drift check."""
+    names = ["embedding", *(f"layer.{i + 1}" for i in range(num_layers)), "final"]
+    config = EditConfig(use_edit=True, num_replicas=num_replicas, warmup_steps=0, sync_interval=1)
+    zeros = torch.zeros(unit_numel)
+    engine, host, _ = build_engine(
+        config, dict.fromkeys(names, unit_numel), dict.fromkeys(names, zeros)
+    )
+    engine.start()
+    sync, replica = (
+        _Counter(engine.groups.sync.process_group),
+        _Counter(engine.groups.replica.process_group),
+    )
+    engine.groups.sync.process_group, engine.groups.replica.process_group = sync, replica
+    host.move(dict.fromkeys(names, torch.ones(unit_numel) * (1 + engine.groups.sync.rank)))
+    before = engine.groups.sync.payload_bytes
+    engine.after_step()
+    table = engine._meetings.record_bytes * (num_replicas - 1)
+    return {
+        "sync": sync.counts,
+        "replica": replica.counts,
+        "bytes": engine.groups.sync.payload_bytes - before,
+        "control_bytes": table,
+        "numel": host.plan.numel,
+    }

@@ -69,3 +69,61 @@ def _watch_layers(wrapped: Any, note: Any) -> None:
             return result
 
         layer.forward = watched
+
+
+def measure_staging() -> None:
+    """Record the largest staging of this rank: bytes of all live flights, by distinct storage."""
+    import gc
+
+    rank = os.environ["RANK"]
+    facts = {"peak": 0, "largest_shard": 0, "depth": 0, "persistent": 0}
+    start, land, finish = Flight.start.__func__, Flight.land, EditEngine.finish  # type: ignore[attr-defined]
+
+    def live() -> int:
+        storages: dict[int, int] = {}
+        for thing in gc.get_objects():
+            if not isinstance(thing, Flight):
+                continue
+            home = thing.staged.home
+            for tensor in (thing.average, thing.staged.anchor, thing.staged.momentum):
+                if tensor is not None and tensor is not home.anchor and tensor is not home.momentum:
+                    storage = tensor.untyped_storage()
+                    storages[storage.data_ptr()] = storage.nbytes()
+        return sum(storages.values())
+
+    def spied_start(cls: Any, *args: Any) -> Any:
+        flight = start(cls, *args)
+        facts["peak"] = max(facts["peak"], live())
+        return flight
+
+    def spied_land(self: Flight, *args: Any) -> Any:
+        landing = land(self, *args)
+        facts["peak"] = max(facts["peak"], live())
+        return landing
+
+    def spied_finish(self: EditEngine) -> None:
+        finish(self)
+        facts["largest_shard"] = self.host.plan.largest_numel
+        facts["depth"] = self.settings.prefetch_units
+        facts["live_after"] = live()
+        (out_dir() / f"staging-{rank}.json").write_text(json.dumps(facts))
+
+    Flight.start = classmethod(spied_start)  # type: ignore[method-assign, assignment]
+    Flight.land = spied_land  # type: ignore[method-assign]
+    EditEngine.finish = spied_finish  # type: ignore[method-assign]
+
+
+def fail_while_landing() -> None:
+    """Rank 0 of replica 1 raises when it is to land layer.2 in round 2."""
+    is_victim = os.environ["RANK"] == os.environ["SPY_VICTIM"]
+    land = Flight.land
+    landings = {"n": 0}
+
+    def failing(self: Flight, *args: Any) -> Any:
+        if self.shard.name == "layer.2":
+            landings["n"] += 1
+            if is_victim and landings["n"] == 2:
+                raise RuntimeError("this rank fails on purpose")
+        return land(self, *args)
+
+    Flight.land = failing  # type: ignore[method-assign]

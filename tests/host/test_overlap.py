@@ -121,3 +121,35 @@ def _check_order(log: list[tuple[str, str, int, int]], round_: int) -> None:
         assert first["start", following] < first["forward-end", layer]
     # and it is hidden: not everything has landed when the first layer runs
     assert first["land", units[-1]] > first["forward", layers[0]]
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["near", "offload"])
+@pytest.mark.parametrize("prefetch_units", [1, 3])
+def test_staging_is_bounded(tmp_path: Path, prefetch_units: int, offload: bool) -> None:
+    """At most D + 1 units are staged: 4 bytes an element, 12 with offload. Catches flights that
+    are kept after landing, and a staging of everything at once."""
+    run_edit(
+        tmp_path, 4, 2, before="tests.host.order:measure_staging", edit_sync_mode="overlap",
+        edit_prefetch_units=prefetch_units, edit_offload=offload,
+        **{**GATHER, "num_layers": 6, "train_iters": 11},
+    )  # fmt: skip
+    for rank in range(4):
+        facts = json.loads((tmp_path / f"staging-{rank}.json").read_text())
+        bound = (prefetch_units + 1) * facts["largest_shard"] * (12 if offload else 4)
+        assert 0 < facts["peak"] <= bound
+        assert facts["live_after"] == 0
+
+
+def test_a_failure_in_an_overlapped_sync_ends_all_ranks(tmp_path: Path) -> None:
+    """One rank raises in the middle of a forward pass: it says in which unit and round, its
+    counterparts in which round they lost it, and nobody hangs."""
+    run = run_edit(
+        tmp_path, 4, 2, before="tests.host.order:fail_while_landing", env={"SPY_VICTIM": "2"},
+        edit_sync_mode="overlap", edit_timeout_seconds=5, train_iters=20, check=False,
+        timeout=60, **GATHER,
+    )  # fmt: skip
+    codes = [rank.returncode for rank in run.result.ranks]
+    assert codes[2] == 1 and all(codes)
+    failed, counterpart = run.result.ranks[2].stderr, run.result.ranks[0].stderr
+    assert "in the exchange of unit layer.2" in failed and "in round 2 of EDiT" in failed
+    assert codes[0] == 4 and "the sync of round 2" in counterpart

@@ -1,0 +1,38 @@
+"""How a sync grows: linear in bytes, one table between replicas, one scalar gather per unit."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness import run_ranks
+
+SCENARIO = "tests.distributed.scenarios:count_messages"
+
+
+@pytest.mark.parametrize("num_layers", [4, 16, 64])
+def test_messages_grow_with_units_alone(num_layers: int) -> None:
+    """Catches a table per unit, a message per parameter, or chatter inside the replica."""
+    units = num_layers + 2
+    for result in run_ranks(SCENARIO, 4, (2, num_layers, 20_000), check=True):
+        counts = result.value
+        assert counts["sync"] == {"allgather": 1, "allreduce": units}
+        assert counts["replica"] == {"allgather": 1 + units}  # norms once, then a scalar each
+        assert counts["control_bytes"] <= 0.01 * counts["bytes"]
+
+
+@pytest.mark.parametrize("num_replicas", [2, 4, pytest.param(8, marks=pytest.mark.full)])
+def test_bytes_grow_as_a_ring_does(num_replicas: int) -> None:
+    """2 (N - 1) / N of 4 bytes a parameter from every replica, and a table beside it."""
+    for result in run_ranks(SCENARIO, num_replicas, (num_replicas, 4, 20_000), check=True):
+        counts = result.value
+        payload = 2 * (num_replicas - 1) * 4 * counts["numel"] // num_replicas
+        assert counts["bytes"] - counts["control_bytes"] == pytest.approx(payload, abs=100)
+
+
+def test_bytes_are_linear_in_parameters() -> None:
+    """Four times the parameters, four times the bytes."""
+    small, large = (
+        run_ranks(SCENARIO, 2, (2, 4, size), check=True)[0].value for size in (10_000, 40_000)
+    )
+    moved = [c["bytes"] - c["control_bytes"] for c in (small, large)]
+    assert moved[1] == 4 * moved[0]
