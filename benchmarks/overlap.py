@@ -58,7 +58,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--output", type=Path, required=True, help="JSON file of all numbers")
-    add("--modes", default="blocking", help="EDiT's sync modes, with commas (default: blocking)")
+    add("--modes", default="overlap,blocking", help="EDiT's sync modes (default: overlap,blocking)")
     add("--links", default=DEFAULT_LINKS, help=f"bits per second (default: {DEFAULT_LINKS})")
     add("--repeats", type=int, default=3, help="turns of all runs (default: 3)")
     add("--rounds", type=int, default=2, help="rounds measured in a run (default: 2)")
