@@ -26,10 +26,13 @@ from megatron_edit.report.events import EventLog, prepare_log_dir
 def choose_device(config: EditConfig) -> torch.device:
     """CPU or CUDA, as asked; `auto` takes CUDA where there is one.
 
+    Asking for the CPU hides the GPUs from this process, which must not have used them yet.
+
     Raises:
         UsageError: CUDA was asked for and there is none.
     """
     if config.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return torch.device("cpu")
     if torch.cuda.is_available():
         return torch.device("cuda")
@@ -92,7 +95,11 @@ class Attachment:
             self._moved = None
 
     def __enter__(self) -> Attachment:
-        self.attach()
+        try:
+            self.attach()
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
         return self
 
     def __exit__(
