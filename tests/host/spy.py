@@ -118,6 +118,8 @@ def damage_before_sync() -> None:
             for shard in self.host.plan.shards:
                 if shard.name == unit and shard.numel:
                     _damage(shard, state.units[unit].anchor, what)
+                    if what == "nan":
+                        _break_moments(self.host, shard)
         return meet(self, state)
 
     EditEngine._meet_and_decide = damaged  # type: ignore[method-assign]
@@ -130,6 +132,14 @@ def _damage(shard: Any, anchor: torch.Tensor, what: str | float) -> None:
     else:
         theta = anchor - float(what) * (anchor - theta)
     shard.scatter(theta)
+
+
+def _break_moments(host: Any, shard: Any) -> None:
+    """What a NaN gradient leaves behind: it would break the parameters again at the next step."""
+    for inner in host._inner:
+        for fragment in shard.fragments:
+            if fragment.source in inner.optimizer.state:
+                inner.optimizer.state[fragment.source]["exp_avg"].view(-1)[0] = torch.nan
 
 
 def overflow_one_replica() -> None:

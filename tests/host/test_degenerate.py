@@ -27,6 +27,12 @@ def losses(folder: Path, world_size: int) -> list[float]:
     return [float.fromhex(value) for value in record["losses"].values()]
 
 
+def grad_norms(folder: Path, world_size: int) -> list[float]:
+    """Gradient norms before clipping: Adam and the clip hide a wrong scale from the losses."""
+    norms = read_records(folder, world_size)[0]["grad_norms"].values()
+    return [float.fromhex(value) for value in norms if value is not None]
+
+
 def test_without_use_edit_is_stock_bit_for_bit(tmp_path: Path) -> None:
     """The launcher must not change a stock run: catches any wrapper that is on without the flag."""
     (tmp_path / "plain").mkdir()
@@ -71,6 +77,9 @@ def test_endless_warmup_is_stock_on_all_ranks(
         expected, rel=tolerance
     )
     assert len(expected) == 10 and expected[-1] < expected[0] - 0.1
+    assert grad_norms(tmp_path, 4) == pytest.approx(
+        grad_norms(tmp_path / "stock", 4), rel=100 * tolerance
+    )
     assert run.result.consumed_samples[10] == 10 * int(str(flags.get("global_batch_size", 8)))
 
 
