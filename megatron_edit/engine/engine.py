@@ -139,10 +139,11 @@ class EditEngine:
 
     def require(self, num_shards: int) -> None:
         """Land the first `num_shards` shards of the plan, if a sync is under way."""
-        if (run := self._run) is None or run.num_landed >= num_shards:
+        if (run := self._run) is None or run.is_done:
             return
         began = time.monotonic()
         with torch.no_grad(), self._blaming():
+            run.prefetch()
             while run.num_landed < num_shards:
                 self._land_next(run)
         run.exposed += time.monotonic() - began

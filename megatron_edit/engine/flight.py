@@ -1,7 +1,8 @@
-"""One unit on its way through a sync: start its exchange, later land it.
+"""One unit on its way through a sync: prepare it, launch its exchange, later land it.
 
-    start:  D = A - theta, weighted, all-reduce begun          (nothing waits)
-    land:   wait, tie copies, clip, outer step, theta <- A     (the unit is needed now)
+    prepare:  D = A - theta, weighted, in a buffer of its own
+    launch:   the all-reduce begins                              (nothing waits)
+    land:     wait, tie copies, clip, outer step, theta <- A     (the unit is needed now)
 
 Each step depends on the gathered table and on the unit's own numbers alone, so a unit lands
 with the same bits whenever it lands, and whatever else is in flight.
@@ -10,7 +11,7 @@ with the same bits whenever it lands, and whatever else is in flight.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -63,30 +64,45 @@ class Flight:
         shard: this rank's part of the unit.
         staged: anchor and momentum on the device.
         average: fp32 [numel], this replica's addend, later the average; None for a roll-back.
-        work: the exchange that fills `average`; None for a roll-back.
+        work: the exchange that fills `average`; None before the launch, and for a roll-back.
     """
 
     shard: UnitShard
     staged: StagedUnit
     average: Tensor | None
-    work: Pending | None
+    work: Pending | None = None
 
     @classmethod
-    def start(
+    def prepare(
         cls, shard: UnitShard, unit: UnitState, groups: EngineGroups, decision: Decision
     ) -> Flight:
-        """Begin the exchange of a unit. Allocates its staging buffer; waits for nothing.
-
-        Collective: the sync group, in forward order of the units.
-        """
+        """Compute this replica's addend. Allocates the staging buffer; waits for nothing."""
         staged = unit.stage(groups.sync.device)
         if bool(decision.rollback[shard.index]):
-            return cls(shard, staged, None, None)
+            return cls(shard, staged, None)
         weight = float(decision.weights[groups.sync.rank, shard.index])
         buffer = torch.empty(shard.numel, dtype=torch.float32, device=groups.sync.device)
         delta = shard.gather(buffer)
         average = weighted_contribution_(torch.sub(staged.anchor, delta, out=delta), weight)
-        return cls(shard, staged, average, groups.sync.start_all_reduce(average))
+        return cls(shard, staged, average)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of this unit is on the wire any more, or ever will be."""
+        return self.average is None or (self.work is not None and self.work.is_completed)
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether the exchange has begun, where there is one."""
+        return self.average is None or self.work is not None
+
+    def launch(self, groups: EngineGroups) -> Flight:
+        """Begin the exchange; the flight with its handle. Waits for nothing.
+
+        Collective: the sync group, in forward order of the units.
+        """
+        assert self.average is not None, f"unit {self.shard.name}: a roll-back is not exchanged"
+        return replace(self, work=groups.sync.start_all_reduce(self.average))
 
     def land(self, groups: EngineGroups, rule: OuterRule) -> Landing:
         """Finish the exchange and move anchor, momentum and main shards.
@@ -94,10 +110,11 @@ class Flight:
         Collective: the ranks of the pipeline stage, in forward order of the units.
         """
         device = groups.sync.device
-        if self.average is None or self.work is None:
+        if self.average is None:
             self.shard.scatter(self.staged.anchor)  # the momentum has no update to remember
             one = torch.ones((), dtype=torch.float64, device=device)
             return Landing(self.shard.index, one, torch.zeros_like(one))
+        assert self.work is not None, f"unit {self.shard.name}: landed before it was launched"
         began = time.monotonic()
         self.work.wait()
         waited = time.monotonic() - began

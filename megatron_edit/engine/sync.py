@@ -72,13 +72,22 @@ class SyncRun:
         return self.num_landed == len(self.plan.shards)
 
     def prefetch(self) -> None:
-        """Bring as many units in flight as the depth allows. Waits for nothing."""
+        """Prepare as many units as the depth allows, and launch them. Waits for nothing.
+
+        Where exchanges share the link, the next is launched when the one before is over: two at
+        a time would delay the unit that is needed first, and be slower together.
+        """
         while self._started < len(self.plan.shards) and len(self._flying) < self.depth:
             shard = self.plan.shards[self._started]
             unit = self.state.units[shard.name]
-            with _naming(shard):
-                self._flying.append(Flight.start(shard, unit, self.groups, self.decision))
+            self._flying.append(Flight.prepare(shard, unit, self.groups, self.decision))
             self._started += 1
+        for place, flight in enumerate(self._flying):
+            if not flight.is_launched:
+                with _naming(flight.shard):
+                    self._flying[place] = flight = flight.launch(self.groups)
+            if not (flight.is_over or self.groups.sync.runs_in_order):
+                break
 
     def land_next(self) -> UnitShard:
         """Land the next unit in forward order, and start another in its place."""

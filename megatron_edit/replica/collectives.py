@@ -80,6 +80,11 @@ class Group:
         """Wrap a group that exists already, such as one of Megatron's."""
         return cls(process_group, process_group.rank(), process_group.size(), device, timeout, name)
 
+    @property
+    def runs_in_order(self) -> bool:
+        """Whether collectives run one after another, as on NCCL's stream; on gloo, all at once."""
+        return self.process_group is not None and str(self.process_group.name()) == "nccl"
+
     def start_all_reduce(self, tensor: Tensor) -> Pending:
         """Begin to sum `tensor` over the group, in place; it must not be touched until waited for.
 

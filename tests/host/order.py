@@ -20,15 +20,15 @@ def record_order() -> None:
     rank = os.environ["RANK"]
     log: list[Event] = []
     engines: list[EditEngine] = []
-    start, land, build = Flight.start.__func__, Flight.land, EditEngine.__post_init__  # type: ignore[attr-defined]
+    launch, land, build = Flight.launch, Flight.land, EditEngine.__post_init__
     finish, setup = EditEngine.finish, training.setup_model_and_optimizer
 
     def note(kind: str, unit: str) -> None:
         log.append([kind, unit, engines[0].round if engines else 0, engines[0].step])
 
-    def spied_start(cls: Any, shard: Any, *args: Any) -> Any:
-        note("start", shard.name)
-        return start(cls, shard, *args)
+    def spied_launch(self: Flight, *args: Any) -> Any:
+        note("start", self.shard.name)
+        return launch(self, *args)
 
     def spied_land(self: Flight, *args: Any) -> Any:
         landing = land(self, *args)
@@ -49,7 +49,7 @@ def record_order() -> None:
             _watch_layers(chunk.module, note)
         return built
 
-    Flight.start = classmethod(spied_start)  # type: ignore[method-assign, assignment]
+    Flight.launch = spied_launch  # type: ignore[method-assign]
     Flight.land = spied_land  # type: ignore[method-assign]
     EditEngine.__post_init__ = spied_build  # type: ignore[method-assign]
     EditEngine.finish = spied_finish  # type: ignore[method-assign]
@@ -77,7 +77,7 @@ def measure_staging() -> None:
 
     rank = os.environ["RANK"]
     facts = {"peak": 0, "largest_shard": 0, "depth": 0, "persistent": 0}
-    start, land, finish = Flight.start.__func__, Flight.land, EditEngine.finish  # type: ignore[attr-defined]
+    start, land, finish = Flight.prepare.__func__, Flight.land, EditEngine.finish  # type: ignore[attr-defined]
 
     def live() -> int:
         storages: dict[int, int] = {}
@@ -108,7 +108,7 @@ def measure_staging() -> None:
         facts["live_after"] = live()
         (out_dir() / f"staging-{rank}.json").write_text(json.dumps(facts))
 
-    Flight.start = classmethod(spied_start)  # type: ignore[method-assign, assignment]
+    Flight.prepare = classmethod(spied_start)  # type: ignore[method-assign, assignment]
     Flight.land = spied_land  # type: ignore[method-assign]
     EditEngine.finish = spied_finish  # type: ignore[method-assign]
 
