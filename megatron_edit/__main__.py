@@ -60,6 +60,16 @@ def _run(script: Path, arguments: list[str], config: EditConfig) -> None:
     with Attachment(config, device) as attachment:
         runpy.run_path(str(script), run_name="__main__")
         attachment.check_used()
+    if device.type == "cpu":
+        _leave_process_groups()
+
+
+def _leave_process_groups() -> None:
+    """Join gloo's threads, which a process that just ends may abort in (exit code -6)."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _refuse(error: EditError, *, is_first: bool) -> int:
