@@ -99,9 +99,7 @@ class EditConfig:
         kind=str,
         only=(AUTO, "overlap", "blocking"),
     )
-    prefetch_units: int = _setting(
-        2, "units staged ahead (overlap mode; gloo sends one at a time); >= 1", kind=int
-    )
+    prefetch_units: int = _setting(2, "units staged ahead (gloo sends one at a time)", kind=int)
     fragments: int = _setting(
         1, "F, groups of units synced at staggered steps", kind=int, only=(1,)
     )
