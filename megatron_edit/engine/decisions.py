@@ -23,14 +23,12 @@ class Penalty:
         eliminate: False leaves out only what is not finite.
         temperature: T of the weights; None is auto.
         uniform: True weighs all accepted replicas alike.
-        max_norm: phi of the clip; None is off.
     """
 
     detector: DetectorConfig
     eliminate: bool
     temperature: float | None
     uniform: bool
-    max_norm: float | None
 
     @classmethod
     def of(cls, config: EditConfig) -> Penalty:
@@ -46,7 +44,6 @@ class Penalty:
             eliminate=not config.no_anomaly,
             temperature=config.weight_temperature,
             uniform=config.no_weighting,
-            max_norm=None if config.no_clip else config.clip,
         )
 
 

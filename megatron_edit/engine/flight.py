@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_edit.engine.decisions import Decision
 from megatron_edit.engine.groups import TIED_EMBEDDING, EngineGroups
-from megatron_edit.engine.state import StagedUnit, UnitState
+from megatron_edit.engine.state import StagedUnit, UnitState, pseudo_gradient
 from megatron_edit.engine.units import EMBEDDING, UnitShard
 from megatron_edit.method.outer import clip_factor, nesterov_step_, weighted_contribution_
 from megatron_edit.replica.collectives import Pending
@@ -82,8 +82,7 @@ class Flight:
             return cls(shard, staged, None)
         weight = float(decision.weights[groups.sync.rank, shard.index])
         buffer = torch.empty(shard.numel, dtype=torch.float32, device=groups.sync.device)
-        delta = shard.gather(buffer)
-        average = weighted_contribution_(torch.sub(staged.anchor, delta, out=delta), weight)
+        average = weighted_contribution_(pseudo_gradient(staged.anchor, shard, buffer), weight)
         return cls(shard, staged, average)
 
     @property

@@ -30,8 +30,7 @@ class UnitState:
 
     def pseudo_gradient(self, shard: UnitShard, out: Tensor) -> Tensor:
         """D = A - theta of this shard, fp32 [numel] on the device of `out`, into `out`."""
-        delta = shard.gather(out)
-        return torch.sub(_staged(self.anchor, self.is_offloaded, out.device), delta, out=delta)
+        return pseudo_gradient(_staged(self.anchor, self.is_offloaded, out.device), shard, out)
 
     def stage(self, device: torch.device) -> StagedUnit:
         """Bring the state to `device`; without offload it is there."""
@@ -65,6 +64,12 @@ class StagedUnit:
         if self.home.is_offloaded:
             self.home.anchor.copy_(self.anchor, non_blocking=True)
             self.home.momentum.copy_(self.momentum, non_blocking=True)
+
+
+def pseudo_gradient(anchor: Tensor, shard: UnitShard, out: Tensor) -> Tensor:
+    """D = A - theta, fp32 [numel], into `out`; `anchor` is on the device of `out`."""
+    delta = shard.gather(out)
+    return torch.sub(anchor, delta, out=delta)
 
 
 def _staged(tensor: Tensor, is_offloaded: bool, device: torch.device) -> Tensor:
