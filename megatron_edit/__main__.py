@@ -13,7 +13,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_edit.config import EditConfig, config_from_argv
+from megatron_edit.command_line import config_from_argv
+from megatron_edit.config import EditConfig
 from megatron_edit.errors import EditError, UsageError
 
 USAGE = "torchrun [...] -m megatron_edit SCRIPT [Megatron's arguments] --use-edit [--edit-...]"
@@ -58,8 +59,13 @@ def _run(script: Path, arguments: list[str], config: EditConfig) -> None:
     if os.environ.get("RANK", "0") == "0" and config.device == "auto":
         say(f"device {device.type} (auto)")
     with Attachment(config, device) as attachment:
-        runpy.run_path(str(script), run_name="__main__")
-        attachment.check_used()
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as stop:  # also how Megatron's loop ends early, with 0
+            if stop.code:
+                raise
+        else:
+            attachment.check_used()
     if device.type == "cpu":
         _leave_process_groups()
 

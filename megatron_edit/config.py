@@ -1,24 +1,26 @@
 """Every setting of the plugin: name, default, range and flag, each written once.
 
 `EditConfig` is the resolved configuration. Its fields carry the text of their flags, from which
-`add_arguments` builds the `--edit-*` group, for our own parser and for Megatron's alike.
+`add_arguments` builds the `--edit-*` group, for our own parser (`command_line`) and Megatron's.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron_edit.errors import UsageError
 from megatron_edit.method.strategy import STRATEGIES
 
 AUTO = "auto"
 _WITHOUT_DEFAULT = ("num_replicas", "replica_id")
+# Settings that only one strategy, or all but one, look at.
+_ONLY_TIMED = ("sync_seconds", "min_round_steps", "step_weight")
+_ONLY_COUNTED = ("sync_interval",)
 
 
 def _auto_or_float(text: str) -> float | None:
@@ -62,13 +64,13 @@ class EditConfig:
     )
     sync_interval: int = _setting(128, "tau, inner steps between two syncs; >= 1", kind=int)
     sync_seconds: float = _setting(
-        600.0, "tau_time of a-edit, seconds between two syncs", kind=float, only=(600.0,)
+        600.0, "a-edit: tau_time, seconds between two syncs; > 0", kind=float
     )
     min_round_steps: int = _setting(
-        100, "a-edit: summed steps below which a round is extended", kind=int, only=(100,)
+        100, "a-edit: steps of all replicas below which a round is extended; >= 0", kind=int
     )
     step_weight: float = _setting(
-        0.0, "rho of a-edit, share of step counts in the weights", kind=float, only=(0.0,)
+        0.0, "a-edit: rho, share of the step counts in the weights; in [0, 1]", kind=float
     )
     outer_lr: float = _setting(0.8, "nu, outer learning rate; > 0", kind=float)
     outer_momentum: float = _setting(0.85, "mu_o, outer Nesterov momentum; in [0, 1)", kind=float)
@@ -136,6 +138,7 @@ class EditConfig:
         for spec in dataclasses.fields(self):
             _check_supported(spec, getattr(self, spec.name))
         self._check_ranges()
+        self._check_strategy()
         self._check_launch()
 
     def _check_ranges(self) -> None:
@@ -143,15 +146,28 @@ class EditConfig:
         _at_least("replica_id", self.replica_id, 0)
         _at_least("warmup_steps", self.warmup_steps, 0)
         _at_least("sync_interval", self.sync_interval, 1)
+        _at_least("min_round_steps", self.min_round_steps, 0)
         _at_least("digest_interval", self.digest_interval, 1)
         _at_least("prefetch_units", self.prefetch_units, 1)
         _at_least("anomaly_warmup_syncs", self.anomaly_warmup_syncs, 0)
         _at_least("anomaly_patience", self.anomaly_patience, 0)
-        for name in ("outer_lr", "anomaly_threshold", "clip", "weight_temperature",
-                     "timeout_seconds"):  # fmt: skip
+        for name in ("sync_seconds", "outer_lr", "anomaly_threshold", "clip",
+                     "weight_temperature", "timeout_seconds"):  # fmt: skip
             _within(name, getattr(self, name), "above 0", lambda x: x > 0)
+        _within("step_weight", self.step_weight, "in [0, 1]", lambda x: 0 <= x <= 1)
         _within("outer_momentum", self.outer_momentum, "in [0, 1)", lambda x: 0 <= x < 1)
         _within("anomaly_alpha", self.anomaly_alpha, "in (0, 1]", lambda x: 0 < x <= 1)
+
+    def _check_strategy(self) -> None:
+        is_timed = STRATEGIES[self.strategy].is_timed
+        for name in _ONLY_COUNTED if is_timed else _ONLY_TIMED:
+            value = getattr(self, name)
+            if value != self.__dataclass_fields__[name].default:
+                raise UsageError(
+                    f"{flag(name)} {value}",
+                    f"has no effect with {flag('strategy')} {self.strategy}",
+                    f"use {flag('strategy')} {'edit' if is_timed else 'a-edit'}, or drop the flag",
+                )
 
     def _check_launch(self) -> None:
         if (self.replica_id is None) != (self.rendezvous is None):
@@ -207,7 +223,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the `--use-edit` and `--edit-*` flags to a parser and return it."""
     group = parser.add_argument_group("EDiT (megatron_edit)")
     for spec in dataclasses.fields(EditConfig):
-        doc = f"{spec.metadata['doc']} (default: {_shown(spec.default)})".replace("%", "%%")
+        doc = f"{spec.metadata['doc']} (default: {shown(spec.default)})".replace("%", "%%")
         if spec.metadata["kind"] is None:
             group.add_argument(flag(spec.name), action="store_true", help=doc)
         else:
@@ -217,62 +233,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-class _OneLineParser(argparse.ArgumentParser):
-    """argparse that answers bad input with one line instead of a page of usage."""
-
-    def error(self, message: str) -> NoReturn:
-        # argparse says "argument --edit-clip: invalid float value: 'abc'"
-        subject, _, rule = message.removeprefix("argument ").partition(": ")
-        raise UsageError(subject, rule or message, "see the table of flags in docs/flags.md")
-
-
-def config_from_argv(argv: Sequence[str]) -> EditConfig:
-    """Read our flags from a command line that also holds Megatron's.
-
-    Args:
-        argv: words of the command line, without the program's name.
-
-    Raises:
-        UsageError: a value that does not parse or is refused, an unknown `--edit-*` flag, or
-            `--edit-*` flags without `--use-edit` (they would be ignored, silently).
-    """
-    parser = add_arguments(_OneLineParser(add_help=False, allow_abbrev=False))
-    known, rest = parser.parse_known_args(list(argv))
-    for word in rest:
-        _refuse_unknown(word.partition("=")[0])
-    values = {s.name: getattr(known, attribute(s.name)) for s in dataclasses.fields(EditConfig)}
-    config = EditConfig(**values)
-    if not config.use_edit:
-        _refuse_unused(config)
-    return config
-
-
-def _refuse_unknown(word: str) -> None:
-    if not word.startswith(("--edit-", "--use-edit", "--edit_", "--use_edit")):
-        return
-    names = [flag(spec.name) for spec in dataclasses.fields(EditConfig)]
-    close = difflib.get_close_matches(word, names, n=1)
-    remedy = f"did you mean {close[0]}?" if close else "see the table of flags in docs/flags.md"
-    raise UsageError(word, "no such flag", remedy)
-
-
-def _refuse_unused(config: EditConfig) -> None:
-    for spec in dataclasses.fields(config):
-        if spec.name != "device" and getattr(config, spec.name) != spec.default:
-            raise UsageError(
-                f"{flag(spec.name)} {_shown(getattr(config, spec.name))}",
-                "has no effect without --use-edit",
-                "add --use-edit, or drop the flag",
-            )
-
-
 def _check_supported(spec: dataclasses.Field[Any], value: Any) -> None:
     only = spec.metadata["only"]
     if only is None or value in only:
         return
-    allowed = ", ".join(_shown(v) for v in only)
+    allowed = ", ".join(shown(v) for v in only)
     raise UsageError(
-        f"{flag(spec.name)} {_shown(value)}",
+        f"{flag(spec.name)} {shown(value)}",
         f"this version supports only: {allowed}",
         f"use one of these, or leave {flag(spec.name)} out",
     )
@@ -293,8 +260,9 @@ def _within(name: str, value: float | None, rule: str, holds: Any) -> None:
 
 def _default_of(name: str) -> str:
     default = EditConfig.__dataclass_fields__[name].default
-    return f"the default is {_shown(default)}"
+    return f"the default is {shown(default)}"
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value as people write it on the command line."""
     return AUTO if value is None else str(value)

@@ -125,9 +125,10 @@ class Job:
         if self.kind == STOCK:
             return self._stock_window(rate)
         # From the middle of a round to the middle of another: there is nothing of an exchange in
-        # flight at either end, whichever mode it is, and as many syncs as rounds are inside.
+        # flight at either end, whichever mode it is, and as many syncs as rounds are inside. Not
+        # the first round: its sync waits for the host that started last.
         every = self.tau // 4 if self.tau % 4 == 0 else 1
-        first = 2 * every if every > 1 else self.tau // 2
+        first = self.tau + (2 * every if every > 1 else self.tau // 2)
         last = first + self.rounds * self.tau
         return Window(first, last, every, last + every)
 

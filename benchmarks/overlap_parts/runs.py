@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -37,7 +38,7 @@ class RunFailedError(RuntimeError):
 
 
 @dataclass
-class _Run:
+class Run:
     """A training in progress."""
 
     job: Job
@@ -76,7 +77,7 @@ class Bench:
         """
         window, load = job.window(rate), os.getloadavg()[0]
         with tempfile.TemporaryDirectory(prefix="overlap-") as name:
-            run = _Run(job, window, rate, Path(name))
+            run = Run(job, window, rate, Path(name))
             sent = self._run(run, job.flags(window, name))
             lines = [console_lines(run.log(host)) for host in range(job.num_hosts)]
             speakers = range(job.num_hosts) if job.kind == IDEAL else [job.speaker]
@@ -103,14 +104,14 @@ class Bench:
         """
         window = job.window(None)
         with tempfile.TemporaryDirectory(prefix="overlap-") as name:
-            run = _Run(job, window, None, Path(name))
+            run = Run(job, window, None, Path(name))
             self._run(run, [*job.flags(window, name), "--timing-log-level", "2"])
             seconds = forward_seconds(run.log(0))
             if seconds is None:
                 raise run.failed("Megatron printed no forward time", 0)
             return seconds / step_seconds(console_lines(run.log(0)), window)
 
-    def _run(self, run: _Run, flags: Sequence[str]) -> list[int]:
+    def _run(self, run: Run, flags: Sequence[str]) -> list[int]:
         """Run to the end; returns the bytes that each host sent in the window."""
         self._lab.set_rate(None)  # the start, which copies the parameters, need not be slow
         self._port += 1  # the last one may linger in the kernel
@@ -123,7 +124,7 @@ class Bench:
             for process in run.processes:
                 self._lab.kill(process)
 
-    def _start(self, run: _Run, host: int, flags: Sequence[str]) -> subprocess.Popen[Any]:
+    def _start(self, run: Run, host: int, flags: Sequence[str]) -> subprocess.Popen[Any]:
         alone = run.job.kind == IDEAL
         env = os.environ | {
             "RANK": "0" if alone else str(host),
@@ -139,11 +140,11 @@ class Bench:
             "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
         }
         script = str(REPOSITORY / "scripts" / "pretrain_gpt.py")
-        argv = [sys.executable, "-m", "megatron_edit", script, *flags]
+        argv = [*_core_of(host), sys.executable, "-m", "megatron_edit", script, *flags]
         with run.log(host).open("w") as log:
             return self._lab.popen(host, argv, env, stdout=log, stderr=log, cwd=REPOSITORY)
 
-    def _follow(self, run: _Run) -> list[int]:
+    def _follow(self, run: Run) -> list[int]:
         """Limit the links once training has begun, and count bytes at the ends of the window."""
         deadline = time.monotonic() + self._time_limit
         first, last = run.window.first, run.window.last
@@ -166,10 +167,18 @@ class Bench:
             raise run.failed("ended before it was measured", run.job.speaker)
         return [after - before for before, after in zip(marks[first], marks[last], strict=True)]
 
-    def _check(self, run: _Run, deadline: float) -> None:
+    def _check(self, run: Run, deadline: float) -> None:
         for host, process in enumerate(run.processes):
             # An interpreter that crashes while it shuts down has measured all the same.
             if process.poll() and not is_over(run.log(host)):
                 raise run.failed(f"host {host} exited with {process.returncode}", host)
         if time.monotonic() > deadline:
             raise run.failed(f"not done after {self._time_limit:.0f} s", run.job.speaker)
+
+
+def _core_of(host: int) -> list[str]:
+    """Give each host a core of its own, as far as they go: hosts do not share them in earnest, and
+    which process waits for which core would differ from run to run."""
+    if shutil.which("taskset") is None:
+        return []
+    return ["taskset", "--cpu-list", str(host % (os.cpu_count() or 1))]

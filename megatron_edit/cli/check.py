@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_edit.config import config_from_argv
+from megatron_edit.command_line import config_from_argv
 from megatron_edit.errors import UsageError
 from megatron_edit.replica.placement import place
 

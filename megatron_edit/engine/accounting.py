@@ -2,48 +2,80 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from megatron_edit.engine.groups import EngineGroups
+from megatron_edit.engine.report import SyncReport
+from megatron_edit.engine.sync import SyncRun
 from megatron_edit.engine.units import UnitPlan
 from megatron_edit.replica.collectives import all_reduce_payload
 
 
-def gather_unit_numels(groups: EngineGroups, plan: UnitPlan) -> Tensor:
-    """Elements that each rank of the replica holds of each unit, int64 [K, U]. Set-up only."""
-    mine = torch.zeros(len(plan.names), dtype=torch.int64)
-    for shard in plan.shards:
-        mine[shard.index] = shard.numel
-    return groups.replica.all_gather(mine)
+@dataclass(frozen=True)
+class Accounts:
+    """Turns a finished sync into a report.
 
-
-def wire_bytes(
-    groups: EngineGroups, unit_numels: Tensor, rollback: Tensor, table_bytes: int
-) -> int:
-    """Payload that the ranks of one replica send in a sync, as rings send it.
-
-    Args:
+    Attributes:
         groups: who communicates.
-        unit_numels: from `gather_unit_numels`.
-        rollback: bool [U], units that were not exchanged.
-        table_bytes: size of one replica's control record.
+        unit_numels: elements that each rank of the replica holds of each unit, int64 [K, U].
+        table_bytes: size of one replica's control records, those of all its ranks together.
     """
-    size = groups.sync.size
-    exchanged = unit_numels[:, ~rollback].flatten().tolist()
-    tables: int = groups.replica.size * (size - 1) * table_bytes
-    return tables + sum(all_reduce_payload(4 * int(numel), size) for numel in exchanged)
 
+    groups: EngineGroups
+    unit_numels: Tensor
+    table_bytes: int
 
-def over_stages(groups: EngineGroups, values: Tensor) -> Tensor:
-    """Fill in the units of other pipeline stages from whoever knows them.
+    @classmethod
+    def open(cls, groups: EngineGroups, plan: UnitPlan, record_bytes: int) -> Accounts:
+        """Ask the ranks of the replica. Set-up only.
 
-    Args:
-        groups: who communicates; without pipeline stages nobody has to.
-        values: float64 [U] on the CPU, NaN where this stage does not hold the unit.
-    """
-    if groups.stage.size == groups.replica.size:
-        return values
-    rows = groups.replica.all_gather(values)
-    known = torch.where(rows.isnan(), -torch.inf, rows).max(dim=0).values
-    return torch.where(known.isinf(), torch.nan, known)
+        Args:
+            groups: who communicates.
+            plan: this rank's shards.
+            record_bytes: size of this rank's control record.
+        """
+        mine = torch.zeros(len(plan.names), dtype=torch.int64)
+        for shard in plan.shards:
+            mine[shard.index] = shard.numel
+        tables = groups.replica.all_gather(torch.tensor(record_bytes))
+        return cls(groups, groups.replica.all_gather(mine), int(tables.sum()))
+
+    def report(self, run: SyncRun, digest: int | None) -> SyncReport:
+        """What became of a sync.
+
+        Collective: the ranks of the replica, where it has pipeline stages.
+        """
+        return SyncReport(
+            round=run.round,
+            step=run.step,
+            units=run.plan.names,
+            decision=run.decision,
+            clip=self._over_stages(run.clip_factors()),
+            update_norm=self._over_stages(run.update_norms()),
+            records=run.records,
+            wire_bytes=self._wire_bytes(run.decision.rollback),
+            seconds=run.seconds(),
+            digest=digest,
+        )
+
+    def _wire_bytes(self, rollback: Tensor) -> int:
+        """Payload that the ranks of one replica send in a sync, as rings send it."""
+        size = self.groups.sync.size
+        exchanged = self.unit_numels[:, ~rollback].flatten().tolist()
+        tables = (size - 1) * self.table_bytes
+        return tables + sum(all_reduce_payload(4 * int(numel), size) for numel in exchanged)
+
+    def _over_stages(self, values: Tensor) -> Tensor:
+        """Fill in the units of other pipeline stages from whoever knows them.
+
+        Args:
+            values: float64 [U] on the CPU, NaN where this stage does not hold the unit.
+        """
+        if self.groups.stage.size == self.groups.replica.size:
+            return values
+        rows = self.groups.replica.all_gather(values)
+        known = torch.where(rows.isnan(), -torch.inf, rows).max(dim=0).values
+        return torch.where(known.isinf(), torch.nan, known)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from megatron_edit.config import EditConfig
 from megatron_edit.method.detector import DetectorConfig, DetectorState, Verdict, judge
-from megatron_edit.method.weights import replica_weights
+from megatron_edit.method.weights import blend_step_weights, replica_weights
 
 LARGEST_AVERAGE = 1e37  # fp32 ends at 3.4e38
 
@@ -23,12 +24,14 @@ class Penalty:
         eliminate: False leaves out only what is not finite.
         temperature: T of the weights; None is auto.
         uniform: True weighs all accepted replicas alike.
+        step_share: rho, share of the step counts in the weights.
     """
 
     detector: DetectorConfig
     eliminate: bool
     temperature: float | None
     uniform: bool
+    step_share: float = 0.0
 
     @classmethod
     def of(cls, config: EditConfig) -> Penalty:
@@ -44,6 +47,7 @@ class Penalty:
             eliminate=not config.no_anomaly,
             temperature=config.weight_temperature,
             uniform=config.no_weighting,
+            step_share=config.step_weight,
         )
 
 
@@ -66,13 +70,28 @@ class Decision:
 
 
 def decide(
-    norms: Tensor, detectors: DetectorState, penalty: Penalty
+    norms: Tensor, detectors: DetectorState, penalty: Penalty, steps: Sequence[int]
 ) -> tuple[Decision, DetectorState]:
-    """Judge the gathered norms (float64 [N, U]) and weigh the replicas; method 3.2, 3.3, 3.6."""
-    verdict, learned = judge(norms, detectors, penalty.detector, enabled=penalty.eliminate)
+    """Judge the gathered norms and weigh the replicas; method 3.2, 3.3, 3.6 and 5.
+
+    Args:
+        norms: float64 [N, U].
+        detectors: statistics before this sync.
+        penalty: settings.
+        steps: inner steps of each replica in this round. Who made none has weight 0 and teaches
+            no detector: it is judged like a norm that is not finite.
+
+    Returns:
+        The decision, and the statistics after this sync.
+    """
+    counts = torch.tensor(steps, dtype=torch.float64)
+    idle = (counts == 0).unsqueeze(1)
+    judged = torch.where(idle, torch.full_like(norms, torch.nan), norms)
+    verdict, learned = judge(judged, detectors, penalty.detector, enabled=penalty.eliminate)
     weights = replica_weights(
-        norms, verdict.anomalous, temperature=penalty.temperature, uniform=penalty.uniform
+        judged, verdict.anomalous, temperature=penalty.temperature, uniform=penalty.uniform
     )
+    weights = blend_step_weights(weights, counts, penalty.step_share)
     # ||sum w D|| <= sum w ||D||: below this bound no element of an average can overflow in fp32.
     bound = torch.where(weights > 0, weights * norms, torch.zeros_like(norms)).sum(dim=0)
     rollback = torch.all(verdict.anomalous, dim=0) | (bound > LARGEST_AVERAGE)

@@ -1,39 +1,40 @@
 """The engine: start, warm-up, switch, rounds (method section 2). One per rank.
 
-The host calls `start` once; `average_gradients` after each backward pass; `before_step` and
-`after_step` around each attempted optimizer step; `require` before it gathers parameters; and
-`finish` at the end. All ranks of all replicas make the same calls in the same order.
+The host calls `start` once; `before_gradients` and `average_gradients` around each reduction of
+gradients; `before_step` and `after_step` around each attempted optimizer step; `require` before
+it gathers parameters; `leave` to obey a stop from outside; and `finish` at the end. All ranks of
+a replica make the same calls in the same order.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import torch
 from torch import Tensor
 
 from megatron_edit.engine import drift
-from megatron_edit.engine.accounting import gather_unit_numels, over_stages, wire_bytes
-from megatron_edit.engine.decisions import decide
-from megatron_edit.engine.equal import copy_first_replica, heal_moments
-from megatron_edit.engine.flight import sum_in_rank_order
+from megatron_edit.engine.accounting import Accounts
+from megatron_edit.engine.buffers import average_in_warmup, sum_counts
+from megatron_edit.engine.equal import copy_first_replica
 from megatron_edit.engine.groups import EngineGroups
 from megatron_edit.engine.host import Host
 from megatron_edit.engine.meeting import Meetings
-from megatron_edit.engine.report import Reporter, SyncReport
+from megatron_edit.engine.pace import Pace, pace_of
+from megatron_edit.engine.patience import Patience
+from megatron_edit.engine.report import Reporter
+from megatron_edit.engine.rounds import Rounds
 from megatron_edit.engine.settings import EngineSettings
-from megatron_edit.engine.state import OuterState
-from megatron_edit.engine.sync import SyncRun, partial_squares
+from megatron_edit.engine.sync import SyncRun
+from megatron_edit.engine.warmup import CommonStop, average_gradients
 from megatron_edit.errors import ReplicaLostError
-from megatron_edit.method.detector import DetectorState
+from megatron_edit.method.clock import PhaseClock
+from megatron_edit.replica.flags import DelayedFlags, Flag
+from megatron_edit.replica.stop import StopBoard
 from megatron_edit.replica.world import ReplicaWorld
-
-MIN_TIMEOUT_SECONDS = 600.0
 
 
 @dataclass
@@ -41,10 +42,12 @@ class EditEngine:
     """Keeps one rank of one replica in step with the others.
 
     Attributes:
+        clock: of the inner phase.
         step: s, attempted optimizer steps so far.
-        round: syncs so far.
-        state: anchor and momentum; None before the switch.
-        detectors: of all replicas and units; the same on every rank.
+        pace: when the replicas meet.
+        rounds: what this rank knows of the rounds.
+        board: where a stop from outside is announced and seen.
+        is_stopping: whether this replica must end here, because a replica obeys a stop.
     """
 
     settings: EngineSettings
@@ -52,21 +55,27 @@ class EditEngine:
     groups: EngineGroups
     world: ReplicaWorld
     reporter: Reporter
+    clock: PhaseClock = field(default_factory=PhaseClock)
     step: int = 0
-    round: int = 0
-    state: OuterState | None = None
-    detectors: DetectorState = field(init=False)
+    is_stopping: bool = False
+    pace: Pace = field(init=False)
+    rounds: Rounds = field(init=False)
+    board: StopBoard = field(init=False)
     _run: SyncRun | None = None  # the last sync, until it is settled
-    _meetings: Meetings = field(init=False)
-    _last_sync_step: int = 0
-    _round_began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        self.detectors = DetectorState.fresh(self.groups.sync.size, len(self.host.plan.names))
-        self._meetings = Meetings(
-            self.host, self.groups, self.reporter, self.settings.schedule.interval
+        sync = self.groups.sync
+        self.pace = pace_of(self.settings, self.host, self.clock, sync.rank, sync.size)
+        meetings = Meetings(self.host, self.groups, self.world, self.pace)
+        self.rounds = Rounds(
+            self.settings, self.host, self.groups, self.reporter, self.pace, meetings
         )
-        self._unit_numels = gather_unit_numels(self.groups, self.host.plan)
+        is_first = self.groups.control.rank == 0
+        self.board = StopBoard(self.world.shared_store, is_watching=is_first)
+        self._flags = DelayedFlags(self.groups.control)
+        self._common_stop = CommonStop(sync)
+        self._accounts = Accounts.open(self.groups, self.host.plan, meetings.record_bytes)
+        self._patience = Patience(sync, self.settings.fixed_timeout)
 
     # ---- what the host calls
 
@@ -78,34 +87,33 @@ class EditEngine:
         if self.settings.schedule.is_switch(0):
             self._switch()
 
+    def before_gradients(self) -> None:
+        """In warm-up, before the host moves what it does not leave to its optimizer."""
+        if self.settings.schedule.is_warmup(self.step + 1):
+            sum_counts(self.host, self.groups)
+
     def average_gradients(self, num_tokens: Tensor | None = None) -> None:
         """In warm-up, average the gradient shards over the replicas; otherwise do nothing.
 
         Args:
-            num_tokens: tokens that this replica's gradients were divided by, where the loss is
-                per token: the average is then over the tokens of all replicas.
+            num_tokens: see `warmup.average_gradients`.
         """
-        if not self.settings.schedule.is_warmup(self.step + 1):
-            return
-        sync = self.groups.sync
-        share: Tensor | float = 1.0 / sync.size
-        if num_tokens is not None:
-            total = num_tokens.detach().clone().double()
-            sync.all_reduce(total)
-            share = (num_tokens.double() / total.clamp(min=1)).float()
-        for gradients in self.host.gradient_shards():
-            gradients.mul_(share)
-            sync.all_reduce(gradients)
-        if sync.size > 2:  # two addends have one sum; more may round by where they lie
-            for tie, gradient in self.host.tied_gradients():
-                if tie in self.groups.ties:
-                    self.groups.ties[tie].broadcast(gradient)
+        if self.settings.schedule.is_warmup(self.step + 1):
+            average_in_warmup(self.host, self.groups)
+            average_gradients(self.host, self.groups, num_tokens)
 
     @property
     def is_sync_due(self) -> bool:
-        """Whether the step being attempted now ends a round."""
-        is_last = self.host.progress().is_last_step
-        return self.settings.schedule.is_sync(self.step + 1, is_last=is_last)
+        """Whether a meeting follows the step being attempted now."""
+        if self.is_warmup:
+            return False
+        is_asked = Flag.MEET in self._flags.read()
+        return self.pace.is_due(self.step + 1, is_asked=is_asked)
+
+    @property
+    def is_warmup(self) -> bool:
+        """Whether the replicas have not parted yet: they make the same steps."""
+        return self.rounds.state is None
 
     @property
     def was_warmup_step(self) -> bool:
@@ -115,12 +123,17 @@ class EditEngine:
     @property
     def is_mid_round(self) -> bool:
         """Whether the replicas have parted since the last sync."""
-        return self.state is not None and self.step > self._last_sync_step
+        return not self.is_warmup and self.step > self.rounds.start
 
     @property
     def has_pending_units(self) -> bool:
         """Whether units of the last sync have still to land."""
         return self._run is not None and not self._run.is_done
+
+    @property
+    def is_stop_seen(self) -> bool:
+        """Whether a stop from outside has come to this replica; the same on all its ranks."""
+        return Flag.STOP in self._flags.latest
 
     def before_step(self) -> None:
         """Close the last sync: nothing may land after the inner optimizer has moved on."""
@@ -129,13 +142,20 @@ class EditEngine:
 
     def after_step(self) -> None:
         """Count an attempted step, whether it was applied or skipped, and do what is due."""
-        is_sync = self.is_sync_due
+        is_sync, was_warmup = self.is_sync_due, self.is_warmup
         self.step += 1
         with torch.no_grad(), self._blaming():
+            is_asking = not was_warmup and self.pace.after_step() and not is_sync
             if is_sync:
-                self._sync()
-            elif self.settings.schedule.is_switch(self.step):
-                self._switch()
+                self._meet()
+            elif was_warmup:
+                self.is_stopping = self._common_stop.after_step(self.is_stop_seen)
+                if self.settings.schedule.is_switch(self.step):
+                    self._switch()
+            self._flags.post(
+                (Flag.MEET if is_asking else Flag.NONE)
+                | (Flag.STOP if self.board.is_seen else Flag.NONE)
+            )
 
     def require(self, num_shards: int) -> None:
         """Land the first `num_shards` shards of the plan, if a sync is under way."""
@@ -157,77 +177,75 @@ class EditEngine:
         if self.was_warmup_step:
             self.reporter.on_losses(self.step, [loss])
         else:
-            self._meetings.note_loss(self.step, loss)
+            self.pace.losses.note(self.step, loss)
 
-    def finish(self) -> None:
-        """Land and report what is left, losses too. All replicas must come."""
+    def check_in(self) -> bool:
+        """Before an evaluation: whether all replicas come to it, so that none waits there alone.
+
+        Collective: all ranks of all replicas that have not left.
+        """
+        if not self.is_stopping:
+            with torch.no_grad(), self._blaming():
+                self._settle()
+                self.is_stopping = not self.rounds.check_in(self.step)
+        return not self.is_stopping
+
+    def leave(self) -> None:
+        """Obey a stop: end at this step, in the middle of the round.
+
+        The others may wait at a meeting: the record that says so releases them.
+        """
+        if self.is_stopping:
+            return
+        self.is_stopping = True
         with torch.no_grad(), self._blaming():
             self._settle()
-            blank = [math.nan] * len(self.host.plan.names)
-            self._meetings.hold(round=self.round, step=self.step, inner_steps=0, norms=blank)
+            self.rounds.leave(self.step)
+
+    def finish(self) -> None:
+        """Land and report what is left, losses too. All replicas must come, or have left."""
+        self.board.close()
+        with torch.no_grad(), self._blaming():
+            self._settle()
+            self.rounds.close(self.step)
 
     # ---- phases
 
     def _switch(self) -> None:
         """End the warm-up: make sure that the replicas agree, then take the anchor (method 2.3)."""
         plan = self.host.plan
+        self._common_stop.drain()
         if drift.differing_units(plan, self.groups, drift.plan_digests(plan))[0]:
             largest = copy_first_replica(self.host, self.groups)
             self.reporter.on_message(
                 f"the replicas had rounded differently in warm-up (by up to {largest:.3e}); "
                 "all now hold the parameters of replica 0"
             )
-        self.state = OuterState.take(plan, self.groups.sync.device, self.settings.offload)
-        self.host.attach_outer_state(self.state)
-        self._last_sync_step = self.step
-        self._round_began = time.monotonic()
+        self.rounds.begin(self.step)
+        self.pace.begin_phase()
+        self._patience.begin()
         self.reporter.on_message(f"warm-up is over after step {self.step}: the replicas part")
 
-    def _sync(self) -> None:
-        """Meet, decide, and land the units: now, or in the forward pass that follows."""
-        assert self.state is not None, "a sync before the switch"
-        self.round += 1
-        self.world.announce(f"sync/{self.round}")
-        if self.round > 2:  # all have left that sync: they have come to the one after it
-            self.world.forget(f"sync/{self.round - 2}")
-        run = self._run = self._meet_and_decide(self.state)
-        is_later = self.settings.overlap and self.host.lands_in_forward
-        if is_later:
-            run.prefetch()
-        run.exposed = time.monotonic() - run.began
-        if not is_later:
-            self._settle()
-        self._last_sync_step = self.step
-        self._follow_rounds()
-
-    def _meet_and_decide(self, state: OuterState) -> SyncRun:
-        began, plan = time.monotonic(), self.host.plan
-        squares = partial_squares(plan, state, self.groups.sync.device)
-        norms = sum_in_rank_order(self.groups.replica.all_gather(squares)).sqrt()
-        arrived = time.monotonic()
-        records = self._meetings.hold(
-            round=self.round,
-            step=self.step,
-            inner_steps=self.step - self._last_sync_step,
-            norms=norms.tolist(),
-        )
-        met = time.monotonic()
-        table = torch.tensor([record.norms for record in records], dtype=torch.float64)
-        decision, self.detectors = decide(table, self.detectors, self.settings.penalty)
-        heal_moments(self.host, decision, self.groups.sync.rank, self.reporter)
-        return SyncRun(
-            round=self.round,
-            step=self.step,
-            plan=plan,
-            state=state,
-            groups=self.groups,
-            decision=decision,
-            records=records,
-            rule=self.settings.rule,
-            depth=self.settings.prefetch_units if self.settings.overlap else 1,
-            began=began,
-            waited=met - arrived,
-        )
+    def _meet(self) -> None:
+        """Come to a meeting and do what it decides; to the next at once, where nothing is left."""
+        while True:
+            run = self.rounds.meet(self.step)
+            if run is None:
+                self.is_stopping = self.rounds.has_left
+                self.host.gather_parameters()  # the step left that to a sync
+                break
+            self._run = run
+            is_later = self.settings.overlap and self.host.lands_in_forward
+            is_later = is_later and not self.pace.must_meet_again
+            if is_later:
+                run.prefetch()
+            run.exposed = time.monotonic() - run.began
+            self._patience.after_round()
+            if not is_later:
+                self._settle()
+            if not self.pace.must_meet_again:
+                break
+        self.pace.begin_phase()
 
     def _land_next(self, run: SyncRun) -> None:
         shard = run.land_next()
@@ -251,32 +269,7 @@ class EditEngine:
         if run.round % self.settings.digest_interval == 0:
             when = f"after the sync of round {run.round}"
             digest = drift.check(run.plan, self.groups, run.digests, when)
-        self.reporter.on_sync(self._report(run, digest))
-
-    def _report(self, run: SyncRun, digest: int | None) -> SyncReport:
-        return SyncReport(
-            round=run.round,
-            step=run.step,
-            units=run.plan.names,
-            decision=run.decision,
-            clip=over_stages(self.groups, run.clip_factors()),
-            update_norm=over_stages(self.groups, run.update_norms()),
-            records=run.records,
-            wire_bytes=wire_bytes(
-                self.groups, self._unit_numels, run.decision.rollback, self._meetings.record_bytes
-            ),
-            seconds=run.seconds(),
-            digest=digest,
-        )
-
-    # ---- time-outs
-
-    def _follow_rounds(self) -> None:
-        """Let the time-out follow the length of the rounds, unless the user fixed it."""
-        now = time.monotonic()
-        length, self._round_began = now - self._round_began, now
-        if not self.settings.fixed_timeout:
-            self.groups.sync.timeout = timedelta(seconds=max(MIN_TIMEOUT_SECONDS, 4 * length))
+        self.reporter.on_sync(self._accounts.report(run, digest))
 
     @contextmanager
     def _blaming(self) -> Iterator[None]:
@@ -284,8 +277,13 @@ class EditEngine:
         try:
             yield
         except ReplicaLostError as error:
-            absent = self.world.absent(f"sync/{self.round}")
-            raise error.in_sync(absent, self.round, self.step) from error
+            absent = self.rounds.meetings.absent()
+            raise error.in_sync(absent, self._current_round, self.step) from error
         except Exception as error:
-            error.add_note(f"in round {self.round} of EDiT, after step {self.step}")
+            error.add_note(f"in round {self._current_round} of EDiT, after step {self.step}")
             raise
+
+    @property
+    def _current_round(self) -> int:
+        """The round whose sync is under way, or comes next."""
+        return self._run.round if self._run is not None else self.rounds.count + 1

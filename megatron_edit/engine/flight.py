@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_edit.engine.decisions import Decision
 from megatron_edit.engine.groups import TIED_EMBEDDING, EngineGroups
-from megatron_edit.engine.state import StagedUnit, UnitState, pseudo_gradient
+from megatron_edit.engine.state import StagedUnit, pseudo_gradient
 from megatron_edit.engine.units import EMBEDDING, UnitShard
 from megatron_edit.method.outer import clip_factor, nesterov_step_, weighted_contribution_
 from megatron_edit.replica.collectives import Pending
@@ -62,7 +62,7 @@ class Flight:
 
     Attributes:
         shard: this rank's part of the unit.
-        staged: anchor and momentum on the device.
+        staged: anchor and momentum, on the device or on their way there.
         average: fp32 [numel], this replica's addend, later the average; None for a roll-back.
         work: the exchange that fills `average`; None before the launch, and for a roll-back.
     """
@@ -74,15 +74,16 @@ class Flight:
 
     @classmethod
     def prepare(
-        cls, shard: UnitShard, unit: UnitState, groups: EngineGroups, decision: Decision
+        cls, shard: UnitShard, staged: StagedUnit, groups: EngineGroups, decision: Decision
     ) -> Flight:
-        """Compute this replica's addend. Allocates the staging buffer; waits for nothing."""
-        staged = unit.stage(groups.sync.device)
+        """Compute this replica's addend. Allocates the staging buffer; the host never waits."""
         if bool(decision.rollback[shard.index]):
             return cls(shard, staged, None)
         weight = float(decision.weights[groups.sync.rank, shard.index])
         buffer = torch.empty(shard.numel, dtype=torch.float32, device=groups.sync.device)
-        average = weighted_contribution_(pseudo_gradient(staged.anchor, shard, buffer), weight)
+        average = weighted_contribution_(
+            pseudo_gradient(staged.anchor.ready(), shard, buffer), weight
+        )
         return cls(shard, staged, average)
 
     @property
@@ -110,7 +111,7 @@ class Flight:
         """
         device = groups.sync.device
         if self.average is None:
-            self.shard.scatter(self.staged.anchor)  # the momentum has no update to remember
+            self.shard.scatter(self.staged.anchor.ready())  # the momentum has no update to remember
             one = torch.ones((), dtype=torch.float64, device=device)
             return Landing(self.shard.index, one, torch.zeros_like(one))
         assert self.work is not None, f"unit {self.shard.name}: landed before it was launched"
@@ -120,15 +121,16 @@ class Flight:
         _tie_copies(self.shard, self.average, groups)
         norm = _norm_over_stage(self.shard, self.average, groups)
         clip = clip_factor(norm, rule.max_norm)
+        anchor = self.staged.anchor.ready()
         nesterov_step_(
-            self.staged.anchor,
-            self.staged.momentum,
+            anchor,
+            self.staged.momentum.ready(),
             self.average,
             clip=clip,
             lr=rule.lr,
             momentum_coefficient=rule.momentum,
         )
-        self.shard.scatter(self.staged.anchor)
+        self.shard.scatter(anchor)
         self.staged.put_back()
         return Landing(self.shard.index, clip, norm, waited)
 

@@ -18,6 +18,7 @@ class EngineGroups:
         sync: the N ranks, one per replica, that hold the same shard as this one.
         replica: all ranks of this replica.
         stage: the ranks of this replica on this rank's pipeline stage.
+        control: all ranks of this replica, on the CPU: what it carries waits for no device.
         ties: by name, groups over which copies of a parameter stay bit-identical; `TIED_EMBEDDING`
             joins the stages that hold a copy of the embedding.
     """
@@ -25,4 +26,5 @@ class EngineGroups:
     sync: Group
     replica: Group
     stage: Group
+    control: Group
     ties: Mapping[str, Group]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,6 +41,16 @@ class Host(Protocol):
     def replicated_tensors(self) -> Iterable[Tensor]:
         """Tensors of the model that no optimizer owns and that must start equal."""
 
+    def shared_buffers(self) -> Sequence[tuple[int, Tensor]]:
+        """Position of the unit and tensor of all state that training changes and no optimizer
+        owns; averaged at a sync. The same order and sizes on all ranks of a sync group."""
+
+    def shared_counts(self) -> Sequence[Tensor]:
+        """What a step counts before it moves some of these buffers; summed in warm-up."""
+
+    def linear_buffers(self) -> Sequence[Tensor]:
+        """The buffers that may be averaged after they moved; averaged in warm-up."""
+
     def attach_outer_state(self, state: OuterState) -> None:
         """Learn where anchor and momentum of the shards are."""
 
@@ -59,3 +69,20 @@ class Host(Protocol):
 
     def advance_schedule(self, samples: int) -> None:
         """Move the learning-rate schedule forward by `samples` of all replicas."""
+
+    def part(self, *, is_over: bool) -> None:
+        """From here on each replica makes steps at its own speed; the engine says when to end.
+
+        Args:
+            is_over: whether all samples have been consumed already.
+        """
+
+    def arrive(self, samples: int, *, is_over: bool, is_followed: bool) -> None:
+        """A round of replicas at their own speeds is over: counters and schedules meet.
+
+        Args:
+            samples: consumed by all replicas so far.
+            is_over: whether these are all; no further step may be made.
+            is_followed: whether a replica goes on to the next meeting without a step. Nothing that
+                all replicas do together may come in between.
+        """

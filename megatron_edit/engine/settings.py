@@ -10,6 +10,21 @@ from megatron_edit.method.schedule import StepSchedule
 
 
 @dataclass(frozen=True)
+class TimedRounds:
+    """Rounds that end by the clock (A-EDiT).
+
+    Attributes:
+        length: tau_time, seconds.
+        min_steps: steps of all replicas below which a round goes on.
+        target: blocks of samples to consume, one per step of a replica.
+    """
+
+    length: float
+    min_steps: int
+    target: int
+
+
+@dataclass(frozen=True)
 class EngineSettings:
     """Settings of an engine.
 
@@ -19,6 +34,7 @@ class EngineSettings:
         rule: the outer step.
         digest_interval: syncs between two drift checks.
         fixed_timeout: whether the user gave the time-out; otherwise it follows the rounds.
+        timed: how rounds end by the clock; None ends them by the schedule.
         overlap: whether units land in the forward pass, where the host can.
         prefetch_units: units in flight in overlap mode.
         offload: whether the outer state lives in host memory.
@@ -29,6 +45,7 @@ class EngineSettings:
     rule: OuterRule
     digest_interval: int
     fixed_timeout: bool
+    timed: TimedRounds | None = None
     overlap: bool = False
     prefetch_units: int = 2
     offload: bool = False

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_edit.engine.lanes import Arriving, Lanes
 from megatron_edit.engine.units import UnitPlan, UnitShard
 
 
@@ -21,24 +22,22 @@ class UnitState:
     Attributes:
         anchor: A, fp32 [numel], parameters after the last sync.
         momentum: b, fp32 [numel].
-        is_offloaded: whether it lives in host memory, and is copied to be used.
+        lanes: how it is copied to be used, where it lives in host memory; else None.
     """
 
     anchor: Tensor
     momentum: Tensor
-    is_offloaded: bool = False
+    lanes: Lanes | None = None
 
-    def pseudo_gradient(self, shard: UnitShard, out: Tensor) -> Tensor:
-        """D = A - theta of this shard, fp32 [numel] on the device of `out`, into `out`."""
-        return pseudo_gradient(_staged(self.anchor, self.is_offloaded, out.device), shard, out)
+    def stage_anchor(self) -> Arriving:
+        """Begin to bring the anchor to the device; without offload it is there."""
+        return Arriving(self.anchor) if self.lanes is None else self.lanes.upload(self.anchor)
 
-    def stage(self, device: torch.device) -> StagedUnit:
-        """Bring the state to `device`; without offload it is there."""
-        return StagedUnit(
-            _staged(self.anchor, self.is_offloaded, device),
-            _staged(self.momentum, self.is_offloaded, device),
-            self,
-        )
+    def stage(self) -> StagedUnit:
+        """Begin to bring the state to the device; without offload it is there."""
+        if self.lanes is None:
+            return StagedUnit(Arriving(self.anchor), Arriving(self.momentum), self)
+        return StagedUnit(self.lanes.upload(self.anchor), self.lanes.upload(self.momentum), self)
 
 
 @dataclass(frozen=True)
@@ -51,19 +50,15 @@ class StagedUnit:
         home: where the state lives between syncs; the same tensors, unless it is offloaded.
     """
 
-    anchor: Tensor
-    momentum: Tensor
+    anchor: Arriving
+    momentum: Arriving
     home: UnitState
 
     def put_back(self) -> None:
-        """Bring a changed state home.
-
-        The copies are queued on the stream of the outer step, and so are the next sync's copies
-        to the device, which therefore read what was put back here.
-        """
-        if self.home.is_offloaded:
-            self.home.anchor.copy_(self.anchor, non_blocking=True)
-            self.home.momentum.copy_(self.momentum, non_blocking=True)
+        """Begin to bring a changed state home."""
+        if (lanes := self.home.lanes) is not None:
+            lanes.download(self.anchor.tensor, self.home.anchor)
+            lanes.download(self.momentum.tensor, self.home.momentum)
 
 
 def pseudo_gradient(anchor: Tensor, shard: UnitShard, out: Tensor) -> Tensor:
@@ -72,24 +67,17 @@ def pseudo_gradient(anchor: Tensor, shard: UnitShard, out: Tensor) -> Tensor:
     return torch.sub(anchor, delta, out=delta)
 
 
-def _staged(tensor: Tensor, is_offloaded: bool, device: torch.device) -> Tensor:
-    """`tensor` itself, or a copy of it on the device (on CPU runs, too: the memory is counted)."""
-    if not is_offloaded:
-        return tensor
-    return torch.empty_like(tensor, device=device, pin_memory=False).copy_(
-        tensor, non_blocking=True
-    )
-
-
 @dataclass(frozen=True)
 class OuterState:
     """Outer state of all shards of this rank: 8 bytes per element, nothing full-size.
 
     Attributes:
         units: by unit name, in forward order.
+        lanes: of offloaded units; else None.
     """
 
     units: dict[str, UnitState]
+    lanes: Lanes | None = None
 
     @classmethod
     def take(cls, plan: UnitPlan, device: torch.device, offload: bool = False) -> OuterState:
@@ -102,13 +90,19 @@ class OuterState:
         """
         home = torch.device("cpu") if offload else device
         is_pinned = offload and device.type == "cuda"
+        lanes = Lanes(device) if offload else None
         units = {}
         for shard in plan.shards:
             anchor = torch.empty(shard.numel, device=home, pin_memory=is_pinned)
             momentum = torch.zeros(shard.numel, device=home, pin_memory=is_pinned)
             shard.gather(anchor)
-            units[shard.name] = UnitState(anchor, momentum, offload)
-        return cls(units)
+            units[shard.name] = UnitState(anchor, momentum, lanes)
+        return cls(units, lanes)
+
+    def begin_sync(self) -> None:
+        """Called before the units of a sync are staged: they are read as the last one left them."""
+        if self.lanes is not None:
+            self.lanes.fence()
 
     @property
     def nbytes(self) -> int:

@@ -19,7 +19,8 @@ from torch import Tensor
 from megatron_edit.engine.decisions import Decision
 from megatron_edit.engine.flight import Flight, Landing, OuterRule
 from megatron_edit.engine.groups import EngineGroups
-from megatron_edit.engine.state import OuterState
+from megatron_edit.engine.lanes import one_ahead
+from megatron_edit.engine.state import OuterState, StagedUnit, pseudo_gradient
 from megatron_edit.engine.units import UnitPlan, UnitShard
 from megatron_edit.errors import ReplicaLostError
 from megatron_edit.replica.control import ControlRecord
@@ -60,6 +61,11 @@ class SyncRun:
     _flying: deque[Flight] = field(default_factory=deque)
     _landings: list[Landing] = field(default_factory=list)
     _started: int = 0
+    _stages: Iterator[tuple[UnitShard, StagedUnit]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        units = self.state.units
+        self._stages = one_ahead(self.plan.shards, lambda shard: units[shard.name].stage())
 
     @property
     def num_landed(self) -> int:
@@ -78,9 +84,9 @@ class SyncRun:
         a time would delay the unit that is needed first, and be slower together.
         """
         while self._started < len(self.plan.shards) and len(self._flying) < self.depth:
-            shard = self.plan.shards[self._started]
-            unit = self.state.units[shard.name]
-            self._flying.append(Flight.prepare(shard, unit, self.groups, self.decision))
+            shard, staged = next(self._stages)
+            self._flying.append(Flight.prepare(shard, staged, self.groups, self.decision))
+            del staged  # it lives as long as its flight
             self._started += 1
         for place, flight in enumerate(self._flying):
             if not flight.is_launched:
@@ -95,10 +101,12 @@ class SyncRun:
         flight = self._flying.popleft()
         with _naming(flight.shard):
             self._landings.append(flight.land(self.groups, self.rule))
+        shard = flight.shard
+        del flight  # its buffers make room for the unit that starts now
         self.prefetch()
         if self.is_done:
             self.ended = time.monotonic()
-        return flight.shard
+        return shard
 
     def clip_factors(self) -> Tensor:
         """float64 [U] on the CPU; NaN for units of other stages. Waits for the device."""
@@ -143,7 +151,9 @@ def partial_squares(plan: UnitPlan, state: OuterState, device: torch.device) -> 
     """This rank's share of every unit's squared pseudo-gradient norm, float64 [U] on `device`."""
     scratch = torch.empty(plan.largest_numel, dtype=torch.float32, device=device)
     squares = torch.zeros(len(plan.names), dtype=torch.float64, device=device)
-    for shard in plan.shards:
-        delta = state.units[shard.name].pseudo_gradient(shard, scratch)
+    state.begin_sync()
+    for shard, anchor in one_ahead(plan.shards, lambda s: state.units[s.name].stage_anchor()):
+        delta = pseudo_gradient(anchor.ready(), shard, scratch)
         squares[shard.index] = shard.squared_norm(delta)
+        del anchor  # the next but one takes its place
     return squares

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_edit.config import EditConfig
 from megatron_edit.errors import UsageError
+from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.replica.placement import Placement
 
 # Argument, value that is refused (None: any value but None or False), rule, remedy.
@@ -31,8 +32,6 @@ REFUSED: tuple[tuple[str, Any, str, str], ...] = (
      "drop the flag"),
     ("fp8_param_gather", True, _LATER, "drop the flag"),
     ("fp4_param_gather", True, _LATER, "drop the flag"),
-    ("moe_router_enable_expert_bias", True, _LATER, "drop the flag"),
-    ("moe_router_load_balancing_type", "quantile_balancing", _LATER, "use aux_loss"),
     ("moe_expert_rank_capacity_factor", None, "can repeat a step on one replica alone",
      "use --moe-expert-capacity-factor"),
     ("qk_clip", True, "changes weights after a sync, on each replica by itself", "drop the flag"),
@@ -48,10 +47,6 @@ REFUSED: tuple[tuple[str, Any, str, str], ...] = (
     ("save", None, _LATER, "train without checkpoints, or without --use-edit"),
     ("load", None, _LATER, "start from random weights, or train without --use-edit"),
     ("pretrained_checkpoint", None, _LATER, "start from random weights"),
-    ("exit_duration_in_mins", None, "could end the replicas at different steps",
-     "use --train-iters or --exit-interval"),
-    ("exit_signal_handler", True, "could end the replicas at different steps",
-     "use --train-iters or --exit-interval"),
     ("inprocess_restart", True, _LATER, "drop the flag"),
     ("perform_rl_step", True, _LATER, "drop the flag"),
     ("yaml_cfg", None, _LATER, "give the settings as flags"),
@@ -60,6 +55,15 @@ REFUSED: tuple[tuple[str, Any, str, str], ...] = (
     ("dataloader_type", "external", "does not share the samples out among the replicas",
      "use --dataloader-type single or cyclic"),
 )  # fmt: skip
+# What is counted in steps that all replicas make alike, or reads the samples in another way.
+REFUSED_WHERE_TIMED: tuple[tuple[str, Any, str, str], ...] = (
+    ("rampup_batch_size", None, "changes what a step consumes", "use a fixed batch size"),
+    ("step_batch_size_schedule", None, "changes what a step consumes", "use a fixed batch size"),
+    ("decrease_batch_size_if_needed", True, "changes what a step consumes", "drop the flag"),
+    ("iterations_to_skip", None, "skips samples of one replica alone", "drop the flag"),
+    ("phase_transition_iterations", None, "is counted in one replica's steps", "drop the flag"),
+    ("dataloader_type", "cyclic", "does not let blocks be dealt", "use --dataloader-type single"),
+)
 SUPPORTED_OPTIMIZERS = ("adam", "sgd")
 
 # What rank 0 or the last rank of every replica would write. Replica 0 keeps it; the others do
@@ -74,13 +78,14 @@ def flag_of(attribute: str) -> str:
     return "--" + attribute.replace("_", "-")
 
 
-def check_arguments(args: Namespace, placement: Placement) -> None:
+def check_arguments(args: Namespace, placement: Placement, config: EditConfig) -> None:
     """Refuse what cannot work with EDiT, before Megatron validates the rest.
 
     Raises:
         UsageError: an incompatible flag, or sizes that N replicas cannot share.
     """
-    for name, refused, rule, remedy in REFUSED:
+    is_timed = STRATEGIES[config.strategy].is_timed
+    for name, refused, rule, remedy in REFUSED + (REFUSED_WHERE_TIMED if is_timed else ()):
         value = getattr(args, name, None)
         if _is_refused(value, refused):
             shown = flag_of(name) if value is True else f"{flag_of(name)} {value}"
@@ -97,7 +102,7 @@ def check_arguments(args: Namespace, placement: Placement) -> None:
 
 def _is_refused(value: Any, refused: Any) -> bool:
     if refused is None:
-        return value not in (None, False, 0, 0.0)
+        return value not in (None, False, 0, 0.0, [], ())
     return value == refused or (isinstance(value, list | tuple) and refused in value)
 
 

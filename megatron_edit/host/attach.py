@@ -16,6 +16,7 @@ from megatron_edit.config import EditConfig, add_arguments
 from megatron_edit.errors import UsageError
 from megatron_edit.host.agreement import agree_on_settings
 from megatron_edit.host.cpu import cpu_argument_defaults, enable_cpu_backend
+from megatron_edit.host.cpu.norm import serve_sequence_parallelism
 from megatron_edit.host.patching import Patcher
 from megatron_edit.replica.placement import Placement, place
 from megatron_edit.replica.world import ReplicaWorld, join
@@ -79,6 +80,8 @@ class Attachment:
         if placement is not None:
             self._attach_edit(placement)
         data.mend_helper_compilation(self._patcher, self._world)
+        if self._device.type == "cpu":
+            serve_sequence_parallelism(self._patcher)
         self._wrap_arguments()
 
     def detach(self) -> None:
@@ -173,7 +176,9 @@ class Attachment:
 
         placement = None if self._world is None else self._world.placement
         if placement is not None:
-            arguments.check_arguments(args, placement)  # before a CPU run would drop a flag
+            arguments.check_arguments(
+                args, placement, self._config
+            )  # before a CPU run would drop a flag
             arguments.resolve_sync_mode(self._config, args)
         if self._device.type == "cpu":
             changed = arguments.apply_cpu_defaults(args, cpu_argument_defaults())

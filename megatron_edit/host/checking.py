@@ -48,7 +48,7 @@ def check_command_line(
         args, unknown = _parse(words)
         if placement is not None:
             args.world_size = placement.ranks_per_replica
-            arguments.check_arguments(args, placement)
+            arguments.check_arguments(args, placement, config)
             arguments.resolve_sync_mode(config, args)
         else:
             args.world_size = world_size

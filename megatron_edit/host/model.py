@@ -13,7 +13,6 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_edit.engine.groups import TIED_EMBEDDING, EngineGroups
 from megatron_edit.engine.host import Progress
 from megatron_edit.engine.state import OuterState
 from megatron_edit.engine.units import (
@@ -24,51 +23,18 @@ from megatron_edit.engine.units import (
     plan_units,
 )
 from megatron_edit.errors import UsageError
+from megatron_edit.host.loop import LoopControl
 from megatron_edit.host.naming import named_units
 from megatron_edit.host.optimizer import (
-    TIED_EXPERT_TP,
-    TIED_TP,
     EditDistributedOptimizer,
     PlainOptimizer,
     ShardedOptimizer,
     fragments_of,
     tie_of,
 )
-from megatron_edit.replica.collectives import Group, Transport, stand_alone_group
+from megatron_edit.host.routers import Routers
+from megatron_edit.replica.collectives import Group
 from megatron_edit.replica.placement import Placement
-from megatron_edit.replica.world import ReplicaWorld
-
-
-def build_groups(world: ReplicaWorld, device: torch.device) -> EngineGroups:
-    """Wrap Megatron's groups of this replica, and join this rank's sync group."""
-
-    def wrap(group: Any, name: str) -> Group:
-        return Group.of(group, device, world.timeout, name)
-
-    ties = {
-        TIED_TP: wrap(parallel_state.get_tensor_model_parallel_group(), TIED_TP),
-        TIED_EXPERT_TP: wrap(parallel_state.get_expert_tensor_parallel_group(), TIED_EXPERT_TP),
-    }
-    embedding = parallel_state.get_embedding_group(check_initialized=False)
-    if parallel_state.is_rank_in_embedding_group(ignore_virtual=True) and embedding is not None:
-        ties[TIED_EMBEDDING] = wrap(embedding, TIED_EMBEDDING)
-    place = world.placement
-    world.after_all_replicas("groups")  # forming a group has a time-out, start-up has none
-    sync = stand_alone_group(
-        world.shared_store,
-        place.replica,
-        place.num_replicas,
-        Transport(torch.distributed.get_backend(), device),
-        world.timeout,
-        f"sync group {place.rank}",
-    )
-    stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    return EngineGroups(
-        sync=sync,
-        replica=wrap(torch.distributed.group.WORLD, "replica"),
-        stage=wrap(stage, "pipeline stage"),
-        ties=ties,
-    )
 
 
 class MegatronHost:
@@ -100,7 +66,10 @@ class MegatronHost:
         self.optimizers: list[ShardedOptimizer] = [_adopt(inner) for inner in self._inner]
         self.has_tied_stages = False
         self.plan = self._plan(replica)
+        self._routers = Routers.of(unwrap_model(model), self.unit_of)
         self._samples = 0
+        self._pending = 0  # samples by which Megatron will advance the schedule after the step
+        self.loop = LoopControl(args, scheduler)
 
     # ---- planning
 
@@ -183,6 +152,18 @@ class MegatronHost:
                 if buffer is not None and buffer.is_floating_point():
                     yield buffer.data
 
+    def shared_buffers(self) -> Sequence[tuple[int, Tensor]]:
+        """See `engine.host.Host`: the biases of MoE routers."""
+        return [(self.plan.names.index(unit), bias) for unit, bias in self._routers.biases()]
+
+    def shared_counts(self) -> Sequence[Tensor]:
+        """See `engine.host.Host`: tokens per expert."""
+        return self._routers.token_counts()
+
+    def linear_buffers(self) -> Sequence[Tensor]:
+        """See `engine.host.Host`."""
+        return self._routers.quantile_biases()
+
     def gather_parameters(self) -> None:
         """Let Megatron gather the parameters in the replica, and wait for it."""
         for chunk in self._model:
@@ -209,15 +190,21 @@ class MegatronHost:
                     moment.masked_fill_(broken, 0.0)
         return zeroed
 
-    def count_step(self) -> None:
-        """Note that a step has consumed its samples."""
+    def count_step(self, *, was_applied: bool) -> None:
+        """Note that a step has consumed its samples; one that was skipped moves no schedule."""
         self._samples += self.samples_per_step
+        self._pending = self._args.global_batch_size if was_applied else 0
 
     @property
     def samples_per_step(self) -> int:
         """Samples that one step of this replica consumes."""
         ranks = self._args.data_parallel_size // self._placement.num_replicas
         return int(get_num_microbatches() * self._args.micro_batch_size * ranks)
+
+    @property
+    def target_blocks(self) -> int:
+        """Steps of all replicas together in the whole training."""
+        return int(self._args.train_iters) * self._placement.num_replicas
 
     def progress(self) -> Progress:
         """See `engine.host.Host`."""
@@ -229,6 +216,14 @@ class MegatronHost:
             schedule_position=int(self._scheduler.num_steps),
             is_last_step=all(iteration in skipped for iteration in left[: len(skipped) + 1]),
         )
+
+    def part(self, *, is_over: bool) -> None:
+        """See `engine.host.Host`."""
+        self.loop.take(self._samples * self._placement.num_replicas, is_over=is_over)
+
+    def arrive(self, samples: int, *, is_over: bool, is_followed: bool) -> None:
+        """See `engine.host.Host`."""
+        self.loop.arrive(samples, self._pending, is_over=is_over, is_followed=is_followed)
 
     def advance_schedule(self, samples: int) -> None:
         """See `engine.host.Host`."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -18,6 +19,19 @@ from megatron_edit.report.events import EventLog
 from megatron_edit.report.records import Iteration
 
 _LOSS = "lm loss"
+
+
+@contextmanager
+def _without_time_limit() -> Iterator[None]:
+    """Keep Megatron from ending an evaluation on one replica alone; it looks again right after."""
+    from megatron.training import get_args
+
+    args = get_args()
+    limit, args.exit_duration_in_mins = args.exit_duration_in_mins, None
+    try:
+        yield
+    finally:
+        args.exit_duration_in_mins = limit
 
 
 class Observer:
@@ -63,9 +77,15 @@ class Observer:
 
         @wraps(evaluate)
         def over_replicas(*args: Any, **kwargs: Any) -> Any:
-            losses, *rest = evaluate(*args, **kwargs)
-            if losses and self.engine is not None:
-                self._average(losses)
+            if self.engine is None:
+                return evaluate(*args, **kwargs)
+            self.engine.clock.pause()  # until all replicas are through: some are slower at it
+            if not self.engine.check_in():
+                return None, None, True  # as if the time were over: Megatron reports nothing
+            with _without_time_limit():
+                losses, *rest = evaluate(*args, **kwargs)
+            self._average(losses)
+            self.engine.clock.resume()
             return (losses, *rest)
 
         return over_replicas
@@ -106,9 +126,13 @@ class Observer:
             )
         )
 
-    def _average(self, losses: dict[str, Tensor]) -> None:
-        """Replace each evaluation loss by its mean over the replicas, in place."""
+    def _average(self, losses: dict[str, Tensor] | None) -> None:
+        """Replace each loss by its mean over the replicas, in place.
+
+        Ranks that know no losses come all the same: no rank goes on before the others.
+        """
         assert self.engine is not None
+        losses = losses or {"none": torch.zeros(())}
         values = torch.stack([loss.detach().double().reshape(()) for loss in losses.values()])
         means = self.engine.groups.sync.all_gather(values).mean(dim=0)
         for name, mean in zip(losses, means, strict=True):

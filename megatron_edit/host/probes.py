@@ -49,6 +49,15 @@ PROBES = (
     Probe(_TRAINING, "evaluate"),
     Probe(_TRAINING, "evaluate_and_print_results", ("prefix",)),
     Probe(_TRAINING, "build_train_valid_test_datasets"),
+    Probe(_TRAINING, "build_pretraining_data_loader", ("dataset", "consumed_samples")),
+    Probe(_TRAINING, "checkpoint_and_decide_exit", ("iteration",)),
+    Probe("megatron.core.transformer.torch_norm", "WrappedTorchNorm", ("config",)),
+    Probe("megatron.core.timers", "TimerBase"),
+    Probe("megatron.core.timers:Timers", "log", ("names",)),
+    Probe("megatron.core.timers:Timers", "write", ("names",)),
+    Probe(
+        "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler", "step", ("increment",)
+    ),
     Probe("megatron.core.datasets.utils", "compile_helpers"),
     Probe("megatron.core.distributed", "finalize_model_grads", ("model", "num_tokens")),
     Probe("megatron.core.optimizer", "get_megatron_optimizer"),

@@ -8,6 +8,8 @@
 | `optimizer.step` (instance) | count the step; sync when a round ends |
 | `training_log` | event files; the loss for the next meeting |
 | `evaluate` | mean over the replicas |
+| `checkpoint_and_decide_exit` | an end from outside reaches all replicas |
+| `build_pretraining_data_loader` | A-EDiT: samples as the ledger deals them |
 | `train` | at its end, the losses that no meeting has carried |
 """
 
@@ -27,13 +29,17 @@ from megatron_edit.engine.decisions import Penalty
 from megatron_edit.engine.engine import EditEngine
 from megatron_edit.engine.flight import OuterRule
 from megatron_edit.engine.groups import TIED_EMBEDDING
-from megatron_edit.engine.settings import EngineSettings
+from megatron_edit.engine.pace import TimedPace
+from megatron_edit.engine.settings import EngineSettings, TimedRounds
 from megatron_edit.host.arguments import resolve_sync_mode
+from megatron_edit.host.dealing import deal_samples
 from megatron_edit.host.describe import describe
-from megatron_edit.host.model import MegatronHost, build_groups
+from megatron_edit.host.groups import build_groups
+from megatron_edit.host.model import MegatronHost
 from megatron_edit.host.observe import Observer
 from megatron_edit.host.overlap import land_before_gathers
 from megatron_edit.host.patching import Patcher
+from megatron_edit.host.stops import StopControl
 from megatron_edit.method.schedule import StepSchedule
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.replica.world import ReplicaWorld
@@ -66,6 +72,7 @@ class TrainingLoop:
         self._device = device
         self._patcher = patcher
         self._observer = Observer(events)
+        self._stops = StopControl()
         self.engine: EditEngine | None = None
         self.host: MegatronHost | None = None
 
@@ -83,12 +90,19 @@ class TrainingLoop:
             ("training_log", self._observer.around_log),
             ("evaluate", self._observer.around_evaluate),
             ("evaluate_and_print_results", self._observer.around_evaluation_report),
+            ("checkpoint_and_decide_exit", self._stops.around_decision),
         ):
             self._patcher.wrap(training, name, around)
 
+        if STRATEGIES[self._config.strategy].is_timed:
+            deal_samples(self._patcher, self._timed_pace, training.get_args)
+
     def release(self) -> None:
         """Hand Megatron's objects back and close the event files."""
+        if self.engine is not None:
+            self.engine.board.close()
         if self.host is not None:
+            self.host.loop.release()
             self.host.release()
         self._events.close()
 
@@ -133,7 +147,9 @@ class TrainingLoop:
 
     def _build_engine(self, model: Sequence[Any], optimizer: Any, scheduler: Any) -> None:
         from megatron.core.utils import get_model_config
-        from megatron.training import get_args
+        from megatron.training import get_args, get_timers
+
+        from megatron_edit.host.timers import EditTimers
 
         args = get_args()
         # From here on the number of ranks only appears in logs, which are about the whole job.
@@ -149,9 +165,17 @@ class TrainingLoop:
         mode = resolve_sync_mode(self._config, args)
         self._events.write_run(describe(self._config, self._world.placement, self._device, mode))
         self.engine = EditEngine(
-            _settings(self._config, mode), self.host, groups, self._world, self._events
+            _settings(self._config, mode, self.host.target_blocks),
+            self.host,
+            groups,
+            self._world,
+            self._events,
         )
         self._observer.engine, self._observer.host = self.engine, self.host
+        self._stops.engine = self.engine
+        self._events.timers = EditTimers(
+            get_timers(), self.engine.clock, args.timing_log_level, self._patcher
+        )
         if mode == "overlap":
             self._hook_gathers(model)
         self._hook_step(optimizer)
@@ -178,10 +202,11 @@ class TrainingLoop:
             @wraps(step)
             def counted() -> Any:
                 engine.before_step()
+                host.loop.begin_step()
                 host.defer_gather(engine.is_sync_due)
                 result = step()
                 host.defer_gather(False)
-                host.count_step()
+                host.count_step(was_applied=bool(result[0]))
                 engine.after_step()
                 return result
 
@@ -215,20 +240,28 @@ class TrainingLoop:
 
         @wraps(finalize)
         def averaging(model: Any, num_tokens: Tensor | None = None, **kwargs: Any) -> None:
-            finalize(model, num_tokens, **kwargs)
             assert self.engine is not None
+            self.engine.before_gradients()
+            finalize(model, num_tokens, **kwargs)
             self.engine.average_gradients(num_tokens)
 
         self._patcher.replace(model_config, "finalize_model_grads_func", averaging)
 
+    def _timed_pace(self) -> TimedPace:
+        assert self.engine is not None and isinstance(self.engine.pace, TimedPace)
+        return self.engine.pace
+
     def _finish(self) -> None:
-        if self.engine is not None:
+        if self.engine is not None and self.host is not None:
             self.engine.finish()
+            self.host.loop.release()
         self._events.flush()
 
 
-def _settings(config: EditConfig, sync_mode: str) -> EngineSettings:
-    is_endless = STRATEGIES[config.strategy].endless_warmup
+def _settings(config: EditConfig, sync_mode: str, target_blocks: int) -> EngineSettings:
+    strategy = STRATEGIES[config.strategy]
+    is_endless = strategy.endless_warmup
+    timed = TimedRounds(config.sync_seconds, config.min_round_steps, target_blocks)
     return EngineSettings(
         schedule=StepSchedule(None if is_endless else config.warmup_steps, config.sync_interval),
         penalty=Penalty.of(config),
@@ -237,6 +270,7 @@ def _settings(config: EditConfig, sync_mode: str) -> EngineSettings:
         ),
         digest_interval=config.digest_interval,
         fixed_timeout=config.timeout_seconds is not None,
+        timed=timed if strategy.is_timed else None,
         overlap=sync_mode == "overlap",
         prefetch_units=config.prefetch_units,
         offload=config.offload,

@@ -42,6 +42,27 @@ def replica_weights(
     return torch.where(usable, raised / torch.where(usable, total, torch.ones_like(total)), equal)
 
 
+def blend_step_weights(weights: Tensor, steps: Tensor, share: float) -> Tensor:
+    """w <- (1 - rho) w + rho * steps_r / sum steps over the accepted replicas (method section 5).
+
+    Args:
+        weights: float64 [N, U], from `replica_weights`; who has 0 keeps it.
+        steps: float64 [N], inner steps of this round.
+        share: rho, in [0, 1].
+
+    Returns:
+        float64 [N, U]; columns sum to 1, or are zero as before.
+    """
+    if share == 0.0:
+        return weights
+    counted = torch.where(weights > 0, steps.unsqueeze(1), torch.zeros_like(weights))
+    total = counted.sum(dim=0)
+    by_steps = torch.where(total > 0, counted / total.clamp(min=1.0), weights)
+    blended = (1.0 - share) * weights + share * by_steps
+    norm = blended.sum(dim=0)
+    return torch.where(norm > 0, blended / torch.where(norm > 0, norm, 1.0), blended)
+
+
 def effective_replicas(weights: Tensor) -> Tensor:
     """1 / sum_r w^2, float64 [U]: how many replicas an average stands on; 0 where none."""
     squares = (weights * weights).sum(dim=0)

@@ -111,7 +111,7 @@ class Group:
 
         Collective: all ranks of the group, same numel and dtype.
         """
-        self._start_broadcast(tensor).wait()
+        self.start_broadcast(tensor).wait()
 
     def give(self, tensor: Tensor) -> None:
         """Like `broadcast`, but rank 0 does not wait until the others have come for it.
@@ -119,14 +119,18 @@ class Group:
         They may come only after work that waits for rank 0 (a later pipeline stage). Rank 0 must
         not change `tensor` afterwards.
         """
-        pending = self._start_broadcast(tensor)
+        pending = self.start_broadcast(tensor)
         if self.rank > 0:
             pending.wait()
             return
         self._given = [entry for entry in self._given if not entry[0].is_completed]
         self._given.append((pending, tensor))
 
-    def _start_broadcast(self, tensor: Tensor) -> Pending:
+    def start_broadcast(self, tensor: Tensor) -> Pending:
+        """Begin to give every rank the tensor of rank 0 of the group, in place.
+
+        Collective: all ranks of the group, same numel and dtype.
+        """
         if self.size == 1 or tensor.numel() == 0:
             return Pending(None, self.name)
         options = dist.BroadcastOptions()

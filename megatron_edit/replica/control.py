@@ -14,7 +14,15 @@ from torch import Tensor
 
 from megatron_edit.errors import SyncProtocolError
 
-_HEADER = ("round", "step", "inner_steps", "samples", "schedule_position", "num_losses")
+_HEADER = (
+    "round",
+    "step",
+    "inner_steps",
+    "samples",
+    "schedule_position",
+    "is_leaving",
+    "num_losses",
+)
 
 
 @dataclass(frozen=True)
@@ -22,13 +30,15 @@ class ControlRecord:
     """One replica's part of a meeting.
 
     Attributes:
-        round: which sync this is, from 1.
+        round: syncs before this meeting.
         step: s, attempted optimizer steps so far.
         inner_steps: steps of this round.
         samples: samples that this replica has consumed so far.
         schedule_position: where its learning-rate schedule stands, in samples.
         losses: training losses since the last meeting, oldest first; NaN where not known here.
         norms: pseudo-gradient norm of every unit.
+        buffers: state that no optimizer owns, of this rank's stage.
+        is_leaving: whether the replica obeys a stop from outside: there is no sync.
     """
 
     round: int
@@ -38,6 +48,8 @@ class ControlRecord:
     schedule_position: int
     losses: Sequence[float]
     norms: Sequence[float]
+    buffers: Sequence[float] = ()
+    is_leaving: int = 0
 
     @property
     def num_losses(self) -> int:
@@ -45,36 +57,38 @@ class ControlRecord:
         return len(self.losses)
 
     def pack(self, capacity: int) -> Tensor:
-        """As float64 [6 + capacity + units]; whole numbers are exact up to 2^53.
+        """As float64 [7 + capacity + units + buffers]; whole numbers are exact up to 2^53.
 
         Args:
             capacity: room for losses, the same for all records of a run.
         """
         header = [float(getattr(self, name)) for name in _HEADER]
         padding = [math.nan] * (capacity - self.num_losses)
-        return torch.tensor([*header, *self.losses, *padding, *self.norms], dtype=torch.float64)
+        values = [*header, *self.losses, *padding, *self.norms, *self.buffers]
+        return torch.tensor(values, dtype=torch.float64)
 
     @classmethod
-    def unpack(cls, row: Tensor, capacity: int) -> ControlRecord:
+    def unpack(cls, row: Tensor, capacity: int, num_units: int) -> ControlRecord:
         """Inverse of `pack`."""
         values = row.tolist()
         header = {name: int(value) for name, value in zip(_HEADER, values, strict=False)}
         first, norms = len(_HEADER), len(_HEADER) + capacity
+        buffers = norms + num_units
         losses = values[first : first + header.pop("num_losses")]
-        return cls(**header, losses=losses, norms=values[norms:])
+        return cls(**header, losses=losses, norms=values[norms:buffers], buffers=values[buffers:])
 
 
-def record_bytes(capacity: int, num_units: int) -> int:
+def record_bytes(capacity: int, num_units: int, num_buffers: int) -> int:
     """Size of a packed record."""
-    return 8 * (len(_HEADER) + capacity + num_units)
+    return 8 * (len(_HEADER) + capacity + num_units + num_buffers)
 
 
-def check_same_meeting(records: Sequence[ControlRecord]) -> None:
-    """All replicas must be at the same step of the same round.
+def check_same_meeting(records: Sequence[ControlRecord], *, same_step: bool) -> None:
+    """All replicas must be in the same round, and where they are to be, at the same step.
 
     Raises:
         SyncProtocolError: they are not; the message shows where each stands.
     """
     places = [(record.round, record.step) for record in records]
-    if len(set(places)) > 1:
+    if len({place if same_step else place[0] for place in places}) > 1:
         raise SyncProtocolError(f"replicas meet at different (round, step): {places}")

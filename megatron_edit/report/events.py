@@ -12,7 +12,7 @@ import json
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from megatron_edit.engine.report import SyncReport
 from megatron_edit.errors import UsageError
@@ -31,6 +31,13 @@ WATCHED_SYNCS = 10  # how long a sick sign must last before it is worth a warnin
 LOW_CLIP = 0.5
 
 
+class SyncTimers(Protocol):
+    """The host's own timers."""
+
+    def add_sync(self, seconds: Mapping[str, float]) -> None:
+        """Count what a sync took (`SyncReport.seconds`)."""
+
+
 class EventLog:
     """Writes the event files and the console lines of one rank.
 
@@ -38,6 +45,9 @@ class EventLog:
         log_dir: `--edit-log-dir`; None keeps the console lines only.
         placement: decides which files this rank writes.
         flush_interval: iterations between two flushes.
+
+    Attributes:
+        timers: the host's, where it shows what syncs took.
     """
 
     def __init__(self, log_dir: Path | None, placement: Placement, flush_interval: int = 1) -> None:
@@ -46,6 +56,7 @@ class EventLog:
         self._dir = log_dir if placement.is_writer else None
         self._is_first = placement.replica == 0
         self._files: dict[str, IO[str]] = {}
+        self.timers: SyncTimers | None = None
         self._health: deque[tuple[float, float]] = deque(maxlen=WATCHED_SYNCS)
 
     def write_run(self, run: Mapping[str, Any]) -> None:
@@ -62,6 +73,8 @@ class EventLog:
 
     def on_sync(self, report: SyncReport) -> None:
         """A sync is over."""
+        if self.timers is not None:
+            self.timers.add_sync(report.seconds)
         self._append(f"replica-{self._placement.replica}.jsonl", digest_line(report))
         if self._is_first:
             self._append("sync.jsonl", sync_line(report))

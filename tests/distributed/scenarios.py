@@ -33,7 +33,7 @@ def run_rounds(
         host.move(moves[replica])
         engine.after_step()
         report = reporter.syncs[-1]
-        assert engine.state is not None
+        assert engine.rounds.state is not None
         records.append(
             {
                 "norms": report.decision.norms.numpy(),
@@ -45,8 +45,12 @@ def run_rounds(
                 "update_norm": report.update_norm.numpy(),
                 "digest": report.digest,
                 "theta": {name: values.numpy().copy() for name, values in host.full.items()},
-                "anchor": {n: u.anchor.numpy().copy() for n, u in engine.state.units.items()},
-                "momentum": {n: u.momentum.numpy().copy() for n, u in engine.state.units.items()},
+                "anchor": {
+                    n: u.anchor.numpy().copy() for n, u in engine.rounds.state.units.items()
+                },
+                "momentum": {
+                    n: u.momentum.numpy().copy() for n, u in engine.rounds.state.units.items()
+                },
                 "slices": host.slices,
                 "bytes": engine.groups.sync.payload_bytes,
                 "wire_bytes": report.wire_bytes,
@@ -139,7 +143,7 @@ def count_messages(num_replicas: int, num_layers: int, unit_numel: int) -> Recor
     host.move(dict.fromkeys(names, torch.ones(unit_numel) * (1 + engine.groups.sync.rank)))
     before = engine.groups.sync.payload_bytes
     engine.after_step()
-    table = engine._meetings.record_bytes * (num_replicas - 1)
+    table = engine.rounds.meetings.record_bytes * (num_replicas - 1)
     return {
         "sync": sync.counts,
         "replica": replica.counts,

@@ -47,6 +47,7 @@ class ToyHost:
     slices: dict[str, slice]
     published: int = 0
     schedule_position: int = 0
+    arrivals: list[tuple[int, bool]] = field(default_factory=list)
     moments: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -78,6 +79,15 @@ class ToyHost:
     def replicated_tensors(self) -> Sequence[Tensor]:
         return []
 
+    def shared_buffers(self) -> Sequence[tuple[int, Tensor]]:
+        return []
+
+    def shared_counts(self) -> Sequence[Tensor]:
+        return []
+
+    def linear_buffers(self) -> Sequence[Tensor]:
+        return []
+
     def attach_outer_state(self, state: OuterState) -> None:
         return None
 
@@ -93,6 +103,12 @@ class ToyHost:
 
     def progress(self) -> Progress:
         return Progress(0, self.schedule_position, False)
+
+    def part(self, *, is_over: bool) -> None:
+        self.arrivals.append((0, is_over))
+
+    def arrive(self, samples: int, *, is_over: bool, is_followed: bool) -> None:
+        self.arrivals.append((samples, is_over))
 
     def advance_schedule(self, samples: int) -> None:
         self.schedule_position += samples
@@ -137,7 +153,12 @@ def build_engine(
         world.shared_store, placement.replica, placement.num_replicas, Transport("gloo", CPU),
         TIMEOUT, f"sync group {placement.rank}",
     )  # fmt: skip
-    groups = EngineGroups(sync, replica, replica, {})
+    control = stand_alone_group(
+        world.shared_store, placement.rank, placement.ranks_per_replica, Transport("gloo", CPU),
+        TIMEOUT, f"control group of replica {placement.replica}",
+    )  # fmt: skip
+    groups = EngineGroups(sync, replica, replica, control, {})
     host = ToyHost.build(sizes, placement.rank, placement.ranks_per_replica, start)
     reporter = Collector()
-    return EditEngine(_settings(config, "blocking"), host, groups, world, reporter), host, reporter
+    settings = _settings(config, "blocking", 0)
+    return EditEngine(settings, host, groups, world, reporter), host, reporter

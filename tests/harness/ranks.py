@@ -14,6 +14,8 @@ from tests.harness.jobs import resolve
 
 def train_main(script: str, argv: list[str], before: str | None) -> None:
     """Run a pretraining script as the launcher would; exit with its code if that is not 0."""
+    if "--context-parallel-size" in argv:  # Megatron's own attention refuses it
+        resolve("tests.host.context_parallel:install")()
     if before is not None:
         resolve(before)()
     if importlib.util.find_spec("megatron_edit.__main__") is None:

@@ -41,7 +41,7 @@ def train_and_detach(argv: list[str]) -> dict[str, Any]:
     """A whole run inside an attachment, then what is left of it."""
     from megatron.training import training
 
-    from megatron_edit.config import config_from_argv
+    from megatron_edit.command_line import config_from_argv
     from megatron_edit.host.attach import Attachment, choose_device
 
     kept: dict[str, Any] = {}

@@ -31,13 +31,18 @@ _LLAMA = {
 }  # fmt: skip
 _VPP = {"pipeline_model_parallel_size": 2, "num_layers": 4,
         "num_layers_per_virtual_pipeline_stage": 1, "micro_batch_size": 1}  # fmt: skip
+_TP_MOE = {**_MOE, "tensor_model_parallel_size": 2, "sequence_parallel": True,
+           "expert_model_parallel_size": 2}  # fmt: skip
 
-# Megatron aligns the gathers of interleaved stages by default ("vpp"). Experts with TP need
-# sequence parallelism, and that a norm of Transformer Engine or Apex: not on CPU.
+# Megatron aligns the gathers of interleaved stages by default ("vpp"), refuses experts with TP
+# but without sequence parallelism, and gives experts the TP of the rest unless told otherwise;
+# its alltoall then gathers tokens by unequal numbers, which gloo does not.
 LAYOUTS = {
     "plain": Layout(1, {}),
     "m2": Layout(2, {}),
     "tp2": Layout(2, {"tensor_model_parallel_size": 2}),
+    "tp2-sp": Layout(2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "cp2": Layout(2, {"context_parallel_size": 2}),  # attention: see context_parallel.py
     "pp2": Layout(2, {"pipeline_model_parallel_size": 2}),
     "pp2-untied": Layout(
         2, {"pipeline_model_parallel_size": 2, "untie_embeddings_and_output_weights": True}
@@ -45,7 +50,13 @@ LAYOUTS = {
     "vpp": Layout(2, _VPP),
     "tp2-pp2": Layout(4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
     "ep2": Layout(2, {**_MOE, "expert_model_parallel_size": 2}),
+    "tp2-ep2": Layout(2, {**_TP_MOE, "expert_tensor_parallel_size": 1}),
+    "tp2-ep2-etp2": Layout(4, {**_TP_MOE, "moe_token_dispatcher_type": "allgather"}),
     "moe": Layout(1, _MOE),
+    "ep2-router-bias": Layout(
+        2, {**_MOE, "expert_model_parallel_size": 2, "moe_router_enable_expert_bias": True,
+            "moe_router_score_function": "sigmoid"},
+    ),
     "two-instances": Layout(2, {"num_distributed_optimizer_instances": 2}),
     "llama": Layout(2, {**_LLAMA, "bf16": True}),
     "accumulation": Layout(2, {"micro_batch_size": 1, "global_batch_size": 16}),

@@ -26,7 +26,7 @@ def _storages() -> dict[int, int]:
 def measure() -> None:
     """Compare the live tensors before the switch and after a sync."""
     rank = os.environ["RANK"]
-    switch, sync = EditEngine._switch, EditEngine._sync
+    switch, sync = EditEngine._switch, EditEngine._meet
     before: dict[int, int] = {}
 
     def spied_switch(self: EditEngine) -> None:
@@ -41,7 +41,7 @@ def measure() -> None:
         (out_dir() / f"memory-{rank}.json").write_text(json.dumps(_facts(self, before, now)))
 
     EditEngine._switch = spied_switch  # type: ignore[method-assign]
-    EditEngine._sync = spied_sync  # type: ignore[method-assign]
+    EditEngine._meet = spied_sync  # type: ignore[method-assign]
 
 
 def _facts(engine: EditEngine, before: dict[int, int], now: dict[int, int]) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def _facts(engine: EditEngine, before: dict[int, int], now: dict[int, int]) -> d
     shards = list(optimizer.edit_outer.values())
     return {
         "model_numel": sum(p.numel() for chunk in host._model for p in chunk.parameters()),
-        "outer_bytes": engine.state.nbytes if engine.state else 0,
+        "outer_bytes": engine.rounds.state.nbytes if engine.rounds.state else 0,
         "new_tensor_bytes": fresh,
         "optimizer_class": type(optimizer).__name__,
         "aligned": all(

@@ -8,6 +8,8 @@ from typing import Any
 
 from megatron_edit.engine.engine import EditEngine
 from megatron_edit.engine.flight import Flight
+from megatron_edit.engine.lanes import Arriving
+from megatron_edit.engine.state import UnitState
 from tests.host.spy import out_dir
 
 Event = list[Any]
@@ -24,7 +26,7 @@ def record_order() -> None:
     finish, setup = EditEngine.finish, training.setup_model_and_optimizer
 
     def note(kind: str, unit: str) -> None:
-        log.append([kind, unit, engines[0].round if engines else 0, engines[0].step])
+        log.append([kind, unit, engines[0].rounds.count if engines else 0, engines[0].step])
 
     def spied_launch(self: Flight, *args: Any) -> Any:
         note("start", self.shard.name)
@@ -72,7 +74,7 @@ def _watch_layers(wrapped: Any, note: Any) -> None:
 
 
 def measure_staging() -> None:
-    """Record the largest staging of this rank: bytes of all live flights, by distinct storage."""
+    """Record the largest staging of this rank: bytes of what flies or is staged, by storage."""
     import gc
 
     rank = os.environ["RANK"]
@@ -80,15 +82,20 @@ def measure_staging() -> None:
     start, land, finish = Flight.prepare.__func__, Flight.land, EditEngine.finish  # type: ignore[attr-defined]
 
     def live() -> int:
-        storages: dict[int, int] = {}
-        for thing in gc.get_objects():
-            if not isinstance(thing, Flight):
-                continue
-            home = thing.staged.home
-            for tensor in (thing.average, thing.staged.anchor, thing.staged.momentum):
-                if tensor is not None and tensor is not home.anchor and tensor is not home.momentum:
-                    storage = tensor.untyped_storage()
-                    storages[storage.data_ptr()] = storage.nbytes()
+        things = [t for t in gc.get_objects() if isinstance(t, Flight | Arriving | UnitState)]
+        homes = {
+            id(tensor)
+            for unit in things
+            if isinstance(unit, UnitState)
+            for tensor in (unit.anchor, unit.momentum)
+        }
+        staged = [t.average if isinstance(t, Flight) else t.tensor for t in things
+                  if not isinstance(t, UnitState)]  # fmt: skip
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in staged
+            if tensor is not None and id(tensor) not in homes
+        }
         return sum(storages.values())
 
     def spied_start(cls: Any, *args: Any) -> Any:

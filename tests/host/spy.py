@@ -105,24 +105,25 @@ def damage_before_sync() -> None:
     `SPY_DAMAGE` is JSON: a list of [round, replicas, unit, what], where `what` is "nan", "inf" or
     the factor by which the pseudo-gradient grows.
     """
-    from megatron_edit.engine.engine import EditEngine
+    from megatron_edit.engine.rounds import Rounds
 
     plan = json.loads(os.environ["SPY_DAMAGE"])
     replica = _replica()
-    meet: Callable[..., Any] = EditEngine._meet_and_decide
+    meet: Callable[..., Any] = Rounds.meet
 
-    def damaged(self: EditEngine, state: Any) -> Any:
+    def damaged(self: Rounds, step: int) -> Any:
+        assert self.state is not None
         for round_, replicas, unit, what in plan:
-            if self.round != round_ or replica not in replicas:
+            if self.count + 1 != round_ or replica not in replicas:
                 continue
             for shard in self.host.plan.shards:
                 if shard.name == unit and shard.numel:
-                    _damage(shard, state.units[unit].anchor, what)
+                    _damage(shard, self.state.units[unit].anchor, what)
                     if what == "nan":
                         _break_moments(self.host, shard)
-        return meet(self, state)
+        return meet(self, step)
 
-    EditEngine._meet_and_decide = damaged  # type: ignore[method-assign]
+    Rounds.meet = damaged  # type: ignore[method-assign]
 
 
 def _damage(shard: Any, anchor: torch.Tensor, what: str | float) -> None:
@@ -330,11 +331,11 @@ def _seed_chunk(module: Any) -> None:
     from megatron.core import parallel_state
 
     model = getattr(module, "module", module)
-    tp, size = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-    )
+    dense = parallel_state.get_tensor_model_parallel_group()
+    expert = parallel_state.get_expert_tensor_parallel_group()
     for name, parameter in model.named_parameters():
+        group = expert if ".experts." in name else dense
+        tp, size = group.rank(), group.size()
         whole = list(parameter.shape)
         is_split = getattr(parameter, "tensor_model_parallel", False)
         dim = getattr(parameter, "partition_dim", 0)

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from megatron_edit.host.cpu import cpu_argument_defaults, cuda_available, enable_cpu_backend
 from megatron_edit.host.patching import Patcher
 from tests.harness import TrainResult, run_ranks, tiny_gpt, train
+from tests.host.layouts import LAYOUTS
 
 OWNERS = (
     torch,
@@ -184,6 +185,38 @@ def test_one_rank_agrees_with_two() -> None:
     assert_close(train(tiny_gpt(), 1), train(tiny_gpt(), 2), 2e-6)
 
 
+RMS_NORMS = {"normalization": "RMSNorm", "qk_layernorm": True}
+
+
+@pytest.mark.parametrize(
+    ("layout", "whole", "more"),
+    [
+        pytest.param("tp2-sp", "tp2", {}, id="layer-norm"),
+        pytest.param("tp2-sp", "tp2", RMS_NORMS, id="rms-norm", marks=pytest.mark.full),
+        pytest.param("tp2-ep2", "ep2", {}, id="experts", marks=pytest.mark.full),
+        pytest.param("tp2-ep2-etp2", "ep2", {}, id="split-experts", marks=pytest.mark.full),
+        pytest.param("cp2", "plain", {}, id="context", marks=pytest.mark.full),
+    ],
+)
+def test_sharing_out_a_sequence_changes_no_loss(
+    layout: str, whole: str, more: dict[str, object]
+) -> None:
+    """Megatron alone: catches norms and routers whose gradients stay partial sums, and, in the
+    attention that the tests bring for context parallelism, a wrong order or mask."""
+    results = [
+        train(
+            tiny_gpt(**LAYOUTS[name].flags, **more),
+            LAYOUTS[name].ranks,
+            before="tests.host.spy:start_from_seeded_weights",
+        )
+        for name in (layout, whole)
+    ]
+    assert_close(*results, 1e-5)
+    assert results[0].grad_norms == pytest.approx(results[1].grad_norms, abs=2e-3)
+    split = "context_parallel_size \\.+ 2" if layout == "cp2" else "sequence_parallel \\.+ True"
+    assert re.search(split, results[0].ranks[0].stdout), "switched off in silence"
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("world_size", "flags"),
@@ -191,7 +224,7 @@ def test_one_rank_agrees_with_two() -> None:
         pytest.param(4, {}, id="four-ranks"),
         pytest.param(4, OVERLAP | {"num_distributed_optimizer_instances": 2}, id="instances"),
         pytest.param(2, {"tensor_model_parallel_size": 2}, id="tp"),
-        pytest.param(2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, id="tp-sp"),
+        pytest.param(2, LAYOUTS["tp2-sp"].flags | {"bf16": True}, id="tp-sp"),
         pytest.param(2, {"pipeline_model_parallel_size": 2}, id="pp"),
         pytest.param(2, {"optimizer": "sgd", "use_distributed_optimizer": False}, id="sgd"),
         pytest.param(

@@ -28,7 +28,14 @@ def first_sync(folder: Path, ranks: int, flags: dict[str, object]) -> dict[str, 
 
 @pytest.mark.parametrize(
     "layout",
-    ["m2", "tp2", "pp2", pytest.param("tp2-pp2", marks=pytest.mark.full)],
+    [
+        "m2",
+        "tp2",
+        "tp2-sp",
+        "pp2",
+        pytest.param("cp2", marks=pytest.mark.full),
+        pytest.param("tp2-pp2", marks=pytest.mark.full),
+    ],
 )
 def test_dense_layouts_agree_at_the_first_sync(tmp_path: Path, layout: str) -> None:
     """Norms, weights and clip factors to 1e-4: catches copies counted twice and lost fragments."""
@@ -36,15 +43,17 @@ def test_dense_layouts_agree_at_the_first_sync(tmp_path: Path, layout: str) -> N
 
 
 @pytest.mark.full
-def test_expert_layouts_agree_at_the_first_sync(tmp_path: Path) -> None:
-    """EP 2 against all experts on one rank."""
-    _compare(tmp_path, "moe", "ep2", {"moe_router_load_balancing_type": "none"})
+@pytest.mark.parametrize("layout", ["ep2", "tp2-ep2", "tp2-ep2-etp2"])
+def test_expert_layouts_agree_at_the_first_sync(tmp_path: Path, layout: str) -> None:
+    """EP 2, also with TP, against all experts on one rank: experts are not copies of each other,
+    routers are."""
+    _compare(tmp_path, "moe", layout, {"moe_router_load_balancing_type": "none"})
 
 
 def _compare(tmp_path: Path, one: str, other: str, more: dict[str, object]) -> None:
     # Megatron deals micro-batches to data-parallel ranks: where one rank takes the place of two,
     # a micro-batch twice as large gives the replica the same samples.
-    is_split = other in ("m2", "ep2")
+    is_split = other in ("m2", "ep2", "tp2-ep2-etp2")
     whole = {**LAYOUTS[one].flags, **more, "micro_batch_size": 4 if is_split else 2}
     expected = first_sync(tmp_path / one, LAYOUTS[one].ranks, whole)
     ours = first_sync(tmp_path / other, LAYOUTS[other].ranks, {**LAYOUTS[other].flags, **more})

@@ -66,7 +66,6 @@ def test_train_samples(tmp_path: Path) -> None:
         ({"micro_batch_size": 0}, "must be at least 1"),
         ({"skip_train": True}, "--skip-train"),
         ({"cuda_graph_impl": "full_iteration"}, "--cuda-graph-impl full_iteration"),
-        ({"moe_router_load_balancing_type": "quantile_balancing"}, "quantile_balancing"),
         ({"qk_clip": True}, "--qk-clip"),
         ({"error_injection_rate": 5}, "--error-injection-rate 5"),
     ],

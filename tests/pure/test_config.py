@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_edit.command_line import config_from_argv
 from megatron_edit.config import (
     EditConfig,
     add_arguments,
     attribute,
-    config_from_argv,
     flag,
     parse_endpoint,
 )
@@ -62,7 +62,11 @@ BAD = [
     "--edit-timeout-seconds nan",
     "--edit-digest-interval 0",
     "--edit-strategy sgd",
-    "--edit-strategy a-edit",
+    "--edit-strategy a-edit --edit-sync-interval 64",
+    "--edit-strategy a-edit --edit-sync-seconds 0",
+    "--edit-strategy a-edit --edit-min-round-steps -1",
+    "--edit-strategy a-edit --edit-step-weight 1.5",
+    "--edit-step-weight 0.5",
     "--edit-strategy diloco",
     "--edit-sync-mode fast",
     "--edit-sync-dtype int8",

@@ -59,14 +59,19 @@ def test_digests_see_order_and_cuts_do_not_matter() -> None:
 
 def test_control_records_survive_the_wire() -> None:
     """Whole numbers and losses come back exactly, NaN too."""
-    record = ControlRecord(3, 2**40, 128, 10**12, 7, (1.5, float("nan")), (0.25, float("inf")))
-    again = ControlRecord.unpack(record.pack(5), 5)
-    assert record.pack(5).nbytes == record_bytes(5, 2)
+    losses, norms, buffers = (1.5, float("nan")), (0.25, float("inf")), (0.1,)
+    record = ControlRecord(3, 2**40, 128, 10**12, 7, losses, norms, buffers)
+    again = ControlRecord.unpack(record.pack(5), 5, 2)
+    assert record.pack(5).nbytes == record_bytes(5, 2, 1)
     assert str(again) == str(
-        ControlRecord(3, 2**40, 128, 10**12, 7, [1.5, float("nan")], [0.25, float("inf")])
+        ControlRecord(3, 2**40, 128, 10**12, 7, list(losses), list(norms), list(buffers))
     )
     with pytest.raises(SyncProtocolError, match="different"):
-        check_same_meeting([record, ControlRecord(4, 2**40, 128, 0, 0, (), ())])
+        check_same_meeting([record, ControlRecord(4, 2**40, 128, 0, 0, (), ())], same_step=False)
+    other_step = ControlRecord(3, 2**40 + 1, 129, 0, 0, (), ())
+    check_same_meeting([record, other_step], same_step=False)
+    with pytest.raises(SyncProtocolError, match="different"):
+        check_same_meeting([record, other_step], same_step=True)
 
 
 def test_units_are_ordered_and_covered() -> None:

@@ -27,7 +27,6 @@ def cpu_argument_defaults() -> dict[str, object]:
         "cuda_graph_impl": "none",
         # Apex, or Megatron's CUDA extensions
         "no_persist_layer_norm": True,
-        "sequence_parallel": False,  # torch's LayerNorm refuses it; the sums are the same
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
         "apply_rope_fusion": False,

@@ -1,0 +1,1 @@
+"""Parts of benchmarks/growth.py: its cases, how they are run, the fits, and their report."""

@@ -1,0 +1,177 @@
+"""From readings to rows and to the line seconds = a + b bytes + c units.
+
+Seconds are those of a sync without its waiting, `exposed - wait`: where hosts share cores, the
+replicas reach their meeting at different times, and that is no cost of the sync.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+from netlab import BURST_SECONDS, MIN_BURST_BYTES
+from overlap_parts.analysis import Link, Spread
+
+from megatron_edit.replica.control import record_bytes
+
+from .cases import HELD_REPLICAS, Case
+from .runs import Reading
+
+# The least of several syncs is what is left when other programs do not disturb.
+STATISTICS = ("median", "min")
+BYTES_PER_PARAMETER = 4  # averages travel in fp32
+MIN_FITTED = 4  # three coefficients and something left to be wrong about
+
+
+@dataclass(frozen=True)
+class Row:
+    """All syncs of a case on a link.
+
+    Attributes:
+        wire_bytes: payload that a replica sent per sync, by EDiT's own count.
+        control_bytes: of these, its record in the one table, to every other replica.
+        ring_factor: the rest over 4 bytes per parameter; a ring sends 2 (N - 1) / N.
+        interface_bytes: what a host's interface sent per sync, with headers and acknowledgements.
+        seconds: of a sync, without waiting.
+        bound: seconds that the link alone needs for `wire_bytes`.
+    """
+
+    case: Case
+    rate: float | None
+    units: int
+    parameters: int
+    wire_bytes: int
+    control_bytes: int
+    ring_factor: float
+    interface_bytes: float | None
+    seconds: Spread
+    bound: float
+
+    @property
+    def control_share(self) -> float:
+        """Part of the bytes that is control traffic."""
+        return self.control_bytes / self.wire_bytes
+
+    @property
+    def beyond_per_unit(self) -> float:
+        """Seconds that the median sync takes beyond the bound, per unit."""
+        return (self.seconds.median - self.bound) / self.units
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The line of one link, over the cases with as many replicas as are held.
+
+    Attributes:
+        statistic: which of a case's seconds are fitted: "median" or "min".
+        per_sync: a, seconds.
+        per_byte: b, seconds.
+        per_unit: c, seconds.
+        link_per_byte: what the link alone needs for a byte, seconds.
+        r_squared: of the seconds themselves.
+        residuals: per case of the fit, (measured - fitted) / measured.
+    """
+
+    rate: float | None
+    statistic: str
+    per_sync: float
+    per_byte: float
+    per_unit: float
+    link_per_byte: float
+    r_squared: float
+    residuals: dict[str, float]
+
+
+def burst_bytes(rate: float | None) -> float:
+    """What a link that was idle lets through at once, beyond its rate (see `netlab`)."""
+    return 0.0 if rate is None else max(MIN_BURST_BYTES, rate / 8 * BURST_SECONDS)
+
+
+def bound_seconds(wire_bytes: float, rate: float | None, bandwidth: float) -> float:
+    """Least time in which a link can carry the bytes of a sync."""
+    return max(0.0, wire_bytes - burst_bytes(rate)) * 8 / bandwidth
+
+
+class Analysis:
+    """Rows and fits of what was read.
+
+    Args:
+        tau: sync interval: a control record has room for as many losses.
+    """
+
+    def __init__(self, readings: Sequence[Reading], links: Sequence[Link], *, tau: int) -> None:
+        self._readings, self._tau = readings, tau
+        rates = dict.fromkeys(link.rate for link in links)
+        self._bandwidth = {
+            rate: median(link.bandwidth for link in links if link.rate == rate) for rate in rates
+        }
+
+    def rows(self) -> list[Row]:
+        """Links, and in each the cases, in the order in which they were first read."""
+        found: dict[tuple[float | None, Case], list[Reading]] = {}
+        for one in self._readings:
+            case = Case(one.num_layers, one.hidden_size, one.num_replicas)
+            found.setdefault((one.rate, case), []).append(one)
+        order = list(self._bandwidth)
+        rows = [self._row(rate, case, readings) for (rate, case), readings in found.items()]
+        return sorted(rows, key=lambda row: order.index(row.rate))
+
+    def _row(self, rate: float | None, case: Case, readings: Sequence[Reading]) -> Row:
+        one = readings[0]
+        wire_bytes = round(median(n for reading in readings for n in reading.wire_bytes))
+        others = case.num_replicas - 1
+        control = others * record_bytes(self._tau, one.units, 0)
+        seconds = [s["exposed"] - s["wait"] for reading in readings for s in reading.seconds]
+        counted = [n for reading in readings for n in reading.interface_bytes or ()]
+        spread = Spread.of(seconds)
+        assert spread is not None, f"{case}: a reading without a sync"
+        return Row(
+            case=case,
+            rate=rate,
+            units=one.units,
+            parameters=one.parameters,
+            wire_bytes=wire_bytes,
+            control_bytes=control,
+            ring_factor=(wire_bytes - control) / (BYTES_PER_PARAMETER * one.parameters),
+            interface_bytes=median(counted) if counted else None,
+            seconds=spread,
+            bound=bound_seconds(wire_bytes, rate, self._bandwidth[rate]),
+        )
+
+    def fits(self) -> list[Fit]:
+        """One per statistic of every link that has enough cases."""
+        rows = [row for row in self.rows() if row.case.num_replicas == HELD_REPLICAS]
+        by_rate = {rate: [row for row in rows if row.rate == rate] for rate in self._bandwidth}
+        return [
+            fit(some, statistic, 8 / self._bandwidth[rate])
+            for rate, some in by_rate.items()
+            if len(some) >= MIN_FITTED
+            for statistic in STATISTICS
+        ]
+
+
+def fit(rows: Sequence[Row], statistic: str, link_per_byte: float) -> Fit:
+    """Least squares of the relative residuals: else the longest syncs alone would decide."""
+    terms = np.array([[1.0, row.wire_bytes, row.units] for row in rows])
+    seconds = np.array([getattr(row.seconds, statistic) for row in rows])
+    # Columns of like size, or the smallest of them would count as rank lost to rounding.
+    scale = np.abs(terms).max(axis=0)
+    weighted = terms / scale / seconds[:, None]
+    solution = np.linalg.lstsq(weighted, np.ones(len(rows)), rcond=None)[0] / scale
+    errors = seconds - terms @ solution
+    spread = float(((seconds - seconds.mean()) ** 2).sum())
+    return Fit(
+        rate=rows[0].rate,
+        statistic=statistic,
+        per_sync=float(solution[0]),
+        per_byte=float(solution[1]),
+        per_unit=float(solution[2]),
+        link_per_byte=link_per_byte,
+        r_squared=1.0 - float((errors**2).sum()) / spread if spread else 1.0,
+        residuals={
+            str(row.case): float(error / time)
+            for row, error, time in zip(rows, errors, seconds, strict=True)
+        },
+    )

@@ -1,0 +1,68 @@
+"""What grows: three sweeps over a tiny GPT, in each of which one size changes alone.
+
+| sweep | grows | held |
+|---|---|---|
+| units | layers; each is a unit, besides the embedding and the final norm | hidden, replicas |
+| replicas | replicas, each of one rank on a host of its own | layers, hidden |
+| parameters | hidden size | layers, replicas |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from overlap_parts.kinds import Job, Model
+
+SEQ_LENGTH = 32
+VOCAB_SIZE = 512
+HELD_LAYERS, HELD_REPLICAS = 4, 2
+# Narrow, so that 64 layers are many units and not many bytes; wider where replicas are added, so
+# that the time is not one of messages alone.
+UNITS_HIDDEN, REPLICAS_HIDDEN = 64, 128
+
+
+@dataclass(frozen=True)
+class Case:
+    """A size of the model and a number of replicas."""
+
+    num_layers: int
+    hidden_size: int
+    num_replicas: int
+
+    def job(self, mode: str, *, tau: int, rounds: int) -> Job:
+        """The training to run."""
+        model = Model(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            seq_length=SEQ_LENGTH,
+            vocab_size=VOCAB_SIZE,
+        )
+        return Job(mode, model, self.num_replicas, tau, rounds, stock_seconds=0.0)
+
+    def __str__(self) -> str:
+        return f"{self.num_layers} layers, hidden {self.hidden_size}, N {self.num_replicas}"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Cases that differ in one size, which `name` says."""
+
+    name: str
+    cases: tuple[Case, ...]
+
+
+def sweeps(
+    *, layers: Sequence[int], replicas: Sequence[int], hidden_sizes: Sequence[int]
+) -> list[Sweep]:
+    """The three sweeps; they may share cases."""
+    return [
+        Sweep("units", tuple(Case(n, UNITS_HIDDEN, HELD_REPLICAS) for n in layers)),
+        Sweep("replicas", tuple(Case(HELD_LAYERS, REPLICAS_HIDDEN, n) for n in replicas)),
+        Sweep("parameters", tuple(Case(HELD_LAYERS, n, HELD_REPLICAS) for n in hidden_sizes)),
+    ]
+
+
+def distinct(all_sweeps: Sequence[Sweep]) -> list[Case]:
+    """Every case once, in order."""
+    return list(dict.fromkeys(case for sweep in all_sweeps for case in sweep.cases))

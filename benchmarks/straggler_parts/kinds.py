@@ -1,0 +1,153 @@
+"""What is compared: the scenarios, the kinds of training, and what is measured of a run.
+
+| kind | what trains |
+|---|---|
+| ideal | every replica alone, as stock Megatron with one rank: nobody waits for anybody |
+| stock | one stock Megatron job over all replicas, with the overlaps of its distributed optimizer |
+| edit | EDiT: the replicas meet after tau steps |
+| a-edit | A-EDiT: the replicas meet by the clock, after as long as a round of `edit` takes |
+
+All kinds are slowed alike and have the same Megatron flags, so that they differ in their waiting
+and their exchange alone. Warm-up, whose steps are those of `stock`, is a single step; the replicas
+then part together, however long each needed to start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from overlap_parts.kinds import Model
+
+from .plan import Plan
+
+IDEAL = "ideal"
+STOCK = "stock"
+EDIT = "edit"
+A_EDIT = "a-edit"
+KINDS = (IDEAL, STOCK, EDIT, A_EDIT)
+SYNCING = (EDIT, A_EDIT)
+
+RANDOM = "random"
+EQUAL = "equal"
+WARMUP_STEPS = 1
+SKIPPED_ROUNDS = 1  # not measured: some replicas are still getting going
+# Never reached: a run is ended as soon as it has been measured. The end of training is no part of
+# it, where A-EDiT deals the last samples by quota.
+TRAIN_ITERS = 20_000
+# As little to compute as can be: the replicas share a few cores.
+MODEL = Model(num_layers=1, hidden_size=64, seq_length=64, vocab_size=1024, bucket_numel=60_000)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Which replicas are slow.
+
+    Attributes:
+        name: `random`, `equal`, or like `4x`: the last replica takes four times as long.
+        factor: of the last replica.
+        rounds: measured in a run, after the first.
+    """
+
+    name: str
+    factor: int = 1
+    rounds: int = 3
+
+    @classmethod
+    def named(cls, name: str, rounds: int) -> Scenario:
+        """The scenario of a name; a round less where nobody is slow in every step."""
+        factor = int(name.removesuffix("x")) if name.endswith("x") else 1
+        if factor < 1 or (factor == 1 and name not in (RANDOM, EQUAL)):
+            raise ValueError(f"scenario {name}: one of random, equal, 2x, 3x, 4x, ...")
+        return cls(name, factor, rounds if factor > 1 else max(1, rounds - 1))
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        if self.factor > 1:
+            return f"one {self.factor}x slower"
+        return "random stragglers" if self.name == RANDOM else "all equal"
+
+    def plan(self, num_replicas: int, *, step: float, seed: int) -> Plan:
+        """How long steps last; seconds."""
+        factors = (*[1.0] * (num_replicas - 1), float(self.factor))
+        return Plan(step, factors, is_random=self.name == RANDOM, seed=seed)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kind of training in one scenario.
+
+    Attributes:
+        plan: of the lengths of steps.
+        tau: steps of a round of a replica that is not slow. EDiT's interval is a part of it where
+            one replica is, so that its rounds do not last longer.
+        seconds: how long kinds without rounds are measured.
+        phase: part of a step of the slowest replica, by which A-EDiT's rounds last longer. Steps
+            here always last the same; so it is this that decides at which point of such a step a
+            round ends, and how long the others then wait.
+    """
+
+    scenario: Scenario
+    kind: str
+    plan: Plan
+    tau: int
+    seconds: float
+    phase: float = 0.5
+    model: Model = MODEL
+
+    @property
+    def num_replicas(self) -> int:
+        """N."""
+        return len(self.plan.factors)
+
+    @property
+    def interval(self) -> int:
+        """EDiT's tau."""
+        return max(1, self.tau // self.scenario.factor)
+
+    @property
+    def round_seconds(self) -> float:
+        """A-EDiT's tau_time: what EDiT's steps of a round take, and `phase`."""
+        mean_step = max(self.plan.factors) + self.plan.is_random / self.num_replicas
+        return (self.interval + self.phase) * mean_step * self.plan.step
+
+    @property
+    def edit_steps(self) -> tuple[int, int]:
+        """Number of the first step, from 0, that is measured of EDiT, and of the first after."""
+        rounds = (SKIPPED_ROUNDS, SKIPPED_ROUNDS + self.scenario.rounds)
+        first, last = (WARMUP_STEPS + self.interval * count for count in rounds)
+        return first, last
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of one replica."""
+        return self.model.micro_batch_size * self.model.seq_length
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of a launch."""
+        return 1 if self.kind == IDEAL else self.num_replicas
+
+    def flags(self, log_dir: str) -> list[str]:
+        """All flags of the training script."""
+        flags = [
+            *self.model.flags(),
+            *("--edit-device", "cpu"),
+            *("--global-batch-size", str(self.model.micro_batch_size * self.world_size)),
+            *("--train-iters", str(TRAIN_ITERS)),
+            *("--log-interval", str(TRAIN_ITERS)),  # a line of stock Megatron costs a barrier
+        ]
+        if self.kind not in SYNCING:
+            return flags
+        flags += [
+            "--use-edit",
+            *("--edit-num-replicas", str(self.num_replicas)),
+            *("--edit-strategy", self.kind),
+            *("--edit-warmup-steps", str(WARMUP_STEPS)),
+            *("--edit-log-dir", log_dir),
+        ]
+        if self.kind == EDIT:
+            return [*flags, "--edit-sync-interval", str(self.interval)]
+        # Rounds are long enough, and of the same length for all kinds.
+        rhythm = ("--edit-sync-seconds", f"{self.round_seconds:.3f}", "--edit-min-round-steps", "0")
+        return [*flags, *rhythm]

@@ -1,0 +1,180 @@
+"""What a run leaves behind, and which part of it is measured.
+
+A mark tells when a step began; see `pretrain_slowed`. From one mark of a replica to a later one lie
+as many whole steps, with all that belongs to them: data, sleep, sync, log.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .kinds import SKIPPED_ROUNDS, WARMUP_STEPS
+
+SKIPPED_STEPS = 5  # of kinds without rounds: the first are slow
+NUM_TAIL_LINES = 30
+_SYNC_FIELDS = ("round", "iteration", "inner_steps", "samples", "seconds")
+
+
+class Mark(NamedTuple):
+    """The beginning of a step.
+
+    Attributes:
+        time: of a clock that all replicas share, seconds.
+        computed: by the replica until then, seconds.
+    """
+
+    time: float
+    computed: float
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What is measured of a replica: from the mark with number `first` to `last`, from 0.
+
+    Attributes:
+        seconds: between these marks.
+        computed: of these, spent computing.
+    """
+
+    first: int
+    last: int
+    seconds: float
+    computed: float
+
+    @classmethod
+    def between(cls, marks: Sequence[Mark], first: int, last: int) -> Stretch:
+        """The steps first ... last - 1."""
+        start, end = marks[first], marks[last]
+        return cls(first, last, end.time - start.time, end.computed - start.computed)
+
+    @property
+    def num_steps(self) -> int:
+        """How many."""
+        return self.last - self.first
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean length of a step."""
+        return self.seconds / self.num_steps
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Raw numbers of one run.
+
+    Attributes:
+        stretches: by replica.
+        tokens_per_second: of all replicas together.
+        round_seconds: per measured round, by the marks of replica 0; empty without rounds.
+        syncs: at the ends of these rounds, as replica 0 saw them.
+        load: of the machine, one-minute average before and after.
+    """
+
+    scenario: str
+    kind: str
+    repeat: int
+    stretches: list[Stretch]
+    tokens_per_second: float
+    round_seconds: list[float]
+    syncs: list[dict[str, Any]]
+    load: list[float]
+
+    @property
+    def computed_per_step(self) -> float:
+        """Seconds of computing in a step, mean over all replicas."""
+        computed = sum(stretch.computed for stretch in self.stretches)
+        return computed / sum(stretch.num_steps for stretch in self.stretches)
+
+    @property
+    def slowest_step(self) -> float:
+        """Mean length of a step of the slowest replica."""
+        return max(stretch.step_seconds for stretch in self.stretches)
+
+
+def read_marks(path: Path) -> list[Mark]:
+    """All marks of a replica so far; a line that is still being written does not count."""
+    whole, _, _ = path.read_text().rpartition("\n") if path.exists() else ("", "", "")
+    return [Mark(*map(float, line.split())) for line in whole.splitlines()]
+
+
+def read_syncs(folder: Path) -> list[dict[str, Any]]:
+    """What EDiT has said so far of its syncs."""
+    path = folder / "sync.jsonl"
+    whole, _, _ = path.read_text().rpartition("\n") if path.exists() else ("", "", "")
+    lines = [json.loads(line) for line in whole.splitlines()]
+    return [{name: line[name] for name in _SYNC_FIELDS} for line in lines]
+
+
+def stretches_by_time(marks: Sequence[Sequence[Mark]], seconds: float) -> list[Stretch] | None:
+    """The whole steps of each replica in one span of time, the same for all replicas.
+
+    It begins when all have got going. None before all have come to its end.
+    """
+    if any(len(own) <= SKIPPED_STEPS for own in marks):
+        return None
+    start = max(own[SKIPPED_STEPS].time for own in marks)
+    end = start + seconds
+    if any(own[-1].time < end for own in marks):
+        return None
+    found = []
+    for own in marks:
+        times = [mark.time for mark in own]
+        first, last = bisect_left(times, start), bisect_right(times, end) - 1
+        if last <= first:
+            raise ValueError(f"a step takes longer than {seconds} s, which is all that is measured")
+        found.append(Stretch.between(own, first, last))
+    return found
+
+
+def stretches_by_steps(
+    marks: Sequence[Sequence[Mark]], first: int, last: int
+) -> list[Stretch] | None:
+    """The steps first ... last - 1 of every replica. None before these are over."""
+    if any(len(own) <= last for own in marks):
+        return None
+    return [Stretch.between(own, first, last) for own in marks]
+
+
+def stretches_by_syncs(
+    marks: Sequence[Sequence[Mark]], syncs: Sequence[dict[str, Any]], rounds: int
+) -> list[Stretch] | None:
+    """The steps of each replica in `rounds` rounds, each round with the sync that ends it.
+
+    None before these are over.
+    """
+    if len(syncs) < SKIPPED_ROUNDS + rounds:
+        return None
+    firsts = steps_before(syncs, SKIPPED_ROUNDS, len(marks))
+    lasts = steps_before(syncs, SKIPPED_ROUNDS + rounds, len(marks))
+    if any(len(own) <= last for own, last in zip(marks, lasts, strict=True)):
+        return None
+    return [Stretch.between(*three) for three in zip(marks, firsts, lasts, strict=True)]
+
+
+def steps_before(syncs: Sequence[dict[str, Any]], count: int, num_replicas: int) -> list[int]:
+    """Steps of each replica up to and with the first `count` syncs."""
+    rounds = [sync["inner_steps"][:num_replicas] for sync in syncs[:count]]
+    return [WARMUP_STEPS + sum(steps) for steps in zip(*rounds, strict=True)]
+
+
+def rounds_of(marks: Sequence[Mark], syncs: Sequence[dict[str, Any]], rounds: int) -> list[float]:
+    """Lengths of the measured rounds, by the marks of replica 0; empty where there are no syncs."""
+    counts = range(SKIPPED_ROUNDS, min(len(syncs), SKIPPED_ROUNDS + rounds) + 1)
+    ends = [marks[steps_before(syncs, count, 1)[0]].time for count in counts]
+    return [after - before for before, after in pairwise(ends)]
+
+
+def tokens_per_second(stretches: Sequence[Stretch], tokens_per_step: int) -> float:
+    """Of all replicas, each over its own stretch of time."""
+    return sum(tokens_per_step / stretch.step_seconds for stretch in stretches)
+
+
+def tail(log: Path) -> str:
+    """The end of a log, for a failed run."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-NUM_TAIL_LINES:])

@@ -1,0 +1,61 @@
+"""Reading our flags from a command line that also holds Megatron's."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+from collections.abc import Sequence
+from typing import NoReturn
+
+from megatron_edit.config import EditConfig, add_arguments, attribute, flag, shown
+from megatron_edit.errors import UsageError
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    """argparse that answers bad input with one line instead of a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        # argparse says "argument --edit-clip: invalid float value: 'abc'"
+        subject, _, rule = message.removeprefix("argument ").partition(": ")
+        raise UsageError(subject, rule or message, "see the table of flags in docs/flags.md")
+
+
+def config_from_argv(argv: Sequence[str]) -> EditConfig:
+    """Read our flags from a command line that also holds Megatron's.
+
+    Args:
+        argv: words of the command line, without the program's name.
+
+    Raises:
+        UsageError: a value that does not parse or is refused, an unknown `--edit-*` flag, or
+            `--edit-*` flags without `--use-edit` (they would be ignored, silently).
+    """
+    parser = add_arguments(_OneLineParser(add_help=False, allow_abbrev=False))
+    known, rest = parser.parse_known_args(list(argv))
+    for word in rest:
+        _refuse_unknown(word.partition("=")[0])
+    values = {s.name: getattr(known, attribute(s.name)) for s in dataclasses.fields(EditConfig)}
+    config = EditConfig(**values)
+    if not config.use_edit:
+        _refuse_unused(config)
+    return config
+
+
+def _refuse_unknown(word: str) -> None:
+    if not word.startswith(("--edit-", "--use-edit", "--edit_", "--use_edit")):
+        return
+    names = [flag(spec.name) for spec in dataclasses.fields(EditConfig)]
+    close = difflib.get_close_matches(word, names, n=1)
+    remedy = f"did you mean {close[0]}?" if close else "see the table of flags in docs/flags.md"
+    raise UsageError(word, "no such flag", remedy)
+
+
+def _refuse_unused(config: EditConfig) -> None:
+    for spec in dataclasses.fields(config):
+        if spec.name != "device" and getattr(config, spec.name) != spec.default:
+            raise UsageError(
+                f"{flag(spec.name)} {shown(getattr(config, spec.name))}",
+                "has no effect without --use-edit",
+                "add --use-edit, or drop the flag",
+            )

@@ -1,0 +1,88 @@
+"""Copies between host and device on streams of their own, beside compute and one item ahead.
+
+On the CPU there are no streams: the same calls copy at once, so that their memory can be counted
+where tests run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """A tensor on its way to the device.
+
+    Attributes:
+        tensor: where it arrives.
+        event: when it has; None where it is there already.
+    """
+
+    tensor: Tensor
+    event: Any = None
+
+    def ready(self) -> Tensor:
+        """The tensor; the current stream waits for it, the host does not."""
+        if self.event is not None:
+            compute = torch.cuda.current_stream(self.tensor.device)
+            compute.wait_event(self.event)
+            self.tensor.record_stream(compute)  # the memory belongs to the lane's stream
+        return self.tensor
+
+
+class Lanes:
+    """A lane to the device and one back, each a stream, so that both directions run at once.
+
+    Args:
+        device: of the parameters.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._up, self._down = None, None
+        if device.type == "cuda":
+            self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def fence(self) -> None:
+        """Let uploads from here on see all that was downloaded before."""
+        if self._up is not None:
+            self._up.wait_stream(self._down)
+
+    def upload(self, source: Tensor) -> Arriving:
+        """Begin to copy `source`, pinned, to a new tensor on the device."""
+        if self._up is None:
+            return Arriving(torch.empty_like(source, device=self.device).copy_(source))
+        with torch.cuda.stream(self._up):
+            target = torch.empty_like(source, device=self.device, pin_memory=False)
+            target.copy_(source, non_blocking=True)
+            return Arriving(target, self._up.record_event())
+
+    def download(self, source: Tensor, target: Tensor) -> None:
+        """Begin to copy `source` to `target`, pinned, after what computes it now."""
+        if self._down is None:
+            target.copy_(source)
+            return
+        self._down.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._down):
+            target.copy_(source, non_blocking=True)
+        source.record_stream(self._down)
+
+
+def one_ahead[Item, Begun](
+    items: Iterable[Item], begin: Callable[[Item], Begun]
+) -> Iterator[tuple[Item, Begun]]:
+    """Each item with what `begin` began for it: begun while the item before it is in use."""
+    waiting: tuple[Item, Begun] | None = None
+    for item in items:
+        begun = (item, begin(item))
+        if waiting is not None:
+            yield waiting
+        waiting = begun
+        del begun  # or the tensors of the last item would live on beside the next two
+    if waiting is not None:
+        yield waiting

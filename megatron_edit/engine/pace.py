@@ -1,0 +1,200 @@
+"""When replicas meet, and what a meeting decides about the rounds: by count or by the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Protocol
+
+from megatron_edit.engine.host import Host
+from megatron_edit.engine.losses import Losses, MeanLoss, StepLosses
+from megatron_edit.engine.settings import EngineSettings
+from megatron_edit.method.clock import PhaseClock, TimeTrigger
+from megatron_edit.method.ledger import Dealing
+from megatron_edit.method.schedule import StepSchedule
+from megatron_edit.replica.control import ControlRecord
+
+
+class Outcome(Enum):
+    """What follows from a meeting."""
+
+    SYNC = auto()
+    EXTEND = auto()  # too few steps so far: the round goes on
+
+
+class Pace(Protocol):
+    """Decides when this replica meets the others. All ranks of a replica answer alike.
+
+    Attributes:
+        losses: what the replicas tell each other of their losses.
+        meets_at_same_step: whether all replicas come to a meeting after the same step.
+    """
+
+    losses: Losses
+    meets_at_same_step: bool
+
+    def begin(self, step: int) -> None:
+        """The replicas part after step `step`."""
+
+    def begin_phase(self) -> None:
+        """Inner training goes on from here: a meeting and what it led to are over."""
+
+    def is_due(self, step: int, *, is_asked: bool) -> bool:
+        """Whether a meeting follows step `step`, the one being attempted.
+
+        Args:
+            step: s, from 1.
+            is_asked: whether rank 0 of the replica asked for it after the step before.
+        """
+
+    def after_step(self) -> bool:
+        """Note an inner step; whether this rank, if it is rank 0, asks for a meeting."""
+
+    def after_meeting(self, records: Sequence[ControlRecord]) -> Outcome:
+        """What the gathered records decide. Every rank of every replica finds the same."""
+
+    @property
+    def must_meet_again(self) -> bool:
+        """Whether this replica has nothing to do in the round that begins."""
+
+
+@dataclass
+class CountedPace:
+    """Every tau steps (EDiT).
+
+    Attributes:
+        schedule: warm-up and interval.
+        host: says which step is the last.
+        clock: of the inner phase, for the log.
+        losses: see `Pace`.
+    """
+
+    schedule: StepSchedule
+    host: Host
+    clock: PhaseClock
+    losses: Losses = field(init=False)
+    meets_at_same_step: bool = True
+
+    def __post_init__(self) -> None:
+        self.losses = StepLosses(self.schedule.interval)
+
+    def begin(self, step: int) -> None:
+        """See `Pace`."""
+
+    def begin_phase(self) -> None:
+        """See `Pace`."""
+        self.clock.restart()
+
+    def is_due(self, step: int, *, is_asked: bool) -> bool:
+        """See `Pace`."""
+        return self.schedule.is_sync(step, is_last=self.host.progress().is_last_step)
+
+    def after_step(self) -> bool:
+        """See `Pace`."""
+        return False
+
+    def after_meeting(self, records: Sequence[ControlRecord]) -> Outcome:
+        """See `Pace`."""
+        behind = max(r.schedule_position for r in records) - self.host.progress().schedule_position
+        if behind:  # it skipped steps: it catches up with the learning rate of the others
+            self.host.advance_schedule(behind)
+        return Outcome.SYNC
+
+    @property
+    def must_meet_again(self) -> bool:
+        """See `Pace`."""
+        return False
+
+
+@dataclass
+class TimedPace:
+    """Every tau_time seconds, each replica after as many steps as it has made by then (A-EDiT).
+
+    It also keeps the data ledger: which blocks of samples this round deals to whom.
+
+    Attributes:
+        replica: r.
+        min_round_steps: of all replicas together; a round with fewer goes on.
+        trigger: asks for meetings.
+        host: learns where training stands.
+        dealing: of the round that is under way.
+        epoch: how many dealings there were before it; data prefetched under another is void.
+        steps: of this replica in this round.
+    """
+
+    replica: int
+    min_round_steps: int
+    trigger: TimeTrigger
+    host: Host
+    dealing: Dealing
+    epoch: int = 0
+    steps: int = 0
+    losses: Losses = field(default_factory=MeanLoss)
+    meets_at_same_step: bool = False
+
+    def begin(self, step: int) -> None:
+        """See `Pace`. In warm-up every replica consumed a block at each step."""
+        replicas = self.dealing.num_replicas
+        self._deal(Dealing(replicas, self.dealing.target, step * replicas))
+        self.host.part(is_over=self.dealing.is_over)
+
+    def begin_phase(self) -> None:
+        """See `Pace`."""
+        self.trigger.restart()
+
+    def is_due(self, step: int, *, is_asked: bool) -> bool:
+        """See `Pace`: the clock says so, or no block is left for another step."""
+        return is_asked or self.dealing.is_exhausted(self.replica, self.steps + 1)
+
+    def after_step(self) -> bool:
+        """See `Pace`."""
+        self.steps += 1
+        return self.trigger.after_step()
+
+    def after_meeting(self, records: Sequence[ControlRecord]) -> Outcome:
+        """See `Pace`."""
+        counts = [record.inner_steps for record in records]
+        is_cut = self.dealing.is_final or any(
+            self.dealing.is_exhausted(replica, count) for replica, count in enumerate(counts)
+        )
+        if not is_cut and sum(counts) < self.min_round_steps:
+            return Outcome.EXTEND
+        self._deal(self.dealing.settle(counts))
+        self.host.arrive(
+            sum(record.samples for record in records),
+            is_over=self.dealing.is_over,
+            is_followed=any(self._is_idle(replica) for replica in range(len(records))),
+        )
+        return Outcome.SYNC
+
+    @property
+    def must_meet_again(self) -> bool:
+        """See `Pace`: the final round gives nothing to a replica that was very slow."""
+        return self._is_idle(self.replica)
+
+    def _is_idle(self, replica: int) -> bool:
+        """Whether the round that begins gives a replica nothing."""
+        return not self.dealing.is_over and self.dealing.is_exhausted(replica, 0)
+
+    def _deal(self, dealing: Dealing) -> None:
+        self.dealing, self.epoch, self.steps = dealing, self.epoch + 1, 0
+
+
+def pace_of(
+    settings: EngineSettings, host: Host, clock: PhaseClock, replica: int, num_replicas: int
+) -> Pace:
+    """The pace that the settings ask for.
+
+    Args:
+        settings: of the engine.
+        host: says and learns where training stands.
+        clock: of the inner phase.
+        replica: r.
+        num_replicas: N.
+    """
+    if (timed := settings.timed) is None:
+        return CountedPace(settings.schedule, host, clock)
+    trigger = TimeTrigger(timed.length, clock)
+    dealing = Dealing(num_replicas, timed.target)
+    return TimedPace(replica, timed.min_steps, trigger, host, dealing)

@@ -1,0 +1,54 @@
+"""Megatron's groups of a replica, and ours beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from megatron_edit.engine.groups import TIED_EMBEDDING, EngineGroups
+from megatron_edit.host.optimizer import TIED_EXPERT_TP, TIED_TP
+from megatron_edit.replica.collectives import Group, Transport, stand_alone_group
+from megatron_edit.replica.world import ReplicaWorld
+
+
+def build_groups(world: ReplicaWorld, device: torch.device) -> EngineGroups:
+    """Wrap Megatron's groups of this replica, and join this rank's sync group."""
+
+    def wrap(group: Any, name: str) -> Group:
+        return Group.of(group, device, world.timeout, name)
+
+    ties = {
+        TIED_TP: wrap(parallel_state.get_tensor_model_parallel_group(), TIED_TP),
+        TIED_EXPERT_TP: wrap(parallel_state.get_expert_tensor_parallel_group(), TIED_EXPERT_TP),
+    }
+    embedding = parallel_state.get_embedding_group(check_initialized=False)
+    if parallel_state.is_rank_in_embedding_group(ignore_virtual=True) and embedding is not None:
+        ties[TIED_EMBEDDING] = wrap(embedding, TIED_EMBEDDING)
+    place = world.placement
+    world.after_all_replicas("groups")  # forming a group has a time-out, start-up has none
+    sync = stand_alone_group(
+        world.shared_store,
+        place.replica,
+        place.num_replicas,
+        Transport(torch.distributed.get_backend(), device),
+        world.timeout,
+        f"sync group {place.rank}",
+    )
+    stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    control = stand_alone_group(
+        world.shared_store,
+        place.rank,
+        place.ranks_per_replica,
+        Transport("gloo", torch.device("cpu")),
+        world.timeout,
+        f"control group of replica {place.replica}",
+    )
+    return EngineGroups(
+        control=control,
+        sync=sync,
+        replica=wrap(torch.distributed.group.WORLD, "replica"),
+        stage=wrap(stage, "pipeline stage"),
+        ties=ties,
+    )

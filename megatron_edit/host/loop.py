@@ -1,0 +1,98 @@
+"""Megatron's training loop where replicas make different numbers of steps (A-EDiT).
+
+The loop counts this replica's own iterations. What the user gave in global batches (when to end,
+evaluate, save or exit) is decided by the samples of all replicas together, at the sync at which
+they cross a multiple of the interval. Until then the loop must not see the interval.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass, field
+from typing import Any
+
+_INTERVALS = ("eval_interval", "save_interval", "non_persistent_save_interval", "exit_interval")
+_FIRST_EVALUATION = "start_eval_at_iter"
+_TAKEN = (*_INTERVALS, _FIRST_EVALUATION, "train_iters")
+
+
+@dataclass
+class LoopControl:
+    """Megatron's arguments, in our hands while replicas run at their own speeds.
+
+    Attributes:
+        args: Megatron's; its loop reads them at every iteration.
+        scheduler: Megatron's `OptimizerParamScheduler`.
+    """
+
+    args: Namespace
+    scheduler: Any
+    _given: dict[str, Any] = field(default_factory=dict)
+    _samples: int = 0
+
+    def take(self, samples: int, *, is_over: bool) -> None:
+        """The replicas part. What is due at the very step of the switch still happens as ever.
+
+        Args:
+            samples: consumed by all replicas so far.
+            is_over: whether these are all.
+        """
+        self._given = {name: getattr(self.args, name, None) for name in _TAKEN}
+        self._samples = samples
+        if is_over:
+            self._end()
+
+    def begin_step(self) -> None:
+        """An optimizer step begins: what the last sync asked for is done, and it is not the end."""
+        if self._given:
+            self._hide_intervals()
+            self.args.train_iters = max(self._given["train_iters"], self._iteration + 1)
+
+    def arrive(self, samples: int, pending: int, *, is_over: bool, is_followed: bool) -> None:
+        """All replicas have met, inside an optimizer step.
+
+        Args:
+            samples: consumed by all replicas so far.
+            pending: samples by which Megatron will advance the schedule after the step.
+            is_over: whether these are all.
+            is_followed: whether a replica goes on to the next meeting at once: what is due now is
+                then due at that one, as nothing that all replicas do may come in between.
+        """
+        batch = self.args.global_batch_size
+        if not is_followed:
+            self._reveal_intervals(samples, batch)
+        self.scheduler.num_steps = samples - pending
+        self.scheduler.step(increment=0)
+        self.args.consumed_train_samples = samples - batch  # Megatron will add one batch
+        if is_over:
+            self._end()
+
+    def release(self) -> None:
+        """Give Megatron back what the user gave. Idempotent."""
+        for name, value in self._given.items():
+            setattr(self.args, name, value)
+        self._given = {}
+
+    @property
+    def _iteration(self) -> int:
+        """Number of the iteration that is under way, from 1."""
+        return int(self.args.curr_iteration) + 1
+
+    def _reveal_intervals(self, samples: int, batch: int) -> None:
+        """Let Megatron find this iteration a multiple of the intervals that the samples crossed."""
+        before, self._samples = self._samples, samples
+        for name in _INTERVALS:
+            interval = self._given[name]
+            if interval and before // (interval * batch) < samples // (interval * batch):
+                setattr(self.args, name, self._iteration)
+        first = self._given[_FIRST_EVALUATION]
+        if first is not None and samples < first * batch:
+            self.args.eval_interval = None
+
+    def _hide_intervals(self) -> None:
+        for name in (*_INTERVALS, _FIRST_EVALUATION):
+            setattr(self.args, name, None)
+
+    def _end(self) -> None:
+        # At the switch before the first step there is no iteration yet; the loop then never runs.
+        self.args.train_iters = self._iteration if hasattr(self.args, "curr_iteration") else 0

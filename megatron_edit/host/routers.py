@@ -1,0 +1,61 @@
+"""What MoE routers learn outside the optimizer: biases that balance the load of the experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+
+@dataclass(frozen=True)
+class Routers:
+    """The routers of a model that keep a bias, with the unit of each.
+
+    Megatron exchanges the biases' tensors when it changes their dtype, so modules are kept.
+
+    Attributes:
+        modules: Megatron's `TopKRouter`s, with their units.
+    """
+
+    modules: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, chunks: Sequence[Any], unit_of: Mapping[Parameter, str]) -> Routers:
+        """Find them in unwrapped model chunks."""
+        return cls(
+            tuple(
+                (unit_of[module.weight], module)
+                for chunk in chunks
+                for module in chunk.modules()
+                if _biases(module) and getattr(module, "weight", None) in unit_of
+            )
+        )
+
+    def biases(self) -> list[tuple[str, Tensor]]:
+        """Unit and bias, fp32 [experts]: what is averaged at a sync."""
+        return [(unit, bias) for unit, module in self.modules for bias in _biases(module)]
+
+    def token_counts(self) -> list[Tensor]:
+        """Tokens per expert of the global batch so far, fp32 [experts]: Megatron's
+        `_update_router_expert_bias` moves each bias by the sign of what they tell."""
+        return [
+            module.local_tokens_per_expert
+            for _, module in self.modules
+            if getattr(module, "expert_bias", None) is not None
+        ]
+
+    def quantile_biases(self) -> list[Tensor]:
+        """Biases of `quantile_balancing`, fp32 [experts]: linear in what the replicas saw."""
+        return [
+            module.qb_beta
+            for _, module in self.modules
+            if getattr(module, "qb_beta", None) is not None
+        ]
+
+
+def _biases(module: Any) -> list[Tensor]:
+    found = (getattr(module, name, None) for name in ("expert_bias", "qb_beta"))
+    return [bias for bias in found if isinstance(bias, Tensor)]

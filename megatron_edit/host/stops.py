@@ -1,0 +1,75 @@
+"""Ends from outside: a signal or the end of the allotted time, on whichever replica comes first.
+
+Megatron decides at every step boundary, for its own world: one replica. Its decision is announced
+to the other replicas, and each stops at its own next boundary. `--exit-interval` is no such end:
+all replicas come to it together.
+"""
+
+from __future__ import annotations
+
+import inspect
+from argparse import Namespace
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from megatron_edit.engine.engine import EditEngine
+from megatron_edit.report.console import say
+
+
+class StopControl:
+    """Wraps Megatron's decision to exit.
+
+    Attributes:
+        engine: None until the model is built.
+    """
+
+    def __init__(self) -> None:
+        self.engine: EditEngine | None = None
+        self._has_announced = False
+
+    def around_decision(self, decide: Callable[..., bool]) -> Callable[..., bool]:
+        """Megatron's `checkpoint_and_decide_exit`."""
+        signature = inspect.signature(decide)
+
+        @wraps(decide)
+        def decided(*args: Any, **kwargs: Any) -> bool:
+            from megatron.training import get_args
+
+            engine = self.engine
+            if engine is None:
+                return decide(*args, **kwargs)
+            if engine.is_stopping:
+                return True
+            iteration = signature.bind(*args, **kwargs).arguments["iteration"]
+            is_planned = _is_planned(get_args(), iteration)
+            wants_exit = (is_planned or not self._has_announced) and decide(*args, **kwargs)
+            if is_planned:
+                return True
+            if iteration >= get_args().train_iters:
+                return False  # all replicas come to this end together
+            if wants_exit:
+                self._announce(engine)
+            return self._obey(engine)
+
+        return decided
+
+    def _announce(self, engine: EditEngine) -> None:
+        self._has_announced = True
+        if engine.groups.control.rank == 0:
+            engine.board.announce()
+
+    def _obey(self, engine: EditEngine) -> bool:
+        """Whether to stop here. In warm-up replicas stop after the same step, a little later."""
+        if engine.is_warmup or not (self._has_announced or engine.is_stop_seen):
+            return engine.is_stopping
+        engine.leave()
+        if engine.groups.control.rank == 0 and engine.groups.sync.rank == 0:
+            say(f"stopping after iteration {engine.step}, as a replica was asked to")
+        return True
+
+
+def _is_planned(args: Namespace, iteration: int) -> bool:
+    """Whether Megatron exits at an iteration that the user named."""
+    named = getattr(args, "phase_transition_iterations", None) or ()
+    return bool(args.exit_interval and iteration % args.exit_interval == 0) or iteration in named

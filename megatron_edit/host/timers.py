@@ -1,0 +1,138 @@
+"""EDiT's timers in Megatron's `Timers`, for its log and its TensorBoard (`--timing-log-level 1`).
+
+Megatron's own timers stop the device at every start and stop. These count what the engine
+measured anyway, so they cost nothing and nobody waits for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
+
+from megatron.core.timers import TimerBase
+
+from megatron_edit.host.patching import Patcher
+from megatron_edit.method.clock import PhaseClock
+
+PHASE, WAIT = "edit-inner-phase", "edit-sync-wait"
+EXCHANGE, OUTER = "edit-sync-exchange", "edit-outer-step"
+LOG_LEVEL = 1
+
+
+class PhaseTimer(TimerBase):  # type: ignore[misc]
+    """Seconds of inner training, on a monotonic clock that stands still while it is stopped.
+
+    Args:
+        name: as Megatron's log shows it.
+        clock: the engine's; its start stamp also decides when A-EDiT meets.
+    """
+
+    def __init__(self, name: str, clock: PhaseClock) -> None:
+        super().__init__(name)
+        self.clock = clock
+        self._taken, self._phase = 0.0, clock.phases
+
+    def start(self, barrier: bool = False) -> None:
+        """Go on. Never a barrier: replicas must not wait for a log line."""
+        self.clock.resume()
+
+    def stop(self, barrier: bool = False) -> None:
+        """Stand still."""
+        self.clock.pause()
+
+    def reset(self) -> None:
+        """Count anew, for the log; the phase itself goes on."""
+        self._taken, self._phase = self.clock.seconds, self.clock.phases
+
+    def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
+        """Seconds since the last reset or since the phase began, whichever was later."""
+        is_same = self._phase == self.clock.phases
+        seconds = self.clock.seconds - (self._taken if is_same else 0.0)
+        if reset:
+            self.reset()
+        return seconds
+
+    def active_time(self) -> float:
+        """Seconds of this phase."""
+        return self.clock.seconds
+
+
+class SumTimer(TimerBase):  # type: ignore[misc]
+    """Seconds that were measured elsewhere, added up until the log takes them.
+
+    Args:
+        name: as Megatron's log shows it.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._sum, self._total = 0.0, 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count a stretch of time."""
+        self._sum += seconds
+        self._total += seconds
+
+    def start(self, barrier: bool = False) -> None:
+        """Nothing: what is counted is measured where it happens."""
+
+    def stop(self, barrier: bool = False) -> None:
+        """Nothing, like `start`."""
+
+    def reset(self) -> None:
+        """Count anew."""
+        self._sum = 0.0
+
+    def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
+        """Seconds since the last reset."""
+        seconds = self._sum
+        if reset:
+            self.reset()
+        return seconds
+
+    def active_time(self) -> float:
+        """Seconds since the start of training."""
+        return self._total
+
+
+class EditTimers:
+    """The four timers, registered.
+
+    Args:
+        timers: Megatron's `Timers`.
+        clock: of the inner phase.
+        log_level: of the run; below `LOG_LEVEL` nothing is registered.
+        patcher: undoes it.
+    """
+
+    def __init__(self, timers: Any, clock: PhaseClock, log_level: int, patcher: Patcher) -> None:
+        self._sums = {name: SumTimer(name) for name in (WAIT, EXCHANGE, OUTER)}
+        if log_level < LOG_LEVEL:
+            return
+        ours = [PHASE, *self._sums]
+        registered = {PHASE: PhaseTimer(PHASE, clock), **self._sums}
+        patcher.replace(timers, "_timers", {**timers._timers, **registered})
+        levels = {**timers._log_levels, **dict.fromkeys(ours, LOG_LEVEL)}
+        patcher.replace(timers, "_log_levels", levels)
+
+        def around(method: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(method)
+            def with_ours(names: Any, *args: Any, **kwargs: Any) -> Any:
+                # The list of `training_log` is the one that asks for all steps' timers.
+                is_training_log = names is not None and "forward-backward" in names
+                return method([*names, *ours] if is_training_log else names, *args, **kwargs)
+
+            return with_ours
+
+        patcher.wrap(timers, "log", around)
+        patcher.wrap(timers, "write", around)
+
+    def add_sync(self, seconds: Mapping[str, float]) -> None:
+        """Count a finished sync.
+
+        Args:
+            seconds: `SyncReport.seconds`.
+        """
+        for name, key in ((WAIT, "wait"), (EXCHANGE, "exchange"), (OUTER, "outer")):
+            self._sums[name].add(seconds[key])

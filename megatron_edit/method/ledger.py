@@ -1,0 +1,201 @@
+"""Who consumes which data when replicas make different numbers of steps (method section 5).
+
+Data is counted in blocks. A block is what one replica consumes in one step: the micro-batches
+of all its data-parallel ranks, consecutive samples of the dataset. Replicas that run on their
+own clocks cannot agree on a block before they take it, so a round deals more than it uses: one
+list of the blocks that are still to consume, and to each replica its own entries. At the meeting
+every replica computes from the gathered step counts which entries were used. Those that were
+not, the holes, are dealt first in the next round, so that none is left behind for long.
+
+A slow replica must not sit on the last blocks while the others are idle: when few are left, a
+final round deals all of them, in proportion to the speeds last seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, chain, compress, pairwise
+
+FINAL_ROUNDS = 2  # the last blocks are dealt by quota from two rounds of the fastest replica on
+
+
+@dataclass(frozen=True)
+class Dealing:
+    """How one round deals the blocks that are still to consume.
+
+    The list of entries of the round is `holes`, then `frontier`, `frontier` + 1, ... up to
+    `target`, in other words all blocks that are still to consume, ascending. Blocks, entries,
+    steps and replicas count from 0. Everything follows from the fields: replicas whose fields
+    are equal deal alike, and the fields are all that a checkpoint has to hold.
+
+    Attributes:
+        num_replicas: N.
+        target: blocks of the whole training; each of 0 ... target - 1 is consumed exactly once.
+        frontier: first block beyond all that the rounds before this one consumed. Below it,
+            every block was consumed or is a hole; from it on, none was consumed. At the start of
+            local training: the blocks that the warm-up consumed.
+        holes: blocks below the frontier that are still to consume, ascending.
+        quotas: entries of each replica in a final round, dealt as consecutive runs in the order
+            of the replicas. None is a normal round: replica r takes entries r, r + N, r + 2N, ...
+
+    Raises:
+        ValueError: the fields contradict each other.
+    """
+
+    num_replicas: int
+    target: int
+    frontier: int = 0
+    holes: tuple[int, ...] = ()
+    quotas: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Check what a damaged checkpoint could break: a wrong field would lose samples."""
+        if self.num_replicas < 1:
+            raise ValueError(f"num_replicas {self.num_replicas}: at least 1")
+        if not 0 <= self.frontier <= self.target:
+            raise ValueError(f"frontier {self.frontier}: in 0 ... target, which is {self.target}")
+        around = (-1, *self.holes, self.frontier)
+        if not all(low < high for low, high in pairwise(around)):
+            raise ValueError(f"holes: ascending in 0 ... frontier - 1, which is {around[-1] - 1}")
+        if self.quotas is not None:
+            _check_counts("quotas", self.quotas, self.num_replicas)
+            if sum(self.quotas) != self.remaining:
+                raise ValueError(f"quotas {self.quotas}: sum to {self.remaining}, what remains")
+
+    @property
+    def remaining(self) -> int:
+        """R, blocks still to consume when this round starts."""
+        return len(self.holes) + self.target - self.frontier
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every block of the training has been consumed."""
+        return self.remaining == 0
+
+    @property
+    def is_final(self) -> bool:
+        """Whether this round deals all that remains by quota; each replica meets after its run."""
+        return self.quotas is not None
+
+    def block(self, replica: int, step: int) -> int | None:
+        """Block that a replica consumes in one step of this round, in constant time.
+
+        Args:
+            replica: r, in 0 ... N - 1.
+            step: inner steps that the replica made in this round before this one.
+
+        Returns:
+            The block, or None where nothing is left for the replica, so that it must meet.
+        """
+        if not 0 <= replica < self.num_replicas or step < 0:
+            raise ValueError(
+                f"replica {replica}, step {step}: in 0 ... {self.num_replicas - 1}, from 0"
+            )
+        entries = self._dealt[replica]
+        if step >= len(entries):
+            return None
+        entry, num_holes = entries[step], len(self.holes)
+        return self.holes[entry] if entry < num_holes else self.frontier + entry - num_holes
+
+    def is_exhausted(self, replica: int, steps: int) -> bool:
+        """Whether a replica must meet at once after `steps` steps of this round."""
+        return self.block(replica, steps) is None
+
+    def settle(self, steps: Sequence[int]) -> Dealing:
+        """The dealing of the next round, in time proportional to the entries touched.
+
+        A round may end anywhere, also a final one: a stop cuts it short, and what is left
+        unused becomes holes again.
+
+        Args:
+            steps: inner steps of each replica in this round, gathered at the meeting.
+
+        Raises:
+            ValueError: `steps` has not one count per replica, or a count that cannot be.
+        """
+        self._check_steps(steps)
+        taken = [run[:count] for run, count in zip(self._dealt, steps, strict=True) if count]
+        touched = max((run[-1] + 1 for run in taken), default=0)  # no entry from here on was used
+        # Marked and selected run by run, not block by block: holes may be tens of thousands.
+        unused = bytearray(b"\x01") * touched
+        for run in taken:
+            unused[run.start : run.stop : run.step] = bytes(len(run))
+        frontier = self.frontier + max(0, touched - len(self.holes))
+        listed = chain(self.holes[:touched], range(self.frontier, frontier))
+        holes = (*compress(listed, unused), *self.holes[touched:])
+        remaining = len(holes) + self.target - frontier
+        # After a round without a step there is no speed to go by; nothing is final then.
+        is_final = 0 < remaining <= FINAL_ROUNDS * self.num_replicas * max(steps)
+        quotas = proportional_shares(remaining, steps) if is_final else None
+        return Dealing(self.num_replicas, self.target, frontier, holes, quotas)
+
+    @cached_property
+    def _dealt(self) -> tuple[range, ...]:
+        """Entries of each replica, in the order in which it takes them."""
+        if self.quotas is None:
+            stop, stride = self.remaining, self.num_replicas
+            return tuple(range(first, stop, stride) for first in range(self.num_replicas))
+        ends = accumulate(self.quotas)
+        return tuple(range(end - q, end) for q, end in zip(self.quotas, ends, strict=True))
+
+    def _check_steps(self, steps: Sequence[int]) -> None:
+        _check_counts("steps", steps, self.num_replicas)
+        for replica, (count, entries) in enumerate(zip(steps, self._dealt, strict=True)):
+            if count > len(entries):
+                raise ValueError(
+                    f"steps {count} of replica {replica}: it was dealt {len(entries)} blocks"
+                )
+
+
+def proportional_shares(total: int, counts: Sequence[int]) -> tuple[int, ...]:
+    """Whole shares of `total` in proportion to `counts`, by largest remainder.
+
+    Ties go to the lower index. Shares are as equal as can be where all counts are zero.
+
+    Args:
+        total: what the shares sum to.
+        counts: one or more numbers from 0 on; who has 0 gets 0, unless all have.
+    """
+    counts = counts if any(counts) else [1] * len(counts)
+    whole = sum(counts)
+    # Whole numbers throughout: every replica must find the same shares, to the last block.
+    shares = [total * count // whole for count in counts]
+    by_remainder = sorted(range(len(counts)), key=lambda index: -(total * counts[index] % whole))
+    for index in by_remainder[: total - sum(shares)]:
+        shares[index] += 1
+    return tuple(shares)
+
+
+def samples_of(
+    block: int, *, micro_batch: int, ranks: int, micro_batches: int, rank: int, index: int
+) -> range:
+    """Samples of the dataset in one micro-batch of one data-parallel rank of a replica.
+
+    A block holds micro_batches x ranks x micro_batch consecutive samples. Within it, they are
+    laid out as by stock sampling: the micro-batches in order, each split over the ranks.
+
+    Args:
+        block: number of the block, from 0.
+        micro_batch: samples of one micro-batch of one rank.
+        ranks: D, data-parallel ranks of one replica.
+        micro_batches: micro-batches of one rank in one step.
+        rank: d, in 0 ... D - 1.
+        index: m, number of the micro-batch in the step, from 0.
+
+    Raises:
+        ValueError: a number is out of its range; another rank or block would hold the samples.
+    """
+    if block < 0 or not 0 <= rank < ranks or not 0 <= index < micro_batches:
+        raise ValueError(
+            f"block {block}, rank {rank}, micro-batch {index}: from 0, "
+            f"and below {ranks} ranks and {micro_batches} micro-batches"
+        )
+    start = ((block * micro_batches + index) * ranks + rank) * micro_batch
+    return range(start, start + micro_batch)
+
+
+def _check_counts(name: str, counts: Sequence[int], num_replicas: int) -> None:
+    if len(counts) != num_replicas or any(count < 0 for count in counts):
+        raise ValueError(f"{name} {tuple(counts)}: {num_replicas} numbers, from 0")

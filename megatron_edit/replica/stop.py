@@ -1,0 +1,58 @@
+"""A stop from outside (a signal, the end of the allotted time) on its way to all replicas.
+
+It travels through the shared store, not through the sync groups: replicas that run at their own
+speed must not wait for a meeting to learn of it. Rank 0 of every replica asks the store from a
+thread of its own, off the training's path.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch.distributed as dist
+
+KEY = "stop"
+POLL_SECONDS = 0.5
+
+
+class StopBoard:
+    """Where a stop is announced and seen.
+
+    Args:
+        store: shared by all replicas; it is asked through a connection of its own.
+        is_watching: whether this rank asks.
+        poll_seconds: between two questions.
+    """
+
+    def __init__(
+        self, store: dist.Store, *, is_watching: bool, poll_seconds: float = POLL_SECONDS
+    ) -> None:
+        self._store = store
+        self._poll_seconds = poll_seconds
+        self._seen, self._closed = threading.Event(), threading.Event()
+        if is_watching:
+            threading.Thread(target=self._watch, name="edit-stop-board", daemon=True).start()
+
+    def announce(self) -> None:
+        """Tell all replicas to stop at their next step boundary."""
+        self._store.set(KEY, "1")
+        self._seen.set()
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether this rank knows of a stop. No communication."""
+        return self._seen.is_set()
+
+    def close(self) -> None:
+        """Ask no more. Idempotent."""
+        self._closed.set()
+
+    def _watch(self) -> None:
+        try:
+            store = self._store.clone()
+            while not self._closed.wait(self._poll_seconds):
+                if store.check([KEY]):
+                    self._seen.set()
+                    return
+        except RuntimeError:
+            return  # the store is gone with its host: training itself will tell

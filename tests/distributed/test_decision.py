@@ -1,0 +1,49 @@
+"""One decision per replica: all its ranks, whose clocks jitter, meet after the same step."""
+
+from __future__ import annotations
+
+import random
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_edit.method.clock import NANOSECONDS, PhaseClock, TimeTrigger
+from megatron_edit.replica.collectives import Group
+from megatron_edit.replica.flags import DelayedFlags, Flag
+from tests.harness import run_ranks
+
+NUM_STEPS = 10_000
+
+
+def decide_with_jitter(seed: int) -> dict[str, list[int]]:
+    """In each rank: 10 000 steps, a clock of its own; the steps after which it meets, and asks."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank, jitter = dist.get_rank(), random.Random(seed * 100 + dist.get_rank())
+    now = [jitter.randrange(10**15)]
+    trigger = TimeTrigger(1.0, PhaseClock(lambda: now[0]))
+    group = Group.of(dist.group.WORLD, torch.device("cpu"), timedelta(seconds=60), "control")
+    flags, met, asked = DelayedFlags(group), [], []
+    for step in range(1, NUM_STEPS + 1):
+        now[0] += int(jitter.uniform(0.02, 0.2) * NANOSECONDS)
+        is_due = Flag.MEET in flags.read()
+        if is_due:
+            met.append(step)
+            trigger.restart()
+        is_asking = not is_due and trigger.after_step()
+        if is_asking:
+            asked.append(step)
+        flags.post(Flag.MEET if is_asking else Flag.NONE)
+    dist.destroy_process_group()
+    return {"rank": [rank], "met": met, "asked": asked}
+
+
+def test_all_ranks_of_a_replica_decide_alike() -> None:
+    """Catches a rank that trusts its own clock: the ranks would wait for each other for ever."""
+    target = "tests.distributed.test_decision:decide_with_jitter"
+    results = [result.value for result in run_ranks(target, 4, (7,), check=True)]
+    first = results[0]
+    assert len(first["met"]) > 500
+    assert all(result["met"] == first["met"] for result in results)
+    assert first["met"] == [step + 1 for step in first["asked"]]  # one step late
+    assert any(result["asked"] != first["asked"] for result in results)  # clocks did differ

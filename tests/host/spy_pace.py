@@ -1,0 +1,156 @@
+"""Hooks for replicas at their own speeds: slow them, script their clocks, disturb them.
+
+Several are named in `SPY_HOOKS`, separated by commas, and started by `hooks`. Factors are by
+replica.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from tests.host.spy import _replica, out_dir
+
+STEP_NANOSECONDS = 1_000_000_000
+
+
+def hooks() -> None:
+    """Run all hooks that are asked for."""
+    for name in os.environ["SPY_HOOKS"].split(","):
+        globals()[name]()
+
+
+def at_each_step(action: Any) -> None:
+    """Call `action(step)` before each optimizer step, from 1 on."""
+    from megatron_edit.engine.engine import EditEngine
+
+    before = EditEngine.before_step
+
+    def acted(self: EditEngine) -> None:
+        action(self.step + 1)
+        before(self)
+
+    EditEngine.before_step = acted  # type: ignore[method-assign]
+
+
+def slow() -> None:
+    """Sleep `SPY_SLEEP[replica]` seconds in each step."""
+    seconds = json.loads(os.environ["SPY_SLEEP"])[_replica()]
+    at_each_step(lambda step: time.sleep(seconds))
+
+
+def script_clock() -> None:
+    """Let a step of replica r last exactly `SPY_FACTORS[r]` seconds of the engine's clock.
+
+    With `SPY_JITTER`, only on rank 0 of the replica: by the others' clocks it lasts longer.
+    """
+    from megatron_edit.method.clock import PhaseClock
+
+    factor, now = json.loads(os.environ["SPY_FACTORS"])[_replica()], [0]
+    ranks = int(os.environ["WORLD_SIZE"]) // int(os.environ["SPY_REPLICAS"])
+    factor *= 1 + int(os.environ["RANK"]) % ranks * float(os.environ.get("SPY_JITTER", "0"))
+    begin = PhaseClock.__post_init__
+
+    def scripted(self: PhaseClock) -> None:
+        self.read = lambda: now[0]
+        begin(self)
+
+    def tick(step: int) -> None:
+        now[0] += int(factor * STEP_NANOSECONDS)
+
+    PhaseClock.__post_init__ = scripted  # type: ignore[method-assign]
+    at_each_step(tick)
+
+
+def shift_clocks() -> None:
+    """Set the clocks of replica 1 an hour forward: of the day, and since the start."""
+    if _replica() != 1:
+        return
+    from megatron_edit.method.clock import PhaseClock
+
+    wall, monotonic, read = time.time, time.monotonic, time.monotonic_ns
+    begin = PhaseClock.__post_init__
+
+    def shifted(self: PhaseClock) -> None:
+        self.read = lambda: read() + 3600 * STEP_NANOSECONDS
+        begin(self)
+
+    PhaseClock.__post_init__ = shifted  # type: ignore[method-assign]
+    time.time = lambda: wall() + 3600
+    time.monotonic = lambda: monotonic() + 3600
+
+
+def signal_one() -> None:
+    """Send SIGTERM to one rank of replica 1 in step `SPY_STEP`."""
+    is_victim = _replica() == 1
+
+    def send(step: int) -> None:
+        if is_victim and step == int(os.environ["SPY_STEP"]):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    at_each_step(send)
+
+
+def kill_one() -> None:
+    """Kill the process of replica 1 in step `SPY_STEP`."""
+    is_victim = _replica() == 1
+
+    def kill(step: int) -> None:
+        if is_victim and step == int(os.environ["SPY_STEP"]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    at_each_step(kill)
+
+
+def expire_one() -> None:
+    """Let the allotted minute of replica 1 be over after step `SPY_STEP`."""
+    is_victim = _replica() == 1
+
+    def expire(step: int) -> None:
+        import megatron.training.training as training
+
+        if is_victim and step == int(os.environ["SPY_STEP"]):
+            training._TRAIN_START_TIME -= 3600
+
+    at_each_step(expire)
+
+
+def pause_one() -> None:
+    """Stop the process of replica 1 in step `SPY_STEP`, and let it go on after 10 seconds."""
+    is_victim = _replica() == 1
+
+    def pause(step: int) -> None:
+        if is_victim and step == int(os.environ["SPY_STEP"]):
+            script = "kill -STOP $0; sleep 10; kill -CONT $0"
+            subprocess.Popen(["bash", "-c", script, str(os.getpid())])
+
+    at_each_step(pause)
+
+
+def record_consumed() -> None:
+    """Write the sample indices that this rank's training consumed, by step."""
+    from megatron_edit.host.dealing import DealtLoader, DealtSampler
+
+    rank, waiting, consumed = os.environ["RANK"], deque[list[int]](), list[list[int]]()
+    sample, load = DealtSampler.__iter__, DealtLoader.__iter__
+
+    def spied_sampler(self: DealtSampler) -> Iterator[list[int]]:
+        waiting.clear()  # what was read ahead and never delivered
+        for indices in sample(self):
+            waiting.append(indices)
+            yield indices
+
+    def spied_loader(self: DealtLoader) -> Iterator[Any]:
+        for batch in load(self):
+            consumed.append(waiting.popleft())
+            (out_dir() / f"consumed-{rank}.json").write_text(json.dumps(consumed))
+            yield batch
+
+    DealtSampler.__iter__ = spied_sampler  # type: ignore[method-assign]
+    DealtLoader.__iter__ = spied_loader  # type: ignore[method-assign]

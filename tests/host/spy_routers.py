@@ -1,0 +1,32 @@
+"""Hooks that record the biases of MoE routers around each sync."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from tests.host.spy import out_dir
+
+
+def record_biases() -> None:
+    """Write this rank's router biases, by step: as each sync and each optimizer step left them."""
+    from megatron_edit.engine.buffers import values_of
+    from megatron_edit.engine.engine import EditEngine
+    from megatron_edit.engine.meeting import Meetings
+
+    rank, log = os.environ["RANK"], dict[str, dict[int, list[float]]](before={}, after={})
+    hold, after_step = Meetings.hold, EditEngine.after_step
+
+    def held(self: Meetings, **kwargs: Any) -> Any:
+        log["before"][kwargs["step"]] = values_of(self.host)
+        return hold(self, **kwargs)
+
+    def stepped(self: EditEngine, *args: Any) -> Any:
+        result = after_step(self, *args)
+        log["after"][self.step] = values_of(self.host)
+        (out_dir() / f"biases-{rank}.json").write_text(json.dumps(log))
+        return result
+
+    Meetings.hold = held  # type: ignore[method-assign]
+    EditEngine.after_step = stepped  # type: ignore[method-assign]

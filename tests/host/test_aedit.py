@@ -1,0 +1,262 @@
+"""A-EDiT on real Megatron: replicas at their own speeds, disturbed in every way."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness.launch import REPOSITORY
+from tests.host.runs import EditRun, run_edit
+
+HOOKS = "tests.host.spy_pace:hooks"
+AEDIT = {"edit_strategy": "a-edit", "edit_sync_interval": 128, "edit_min_round_steps": 0,
+         "num_workers": 0}  # fmt: skip
+
+
+def run_timed(
+    folder: Path, world_size: int, num_replicas: int, hooks: str, env: dict[str, str],
+    **flags: object,
+) -> EditRun:  # fmt: skip
+    """An A-EDiT run with hooks; all ranks must end with 0."""
+    return run_edit(
+        folder, world_size, num_replicas, before=HOOKS, env={"SPY_HOOKS": hooks, **env},
+        **{**AEDIT, **flags},
+    )  # fmt: skip
+
+
+def consumed(folder: Path, world_size: int) -> list[int]:
+    """Samples that all ranks consumed; ranks without a loader have none."""
+    files = (folder / f"consumed-{rank}.json" for rank in range(world_size))
+    return [
+        index
+        for file in files
+        if file.exists()
+        for batch in json.loads(file.read_text())
+        for index in batch
+    ]
+
+
+def assert_equal_replicas(run: EditRun, num_replicas: int) -> None:
+    """The same digest on all replicas, after every sync."""
+    first = run.digests(0)
+    assert first and None not in first
+    assert all(run.digests(replica) == first for replica in range(1, num_replicas))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_unequal_speeds_consume_every_sample_once(tmp_path: Path, workers: int) -> None:
+    """Replicas 1x, 2x and 5x: catches a block dealt twice, lost, or read ahead and never used."""
+    run = run_timed(
+        tmp_path, 3, 3, "script_clock,record_consumed", {"SPY_FACTORS": "[1, 2, 5]"},
+        train_iters=40, global_batch_size=12, micro_batch_size=2, edit_sync_seconds=10,
+        num_workers=workers,
+    )  # fmt: skip
+    assert_equal_replicas(run, 3)
+    assert sorted(consumed(tmp_path, 3)) == list(range(40 * 12))
+    assert run.syncs[0]["inner_steps"] == [10, 5, 2]
+    assert sum(run.syncs[-1]["samples"]) == 40 * 12
+    assert [line["iteration"] for line in run.lines("loss.jsonl")[2:-1]] == [
+        line["iteration"] for line in run.syncs
+    ]
+
+
+def test_data_parallel_ranks_inside_a_replica_share_the_blocks(tmp_path: Path) -> None:
+    """D = 2 with accumulation: a block is split over ranks and micro-batches. With step weights,
+    and the timers in Megatron's log."""
+    run = run_timed(
+        tmp_path, 4, 2, "script_clock,record_consumed", {"SPY_FACTORS": "[1, 3]"},
+        train_iters=12, global_batch_size=16, micro_batch_size=2, edit_sync_seconds=4,
+        edit_no_weighting=True, edit_step_weight=0.5, timing_log_level=1,
+    )  # fmt: skip
+    assert_equal_replicas(run, 2)
+    assert sorted(consumed(tmp_path, 4)) == list(range(12 * 16))
+    for line in run.syncs:
+        steps = line["inner_steps"]
+        expected = [0.5 * 0.5 + 0.5 * mine / sum(steps) for mine in steps]
+        assert all(weights == pytest.approx(expected) for weights in line["weights"])
+    names = ("edit-inner-phase", "edit-sync-wait", "edit-sync-exchange", "edit-outer-step")
+    assert all(f"{name} ..." in run.result.ranks[1].stdout for name in names), run.result.ranks[1]
+
+
+def test_equal_speeds_are_edit(tmp_path: Path) -> None:
+    """With 5 steps to the round on every replica: the same losses as `edit` with tau 5."""
+    flags = {"train_iters": 62, "global_batch_size": 4}
+    timed, counted = tmp_path / "a-edit", tmp_path / "edit"
+    timed.mkdir()
+    counted.mkdir()
+    a = run_timed(timed, 2, 2, "script_clock", {"SPY_FACTORS": "[1, 1]"}, edit_sync_seconds=5,
+                  **flags)  # fmt: skip
+    b = run_edit(counted, 2, 2, edit_sync_interval=5, **flags)
+    assert [line["inner_steps"] for line in a.syncs[:4]] == [[5, 5]] * 4
+    ours, theirs = (
+        [[x["loss"] for x in run.lines(f"replica-{r}.jsonl") if "loss" in x] for r in (0, 1)]
+        for run in (a, b)
+    )
+    assert [x[:50] for x in ours] == [x[:50] for x in theirs]  # before the final round
+    for mine, other in zip(ours, theirs, strict=True):
+        assert sum(mine) == pytest.approx(sum(other), rel=0.01)
+    rates = [[x["lr"] for x in run.lines("replica-0.jsonl") if "lr" in x] for run in (a, b)]
+    assert rates[0][:50] == rates[1][:50]
+
+
+def test_a_replica_far_too_slow_gets_nothing_in_the_final_round(tmp_path: Path) -> None:
+    """It meets at once, twice in a row, with weight 0."""
+    run = run_timed(
+        tmp_path, 4, 4, "script_clock,record_consumed", {"SPY_FACTORS": "[1, 1, 1, 30]"},
+        train_iters=16, global_batch_size=8, micro_batch_size=2, edit_sync_seconds=20,
+        eval_interval=12, eval_iters=1,
+    )  # fmt: skip
+    assert_equal_replicas(run, 4)
+    assert sorted(consumed(tmp_path, 4)) == list(range(16 * 8))
+    assert [line["inner_steps"] for line in run.syncs] == [[14, 14, 14, 2], [4, 4, 4, 0]]
+    assert all(weights[3] == 0.0 for weights in run.syncs[1]["weights"])
+    # The evaluation fell due at the first sync, from which one replica went straight on.
+    assert run.result.ranks[0].stdout.count("validation loss at iteration 20 |") == 1
+
+
+def test_short_rounds_are_extended(tmp_path: Path) -> None:
+    """Below the least number of steps of all replicas the round goes on, without an outer step."""
+    run = run_timed(
+        tmp_path, 2, 2, "script_clock", {"SPY_FACTORS": "[1, 2]"}, train_iters=40,
+        global_batch_size=4, edit_sync_seconds=4, edit_min_round_steps=10,
+    )  # fmt: skip
+    assert_equal_replicas(run, 2)
+    assert run.syncs[0]["inner_steps"] == [8, 4]
+
+
+def test_learning_rates_meet_at_every_sync(tmp_path: Path) -> None:
+    """All replicas start a round where the samples of all together stand in the schedule."""
+    run = run_timed(
+        tmp_path, 2, 2, "script_clock", {"SPY_FACTORS": "[1, 3]"}, train_iters=24,
+        global_batch_size=4, edit_sync_seconds=6, lr_decay_style="linear", lr=1e-2, min_lr=0,
+    )  # fmt: skip
+    for line in run.syncs[:2]:
+        position = sum(line["samples"]) / (24 * 4)
+        rates = []
+        for replica, steps in enumerate(_steps_at(run, line["round"])):
+            lines = [x for x in run.lines(f"replica-{replica}.jsonl") if "lr" in x]
+            rates.append(lines[steps - 1]["lr"])
+        assert rates[0] == rates[1] == pytest.approx(1e-2 * (1 - position), rel=1e-6)
+
+
+def _steps_at(run: EditRun, round_: int) -> list[int]:
+    """Steps of each replica by the end of a round; two of warm-up."""
+    counts = [line["inner_steps"] for line in run.syncs[:round_]]
+    return [2 + sum(column) for column in zip(*counts, strict=True)]
+
+
+def test_evaluation_and_exit_count_samples_of_all(tmp_path: Path) -> None:
+    """At the first sync beyond a multiple of the interval: the same one on all replicas."""
+    run = run_timed(
+        tmp_path, 2, 2, "script_clock", {"SPY_FACTORS": "[1, 4]"}, train_iters=60,
+        global_batch_size=4, edit_sync_seconds=8, eval_interval=10, eval_iters=1, exit_interval=30,
+    )  # fmt: skip
+    samples = [sum(line["samples"]) for line in run.syncs]
+    assert samples[-2] < 30 * 4 <= samples[-1]  # the exit
+    crossings = sum(a // 40 < b // 40 for a, b in zip([8, *samples], samples, strict=False))
+    text = run.result.ranks[0].stdout
+    assert text.count("validation loss at iteration") == crossings
+    assert "exiting program at iteration" in text
+
+
+def test_without_warm_up_and_evaluated_at_the_switch(tmp_path: Path) -> None:
+    """W = 0, and an evaluation due at the very step of the switch."""
+    flags = {"train_iters": 12, "global_batch_size": 4, "eval_iters": 1, "edit_sync_seconds": 4}
+    for warmup, evaluations in ((0, 3), (4, 3)):
+        folder = tmp_path / str(warmup)
+        folder.mkdir()
+        run = run_timed(
+            folder, 2, 2, "script_clock", {"SPY_FACTORS": "[1, 1]"}, edit_warmup_steps=warmup,
+            eval_interval=4, **flags,
+        )  # fmt: skip
+        assert_equal_replicas(run, 2)
+        text = run.result.ranks[0].stdout
+        found = [x for x in text.splitlines() if "validation loss at" in x and " set |" not in x]
+        assert len(found) == evaluations
+
+
+@pytest.mark.parametrize("sync_mode", ["blocking", "overlap"])
+def test_tp_and_pp_replicas_at_their_own_speeds(tmp_path: Path, sync_mode: str) -> None:
+    """TP2 x PP2, two replicas: rank 0's clock decides for all ranks of a replica, whose own
+    clocks run two to four times as fast. Catches a rank that trusts its own."""
+    gather = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 20000}
+    run = run_timed(
+        tmp_path, 8, 2, "script_clock,record_consumed",
+        {"SPY_FACTORS": "[1, 2]", "SPY_JITTER": "1"}, train_iters=20, global_batch_size=4,
+        tensor_model_parallel_size=2, pipeline_model_parallel_size=2, edit_sync_seconds=8,
+        edit_sync_mode=sync_mode,
+        **(gather if sync_mode == "overlap" else {}),
+    )  # fmt: skip
+    assert_equal_replicas(run, 2)
+    first_stages = [index for rank in (0, 4) for index in _of_rank(tmp_path, rank)]
+    assert sorted(first_stages) == list(range(20 * 4))
+    assert run.syncs[0]["inner_steps"] == [8, 4]
+
+
+def _of_rank(folder: Path, rank: int) -> list[int]:
+    batches = json.loads((folder / f"consumed-{rank}.json").read_text())
+    return [index for batch in batches for index in batch]
+
+
+def test_a_paused_replica_and_clocks_an_hour_apart(tmp_path: Path) -> None:
+    """SIGSTOP for 10 s in the middle of a round: the others wait for it, and nothing breaks."""
+    run = run_timed(
+        tmp_path, 2, 2, "slow,shift_clocks,pause_one",
+        {"SPY_SLEEP": "[0.01, 0.01]", "SPY_STEP": "30"}, train_iters=150, global_batch_size=4,
+        edit_sync_seconds=1,
+    )  # fmt: skip
+    assert_equal_replicas(run, 2)
+    assert max(line["seconds"]["wait"] for line in run.syncs) > 5
+
+
+@pytest.mark.full
+def test_a_straggler_costs_no_quality(tmp_path: Path) -> None:
+    """Real text, one of three replicas four times slower: at equal samples the validation loss
+    is that of EDiT; with equal speeds the loss curve is, too."""
+    corpus = tmp_path / "corpus"
+    script = REPOSITORY / "scripts" / "prepare_corpus.py"
+    argv = [sys.executable, str(script), "--output-dir", str(corpus)]
+    subprocess.run(argv, check=True, timeout=120, capture_output=True)
+    flags: dict[str, object] = {
+        "mock_data": False, "train_data_path": corpus / "corpus", "seq_length": 64,
+        "valid_data_path": corpus / "corpus_valid", "vocab_size": 4096, "train_iters": 300,
+        "global_batch_size": 24, "micro_batch_size": 8, "lr": 3e-3, "lr_decay_style": "cosine",
+        "min_lr": 3e-4, "eval_interval": 300, "eval_iters": 10, "edit_warmup_steps": 30,
+        "data_cache_path": tmp_path / "cache", "timeout": 300,
+    }  # fmt: skip
+    runs = []
+    for name in ("edit", "equal", "straggler"):
+        folder = tmp_path / name
+        folder.mkdir()
+        if name == "edit":
+            runs.append(run_edit(folder, 3, 3, edit_sync_interval=16, **flags))
+        else:
+            factors = "[1, 1, 1]" if name == "equal" else "[1, 1, 4]"
+            env = {"SPY_FACTORS": factors}
+            runs.append(run_timed(folder, 3, 3, "script_clock", env, edit_sync_seconds=16, **flags))
+    counted, equal, straggler = (_validation_loss(run) for run in runs)
+    print(f"validation loss: EDiT {counted}, A-EDiT {equal}, with a straggler {straggler}")
+    assert equal == pytest.approx(counted, rel=0.01)
+    assert straggler == pytest.approx(counted, rel=0.02)
+    assert [line["inner_steps"] for line in runs[2].syncs[:3]] == [[16, 16, 4]] * 3
+    for mine, other in zip(*(_smoothed_losses(run) for run in runs[:2]), strict=True):
+        assert mine == pytest.approx(other, rel=0.01)
+
+
+def _smoothed_losses(run: EditRun, window: int = 30) -> list[float]:
+    """Means over the replicas and over a window: the final round deals the samples in another
+    order."""
+    curves = [[x["loss"] for x in run.lines(f"replica-{r}.jsonl") if "loss" in x] for r in range(3)]
+    means = [sum(losses) / 3 for losses in zip(*curves, strict=True)]
+    return [sum(means[i : i + window]) / window for i in range(0, len(means), window)]
+
+
+def _validation_loss(run: EditRun) -> float:
+    line = next(
+        x for x in run.result.ranks[0].stdout.splitlines() if "on validation set | lm loss" in x
+    )
+    return float(line.split("lm loss value:")[1].split("|")[0])

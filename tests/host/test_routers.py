@@ -1,0 +1,76 @@
+"""Biases of MoE routers: no optimizer owns them, replicas must agree on them all the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.host.runs import PENALTY_OFF, run_edit, run_stock
+from tests.host.spy import read_records
+
+MOE = {
+    "num_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall",
+    "disable_bias_linear": True,
+}  # fmt: skip
+EXPERT_BIAS = {
+    **MOE, "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid",
+    "moe_router_bias_update_rate": 0.05,
+}  # fmt: skip
+QUANTILES = {**MOE, "moe_router_load_balancing_type": "quantile_balancing",
+             "moe_router_quantile_balancing_ema": 0.5}  # fmt: skip
+RECORD_BIASES = "tests.host.spy_routers:record_biases"
+
+
+def biases(folder: Path, rank: int) -> dict[str, dict[int, list[float]]]:
+    """What `record_biases` left, by step."""
+    log = json.loads((folder / f"biases-{rank}.json").read_text())
+    return {when: {int(s): b for s, b in steps.items()} for when, steps in log.items()}
+
+
+@pytest.mark.parametrize("flags", [EXPERT_BIAS, QUANTILES], ids=["expert-bias", "quantiles"])
+def test_biases_are_averaged_over_the_accepted_replicas(
+    tmp_path: Path, flags: dict[str, object]
+) -> None:
+    """At each sync the mean of what the replicas learned apart; in warm-up all learn the same."""
+    run = run_edit(
+        tmp_path, 2, 2, global_batch_size=4, before=RECORD_BIASES, train_iters=11, **flags
+    )
+    one, two = biases(tmp_path, 0), biases(tmp_path, 1)
+    for step in (5, 8, 11):
+        first, second = one["before"][step], two["before"][step]
+        assert first != second, "the replicas learned the same: nothing is tested"
+        mean = [(a + b) / 2 for a, b in zip(first, second, strict=True)]
+        assert one["after"][step] == pytest.approx(mean, abs=1e-7)
+        assert one["after"][step] == two["after"][step]
+    assert run.digests(0) == run.digests(1)
+    assert one["after"][1] == two["after"][1]  # in warm-up all see all tokens
+
+
+def test_expert_biases_under_ep_and_pp_stay_equal(tmp_path: Path) -> None:
+    """Stages hold different routers, EP ranks the same ones: each sync group averages its own."""
+    run_edit(
+        tmp_path, 4, 2, before=RECORD_BIASES, **EXPERT_BIAS, pipeline_model_parallel_size=2
+    )  # fmt: skip
+    logs = [biases(tmp_path, rank)["after"][8] for rank in range(4)]
+    assert logs[0] == logs[2] and logs[1] == logs[3]
+    assert len(logs[0]) == 4 and logs[0] != logs[1]
+
+
+@pytest.mark.parametrize("flags", [EXPERT_BIAS, QUANTILES], ids=["expert-bias", "quantiles"])
+def test_endless_warmup_with_router_biases_is_stock(
+    tmp_path: Path, flags: dict[str, object]
+) -> None:
+    """The token counts of all replicas move a bias: catches a replica that counts only its own."""
+    (tmp_path / "stock").mkdir()
+    (tmp_path / "edit").mkdir()
+    run_stock(tmp_path / "stock", 2, global_batch_size=4, **flags)
+    run_edit(
+        tmp_path / "edit", 2, 2, global_batch_size=4, before="tests.host.spy:record",
+        edit_strategy="ddp", **PENALTY_OFF, **flags,
+    )  # fmt: skip
+    stock = read_records(tmp_path / "stock", 2)[0]["grad_norms"].values()
+    edit = read_records(tmp_path / "edit", 2)[0]["grad_norms"].values()
+    want, got = ([float.fromhex(x) for x in norms] for norms in (stock, edit))
+    assert got == pytest.approx(want, rel=2e-5)

@@ -1,0 +1,76 @@
+"""Ends from outside: one replica is signalled, its time is over, or it dies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.host.runs import run_edit
+from tests.host.test_aedit import AEDIT, HOOKS, run_timed
+
+PACES: dict[str, dict[str, object]] = {
+    "a-edit": {"edit_sync_seconds": 0.5},
+    "edit": {"edit_strategy": "edit", "edit_sync_interval": 10, "edit_min_round_steps": 100},
+}
+HOW: dict[str, tuple[str, dict[str, object]]] = {
+    "signal": ("signal_one", {"exit_signal_handler": True}),
+    "duration": ("expire_one", {"exit_duration_in_mins": 30}),
+}
+
+
+@pytest.mark.parametrize("pace", PACES)
+@pytest.mark.parametrize("how", ["signal", pytest.param("duration", marks=pytest.mark.full)])
+@pytest.mark.parametrize("step", ["2", "17"], ids=["in-warm-up", "in-a-round"])
+def test_a_stop_on_one_replica_ends_all(tmp_path: Path, pace: str, how: str, step: str) -> None:
+    """In the middle of a round, while the others may wait at a meeting: everyone ends with 0."""
+    hook, flags = HOW[how]
+    run = run_timed(
+        tmp_path, 4, 2, f"slow,{hook}", {"SPY_SLEEP": "[0.01, 0.05]", "SPY_STEP": step},
+        train_iters=5000, **flags, **PACES[pace],
+    )  # fmt: skip
+    lines = run.lines("replica-0.jsonl")
+    assert 0 < len([x for x in lines if "loss" in x]) < 1000
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("step", ["2", "17"], ids=["in-warm-up", "in-a-round"])
+def test_a_stop_between_evaluations(tmp_path: Path, how: str, step: str) -> None:
+    """Evaluated at every step: catches a replica that waits in an evaluation for one that left,
+    and a time limit that ends an evaluation on one replica alone."""
+    hook, flags = HOW[how]
+    run = run_timed(
+        tmp_path, 4, 2, f"slow,{hook}", {"SPY_SLEEP": "[0, 0.02]", "SPY_STEP": step},
+        train_iters=3000, eval_interval=1, eval_iters=2, pipeline_model_parallel_size=2,
+        **flags, **PACES["edit"],
+    )  # fmt: skip
+    assert "validation loss at iteration 1 " in run.result.ranks[1].stdout
+
+
+@pytest.mark.parametrize("pace", PACES)
+def test_a_stop_at_the_last_step_changes_nothing(tmp_path: Path, pace: str) -> None:
+    """Training is over anyway: everyone evaluates and ends with 0."""
+    last = {"edit": "20", "a-edit": "20"}[pace]
+    run = run_timed(
+        tmp_path, 2, 2, "slow,signal_one", {"SPY_SLEEP": "[0.01, 0.01]", "SPY_STEP": last},
+        train_iters=20, eval_iters=1, global_batch_size=4, exit_signal_handler=True,
+        **PACES[pace],
+    )  # fmt: skip
+    if pace == "edit":
+        assert "on validation set" in run.result.ranks[0].stdout
+
+
+@pytest.mark.parametrize("strategy", ["a-edit", "edit"])
+def test_a_replica_that_dies_is_named(tmp_path: Path, strategy: str) -> None:
+    """Killed in the middle of a round: the other comes to the meeting and says who did not."""
+    pace: dict[str, object] = {"edit_sync_interval": 40}
+    if strategy == "a-edit":
+        pace = AEDIT | {"edit_sync_seconds": 1}
+    run = run_edit(
+        tmp_path, 2, 2, before=HOOKS, check=False, global_batch_size=4, train_iters=500,
+        env={"SPY_HOOKS": "slow,kill_one", "SPY_SLEEP": "[0.01, 0.01]", "SPY_STEP": "30"},
+        edit_timeout_seconds=20, **pace,
+    )  # fmt: skip
+    survivor = run.result.ranks[0]
+    assert survivor.returncode == 4
+    assert "replica 1 did not come to the sync of round" in survivor.stderr

@@ -1,0 +1,146 @@
+"""benchmarks/growth.py: its sums on made-up numbers, and a small run in a network lab.
+
+Would catch: waiting counted as cost, bytes of half a sync, a fit that mixes up its coefficients,
+control traffic that grows, and a ring that sends more than a ring.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from growth_parts.analysis import Analysis, bound_seconds, burst_bytes  # noqa: E402
+from growth_parts.cases import Case, distinct, sweeps  # noqa: E402
+from growth_parts.report import markdown  # noqa: E402
+from growth_parts.runs import Reading, Sample, bytes_per_sync  # noqa: E402
+from netlab import LabUnavailableError, require_lab  # noqa: E402
+from overlap_parts.analysis import Link  # noqa: E402
+
+from megatron_edit.replica.control import record_bytes  # noqa: E402
+
+TAU = 4
+RATE, BANDWIDTH = 100e6, 80e6
+PER_SYNC, PER_BYTE, PER_UNIT = 0.02, 1.5e-7, 0.003
+SWEEPS = sweeps(layers=[4, 8, 64], replicas=[2, 8], hidden_sizes=[64, 128, 512])
+
+
+def reading(case: Case, *, waits: tuple[float, ...]) -> Reading:
+    """A run whose syncs take what the coefficients say, and wait besides."""
+    parameters = 12 * case.num_layers * case.hidden_size**2
+    units, n = case.num_layers + 2, case.num_replicas
+    table = (n - 1) * record_bytes(TAU, units, 0)
+    wire_bytes = 2 * (n - 1) * 4 * parameters // n + table
+    seconds = PER_SYNC + PER_BYTE * wire_bytes + PER_UNIT * units
+    return Reading(
+        num_layers=case.num_layers,
+        hidden_size=case.hidden_size,
+        num_replicas=n,
+        rate=RATE,
+        repeat=0,
+        units=units,
+        parameters=parameters,
+        wire_bytes=[wire_bytes] * len(waits),
+        interface_bytes=[1.01 * wire_bytes] * n,
+        seconds=[{"exposed": seconds + wait, "wait": wait} for wait in waits],
+        load=[0.0, 0.0],
+        exit_codes=[0] * n,
+    )
+
+
+def analysis() -> Analysis:
+    """Of a perfect machine."""
+    readings = [reading(case, waits=(0.0, 0.5, 3.0)) for case in distinct(SWEEPS)]
+    return Analysis(readings, [Link(RATE, 0, BANDWIDTH)], tau=TAU)
+
+
+def test_sweeps_change_one_size_alone() -> None:
+    """And cases that two of them share are run once."""
+    for sweep, name in zip(SWEEPS, ("num_layers", "num_replicas", "hidden_size"), strict=True):
+        for case in sweep.cases:
+            changed = {key for key, x in vars(case).items() if x != vars(sweep.cases[0])[key]}
+            assert changed <= {name}
+    assert len(distinct(SWEEPS)) == 6
+    assert distinct(SWEEPS)[0] == Case(4, 64, 2)
+
+
+def test_rows() -> None:
+    """Waiting is left out; of the bytes, one record per other replica is control."""
+    for row in analysis().rows():
+        n = row.case.num_replicas
+        expected = PER_SYNC + PER_BYTE * row.wire_bytes + PER_UNIT * row.units
+        assert [row.seconds.min, row.seconds.max] == pytest.approx([expected] * 2)
+        assert row.control_bytes == (n - 1) * record_bytes(TAU, row.units, 0)
+        assert row.ring_factor == pytest.approx(2 * (n - 1) / n, abs=1e-5)
+        assert row.interface_bytes == pytest.approx(1.01 * row.wire_bytes)
+        assert row.beyond_per_unit == pytest.approx((expected - row.bound) / row.units)
+
+
+def test_the_bound_knows_the_bucket() -> None:
+    """A link that was idle carries a little more than its rate."""
+    assert bound_seconds(1e6, None, 8e6) == pytest.approx(1.0)
+    assert bound_seconds(1e6 + burst_bytes(RATE), RATE, 8e6) == pytest.approx(1.0)
+    assert bound_seconds(1000, RATE, 8e6) == 0.0
+
+
+def test_fits_find_the_coefficients() -> None:
+    """From the cases with two replicas; on exact numbers nothing is left over."""
+    found = analysis().fits()
+    assert [fit.statistic for fit in found] == ["median", "min"]
+    for fit in found:
+        coefficients = (fit.per_sync, fit.per_byte, fit.per_unit)
+        assert coefficients == pytest.approx((PER_SYNC, PER_BYTE, PER_UNIT))
+        assert fit.link_per_byte == pytest.approx(8 / BANDWIDTH)
+        assert fit.r_squared == pytest.approx(1.0)
+        assert max(map(abs, fit.residuals.values())) < 1e-6
+        assert len(fit.residuals) == 5
+
+
+def test_tables() -> None:
+    """A line per case of every sweep, shared ones twice, and a line per fit."""
+    text = markdown(SWEEPS, analysis().rows(), analysis().fits())
+    tables = [table.splitlines() for table in text.split("\n\n")]
+    assert [len(table) - 2 for table in tables] == [8, 8, 2]
+    for table in tables:
+        assert len({line.count("|") for line in table}) == 1
+
+
+def test_bytes_are_counted_from_quiet_to_quiet() -> None:
+    """A look in the middle of a sync, or before the first, must not count."""
+    syncs: list[dict[str, Any]] = [
+        {"time": end, "seconds": {"total": 0.4}} for end in (1.0, 2.0, 3.0, 4.0)
+    ]
+    looks = {0.3: 7, 1.3: 100, 1.8: 150, 2.3: 200, 2.9: 290, 3.1: 299, 3.31: 300, 3.58: 301}
+    samples = [Sample(time, (sent, 2 * sent)) for time, sent in looks.items()]
+    assert bytes_per_sync(samples, syncs) == [100.0, 200.0]
+    assert bytes_per_sync(samples[:3], syncs) is None
+
+
+@pytest.mark.full
+def test_a_small_run(tmp_path: Path) -> None:
+    """Real training in a lab: what was counted on the interfaces agrees with EDiT's own count."""
+    try:
+        require_lab()
+    except LabUnavailableError as error:
+        pytest.skip(str(error))
+    output = tmp_path / "growth.json"
+    argv = [sys.executable, str(ROOT / "benchmarks/growth.py"), "--quick", "--output", str(output)]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("\n|") > 12 and output.with_suffix(".png").stat().st_size > 10_000
+    rows = json.loads(output.read_text())["rows"]
+    assert len(rows) == 4
+    for row in rows:
+        n = row["case"]["num_replicas"]
+        assert row["ring_factor"] == pytest.approx(2 * (n - 1) / n, rel=1e-3)
+        assert row["control_bytes"] <= 0.01 * row["wire_bytes"]
+        # Headers are counted once per offloaded packet; acknowledgements come on top.
+        assert 1.0 < row["interface_bytes"] / row["wire_bytes"] < 1.06
+        assert row["seconds"]["median"] > 0.9 * row["bound"] > 0.0

@@ -1,0 +1,214 @@
+"""benchmarks/stragglers.py: its sums on made-up numbers, and a small run.
+
+Would catch: replicas that disagree on who is slow, a first round or a start that is measured, a
+speed over anything but whole steps, runs compared across scenarios or turns, and a target that
+passes the wrong way round.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from straggler_parts.analysis import Analysis  # noqa: E402
+from straggler_parts.kinds import A_EDIT, EDIT, IDEAL, KINDS, STOCK, Job, Scenario  # noqa: E402
+from straggler_parts.plan import Plan  # noqa: E402
+from straggler_parts.readings import (  # noqa: E402
+    Mark,
+    Measurement,
+    Stretch,
+    read_marks,
+    rounds_of,
+    stretches_by_steps,
+    stretches_by_syncs,
+    stretches_by_time,
+    tokens_per_second,
+)
+from straggler_parts.report import markdown  # noqa: E402
+
+STEP = 0.05
+TOKENS = 64
+NO_SLOW = ("equal", "random")  # replicas; a round less is measured
+
+
+def job(name: str, kind: str, *, phase: float = 0.0, seed: int = 1) -> Job:
+    """Four replicas, tau 128."""
+    scenario = Scenario.named(name, rounds=2)
+    plan = scenario.plan(4, step=STEP, seed=seed)
+    return Job(scenario, kind, plan, tau=128, seconds=6.0, phase=phase)
+
+
+def steady(start: float, step: float, count: int) -> list[Mark]:
+    """Marks of a replica that always takes the same time, and computes half of it."""
+    times = [start + step * number for number in range(count)]
+    return [Mark(time, 0.5 * time) for time in times]
+
+
+def measurement(kind: str, speed: float, *, scenario: str = "4x", repeat: int = 0,
+                waits: tuple[float, ...] = ()) -> Measurement:  # fmt: skip
+    """A run of four replicas, the last of which takes four times as long."""
+    return Measurement(
+        scenario=scenario,
+        kind=kind,
+        repeat=repeat,
+        stretches=[Stretch(5, 105, 5.0, 1.0)] * 3 + [Stretch(5, 30, 5.0, 0.25)],
+        tokens_per_second=speed,
+        round_seconds=[6.4] * len(waits),
+        syncs=[{"seconds": {"wait": wait, "exposed": wait + 0.02}} for wait in waits],
+        load=[0.0, 0.0],
+    )
+
+
+def test_plans_are_the_same_everywhere() -> None:
+    """Random: exactly one replica, not always the same, and what it was told to another process."""
+    plan = job("random", IDEAL).plan
+    other = Plan.from_json(plan.to_json())
+    assert other == plan
+    for step in range(50):
+        lengths = [other.step_seconds(replica, step) for replica in range(4)]
+        assert sorted(lengths) == pytest.approx([STEP] * 3 + [2 * STEP])
+        assert lengths.index(max(lengths)) == plan.struck(step)
+    draws = [plan.struck(step) for step in range(50)]
+    assert set(draws) == {0, 1, 2, 3}
+    assert draws != [job("random", IDEAL, seed=2).plan.struck(step) for step in range(50)]
+
+
+def test_consistent_plans() -> None:
+    """The steps of the last replica last a multiple of the others'."""
+    plan = job("4x", IDEAL).plan
+    assert [plan.step_seconds(r, 7) for r in range(4)] == pytest.approx([STEP] * 3 + [4 * STEP])
+    assert {job("equal", IDEAL).plan.step_seconds(r, 7) for r in range(4)} == {STEP}
+
+
+@pytest.mark.parametrize(
+    ("name", "interval", "seconds"),
+    [("equal", 128, 6.4), ("random", 128, 8.0), ("2x", 64, 6.4), ("4x", 32, 6.4)],
+)
+def test_rounds_last_alike(name: str, interval: int, seconds: float) -> None:
+    """A-EDiT's rounds last as long as EDiT's."""
+    for kind in KINDS:
+        assert job(name, kind).interval == interval
+        assert job(name, kind).round_seconds == pytest.approx(seconds)
+    flags = job(name, A_EDIT).flags("LOG")
+    assert "--edit-sync-interval" not in flags
+    assert float(flags[flags.index("--edit-sync-seconds") + 1]) == pytest.approx(seconds)
+    assert str(interval) == job(name, EDIT).flags("LOG")[-1]
+    assert job(name, IDEAL).edit_steps == (
+        1 + interval,
+        1 + interval * (2 if name in NO_SLOW else 3),
+    )
+    later = job(name, A_EDIT, phase=0.5).round_seconds
+    assert later == pytest.approx(seconds * (1 + 0.5 / interval))  # half a slow step
+    assert "--use-edit" not in job(name, STOCK).flags("LOG")
+
+
+def test_unknown_scenarios() -> None:
+    """Not taken for one in which all are equal."""
+    for name in ("0x", "1x", "slow", "x"):
+        with pytest.raises(ValueError):
+            Scenario.named(name, rounds=1)
+
+
+def test_kinds_without_rounds_are_measured_over_one_span_of_time() -> None:
+    """It begins when the last has got going, and holds whole steps of everybody."""
+    marks = [steady(0.05, 0.1, 100), steady(2.0, 0.4, 20)]
+    marks[1] = marks[1][:1] + steady(2.7, 0.4, 19)  # a slow first step
+    found = stretches_by_time(marks, 3.0)  # from 4.3 to 7.3
+    assert found is not None
+    assert [(one.first, one.last) for one in found] == [(43, 72), (5, 12)]
+    assert tokens_per_second(found, TOKENS) == pytest.approx(TOKENS * (10 + 2.5))
+    assert stretches_by_time(marks, 5.7) is None  # replica 0 has only come to 9.95
+    assert stretches_by_time([marks[0], marks[1][:5]], 3.0) is None
+    with pytest.raises(ValueError, match="all that is measured"):
+        stretches_by_time(marks, 0.3)
+
+
+def test_kinds_with_rounds_are_measured_from_the_first_sync_on() -> None:
+    """Each replica over its own steps of the rounds; what came before does not count."""
+    inner_steps = [[7, 2], [20, 5], [24, 6], [20, 5]]
+    syncs: list[dict[str, Any]] = [{"inner_steps": steps} for steps in inner_steps]
+    marks = [
+        [*steady(0.0, 0.3, 8), *steady(5.0, 0.1, 20), *steady(7.2, 0.1, 24), Mark(9.8, 4.9)],
+        [*steady(0.0, 1.0, 3), *steady(5.0, 0.4, 5), *steady(7.2, 0.4, 6), Mark(9.8, 4.9)],
+    ]
+    found = stretches_by_syncs(marks, syncs[:3], 2)
+    assert found is not None
+    assert [(one.first, one.last) for one in found] == [(8, 52), (3, 14)]
+    assert tokens_per_second(found, TOKENS) == pytest.approx(TOKENS * (44 + 11) / 4.8)
+    assert [one.computed for one in found] == pytest.approx([2.4, 2.4])
+    assert rounds_of(marks[0], syncs[:3], 2) == pytest.approx([2.2, 2.6])
+    assert stretches_by_steps(marks, 8, 14) == [Stretch.between(own, 8, 14) for own in marks]
+    assert stretches_by_steps(marks, 8, 15) is None
+    assert stretches_by_syncs(marks, syncs[:2], 2) is None
+    assert stretches_by_syncs([marks[0], marks[1][:14]], syncs, 2) is None  # still in the sync
+
+
+def test_half_a_line_is_no_mark(tmp_path: Path) -> None:
+    """Files are read while replicas write."""
+    path = tmp_path / "marks"
+    assert read_marks(path) == []
+    path.write_text("12.5 1.0\n13.25 1.5\n14.0 1.")
+    assert read_marks(path) == [Mark(12.5, 1.0), Mark(13.25, 1.5)]
+
+
+def test_rows_and_targets() -> None:
+    """Ratios within a turn; waiting in steps of the slowest replica, which take 0.2 s."""
+    runs = [measurement(IDEAL, 1.0, scenario="random"), measurement(EDIT, 0.95, scenario="random")]
+    for repeat, drift in enumerate((1.0, 2.0, 4.0)):
+        runs += [
+            measurement(IDEAL, 100.0 * drift, repeat=repeat),
+            measurement(STOCK, 25.0 * drift, repeat=repeat),
+            measurement(A_EDIT, (96.0 + repeat) * drift, repeat=repeat, waits=(0.1, 0.1, 0.5)),
+        ]
+    analysis = Analysis(runs)
+    rows = {(row.scenario, row.kind): row for row in analysis.rows()}
+    timed = rows["4x", A_EDIT]
+    assert timed.of_ideal is not None and timed.of_stock is not None
+    assert vars(timed.of_ideal) == pytest.approx({"min": 0.96, "median": 0.97, "max": 0.98})
+    assert timed.of_stock.median == pytest.approx(3.88)
+    assert timed.waited_steps is not None and timed.synced is not None
+    assert vars(timed.waited_steps) == pytest.approx({"min": 0.5, "median": 0.5, "max": 2.5})
+    assert timed.synced.max == pytest.approx(0.02)
+    assert timed.computed is not None and timed.computed.max == pytest.approx(0.01)
+    assert rows["4x", STOCK].waited is None and rows["random", EDIT].of_stock is None
+
+    verdicts = analysis.verdicts()
+    assert [(v.target.scenario, v.target.kind) for v in verdicts] == [
+        ("random", EDIT), *[("4x", A_EDIT)] * 3
+    ]  # fmt: skip
+    assert [v.passes for v in verdicts] == [True, True, True, False]
+    text = markdown(analysis.rows(), verdicts, {"random": "random stragglers", "4x": "one slow"})
+    table, _, targets = text.partition("\n\n")
+    assert len(table.splitlines()) == 2 + 5
+    assert len({line.count("|") for line in table.splitlines()}) == 1
+    assert [line.rsplit(maxsplit=1)[1] for line in targets.splitlines()] == [*["pass"] * 3, "MISS"]
+
+
+@pytest.mark.full
+def test_a_small_run(tmp_path: Path) -> None:
+    """Real training of all kinds: by the clock, the fast replica makes more steps."""
+    output = tmp_path / "stragglers.json"
+    script = str(ROOT / "benchmarks/stragglers.py")
+    argv = [sys.executable, script, "--quick", "--output", str(output)]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("\n|") == 1 + 2 * len(KINDS)
+    assert output.with_suffix(".png").stat().st_size > 10_000
+    record = json.loads(output.read_text())
+    assert not record["failures"]
+    runs = {(run["scenario"], run["kind"]): run for run in record["measurements"]}
+    assert runs["4x", EDIT]["syncs"][0]["inner_steps"] == [4, 4]
+    fast, slow = runs["4x", A_EDIT]["syncs"][0]["inner_steps"]
+    assert fast >= 2 * slow >= 2
+    assert runs["4x", A_EDIT]["tokens_per_second"] > 1.2 * runs["4x", EDIT]["tokens_per_second"]
+    for run in runs.values():
+        speed = sum(TOKENS * (s["last"] - s["first"]) / s["seconds"] for s in run["stretches"])
+        assert run["tokens_per_second"] == pytest.approx(speed)
