@@ -264,11 +264,11 @@ class EditEngine:
         if not run.is_done:
             self.require(len(run.plan.shards))
             self.host.gather_parameters()
-        self._run = None
         digest = None
         if run.round % self.settings.digest_interval == 0:
             when = f"after the sync of round {run.round}"
             digest = drift.check(run.plan, self.groups, run.digests, when)
+        self._run = None  # only now: who is lost in the check is lost in this round
         self.reporter.on_sync(self._accounts.report(run, digest))
 
     @contextmanager
