@@ -116,7 +116,11 @@ class EditConfig:
     digest_interval: int = _setting(10, "syncs between two drift checks; >= 1", kind=int)
     log_dir: str | None = _setting(None, "folder of the event files", kind=str)
     inner_state: str = _setting(
-        "all", "whose inner optimizer state a checkpoint holds", kind=str, only=("all",)
+        "all",
+        "whose inner optimizer state a checkpoint holds: all (every replica's: resume is exact), "
+        "leader (replica 0's; saves wait for a sync), reset (like leader; moments start anew)",
+        kind=str,
+        only=("all", "leader", "reset"),
     )
     timeout_seconds: float | None = _setting(
         None,

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megatron_edit.checkpoint.manifest import ReplicaEntry
 from megatron_edit.engine import drift
 from megatron_edit.engine.accounting import Accounts
 from megatron_edit.engine.buffers import average_in_warmup, sum_counts
@@ -28,6 +29,7 @@ from megatron_edit.engine.patience import Patience
 from megatron_edit.engine.report import Reporter
 from megatron_edit.engine.rounds import Rounds
 from megatron_edit.engine.settings import EngineSettings
+from megatron_edit.engine.standing import Standing
 from megatron_edit.engine.sync import SyncRun
 from megatron_edit.engine.warmup import CommonStop, average_gradients
 from megatron_edit.errors import ReplicaLostError
@@ -79,13 +81,58 @@ class EditEngine:
 
     # ---- what the host calls
 
-    def start(self) -> None:
-        """Give every replica the parameters of replica 0, and check that they hold the same."""
+    def start(self, step: int = 0) -> None:
+        """Give every replica the parameters of replica 0, and check that they hold the same.
+
+        Args:
+            step: steps that all replicas, or stock Megatron, have made together before.
+        """
+        self.step = step
         copy_first_replica(self.host, self.groups)
         plan = self.host.plan
         drift.check(plan, self.groups, drift.plan_digests(plan), "at the start")
-        if self.settings.schedule.is_switch(0):
+        if not self.settings.schedule.is_warmup(step + 1):
             self._switch()
+
+    def resume(self, standing: Standing) -> None:
+        """Go on where a checkpoint was written after the switch. Parameters are loaded already.
+
+        Collective: all ranks of all replicas.
+
+        Raises:
+            DriftError: the replicas had met when it was written, and do not hold the same now.
+        """
+        plan, entry = self.host.plan, standing.entry
+        self.step = entry.step
+        self.rounds.resume(standing)
+        self.clock.set(entry.phase_seconds, phases=1)
+        if standing.is_at_sync:
+            drift.check(plan, self.groups, drift.plan_digests(plan), "after loading")
+        self._flags.post(Flag.MEET if entry.is_asking else Flag.NONE)
+        self._patience.begin()
+
+    def entry(self) -> ReplicaEntry:
+        """Where this replica stands, for a checkpoint. All ranks of the replica come."""
+        progress, losses = self.host.progress(), self.pace.losses
+        return ReplicaEntry(
+            step=self.step,
+            inner_steps=0 if self.is_warmup else self.step - self.rounds.start,
+            samples=progress.samples,
+            schedule_position=progress.schedule_position,
+            losses=losses.payload(),
+            last_loss_step=losses.last_step,
+            phase_seconds=self.clock.seconds,
+            last_step_seconds=self.pace.last_step_seconds,
+            is_asking=Flag.MEET in self._flags.read(),
+        )
+
+    def settle(self) -> None:
+        """Land what has not landed: before anybody reads the state of this replica.
+
+        Collective: all ranks of all replicas, where a sync is under way.
+        """
+        with torch.no_grad(), self._blaming():
+            self._settle()
 
     def before_gradients(self) -> None:
         """In warm-up, before the host moves what it does not leave to its optimizer."""

@@ -53,6 +53,11 @@ class Lanes:
         if self._up is not None:
             self._up.wait_stream(self._down)
 
+    def wait(self) -> None:
+        """Let the host wait for all that was downloaded."""
+        if self._down is not None:
+            self._down.synchronize()
+
     def upload(self, source: Tensor) -> Arriving:
         """Begin to copy `source`, pinned, to a new tensor on the device."""
         if self._up is None:

@@ -30,6 +30,13 @@ class Losses(Protocol):
     def payload(self) -> tuple[float, ...]:
         """This replica's part of the next record."""
 
+    @property
+    def last_step(self) -> int:
+        """The step of the last loss; 0 where that does not matter."""
+
+    def restore(self, payload: Sequence[float], last_step: int) -> None:
+        """Come back to what `payload` and `last_step` said."""
+
     def report(self, records: Sequence[ControlRecord], reporter: Reporter) -> None:
         """Report what all replicas told, and forget what has been reported."""
 
@@ -43,22 +50,26 @@ class StepLosses:
     """
 
     capacity: int
+    last_step: int = 0
     _losses: list[float] = field(default_factory=list)
-    _last_step: int = 0
 
     def note(self, step: int, loss: float) -> None:
         """See `Losses`."""
         self._losses.append(loss)
-        self._last_step = step
+        self.last_step = step
 
     def payload(self) -> tuple[float, ...]:
         """See `Losses`."""
-        return tuple(self._losses)
+        return tuple(self._losses[-self.capacity :])  # a resumed round may have been longer
+
+    def restore(self, payload: Sequence[float], last_step: int) -> None:
+        """See `Losses`."""
+        self._losses, self.last_step = list(payload), last_step
 
     def report(self, records: Sequence[ControlRecord], reporter: Reporter) -> None:
         """The mean over the replicas of each step. A step's loss is known after its sync."""
         losses = torch.tensor([record.losses for record in records], dtype=torch.float64)
-        first = self._last_step - len(self._losses) + 1
+        first = self.last_step - losses.shape[1] + 1
         reporter.on_losses(first, torch.nanmean(losses, dim=0).tolist())
         self._losses.clear()
 
@@ -67,6 +78,7 @@ class StepLosses:
 class MeanLoss:
     """One mean per round, weighted by steps: replicas make different numbers of them."""
 
+    last_step: int = 0
     _total: float = 0.0
     _count: int = 0
 
@@ -84,6 +96,11 @@ class MeanLoss:
     def payload(self) -> tuple[float, ...]:
         """See `Losses`."""
         return (self._total, float(self._count))
+
+    def restore(self, payload: Sequence[float], last_step: int) -> None:
+        """See `Losses`. What another strategy left cannot be told in this form."""
+        total, count = payload if len(payload) == self.capacity else (0.0, 0.0)
+        self._total, self._count = total, int(count)
 
     def report(self, records: Sequence[ControlRecord], reporter: Reporter) -> None:
         """One line: the step of replica 0, and the mean over all steps of all replicas."""

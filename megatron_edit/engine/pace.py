@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
+from megatron_edit.checkpoint.manifest import ReplicaEntry
 from megatron_edit.engine.host import Host
 from megatron_edit.engine.losses import Losses, MeanLoss, StepLosses
 from megatron_edit.engine.settings import EngineSettings
@@ -28,17 +29,34 @@ class Pace(Protocol):
 
     Attributes:
         losses: what the replicas tell each other of their losses.
+        last_step_seconds: what the clock of the inner phase showed after the step before.
         meets_at_same_step: whether all replicas come to a meeting after the same step.
     """
 
     losses: Losses
     meets_at_same_step: bool
 
+    @property
+    def dealing(self) -> Dealing | None:
+        """Of the round that is under way; None where steps are counted."""
+
+    @property
+    def last_step_seconds(self) -> float:
+        """See above; 0 where no clock decides."""
+
     def begin(self, step: int) -> None:
         """The replicas part after step `step`."""
 
     def begin_phase(self) -> None:
         """Inner training goes on from here: a meeting and what it led to are over."""
+
+    def resume(self, entry: ReplicaEntry, dealing: Dealing | None) -> None:
+        """Stand where a checkpoint was written, in the middle of a phase.
+
+        Args:
+            entry: of this replica.
+            dealing: of the round that was under way, where replicas run at their own speeds.
+        """
 
     def is_due(self, step: int, *, is_asked: bool) -> bool:
         """Whether a meeting follows step `step`, the one being attempted.
@@ -75,6 +93,8 @@ class CountedPace:
     clock: PhaseClock
     losses: Losses = field(init=False)
     meets_at_same_step: bool = True
+    dealing: Dealing | None = None
+    last_step_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         self.losses = StepLosses(self.schedule.interval)
@@ -85,6 +105,10 @@ class CountedPace:
     def begin_phase(self) -> None:
         """See `Pace`."""
         self.clock.restart()
+
+    def resume(self, entry: ReplicaEntry, dealing: Dealing | None) -> None:
+        """See `Pace`."""
+        self.losses.restore(entry.losses, entry.last_loss_step)
 
     def is_due(self, step: int, *, is_asked: bool) -> bool:
         """See `Pace`."""
@@ -133,6 +157,11 @@ class TimedPace:
     losses: Losses = field(default_factory=MeanLoss)
     meets_at_same_step: bool = False
 
+    @property
+    def last_step_seconds(self) -> float:
+        """See `Pace`."""
+        return self.trigger.last
+
     def begin(self, step: int) -> None:
         """See `Pace`. In warm-up every replica consumed a block at each step."""
         replicas = self.dealing.num_replicas
@@ -142,6 +171,13 @@ class TimedPace:
     def begin_phase(self) -> None:
         """See `Pace`."""
         self.trigger.restart()
+
+    def resume(self, entry: ReplicaEntry, dealing: Dealing | None) -> None:
+        """See `Pace`."""
+        assert dealing is not None, "replicas with clocks resume without a ledger"
+        self._deal(dealing)
+        self.steps, self.trigger.last = entry.inner_steps, entry.last_step_seconds
+        self.losses.restore(entry.losses, entry.last_loss_step)
 
     def is_due(self, step: int, *, is_asked: bool) -> bool:
         """See `Pace`: the clock says so, or no block is left for another step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +18,7 @@ from megatron_edit.engine.meeting import Meetings
 from megatron_edit.engine.pace import Outcome, Pace
 from megatron_edit.engine.report import Reporter
 from megatron_edit.engine.settings import EngineSettings
+from megatron_edit.engine.standing import Standing
 from megatron_edit.engine.state import OuterState
 from megatron_edit.engine.sync import SyncRun, partial_squares
 from megatron_edit.method.detector import DetectorState
@@ -35,6 +37,7 @@ class Rounds:
         state: anchor and momentum; None before the switch.
         detectors: of all replicas and units; the same on every rank.
         has_left: whether a meeting was the last one, because a replica obeyed a stop.
+        last_records: of the last meeting, by replica.
     """
 
     settings: EngineSettings
@@ -48,6 +51,7 @@ class Rounds:
     state: OuterState | None = None
     detectors: DetectorState = field(init=False)
     has_left: bool = False
+    last_records: Sequence[ControlRecord] = ()
 
     def __post_init__(self) -> None:
         self.detectors = DetectorState.fresh(self.groups.sync.size, len(self.host.plan.names))
@@ -58,6 +62,13 @@ class Rounds:
         self.host.attach_outer_state(self.state)
         self.start = step
         self.pace.begin(step)
+
+    def resume(self, standing: Standing) -> None:
+        """Stand where a checkpoint was written, after the switch."""
+        self.state, self.detectors = standing.state, standing.detectors
+        self.host.attach_outer_state(self.state)
+        self.count, self.start = standing.round, standing.entry.step - standing.entry.inner_steps
+        self.pace.resume(standing.entry, standing.dealing)
 
     def meet(self, step: int) -> SyncRun | None:
         """Come to a meeting after step `step`.
@@ -73,6 +84,7 @@ class Rounds:
         arrived = time.monotonic()
         records = self._hold(step, norms.tolist())
         waited = time.monotonic() - arrived
+        self.last_records = records
         self.has_left = any(record.is_leaving for record in records)
         if self.has_left or self.pace.after_meeting(records) is Outcome.EXTEND:
             return None
@@ -80,12 +92,13 @@ class Rounds:
 
     def leave(self, step: int) -> None:
         """Tell the others, who may wait at a meeting, that this replica obeys a stop."""
-        self._hold(step, is_leaving=True)
+        self.last_records = self._hold(step, is_leaving=True)
         self.has_left = True
 
     def check_in(self, step: int) -> bool:
         """Meet without a sync; whether nobody obeys a stop."""
-        self.has_left = any(record.is_leaving for record in self._hold(step))
+        self.last_records = self._hold(step)
+        self.has_left = any(record.is_leaving for record in self.last_records)
         return not self.has_left
 
     def close(self, step: int) -> None:

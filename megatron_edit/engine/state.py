@@ -104,6 +104,11 @@ class OuterState:
         if self.lanes is not None:
             self.lanes.fence()
 
+    def wait(self) -> None:
+        """Wait until what was offloaded is home, for the host to read it."""
+        if self.lanes is not None:
+            self.lanes.wait()
+
     @property
     def nbytes(self) -> int:
         """Persistent bytes: anchors and momenta."""

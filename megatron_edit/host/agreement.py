@@ -13,7 +13,7 @@ from megatron_edit.replica.world import JOIN_TIMEOUT, ReplicaWorld
 
 _OURS_APART = ("replica_id", "rendezvous", "log_dir", "device")
 # Parts of the names of Megatron's arguments that may differ from host to host or are outputs.
-_HOST_WORDS = ("path", "dir", "rank", "save", "load", "log", "wandb", "tensorboard", "port",
+_HOST_WORDS = ("path", "dir", "rank", "log", "wandb", "tensorboard", "port",
                "num_workers", "filename", "cache", "file", "edit_")  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from megatron_edit.config import EditConfig, add_arguments
 from megatron_edit.errors import UsageError
 from megatron_edit.host.agreement import agree_on_settings
 from megatron_edit.host.cpu import cpu_argument_defaults, enable_cpu_backend
+from megatron_edit.host.cpu.checkpoints import serve_checkpoints
 from megatron_edit.host.cpu.norm import serve_sequence_parallelism
 from megatron_edit.host.patching import Patcher
 from megatron_edit.replica.placement import Placement, place
@@ -82,6 +83,7 @@ class Attachment:
         data.mend_helper_compilation(self._patcher, self._world)
         if self._device.type == "cpu":
             serve_sequence_parallelism(self._patcher)
+            serve_checkpoints(self._patcher)
         self._wrap_arguments()
 
     def detach(self) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 from torch.utils.data import DataLoader
 
-from megatron_edit.engine.pace import TimedPace
+from megatron_edit.engine.pace import Pace, TimedPace
 from megatron_edit.errors import UsageError
 from megatron_edit.host.patching import Patcher
 from megatron_edit.method.ledger import samples_of
+from megatron_edit.method.order import SampleOrder
 
 
 @dataclass(frozen=True)
@@ -39,19 +40,22 @@ class DealtSampler:
     Args:
         pace: holds the dealing.
         share: of this rank.
+        order: of samples; block 0 is the first that it says.
     """
 
-    def __init__(self, pace: TimedPace, share: Share) -> None:
+    def __init__(self, pace: TimedPace, share: Share, order: SampleOrder) -> None:
         self._pace = pace
         self._share = share
+        self._order = order
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Indices of one micro-batch after another, from the start of the round."""
+        """Indices of one micro-batch after another, from where the round stands."""
         dealing, replica, share = self._pace.dealing, self._pace.replica, self._share
-        step = 0
+        order, step = self._order, self._pace.steps  # a resumed round has steps behind it
         while (block := dealing.block(replica, step)) is not None:
             for index in range(share.micro_batches):
-                yield list(samples_of(block, index=index, **vars(share)))
+                numbers = samples_of(block, index=index, **vars(share))
+                yield [order.sample(order.start + number) for number in numbers]
             step += 1
 
 
@@ -80,14 +84,38 @@ class DealtLoader:
                 return  # who has nothing left meets, and asks for nothing
 
 
+@dataclass(frozen=True)
+class ReorderedSampler:
+    """A batch sampler of Megatron's, whose indices are numbers in another order.
+
+    Attributes:
+        sampler: of Megatron.
+        order: of samples.
+    """
+
+    sampler: Iterable[list[int]]
+    order: SampleOrder
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Indices of one micro-batch after another."""
+        for numbers in self.sampler:
+            yield [self.order.sample(number) for number in numbers]
+
+
 def deal_samples(
-    patcher: Patcher, pace: Callable[[], TimedPace], args: Callable[[], Namespace]
+    patcher: Patcher,
+    pace: Callable[[], Pace],
+    order: Callable[[], SampleOrder],
+    args: Callable[[], Namespace],
 ) -> None:
     """Let Megatron's training split be read as the ledger deals it; the others as ever.
+
+    Where steps are counted Megatron deals, perhaps in an order of ours.
 
     Args:
         patcher: undoes it.
         pace: the pace, once the engine is built; Megatron builds its loaders later.
+        order: of samples; the same holds.
         args: Megatron's arguments.
     """
     import megatron.training.training as training
@@ -97,10 +125,16 @@ def deal_samples(
         @wraps(build)
         def dealt(dataset: Any, consumed_samples: int) -> Any:
             loader = build(dataset, consumed_samples)
-            if loader is None or _split_of(dataset) is not Split.train:
+            timed, places = pace(), order()
+            is_dealt = isinstance(timed, TimedPace)
+            if loader is None or not (is_dealt or consumed_samples < places.end):
                 return loader
-            sampler = DealtSampler(pace(), _share_of(args()))
-            return DealtLoader(_with_sampler(loader, sampler), pace())
+            if _split_of(dataset) is not Split.train:
+                return loader
+            if not isinstance(timed, TimedPace):
+                return _with_sampler(loader, ReorderedSampler(loader.batch_sampler, places))
+            sampler = DealtSampler(timed, _share_of(args()), places)
+            return DealtLoader(_with_sampler(loader, sampler), timed)
 
         return dealt
 
@@ -112,7 +146,7 @@ def _split_of(dataset: Any) -> Any:
     if split is None:
         raise UsageError(
             f"data set {type(dataset).__name__}",
-            "with --edit-strategy a-edit it must have an attribute `split` or `index_split`",
+            "to share its samples out anew, it must have an attribute `split` or `index_split`",
             "set it to Megatron's Split.train, Split.valid or Split.test",
         )
     return split
@@ -130,7 +164,9 @@ def _share_of(args: Namespace) -> Share:
     )
 
 
-def _with_sampler(loader: DataLoader[Any], sampler: DealtSampler) -> DataLoader[Any]:
+def _with_sampler(
+    loader: DataLoader[Any], sampler: DealtSampler | ReorderedSampler
+) -> DataLoader[Any]:
     """The same loader over another sampler; torch lets nobody exchange it later."""
     return DataLoader(
         loader.dataset,

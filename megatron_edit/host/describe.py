@@ -30,12 +30,7 @@ def describe(
     return {
         "config": {**dataclasses.asdict(config), "sync_mode": sync_mode},
         "requested_sync_mode": config.sync_mode,
-        "versions": {
-            "megatron_edit": __version__,
-            "megatron_core": megatron_version(),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions(),
         "topology": {
             "num_replicas": placement.num_replicas,
             "ranks_per_replica": placement.ranks_per_replica,
@@ -44,4 +39,14 @@ def describe(
             "host": socket.gethostname(),
         },
         "argv": sys.argv,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of what has a part in the numbers."""
+    return {
+        "megatron_edit": __version__,
+        "megatron_core": megatron_version(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
     }

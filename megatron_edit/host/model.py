@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from megatron_edit.engine.host import Progress
 from megatron_edit.engine.state import OuterState
 from megatron_edit.engine.units import (
     EMBEDDING,
+    Fragment,
     UnitPlan,
     UnitShard,
     forward_order,
@@ -33,6 +35,7 @@ from megatron_edit.host.optimizer import (
     tie_of,
 )
 from megatron_edit.host.routers import Routers
+from megatron_edit.method.order import IN_ORDER, SampleOrder
 from megatron_edit.replica.collectives import Group
 from megatron_edit.replica.placement import Placement
 
@@ -67,9 +70,15 @@ class MegatronHost:
         self.has_tied_stages = False
         self.plan = self._plan(replica)
         self._routers = Routers.of(unwrap_model(model), self.unit_of)
+        self.order = IN_ORDER
         self._samples = 0
         self._pending = 0  # samples by which Megatron will advance the schedule after the step
         self.loop = LoopControl(args, scheduler)
+
+    @property
+    def arguments(self) -> Namespace:
+        """Megatron's."""
+        return self._args
 
     # ---- planning
 
@@ -87,12 +96,21 @@ class MegatronHost:
         everywhere = {unit for _, units, _ in stages for unit in units}
         _check_one_stage_each(everywhere, {(place, frozenset(own)) for place, _, own in stages})
         self.has_tied_stages = len({place for place, units, _ in stages if EMBEDDING in units}) > 1
+        self._origins = {
+            id(main): (parameter, optimizer.start_of(parameter), optimizer.copy_number)
+            for optimizer in self.optimizers
+            for parameter, main in optimizer.main_shards()
+        }
         fragments = [
             fragment
             for optimizer in self.optimizers
             for fragment in fragments_of(optimizer, dict(named))
         ]
         return plan_units(fragments, sorted(everywhere, key=forward_order), stage_units)
+
+    def origin_of(self, fragment: Fragment) -> tuple[torch.nn.Parameter, int, int | None]:
+        """The parameter of a fragment, the first element of it, and which copy this is."""
+        return self._origins[id(fragment.source)]
 
     def attach_outer_state(self, state: OuterState) -> None:
         """Show the distributed optimizers their part of the outer state."""
@@ -189,6 +207,38 @@ class MegatronHost:
                     zeroed += int(broken.sum())
                     moment.masked_fill_(broken, 0.0)
         return zeroed
+
+    def reset_moments(self) -> None:
+        """Let the inner optimizers begin anew, as before their first step."""
+        for inner in self._inner:
+            if inner.optimizer is not None:
+                inner.optimizer.state.clear()
+                for group in inner.optimizer.param_groups:
+                    group.pop("step", None)
+
+    def resume(self, samples: int, order: SampleOrder) -> None:
+        """Stand where a checkpoint was written.
+
+        Args:
+            samples: consumed by this replica.
+            order: of samples.
+        """
+        self._samples, self.order = samples, order
+
+    def set_schedule(self, position: int) -> None:
+        """Put the learning-rate schedule to a position, in samples of all replicas."""
+        self._scheduler.num_steps = position
+        self._scheduler.step(increment=0)
+
+    @contextmanager
+    def counting(self, samples: int | None) -> Iterator[None]:
+        """Inside, Megatron's count of consumed samples is `samples`; None leaves it alone."""
+        kept = self._args.consumed_train_samples
+        self._args.consumed_train_samples = kept if samples is None else samples
+        try:
+            yield
+        finally:
+            self._args.consumed_train_samples = kept
 
     def count_step(self, *, was_applied: bool) -> None:
         """Note that a step has consumed its samples; one that was skipped moves no schedule."""

@@ -52,7 +52,9 @@ class Observer:
         self.host: MegatronHost | None = None
 
     def begin_step(self) -> None:
-        """A step begins now."""
+        """A step begins now; a clock that stood still since a checkpoint goes on."""
+        if self.engine is not None:
+            self.engine.clock.resume()
         self._step_began = time.monotonic()
 
     def around_log(self, training_log: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,7 +66,6 @@ class Observer:
             given = signature.bind(*args, **kwargs).arguments
             self._on_iteration(
                 given["loss_dict"],
-                given["iteration"],
                 given["learning_rate"],
                 given["grad_norm"],
             )
@@ -103,9 +104,7 @@ class Observer:
 
         return labelled
 
-    def _on_iteration(
-        self, losses: dict[str, Any], iteration: int, lr: float | None, grad_norm: Any
-    ) -> None:
+    def _on_iteration(self, losses: dict[str, Any], lr: float | None, grad_norm: Any) -> None:
         from megatron.training import get_args
 
         assert self.engine is not None and self.host is not None
@@ -116,7 +115,7 @@ class Observer:
         samples = self.host.samples_per_step
         self._events.on_iteration(
             Iteration(
-                iteration=iteration,
+                iteration=self.engine.step,
                 loss=loss,
                 grad_norm=None if grad_norm is None else float(grad_norm),
                 lr=lr,

@@ -51,6 +51,13 @@ class ShardedOptimizer(Protocol):
     def target_of(self, parameter: torch.nn.Parameter, main: Tensor) -> Tensor | None:
         """Where the model reads a main shard, in its own precision; None for the shard itself."""
 
+    def start_of(self, parameter: torch.nn.Parameter) -> int:
+        """First element of the parameter that the main shard holds."""
+
+    @property
+    def copy_number(self) -> int | None:
+        """Which copy of its shards this rank holds; None where Megatron's own number says it."""
+
 
 class EditDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
     """Megatron's distributed optimizer, with anchor and outer momentum beside its ZeRO shards."""
@@ -94,6 +101,15 @@ class EditDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
         bucket = self.buffers[buffer_index].buckets[bucket_index]
         target = bucket.param_data.view(-1)[where.start : where.end]
         return None if target.data_ptr() == main.data_ptr() else target
+
+    def start_of(self, parameter: torch.nn.Parameter) -> int:
+        """See `ShardedOptimizer`."""
+        return int(self._get_model_param_range_map(parameter)["param"].start)
+
+    @property
+    def copy_number(self) -> int | None:
+        """See `ShardedOptimizer`: copies are held by several optimizer instances."""
+        return int(self.distributed_optimizer_instance_id)
 
     def attach_outer_state(self, plan: UnitPlan, state: OuterState) -> None:
         """Give each of this optimizer's main shards its views of anchor and momentum."""
@@ -158,6 +174,15 @@ class PlainOptimizer:
     def target_of(self, parameter: torch.nn.Parameter, main: Tensor) -> Tensor | None:
         """The model's own parameter, where the main copy is apart from it."""
         return None if parameter is main else parameter.detach().view(-1)
+
+    def start_of(self, parameter: torch.nn.Parameter) -> int:
+        """See `ShardedOptimizer`: all of it."""
+        return 0
+
+    @property
+    def copy_number(self) -> int | None:
+        """See `ShardedOptimizer`: its data-parallel rank."""
+        return None
 
 
 def fragments_of(

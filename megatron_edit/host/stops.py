@@ -11,21 +11,27 @@ import inspect
 from argparse import Namespace
 from collections.abc import Callable
 from functools import wraps
+from inspect import BoundArguments
 from typing import Any
 
 from megatron_edit.engine.engine import EditEngine
+from megatron_edit.host.checkpoint.saving import SaveControl
 from megatron_edit.report.console import say
 
 
 class StopControl:
     """Wraps Megatron's decision to exit.
 
+    Args:
+        saves: what Megatron's saves become.
+
     Attributes:
         engine: None until the model is built.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, saves: SaveControl) -> None:
         self.engine: EditEngine | None = None
+        self._saves = saves
         self._has_announced = False
 
     def around_decision(self, decide: Callable[..., bool]) -> Callable[..., bool]:
@@ -34,25 +40,36 @@ class StopControl:
 
         @wraps(decide)
         def decided(*args: Any, **kwargs: Any) -> bool:
-            from megatron.training import get_args
-
             engine = self.engine
             if engine is None:
                 return decide(*args, **kwargs)
-            if engine.is_stopping:
-                return True
-            iteration = signature.bind(*args, **kwargs).arguments["iteration"]
-            is_planned = _is_planned(get_args(), iteration)
-            wants_exit = (is_planned or not self._has_announced) and decide(*args, **kwargs)
-            if is_planned:
-                return True
-            if iteration >= get_args().train_iters:
-                return False  # all replicas come to this end together
-            if wants_exit:
-                self._announce(engine)
-            return self._obey(engine)
+            given = signature.bind(*args, **kwargs)
+            if not engine.is_stopping:
+                exits = self._decide(engine, given, lambda: decide(*args, **kwargs))
+                if exits is not None:
+                    return exits
+            self._save_all(given)
+            return True
 
         return decided
+
+    def _decide(
+        self, engine: EditEngine, given: BoundArguments, decide: Callable[[], bool]
+    ) -> bool | None:
+        """Megatron's decision; None to end at once because a replica was asked to."""
+        from megatron.training import get_args
+
+        megatron, iteration = get_args(), given.arguments["iteration"]
+        is_planned = _is_planned(megatron, iteration)
+        with self._saves.deciding(iteration, is_planned=is_planned):
+            wants_exit = (is_planned or not self._has_announced) and decide()
+        if is_planned:
+            return True
+        if iteration >= megatron.train_iters:
+            return False  # all replicas come to this end together
+        if wants_exit:
+            self._announce(engine)
+        return None if self._obey(engine) else False
 
     def _announce(self, engine: EditEngine) -> None:
         self._has_announced = True
@@ -67,6 +84,17 @@ class StopControl:
         if engine.groups.control.rank == 0 and engine.groups.sync.rank == 0:
             say(f"stopping after iteration {engine.step}, as a replica was asked to")
         return True
+
+    def _save_all(self, given: BoundArguments) -> None:
+        """Save where each replica stands, whatever the policy: nothing else will be left."""
+        import megatron.training.training as training
+
+        if training.get_args().save:
+            wanted = inspect.signature(training.save_checkpoint_and_time).parameters
+            with self._saves.ending():
+                training.save_checkpoint_and_time(
+                    **{name: given.arguments[name] for name in wanted if name in given.arguments}
+                )
 
 
 def _is_planned(args: Namespace, iteration: int) -> bool:

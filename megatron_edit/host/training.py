@@ -9,6 +9,7 @@
 | `training_log` | event files; the loss for the next meeting |
 | `evaluate` | mean over the replicas |
 | `checkpoint_and_decide_exit` | an end from outside reaches all replicas |
+| `save_checkpoint`, `load_checkpoint` | each replica's part; what is beside Megatron's own |
 | `build_pretraining_data_loader` | A-EDiT: samples as the ledger deals them |
 | `train` | at its end, the losses that no meeting has carried |
 """
@@ -29,9 +30,12 @@ from megatron_edit.engine.decisions import Penalty
 from megatron_edit.engine.engine import EditEngine
 from megatron_edit.engine.flight import OuterRule
 from megatron_edit.engine.groups import TIED_EMBEDDING
-from megatron_edit.engine.pace import TimedPace
+from megatron_edit.engine.pace import Pace
 from megatron_edit.engine.settings import EngineSettings, TimedRounds
 from megatron_edit.host.arguments import resolve_sync_mode
+from megatron_edit.host.checkpoint.loading import LoadControl
+from megatron_edit.host.checkpoint.paths import Redirection
+from megatron_edit.host.checkpoint.saving import SaveControl
 from megatron_edit.host.dealing import deal_samples
 from megatron_edit.host.describe import describe
 from megatron_edit.host.groups import build_groups
@@ -40,6 +44,7 @@ from megatron_edit.host.observe import Observer
 from megatron_edit.host.overlap import land_before_gathers
 from megatron_edit.host.patching import Patcher
 from megatron_edit.host.stops import StopControl
+from megatron_edit.method.order import SampleOrder
 from megatron_edit.method.schedule import StepSchedule
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.replica.world import ReplicaWorld
@@ -72,7 +77,6 @@ class TrainingLoop:
         self._device = device
         self._patcher = patcher
         self._observer = Observer(events)
-        self._stops = StopControl()
         self.engine: EditEngine | None = None
         self.host: MegatronHost | None = None
 
@@ -81,6 +85,10 @@ class TrainingLoop:
         import megatron.training as package
         import megatron.training.training as training
 
+        redirection = Redirection(self._patcher)
+        self._saves = SaveControl(self._config, self._world, redirection, self._patcher)
+        self._loads = LoadControl(self._config, self._world, redirection)
+        self._stops = StopControl(self._saves)
         wrapped_pretrain = self._around_pretrain(training.pretrain)
         for module in (package, training):
             self._patcher.replace(module, "pretrain", wrapped_pretrain)
@@ -91,11 +99,12 @@ class TrainingLoop:
             ("evaluate", self._observer.around_evaluate),
             ("evaluate_and_print_results", self._observer.around_evaluation_report),
             ("checkpoint_and_decide_exit", self._stops.around_decision),
+            ("save_checkpoint", self._saves.around_save),
+            ("load_checkpoint", self._loads.around_load),
         ):
             self._patcher.wrap(training, name, around)
 
-        if STRATEGIES[self._config.strategy].is_timed:
-            deal_samples(self._patcher, self._timed_pace, training.get_args)
+        deal_samples(self._patcher, self._pace, self._order, training.get_args)
 
     def release(self) -> None:
         """Hand Megatron's objects back and close the event files."""
@@ -116,7 +125,14 @@ class TrainingLoop:
             given = signature.bind(*args, **kwargs)
             if given.arguments.get("store") is None:
                 given.arguments["store"] = self._world.replica_store
-            return pretrain(*given.args, **given.kwargs)
+            try:
+                result = pretrain(*given.args, **given.kwargs)
+            except SystemExit as stop:
+                if not stop.code:
+                    self._saves.finish()
+                raise
+            self._saves.finish()
+            return result
 
         return with_store
 
@@ -146,7 +162,7 @@ class TrainingLoop:
     # ---- what they lead to
 
     def _build_engine(self, model: Sequence[Any], optimizer: Any, scheduler: Any) -> None:
-        from megatron.core.utils import get_model_config
+        from megatron.core.utils import get_model_config, unwrap_model
         from megatron.training import get_args, get_timers
 
         from megatron_edit.host.timers import EditTimers
@@ -180,7 +196,9 @@ class TrainingLoop:
             self._hook_gathers(model)
         self._hook_step(optimizer)
         self._hook_gradients(get_model_config(model[0]))
-        self.engine.start()
+        unwrapped = unwrap_model(model)
+        self._saves.use(self.engine, self.host, unwrapped)
+        self._loads.begin(self.engine, self.host, unwrapped)
 
     def _warn_of_endless_warmup(self, args: Any) -> None:
         config = self._config
@@ -247,9 +265,13 @@ class TrainingLoop:
 
         self._patcher.replace(model_config, "finalize_model_grads_func", averaging)
 
-    def _timed_pace(self) -> TimedPace:
-        assert self.engine is not None and isinstance(self.engine.pace, TimedPace)
+    def _pace(self) -> Pace:
+        assert self.engine is not None
         return self.engine.pace
+
+    def _order(self) -> SampleOrder:
+        assert self.host is not None
+        return self.host.order
 
     def _finish(self) -> None:
         if self.engine is not None and self.host is not None:

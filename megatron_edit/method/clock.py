@@ -46,6 +46,12 @@ class PhaseClock:
             self._start += self.read() - self._paused_at
             self._paused_at = None
 
+    def set(self, seconds: float, phases: int) -> None:
+        """Stand still at `seconds` of a phase, the `phases`-th; `resume` lets it go on."""
+        self._paused_at = self.read()
+        self._start = self._paused_at - round(seconds * NANOSECONDS)
+        self.phases = phases
+
     @property
     def seconds(self) -> float:
         """Since the start of the phase, without the pauses."""
@@ -62,19 +68,20 @@ class TimeTrigger:
     Attributes:
         length: tau_time, seconds.
         clock: of the inner phase.
+        last: what it showed after the step before.
     """
 
     length: float
     clock: PhaseClock
-    _last: float = 0.0
+    last: float = 0.0
 
     def restart(self) -> None:
         """A new inner phase begins now."""
         self.clock.restart()
-        self._last = 0.0
+        self.last = 0.0
 
     def after_step(self) -> bool:
         """Note that a step is over; whether the next one should be the last of the phase."""
         now = self.clock.seconds
-        step, self._last = now - self._last, now
+        step, self.last = now - self.last, now
         return now + step >= self.length

@@ -7,6 +7,7 @@ from locking a replica out for ever: the patience, and the restart after a chang
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +57,27 @@ class DetectorState:
         real = torch.zeros(num_replicas, num_units, dtype=torch.float64)
         count = torch.zeros(num_replicas, num_units, dtype=torch.int64)
         return cls(real, real.clone(), count, count.clone(), count.clone())
+
+    @classmethod
+    def of_lists(cls, lists: Mapping[str, list[list[float]]]) -> DetectorState:
+        """From what a checkpoint keeps: the fields as lists [N][U].
+
+        Raises:
+            KeyError, ValueError: a field is missing, or is no table.
+        """
+        reals, counts = ("mean", "variance"), ("updates", "accepted", "rejected")
+        return cls(
+            **{name: torch.tensor(lists[name], dtype=torch.float64) for name in reals},
+            **{name: torch.tensor(lists[name], dtype=torch.int64) for name in counts},
+        )
+
+    def for_replicas(self, num_replicas: int) -> DetectorState:
+        """The same replicas' detectors, as far as they are still there; fresh ones for others."""
+        kept = min(num_replicas, self.mean.shape[0])
+        fresh = DetectorState.fresh(num_replicas, self.mean.shape[1])
+        for name, tensor in vars(fresh).items():
+            tensor[:kept] = getattr(self, name)[:kept]
+        return fresh
 
 
 @dataclass(frozen=True)

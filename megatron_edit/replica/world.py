@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -69,11 +69,43 @@ class ReplicaWorld:
         if self.placement.replica > 0:
             self.wait_for(f"{event}/0", SETUP_TIMEOUT)
 
+    def shared_text(self, key: str, make: Callable[[], str]) -> str:
+        """A text that the first rank of all makes and all ranks of all replicas learn.
+
+        Raises:
+            ReplicaLostError: the first rank did not make it.
+        """
+        if self.placement.global_rank == 0:
+            self.shared_store.set(key, make())
+        self.wait_for(key, SETUP_TIMEOUT)
+        return str(self.shared_store.get(key).decode())
+
     def after_all_replicas(self, event: str) -> None:
         """Announce `event` and wait until all replicas have."""
         self.announce(event)
         for replica in range(self.placement.num_replicas):
             self.wait_for(f"{event}/{replica}", SETUP_TIMEOUT)
+
+    def agree(self, event: str, complaint: str | None) -> str | None:
+        """Let all ranks of all replicas hear one of their complaints, if there is any.
+
+        Blocks until every rank has said its own and heard the answer.
+        """
+        if complaint is not None:
+            self.shared_store.set(f"{event}/complaint", complaint)
+        self._count_rank(f"{event}/said")
+        self.wait_for(f"{event}/said/all", SETUP_TIMEOUT)
+        key = f"{event}/complaint"
+        heard = self.shared_store.get(key).decode() if self.shared_store.check([key]) else None
+        self._count_rank(f"{event}/heard")
+        if self.placement.global_rank == 0:  # it may host the store, and leaves last
+            self.wait_for(f"{event}/heard/all", SETUP_TIMEOUT)
+        return heard
+
+    def _count_rank(self, event: str) -> None:
+        everybody = self.placement.num_replicas * self.placement.ranks_per_replica
+        if self.shared_store.add(f"{event}/count", 1) == everybody:
+            self.shared_store.set(f"{event}/all", "1")
 
     def wait_for(self, key: str, timeout: timedelta) -> None:
         """Wait until somebody has set a key of the shared store.

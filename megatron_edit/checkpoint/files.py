@@ -1,0 +1,73 @@
+"""Checksums of the files of a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_edit.errors import UsageError
+
+REMEDY = "load another checkpoint with --ckpt-step, or bring the file back"
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a file must be.
+
+    Attributes:
+        size: bytes.
+        sha256: hexadecimal.
+    """
+
+    size: int
+    sha256: str
+
+
+def record_of(path: Path) -> FileRecord:
+    """Read a file once. Lets other threads run meanwhile."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+        return FileRecord(os.fstat(file.fileno()).st_size, digest.hexdigest())
+
+
+def files_under(folder: Path, leave_out: Iterable[str] = ()) -> list[Path]:
+    """Files in a folder and below, sorted; without the sub-folders named in `leave_out`."""
+    left_out = {folder / name for name in leave_out}
+    return sorted(
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and left_out.isdisjoint((path, *path.parents))
+    )
+
+
+def check_sizes(checkpoint: Path, files: Mapping[str, FileRecord]) -> None:
+    """Cheap, so every rank does it.
+
+    Raises:
+        UsageError: a file is missing, or has another size.
+    """
+    for name, record in files.items():
+        path = checkpoint / name
+        if not path.is_file():
+            raise UsageError(str(path), "a file of the checkpoint is missing", REMEDY)
+        if path.stat().st_size != record.size:
+            rule = f"must have {record.size} bytes, has {path.stat().st_size}"
+            raise UsageError(str(path), rule, REMEDY)
+
+
+def check_content(checkpoint: Path, name: str, record: FileRecord) -> None:
+    """Read one file.
+
+    Raises:
+        UsageError: it is not what was written, or cannot be read.
+    """
+    path = checkpoint / name
+    try:
+        is_same = record_of(path) == record
+    except OSError as error:
+        raise UsageError(str(path), f"cannot be read ({error.strerror})", REMEDY) from error
+    if not is_same:
+        raise UsageError(str(path), "is not what was saved (its checksum differs)", REMEDY)

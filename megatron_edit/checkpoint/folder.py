@@ -1,0 +1,175 @@
+"""A folder of checkpoints: where each lies, which is complete, and how a save becomes one.
+
+A save is written under another name and renamed when its manifest, the last file of all, is
+there. So a crash at any moment leaves the folder with the checkpoints that it had.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+EDIT, MANIFEST, LISTED = "edit", "edit.json", "listed"
+OUTER, RANDOM = "outer", "random"
+TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's own name
+_STOCK_MARK = "metadata.json"  # what Megatron writes last
+_FINAL = re.compile(r"^iter_(\d{7,})$")
+_PARTIAL = re.compile(r"^\.iter_(\d{7,})\.[0-9a-z]+\.partial$")
+_REPLACED = re.compile(r"^\.iter_(\d{7,})\.[0-9a-z]+\.replaced$")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that can be loaded.
+
+    Attributes:
+        path: its folder.
+        iteration: in the name of the folder; None for Megatron's `release`.
+        has_manifest: whether it was written with EDiT; otherwise it is stock Megatron's.
+    """
+
+    path: Path
+    iteration: int | None
+    has_manifest: bool
+
+
+def replica_folder(checkpoint: Path, replica: int) -> Path:
+    """Where the Megatron checkpoint of a replica lies."""
+    return checkpoint if replica == 0 else checkpoint / EDIT / f"replica_{replica}"
+
+
+def manifest_of(checkpoint: Path) -> Path:
+    """The manifest of a checkpoint; where it is, the checkpoint is complete."""
+    return checkpoint / EDIT / MANIFEST
+
+
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """What `--save` and `--load` name.
+
+    Attributes:
+        root: the folder; it need not exist.
+    """
+
+    root: Path
+
+    def final(self, iteration: int) -> Path:
+        """Where the complete checkpoint of an iteration lies."""
+        return self.root / f"iter_{iteration:07d}"
+
+    def partial(self, iteration: int, job: str) -> Path:
+        """Where a job writes the checkpoint of an iteration."""
+        return self.root / f".iter_{iteration:07d}.{job}.partial"
+
+    def tracked(self) -> str | None:
+        """What the tracker says, an iteration or `release`; None where it says nothing."""
+        try:
+            text = (self.root / TRACKER).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError):
+            return None
+        return text if text == "release" or text.isdecimal() else None
+
+    def commit(self, iteration: int, job: str) -> int | None:
+        """Turn a partial checkpoint, whose manifest is there, into a complete one.
+
+        Returns:
+            The iteration that the tracker named before, where there was one.
+        """
+        partial, final = self.partial(iteration, job), self.final(iteration)
+        if final.exists():  # saved again, after a resume from an earlier one
+            old = self.root / f".iter_{iteration:07d}.{job}.replaced"
+            final.rename(old)
+            partial.rename(final)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            partial.rename(final)
+        before = self.tracked()
+        self._track(iteration, job)
+        (final / EDIT / LISTED).touch()
+        self._sweep(job)
+        return int(before) if before is not None and before.isdecimal() else None
+
+    def heal(self) -> list[Path]:
+        """Finish what a crash between two renames has left; the checkpoints that came back."""
+        healed = []
+        for pattern in (_PARTIAL, _REPLACED):  # in this order: the newer copy wins
+            for path in self._entries():
+                found = pattern.match(path.name)
+                if found is None or not manifest_of(path).is_file():
+                    continue
+                final = self.final(int(found.group(1)))
+                if not final.exists():
+                    path.rename(final)
+                    healed.append(final)
+        return healed
+
+    def newest(self) -> Found | None:
+        """The checkpoint to load where the user names none.
+
+        That which the tracker names, if it is complete: people roll back by editing the tracker.
+        A newer one that no tracker has named yet was cut off just after its rename; it counts.
+        """
+        tracked = self.tracked()
+        if tracked == "release" and (self.root / "release").is_dir():
+            return Found(self.root / "release", None, has_manifest=False)
+        complete = {found.iteration: found for found in self._complete()}
+        named = complete.get(int(tracked)) if tracked is not None and tracked.isdecimal() else None
+        others = [f for f in complete.values() if named is None or not _is_listed(f)]
+        candidates = others if named is None else [named, *others]
+        return max(candidates, key=lambda found: found.iteration or 0, default=None)
+
+    def at(self, iteration: int) -> Found | None:
+        """The complete checkpoint of an iteration, if there is one."""
+        return next((f for f in self._complete() if f.iteration == iteration), None)
+
+    def is_broken_off(self, iteration: int) -> bool:
+        """Whether there is something at this iteration that is not a complete checkpoint."""
+        return self.final(iteration).exists() and self.at(iteration) is None
+
+    def _complete(self) -> list[Found]:
+        found = []
+        for path in self._entries():
+            name = _FINAL.match(path.name)
+            if name is None:
+                continue
+            has_manifest = manifest_of(path).is_file()
+            is_stock = not (path / EDIT).exists() and self._is_stock(path)
+            if has_manifest or is_stock:
+                found.append(Found(path, int(name.group(1)), has_manifest))
+        return found
+
+    def _is_stock(self, path: Path) -> bool:
+        """Whether Megatron finished it. Other formats than `torch_dist` leave no mark: who the
+        tracker names is complete."""
+        tracked = self.tracked()
+        is_named = tracked is not None and tracked.isdecimal()
+        return (path / _STOCK_MARK).is_file() or (
+            is_named and self.final(int(tracked or 0)) == path
+        )
+
+    def _track(self, iteration: int, job: str) -> None:
+        """Replace the tracker at once: Megatron's own way leaves it empty for a moment."""
+        new = self.root / f".{TRACKER}.{job}"
+        new.write_text(str(iteration), encoding="utf-8")
+        os.replace(new, self.root / TRACKER)
+
+    def _sweep(self, job: str) -> None:
+        """Remove what crashed saves of other jobs have left."""
+        for path in self._entries():
+            left = _PARTIAL.match(path.name) or _REPLACED.match(path.name)
+            if left is not None and path.name.split(".")[-2] != job:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _entries(self) -> list[Path]:
+        try:
+            return sorted(self.root.iterdir())
+        except OSError:
+            return []
+
+
+def _is_listed(found: Found) -> bool:
+    """Whether a tracker has named it once; stock Megatron lists whatever it completes."""
+    return not found.has_manifest or (found.path / EDIT / LISTED).exists()

@@ -1,0 +1,208 @@
+"""The manifest of a checkpoint, `edit/edit.json`: what it holds, and what it must be.
+
+Numbers that decide anything are written so that they come back bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_edit.checkpoint.files import REMEDY, FileRecord
+from megatron_edit.checkpoint.folder import manifest_of
+from megatron_edit.errors import UsageError
+
+FORMAT, VERSION = "megatron_edit checkpoint", 1
+ALL, LEADER = "all", "leader"  # forms: inner state of every replica, or of replica 0 alone
+
+
+@dataclass(frozen=True)
+class ReplicaEntry:
+    """Where one replica stood.
+
+    Attributes:
+        step: s, attempted optimizer steps.
+        inner_steps: of them since the last sync.
+        samples: consumed by this replica.
+        schedule_position: of its learning rate, in samples of all replicas.
+        losses: not reported yet.
+        last_loss_step: the step of the last of them.
+        phase_seconds: what its clock of the inner phase showed.
+        last_step_seconds: what it showed after the step before.
+        is_asking: whether it had asked for a meeting.
+    """
+
+    step: int
+    inner_steps: int
+    samples: int
+    schedule_position: int
+    losses: tuple[float, ...] = ()
+    last_loss_step: int = 0
+    phase_seconds: float = 0.0
+    last_step_seconds: float = 0.0
+    is_asking: bool = False
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Fields of `method.ledger.Dealing`."""
+
+    target: int
+    frontier: int
+    holes: tuple[int, ...]
+    quotas: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything about a checkpoint that is not a tensor.
+
+    Attributes:
+        iteration: in whole global batches.
+        form: `all`, or `leader`.
+        strategy: that trained.
+        num_replicas: N. `ranks_per_replica`: K.
+        parallel: sizes of Megatron's parallel groups of a replica.
+        model: what makes another model of it (`host.checkpoint.fingerprint`).
+        units: names, in forward order.
+        is_warmup: whether the replicas had not parted yet: there is no outer state.
+        round: syncs so far.
+        rounds_of_phase: restarts of the clock of the inner phase.
+        replicas: by replica.
+        detectors: fields of `method.detector.DetectorState`, lists [N][U].
+        ledger: of a strategy with the clock; else None.
+        batch: samples of one step of all replicas.
+        order_start: fields of `method.order.SampleOrder`, with `displaced`.
+        has_anchor: whether the anchor is there; at a sync it is the parameters.
+        pending: exchanges that were under way; none in this version.
+        residuals: of wire types with error feedback; none in this version.
+        files: size and checksum by path, from the checkpoint's folder.
+        written_by: versions.
+    """
+
+    iteration: int
+    form: str
+    strategy: str
+    num_replicas: int
+    ranks_per_replica: int
+    parallel: Mapping[str, int]
+    model: Mapping[str, Any]
+    units: tuple[str, ...]
+    is_warmup: bool
+    round: int
+    replicas: tuple[ReplicaEntry, ...]
+    detectors: Mapping[str, list[list[float]]]
+    batch: int
+    ledger: Ledger | None = None
+    order_start: int = 0
+    displaced: tuple[tuple[int, int], ...] = ()
+    has_anchor: bool = False
+    pending: tuple[Any, ...] = ()
+    residuals: tuple[Any, ...] = ()
+    files: Mapping[str, FileRecord] = field(default_factory=dict)
+    written_by: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_mid_round(self) -> bool:
+        """Whether the replicas had made steps since the last sync."""
+        return not self.is_warmup and any(entry.inner_steps for entry in self.replicas)
+
+    @property
+    def samples(self) -> int:
+        """Consumed by all replicas together."""
+        return sum(entry.samples for entry in self.replicas)
+
+    def text(self) -> str:
+        """As JSON."""
+        body = _without_nan({"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)})
+        return json.dumps({**body, "sha256": _checksum(body)}, indent=1) + "\n"
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises:
+        UsageError: it is missing, broken, of another program or of a newer format.
+    """
+    path = manifest_of(checkpoint)
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(str(path), f"cannot be read ({error.strerror})", REMEDY) from error
+    except ValueError as error:
+        raise UsageError(str(path), "is broken: it is not JSON", REMEDY) from error
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise UsageError(str(path), f"is not the manifest of a {FORMAT}", REMEDY)
+    version = body.get("version")
+    if not isinstance(version, int) or version > VERSION:
+        raise UsageError(
+            str(path),
+            f"is of format version {version}, this program reads up to {VERSION}",
+            "install a newer megatron_edit",
+        )
+    if body.pop("sha256", None) != _checksum(body):
+        raise UsageError(str(path), "is not what was saved (its checksum differs)", REMEDY)
+    try:
+        return _manifest({k: v for k, v in body.items() if k not in ("format", "version")})
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UsageError(str(path), f"is broken: {_one_line(error)}", REMEDY) from error
+
+
+def _manifest(body: dict[str, Any]) -> Manifest:
+    ledger = body.get("ledger")
+    if ledger is not None:
+        quotas = ledger["quotas"]
+        ledger = Ledger(
+            **ledger
+            | {"holes": tuple(ledger["holes"]), "quotas": None if quotas is None else tuple(quotas)}
+        )
+    replicas = tuple(
+        ReplicaEntry(**entry | {"losses": tuple(_nan_for_null(entry["losses"]))})
+        for entry in body["replicas"]
+    )
+    manifest = Manifest(
+        **body
+        | {
+            "ledger": ledger,
+            "replicas": replicas,
+            "units": tuple(body["units"]),
+            "displaced": tuple((int(a), int(b)) for a, b in body["displaced"]),
+            "pending": tuple(body["pending"]),
+            "residuals": tuple(body["residuals"]),
+            "files": {name: FileRecord(**record) for name, record in body["files"].items()},
+        }
+    )
+    if manifest.form not in (ALL, LEADER) or len(replicas) != manifest.num_replicas:
+        raise ValueError(
+            f"form {manifest.form}, {len(replicas)} of {manifest.num_replicas} replicas"
+        )
+    return manifest
+
+
+def _checksum(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON knows no NaN."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return value
+
+
+def _nan_for_null(values: list[Any]) -> list[float]:
+    return [math.nan if value is None else float(value) for value in values]
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__} {error}".splitlines()[0]

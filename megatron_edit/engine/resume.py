@@ -1,0 +1,126 @@
+"""How a run goes on from a checkpoint: planned from the manifest alone, alike on all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron_edit.checkpoint.manifest import Manifest, ReplicaEntry
+from megatron_edit.engine.standing import dealing_of
+from megatron_edit.method.ledger import Dealing
+from megatron_edit.method.order import (
+    SampleOrder,
+    after_counted_steps,
+    after_dealing,
+    share_of,
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run is, as far as it matters here.
+
+    Attributes:
+        num_replicas: N.
+        is_timed: whether replicas run at their own speeds.
+        batch: samples of one step of all replicas.
+        target: samples of the whole training.
+    """
+
+    num_replicas: int
+    is_timed: bool
+    batch: int
+    target: int
+
+    @property
+    def block(self) -> int:
+        """Samples that one replica consumes in a step."""
+        return self.batch // self.num_replicas
+
+
+@dataclass(frozen=True)
+class ResumePlan:
+    """See above.
+
+    Attributes:
+        goes_on: whether the same replicas go on, in the middle of a round if they were; otherwise
+            their round is completed first, and another begins.
+        entries: where each replica of this run stands.
+        order: of samples.
+        consumed: samples, by all replicas.
+        dealing: of the round that is under way or begins, where replicas run at their own speeds.
+        iteration: for Megatron's loop; None where what it saved is right.
+    """
+
+    goes_on: bool
+    entries: tuple[ReplicaEntry, ...]
+    order: SampleOrder
+    consumed: int
+    dealing: Dealing | None
+    iteration: int | None
+
+
+def plan_resume(manifest: Manifest, run: Run) -> ResumePlan:
+    """Plan it.
+
+    Raises:
+        ValueError: the manifest contradicts itself, or holds more than this run is to train.
+    """
+    order = SampleOrder(manifest.order_start, manifest.displaced)
+    dealing = _same_dealing(manifest, run, order)
+    if manifest.num_replicas == run.num_replicas and (dealing is not None) == run.is_timed:
+        return ResumePlan(True, manifest.replicas, order, manifest.samples, dealing, None)
+    if manifest.is_warmup:
+        steps = manifest.replicas[0].step
+        entries = _entries(run, steps, manifest.samples, manifest.replicas[0].schedule_position)
+        return ResumePlan(True, entries, order, manifest.samples, None, None)
+    return _begin_anew(manifest, run, order)
+
+
+def _same_dealing(manifest: Manifest, run: Run, order: SampleOrder) -> Dealing | None:
+    """The dealing that was under way, if it can go on."""
+    dealing = dealing_of(manifest)
+    if dealing is None or not run.is_timed or manifest.batch != run.batch:
+        return None
+    target = (run.target - order.start) // run.block
+    if target == dealing.target:
+        return dealing
+    return None if dealing.is_final else replace(dealing, target=target)
+
+
+def _begin_anew(manifest: Manifest, run: Run, order: SampleOrder) -> ResumePlan:
+    """The saved replicas' round is over; N replicas, perhaps others, begin the next."""
+    counts = [entry.inner_steps for entry in manifest.replicas]
+    block = manifest.batch // manifest.num_replicas
+    dealing = dealing_of(manifest)
+    if dealing is not None:
+        order = after_dealing(order, dealing, counts, block)
+    else:
+        start = manifest.samples - block * sum(counts)
+        order = after_counted_steps(order, counts, manifest.batch, start)
+    consumed = order.start
+    steps = {entry.step for entry in manifest.replicas}
+    is_aligned = dealing is None and len(steps) == 1
+    step = steps.pop() if is_aligned else -(-consumed // run.batch)
+    positions = [entry.schedule_position for entry in manifest.replicas]
+    position = max(positions) if dealing is None else consumed
+    new = Dealing(run.num_replicas, (run.target - consumed) // run.block) if run.is_timed else None
+    return ResumePlan(
+        goes_on=False,
+        entries=_entries(run, step, consumed, position),
+        order=order,
+        consumed=consumed,
+        dealing=new,
+        iteration=None if is_aligned and not run.is_timed else step,
+    )
+
+
+def _entries(run: Run, step: int, samples: int, position: int) -> tuple[ReplicaEntry, ...]:
+    return tuple(
+        ReplicaEntry(
+            step=step,
+            inner_steps=0,
+            samples=share_of(samples, replica, run.num_replicas),
+            schedule_position=position,
+        )
+        for replica in range(run.num_replicas)
+    )

@@ -1,0 +1,106 @@
+"""Which checkpoint is loaded, and whether it is sound: one answer for all ranks of all replicas."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_edit.checkpoint.files import REMEDY, check_content, check_sizes
+from megatron_edit.checkpoint.folder import CheckpointFolder, Found
+from megatron_edit.checkpoint.manifest import Manifest, read_manifest
+from megatron_edit.errors import UsageError
+from megatron_edit.host.checkpoint.fingerprint import check_same_model
+from megatron_edit.replica.world import ReplicaWorld
+from megatron_edit.report.console import say
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is loaded.
+
+    Attributes:
+        path: the checkpoint.
+        iteration: in its name; None for Megatron's `release`.
+        manifest: None for a checkpoint of stock Megatron.
+    """
+
+    path: Path
+    iteration: int | None
+    manifest: Manifest | None
+
+
+def choose(world: ReplicaWorld, args: Namespace) -> Choice | None:
+    """Choose a checkpoint under `--load`; None where there is none.
+
+    Every rank reads a part of its files. Blocks until all ranks of all replicas have.
+
+    Raises:
+        UsageError: what was chosen cannot be loaded; on every rank.
+    """
+    text = world.shared_text("load/choice", lambda: _describe(args))
+    told = json.loads(text)
+    if isinstance(told, list):
+        raise UsageError(*told)
+    if told is None:
+        return None
+    path, iteration = Path(told["path"]), told["iteration"]
+    complaint, manifest = None, None
+    try:
+        manifest = _sound_manifest(path, args, world) if told["has_manifest"] else None
+    except UsageError as error:
+        complaint = json.dumps([error.value, error.rule, error.remedy])
+    heard = world.agree("load/checked", complaint)
+    if heard is not None:
+        raise UsageError(*json.loads(heard))
+    return Choice(path, iteration, manifest)
+
+
+def _describe(args: Namespace) -> str:
+    """The choice as JSON: an object, null, or the three parts of a complaint."""
+    try:
+        found = _find(CheckpointFolder(Path(args.load)), args.ckpt_step)
+    except UsageError as error:
+        return json.dumps([error.value, error.rule, error.remedy])
+    if found is None:
+        return "null"
+    body = {"path": str(found.path), "iteration": found.iteration}
+    return json.dumps(body | {"has_manifest": found.has_manifest})
+
+
+def _find(folder: CheckpointFolder, step: int | None) -> Found | None:
+    for path in folder.heal():
+        say(f"{path} was cut off in its last moment; it is complete")
+    if step:
+        if (found := folder.at(step)) is not None:
+            return found
+        what = "is not complete" if folder.is_broken_off(step) else "is not there"
+        raise UsageError(f"--ckpt-step {step}", f"{folder.final(step)} {what}", "drop the flag")
+    found = folder.newest()
+    tracked = folder.tracked()
+    if found is None and tracked is not None:
+        raise UsageError(
+            f"--load {folder.root}",
+            f"the tracker names {tracked}, of which there is no complete checkpoint",
+            "bring it back, or remove the tracker to start anew",
+        )
+    if found is not None and str(found.iteration) != tracked and tracked != "release":
+        say(f"the tracker says {tracked}; loading {found.path}, the newest complete checkpoint")
+    return found
+
+
+def _sound_manifest(path: Path, args: Namespace, world: ReplicaWorld) -> Manifest:
+    manifest = read_manifest(path)
+    check_same_model(path, manifest.model, args)
+    if manifest.pending or manifest.residuals:
+        raise UsageError(
+            str(path), "holds an exchange under way, which this version cannot finish", REMEDY
+        )
+    place = world.placement
+    everybody = place.num_replicas * place.ranks_per_replica
+    mine = dict(list(manifest.files.items())[place.global_rank :: everybody])
+    check_sizes(path, mine)
+    for name, record in mine.items():
+        check_content(path, name, record)
+    return manifest

@@ -1,0 +1,187 @@
+"""After a replica's part of a checkpoint is on the disk: checksums, the manifest, the renaming.
+
+It happens in a thread of its own, while training goes on. Every rank reads back what it wrote and
+tells the first rank of all through the store; that one waits for all, and completes the
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+import threading
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_edit.checkpoint.files import FileRecord, files_under, record_of
+from megatron_edit.checkpoint.folder import EDIT, OUTER, TRACKER, CheckpointFolder, manifest_of
+from megatron_edit.checkpoint.folder import replica_folder as folder_of
+from megatron_edit.checkpoint.manifest import Manifest, ReplicaEntry
+from megatron_edit.errors import EditError, ReplicaLostError
+from megatron_edit.replica.world import ReplicaWorld
+from megatron_edit.report.console import say
+
+_WRITER = re.compile(r"^__(\d+)_")  # torch's names of the files that a rank has written
+LONGEST_WAIT = timedelta(hours=1)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank of one replica has to do with a checkpoint.
+
+    Attributes:
+        number: of the save, in this run.
+        folder: where checkpoints lie.
+        job: in the name of the partial checkpoint.
+        manifest: as this rank knows it: without the other replicas' entries and without files.
+        entry: of this replica.
+        has_model: whether this replica wrote a Megatron checkpoint.
+        has_outer: whether it wrote the outer state.
+        own_file: of this rank alone.
+        retain_interval: Megatron's `--save-retain-interval`.
+    """
+
+    number: int
+    folder: CheckpointFolder
+    job: str
+    manifest: Manifest
+    entry: ReplicaEntry
+    has_model: bool
+    has_outer: bool
+    own_file: Path
+    retain_interval: int | None
+
+    @property
+    def partial(self) -> Path:
+        """The checkpoint, as long as it is not complete."""
+        return self.folder.partial(self.manifest.iteration, self.job)
+
+
+class Committer:
+    """Completes one checkpoint at a time.
+
+    Args:
+        world: whose store the ranks tell each other through.
+    """
+
+    def __init__(self, world: ReplicaWorld) -> None:
+        self._world = world
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def start(self, part: Part) -> None:
+        """Begin to complete a checkpoint of which this rank's part is written."""
+        self.wait()
+        store = self._world.shared_store.clone()
+
+        def work() -> None:
+            try:
+                self._complete(part, store)
+            except Exception as error:  # told by the next `wait`
+                self._error = error
+
+        self._thread = threading.Thread(target=work, name="edit-commit", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the last checkpoint.
+
+        Raises:
+            EditError: it could not be completed; those before it are as they were.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if (error := self._error) is not None:
+            self._error = None
+            if isinstance(error, EditError):
+                raise error
+            raise EditError(f"the last checkpoint could not be completed: {error}") from error
+
+    def _complete(self, part: Part, store: dist.Store) -> None:
+        place = self._world.placement
+        files = {
+            path.relative_to(part.partial).as_posix(): dataclasses.asdict(record_of(path))
+            for path in _files_of(part, place.replica, place.rank)
+        }
+        piece = {"entry": dataclasses.asdict(part.entry), "files": files}
+        store.set(_key(part.number, place.replica, place.rank), json.dumps(piece))
+        if place.global_rank == 0:
+            manifest = self._gather(part, store)
+            manifest_of(part.partial).write_text(manifest.text(), encoding="utf-8")
+            _finish(part)
+
+    def _gather(self, part: Part, store: dist.Store) -> Manifest:
+        """The manifest with what all ranks have told."""
+        place = self._world.placement
+        files: dict[str, FileRecord] = {}
+        entries = []
+        for replica in range(place.num_replicas):
+            pieces = [
+                _take(store, _key(part.number, replica, rank))
+                for rank in range(place.ranks_per_replica)
+            ]
+            for piece in pieces:
+                files |= {name: FileRecord(**record) for name, record in piece["files"].items()}
+            # The clock is that of rank 0; losses are known to the last rank.
+            entry, last = pieces[0]["entry"], pieces[-1]["entry"]
+            losses = {name: last[name] for name in ("losses", "last_loss_step")}
+            entries.append(ReplicaEntry(**entry | losses))
+        return replace(part.manifest, replicas=tuple(entries), files=dict(sorted(files.items())))
+
+
+def _finish(part: Part) -> None:
+    iteration = part.manifest.iteration
+    before = part.folder.commit(iteration, part.job)
+    say(
+        f"checkpoint of iteration {iteration} is complete: {part.folder.final(iteration)} "
+        f"(form {part.manifest.form})"
+    )
+    keep = part.retain_interval
+    if keep is not None and before and before != iteration and before % keep:
+        old = part.folder.final(before)
+        if not old.is_symlink():
+            shutil.rmtree(old, ignore_errors=True)
+            say(f"removed the checkpoint of iteration {before} (--save-retain-interval {keep})")
+
+
+def _files_of(part: Part, replica: int, rank: int) -> list[Path]:
+    """The files that this rank has written."""
+    folders = []
+    if part.has_model:
+        folder = folder_of(part.partial, replica)
+        if rank == 0:
+            (folder / TRACKER).unlink(missing_ok=True)  # Megatron's, of a place that will be gone
+        folders.append(files_under(folder, leave_out=[EDIT] if replica == 0 else []))
+    if part.has_outer:
+        folders.append(files_under(part.partial / EDIT / OUTER))
+    return [part.own_file] + [
+        path for files in folders for path in files if _writer_of(path.name) == rank
+    ]
+
+
+def _writer_of(name: str) -> int:
+    found = _WRITER.match(name)
+    return int(found.group(1)) if found else 0
+
+
+def _key(number: int, replica: int, rank: int) -> str:
+    return f"save/{number}/{replica}/{rank}"
+
+
+def _take(store: dist.Store, key: str) -> dict[str, Any]:
+    try:
+        store.wait([key], LONGEST_WAIT)
+        piece: dict[str, Any] = json.loads(store.get(key))
+        store.delete_key(key)
+    except RuntimeError as error:
+        raise ReplicaLostError(
+            f"a checkpoint could not be completed: nobody told {key}; those before it are whole"
+        ) from error
+    return piece

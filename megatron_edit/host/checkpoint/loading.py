@@ -1,0 +1,276 @@
+"""Loading: Megatron loads each replica's own checkpoint; what is beside it follows.
+
+Megatron's call comes while the model is built, before there is an engine. What a checkpoint holds
+beyond Megatron's is brought back once the engine is there.
+"""
+
+from __future__ import annotations
+
+import inspect
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_edit.checkpoint.files import REMEDY
+from megatron_edit.checkpoint.folder import EDIT, OUTER, RANDOM, replica_folder
+from megatron_edit.checkpoint.manifest import ALL, Manifest
+from megatron_edit.config import EditConfig
+from megatron_edit.engine.completion import Completion
+from megatron_edit.engine.engine import EditEngine
+from megatron_edit.engine.resume import ResumePlan, Run, plan_resume
+from megatron_edit.engine.standing import Standing
+from megatron_edit.engine.state import OuterState
+from megatron_edit.errors import EditError, UsageError
+from megatron_edit.host.checkpoint.choosing import Choice, choose
+from megatron_edit.host.checkpoint.outer import load_outer_state, pieces_of
+from megatron_edit.host.checkpoint.paths import Redirection
+from megatron_edit.host.checkpoint.random import load_streams
+from megatron_edit.host.model import MegatronHost
+from megatron_edit.method.detector import DetectorState
+from megatron_edit.method.order import IN_ORDER, share_of
+from megatron_edit.method.strategy import STRATEGIES
+from megatron_edit.replica.world import ReplicaWorld
+from megatron_edit.report.console import say
+
+
+class LoadControl:
+    """Wraps Megatron's `load_checkpoint`.
+
+    Args:
+        config: settings.
+        world: this process's place, and the store.
+        redirection: of the folders that Megatron reads from.
+    """
+
+    def __init__(self, config: EditConfig, world: ReplicaWorld, redirection: Redirection) -> None:
+        self._config = config
+        self._world = world
+        self._redirection = redirection
+        self._choice: Choice | None = None
+        self._plan: ResumePlan | None = None
+        self._load: Callable[[], Any] | None = None
+        self._step = 0  # at which a run without a manifest starts
+
+    def around_load(self, load: Callable[..., Any]) -> Callable[..., Any]:
+        """Megatron's `load_checkpoint`."""
+        signature = inspect.signature(load)
+
+        @wraps(load)
+        def loaded(*args: Any, **kwargs: Any) -> Any:
+            from megatron.training import get_args
+
+            given = signature.bind(*args, **kwargs)
+            self._load = lambda: load(*given.args, **given.kwargs)
+            megatron = get_args()
+            self._choice = choose(self._world, megatron) if megatron.load else None
+            manifest = self._manifest(megatron)
+            if manifest is None:
+                self._step, flops = self._load_stock()
+                return self._step, flops
+            self._plan = _planned(manifest, self._run(megatron), self._choice)
+            iteration, flops = self._load_replica(self._source(manifest))
+            if self._plan.iteration is not None:
+                iteration = self._plan.iteration
+                megatron.consumed_train_samples = self._plan.consumed
+            return iteration, flops
+
+        return loaded
+
+    def begin(self, engine: EditEngine, host: MegatronHost, model: Sequence[Any]) -> None:
+        """Start the engine, or let it go on where the checkpoint was written.
+
+        Args:
+            engine: not started yet.
+            host: its host.
+            model: unwrapped model chunks.
+        """
+        place, plan, choice = self._world.placement, self._plan, self._choice
+        if plan is None or choice is None or choice.manifest is None:
+            consumed = host.arguments.consumed_train_samples
+            host.resume(share_of(consumed, place.replica, place.num_replicas), IN_ORDER)
+            engine.start(self._step)
+            return
+        manifest = choice.manifest
+        entry = plan.entries[place.replica]
+        host.resume(entry.samples, plan.order)
+        if manifest.is_warmup:
+            engine.start(entry.step)
+        else:
+            engine.resume(self._standing(engine, host, model, manifest, plan))
+            if engine.settings.timed is not None:
+                self._take_loop(engine, host, manifest, plan)
+        load_streams(choice.path / EDIT / RANDOM, place.replica % manifest.num_replicas)
+        if place.global_rank == 0:
+            say(_summary(choice, manifest, plan, place.num_replicas))
+
+    # ---- Megatron's part
+
+    def _manifest(self, args: Namespace) -> Manifest | None:
+        """The manifest to go on from; None where only parameters are wanted, or there is none."""
+        if self._choice is None or args.finetune or args.no_load_optim:
+            return None
+        return self._choice.manifest
+
+    def _source(self, manifest: Manifest) -> int:
+        """The saved replica whose Megatron checkpoint this replica loads."""
+        return self._world.placement.replica % manifest.num_replicas if manifest.form == ALL else 0
+
+    def _load_stock(self) -> Any:
+        """A checkpoint of Megatron alone, or none at all: every replica loads the same."""
+        choice = self._choice
+        assert self._load is not None
+        if (
+            choice is None
+            or choice.iteration is None
+            or not (choice.path / "metadata.json").exists()
+        ):
+            return _guarded(self._load, None if choice is None else choice.path)
+        return self._load_from(choice.path, choice.iteration)
+
+    def _load_replica(self, replica: int) -> Any:
+        choice = self._choice
+        assert choice is not None and choice.iteration is not None
+        return self._load_from(replica_folder(choice.path, replica), choice.iteration)
+
+    def _load_from(self, folder: Path, iteration: int) -> Any:
+        from megatron.training import get_args
+
+        assert self._load is not None
+        args, load = get_args(), self._load
+        step, args.ckpt_step = args.ckpt_step, iteration  # the tracker may name another one
+        try:
+            with self._redirection.to(folder):
+                return _guarded(load, folder)
+        finally:
+            args.ckpt_step = step
+
+    # ---- our part
+
+    def _run(self, args: Namespace) -> Run:
+        return Run(
+            num_replicas=self._world.placement.num_replicas,
+            is_timed=STRATEGIES[self._config.strategy].is_timed,
+            batch=args.global_batch_size,
+            target=args.train_iters * args.global_batch_size,
+        )
+
+    def _standing(
+        self,
+        engine: EditEngine,
+        host: MegatronHost,
+        model: Sequence[Any],
+        manifest: Manifest,
+        plan: ResumePlan,
+    ) -> Standing:
+        assert self._choice is not None
+        state = OuterState.take(host.plan, engine.groups.sync.device, engine.settings.offload)
+        folder = self._choice.path / EDIT / OUTER
+        with torch.no_grad():
+            load_outer_state(folder, pieces_of(host, model), state, has_anchor=manifest.has_anchor)
+        detectors = _detectors(self._choice.path, manifest, host.plan.names)
+        rounds = manifest.round
+        if manifest.is_mid_round and not plan.goes_on:
+            detectors = self._complete(engine, host, manifest, state, detectors)
+            rounds += 1
+        if not plan.goes_on:
+            host.set_schedule(plan.entries[0].schedule_position)
+        if self._config.inner_state == "reset" and not (manifest.is_mid_round and plan.goes_on):
+            host.reset_moments()
+        return Standing(
+            entry=plan.entries[self._world.placement.replica],
+            round=rounds,
+            detectors=detectors.for_replicas(self._world.placement.num_replicas),
+            state=state,
+            is_at_sync=not any(entry.inner_steps for entry in plan.entries),
+            dealing=plan.dealing,
+        )
+
+    def _complete(
+        self,
+        engine: EditEngine,
+        host: MegatronHost,
+        manifest: Manifest,
+        state: OuterState,
+        detectors: DetectorState,
+    ) -> DetectorState:
+        def load(replica: int) -> None:
+            self._load_replica(replica)
+
+        with torch.no_grad():
+            return Completion(
+                settings=engine.settings,
+                host=host,
+                groups=engine.groups,
+                state=state,
+                load=load,
+                steps=[entry.inner_steps for entry in manifest.replicas],
+                own=self._source(manifest),
+            ).run(detectors)
+
+    def _take_loop(
+        self, engine: EditEngine, host: MegatronHost, manifest: Manifest, plan: ResumePlan
+    ) -> None:
+        """Megatron's loop in our hands again, as it was since the last sync."""
+        since = sum(entry.inner_steps for entry in plan.entries) * host.samples_per_step
+        assert engine.pace.dealing is not None
+        host.loop.take(plan.consumed - since, is_over=engine.pace.dealing.is_over)
+
+
+def _planned(manifest: Manifest, run: Run, choice: Choice | None) -> ResumePlan:
+    try:
+        return plan_resume(manifest, run)
+    except ValueError as error:
+        path = "" if choice is None else f" {choice.path}"
+        raise UsageError(
+            f"--load{path}", str(error), "train longer, or load another one"
+        ) from error
+
+
+def _detectors(path: Path, manifest: Manifest, units: tuple[str, ...]) -> DetectorState:
+    """Rows of the saved replicas; columns as this run numbers its units."""
+    if set(units) != set(manifest.units):
+        raise UsageError(
+            f"--load {path}",
+            f"has the units {', '.join(manifest.units)}, this model has {', '.join(units)}",
+            "load a checkpoint of this model",
+        )
+    saved = DetectorState.of_lists(manifest.detectors)
+    columns = [manifest.units.index(unit) for unit in units]
+    return DetectorState(**{name: table[:, columns] for name, table in vars(saved).items()})
+
+
+def _guarded(load: Callable[[], Any], path: Path | None) -> Any:
+    """Megatron's load. It asserts, raises or exits with 0 on what it cannot use."""
+    try:
+        with torch.no_grad():
+            return load()
+    except EditError:
+        raise
+    except (Exception, SystemExit) as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise UsageError(
+            f"--load {'' if path is None else path}".rstrip(),
+            f"Megatron cannot load it: {type(error).__name__} {first}".rstrip(),
+            REMEDY,
+            is_local=True,
+        ) from error
+
+
+def _summary(choice: Choice, manifest: Manifest, plan: ResumePlan, num_replicas: int) -> str:
+    if manifest.is_warmup:
+        where = "in warm-up"
+    elif manifest.is_mid_round:
+        where = f"in round {manifest.round + 1}"
+        where += "" if plan.goes_on else ", which is completed"
+    else:
+        where = f"after the sync of round {manifest.round}"
+    change = (
+        f"{num_replicas} replicas"
+        if manifest.num_replicas == num_replicas
+        else f"{manifest.num_replicas} replicas become {num_replicas}"
+    )
+    return f"going on from {choice.path}, {where}: {change}, {plan.consumed} samples consumed"

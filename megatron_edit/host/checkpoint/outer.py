@@ -1,0 +1,184 @@
+"""Anchor and outer momentum in a checkpoint: one flat piece for each part of each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch import Tensor
+
+from megatron_edit.checkpoint.files import REMEDY
+from megatron_edit.engine.state import OuterState
+from megatron_edit.errors import UsageError
+from megatron_edit.host.checkpoint.parts import Part, Place, parse_name, places_of
+from megatron_edit.host.model import MegatronHost
+
+ANCHOR, MOMENTUM = "anchor", "momentum"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What this rank holds of a part.
+
+    Attributes:
+        place: the part in the parameter.
+        start: first element that is held, counted in the part.
+        unit: name of the unit.
+        where: in the unit's flat range.
+        copy: 0 where this rank's copy is the one to write.
+    """
+
+    place: Place
+    start: int
+    unit: str
+    where: slice
+    copy: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements held."""
+        return int(self.where.stop - self.where.start)
+
+
+def pieces_of(host: MegatronHost, model: Sequence[Any]) -> list[Piece]:
+    """What this rank holds, in the order of the plan.
+
+    Args:
+        host: gives the plan, and where a main shard lies in its parameter.
+        model: unwrapped model chunks.
+    """
+    places = places_of(model)
+    pieces = []
+    for shard in host.plan.shards:
+        for fragment, where in zip(shard.fragments, shard.slices, strict=True):
+            parameter, first, copy = host.origin_of(fragment)
+            stop = first + fragment.main.numel()
+            for place in places[parameter]:
+                low = max(first, place.start)
+                high = min(stop, place.start + place.part.numel)
+                if low < high:
+                    begin = where.start + low - first
+                    held = slice(begin, begin + high - low)
+                    ids = place.replica_id if copy is None else (*place.replica_id[:2], copy)
+                    pieces.append(Piece(place, low - place.start, shard.name, held, ids))
+    return pieces
+
+
+def sharded_outer_state(
+    pieces: Sequence[Piece], state: OuterState, *, has_anchor: bool
+) -> dict[str, ShardedTensor]:
+    """What Megatron is to write. The tensors are views: they must not change before it has.
+
+    Args:
+        pieces: of this rank.
+        state: anchor and momentum; what was offloaded is on the host, and no copy is under way.
+        has_anchor: whether to write the anchor, too.
+    """
+    return {
+        f"{kind} {number}": _sharded(kind, piece, values)
+        for number, piece in enumerate(pieces)
+        for kind, values in _values(piece, state, has_anchor=has_anchor)
+    }
+
+
+def load_outer_state(
+    folder: Path, pieces: Sequence[Piece], state: OuterState, *, has_anchor: bool
+) -> None:
+    """Fill anchor and momentum from a checkpoint, whatever layout it was written in.
+
+    Mutates: `state`; the anchor only where the checkpoint has one.
+
+    Raises:
+        UsageError: the checkpoint lacks a part of a parameter.
+    """
+    stored = _stored_parts(folder)
+    wanted: dict[str, ShardedTensor] = {}
+    targets = [
+        (number, kind, piece, values)
+        for number, piece in enumerate(pieces)
+        for kind, values in _values(piece, state, has_anchor=has_anchor)
+    ]
+    for number, kind, piece, values in targets:
+        if piece.place.part.name(kind) in stored:
+            wanted[f"{kind} {number}"] = _sharded(kind, piece, torch.empty_like(values))
+            continue
+        for name in _overlapping(kind, piece.place.part, stored):
+            wanted[name] = _whole(name, stored[name])
+    loaded = dist_checkpointing.load(wanted, str(folder), validate_access_integrity=False)
+    for number, kind, piece, values in targets:
+        if (own := loaded.get(f"{kind} {number}")) is not None:
+            values.copy_(own)
+        else:
+            values.copy_(_assembled(kind, piece, stored, loaded))
+
+
+def _values(piece: Piece, state: OuterState, *, has_anchor: bool) -> Iterator[tuple[str, Tensor]]:
+    unit = state.units[piece.unit]
+    yield MOMENTUM, unit.momentum[piece.where]
+    if has_anchor:
+        yield ANCHOR, unit.anchor[piece.where]
+
+
+def _sharded(kind: str, piece: Piece, values: Tensor) -> ShardedTensor:
+    return ShardedTensor(
+        key=piece.place.part.name(kind),
+        data=values,
+        dtype=values.dtype,
+        local_shape=tuple(values.shape),
+        global_shape=(piece.place.part.numel,),
+        global_offset=(piece.start,),
+        axis_fragmentations=None,
+        replica_id=piece.copy,
+    )
+
+
+def _whole(name: str, part: Part) -> ShardedTensor:
+    return ShardedTensor(
+        key=name,
+        data=torch.empty(part.numel),
+        dtype=torch.float32,
+        local_shape=(part.numel,),
+        global_shape=(part.numel,),
+        global_offset=(0,),
+        axis_fragmentations=None,
+    )
+
+
+def _stored_parts(folder: Path) -> dict[str, Part]:
+    names = dist_checkpointing.load_tensors_metadata(str(folder))
+    found = {name: parse_name(name) for name in names}
+    return {name: parsed[1] for name, parsed in found.items() if parsed is not None}
+
+
+def _overlapping(kind: str, part: Part, stored: dict[str, Part]) -> Iterator[str]:
+    prefix = f"{kind}/{part.key}@"
+    for name, other in stored.items():
+        if name.startswith(prefix) and all(
+            mine < theirs + their_size and theirs < mine + size
+            for mine, size, theirs, their_size in zip(
+                part.offset, part.shape, other.offset, other.shape, strict=True
+            )
+        ):
+            yield name
+
+
+def _assembled(kind: str, piece: Piece, stored: dict[str, Part], loaded: dict[str, Any]) -> Tensor:
+    """This rank's piece of a part that was stored in other pieces."""
+    part = piece.place.part
+    whole = torch.zeros(part.shape)
+    names = list(_overlapping(kind, part, stored))
+    if not names:
+        raise UsageError(
+            f"parameter {part.key}",
+            f"the checkpoint's outer state has no {kind} for it",
+            REMEDY,
+        )
+    for name in names:
+        other = stored[name]
+        part.copy_overlap(whole, other, loaded[name].view(other.shape))
+    return whole.view(-1)[piece.start : piece.start + piece.numel]

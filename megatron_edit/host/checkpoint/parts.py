@@ -1,0 +1,131 @@
+"""A parameter as Megatron's checkpoints see it: parts of global tensors.
+
+Outer state is stored in flat pieces, one per part, so that saving needs no communication and the
+sharding inside a replica may change. A name says which part of which tensor a piece is; from the
+names alone, parts can be cut anew where tensor or pipeline parallelism has changed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.state_dict_utils import extract_sharded_base
+from torch import Tensor
+
+from megatron_edit.errors import UsageError
+
+_NAME = re.compile(r"^(?P<kind>\w+)/(?P<key>.+)@(?P<offset>[\d,]*):(?P<shape>[\d,]*)$")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a global tensor.
+
+    Attributes:
+        key: Megatron's name of the tensor.
+        offset: of the box, in elements, by axis.
+        shape: of the box, by axis.
+    """
+
+    key: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the box."""
+        return int(torch.Size(self.shape).numel())
+
+    def name(self, kind: str) -> str:
+        """Under which it is stored."""
+        offset, shape = (",".join(map(str, axis)) for axis in (self.offset, self.shape))
+        return f"{kind}/{self.key}@{offset}:{shape}"
+
+    def copy_overlap(self, target: Tensor, other: Part, values: Tensor) -> None:
+        """Copy into `target`, of this part's shape, what `other` with its `values` has of it."""
+        here, there = [], []
+        for mine, size, theirs, their_size in zip(
+            self.offset, self.shape, other.offset, other.shape, strict=True
+        ):
+            low, high = max(mine, theirs), min(mine + size, theirs + their_size)
+            if low >= high:
+                return
+            here.append(slice(low - mine, high - mine))
+            there.append(slice(low - theirs, high - theirs))
+        target[tuple(here)] = values[tuple(there)]
+
+
+def parse_name(name: str) -> tuple[str, Part] | None:
+    """Inverse of `Part.name`: kind and part; None for a name of something else."""
+    if (found := _NAME.match(name)) is None:
+        return None
+    offset, shape = (
+        tuple(int(word) for word in found[axis].split(",") if word) for axis in ("offset", "shape")
+    )
+    return found["kind"], Part(found["key"], offset, shape)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a part lies in a parameter of this rank.
+
+    Attributes:
+        part: of which tensor.
+        start: first element, in the flattened parameter.
+        replica_id: tells copies of it apart; Megatron writes the one with zeros.
+    """
+
+    part: Part
+    start: int
+    replica_id: tuple[int, ...]
+
+
+def places_of(model: Sequence[Any]) -> dict[Tensor, tuple[Place, ...]]:
+    """The parts of every parameter of this rank, in the order of its elements.
+
+    Args:
+        model: unwrapped model chunks.
+    """
+    found: dict[Tensor, tuple[Place, ...]] = {}
+    metadata = {
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
+    for chunk in model:
+        sharded, _ = extract_sharded_base(chunk.sharded_state_dict(metadata=metadata))
+        for base in nested_values(sharded):
+            if isinstance(base, ShardedTensor | ShardedTensorFactory):
+                found[base.data] = tuple(_places(base))
+    return found
+
+
+def _places(base: Any) -> Iterator[Place]:
+    if isinstance(base, ShardedTensor):
+        yield Place(_part(base), 0, base.replica_id)
+        return
+    # A parameter that Megatron stores in several tensors (gated MLPs): let it cut the numbers of
+    # the elements, to learn where each tensor's elements lie.
+    numbers = torch.arange(base.data.numel()).view(base.data.shape)
+    for piece in nested_values(replace(base, data=numbers).build()):
+        start = int(piece.data.reshape(-1)[0])
+        expected = torch.arange(start, start + piece.data.numel())
+        if not torch.equal(piece.data.reshape(-1).cpu(), expected):
+            raise UsageError(
+                f"model parameter {base.key}",
+                "Megatron stores it in an order that megatron_edit does not know",
+                "train without --save, or report this model as unsupported",
+            )
+        yield Place(_part(piece), start, piece.replica_id)
+
+
+def _part(tensor: ShardedTensor) -> Part:
+    shape = (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
+    return Part(tensor.key, tuple(tensor.global_offset), shape)

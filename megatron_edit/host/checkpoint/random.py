@@ -1,0 +1,78 @@
+"""Random streams of a rank: dropout, data order, whatever draws. One small file for each rank.
+
+Megatron keeps one set for all data-parallel ranks that hold the same part of the model. Replicas
+that run at their own speeds have drawn different numbers, so each rank keeps its own.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state, tensor_parallel
+
+from megatron_edit.checkpoint.files import REMEDY
+from megatron_edit.errors import UsageError
+
+
+def save_streams(folder: Path, replica: int) -> Path:
+    """Write this rank's streams as they are now; the file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / _name(
+        replica, parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    )
+    torch.save(_capture(), path)
+    return path
+
+
+def load_streams(folder: Path, replica: int) -> bool:
+    """Set this rank's streams to those of a replica; whether they were found.
+
+    Where the replica had fewer data-parallel ranks, to those of its first one; where tensor or
+    pipeline parallelism was another, nothing fits, as in Megatron.
+
+    Raises:
+        UsageError: the file is broken.
+    """
+    rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    for path in (folder / _name(replica, rank), folder / _name(replica, 0)):
+        if path.is_file():
+            try:
+                _restore(torch.load(path, weights_only=True))
+            except Exception as error:
+                raise UsageError(
+                    str(path), f"is broken ({type(error).__name__})", REMEDY
+                ) from error
+            return True
+    return False
+
+
+def _name(replica: int, data_rank: int) -> str:
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    tensor = parallel_state.get_tensor_model_parallel_rank()
+    return f"replica{replica}_pp{stage}_tp{tensor}_dp{data_rank}.pt"
+
+
+def _capture() -> dict[str, Any]:
+    version, numbers, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": (version, torch.tensor(numbers, dtype=torch.int64), gauss),
+        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached),
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tracker": dict(tensor_parallel.get_cuda_rng_tracker().get_states()),
+    }
+
+
+def _restore(streams: dict[str, Any]) -> None:
+    version, numbers, gauss = streams["python"]
+    random.setstate((version, tuple(numbers.tolist()), gauss))
+    kind, keys, position, has_gauss, cached = streams["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(streams["torch"])
+    torch.cuda.set_rng_state(streams["device"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(streams["tracker"])

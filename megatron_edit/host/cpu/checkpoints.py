@@ -1,0 +1,80 @@
+"""What Megatron's checkpoints need where Apex and Transformer Engine are missing.
+
+Those bring an Adam that keeps its step count with its groups. torch's keeps one with each
+parameter, from its first step on; Megatron's distributed optimizer asks for it before that. When
+it loads, it gives all parameters one and the same tensor, with the number from before.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from megatron_edit.host.patching import Patcher
+
+
+def serve_checkpoints(patcher: Patcher) -> None:
+    """Let Megatron's distributed optimizer save and load torch's Adam. Imports Megatron.
+
+    Mutates: the class, a default of the writer's queue, and torch's data loader, by `patcher`.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.optimizer import distrib_optimizer
+
+    if not distrib_optimizer.HAVE_APEX_OR_TE:
+        optimizer = distrib_optimizer.DistributedOptimizer
+        patcher.wrap(optimizer, "state_dict", _with_a_state)
+        patcher.wrap(optimizer, "load_state_dict", _with_steps_apart)
+    # A queue by `spawn` imports the training script once more in each rank: many seconds.
+    patcher.wrap(
+        filesystem_async,
+        "get_write_results_queue",
+        lambda queue: functools.partial(queue, mp_mode="fork"),
+    )
+    patcher.wrap(DataLoader, "__init__", _with_own_generator)
+
+
+def _with_a_state(state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(state_dict)
+    def wrapper(self: Any) -> Any:
+        inner = self.optimizer
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                if not inner.state[parameter]:  # as Adam's own first step would begin
+                    inner.state[parameter] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }
+        return state_dict(self)
+
+    return wrapper
+
+
+def _with_steps_apart(load: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(load)
+    def wrapper(self: Any, state_dict: Any) -> None:
+        with torch.no_grad():  # main shards are views of parameters
+            load(self, state_dict)
+        step = float(state_dict["optimizer"]["param_groups"][0]["step"])
+        for state in self.optimizer.state.values():
+            state["step"] = torch.tensor(step)
+
+    return wrapper
+
+
+def _with_own_generator(init: Callable[..., None]) -> Callable[..., None]:
+    """The device's generator is the CPU's here: a loader that draws its seed from it would move
+    the dropout of a resumed run."""
+
+    @functools.wraps(init)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("generator") is None:
+            kwargs["generator"] = torch.Generator()
+        init(self, *args, **kwargs)
+
+    return wrapper

@@ -1,0 +1,124 @@
+"""The order in which samples are consumed, after a number of replicas has been changed (method 5).
+
+Replicas that were stopped at different steps leave samples behind. When another number of
+replicas goes on, those come first: from then on samples have a number in the order of
+consumption, and all but the left ones keep their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megatron_edit.method.ledger import Dealing
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """Which sample comes when.
+
+    Attributes:
+        start: samples consumed when the order was made; from this number on, `displaced` come.
+        displaced: ranges of samples that had been left behind, ascending.
+
+    Raises:
+        ValueError: the fields contradict each other.
+    """
+
+    start: int = 0
+    displaced: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or any(low >= high or low < 0 for low, high in self.displaced):
+            raise ValueError(f"order of samples: start {self.start}, displaced {self.displaced}")
+
+    @property
+    def end(self) -> int:
+        """From this number on, samples keep their own."""
+        return self.start + sum(high - low for low, high in self.displaced)
+
+    def sample(self, number: int) -> int:
+        """The sample that comes as the `number`-th, both from 0."""
+        if not self.start <= number < self.end:
+            return number
+        passed = self.start
+        for low, high in self.displaced:
+            if number < passed + high - low:
+                return low + number - passed
+            passed += high - low
+        raise AssertionError("within the order, but in none of its ranges")
+
+    def samples(self, low: int, high: int) -> list[tuple[int, int]]:
+        """Ranges of samples that come as numbers `low` ... `high` - 1."""
+        if high <= self.start or low >= self.end:
+            return [(low, high)]
+        return _ranges(self.sample(number) for number in range(low, high))
+
+
+IN_ORDER = SampleOrder()
+
+
+def after_counted_steps(
+    order: SampleOrder, steps: Sequence[int], batch: int, start: int
+) -> SampleOrder:
+    """The order after replicas that take equal shares of each batch made these steps.
+
+    Args:
+        order: so far.
+        steps: of each replica since number `start`.
+        batch: samples of one step of all replicas.
+        start: number of the first sample of the first of these steps.
+    """
+    share = batch // len(steps)
+    left = [
+        start + step * batch + replica * share
+        for step in range(min(steps), max(steps))
+        for replica, count in enumerate(steps)
+        if step >= count
+    ]
+    consumed = start + share * sum(steps)
+    return _displacing(order, consumed, ((number, number + share) for number in left))
+
+
+def after_dealing(
+    order: SampleOrder, dealing: Dealing, steps: Sequence[int], block: int
+) -> SampleOrder:
+    """The order after a round was cut short.
+
+    Args:
+        order: block b has the numbers from `order.start` + b * `block` on.
+        dealing: of the round.
+        steps: of each replica in it.
+        block: samples of a block.
+    """
+    settled = dealing.settle(steps)
+    left = (
+        (order.start + hole * block, order.start + (hole + 1) * block) for hole in settled.holes
+    )
+    consumed = order.start + (settled.frontier - len(settled.holes)) * block
+    return _displacing(order, consumed, left)
+
+
+def _displacing(order: SampleOrder, consumed: int, left: Iterable[tuple[int, int]]) -> SampleOrder:
+    ranges = [pair for low, high in left for pair in order.samples(low, high)]
+    return SampleOrder(consumed, tuple(_joined(ranges)))
+
+
+def _ranges(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    return _joined((number, number + 1) for number in numbers)
+
+
+def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Neighbours as one range."""
+    joined: list[tuple[int, int]] = []
+    for low, high in ranges:
+        if joined and joined[-1][1] == low:
+            joined[-1] = (joined[-1][0], high)
+        else:
+            joined.append((low, high))
+    return joined
+
+
+def share_of(total: int, replica: int, num_replicas: int) -> int:
+    """This replica's part of a number of samples; the parts sum to `total`."""
+    return total * (replica + 1) // num_replicas - total * replica // num_replicas
