@@ -36,6 +36,8 @@ class ReplicaEntry:
         phase_seconds: what its clock of the inner phase showed.
         last_step_seconds: what it showed after the step before.
         is_asking: whether it had asked for a meeting.
+        is_waiting: whether it had come to a meeting that never took place: it goes there first.
+        pending_schedule: samples by which its schedule had advanced since it came there.
     """
 
     step: int
@@ -47,6 +49,8 @@ class ReplicaEntry:
     phase_seconds: float = 0.0
     last_step_seconds: float = 0.0
     is_asking: bool = False
+    is_waiting: bool = False
+    pending_schedule: int = 0
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class Manifest:
         replicas: by replica.
         detectors: fields of `method.detector.DetectorState`, lists [N][U].
         ledger: of a strategy with the clock; else None.
-        batch: samples of one step of all replicas.
+        batch: samples of one step of all replicas; `chunk`: of one micro-batch of a replica.
         order_start: fields of `method.order.SampleOrder`, with `displaced`.
         has_anchor: whether the anchor is there; at a sync it is the parameters.
         pending: exchanges that were under way; none in this version.
@@ -99,6 +103,7 @@ class Manifest:
     replicas: tuple[ReplicaEntry, ...]
     detectors: Mapping[str, list[list[float]]]
     batch: int
+    chunk: int
     ledger: Ledger | None = None
     order_start: int = 0
     displaced: tuple[tuple[int, int], ...] = ()

@@ -9,16 +9,14 @@ a replica make the same calls in the same order.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from megatron_edit.checkpoint.manifest import ReplicaEntry
 from megatron_edit.engine import drift
 from megatron_edit.engine.accounting import Accounts
+from megatron_edit.engine.blame import blaming
 from megatron_edit.engine.buffers import average_in_warmup, sum_counts
 from megatron_edit.engine.equal import copy_first_replica
 from megatron_edit.engine.groups import EngineGroups
@@ -29,10 +27,8 @@ from megatron_edit.engine.patience import Patience
 from megatron_edit.engine.report import Reporter
 from megatron_edit.engine.rounds import Rounds
 from megatron_edit.engine.settings import EngineSettings
-from megatron_edit.engine.standing import Standing
 from megatron_edit.engine.sync import SyncRun
 from megatron_edit.engine.warmup import CommonStop, average_gradients
-from megatron_edit.errors import ReplicaLostError
 from megatron_edit.method.clock import PhaseClock
 from megatron_edit.replica.flags import DelayedFlags, Flag
 from megatron_edit.replica.stop import StopBoard
@@ -50,6 +46,11 @@ class EditEngine:
         rounds: what this rank knows of the rounds.
         board: where a stop from outside is announced and seen.
         is_stopping: whether this replica must end here, because a replica obeys a stop.
+        is_waiting: whether it came to a meeting that did not take place, as a replica left.
+        quiet_until: the step until which replicas do nothing together but sync: they were stopped
+            at different steps, and some have passed what others come to only now.
+        flags: what rank 0 tells the ranks of the replica.
+        patience: how long others are waited for.
     """
 
     settings: EngineSettings
@@ -60,9 +61,13 @@ class EditEngine:
     clock: PhaseClock = field(default_factory=PhaseClock)
     step: int = 0
     is_stopping: bool = False
+    is_waiting: bool = False
+    quiet_until: int = 0
     pace: Pace = field(init=False)
     rounds: Rounds = field(init=False)
     board: StopBoard = field(init=False)
+    flags: DelayedFlags = field(init=False)
+    patience: Patience = field(init=False)
     _run: SyncRun | None = None  # the last sync, until it is settled
 
     def __post_init__(self) -> None:
@@ -74,10 +79,10 @@ class EditEngine:
         )
         is_first = self.groups.control.rank == 0
         self.board = StopBoard(self.world.shared_store, is_watching=is_first)
-        self._flags = DelayedFlags(self.groups.control)
+        self.flags = DelayedFlags(self.groups.control)
         self._common_stop = CommonStop(sync)
         self._accounts = Accounts.open(self.groups, self.host.plan, meetings.record_bytes)
-        self._patience = Patience(sync, self.settings.fixed_timeout)
+        self.patience = Patience(sync, self.settings.fixed_timeout)
 
     # ---- what the host calls
 
@@ -94,45 +99,17 @@ class EditEngine:
         if not self.settings.schedule.is_warmup(step + 1):
             self._switch()
 
-    def resume(self, standing: Standing) -> None:
-        """Go on where a checkpoint was written after the switch. Parameters are loaded already.
-
-        Collective: all ranks of all replicas.
-
-        Raises:
-            DriftError: the replicas had met when it was written, and do not hold the same now.
-        """
-        plan, entry = self.host.plan, standing.entry
-        self.step = entry.step
-        self.rounds.resume(standing)
-        self.clock.set(entry.phase_seconds, phases=1)
-        if standing.is_at_sync:
-            drift.check(plan, self.groups, drift.plan_digests(plan), "after loading")
-        self._flags.post(Flag.MEET if entry.is_asking else Flag.NONE)
-        self._patience.begin()
-
-    def entry(self) -> ReplicaEntry:
-        """Where this replica stands, for a checkpoint. All ranks of the replica come."""
-        progress, losses = self.host.progress(), self.pace.losses
-        return ReplicaEntry(
-            step=self.step,
-            inner_steps=0 if self.is_warmup else self.step - self.rounds.start,
-            samples=progress.samples,
-            schedule_position=progress.schedule_position,
-            losses=losses.payload(),
-            last_loss_step=losses.last_step,
-            phase_seconds=self.clock.seconds,
-            last_step_seconds=self.pace.last_step_seconds,
-            is_asking=Flag.MEET in self._flags.read(),
-        )
-
     def settle(self) -> None:
-        """Land what has not landed: before anybody reads the state of this replica.
-
-        Collective: all ranks of all replicas, where a sync is under way.
-        """
-        with torch.no_grad(), self._blaming():
+        """Land what has not landed (then collective), before anybody reads this replica's state."""
+        with torch.no_grad(), blaming(self):
             self._settle()
+
+    def catch_up(self) -> None:
+        """Before the first step after a checkpoint: the meeting at which this replica waited."""
+        if self.is_waiting:
+            self.is_waiting = False
+            with torch.no_grad(), blaming(self):
+                self._meet()
 
     def before_gradients(self) -> None:
         """In warm-up, before the host moves what it does not leave to its optimizer."""
@@ -154,7 +131,7 @@ class EditEngine:
         """Whether a meeting follows the step being attempted now."""
         if self.is_warmup:
             return False
-        is_asked = Flag.MEET in self._flags.read()
+        is_asked = Flag.MEET in self.flags.read()
         return self.pace.is_due(self.step + 1, is_asked=is_asked)
 
     @property
@@ -180,18 +157,17 @@ class EditEngine:
     @property
     def is_stop_seen(self) -> bool:
         """Whether a stop from outside has come to this replica; the same on all its ranks."""
-        return Flag.STOP in self._flags.latest
+        return Flag.STOP in self.flags.latest
 
     def before_step(self) -> None:
         """Close the last sync: nothing may land after the inner optimizer has moved on."""
-        with torch.no_grad(), self._blaming():
-            self._settle()
+        self.settle()
 
     def after_step(self) -> None:
         """Count an attempted step, whether it was applied or skipped, and do what is due."""
         is_sync, was_warmup = self.is_sync_due, self.is_warmup
         self.step += 1
-        with torch.no_grad(), self._blaming():
+        with torch.no_grad(), blaming(self):
             is_asking = not was_warmup and self.pace.after_step() and not is_sync
             if is_sync:
                 self._meet()
@@ -199,7 +175,7 @@ class EditEngine:
                 self.is_stopping = self._common_stop.after_step(self.is_stop_seen)
                 if self.settings.schedule.is_switch(self.step):
                     self._switch()
-            self._flags.post(
+            self.flags.post(
                 (Flag.MEET if is_asking else Flag.NONE)
                 | (Flag.STOP if self.board.is_seen else Flag.NONE)
             )
@@ -209,7 +185,7 @@ class EditEngine:
         if (run := self._run) is None or run.is_done:
             return
         began = time.monotonic()
-        with torch.no_grad(), self._blaming():
+        with torch.no_grad(), blaming(self):
             run.prefetch()
             while run.num_landed < num_shards:
                 self._land_next(run)
@@ -232,7 +208,7 @@ class EditEngine:
         Collective: all ranks of all replicas that have not left.
         """
         if not self.is_stopping:
-            with torch.no_grad(), self._blaming():
+            with torch.no_grad(), blaming(self):
                 self._settle()
                 self.is_stopping = not self.rounds.check_in(self.step)
         return not self.is_stopping
@@ -245,14 +221,14 @@ class EditEngine:
         if self.is_stopping:
             return
         self.is_stopping = True
-        with torch.no_grad(), self._blaming():
+        with torch.no_grad(), blaming(self):
             self._settle()
             self.rounds.leave(self.step)
 
     def finish(self) -> None:
         """Land and report what is left, losses too. All replicas must come, or have left."""
         self.board.close()
-        with torch.no_grad(), self._blaming():
+        with torch.no_grad(), blaming(self):
             self._settle()
             self.rounds.close(self.step)
 
@@ -270,7 +246,7 @@ class EditEngine:
             )
         self.rounds.begin(self.step)
         self.pace.begin_phase()
-        self._patience.begin()
+        self.patience.begin()
         self.reporter.on_message(f"warm-up is over after step {self.step}: the replicas part")
 
     def _meet(self) -> None:
@@ -278,7 +254,7 @@ class EditEngine:
         while True:
             run = self.rounds.meet(self.step)
             if run is None:
-                self.is_stopping = self.rounds.has_left
+                self.is_stopping = self.is_waiting = self.rounds.has_left
                 self.host.gather_parameters()  # the step left that to a sync
                 break
             self._run = run
@@ -287,7 +263,7 @@ class EditEngine:
             if is_later:
                 run.prefetch()
             run.exposed = time.monotonic() - run.began
-            self._patience.after_round()
+            self.patience.after_round()
             if not is_later:
                 self._settle()
             if not self.pace.must_meet_again:
@@ -318,19 +294,7 @@ class EditEngine:
         self._run = None  # only now: who is lost in the check is lost in this round
         self.reporter.on_sync(self._accounts.report(run, digest))
 
-    @contextmanager
-    def _blaming(self) -> Iterator[None]:
-        """Tell who was lost, and in which sync."""
-        try:
-            yield
-        except ReplicaLostError as error:
-            absent = self.rounds.meetings.absent()
-            raise error.in_sync(absent, self._current_round, self.step) from error
-        except Exception as error:
-            error.add_note(f"in round {self._current_round} of EDiT, after step {self.step}")
-            raise
-
     @property
-    def _current_round(self) -> int:
+    def current_round(self) -> int:
         """The round whose sync is under way, or comes next."""
         return self._run.round if self._run is not None else self.rounds.count + 1

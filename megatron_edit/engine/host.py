@@ -19,11 +19,13 @@ class Progress:
     Attributes:
         samples: consumed so far by this replica alone.
         schedule_position: of the learning-rate schedule, in samples of all replicas.
+        pending_schedule: samples by which it advances, or advanced, with the last step.
         is_last_step: training reaches its target with the step being attempted.
     """
 
     samples: int
     schedule_position: int
+    pending_schedule: int
     is_last_step: bool
 
 

@@ -50,12 +50,13 @@ class Pace(Protocol):
     def begin_phase(self) -> None:
         """Inner training goes on from here: a meeting and what it led to are over."""
 
-    def resume(self, entry: ReplicaEntry, dealing: Dealing | None) -> None:
+    def resume(self, entry: ReplicaEntry, dealing: Dealing | None, *, is_rejoined: bool) -> None:
         """Stand where a checkpoint was written, in the middle of a phase.
 
         Args:
             entry: of this replica.
             dealing: of the round that was under way, where replicas run at their own speeds.
+            is_rejoined: whether a replica comes to the next meeting before it has made a step.
         """
 
     def is_due(self, step: int, *, is_asked: bool) -> bool:
@@ -95,6 +96,7 @@ class CountedPace:
     meets_at_same_step: bool = True
     dealing: Dealing | None = None
     last_step_seconds: float = 0.0
+    _held_back: tuple[int, float] | None = None
 
     def __post_init__(self) -> None:
         self.losses = StepLosses(self.schedule.interval)
@@ -105,10 +107,16 @@ class CountedPace:
     def begin_phase(self) -> None:
         """See `Pace`."""
         self.clock.restart()
+        if self._held_back is not None:
+            self.losses.note(*self._held_back)
+            self._held_back = None
 
-    def resume(self, entry: ReplicaEntry, dealing: Dealing | None) -> None:
-        """See `Pace`."""
-        self.losses.restore(entry.losses, entry.last_loss_step)
+    def resume(self, entry: ReplicaEntry, dealing: Dealing | None, *, is_rejoined: bool) -> None:
+        """See `Pace`. The loss of the step before a meeting belongs to the round after it."""
+        losses, last = entry.losses, entry.last_loss_step
+        if entry.is_waiting and losses:
+            self._held_back, losses, last = (last, losses[-1]), losses[:-1], last - 1
+        self.losses.restore(losses, last)
 
     def is_due(self, step: int, *, is_asked: bool) -> bool:
         """See `Pace`."""
@@ -145,6 +153,8 @@ class TimedPace:
         dealing: of the round that is under way.
         epoch: how many dealings there were before it; data prefetched under another is void.
         steps: of this replica in this round.
+        is_rejoined: whether a replica comes to the next meeting outside of a step, as it had come
+            to it before a checkpoint.
     """
 
     replica: int
@@ -154,6 +164,7 @@ class TimedPace:
     dealing: Dealing
     epoch: int = 0
     steps: int = 0
+    is_rejoined: bool = False
     losses: Losses = field(default_factory=MeanLoss)
     meets_at_same_step: bool = False
 
@@ -172,11 +183,12 @@ class TimedPace:
         """See `Pace`."""
         self.trigger.restart()
 
-    def resume(self, entry: ReplicaEntry, dealing: Dealing | None) -> None:
+    def resume(self, entry: ReplicaEntry, dealing: Dealing | None, *, is_rejoined: bool) -> None:
         """See `Pace`."""
         assert dealing is not None, "replicas with clocks resume without a ledger"
         self._deal(dealing)
         self.steps, self.trigger.last = entry.inner_steps, entry.last_step_seconds
+        self.is_rejoined = is_rejoined
         self.losses.restore(entry.losses, entry.last_loss_step)
 
     def is_due(self, step: int, *, is_asked: bool) -> bool:
@@ -200,8 +212,9 @@ class TimedPace:
         self.host.arrive(
             sum(record.samples for record in records),
             is_over=self.dealing.is_over,
-            is_followed=any(self._is_idle(replica) for replica in range(len(records))),
+            is_followed=self.is_rejoined or any(map(self._is_idle, range(len(records)))),
         )
+        self.is_rejoined = False
         return Outcome.SYNC
 
     @property

@@ -58,6 +58,18 @@ class ResumePlan:
     dealing: Dealing | None
     iteration: int | None
 
+    @property
+    def quiet_until(self) -> int:
+        """The last step of replicas that were stopped at different steps; else 0."""
+        steps = {entry.step for entry in self.entries}
+        is_apart = self.dealing is None and (len(steps) > 1 or self.is_rejoined)
+        return max(steps) if is_apart else 0
+
+    @property
+    def is_rejoined(self) -> bool:
+        """Whether a replica comes to the next meeting before it has made a step."""
+        return any(entry.is_waiting for entry in self.entries)
+
 
 def plan_resume(manifest: Manifest, run: Run) -> ResumePlan:
     """Plan it.
@@ -96,7 +108,7 @@ def _begin_anew(manifest: Manifest, run: Run, order: SampleOrder) -> ResumePlan:
         order = after_dealing(order, dealing, counts, block)
     else:
         start = manifest.samples - block * sum(counts)
-        order = after_counted_steps(order, counts, manifest.batch, start)
+        order = after_counted_steps(order, counts, manifest.batch, manifest.chunk, start)
     consumed = order.start
     steps = {entry.step for entry in manifest.replicas}
     is_aligned = dealing is None and len(steps) == 1

@@ -18,7 +18,6 @@ from megatron_edit.engine.meeting import Meetings
 from megatron_edit.engine.pace import Outcome, Pace
 from megatron_edit.engine.report import Reporter
 from megatron_edit.engine.settings import EngineSettings
-from megatron_edit.engine.standing import Standing
 from megatron_edit.engine.state import OuterState
 from megatron_edit.engine.sync import SyncRun, partial_squares
 from megatron_edit.method.detector import DetectorState
@@ -62,13 +61,6 @@ class Rounds:
         self.host.attach_outer_state(self.state)
         self.start = step
         self.pace.begin(step)
-
-    def resume(self, standing: Standing) -> None:
-        """Stand where a checkpoint was written, after the switch."""
-        self.state, self.detectors = standing.state, standing.detectors
-        self.host.attach_outer_state(self.state)
-        self.count, self.start = standing.round, standing.entry.step - standing.entry.inner_steps
-        self.pace.resume(standing.entry, standing.dealing)
 
     def meet(self, step: int) -> SyncRun | None:
         """Come to a meeting after step `step`.

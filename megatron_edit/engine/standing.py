@@ -1,18 +1,21 @@
-"""Where a run stands after the switch: what a checkpoint brings back to one rank."""
+"""Where a run stands: told to a checkpoint, and brought back from one to each rank."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from megatron_edit.checkpoint.manifest import Ledger, Manifest, ReplicaEntry
+from megatron_edit.engine import drift
+from megatron_edit.engine.engine import EditEngine
 from megatron_edit.engine.state import OuterState
 from megatron_edit.method.detector import DetectorState
 from megatron_edit.method.ledger import Dealing
+from megatron_edit.replica.flags import Flag
 
 
 @dataclass(frozen=True)
 class Standing:
-    """See above.
+    """Of one rank, after the switch.
 
     Attributes:
         entry: where this replica stands.
@@ -21,6 +24,8 @@ class Standing:
         state: anchor and momentum of this rank's shards.
         is_at_sync: whether no replica has made a step since the last sync.
         dealing: of the round that is under way, where replicas run at their own speeds.
+        quiet_until: see `EditEngine`.
+        is_rejoined: whether a replica comes to the next meeting before it has made a step.
     """
 
     entry: ReplicaEntry
@@ -29,6 +34,48 @@ class Standing:
     state: OuterState
     is_at_sync: bool
     dealing: Dealing | None
+    quiet_until: int = 0
+    is_rejoined: bool = False
+
+
+def go_on(engine: EditEngine, standing: Standing) -> None:
+    """Start an engine where a checkpoint was written after the switch. Parameters are loaded.
+
+    Collective: all ranks of all replicas.
+
+    Raises:
+        DriftError: the replicas had met when it was written, and do not hold the same now.
+    """
+    plan, entry, rounds = engine.host.plan, standing.entry, engine.rounds
+    engine.step = entry.step
+    rounds.state, rounds.detectors = standing.state, standing.detectors
+    rounds.count, rounds.start = standing.round, entry.step - entry.inner_steps
+    engine.host.attach_outer_state(standing.state)
+    engine.pace.resume(entry, standing.dealing, is_rejoined=standing.is_rejoined)
+    engine.clock.set(entry.phase_seconds, phases=1)
+    if standing.is_at_sync:
+        drift.check(plan, engine.groups, drift.plan_digests(plan), "after loading")
+    engine.flags.post(Flag.MEET if entry.is_asking else Flag.NONE)
+    engine.is_waiting, engine.quiet_until = entry.is_waiting, standing.quiet_until
+    engine.patience.begin()
+
+
+def entry_of(engine: EditEngine) -> ReplicaEntry:
+    """Where this replica stands, for a checkpoint. All ranks of the replica come."""
+    progress, losses = engine.host.progress(), engine.pace.losses
+    return ReplicaEntry(
+        step=engine.step,
+        inner_steps=0 if engine.is_warmup else engine.step - engine.rounds.start,
+        samples=progress.samples,
+        schedule_position=progress.schedule_position,
+        losses=losses.payload(),
+        last_loss_step=losses.last_step,
+        phase_seconds=engine.clock.seconds,
+        last_step_seconds=engine.pace.last_step_seconds,
+        is_asking=Flag.MEET in engine.flags.read(),
+        is_waiting=engine.is_waiting,
+        pending_schedule=progress.pending_schedule,
+    )
 
 
 def detectors_to_lists(state: DetectorState) -> dict[str, list[list[float]]]:

@@ -29,6 +29,7 @@ class LoopControl:
     scheduler: Any
     _given: dict[str, Any] = field(default_factory=dict)
     _samples: int = 0
+    _has_begun: bool = False  # the loop, with its first step
 
     def take(self, samples: int, *, is_over: bool) -> None:
         """The replicas part. What is due at the very step of the switch still happens as ever.
@@ -44,6 +45,7 @@ class LoopControl:
 
     def begin_step(self) -> None:
         """An optimizer step begins: what the last sync asked for is done, and it is not the end."""
+        self._has_begun = True
         if self._given:
             self._hide_intervals()
             self.args.train_iters = max(self._given["train_iters"], self._iteration + 1)
@@ -58,9 +60,10 @@ class LoopControl:
             is_followed: whether a replica goes on to the next meeting at once: what is due now is
                 then due at that one, as nothing that all replicas do may come in between.
         """
-        batch = self.args.global_batch_size
+        # Outside of a step (before the loop begins) Megatron will add nothing.
+        batch = self.args.global_batch_size if self._has_begun else 0
         if not is_followed:
-            self._reveal_intervals(samples, batch)
+            self._reveal_intervals(samples, self.args.global_batch_size)
         self.scheduler.num_steps = samples - pending
         self.scheduler.step(increment=0)
         self.args.consumed_train_samples = samples - batch  # Megatron will add one batch
@@ -95,4 +98,4 @@ class LoopControl:
 
     def _end(self) -> None:
         # At the switch before the first step there is no iteration yet; the loop then never runs.
-        self.args.train_iters = self._iteration if hasattr(self.args, "curr_iteration") else 0
+        self.args.train_iters = self._iteration if self._has_begun else 0

@@ -26,6 +26,7 @@ from megatron_edit.engine.units import (
 )
 from megatron_edit.errors import UsageError
 from megatron_edit.host.loop import LoopControl
+from megatron_edit.host.moments import reset, zero_nonfinite
 from megatron_edit.host.naming import named_units
 from megatron_edit.host.optimizer import (
     EditDistributedOptimizer,
@@ -72,6 +73,7 @@ class MegatronHost:
         self._routers = Routers.of(unwrap_model(model), self.unit_of)
         self.order = IN_ORDER
         self._samples = 0
+        self._held_back = 0  # of the schedule: it has advanced before a meeting, not after it
         self._pending = 0  # samples by which Megatron will advance the schedule after the step
         self.loop = LoopControl(args, scheduler)
 
@@ -198,23 +200,11 @@ class MegatronHost:
 
     def zero_nonfinite_moments(self, shard: UnitShard) -> int:
         """See `engine.host.Host`."""
-        zeroed = 0
-        for fragment in shard.fragments:
-            for inner in self._inner:
-                state = {} if inner.optimizer is None else inner.optimizer.state
-                for moment in _moments(state.get(fragment.source, {})):
-                    broken = ~torch.isfinite(moment)
-                    zeroed += int(broken.sum())
-                    moment.masked_fill_(broken, 0.0)
-        return zeroed
+        return sum(zero_nonfinite(self._inner, fragment.source) for fragment in shard.fragments)
 
     def reset_moments(self) -> None:
         """Let the inner optimizers begin anew, as before their first step."""
-        for inner in self._inner:
-            if inner.optimizer is not None:
-                inner.optimizer.state.clear()
-                for group in inner.optimizer.param_groups:
-                    group.pop("step", None)
+        reset(self._inner)
 
     def resume(self, samples: int, order: SampleOrder) -> None:
         """Stand where a checkpoint was written.
@@ -224,6 +214,10 @@ class MegatronHost:
             order: of samples.
         """
         self._samples, self.order = samples, order
+
+    def hold_back(self, samples: int) -> None:
+        """Until the next step, say that the schedule stands by `samples` less."""
+        self._held_back = samples
 
     def set_schedule(self, position: int) -> None:
         """Put the learning-rate schedule to a position, in samples of all replicas."""
@@ -242,14 +236,20 @@ class MegatronHost:
 
     def count_step(self, *, was_applied: bool) -> None:
         """Note that a step has consumed its samples; one that was skipped moves no schedule."""
+        self._held_back = 0
         self._samples += self.samples_per_step
         self._pending = self._args.global_batch_size if was_applied else 0
 
     @property
     def samples_per_step(self) -> int:
         """Samples that one step of this replica consumes."""
+        return int(get_num_microbatches()) * self.chunk
+
+    @property
+    def chunk(self) -> int:
+        """Samples that one micro-batch of this replica consumes."""
         ranks = self._args.data_parallel_size // self._placement.num_replicas
-        return int(get_num_microbatches() * self._args.micro_batch_size * ranks)
+        return int(self._args.micro_batch_size * ranks)
 
     @property
     def target_blocks(self) -> int:
@@ -263,7 +263,8 @@ class MegatronHost:
         skipped = set(self._args.iterations_to_skip)
         return Progress(
             samples=self._samples,
-            schedule_position=int(self._scheduler.num_steps),
+            schedule_position=int(self._scheduler.num_steps) - self._held_back,
+            pending_schedule=self._pending,
             is_last_step=all(iteration in skipped for iteration in left[: len(skipped) + 1]),
         )
 
@@ -296,10 +297,3 @@ def _adopt(inner: Any) -> ShardedOptimizer:
     if isinstance(inner, DistributedOptimizer):
         return EditDistributedOptimizer.adopt(inner)
     return PlainOptimizer(inner)
-
-
-def _moments(state: dict[str, Any]) -> Iterator[Tensor]:
-    """Inner moments of one parameter: everything that has more than one element."""
-    for value in state.values():
-        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0:
-            yield value

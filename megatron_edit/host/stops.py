@@ -60,7 +60,7 @@ class StopControl:
         from megatron.training import get_args
 
         megatron, iteration = get_args(), given.arguments["iteration"]
-        is_planned = _is_planned(megatron, iteration)
+        is_planned = _is_planned(megatron, iteration) and engine.step > engine.quiet_until
         with self._saves.deciding(iteration, is_planned=is_planned):
             wants_exit = (is_planned or not self._has_announced) and decide()
         if is_planned:

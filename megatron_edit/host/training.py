@@ -26,16 +26,14 @@ import torch
 from torch import Tensor
 
 from megatron_edit.config import EditConfig
-from megatron_edit.engine.decisions import Penalty
 from megatron_edit.engine.engine import EditEngine
-from megatron_edit.engine.flight import OuterRule
 from megatron_edit.engine.groups import TIED_EMBEDDING
 from megatron_edit.engine.pace import Pace
-from megatron_edit.engine.settings import EngineSettings, TimedRounds
 from megatron_edit.host.arguments import resolve_sync_mode
 from megatron_edit.host.checkpoint.loading import LoadControl
 from megatron_edit.host.checkpoint.paths import Redirection
 from megatron_edit.host.checkpoint.saving import SaveControl
+from megatron_edit.host.checkpoint.writing import CheckpointWriter
 from megatron_edit.host.dealing import deal_samples
 from megatron_edit.host.describe import describe
 from megatron_edit.host.groups import build_groups
@@ -43,9 +41,9 @@ from megatron_edit.host.model import MegatronHost
 from megatron_edit.host.observe import Observer
 from megatron_edit.host.overlap import land_before_gathers
 from megatron_edit.host.patching import Patcher
+from megatron_edit.host.settings import engine_settings
 from megatron_edit.host.stops import StopControl
 from megatron_edit.method.order import SampleOrder
-from megatron_edit.method.schedule import StepSchedule
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.replica.world import ReplicaWorld
 from megatron_edit.report.console import say
@@ -86,7 +84,14 @@ class TrainingLoop:
         import megatron.training.training as training
 
         redirection = Redirection(self._patcher)
-        self._saves = SaveControl(self._config, self._world, redirection, self._patcher)
+        self._writer = CheckpointWriter(self._config, self._world, redirection, self._patcher)
+        place = self._world.placement
+        self._saves = SaveControl(
+            self._config.inner_state,
+            self._writer,
+            place.num_replicas,
+            is_first=place.global_rank == 0,
+        )
         self._loads = LoadControl(self._config, self._world, redirection)
         self._stops = StopControl(self._saves)
         wrapped_pretrain = self._around_pretrain(training.pretrain)
@@ -129,9 +134,9 @@ class TrainingLoop:
                 result = pretrain(*given.args, **given.kwargs)
             except SystemExit as stop:
                 if not stop.code:
-                    self._saves.finish()
+                    self._writer.finish()
                 raise
-            self._saves.finish()
+            self._writer.finish()
             return result
 
         return with_store
@@ -149,6 +154,8 @@ class TrainingLoop:
         @wraps(train)
         def to_the_end(*args: Any, **kwargs: Any) -> Any:
             try:
+                if self.engine is not None:
+                    self.engine.catch_up()
                 result = train(*args, **kwargs)
             except SystemExit as stop:
                 if not stop.code:  # --exit-interval: all replicas come here, at the same step
@@ -181,7 +188,7 @@ class TrainingLoop:
         mode = resolve_sync_mode(self._config, args)
         self._events.write_run(describe(self._config, self._world.placement, self._device, mode))
         self.engine = EditEngine(
-            _settings(self._config, mode, self.host.target_blocks),
+            engine_settings(self._config, mode, self.host.target_blocks),
             self.host,
             groups,
             self._world,
@@ -197,7 +204,8 @@ class TrainingLoop:
         self._hook_step(optimizer)
         self._hook_gradients(get_model_config(model[0]))
         unwrapped = unwrap_model(model)
-        self._saves.use(self.engine, self.host, unwrapped)
+        self._writer.use(self.engine, self.host, unwrapped)
+        self._saves.use(self.engine, self.host)
         self._loads.begin(self.engine, self.host, unwrapped)
 
     def _warn_of_endless_warmup(self, args: Any) -> None:
@@ -278,22 +286,3 @@ class TrainingLoop:
             self.engine.finish()
             self.host.loop.release()
         self._events.flush()
-
-
-def _settings(config: EditConfig, sync_mode: str, target_blocks: int) -> EngineSettings:
-    strategy = STRATEGIES[config.strategy]
-    is_endless = strategy.endless_warmup
-    timed = TimedRounds(config.sync_seconds, config.min_round_steps, target_blocks)
-    return EngineSettings(
-        schedule=StepSchedule(None if is_endless else config.warmup_steps, config.sync_interval),
-        penalty=Penalty.of(config),
-        rule=OuterRule(
-            config.outer_lr, config.outer_momentum, None if config.no_clip else config.clip
-        ),
-        digest_interval=config.digest_interval,
-        fixed_timeout=config.timeout_seconds is not None,
-        timed=timed if strategy.is_timed else None,
-        overlap=sync_mode == "overlap",
-        prefetch_units=config.prefetch_units,
-        offload=config.offload,
-    )

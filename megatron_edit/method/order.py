@@ -59,25 +59,28 @@ IN_ORDER = SampleOrder()
 
 
 def after_counted_steps(
-    order: SampleOrder, steps: Sequence[int], batch: int, start: int
+    order: SampleOrder, steps: Sequence[int], batch: int, chunk: int, start: int
 ) -> SampleOrder:
-    """The order after replicas that take equal shares of each batch made these steps.
+    """The order after replicas that share every batch made these steps.
 
     Args:
         order: so far.
         steps: of each replica since number `start`.
         batch: samples of one step of all replicas.
+        chunk: samples of one micro-batch of a replica: replica 0 takes the first `chunk` of a
+            batch, replica 1 the next, and so on, and around again.
         start: number of the first sample of the first of these steps.
     """
-    share = batch // len(steps)
+    turn = chunk * len(steps)
     left = [
-        start + step * batch + replica * share
+        start + step * batch + first + replica * chunk
         for step in range(min(steps), max(steps))
+        for first in range(0, batch, turn)
         for replica, count in enumerate(steps)
         if step >= count
     ]
-    consumed = start + share * sum(steps)
-    return _displacing(order, consumed, ((number, number + share) for number in left))
+    consumed = start + batch // len(steps) * sum(steps)
+    return _displacing(order, consumed, ((number, number + chunk) for number in left))
 
 
 def after_dealing(

@@ -102,7 +102,7 @@ class ToyHost:
         return 0
 
     def progress(self) -> Progress:
-        return Progress(0, self.schedule_position, False)
+        return Progress(0, self.schedule_position, 0, False)
 
     def part(self, *, is_over: bool) -> None:
         self.arrivals.append((0, is_over))

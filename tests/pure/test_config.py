@@ -75,7 +75,7 @@ BAD = [
     "--edit-delay-steps 1",
     "--edit-mix 0.5",
     "--edit-prefetch-units 0",
-    "--edit-inner-state leader",
+    "--edit-inner-state some",
     "--edit-interval qsr",
     "--edit-device tpu",
     "--edit-replica-id 0",

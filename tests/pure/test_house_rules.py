@@ -21,8 +21,9 @@ MAY_IMPORT = {
     "errors.py": (),
     "config.py": ("errors", "method"),
     "method": ("method",),
+    "checkpoint": ("errors", "checkpoint"),
     "replica": ("errors", "config", "replica"),
-    "engine": ("errors", "config", "method", "replica", "engine"),
+    "engine": ("errors", "config", "checkpoint", "method", "replica", "engine"),
     "report": ("errors", "config", "method", "replica", "engine", "report"),
 }
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef

@@ -12,8 +12,8 @@ import json
 import re
 import shutil
 import threading
+import time
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,11 @@ from megatron_edit.replica.world import ReplicaWorld
 from megatron_edit.report.console import say
 
 _WRITER = re.compile(r"^__(\d+)_")  # torch's names of the files that a rank has written
-LONGEST_WAIT = timedelta(hours=1)
+LONGEST_WAIT, POLL_SECONDS = 3600.0, 0.05
+
+
+class _Abandoned(Exception):
+    """Somebody will not come: the replicas have been stopped."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Part:
     """What one rank of one replica has to do with a checkpoint.
 
     Attributes:
-        number: of the save, in this run.
+        name: of the save, the same on all replicas and unlike any other in this run.
         folder: where checkpoints lie.
         job: in the name of the partial checkpoint.
         manifest: as this rank knows it: without the other replicas' entries and without files.
@@ -47,7 +51,7 @@ class Part:
         retain_interval: Megatron's `--save-retain-interval`.
     """
 
-    number: int
+    name: str
     folder: CheckpointFolder
     job: str
     manifest: Manifest
@@ -64,7 +68,7 @@ class Part:
 
 
 class Committer:
-    """Completes one checkpoint at a time.
+    """Completes checkpoints, one after the other.
 
     Args:
         world: whose store the ranks tell each other through.
@@ -72,37 +76,57 @@ class Committer:
 
     def __init__(self, world: ReplicaWorld) -> None:
         self._world = world
-        self._thread: threading.Thread | None = None
+        self._last: threading.Thread | None = None
+        self._is_abandoned = threading.Event()
         self._error: Exception | None = None
 
     def start(self, part: Part) -> None:
-        """Begin to complete a checkpoint of which this rank's part is written."""
-        self.wait()
-        store = self._world.shared_store.clone()
+        """Begin to complete a checkpoint of which this rank's part is written.
 
-        def work() -> None:
-            try:
-                self._complete(part, store)
-            except Exception as error:  # told by the next `wait`
-                self._error = error
-
-        self._thread = threading.Thread(target=work, name="edit-commit", daemon=True)
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Wait for the last checkpoint.
+        Waits for nobody: a replica that waited here could not come to those it waits for.
 
         Raises:
-            EditError: it could not be completed; those before it are as they were.
+            EditError: an earlier one could not be completed.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if (error := self._error) is not None:
-            self._error = None
-            if isinstance(error, EditError):
-                raise error
-            raise EditError(f"the last checkpoint could not be completed: {error}") from error
+        self._tell()
+        store, before = self._world.shared_store.clone(), self._last
+
+        def work() -> None:
+            if before is not None:
+                before.join()
+            try:
+                self._complete(part, store)
+            except _Abandoned:
+                say(f"the checkpoint of iteration {part.manifest.iteration} is not completed")
+            except Exception as error:  # told in the training's own thread
+                self._error = error
+
+        self._last = threading.Thread(target=work, name="edit-commit", daemon=True)
+        self._last.start()
+
+    def abandon(self) -> None:
+        """Complete what all ranks have told of, and give up what they have not."""
+        self._is_abandoned.set()
+        if self._last is not None:
+            self._last.join()
+        self._is_abandoned.clear()
+
+    def wait(self) -> None:
+        """Wait for all checkpoints.
+
+        Raises:
+            EditError: one could not be completed; those before it are as they were.
+        """
+        if self._last is not None:
+            self._last.join()
+        self._tell()
+
+    def _tell(self) -> None:
+        error, self._error = self._error, None
+        if isinstance(error, EditError):
+            raise error
+        if error is not None:
+            raise EditError(f"a checkpoint could not be completed: {error}") from error
 
     def _complete(self, part: Part, store: dist.Store) -> None:
         place = self._world.placement
@@ -111,7 +135,7 @@ class Committer:
             for path in _files_of(part, place.replica, place.rank)
         }
         piece = {"entry": dataclasses.asdict(part.entry), "files": files}
-        store.set(_key(part.number, place.replica, place.rank), json.dumps(piece))
+        store.set(_key(part.name, place.replica, place.rank), json.dumps(piece))
         if place.global_rank == 0:
             manifest = self._gather(part, store)
             manifest_of(part.partial).write_text(manifest.text(), encoding="utf-8")
@@ -124,7 +148,7 @@ class Committer:
         entries = []
         for replica in range(place.num_replicas):
             pieces = [
-                _take(store, _key(part.number, replica, rank))
+                self._take(store, _key(part.name, replica, rank))
                 for rank in range(place.ranks_per_replica)
             ]
             for piece in pieces:
@@ -134,6 +158,22 @@ class Committer:
             losses = {name: last[name] for name in ("losses", "last_loss_step")}
             entries.append(ReplicaEntry(**entry | losses))
         return replace(part.manifest, replicas=tuple(entries), files=dict(sorted(files.items())))
+
+    def _take(self, store: dist.Store, key: str) -> dict[str, Any]:
+        until = time.monotonic() + LONGEST_WAIT
+        try:
+            while not store.check([key]):
+                if self._is_abandoned.wait(POLL_SECONDS):
+                    raise _Abandoned
+                if time.monotonic() > until:
+                    raise RuntimeError("the time is up")
+            piece: dict[str, Any] = json.loads(store.get(key))
+            store.delete_key(key)
+        except RuntimeError as error:
+            raise ReplicaLostError(
+                f"a checkpoint could not be completed: nobody told {key}; those before it are whole"
+            ) from error
+        return piece
 
 
 def _finish(part: Part) -> None:
@@ -171,17 +211,5 @@ def _writer_of(name: str) -> int:
     return int(found.group(1)) if found else 0
 
 
-def _key(number: int, replica: int, rank: int) -> str:
-    return f"save/{number}/{replica}/{rank}"
-
-
-def _take(store: dist.Store, key: str) -> dict[str, Any]:
-    try:
-        store.wait([key], LONGEST_WAIT)
-        piece: dict[str, Any] = json.loads(store.get(key))
-        store.delete_key(key)
-    except RuntimeError as error:
-        raise ReplicaLostError(
-            f"a checkpoint could not be completed: nobody told {key}; those before it are whole"
-        ) from error
-    return piece
+def _key(name: str, replica: int, rank: int) -> str:
+    return f"save/{name}/{replica}/{rank}"

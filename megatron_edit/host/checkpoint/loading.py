@@ -22,7 +22,7 @@ from megatron_edit.config import EditConfig
 from megatron_edit.engine.completion import Completion
 from megatron_edit.engine.engine import EditEngine
 from megatron_edit.engine.resume import ResumePlan, Run, plan_resume
-from megatron_edit.engine.standing import Standing
+from megatron_edit.engine.standing import Standing, go_on
 from megatron_edit.engine.state import OuterState
 from megatron_edit.errors import EditError, UsageError
 from megatron_edit.host.checkpoint.choosing import Choice, choose
@@ -73,10 +73,8 @@ class LoadControl:
                 return self._step, flops
             self._plan = _planned(manifest, self._run(megatron), self._choice)
             iteration, flops = self._load_replica(self._source(manifest))
-            if self._plan.iteration is not None:
-                iteration = self._plan.iteration
-                megatron.consumed_train_samples = self._plan.consumed
-            return iteration, flops
+            planned = self._plan.iteration
+            return iteration if planned is None else planned, flops
 
         return loaded
 
@@ -97,10 +95,12 @@ class LoadControl:
         manifest = choice.manifest
         entry = plan.entries[place.replica]
         host.resume(entry.samples, plan.order)
+        if entry.is_waiting:
+            host.hold_back(entry.pending_schedule)
         if manifest.is_warmup:
             engine.start(entry.step)
         else:
-            engine.resume(self._standing(engine, host, model, manifest, plan))
+            go_on(engine, self._standing(engine, host, model, manifest, plan))
             if engine.settings.timed is not None:
                 self._take_loop(engine, host, manifest, plan)
         load_streams(choice.path / EDIT / RANDOM, place.replica % manifest.num_replicas)
@@ -132,9 +132,14 @@ class LoadControl:
         return self._load_from(choice.path, choice.iteration)
 
     def _load_replica(self, replica: int) -> Any:
-        choice = self._choice
-        assert choice is not None and choice.iteration is not None
-        return self._load_from(replica_folder(choice.path, replica), choice.iteration)
+        from megatron.training import get_args
+
+        choice, plan = self._choice, self._plan
+        assert choice is not None and choice.iteration is not None and plan is not None
+        loaded = self._load_from(replica_folder(choice.path, replica), choice.iteration)
+        if plan.iteration is not None:
+            get_args().consumed_train_samples = plan.consumed  # Megatron took the replica's own
+        return loaded
 
     def _load_from(self, folder: Path, iteration: int) -> Any:
         from megatron.training import get_args
@@ -187,6 +192,8 @@ class LoadControl:
             state=state,
             is_at_sync=not any(entry.inner_steps for entry in plan.entries),
             dealing=plan.dealing,
+            quiet_until=plan.quiet_until,
+            is_rejoined=plan.is_rejoined,
         )
 
     def _complete(

@@ -2,7 +2,7 @@
 
 Those bring an Adam that keeps its step count with its groups. torch's keeps one with each
 parameter, from its first step on; Megatron's distributed optimizer asks for it before that. When
-it loads, it gives all parameters one and the same tensor, with the number from before.
+it loads, it gives all parameters one and the same tensor, or the number from before.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def serve_checkpoints(patcher: Patcher) -> None:
         optimizer = distrib_optimizer.DistributedOptimizer
         patcher.wrap(optimizer, "state_dict", _with_a_state)
         patcher.wrap(optimizer, "load_state_dict", _with_steps_apart)
+        patcher.wrap(optimizer, "_set_main_param_and_optimizer_states", _without_steps)
     # A queue by `spawn` imports the training script once more in each rank: many seconds.
     patcher.wrap(
         filesystem_async,
@@ -60,9 +61,18 @@ def _with_steps_apart(load: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(self: Any, state_dict: Any) -> None:
         with torch.no_grad():  # main shards are views of parameters
             load(self, state_dict)
-        step = float(state_dict["optimizer"]["param_groups"][0]["step"])
         for state in self.optimizer.state.values():
-            state["step"] = torch.tensor(step)
+            state["step"] = state["step"].clone()
+
+    return wrapper
+
+
+def _without_steps(set_states: Callable[..., None]) -> Callable[..., None]:
+    """Step counts come with the groups; what is loaded with a parameter has none, or an old one."""
+
+    @functools.wraps(set_states)
+    def wrapper(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        set_states(self, model_param, {**tensors, "step": None})
 
     return wrapper
 

@@ -1,0 +1,236 @@
+"""From raw measurements to ratios: bytes against the limit, times against stock Megatron's.
+
+What a checkpoint must have, in bytes per parameter: the parameters as they are trained (2 in bf16,
+4 in fp32) and the optimizer's fp32 parameters and moments (12); with EDiT the outer momentum (4),
+between two syncs the anchor (4), and with `all` the first two once for every replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from overlap_parts.analysis import Spread
+
+from .kinds import ALL, BF16, LEADER, MID_ROUND, STOCK, STOCK_ALL, STOCK_ONE, WARMUP_SAVES
+from .readings import PARTS, Measurement, Save
+
+MOST_BYTES, MOST_STALL = 1.6, 1.1
+OPTIMIZER_BYTES, OUTER_BYTES = 12, 4
+REST = "rest"
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Bytes per parameter of one sort of checkpoint.
+
+    Attributes:
+        parts: medians.
+        limit: what it must have.
+        of_stock: its bytes over those of stock Megatron's, in the same precision.
+    """
+
+    kind: str
+    is_asked_late: bool
+    precision: str
+    num_replicas: int
+    position: str
+    parts: dict[str, float]
+    total: Spread
+    limit: float
+    of_stock: Spread | None
+
+
+@dataclass(frozen=True)
+class Timing:
+    """All timed saves of one sort.
+
+    Attributes:
+        stall: seconds, of the rank that stalled longest.
+        of_one: a turn's median stall over that of `stock-one` in the same turn.
+        of_all: the same over `stock-all`.
+        complete: seconds until the checkpoint was complete.
+        finalized: seconds in the training loop that completed an asynchronous save, besides.
+        spans: medians of where the stall went, seconds.
+    """
+
+    kind: str
+    is_async: bool
+    position: str
+    num_saves: int
+    stall: Spread
+    of_one: Spread | None
+    of_all: Spread | None
+    complete: Spread
+    complete_of_one: Spread | None
+    finalized: Spread
+    spans: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One mark."""
+
+    text: str
+    value: float
+    bound: float
+
+    @property
+    def passes(self) -> bool:
+        """Whether it is reached."""
+        return self.value <= self.bound
+
+
+def limit_bytes(kind: str, precision: str, num_replicas: int, position: str) -> float:
+    """What a checkpoint must have, per parameter."""
+    own = (2 if precision == BF16 else 4) + OPTIMIZER_BYTES
+    if kind in STOCK:
+        return own
+    copies = num_replicas if kind == ALL else 1
+    return copies * own + OUTER_BYTES * (2 if position == MID_ROUND else 1)
+
+
+class Analysis:
+    """Compares measurements."""
+
+    def __init__(self, measurements: Sequence[Measurement]) -> None:
+        self._runs = measurements
+
+    def weights(self) -> list[Weight]:
+        """Every sort of checkpoint, in the order in which they were first measured."""
+        groups: dict[tuple[str, bool, str, int, str], list[Measurement]] = {}
+        for run in self._runs:
+            case = run.case
+            for position in dict.fromkeys(save.position for save in run.saves):
+                key = (case.kind, case.is_asked_late, case.precision, case.num_replicas, position)
+                groups.setdefault(key, []).append(run)
+        return [self._weight(*key, runs) for key, runs in groups.items()]
+
+    def timings(self) -> list[Timing]:
+        """Every sort of timed save."""
+        keys = dict.fromkeys(
+            (run.case.kind, run.case.is_async, save.position)
+            for run in self._runs
+            if run.turn is not None
+            for save in _timed(run)
+        )
+        return [self._timing(*key) for key in keys]
+
+    def verdicts(self) -> list[Verdict]:
+        """Of what was measured."""
+        found = [
+            Verdict(f"bytes, {w.kind}, {w.precision}, x stock", w.of_stock.max, MOST_BYTES)
+            for w in self.weights()
+            if w.kind == LEADER and w.of_stock is not None
+        ]
+        for timing in self.timings():
+            if timing.kind in STOCK:
+                continue
+            name = f"{timing.kind} {timing.position}, {'async' if timing.is_async else 'sync'}"
+            for other, ratio in ((STOCK_ONE, timing.of_one), (STOCK_ALL, timing.of_all)):
+                if ratio is not None:
+                    text = f"stall, {name}, x {other}"
+                    found.append(Verdict(text, ratio.median, MOST_STALL))
+        return found
+
+    def _weight(
+        self,
+        kind: str,
+        is_asked_late: bool,
+        precision: str,
+        num_replicas: int,
+        position: str,
+        runs: Sequence[Measurement],
+    ) -> Weight:
+        each = [
+            {part: save.num_bytes[part] / run.parameters for part in PARTS}
+            for run in runs
+            for save in run.saves
+            if save.position == position
+        ]
+        total = Spread.of([sum(parts.values()) for parts in each])
+        assert total is not None
+        stock = [
+            sum(save.num_bytes.values()) / run.parameters
+            for run in self._runs
+            if run.case.kind == STOCK_ONE and run.case.precision == precision
+            for save in run.saves
+        ]
+        base = median(stock) if stock else None
+        ratio = Spread(total.min / base, total.median / base, total.max / base) if base else None
+        return Weight(
+            kind=kind,
+            is_asked_late=is_asked_late,
+            precision=precision,
+            num_replicas=num_replicas,
+            position=position,
+            parts={part: median(parts[part] for parts in each) for part in PARTS},
+            total=total,
+            limit=limit_bytes(kind, precision, num_replicas, position),
+            of_stock=ratio,
+        )
+
+    def _timing(self, kind: str, is_async: bool, position: str) -> Timing:
+        saves = self._saves(kind, is_async, position, None)
+        spans = [_by_label(save) for save in saves]
+        labels = dict.fromkeys(label for each in spans for label in each)
+
+        def ratio(other: str, value: Callable[[Save], float]) -> Spread | None:
+            if kind == other:
+                return None
+            turns = dict.fromkeys(r.turn for r in self._runs if r.turn is not None)
+            found = []
+            for turn in turns:
+                mine = self._saves(kind, is_async, position, turn)
+                theirs = self._saves(other, is_async, None, turn)
+                if mine and theirs:
+                    found.append(median(map(value, mine)) / median(map(value, theirs)))
+            return Spread.of(found)
+
+        stall, complete = (
+            Spread.of([s.stall for s in saves]),
+            Spread.of([s.complete for s in saves]),
+        )
+        finalized = Spread.of([save.finalized for save in saves])
+        assert stall is not None and complete is not None and finalized is not None
+        return Timing(
+            kind=kind,
+            is_async=is_async,
+            position=position,
+            num_saves=len(saves),
+            stall=stall,
+            of_one=ratio(STOCK_ONE, lambda save: save.stall),
+            of_all=ratio(STOCK_ALL, lambda save: save.stall),
+            complete=complete,
+            complete_of_one=ratio(STOCK_ONE, lambda save: save.complete),
+            finalized=finalized,
+            spans={label: median(each.get(label, 0.0) for each in spans) for label in labels},
+        )
+
+    def _saves(
+        self, kind: str, is_async: bool, position: str | None, turn: int | None
+    ) -> list[Save]:
+        """Timed ones; None stands for any position, and any turn."""
+        return [
+            save
+            for run in self._runs
+            if run.turn is not None and (run.case.kind, run.case.is_async) == (kind, is_async)
+            if turn is None or run.turn == turn
+            for save in _timed(run)
+            if position is None or save.position == position
+        ]
+
+
+def _timed(run: Measurement) -> list[Save]:
+    return run.saves[WARMUP_SAVES:]
+
+
+def _by_label(save: Save) -> dict[str, float]:
+    """Seconds by the innermost name."""
+    found: dict[str, float] = {}
+    for path, seconds in save.spans.items():
+        label = path.rpartition("/")[2]
+        label = REST if label in ("", "save") else label
+        found[label] = found.get(label, 0.0) + seconds
+    return found

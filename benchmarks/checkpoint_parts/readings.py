@@ -1,0 +1,134 @@
+"""What a run leaves behind: the notes of its ranks, and the files of its checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .kinds import AT_SYNC, MID_ROUND, Case
+
+NUM_TAIL_LINES = 30
+OWN, OUTER, OTHERS, REST = "replica 0", "outer state", "other replicas", "rest"
+PARTS = (OWN, OUTER, OTHERS, REST)
+
+
+@dataclass(frozen=True)
+class Save:
+    """One complete checkpoint.
+
+    Attributes:
+        position: `at a sync`, `in mid-round`, or empty for stock Megatron.
+        num_bytes: of its files, by part.
+        stalls: per rank, seconds in `save_checkpoint_and_time`.
+        spans: seconds of the rank that stalled longest, by where; they sum up to its stall.
+        complete: seconds from when the first rank came to the save until it was complete.
+        finalized: seconds, the longest of all ranks, in the calls of the training loop that
+            completed it; asynchronous saves only.
+    """
+
+    iteration: int
+    position: str
+    num_bytes: dict[str, int]
+    stalls: list[float]
+    spans: dict[str, float]
+    complete: float
+    finalized: float
+
+    @property
+    def stall(self) -> float:
+        """Of the rank that stalled longest."""
+        return max(self.stalls)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Raw numbers of one run.
+
+    Attributes:
+        turn: number of the turn, from 0; None where it was run once, for its bytes.
+        parameters: of the model.
+        saves: in order; the first is no good for times.
+        load: of the machine, one-minute average before and after.
+    """
+
+    case: Case
+    turn: int | None
+    parameters: int
+    saves: list[Save]
+    load: list[float]
+
+
+def read_notes(path: Path) -> list[dict[str, Any]]:
+    """A rank's notes so far; a line that is still being written does not count."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [json.loads(line) for line in text.rpartition("\n")[0].splitlines()]
+
+
+def completed(notes: Sequence[Sequence[dict[str, Any]]]) -> dict[int, float]:
+    """When the checkpoint of each iteration was complete."""
+    return {note["complete"]: note["at"] for own in notes for note in own if "complete" in note}
+
+
+def saves_of(notes: Sequence[Sequence[dict[str, Any]]], checkpoints: Path) -> list[Save]:
+    """All checkpoints that are complete, and that every rank has come back from."""
+    found = []
+    for iteration, at in sorted(completed(notes).items()):
+        calls = [note for own in notes for note in own if note.get("save") == iteration]
+        if len(calls) < len(notes):
+            continue
+        stalls = [call["ended"] - call["began"] for call in calls]
+        began = min(call["began"] for call in calls)
+        folder = checkpoints / f"iter_{iteration:07d}"
+        found.append(
+            Save(
+                iteration=iteration,
+                position=position_of(folder),
+                num_bytes=weigh(folder),
+                stalls=stalls,
+                spans=calls[stalls.index(max(stalls))]["spans"],
+                complete=at - began,
+                finalized=max(_finalized(own, began, at) for own in notes),
+            )
+        )
+    return found
+
+
+def _finalized(notes: Iterable[dict[str, Any]], began: float, at: float) -> float:
+    """Of the calls from a save until it is complete."""
+    return sum(n["finalize"] for n in notes if "finalize" in n and began <= n["began"] <= at)
+
+
+def position_of(checkpoint: Path) -> str:
+    """By its manifest."""
+    manifest = checkpoint / "edit" / "edit.json"
+    if not manifest.exists():
+        return ""
+    return MID_ROUND if json.loads(manifest.read_text())["has_anchor"] else AT_SYNC
+
+
+def weigh(checkpoint: Path) -> dict[str, int]:
+    """Bytes of its files, by part."""
+    found = dict.fromkeys(PARTS, 0)
+    for path in checkpoint.rglob("*"):
+        if path.is_file():
+            found[part_of(path.relative_to(checkpoint))] += path.stat().st_size
+    return found
+
+
+def part_of(path: Path) -> str:
+    """To which part of a checkpoint a file belongs."""
+    first, *more = path.parts
+    if first != "edit" or not more:
+        return OWN
+    if more[0] == "outer":
+        return OUTER
+    return OTHERS if more[0].startswith("replica_") else REST
+
+
+def tail(log: Path) -> str:
+    """The end of a log, for a failed run."""
+    text = log.read_text(errors="replace") if log.exists() else ""
+    return "\n".join(text.splitlines()[-NUM_TAIL_LINES:])

@@ -1,0 +1,186 @@
+"""What a checkpoint costs under EDiT: bytes on disk, and how long training stalls to save one.
+
+    python benchmarks/checkpoints.py --output benchmarks/results/checkpoints.json
+
+Ranks of this machine train a GPT whose bytes outweigh all else, and save every few steps; each step
+sleeps a while, so that the cores are idle as where GPUs train. Compared are EDiT with
+`--edit-inner-state leader` and `all`, and stock Megatron with as many ranks as one replica and as
+all replicas together (`checkpoint_parts/kinds.py`), with and without `--async-save`, all with the
+distributed optimizer and `torch_dist`. All kinds run in turn, several times, in reversed order in
+every other turn, and times are compared within a turn. The first save of a run does not count.
+
+Stall: the time of Megatron's `save_checkpoint_and_time` on the rank where it took longest; the
+plugin's own work is inside. Complete: from when the first rank came to a save until the line on the
+console says that it is there. Bytes: sizes of the files, by part; also, once each, in fp32, with
+more replicas, and for a save that `leader` puts off until the next sync.
+
+Prints Markdown tables; writes OUTPUT (all raw numbers) and a picture beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from checkpoint_parts.analysis import Analysis
+from checkpoint_parts.kinds import BF16, FP32, KINDS, Case, timed_cases, weighed_cases
+from checkpoint_parts.readings import Measurement
+from checkpoint_parts.report import draw, markdown
+from checkpoint_parts.runs import Bench, RunFailedError
+from overlap_parts.kinds import Model
+from overlap_parts.report import environment
+
+QUICK: dict[str, Any] = {
+    "layers": 2, "hidden_size": 128, "repeats": 1, "saves": 2, "more_replicas": "",
+    "more_precisions": "", "pause_ms": 10.0, "kinds": "stock-one,leader,all", "interval": 4,
+}  # fmt: skip
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure and report; the exit code is 1 where a run failed, not where a mark is missed."""
+    args = parse(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the ranks
+    results = Results(args)
+    measure_all(args, Bench(args.folder, args.time_limit), results)
+    analysis = Analysis(results.measurements)
+    weights, timings = analysis.weights(), analysis.timings()
+    print(markdown(weights, timings, analysis.verdicts()))
+    draw(args.output.with_suffix(".png"), weights, timings)
+    return 1 if results.failures else 0
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line; `--quick` changes defaults, so that other flags still count."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--output", type=Path, required=True, help="JSON file of all numbers")
+    add("--kinds", default=",".join(KINDS), help="of training (default: %(default)s)")
+    add("--replicas", type=int, default=2, help="N (default: 2)")
+    add("--more-replicas", default="4", help="for bytes alone, separated by commas (default: 4)")
+    add("--more-precisions", default=FP32, help="the same (default: %(default)s)")
+    add("--ranks-per-replica", type=int, default=1, help="(default: 1)")
+    add("--layers", type=int, default=4, help="of the model (default: 4)")
+    add("--hidden-size", type=int, default=640, help="of the model (default: 640)")
+    add("--interval", type=int, default=6, help="steps between two saves; even (default: 6)")
+    add("--saves", type=int, default=4, help="timed in a run, after the first (default: 4)")
+    add("--pause-ms", type=float, default=150.0, help="each step sleeps so long (default: 150)")
+    add("--repeats", type=int, default=3, help="turns of all runs (default: 3)")
+    add("--folder", type=Path, help="where to write checkpoints (default: the system's for "
+        "temporary files)")  # fmt: skip
+    add("--time-limit", type=float, default=180.0, help="seconds for one run (default: 180)")
+    add("--quick", action="store_true", help="a smoke test: small, short and once")
+    if "--quick" in argv:
+        parser.set_defaults(**QUICK)
+    args = parser.parse_args(argv)
+    args.kinds = args.kinds.split(",")
+    if unknown := set(args.kinds) - set(KINDS):
+        parser.error(f"kinds {sorted(unknown)}: of {KINDS}")
+    if args.interval < 2 or args.interval % 2:
+        parser.error(f"interval {args.interval}: must be even, for a save in mid-round")
+    args.more_precisions = [word for word in args.more_precisions.split(",") if word]
+    args.more_replicas = [int(word) for word in args.more_replicas.split(",") if word]
+    return args
+
+
+def base_case(args: argparse.Namespace) -> Case:
+    """The sizes of all runs."""
+    heads = max(1, args.hidden_size // 64)
+    model = Model(num_layers=args.layers, hidden_size=args.hidden_size, num_attention_heads=heads,
+                  seq_length=32, vocab_size=1024, bucket_numel=4_000_000)  # fmt: skip
+    return Case(
+        kind=args.kinds[0],
+        precision=BF16,
+        is_async=False,
+        num_replicas=args.replicas,
+        ranks_per_replica=args.ranks_per_replica,
+        model=model,
+        interval=args.interval,
+        num_saves=args.saves,
+        pause=args.pause_ms / 1e3,
+    )
+
+
+def once_cases(args: argparse.Namespace) -> list[Case]:
+    """What is run for its bytes alone."""
+    more = {"precisions": args.more_precisions, "replicas": args.more_replicas}
+    return weighed_cases(base_case(args), args.kinds, **more)
+
+
+class Results:
+    """Everything measured so far; written after each run, so that nothing is lost."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._output: Path = args.output
+        settings = {name: value for name, value in vars(args).items() if name != "output"}
+        base = base_case(args)
+        cases = [*timed_cases(base, args.kinds), *once_cases(args)]
+        self._record: dict[str, Any] = {
+            "versions": environment(),
+            "configuration": settings | {"folder": str(args.folder)},
+            "flags": {case.name: " ".join(case.flags("FOLDER")) for case in cases},
+        }
+        self.measurements: list[Measurement] = []
+        self.disk_speeds: list[float] = []
+        self.failures: list[str] = []
+
+    def write(self) -> None:
+        """Write all of it."""
+        analysis = Analysis(self.measurements)
+        record = self._record | {
+            "bytes": [asdict(weight) for weight in analysis.weights()],
+            "times": [asdict(timing) for timing in analysis.timings()],
+            "marks": [asdict(v) | {"passes": v.passes} for v in analysis.verdicts()],
+            "disk_bytes_per_second": self.disk_speeds,
+            "measurements": [asdict(measurement) for measurement in self.measurements],
+            "failures": self.failures,
+        }
+        self._output.parent.mkdir(parents=True, exist_ok=True)
+        self._output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def measure_all(args: argparse.Namespace, bench: Bench, results: Results) -> None:
+    """Run all cases in turn, as often as asked. A failed run does not end all."""
+    base = base_case(args)
+    cases = timed_cases(base, args.kinds)
+    for turn in range(args.repeats):
+        results.disk_speeds.append(bench.disk_speed())
+        say(f"turn {turn + 1}: the disk takes {results.disk_speeds[-1] / 1e6:.0f} MB/s")
+        # There and back: a steady drift of the machine then hits all kinds alike.
+        for case in cases if turn % 2 == 0 else reversed(cases):
+            measure(bench, case, turn, results)
+    for case in once_cases(args):
+        measure(bench, case, None, results)
+
+
+def measure(bench: Bench, case: Case, turn: int | None, results: Results) -> None:
+    """One run."""
+    name = f"once, {case.name}" if turn is None else f"turn {turn + 1}, {case.name}"
+    began = time.monotonic()
+    try:
+        found = bench.measure(case, turn)
+    except RunFailedError as error:
+        print(f"checkpoints: {error}", file=sys.stderr, flush=True)
+        results.failures.append(f"{name}: {error}")
+    else:
+        results.measurements.append(found)
+        stalls = " ".join(f"{save.stall:.2f}" for save in found.saves)
+        sizes = " ".join(f"{sum(s.num_bytes.values()) / found.parameters:.1f}" for s in found.saves)
+        seconds = time.monotonic() - began
+        say(f"{name}: stalls {stalls} s; {sizes} bytes per parameter; {seconds:.0f} s in all")
+    results.write()
+
+
+def say(text: str) -> None:
+    """A line of progress; the standard output is for the tables."""
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

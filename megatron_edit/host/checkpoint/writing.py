@@ -1,0 +1,203 @@
+"""Writing one checkpoint: which replica writes what, and where.
+
+The saves of a run are called alike on all replicas, so that no replica waits for another while it
+writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from inspect import BoundArguments
+from pathlib import Path
+from typing import Any
+
+from megatron_edit.checkpoint.folder import EDIT, OUTER, RANDOM, CheckpointFolder, replica_folder
+from megatron_edit.checkpoint.manifest import ALL, Manifest
+from megatron_edit.config import EditConfig
+from megatron_edit.engine.engine import EditEngine
+from megatron_edit.engine.standing import detectors_to_lists, entry_of, ledger_of
+from megatron_edit.host.checkpoint.committing import Committer, Part
+from megatron_edit.host.checkpoint.fingerprint import layout_of, model_of
+from megatron_edit.host.checkpoint.outer import pieces_of, sharded_outer_state
+from megatron_edit.host.checkpoint.paths import Redirection
+from megatron_edit.host.checkpoint.random import save_streams
+from megatron_edit.host.describe import versions
+from megatron_edit.host.model import MegatronHost
+from megatron_edit.host.patching import Patcher
+from megatron_edit.replica.world import ReplicaWorld
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """What a save consists of; the same on all ranks of all replicas, but for `own_iteration`.
+
+    Attributes:
+        iteration: in the name of the checkpoint.
+        own_iteration: for Megatron's loop, when this replica goes on.
+        name: unlike that of any other save of the run.
+        is_of_a_stop: whether replicas leave at steps of their own: saves between two syncs that
+            others have not come to will not be completed.
+        form: `all` or `leader`.
+        has_outer: whether there is outer state.
+        has_anchor: whether the anchor is not the parameters.
+        samples: consumed by all replicas, where Megatron does not count them right; else None.
+    """
+
+    iteration: int
+    own_iteration: int
+    name: str
+    is_of_a_stop: bool
+    form: str
+    has_outer: bool
+    has_anchor: bool
+    samples: int | None
+
+
+class CheckpointWriter:
+    """Writes this rank's part of every checkpoint.
+
+    Args:
+        config: names the strategy.
+        world: this process's place, and the store.
+        redirection: of the folders that Megatron writes to.
+        patcher: for a hook on Megatron's queue of asynchronous saves.
+    """
+
+    def __init__(
+        self, config: EditConfig, world: ReplicaWorld, redirection: Redirection, patcher: Patcher
+    ) -> None:
+        import megatron.training.checkpointing as checkpointing
+
+        self._config = config
+        self._world = world
+        self._redirection = redirection
+        self._committer = Committer(world)
+        self._requests: list[Any] | None = None  # while a save is being prepared
+        patcher.wrap(checkpointing, "schedule_async_save", self._around_schedule)
+
+    def use(self, engine: EditEngine, host: MegatronHost, model: Sequence[Any]) -> None:
+        """The engine is built. `model`: unwrapped chunks."""
+        self._engine, self._host = engine, host
+        self._pieces = pieces_of(host, model) if host.arguments.save else []
+        self._job = self._world.shared_text("save/job", _job_name)
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is complete.
+
+        Raises:
+            EditError: it could not be completed.
+        """
+        self._committer.wait()
+
+    def write(self, plan: SavePlan, save: Callable[[], Any], given: BoundArguments) -> None:
+        """Write a checkpoint. Nothing of the last sync may be under way.
+
+        Collective: the ranks of the replica.
+
+        Args:
+            plan: of the save.
+            save: Megatron's `save_checkpoint`, with the arguments of `given`.
+            given: its arguments; the iteration is replaced by the plan's own.
+        """
+        if plan.is_of_a_stop:
+            self._committer.abandon()
+        place, args = self._world.placement, self._host.arguments
+        folder = CheckpointFolder(Path(args.save))
+        partial = folder.partial(plan.iteration, self._job)
+        entry = entry_of(self._engine)
+        self._requests = []
+        has_outer = plan.has_outer and place.replica == place.num_replicas - 1
+        if has_outer:
+            self._save_outer(partial / EDIT / OUTER, plan)
+        streams = save_streams(partial / EDIT / RANDOM, place.replica)
+        has_model = place.replica == 0 or plan.form == ALL
+        if has_model:
+            given.arguments["iteration"] = plan.own_iteration
+            with (
+                self._host.counting(plan.samples),
+                self._redirection.to(replica_folder(partial, place.replica)),
+            ):
+                save()
+        requests, self._requests = self._requests, None
+        part = Part(
+            name=plan.name,
+            folder=folder,
+            job=self._job,
+            manifest=self._manifest(plan),
+            entry=entry,
+            has_model=has_model,
+            has_outer=has_outer,
+            own_file=streams,
+            retain_interval=getattr(args, "save_retain_interval", None),
+        )
+        if requests:
+            requests[-1].add_finalize_fn(lambda: self._committer.start(part))
+        else:
+            self._committer.start(part)
+
+    def _save_outer(self, folder: Path, plan: SavePlan) -> None:
+        from megatron.core import dist_checkpointing
+
+        assert self._engine.rounds.state is not None
+        state, args = self._engine.rounds.state, self._host.arguments
+        state.wait()
+        tensors = sharded_outer_state(self._pieces, state, has_anchor=plan.has_anchor)
+        if args.async_save:  # written later, by another process perhaps
+            for tensor in tensors.values():
+                if not tensor.data.is_cuda:
+                    tensor.data = tensor.data.clone()
+        folder.mkdir(parents=True, exist_ok=True)
+        request = dist_checkpointing.save(
+            tensors,
+            str(folder),
+            async_sharded_save=args.async_save,
+            async_strategy=args.async_strategy,
+        )
+        if request is not None:
+            import megatron.training.checkpointing as checkpointing
+
+            checkpointing.schedule_async_save(request)
+
+    def _manifest(self, plan: SavePlan) -> Manifest:
+        engine, place, args = self._engine, self._world.placement, self._host.arguments
+        order = self._host.order
+        dealing = engine.pace.dealing if not engine.is_warmup else None
+        return Manifest(
+            iteration=plan.iteration,
+            form=plan.form,
+            strategy=self._config.strategy,
+            num_replicas=place.num_replicas,
+            ranks_per_replica=place.ranks_per_replica,
+            parallel=layout_of(args),
+            model=model_of(args),
+            units=self._host.plan.names,
+            is_warmup=engine.is_warmup,
+            round=engine.rounds.count,
+            replicas=(),
+            detectors=detectors_to_lists(engine.rounds.detectors),
+            batch=args.global_batch_size,
+            chunk=self._host.chunk,
+            ledger=None if dealing is None else ledger_of(dealing),
+            order_start=order.start,
+            displaced=order.displaced,
+            has_anchor=plan.has_anchor and plan.has_outer,
+            written_by=versions(),
+        )
+
+    def _around_schedule(self, schedule: Callable[[Any], None]) -> Callable[[Any], None]:
+        @wraps(schedule)
+        def noted(request: Any) -> None:
+            if self._requests is not None:
+                self._requests.append(request)
+            schedule(request)
+
+        return noted
+
+
+def _job_name() -> str:
+    """Tells the partial checkpoints of this run from those of another."""
+    import secrets
+
+    return secrets.token_hex(4)

@@ -1,0 +1,76 @@
+"""A hook that records all state that a checkpoint must bring back, when training ends."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from typing import Any
+
+import torch
+
+from tests.host.spy import out_dir, record
+
+
+def record_all() -> None:
+    """Losses, norms, batches, parameters; and momentum, anchor, detectors, moments, schedule.
+
+    With `SPY_HOOKS`, the hooks of `spy_pace` that it names, too.
+    """
+    from megatron_edit.engine.engine import EditEngine
+
+    record()
+    record_fetched()
+    if os.environ.get("SPY_HOOKS"):
+        from tests.host.spy_pace import hooks
+
+        hooks()
+    rank = os.environ["RANK"]
+    finish = EditEngine.finish
+
+    def spied(self: EditEngine) -> None:
+        finish(self)
+        (out_dir() / f"outer-{rank}.json").write_text(json.dumps(_state_of(self)))
+
+    EditEngine.finish = spied  # type: ignore[method-assign]
+
+
+def _state_of(engine: Any) -> dict[str, Any]:
+    state: dict[str, Any] = {"step": engine.step, "round": engine.rounds.count}
+    if engine.rounds.state is not None:
+        for name, unit in engine.rounds.state.units.items():
+            state[f"anchor {name}"] = _digest([unit.anchor])
+            state[f"momentum {name}"] = _digest([unit.momentum])
+        state["detectors"] = _digest(vars(engine.rounds.detectors).values())
+    state["moments"] = [_moments(inner) for inner in engine.host._inner]
+    state["schedule"] = engine.host.progress().schedule_position
+    state["samples"] = engine.host.progress().samples
+    return state
+
+
+def _moments(inner: Any) -> str:
+    values = [] if inner.optimizer is None else list(inner.optimizer.state.values())
+    return _digest(v for s in values for v in s.values() if isinstance(v, torch.Tensor))
+
+
+def _digest(tensors: Any) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def record_fetched() -> None:
+    """Write which samples this rank's training has fetched, at once: a run may end anywhere."""
+    from torch.utils.data._utils.fetch import _MapDatasetFetcher
+
+    fetched: list[list[int]] = []
+    fetch = _MapDatasetFetcher.fetch
+    file = out_dir() / f"fetched-{os.environ['RANK']}.json"
+
+    def spied(self: Any, indices: Any) -> Any:
+        fetched.append(list(indices))
+        file.write_text(json.dumps(fetched))
+        return fetch(self, indices)
+
+    _MapDatasetFetcher.fetch = spied  # type: ignore[method-assign]

@@ -1,0 +1,274 @@
+"""Checkpoints that cannot be loaded: one line that names the file, exit code 2, nothing changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_edit.checkpoint.folder import TRACKER
+from tests.harness import TrainResult, tiny_gpt, train
+from tests.host.runs import edit_flags
+
+LAST = "iter_0000004"
+KINDS = {
+    "replica-0": "__0_0.distcp",
+    "replica-1": "edit/replica_1/__0_0.distcp",
+    "outer": "edit/outer/__0_0.distcp",
+    "metadata": ".metadata",
+    "outer-metadata": "edit/outer/.metadata",
+    "mark": "metadata.json",
+    "random": "edit/random/replica1_pp0_tp0_dp0.pt",
+    "manifest": "edit/edit.json",
+}
+CORE = {"replica-1-flipped", "outer-truncated", "random-missing", "manifest-text"}
+LENGTH: dict[str, object] = {"train_iters": 1000, "save_interval": 2}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Folders of checkpoints, each of iteration 4 alone.
+
+    Attributes:
+        good: of two replicas, between two syncs.
+        other: the same with another seed: files of the same names and, mostly, sizes.
+        stock: of stock Megatron.
+    """
+
+    good: Path
+    other: Path
+    stock: Path
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Made once; tests damage copies."""
+    root = tmp_path_factory.mktemp("bad")
+    found = Saved(root / "good", root / "other", root / "stock")
+    ends = {**LENGTH, "exit_interval": 4}
+    train(edit_flags(2, save=found.good, **ends), 2)
+    train(edit_flags(2, save=found.other, seed=4321, **ends), 2)
+    train(tiny_gpt(save=found.stock, **ends), 1)
+    for folder in (found.good, found.other, found.stock):
+        shutil.rmtree(folder / "iter_0000002")
+    return found
+
+
+def load(folder: Path, **flags: object) -> TrainResult:
+    """Go on with two replicas from a folder, for two steps, if it lets us."""
+    argv = edit_flags(2, **{**LENGTH, "exit_interval": 6, "load": folder, **flags})
+    return train(argv, 2, before="tests.host.spy:hurry", check=False, timeout=60)
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """What is in a folder, to the last bit and nanosecond; a file is its own contents."""
+    found: dict[str, Any] = {}
+    for path in sorted([folder, *folder.rglob("*")]):
+        status = path.stat()
+        digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+        found[str(path)] = (status.st_size, status.st_mtime_ns, digest)
+    return found
+
+
+def assert_refused(folder: Path, *named: str, **flags: object) -> None:
+    """Refused in one line that holds all of `named` and a remedy; the folder is as it was."""
+    before = contents(folder)
+    ranks = load(folder, **flags).ranks
+    errors = "\n".join(f"rank {rank.rank}: {rank.stderr[-1500:]}" for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [2, 2], errors
+    lines = [x for rank in ranks for x in rank.stderr.splitlines() if "megatron_edit: " in x]
+    assert "Traceback" not in errors
+    assert len(lines) == 1 and lines[0].startswith("megatron_edit: "), lines
+    assert all(name in lines[0] for name in named), lines[0]
+    assert lines[0].count("; ") >= 1  # the remedy
+    assert "lm loss" not in "".join(rank.stdout for rank in ranks)
+    assert contents(folder) == before
+
+
+# ---- files
+
+
+def truncate(path: Path, other: Path) -> None:
+    """As a full disk or a broken copy leaves it."""
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path: Path, other: Path) -> None:
+    """One bit, in the middle."""
+    body = bytearray(path.read_bytes())
+    body[len(body) // 2] ^= 1
+    path.write_bytes(body)
+
+
+def remove(path: Path, other: Path) -> None:
+    """It is not there."""
+    path.unlink()
+
+
+def swap(path: Path, other: Path) -> None:
+    """The file of the same name from another checkpoint."""
+    assert path.read_bytes() != other.read_bytes()
+    shutil.copyfile(other, path)
+
+
+def overwrite(path: Path, other: Path) -> None:
+    """A text."""
+    path.write_text("This is not the file that you are looking for.\n")
+
+
+DAMAGES: dict[str, Callable[[Path, Path], None]] = {
+    "truncated": truncate,
+    "flipped": flip,
+    "missing": remove,
+    "swapped": swap,
+    "text": overwrite,
+}
+
+
+def damages() -> list[Any]:
+    """Every damage to every kind of file that it can be done to."""
+    found = []
+    for kind in KINDS:
+        for damage in DAMAGES:
+            if damage == "swapped" and kind in ("mark", "manifest"):
+                continue  # the mark is the same everywhere; a manifest goes with its files
+            name = f"{kind}-{damage}"
+            marks = () if name in CORE else pytest.mark.full
+            found.append(pytest.param(kind, damage, id=name, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("kind", "damage"), damages())
+def test_a_damaged_file(saved: Saved, tmp_path: Path, kind: str, damage: str) -> None:
+    """Catches a file that is read without being checked, on whichever rank reads it, and a
+    checkpoint that is half loaded before anybody notices."""
+    folder = shutil.copytree(saved.good, tmp_path / "ck")
+    name = KINDS[kind]
+    DAMAGES[damage](folder / LAST / name, saved.other / LAST / name)
+    # Without its manifest it is no complete checkpoint: then the tracker names nothing.
+    is_gone = (kind, damage) == ("manifest", "missing")
+    assert_refused(folder, *([str(folder), "4"] if is_gone else [str(folder / LAST / name)]))
+
+
+# ---- the manifest
+
+
+def signed(body: dict[str, Any]) -> str:
+    """A manifest whose checksum is right."""
+    body = {key: value for key, value in body.items() if key != "sha256"}
+    checksum = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**body, "sha256": checksum})
+
+
+MANIFESTS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "newer": lambda body: signed(body | {"version": 99}),
+    "other-program": lambda body: '{"format": "another program"}',
+    "list": lambda body: "[]",
+    "changed": lambda body: json.dumps(body | {"round": 7}),
+    "empty": lambda body: "",
+    "no-field": lambda body: signed({k: v for k, v in body.items() if k != "units"}),
+    "more-fields": lambda body: signed(body | {"colour": "red"}),
+    "no-version": lambda body: signed({k: v for k, v in body.items() if k != "version"}),
+    "other-kind": lambda body: signed(body | {"replicas": 5}),
+    "other-units": lambda body: signed(body | {"units": ["embedding", "final"]}),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(x, marks=() if x == "newer" else pytest.mark.full) for x in MANIFESTS],
+)
+def test_another_manifest(saved: Saved, tmp_path: Path, case: str) -> None:
+    """Catches a manifest that is taken at its word, and a newer format that is half understood."""
+    folder = shutil.copytree(saved.good, tmp_path / "ck")
+    path = folder / LAST / "edit" / "edit.json"
+    path.write_text(MANIFESTS[case](json.loads(path.read_text())))
+    named = str(folder / LAST) if case == "other-units" else str(path)
+    assert_refused(folder, named, *(["99", "newer megatron_edit"] if case == "newer" else []))
+
+
+# ---- models
+
+
+MODELS: dict[str, dict[str, object]] = {
+    "layers": {"num_layers": 4},
+    "hidden": {"hidden_size": 32},
+    "vocabulary": {"vocab_size": 255},
+    "positions": {"max_position_embeddings": 128},
+    "untied": {"untie_embeddings_and_output_weights": True},
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("origin", ["good", "stock"])
+@pytest.mark.parametrize("case", MODELS)
+def test_a_checkpoint_of_another_model(saved: Saved, origin: str, case: str) -> None:
+    """Catches a model that is filled with what happens to fit, from EDiT's own checkpoint or
+    from stock Megatron's."""
+    folder: Path = getattr(saved, origin)
+    assert_refused(folder, f"--load {folder / LAST}", **MODELS[case])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("damage", ["truncated", "missing", "text"])
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_a_damaged_stock_checkpoint(saved: Saved, tmp_path: Path, damage: str, name: str) -> None:
+    """It has no checksums, so Megatron finds out: catches its traceback, and random weights."""
+    folder = shutil.copytree(saved.stock, tmp_path / "ck")
+    DAMAGES[damage](folder / LAST / name, folder)
+    assert_refused(folder, f"--load {folder / LAST}")
+
+
+# ---- flags and trackers
+
+
+@pytest.mark.full
+def test_a_step_that_is_not_there(saved: Saved) -> None:
+    """Catches another checkpoint that is loaded in the place of the one asked for."""
+    assert_refused(saved.good, "--ckpt-step 3", "iter_0000003", ckpt_step=3)
+
+
+@pytest.mark.full
+def test_a_tracker_with_garbage(saved: Saved, tmp_path: Path) -> None:
+    """A complete checkpoint is found without it; where there is none, it is not overlooked."""
+    folder = shutil.copytree(saved.good, tmp_path / "ck")
+    (folder / TRACKER).write_text("\x00\x00")
+    before = contents(folder)
+    result = load(folder)
+    assert [rank.returncode for rank in result.ranks] == [0, 0]
+    assert f"going on from {folder / LAST}" in result.ranks[0].stdout
+    assert contents(folder) == before
+    shutil.rmtree(folder / LAST)
+    assert_refused(folder, str(folder))
+
+
+@pytest.mark.full
+def test_a_tracker_that_names_nothing(saved: Saved, tmp_path: Path) -> None:
+    """Catches a run that starts anew, and soon saves over what somebody meant to go on from."""
+    folder = shutil.copytree(saved.good, tmp_path / "ck")
+    shutil.rmtree(folder / LAST)
+    assert_refused(folder, str(folder), "4")
+
+
+@pytest.mark.full
+def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
+    """As in Megatron, the first run of a job has nothing to load: it starts from the seed."""
+    result = load(tmp_path / "none", exit_interval=2)
+    fresh = load(tmp_path / "none", exit_interval=2, load=None)
+    assert [rank.returncode for rank in result.ranks] == [0, 0]
+    assert result.losses == fresh.losses != {}
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.full
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    """Catches a slip of the finger that starts a run from random weights."""
+    file = tmp_path / "file"
+    file.write_text("text")
+    assert_refused(file, f"--load {file}")

@@ -1,0 +1,205 @@
+"""What is saved and when, and what else can be loaded: policies, stops, clocks, stock, layouts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import tiny_gpt, train
+from tests.host.layouts import GATHER
+from tests.host.runs import EditRun, run_edit, run_stock
+from tests.host.test_aedit import AEDIT
+from tests.host.test_elastic import consumed
+from tests.host.test_resume import DROPOUT, HOOK, assert_continues, facts, records
+
+STOP = {"SPY_HOOKS": "slow,signal_one", "SPY_SLEEP": "[0.01, 0.05]", "SPY_STEP": "9"}
+
+
+def manifest(saves: Path, iteration: int) -> dict[str, Any]:
+    """The manifest of a checkpoint."""
+    path = saves / f"iter_{iteration:07d}" / "edit" / "edit.json"
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def newest(saves: Path) -> int:
+    """What the tracker names."""
+    return int((saves / "latest_checkpointed_iteration.txt").read_text())
+
+
+def made(folder: Path) -> Path:
+    """A new folder."""
+    folder.mkdir()
+    return folder
+
+
+@pytest.mark.parametrize("policy", ["leader", "reset"])
+def test_one_inner_state_waits_for_a_sync(tmp_path: Path, policy: str) -> None:
+    """Asked for after 6, in mid-round; saved after 8, once, and said so. Others take the leader's
+    moments, or begin anew."""
+    saves = tmp_path / "saves"
+    flags = {"train_iters": 14, "edit_inner_state": policy, "save_interval": 6}
+    first = run_edit(made(tmp_path / "a"), 2, 2, before=HOOK, save=saves, **flags)
+    console = first.result.ranks[0].stdout
+    assert console.count("the checkpoint of iteration 6 waits for the next sync") == 1
+    assert sorted(path.name for path in saves.glob("iter_*")) == [
+        "iter_0000008", "iter_0000014"
+    ]  # fmt: skip
+    assert manifest(saves, 8)["form"] == "leader"
+    assert not (saves / "iter_0000008/edit/replica_1").exists()
+    again = run_edit(made(tmp_path / "b"), 2, 2, before=HOOK, load=saves, ckpt_step=8, **flags)
+    whole, resumed = records(tmp_path / "a", 0), records(tmp_path / "b", 0)
+    assert resumed["losses"]["9"] == whole["losses"]["9"]
+    is_same = resumed["losses"]["10"] == whole["losses"]["10"]
+    assert is_same == (policy == "leader")
+    assert None not in again.digests(0) and again.digests(0) == again.digests(1)
+
+
+@pytest.mark.parametrize("policy", ["all", "leader"])
+@pytest.mark.parametrize("step", ["2", "9"], ids=["in-warm-up", "in-a-round"])
+def test_a_stop_saves_everything(tmp_path: Path, policy: str, step: str) -> None:
+    """Whatever the policy: replicas stop at steps of their own, and each goes on from its own, as
+    if nobody had stopped."""
+    saves = tmp_path / "saves"
+    flags = {"train_iters": 40, "edit_sync_interval": 20, "edit_inner_state": policy, **DROPOUT}
+    env = {**STOP, "SPY_STEP": step}
+    run_edit(
+        made(tmp_path / "a"), 4, 2, before="tests.host.spy_resume:record_all", env=env, save=saves,
+        save_interval=1000, exit_signal_handler=True, **flags,
+    )  # fmt: skip
+    kept = manifest(saves, newest(saves))
+    assert kept["is_warmup"] or kept["form"] == "all"
+    run_edit(made(tmp_path / "b"), 4, 2, before=HOOK, load=saves, **flags)
+    run_edit(made(tmp_path / "whole"), 4, 2, before=HOOK, **flags)
+    assert facts(tmp_path / "b", 4) == facts(tmp_path / "whole", 4)
+
+
+def run_clocked(folder: Path, hooks: str, **flags: Any) -> EditRun:
+    """A-EDiT with scripted clocks: replica 1 is three times as slow."""
+    env = {"SPY_HOOKS": f"script_clock,{hooks}".rstrip(","), "SPY_FACTORS": "[1, 3]", **{
+        k: v for k, v in STOP.items() if k != "SPY_HOOKS"}}  # fmt: skip
+    settings = {
+        **AEDIT, "edit_sync_seconds": 7, "global_batch_size": 8, "train_iters": 40,
+        "lr_decay_style": "cosine", **DROPOUT, **flags,
+    }  # fmt: skip
+    return run_edit(made(folder), 2, 2, before=HOOK, env=env, **settings)
+
+
+@pytest.mark.parametrize("moment", ["at-a-sync", "at-a-stop"])
+def test_clocks_go_on(tmp_path: Path, moment: str) -> None:
+    """A-EDiT, scripted: resumed at a sync, and where each replica was stopped in a round."""
+    saves = tmp_path / "saves"
+    stop = {} if moment == "at-a-sync" else {"exit_signal_handler": True}
+    hooks = "" if moment == "at-a-sync" else "slow,signal_one"
+    interval = 10 if moment == "at-a-sync" else 1000
+    run_clocked(tmp_path / "a", hooks, save=saves, save_interval=interval, **stop)
+    first = min(int(path.name[5:]) for path in saves.glob("iter_*"))
+    kept = manifest(saves, first)
+    assert any(r["inner_steps"] for r in kept["replicas"]) == (moment == "at-a-stop")
+    run_clocked(tmp_path / "b", "", load=saves, ckpt_step=first)
+    run_clocked(tmp_path / "whole", "")
+    assert facts(tmp_path / "b", 2) == facts(tmp_path / "whole", 2)
+    if moment == "at-a-stop":
+        both = consumed(tmp_path / "a") + consumed(tmp_path / "b")
+        assert sorted(both) == sorted(consumed(tmp_path / "whole")) == list(range(40 * 8))
+
+
+def test_real_clocks_lose_no_sample(tmp_path: Path) -> None:
+    """A-EDiT with the real clock, stopped and resumed: the ledger is exact, the digests equal."""
+    flags = {**AEDIT, "edit_sync_seconds": 0.4, "train_iters": 60, "global_batch_size": 8,
+             "save": tmp_path / "saves", "load": tmp_path / "saves", "save_interval": 1000,
+             "pipeline_model_parallel_size": 2, "exit_signal_handler": True}  # fmt: skip
+    runs = []
+    for name, hooks in (("a", "slow,signal_one"), ("b", "slow")):
+        env = {**STOP, "SPY_HOOKS": hooks}
+        runs.append(run_edit(made(tmp_path / name), 4, 2, before=HOOK, env=env, **flags))
+    both = consumed(tmp_path / "a") + consumed(tmp_path / "b")
+    # Both ends of the pipeline read the same samples.
+    assert sorted(both) == sorted(2 * list(range(60 * 8)))
+    assert runs[1].digests(0) == runs[1].digests(1) and runs[1].digests(0)
+
+
+def test_stock_to_edit_to_stock(tmp_path: Path) -> None:
+    """Stock Megatron's checkpoint starts EDiT with its parameters as anchor; EDiT's own is an
+    ordinary one for stock. The loss goes on, and so do samples and schedule."""
+    stock, edit = tmp_path / "stock", tmp_path / "edit"
+    flags = {"train_iters": 24, "lr_decay_style": "cosine", "global_batch_size": 8}
+    save = {"save_interval": 8, "exit_interval": 8}
+    one = run_stock(made(tmp_path / "a"), 2, save=stock, **save, **flags)
+    two = run_edit(
+        made(tmp_path / "b"), 2, 2, load=stock, save=edit, save_interval=16, exit_interval=16,
+        edit_sync_interval=4, **flags,
+    )  # fmt: skip
+    assert "warm-up is over after step 8" in two.result.ranks[0].stdout
+    assert [line["iteration"] for line in two.syncs] == [10, 14]  # counted from the warm-up's end
+    three = train(tiny_gpt(load=edit, **flags), 2)
+    whole = run_stock(made(tmp_path / "whole"), 2, **flags)
+    losses = one.losses | two.result.losses | three.losses
+    assert sorted(losses) == list(range(1, 25))
+    lr = one.lr | two.result.lr | three.lr
+    assert lr == pytest.approx(whole.lr)
+    assert three.consumed_samples[24] == 24 * 8
+    for step, loss in losses.items():
+        assert loss == pytest.approx(whole.losses[step], rel=0.05)
+
+
+RESHAPES: dict[str, tuple[int, dict[str, object], int, dict[str, object]]] = {
+    "m2-to-m1": (2, {}, 1, {}),
+    "tp2-to-tp1": (2, {"tensor_model_parallel_size": 2}, 1, {}),
+    "pp2-to-tp2": (2, {"pipeline_model_parallel_size": 2}, 2, {"tensor_model_parallel_size": 2}),
+    "one-to-pp2": (1, {}, 2, {"pipeline_model_parallel_size": 2}),
+}
+
+
+@pytest.mark.parametrize(
+    "reshape", ["tp2-to-tp1", *(pytest.param(x, marks=pytest.mark.full) for x in RESHAPES)]
+)
+@pytest.mark.parametrize("step", [5, 7], ids=["at-a-sync", "in-mid-round"])
+def test_another_layout_goes_on(tmp_path: Path, reshape: str, step: int) -> None:
+    """Momentum and anchor are found whatever the shards: later norms and losses are the same."""
+    old_ranks, old, new_ranks, new = RESHAPES[reshape]
+    saves = tmp_path / "saves"
+    flags = {"train_iters": 12, "dist_ckpt_optim_fully_reshardable": True, "swiglu": True,
+             "lr": 1e-4}  # fmt: skip
+    whole = run_edit(
+        made(tmp_path / "a"), 2 * old_ranks, 2, save=saves, save_interval=step, **flags, **old
+    )
+    resumed = run_edit(
+        made(tmp_path / "b"), 2 * new_ranks, 2, load=saves, ckpt_step=step, **flags, **new
+    )
+    before = {line["round"]: line for line in whole.syncs}
+    assert len(resumed.syncs) >= 2
+    for line in resumed.syncs:
+        for mine, theirs in zip(line["norms"], before[line["round"]]["norms"], strict=True):
+            assert mine == pytest.approx(theirs, rel=2e-3)
+        theirs = before[line["round"]]["update_norm"]
+        assert line["update_norm"] == pytest.approx(theirs, rel=2e-3)
+
+
+@pytest.mark.parametrize("step", [5, 7], ids=["at-a-sync", "in-mid-round"])
+def test_asynchronous_saves(tmp_path: Path, step: int) -> None:
+    """Written by another process while training goes on: what was saved is of the save's moment."""
+    saves = tmp_path / "saves"
+    flags = {"train_iters": 12, "edit_offload": True, "edit_sync_mode": "overlap", **GATHER}
+    run_edit(
+        made(tmp_path / "a"), 4, 2, before=HOOK, save=saves, save_interval=step, async_save=True,
+        **flags,
+    )  # fmt: skip
+    run_edit(made(tmp_path / "b"), 4, 2, before=HOOK, load=saves, ckpt_step=step, **flags)
+    assert_continues(tmp_path / "a", tmp_path / "b", step, 4)
+
+
+def test_retained_and_removed(tmp_path: Path) -> None:
+    """--save-retain-interval as in Megatron: of the checkpoints before the last, its multiples."""
+    saves = tmp_path / "saves"
+    run_edit(
+        made(tmp_path / "a"), 2, 2, save=saves, save_interval=2, save_retain_interval=4,
+        train_iters=10,
+    )  # fmt: skip
+    names = sorted(path.name for path in saves.iterdir())
+    assert names == [
+        "iter_0000004", "iter_0000008", "iter_0000010", "latest_checkpointed_iteration.txt"
+    ]  # fmt: skip

@@ -1,0 +1,107 @@
+"""Another number of replicas goes on: nothing is consumed twice, nothing is lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.host.runs import EditRun, run_edit
+from tests.host.test_aedit import AEDIT
+
+HOOK = "tests.host.spy_resume:record_all"
+BATCH = 12
+FLAGS = {"global_batch_size": BATCH, "micro_batch_size": 2, "lr_decay_style": "cosine",
+         "lr_warmup_iters": 4, "exit_signal_handler": True}  # fmt: skip
+
+
+def consumed(folder: Path) -> list[int]:
+    """Samples that the ranks of a run consumed."""
+    return [
+        index
+        for file in sorted(folder.glob("fetched-*.json"))
+        for batch in json.loads(file.read_text())
+        for index in batch
+    ]
+
+
+def stage(folder: Path, saves: Path, replicas: int, env: dict[str, str], **flags: Any) -> EditRun:
+    """One stage of a training: load what is there, train, save."""
+    folder.mkdir()
+    hooks = ",".join(env.pop("HOOKS", "").split())
+    return run_edit(
+        folder, replicas * flags.pop("ranks", 1), replicas, before=HOOK,
+        env={"SPY_HOOKS": hooks, **env}, save=saves, load=saves, save_interval=100,
+        **{**FLAGS, **flags},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [1, 2], ids=["d1", "tp2"])
+def test_two_three_one_two(tmp_path: Path, ranks: int) -> None:
+    """Stops in mid-round, at a sync, in mid-round: samples, schedule and loss go on."""
+    layout = {"ranks": ranks, "tensor_model_parallel_size": ranks, "train_iters": 20}
+    plan = [(2, 7), (3, 11), (1, 15), (2, 20)]  # syncs after 5, 8, 11, 14, 17 and 20
+    lines: list[dict[str, Any]] = []
+    losses: dict[int, float] = {}
+    samples: list[int] = []
+    for replicas, last in plan:
+        folder = tmp_path / f"until-{last}"
+        run = stage(folder, tmp_path / "saves", replicas, {}, exit_interval=last, **layout)
+        lines += [line for line in run.lines("replica-0.jsonl") if "loss" in line]
+        losses |= {line["iteration"]: line["loss"] for line in run.lines("loss.jsonl")}
+        samples += consumed(folder)
+    assert [line["iteration"] for line in lines] == list(range(1, 21))
+    assert sorted(samples) == list(range(20 * BATCH))
+    whole = run_edit(
+        _made(tmp_path / "whole"), 2 * ranks, 2, **FLAGS,
+        **{k: v for k, v in layout.items() if k != "ranks"},
+    )  # fmt: skip
+    expected = [line for line in whole.lines("replica-0.jsonl") if "loss" in line]
+    assert [line["lr"] for line in lines] == [line["lr"] for line in expected]
+    alone = {line["iteration"]: line["loss"] for line in whole.lines("loss.jsonl")}
+    noise = max(abs(alone[i + 1] - alone[i]) for i in range(2, 20))
+    for step in range(2, 20):
+        assert abs(losses[step + 1] - losses[step]) < 2 * noise
+
+
+def test_unequal_stops_leave_no_sample_behind(tmp_path: Path) -> None:
+    """A signal stops two replicas at different steps of a round; three go on, then one."""
+    saves, flags = tmp_path / "saves", {"train_iters": 40, "edit_sync_interval": 100}
+    env = {"HOOKS": "slow signal_one", "SPY_SLEEP": "[0.02, 0.1]", "SPY_STEP": "5"}
+    first = stage(tmp_path / "a", saves, 2, env, **flags)
+    steps = [len([x for x in first.lines(f"replica-{r}.jsonl") if "loss" in x]) for r in (0, 1)]
+    assert steps[0] != steps[1]
+    stage(tmp_path / "b", saves, 3, {}, exit_interval=30, **flags)
+    stage(tmp_path / "c", saves, 1, {}, **flags)
+    samples = [x for name in ("a", "b", "c") for x in consumed(tmp_path / name)]
+    assert len(samples) == len(set(samples))
+    left = set(range(40 * BATCH)) - set(samples)
+    assert len(left) < BATCH and min(left, default=40 * BATCH) >= 39 * BATCH
+
+
+@pytest.mark.parametrize("stop", ["sync", "mid-round"])
+def test_replicas_with_clocks_change_their_number(tmp_path: Path, stop: str) -> None:
+    """A-EDiT at 1x and 3x, then three replicas, then two: the ledger goes on."""
+    saves, flags = tmp_path / "saves", {**AEDIT, "train_iters": 30, "edit_sync_seconds": 6}
+    env = {"HOOKS": "script_clock", "SPY_FACTORS": "[1, 3, 2]"}
+    if stop == "sync":
+        ends: list[dict[str, Any]] = [{"exit_interval": 8}, {"exit_interval": 18}, {}]
+    else:
+        ends = [{}, {}, {}]
+    for number, (replicas, end) in enumerate(zip((2, 3, 2), ends, strict=True)):
+        extra = dict(env)
+        if stop == "mid-round" and number < 2:
+            extra["HOOKS"] += " slow signal_one"
+            extra |= {"SPY_SLEEP": "[0.05, 0.05, 0.05]", "SPY_STEP": str(4 + 9 * number)}
+        stage(tmp_path / str(number), saves, replicas, extra, **flags, **end)
+    samples = [x for number in range(3) for x in consumed(tmp_path / str(number))]
+    assert len(samples) == len(set(samples))
+    left = set(range(30 * BATCH)) - set(samples)
+    assert len(left) < BATCH and min(left, default=30 * BATCH) >= 29 * BATCH
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder

@@ -1,0 +1,112 @@
+"""A resumed run equals the one that was not interrupted, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.host.layouts import GATHER, LAYOUTS
+from tests.host.runs import EditRun, run_edit
+
+HOOK = "tests.host.spy_resume:record_all"
+ITERATIONS = 12
+# Two steps of warm-up, a sync every three: 1 is in warm-up, 2 the switch, 5 a sync, 6 and 7 not.
+MOMENTS = {"in-warm-up": 1, "at-the-switch": 2, "at-a-sync": 5, "in-mid-round": 7}
+DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
+CORE = ("plain", "tp2-pp2")
+
+
+def facts(folder: Path, world_size: int) -> list[dict[str, Any]]:
+    """What the ranks recorded at the end: parameters, outer and inner state, where they stood."""
+    found = []
+    for rank in range(world_size):
+        outer = json.loads((folder / f"outer-{rank}.json").read_text())
+        found.append(
+            outer | {"digest": json.loads((folder / f"rank-{rank}.json").read_text())["digest"]}
+        )
+    return found
+
+
+def records(folder: Path, rank: int) -> dict[str, Any]:
+    """What one rank recorded on the way."""
+    found: dict[str, Any] = json.loads((folder / f"rank-{rank}.json").read_text())
+    return found
+
+
+def assert_continues(whole: Path, resumed: Path, step: int, world_size: int) -> None:
+    """The resumed run ends where the whole one does, by the same steps with the same data."""
+    assert facts(resumed, world_size) == facts(whole, world_size)
+    for rank in range(world_size):
+        before, after = records(whole, rank), records(resumed, rank)
+        for name in ("losses", "grad_norms"):
+            late = {i: v for i, v in before[name].items() if int(i) > step}
+            assert after[name] == late
+        if after["batches"]:
+            assert before["batches"][-len(after["batches"]) :] == after["batches"]
+
+
+def assert_same_syncs(whole: EditRun, resumed: EditRun) -> None:
+    """Norms, scores, weights and digests of the syncs that both runs made."""
+    after = {line["round"]: line for line in resumed.syncs}
+    before = {line["round"]: line for line in whole.syncs if line["round"] in after}
+    for number, line in after.items():
+        for name in ("norms", "z", "weights", "clip", "inner_steps", "samples", "iteration"):
+            assert line[name] == before[number][name], name
+    assert resumed.digests(0) == whole.digests(0)[-len(after) :]
+
+
+def both_runs(folder: Path, step: int, ranks: int, replicas: int, **flags: Any) -> None:
+    """Train with saves at every step; train again from the checkpoint of `step`; compare."""
+    settings = {
+        "train_iters": ITERATIONS, "lr_decay_style": "cosine", "lr_warmup_iters": 3,
+        "edit_anomaly_warmup_syncs": 1, **flags,
+    }  # fmt: skip
+    whole, resumed, saves = folder / "whole", folder / "resumed", folder / "saves"
+    for path in (whole, resumed):
+        path.mkdir()
+    world = ranks * replicas
+    first = run_edit(
+        whole, world, replicas, before=HOOK, save=saves, save_interval=step,
+        save_retain_interval=None, **settings,
+    )  # fmt: skip
+    second = run_edit(resumed, world, replicas, before=HOOK, load=saves, ckpt_step=step, **settings)
+    assert_continues(whole, resumed, step, world)
+    assert_same_syncs(first, second)
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_resume_equals_the_uninterrupted_run(tmp_path: Path, moment: str) -> None:
+    """With dropout and a schedule: catches any state that a checkpoint forgets, at any moment."""
+    both_runs(tmp_path, MOMENTS[moment], 1, 2, **DROPOUT)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(x, marks=[] if x in CORE else [pytest.mark.full]) for x in LAYOUTS],
+)
+def test_resume_on_every_layout(tmp_path: Path, layout: str) -> None:
+    """In mid-round, where everything is needed: shards, stages, experts, buffers."""
+    ranks, flags = LAYOUTS[layout]
+    both_runs(tmp_path, MOMENTS["in-mid-round"], ranks, 2, **flags)
+
+
+@pytest.mark.parametrize("moment", ["at-a-sync", "in-mid-round"])
+def test_resume_in_overlap_with_offload(tmp_path: Path, moment: str) -> None:
+    """Units that have not landed when the save begins, and state that lives on the host."""
+    both_runs(
+        tmp_path, MOMENTS[moment], 2, 2, edit_sync_mode="overlap", edit_offload=True,
+        bf16=True, **DROPOUT, **GATHER,
+    )  # fmt: skip
+
+
+def test_saving_changes_nothing(tmp_path: Path) -> None:
+    """A save at every step, in mid-round too: the same run as without."""
+    plain, saving = tmp_path / "plain", tmp_path / "saving"
+    for folder, flags in ((plain, {}), (saving, {"save": tmp_path / "saves", "save_interval": 1})):
+        folder.mkdir()
+        run_edit(folder, 2, 2, before=HOOK, train_iters=ITERATIONS, **DROPOUT, **flags)
+    assert facts(plain, 2) == facts(saving, 2)
+    assert records(plain, 0)["losses"] == records(saving, 0)["losses"]

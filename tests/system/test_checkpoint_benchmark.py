@@ -1,0 +1,215 @@
+"""benchmarks/checkpoints.py: its sums on made-up numbers, and a small run.
+
+Would catch: files counted in the wrong part, a checkpoint that not all ranks have come back from, a
+first save that is timed, runs compared across turns or modes, time that is counted in a span and in
+the one around it, and a mark that passes the wrong way round.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from checkpoint_parts.analysis import Analysis, limit_bytes  # noqa: E402
+from checkpoint_parts.kinds import (  # noqa: E402
+    ALL,
+    AT_SYNC,
+    KINDS,
+    LEADER,
+    MID_ROUND,
+    STOCK_ALL,
+    STOCK_ONE,
+    Case,
+    timed_cases,
+    weighed_cases,
+)
+from checkpoint_parts.pretrain_saving import COMPLETE, Notes, WatchedOutput  # noqa: E402
+from checkpoint_parts.readings import (  # noqa: E402
+    OTHERS,
+    OUTER,
+    OWN,
+    REST,
+    Measurement,
+    Save,
+    read_notes,
+    saves_of,
+    weigh,
+)
+from checkpoint_parts.report import markdown  # noqa: E402
+from overlap_parts.kinds import Model  # noqa: E402
+
+BASE = Case(ALL, "bf16", False, 2, 1, Model(), interval=6, num_saves=2, pause=0.1)
+PARAMETERS = 100
+
+
+def save(position: str, stall: float, own: int, outer: int = 0, others: int = 0) -> Save:
+    """Of two ranks; bytes per parameter."""
+    sizes = {OWN: own, OUTER: outer, OTHERS: others, REST: 0}
+    return Save(
+        iteration=6,
+        position=position,
+        num_bytes={part: PARAMETERS * size for part, size in sizes.items()},
+        stalls=[0.1, stall],
+        spans={"": 0.1 * stall, "save": 0.1 * stall, "save/write": 0.8 * stall},
+        complete=2 * stall,
+        finalized=0.0,
+    )
+
+
+def run(kind: str, turn: int | None, saves: list[Save], *, is_async: bool = False) -> Measurement:
+    """A run of a kind."""
+    case = next(c for c in timed_cases(BASE, [kind]) if c.is_async == is_async)
+    return Measurement(case, turn, PARAMETERS, saves, [0.0, 0.0])
+
+
+def test_what_is_run() -> None:
+    """`all` saves in mid-round and at syncs in turn; `leader` only at syncs, unless asked late."""
+    flags = {case.name: case.flags("F") for case in timed_cases(BASE, KINDS)}
+    assert len(flags) == 8
+    for case in timed_cases(BASE, KINDS):
+        words = case.flags("F")
+        assert ("--async-save" in words) == case.is_async
+        assert ("--use-edit" in words) == (case.kind in (LEADER, ALL))
+        assert case.tau == {ALL: 12}.get(case.kind, 6) and case.warmup_steps == 0
+        assert case.world_size == (1 if case.kind == STOCK_ONE else 2)
+    weighed = weighed_cases(BASE, KINDS, precisions=["fp32"], replicas=[4])
+    assert len({case.name for case in weighed} | flags.keys()) == 8 + 3 + 2 + 1
+    late = weighed[-1]
+    syncs = {late.warmup_steps + late.tau * number for number in range(1, 9)}
+    assert late.kind == LEADER and not syncs & set(range(0, 99, late.interval))
+
+
+def test_bytes_by_part(tmp_path: Path) -> None:
+    """Every file belongs to one part."""
+    sizes = {
+        "metadata.json": 1, "__0_0.distcp": 20, "edit/edit.json": 300, "edit/random/r0.pt": 4000,
+        "edit/outer/__0_0.distcp": 50000, "edit/replica_1/__0_0.distcp": 600000,
+    }  # fmt: skip
+    for name, size in sizes.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(bytes(size))
+    assert weigh(tmp_path) == {OWN: 21, OUTER: 50000, OTHERS: 600000, REST: 4300}
+
+
+def test_saves_from_notes(tmp_path: Path) -> None:
+    """Only what is complete on all ranks; half a line does not count."""
+    iteration = tmp_path / "iter_0000006" / "edit"
+    iteration.mkdir(parents=True)
+    (iteration / "edit.json").write_text(json.dumps({"has_anchor": True}))
+    first: list[dict[str, Any]] = [
+        {"save": 6, "began": 10.0, "ended": 11.0, "spans": {"": 1.0}},
+        {"finalize": 0.2, "began": 11.5},
+        {"complete": 6, "at": 12.0},
+        {"finalize": 0.7, "began": 12.5},
+        {"save": 12, "began": 20.0, "ended": 21.0, "spans": {"": 1.0}},
+        {"complete": 12, "at": 22.0},
+    ]
+    second = [{"save": 6, "began": 9.5, "ended": 11.5, "spans": {"": 2.0}}]
+    (found,) = saves_of([first, second], tmp_path)
+    assert found.stalls == [1.0, 2.0] and found.stall == 2.0 and found.spans == {"": 2.0}
+    assert (found.complete, found.finalized, found.position) == (2.5, 0.2, MID_ROUND)
+    file = tmp_path / "notes"
+    assert read_notes(file) == []
+    file.write_text('{"complete": 6, "at": 1.0}\n{"complete"')
+    assert read_notes(file) == [{"complete": 6, "at": 1.0}]
+
+
+def test_spans_add_up() -> None:
+    """Each counts its own time; outside of a save nothing is counted."""
+    file = io.StringIO()
+    notes = Notes(file)
+    inner = notes.spanned(lambda: time.sleep(0.02), "inner")
+    outer = notes.spanned(lambda: (inner(), time.sleep(0.01)), "outer")
+    inner()
+    assert notes._spans == {}
+    notes.spanned(outer, "")()
+    assert set(notes._spans) == {"", "outer", "outer/inner"}
+    assert notes._spans["outer/inner"] >= 0.02
+    assert 0.01 <= notes._spans["outer"] < 0.02 and notes._spans[""] < 0.01
+    console = io.StringIO()
+    watched = WatchedOutput(console, COMPLETE, notes)
+    print("[edit] checkpoint of iteration 12 is complete: F (form all)", file=watched)
+    print("[edit] checkpoint of iteration 18 waits", file=watched)
+    assert console.getvalue().count("\n") == 2
+    (line,) = file.getvalue().splitlines()
+    assert json.loads(line)["complete"] == 12
+
+
+def test_limits() -> None:
+    """Bytes per parameter."""
+    assert limit_bytes(STOCK_ONE, "bf16", 2, "") == 14
+    assert limit_bytes(LEADER, "bf16", 4, AT_SYNC) == 18
+    assert limit_bytes(ALL, "fp32", 3, MID_ROUND) == 3 * 16 + 8
+
+
+def test_ratios_and_marks() -> None:
+    """Of one turn and one mode, without the first save, of the rank that stalled longest."""
+    runs = []
+    for turn, drift in enumerate((1.0, 2.0, 4.0)):
+        stock, one = save("", drift, 14), save("", 9.0, 14)
+        runs += [
+            run(STOCK_ONE, turn, [one, stock, stock]),
+            run(STOCK_ALL, turn, [one, save("", 0.5 * drift, 14)]),
+            run(LEADER, turn, [one, save(AT_SYNC, (1.0 + 0.1 * turn) * drift, 14, 4)]),
+            run(
+                ALL, turn, [save(MID_ROUND, 9.0, 14, 8, 14), save(AT_SYNC, 1.5 * drift, 14, 4, 14)]
+            ),
+        ]
+    runs.append(run(LEADER, 0, [one, save(AT_SYNC, 7.0, 14, 4)], is_async=True))
+    analysis = Analysis(runs)
+    timings = {(t.kind, t.is_async, t.position): t for t in analysis.timings()}
+    leader = timings[LEADER, False, AT_SYNC]
+    assert leader.of_one is not None and leader.of_all is not None
+    assert vars(leader.of_one) == pytest.approx({"min": 1.0, "median": 1.1, "max": 1.2})
+    assert leader.of_all.median == pytest.approx(2.2)
+    assert leader.spans == pytest.approx({"rest": 0.44, "write": 1.76})
+    assert leader.complete.median == pytest.approx(4.4)
+    assert timings[LEADER, True, AT_SYNC].of_one is None
+    assert (ALL, False, MID_ROUND) not in timings
+    weights = {(w.kind, w.position): w for w in analysis.weights()}
+    heavy, light = weights[ALL, MID_ROUND], weights[LEADER, AT_SYNC]
+    assert heavy.parts == {OWN: 14, OUTER: 8, OTHERS: 14, REST: 0} and heavy.limit == 36
+    assert heavy.of_stock is not None and light.of_stock is not None
+    assert heavy.of_stock.median == pytest.approx(36 / 14)
+    assert light.of_stock.max == pytest.approx(18 / 14)
+    verdicts = analysis.verdicts()
+    assert [v.passes for v in verdicts] == [True, True, True, False, False, False]
+    text = markdown(analysis.weights(), analysis.timings(), verdicts)
+    *tables, marks = text.split("\n\n")
+    for table in tables:
+        assert len({line.count("|") for line in table.splitlines()}) == 1
+    assert [line.endswith("pass") for line in marks.splitlines()] == [v.passes for v in verdicts]
+
+
+@pytest.mark.full
+def test_a_small_run(tmp_path: Path) -> None:
+    """Real saves: the bytes are those that the method needs, and little more."""
+    output = tmp_path / "checkpoints.json"
+    script = str(ROOT / "benchmarks/checkpoints.py")
+    argv = [sys.executable, script, "--quick", "--output", str(output), "--folder", str(tmp_path)]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert output.with_suffix(".png").stat().st_size > 10_000
+    record = json.loads(output.read_text())
+    assert not record["failures"]
+    assert not list(tmp_path.glob("checkpoints-*"))
+    assert {(w["kind"], w["position"]) for w in record["bytes"]} == {
+        (STOCK_ONE, ""), (LEADER, AT_SYNC), (ALL, AT_SYNC), (ALL, MID_ROUND)
+    }  # fmt: skip
+    for weight in record["bytes"]:
+        assert weight["limit"] <= weight["total"]["median"] <= 1.1 * weight["limit"]
+    for one in record["measurements"]:
+        for each in one["saves"]:
+            assert sum(each["spans"].values()) == pytest.approx(max(each["stalls"]), abs=1e-3)
+            handed = any(path.endswith("hand over") for path in each["spans"])
+            assert handed == one["case"]["is_async"]
