@@ -19,6 +19,8 @@ _STOCK_MARK = "metadata.json"  # what Megatron writes last
 _FINAL = re.compile(r"^iter_(\d{7,})$")
 _PARTIAL = re.compile(r"^\.iter_(\d{7,})\.[0-9a-z]+\.partial$")
 _REPLACED = re.compile(r"^\.iter_(\d{7,})\.[0-9a-z]+\.replaced$")
+_REMOVED = re.compile(r"^\.iter_(\d{7,})\.[0-9a-z]+\.removed$")
+_ITERATION = re.compile(r"^\d{1,18}$", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,14 @@ def manifest_of(checkpoint: Path) -> Path:
     return checkpoint / EDIT / MANIFEST
 
 
+def write_durably(path: Path, text: str) -> None:
+    """Write a small file that is to outlive a loss of power."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 @dataclass(frozen=True)
 class CheckpointFolder:
     """What `--save` and `--load` name.
@@ -70,7 +80,7 @@ class CheckpointFolder:
             text = (self.root / TRACKER).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError):
             return None
-        return text if text == "release" or text.isdecimal() else None
+        return text if text == "release" or _ITERATION.match(text) else None
 
     def commit(self, iteration: int, job: str) -> int | None:
         """Turn a partial checkpoint, whose manifest is there, into a complete one.
@@ -80,28 +90,36 @@ class CheckpointFolder:
         """
         partial, final = self.partial(iteration, job), self.final(iteration)
         if final.exists():  # saved again, after a resume from an earlier one
-            old = self.root / f".iter_{iteration:07d}.{job}.replaced"
+            old = self.root / f".{final.name}.{job}.replaced"
             final.rename(old)
             partial.rename(final)
-            shutil.rmtree(old, ignore_errors=True)
+            self._remove(old, job)
         else:
             partial.rename(final)
         before = self.tracked()
         self._track(iteration, job)
-        (final / EDIT / LISTED).touch()
+        for path in self._entries():
+            if _FINAL.match(path.name) and manifest_of(path).is_file():
+                (path / EDIT / LISTED).touch()
         self._sweep(job)
-        return int(before) if before is not None and before.isdecimal() else None
+        return int(before) if before not in (None, "release") else None
+
+    def remove(self, iteration: int, job: str) -> None:
+        """Remove a checkpoint, never leaving half of it under its name."""
+        self._remove(self.final(iteration), job)
 
     def heal(self) -> list[Path]:
-        """Finish what a crash between two renames has left; the checkpoints that came back."""
+        """Finish what a crash between two renames has left; the checkpoints that came back.
+
+        Does nothing in a folder that cannot be written to.
+        """
         healed = []
         for pattern in (_PARTIAL, _REPLACED):  # in this order: the newer copy wins
-            for path in self._entries():
-                found = pattern.match(path.name)
-                if found is None or not manifest_of(path).is_file():
-                    continue
-                final = self.final(int(found.group(1)))
-                if not final.exists():
+            left = [p for p in self._entries() if pattern.match(p.name)]
+            whole = [path for path in left if manifest_of(path).is_file()]
+            for path in sorted(whole, key=lambda p: manifest_of(p).stat().st_mtime, reverse=True):
+                final = self.root / path.name[1:].partition(".")[0]
+                if not final.exists() and os.access(self.root, os.W_OK):
                     path.rename(final)
                     healed.append(final)
         return healed
@@ -116,7 +134,7 @@ class CheckpointFolder:
         if tracked == "release" and (self.root / "release").is_dir():
             return Found(self.root / "release", None, has_manifest=False)
         complete = {found.iteration: found for found in self._complete()}
-        named = complete.get(int(tracked)) if tracked is not None and tracked.isdecimal() else None
+        named = None if tracked in (None, "release") else complete.get(int(tracked))
         others = [f for f in complete.values() if named is None or not _is_listed(f)]
         candidates = others if named is None else [named, *others]
         return max(candidates, key=lambda found: found.iteration or 0, default=None)
@@ -145,23 +163,29 @@ class CheckpointFolder:
         """Whether Megatron finished it. Other formats than `torch_dist` leave no mark: who the
         tracker names is complete."""
         tracked = self.tracked()
-        is_named = tracked is not None and tracked.isdecimal()
-        return (path / _STOCK_MARK).is_file() or (
-            is_named and self.final(int(tracked or 0)) == path
-        )
+        is_named = tracked not in (None, "release") and self.final(int(tracked)) == path
+        return path.is_dir() and ((path / _STOCK_MARK).is_file() or is_named)
 
     def _track(self, iteration: int, job: str) -> None:
         """Replace the tracker at once: Megatron's own way leaves it empty for a moment."""
         new = self.root / f".{TRACKER}.{job}"
-        new.write_text(str(iteration), encoding="utf-8")
+        write_durably(new, str(iteration))
         os.replace(new, self.root / TRACKER)
+
+    def _remove(self, path: Path, job: str) -> None:
+        going = self.root / f".{path.name.lstrip('.').partition('.')[0]}.{job}.removed"
+        shutil.rmtree(going, ignore_errors=True)
+        path.rename(going)
+        shutil.rmtree(going, ignore_errors=True)
 
     def _sweep(self, job: str) -> None:
         """Remove what crashed saves of other jobs have left."""
         for path in self._entries():
-            left = _PARTIAL.match(path.name) or _REPLACED.match(path.name)
-            if left is not None and path.name.split(".")[-2] != job:
+            left = any(pattern.match(path.name) for pattern in (_PARTIAL, _REPLACED, _REMOVED))
+            if left and path.name.split(".")[-2] != job:
                 shutil.rmtree(path, ignore_errors=True)
+            elif path.name.startswith(f".{TRACKER}."):
+                path.unlink(missing_ok=True)
 
     def _entries(self) -> list[Path]:
         try:

@@ -140,7 +140,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         body = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(str(path), f"cannot be read ({error.strerror})", REMEDY) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(str(path), "is broken: it is not JSON", REMEDY) from error
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise UsageError(str(path), f"is not the manifest of a {FORMAT}", REMEDY)
@@ -155,7 +155,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise UsageError(str(path), "is not what was saved (its checksum differs)", REMEDY)
     try:
         return _manifest({k: v for k, v in body.items() if k not in ("format", "version")})
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UsageError(str(path), f"is broken: {_one_line(error)}", REMEDY) from error
 
 

@@ -23,12 +23,14 @@ class Run:
         num_replicas: N.
         is_timed: whether replicas run at their own speeds.
         batch: samples of one step of all replicas.
+        chunk: samples of one micro-batch of a replica.
         target: samples of the whole training.
     """
 
     num_replicas: int
     is_timed: bool
     batch: int
+    chunk: int
     target: int
 
     @property
@@ -75,12 +77,14 @@ def plan_resume(manifest: Manifest, run: Run) -> ResumePlan:
     """Plan it.
 
     Raises:
-        ValueError: the manifest contradicts itself, or holds more than this run is to train.
+        ValueError: the manifest contradicts itself, or its replicas with clocks have consumed
+            more than this run is to train.
     """
     order = SampleOrder(manifest.order_start, manifest.displaced)
-    dealing = _same_dealing(manifest, run, order)
-    if manifest.num_replicas == run.num_replicas and (dealing is not None) == run.is_timed:
-        return ResumePlan(True, manifest.replicas, order, manifest.samples, dealing, None)
+    if _is_same(manifest, run):
+        dealing = _same_dealing(manifest, run, order)
+        if dealing is not None or not run.is_timed:
+            return ResumePlan(True, manifest.replicas, order, manifest.samples, dealing, None)
     if manifest.is_warmup:
         steps = manifest.replicas[0].step
         entries = _entries(run, steps, manifest.samples, manifest.replicas[0].schedule_position)
@@ -88,15 +92,29 @@ def plan_resume(manifest: Manifest, run: Run) -> ResumePlan:
     return _begin_anew(manifest, run, order)
 
 
+def _is_same(manifest: Manifest, run: Run) -> bool:
+    """Whether the replicas may go on from where each was: they share the samples as before."""
+    was_timed = manifest.ledger is not None
+    if manifest.num_replicas != run.num_replicas or (
+        was_timed != run.is_timed and not manifest.is_warmup
+    ):
+        return False
+    is_together = len({entry.step for entry in manifest.replicas}) == 1
+    shares = (manifest.batch, manifest.chunk) == (run.batch, run.chunk)
+    return manifest.batch == run.batch if was_timed else shares or is_together
+
+
 def _same_dealing(manifest: Manifest, run: Run, order: SampleOrder) -> Dealing | None:
-    """The dealing that was under way, if it can go on."""
-    dealing = dealing_of(manifest)
-    if dealing is None or not run.is_timed or manifest.batch != run.batch:
+    """The dealing that was under way, if it can go on: with another target, a final one cannot."""
+    if (dealing := dealing_of(manifest)) is None:
         return None
     target = (run.target - order.start) // run.block
-    if target == dealing.target:
-        return dealing
-    return None if dealing.is_final else replace(dealing, target=target)
+    if target != dealing.target:
+        if dealing.is_final:
+            return None
+        dealing = replace(dealing, target=target)
+        dealing.settle([entry.inner_steps for entry in manifest.replicas])  # raises beyond it
+    return dealing
 
 
 def _begin_anew(manifest: Manifest, run: Run, order: SampleOrder) -> ResumePlan:

@@ -63,7 +63,7 @@ class DetectorState:
         """From what a checkpoint keeps: the fields as lists [N][U].
 
         Raises:
-            KeyError, ValueError: a field is missing, or is no table.
+            KeyError, TypeError, ValueError: a field is missing, or is no table of numbers.
         """
         reals, counts = ("mean", "variance"), ("updates", "accepted", "rejected")
         return cls(

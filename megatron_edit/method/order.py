@@ -7,8 +7,11 @@ consumption, and all but the left ones keep their own.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
 
 from megatron_edit.method.ledger import Dealing
 
@@ -29,7 +32,9 @@ class SampleOrder:
     displaced: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        if self.start < 0 or any(low >= high or low < 0 for low, high in self.displaced):
+        bounds = [0, *(bound for pair in self.displaced for bound in pair), self.end]
+        is_ascending = all(low <= high for low, high in pairwise(bounds))
+        if self.start < 0 or not is_ascending or any(low == high for low, high in self.displaced):
             raise ValueError(f"order of samples: start {self.start}, displaced {self.displaced}")
 
     @property
@@ -39,20 +44,26 @@ class SampleOrder:
 
     def sample(self, number: int) -> int:
         """The sample that comes as the `number`-th, both from 0."""
-        if not self.start <= number < self.end:
+        if not self.start <= number < self._end:
             return number
-        passed = self.start
-        for low, high in self.displaced:
-            if number < passed + high - low:
-                return low + number - passed
-            passed += high - low
-        raise AssertionError("within the order, but in none of its ranges")
+        place = bisect_right(self._first_numbers, number) - 1
+        return self.displaced[place][0] + number - self._first_numbers[place]
 
     def samples(self, low: int, high: int) -> list[tuple[int, int]]:
         """Ranges of samples that come as numbers `low` ... `high` - 1."""
-        if high <= self.start or low >= self.end:
+        if high <= self.start or low >= self._end:
             return [(low, high)]
-        return _ranges(self.sample(number) for number in range(low, high))
+        return _joined((sample, sample + 1) for sample in map(self.sample, range(low, high)))
+
+    @cached_property
+    def _end(self) -> int:
+        return self.end
+
+    @cached_property
+    def _first_numbers(self) -> list[int]:
+        """Of each range of `displaced`."""
+        sizes = (high - low for low, high in self.displaced)
+        return list(accumulate(sizes, initial=self.start))[:-1]
 
 
 IN_ORDER = SampleOrder()
@@ -79,8 +90,8 @@ def after_counted_steps(
         for replica, count in enumerate(steps)
         if step >= count
     ]
-    consumed = start + batch // len(steps) * sum(steps)
-    return _displacing(order, consumed, ((number, number + chunk) for number in left))
+    ranges = [(number, number + chunk) for number in left]
+    return _displacing(order, ranges, start + max(steps) * batch)
 
 
 def after_dealing(
@@ -95,20 +106,20 @@ def after_dealing(
         block: samples of a block.
     """
     settled = dealing.settle(steps)
-    left = (
+    left = [
         (order.start + hole * block, order.start + (hole + 1) * block) for hole in settled.holes
-    )
-    consumed = order.start + (settled.frontier - len(settled.holes)) * block
-    return _displacing(order, consumed, left)
+    ]
+    return _displacing(order, left, order.start + settled.frontier * block)
 
 
-def _displacing(order: SampleOrder, consumed: int, left: Iterable[tuple[int, int]]) -> SampleOrder:
-    ranges = [pair for low, high in left for pair in order.samples(low, high)]
+def _displacing(order: SampleOrder, left: list[tuple[int, int]], frontier: int) -> SampleOrder:
+    """The order after all numbers below `frontier` but those in `left` are consumed."""
+    if frontier < order.end:  # of what the last order had displaced, some is still to come
+        left = [*left, (frontier, order.end)]
+        frontier = order.end
+    consumed = frontier - sum(high - low for low, high in left)
+    ranges = sorted(pair for low, high in left for pair in order.samples(low, high))
     return SampleOrder(consumed, tuple(_joined(ranges)))
-
-
-def _ranges(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    return _joined((number, number + 1) for number in numbers)
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -1,5 +1,7 @@
 """Hooks that kill ranks while a checkpoint is saved, at a moment of time or at a call.
 
+And one, without settings, that lets a rank come late to a load.
+
 Settings, beside `SPY_DIR`: `SPY_SAVE` is the number of the save in this run, from 1 on, and
 `SPY_VICTIMS` lists the ranks that die, separated by commas. `SPY_DIR` keeps, over several runs,
 how long the last whole save took, and which iterations were begun to be saved.
@@ -56,6 +58,23 @@ def kill_at_call() -> None:
     if os.environ["RANK"] == "0":
         threading.setprofile(_Watcher().begin)
     _note_pid()
+
+
+def come_late() -> None:
+    """Let rank 1 be late after the process groups are there; the ranks that refuse leave soon."""
+    import megatron.training.initialize as initialize
+
+    from tests.host.spy import hurry
+
+    hurry()
+    build = initialize._compile_dependencies
+
+    def late() -> None:
+        time.sleep(2)
+        build()
+
+    if os.environ["RANK"] == "1":
+        initialize._compile_dependencies = late
 
 
 def _watch_saves(number: int | None) -> None:

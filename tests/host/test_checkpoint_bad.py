@@ -60,10 +60,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return found
 
 
-def load(folder: Path, **flags: object) -> TrainResult:
+def load(folder: Path, hook: str = "spy:hurry", **flags: object) -> TrainResult:
     """Go on with two replicas from a folder, for two steps, if it lets us."""
     argv = edit_flags(2, **{**LENGTH, "exit_interval": 6, "load": folder, **flags})
-    return train(argv, 2, before="tests.host.spy:hurry", check=False, timeout=60)
+    return train(argv, 2, before=f"tests.host.{hook}", check=False, timeout=60)
 
 
 def contents(folder: Path) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def contents(folder: Path) -> dict[str, Any]:
     return found
 
 
-def assert_refused(folder: Path, *named: str, **flags: object) -> None:
+def assert_refused(folder: Path, *named: str, **flags: Any) -> None:
     """Refused in one line that holds all of `named` and a remedy; the folder is as it was."""
     before = contents(folder)
     ranks = load(folder, **flags).ranks
@@ -232,6 +232,13 @@ def test_a_damaged_stock_checkpoint(saved: Saved, tmp_path: Path, damage: str, n
 def test_a_step_that_is_not_there(saved: Saved) -> None:
     """Catches another checkpoint that is loaded in the place of the one asked for."""
     assert_refused(saved.good, "--ckpt-step 3", "iter_0000003", ckpt_step=3)
+
+
+@pytest.mark.full
+def test_a_rank_that_comes_late(saved: Saved) -> None:
+    """The first rank has refused already when another gets to the load: catches one that finds
+    the store gone, and reports that."""
+    assert_refused(saved.good, "--ckpt-step 3", ckpt_step=3, hook="spy_kill:come_late")
 
 
 @pytest.mark.full

@@ -107,6 +107,37 @@ def test_clocks_go_on(tmp_path: Path, moment: str) -> None:
         assert sorted(both) == sorted(consumed(tmp_path / "whole")) == list(range(40 * 8))
 
 
+@pytest.mark.parametrize("pace", ["edit", "a-edit"])
+def test_a_replica_that_waited_goes_back_to_its_meeting(tmp_path: Path, pace: str) -> None:
+    """The slow replica is signalled while the fast one waits at a meeting, where an evaluation and
+    a save are due, too: the meeting takes place after the resume, before any step. Catches a step
+    too many, a meeting missed, a schedule that has run ahead."""
+    saves = tmp_path / "saves"
+    every = 12 if pace == "edit" else 3
+    flags: dict[str, Any] = {
+        "global_batch_size": 8, "train_iters": 24, "lr_decay_style": "cosine", **DROPOUT,
+        "eval_interval": every, "eval_iters": 1, "exit_signal_handler": True,
+    }  # fmt: skip
+    env = {"SPY_FACTORS": "[1, 1]", "SPY_STEP": "7", "SPY_SLEEP": "[0, 0.3]"}
+    clock = "script_clock," if pace == "a-edit" else ""
+    if pace == "a-edit":
+        flags |= {**AEDIT, "edit_sync_seconds": 10}
+    else:
+        flags["edit_sync_interval"] = 10
+    for name, hooks, extra in (
+        ("a", f"{clock}slow,signal_one", {"save": saves, "save_interval": every}),
+        ("b", clock, {"load": saves, "save": tmp_path / "more", "save_interval": every}),
+        ("whole", clock, {}),
+    ):
+        hooked = {"SPY_HOOKS": hooks.rstrip(","), **env}
+        run_edit(made(tmp_path / name), 2, 2, before=HOOK, env=hooked, **flags, **extra)
+    first, second = manifest(saves, newest(saves))["replicas"]
+    assert first["is_waiting"] and not second["is_waiting"] and first["step"] > second["step"]
+    assert facts(tmp_path / "b", 2) == facts(tmp_path / "whole", 2)
+    losses = [(tmp_path / name / "loss.jsonl").read_text() for name in ("b", "whole")]
+    assert pace == "a-edit" or losses[0].splitlines() == losses[1].splitlines()[-22:]
+
+
 def test_real_clocks_lose_no_sample(tmp_path: Path) -> None:
     """A-EDiT with the real clock, stopped and resumed: the ledger is exact, the digests equal."""
     flags = {**AEDIT, "edit_sync_seconds": 0.4, "train_iters": 60, "global_batch_size": 8,

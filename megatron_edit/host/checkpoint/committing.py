@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import shutil
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -20,7 +19,14 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_edit.checkpoint.files import FileRecord, files_under, record_of
-from megatron_edit.checkpoint.folder import EDIT, OUTER, TRACKER, CheckpointFolder, manifest_of
+from megatron_edit.checkpoint.folder import (
+    EDIT,
+    OUTER,
+    TRACKER,
+    CheckpointFolder,
+    manifest_of,
+    write_durably,
+)
 from megatron_edit.checkpoint.folder import replica_folder as folder_of
 from megatron_edit.checkpoint.manifest import Manifest, ReplicaEntry
 from megatron_edit.errors import EditError, ReplicaLostError
@@ -138,7 +144,7 @@ class Committer:
         store.set(_key(part.name, place.replica, place.rank), json.dumps(piece))
         if place.global_rank == 0:
             manifest = self._gather(part, store)
-            manifest_of(part.partial).write_text(manifest.text(), encoding="utf-8")
+            write_durably(manifest_of(part.partial), manifest.text())
             _finish(part)
 
     def _gather(self, part: Part, store: dist.Store) -> Manifest:
@@ -186,8 +192,8 @@ def _finish(part: Part) -> None:
     keep = part.retain_interval
     if keep is not None and before and before != iteration and before % keep:
         old = part.folder.final(before)
-        if not old.is_symlink():
-            shutil.rmtree(old, ignore_errors=True)
+        if old.is_dir() and not old.is_symlink():
+            part.folder.remove(before, part.job)
             say(f"removed the checkpoint of iteration {before} (--save-retain-interval {keep})")
 
 

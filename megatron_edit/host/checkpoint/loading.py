@@ -156,10 +156,12 @@ class LoadControl:
     # ---- our part
 
     def _run(self, args: Namespace) -> Run:
+        replicas = self._world.placement.num_replicas
         return Run(
-            num_replicas=self._world.placement.num_replicas,
+            num_replicas=replicas,
             is_timed=STRATEGIES[self._config.strategy].is_timed,
             batch=args.global_batch_size,
+            chunk=args.micro_batch_size * (args.data_parallel_size // replicas),
             target=args.train_iters * args.global_batch_size,
         )
 
@@ -245,7 +247,10 @@ def _detectors(path: Path, manifest: Manifest, units: tuple[str, ...]) -> Detect
             f"has the units {', '.join(manifest.units)}, this model has {', '.join(units)}",
             "load a checkpoint of this model",
         )
-    saved = DetectorState.of_lists(manifest.detectors)
+    try:
+        saved = DetectorState.of_lists(manifest.detectors)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(str(path), f"detectors are broken: {error}", REMEDY) from error
     columns = [manifest.units.index(unit) for unit in units]
     return DetectorState(**{name: table[:, columns] for name, table in vars(saved).items()})
 
