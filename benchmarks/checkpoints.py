@@ -2,8 +2,9 @@
 
     python benchmarks/checkpoints.py --output benchmarks/results/checkpoints.json
 
-Ranks of this machine train a GPT whose bytes outweigh all else, and save every few steps; each step
-sleeps a while, so that the cores are idle as where GPUs train. Compared are EDiT with
+Ranks of this machine train a GPT whose bytes outweigh all else, and save every few steps; steps
+sleep, so that the cores are mostly idle while a checkpoint is written in the background, as where
+GPUs train. Compared are EDiT with
 `--edit-inner-state leader` and `all`, and stock Megatron with as many ranks as one replica and as
 all replicas together (`checkpoint_parts/kinds.py`), with and without `--async-save`, all with the
 distributed optimizer and `torch_dist`. All kinds run in turn, several times, in reversed order in
@@ -37,9 +38,11 @@ from checkpoint_parts.runs import Bench, RunFailedError
 from overlap_parts.kinds import Model
 from overlap_parts.report import environment
 
+DISTURBED_SHARE = 0.5  # of the cores in use by others, right after a run
 QUICK: dict[str, Any] = {
     "layers": 2, "hidden_size": 128, "repeats": 1, "saves": 2, "more_replicas": "",
-    "more_precisions": "", "pause_ms": 10.0, "kinds": "stock-one,leader,all", "interval": 4,
+    "more_precisions": "", "pause_ms": 10.0, "async_pause_ms": 200.0,
+    "kinds": "stock-one,leader,all",
 }  # fmt: skip
 
 
@@ -68,12 +71,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--ranks-per-replica", type=int, default=1, help="(default: 1)")
     add("--layers", type=int, default=4, help="of the model (default: 4)")
     add("--hidden-size", type=int, default=640, help="of the model (default: 640)")
-    add("--interval", type=int, default=6, help="steps between two saves; even (default: 6)")
-    add("--saves", type=int, default=4, help="timed in a run, after the first (default: 4)")
-    add("--pause-ms", type=float, default=150.0, help="each step sleeps so long (default: 150)")
+    add("--interval", type=int, default=2, help="steps between two saves; even (default: 2)")
+    add("--saves", type=int, default=2, help="timed in a run, after the first (default: 2)")
+    add("--pause-ms", type=float, default=50.0, help="each step sleeps so long (default: 50)")
+    add("--async-pause-ms", type=float, default=2000.0, help="the same with --async-save; long "
+        "enough for a checkpoint to be complete before the next (default: 2000)")  # fmt: skip
     add("--repeats", type=int, default=3, help="turns of all runs (default: 3)")
     add("--folder", type=Path, help="where to write checkpoints (default: the system's for "
         "temporary files)")  # fmt: skip
+    add("--patience", type=float, default=0.0, help="seconds to wait, all in all, for others to "
+        "leave the machine alone (default: 0)")  # fmt: skip
     add("--time-limit", type=float, default=180.0, help="seconds for one run (default: 180)")
     add("--quick", action="store_true", help="a smoke test: small, short and once")
     if "--quick" in argv:
@@ -104,6 +111,7 @@ def base_case(args: argparse.Namespace) -> Case:
         interval=args.interval,
         num_saves=args.saves,
         pause=args.pause_ms / 1e3,
+        async_pause=args.async_pause_ms / 1e3,
     )
 
 
@@ -129,6 +137,8 @@ class Results:
         self.measurements: list[Measurement] = []
         self.disk_speeds: list[float] = []
         self.failures: list[str] = []
+        self.patience: float = args.patience
+        self.num_disturbed = 0  # runs that were thrown away
 
     def write(self) -> None:
         """Write all of it."""
@@ -139,6 +149,7 @@ class Results:
             "marks": [asdict(v) | {"passes": v.passes} for v in analysis.verdicts()],
             "disk_bytes_per_second": self.disk_speeds,
             "measurements": [asdict(measurement) for measurement in self.measurements],
+            "num_disturbed": self.num_disturbed,
             "failures": self.failures,
         }
         self._output.parent.mkdir(parents=True, exist_ok=True)
@@ -150,6 +161,7 @@ def measure_all(args: argparse.Namespace, bench: Bench, results: Results) -> Non
     base = base_case(args)
     cases = timed_cases(base, args.kinds)
     for turn in range(args.repeats):
+        results.patience -= bench.wait_for_quiet(results.patience)
         results.disk_speeds.append(bench.disk_speed())
         say(f"turn {turn + 1}: the disk takes {results.disk_speeds[-1] / 1e6:.0f} MB/s")
         # There and back: a steady drift of the machine then hits all kinds alike.
@@ -162,9 +174,8 @@ def measure_all(args: argparse.Namespace, bench: Bench, results: Results) -> Non
 def measure(bench: Bench, case: Case, turn: int | None, results: Results) -> None:
     """One run."""
     name = f"once, {case.name}" if turn is None else f"turn {turn + 1}, {case.name}"
-    began = time.monotonic()
     try:
-        found = bench.measure(case, turn)
+        found, seconds = undisturbed(bench, case, turn, results)
     except RunFailedError as error:
         print(f"checkpoints: {error}", file=sys.stderr, flush=True)
         results.failures.append(f"{name}: {error}")
@@ -172,9 +183,25 @@ def measure(bench: Bench, case: Case, turn: int | None, results: Results) -> Non
         results.measurements.append(found)
         stalls = " ".join(f"{save.stall:.2f}" for save in found.saves)
         sizes = " ".join(f"{sum(s.num_bytes.values()) / found.parameters:.1f}" for s in found.saves)
-        seconds = time.monotonic() - began
-        say(f"{name}: stalls {stalls} s; {sizes} bytes per parameter; {seconds:.0f} s in all")
+        others = " and ".join(f"{share:.0%}" for share in found.busy)
+        say(f"{name}: stalls {stalls} s; {sizes} bytes per parameter; {seconds:.0f} s in all; "
+            f"others used {others} of the cores")  # fmt: skip
     results.write()
+
+
+def undisturbed(
+    bench: Bench, case: Case, turn: int | None, results: Results
+) -> tuple[Measurement, float]:
+    """A run into which nobody else came, as long as there is patience for another; its seconds."""
+    while True:
+        results.patience -= bench.wait_for_quiet(results.patience)
+        began = time.monotonic()
+        found = bench.measure(case, turn)
+        seconds = time.monotonic() - began
+        if found.busy[1] < DISTURBED_SHARE or results.patience <= 0:
+            return found, seconds
+        results.num_disturbed += 1
+        results.patience -= seconds
 
 
 def say(text: str) -> None:

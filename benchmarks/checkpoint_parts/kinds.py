@@ -41,6 +41,7 @@ class Case:
         interval: iterations between two saves.
         num_saves: that are timed, after the first.
         pause: seconds that each step sleeps: the cores are idle then, as where GPUs train.
+        async_pause: the same with asynchronous saves.
         is_asked_late: leader only: whether saves are asked for in mid-round, and so wait.
     """
 
@@ -53,6 +54,7 @@ class Case:
     interval: int
     num_saves: int
     pause: float
+    async_pause: float
     is_asked_late: bool = False
 
     @property

@@ -51,14 +51,14 @@ class Measurement:
         turn: number of the turn, from 0; None where it was run once, for its bytes.
         parameters: of the model.
         saves: in order; the first is no good for times.
-        load: of the machine, one-minute average before and after.
+        busy: part of the machine's cores that others used, just before and just after.
     """
 
     case: Case
     turn: int | None
     parameters: int
     saves: list[Save]
-    load: list[float]
+    busy: list[float]
 
 
 def read_notes(path: Path) -> list[dict[str, Any]]:

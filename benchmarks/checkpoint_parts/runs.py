@@ -26,6 +26,7 @@ POLL_SECONDS = 0.1
 FIRST_PORT = 27500
 GRACE_SECONDS = 30  # a rank ends itself so long after its time, should nobody else do it
 PROBE_BYTES = 1 << 28
+QUIET_SHARE = 0.2
 
 
 @dataclass
@@ -83,7 +84,7 @@ class Bench:
         Raises:
             RunFailedError: it failed or took too long.
         """
-        load = os.getloadavg()[0]
+        before = busy_share()
         with self._temporary() as name:
             run = Run(case, Path(name))
             self._run(run)
@@ -97,8 +98,15 @@ class Bench:
                 turn=turn,
                 parameters=calls[0]["parameters"],
                 saves=saves[: WARMUP_SAVES + case.num_saves],
-                load=[load, os.getloadavg()[0]],
+                busy=[before, busy_share()],
             )
+
+    def wait_for_quiet(self, patience: float) -> float:
+        """Wait until others leave the machine alone, at most so many seconds; how many it took."""
+        began = time.monotonic()
+        while (waited := time.monotonic() - began) < patience and busy_share(3.0) > QUIET_SHARE:
+            time.sleep(2.0)
+        return waited
 
     def disk_speed(self) -> float:
         """Bytes per second of one process that writes, until they are on the disk."""
@@ -164,6 +172,19 @@ def train(env: Mapping[str, str], flags: Sequence[str], log: Path, limit_seconds
         raise SystemExit(code)
 
 
+def busy_share(seconds: float = 1.0) -> float:
+    """The part of the machine's cores that is in use; between two runs, by others."""
+    (idle, total), _ = _ticks(), time.sleep(seconds)
+    more_idle, more_total = _ticks()
+    return 1.0 - (more_idle - idle) / max(1, more_total - total)
+
+
+def _ticks() -> tuple[int, int]:
+    """Of all cores: idle ones, also those that wait for the disk; and all."""
+    ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+    return ticks[3] + ticks[4], sum(ticks)
+
+
 def _kill(process: ForkServerProcess) -> None:
     """With its children, which write checkpoints."""
     assert process.pid is not None
@@ -183,6 +204,6 @@ def _environment(run: Run, rank: int, port: int) -> dict[str, str]:
         "MASTER_PORT": port,
         "GLOO_SOCKET_IFNAME": "lo",
         NOTES_VARIABLE: run.notes_file(rank),
-        PAUSE_VARIABLE: run.case.pause,
+        PAUSE_VARIABLE: run.case.async_pause if run.case.is_async else run.case.pause,
     }
     return {name: str(value) for name, value in values.items()}

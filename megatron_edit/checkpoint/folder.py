@@ -49,11 +49,13 @@ def manifest_of(checkpoint: Path) -> Path:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a small file that is to outlive a loss of power."""
-    with path.open("w", encoding="utf-8") as file:
+    """Write a small file that is whole wherever it is, also after a loss of power."""
+    new = path.with_name(f".{path.name}.new")
+    with new.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+    os.replace(new, path)
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class CheckpointFolder:
         else:
             partial.rename(final)
         before = self.tracked()
-        self._track(iteration, job)
+        self._track(iteration)
         for path in self._entries():
             if _FINAL.match(path.name) and manifest_of(path).is_file():
                 (path / EDIT / LISTED).touch()
@@ -166,11 +168,9 @@ class CheckpointFolder:
         is_named = tracked not in (None, "release") and self.final(int(tracked)) == path
         return path.is_dir() and ((path / _STOCK_MARK).is_file() or is_named)
 
-    def _track(self, iteration: int, job: str) -> None:
+    def _track(self, iteration: int) -> None:
         """Replace the tracker at once: Megatron's own way leaves it empty for a moment."""
-        new = self.root / f".{TRACKER}.{job}"
-        write_durably(new, str(iteration))
-        os.replace(new, self.root / TRACKER)
+        write_durably(self.root / TRACKER, str(iteration))
 
     def _remove(self, path: Path, job: str) -> None:
         going = self.root / f".{path.name.lstrip('.').partition('.')[0]}.{job}.removed"
@@ -184,8 +184,6 @@ class CheckpointFolder:
             left = any(pattern.match(path.name) for pattern in (_PARTIAL, _REPLACED, _REMOVED))
             if left and path.name.split(".")[-2] != job:
                 shutil.rmtree(path, ignore_errors=True)
-            elif path.name.startswith(f".{TRACKER}."):
-                path.unlink(missing_ok=True)
 
     def _entries(self) -> list[Path]:
         try:

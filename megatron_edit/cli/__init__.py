@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 
 from megatron_edit import __version__
-from megatron_edit.cli import check
+from megatron_edit.cli import check, inspect
 from megatron_edit.errors import EditError
 
-SUBCOMMANDS = {"check": check}
+SUBCOMMANDS = {"check": check, "inspect": inspect}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -64,6 +64,7 @@ class EditDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
 
     edit_outer: Mapping[int, OuterShard]
     edit_defers_gather: bool
+    edit_keeps_padding: bool
 
     @classmethod
     def adopt(cls, optimizer: DistributedOptimizer) -> EditDistributedOptimizer:
@@ -71,11 +72,14 @@ class EditDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
         optimizer.__class__ = cls
         optimizer.edit_outer = {}
         optimizer.edit_defers_gather = False
+        optimizer.edit_keeps_padding = False
         return optimizer  # type: ignore[no-any-return]
 
     def release(self) -> None:
         """Become an instance of Megatron's own class again, without a trace of this one."""
-        for name in ("edit_outer", "edit_defers_gather", "_defer_param_sync"):
+        for name in (
+            "edit_outer", "edit_defers_gather", "edit_keeps_padding", "_defer_param_sync"
+        ):  # fmt: skip
             self.__dict__.pop(name, None)
         self.__class__ = DistributedOptimizer
 
@@ -124,6 +128,24 @@ class EditDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
             for fragment, where in zip(shard.fragments, shard.slices, strict=True)
             if id(fragment.source) in mine
         }
+
+    def sharded_param_state_fully_reshardable(self, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's, which reads its gathered buffers at places that count the padding of
+        buckets, where there is none: with several buckets it would store other elements."""
+        self.edit_keeps_padding = True
+        try:
+            return super().sharded_param_state_fully_reshardable(*args, **kwargs)
+        finally:
+            self.edit_keeps_padding = False
+
+    def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's; for the caller above with the padding of buckets."""
+        state = super().get_parameter_state_dp_zero(*args, **kwargs)
+        if state is not None and self.edit_keeps_padding:
+            for index, buffer in enumerate(self.buffers):
+                for tensors in state[index].values():
+                    pad_buckets(tensors, buffer)
+        return state
 
     def step_with_ready_grads(self) -> bool:
         """Megatron's step; before a sync without its gather, which would be of old parameters."""
@@ -183,6 +205,24 @@ class PlainOptimizer:
     def copy_number(self) -> int | None:
         """See `ShardedOptimizer`: its data-parallel rank."""
         return None
+
+
+def pad_buckets(tensors: dict[str, Any], buffer: Any) -> None:
+    """Put the gathered tensors of a buffer to the places that the padding of its buckets gives.
+
+    Args:
+        tensors: by kind, fp32 [numel without padding]; replaced by ones with padding.
+        buffer: Megatron's, whose buckets know both.
+    """
+    for kind, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) or tensor.numel() == buffer.numel:
+            continue
+        padded, start = torch.zeros(buffer.numel, dtype=tensor.dtype), 0
+        for bucket in buffer.buckets:
+            stop = start + bucket.numel_unpadded
+            padded[bucket.offset : bucket.offset + bucket.numel_unpadded] = tensor[start:stop]
+            start = stop
+        tensors[kind] = padded
 
 
 def fragments_of(

@@ -21,6 +21,7 @@ from megatron_edit.replica.placement import Placement
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 JOIN_TIMEOUT = timedelta(minutes=10)
+SOON = timedelta(seconds=3)
 # Building the index of a large data set, or compiling, may take a replica hours.
 SETUP_TIMEOUT = timedelta(hours=6)
 
@@ -101,6 +102,20 @@ class ReplicaWorld:
         if self.placement.global_rank == 0:  # it may host the store, and leaves last
             self.wait_for(f"{event}/heard/all", SETUP_TIMEOUT)
         return heard
+
+    def first_rank_announces(self, event: str) -> bool:
+        """Whether the first rank of all comes to `event`, too, now or soon after.
+
+        For who would otherwise say what the first rank says already.
+        """
+        if self.placement.global_rank == 0:
+            self.shared_store.set(event, "1")
+            return True
+        try:
+            self.shared_store.wait([event], SOON)
+        except RuntimeError:
+            return False
+        return True
 
     def _count_rank(self, event: str) -> None:
         everybody = self.placement.num_replicas * self.placement.ranks_per_replica

@@ -36,10 +36,24 @@ def kill_in_save() -> None:
 
 
 def kill_in_async_save() -> None:
-    """The same, for `--async-save`: lets Megatron's worker, which wants CUDA, run on a CPU."""
+    """The same, for `--async-save`: lets Megatron's worker, which wants CUDA, run on a CPU.
+
+    There, nothing is copied to the host first: the worker would write what training changes.
+    """
     import megatron.training.initialize as initialize
     import torch
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
+    prepare = FileSystemWriterAsync.get_save_function_and_args
+
+    def copied(self: Any) -> Any:
+        self.write_buckets = [
+            (name, key, (data, [(item, tensor.clone()) for item, tensor in tensors]))
+            for name, key, (data, tensors) in self.write_buckets or []
+        ]
+        return prepare(self)
+
+    FileSystemWriterAsync.get_save_function_and_args = copied
     start = initialize.init_persistent_async_worker
     torch.cuda.device_count = lambda: 1
     torch.cuda.set_device = lambda device: None
@@ -169,8 +183,9 @@ class _Watcher:
 def moments_of(folder: Path) -> Iterator[str]:
     """The calls in `calls.json`, for `SPY_CALL`; of many removals one after another only some."""
     calls = json.loads((folder / "calls.json").read_text())
+    removals = [place for place, name in enumerate(calls) if name in ("unlink", "rmdir")]
     for place, name in enumerate(calls):
-        around = calls[max(0, place - 1) : place + 2]
-        if name in ("unlink", "rmdir", "open") and around == [name] * 3 and place % 4:
+        is_removal = place - 1 in removals or place in removals
+        if is_removal and place + 1 in [*removals, len(calls)] and place % 5:
             continue
         yield f"{name} {calls[: place + 1].count(name)}"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron_edit.cli import main
 from tests.harness import tiny_gpt, train
 from tests.host.layouts import GATHER
 from tests.host.runs import EditRun, run_edit, run_stock
@@ -178,7 +179,8 @@ def test_stock_to_edit_to_stock(tmp_path: Path) -> None:
 
 
 RESHAPES: dict[str, tuple[int, dict[str, object], int, dict[str, object]]] = {
-    "m2-to-m1": (2, {}, 1, {}),
+    # The micro-batches of a replica are the same: 1 sample of each of 2 ranks, or 2 of one.
+    "m2-to-m1": (2, {"micro_batch_size": 1}, 1, {"micro_batch_size": 2}),
     "tp2-to-tp1": (2, {"tensor_model_parallel_size": 2}, 1, {}),
     "pp2-to-tp2": (2, {"pipeline_model_parallel_size": 2}, 2, {"tensor_model_parallel_size": 2}),
     "one-to-pp2": (1, {}, 2, {"pipeline_model_parallel_size": 2}),
@@ -217,10 +219,31 @@ def test_asynchronous_saves(tmp_path: Path, step: int) -> None:
     flags = {"train_iters": 12, "edit_offload": True, "edit_sync_mode": "overlap", **GATHER}
     run_edit(
         made(tmp_path / "a"), 4, 2, before=HOOK, save=saves, save_interval=step, async_save=True,
-        **flags,
+        use_persistent_ckpt_worker=True, async_strategy="mcore", **flags,
     )  # fmt: skip
     run_edit(made(tmp_path / "b"), 4, 2, before=HOOK, load=saves, ckpt_step=step, **flags)
     assert_continues(tmp_path / "a", tmp_path / "b", step, 4)
+
+
+def test_inspect_tells_what_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Round, members, digests; and that a damaged one is not sound."""
+    saves = tmp_path / "saves"
+    run_edit(made(tmp_path / "a"), 2, 2, save=saves, save_interval=7, train_iters=8)
+    assert main(["inspect", str(saves), "--ckpt-step", "7", "--verify"]) == 0
+    text = capsys.readouterr().out
+    for part in ("iteration 7, 56 samples, in round 2", "2 replicas x 1 ranks, form all",
+                 "momentum and anchor", "complete: yes", "all read and equal",
+                 "embedding, layer.1, layer.2, final", "replica 1", "edit/outer/"):  # fmt: skip
+        assert part in text
+    assert main(["inspect", str(saves / "iter_0000007"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["round"] == 1
+    victim = next((saves / "iter_0000007/edit/outer").glob("*.distcp"))
+    victim.write_bytes(victim.read_bytes()[:-1])
+    assert main(["inspect", str(saves), "--ckpt-step", "7"]) == 2
+    assert str(victim) in capsys.readouterr().err
+    assert main(["inspect", str(tmp_path)]) == 2
 
 
 def test_retained_and_removed(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ from checkpoint_parts.readings import (  # noqa: E402
 from checkpoint_parts.report import markdown  # noqa: E402
 from overlap_parts.kinds import Model  # noqa: E402
 
-BASE = Case(ALL, "bf16", False, 2, 1, Model(), interval=6, num_saves=2, pause=0.1)
+BASE = Case(ALL, "bf16", False, 2, 1, Model(), interval=6, num_saves=2, pause=0.1, async_pause=1.0)
 PARAMETERS = 100
 
 

@@ -6,9 +6,10 @@ import json
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_edit.checkpoint.files import REMEDY, check_content, check_sizes
-from megatron_edit.checkpoint.folder import CheckpointFolder, Found
+from megatron_edit.checkpoint.folder import TRACKER, CheckpointFolder, Found
 from megatron_edit.checkpoint.manifest import Manifest, read_manifest
 from megatron_edit.errors import UsageError
 from megatron_edit.host.checkpoint.fingerprint import check_same_model
@@ -41,20 +42,24 @@ def choose(world: ReplicaWorld, args: Namespace) -> Choice | None:
     """
     text = world.shared_text("load/choice", lambda: _describe(args))
     told = json.loads(text)
+    complaint, choice = None, None
     if isinstance(told, list):
-        raise UsageError(*told)
-    if told is None:
-        return None
-    path, iteration = Path(told["path"]), told["iteration"]
-    complaint, manifest = None, None
-    try:
-        manifest = _sound_manifest(path, args, world) if told["has_manifest"] else None
-    except UsageError as error:
-        complaint = json.dumps([error.value, error.rule, error.remedy])
-    heard = world.agree("load/checked", complaint)
+        complaint = text
+    elif told is not None:
+        try:
+            choice = _checked(told, args, world)
+        except UsageError as error:
+            complaint = json.dumps([error.value, error.rule, error.remedy])
+    heard = world.agree("load/checked", complaint)  # nobody leaves before all have heard it
     if heard is not None:
         raise UsageError(*json.loads(heard))
-    return Choice(path, iteration, manifest)
+    return choice
+
+
+def _checked(told: dict[str, Any], args: Namespace, world: ReplicaWorld) -> Choice:
+    path = Path(told["path"])
+    manifest = _sound_manifest(path, args, world) if told["has_manifest"] else None
+    return Choice(path, told["iteration"], manifest)
 
 
 def _describe(args: Namespace) -> str:
@@ -70,6 +75,8 @@ def _describe(args: Namespace) -> str:
 
 
 def _find(folder: CheckpointFolder, step: int | None) -> Found | None:
+    if folder.root.exists() and not folder.root.is_dir():
+        raise UsageError(f"--load {folder.root}", "is a file", "give the folder that --save named")
     for path in folder.heal():
         say(f"{path} was cut off in its last moment; it is complete")
     if step:
@@ -79,11 +86,11 @@ def _find(folder: CheckpointFolder, step: int | None) -> Found | None:
         raise UsageError(f"--ckpt-step {step}", f"{folder.final(step)} {what}", "drop the flag")
     found = folder.newest()
     tracked = folder.tracked()
-    if found is None and tracked is not None:
+    if found is None and (folder.root / TRACKER).exists():
         raise UsageError(
-            f"--load {folder.root}",
-            f"the tracker names {tracked}, of which there is no complete checkpoint",
-            "bring it back, or remove the tracker to start anew",
+            str(folder.root / TRACKER),
+            "names no complete checkpoint, and there is no other",
+            "bring one back, or remove the file to start anew",
         )
     if found is not None and str(found.iteration) != tracked and tracked != "release":
         say(f"the tracker says {tracked}; loading {found.path}, the newest complete checkpoint")

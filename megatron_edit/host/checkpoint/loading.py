@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_edit.checkpoint.files import REMEDY
 from megatron_edit.checkpoint.folder import EDIT, OUTER, RANDOM, replica_folder
@@ -128,7 +129,7 @@ class LoadControl:
             or choice.iteration is None
             or not (choice.path / "metadata.json").exists()
         ):
-            return _guarded(self._load, None if choice is None else choice.path)
+            return _guarded(self._load, None if choice is None else choice.path, self._world)
         return self._load_from(choice.path, choice.iteration)
 
     def _load_replica(self, replica: int) -> Any:
@@ -149,7 +150,7 @@ class LoadControl:
         step, args.ckpt_step = args.ckpt_step, iteration  # the tracker may name another one
         try:
             with self._redirection.to(folder):
-                return _guarded(load, folder)
+                return _guarded(load, folder, self._world)
         finally:
             args.ckpt_step = step
 
@@ -255,20 +256,20 @@ def _detectors(path: Path, manifest: Manifest, units: tuple[str, ...]) -> Detect
     return DetectorState(**{name: table[:, columns] for name, table in vars(saved).items()})
 
 
-def _guarded(load: Callable[[], Any], path: Path | None) -> Any:
+def _guarded(load: Callable[[], Any], path: Path | None, world: ReplicaWorld) -> Any:
     """Megatron's load. It asserts, raises or exits with 0 on what it cannot use."""
     try:
         with torch.no_grad():
             return load()
     except EditError:
         raise
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, CheckpointException) as error:
         first = (str(error).strip().splitlines() or [""])[0]
         raise UsageError(
             f"--load {'' if path is None else path}".rstrip(),
             f"Megatron cannot load it: {type(error).__name__} {first}".rstrip(),
             REMEDY,
-            is_local=True,
+            is_local=not world.first_rank_announces("load/failed"),
         ) from error
 
 

@@ -24,6 +24,7 @@ def serve_checkpoints(patcher: Patcher) -> None:
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.optimizer import distrib_optimizer
+    from megatron.training import initialize
 
     if not distrib_optimizer.HAVE_APEX_OR_TE:
         optimizer = distrib_optimizer.DistributedOptimizer
@@ -37,6 +38,10 @@ def serve_checkpoints(patcher: Patcher) -> None:
         lambda queue: functools.partial(queue, mp_mode="fork"),
     )
     patcher.wrap(DataLoader, "__init__", _with_own_generator)
+    # The process that writes asynchronous saves: a fork, in which this backend is on, too.
+    patcher.wrap(initialize, "init_persistent_async_worker", _forked)
+    writer = filesystem_async.FileSystemWriterAsync
+    patcher.wrap(writer, "get_save_function_and_args", _with_copies)
 
 
 def _with_a_state(state_dict: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,6 +78,25 @@ def _without_steps(set_states: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(set_states)
     def wrapper(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
         set_states(self, model_param, {**tensors, "step": None})
+
+    return wrapper
+
+
+def _forked(start: Callable[..., None]) -> Callable[..., None]:
+    return functools.wraps(start)(lambda rank, mp_mode="fork": start(rank, "fork"))
+
+
+def _with_copies(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron copies what is to be written to the host: what is there already, training would
+    change before it is written."""
+
+    @functools.wraps(prepare)
+    def wrapper(self: Any) -> Any:
+        self.write_buckets = [
+            (file, key, (data, [(item, tensor.clone()) for item, tensor in tensors]))
+            for file, key, (data, tensors) in self.write_buckets or ()
+        ]
+        return prepare(self)
 
     return wrapper
 

@@ -1,0 +1,131 @@
+"""Show what a checkpoint holds: its round, members, digests, and whether it is complete."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron_edit.checkpoint.files import check_content, check_sizes
+from megatron_edit.checkpoint.folder import EDIT, OUTER, RANDOM, CheckpointFolder, Found
+from megatron_edit.checkpoint.manifest import Manifest, read_manifest
+from megatron_edit.errors import UsageError
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add this subcommand's own arguments."""
+    parser.add_argument("folder", help="what --save named, or one checkpoint in it (iter_...)")
+    parser.add_argument("--ckpt-step", type=int, help="iteration (default: what would be loaded)")
+    parser.add_argument("--verify", action="store_true", help="read every file, compare checksums")
+    parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
+
+
+def run(options: Namespace, rest: Sequence[str]) -> int:
+    """Inspect one checkpoint.
+
+    Raises:
+        UsageError: there is none, or it is not sound.
+    """
+    if rest:
+        raise UsageError(" ".join(rest), "is no argument of inspect", "see inspect --help")
+    found = _find(Path(options.folder), options.ckpt_step)
+    if not found.has_manifest:
+        sys.stdout.write(f"{found.path}\n  stock Megatron, without EDiT's state; complete\n")
+        return 0
+    manifest = read_manifest(found.path)
+    check_sizes(found.path, manifest.files)
+    if options.verify:
+        _verify(found.path, manifest)
+    if options.json:
+        sys.stdout.write(json.dumps(dataclasses.asdict(manifest), indent=1) + "\n")
+    else:
+        sys.stdout.write("\n".join(_lines(found, manifest, is_verified=options.verify)) + "\n")
+    return 0
+
+
+def _find(path: Path, step: int | None) -> Found:
+    if not path.is_dir():
+        raise UsageError(str(path), "is no folder", "give what --save named")
+    is_one = path.name.startswith("iter_") and path.name[5:].isdigit()
+    folder = CheckpointFolder(path.parent if is_one else path)
+    step = int(path.name[5:]) if is_one else step
+    found = folder.newest() if step is None else folder.at(step)
+    if found is not None:
+        return found
+    what = "the newest" if step is None else folder.final(step).name
+    partial = [p.name for p in sorted(folder.root.glob(".iter_*.partial"))]
+    cut_off = f"; cut off: {', '.join(partial)}" if partial else ""
+    raise UsageError(
+        str(folder.root),
+        f"holds no complete checkpoint ({what}){cut_off}",
+        "look at another folder, or another --ckpt-step",
+    )
+
+
+def _verify(checkpoint: Path, manifest: Manifest) -> None:
+    names = list(manifest.files)
+    for number, name in enumerate(names, start=1):
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\rreading {number} of {len(names)} files")
+        check_content(checkpoint, name, manifest.files[name])
+    if sys.stderr.isatty():
+        sys.stderr.write("\n")
+
+
+def _lines(found: Found, manifest: Manifest, *, is_verified: bool) -> Iterator[str]:
+    yield str(found.path)
+    yield f"  complete: yes; files: {len(manifest.files)}, " + (
+        "all read and equal to what was saved"
+        if is_verified
+        else "sizes right (--verify reads them)"
+    )
+    yield f"  written by: {', '.join(f'{k} {v}' for k, v in manifest.written_by.items())}"
+    yield (
+        f"  strategy {manifest.strategy}: {manifest.num_replicas} replicas x "
+        f"{manifest.ranks_per_replica} ranks, form {manifest.form} "
+        f"({'inner state of every replica' if manifest.form == 'all' else 'of replica 0'})"
+    )
+    parallel = ", ".join(f"{name} {size}" for name, size in manifest.parallel.items() if size > 1)
+    yield f"  inside a replica: {parallel or 'data parallel only'}"
+    yield f"  iteration {manifest.iteration}, {manifest.samples} samples, {_where(manifest)}"
+    yield f"  outer state: {_outer(manifest)}"
+    yield f"  units: {', '.join(manifest.units)}"
+    yield "  replica  step  in the round    samples  waits at a meeting"
+    for replica, entry in enumerate(manifest.replicas):
+        waits = "yes" if entry.is_waiting else "no"
+        yield (f"  {replica:7}  {entry.step:4}  {entry.inner_steps:12}  {entry.samples:9}  {waits}")
+    yield "  part                  bytes  files"
+    for part, names in _parts(manifest).items():
+        size = sum(manifest.files[name].size for name in names)
+        yield f"  {part:14} {size:12}  {len(names):5}"
+    yield "  digests (SHA-256)"
+    for name, record in manifest.files.items():
+        yield f"  {record.sha256[:16]}  {name}"
+
+
+def _where(manifest: Manifest) -> str:
+    if manifest.is_warmup:
+        return "in warm-up"
+    if manifest.is_mid_round:
+        return f"in round {manifest.round + 1}"
+    return f"after the sync of round {manifest.round}"
+
+
+def _outer(manifest: Manifest) -> str:
+    if manifest.is_warmup:
+        return "none before the replicas part"
+    return "momentum and anchor" if manifest.has_anchor else "momentum (the anchor: the parameters)"
+
+
+def _parts(manifest: Manifest) -> dict[str, list[str]]:
+    """Files by what they hold."""
+    parts: dict[str, list[str]] = {}
+    for name in manifest.files:
+        folder = name.split("/")[1] if name.startswith(f"{EDIT}/") else ""
+        known = {OUTER: "outer state", RANDOM: "random streams", "": "replica 0"}
+        parts.setdefault(known.get(folder, folder.replace("_", " ")), []).append(name)
+    return parts
