@@ -22,9 +22,8 @@ def serve_checkpoints(patcher: Patcher) -> None:
 
     Mutates: the class, a default of the writer's queue, and torch's data loader, by `patcher`.
     """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
     from megatron.core.optimizer import distrib_optimizer
-    from megatron.training import initialize
 
     if not distrib_optimizer.HAVE_APEX_OR_TE:
         optimizer = distrib_optimizer.DistributedOptimizer
@@ -39,7 +38,7 @@ def serve_checkpoints(patcher: Patcher) -> None:
     )
     patcher.wrap(DataLoader, "__init__", _with_own_generator)
     # The process that writes asynchronous saves: a fork, in which this backend is on, too.
-    patcher.wrap(initialize, "init_persistent_async_worker", _forked)
+    patcher.wrap(async_utils.PersistentAsyncCaller, "_get_process", _forked)
     writer = filesystem_async.FileSystemWriterAsync
     patcher.wrap(writer, "get_save_function_and_args", _with_copies)
 
@@ -82,8 +81,9 @@ def _without_steps(set_states: Callable[..., None]) -> Callable[..., None]:
     return wrapper
 
 
-def _forked(start: Callable[..., None]) -> Callable[..., None]:
-    return functools.wraps(start)(lambda rank, mp_mode="fork": start(rank, "fork"))
+def _forked(start: Callable[..., Any]) -> Any:
+    """A class method, bound already, whose second argument is how to start a process."""
+    return staticmethod(lambda rank, mp_mode="fork", *rest, **kw: start(rank, "fork", *rest, **kw))
 
 
 def _with_copies(prepare: Callable[..., Any]) -> Callable[..., Any]:
