@@ -7,6 +7,7 @@ Every command in a shell fence of README.md and docs/*.md is handled by exactly 
 | prepare_corpus | run, on a little text |
 | torchrun of scripts/ | run, for a few steps |
 | other torchrun, megatron-edit check | run through `megatron-edit check`, with a tiny model |
+| megatron-edit inspect | run on a folder with a checkpoint of no files |
 | make_flags_doc | run with --check |
 | quickstart.sh, test.sh | run with a stub of the environment that notes what it is told to do |
 | pip install, git clone | not run; extras and addresses are checked |
@@ -28,6 +29,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_edit.checkpoint.folder import CheckpointFolder, manifest_of
+from megatron_edit.checkpoint.manifest import Manifest, ReplicaEntry
+from megatron_edit.cli import main
 from megatron_edit.config import EditConfig, flag
 from tests.harness import tiny_gpt
 from tests.harness.launch import REPOSITORY
@@ -89,8 +93,8 @@ def kind_of(command: Command) -> str:
         return "script"
     if words[0] == "torchrun":
         return "launch" if "scripts/pretrain_gpt.py" in line else "check"
-    if words[:2] == ["megatron-edit", "check"]:
-        return "check"
+    if words[0] == "megatron-edit":
+        return words[1] if words[1] in ("check", "inspect") else ""
     python_scripts = {"scripts/prepare_corpus.py": "corpus", "scripts/make_flags_doc.py": "flags"}
     return python_scripts.get(words[1], "") if words[0] == "python" else ""
 
@@ -198,6 +202,21 @@ def test_launches_and_checks_are_valid() -> None:
     )
     output = run([sys.executable, "-c", code])
     assert output.count("ok: ") == len(argvs), output
+
+
+def test_inspections_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: a flag of inspect that was renamed."""
+    monkeypatch.chdir(tmp_path)
+    for command in of_kind("inspect"):
+        path = manifest_of(CheckpointFolder(Path(command.words[2])).final(500))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        entry = ReplicaEntry(500, 0, 500, 500)
+        path.write_text(
+            Manifest(
+                500, "all", "edit", 1, 1, {}, {}, ("final",), False, 1, (entry,), {}, 1, 1
+            ).text()
+        )
+        assert main(command.words[1:]) == 0
 
 
 def test_shell_scripts_run(tmp_path: Path) -> None:
