@@ -49,7 +49,8 @@ class Timing:
     Attributes:
         stall: seconds, of the rank that stalled longest.
         of_one: a turn's median stall over that of `stock-one` in the same turn.
-        of_all: the same over `stock-all`.
+        of_one_aside: as `of_one`, without the landing of the last exchange, of both.
+        of_all: as `of_one`, over `stock-all`.
         complete: seconds until the checkpoint was complete.
         finalized: seconds in the training loop that completed an asynchronous save, besides.
         spans: medians of where the stall went, seconds.
@@ -61,6 +62,7 @@ class Timing:
     num_saves: int
     stall: Spread
     of_one: Spread | None
+    of_one_aside: Spread | None
     of_all: Spread | None
     complete: Spread
     complete_of_one: Spread | None
@@ -201,6 +203,7 @@ class Analysis:
             num_saves=len(saves),
             stall=stall,
             of_one=ratio(STOCK_ONE, lambda save: save.stall),
+            of_one_aside=ratio(STOCK_ONE, lambda save: save.aside),
             of_all=ratio(STOCK_ALL, lambda save: save.stall),
             complete=complete,
             complete_of_one=ratio(STOCK_ONE, lambda save: save.complete),

@@ -13,6 +13,7 @@ from .kinds import AT_SYNC, MID_ROUND, Case
 NUM_TAIL_LINES = 30
 OWN, OUTER, OTHERS, REST = "replica 0", "outer state", "other replicas", "rest"
 PARTS = (OWN, OUTER, OTHERS, REST)
+LANDING = ("gather parameters", "save/settle")
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,13 @@ class Save:
     def stall(self) -> float:
         """Of the rank that stalled longest."""
         return max(self.stalls)
+
+    @property
+    def aside(self) -> float:
+        """The stall without what Megatron waits for before it saves: the gather of parameters,
+        into which EDiT's last exchange has to land first, where it was to land in the forward pass
+        that comes next."""
+        return self.stall - sum(self.spans.get(name, 0.0) for name in LANDING)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ WEIGHT_HEADER = (
 )  # fmt: skip
 TIMING_HEADER = (
     "save", "mode", "saved", "number", "stall (s): min", "median", "max", "x stock-one: min",
-    "median", "max", "x stock-all: min", "median", "max", "complete (s): median", "max",
+    "median", "max", "landing aside", "x stock-all: min", "median", "max",
+    "complete (s): median", "max",
     "x stock-one", "later in the loop (ms)",
 )  # fmt: skip
 LABELS = (
@@ -66,6 +67,7 @@ def _timing(timing: Timing) -> list[str]:
         str(timing.num_saves),
         *_all(timing.stall),
         *_all(timing.of_one),
+        f"{timing.of_one_aside.median:.2f}" if timing.of_one_aside else "",
         *_all(timing.of_all),
         f"{timing.complete.median:.2f}",
         f"{timing.complete.max:.2f}",

@@ -59,7 +59,7 @@ def test_one_inner_state_waits_for_a_sync(tmp_path: Path, policy: str) -> None:
     assert None not in again.digests(0) and again.digests(0) == again.digests(1)
 
 
-@pytest.mark.parametrize("policy", ["all", "leader"])
+@pytest.mark.parametrize("policy", ["leader", pytest.param("all", marks=pytest.mark.full)])
 @pytest.mark.parametrize("step", ["2", "9"], ids=["in-warm-up", "in-a-round"])
 def test_a_stop_saves_everything(tmp_path: Path, policy: str, step: str) -> None:
     """Whatever the policy: replicas stop at steps of their own, and each goes on from its own, as

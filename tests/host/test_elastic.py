@@ -38,7 +38,7 @@ def stage(folder: Path, saves: Path, replicas: int, env: dict[str, str], **flags
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", [1, 2], ids=["d1", "tp2"])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)], ids=["d1", "tp2"])
 def test_two_three_one_two(tmp_path: Path, ranks: int) -> None:
     """Stops in mid-round, at a sync, in mid-round: samples, schedule and loss go on."""
     layout = {"ranks": ranks, "tensor_model_parallel_size": ranks, "train_iters": 20}

@@ -60,7 +60,11 @@ def save(position: str, stall: float, own: int, outer: int = 0, others: int = 0)
         position=position,
         num_bytes={part: PARAMETERS * size for part, size in sizes.items()},
         stalls=[0.1, stall],
-        spans={"": 0.1 * stall, "save": 0.1 * stall, "save/write": 0.8 * stall},
+        spans={
+            "": 0.1 * stall,
+            "gather parameters": 0.1 * stall if outer else 0.0,
+            "save/write": (0.8 if outer else 0.9) * stall,
+        },
         complete=2 * stall,
         finalized=0.0,
     )
@@ -172,7 +176,10 @@ def test_ratios_and_marks() -> None:
     assert leader.of_one is not None and leader.of_all is not None
     assert vars(leader.of_one) == pytest.approx({"min": 1.0, "median": 1.1, "max": 1.2})
     assert leader.of_all.median == pytest.approx(2.2)
-    assert leader.spans == pytest.approx({"rest": 0.44, "write": 1.76})
+    assert leader.of_one_aside is not None
+    assert leader.of_one_aside.median == pytest.approx(1.1 * 0.9)
+    spans = {"rest": 0.22, "gather parameters": 0.22, "write": 1.76}
+    assert leader.spans == pytest.approx(spans)
     assert leader.complete.median == pytest.approx(4.4)
     assert timings[LEADER, True, AT_SYNC].of_one is None
     assert (ALL, False, MID_ROUND) not in timings
