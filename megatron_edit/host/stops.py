@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from inspect import BoundArguments
 from typing import Any
@@ -87,14 +87,31 @@ class StopControl:
 
     def _save_all(self, given: BoundArguments) -> None:
         """Save where each replica stands, whatever the policy: nothing else will be left."""
-        import megatron.training.training as training
+        with self._saves.ending():
+            _save(given.arguments)
 
-        if training.get_args().save:
-            wanted = inspect.signature(training.save_checkpoint_and_time).parameters
-            with self._saves.ending():
-                training.save_checkpoint_and_time(
-                    **{name: given.arguments[name] for name in wanted if name in given.arguments}
-                )
+
+def save_at_the_end(arguments: Mapping[str, Any], iteration: int, flops: float) -> None:
+    """Save after Megatron's loop, on every replica.
+
+    Args:
+        arguments: of Megatron's `train`.
+        iteration: what it returned.
+        flops: what it returned, too.
+    """
+    ends = {"iteration": iteration, "num_floating_point_operations_so_far": flops}
+    _save({**arguments, **ends})
+
+
+def _save(arguments: Mapping[str, Any]) -> None:
+    """Megatron's `save_checkpoint_and_time`, with those of these arguments that it takes."""
+    import megatron.training.training as training
+
+    if training.get_args().save:
+        wanted = inspect.signature(training.save_checkpoint_and_time).parameters
+        training.save_checkpoint_and_time(
+            **{name: arguments[name] for name in wanted if name in arguments}
+        )
 
 
 def _is_planned(args: Namespace, iteration: int) -> bool:

@@ -42,7 +42,7 @@ from megatron_edit.host.observe import Observer
 from megatron_edit.host.overlap import land_before_gathers
 from megatron_edit.host.patching import Patcher
 from megatron_edit.host.settings import engine_settings
-from megatron_edit.host.stops import StopControl
+from megatron_edit.host.stops import StopControl, save_at_the_end
 from megatron_edit.method.order import SampleOrder
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.replica.world import ReplicaWorld
@@ -151,6 +151,8 @@ class TrainingLoop:
         return with_engine
 
     def _around_train(self, train: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(train)
+
         @wraps(train)
         def to_the_end(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -162,6 +164,9 @@ class TrainingLoop:
                     self._finish()
                 raise
             self._finish()
+            if self.engine is not None and self.engine.settings.timed is not None:
+                # Megatron would ask each replica's own number of steps whether to save.
+                save_at_the_end(signature.bind(*args, **kwargs).arguments, *result)
             return result
 
         return to_the_end

@@ -108,6 +108,17 @@ def test_clocks_go_on(tmp_path: Path, moment: str) -> None:
         assert sorted(both) == sorted(consumed(tmp_path / "whole")) == list(range(40 * 8))
 
 
+def test_clocks_save_at_the_end(tmp_path: Path) -> None:
+    """Replicas end after 55 and 25 steps of their own, which Megatron would ask whether 11 goes
+    into them: one would save, the other not, and nobody would end."""
+    saves = tmp_path / "saves"
+    run = run_clocked(tmp_path / "a", "", save=saves, save_interval=11)
+    steps = [len([x for x in run.lines(f"replica-{r}.jsonl") if "loss" in x]) for r in (0, 1)]
+    assert [step % 11 == 0 for step in steps] == [True, False]
+    assert newest(saves) == 40 and manifest(saves, 40)["form"] == "all"
+    assert len(list(saves.glob("iter_*"))) == 4
+
+
 @pytest.mark.parametrize("pace", ["edit", "a-edit"])
 def test_a_replica_that_waited_goes_back_to_its_meeting(tmp_path: Path, pace: str) -> None:
     """The slow replica is signalled while the fast one waits at a meeting, where an evaluation and
@@ -225,9 +236,7 @@ def test_asynchronous_saves(tmp_path: Path, step: int) -> None:
     assert_continues(tmp_path / "a", tmp_path / "b", step, 4)
 
 
-def test_inspect_tells_what_is_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_tells_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Round, members, digests; and that a damaged one is not sound."""
     saves = tmp_path / "saves"
     run_edit(made(tmp_path / "a"), 2, 2, save=saves, save_interval=7, train_iters=8)

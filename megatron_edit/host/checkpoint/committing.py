@@ -54,6 +54,7 @@ class Part:
         has_model: whether this replica wrote a Megatron checkpoint.
         has_outer: whether it wrote the outer state.
         own_file: of this rank alone.
+        is_of_a_stop: whether replicas leave: it is the last of the run.
         retain_interval: Megatron's `--save-retain-interval`.
     """
 
@@ -65,6 +66,7 @@ class Part:
     has_model: bool
     has_outer: bool
     own_file: Path
+    is_of_a_stop: bool
     retain_interval: int | None
 
     @property
@@ -111,11 +113,11 @@ class Committer:
         self._last.start()
 
     def abandon(self) -> None:
-        """Complete what all ranks have told of, and give up what they have not."""
+        """The replicas have been stopped: complete what all ranks have told of, and give up what
+        they have not, but for the checkpoint of the stop itself."""
         self._is_abandoned.set()
         if self._last is not None:
             self._last.join()
-        self._is_abandoned.clear()
 
     def wait(self) -> None:
         """Wait for all checkpoints.
@@ -154,7 +156,7 @@ class Committer:
         entries = []
         for replica in range(place.num_replicas):
             pieces = [
-                self._take(store, _key(part.name, replica, rank))
+                self._take(store, _key(part.name, replica, rank), is_last=part.is_of_a_stop)
                 for rank in range(place.ranks_per_replica)
             ]
             for piece in pieces:
@@ -165,12 +167,13 @@ class Committer:
             entries.append(ReplicaEntry(**entry | losses))
         return replace(part.manifest, replicas=tuple(entries), files=dict(sorted(files.items())))
 
-    def _take(self, store: dist.Store, key: str) -> dict[str, Any]:
+    def _take(self, store: dist.Store, key: str, *, is_last: bool) -> dict[str, Any]:
         until = time.monotonic() + LONGEST_WAIT
         try:
             while not store.check([key]):
-                if self._is_abandoned.wait(POLL_SECONDS):
+                if self._is_abandoned.is_set() and not is_last:
                     raise _Abandoned
+                time.sleep(POLL_SECONDS)
                 if time.monotonic() > until:
                     raise RuntimeError("the time is up")
             piece: dict[str, Any] = json.loads(store.get(key))

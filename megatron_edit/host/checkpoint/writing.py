@@ -105,7 +105,9 @@ class CheckpointWriter:
             self._committer.abandon()
         place, args = self._world.placement, self._host.arguments
         folder = CheckpointFolder(Path(args.save))
-        partial = folder.partial(plan.iteration, self._job)
+        # The last save of the run may bear the number of one that is not completed.
+        job = f"{self._job}stop" if plan.is_of_a_stop else self._job
+        partial = folder.partial(plan.iteration, job)
         entry = entry_of(self._engine)
         self._requests = []
         has_outer = plan.has_outer and place.replica == place.num_replicas - 1
@@ -124,12 +126,13 @@ class CheckpointWriter:
         part = Part(
             name=plan.name,
             folder=folder,
-            job=self._job,
+            job=job,
             manifest=self._manifest(plan),
             entry=entry,
             has_model=has_model,
             has_outer=has_outer,
             own_file=streams,
+            is_of_a_stop=plan.is_of_a_stop,
             retain_interval=getattr(args, "save_retain_interval", None),
         )
         if requests:
