@@ -76,7 +76,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--pause-ms", type=float, default=50.0, help="each step sleeps so long (default: 50)")
     add("--async-pause-ms", type=float, default=2000.0, help="the same with --async-save; long "
         "enough for a checkpoint to be complete before the next (default: 2000)")  # fmt: skip
-    add("--repeats", type=int, default=3, help="turns of all runs (default: 3)")
+    add("--repeats", type=int, default=2, help="turns of all runs (default: 2)")
     add("--folder", type=Path, help="where to write checkpoints (default: the system's for "
         "temporary files)")  # fmt: skip
     add("--patience", type=float, default=0.0, help="seconds to wait, all in all, for others to "
@@ -185,7 +185,7 @@ def measure(bench: Bench, case: Case, turn: int | None, results: Results) -> Non
         sizes = " ".join(f"{sum(s.num_bytes.values()) / found.parameters:.1f}" for s in found.saves)
         others = " and ".join(f"{share:.0%}" for share in found.busy)
         say(f"{name}: stalls {stalls} s; {sizes} bytes per parameter; {seconds:.0f} s in all; "
-            f"others used {others} of the cores")  # fmt: skip
+            f"others used {others} of the cores before and after")  # fmt: skip
     results.write()
 
 

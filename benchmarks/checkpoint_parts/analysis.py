@@ -41,6 +41,12 @@ class Weight:
     limit: float
     of_stock: Spread | None
 
+    @property
+    def name(self) -> str:
+        """For people."""
+        late = " (asked for in mid-round)" if self.is_asked_late else ""
+        return f"{self.kind} {self.position}{late}, {self.precision}, N = {self.num_replicas}"
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -122,7 +128,7 @@ class Analysis:
     def verdicts(self) -> list[Verdict]:
         """Of what was measured."""
         found = [
-            Verdict(f"bytes, {w.kind}, {w.precision}, x stock", w.of_stock.max, MOST_BYTES)
+            Verdict(f"bytes, {w.name}, x stock", w.of_stock.max, MOST_BYTES)
             for w in self.weights()
             if w.kind == LEADER and w.of_stock is not None
         ]

@@ -27,10 +27,10 @@ class FileRecord:
 
 
 def record_of(path: Path) -> FileRecord:
-    """Read a file once. Lets other threads run meanwhile."""
+    """Bring a file to the disk for good, and read it once. Lets other threads run meanwhile."""
     with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256")
-        return FileRecord(os.fstat(file.fileno()).st_size, digest.hexdigest())
+        os.fsync(file.fileno())
+    return _read(path)
 
 
 def files_under(folder: Path, leave_out: Iterable[str] = ()) -> list[Path]:
@@ -58,6 +58,12 @@ def check_sizes(checkpoint: Path, files: Mapping[str, FileRecord]) -> None:
             raise UsageError(str(path), rule, REMEDY)
 
 
+def _read(path: Path) -> FileRecord:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+        return FileRecord(os.fstat(file.fileno()).st_size, digest.hexdigest())
+
+
 def check_content(checkpoint: Path, name: str, record: FileRecord) -> None:
     """Read one file.
 
@@ -66,7 +72,7 @@ def check_content(checkpoint: Path, name: str, record: FileRecord) -> None:
     """
     path = checkpoint / name
     try:
-        is_same = record_of(path) == record
+        is_same = _read(path) == record
     except OSError as error:
         raise UsageError(str(path), f"cannot be read ({error.strerror})", REMEDY) from error
     if not is_same:

@@ -58,6 +58,14 @@ def write_durably(path: Path, text: str) -> None:
     os.replace(new, path)
 
 
+def _sync_folder(path: Path) -> None:
+    entry = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(entry)
+    finally:
+        os.close(entry)
+
+
 @dataclass(frozen=True)
 class CheckpointFolder:
     """What `--save` and `--load` name.
@@ -98,6 +106,8 @@ class CheckpointFolder:
             self._remove(old, job)
         else:
             partial.rename(final)
+        for path in (final, final / EDIT, self.root):
+            _sync_folder(path)  # names, too, before the tracker says that they are there
         before = self.tracked()
         self._track(iteration)
         for path in self._entries():

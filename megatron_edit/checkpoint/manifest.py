@@ -77,9 +77,9 @@ class Manifest:
         units: names, in forward order.
         is_warmup: whether the replicas had not parted yet: there is no outer state.
         round: syncs so far.
-        rounds_of_phase: restarts of the clock of the inner phase.
         replicas: by replica.
         detectors: fields of `method.detector.DetectorState`, lists [N][U].
+        round_seconds: how long the last round was: the others are waited for accordingly.
         ledger: of a strategy with the clock; else None.
         batch: samples of one step of all replicas; `chunk`: of one micro-batch of a replica.
         order_start: fields of `method.order.SampleOrder`, with `displaced`.
@@ -108,6 +108,7 @@ class Manifest:
     order_start: int = 0
     displaced: tuple[tuple[int, int], ...] = ()
     has_anchor: bool = False
+    round_seconds: float = 0.0
     pending: tuple[Any, ...] = ()
     residuals: tuple[Any, ...] = ()
     files: Mapping[str, FileRecord] = field(default_factory=dict)

@@ -104,25 +104,22 @@ class EditEngine:
         with torch.no_grad(), blaming(self):
             self._settle()
 
-    def catch_up(self) -> None:
-        """Before the first step after a checkpoint: the meeting at which this replica waited."""
+    def catch_up(self) -> bool:
+        """Come to the meeting at which this replica waited; whether nobody obeys a stop there."""
         if self.is_waiting:
             self.is_waiting = False
             with torch.no_grad(), blaming(self):
                 self._meet()
+        return not self.is_stopping
 
     def before_gradients(self) -> None:
         """In warm-up, before the host moves what it does not leave to its optimizer."""
-        if self.settings.schedule.is_warmup(self.step + 1):
+        if self.is_warmup:
             sum_counts(self.host, self.groups)
 
     def average_gradients(self, num_tokens: Tensor | None = None) -> None:
-        """In warm-up, average the gradient shards over the replicas; otherwise do nothing.
-
-        Args:
-            num_tokens: see `warmup.average_gradients`.
-        """
-        if self.settings.schedule.is_warmup(self.step + 1):
+        """In warm-up, average the gradient shards over the replicas; see `warmup`."""
+        if self.is_warmup:
             average_in_warmup(self.host, self.groups)
             average_gradients(self.host, self.groups, num_tokens)
 

@@ -19,19 +19,30 @@ class Patience:
     Attributes:
         group: the sync group.
         is_fixed: whether the user gave the time-out.
+        length: of the last round, seconds.
     """
 
     group: Group
     is_fixed: bool
+    length: float = 0.0
     _began: float = field(default_factory=time.monotonic)
 
-    def begin(self) -> None:
-        """The first round begins."""
+    def begin(self, length: float = 0.0) -> None:
+        """The first round begins, or one that a checkpoint has cut off.
+
+        Args:
+            length: seconds of the last round before it.
+        """
         self._began = time.monotonic()
+        self._allow(length)
 
     def after_round(self) -> None:
         """A round is over: the next may take four times as long."""
         now = time.monotonic()
         length, self._began = now - self._began, now
+        self._allow(length)
+
+    def _allow(self, length: float) -> None:
+        self.length = length
         if not self.is_fixed:
             self.group.timeout = timedelta(seconds=max(MIN_SECONDS, ROUNDS * length))

@@ -41,7 +41,7 @@ class Run:
 
 @dataclass(frozen=True)
 class ResumePlan:
-    """See above.
+    """What follows from a manifest for each replica of a run.
 
     Attributes:
         goes_on: whether the same replicas go on, in the middle of a round if they were; otherwise
@@ -73,8 +73,13 @@ class ResumePlan:
         return any(entry.is_waiting for entry in self.entries)
 
 
-def plan_resume(manifest: Manifest, run: Run) -> ResumePlan:
+def plan_resume(manifest: Manifest, run: Run, warmup_steps: int = 0) -> ResumePlan:
     """Plan it.
+
+    Args:
+        manifest: of the checkpoint.
+        run: that goes on.
+        warmup_steps: W; steps that are counted anew, by another batch size, end no earlier.
 
     Raises:
         ValueError: the manifest contradicts itself, or its replicas with clocks have consumed
@@ -89,7 +94,7 @@ def plan_resume(manifest: Manifest, run: Run) -> ResumePlan:
         steps = manifest.replicas[0].step
         entries = _entries(run, steps, manifest.samples, manifest.replicas[0].schedule_position)
         return ResumePlan(True, entries, order, manifest.samples, None, None)
-    return _begin_anew(manifest, run, order)
+    return _begin_anew(manifest, run, order, warmup_steps)
 
 
 def _is_same(manifest: Manifest, run: Run) -> bool:
@@ -117,7 +122,7 @@ def _same_dealing(manifest: Manifest, run: Run, order: SampleOrder) -> Dealing |
     return dealing
 
 
-def _begin_anew(manifest: Manifest, run: Run, order: SampleOrder) -> ResumePlan:
+def _begin_anew(manifest: Manifest, run: Run, order: SampleOrder, warmup_steps: int) -> ResumePlan:
     """The saved replicas' round is over; N replicas, perhaps others, begin the next."""
     counts = [entry.inner_steps for entry in manifest.replicas]
     block = manifest.batch // manifest.num_replicas
@@ -130,9 +135,11 @@ def _begin_anew(manifest: Manifest, run: Run, order: SampleOrder) -> ResumePlan:
     consumed = order.start
     steps = {entry.step for entry in manifest.replicas}
     is_aligned = dealing is None and len(steps) == 1
-    step = steps.pop() if is_aligned else -(-consumed // run.batch)
-    positions = [entry.schedule_position for entry in manifest.replicas]
-    position = max(positions) if dealing is None else consumed
+    step = steps.pop() if is_aligned else max(warmup_steps, -(-consumed // run.batch))
+    position = consumed
+    if dealing is None:  # steps that fp16 skipped have consumed samples and moved no schedule
+        old = manifest.num_replicas
+        position -= min(e.samples * old - e.schedule_position for e in manifest.replicas)
     new = Dealing(run.num_replicas, (run.target - consumed) // run.block) if run.is_timed else None
     return ResumePlan(
         goes_on=False,
@@ -140,7 +147,7 @@ def _begin_anew(manifest: Manifest, run: Run, order: SampleOrder) -> ResumePlan:
         order=order,
         consumed=consumed,
         dealing=new,
-        iteration=None if is_aligned and not run.is_timed else step,
+        iteration=None if is_aligned and not run.is_timed else max(1, -(-consumed // run.batch)),
     )
 
 

@@ -25,6 +25,7 @@ class Standing:
         is_at_sync: whether no replica has made a step since the last sync.
         dealing: of the round that is under way, where replicas run at their own speeds.
         quiet_until: see `EditEngine`.
+        round_seconds: how long the last round was.
         is_rejoined: whether a replica comes to the next meeting before it has made a step.
     """
 
@@ -35,6 +36,7 @@ class Standing:
     is_at_sync: bool
     dealing: Dealing | None
     quiet_until: int = 0
+    round_seconds: float = 0.0
     is_rejoined: bool = False
 
 
@@ -57,7 +59,7 @@ def go_on(engine: EditEngine, standing: Standing) -> None:
         drift.check(plan, engine.groups, drift.plan_digests(plan), "after loading")
     engine.flags.post(Flag.MEET if entry.is_asking else Flag.NONE)
     engine.is_waiting, engine.quiet_until = entry.is_waiting, standing.quiet_until
-    engine.patience.begin()
+    engine.patience.begin(standing.round_seconds)
 
 
 def entry_of(engine: EditEngine) -> ReplicaEntry:

@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from functools import wraps
 from inspect import BoundArguments
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_edit.engine.engine import EditEngine
 from megatron_edit.host.checkpoint.saving import SaveControl
@@ -60,8 +60,11 @@ class StopControl:
         from megatron.training import get_args
 
         megatron, iteration = get_args(), given.arguments["iteration"]
-        is_planned = _is_planned(megatron, iteration) and engine.step > engine.quiet_until
-        with self._saves.deciding(iteration, is_planned=is_planned):
+        is_quiet = engine.step <= engine.quiet_until
+        is_planned = _is_planned(megatron, iteration) and not is_quiet
+        if is_planned and not engine.is_warmup and not engine.check_in():
+            return None  # a replica has been stopped on its way here
+        with self._saves.deciding(iteration, is_planned=is_planned, is_quiet=is_quiet):
             wants_exit = (is_planned or not self._has_announced) and decide()
         if is_planned:
             return True
@@ -70,6 +73,23 @@ class StopControl:
         if wants_exit:
             self._announce(engine)
         return None if self._obey(engine) else False
+
+    def leave_before_training(self, arguments: Mapping[str, Any]) -> NoReturn:
+        """A stop has come before the first step after a checkpoint: save that once more, and end.
+
+        Args:
+            arguments: of Megatron's `train`.
+        """
+        import megatron.training.training as training
+
+        megatron = training.get_args()
+        counts = {"iteration": megatron.iteration,
+                  "num_floating_point_operations_so_far":
+                  megatron.num_floating_point_operations_so_far}  # fmt: skip
+        with self._saves.ending():
+            _save({**arguments, **counts})
+        training.maybe_finalize_async_save(blocking=True, terminate=True)
+        raise SystemExit(0)
 
     def _announce(self, engine: EditEngine) -> None:
         self._has_announced = True

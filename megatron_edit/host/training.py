@@ -156,8 +156,9 @@ class TrainingLoop:
         @wraps(train)
         def to_the_end(*args: Any, **kwargs: Any) -> Any:
             try:
-                if self.engine is not None:
-                    self.engine.catch_up()
+                given = signature.bind(*args, **kwargs)
+                if self.engine is not None and not self.engine.catch_up():
+                    self._stops.leave_before_training(given.arguments)
                 result = train(*args, **kwargs)
             except SystemExit as stop:
                 if not stop.code:  # --exit-interval: all replicas come here, at the same step
@@ -166,7 +167,7 @@ class TrainingLoop:
             self._finish()
             if self.engine is not None and self.engine.settings.timed is not None:
                 # Megatron would ask each replica's own number of steps whether to save.
-                save_at_the_end(signature.bind(*args, **kwargs).arguments, *result)
+                save_at_the_end(given.arguments, *result)
             return result
 
         return to_the_end
@@ -289,5 +290,6 @@ class TrainingLoop:
     def _finish(self) -> None:
         if self.engine is not None and self.host is not None:
             self.engine.finish()
+            self.engine.quiet_until = 0  # all have come to the end
             self.host.loop.release()
         self._events.flush()

@@ -205,7 +205,7 @@ def test_another_version(tmp_path: Path, version: Any) -> None:
         reading(tmp_path, json.dumps(body))
 
 
-DEFAULTS = {"ledger", "order_start", "has_anchor", "written_by", *LATER}
+DEFAULTS = {"ledger", "order_start", "has_anchor", "round_seconds", "written_by", *LATER}
 
 
 @pytest.mark.parametrize("part", PARTS, ids=["manifest", "replica", "ledger", "file"])

@@ -81,7 +81,7 @@ def test_others_in_the_middle_of_a_round() -> None:
     left = ((126, 132), (138, 144), (150, 156), (162, 168))  # two micro-batches of two steps
     assert plan.order == SampleOrder(144, left) and plan.consumed == 144
     assert plan.iteration == 6 and plan.dealing is None and not plan.goes_on
-    assert plan.entries == (ReplicaEntry(6, 0, 48, 7 * BATCH),) * 3
+    assert plan.entries == (ReplicaEntry(6, 0, 48, 6 * BATCH),) * 3
 
 
 def test_odd_numbers() -> None:

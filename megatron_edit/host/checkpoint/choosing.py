@@ -48,12 +48,18 @@ def choose(world: ReplicaWorld, args: Namespace) -> Choice | None:
     elif told is not None:
         try:
             choice = _checked(told, args, world)
-        except UsageError as error:
-            complaint = json.dumps([error.value, error.rule, error.remedy])
+        except (UsageError, OSError) as error:
+            complaint = _complaint(error)
     heard = world.agree("load/checked", complaint)  # nobody leaves before all have heard it
     if heard is not None:
         raise UsageError(*json.loads(heard))
     return choice
+
+
+def _complaint(error: UsageError | OSError) -> str:
+    if isinstance(error, OSError):
+        error = UsageError(f"--load {error.filename}", f"cannot be used ({error.strerror})", REMEDY)
+    return json.dumps([error.value, error.rule, error.remedy])
 
 
 def _checked(told: dict[str, Any], args: Namespace, world: ReplicaWorld) -> Choice:
@@ -66,8 +72,8 @@ def _describe(args: Namespace) -> str:
     """The choice as JSON: an object, null, or the three parts of a complaint."""
     try:
         found = _find(CheckpointFolder(Path(args.load)), args.ckpt_step)
-    except UsageError as error:
-        return json.dumps([error.value, error.rule, error.remedy])
+    except (UsageError, OSError) as error:
+        return _complaint(error)
     if found is None:
         return "null"
     body = {"path": str(found.path), "iteration": found.iteration}
@@ -99,7 +105,10 @@ def _find(folder: CheckpointFolder, step: int | None) -> Found | None:
 
 def _sound_manifest(path: Path, args: Namespace, world: ReplicaWorld) -> Manifest:
     manifest = read_manifest(path)
-    check_same_model(path, manifest.model, args)
+    saved = dict(manifest.model)
+    if args.finetune or args.no_load_optim:
+        saved.pop("optimizer", None)  # only its parameters are wanted
+    check_same_model(path, saved, args)
     if manifest.pending or manifest.residuals:
         raise UsageError(
             str(path), "holds an exchange under way, which this version cannot finish", REMEDY

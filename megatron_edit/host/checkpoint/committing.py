@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import threading
 import time
@@ -31,10 +32,11 @@ from megatron_edit.checkpoint.folder import replica_folder as folder_of
 from megatron_edit.checkpoint.manifest import Manifest, ReplicaEntry
 from megatron_edit.errors import EditError, ReplicaLostError
 from megatron_edit.replica.world import ReplicaWorld
-from megatron_edit.report.console import say
+from megatron_edit.report.console import say, warn
 
 _WRITER = re.compile(r"^__(\d+)_")  # torch's names of the files that a rank has written
-LONGEST_WAIT, POLL_SECONDS = 3600.0, 0.05
+POLL_SECONDS = 0.05
+LAST_WAIT = 600.0  # for the others, once training is over
 
 
 class _Abandoned(Exception):
@@ -87,6 +89,7 @@ class Committer:
         self._last: threading.Thread | None = None
         self._is_abandoned = threading.Event()
         self._error: Exception | None = None
+        self._until = math.inf  # on the monotonic clock
 
     def start(self, part: Part) -> None:
         """Begin to complete a checkpoint of which this rank's part is written.
@@ -120,11 +123,12 @@ class Committer:
             self._last.join()
 
     def wait(self) -> None:
-        """Wait for all checkpoints.
+        """Training is over: wait for all checkpoints.
 
         Raises:
             EditError: one could not be completed; those before it are as they were.
         """
+        self._until = time.monotonic() + LAST_WAIT
         if self._last is not None:
             self._last.join()
         self._tell()
@@ -138,12 +142,16 @@ class Committer:
 
     def _complete(self, part: Part, store: dist.Store) -> None:
         place = self._world.placement
-        files = {
-            path.relative_to(part.partial).as_posix(): dataclasses.asdict(record_of(path))
-            for path in _files_of(part, place.replica, place.rank)
-        }
-        piece = {"entry": dataclasses.asdict(part.entry), "files": files}
-        store.set(_key(part.name, place.replica, place.rank), json.dumps(piece))
+        key = _key(part.name, place.replica, place.rank)
+        try:
+            files = {
+                path.relative_to(part.partial).as_posix(): dataclasses.asdict(record_of(path))
+                for path in _files_of(part, place.replica, place.rank)
+            }
+        except OSError as error:
+            store.set(key, json.dumps({"error": f"replica {place.replica}: {error}"}))
+            raise
+        store.set(key, json.dumps({"entry": dataclasses.asdict(part.entry), "files": files}))
         if place.global_rank == 0:
             manifest = self._gather(part, store)
             write_durably(manifest_of(part.partial), manifest.text())
@@ -168,13 +176,12 @@ class Committer:
         return replace(part.manifest, replicas=tuple(entries), files=dict(sorted(files.items())))
 
     def _take(self, store: dist.Store, key: str, *, is_last: bool) -> dict[str, Any]:
-        until = time.monotonic() + LONGEST_WAIT
         try:
             while not store.check([key]):
                 if self._is_abandoned.is_set() and not is_last:
                     raise _Abandoned
                 time.sleep(POLL_SECONDS)
-                if time.monotonic() > until:
+                if time.monotonic() > self._until:
                     raise RuntimeError("the time is up")
             piece: dict[str, Any] = json.loads(store.get(key))
             store.delete_key(key)
@@ -182,6 +189,8 @@ class Committer:
             raise ReplicaLostError(
                 f"a checkpoint could not be completed: nobody told {key}; those before it are whole"
             ) from error
+        if "error" in piece:
+            raise EditError(f"a checkpoint could not be completed: {piece['error']}")
         return piece
 
 
@@ -196,7 +205,11 @@ def _finish(part: Part) -> None:
     if keep is not None and before and before != iteration and before % keep:
         old = part.folder.final(before)
         if old.is_dir() and not old.is_symlink():
-            part.folder.remove(before, part.job)
+            try:
+                part.folder.remove(before, part.job)
+            except OSError as error:
+                warn(f"could not remove {old}: {error}")
+                return
             say(f"removed the checkpoint of iteration {before} (--save-retain-interval {keep})")
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_edit.checkpoint.files import REMEDY
 from megatron_edit.checkpoint.folder import EDIT, OUTER, RANDOM, replica_folder
@@ -25,11 +24,18 @@ from megatron_edit.engine.engine import EditEngine
 from megatron_edit.engine.resume import ResumePlan, Run, plan_resume
 from megatron_edit.engine.standing import Standing, go_on
 from megatron_edit.engine.state import OuterState
-from megatron_edit.errors import EditError, UsageError
+from megatron_edit.errors import UsageError
 from megatron_edit.host.checkpoint.choosing import Choice, choose
+from megatron_edit.host.checkpoint.fingerprint import layout_of
+from megatron_edit.host.checkpoint.guard import guarded
 from megatron_edit.host.checkpoint.outer import load_outer_state, pieces_of
 from megatron_edit.host.checkpoint.paths import Redirection
 from megatron_edit.host.checkpoint.random import load_streams
+from megatron_edit.host.checkpoint.refusals import (
+    check_equal_steps,
+    check_samples,
+    check_schedule,
+)
 from megatron_edit.host.model import MegatronHost
 from megatron_edit.method.detector import DetectorState
 from megatron_edit.method.order import IN_ORDER, share_of
@@ -72,7 +78,8 @@ class LoadControl:
             if manifest is None:
                 self._step, flops = self._load_stock()
                 return self._step, flops
-            self._plan = _planned(manifest, self._run(megatron), self._choice)
+            warmup = self._config.warmup_steps
+            self._plan = _planned(manifest, self._run(megatron), warmup, self._choice)
             iteration, flops = self._load_replica(self._source(manifest))
             planned = self._plan.iteration
             return iteration if planned is None else planned, flops
@@ -91,20 +98,27 @@ class LoadControl:
         if plan is None or choice is None or choice.manifest is None:
             consumed = host.arguments.consumed_train_samples
             host.resume(share_of(consumed, place.replica, place.num_replicas), IN_ORDER)
+            if engine.settings.timed is not None and choice is not None:
+                check_equal_steps(choice.path, self._step, host.arguments)
             engine.start(self._step)
             return
         manifest = choice.manifest
+        check_schedule(choice.path, manifest, plan, engine.settings.schedule)
+        check_samples(choice.path, plan, host.arguments)
         entry = plan.entries[place.replica]
         host.resume(entry.samples, plan.order)
         if entry.is_waiting:
             host.hold_back(entry.pending_schedule)
         if manifest.is_warmup:
+            if engine.settings.timed is not None:
+                check_equal_steps(choice.path, entry.step, host.arguments)
             engine.start(entry.step)
         else:
             go_on(engine, self._standing(engine, host, model, manifest, plan))
             if engine.settings.timed is not None:
                 self._take_loop(engine, host, manifest, plan)
-        load_streams(choice.path / EDIT / RANDOM, place.replica % manifest.num_replicas)
+        if not host.arguments.no_load_rng and _has_same_stages(manifest, host.arguments):
+            load_streams(choice.path / EDIT / RANDOM, place.replica % manifest.num_replicas)
         if place.global_rank == 0:
             say(_summary(choice, manifest, plan, place.num_replicas))
 
@@ -129,7 +143,7 @@ class LoadControl:
             or choice.iteration is None
             or not (choice.path / "metadata.json").exists()
         ):
-            return _guarded(self._load, None if choice is None else choice.path, self._world)
+            return guarded(self._load, None if choice is None else choice.path, self._world)
         return self._load_from(choice.path, choice.iteration)
 
     def _load_replica(self, replica: int) -> Any:
@@ -150,7 +164,7 @@ class LoadControl:
         step, args.ckpt_step = args.ckpt_step, iteration  # the tracker may name another one
         try:
             with self._redirection.to(folder):
-                return _guarded(load, folder, self._world)
+                return guarded(load, folder, self._world)
         finally:
             args.ckpt_step = step
 
@@ -196,6 +210,7 @@ class LoadControl:
             is_at_sync=not any(entry.inner_steps for entry in plan.entries),
             dealing=plan.dealing,
             quiet_until=plan.quiet_until,
+            round_seconds=manifest.round_seconds,
             is_rejoined=plan.is_rejoined,
         )
 
@@ -230,9 +245,16 @@ class LoadControl:
         host.loop.take(plan.consumed - since, is_over=engine.pace.dealing.is_over)
 
 
-def _planned(manifest: Manifest, run: Run, choice: Choice | None) -> ResumePlan:
+def _has_same_stages(manifest: Manifest, args: Namespace) -> bool:
+    """Whether random streams fit: like Megatron, with the same tensor and pipeline parallelism."""
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    layout = layout_of(args)
+    return all(manifest.parallel.get(size) == layout[size] for size in sizes)
+
+
+def _planned(manifest: Manifest, run: Run, warmup_steps: int, choice: Choice | None) -> ResumePlan:
     try:
-        return plan_resume(manifest, run)
+        return plan_resume(manifest, run, warmup_steps)
     except ValueError as error:
         path = "" if choice is None else f" {choice.path}"
         raise UsageError(
@@ -254,23 +276,6 @@ def _detectors(path: Path, manifest: Manifest, units: tuple[str, ...]) -> Detect
         raise UsageError(str(path), f"detectors are broken: {error}", REMEDY) from error
     columns = [manifest.units.index(unit) for unit in units]
     return DetectorState(**{name: table[:, columns] for name, table in vars(saved).items()})
-
-
-def _guarded(load: Callable[[], Any], path: Path | None, world: ReplicaWorld) -> Any:
-    """Megatron's load. It asserts, raises or exits with 0 on what it cannot use."""
-    try:
-        with torch.no_grad():
-            return load()
-    except EditError:
-        raise
-    except (Exception, SystemExit, CheckpointException) as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        raise UsageError(
-            f"--load {'' if path is None else path}".rstrip(),
-            f"Megatron cannot load it: {type(error).__name__} {first}".rstrip(),
-            REMEDY,
-            is_local=not world.first_rank_announces("load/failed"),
-        ) from error
 
 
 def _summary(choice: Choice, manifest: Manifest, plan: ResumePlan, num_replicas: int) -> str:

@@ -28,11 +28,10 @@ def save_streams(folder: Path, replica: int) -> Path:
     return path
 
 
-def load_streams(folder: Path, replica: int) -> bool:
-    """Set this rank's streams to those of a replica; whether they were found.
+def load_streams(folder: Path, replica: int) -> None:
+    """Set this rank's streams to those of a replica, saved with the same TP and PP.
 
-    Where the replica had fewer data-parallel ranks, to those of its first one; where tensor or
-    pipeline parallelism was another, nothing fits, as in Megatron.
+    Where the replica had fewer data-parallel ranks, to those of its first one.
 
     Raises:
         UsageError: the file is broken.
@@ -46,8 +45,7 @@ def load_streams(folder: Path, replica: int) -> bool:
                 raise UsageError(
                     str(path), f"is broken ({type(error).__name__})", REMEDY
                 ) from error
-            return True
-    return False
+            return
 
 
 def _name(replica: int, data_rank: int) -> str:
@@ -64,7 +62,10 @@ def _capture() -> dict[str, Any]:
         "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached),
         "torch": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state(),
-        "tracker": dict(tensor_parallel.get_cuda_rng_tracker().get_states()),
+        "tracker": {
+            name: tensor_parallel.convert_cuda_rng_state(state, to_graphable=False)
+            for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items()
+        },
     }
 
 
@@ -75,4 +76,11 @@ def _restore(streams: dict[str, Any]) -> None:
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(streams["torch"])
     torch.cuda.set_rng_state(streams["device"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(streams["tracker"])
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    is_graphable = tensor_parallel.is_graph_safe_cuda_rng_tracker(tracker)
+    tracker.set_states(
+        {
+            name: tensor_parallel.convert_cuda_rng_state(state, to_graphable=is_graphable)
+            for name, state in streams["tracker"].items()
+        }
+    )

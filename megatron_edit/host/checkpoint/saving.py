@@ -55,7 +55,7 @@ class SaveControl:
             engine = self._engine
             if engine is None:
                 raise SyncProtocolError("a checkpoint is to be saved before training")
-            if self._is_of_a_stop:
+            if self._is_premature:
                 return  # every replica saves when it stops
             if engine.step <= engine.quiet_until and not self._is_ending:
                 return  # some replicas have passed this save
@@ -76,23 +76,28 @@ class SaveControl:
         return saved
 
     @contextmanager
-    def deciding(self, iteration: int, *, is_planned: bool) -> Iterator[None]:
+    def deciding(
+        self, iteration: int, *, is_planned: bool, is_quiet: bool = False
+    ) -> Iterator[None]:
         """Inside, Megatron saves at its intervals, and decides whether to exit.
 
         Args:
             iteration: that is over.
             is_planned: whether it will exit, on all replicas.
+            is_quiet: whether some replicas have passed this iteration before.
         """
-        args, is_payable = self._host.arguments, self._is_payable
-        interval = args.save_interval
-        if is_payable:
+        args = self._host.arguments
+        interval, exit_interval = args.save_interval, args.exit_interval
+        if self._is_payable:
             args.save_interval = iteration  # for Megatron to save now
+        if is_quiet:
+            args.exit_interval = None
         self._asked_at, self._is_ending = iteration, is_planned
         try:
             yield
         finally:
             self._asked_at, self._is_ending = None, False
-            args.save_interval = interval
+            args.save_interval, args.exit_interval = interval, exit_interval
 
     @contextmanager
     def ending(self) -> Iterator[None]:
@@ -109,7 +114,7 @@ class SaveControl:
         return self._is_owed and self._engine is not None and not self._engine.is_mid_round
 
     @property
-    def _is_of_a_stop(self) -> bool:
+    def _is_premature(self) -> bool:
         """Whether Megatron saves because this replica was asked to stop: the others are not yet."""
         interval = self._host.arguments.save_interval
         is_due = interval and self._asked_at is not None and self._asked_at % interval == 0

@@ -182,6 +182,7 @@ class CheckpointWriter:
             detectors=detectors_to_lists(engine.rounds.detectors),
             batch=args.global_batch_size,
             chunk=self._host.chunk,
+            round_seconds=engine.patience.length,
             ledger=None if dealing is None else ledger_of(dealing),
             order_start=order.start,
             displaced=order.displaced,

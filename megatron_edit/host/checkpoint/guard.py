@@ -1,0 +1,40 @@
+"""Megatron's load, whose complaints become lines for people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_edit.checkpoint.files import REMEDY
+from megatron_edit.errors import EditError, UsageError
+from megatron_edit.replica.world import ReplicaWorld
+
+
+def guarded(load: Callable[[], Any], path: Path | None, world: ReplicaWorld) -> Any:
+    """Megatron's load. It asserts, raises or exits with 0 on what it cannot use.
+
+    Args:
+        load: Megatron's.
+        path: what it loads; None for nothing yet.
+        world: the first rank speaks, if it fails, too.
+
+    Raises:
+        UsageError: it cannot use what it found.
+    """
+    try:
+        with torch.no_grad():
+            return load()
+    except EditError:
+        raise
+    except (Exception, SystemExit, CheckpointException) as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise UsageError(
+            f"--load {'' if path is None else path}".rstrip(),
+            f"Megatron cannot load it: {type(error).__name__} {first}".rstrip(),
+            REMEDY,
+            is_local=not world.first_rank_announces("load/failed"),
+        ) from error

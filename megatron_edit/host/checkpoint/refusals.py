@@ -1,0 +1,72 @@
+"""Settings that a checkpoint does not go together with; found before training."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+from megatron_edit.checkpoint.manifest import Manifest
+from megatron_edit.engine.resume import ResumePlan
+from megatron_edit.errors import UsageError
+from megatron_edit.method.schedule import StepSchedule
+
+
+def check_schedule(
+    path: Path, manifest: Manifest, plan: ResumePlan, schedule: StepSchedule
+) -> None:
+    """Replicas that have parted cannot go back to the warm-up.
+
+    Raises:
+        UsageError: this run's warm-up is not over where the checkpoint was written.
+    """
+    if manifest.is_warmup:
+        return
+    least = min(entry.step for entry in plan.entries)
+    if schedule.warmup_steps is None:
+        rule = "strategy ddp averages gradients of replicas that are equal; these have parted"
+        raise UsageError(f"--load {path}", rule, "use the strategy that saved, or --finetune")
+    if least < schedule.warmup_steps:
+        raise UsageError(
+            f"--edit-warmup-steps {schedule.warmup_steps}",
+            f"the replicas of {path} have parted, at step {least}",
+            f"use {least} or less",
+        )
+
+
+def check_samples(path: Path, plan: ResumePlan, args: Namespace) -> None:
+    """Samples that were left behind come in an order that some settings do not know.
+
+    Raises:
+        UsageError: there are some, and such a setting.
+    """
+    if not plan.order.displaced:
+        return
+    for name in ("rampup_batch_size", "step_batch_size_schedule", "iterations_to_skip"):
+        if getattr(args, name, None):
+            raise _left_behind(path, "--" + name.replace("_", "-"))
+    if args.dataloader_type != "single":
+        raise _left_behind(path, f"--dataloader-type {args.dataloader_type}")
+
+
+def check_equal_steps(path: Path, step: int, args: Namespace) -> None:
+    """Blocks are counted from the first sample: the steps so far must have consumed whole ones.
+
+    Raises:
+        UsageError: they consumed batches of another size.
+    """
+    if args.consumed_train_samples != step * args.global_batch_size:
+        raise UsageError(
+            f"--global-batch-size {args.global_batch_size}",
+            f"{path} has consumed {args.consumed_train_samples} samples in {step} steps; with "
+            "a-edit all steps must be of one size",
+            "use the batch size of the checkpoint, or strategy edit",
+        )
+
+
+def _left_behind(path: Path, value: str) -> UsageError:
+    return UsageError(
+        value,
+        f"the replicas of {path} stopped at different steps, and the samples between them cannot "
+        "be dealt anew with it",
+        "resume with the number of replicas that saved, up to a sync",
+    )
