@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint_parts.analysis import Analysis
-from checkpoint_parts.kinds import BF16, FP32, KINDS, Case, timed_cases, weighed_cases
+from checkpoint_parts.kinds import BF16, FP32, KINDS, MODES, Case, timed_cases, weighed_cases
 from checkpoint_parts.readings import Measurement
 from checkpoint_parts.report import draw, markdown
 from checkpoint_parts.runs import Bench, RunFailedError
@@ -40,9 +40,9 @@ from overlap_parts.report import environment
 
 DISTURBED_SHARE = 0.5  # of the cores in use by others, right after a run
 QUICK: dict[str, Any] = {
-    "layers": 2, "hidden_size": 128, "repeats": 1, "saves": 2, "more_replicas": "",
+    "layers": 2, "hidden_size": 128, "repeats": 1, "saves": 1, "more_replicas": "",
     "more_precisions": "", "pause_ms": 10.0, "async_pause_ms": 200.0,
-    "kinds": "stock-one,leader,all",
+    "kinds": "stock-one,all", "modes": "async",
 }  # fmt: skip
 
 
@@ -65,6 +65,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--output", type=Path, required=True, help="JSON file of all numbers")
     add("--kinds", default=",".join(KINDS), help="of training (default: %(default)s)")
+    add("--modes", default=",".join(MODES), help="of saving (default: %(default)s)")
     add("--replicas", type=int, default=2, help="N (default: 2)")
     add("--more-replicas", default="4", help="for bytes alone, separated by commas (default: 4)")
     add("--more-precisions", default=FP32, help="the same (default: %(default)s)")
@@ -87,8 +88,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.set_defaults(**QUICK)
     args = parser.parse_args(argv)
     args.kinds = args.kinds.split(",")
-    if unknown := set(args.kinds) - set(KINDS):
-        parser.error(f"kinds {sorted(unknown)}: of {KINDS}")
+    args.modes = args.modes.split(",")
+    if unknown := set(args.kinds) - set(KINDS) | set(args.modes) - set(MODES):
+        parser.error(f"{sorted(unknown)}: kinds are {KINDS}, modes {MODES}")
     if args.interval < 2 or args.interval % 2:
         parser.error(f"interval {args.interval}: must be even, for a save in mid-round")
     args.more_precisions = [word for word in args.more_precisions.split(",") if word]
@@ -128,7 +130,7 @@ class Results:
         self._output: Path = args.output
         settings = {name: value for name, value in vars(args).items() if name != "output"}
         base = base_case(args)
-        cases = [*timed_cases(base, args.kinds), *once_cases(args)]
+        cases = [*timed_cases(base, args.kinds, args.modes), *once_cases(args)]
         self._record: dict[str, Any] = {
             "versions": environment(),
             "configuration": settings | {"folder": str(args.folder)},
@@ -159,7 +161,7 @@ class Results:
 def measure_all(args: argparse.Namespace, bench: Bench, results: Results) -> None:
     """Run all cases in turn, as often as asked. A failed run does not end all."""
     base = base_case(args)
-    cases = timed_cases(base, args.kinds)
+    cases = timed_cases(base, args.kinds, args.modes)
     for turn in range(args.repeats):
         results.patience -= bench.wait_for_quiet(results.patience)
         results.disk_speeds.append(bench.disk_speed())

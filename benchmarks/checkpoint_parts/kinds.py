@@ -24,6 +24,7 @@ ALL = "all"
 KINDS = (STOCK_ONE, STOCK_ALL, LEADER, ALL)
 STOCK = (STOCK_ONE, STOCK_ALL)
 
+SYNC, ASYNC = MODES = "sync", "async"
 BF16, FP32 = "bf16", "fp32"
 AT_SYNC, MID_ROUND = "at a sync", "in mid-round"
 # Never reached: a run is ended as soon as its checkpoints are complete. What is saved at the end of
@@ -111,10 +112,13 @@ class Case:
         ]
 
 
-def timed_cases(base: Case, kinds: Sequence[str]) -> list[Case]:
+def timed_cases(base: Case, kinds: Sequence[str], modes: Sequence[str] = MODES) -> list[Case]:
     """What one turn runs; `base` gives the sizes."""
     return [
-        replace(base, kind=kind, is_async=is_async) for is_async in (False, True) for kind in kinds
+        replace(base, kind=kind, is_async=mode == ASYNC)
+        for mode in MODES
+        if mode in modes
+        for kind in kinds
     ]
 
 

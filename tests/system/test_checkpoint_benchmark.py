@@ -211,12 +211,12 @@ def test_a_small_run(tmp_path: Path) -> None:
     assert not record["failures"]
     assert not list(tmp_path.glob("checkpoints-*"))
     assert {(w["kind"], w["position"]) for w in record["bytes"]} == {
-        (STOCK_ONE, ""), (LEADER, AT_SYNC), (ALL, AT_SYNC), (ALL, MID_ROUND)
+        (STOCK_ONE, ""), (ALL, AT_SYNC), (ALL, MID_ROUND)
     }  # fmt: skip
     for weight in record["bytes"]:
         assert weight["limit"] <= weight["total"]["median"] <= 1.1 * weight["limit"]
     for one in record["measurements"]:
         for each in one["saves"]:
-            assert sum(each["spans"].values()) == pytest.approx(max(each["stalls"]), abs=1e-3)
+            assert sum(each["spans"].values()) == pytest.approx(max(each["stalls"]), abs=0.1)
             handed = any(path.endswith("hand over") for path in each["spans"])
             assert handed == one["case"]["is_async"]
