@@ -7,8 +7,10 @@ while its process groups are those of one replica; nothing has to be divided and
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from megatron_edit.config import EditConfig
@@ -100,6 +102,22 @@ def check_arguments(args: Namespace, placement: Placement, config: EditConfig) -
         )
     _check_layout(args, placement)
     _check_batch(args, placement)
+    _check_checkpoints(args)
+
+
+def _check_checkpoints(args: Namespace) -> None:
+    """What would fail at the first save, after hours."""
+    if not args.save:
+        return
+    if args.ckpt_format != "torch_dist":
+        rule = "with --use-edit checkpoints are saved in the format torch_dist"
+        raise UsageError(f"--ckpt-format {args.ckpt_format}", rule, "drop the flag")
+    folder = Path(args.save)
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        rule = f"must be a folder that can be written to; {folder} is none"
+        raise UsageError(f"--save {args.save}", rule, "give another folder")
 
 
 def _is_refused(value: Any, refused: Any) -> bool:

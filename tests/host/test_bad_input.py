@@ -31,8 +31,14 @@ CASES = {
                          "--overlap-param-gather-with-optimizer-step", "before a sync"),
     "megatron-fsdp": ({"use_megatron_fsdp": True}, "--use-megatron-fsdp", "own parameter buffers"),
     "torch-fsdp2": ({"use_torch_fsdp2": True}, "--use-torch-fsdp2", "own parameter buffers"),
-    "save": ({"save": "checkpoints"}, "--save checkpoints", "not supported"),
-    "load": ({"load": "checkpoints"}, "--load checkpoints", "not supported"),
+    "save": ({"save": "/dev/null/x", "save_interval": 2}, "--save /dev/null/x", "a folder"),
+    "format": (
+        {"save": "x", "save_interval": 2, "ckpt_format": "torch"},
+        "--ckpt-format torch", "torch_dist",
+    ),
+    "non-persistent": (
+        {"non_persistent_save_interval": 2}, "--non-persistent-save-interval 2", "not supported"
+    ),
     "overlap": ({"edit_sync_mode": "overlap"}, "--edit-sync-mode overlap", "gathers parameters"),
     "cuda": ({"edit_device": "cuda"}, "--edit-device cuda", "no CUDA device"),
     "log-dir": ({"edit_log_dir": "/dev/null/logs"}, "--edit-log-dir", "written to"),

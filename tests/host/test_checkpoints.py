@@ -150,6 +150,39 @@ def test_a_replica_that_waited_goes_back_to_its_meeting(tmp_path: Path, pace: st
     assert pace == "a-edit" or losses[0].splitlines() == losses[1].splitlines()[-22:]
 
 
+def test_a_second_stop_while_catching_up(tmp_path: Path) -> None:
+    """The fast replica is back at its meeting when the slow one is signalled again: it makes no
+    step in between. Then everything as if nobody had stopped."""
+    saves = tmp_path / "saves"
+    flags = {"global_batch_size": 8, "train_iters": 16, "edit_sync_interval": 10,
+             "save": saves, "load": saves, "save_interval": 1000, "exit_signal_handler": True,
+             **DROPOUT}  # fmt: skip
+    env = {"SPY_SLEEP": "[0, 0.3]", "SPY_HOOKS": "slow,signal_one"}
+    for name, step in (("a", "5"), ("b", "9")):
+        run_edit(made(tmp_path / name), 2, 2, before=HOOK, env={**env, "SPY_STEP": step}, **flags)
+        first, second = manifest(saves, newest(saves))["replicas"]
+        assert first["is_waiting"] and first["step"] == 12 > second["step"]
+    run_edit(made(tmp_path / "c"), 2, 2, before=HOOK, **flags)
+    run_edit(made(tmp_path / "whole"), 2, 2, before=HOOK, **{**flags, "save": None, "load": None})
+    assert facts(tmp_path / "c", 2) == facts(tmp_path / "whole", 2)
+
+
+@pytest.mark.parametrize(
+    "flags", [{"edit_strategy": "ddp", "edit_sync_interval": 128}, {"edit_warmup_steps": 9}]
+)
+def test_replicas_that_parted_do_not_warm_up(tmp_path: Path, flags: dict[str, object]) -> None:
+    """Gradients of different parameters must never be averaged: exit 2, one line."""
+    saves = tmp_path / "saves"
+    run_edit(made(tmp_path / "a"), 2, 2, save=saves, save_interval=5, train_iters=5)
+    run = run_edit(
+        made(tmp_path / "b"), 2, 2, before="tests.host.spy:hurry", load=saves, train_iters=9,
+        check=False, **flags,
+    )  # fmt: skip
+    assert [rank.returncode for rank in run.result.ranks] == [2, 2]
+    lines = [x for r in run.result.ranks for x in r.stderr.splitlines() if "megatron_edit:" in x]
+    assert len(lines) == 1 and "have parted" in lines[0]
+
+
 def test_real_clocks_lose_no_sample(tmp_path: Path) -> None:
     """A-EDiT with the real clock, stopped and resumed: the ledger is exact, the digests equal."""
     flags = {**AEDIT, "edit_sync_seconds": 0.4, "train_iters": 60, "global_batch_size": 8,

@@ -147,9 +147,9 @@ class CheckpointWriter:
         state, args = self._engine.rounds.state, self._host.arguments
         state.wait()
         tensors = sharded_outer_state(self._pieces, state, has_anchor=plan.has_anchor)
-        if args.async_save:  # written later, by another process perhaps
+        if args.async_save:  # written later, by another process: Megatron copies what is on a GPU
             for tensor in tensors.values():
-                if not tensor.data.is_cuda:
+                if tensor.data.is_pinned():
                     tensor.data = tensor.data.clone()
         folder.mkdir(parents=True, exist_ok=True)
         request = dist_checkpointing.save(
