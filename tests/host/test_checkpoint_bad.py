@@ -63,7 +63,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 def load(folder: Path, hook: str = "spy:hurry", **flags: object) -> TrainResult:
     """Go on with two replicas from a folder, for two steps, if it lets us."""
     argv = edit_flags(2, **{**LENGTH, "exit_interval": 6, "load": folder, **flags})
-    return train(argv, 2, before=f"tests.host.{hook}", check=False, timeout=60)
+    return train(argv, 2, before=f"tests.host.{hook}", check=False, timeout=110)
 
 
 def contents(folder: Path) -> dict[str, Any]:

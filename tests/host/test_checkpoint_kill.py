@@ -37,7 +37,7 @@ def run(
         world,
         (str(REPOSITORY / "scripts/pretrain_gpt.py"), argv, SPY + hook),
         env={"SPY_DIR": str(folder), **given},
-        timeout=60,
+        timeout=120,
         grace=1,
     )
     return parse_console(ranks)
@@ -141,7 +141,7 @@ class Chain:
 @pytest.mark.parametrize(
     ("world", "seeds", "flags"),
     [
-        pytest.param(2, range(3), {}, id="few"),
+        pytest.param(2, range(3), {}, marks=pytest.mark.timeout(300), id="few"),
         pytest.param(2, range(100, 125), {}, marks=pytest.mark.full, id="many"),
         pytest.param(
             2, range(200, 205), {"save_retain_interval": 8}, marks=pytest.mark.full, id="retain"
@@ -205,6 +205,7 @@ def assert_loads(folder: Path, place: str, call: str) -> None:
             check_content(found.path, name, record)
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("place", "call"),
     [

@@ -16,6 +16,7 @@ from tests.host.test_aedit import AEDIT
 from tests.host.test_elastic import consumed
 from tests.host.test_resume import DROPOUT, HOOK, assert_continues, facts, records
 
+pytestmark = pytest.mark.timeout(300)
 STOP = {"SPY_HOOKS": "slow,signal_one", "SPY_SLEEP": "[0.01, 0.05]", "SPY_STEP": "9"}
 
 

@@ -12,6 +12,7 @@ from tests.host.runs import EditRun, run_edit
 from tests.host.test_aedit import AEDIT
 
 HOOK = "tests.host.spy_resume:record_all"
+pytestmark = pytest.mark.timeout(300)
 BATCH = 12
 FLAGS = {"global_batch_size": BATCH, "micro_batch_size": 2, "lr_decay_style": "cosine",
          "lr_warmup_iters": 4, "exit_signal_handler": True}  # fmt: skip
