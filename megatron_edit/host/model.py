@@ -264,7 +264,7 @@ class MegatronHost:
         return Progress(
             samples=self._samples,
             schedule_position=int(self._scheduler.num_steps) - self._held_back,
-            pending_schedule=self._pending,
+            pending_schedule=self._held_back or self._pending,
             is_last_step=all(iteration in skipped for iteration in left[: len(skipped) + 1]),
         )
 

@@ -113,6 +113,8 @@ class ReplicaWorld:
             return True
         try:
             self.shared_store.wait([event], SOON)
+        except dist.DistNetworkError:
+            return True  # it hosted the store, and has left
         except RuntimeError:
             return False
         return True

@@ -23,7 +23,7 @@ from megatron_edit.engine.host import Progress
 from megatron_edit.engine.report import SyncReport
 from megatron_edit.engine.state import OuterState
 from megatron_edit.engine.units import Fragment, UnitPlan, UnitShard, plan_units
-from megatron_edit.host.training import _settings
+from megatron_edit.host.settings import engine_settings
 from megatron_edit.replica.collectives import Group, Transport, stand_alone_group
 from megatron_edit.replica.placement import place
 from megatron_edit.replica.world import join
@@ -160,5 +160,5 @@ def build_engine(
     groups = EngineGroups(sync, replica, replica, control, {})
     host = ToyHost.build(sizes, placement.rank, placement.ranks_per_replica, start)
     reporter = Collector()
-    settings = _settings(config, "blocking", 0)
+    settings = engine_settings(config, "blocking", 0)
     return EditEngine(settings, host, groups, world, reporter), host, reporter

@@ -174,7 +174,9 @@ def test_a_second_stop_while_catching_up(tmp_path: Path) -> None:
 def test_replicas_that_parted_do_not_warm_up(tmp_path: Path, flags: dict[str, object]) -> None:
     """Gradients of different parameters must never be averaged: exit 2, one line."""
     saves = tmp_path / "saves"
-    run_edit(made(tmp_path / "a"), 2, 2, save=saves, save_interval=5, train_iters=5)
+    run_edit(
+        made(tmp_path / "a"), 2, 2, save=saves, save_interval=5, exit_interval=5, train_iters=9
+    )
     run = run_edit(
         made(tmp_path / "b"), 2, 2, before="tests.host.spy:hurry", load=saves, train_iters=9,
         check=False, **flags,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_edit.checkpoint.files import REMEDY, check_content, check_sizes
 from megatron_edit.checkpoint.folder import TRACKER, CheckpointFolder, Found
@@ -42,30 +42,40 @@ def choose(world: ReplicaWorld, args: Namespace) -> Choice | None:
     """
     text = world.shared_text("load/choice", lambda: _describe(args))
     told = json.loads(text)
-    complaint, choice = None, None
-    if isinstance(told, list):
-        complaint = text
-    elif told is not None:
-        try:
-            choice = _checked(told, args, world)
-        except (UsageError, OSError) as error:
-            complaint = _complaint(error)
-    heard = world.agree("load/checked", complaint)  # nobody leaves before all have heard it
+    found: list[Choice] = []
+
+    def check() -> None:
+        if isinstance(told, list):
+            raise UsageError(*told)
+        if told is not None:
+            path = Path(told["path"])
+            manifest = _sound_manifest(path, args, world) if told["has_manifest"] else None
+            found.append(Choice(path, told["iteration"], manifest))
+
+    check_together(world, "load/checked", check)
+    return found[0] if found else None
+
+
+def check_together(world: ReplicaWorld, event: str, check: Callable[[], None]) -> None:
+    """Let every rank check, and nobody leave before all have heard a complaint.
+
+    Raises:
+        UsageError: a rank found one; on every rank.
+    """
+    complaint = None
+    try:
+        check()
+    except (UsageError, OSError) as error:
+        complaint = _complaint(error)
+    heard = world.agree(event, complaint)
     if heard is not None:
         raise UsageError(*json.loads(heard))
-    return choice
 
 
 def _complaint(error: UsageError | OSError) -> str:
     if isinstance(error, OSError):
         error = UsageError(f"--load {error.filename}", f"cannot be used ({error.strerror})", REMEDY)
     return json.dumps([error.value, error.rule, error.remedy])
-
-
-def _checked(told: dict[str, Any], args: Namespace, world: ReplicaWorld) -> Choice:
-    path = Path(told["path"])
-    manifest = _sound_manifest(path, args, world) if told["has_manifest"] else None
-    return Choice(path, told["iteration"], manifest)
 
 
 def _describe(args: Namespace) -> str:

@@ -25,7 +25,7 @@ from megatron_edit.engine.resume import ResumePlan, Run, plan_resume
 from megatron_edit.engine.standing import Standing, go_on
 from megatron_edit.engine.state import OuterState
 from megatron_edit.errors import UsageError
-from megatron_edit.host.checkpoint.choosing import Choice, choose
+from megatron_edit.host.checkpoint.choosing import Choice, check_together, choose
 from megatron_edit.host.checkpoint.fingerprint import layout_of
 from megatron_edit.host.checkpoint.guard import guarded
 from megatron_edit.host.checkpoint.outer import load_outer_state, pieces_of
@@ -36,6 +36,7 @@ from megatron_edit.host.checkpoint.refusals import (
     check_samples,
     check_schedule,
 )
+from megatron_edit.host.checkpoint.summary import summary_of
 from megatron_edit.host.model import MegatronHost
 from megatron_edit.method.detector import DetectorState
 from megatron_edit.method.order import IN_ORDER, share_of
@@ -95,23 +96,19 @@ class LoadControl:
             model: unwrapped model chunks.
         """
         place, plan, choice = self._world.placement, self._plan, self._choice
+        if choice is not None:
+            check_together(self._world, "load/fits", lambda: self._check(engine, host, choice))
         if plan is None or choice is None or choice.manifest is None:
             consumed = host.arguments.consumed_train_samples
             host.resume(share_of(consumed, place.replica, place.num_replicas), IN_ORDER)
-            if engine.settings.timed is not None and choice is not None:
-                check_equal_steps(choice.path, self._step, host.arguments)
             engine.start(self._step)
             return
         manifest = choice.manifest
-        check_schedule(choice.path, manifest, plan, engine.settings.schedule)
-        check_samples(choice.path, plan, host.arguments)
         entry = plan.entries[place.replica]
         host.resume(entry.samples, plan.order)
         if entry.is_waiting:
             host.hold_back(entry.pending_schedule)
         if manifest.is_warmup:
-            if engine.settings.timed is not None:
-                check_equal_steps(choice.path, entry.step, host.arguments)
             engine.start(entry.step)
         else:
             go_on(engine, self._standing(engine, host, model, manifest, plan))
@@ -120,7 +117,19 @@ class LoadControl:
         if not host.arguments.no_load_rng and _has_same_stages(manifest, host.arguments):
             load_streams(choice.path / EDIT / RANDOM, place.replica % manifest.num_replicas)
         if place.global_rank == 0:
-            say(_summary(choice, manifest, plan, place.num_replicas))
+            say(summary_of(choice, manifest, plan, place.num_replicas))
+
+    def _check(self, engine: EditEngine, host: MegatronHost, choice: Choice) -> None:
+        """Whether this run's settings go with the checkpoint."""
+        plan, manifest, args = self._plan, choice.manifest, host.arguments
+        if plan is not None and manifest is not None:
+            check_schedule(choice.path, manifest, plan, engine.settings.schedule)
+            check_samples(choice.path, plan, args)
+        if engine.settings.timed is not None and (
+            plan is None or manifest is None or manifest.is_warmup
+        ):
+            step = self._step if plan is None else plan.entries[0].step
+            check_equal_steps(choice.path, step, args)
 
     # ---- Megatron's part
 
@@ -276,19 +285,3 @@ def _detectors(path: Path, manifest: Manifest, units: tuple[str, ...]) -> Detect
         raise UsageError(str(path), f"detectors are broken: {error}", REMEDY) from error
     columns = [manifest.units.index(unit) for unit in units]
     return DetectorState(**{name: table[:, columns] for name, table in vars(saved).items()})
-
-
-def _summary(choice: Choice, manifest: Manifest, plan: ResumePlan, num_replicas: int) -> str:
-    if manifest.is_warmup:
-        where = "in warm-up"
-    elif manifest.is_mid_round:
-        where = f"in round {manifest.round + 1}"
-        where += "" if plan.goes_on else ", which is completed"
-    else:
-        where = f"after the sync of round {manifest.round}"
-    change = (
-        f"{num_replicas} replicas"
-        if manifest.num_replicas == num_replicas
-        else f"{manifest.num_replicas} replicas become {num_replicas}"
-    )
-    return f"going on from {choice.path}, {where}: {change}, {plan.consumed} samples consumed"
