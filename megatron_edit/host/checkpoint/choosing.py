@@ -105,7 +105,7 @@ def _find(folder: CheckpointFolder, step: int | None) -> Found | None:
     if found is None and (folder.root / TRACKER).exists():
         raise UsageError(
             str(folder.root / TRACKER),
-            "names no complete checkpoint, and there is no other",
+            f"names {tracked or 'no iteration'}, and there is no complete checkpoint",
             "bring one back, or remove the file to start anew",
         )
     if found is not None and str(found.iteration) != tracked and tracked != "release":
