@@ -19,6 +19,10 @@ RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
 ONE_HOT = "1e-6"  # a temperature at which the least norm takes all
 STEP_SECONDS = 0.11  # of a step of four replicas on two cores: what A-EDiT's clock is set by
 CORRUPTED_REPLICA = 1
+DELAYED_TAU, DELAY = (
+    40,
+    30,
+)  # as where the speed of delayed syncs is measured: overlap_parts/kinds.py
 # Share of the steps: bursts begin when detectors have seen enough to be armed, and do not end
 # together with rounds. A detector is armed after 20 syncs: after step 416 of 960.
 BURSTS = ((488 / 960, 520 / 960), (616 / 960, 648 / 960), (744 / 960, 776 / 960),
@@ -83,6 +87,7 @@ class Study:
     def questions(self) -> tuple[Question, ...]:
         """In order of priority."""
         return (
+            self._marks(), self._marks_bursts(),
             self._strategies(), self._ablation(), self._two_replicas(), self._warmup(),
             self._temperature(), self._bursts(), self._rates(), self._elastic(), self._beyond(),
         )  # fmt: skip
@@ -116,6 +121,43 @@ class Study:
         )
         first = replace(first, **changes)  # type: ignore[arg-type]
         return Member(label, tuple(replace(first, seed=seed) for seed in self.seeds), base)
+
+    def _marks(self) -> Question:
+        """What has to hold before anything else is asked; most runs are of later questions, too."""
+        edit, slower = "edit, tau 16", f"edit, tau {DELAYED_TAU}"
+        quarter = self.size.train_iters // 4
+        late = ("--edit-delay-steps", str(DELAY))
+        wire = "--edit-sync-dtype"
+        members = (
+            self.member("ddp", "ddp"),
+            self.member(edit, "edit", base="ddp"),
+            self.member("edit, tau 16, warm-up 25 %", "edit", base="ddp", warmup_steps=quarter),
+            self.member("diloco, tau 16", "diloco", base=edit),
+            self.member("post-local-sgd, tau 16", "post-local-sgd", base=edit),
+            self.member("edit, tau 16, int8", "edit", wire, "int8", base=edit),
+            self.member("edit, tau 16, int4", "edit", wire, "int4", base=edit),
+            self.member(slower, "edit", base="ddp", tau=DELAYED_TAU),
+            self.member(f"{slower}, delay {DELAY}", "edit", *late, base=slower, tau=DELAYED_TAU),
+            self.member(f"{slower}, delay {DELAY}, int8", "edit", *late, wire, "int8",
+                        base=slower, tau=DELAYED_TAU),
+        )  # fmt: skip
+        return Question("marks", "EDiT beside its marks, four replicas", members)
+
+    def _marks_bursts(self) -> Question:
+        names = ("ddp", "diloco", "post-local-sgd")
+        members = (self.member("edit", "edit"), *(self.member(n, n, base="edit") for n in names))
+        title = "One of four replicas fed random tokens in bursts: the strategies"
+        return Question("marks-bursts", title, tuple(map(self._corrupted, members)))
+
+    def _corrupted(self, member: Member) -> Member:
+        """The case seed is also that of the bad data: paired runs get the same."""
+        steps = self.size.train_iters
+        bursts = tuple((round(a * steps), round(b * steps)) for a, b in BURSTS)
+        cases = tuple(
+            replace(c, corruption=Corruption(CORRUPTED_REPLICA, bursts, c.seed))
+            for c in member.cases
+        )
+        return replace(member, cases=cases)
 
     def _strategies(self) -> Question:
         members = [self.member("ddp", "ddp")]
@@ -176,23 +218,14 @@ class Study:
         return found
 
     def _bursts(self) -> Question:
-        """The case seed is also that of the bad data: paired runs get the same."""
-        steps = self.size.train_iters
-        bursts = tuple((round(a * steps), round(b * steps)) for a, b in BURSTS)
         base = "edit"
         members = [
             self.member(base, "edit"), self.member("ddp", "ddp", base=base),
             self.member("diloco", "diloco", base=base), *self._parts(base),
             *self._temperatures(base),
         ]  # fmt: skip
-        bad = [
-            replace(m, cases=tuple(
-                replace(c, corruption=Corruption(CORRUPTED_REPLICA, bursts, c.seed))
-                for c in m.cases
-            ))
-            for m in members
-        ]  # fmt: skip
-        return Question("bursts", "One of four replicas fed random tokens in bursts", tuple(bad))
+        title = "One of four replicas fed random tokens in bursts: parts of the penalty"
+        return Question("bursts", title, tuple(map(self._corrupted, members)))
 
     def _rates(self) -> Question:
         """Each replica keeps its batch: with more of them, a step has more samples."""
