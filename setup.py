@@ -25,6 +25,7 @@ setup(
     ],
     extras_require={
         "test": [
+            "build>=1.2",
             "pytest>=8.3,<10",
             "pytest-timeout>=2.3",
             "hypothesis>=6.100",
