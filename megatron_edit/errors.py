@@ -7,6 +7,11 @@ found, 4 a replica lost. Library code raises; only the launcher turns an error i
 from __future__ import annotations
 
 
+def on_one_line(text: str) -> str:
+    """The text with line breaks and everything else that does not print escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 class EditError(Exception):
     """Base of every error that this package raises on purpose.
 
@@ -32,7 +37,7 @@ class UsageError(EditError):
     def __init__(self, value: str, rule: str, remedy: str, *, is_local: bool = False) -> None:
         self.value, self.rule, self.remedy = value, rule, remedy
         self.is_local = is_local
-        super().__init__(f"{value}: {rule}; {remedy}")
+        super().__init__(on_one_line(f"{value}: {rule}; {remedy}"))
 
 
 class HostVersionError(UsageError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import shlex
+import shutil
 import signal
 import sys
 from argparse import Namespace
@@ -87,7 +88,7 @@ def _checked_plan(options: Namespace, rest: Sequence[str]) -> tuple[RunPlan, ...
     if not script.is_file():
         raise UsageError(options.script, "no such training script", "give its path")
     entries = parse_entries(options.strategies, with_ideal=options.with_ideal)
-    launcher = tuple(shlex.split(options.launcher))
+    launcher = _launcher(options.launcher)
     setting = Setting(script, tuple(rest), options.nproc_per_node, launcher, options.link)
     plan = make_plan(setting, entries, _seeds(options.seeds))
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
@@ -99,6 +100,16 @@ def _checked_plan(options: Namespace, rest: Sequence[str]) -> tuple[RunPlan, ...
     for each in {run.entry: run for run in plan}.values():  # seeds cannot be wrong alone
         check_script(script, each.words, setting.num_ranks)
     return plan
+
+
+def _launcher(text: str) -> tuple[str, ...]:
+    try:
+        words = tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(f"--launcher {text}", f"{error}", "close what was opened") from None
+    if words and shutil.which(words[0]) is None:
+        raise UsageError(f"--launcher {text}", f"no command {words[0]}", "give its path")
+    return words
 
 
 def _seeds(text: str) -> list[int]:

@@ -1,0 +1,195 @@
+"""Wrong input to the command `megatron-edit`: exit code 2 and one clear line, never a traceback.
+
+Would catch: a subcommand that meets a bad value with an exception, a text of usage, several lines,
+or silence; one that goes to work before it has looked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_edit.cli import SUBCOMMANDS, main
+from tests.harness import tiny_gpt
+from tests.harness.launch import REPOSITORY
+
+SCRIPT = REPOSITORY / "scripts" / "pretrain_gpt.py"
+# Each a whole command line; CHECK and COMPARE stand for sound ones, of which a later flag is wrong.
+GENERAL = [
+    "",
+    "chekc",
+    "--verison",
+    "check",
+    "inspect",
+    "compare",
+    "check nowhere.py",
+    "check .",
+    "inspect nowhere",
+    "inspect .",
+    "inspect . --ckpt-step",
+    "inspect . --ckpt-step ten",
+    "inspect . --ckpt-step 5",
+    "inspect . --ckpt-step -5",
+    "inspect . extra",
+    "inspect . --jsno",
+    "inspect iter_0000005",
+    "inspect file.txt",
+    "inspect newer",
+    "inspect torn",
+    "compare nowhere.py --strategies ddp --nproc-per-node 2",
+    f"compare {SCRIPT} --nproc-per-node 2",
+    f"compare {SCRIPT} --strategies ddp",
+]
+CHECKED = [
+    "--world-size 0",
+    "--world-size three",
+    "--world-size",
+    "--edit-num-replicas 3",
+    "--edit-num-replicas two",
+    "--edit-sync-interval 0",
+    "--edit-sync-interval 1e3",
+    "--edit-sync-intervall 5",
+    "--edit-outer-lr nan",
+    "--edit-outer-momentum 1",
+    "--edit-strategy sdg",
+    "--edit-sync-dtype fp8",
+    "--edit-delay-steps 128",
+    "--edit-fragments 0",
+    "--edit-mix 1.5",
+    "--edit-replica-id 0",
+    "--edit-replica-id 5 --edit-rendezvous node0:29400",
+    "--edit-replica-id 0 --edit-rendezvous node0",
+    "--edit-replica-id 0 --edit-rendezvous node0:99999",
+    "--edit-sync-mode overlap",
+    "--global-batch-size 7",
+    "--micro-batch-size 0",
+    "--num-layers many",
+    "--tensor-model-parallel-size 3",
+    "--use-megatron-fsdp",
+    "--optimizer sgdd",
+    "--lr -1 --edit-timeout-seconds 0",
+]
+COMPARED = [
+    "--strategies ddp,sgd",
+    "--strategies ,",
+    "--strategies edit:nothing=5",
+    "--strategies edit:outer-lr=fast",
+    "--strategies ddp,ddp",
+    "--nproc-per-node 0",
+    "--nproc-per-node 3",
+    "--seeds 1,two",
+    "--time-limit 0",
+    "--time-limit soon",
+    "--silence-limit -1",
+    "--output-dir /dev/null/out",
+    "--launcher /dev/null/torchrun",
+    "--launcher '\"open'",
+]
+UNWRITABLE = "compare ... --output-dir /dev/null/out"
+RUNNER = """
+import contextlib, io, json, os, sys
+from megatron_edit.cli import main
+found = []
+for argv in json.load(sys.stdin):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(argv)
+        except SystemExit as stop:
+            code = stop.code
+        except BaseException as error:
+            code = repr(error)
+    found.append((code, err.getvalue()))
+sys.__stdout__.write("RESULT" + json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the commands run: some things that are not what they should be."""
+    made = tmp_path_factory.mktemp("wrong")
+    (made / "file.txt").write_text("no checkpoint")
+    for name, text in {"newer": '{"version": 999}', "torn": '{"version"'}.items():
+        path = made / name / "iter_0000005" / "edit" / "manifest.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    return made
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> dict[str, tuple[object, str]]:
+    """Exit code and stderr by command line; all in one process, which imports Megatron once."""
+    tiny = tiny_gpt(global_batch_size=4)
+    edit = ["--use-edit", "--edit-num-replicas", "2"]
+    check = ["check", str(SCRIPT), *tiny, *edit, "--world-size", "2"]
+    compare = ["compare", str(SCRIPT), *tiny, "--edit-num-replicas", "2", "--strategies", "ddp",
+               "--nproc-per-node", "2", "--list"]  # fmt: skip
+    lines = {line: shlex.split(line) for line in GENERAL}
+    lines |= {f"check ... {words}": [*check, *shlex.split(words)] for words in CHECKED}
+    lines |= {f"compare ... {words}": [*compare, *shlex.split(words)] for words in COMPARED}
+    lines[UNWRITABLE].remove("--list")  # nothing is written with it
+    done = subprocess.run(
+        [sys.executable, "-c", RUNNER], input=json.dumps(list(lines.values())), cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True,
+        timeout=110, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.partition("RESULT")[2])
+    return dict(zip(lines, map(tuple, found), strict=True))
+
+
+def test_there_are_enough() -> None:
+    """Every subcommand has some."""
+    lines = [*GENERAL, *CHECKED, *COMPARED]
+    assert len(set(lines)) == len(lines) >= 40
+    for name in SUBCOMMANDS:
+        assert sum(line.startswith(name) for line in GENERAL) >= 3, name
+
+
+@pytest.mark.parametrize(
+    "line",
+    [*GENERAL, *(f"check ... {w}" for w in CHECKED), *(f"compare ... {w}" for w in COMPARED)],
+)
+def test_one_line_and_two(line: str, outcomes: dict[str, tuple[object, str]]) -> None:
+    """Exit code 2; one line on stderr that begins with the command's name."""
+    code, said = outcomes[line]
+    assert code == 2, (code, said)
+    assert said.count("\n") == 1 and said.endswith("\n"), said
+    assert said.startswith("megatron-edit"), said
+    assert "Traceback" not in said and "Error(" not in said, said
+    assert len(said) < 500, said
+
+
+WORDS = st.lists(
+    st.one_of(
+        st.sampled_from(
+            [".", "--json", "--verify", "--ckpt-step", "--list", "--help-me", "0", "-1"]
+        ),
+        st.text(max_size=8),
+    ),
+    max_size=5,
+)
+
+
+@settings(deadline=None, max_examples=200, suppress_health_check=list(HealthCheck))
+@given(words=WORDS)
+def test_any_words_to_inspect(words: list[str]) -> None:
+    """Nothing that can be typed ends in a traceback."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(["inspect", *words])
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else 1
+    assert code in (0, 2), words
+    assert out.getvalue() if code == 0 else err.getvalue().count("\n") == 1, words
