@@ -110,9 +110,11 @@ class Flight:
             buffer = torch.empty(shard.numel, dtype=torch.float32, device=device)
             anchor = home.stage_anchor() if staged is None else staged.anchor
             weight = float(decision.weights[replica, shard.index])
-            flight.average = weighted_contribution_(
-                pseudo_gradient(anchor.ready(), shard, buffer), weight
-            )
+            if flight.snapshot is None:
+                delta = pseudo_gradient(anchor.ready(), shard, buffer)
+            else:
+                delta = torch.sub(anchor.ready(), flight.snapshot, out=buffer)
+            flight.average = weighted_contribution_(delta, weight)
         return flight
 
     @property
@@ -196,8 +198,9 @@ class Flight:
         if is_dropped or not landing.merges:
             self.shard.scatter(anchor)
             return is_dropped and not landing.is_plain
-        theta = self.shard.gather(torch.empty_like(anchor))
-        self.shard.scatter(landing.merge_(theta, anchor, self.snapshot))
+        for fragment, where in zip(self.shard.fragments, self.shard.slices, strict=True):
+            before = None if self.snapshot is None else self.snapshot[where]
+            landing.merge_(fragment.main, anchor[where], before)
         self.snapshot = None
         return False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -53,9 +54,13 @@ class LandingRule:
             snapshot: theta when the sync began, fp32 [n], mutated as scratch; None where there is
                 no progress to keep.
         """
-        target = anchor if snapshot is None else snapshot.neg_().add_(theta).add_(anchor)
+        if snapshot is None:
+            target = anchor
+        else:  # A' - (snapshot - theta): the same bits, and theta may be where it is written
+            back = snapshot.sub_(theta)
+            target = torch.sub(anchor, back, out=theta if self.mix == 0.0 else back)
         if self.mix == 0.0:
-            return theta.copy_(target)
+            return theta if target is theta else theta.copy_(target)
         return theta.mul_(self.mix).add_(target, alpha=1.0 - self.mix)
 
 
