@@ -166,9 +166,9 @@ def synchronous_cost(job: Job, setting: Setting) -> Cost:
     traffic = gradient_traffic(job)
     num_units = len(job.unit_names)
     steps = _ring_steps(job, "fp32") * num_units
-    wire = setting.link.seconds(traffic.per_host) + steps * setting.link.latency
-    work = setting.machine.per_sent_byte * traffic.per_rank
-    return Cost(wire, work, wire + work, setting.step)
+    slowest = setting.machine.per_wire_byte * traffic.per_rank
+    wire = max(setting.link.seconds(traffic.per_host), slowest) + steps * setting.link.latency
+    return Cost(wire, 0.0, wire, setting.step)
 
 
 def stock_cost(job: Job, setting: Setting) -> Cost:
@@ -183,10 +183,11 @@ def stock_cost(job: Job, setting: Setting) -> Cost:
     backward = setting.step / job.num_micro_batches - forward
     reduce = link.seconds(gradients)
     gather = link.seconds(traffic.per_host - gradients) * machine.gather_slowness
-    work = machine.per_stock_byte * traffic.per_rank
+    work = machine.per_wire_byte * traffic.per_rank
     exposed = max(0.0, reduce - backward * job.overlaps_reduce)
     exposed += max(0.0, gather - forward * job.overlaps_gather)
-    return Cost(reduce + gather, work, exposed + work, setting.step)
+    # What the rank does itself for the exchange cannot hide behind what else it does.
+    return Cost(reduce + gather, work, max(exposed, work), setting.step)
 
 
 def forward_seconds(job: Job, setting: Setting) -> float:
@@ -204,7 +205,8 @@ def _flights(job: Job, config: EditConfig, setting: Setting, *, hides: bool) -> 
     flights = []
     for number, nbytes in enumerate(unit_bytes(job, config.sync_dtype)):
         largest = max(row[number] for row in job.held)
-        wire = link.seconds(nbytes * on_host) + ring_steps * link.latency
+        slowest = machine.per_wire_byte * nbytes / job.mesh.ranks_per_replica
+        wire = max(link.seconds(nbytes * on_host), slowest) + ring_steps * link.latency
         work = machine.per_element * largest
         work += machine.per_sent_byte * all_reduce_payload(4 * largest, size)
         work += machine.per_ring_step * 2 * (size - 1)
