@@ -73,11 +73,12 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     )
     share = options.forward_share or (1 / 4 if job.recomputes else 1 / 3)
     setting = Setting(link, machine, _step_seconds(options, job), share)
-    memory = parse_bytes("--device-memory", options.device_memory)
+    text = options.device_memory
+    memory = None if text is None else parse_bytes("--device-memory", text)
     names = [name.strip() for name in options.strategies.split(",")]
     plan = make_plan(job, setting, names, device_memory=memory)
-    text = json.dumps(plan.as_json(), indent=1) if options.json else "\n".join(lines(plan))
-    sys.stdout.write(text + "\n")
+    shown = json.dumps(plan.as_json(), indent=1) if options.json else "\n".join(lines(plan))
+    sys.stdout.write(shown + "\n")
     return 0
 
 
