@@ -28,6 +28,17 @@ MAY_IMPORT = {
     "engine": ("errors", "config", "checkpoint", "method", "replica", "engine"),
     "report": ("errors", "config", "method", "replica", "engine", "report"),
     "compare": ("errors", "config", "flags", "command_line", "method", "replica", "compare"),
+    "plan": (
+        "errors",
+        "config",
+        "flags",
+        "command_line",
+        "method",
+        "replica",
+        "engine",
+        "compare",
+        "plan",
+    ),
 }
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 

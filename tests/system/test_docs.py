@@ -8,8 +8,9 @@ Every command in a shell fence of README.md and docs/*.md is handled by exactly 
 | torchrun of scripts/ | run, for a few steps |
 | other torchrun, megatron-edit check | run through `megatron-edit check`, with a tiny model |
 | megatron-edit compare | run with `--list` and a tiny model: checks all runs, starts none |
+| megatron-edit plan | run |
 | megatron-edit inspect | run on a folder with a checkpoint of no files |
-| make_flags_doc | run with --check |
+| make_flags_doc, plan_check | run with --check |
 | quickstart.sh, test.sh | run with a stub of the environment that notes what it is told to do |
 | pip install, git clone | not run; extras and addresses are checked |
 """
@@ -96,8 +97,9 @@ def kind_of(command: Command) -> str:
     if words[0] == "torchrun":
         return "launch" if "scripts/pretrain_gpt.py" in line else "check"
     if words[0] == "megatron-edit":
-        return words[1] if words[1] in ("check", "inspect", "compare") else ""
-    python_scripts = {"scripts/prepare_corpus.py": "corpus", "scripts/make_flags_doc.py": "flags"}
+        return words[1] if words[1] in ("check", "inspect", "compare", "plan") else ""
+    python_scripts = {"scripts/prepare_corpus.py": "corpus", "scripts/make_flags_doc.py": "flags",
+                      "benchmarks/plan_check.py": "plan tables"}  # fmt: skip
     return python_scripts.get(words[1], "") if words[0] == "python" else ""
 
 
@@ -175,6 +177,12 @@ def test_flags_table_is_current() -> None:
         run([sys.executable, *command.words[1:], "--check"])
 
 
+def test_tables_of_the_plan_are_current() -> None:
+    """Would catch: another model of the cost without `python benchmarks/plan_check.py`."""
+    for command in of_kind("plan tables"):
+        run([sys.executable, *command.words[1:], "--check"])
+
+
 # ---- run in another form
 
 
@@ -210,6 +218,17 @@ def test_launches_and_checks_are_valid() -> None:
     output = run([sys.executable, "-c", code])
     assert output.count("ok: ") == len(argvs), output
     assert output.count("to be run") >= 2 * len(compared), output
+
+
+def test_plans_are_made(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Would catch: a flag of plan, or a configuration, that was renamed."""
+    monkeypatch.chdir(REPOSITORY)
+    for command in of_kind("plan"):
+        assert main(command.words[1:]) == 0
+        output = capsys.readouterr().out
+        assert ("share_of_ideal" if "--json" in command.words else "of the ideal") in output
 
 
 def test_inspections_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,244 @@
+"""Holds the planner's predictions to what was measured, and writes the tables of docs/plan.md.
+
+    python benchmarks/plan_check.py           writes the tables
+    python benchmarks/plan_check.py --check   exits 1 where they are not current
+
+The measurements are the committed results of benchmarks/overlap.py and benchmarks/growth.py; a test
+calls it with --check, and another one holds the marks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from netlab import BURST_SECONDS, MIN_BURST_BYTES
+
+from megatron_edit.plan.job import Job, read_job
+from megatron_edit.plan.machine import CPU, Link
+from megatron_edit.plan.timing import Setting, stock_cost, sync_cost
+from megatron_edit.plan.traffic import sync_traffic
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+RESULTS = REPOSITORY / "benchmarks" / "results"
+TARGET = REPOSITORY / "docs" / "plan.md"
+BEGIN, END = "<!-- made by benchmarks/plan_check.py -->", "<!-- end -->"
+SPEED_MARK, BYTES_MARK = 0.20, 0.10
+CORES = 2
+# The coefficients of megatron_edit/plan/machine.py were fitted to these.
+FITTED = {("stock", None), ("stock", 20e6)}
+STEP_OF_GROWTH = 0.03  # seconds; blocking syncs do not depend on it
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One number, twice.
+
+    Attributes:
+        what: a run.
+        predicted: by the planner.
+        measured: by the benchmark.
+        is_fitted: whether a coefficient of the planner was fitted to it.
+    """
+
+    what: str
+    predicted: float
+    measured: float
+    is_fitted: bool = False
+
+    @property
+    def error(self) -> float:
+        """(predicted - measured) / measured."""
+        return self.predicted / self.measured - 1
+
+    def is_within(self, mark: float) -> bool:
+        """Whether the error is at most that."""
+        return abs(self.error) <= mark
+
+
+def link_name(rate: float | None) -> str:
+    """For people."""
+    return "no limit" if rate is None else f"{rate / 1e6:g} Mbit/s"
+
+
+def lab_link(rate: float | None, bandwidth: float) -> Link:
+    """A link of the lab: `tc tbf` lets a bucket through at once."""
+    bucket = 0.0 if rate is None else max(MIN_BURST_BYTES, rate / 8 * BURST_SECONDS)
+    return Link(bandwidth, burst_seconds=8 * bucket / bandwidth)
+
+
+def lab_job(flags: str, num_replicas: int) -> Job:
+    """A training of the lab: a rank per replica, and a replica per host."""
+    return read_job(
+        shlex.split(flags),
+        num_replicas=num_replicas,
+        world_size=num_replicas,
+        ranks_per_host=None,
+    )
+
+
+def shares() -> list[Prediction]:
+    """Speed as a part of the ideal, from the link and the ideal step that were measured."""
+    return [p for name in ("overlap", "delayed") for p in _shares_of(_results(name))]
+
+
+def _shares_of(results: dict[str, Any]) -> Iterator[Prediction]:
+    rows = {(row["rate"], row["kind"]): row for row in results["summary"]}
+    for (rate, kind), row in rows.items():
+        if kind == "ideal" or kind.startswith("torchft"):
+            continue
+        job = lab_job(results["configuration"]["flags"][kind], 2)
+        setting = Setting(
+            link=lab_link(rate, row["bandwidth"]["median"]),
+            machine=CPU,
+            step=rows[rate, "ideal"]["step_seconds"]["median"],
+            forward_share=results["forward_share"],
+        )
+        is_stock = kind == "stock"
+        cost = stock_cost(job, setting) if is_stock else sync_cost(job, job.config("edit"), setting)
+        measured = row["of_ideal"]["median"]
+        name = f"{link_name(rate)}, {kind}"
+        yield Prediction(name, cost.share_of_ideal, measured, (kind, rate) in FITTED)
+
+
+def syncs() -> list[Prediction]:
+    """Seconds of a blocking sync; measured is the least of 32, least disturbed by others."""
+    results = _results("growth")
+    bandwidths: dict[float | None, list[float]] = {}
+    for link in results["links"]:
+        bandwidths.setdefault(link["rate"], []).append(link["bandwidth"])
+    found = []
+    for row in results["rows"]:
+        case, rate = row["case"], row["rate"]
+        job = _job_of(results, case)
+        crowd = max(1.0, case["num_replicas"] / CORES)
+        setting = Setting(
+            link=lab_link(rate, median(bandwidths[rate])),
+            machine=CPU.crowded(crowd),
+            step=STEP_OF_GROWTH,
+            forward_share=1 / 3,
+        )
+        seconds = sync_cost(job, job.config("edit"), setting).exposed
+        is_fitted = rate is None and case["num_replicas"] == 2
+        found.append(Prediction(_case_name(row), seconds, row["seconds"]["min"], is_fitted))
+    return found
+
+
+def sent_bytes() -> list[Prediction]:
+    """Payload of a sync and replica, as EDiT counted it, and as a host's interface did."""
+    results, found = _results("growth"), []
+    for row in results["rows"]:
+        job = _job_of(results, row["case"])
+        config = job.config("edit")
+        predicted = sync_traffic(job, config, config.sync_interval).per_host
+        found.append(Prediction(f"{_case_name(row)}, counted", predicted, row["wire_bytes"]))
+        if row["interface_bytes"]:
+            measured = row["interface_bytes"]
+            found.append(Prediction(f"{_case_name(row)}, interface", predicted, measured))
+    for name in ("overlap", "delayed"):
+        found += _sent_in_window(_results(name))
+    return found
+
+
+def _sent_in_window(results: dict[str, Any]) -> Iterator[Prediction]:
+    """What a host sent in the measured rounds, where nothing but syncs is on the link."""
+    for run in results["measurements"]:
+        if not run["syncs"]:
+            continue
+        job = lab_job(results["configuration"]["flags"][run["kind"]], 2)
+        config = job.config("edit")
+        predicted = sync_traffic(job, config, config.sync_interval).per_host * len(run["syncs"])
+        name = f"{link_name(run['rate'])}, {run['kind']}, turn {run['repeat'] + 1}"
+        yield Prediction(f"{name}, interface", predicted, max(run["window_bytes"]))
+
+
+def _job_of(results: dict[str, Any], case: dict[str, int]) -> Job:
+    size = case["num_replicas"]
+    flags = (
+        f"{results['configuration']['flags_of_the_first_case']} --num-layers {case['num_layers']} "
+        f"--hidden-size {case['hidden_size']} --global-batch-size {size} "
+        f"--edit-num-replicas {size}"
+    )
+    return lab_job(flags, size)
+
+
+def _case_name(row: dict[str, Any]) -> str:
+    case = row["case"]
+    shape = f"{case['num_layers']} layers, hidden {case['hidden_size']}, N {case['num_replicas']}"
+    return f"{link_name(row['rate'])}, {shape}"
+
+
+def _results(name: str) -> dict[str, Any]:
+    text = (RESULTS / f"{name}_2cpu_202611.json").read_text(encoding="utf-8")
+    results: dict[str, Any] = json.loads(text)
+    return results
+
+
+# ---- the tables
+
+
+def tables() -> str:
+    """What goes into docs/plan.md."""
+    parts = [
+        "Share of the ideal speed (`benchmarks/results/overlap_2cpu_202611.md`, "
+        "`delayed_2cpu_202611.md`), medians:",
+        _table("link and mode", shares(), "{:.3f}", 1.0),
+        "Milliseconds of a blocking sync (`benchmarks/results/growth_2cpu_202611.md`), the least "
+        "of 32:",
+        _table("link and model", syncs(), "{:.1f}", 1e3),
+        _bytes_line(),
+    ]
+    return "\n\n".join(parts)
+
+
+def _table(head: str, found: Sequence[Prediction], form: str, factor: float) -> str:
+    lines = [f"| {head} | predicted | measured | difference | |", "|---|---|---|---|---|"]
+    for each in found:
+        note = "fitted" if each.is_fitted else ""
+        if not each.is_within(SPEED_MARK):
+            note = (note + " **missed**").strip()
+        lines.append(
+            f"| {each.what} | {form.format(each.predicted * factor)} "
+            f"| {form.format(each.measured * factor)} | {each.error:+.1%} | {note} |"
+        )
+    return "\n".join(lines)
+
+
+def _bytes_line() -> str:
+    found = sent_bytes()
+    counted = [each.error for each in found if each.what.endswith("counted")]
+    seen = [each.error for each in found if each.what.endswith("interface")]
+    return (
+        f"Bytes of a sync: {len(counted)} counted by EDiT, largest difference "
+        f"{max(map(abs, counted)):.2%}; {len(seen)} counted at a host's interface with headers and "
+        f"acknowledgements, {min(seen):+.1%} to {max(seen):+.1%}."
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the script."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if stale")
+    args = parser.parse_args(argv)
+    text = TARGET.read_text(encoding="utf-8")
+    head, _, rest = text.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    wanted = f"{head}{BEGIN}\n\n{tables()}\n\n{END}{tail}"
+    if not args.check:
+        TARGET.write_text(wanted, encoding="utf-8")
+        return 0
+    if wanted == text:
+        return 0
+    print("docs/plan.md is stale: run python benchmarks/plan_check.py", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

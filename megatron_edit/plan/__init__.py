@@ -1,0 +1,1 @@
+"""What a training would need of memory and network, before it is started. Pure computation."""

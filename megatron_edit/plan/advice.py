@@ -1,0 +1,154 @@
+"""What to change, and how long to wait: suggestions from the same model of the cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megatron_edit.config import EditConfig
+from megatron_edit.engine.patience import MIN_SECONDS, ROUNDS
+from megatron_edit.flags import flag
+from megatron_edit.method.strategy import STRATEGIES
+from megatron_edit.plan.job import Job
+from megatron_edit.plan.memory import edit_parts, stock_parts
+from megatron_edit.plan.quantities import show_bytes, show_seconds
+from megatron_edit.plan.timing import Setting, round_of, sync_cost
+from megatron_edit.replica.wire import WIRE_NAMES
+
+GOAL = 0.02  # largest part of the time that should go to syncs
+SLACK = 1.1  # an exchange should be over a little before it must be
+MAX_DEPTH = 8
+USUAL_MINUTES = 10  # torch's
+SAFETY = 2  # an exchange may share its link with others
+STEPS_TO_STOP = 2  # a replica stops at its own next step; the step under way comes before it
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One suggestion.
+
+    Attributes:
+        subject: what it is about.
+        value: for machines: a number, flags, or None where there is nothing that helps.
+        text: for people.
+    """
+
+    subject: str
+    value: float | str | None
+    text: str
+
+
+def advise(
+    job: Job, config: EditConfig, setting: Setting, device_memory: float | None
+) -> tuple[Advice, ...]:
+    """Everything there is to say of a strategy with rounds.
+
+    Args:
+        job: the training.
+        config: its settings.
+        setting: link, machine and step.
+        device_memory: bytes of a device; None is not known.
+    """
+    found = [_interval(job, config, setting), _hiding(job, config, setting)]
+    found.append(_depth(job, config, setting))
+    if device_memory is not None:
+        found.append(_memory(job, config, setting, device_memory))
+    return (*found, *_ladder(job, config, setting))
+
+
+def least_interval(job: Job, config: EditConfig, setting: Setting) -> int:
+    """The smallest tau whose syncs take at most `GOAL` of the time, at the delay as it is."""
+    exposed = sync_cost(job, config, setting).exposed
+    steps = math.ceil(exposed * (1 - GOAL) / GOAL / setting.step - 1e-9)
+    return max(steps, config.delay_steps + 1, config.fragments, 1)
+
+
+def _interval(job: Job, config: EditConfig, setting: Setting) -> Advice:
+    least = least_interval(job, config, setting)
+    if STRATEGIES[config.strategy].is_timed:
+        seconds = least * setting.step
+        now = f"{flag('sync_seconds')} {config.sync_seconds:g}"
+        text = f"from {flag('sync_seconds')} {seconds:.0f} on syncs take at most 2 % (now: {now})"
+        return Advice("interval", seconds, text)
+    now = f"{flag('sync_interval')} {config.sync_interval}"
+    text = f"from {flag('sync_interval')} {least} on syncs take at most 2 % (now: {now})"
+    return Advice("interval", least, text)
+
+
+def _hiding(job: Job, config: EditConfig, setting: Setting) -> Advice:
+    """A delay, and where that is not enough a coarser wire, that hide the exchange."""
+    cost = sync_cost(job, config, setting)
+    if cost.share_of_ideal >= 1 - GOAL:
+        return Advice("hiding", "", "no delay and no coarser wire type is needed")
+    if STRATEGIES[config.strategy].lands_at_next_meeting:
+        return Advice("hiding", None, "a round is too short for its exchange: take a longer one")
+    steps_of_round = round_of(config, setting.step) / setting.step
+    for wire in WIRE_NAMES[WIRE_NAMES.index(config.sync_dtype) :]:
+        coarser = replace(config, sync_dtype=wire)
+        exchange = sync_cost(job, coarser, setting).exchange / config.fragments
+        delay = max(1, math.ceil(exchange * SLACK / setting.step))
+        if delay >= steps_of_round:
+            continue
+        delayed = replace(coarser, delay_steps=delay)
+        share = sync_cost(job, delayed, setting).share_of_ideal
+        if share >= 1 - GOAL:
+            flags = f"{flag('delay_steps')} {delay}"
+            flags += "" if wire == "fp32" else f" {flag('sync_dtype')} {wire}"
+            return Advice("hiding", flags, f"{flags} brings {share:.1%} of the ideal speed")
+    text = "no delay within a round hides the exchange, of any wire type: take a longer round"
+    return Advice("hiding", None, text)
+
+
+def _depth(job: Job, config: EditConfig, setting: Setting) -> Advice:
+    """The smallest prefetch that is as good as any."""
+    exposed = {
+        depth: sync_cost(job, replace(config, prefetch_units=depth), setting).exposed
+        for depth in range(1, MAX_DEPTH + 1)
+    }
+    best = min(exposed.values())
+    depth = next(d for d, seconds in exposed.items() if seconds <= best + 0.001 * setting.step)
+    text = f"{flag('prefetch_units')} {depth} keeps the link busy (now: {config.prefetch_units})"
+    return Advice("prefetch", depth, text)
+
+
+def _memory(job: Job, config: EditConfig, setting: Setting, device_memory: float) -> Advice:
+    """Whether it fits, beside what a training needs for activations."""
+    room = device_memory * setting.machine.memory_share
+
+    def needed(some: EditConfig) -> int:
+        overlaps = setting.overlaps and job.overlaps_gather
+        parts = (*stock_parts(job), *edit_parts(job, some, overlaps=overlaps))
+        return sum(part.nbytes for part in parts if part.place == "device")
+
+    kept, offloaded = needed(config), needed(replace(config, offload=True))
+    if kept <= room:
+        rest = show_bytes(room - kept)
+        return Advice("offload", "", f"not needed: {rest} are left for activations")
+    if offloaded <= room:
+        rest = show_bytes(room - offloaded)
+        text = f"{flag('offload')} is needed, and leaves {rest} for activations"
+        return Advice("offload", flag("offload"), text)
+    over = show_bytes(offloaded - room)
+    text = f"even with {flag('offload')} it is {over} too much: more ranks, or tensor parallelism"
+    return Advice("offload", None, text)
+
+
+def _ladder(job: Job, config: EditConfig, setting: Setting) -> Iterator[Advice]:
+    """Who gives up when: each must be longer than the one before."""
+    cost = sync_cost(job, config, setting)
+    length = cost.round + cost.exposed
+    wait = config.timeout_seconds or max(MIN_SECONDS, ROUNDS * length)
+    shown = show_seconds(wait)
+    how = "given" if config.timeout_seconds else f"auto: max(600 s, {ROUNDS} rounds)"
+    ok = "" if wait > cost.exchange + setting.step else "; too short for one exchange"
+    yield Advice("timeout-seconds", wait, f"{flag('timeout_seconds')}: {shown} ({how}){ok}")
+    # Megatron's gathers queue behind an exchange, and their time-out runs from there. The waiting
+    # for other replicas is at the meeting before it, where nothing of Megatron's is queued.
+    minutes = max(USUAL_MINUTES, math.ceil(SAFETY * cost.exchange / 60))
+    text = f"--distributed-timeout-minutes {minutes} or more (now: {job.timeout_minutes}): "
+    text += f"Megatron's gathers queue behind an exchange of {show_seconds(cost.exchange)}"
+    yield Advice("distributed-timeout", minutes, text)
+    lead = math.ceil(STEPS_TO_STOP * setting.step + cost.exchange)
+    text = f"a batch system's signal {show_seconds(lead)} before the end, and what a save takes "
+    yield Advice("signal-lead", lead, text + "(--exit-signal-handler)")

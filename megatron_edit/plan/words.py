@@ -1,0 +1,54 @@
+"""Single flags of a training's command line, each with what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_edit.compare.flags import canonical
+from megatron_edit.errors import UsageError
+
+
+class Words:
+    """A command line to be asked.
+
+    Args:
+        argv: flags and values; the last of two equal flags counts.
+    """
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self._values = canonical(argv)
+
+    def has(self, name: str) -> bool:
+        """Whether the flag is given."""
+        return name in self._values
+
+    def text(self, name: str, default: str) -> str:
+        """The single value of a flag.
+
+        Raises:
+            UsageError: it has none, or several.
+        """
+        return default if not self.has(name) else self._single(name)
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """The value of a flag that counts something: a whole number from 1 on.
+
+        Raises:
+            UsageError: it is none; or the flag is missing, and there is no default.
+        """
+        if not self.has(name):
+            if default is None:
+                raise UsageError(f"{name} (not given)", "the planner needs it", f"add {name}")
+            return default
+        text = self._single(name)
+        if not text.isdigit() or int(text) < 1:
+            raise UsageError(f"{name} {text}", "must be a whole number from 1 on", "mend it")
+        return int(text)
+
+    def _single(self, name: str) -> str:
+        values = self._values[name]
+        if len(values) != 1:
+            raise UsageError(
+                " ".join([name, *values]), "must have one value", "mend the flag, or drop it"
+            )
+        return values[0]

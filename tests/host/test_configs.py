@@ -1,0 +1,66 @@
+"""The configurations of the paper's sizes: real models of theirs, and Megatron's own checks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_edit.cli import main
+from megatron_edit.compare.flags import read_flags
+from megatron_edit.plan.model import Architecture
+from tests.harness import run_ranks
+from tests.harness.launch import REPOSITORY
+
+CONFIGS = REPOSITORY / "configs"
+NOMINAL = {"llama_350m": 350e6, "llama_1b": 1e9, "llama_3b": 3e9, "llama_7b": 7e9}
+DATA = ["--mock-data", "--tokenizer-type", "NullTokenizer"]
+
+
+def flags_of(name: str) -> list[str]:
+    """The flags of a file, with a tokenizer and data that every machine has."""
+    return [*read_flags(CONFIGS / f"{name}.args"), *DATA]
+
+
+def listed() -> dict[str, int]:
+    """Parameters of each file, as configs/README.md says."""
+    text = (CONFIGS / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)\.args` \|(?: \d+ \|){4} ([\d ]+) \|", text, re.MULTILINE)
+    return {name: int(count.replace(" ", "")) for name, count in rows}
+
+
+def test_parameters_of_the_models_that_megatron_builds() -> None:
+    """Unit by unit: the closed form, the README's table, and what the name promises.
+
+    Catches: a flag that Megatron reads in another way, a count that the planner gets wrong.
+    """
+    names = [*NOMINAL, "tiny_cpu"]
+    argvs = [flags_of(name) for name in names]
+    (rank,) = run_ranks("tests.host.meta_models:unit_numels", 1, (argvs,), check=True)
+    for name, argv, built in zip(names, argvs, rank.value, strict=True):
+        assert built == Architecture.from_flags(argv).unit_numels(), name
+        if name in NOMINAL:
+            assert sum(built.values()) == listed()[name]
+            assert 0.89 < sum(built.values()) / NOMINAL[name] < 1.36  # as the README explains
+    assert set(listed()) == set(NOMINAL)
+
+
+@pytest.mark.parametrize("name", NOMINAL)
+def test_megatron_takes_the_flags(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Stock, and as EDiT on the 8 x 8 mesh. Catches a flag that there is not."""
+    script = str(REPOSITORY / "scripts" / "pretrain_gpt.py")
+    for more in ([], read_flags(CONFIGS / "edit_8x8.args")):
+        argv = ["check", script, *flags_of(name), *more, "--world-size", "64"]
+        assert main(argv) == 0
+        output = capsys.readouterr().out
+        assert "not checked" not in output, output
+    assert "ok: 8 replicas x 8 ranks" in output
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.args")), ids=lambda path: path.name)
+def test_a_config_is_values_only(path: Path) -> None:
+    """A flag with its values on every line; nothing that a shell would expand."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        assert line.startswith(("#", "--")), line
+        assert line.startswith("#") or not re.search(r"[$`*?\"'\\;|&<>]", line), line
