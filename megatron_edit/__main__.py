@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_edit.activation import launched
 from megatron_edit.command_line import config_from_argv
 from megatron_edit.config import EditConfig
 from megatron_edit.errors import EditError, UsageError
@@ -60,7 +61,8 @@ def _run(script: Path, arguments: list[str], config: EditConfig) -> None:
         say(f"device {device.type} (auto)")
     with Attachment(config, device) as attachment:
         try:
-            runpy.run_path(str(script), run_name="__main__")
+            with launched():
+                runpy.run_path(str(script), run_name="__main__")
         except SystemExit as stop:  # also how Megatron's loop ends early, with 0
             if stop.code:
                 raise

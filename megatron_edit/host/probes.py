@@ -7,10 +7,8 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_edit.errors import HostVersionError
 from megatron_edit.host.patching import missing_symbol
-
-SUPPORTED = ((0, 19), (0, 20))  # from, to (exclusive)
+from megatron_edit.versions import release_of
 
 _TRAINING = "megatron.training.training"
 _DISTOPT = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
@@ -88,14 +86,7 @@ def check_host() -> None:
         HostVersionError: the version is outside the supported range, or a symbol or one of the
             parameters that we rely on is missing.
     """
-    version = megatron_version()
-    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-    if not SUPPORTED[0] <= numbers < SUPPORTED[1]:
-        raise HostVersionError(
-            f"megatron-core {version}",
-            "megatron_edit supports 0.19.x",
-            "install megatron-core 0.19.x, or use a clone of core_v0.19.0",
-        )
+    release_of(megatron_version())
     for probe in PROBES:
         _check(probe)
 
