@@ -20,6 +20,7 @@ from megatron_edit.errors import EditError, UsageError
 
 USAGE = "torchrun [...] -m megatron_edit SCRIPT [Megatron's arguments] --use-edit [--edit-...]"
 GRACE_SECONDS = 5.0
+DOCTOR = "doctor"  # the one command that is of use under torchrun
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,6 +32,10 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit code, where the script itself does not exit.
     """
+    if argv and argv[0] == DOCTOR and not Path(DOCTOR).exists():
+        from megatron_edit.cli import main as command
+
+        return command(argv)
     is_first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
     try:
         script, config = _read(argv)

@@ -6,11 +6,17 @@ import sys
 from collections.abc import Sequence
 
 from megatron_edit import __version__
-from megatron_edit.cli import check, compare, inspect, patch
+from megatron_edit.cli import check, compare, doctor, inspect, patch
 from megatron_edit.cli.one_line import OneLineParser
 from megatron_edit.errors import EditError
 
-SUBCOMMANDS = {"check": check, "inspect": inspect, "compare": compare, "patch": patch}
+SUBCOMMANDS = {
+    "check": check,
+    "inspect": inspect,
+    "compare": compare,
+    "patch": patch,
+    "doctor": doctor,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

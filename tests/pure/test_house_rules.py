@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "config_checks.py": ("errors", "flags", "method", "config"),  # `config` for its type alone
     "config.py": ("errors", "flags", "config_checks", "method"),
     "patch": ("errors", "versions", "patch"),
+    "doctor": ("errors", "config", "command_line", "replica", "doctor"),
     "method": ("method",),
     "checkpoint": ("errors", "checkpoint"),
     "replica": ("errors", "flags", "config", "method", "replica"),
