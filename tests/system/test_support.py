@@ -18,6 +18,10 @@ from tests.harness.launch import REPOSITORY
 from tests.host.runs import edit_flags
 from tests.system.test_launch import free_port
 
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+
+from support_runs import probe
+
 CLONES = "MEGATRON_LM_DIRS"
 
 
@@ -47,6 +51,20 @@ def test_every_release_was_trained() -> None:
     for release in RELEASES:
         assert set(data[release.tag]["runs"].values()) == {"yes"}, release
         assert [x for x in data[release.tag]["failed"] if not x[1]] == [], release
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("version", ["0.17.0", "0.18.2"])
+def test_older_wheels_have_what_we_stand_on(version: str, tmp_path: Path) -> None:
+    """For machines without clones. Would catch: a probe of a symbol that only 0.19 has."""
+    install = [
+        sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path),
+        f"megatron-core=={version}",
+    ]  # fmt: skip
+    if subprocess.run(install, timeout=200, check=False).returncode:
+        pytest.skip(f"the package index gives no megatron-core {version}")
+    failed = probe(tmp_path)["failed"]
+    assert [symbol for symbol, needed_for, _ in failed if not needed_for] == []
 
 
 def test_patches_hold_our_line_alone() -> None:
