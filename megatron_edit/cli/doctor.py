@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import sys
+import time
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from megatron_edit.doctor.finding import Finding, Level, table
 from megatron_edit.errors import UsageError
 
 FOUND_BAD = 1
+GRACE_SECONDS = 5.0
 _PASSED_ON = ("edit_num_replicas", "edit_replica_id", "edit_rendezvous", "edit_device")
 
 
@@ -39,6 +41,16 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     Raises:
         UsageError: bad arguments, or a launch that cannot be used.
     """
+    try:
+        return _run(options, rest)
+    except UsageError as error:
+        if os.environ.get("RANK", "0") == "0" or error.is_local:
+            raise
+        time.sleep(GRACE_SECONDS)  # torchrun ends all when one exits: the first must have spoken
+        return error.exit_code
+
+
+def _run(options: Namespace, rest: Sequence[str]) -> int:
     _check(options, rest)
     from megatron_edit.doctor.launch import Launch, examine  # torch
 
@@ -68,12 +80,13 @@ def _check(options: Namespace, rest: Sequence[str]) -> None:
         if not 0 < getattr(options, name) < float("inf"):
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"{flag} {getattr(options, name)}", "must be positive", "give another")
+    if os.environ.get("RANK", "0") != "0":
+        return  # whether the others see a folder is to be found out
     for name in ("shared_dir", "megatron"):
         folder = getattr(options, name)
         if folder is not None and not Path(folder).is_dir():
             flag = "--" + name.replace("_", "-")
-            rule = "is no folder on this machine"
-            raise UsageError(f"{flag} {folder}", rule, "give one that is", is_local=True)
+            raise UsageError(f"{flag} {folder}", "is no folder on this machine", "give one that is")
 
 
 def _words(options: Namespace) -> list[str]:

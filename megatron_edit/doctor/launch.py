@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,9 @@ def examine(launch: Launch, *, folder: Path | None, parameters: int, step_second
     """
     report, placement = Report(), launch.placement
     if placement is None:
+        if folder is not None:
+            alone = Group(None, 0, 1, torch.device("cpu"), timedelta(seconds=1), "alone")
+            _look(folder, alone, report)
         return report
     world = join(launch.config, placement)
     transport = _transport(launch.config)
@@ -117,15 +121,22 @@ def examine(launch: Launch, *, folder: Path | None, parameters: int, step_second
         "all_reduce": dataclasses.asdict(slowest),
     }
     if folder is not None:
-        sights = watch(folder, everybody)
-        report.findings.append(_sight(folder, sights))
-        report.numbers["shared_dir"] = [dataclasses.asdict(sight) for sight in sights]
+        _look(folder, everybody, report)
     world.let_all_read("doctor/done")
     return report
 
 
+def _look(folder: Path, everybody: Group, report: Report) -> None:
+    sights = watch(folder, everybody)
+    report.findings.append(_sight(folder, sights))
+    report.numbers["shared_dir"] = [dataclasses.asdict(sight) for sight in sights]
+
+
 def _transport(config: EditConfig) -> Transport:
     """What a training's sync would run over."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        remedy = "use --edit-device auto or cpu"
+        raise UsageError("--edit-device cuda", "no CUDA device was found", remedy, is_local=True)
     if config.device == "cpu" or not torch.cuda.is_available():
         return Transport("gloo", torch.device("cpu"))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -166,4 +177,4 @@ def _sight(folder: Path, sights: list[Sight]) -> Finding:
             remedy = "give --save and --edit-log-dir a folder that all machines mount"
             return Finding(name, f"rank {rank}: {sight.error}", Level.BAD, remedy)
     slowest = max(sight.delay_seconds for sight in sights)
-    return Finding(name, f"all {len(sights)} ranks see it within {slowest * 1e3:.0f} ms")
+    return Finding(name, f"seen by all ranks ({len(sights)}) within {slowest * 1e3:.0f} ms")

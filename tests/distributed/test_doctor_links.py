@@ -68,3 +68,4 @@ def test_bad_input_is_said_once() -> None:
     results = run_ranks(SCENARIOS + "doctor", 3, ("--edit-num-replicas", "2"), timeout=60)
     assert [x.returncode for x in results] == [2] * 3
     assert "must divide the 3 ranks" in results[0].stderr
+    assert [x.stderr for x in results[1:]] == ["", ""]

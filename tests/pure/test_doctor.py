@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megatron_edit.cli import main
@@ -80,15 +82,24 @@ def test_table() -> None:
         (["more"], "is no argument"),
     ],
 )
-def test_bad_input(words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input(
+    words: list[str],
+    complaint: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
     assert main(["doctor", "--no-host", *words]) == 2
     error = capsys.readouterr().err
     assert complaint in error and error.count("\n") == 1
 
 
-def test_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """This machine by itself: versions and interfaces, nothing measured."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert main(["doctor", "--no-host"]) == 0
+    assert main(["doctor", "--no-host", "--shared-dir", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "torch " in out and "interfaces" in out and "replica" not in out
+    assert "seen by all ranks (1)" in out and list(tmp_path.iterdir()) == []
