@@ -57,7 +57,7 @@ def train(clone: Path) -> Iterator[tuple[str, str]]:
         launcher = ["-m", "megatron_edit", str(script)]
         save = ["--save", str(work / "saved"), "--save-interval", str(SAVED)]
         load = ["--load", str(work / "saved"), "--ckpt-step", str(SAVED)]
-        first = _losses(work / "launcher", launcher)
+        first = _losses(work / "launcher", [*launcher, *save])
         yield "launcher", _verdict(first, first)
         yield "overlap", _verdict(_losses(work / "overlap", [*launcher, *OVERLAP]), None)
         yield (
@@ -67,7 +67,6 @@ def train(clone: Path) -> Iterator[tuple[str, str]]:
                 None,
             ),
         )
-        _losses(work / "save", [*launcher, *save])
         resumed = _losses(work / "load", [*launcher, *load])
         yield "exact resume", _verdict(resumed, first[SAVED:], STEPS - SAVED)
         for path, source in training_scripts(copy).items():
