@@ -13,12 +13,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_edit.activation import launched
 from megatron_edit.command_line import config_from_argv
 from megatron_edit.config import EditConfig
 from megatron_edit.errors import EditError, UsageError
 
 USAGE = "torchrun [...] -m megatron_edit SCRIPT [Megatron's arguments] --use-edit [--edit-...]"
 GRACE_SECONDS = 5.0
+DOCTOR = "doctor"  # the one command that is of use under torchrun
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,6 +32,10 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit code, where the script itself does not exit.
     """
+    if argv and argv[0] == DOCTOR and not Path(DOCTOR).exists():
+        from megatron_edit.cli import main as command
+
+        return command(argv)
     is_first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
     try:
         script, config = _read(argv)
@@ -60,7 +66,8 @@ def _run(script: Path, arguments: list[str], config: EditConfig) -> None:
         say(f"device {device.type} (auto)")
     with Attachment(config, device) as attachment:
         try:
-            runpy.run_path(str(script), run_name="__main__")
+            with launched():
+                runpy.run_path(str(script), run_name="__main__")
         except SystemExit as stop:  # also how Megatron's loop ends early, with 0
             if stop.code:
                 raise

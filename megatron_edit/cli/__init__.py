@@ -6,11 +6,18 @@ import sys
 from collections.abc import Sequence
 
 from megatron_edit import __version__
-from megatron_edit.cli import check, compare, inspect, plan
+from megatron_edit.cli import check, compare, doctor, inspect, patch, plan
 from megatron_edit.cli.one_line import OneLineParser
 from megatron_edit.errors import EditError
 
-SUBCOMMANDS = {"check": check, "inspect": inspect, "compare": compare, "plan": plan}
+SUBCOMMANDS = {
+    "check": check,
+    "plan": plan,
+    "patch": patch,
+    "doctor": doctor,
+    "inspect": inspect,
+    "compare": compare,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -149,6 +149,7 @@ class Attachment:
 
     def _wrap_arguments(self) -> None:
         import megatron.training.arguments as arguments
+        import megatron.training.initialize as initialize
 
         def with_our_flags(add: Callable[..., Any]) -> Callable[..., Any]:
             @wraps(add)
@@ -158,7 +159,11 @@ class Attachment:
             return added
 
         self._patcher.wrap(arguments, "add_megatron_arguments", with_our_flags)
-        self._patcher.wrap(arguments, "validate_args", self._around_validation)
+        validate = arguments.validate_args
+        checked = self._around_validation(validate)
+        for module in (arguments, initialize):  # Megatron before 0.18 binds it in both
+            if getattr(module, "validate_args", None) is validate:
+                self._patcher.replace(module, "validate_args", checked)
 
     def _around_validation(self, validate: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(validate)

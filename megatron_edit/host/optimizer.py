@@ -237,10 +237,12 @@ def fragments_of(
     """
     for parameter, main in optimizer.main_shards():
         name, unit = names[parameter]
+        is_expert = not getattr(parameter, "allreduce", True)
         is_unique = param_is_not_tensor_parallel_duplicate(
             parameter,
-            tp_group=parallel_state.get_tensor_model_parallel_group(),
-            expert_tp_group=parallel_state.get_expert_tensor_parallel_group(),
+            tp_group=parallel_state.get_expert_tensor_parallel_group()
+            if is_expert
+            else parallel_state.get_tensor_model_parallel_group(),
         )
         yield Fragment(
             parameter=name,

@@ -80,5 +80,5 @@ def missing_symbol(host: str, owner: Any, name: str) -> HostVersionError:
     return HostVersionError(
         f"{host}",
         f"{where}.{name} is missing, and megatron_edit stands on it",
-        "install megatron-core 0.19.x, or report this version as unsupported",
+        "use a version that docs/support.md names, or report this one",
     )

@@ -9,11 +9,16 @@ from typing import Any
 
 from megatron_edit.errors import HostVersionError
 from megatron_edit.host.patching import missing_symbol
-
-SUPPORTED = ((0, 19), (0, 20))  # from, to (exclusive)
+from megatron_edit.versions import release_of
 
 _TRAINING = "megatron.training.training"
 _DISTOPT = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+_BUCKETS = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
+_PARALLEL = "megatron.core.parallel_state"
+_CHECKPOINTS = "megatron.training.checkpointing"
+_STRATEGIES = "megatron.core.dist_checkpointing.strategies"
+# What may be missing: a host without it trains, but not with these.
+OVERLAP, ASYNC_ON_CPU = "syncs in the forward pass", "asynchronous saves on CPU"
 
 
 @dataclass(frozen=True)
@@ -24,11 +29,17 @@ class Probe:
         path: ``module:name`` or ``module:class``.
         name: attribute of it.
         parameters: names that its signature must have.
+        needed_for: what alone stands on it; empty where all training does.
     """
 
     path: str
     name: str
     parameters: tuple[str, ...] = ()
+    needed_for: str = ""
+
+    def __str__(self) -> str:
+        names = f"({', '.join(self.parameters)})" if self.parameters else ""
+        return f"{self.path}.{self.name}{names}"
 
 
 PROBES = (
@@ -64,10 +75,37 @@ PROBES = (
     Probe(_DISTOPT, "step_with_ready_grads"),
     Probe(_DISTOPT, "_copy_main_params_to_model_params"),
     Probe(_DISTOPT, "_get_model_param_range_map"),
-    Probe("megatron.core.parallel_state", "get_tensor_and_data_parallel_group"),
-    Probe("megatron.core.parallel_state", "get_embedding_group"),
-    Probe("megatron.core.tensor_parallel", "param_is_not_tensor_parallel_duplicate", ("param",)),
-)
+    *(
+        Probe(_PARALLEL, name)
+        for name in (
+            "get_tensor_and_data_parallel_group", "get_embedding_group",
+            "get_expert_tensor_parallel_group", "get_expert_data_parallel_group",
+        )
+    ),
+    Probe(
+        "megatron.core.tensor_parallel",
+        "param_is_not_tensor_parallel_duplicate",
+        ("param", "tp_group"),
+    ),
+    Probe("megatron.core.utils", "get_model_config"),
+    Probe("megatron.core.utils", "unwrap_model"),
+    Probe("megatron.core.model_parallel_config:ModelParallelConfig", "finalize_model_grads_func"),
+    Probe(_TRAINING, "save_checkpoint"),
+    Probe(_TRAINING, "load_checkpoint"),
+    Probe(_CHECKPOINTS, "get_checkpoint_name"),
+    Probe(_CHECKPOINTS, "get_checkpoint_tracker_filename"),
+    Probe(_CHECKPOINTS, "schedule_async_save", ("async_request",)),
+    Probe("megatron.core.dist_checkpointing", "save", ("sharded_state_dict",)),
+    Probe("megatron.core.dist_checkpointing", "load", ("validate_access_integrity",)),
+    Probe("megatron.core.dist_checkpointing", "load_tensors_metadata"),
+    Probe("megatron.core.dist_checkpointing.mapping", "ShardedTensorFactory"),
+    Probe(_BUCKETS, "start_param_sync", ("force_sync",)),
+    Probe(_BUCKETS, "finish_param_sync", ("skip_next_bucket_dispatch",), OVERLAP),
+    Probe(
+        f"{_STRATEGIES}.filesystem_async", "get_write_results_queue", ("mp_mode",), ASYNC_ON_CPU
+    ),
+    Probe(f"{_STRATEGIES}.async_utils:PersistentAsyncCaller", "_get_process", (), ASYNC_ON_CPU),
+)  # fmt: skip
 
 
 def megatron_version() -> str:
@@ -88,21 +126,30 @@ def check_host() -> None:
         HostVersionError: the version is outside the supported range, or a symbol or one of the
             parameters that we rely on is missing.
     """
-    version = megatron_version()
-    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-    if not SUPPORTED[0] <= numbers < SUPPORTED[1]:
-        raise HostVersionError(
-            f"megatron-core {version}",
-            "megatron_edit supports 0.19.x",
-            "install megatron-core 0.19.x, or use a clone of core_v0.19.0",
-        )
+    release_of(megatron_version())
     for probe in PROBES:
-        _check(probe)
+        if not probe.needed_for:
+            _check(probe)
+
+
+def failed_probes() -> dict[Probe, str]:
+    """Every probe that this host does not pass, with the reason. Imports Megatron."""
+    failed = {}
+    for probe in PROBES:
+        try:
+            _check(probe)
+        except HostVersionError as error:
+            failed[probe] = error.rule
+    return failed
 
 
 def _check(probe: Probe) -> None:
     module, _, inner = probe.path.partition(":")
-    owner: Any = importlib.import_module(module)
+    try:
+        owner: Any = importlib.import_module(module)
+    except ImportError as error:
+        rule = f"{module} cannot be imported ({error})"
+        raise HostVersionError(host_name(), rule, "install what this version needs") from None
     if inner:
         if not hasattr(owner, inner):
             raise missing_symbol(host_name(), owner, inner)

@@ -58,7 +58,7 @@ def test_refused_before_training(tmp_path: Path, case: str) -> None:
 @pytest.mark.parametrize(
     ("hook", "value", "rule"),
     [
-        ("fake_version", "megatron-core 0.15.0", "supports 0.19.x"),
+        ("fake_version", "megatron-core 0.15.0", "supports 0.16.x to 0.20.x"),
         ("remove_symbol", "megatron-core 0.19", "training_log is missing"),
     ],
 )

@@ -19,9 +19,12 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 300, 80
 # Package -> what it may import of this project. `host`, `cli` and the launcher see everything.
 MAY_IMPORT = {
     "errors.py": (),
+    "versions.py": ("errors",),
     "flags.py": ("errors", "method"),
     "config_checks.py": ("errors", "flags", "method", "config"),  # `config` for its type alone
     "config.py": ("errors", "flags", "config_checks", "method"),
+    "patch": ("errors", "versions", "patch"),
+    "doctor": ("errors", "config", "command_line", "replica", "doctor"),
     "method": ("method",),
     "checkpoint": ("errors", "checkpoint"),
     "replica": ("errors", "flags", "config", "method", "replica"),

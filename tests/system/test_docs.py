@@ -10,6 +10,8 @@ Every command in a shell fence of README.md and docs/*.md is handled by exactly 
 | megatron-edit compare | run with `--list` and a tiny model: checks all runs, starts none |
 | megatron-edit plan | run |
 | megatron-edit inspect | run on a folder with a checkpoint of no files |
+| megatron-edit patch | run on a folder with what it needs of a clone |
+| megatron-edit doctor, also under torchrun | run by itself, without Megatron |
 | make_flags_doc, plan_check | run with --check |
 | quickstart.sh, test.sh | run with a stub of the environment that notes what it is told to do |
 | pip install, git clone | not run; extras and addresses are checked |
@@ -94,10 +96,13 @@ def kind_of(command: Command) -> str:
         return "install"
     if words[0] == "bash":
         return "script"
+    if "doctor" in words:
+        return "doctor"
     if words[0] == "torchrun":
         return "launch" if "scripts/pretrain_gpt.py" in line else "check"
     if words[0] == "megatron-edit":
-        return words[1] if words[1] in ("check", "inspect", "compare", "plan") else ""
+        known = ("check", "inspect", "compare", "plan", "patch")
+        return words[1] if words[1] in known else ""
     python_scripts = {"scripts/prepare_corpus.py": "corpus", "scripts/make_flags_doc.py": "flags",
                       "benchmarks/plan_check.py": "plan tables"}  # fmt: skip
     return python_scripts.get(words[1], "") if words[0] == "python" else ""
@@ -192,7 +197,7 @@ def as_check(command: Command) -> list[str]:
     if words[0] == "torchrun":
         ranks = [int(words[words.index(name) + 1]) for name in ("--nproc-per-node", "--nnodes")
                  if name in words]  # fmt: skip
-        words = words[words.index("megatron_edit") + 1 :]
+        words = words[words.index("pretrain_gpt.py") :]  # under the launcher, or patched
         words += ["--world-size", str(ranks[0] * (ranks[1] if len(ranks) > 1 else 1))]
     else:
         words = words[2:]
@@ -244,6 +249,26 @@ def test_inspections_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             ).text()
         )
         assert main(command.words[1:]) == 0
+
+
+def test_patches_run(tmp_path: Path) -> None:
+    """Would catch: a flag of patch that was renamed."""
+    info = tmp_path / "megatron" / "core" / "package_info.py"
+    info.parent.mkdir(parents=True)
+    info.write_text("MAJOR = 0\nMINOR = 19\nPATCH = 0\nPRE_RELEASE = ''\n")
+    (tmp_path / "pretrain_gpt.py").write_text("pretrain()\n")
+    for command in of_kind("patch"):
+        words = [str(tmp_path) if x == "PATH_TO_MEGATRON_LM" else x for x in command.words[1:]]
+        assert str(tmp_path) in words and main(words) == 0, command
+
+
+def test_doctors_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: a flag of doctor that was renamed. With other ranks: test_doctor_links.py."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for command in of_kind("doctor"):
+        words = command.words[command.words.index("doctor") :]
+        words = [str(tmp_path) if x == "SHARED_FOLDER" else x for x in words]
+        assert main([*words, "--no-host"]) == 0, command
 
 
 def test_shell_scripts_run(tmp_path: Path) -> None:

@@ -189,11 +189,10 @@ class CheckpointWriter:
                 if tensor.data.is_pinned():
                     tensor.data = tensor.data.clone()
         folder.mkdir(parents=True, exist_ok=True)
+        # megatron-core 0.16 has one way alone to save asynchronously, and no name for it.
+        strategy = {name: value for name, value in vars(args).items() if name == "async_strategy"}
         request = dist_checkpointing.save(
-            tensors,
-            str(folder),
-            async_sharded_save=args.async_save,
-            async_strategy=args.async_strategy,
+            tensors, str(folder), async_sharded_save=args.async_save, **strategy
         )
         if request is not None:
             self._outer.append(request)

@@ -30,16 +30,18 @@ def serve_checkpoints(patcher: Patcher) -> None:
         patcher.wrap(optimizer, "state_dict", _with_a_state)
         patcher.wrap(optimizer, "load_state_dict", _with_steps_apart)
         patcher.wrap(optimizer, "_set_main_param_and_optimizer_states", _without_steps)
+    patcher.wrap(DataLoader, "__init__", _with_own_generator)
+    patcher.wrap(filesystem_async.FileSystemWriterAsync, "prepare_write_data", _with_snapshots)
+    if not hasattr(filesystem_async, "get_write_results_queue"):
+        return  # megatron-core 0.16 leaves no choice: it spawns
     # A queue by `spawn` imports the training script once more in each rank: many seconds.
     patcher.wrap(
         filesystem_async,
         "get_write_results_queue",
         lambda queue: functools.partial(queue, mp_mode="fork"),
     )
-    patcher.wrap(DataLoader, "__init__", _with_own_generator)
     # The process that writes asynchronous saves: a fork, in which this backend is on, too.
     patcher.wrap(async_utils.PersistentAsyncCaller, "_get_process", _forked)
-    patcher.wrap(filesystem_async.FileSystemWriterAsync, "prepare_write_data", _with_snapshots)
 
 
 def _with_a_state(state_dict: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,1 @@
+"""What there is on a machine and between the machines of a launch (megatron-edit doctor)."""

@@ -1,0 +1,180 @@
+"""One launch under examination: who takes part, and what is measured among them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_edit.command_line import config_from_argv
+from megatron_edit.config import EditConfig
+from megatron_edit.doctor.advice import link_findings, sync_findings
+from megatron_edit.doctor.finding import Finding, Level
+from megatron_edit.doctor.folder import Sight, watch
+from megatron_edit.doctor.links import Link, measure_links, measure_together
+from megatron_edit.doctor.machine import facts
+from megatron_edit.errors import UsageError
+from megatron_edit.replica.collectives import Group, Transport, stand_alone_group
+from megatron_edit.replica.placement import Placement, place
+from megatron_edit.replica.world import ReplicaWorld, join
+
+
+@dataclass
+class Report:
+    """What was found, as lines and as numbers.
+
+    Attributes:
+        findings: lines.
+        numbers: for ``--json``.
+        is_alone: whether all ranks are on this machine.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    numbers: dict[str, Any] = field(default_factory=dict)
+    is_alone: bool = True
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The ranks that were started together.
+
+    Attributes:
+        config: as a training with the same flags would have it.
+        placement: of this process; None where it is alone.
+    """
+
+    config: EditConfig
+    placement: Placement | None
+
+    @classmethod
+    def of(cls, words: Sequence[str], env: Mapping[str, str]) -> Launch:
+        """Find this process's place. On a single node each rank is a replica, if nothing says more.
+
+        Args:
+            words: flags of a training.
+            env: as the launcher set it.
+
+        Raises:
+            UsageError: they do not fit together.
+        """
+        config = config_from_argv(words)
+        world = env.get("WORLD_SIZE", "1")
+        if world == "1" and config.replica_id is None:
+            return cls(config, None)
+        try:
+            return cls(config, place(config, env))
+        except UsageError:
+            if config.num_replicas is not None:
+                raise
+        config = config_from_argv([*words, "--edit-num-replicas", world])
+        return cls(config, place(config, env))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process speaks for all."""
+        return self.placement is None or self.placement.global_rank == 0
+
+
+def examine(launch: Launch, *, folder: Path | None, parameters: int, step_seconds: float) -> Report:
+    """Measure with all other ranks.
+
+    Collective: all ranks of the launch.
+
+    Args:
+        launch: who they are.
+        folder: that all should see.
+        parameters: of the model that a sync is computed for.
+        step_seconds: of its inner step.
+    """
+    report, placement = Report(), launch.placement
+    if placement is None:
+        if folder is not None:
+            alone = Group(None, 0, 1, torch.device("cpu"), timedelta(seconds=1), "alone")
+            _look(folder, alone, report)
+        return report
+    world = join(launch.config, placement)
+    transport = _transport(launch.config)
+    everybody = _everybody(world)
+    everyone = everybody.all_gather_objects(facts())
+    together = measure_together(_sync_group(world, transport))
+    found = everybody.all_gather_objects((measure_links(world, transport), together))
+    links: list[Link] = [link for one, _ in found for link in one]
+    slowest = min((one for _, one in found), key=lambda one: one.bytes_per_second)
+    hosts = {entry["host"] for entry in everyone}
+    replicas, ranks = placement.num_replicas, placement.ranks_per_replica
+    shape = f"{everybody.size} on {len(hosts)} machines, {replicas} replicas x {ranks} ranks"
+    report.findings += [
+        Finding("ranks", shape),
+        *_different_versions(everyone),
+        *link_findings(links),
+        *sync_findings(slowest, replicas, ranks, parameters, step_seconds),
+    ]
+    report.is_alone = len(hosts) == 1
+    report.numbers = {
+        "links": [dataclasses.asdict(link) for link in links],
+        "all_reduce": dataclasses.asdict(slowest),
+    }
+    if folder is not None:
+        _look(folder, everybody, report)
+    world.let_all_read("doctor/done")
+    return report
+
+
+def _look(folder: Path, everybody: Group, report: Report) -> None:
+    sights = watch(folder, everybody)
+    report.findings.append(_sight(folder, sights))
+    report.numbers["shared_dir"] = [dataclasses.asdict(sight) for sight in sights]
+
+
+def _transport(config: EditConfig) -> Transport:
+    """What a training's sync would run over."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        remedy = "use --edit-device auto or cpu"
+        raise UsageError("--edit-device cuda", "no CUDA device was found", remedy, is_local=True)
+    if config.device == "cpu" or not torch.cuda.is_available():
+        return Transport("gloo", torch.device("cpu"))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return Transport("nccl", device)
+
+
+def _everybody(world: ReplicaWorld) -> Group:
+    place, on_cpu = world.placement, Transport("gloo", torch.device("cpu"))
+    size = place.num_replicas * place.ranks_per_replica
+    return stand_alone_group(
+        world.shared_store, place.global_rank, size, on_cpu, world.timeout, "doctor/everybody"
+    )
+
+
+def _sync_group(world: ReplicaWorld, transport: Transport) -> Group:
+    """The ranks at this one's position of every replica."""
+    place = world.placement
+    name = f"doctor/sync {place.rank}"
+    return stand_alone_group(
+        world.shared_store, place.replica, place.num_replicas, transport, world.timeout, name
+    )
+
+
+def _different_versions(everyone: list[dict[str, Any]]) -> Iterator[Finding]:
+    first = everyone[0]
+    for entry in everyone:
+        for name, version in entry["versions"].items():
+            if version != first["versions"][name]:
+                value = f"{version} on {entry['host']}, {first['versions'][name]} on the first"
+                yield Finding(name, value, Level.BAD, "install the same everywhere")
+
+
+def _sight(folder: Path, sights: list[Sight]) -> Finding:
+    name = f"shared folder {folder}"
+    for rank, sight in enumerate(sights):
+        if sight.error is not None:
+            remedy = "give --save and --edit-log-dir a folder that all machines mount"
+            return Finding(name, f"rank {rank}: {sight.error}", Level.BAD, remedy)
+    slowest = max(sight.delay_seconds for sight in sights)
+    return Finding(name, f"seen by all ranks ({len(sights)}) within {slowest * 1e3:.0f} ms")

@@ -1,0 +1,184 @@
+"""Latency, bandwidth and clocks between replicas, measured over groups like those of a sync.
+
+Times are those of whole exchanges, latency included, of payloads that take a good part of a
+second: what a sync would see, not what a data sheet says.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from megatron_edit.replica.collectives import (
+    Group,
+    Transport,
+    all_reduce_payload,
+    stand_alone_group,
+)
+from megatron_edit.replica.world import ReplicaWorld
+
+FIRST_BYTES, MOST_BYTES = 1 << 16, 1 << 28
+LONG_SECONDS = 0.5  # an exchange of this length is believed
+ROUNDS = 30
+
+
+@dataclass(frozen=True)
+class Link:
+    """The way between the first ranks of two replicas.
+
+    Attributes:
+        source: replica that measured; its clock is the one that others are compared with.
+        target: the other replica.
+        round_trip_seconds: there and back, a few bytes; the median.
+        forward_bytes_per_second: from source to target.
+        backward_bytes_per_second: from target to source.
+        clock_offset_seconds: by how much the target's clock is ahead.
+        clock_error_seconds: the offset may be wrong by so much.
+    """
+
+    source: int
+    target: int
+    round_trip_seconds: float
+    forward_bytes_per_second: float
+    backward_bytes_per_second: float
+    clock_offset_seconds: float
+    clock_error_seconds: float
+
+
+@dataclass(frozen=True)
+class Together:
+    """All-reduces among all replicas, on all their ranks at once, as in a sync.
+
+    Attributes:
+        latency_seconds: of a few bytes; the median.
+        bytes_per_second: that one rank sends, the slowest one's.
+    """
+
+    latency_seconds: float
+    bytes_per_second: float
+
+
+def measure_links(world: ReplicaWorld, transport: Transport) -> list[Link]:
+    """Measure the ways from each replica to the next, one after the other.
+
+    Collective: the first ranks of all replicas; other ranks come and go at once.
+
+    Args:
+        world: this process's place, and the stores.
+        transport: what carries the payload; small things always go over gloo.
+
+    Returns:
+        What this rank has measured: its way to the next replica.
+    """
+    place = world.placement
+    if place.rank > 0:
+        return []
+    count = place.num_replicas
+    links = []
+    # With two replicas there is one way; else one from each to the next, around.
+    for source in range(count if count > 2 else count - 1):
+        target = (source + 1) % count
+        world.after_all_replicas(f"doctor/link{source}")
+        if place.replica in (source, target):
+            link = _measure(world, source, target, transport)
+            links += [link] if place.replica == source else []
+    return links
+
+
+def measure_together(group: Group) -> Together:
+    """Measure all-reduces.
+
+    Collective: all ranks of the group.
+
+    Args:
+        group: of the ranks at one position of every replica.
+    """
+    small = torch.zeros(1, device=group.device)
+    latency = statistics.median(_timed(lambda: _reduce(group, small)) for _ in range(ROUNDS))
+    nbytes, seconds = _grow(lambda values: _reduce(group, values), group)
+    return Together(latency, all_reduce_payload(nbytes, group.size) / seconds)
+
+
+def _measure(world: ReplicaWorld, source: int, target: int, transport: Transport) -> Link:
+    small = Transport("gloo", torch.device("cpu"))
+    there, back = (_pair(world, a, b, small) for a, b in ((source, target), (target, source)))
+    is_source = world.placement.replica == source
+    trips = [_ping(there, back, is_source=is_source) for _ in range(ROUNDS)]
+    if transport.backend != "gloo":  # the payload as Megatron's default group would carry it
+        there, back = (
+            _pair(world, a, b, transport) for a, b in ((source, target), (target, source))
+        )
+    shortest = min(trips)
+    return Link(
+        source,
+        target,
+        round_trip_seconds=statistics.median(seconds for seconds, _ in trips),
+        forward_bytes_per_second=_one_way(there),
+        backward_bytes_per_second=_one_way(back),
+        clock_offset_seconds=shortest[1],
+        clock_error_seconds=shortest[0] / 2,
+    )
+
+
+def _pair(world: ReplicaWorld, first: int, second: int, transport: Transport) -> Group:
+    """A group of two replicas in which `first` is the one that broadcasts."""
+    rank = 0 if world.placement.replica == first else 1
+    name = f"doctor/{transport.backend} from {first} to {second}"
+    return stand_alone_group(world.shared_store, rank, 2, transport, world.timeout, name)
+
+
+def _ping(there: Group, back: Group, *, is_source: bool) -> tuple[float, float]:
+    """Seconds there and back, and how far the target's clock is ahead (Cristian's method)."""
+    ping, answer = torch.zeros(1), torch.zeros(1, dtype=torch.float64)
+    began, sent = time.perf_counter(), time.time()
+    there.broadcast(ping)
+    if not is_source:
+        answer.fill_(time.time())
+    back.broadcast(answer)
+    seconds = time.perf_counter() - began
+    return seconds, float(answer) - (sent + seconds / 2)
+
+
+def _one_way(pair: Group) -> float:
+    """Bytes per second from the group's first rank to the second."""
+    token = torch.zeros(1, device=pair.device)
+
+    def send(values: torch.Tensor) -> None:
+        pair.broadcast(values)
+        _reduce(pair, token)  # it has arrived: to have sent it says little
+
+    nbytes, seconds = _grow(send, pair)
+    answer = statistics.median(_timed(lambda: _reduce(pair, token)) for _ in range(ROUNDS))
+    return nbytes / max(seconds - answer, 1e-9)
+
+
+def _grow(exchange: Callable[[torch.Tensor], None], group: Group) -> tuple[int, float]:
+    """Bytes and seconds of the first exchange that lasts long enough, of ever bigger ones.
+
+    All ranks take the slowest one's time, so that all stop at the same size.
+    """
+    nbytes = FIRST_BYTES
+    while True:
+        values = torch.zeros(nbytes // 4, device=group.device)
+        mine = torch.tensor([_timed(partial(exchange, values))], device=group.device)
+        seconds = float(group.all_gather(mine).max())
+        if seconds >= LONG_SECONDS or nbytes >= MOST_BYTES:
+            return nbytes, seconds
+        nbytes *= 2 if seconds > LONG_SECONDS / 8 else 4
+
+
+def _reduce(group: Group, values: torch.Tensor) -> None:
+    group.all_reduce(values)
+    if values.is_cuda:
+        torch.cuda.synchronize(values.device)
+
+
+def _timed(work: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began

@@ -1,0 +1,152 @@
+"""The activating line: where it goes in a training script, and how it is taken out again.
+
+Scripts are bytes throughout: what is not our line stays as it is, whatever its line ends, its
+encoding or its last line.
+"""
+
+from __future__ import annotations
+
+import ast
+import codecs
+from itertools import takewhile
+
+from megatron_edit.errors import UsageError
+
+MODULE = "megatron_edit.activation"
+LINE = f"from {MODULE} import activate; activate(__name__, __file__)  # megatron-edit patch"
+_REVERT = "take the line out by hand"
+
+
+def trains(source: bytes, name: str) -> bool:
+    """Whether a script calls Megatron's ``pretrain``.
+
+    Args:
+        source: of the script.
+        name: of the script, for the error.
+
+    Raises:
+        UsageError: it is no Python.
+    """
+    return bool(_calls(_parse(source, name)))
+
+
+def line_number(source: bytes, name: str) -> int | None:
+    """Number of the activating line, from 1; None where there is none.
+
+    Raises:
+        UsageError: the script is no Python, or the line was changed by hand.
+    """
+    ours = [
+        node.lineno
+        for node in _parse(source, name).body
+        if isinstance(node, ast.ImportFrom) and node.module == MODULE
+    ]
+    if not ours:
+        return None
+    text = _lines(source)[1][ours[0] - 1]
+    if len(ours) > 1 or _without_end(text) != LINE.encode():
+        raise UsageError(f"{name}:{ours[0]}", "the activating line was changed", _REVERT)
+    return ours[0]
+
+
+def insert(source: bytes, name: str) -> bytes:
+    """The script with the activating line: after docstring and future imports, before the rest.
+
+    Raises:
+        UsageError: the script has no place for a line before it trains.
+    """
+    if line_number(source, name) is not None:
+        return source
+    mark, lines = _lines(source)
+    place = _place(_parse(source, name))
+    neighbour = lines[place - 1 if place else 0]
+    end = neighbour[len(_without_end(neighbour)) :]
+    patched = mark + b"".join([*lines[:place], LINE.encode() + end, *lines[place:]])
+    if not end or not _is_as_before(source, patched, name):
+        raise UsageError(name, "has no place for a line before it trains", "start it with a line")
+    return patched
+
+
+def remove(source: bytes, name: str) -> bytes:
+    """The script without the activating line, as it was.
+
+    Raises:
+        UsageError: the line was changed by hand.
+    """
+    number = line_number(source, name)
+    if number is None:
+        return source
+    mark, lines = _lines(source)
+    return mark + b"".join(lines[: number - 1] + lines[number:])
+
+
+def diff(source: bytes, name: str) -> str:
+    """What `insert` does, for ``git apply --unidiff-zero``: no line but ours.
+
+    Args:
+        source: of the script, without the line.
+        name: path of the script, from the top of the clone.
+    """
+    number = line_number(insert(source, name), name)
+    assert number is not None
+    return (
+        f"diff --git a/{name} b/{name}\n--- a/{name}\n+++ b/{name}\n"
+        f"@@ -{number - 1},0 +{number} @@\n+{LINE}\n"
+    )
+
+
+def _place(tree: ast.Module) -> int:
+    """Lines before ours: docstring and future imports with all that shares a line with them."""
+    head = [*takewhile(_comes_first, tree.body)]
+    place = head[-1].end_lineno or 0 if head else _first_line(tree.body[0]) - 1
+    for statement in tree.body:
+        if statement.lineno <= place < (statement.end_lineno or 0):
+            place = statement.end_lineno or 0
+    return place
+
+
+def _comes_first(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.ImportFrom):
+        return statement.module == "__future__"
+    value = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)
+
+
+def _first_line(statement: ast.stmt) -> int:
+    """A decorator comes before the line that its function begins on."""
+    decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
+    return min([statement.lineno, *(node.lineno for node in decorators)])
+
+
+def _is_as_before(source: bytes, patched: bytes, name: str) -> bool:
+    """Whether two statements have come, before any call of `pretrain`, and nothing else."""
+    try:
+        before, after = _parse(source, name), _parse(patched, name)
+        number = line_number(patched, name)
+    except UsageError:
+        return False
+    rest = [node for node in after.body if node.lineno != number]
+    is_first = all(call.lineno > (number or 0) for call in _calls(after))
+    return is_first and ast.dump(ast.Module(rest, [])) == ast.dump(ast.Module(before.body, []))
+
+
+def _calls(tree: ast.Module) -> list[ast.Call]:
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return [c for c in calls if getattr(c.func, "id", getattr(c.func, "attr", "")) == "pretrain"]
+
+
+def _parse(source: bytes, name: str) -> ast.Module:
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError) as error:
+        raise UsageError(name, f"is no Python ({error})", "give a clone as it was") from None
+
+
+def _lines(source: bytes) -> tuple[bytes, list[bytes]]:
+    """The byte order mark, if there is one, and the lines with their ends."""
+    mark = codecs.BOM_UTF8 if source.startswith(codecs.BOM_UTF8) else b""
+    return mark, source[len(mark) :].splitlines(keepends=True)
+
+
+def _without_end(line: bytes) -> bytes:
+    return line.rstrip(b"\r\n")

@@ -1,0 +1,37 @@
+"""What ranks do in test_doctor_links.py."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from megatron_edit.cli import main
+from megatron_edit.doctor import folder, links
+
+AHEAD_SECONDS = 5.0
+
+
+def doctor(*words: str, clock_of: int | None = None, blind: int | None = None) -> None:
+    """The command, with short exchanges.
+
+    Args:
+        words: of the command line, without Megatron.
+        clock_of: rank whose clock is ahead.
+        blind: rank that does not see the shared folder.
+    """
+    links.LONG_SECONDS, folder.PATIENCE_SECONDS = 0.02, 0.3
+    rank, now = int(os.environ["RANK"]), time.time
+    if rank == clock_of:
+        time.time = lambda: now() + AHEAD_SECONDS
+    if rank == blind:
+        look = folder._look
+        folder._look = lambda path, content: look(Path("/nowhere") / path.name, content)
+    code = main(["doctor", "--no-host", *words])
+    if code:
+        raise SystemExit(code)
+
+
+def with_faults(words: list[str]) -> None:
+    """See `doctor`: rank 1 is ahead, rank 3 is blind."""
+    doctor(*words, clock_of=1, blind=3)

@@ -1,0 +1,71 @@
+"""The doctor among ranks: links, clocks, the shared folder. Rates are tested in a network lab."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.doctor_scenarios import AHEAD_SECONDS
+from tests.harness import run_ranks
+
+SCENARIOS = "tests.distributed.doctor_scenarios:"
+
+
+def examine(world_size: int, *words: str, target: str = "doctor") -> tuple[int, dict[str, Any]]:
+    """Exit code and numbers of the first rank; the others must be silent."""
+    args: tuple[Any, ...] = ("--json", *words)
+    if target != "doctor":
+        args = ([*args],)
+    first, *others = run_ranks(SCENARIOS + target, world_size, args, timeout=60)
+    assert [(x.stdout, x.stderr, x.returncode) for x in others] == [("", "", 0)] * len(others)
+    assert first.stdout, first.stderr
+    return first.returncode, json.loads(first.stdout)
+
+
+def levels(report: dict[str, Any]) -> dict[str, str]:
+    """Level of each finding."""
+    return {finding["name"]: finding["level"] for finding in report["findings"]}
+
+
+def test_two_replicas_of_two_ranks(tmp_path: Path) -> None:
+    """Would catch: a rank that waits for a measurement of others, a file that is left behind."""
+    words = ("--edit-num-replicas", "2", "--shared-dir", str(tmp_path))
+    code, report = examine(4, *words)
+    (link,) = report["links"]
+    assert (link["source"], link["target"]) == (0, 1)
+    assert 0 < link["round_trip_seconds"] < 1
+    assert min(link["forward_bytes_per_second"], link["backward_bytes_per_second"]) > 1e6
+    assert abs(link["clock_offset_seconds"]) <= link["clock_error_seconds"] + 1e-3
+    assert report["all_reduce"]["bytes_per_second"] > 1e6
+    assert [sight["error"] for sight in report["shared_dir"]] == [None] * 4
+    assert list(tmp_path.iterdir()) == []
+    assert code == 0 and "bad" not in levels(report).values(), levels(report)
+
+
+def test_every_rank_is_a_replica_where_nothing_says_more() -> None:
+    """Would catch: a way that nobody measures."""
+    code, report = examine(3)
+    assert [(x["source"], x["target"]) for x in report["links"]] == [(0, 1), (1, 2), (2, 0)]
+    assert code == 0 and "shared_dir" not in report
+
+
+def test_faults_are_found(tmp_path: Path) -> None:
+    """A clock that is ahead, seen from both sides, and a rank that does not see the folder."""
+    code, report = examine(4, "--shared-dir", str(tmp_path), target="with_faults")
+    skew = {(x["source"], x["target"]): x["clock_offset_seconds"] for x in report["links"]}
+    assert skew[0, 1] == pytest.approx(AHEAD_SECONDS, abs=0.2)
+    assert skew[1, 2] == pytest.approx(-AHEAD_SECONDS, abs=0.2)
+    assert skew[2, 3] == pytest.approx(0, abs=0.2)
+    assert levels(report)["clock of replica 1 against 0"] == "hint"
+    assert report["shared_dir"][3]["error"].startswith("not seen")
+    assert levels(report)[f"shared folder {tmp_path}"] == "bad" and code == 1
+
+
+def test_bad_input_is_said_once() -> None:
+    results = run_ranks(SCENARIOS + "doctor", 3, ("--edit-num-replicas", "2"), timeout=60)
+    assert [x.returncode for x in results] == [2] * 3
+    assert "must divide the 3 ranks" in results[0].stderr
+    assert [x.stderr for x in results[1:]] == ["", ""]

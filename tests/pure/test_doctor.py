@@ -1,0 +1,105 @@
+"""What the doctor makes of interfaces and of measured links."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_edit.cli import main
+from megatron_edit.doctor.advice import link_findings, sync_findings
+from megatron_edit.doctor.finding import Finding, Level, table
+from megatron_edit.doctor.links import Link, Together
+from megatron_edit.doctor.machine import interface_findings
+
+THERE = {"lo": ["127.0.0.1"], "docker0": ["172.17.0.1"], "eth0": ["10.0.0.2"], "ib0": ["10.1.0.2"]}
+
+
+def of(env: dict[str, str], address: str, *, is_alone: bool = False) -> dict[str, Finding]:
+    """Findings by name."""
+    found = interface_findings(env, THERE, address, is_alone=is_alone)
+    return {finding.name: finding for finding in found}
+
+
+def test_gloo_listens_where_the_name_leads() -> None:
+    """Would catch: the loopback, which Debian gives every name, taken for good between machines."""
+    assert of({}, "10.0.0.2")["gloo's interface"].level is Level.OK
+    far = of({}, "127.0.0.1")["gloo's interface"]
+    assert far.level is Level.BAD and "GLOO_SOCKET_IFNAME=eth0" in far.remedy
+    assert of({}, "127.0.0.1", is_alone=True)["gloo's interface"].level is Level.OK
+    nowhere = of({}, "", is_alone=True)["gloo's interface"]
+    assert nowhere.level is Level.HINT and "GLOO_SOCKET_IFNAME=lo" in nowhere.remedy
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "level"),
+    [
+        ("GLOO_SOCKET_IFNAME", "ib0", Level.OK),
+        ("GLOO_SOCKET_IFNAME", "eth0,ib0", Level.OK),
+        ("GLOO_SOCKET_IFNAME", "ib", Level.BAD),  # NCCL takes prefixes, gloo does not
+        ("NCCL_SOCKET_IFNAME", "ib", Level.OK),
+        ("NCCL_SOCKET_IFNAME", "=ib0", Level.OK),
+        ("NCCL_SOCKET_IFNAME", "^docker", Level.OK),
+        ("NCCL_SOCKET_IFNAME", "bond0", Level.BAD),
+    ],
+)
+def test_chosen_interfaces(name: str, value: str, level: Level) -> None:
+    found = of({name: value}, "10.0.0.2")
+    assert found[name].level is level
+    assert ("gloo's interface" in found) == (name != "GLOO_SOCKET_IFNAME")
+
+
+def test_a_slow_link_is_told_what_to_do() -> None:
+    """By hand: 4 GB at 50 MB/s are 80 s; 5 % of the time at 1 s per step is a sync in 1600."""
+    fast, slow = (
+        list(sync_findings(Together(1e-3, rate), 2, 4, 10**9, 1.0))[-1] for rate in (1e9, 12.5e6)
+    )
+    assert (fast.level, fast.remedy) == (Level.OK, "")
+    assert slow.level is Level.HINT and slow.value.startswith("80.0 s")
+    assert "use 1600," in slow.remedy and "int8 with 400" in slow.remedy
+    assert "--edit-delay-steps 20" in slow.remedy
+
+
+def test_links_in_words() -> None:
+    link, clock = link_findings([Link(0, 1, 0.01, 12.5e6, 2.5e9, -2.0, 0.005)])
+    assert link.value == "100.0 Mbit/s there, 20.00 Gbit/s back, round trip 10.00 ms"
+    assert clock.level is Level.HINT and clock.value == "-2000.00 ms (+-5.00)"
+
+
+def test_table() -> None:
+    text = table([Finding("a", "1"), Finding("long", "2", Level.BAD, "mend it")])
+    assert text == "ok    a     1\nbad   long  2\n            -> mend it\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--shared-dir", "/nowhere/at/all"], "is no folder"),
+        (["--megatron", "/nowhere"], "is no folder"),
+        (["--parameters", "0"], "must be positive"),
+        (["--step-seconds", "nan"], "must be positive"),
+        (["--edit-num-replicas", "x"], "--edit-num-replicas"),
+        (["more"], "is no argument"),
+    ],
+)
+def test_bad_input(
+    words: list[str],
+    complaint: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["doctor", "--no-host", *words]) == 2
+    error = capsys.readouterr().err
+    assert complaint in error and error.count("\n") == 1
+
+
+def test_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This machine by itself: versions and interfaces, nothing measured."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert main(["doctor", "--no-host", "--shared-dir", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "torch " in out and "interfaces" in out and "replica" not in out
+    assert "seen by all ranks (1)" in out and list(tmp_path.iterdir()) == []

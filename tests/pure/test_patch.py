@@ -1,0 +1,212 @@
+"""The activating line in training scripts: where it goes, and that it goes without a trace."""
+
+from __future__ import annotations
+
+import ast
+import codecs
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_edit.activation import activate, is_asked_for, launched
+from megatron_edit.cli import main
+from megatron_edit.errors import UsageError
+from megatron_edit.patch.line import LINE, diff, insert, line_number, remove
+
+ROOT = Path(__file__).resolve().parents[2]
+CALL = "if __name__ == '__main__':\n    pretrain(1)"
+HEADS = (
+    "", "#!/usr/bin/env python\n", "# -*- coding: latin-1 -*-\n# caf\xe9\n", "# (c)\n\n\f\n",
+)  # fmt: skip
+DOCS = ("", '"""One line."""\n', '"""Many\n\nlines\\\n"""\n', "'doc'; import os\n", "r'''x'''\n\n")
+FUTURES = ("", "from __future__ import annotations\n", "from __future__ import (\n  division,\n)\n")
+BODIES = (
+    "import os\n", "# a comment\nimport os\n", "@dec\ndef f(): pass\n", "\n\n", "",
+    "x = '''\n" + LINE + "\n'''\n",
+)  # fmt: skip
+
+
+@st.composite
+def scripts(draw: st.DrawFn) -> bytes:
+    """Training scripts with all that may come before their first statement."""
+    parts = (HEADS, DOCS, FUTURES, BODIES, BODIES)
+    text = "".join(draw(st.sampled_from(part)) for part in parts) + CALL
+    source = text.encode("latin-1") + draw(st.sampled_from([b"", b"\n", b"\n\n"]))
+    source = source.replace(b"\n", draw(st.sampled_from([b"\n", b"\r\n", b"\r"])))
+    can_have_mark = not text.startswith(HEADS[2])  # the mark says UTF-8
+    return codecs.BOM_UTF8 + source if can_have_mark and draw(st.booleans()) else source
+
+
+@given(scripts())
+def test_round_trip(source: bytes) -> None:
+    """Would catch: any byte that a revert leaves changed; a line that is found twice or never."""
+    assert line_number(source, "x") is None
+    patched = insert(source, "x")
+    assert insert(patched, "x") == patched
+    assert remove(patched, "x") == source
+    assert len(patched) - len(source) - len(LINE) in (1, 2)
+
+
+@given(scripts())
+def test_comes_before_all_that_runs(source: bytes) -> None:
+    """Would catch: a line after an import, or one that ends a docstring or a future import."""
+    tree = ast.parse(insert(source, "x"))
+    assert ast.get_docstring(tree) == ast.get_docstring(ast.parse(source))
+    before = []
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module == "megatron_edit.activation":
+            break
+        before.append(ast.unparse(node))
+    assert [x for x in before if "import os" in x or "def f" in x] in ([], ["import os"])
+    # The one import that may come first shares its line with the docstring.
+    assert "import os" not in before or b"; import os" in source
+
+
+def test_diff_is_what_git_takes(tmp_path: Path) -> None:
+    """Would catch: a wrong line number, a line of the script's in the patch."""
+    source = b'# (c)\n"""Doc."""\nimport os\npretrain()\n'
+    (tmp_path / "pretrain_x.py").write_bytes(source)
+    patch = diff(source, "pretrain_x.py")
+    assert [x for x in patch.splitlines() if x[0] == " " or x[:2] == "- "] == []
+    for options, expected in (([], insert(source, "x")), (["-R"], source)):
+        command = ["git", "apply", *options, "--unidiff-zero", "-"]
+        subprocess.run(command, cwd=tmp_path, input=patch.encode(), check=True, timeout=30)
+        assert (tmp_path / "pretrain_x.py").read_bytes() == expected
+
+
+@pytest.mark.parametrize(
+    "source",
+    [b"pretrain(", b"'doc'; pretrain()", b"'doc'; pretrain()\nx = 1\n", b"'doc' \\\n\npretrain()"],
+)  # fmt: skip
+def test_no_place(source: bytes) -> None:
+    """No Python, or nowhere to put a line: refused, never broken."""
+    with pytest.raises(UsageError):
+        insert(source, "x")
+
+
+def test_a_changed_line_is_not_guessed_at() -> None:
+    """Would catch: a revert that takes out what somebody added to the line."""
+    with pytest.raises(UsageError, match="was changed"):
+        remove(b"import os\n" + LINE.encode() + b"; x()\npretrain()\n", "x")
+
+
+# ---- the command
+
+
+def clone(folder: Path, version: str = "0.18.2") -> Path:
+    """What the command needs of a clone."""
+    info = folder / "megatron" / "core" / "package_info.py"
+    info.parent.mkdir(parents=True)
+    major, minor, patch = version.split(".")
+    info.write_text(f"MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\nPRE_RELEASE = 'rc0'\n")
+    (folder / "pretrain_gpt.py").write_text("import os\ntraining.pretrain()\n")
+    (folder / "pretrain_mamba.py").write_text("import runpy\n")  # passes on to another
+    (folder / "train.py").write_text("pretrain()\n")
+    return folder
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Patches once, checks, reverts; leaves modes, links and other scripts alone."""
+    folder = clone(tmp_path / "clone")
+    script = folder / "pretrain_gpt.py"
+    real = tmp_path / "elsewhere.py"
+    script.rename(real)
+    script.symlink_to(real)
+    real.chmod(0o755)
+    before = real.read_bytes()
+    assert main(["patch", str(folder), "--check"]) == 1
+    assert main(["patch", str(folder)]) == 0
+    assert main(["patch", str(folder)]) == 0
+    assert main(["patch", str(folder), "--check"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "pretrain_gpt.py: not patched",
+        "Megatron-LM 0.18.x (core_v0.18.2)", "pretrain_gpt.py: patched",
+        "Megatron-LM 0.18.x (core_v0.18.2)", "pretrain_gpt.py: patched already",
+        "pretrain_gpt.py: patched",
+    ]  # fmt: skip
+    assert script.is_symlink() and stat.S_IMODE(real.stat().st_mode) == 0o755
+    assert main(["patch", str(folder), "--revert"]) == 0
+    assert real.read_bytes() == before
+    assert sorted(x.name for x in folder.iterdir()) == [
+        "megatron", "pretrain_gpt.py", "pretrain_mamba.py", "train.py"
+    ]  # fmt: skip
+
+
+def test_all_scripts_or_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Would catch: a first script patched before the second is found to be broken."""
+    folder = clone(tmp_path / "clone")
+    (folder / "pretrain_t5.py").write_text("pretrain(")
+    assert main(["patch", str(folder)]) == 2
+    assert LINE not in (folder / "pretrain_gpt.py").read_text()
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [[], ["--check"], ["--diff"]])
+@pytest.mark.parametrize("version", ["0.15.3", "0.21.0", "1.19.0"])
+def test_unknown_versions(
+    version: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = clone(tmp_path / "clone", version)
+    assert main(["patch", str(folder), *words]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and f"megatron-core {version}rc0" in error
+
+
+def test_no_clone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["patch", str(tmp_path / "missing")]) == 2
+    assert "is no clone of Megatron-LM" in capsys.readouterr().err
+    assert main(["patch", str(tmp_path), "--revert"]) == 2
+    assert "has no pretrain_*.py" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_not_writable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = clone(tmp_path / "clone")
+    folder.chmod(0o555)
+    assert main(["patch", str(folder)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+# ---- what the line does
+
+
+def test_activates_for_our_flags_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: a stock run that is launched, a script that is imported, a second launch."""
+    started = []
+    monkeypatch.setattr("megatron_edit.__main__.main", lambda argv: started.append(argv) or 7)
+    monkeypatch.setattr(sys, "argv", ["-c", "--lr", "1", "--use-edit"])
+    activate("pretrain_gpt", "x.py")
+    activate("__mp_main__", "x.py")
+    with launched():
+        activate("__main__", "x.py")
+    assert started == []
+    with pytest.raises(SystemExit) as stop:
+        activate("__main__", "x.py")
+    assert stop.value.code == 7 and started == [["x.py", "--lr", "1", "--use-edit"]]
+    monkeypatch.setattr(sys, "argv", ["x.py", "--lr", "1", "--user-edit", "use-edit"])
+    activate("__main__", "x.py")
+    assert len(started) == 1
+
+
+def test_what_asks_for_us() -> None:
+    assert is_asked_for(["--edit-device=cpu"]) and is_asked_for(["--use_edit"])
+    assert not is_asked_for(["--editor", "--lr=--use-edit"])
+
+
+def test_a_stock_run_imports_nothing(tmp_path: Path) -> None:
+    """Would catch: torch or our launcher imported before Megatron, where nobody asked for us."""
+    script = tmp_path / "pretrain_x.py"
+    script.write_text(
+        f"{LINE}\nimport sys\nassert not {{'torch', 'megatron', 'megatron_edit.config'}} & "
+        "set(sys.modules)\nprint(sys.argv[1:], __name__)\n"
+    )
+    command = [sys.executable, str(script), "--lr", "1"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "['--lr', '1'] __main__\n"

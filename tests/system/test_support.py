@@ -1,0 +1,138 @@
+"""Clones of Megatron-LM at the supported tags, patches for them, and the page that says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_edit.cli import main
+from megatron_edit.patch.line import LINE
+from megatron_edit.versions import RELEASES
+from tests.harness.launch import REPOSITORY
+from tests.host.runs import edit_flags
+from tests.system.test_launch import free_port
+
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+
+from support_runs import probe
+
+CLONES = "MEGATRON_LM_DIRS"
+
+
+def clones() -> list[Path]:
+    """Clones at any of the tags."""
+    return [Path(x) for x in os.environ.get(CLONES, "").split(os.pathsep) if x]
+
+
+def script(*words: str) -> subprocess.CompletedProcess[str]:
+    """A script of the project."""
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, str(REPOSITORY / "scripts" / words[0]), *words[1:]]
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+def test_the_page_is_current() -> None:
+    """Would catch: a probe or a release that nobody has asked the clones for."""
+    done = script("make_support_doc.py", "--check")
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_release_was_trained() -> None:
+    """Would catch: a tag that is called supported and was never seen to train."""
+    data = json.loads((REPOSITORY / "docs" / "support.json").read_text())
+    for release in RELEASES:
+        assert set(data[release.tag]["runs"].values()) == {"yes"}, release
+        assert [x for x in data[release.tag]["failed"] if not x[1]] == [], release
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("version", ["0.17.0", "0.18.2"])
+def test_older_wheels_have_what_we_stand_on(version: str, tmp_path: Path) -> None:
+    """For machines without clones. Would catch: a probe of a symbol that only 0.19 has."""
+    install = [
+        sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path),
+        f"megatron-core=={version}",
+    ]  # fmt: skip
+    if subprocess.run(install, timeout=200, check=False).returncode:
+        pytest.skip(f"the package index gives no megatron-core {version}")
+    failed = probe(tmp_path)["failed"]
+    assert [symbol for symbol, needed_for, _ in failed if not needed_for] == []
+
+
+def test_patches_hold_our_line_alone() -> None:
+    """Would catch: a line of Megatron's in a patch, as context or as git's name of a function."""
+    folders = {path.name for path in (REPOSITORY / "patches").iterdir() if path.is_dir()}
+    assert folders == {release.tag for release in RELEASES}
+    for path in (REPOSITORY / "patches").rglob("*.patch"):
+        head, *_, hunk, line = path.read_text().splitlines()
+        assert head.startswith("diff --git a/pretrain_") and hunk.endswith(" @@")
+        assert line == "+" + LINE
+        assert len(path.read_text().splitlines()) == 5
+
+
+@pytest.mark.clone
+def test_patches_are_what_the_command_does() -> None:
+    if not clones():
+        pytest.skip(f"needs clones of Megatron-LM in {CLONES}")
+    done = script("make_patches.py", "--check", *map(str, clones()))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.clone
+def test_git_applies_what_the_command_does(tmp_path: Path, megatron_clone: Path) -> None:
+    """Both ways to patch give the same bytes, and both ways back do."""
+    folders = [tmp_path / "git", tmp_path / "command"]
+    before = {}
+    for folder in folders:
+        (folder / "megatron" / "core").mkdir(parents=True)
+        shutil.copy(megatron_clone / "megatron/core/package_info.py", folder / "megatron/core")
+        for path in megatron_clone.glob("pretrain_*.py"):
+            before[path.name] = Path(shutil.copy(path, folder)).read_bytes()
+    patches = sorted((REPOSITORY / "patches" / "core_v0.19.0").glob("*.patch"))
+
+    def git(*words: str) -> None:
+        command = ["git", "apply", *words, "--unidiff-zero", *map(str, patches)]
+        subprocess.run(command, cwd=folders[0], check=True, timeout=30)
+
+    def contents() -> list[dict[str, bytes]]:
+        return [{p.name: p.read_bytes() for p in folder.glob("*.py")} for folder in folders]
+
+    git()
+    assert main(["patch", str(folders[1])]) == 0
+    assert contents()[0] == contents()[1] != before
+    git("-R")
+    assert main(["patch", str(folders[1]), "--revert"]) == 0
+    assert contents() == [before, before]
+
+
+@pytest.mark.clone
+def test_a_patched_clone_trains_without_the_launcher(tmp_path: Path, megatron_clone: Path) -> None:
+    """torchrun pretrain_gpt.py --use-edit; under the launcher, too, activated once."""
+    copy = tmp_path / "Megatron-LM"
+    ignored = shutil.ignore_patterns(".git", "tests", "docs")
+    shutil.copytree(megatron_clone, copy, ignore=ignored)
+    assert main(["patch", str(copy)]) == 0
+    found = []
+    for name, launcher in (("patched", []), ("both", ["-m", "megatron_edit"])):
+        flags = edit_flags(2, edit_log_dir=tmp_path / name, train_iters=20, global_batch_size=4)
+        command = [
+            sys.executable, "-m", "torch.distributed.run", f"--master-port={free_port()}",
+            "--nproc-per-node=2", *launcher, str(copy / "pretrain_gpt.py"), *flags,
+        ]  # fmt: skip
+        added = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        done = subprocess.run(
+            command, env=os.environ | added, cwd=tmp_path, capture_output=True, text=True,
+            timeout=100, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+        assert done.stdout.count("device cpu (auto)") == 1
+        found.append([json.loads(x)["loss"] for x in (tmp_path / name / "loss.jsonl").open()])
+    assert found[0] == found[1] and len(found[0]) == 20
