@@ -15,7 +15,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.12",
     packages=find_packages(include=["megatron_edit", "megatron_edit.*"]),
-    package_data={"megatron_edit": ["py.typed", "compare/page.html"]},
+    package_data={"megatron_edit": ["py.typed", "*/*.html"]},
     install_requires=[
         TORCH,
         "megatron-core>=0.19.0,<0.20",

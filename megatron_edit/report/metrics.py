@@ -204,7 +204,8 @@ def _mean_and(values: Tensor, name: str, other: str) -> Iterator[tuple[str, floa
 
 
 def _mean(values: Tensor) -> float:
-    return values[values.isfinite()].mean().item()
+    mean: float = values[values.isfinite()].mean().item()
+    return mean
 
 
 def _largest(values: Tensor) -> float:
