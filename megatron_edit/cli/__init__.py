@@ -6,11 +6,11 @@ import sys
 from collections.abc import Sequence
 
 from megatron_edit import __version__
-from megatron_edit.cli import check, compare, inspect
+from megatron_edit.cli import check, compare, inspect, report
 from megatron_edit.cli.one_line import OneLineParser
 from megatron_edit.errors import EditError
 
-SUBCOMMANDS = {"check": check, "inspect": inspect, "compare": compare}
+SUBCOMMANDS = {"check": check, "inspect": inspect, "compare": compare, "report": report}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
