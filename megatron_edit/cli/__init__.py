@@ -6,11 +6,17 @@ import sys
 from collections.abc import Sequence
 
 from megatron_edit import __version__
-from megatron_edit.cli import check, compare, inspect, report
+from megatron_edit.cli import check, compare, inspect, report, watch
 from megatron_edit.cli.one_line import OneLineParser
 from megatron_edit.errors import EditError
 
-SUBCOMMANDS = {"check": check, "inspect": inspect, "compare": compare, "report": report}
+SUBCOMMANDS = {
+    "check": check,
+    "inspect": inspect,
+    "compare": compare,
+    "report": report,
+    "watch": watch,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -103,6 +103,8 @@ def _replica_curves(axes: Axes, curves: Sequence[tuple[Array, Array]]) -> None:
 
 def _band(axes: Axes, x: Array, table: Array) -> None:
     """Lowest to highest row, and the median row."""
+    known = np.isfinite(table).any(axis=0)  # scores are not there before detectors are armed
+    x, table = x[known], table[:, known]
     axes.fill_between(x, np.nanmin(table, axis=0), np.nanmax(table, axis=0), alpha=0.3,
                       color=COLORS[0], linewidth=0, label="all replicas")  # fmt: skip
     axes.plot(x, np.nanmedian(table, axis=0), color=COLORS[0], label="median replica")
@@ -311,6 +313,3 @@ def _finish(axes: Axes, x: str, y: str) -> None:
     if labels:
         columns = 1 if len(labels) <= 3 else 2
         axes.legend(handles, labels, ncols=columns, columnspacing=0.8, handlelength=1.2)
-
-
-Maker = Callable[[Run], Chart | None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from statistics import median
+from statistics import median_high
 from typing import Literal, NamedTuple
 
 from megatron_edit.monitor.run import Run
@@ -70,7 +70,7 @@ def _of_files(run: Run) -> Iterator[Finding]:
 def _of_replicas(run: Run) -> Iterator[Finding]:
     speeds = {r.number: r.mean_speed for r in run.replicas if math.isfinite(r.mean_speed)}
     if len(speeds) > 1:
-        slowest, usual = min(speeds, key=speeds.__getitem__), median(speeds.values())
+        slowest, usual = min(speeds, key=speeds.__getitem__), median_high(speeds.values())
         if speeds[slowest] < SLOW_SHARE * usual:
             yield Finding(
                 "warning",

@@ -14,6 +14,7 @@ from megatron_edit.monitor.syncs import Syncs
 from megatron_edit.pages.drawing import COLORS, SVG_INCHES, Drawing, svg_drawing
 
 if TYPE_CHECKING:
+    from matplotlib.colorbar import Colorbar
     from matplotlib.colors import Normalize
 
 MOST_LABELS = 14
@@ -23,6 +24,7 @@ MOST_COLUMNS = 256
 def norms_by_unit(syncs: Syncs) -> tuple[str, float, float]:
     """The picture, and the smallest and largest norm in it."""
     from matplotlib.colors import LogNorm
+    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
     columns = list(syncs.units.values())
     table = _filled(syncs.rows.column("unit_norm")[:, columns]).T
@@ -31,7 +33,11 @@ def norms_by_unit(syncs: Syncs) -> tuple[str, float, float]:
     low, high = (float(known.min()), float(known.max())) if known.size else (1.0, 1.0)
     with svg_drawing(height=_height(len(table))) as drawing:
         scale = LogNorm(low, max(high, low * 1.001))
-        _draw(drawing, table, syncs, list(syncs.units), scale, "viridis")
+        bar = _draw(drawing, table, syncs, list(syncs.units), scale, "viridis")
+        bar.locator = LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,))
+        bar.minorlocator = NullLocator()
+        bar.formatter = StrMethodFormatter("{x:g}")
+        bar.update_ticks()
         units, places = np.nonzero(np.nan_to_num(rollbacks))
         x = syncs.rows.column("round")[places, 0]
         drawing.axes.plot(x, units, "x", color=COLORS[1], markersize=4)
@@ -58,7 +64,7 @@ def _draw(
     scale: Normalize,
     colors: str,
     title: str = "",
-) -> None:
+) -> Colorbar:
     """Rows from the top down, syncs from left to right."""
     from matplotlib.ticker import MaxNLocator
 
@@ -80,6 +86,7 @@ def _draw(
     bar = drawing.figure.colorbar(image, ax=axes, pad=0.02, aspect=30)
     bar.set_label(title)
     bar.outline.set_visible(False)
+    return bar
 
 
 def _filled(table: Array) -> Array:

@@ -37,6 +37,7 @@ _STYLE: dict[Any, Any] = {
     "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK,
     "ytick.color": INK, "grid.color": FAINT, "legend.edgecolor": FAINT, "legend.facecolor": PAPER,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+    "axes.axisbelow": True,
     "legend.fontsize": 9.0, "legend.framealpha": 0.85, "axes.formatter.limits": (-4, 5),
     "axes.formatter.use_mathtext": False, "lines.linewidth": 1.4,
 }  # fmt: skip
