@@ -57,7 +57,7 @@ def charts_of(run: Run) -> Iterator[Chart]:
 
 
 def _losses(run: Run, curves: Sequence[tuple[Array, Array]]) -> Chart:
-    with svg_drawing() as drawing:
+    with svg_drawing("losses") as drawing:
         axes = drawing.axes
         _replica_curves(axes, curves)
         x, y = run.losses.curve()
@@ -73,7 +73,7 @@ def _losses(run: Run, curves: Sequence[tuple[Array, Array]]) -> Chart:
 
 
 def _speeds(run: Run, curves: Sequence[tuple[Array, Array]]) -> Chart:
-    with svg_drawing() as drawing:
+    with svg_drawing("speeds") as drawing:
         axes = drawing.axes
         _replica_curves(axes, [(x, y / 1e3) for x, y in curves])
         _mark_warmup(axes, run)
@@ -146,7 +146,7 @@ def _relative_norms(run: Run) -> Chart | None:
         return None
     norms = run.syncs.rows.column("replica_norm")
     relative = norms / np.nanmedian(norms, axis=1, keepdims=True)
-    with svg_drawing() as drawing:
+    with svg_drawing("relative-norms") as drawing:
         axes = drawing.axes
         _by_sync(axes, run, relative)
         axes.axhline(1, color=INK, linewidth=1, linestyle=":")
@@ -164,7 +164,7 @@ def _scores(run: Run) -> Chart | None:
     if run.facts.config["no_anomaly"] or not np.isfinite(scores).any():
         return None
     threshold = float(run.facts.config["anomaly_threshold"])
-    with svg_drawing() as drawing:
+    with svg_drawing("scores") as drawing:
         axes = drawing.axes
         _by_sync(axes, run, np.clip(scores, -4 * threshold, 4 * threshold))
         axes.axhline(threshold, color=COLORS[1], linestyle="--", label="left out above")
@@ -190,7 +190,7 @@ def _weights(run: Run) -> Chart | None:
         return None
     rows = run.syncs.rows
     x = _syncs(run)
-    with svg_drawing() as drawing:
+    with svg_drawing("weights") as drawing:
         axes = drawing.axes
         low, high = rows.column("effective_min")[:, 0], rows.column("effective_max")[:, 0]
         axes.fill_between(x, low, high, color=COLORS[2], alpha=0.3, linewidth=0, label="all units")
@@ -214,7 +214,7 @@ def _clips(run: Run) -> Chart | None:
         return None
     rows, x = run.syncs.rows, _syncs(run)
     low, middle = rows.column("clip_min")[:, 0], rows.column("clip")[:, 0]
-    with svg_drawing() as drawing:
+    with svg_drawing("clips") as drawing:
         axes = drawing.axes
         axes.plot(x, middle, color=COLORS[0], label="median unit", **_marker(x))
         axes.plot(x, low, color=COLORS[1], linewidth=1, label="smallest", **_marker(x))
@@ -231,7 +231,7 @@ def _seconds(run: Run) -> Chart:
     x, table = _bars(_syncs(run), run.syncs.rows.column("seconds") * 1e3)
     parts = {name: table[:, place] for place, name in enumerate(SECONDS)}
     width = 0.85 * (x[1] - x[0] if x.size > 1 else 1)
-    with svg_drawing() as drawing:
+    with svg_drawing("seconds") as drawing:
         axes = drawing.axes
         below = np.zeros_like(x)
         for color, name in ((4, "wait"), (5, "exchange"), (2, "outer")):
@@ -252,7 +252,7 @@ def _seconds(run: Run) -> Chart:
 def _bytes(run: Run) -> Chart:
     x, table = _bars(_syncs(run), run.syncs.rows.column("wire_bytes") / 1e6)
     width = 0.85 * (x[1] - x[0] if x.size > 1 else 1)
-    with svg_drawing() as drawing:
+    with svg_drawing("bytes") as drawing:
         axes = drawing.axes
         axes.bar(x, table[:, 0], width, color=COLORS[0], linewidth=0)
         _finish(axes, "sync", "MB sent by a replica")

@@ -31,7 +31,7 @@ def norms_by_unit(syncs: Syncs) -> tuple[str, float, float]:
     rollbacks = syncs.rows.column("unit_rollbacks")[:, columns].T
     known = table[np.isfinite(table) & (table > 0)]
     low, high = (float(known.min()), float(known.max())) if known.size else (1.0, 1.0)
-    with svg_drawing(height=_height(len(table))) as drawing:
+    with svg_drawing("norms", height=_height(len(table))) as drawing:
         scale = LogNorm(low, max(high, low * 1.001))
         bar = _draw(drawing, table, syncs, list(syncs.units), scale, "viridis")
         bar.locator = LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,))
@@ -51,7 +51,7 @@ def anomalies_by_replica(syncs: Syncs) -> str:
     left_out = syncs.rows.column("replica_anomalies")
     shares = 100 * (left_out / np.maximum(1, syncs.rows.column("replica_pairs"))).T
     names = [f"replica {replica}" for replica in range(len(shares))]
-    with svg_drawing(height=_height(len(shares))) as drawing:
+    with svg_drawing("anomalies", height=_height(len(shares))) as drawing:
         _draw(drawing, shares, syncs, names, Normalize(0, 100), "cividis", "% of its units")
     return drawing.svg
 

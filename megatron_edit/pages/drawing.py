@@ -21,8 +21,8 @@ DARK_COLORS = (  # the same, where the page is dark
     "#4FA8E0", "#F0813A", "#2FC79B", "#E2A1C6", "#F2B632", "#8FD0F5", "#E8E8E8", "#C9A95A",
 )  # fmt: skip
 # As wide as a phone, so that the letters stay as large there as they are drawn.
-SIZE_INCHES = (5.0, 4.0)
-DOTS_PER_INCH = 200
+SIZE_INCHES = (4.3, 3.5)
+DOTS_PER_INCH = 240
 SVG_INCHES = (4.3, 3.0)
 # Colours that stand for those of the page: whoever draws with them never sees them.
 INK, FAINT, PAPER = "#010203", "#040506", "#070809"
@@ -31,7 +31,6 @@ _OF_PAGE = {INK: "var(--ink)", FAINT: "var(--line)", PAPER: "var(--paper)"} | {
 }
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # letters of the page, to be found and read aloud
-    "svg.hashsalt": "megatron_edit",
     "font.family": "sans-serif",
     "font.size": 9.5,
     "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK,
@@ -59,17 +58,18 @@ class Drawing:
 
 
 @contextmanager
-def svg_drawing(*, height: float = SVG_INCHES[1]) -> Iterator[Drawing]:
+def svg_drawing(name: str, *, height: float = SVG_INCHES[1]) -> Iterator[Drawing]:
     """Draw in the block; the picture is in `svg` after it.
 
     Args:
+        name: of the picture, another one for each on a page: what is in it is named after it.
         height: in inches; a picture is as wide as a phone.
     """
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    with rc_context(_STYLE):
+    with rc_context(_STYLE | {"svg.hashsalt": name}):
         figure = Figure(figsize=(SVG_INCHES[0], height), layout="constrained")
         FigureCanvasSVG(figure)
         figure.patch.set_visible(False)
@@ -112,6 +112,6 @@ def png_axes(path: Path, title: str) -> Iterator[Axes]:
     axes.set_title(title, fontsize=11)
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=9)
     figure.savefig(path, dpi=DOTS_PER_INCH)
     plt.close(figure)
