@@ -51,8 +51,11 @@ def read_all(training: Run) -> None:
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     total = training.unread_bytes()
-    is_quick = total < BAR_BYTES
-    with tqdm(total=total, desc="reading", unit="B", unit_scale=True, disable=is_quick) as bar:
+    pause = 0.2 if sys.stderr.isatty() else 20.0  # a bar in a file is one line per refresh
+    with tqdm(
+        total=total, desc="reading", unit="B", unit_scale=True, disable=total < BAR_BYTES,
+        mininterval=pause, maxinterval=60,
+    ) as bar:  # fmt: skip
         training.poll(bar.update)
 
 

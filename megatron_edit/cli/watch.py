@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_edit.cli.needs import check_installed
@@ -62,9 +62,15 @@ def _watch(options: Namespace) -> None:
         return
     first = frame_of(training, options.folder)
     with Live(first, console=console, auto_refresh=False, vertical_overflow="crop") as live:
-        is_over = False
-        while not is_over:
-            is_over = training.state == "finished"  # the last losses come after the last iteration
+        for _ in _until_finished(training):  # the last losses come after the last iteration
             time.sleep(options.seconds)
             training.poll()
             live.update(frame_of(training, options.folder), refresh=True)
+
+
+def _until_finished(training: Run) -> Iterator[None]:
+    """Once more after it has ended."""
+    is_over = False
+    while not is_over:
+        is_over = training.state == "finished"
+        yield

@@ -142,10 +142,12 @@ def _norms(run: Run) -> Chart:
 
 
 def _relative_norms(run: Run) -> Chart | None:
-    if len(run.replicas) < 2:
-        return None
     norms = run.syncs.rows.column("replica_norm")
-    relative = norms / np.nanmedian(norms, axis=1, keepdims=True)
+    known = np.isfinite(norms).any(axis=1)
+    if len(run.replicas) < 2 or not known.any():
+        return None
+    relative = np.full_like(norms, math.nan)
+    relative[known] = norms[known] / np.nanmedian(norms[known], axis=1, keepdims=True)
     with svg_drawing("relative-norms") as drawing:
         axes = drawing.axes
         _by_sync(axes, run, relative)
@@ -210,10 +212,10 @@ def _weights(run: Run) -> Chart | None:
 
 def _clips(run: Run) -> Chart | None:
     assert run.facts is not None
-    if run.facts.config["no_clip"]:
-        return None
     rows, x = run.syncs.rows, _syncs(run)
     low, middle = rows.column("clip_min")[:, 0], rows.column("clip")[:, 0]
+    if run.facts.config["no_clip"] or not np.isfinite(low).any():
+        return None
     with svg_drawing("clips") as drawing:
         axes = drawing.axes
         axes.plot(x, middle, color=COLORS[0], label="median unit", **_marker(x))
@@ -241,9 +243,10 @@ def _seconds(run: Run) -> Chart:
         axes.set_ylim(0, 1.05 * max(1e-9, float(max(below.max(), parts["total"].max()))))
         _finish(axes, "sync", "milliseconds")
     share = run.syncs.share("exposed")
+    still = f"; training stood still for {percent(share)} of the time" if share is not None else ""
     text = (
-        "Time of each sync: waiting for other replicas, for the exchange, and the outer step; "
-        f"training stood still for {percent(share)} of the time between syncs."
+        "Time of each sync: waiting for other replicas, for the exchange, and the outer step"
+        f"{still}."
     )
     note = "Bars: what training stood still for (replica 0). Points: start to last landing."
     return Chart("Time of syncs", drawing.svg, text, note)
@@ -308,7 +311,7 @@ def _finish(axes: Axes, x: str, y: str) -> None:
 
     axes.set_xlabel(x)
     axes.set_ylabel(y)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
     handles, labels = axes.get_legend_handles_labels()
     if labels:
         columns = 1 if len(labels) <= 3 else 2

@@ -81,7 +81,7 @@ def _draw(
                         cmap=colors)  # fmt: skip
     every = math.ceil(len(names) / MOST_LABELS)
     axes.set_yticks(range(0, len(names), every), list(names)[::every])
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
     axes.set_xlabel("sync")
     bar = drawing.figure.colorbar(image, ax=axes, pad=0.02, aspect=30)
     bar.set_label(title)
