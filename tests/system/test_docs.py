@@ -9,6 +9,7 @@ Every command in a shell fence of README.md and docs/*.md is handled by exactly 
 | other torchrun, megatron-edit check | run through `megatron-edit check`, with a tiny model |
 | megatron-edit compare | run with `--list` and a tiny model: checks all runs, starts none |
 | megatron-edit inspect | run on a folder with a checkpoint of no files |
+| megatron-edit report, watch | run on the event files of a training that never was |
 | make_flags_doc | run with --check |
 | quickstart.sh, test.sh | run with a stub of the environment that notes what it is told to do |
 | pip install, git clone | not run; extras and addresses are checked |
@@ -32,10 +33,11 @@ import pytest
 
 from megatron_edit.checkpoint.folder import CheckpointFolder, manifest_of
 from megatron_edit.checkpoint.manifest import Manifest, ReplicaEntry
-from megatron_edit.cli import main
+from megatron_edit.cli import SUBCOMMANDS, main
 from megatron_edit.config import EditConfig
 from megatron_edit.flags import flag
 from tests.harness import tiny_gpt
+from tests.harness.event_files import MadeUp
 from tests.harness.launch import REPOSITORY
 
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -96,7 +98,7 @@ def kind_of(command: Command) -> str:
     if words[0] == "torchrun":
         return "launch" if "scripts/pretrain_gpt.py" in line else "check"
     if words[0] == "megatron-edit":
-        return words[1] if words[1] in ("check", "inspect", "compare") else ""
+        return words[1] if words[1] in SUBCOMMANDS else ""
     python_scripts = {"scripts/prepare_corpus.py": "corpus", "scripts/make_flags_doc.py": "flags"}
     return python_scripts.get(words[1], "") if words[0] == "python" else ""
 
@@ -225,6 +227,15 @@ def test_inspections_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             ).text()
         )
         assert main(command.words[1:]) == 0
+
+
+def test_runs_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: a flag of report or watch that was renamed."""
+    monkeypatch.chdir(tmp_path)
+    MadeUp(rounds=3).write(tmp_path / "log")
+    for command in [*of_kind("report"), *of_kind("watch")]:
+        assert main(command.words[1:]) == 0
+    assert (tmp_path / "log" / "report.html").is_file()
 
 
 def test_shell_scripts_run(tmp_path: Path) -> None:
