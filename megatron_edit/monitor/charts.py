@@ -43,7 +43,7 @@ def charts_of(run: Run) -> Iterator[Chart]:
     curves = [replica.losses.curve() for replica in run.replicas]
     if any(x.size for x, _ in curves):
         yield _losses(run, curves)
-    speeds = [replica.speeds.curve() for replica in run.replicas]
+    speeds = [replica.speeds() for replica in run.replicas]
     if any(x.size for x, _ in speeds):
         yield _speeds(run, speeds)
     if run.syncs.count:
@@ -79,12 +79,12 @@ def _speeds(run: Run, curves: Sequence[tuple[Array, Array]]) -> Chart:
         _mark_warmup(axes, run)
         axes.set_ylim(bottom=0)
         _finish(axes, "iteration", "thousand tokens/s")
-    speeds = [r.mean_speed for r in run.replicas if math.isfinite(r.mean_speed)]
+    means = [float(y.mean()) for _, y in curves if y.size]
     text = (
-        f"Tokens per second of each replica; on average {number(min(speeds), ',.0f')} to "
-        f"{number(max(speeds), ',.0f')}."
+        f"Tokens per second of each replica; on average {number(min(means), ',.0f')} to "
+        f"{number(max(means), ',.0f')}."
     )
-    note = "Syncs are in it, waiting for slower replicas too."
+    note = "Medians of eight steps: a step with a sync in it is as long as that of the slowest."
     return Chart("Speed of each replica", drawing.svg, text, note)
 
 
@@ -146,12 +146,19 @@ def _relative_norms(run: Run) -> Chart | None:
     known = np.isfinite(norms).any(axis=1)
     if len(run.replicas) < 2 or not known.any():
         return None
+    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+
     relative = np.full_like(norms, math.nan)
     relative[known] = norms[known] / np.nanmedian(norms[known], axis=1, keepdims=True)
     with svg_drawing("relative-norms") as drawing:
         axes = drawing.axes
         _by_sync(axes, run, relative)
         axes.axhline(1, color=INK, linewidth=1, linestyle=":")
+        if np.nanmax(relative) > 4:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_minor_locator(NullLocator())
+            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         _finish(axes, "sync", "norm / median replica")
     text = (
         "Mean norm of each replica, as a multiple of the median replica's: from "

@@ -68,14 +68,15 @@ def _of_files(run: Run) -> Iterator[Finding]:
 
 
 def _of_replicas(run: Run) -> Iterator[Finding]:
-    speeds = {r.number: r.mean_speed for r in run.replicas if math.isfinite(r.mean_speed)}
+    speeds = {replica.number: replica.speed_between_syncs for replica in run.replicas}
+    speeds = {number: speed for number, speed in speeds.items() if math.isfinite(speed)}
     if len(speeds) > 1:
         slowest, usual = min(speeds, key=speeds.__getitem__), median_high(speeds.values())
         if speeds[slowest] < SLOW_SHARE * usual:
             yield Finding(
                 "warning",
-                f"Replica {slowest} is slow: {speeds[slowest]:,.0f} tokens/s "
-                f"where the median replica makes {usual:,.0f}.",
+                f"Replica {slowest} is slow: between syncs it makes {speeds[slowest]:,.0f} "
+                f"tokens/s, the median replica {usual:,.0f}.",
             )
     skipped = {
         replica.number: replica.num_skipped / replica.num_iterations

@@ -75,13 +75,14 @@ def _progress(run: Run) -> RenderableType:
 
 def _replicas(run: Run) -> RenderableType:
     """The slowest ones, where there are many."""
-    table = _table("replica", "iteration", "loss", "tokens/s", "left out")
+    table = _table("replica", "iteration", "loss", "tokens/s", "between syncs", "left out")
     shown = sorted(run.replicas, key=_slowness)[:MOST_REPLICAS]
     shares = run.syncs.anomaly_shares() if run.syncs.count else None
     for replica in sorted(shown, key=lambda each: each.number):
         table.add_row(
             str(replica.number), f"{replica.iteration:,}", number(replica.loss, ".4f"),
             number(replica.speed, ",.0f"),
+            number(replica.speed_between_syncs, ",.0f"),
             UNKNOWN if shares is None else percent(float(shares[replica.number])),
         )  # fmt: skip
     if len(run.replicas) > len(shown):
@@ -91,7 +92,10 @@ def _replicas(run: Run) -> RenderableType:
 
 
 def _slowness(replica: Replica) -> float:
-    return replica.speed if math.isfinite(replica.speed) else math.inf
+    for speed in (replica.speed_between_syncs, replica.speed):
+        if math.isfinite(speed):
+            return speed
+    return math.inf
 
 
 def _syncs(run: Run) -> RenderableType:

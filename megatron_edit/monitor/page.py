@@ -21,7 +21,8 @@ SYNC_HEAD = (
     "clip", "left out", "rolled back", "wait (ms)", "exposed (ms)", "total (ms)", "MB sent",
 )  # fmt: skip
 REPLICA_HEAD = (
-    "replica", "iteration", "loss", "tokens/s now", "tokens/s in all", "mean weight", "left out",
+    "replica", "iteration", "loss", "tokens/s now", "tokens/s in all",
+    "between syncs", "mean weight", "left out",
 )  # fmt: skip
 
 
@@ -148,6 +149,7 @@ def replica_rows(run: Run) -> Iterator[list[str]]:
             number(replica.loss, ".4f"),
             number(replica.speed, ",.0f"),
             number(replica.mean_speed, ",.0f"),
+            number(replica.speed_between_syncs, ",.0f"),
             number(float(weights[:, number_].mean()), ".3f") if has_syncs else UNKNOWN,
             UNKNOWN if shares is None else percent(float(shares[number_])),
         ]

@@ -151,7 +151,9 @@ class Run:
             ) from None
         count = self.facts.num_replicas
         self.syncs = Syncs(count)
-        self.replicas = [Replica(number) for number in range(count)]
+        is_endless = self.facts.strategy.endless_warmup
+        warmup = 0 if is_endless else int(self.facts.config["warmup_steps"])
+        self.replicas = [Replica(number, warmup) for number in range(count)]
         names = ["sync.jsonl", "loss.jsonl", *(f"replica-{r}.jsonl" for r in range(count))]
         self._files = {name: LineFile(self.folder / name) for name in names}
 

@@ -96,7 +96,13 @@ class MadeUp:
         return 2.4 + 8.0 / math.sqrt(iteration + 1) + rng.gauss(0, 0.03)
 
     def _step(self, iteration: int, replica: int, rng: random.Random) -> dict[str, Any]:
-        seconds = 0.1 * self.slow.get(replica, 1.0) * (1 + 0.1 * rng.random())
+        mine, slowest = self.slow.get(replica, 1.0), max(self.slow.values(), default=1.0)
+        seconds = 0.1 * mine * (1 + 0.1 * rng.random())
+        ended = iteration - self.warmup
+        if ended <= 0:
+            seconds *= slowest / mine
+        elif ended % self.tau == 0:  # whoever is early waits
+            seconds += 0.1 * self.tau * (slowest - mine) + self.exposed
         return {"iteration": iteration, "loss": self._loss(iteration, rng), "grad_norm": 1.0,
                 "lr": 1e-3, "samples": BATCH, "tokens": BATCH * SEQ_LENGTH,
                 "seconds": round(seconds, 6)}  # fmt: skip

@@ -125,3 +125,17 @@ def test_wandb_hears_of_every_sync(tmp_path: Path, delay: int) -> None:
     assert steps == sorted(steps)
     assert any("edit/lm-loss" in values for values, _ in calls)
     assert any("lm loss" in values for values, _ in calls), "Megatron's own are there, too"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_bytes_inside_a_replica(tmp_path: Path, is_sharded: bool) -> None:
+    """In fp32 a reduce-scatter and a gather move as much as an all-reduce: 8 bytes per parameter
+    between two ranks. Would catch: shards that are counted twice, a wrong group."""
+    run = run_edit(tmp_path, 4, 2, train_iters=5, use_distributed_optimizer=is_sharded)
+    console = "".join(rank.stdout for rank in run.result.ranks)
+    found = re.search(r"number of parameters on .*rank \(0, 0\): (\d+)", console)
+    assert found is not None
+    training = json.loads((tmp_path / "run.json").read_text())["training"]
+    assert training["inside_bytes_per_step"] == 8 * int(found[1])
+    assert training["global_batch_size"] == 8 and training["seq_length"] == 32
