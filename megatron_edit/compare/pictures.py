@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron_edit.compare.analysis import Outcome, is_synchronous
 from megatron_edit.compare.readings import Point, Reading
-from megatron_edit.pages.drawing import COLORS, png_axes
+from megatron_edit.pages.drawing import COLORS, png_axes, running_mean
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,13 +39,6 @@ def draw(folder: Path, outcome: Outcome) -> dict[str, Path]:
             fill(axes, outcome, shown)
         files[title] = path
     return files
-
-
-def running_mean(values: Sequence[float], width: int) -> list[float]:
-    """Mean of each value and its neighbours, `width` in all; fewer at the ends."""
-    reach = width // 2
-    windows = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
-    return [sum(window) / len(window) for window in windows]
 
 
 def _first_seeds(outcome: Outcome) -> dict[str, Reading]:

@@ -13,13 +13,14 @@ from megatron_edit.monitor.run import Run
 from megatron_edit.monitor.series import Array
 from megatron_edit.monitor.syncs import SECONDS
 from megatron_edit.monitor.texts import number, percent
-from megatron_edit.pages.drawing import COLORS, INK, svg_drawing
+from megatron_edit.pages.drawing import COLORS, INK, running_mean, svg_drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MANY_REPLICAS = 8  # more of them are drawn as a band
 MOST_BARS = 64
+SMOOTH_SHARE = 50  # a running mean takes that part of a curve
 
 
 class Chart(NamedTuple):
@@ -59,17 +60,18 @@ def charts_of(run: Run) -> Iterator[Chart]:
 def _losses(run: Run, curves: Sequence[tuple[Array, Array]]) -> Chart:
     with svg_drawing("losses") as drawing:
         axes = drawing.axes
-        _replica_curves(axes, curves)
+        _replica_curves(axes, [(x, _smooth(y)) for x, y in curves])
         x, y = run.losses.curve()
         if x.size and len(curves) > 1:
-            axes.plot(x, y, color=INK, linewidth=1.6, label="mean")
+            axes.plot(x, _smooth(y), color=INK, linewidth=1.6, label="mean")
         _mark_warmup(axes, run)
         _limit(axes, [y for _, y in curves])
         _finish(axes, "iteration", "nats per token")
     last = run.loss if math.isfinite(run.loss) else next(
         (r.loss for r in run.replicas if math.isfinite(r.loss)), math.nan)  # fmt: skip
     text = f"Training loss by iteration; at present {number(last, '.4f')}."
-    return Chart("Training loss", drawing.svg, text, _band_note(run, "replica"))
+    note = f"Running means of neighbours. {_band_note(run, 'replica')}"
+    return Chart("Training loss", drawing.svg, text, note)
 
 
 def _speeds(run: Run, curves: Sequence[tuple[Array, Array]]) -> Chart:
@@ -86,6 +88,11 @@ def _speeds(run: Run, curves: Sequence[tuple[Array, Array]]) -> Chart:
     )
     note = "Medians of eight steps: a step with a sync in it is as long as that of the slowest."
     return Chart("Speed of each replica", drawing.svg, text, note)
+
+
+def _smooth(values: Array) -> Array:
+    """A running mean, over a part of the curve."""
+    return np.array(running_mean(values.tolist(), max(1, values.size // SMOOTH_SHARE)))
 
 
 def _replica_curves(axes: Axes, curves: Sequence[tuple[Array, Array]]) -> None:

@@ -206,9 +206,11 @@ class Run:
     def progress(self) -> float | None:
         """Share of the training that is done; None where its length is not known."""
         facts = self.facts
-        if facts is None or not facts.train_iters or not facts.batch_size:
+        if facts is None or not facts.train_iters:
             return None
         if facts.strategy.is_timed and self.syncs.count:  # replicas count steps of their own
+            if not facts.batch_size:
+                return None
             done = sum(self.syncs.samples) + sum(replica.samples for replica in self.replicas)
             return min(1.0, done / (facts.train_iters * facts.batch_size))
         return min(1.0, self.iteration / facts.train_iters)
@@ -222,11 +224,10 @@ class Run:
     def remaining_seconds(self) -> float | None:
         """At the present speed; None where it cannot be told."""
         progress, facts = self.progress, self.facts
-        if progress is None or facts is None or not facts.seq_length or not self.speed:
+        if progress is None or facts is None or not self.speed:
             return None
-        assert facts.train_iters is not None and facts.batch_size is not None
-        tokens = facts.train_iters * facts.batch_size * facts.seq_length
-        return (1.0 - progress) * tokens / self.speed
+        tokens = (facts.train_iters or 0) * (facts.batch_size or 0) * (facts.seq_length or 0)
+        return (1.0 - progress) * tokens / self.speed if tokens else None
 
     @property
     def news_at(self) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,3 +115,10 @@ def png_axes(path: Path, title: str) -> Iterator[Axes]:
         axes.legend(fontsize=9)
     figure.savefig(path, dpi=DOTS_PER_INCH)
     plt.close(figure)
+
+
+def running_mean(values: Sequence[float], width: int) -> list[float]:
+    """Mean of each value and its neighbours, `width` in all; fewer at the ends."""
+    reach = width // 2
+    windows = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
