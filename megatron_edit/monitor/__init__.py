@@ -8,6 +8,6 @@
 | replicas | what a `replica-<r>.jsonl` says |
 | run | the whole folder |
 | findings | what deserves attention |
-| charts, heat, page | the page |
+| strokes, curves, heat, charts, page | the page |
 | frame | the terminal |
 """

@@ -3,50 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_edit.monitor.curves import loss_chart, speed_chart
 from megatron_edit.monitor.heat import anomalies_by_replica, norms_by_unit
 from megatron_edit.monitor.run import Run
 from megatron_edit.monitor.series import Array
+from megatron_edit.monitor.strokes import MANY_REPLICAS, Chart, band, band_note, finish, marker
 from megatron_edit.monitor.syncs import SECONDS
 from megatron_edit.monitor.texts import number, percent
-from megatron_edit.pages.drawing import COLORS, INK, running_mean, svg_drawing
+from megatron_edit.pages.drawing import COLORS, INK, svg_drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MANY_REPLICAS = 8  # more of them are drawn as a band
 MOST_BARS = 64
-SMOOTH_SHARE = 50  # a running mean takes that part of a curve
-
-
-class Chart(NamedTuple):
-    """One picture.
-
-    Attributes:
-        title: what it shows, with the unit.
-        svg: the picture.
-        text: what is to be seen, in a sentence.
-        note: how it is to be read; may be empty.
-    """
-
-    title: str
-    svg: str
-    text: str
-    note: str = ""
 
 
 def charts_of(run: Run) -> Iterator[Chart]:
     """All pictures that the run has something for."""
     curves = [replica.losses.curve() for replica in run.replicas]
     if any(x.size for x, _ in curves):
-        yield _losses(run, curves)
+        yield loss_chart(run, curves)
     speeds = [replica.speeds() for replica in run.replicas]
     if any(x.size for x, _ in speeds):
-        yield _speeds(run, speeds)
+        yield speed_chart(run, speeds)
     if run.syncs.count:
         for make in (_norms, _relative_norms, _scores, _anomalies, _weights, _clips, _seconds,
                      _bytes):  # fmt: skip
@@ -54,96 +38,15 @@ def charts_of(run: Run) -> Iterator[Chart]:
                 yield chart
 
 
-# ---- by iteration
-
-
-def _losses(run: Run, curves: Sequence[tuple[Array, Array]]) -> Chart:
-    with svg_drawing("losses") as drawing:
-        axes = drawing.axes
-        _replica_curves(axes, [(x, _smooth(y)) for x, y in curves])
-        x, y = run.losses.curve()
-        if x.size and len(curves) > 1:
-            axes.plot(x, _smooth(y), color=INK, linewidth=1.6, label="mean")
-        _mark_warmup(axes, run)
-        _limit(axes, [y for _, y in curves])
-        _finish(axes, "iteration", "nats per token")
-    last = run.loss if math.isfinite(run.loss) else next(
-        (r.loss for r in run.replicas if math.isfinite(r.loss)), math.nan)  # fmt: skip
-    text = f"Training loss by iteration; at present {number(last, '.4f')}."
-    note = f"Running means of neighbours. {_band_note(run, 'replica')}"
-    return Chart("Training loss", drawing.svg, text, note)
-
-
-def _speeds(run: Run, curves: Sequence[tuple[Array, Array]]) -> Chart:
-    with svg_drawing("speeds") as drawing:
-        axes = drawing.axes
-        _replica_curves(axes, [(x, y / 1e3) for x, y in curves])
-        _mark_warmup(axes, run)
-        axes.set_ylim(bottom=0)
-        _finish(axes, "iteration", "thousand tokens/s")
-    means = [float(y.mean()) for _, y in curves if y.size]
-    text = (
-        f"Tokens per second of each replica; on average {number(min(means), ',.0f')} to "
-        f"{number(max(means), ',.0f')}."
-    )
-    note = "Medians of eight steps: a step with a sync in it is as long as that of the slowest."
-    return Chart("Speed of each replica", drawing.svg, text, note)
-
-
-def _smooth(values: Array) -> Array:
-    """A running mean, over a part of the curve."""
-    return np.array(running_mean(values.tolist(), max(1, values.size // SMOOTH_SHARE)))
-
-
-def _replica_curves(axes: Axes, curves: Sequence[tuple[Array, Array]]) -> None:
-    """A line each where there are few, else the band from the lowest to the highest."""
-    if len(curves) <= MANY_REPLICAS:
-        for replica, (x, y) in enumerate(curves):
-            axes.plot(x, y, color=COLORS[replica % len(COLORS)], linewidth=1, alpha=0.75,
-                      label=f"replica {replica}" if len(curves) > 1 else None)  # fmt: skip
-        return
-    places = max((x for x, _ in curves), key=len)
-    known = [(x, y) for x, y in curves if x.size]
-    table = np.array([np.interp(places, x, y) for x, y in known])
-    _band(axes, places, table)
-
-
-def _band(axes: Axes, x: Array, table: Array) -> None:
-    """Lowest to highest row, and the median row."""
-    known = np.isfinite(table).any(axis=0)  # scores are not there before detectors are armed
-    x, table = x[known], table[:, known]
-    axes.fill_between(x, np.nanmin(table, axis=0), np.nanmax(table, axis=0), alpha=0.3,
-                      color=COLORS[0], linewidth=0, label="all replicas")  # fmt: skip
-    axes.plot(x, np.nanmedian(table, axis=0), color=COLORS[0], label="median replica")
-
-
-def _band_note(run: Run, what: str) -> str:
-    many = len(run.replicas) > MANY_REPLICAS
-    return f"The band goes from the lowest {what} to the highest." if many else ""
-
-
-def _mark_warmup(axes: Axes, run: Run) -> None:
-    assert run.facts is not None
-    warmup = int(run.facts.config["warmup_steps"])
-    if not run.facts.strategy.endless_warmup and 0 < warmup < run.iteration:
-        axes.axvline(warmup, color=INK, linewidth=1, linestyle=":", label="end of warm-up")
-
-
-def _limit(axes: Axes, columns: Sequence[Array]) -> None:
-    """Cut off what would press everything else flat: the first, high losses and rare peaks."""
-    values = np.concatenate([y for y in columns if y.size])
-    low, usual, high = values.min(), np.quantile(values, 0.98), values.max()
-    if values.size >= 50 and high - low > 2 * (usual - low) > 0:
-        margin = 0.08 * (usual - low)
-        axes.set_ylim(low - margin, usual + 3 * margin)
-
-
 # ---- by sync
 
 
 def _norms(run: Run) -> Chart:
     svg, low, high = norms_by_unit(run.syncs)
-    text = f"Norm of the pseudo-gradient of each unit, mean over the replicas, by sync: from {number(low)} to {number(high)}."  # noqa: E501
+    text = (
+        "Norm of the pseudo-gradient of each unit, mean over the replicas, by sync: from "
+        f"{number(low)} to {number(high)}."
+    )
     note = "Units from first (top) to last; logarithmic colours. Crosses: roll-backs."
     return Chart("Pseudo-gradient norms by unit", svg, text, note)
 
@@ -166,12 +69,12 @@ def _relative_norms(run: Run) -> Chart | None:
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.yaxis.set_minor_locator(NullLocator())
             axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        _finish(axes, "sync", "norm / median replica")
+        finish(axes, "sync", "norm / median replica")
     text = (
         "Mean norm of each replica, as a multiple of the median replica's: from "
         f"{number(float(np.nanmin(relative)))} to {number(float(np.nanmax(relative)))}."
     )
-    return Chart("Pseudo-gradient norms by replica", drawing.svg, text, _band_note(run, "replica"))
+    return Chart("Pseudo-gradient norms by replica", drawing.svg, text, band_note(run, "replica"))
 
 
 def _scores(run: Run) -> Chart | None:
@@ -185,8 +88,12 @@ def _scores(run: Run) -> Chart | None:
         _by_sync(axes, run, np.clip(scores, -4 * threshold, 4 * threshold))
         axes.axhline(threshold, color=COLORS[1], linestyle="--", label="left out above")
         _mark_rollbacks(axes, run)
-        _finish(axes, "sync", "standard deviations")
-    text = f"Largest z score of each replica by sync; the highest is {number(float(np.nanmax(scores)))}, and norms above {threshold:g} are left out."  # noqa: E501
+        finish(axes, "sync", "standard deviations")
+    highest = number(float(np.nanmax(scores)))
+    text = (
+        f"Largest z score of each replica by sync; the highest is {highest}, and norms above "
+        f"{threshold:g} are left out."
+    )
     note = f"Of the unit where it is largest; cut off at {4 * threshold:g}."
     return Chart("Anomaly scores", drawing.svg, text, note)
 
@@ -196,7 +103,10 @@ def _anomalies(run: Run) -> Chart | None:
         return None
     svg = anomalies_by_replica(run.syncs)
     worst = int(np.argmax(shares := run.syncs.anomaly_shares()))
-    text = f"Share of its units in which each replica was left out, by sync; most often replica {worst}, in {percent(float(shares[worst]))}."  # noqa: E501
+    text = (
+        "Share of its units in which each replica was left out, by sync; most often replica "
+        f"{worst}, in {percent(float(shares[worst]))}."
+    )
     return Chart("Left out as anomalous", svg, text)
 
 
@@ -211,11 +121,11 @@ def _weights(run: Run) -> Chart | None:
         low, high = rows.column("effective_min")[:, 0], rows.column("effective_max")[:, 0]
         axes.fill_between(x, low, high, color=COLORS[2], alpha=0.3, linewidth=0, label="all units")
         middle = rows.column("effective")[:, 0]
-        axes.plot(x, middle, color=COLORS[2], label="median unit", **_marker(x))
+        axes.plot(x, middle, color=COLORS[2], label="median unit", **marker(x))
         axes.axhline(count / 2, color=COLORS[1], linestyle="--", linewidth=1, label="half")
         axes.set_ylim(0, 1.06 * count)
         _mark_rollbacks(axes, run)
-        _finish(axes, "sync", "replicas")
+        finish(axes, "sync", "replicas")
     text = (
         f"Effective number of replicas, 1 / sum of squared weights, of {count}: the median unit "
         f"stands on {number(float(np.nanmean(middle)), '.2f')} on average."
@@ -232,10 +142,10 @@ def _clips(run: Run) -> Chart | None:
         return None
     with svg_drawing("clips") as drawing:
         axes = drawing.axes
-        axes.plot(x, middle, color=COLORS[0], label="median unit", **_marker(x))
-        axes.plot(x, low, color=COLORS[1], linewidth=1, label="smallest", **_marker(x))
+        axes.plot(x, middle, color=COLORS[0], label="median unit", **marker(x))
+        axes.plot(x, low, color=COLORS[1], linewidth=1, label="smallest", **marker(x))
         axes.set_ylim(0, 1.06)
-        _finish(axes, "sync", "clip factor")
+        finish(axes, "sync", "clip factor")
     text = (
         f"Clip factors by sync: the median unit's is {number(float(np.nanmean(middle)), '.2f')} on "
         f"average, the smallest of all {number(float(np.nanmin(low)), '.2f')}."
@@ -255,7 +165,7 @@ def _seconds(run: Run) -> Chart:
             below = below + parts[name]
         axes.plot(x, parts["total"], ".", color=INK, markersize=4, label="total")
         axes.set_ylim(0, 1.05 * max(1e-9, float(max(below.max(), parts["total"].max()))))
-        _finish(axes, "sync", "milliseconds")
+        finish(axes, "sync", "milliseconds")
     share = run.syncs.share("exposed")
     still = f"; training stood still for {percent(share)} of the time" if share is not None else ""
     text = (
@@ -272,7 +182,7 @@ def _bytes(run: Run) -> Chart:
     with svg_drawing("bytes") as drawing:
         axes = drawing.axes
         axes.bar(x, table[:, 0], width, color=COLORS[0], linewidth=0)
-        _finish(axes, "sync", "MB sent by a replica")
+        finish(axes, "sync", "MB sent by a replica")
     total = run.syncs.sums["wire_bytes"]
     text = (
         f"Megabytes that the ranks of one replica sent to other replicas in each sync; "
@@ -285,11 +195,11 @@ def _by_sync(axes: Axes, run: Run, table: Array) -> None:
     """A line for each replica, or a band."""
     x = _syncs(run)
     if table.shape[1] > MANY_REPLICAS:
-        _band(axes, x, table.T)
+        band(axes, x, table.T)
         return
     for replica, column in enumerate(table.T):
         axes.plot(x, column, color=COLORS[replica % len(COLORS)], linewidth=1, alpha=0.85,
-                  label=f"replica {replica}", **_marker(x))  # fmt: skip
+                  label=f"replica {replica}", **marker(x))  # fmt: skip
 
 
 def _syncs(run: Run) -> Array:
@@ -308,25 +218,8 @@ def _bars(x: Array, table: Array) -> tuple[Array, Array]:
     )
 
 
-def _marker(x: Array) -> dict[str, Any]:
-    """A line of few points has marks: one point alone would not be seen."""
-    return {"marker": "o", "markersize": 3.5} if x.size <= 12 else {}
-
-
 def _mark_rollbacks(axes: Axes, run: Run) -> None:
     counts = run.syncs.rows.column("rollbacks")[:, 0]
     for number_, place in enumerate(_syncs(run)[counts > 0]):
         axes.axvline(place, color=COLORS[3], linewidth=1, alpha=0.7,
                      label=None if number_ else "roll-back")  # fmt: skip
-
-
-def _finish(axes: Axes, x: str, y: str) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
-    handles, labels = axes.get_legend_handles_labels()
-    if labels:
-        columns = 1 if len(labels) <= 3 else 2
-        axes.legend(handles, labels, ncols=columns, columnspacing=0.8, handlelength=1.2)
