@@ -56,6 +56,7 @@ def band(axes: Axes, x: Array, table: Array) -> None:
 
 
 def band_note(run: Run, what: str) -> str:
+    """How a band is to be read; empty where there is none."""
     many = len(run.replicas) > MANY_REPLICAS
     return f"The band goes from the lowest {what} to the highest." if many else ""
 
