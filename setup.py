@@ -15,7 +15,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.12",
     packages=find_packages(include=["megatron_edit", "megatron_edit.*"]),
-    package_data={"megatron_edit": ["py.typed", "compare/page.html"]},
+    package_data={"megatron_edit": ["py.typed", "*/*.html"]},
     install_requires=[
         TORCH,
         "megatron-core>=0.19.0,<0.20",
@@ -31,9 +31,17 @@ setup(
             "hypothesis>=6.100",
             "ruff>=0.9",
             "mypy>=1.14",
+            "selenium>=4.20",  # pages are looked at in Chromium, where there is one
             "pybind11>=2.13",  # a clone of Megatron-LM compiles its dataset helper with it
         ],
-        "report": ["jinja2>=3.1", "matplotlib>=3.9", "tokenizers>=0.20", "tqdm>=4.66"],
+        "report": [
+            "jinja2>=3.1",
+            "matplotlib>=3.9",
+            "rich>=13.7",
+            "tensorboard>=2.16",  # for Megatron's --tensorboard-dir
+            "tokenizers>=0.20",
+            "tqdm>=4.66",
+        ],
         # What benchmarks/overlap.py measures beside EDiT; nothing of ours uses it.
         "rival": ["torchft-nightly==2026.10.26"],
         # NVIDIA Apex is not on the package index (the `apex` there is another project): README.

@@ -136,6 +136,9 @@ class EditConfig:
     )
     digest_interval: int = _setting(10, "syncs between two drift checks; >= 1", kind=int)
     log_dir: str | None = _setting(None, "folder of the event files", kind=str)
+    log_units_to_tensorboard: bool = _setting(
+        False, "also scalars of each unit, and of each replica where there are more than 8"
+    )
     inner_state: str = _setting(
         "all",
         "whose inner optimizer state a checkpoint holds: all (every replica's: resume is exact), "

@@ -6,7 +6,16 @@ import sys
 from collections.abc import Sequence
 
 from megatron_edit import __version__
-from megatron_edit.cli import check, compare, doctor, inspect, patch, plan
+from megatron_edit.cli import (
+    check,
+    compare,
+    doctor,
+    inspect,
+    patch,
+    plan,
+    report,
+    watch,
+)
 from megatron_edit.cli.one_line import OneLineParser
 from megatron_edit.errors import EditError
 
@@ -16,6 +25,8 @@ SUBCOMMANDS = {
     "patch": patch,
     "doctor": doctor,
     "inspect": inspect,
+    "report": report,
+    "watch": watch,
     "compare": compare,
 }
 

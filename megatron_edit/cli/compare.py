@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import shlex
 import shutil
 import signal
@@ -13,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_edit.cli.check import check_script
+from megatron_edit.cli.needs import check_installed
 from megatron_edit.compare.entries import parse_entries
 from megatron_edit.compare.follow import Limits
 from megatron_edit.compare.page import summary, write_report
@@ -91,12 +91,7 @@ def _checked_plan(options: Namespace, rest: Sequence[str]) -> tuple[RunPlan, ...
     launcher = _launcher(options.launcher)
     setting = Setting(script, tuple(rest), options.nproc_per_node, launcher, options.link)
     plan = make_plan(setting, entries, _seeds(options.seeds))
-    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        raise UsageError(
-            f"{', '.join(missing)} (not installed)",
-            "needed for pictures, page and progress",
-            "pip install 'megatron_edit[report]'",
-        )
+    check_installed(*NEEDED)
     for each in {run.entry: run for run in plan}.values():  # seeds cannot be wrong alone
         check_script(script, each.words, setting.num_ranks)
     return plan

@@ -13,6 +13,7 @@ from typing import Any
 from megatron_edit.compare.analysis import Outcome, make_rows
 from megatron_edit.compare.pictures import draw
 from megatron_edit.compare.table import COLUMNS, cells, markdown_table
+from megatron_edit.pages.rendering import render
 
 TEMPLATE = Path(__file__).with_name("page.html")
 CURVES = "Curves are of the first seed; training losses are smoothed."
@@ -102,12 +103,6 @@ def _markdown(outcome: Outcome, pictures: Mapping[str, Path]) -> str:
 
 def _html(outcome: Outcome, pictures: Mapping[str, Path]) -> str:
     """The page; it needs no other file and no network."""
-    import jinja2
-
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     values: dict[str, Any] = {
         "title": _title(outcome),
         "subtitle": _subtitle(outcome),
@@ -122,4 +117,4 @@ def _html(outcome: Outcome, pictures: Mapping[str, Path]) -> str:
         "versions": _versions(outcome),
         "runs": _commands(outcome),
     }
-    return template.render(values) + "\n"
+    return render(TEMPLATE, values)

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_edit.compare.analysis import Outcome, is_synchronous
 from megatron_edit.compare.readings import Point, Reading
+from megatron_edit.pages.drawing import COLORS, png_axes, running_mean
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# As wide as a phone, so that the letters stay as large there as they are drawn.
-SIZE_INCHES = (5.0, 4.0)
-DOTS_PER_INCH = 200
 WIDTH_SHARE = 25  # a running mean takes that part of a curve
 MARKS = "osD^vPX*<>hd"
-COLORS = (  # told apart by people who see fewer colours, too (Okabe and Ito)
-    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D1F",
-)  # fmt: skip
 
 
 def draw(folder: Path, outcome: Outcome) -> dict[str, Path]:
@@ -41,40 +35,16 @@ def draw(folder: Path, outcome: Outcome) -> dict[str, Path]:
         ("Bytes sent by one replica, by step", "bytes", _bytes_by_step),
     ):
         path = folder / f"compare-{name}.png"
-        with _axes(path, title) as axes:
+        with png_axes(path, title) as axes:
             fill(axes, outcome, shown)
         files[title] = path
     return files
-
-
-def running_mean(values: Sequence[float], width: int) -> list[float]:
-    """Mean of each value and its neighbours, `width` in all; fewer at the ends."""
-    reach = width // 2
-    windows = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
-    return [sum(window) / len(window) for window in windows]
 
 
 def _first_seeds(outcome: Outcome) -> dict[str, Reading]:
     """For each entry the reading of the first seed that has one."""
     found = {label: list(outcome.of_label(label).values()) for label in outcome.labels}
     return {label: readings[0] for label, readings in found.items() if readings}
-
-
-@contextmanager
-def _axes(path: Path, title: str) -> Iterator[Axes]:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=SIZE_INCHES, layout="constrained")
-    yield axes
-    axes.set_title(title, fontsize=11)
-    axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8)
-    figure.savefig(path, dpi=DOTS_PER_INCH)
-    plt.close(figure)
 
 
 def _loss_by_tokens(axes: Axes, outcome: Outcome, shown: dict[str, Reading]) -> None:

@@ -12,7 +12,7 @@ from megatron_edit.errors import UsageError
 from megatron_edit.flags import flag
 from megatron_edit.replica.world import JOIN_TIMEOUT, ReplicaWorld
 
-_OURS_APART = ("replica_id", "rendezvous", "log_dir", "device")
+_OURS_APART = ("replica_id", "rendezvous", "log_dir", "log_units_to_tensorboard", "device")
 # Parts of the names of Megatron's arguments that may differ from host to host or are outputs.
 _HOST_WORDS = ("path", "dir", "rank", "log", "wandb", "tensorboard", "port",
                "num_workers", "filename", "cache", "file", "edit_")  # fmt: skip

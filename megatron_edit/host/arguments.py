@@ -100,6 +100,13 @@ def check_arguments(args: Namespace, placement: Placement, config: EditConfig) -
             f"with --use-edit it must be one of {', '.join(SUPPORTED_OPTIMIZERS)}",
             "use --optimizer adam",
         )
+    has_writer = args.tensorboard_dir or getattr(args, "wandb_project", "")
+    if config.log_units_to_tensorboard and not has_writer:
+        raise UsageError(
+            "--edit-log-units-to-tensorboard",
+            "needs a writer of Megatron's",
+            "add --tensorboard-dir DIR (or --wandb-project NAME)",
+        )
     _check_layout(args, placement)
     _check_batch(args, placement)
     _check_checkpoints(args)

@@ -36,14 +36,15 @@ from megatron_edit.host.checkpoint.paths import Redirection
 from megatron_edit.host.checkpoint.saving import SaveControl
 from megatron_edit.host.checkpoint.writing import CheckpointWriter
 from megatron_edit.host.dealing import deal_samples
-from megatron_edit.host.describe import describe
 from megatron_edit.host.groups import build_groups
+from megatron_edit.host.metrics import tell_of_the_run
 from megatron_edit.host.model import MegatronHost
 from megatron_edit.host.observe import Observer
 from megatron_edit.host.overlap import land_before_gathers
 from megatron_edit.host.patching import Patcher
 from megatron_edit.host.settings import engine_settings
 from megatron_edit.host.stops import StopControl, save_at_the_end
+from megatron_edit.host.timers import EditTimers
 from megatron_edit.method.order import SampleOrder
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.replica.wire import Wire
@@ -180,8 +181,6 @@ class TrainingLoop:
         from megatron.core.utils import get_model_config, unwrap_model
         from megatron.training import get_args, get_timers
 
-        from megatron_edit.host.timers import EditTimers
-
         args = get_args()
         # From here on the number of ranks only appears in logs, which are about the whole job.
         args.world_size = self._world.placement.num_replicas * args.world_size
@@ -194,7 +193,6 @@ class TrainingLoop:
             groups = replace(groups, ties=kept)
         self._warn_of_endless_warmup(args)
         mode = resolve_sync_mode(self._config, args)
-        self._events.write_run(describe(self._config, self._world.placement, self._device, mode))
         self.engine = EditEngine(
             engine_settings(self._config, mode, self.host.target_blocks),
             self.host,
@@ -204,6 +202,8 @@ class TrainingLoop:
         )
         self._observer.engine, self._observer.host = self.engine, self.host
         self._stops.engine = self.engine
+        place = self._world.placement
+        tell_of_the_run(self._events, self._config, place, self._device, self.engine, args, mode)
         self._events.timers = EditTimers(
             get_timers(), self.engine.clock, args.timing_log_level, self._patcher
         )

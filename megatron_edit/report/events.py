@@ -19,6 +19,7 @@ from megatron_edit.errors import UsageError
 from megatron_edit.method.weights import effective_replicas
 from megatron_edit.replica.placement import Placement
 from megatron_edit.report.console import say, warn
+from megatron_edit.report.metrics import MetricSink, SyncMetrics
 from megatron_edit.report.records import (
     Iteration,
     digest_line,
@@ -57,7 +58,17 @@ class EventLog:
         self._is_first = placement.replica == 0
         self._files: dict[str, IO[str]] = {}
         self.timers: SyncTimers | None = None
+        self._metrics: tuple[SyncMetrics, MetricSink] | None = None
         self._health: deque[tuple[float, float]] = deque(maxlen=WATCHED_SYNCS)
+
+    def connect(self, metrics: SyncMetrics, sink: MetricSink) -> None:
+        """Also write scalars from here on.
+
+        Args:
+            metrics: makes them.
+            sink: the host's writers.
+        """
+        self._metrics = metrics, sink
 
     def write_run(self, run: Mapping[str, Any]) -> None:
         """Write `run.json`."""
@@ -78,6 +89,10 @@ class EventLog:
         self._append(f"replica-{self._placement.replica}.jsonl", digest_line(report))
         if self._is_first:
             self._append("sync.jsonl", sync_line(report))
+        if self._metrics is not None:
+            metrics, sink = self._metrics
+            samples = sum(record.samples for record in report.records)
+            sink.write(metrics.values(report), report.step, samples)
         if self._is_first and self._placement.is_writer:
             say(sync_summary(report))
             self._watch_health(report)
@@ -88,6 +103,8 @@ class EventLog:
         if self._is_first:
             for step, loss in enumerate(losses, start=first_step):
                 self._append("loss.jsonl", {"iteration": step, "loss": number(loss)})
+        if self._metrics is not None:
+            self._metrics[1].write_losses(first_step, losses)
 
     def on_message(self, text: str) -> None:
         """A line for people: on the console for replica 0, else in the replica's own file."""
@@ -106,6 +123,9 @@ class EventLog:
 
     def close(self) -> None:
         """Close all files. Idempotent."""
+        if self._metrics is not None:
+            self._metrics[1].flush()
+            self._metrics = None
         for file in self._files.values():
             file.close()
         self._files.clear()

@@ -41,6 +41,8 @@ CASES = {
     ),
     "overlap": ({"edit_sync_mode": "overlap"}, "--edit-sync-mode overlap", "gathers parameters"),
     "cuda": ({"edit_device": "cuda"}, "--edit-device cuda", "no CUDA device"),
+    "units": ({"edit_log_units_to_tensorboard": True}, "--edit-log-units-to-tensorboard",
+              "a writer of Megatron"),
     "log-dir": ({"edit_log_dir": "/dev/null/logs"}, "--edit-log-dir", "written to"),
 }  # fmt: skip
 

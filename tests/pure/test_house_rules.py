@@ -30,19 +30,16 @@ MAY_IMPORT = {
     "replica": ("errors", "flags", "config", "method", "replica"),
     "engine": ("errors", "config", "checkpoint", "method", "replica", "engine"),
     "report": ("errors", "config", "method", "replica", "engine", "report"),
-    "compare": ("errors", "config", "flags", "command_line", "method", "replica", "compare"),
     "plan": (
-        "errors",
-        "config",
-        "flags",
-        "command_line",
-        "method",
-        "replica",
-        "engine",
-        "compare",
+        "errors", "config", "flags", "command_line", "method", "replica", "engine", "compare",
         "plan",
     ),
-}
+    "compare": (
+        "errors", "config", "flags", "command_line", "method", "replica", "pages", "compare",
+    ),
+    "pages": ("pages",),
+    "monitor": ("errors", "method", "pages", "monitor"),
+}  # fmt: skip
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 # `Group`'s own methods; `broadcast` is a raw process group's, too, so the receiver decides.

@@ -12,6 +12,7 @@ Every command in a shell fence of README.md and docs/*.md is handled by exactly 
 | megatron-edit inspect | run on a folder with a checkpoint of no files |
 | megatron-edit patch | run on a folder with what it needs of a clone |
 | megatron-edit doctor, also under torchrun | run by itself, without Megatron |
+| megatron-edit report, watch | run on the event files of a training that never was |
 | make_flags_doc, plan_check | run with --check |
 | quickstart.sh, test.sh | run with a stub of the environment that notes what it is told to do |
 | pip install, git clone | not run; extras and addresses are checked |
@@ -35,10 +36,11 @@ import pytest
 
 from megatron_edit.checkpoint.folder import CheckpointFolder, manifest_of
 from megatron_edit.checkpoint.manifest import Manifest, ReplicaEntry
-from megatron_edit.cli import main
+from megatron_edit.cli import SUBCOMMANDS, main
 from megatron_edit.config import EditConfig
 from megatron_edit.flags import flag
 from tests.harness import tiny_gpt
+from tests.harness.event_files import MadeUp
 from tests.harness.launch import REPOSITORY
 
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -101,8 +103,7 @@ def kind_of(command: Command) -> str:
     if words[0] == "torchrun":
         return "launch" if "scripts/pretrain_gpt.py" in line else "check"
     if words[0] == "megatron-edit":
-        known = ("check", "inspect", "compare", "plan", "patch")
-        return words[1] if words[1] in known else ""
+        return words[1] if words[1] in SUBCOMMANDS else ""
     python_scripts = {"scripts/prepare_corpus.py": "corpus", "scripts/make_flags_doc.py": "flags",
                       "benchmarks/plan_check.py": "plan tables"}  # fmt: skip
     return python_scripts.get(words[1], "") if words[0] == "python" else ""
@@ -269,6 +270,15 @@ def test_doctors_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         words = command.words[command.words.index("doctor") :]
         words = [str(tmp_path) if x == "SHARED_FOLDER" else x for x in words]
         assert main([*words, "--no-host"]) == 0, command
+
+
+def test_runs_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: a flag of report or watch that was renamed."""
+    monkeypatch.chdir(tmp_path)
+    MadeUp(rounds=3).write(tmp_path / "log")
+    for command in [*of_kind("report"), *of_kind("watch")]:
+        assert main(command.words[1:]) == 0
+    assert (tmp_path / "log" / "report.html").is_file()
 
 
 def test_shell_scripts_run(tmp_path: Path) -> None:

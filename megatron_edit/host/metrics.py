@@ -1,0 +1,128 @@
+"""EDiT's scalars in Megatron's own TensorBoard and W&B writers, and what `run.json` says."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from megatron_edit.config import EditConfig
+from megatron_edit.engine.engine import EditEngine
+from megatron_edit.host.describe import describe
+from megatron_edit.replica.placement import Placement
+from megatron_edit.report.events import EventLog
+from megatron_edit.report.metrics import LOSS, SyncMetrics
+
+GRADIENT_BYTES = 4  # Megatron reduces them in fp32
+
+
+class MegatronWriters:
+    """Megatron's writers, which only the last rank of replica 0 has.
+
+    W&B takes no value for a step that has gone by. There a sync stands at the iteration of its
+    landing; the one that it followed is `edit/iteration`.
+
+    Args:
+        tensorboard: a `SummaryWriter`, or None.
+        wandb: the module `wandb`, or None.
+        engine: knows how far training is.
+        loss_interval: iterations between two losses in TensorBoard.
+    """
+
+    def __init__(
+        self, tensorboard: Any, wandb: Any, engine: EditEngine, loss_interval: int
+    ) -> None:
+        self._tensorboard = tensorboard
+        self._wandb = wandb
+        self._engine = engine
+        self._loss_interval = max(1, loss_interval)
+
+    def write(self, values: Mapping[str, float], step: int, samples: int) -> None:
+        """See `MetricSink`. Like Megatron's, the scalars of all are there by samples, too."""
+        if self._tensorboard is not None:
+            for name, value in values.items():
+                self._tensorboard.add_scalar(name, value, step)
+                if not name.startswith(("edit/replica-", "edit/unit-")):
+                    self._tensorboard.add_scalar(f"{name} vs samples", value, samples)
+        self._log(values)
+
+    def write_losses(self, first_step: int, losses: Sequence[float]) -> None:
+        """See `MetricSink`. W&B gets the mean of those that come together."""
+        known = [(step, loss) for step, loss in enumerate(losses, first_step) if loss == loss]
+        if self._tensorboard is not None:
+            for step, loss in known:
+                if step % self._loss_interval == 0:
+                    self._tensorboard.add_scalar(LOSS, loss, step)
+        if known:
+            self._log({LOSS: sum(loss for _, loss in known) / len(known)})
+
+    def flush(self) -> None:
+        """See `MetricSink`."""
+        if self._tensorboard is not None:
+            self._tensorboard.flush()
+
+    def _log(self, values: Mapping[str, float]) -> None:
+        # Where a signal ends training, Megatron closes W&B before the last losses are known.
+        if self._wandb is not None and self._wandb.run is not None:
+            self._wandb.log(dict(values), self._engine.step)
+
+
+def tell_of_the_run(
+    events: EventLog,
+    config: EditConfig,
+    placement: Placement,
+    device: torch.device,
+    engine: EditEngine,
+    args: Namespace,
+    sync_mode: str,
+) -> None:
+    """Write `run.json`, and connect the events to Megatron's writers where this rank has them.
+
+    Args:
+        events: of this rank.
+        config: the user's.
+        placement: of this rank.
+        device: of the parameters.
+        engine: newly built.
+        args: Megatron's.
+        sync_mode: what `--edit-sync-mode` came to.
+    """
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+    run = describe(config, placement, device, sync_mode)
+    inside = inside_bytes(engine, args)
+    run["training"] = {
+        "train_iters": args.train_iters,
+        "global_batch_size": args.global_batch_size,
+        "seq_length": args.seq_length,
+        "inside_bytes_per_step": inside,
+    }
+    events.write_run(run)
+    tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
+    if tensorboard is None and wandb is None:
+        return
+    sink = MegatronWriters(tensorboard, wandb, engine, args.tensorboard_log_interval)
+    metrics = SyncMetrics(args.seq_length, inside, config.log_units_to_tensorboard)
+    events.connect(metrics, sink)
+
+
+def inside_bytes(engine: EditEngine, args: Namespace) -> float:
+    """Bytes that the data-parallel ranks of a replica send each other in one step, all together.
+
+    In closed form: rings that reduce the gradients in fp32 and, with the distributed optimizer,
+    gather the parameters. Experts count as if they were shared out like the rest; what tensor,
+    pipeline and expert parallelism exchange of activations is not in it.
+
+    Args:
+        engine: knows what each rank holds.
+        args: Megatron's.
+    """
+    held = int(engine.traffic.accounts.unit_numels.sum())
+    ranks = int(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
+    if not args.use_distributed_optimizer:  # every rank holds all: a ring goes round twice
+        return 2 * (ranks - 1) / ranks * held * GRADIENT_BYTES
+    parameter_bytes = torch.finfo(args.params_dtype).bits // 8
+    return float((ranks - 1) * held * (GRADIENT_BYTES + parameter_bytes))

@@ -1,0 +1,214 @@
+"""Syncs as scalars for TensorBoard and Weights & Biases: names, meanings, values.
+
+Everything comes from the report of a sync, which every rank has anyway: nothing is gathered, and
+between two syncs nothing is done.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_edit.engine.report import SyncReport
+from megatron_edit.method.weights import effective_replicas
+
+PREFIX = "edit/"
+LOSS = "edit/lm-loss"
+FEW_REPLICAS = 8  # so many have scalars of their own without being asked for
+
+
+class Tag(NamedTuple):
+    """A scalar. `<r>` in its name stands for a replica, `<unit>` for the name of a unit."""
+
+    name: str
+    unit: str
+    meaning: str
+
+
+TAGS = tuple(
+    Tag(PREFIX + name, unit, meaning)
+    for name, unit, meaning in (
+        ("lm-loss", "nats per token", "training loss of an iteration, mean over the replicas "
+         "(Megatron's `lm loss` is replica 0's after the warm-up)"),
+        ("round", "", "which sync, from 1"),
+        ("iteration", "steps", "the step that it followed (W&B has no other place for it)"),
+        ("pseudo-gradient-norm/mean", "parameter units", "over units and replicas"),
+        ("pseudo-gradient-norm/max", "parameter units", "the same"),
+        ("update-norm/mean", "parameter units", "of the weighted averages, over the units"),
+        ("update-norm/max", "parameter units", "the same"),
+        ("z-score/max", "standard deviations", "largest of all units and replicas"),
+        ("anomalies", "", "units left out, summed over the replicas"),
+        ("rollbacks", "units", "that went back to their anchor"),
+        ("weight/min", "", "smallest of all units and replicas"),
+        ("weight/max", "", "largest of all units and replicas"),
+        ("weight-entropy", "nats", "of a unit's weights, mean over the units; log N where all "
+         "count alike"),
+        ("effective-replicas/mean", "replicas", "1 / sum of squared weights, over the units"),
+        ("effective-replicas/min", "replicas", "the same"),
+        ("clip-factor/mean", "", "over the units; 1 is no clip"),
+        ("clip-factor/min", "", "the same"),
+        ("inner-steps/min", "steps", "in the round, of the replica with fewest"),
+        ("inner-steps/max", "steps", "in the round, of the replica with most"),
+        ("seconds/wait", "seconds", "at the meeting, for the other replicas"),
+        ("seconds/exchange", "seconds", "waiting for the exchange of the averages"),
+        ("seconds/outer", "seconds", "norms, clip, outer step, write-back"),
+        ("seconds/exposed", "seconds", "what training stood still for"),
+        ("seconds/total", "seconds", "from the start of the sync to its last landing"),
+        ("exposed-share", "", "of the time since the sync before"),
+        ("bytes-between-replicas", "bytes", "sent by the ranks of one replica in the sync, "
+         "counted"),
+        ("bytes-inside-replica", "bytes", "gradients and parameters exchanged by the data-parallel "
+         "ranks of replica 0 in the round, computed"),
+        ("tokens-per-second", "tokens/s", "of all replicas, since the sync before"),
+        ("replica-<r>/pseudo-gradient-norm", "parameter units", "mean over the units"),
+        ("replica-<r>/weight", "", "mean over the units"),
+        ("replica-<r>/anomalies", "units", "in which it was left out"),
+        ("replica-<r>/inner-steps", "steps", "in the round"),
+        ("replica-<r>/tokens-per-second", "tokens/s", "since the sync before, its waits included"),
+        ("unit-<unit>/pseudo-gradient-norm", "parameter units", "mean over the replicas"),
+        ("unit-<unit>/update-norm", "parameter units", "of the weighted average"),
+        ("unit-<unit>/clip-factor", "", "1 is no clip"),
+        ("unit-<unit>/effective-replicas", "replicas", "1 / sum of squared weights"),
+        ("unit-<unit>/anomalies", "replicas", "that were left out"),
+    )
+)  # fmt: skip
+
+
+class MetricSink(Protocol):
+    """Where scalars go: the host's writers."""
+
+    def write(self, values: Mapping[str, float], step: int, samples: int) -> None:
+        """Write the scalars of one sync.
+
+        Args:
+            values: by name, all finite.
+            step: the iteration that the sync followed.
+            samples: of all replicas until then.
+        """
+
+    def write_losses(self, first_step: int, losses: Sequence[float]) -> None:
+        """Mean losses over the replicas, of steps `first_step`, `first_step` + 1, ..."""
+
+    def flush(self) -> None:
+        """Bring what was written to the disk."""
+
+
+@dataclass
+class SyncMetrics:
+    """Turns the reports of syncs into scalars.
+
+    Attributes:
+        seq_length: tokens of a sample.
+        inside_bytes: of one inner step inside a replica; None where not known.
+        with_units: also scalars of each unit, and of each replica, however many.
+    """
+
+    seq_length: int
+    inside_bytes: float | None = None
+    with_units: bool = False
+    _last: tuple[float, list[int]] | None = None
+
+    def values(self, report: SyncReport, now: float | None = None) -> dict[str, float]:
+        """Scalars of a sync, without those that are not finite or not known yet.
+
+        Args:
+            report: of the sync.
+            now: seconds on a monotonic clock; None reads it.
+        """
+        now = time.monotonic() if now is None else now
+        found = dict(_of_all(report))
+        if self.inside_bytes is not None:
+            found["bytes-inside-replica"] = self.inside_bytes * report.records[0].inner_steps
+        if self.with_units or len(report.records) <= FEW_REPLICAS:
+            found.update(_of_replicas(report))
+        if self.with_units:
+            found.update(_of_units(report))
+        samples = [record.samples for record in report.records]
+        if self._last is not None:
+            found.update(self._speeds(report, samples, now))
+        self._last = now, samples
+        return {PREFIX + name: value for name, value in found.items() if math.isfinite(value)}
+
+    def _speeds(
+        self, report: SyncReport, samples: list[int], now: float
+    ) -> Iterator[tuple[str, float]]:
+        """What took place since the sync before."""
+        assert self._last is not None
+        then, before = self._last
+        seconds = now - then
+        if seconds <= 0:
+            return
+        pairs = zip(samples, before, strict=True)
+        speeds = [(new - old) * self.seq_length / seconds for new, old in pairs]
+        yield "tokens-per-second", sum(speeds)
+        yield "exposed-share", report.seconds["exposed"] / seconds
+        if self.with_units or len(speeds) <= FEW_REPLICAS:
+            for replica, speed in enumerate(speeds):
+                yield f"replica-{replica}/tokens-per-second", speed
+
+
+def _of_all(report: SyncReport) -> Iterator[tuple[str, float]]:
+    decision = report.decision
+    yield "round", report.round
+    yield "iteration", report.step
+    yield from _mean_and(decision.norms, "pseudo-gradient-norm", "max")
+    yield from _mean_and(report.update_norm, "update-norm", "max")
+    yield "z-score/max", _largest(decision.verdict.scores)
+    yield "anomalies", int(decision.verdict.anomalous.sum())
+    yield "rollbacks", int(decision.rollback.sum())
+    yield "weight/min", decision.weights.min().item()
+    yield "weight/max", decision.weights.max().item()
+    yield "weight-entropy", torch.special.entr(decision.weights).sum(dim=0).mean().item()
+    yield from _mean_and(effective_replicas(decision.weights), "effective-replicas", "min")
+    yield from _mean_and(report.clip, "clip-factor", "min")
+    steps = [record.inner_steps for record in report.records]
+    yield "inner-steps/min", min(steps)
+    yield "inner-steps/max", max(steps)
+    for name in ("wait", "exchange", "outer", "exposed", "total"):
+        yield f"seconds/{name}", report.seconds[name]
+    yield "bytes-between-replicas", report.wire_bytes
+
+
+def _of_replicas(report: SyncReport) -> Iterator[tuple[str, float]]:
+    decision = report.decision
+    for replica, record in enumerate(report.records):
+        name = f"replica-{replica}"
+        yield f"{name}/pseudo-gradient-norm", _mean(decision.norms[replica])
+        yield f"{name}/weight", decision.weights[replica].mean().item()
+        yield f"{name}/anomalies", int(decision.verdict.anomalous[replica].sum())
+        yield f"{name}/inner-steps", record.inner_steps
+
+
+def _of_units(report: SyncReport) -> Iterator[tuple[str, float]]:
+    decision = report.decision
+    effective = effective_replicas(decision.weights)
+    for index, unit in enumerate(report.units):
+        name = f"unit-{unit}"
+        yield f"{name}/pseudo-gradient-norm", _mean(decision.norms[:, index])
+        yield f"{name}/update-norm", report.update_norm[index].item()
+        yield f"{name}/clip-factor", report.clip[index].item()
+        yield f"{name}/effective-replicas", effective[index].item()
+        yield f"{name}/anomalies", int(decision.verdict.anomalous[:, index].sum())
+
+
+def _mean_and(values: Tensor, name: str, other: str) -> Iterator[tuple[str, float]]:
+    """The mean of what is finite, and its largest (`max`) or smallest (`min`)."""
+    yield f"{name}/mean", _mean(values)
+    yield f"{name}/{other}", _largest(values) if other == "max" else -_largest(-values)
+
+
+def _mean(values: Tensor) -> float:
+    mean: float = values[values.isfinite()].mean().item()
+    return mean
+
+
+def _largest(values: Tensor) -> float:
+    known = values[values.isfinite()]
+    largest: float = known.max().item() if known.numel() else math.nan
+    return largest

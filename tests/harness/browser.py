@@ -1,0 +1,145 @@
+"""Pages in headless Chromium, where there is one: what it complains of, and how they look."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+DRIVER = shutil.which("chromedriver")
+MISSING = ", ".join(
+    name
+    for name, is_there in (
+        ("chromium", CHROMIUM),
+        ("chromedriver", DRIVER),
+        ("selenium", importlib.util.find_spec("selenium")),
+    )
+    if not is_there
+)
+WIDTHS = (1280, 390)
+SMALLEST_LETTERS = 10.0  # CSS pixels
+_SWITCHES = (
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--disable-dev-shm-usage", "--hide-scrollbars",
+)  # fmt: skip
+# Sizes of all letters that are shown: of a picture, as large as the picture makes them.
+_LETTERS = """
+const sizes = [];
+const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+while (walker.nextNode()) {
+    const text = walker.currentNode.textContent.trim(), owner = walker.currentNode.parentElement;
+    if (!text || !owner.getClientRects().length || owner.closest('script, style, defs')) continue;
+    let size = parseFloat(getComputedStyle(owner).fontSize);
+    const svg = owner.closest('svg');
+    if (svg) size *= svg.getBoundingClientRect().width / svg.viewBox.baseVal.width;
+    sizes.push([size, text]);
+}
+sizes.sort((a, b) => a[0] - b[0]);
+return sizes[0];
+"""
+_OUTSIDE = """
+return performance.getEntriesByType('resource').map(entry => entry.name)
+    .filter(name => !name.startsWith('data:'));
+"""
+_PICTURES = """
+return Array.from(document.querySelectorAll('figure')).map(figure => {
+    const shown = figure.querySelector('svg, img');
+    const box = shown ? shown.getBoundingClientRect() : {width: 0, height: 0};
+    const named = figure.querySelector('[role=img], img');
+    return [box.width, box.height,
+            named ? named.getAttribute('aria-label') || named.getAttribute('alt') || '' : ''];
+});
+"""
+_DUPLICATES = """
+const ids = Array.from(document.querySelectorAll('[id]')).map(e => e.id);
+return ids.filter((id, place) => ids.indexOf(id) !== place);
+"""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A page at one width.
+
+    Attributes:
+        width: of the window, CSS pixels.
+        document_width: of the page; more than `width` has to be scrolled sideways.
+        smallest: size of the smallest letters, CSS pixels, and what they say.
+        pictures: width, height and text of each.
+        complaints: of scripts and of the browser.
+        from_outside: what it asked another file or the network for.
+        screenshot: a PNG file.
+    """
+
+    width: int
+    document_width: int
+    smallest: tuple[float, str]
+    pictures: list[tuple[float, float, str]]
+    complaints: list[str]
+    from_outside: list[str]
+    screenshot: Path
+
+
+@contextmanager
+def chromium(profile: Path) -> Iterator[Any]:
+    """A driver of a fresh browser.
+
+    Args:
+        profile: an empty folder.
+    """
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    for switch in (*_SWITCHES, f"--user-data-dir={profile}"):
+        options.add_argument(switch)
+    options.binary_location = str(CHROMIUM)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    try:
+        driver.set_page_load_timeout(60)
+        yield driver
+    finally:
+        driver.quit()
+
+
+def look(driver: Any, page: Path, width: int, screenshot: Path, *, dark: bool = False) -> Seen:
+    """Open a page and look at it.
+
+    Args:
+        driver: of `chromium`.
+        page: a file.
+        width: of the window, CSS pixels; below 500 it is a phone.
+        screenshot: takes the whole page as PNG.
+        dark: whether the reader prefers it.
+    """
+    scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme})
+    _resize(driver, width, 900)
+    driver.get_log("browser")
+    driver.get(page.resolve().as_uri())
+    size = driver.execute_script(
+        "const e = document.documentElement; return [e.scrollWidth, e.scrollHeight];"
+    )
+    smallest = driver.execute_script(_LETTERS)
+    pictures = [(w, h, text) for w, h, text in driver.execute_script(_PICTURES)]
+    duplicates = [f"id {name} twice" for name in driver.execute_script(_DUPLICATES)]
+    outside = driver.execute_script(_OUTSIDE)
+    _resize(driver, width, min(size[1], 8000))
+    shot = driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})
+    screenshot.write_bytes(base64.b64decode(shot["data"]))
+    said = [entry["message"] for entry in driver.get_log("browser")]
+    return Seen(width, size[0], tuple(smallest), pictures, said + duplicates, outside, screenshot)
+
+
+def _resize(driver: Any, width: int, height: int) -> None:
+    driver.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500},
+    )

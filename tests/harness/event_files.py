@@ -1,0 +1,142 @@
+"""Event files of a training that never was, of any size and with any mishap."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_edit.config import EditConfig
+
+SEQ_LENGTH, BATCH = 128, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class MadeUp:
+    """A training.
+
+    Attributes:
+        replicas, units, rounds, tau, warmup: sizes.
+        strategy: its rule.
+        train_iters: all; None: as many as are there.
+        slow: replicas that are, by how much.
+        sick: a replica that is left out now and then.
+        rollbacks: rounds with one.
+        exposed: seconds that training stands still at a sync.
+        change: may alter a line of sync.jsonl.
+    """
+
+    replicas: int = 4
+    units: int = 6
+    rounds: int = 30
+    tau: int = 8
+    warmup: int = 20
+    strategy: str = "edit"
+    train_iters: int | None = None
+    slow: dict[int, float] = dataclasses.field(default_factory=dict)
+    sick: int | None = None
+    rollbacks: tuple[int, ...] = ()
+    exposed: float = 0.004
+    change: Callable[[dict[str, Any]], None] = lambda _: None
+
+    @property
+    def iterations(self) -> int:
+        """That were made."""
+        return self.warmup + self.rounds * self.tau
+
+    def write(self, folder: Path) -> Path:
+        """Write its event files; the folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "run.json").write_text(json.dumps(self._run()))
+        rng = random.Random(0)
+        start = time.time() - self.rounds * self.tau * 0.1
+        with (folder / "sync.jsonl").open("w") as file:
+            for number in range(1, self.rounds + 1):
+                line = self._sync(number, rng, start)
+                self.change(line)
+                file.write(json.dumps(line) + "\n")
+        with (folder / "loss.jsonl").open("w") as file:
+            for i in range(1, self.iterations + 1):
+                file.write(json.dumps({"iteration": i, "loss": self._loss(i, rng)}) + "\n")
+        for replica in range(self.replicas):
+            with (folder / f"replica-{replica}.jsonl").open("w") as file:
+                for i in range(1, self.iterations + 1):
+                    ended, rest = divmod(i - self.warmup, self.tau)
+                    if i > self.warmup and not rest:
+                        line = {"round": ended, "digest": f"{ended:016x}"}
+                        file.write(json.dumps(line) + "\n")
+                    file.write(json.dumps(self._step(i, replica, rng)) + "\n")
+        return folder
+
+    def _run(self) -> dict[str, Any]:
+        config = EditConfig(
+            use_edit=True, num_replicas=self.replicas, strategy=self.strategy,
+            warmup_steps=self.warmup,
+            **({} if self.strategy in ("a-edit", "ddp") else {"sync_interval": self.tau}),
+        )  # fmt: skip
+        return {
+            "config": dataclasses.asdict(config),
+            "requested_sync_mode": "auto",
+            "versions": {"megatron_edit": "0.1.0", "megatron_core": "0.19.2", "torch": "2.13.0",
+                         "python": "3.12.0"},
+            "topology": {"num_replicas": self.replicas, "ranks_per_replica": 2,
+                         "single_launch": True, "device": "cpu", "host": "node0"},
+            "training": {"train_iters": self.train_iters or self.iterations,
+                         "global_batch_size": BATCH * self.replicas, "seq_length": SEQ_LENGTH,
+                         "inside_bytes_per_step": 21e6},
+            "argv": ["pretrain_gpt.py", "--use-edit"],
+        }  # fmt: skip
+
+    def _loss(self, iteration: int, rng: random.Random) -> float:
+        return 2.4 + 8.0 / math.sqrt(iteration + 1) + rng.gauss(0, 0.03)
+
+    def _step(self, iteration: int, replica: int, rng: random.Random) -> dict[str, Any]:
+        mine, slowest = self.slow.get(replica, 1.0), max(self.slow.values(), default=1.0)
+        seconds = 0.1 * mine * (1 + 0.1 * rng.random())
+        ended = iteration - self.warmup
+        if ended <= 0:
+            seconds *= slowest / mine
+        elif ended % self.tau == 0:  # whoever is early waits
+            seconds += 0.1 * self.tau * (slowest - mine) + self.exposed
+        return {"iteration": iteration, "loss": self._loss(iteration, rng), "grad_norm": 1.0,
+                "lr": 1e-3, "samples": BATCH, "tokens": BATCH * SEQ_LENGTH,
+                "seconds": round(seconds, 6)}  # fmt: skip
+
+    def _sync(self, number: int, rng: random.Random, start: float) -> dict[str, Any]:
+        names = ["embedding", *(f"layer.{i}" for i in range(1, self.units - 1)), "final"]
+        is_bad = self.sick is not None and number % 7 == 3
+        norms, scores, weights, anomalous = [], [], [], []
+        for place in range(self.units):
+            scale = (1 + place) * 0.2 * (1 + 3 / number)
+            row = [scale * rng.lognormvariate(0, 0.15) for _ in range(self.replicas)]
+            out = [is_bad and replica == self.sick for replica in range(self.replicas)]
+            if number in self.rollbacks and place == 1:
+                out = [True] * self.replicas
+            row = [x * 6 if bad else x for x, bad in zip(row, out, strict=True)]
+            raw = [0.0 if bad else math.exp(-x / scale) for x, bad in zip(row, out, strict=True)]
+            total = sum(raw)
+            norms.append(row)
+            anomalous.append(out)
+            weights.append([x / total if total else 0.0 for x in raw])
+            scores.append([None if number <= 5 else (x / scale - 1) * 5 for x in row])
+        iteration = self.warmup + number * self.tau
+        seconds = {"wait": 0.4 * self.exposed, "exchange": 0.3 * self.exposed,
+                   "outer": 0.3 * self.exposed, "exposed": self.exposed,
+                   "total": 3 * self.exposed}  # fmt: skip
+        return {
+            "round": number, "iteration": iteration, "time": start + number * self.tau * 0.1,
+            "units": names, "norms": norms, "z": scores, "anomalous": anomalous,
+            "weights": weights, "effective_replicas": [1.0] * self.units,
+            "clip": [min(1.0, 0.6 + rng.random()) for _ in names],
+            "update_norm": [1.0] * self.units,
+            "rollback": [all(row) for row in anomalous],
+            "inner_steps": [self.tau] * self.replicas,
+            "samples": [iteration * BATCH] * self.replicas, "wire_bytes": 12_345_678,
+            "state_bytes": 80_000_000,
+            "seconds": {n: v * (0.8 + 0.4 * rng.random()) for n, v in seconds.items()},
+        }  # fmt: skip

@@ -1,0 +1,305 @@
+"""`megatron-edit report` and `watch`: what they make of event files, whole, growing or damaged.
+
+Would catch: a half-written line that is counted as damaged or read twice, numbers of a former run,
+memory that grows with the training, a warning that never comes, a traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_edit.cli import main
+from megatron_edit.monitor.findings import findings_of
+from megatron_edit.monitor.lines import LineFile
+from megatron_edit.monitor.run import Run
+from megatron_edit.monitor.series import MAX_POINTS, Bins, Rows
+from megatron_edit.monitor.texts import duration
+from tests.harness.event_files import BATCH, SEQ_LENGTH, MadeUp
+
+pytest.importorskip("rich")
+
+
+def read(folder: Path) -> Run:
+    """A run, read once."""
+    run = Run(folder)
+    run.poll()
+    return run
+
+
+# ---- lines
+
+
+def test_a_growing_file_is_read_line_by_line(tmp_path: Path) -> None:
+    """Also where it is not there yet, and where a line is cut in the middle of a letter."""
+    path = tmp_path / "x.jsonl"
+    file = LineFile(path)
+    assert list(file.read()) == [] and file.unread_bytes == 0
+    text = '{"a": "ä"}\n{"a": 2}\n'.encode()
+    found = []
+    for end in range(1, len(text) + 1):
+        path.write_bytes(text[:end])
+        found += list(file.read())
+    assert found == [{"a": "ä"}, {"a": 2}]
+    assert file.num_damaged == 0 and not file.was_replaced
+
+
+def test_damaged_lines_are_counted_and_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"a": \n\xff\xfe\n[1]\n\n{"a": 2}\n{"a"')
+    file = LineFile(path)
+    assert list(file.read()) == [{"a": 1}, {"a": 2}]
+    assert file.num_damaged == 3  # neither the empty line nor the half one at the end
+
+
+# ---- series
+
+
+def test_bins_keep_the_mean_in_bounded_memory() -> None:
+    bins = Bins(capacity=8)
+    values = np.sin(np.arange(1000))
+    for place, value in enumerate(values, start=501):
+        bins.add(place, value)
+    bins.add(1501, math.nan)
+    x, y = bins.curve()
+    assert len(x) <= 8 and bins.width == 128
+    assert y[0] == pytest.approx(values[:128].mean())
+    assert x[0] == pytest.approx(501 + 63.5)
+    assert [a.size for a in Bins().curve()] == [0, 0]
+
+
+def test_rows_are_merged_by_their_kind() -> None:
+    """And a vector that becomes longer (a unit that is met later) is filled up."""
+    rows = Rows({"sum": "sum", "max": "max", "mean": "mean", "last": "last"}, capacity=4)
+    for number in range(11):
+        row = np.arange(2.0 if number < 3 else 3.0) + number
+        rows.add(dict.fromkeys(("sum", "max", "mean", "last"), row))
+    assert rows.width == 4 and rows.count == 11
+    assert rows.column("sum")[:, 0].tolist() == [0 + 1 + 2 + 3, 4 + 5 + 6 + 7, 8 + 9 + 10]
+    assert rows.column("last")[:, 1].tolist() == [4, 8, 11]
+    assert rows.column("max")[:, 2].tolist() == [5, 9, 12]
+    assert rows.column("mean")[0].tolist() == [1.5, 2.5, 5.0]
+
+
+# ---- runs
+
+
+def test_numbers_of_a_run(tmp_path: Path) -> None:
+    made_up = MadeUp(train_iters=400, slow={2: 1.5}, sick=1, rollbacks=(12,))
+    run = read(made_up.write(tmp_path))
+    lines = [json.loads(line) for line in (tmp_path / "sync.jsonl").read_text().splitlines()]
+    assert run.syncs.count == 30 and run.iteration == made_up.iterations
+    assert run.syncs.sums["wire_bytes"] == sum(line["wire_bytes"] for line in lines)
+    assert run.syncs.sums["rollbacks"] == 1
+    left_out = np.array([line["anomalous"] for line in lines]).sum(axis=(0, 1))
+    assert run.syncs.anomaly_shares() == pytest.approx(left_out / (30 * made_up.units))
+    exposed = sum(line["seconds"]["exposed"] for line in lines[1:])
+    assert run.syncs.share("exposed") == pytest.approx(
+        exposed / (lines[-1]["time"] - lines[0]["time"])
+    )
+    first, last = run.syncs.rows.column("unit_norm")[0], run.syncs.recent[-1]
+    assert first == pytest.approx([np.mean(row) for row in lines[0]["norms"]])
+    norms = np.array(lines[-1]["norms"])
+    assert (last.norm_min, last.norm_median, last.norm_max) == pytest.approx(
+        (norms.min(), np.median(norms), norms.max())
+    )
+    effective = [1 / sum(w * w for w in row) for row in lines[-1]["weights"]]
+    assert last.effective == pytest.approx(np.median(effective))
+    assert run.progress == 0.65 and run.state == "running"
+    fast, slow = run.replicas[0], run.replicas[2]  # equal steps: only between syncs they differ
+    assert slow.speed_between_syncs < 0.75 * fast.speed_between_syncs
+    assert slow.mean_speed == pytest.approx(fast.mean_speed, rel=0.05)
+    tokens = 140 * BATCH * 4 * SEQ_LENGTH
+    assert run.remaining_seconds == pytest.approx(tokens / run.speed)
+    text = " ".join(finding.text for finding in findings_of(run))
+    for part in ("Replica 2 is slow", "Replica 1 was left out", "1 roll-back:"):
+        assert part in text
+
+
+def test_a_run_is_read_as_it_grows(tmp_path: Path) -> None:
+    """In pieces of any size it comes to the same; and a newer run in the folder begins anew."""
+    MadeUp(rounds=6).write(tmp_path / "whole")
+    whole, growing = read(tmp_path / "whole"), Run(tmp_path / "growing")
+    growing.poll()
+    assert growing.state == "waiting"
+    (tmp_path / "growing").mkdir()
+    growing.poll()
+    assert growing.state == "waiting"
+    contents = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
+    (tmp_path / "growing" / "run.json").write_bytes(contents.pop("run.json"))
+    for part in range(1, 8):
+        for name, content in contents.items():
+            (tmp_path / "growing" / name).write_bytes(content[: len(content) * part // 7])
+        growing.poll()
+    assert growing.syncs.sums == whole.syncs.sums
+    assert growing.num_damaged == {} and growing.loss == whole.loss
+    for mine, other in zip(growing.replicas, whole.replicas, strict=True):
+        assert mine.losses.curve()[1].tolist() == other.losses.curve()[1].tolist()
+    for path in (tmp_path / "growing").glob("*.jsonl"):  # as the writer does
+        path.rename(path.with_suffix(".1.jsonl"))
+    MadeUp(rounds=2, replicas=2).write(tmp_path / "growing")
+    growing.poll()
+    assert growing.syncs.count == 2 and len(growing.replicas) == 2
+
+
+def test_memory_does_not_grow_with_the_training(tmp_path: Path) -> None:
+    run = read(MadeUp(rounds=1500, tau=1, units=3, replicas=2).write(tmp_path))
+    assert run.syncs.count == 1500
+    assert len(run.syncs.rows.column("round")) <= MAX_POINTS
+    assert len(run.replicas[0].losses.curve()[0]) <= MAX_POINTS
+    assert run.syncs.rows.column("round")[-1, 0] == 1500
+
+
+def nothing_known(line: dict[str, Any]) -> None:
+    """Nulls wherever the format allows them."""
+    line["norms"] = [[None] * len(row) for row in line["norms"]]
+    line["z"] = line["norms"]
+    line["weights"] = [[0.0] * len(row) for row in line["weights"]]
+    line["clip"] = [None] * len(line["clip"])
+    line["update_norm"] = line["clip"]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "made_up",
+    [
+        MadeUp(change=nothing_known, rounds=3),
+        MadeUp(rounds=0, warmup=5),
+        MadeUp(rounds=0, warmup=0),
+        MadeUp(rounds=0, warmup=0, strategy="ddp"),
+        MadeUp(replicas=1, units=1, rounds=1),
+        MadeUp(strategy="a-edit", rounds=4, train_iters=1000),
+        MadeUp(replicas=9, rounds=2, units=80),
+    ],
+    ids=["nulls", "warm-up", "just begun", "ddp", "one", "a-edit", "many"],
+)
+def test_there_is_always_a_page(
+    tmp_path: Path, made_up: MadeUp, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = made_up.write(tmp_path / "log")
+    assert main(["report", str(folder), "--output", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    without_data = re.sub(r"data:image/png;base64,[^\"]*", "", page)
+    for word in ("http", "<script", "url(h", "@import", "nan", "None"):
+        settings = without_data.index("<summary>")  # where "None" would be a value, it is "unset"
+        visible = re.sub(r"xmlns(:\w+)?=\"[^\"]*\"", "", without_data[:settings])
+        assert word not in visible, word
+    assert main(["watch", str(folder), "--once"]) == 0
+    assert made_up.strategy in capsys.readouterr().out
+
+
+def test_a_run_of_an_older_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without sizes in run.json there is no progress, and everything else."""
+    MadeUp().write(tmp_path)
+    run = json.loads((tmp_path / "run.json").read_text())
+    del run["training"]
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    assert main(["report", str(tmp_path)]) == 0 and main(["watch", str(tmp_path), "--once"]) == 0
+    assert "iteration 260 " in capsys.readouterr().out
+    assert "<progress" not in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_damaged_lines_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also a line that is JSON and nothing of ours, or of another number of replicas."""
+    MadeUp(rounds=5).write(tmp_path)
+    lines = (tmp_path / "sync.jsonl").read_text().splitlines()
+    lines[1], lines[2] = lines[1][: len(lines[1]) // 2], '{"round": 3}'
+    other = json.loads(lines[3])
+    other["norms"] = [row[:2] for row in other["norms"]]
+    lines[3] = json.dumps(other)
+    (tmp_path / "sync.jsonl").write_text("\n".join(lines) + '\n{"round"')
+    assert main(["report", str(tmp_path)]) == 0
+    assert "sync.jsonl: 3 damaged lines left out" in capsys.readouterr().err
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "3 in sync.jsonl" in page
+    assert read(tmp_path).syncs.count == 2
+
+
+def shrink_weights(line: dict[str, Any]) -> None:
+    """One replica decides."""
+    line["weights"] = [[1.0, *[0.0] * (len(row) - 1)] for row in line["weights"]]
+    line["clip"] = [0.1] * len(line["clip"])
+
+
+@pytest.mark.parametrize(
+    ("made_up", "part"),
+    [
+        (MadeUp(change=shrink_weights), "stood on fewer than 2 replicas"),
+        (MadeUp(change=shrink_weights), "clipped below 0.5"),
+        (MadeUp(change=shrink_weights, rounds=9), ""),
+        (MadeUp(exposed=0.1), "stood still for syncs"),
+        (MadeUp(exposed=0.4), "waited for the others"),
+        (MadeUp(), ""),
+    ],
+)
+def test_findings(tmp_path: Path, made_up: MadeUp, part: str) -> None:
+    """Each warning comes where it should, and none where all is well."""
+    found = findings_of(read(made_up.write(tmp_path)))
+    if part:
+        assert any(part in finding.text for finding in found), found
+    else:
+        assert found == []
+
+
+def test_drift_silence_and_missing_files(tmp_path: Path) -> None:
+    MadeUp(rounds=4, train_iters=1000).write(tmp_path)
+    path = tmp_path / "replica-2.jsonl"
+    path.write_text(path.read_text().replace(f"{3:016x}", "f" * 16))
+    (tmp_path / "replica-3.jsonl").unlink()
+    hour_ago = time.time() - 3600
+    for file in tmp_path.iterdir():
+        os.utime(file, (hour_ago, hour_ago))
+    run = read(tmp_path)
+    assert run.state == "silent" and run.drift == (3, 2) and run.missing == [3]
+    levels = [finding.level for finding in findings_of(run)]
+    assert levels[0] == "error" and levels.count("warning") >= 2
+
+
+# ---- commands
+
+
+@pytest.mark.parametrize("command", ["report", "watch"])
+def test_bad_input_is_one_line(
+    tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("x")
+    foreign, broken = tmp_path / "foreign", tmp_path / "broken"
+    for folder, text in ((foreign, '{"config": {}}'), (broken, '{"config"')):
+        folder.mkdir()
+        (folder / "run.json").write_text(text)
+    (tmp_path / "empty").mkdir()
+    bad = [[str(tmp_path / "file")], [str(foreign)], [str(broken)], [str(foreign), "more"]]
+    if command == "report":
+        good = str(MadeUp(rounds=0).write(tmp_path / "good"))
+        bad += [[str(tmp_path / "none")], [str(tmp_path / "empty")],
+                [good, "--output", str(tmp_path / "no" / "where.html")],
+                [good, "--output", str(tmp_path)]]  # fmt: skip
+    else:
+        bad += [[str(tmp_path), "--seconds", "0"], [str(tmp_path), "--seconds", "nan"]]
+    for words in bad:
+        assert main([command, *words]) == 2, words
+        said = capsys.readouterr()
+        assert said.err.count("\n") == 1 and said.err.startswith(f"megatron-edit {command}: ")
+        assert said.out == ""
+
+
+def test_watch_before_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is there yet; the output is no terminal: one frame."""
+    assert main(["watch", str(tmp_path / "later")]) == 0
+    assert "waiting for" in capsys.readouterr().out.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (61, "1 min 1 s"), (3600, "1 h"), (90061, "1 d 1 h"), (math.nan, "–")],  # noqa: RUF001
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

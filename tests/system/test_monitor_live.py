@@ -1,0 +1,149 @@
+"""`megatron-edit report` and `watch` on a training that really takes place, and in a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_edit.cli import main
+from megatron_edit.monitor.run import Run
+from tests.harness.event_files import MadeUp
+from tests.harness.launch import REPOSITORY
+from tests.host.runs import run_edit
+
+pytest.importorskip("rich")
+CODE = "import sys; from megatron_edit.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+class Terminal:
+    """A command in a terminal of its own."""
+
+    def __init__(self, *words: str) -> None:
+        self.master, slave = pty.openpty()
+        environment = os.environ | {
+            "PYTHONPATH": str(REPOSITORY), "TERM": "xterm-256color", "COLUMNS": "110",
+            "LINES": "60",
+        }  # fmt: skip
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CODE, *words], stdin=slave, stdout=slave, stderr=slave,
+            env=environment, start_new_session=True,
+        )  # fmt: skip
+        os.close(slave)
+        self.text = ""
+
+    def wait_for(self, text: str, seconds: float = 30) -> None:
+        """Read until the text is there."""
+        end = time.monotonic() + seconds
+        while text not in self.text:
+            assert time.monotonic() < end, self.text[-2000:]
+            if not self._read():
+                raise AssertionError(f"ended without {text!r}: {self.text[-2000:]}")
+
+    def end(self, seconds: float = 30) -> int:
+        """Read to the end; the exit code."""
+        end = time.monotonic() + seconds
+        while self._read() and time.monotonic() < end:
+            pass
+        code = self.process.wait(max(0.1, end - time.monotonic()))
+        os.close(self.master)
+        return code
+
+    def _read(self) -> bool:
+        if not select.select([self.master], [], [], 0.2)[0]:
+            return self.process.poll() is None
+        try:
+            piece = os.read(self.master, 65536)
+        except OSError:  # the other side is closed
+            return False
+        self.text += re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", piece.decode(errors="replace"))
+        return bool(piece)
+
+
+def test_watch_in_a_terminal(tmp_path: Path) -> None:
+    """It waits for the run, follows it, and ends with it. Would catch: a crash before the first
+    file, a frame that never changes, an end that is not noticed."""
+    whole = MadeUp(rounds=6, train_iters=68).write(tmp_path / "whole")
+    terminal = Terminal("watch", str(tmp_path / "log"), "--seconds", "0.2")
+    terminal.wait_for("waiting for")
+    (tmp_path / "log").mkdir()
+    contents = {path.name: path.read_bytes() for path in whole.iterdir()}
+    (tmp_path / "log" / "run.json").write_bytes(contents.pop("run.json"))
+    terminal.wait_for("No sync yet")
+    for part in (1, 2):
+        for name, content in contents.items():
+            (tmp_path / "log" / name).write_bytes(content[: len(content) * part // 2])
+        terminal.wait_for("running" if part == 1 else "6 syncs")
+    assert terminal.end() == 0
+    assert "iteration 68 of 68" in terminal.text and "Traceback" not in terminal.text
+
+
+def test_watch_ends_on_ctrl_c(tmp_path: Path) -> None:
+    """With 0, and without a traceback."""
+    MadeUp(train_iters=1000).write(tmp_path)
+    terminal = Terminal("watch", str(tmp_path), "--seconds", "0.2")
+    terminal.wait_for("30 syncs")
+    os.killpg(terminal.process.pid, signal.SIGINT)
+    assert terminal.end() == 0
+    assert "Traceback" not in terminal.text
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        pytest.param({"edit_strategy": "ddp", "edit_sync_interval": None}, marks=pytest.mark.full),
+        pytest.param(
+            {"edit_strategy": "streaming-diloco", "edit_sync_interval": 4, "edit_delay_steps": 2},
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            {"edit_strategy": "a-edit", "edit_sync_seconds": 0.3, "edit_min_round_steps": 2,
+             "edit_sync_interval": None},
+            marks=pytest.mark.full,
+        ),
+    ],
+    ids=["edit", "ddp", "streaming-diloco", "a-edit"],
+)  # fmt: skip
+def test_report_of_a_real_training(
+    tmp_path: Path, flags: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Read again and again while it runs, and at its end. Would catch: a field of the event files
+    that was renamed, a progress that does not come to its end."""
+    states: list[str] = []
+    over = threading.Event()
+
+    def look() -> None:
+        watched = Run(tmp_path)
+        while not over.wait(0.05):
+            watched.poll()
+            states.append(watched.state)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        run_edit(tmp_path, 2, 2, train_iters=20, timeout=200, **flags)
+    finally:
+        over.set()
+        looking.join()
+    assert {"waiting", "running"} <= set(states) and "silent" not in states
+    run = Run(tmp_path)
+    run.poll()
+    assert run.state == "finished" and run.num_damaged == {} and run.drift is None
+    assert main(["report", str(tmp_path)]) == 0 and main(["watch", str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    assert said.err == "" and "finished" in said.out
+    sizes = json.loads((tmp_path / "run.json").read_text())["training"]
+    assert sizes["train_iters"] == 20 and sizes["inside_bytes_per_step"] == 0  # one rank each
+    if flags.get("edit_strategy") != "ddp":
+        assert run.syncs.count == len((tmp_path / "sync.jsonl").read_text().splitlines()) > 0

@@ -1,0 +1,113 @@
+"""The pages in a real browser: nothing complains, everything is there and readable.
+
+Would catch: a script that fails, a picture that is not drawn, something from the network, a page
+that must be scrolled sideways on a phone, letters too small to read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_edit.cli import main
+from tests.harness.browser import MISSING, SMALLEST_LETTERS, WIDTHS, Seen, chromium, look
+from tests.harness.event_files import MadeUp
+
+pytestmark = [
+    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {MISSING}"),
+    pytest.mark.timeout(240),
+]
+ALL_CHARTS = 10
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """One browser for all tests of this file."""
+    with chromium(tmp_path_factory.mktemp("profile")) as driver:
+        yield driver
+
+
+def check(seen: Seen, num_pictures: int) -> None:
+    """What holds for every page."""
+    assert seen.complaints == []
+    assert seen.from_outside == []
+    assert seen.document_width <= seen.width
+    assert len(seen.pictures) == num_pictures
+    for width, height, text in seen.pictures:
+        assert width >= 280 and height >= 180
+        assert len(text) >= 10, "for those who do not see it"
+    size, letters = seen.smallest
+    assert size >= SMALLEST_LETTERS, letters
+    assert seen.screenshot.stat().st_size > 10_000
+
+
+RUNS: dict[str, tuple[MadeUp, int]] = {
+    "usual": (MadeUp(train_iters=400, slow={2: 1.4}, sick=1, rollbacks=(12,)), ALL_CHARTS),
+    "ddp": (MadeUp(strategy="ddp", rounds=0, warmup=50), 2),
+    "warm-up": (MadeUp(rounds=0, warmup=30, train_iters=100), 2),
+    "first-sync": (MadeUp(rounds=1, train_iters=100), 8),
+    "one-replica": (MadeUp(replicas=1, rounds=9), 7),
+    "plain-averages": (MadeUp(strategy="diloco", rounds=9), 7),
+    "large": (MadeUp(replicas=64, units=40, rounds=40, tau=2, sick=63), ALL_CHARTS),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == "usual" else [pytest.mark.full]) for n in RUNS]
+)
+def test_report(driver: Any, tmp_path: Path, name: str) -> None:
+    made_up, num_pictures = RUNS[name]
+    folder = made_up.write(tmp_path / name)
+    assert main(["report", str(folder)]) == 0
+    for width in WIDTHS:
+        shot = tmp_path / f"{name}-{width}.png"
+        check(look(driver, folder / "report.html", width, shot), num_pictures)
+
+
+@pytest.mark.full
+def test_report_in_the_dark(driver: Any, tmp_path: Path) -> None:
+    """The page follows what the reader prefers, pictures included."""
+    page = tmp_path / "report.html"
+    folder = MadeUp().write(tmp_path / "log")
+    assert main(["report", str(folder), "--output", str(page)]) == 0
+    for is_dark in (False, True):
+        shot = tmp_path / f"dark-{is_dark}.png"
+        check(look(driver, page, 1280, shot, dark=is_dark), ALL_CHARTS - 1)  # nobody was left out
+        inks = driver.execute_script(
+            "return Array.from(document.querySelectorAll('body, svg text'))"
+            ".map(e => e.tagName == 'BODY' ? getComputedStyle(e).color : getComputedStyle(e).fill)"
+        )
+        assert len(set(inks)) == 1 and len(inks) > 50
+        brightness = sum(int(x) for x in inks[0].strip("rgb()").split(","))
+        assert (brightness > 380) == is_dark
+
+
+def test_page_of_a_comparison(driver: Any, tmp_path: Path) -> None:
+    """The page of `megatron-edit compare`, which is made of the same parts."""
+    from megatron_edit.compare.page import write_report
+    from tests.pure.test_compare_report import outcome
+
+    page = write_report(tmp_path, outcome())
+    for width in WIDTHS:
+        check(look(driver, page, width, tmp_path / f"compare-{width}.png"), 3)
+
+
+def test_the_browser_would_complain(driver: Any, tmp_path: Path) -> None:
+    """The test itself: each of these is seen."""
+    page = tmp_path / "bad.html"
+    page.write_text(
+        "<!DOCTYPE html><body><p style='width: 3000px; font-size: 6px'>small</p><b id=a></b>"
+        "<b id=a></b><img src='no.png'><script>undefined_name()</script>"
+    )
+    seen = look(driver, page, 390, tmp_path / "bad.png")
+    assert any("undefined_name" in text for text in seen.complaints)
+    assert "id a twice" in seen.complaints
+    assert any(text.endswith("no.png") for text in [*seen.from_outside, *seen.complaints]) or any(
+        "no.png" in text for text in seen.complaints
+    )
+    assert seen.document_width > 390 and seen.smallest[0] == 6
+    assert json.dumps(seen.pictures) == "[]"
