@@ -1,0 +1,309 @@
+# shellcheck shell=bash
+# What the scripts of this folder share. Sourced, never run; docs/slurm.md tells the story.
+#
+# A batch script calls `prepare KIND`, says which launches there are (`launch_all_nodes` or
+# `launch_each_replica`), and ends with `finish`.
+
+scripts=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+REPOSITORY=$(cd "$scripts/../.." && pwd)
+PORTS_PER_JOB=64
+LAST_WORDS_SECONDS=60 # for the other launches to notice that one has failed
+
+launches=()  # process ids of srun
+asked=''     # the signal that asked this job to stop
+
+say() { echo "slurm: $*" >&2; }
+
+# refuse VALUE RULE REMEDY
+refuse() {
+    say "$1: $2; $3"
+    exit 2
+}
+
+# ---- settings
+
+SETTINGS=(RUN_DIR RUN_SCRIPT RUN_FLAGS_FILE RUN_EDIT_FLAGS_FILE RUN_A_EDIT_FLAGS_FILE RUN_EXTRA_FLAGS
+    RUN_SAVE_INTERVAL RUN_PYTHON RUN_CONTAINER RUN_CONTAINER_MOUNTS RUN_SRUN_OPTIONS RUN_REPLICAS
+    RUN_PORT RUN_MAX_RESTARTS RUN_MAX_FAILURES RUN_NODES RUN_GPUS_PER_NODE RUN_RANKS_PER_NODE
+    RUN_CPUS_PER_RANK RUN_PARTITION RUN_MIXED RUN_TIME_LIMIT RUN_SIGNAL_LEAD_SECONDS
+    RUN_SBATCH_OPTIONS)
+
+# read_settings KIND: from the file and the environment, checked.
+read_settings() {
+    RUN_KIND=$1
+    settings=${MEGATRON_EDIT_SETTINGS:-$scripts/settings.env}
+    [ -f "$settings" ] || refuse "MEGATRON_EDIT_SETTINGS=$settings" "no such file" \
+        "copy scripts/slurm/settings.env and name the copy"
+    bash -n "$settings" 2>/dev/null || refuse "$settings" "is not valid shell" \
+        "see what \`bash -n\` says about it"
+    # shellcheck source=scripts/slurm/settings.env
+    source "$settings"
+    local name
+    for name in $(compgen -v RUN_); do
+        [[ " RUN_KIND RUN_STATE ${SETTINGS[*]} " == *" $name "* ]] || refuse "$name=${!name}" \
+            "no such setting" "look for its name in $scripts/settings.env"
+    done
+    for name in "${SETTINGS[@]}"; do
+        [ -n "${!name+set}" ] || refuse "$name (not set)" "every setting must have a value" \
+            "copy its line from $scripts/settings.env to $settings"
+    done
+    check_settings
+}
+
+check_settings() {
+    local name
+    for name in RUN_NODES RUN_REPLICAS RUN_RANKS_PER_NODE RUN_CPUS_PER_RANK RUN_SAVE_INTERVAL \
+        RUN_SIGNAL_LEAD_SECONDS RUN_MAX_FAILURES; do
+        [[ ${!name} =~ ^[1-9][0-9]{0,8}$ ]] || refuse "$name=${!name}" \
+            "must be a whole number >= 1" "change it in $settings"
+    done
+    for name in RUN_GPUS_PER_NODE RUN_MAX_RESTARTS RUN_PORT; do
+        [[ ${!name} =~ ^(0|[1-9][0-9]{0,8})$ ]] || refuse "$name=${!name}" \
+            "must be a whole number >= 0" "change it in $settings"
+    done
+    ((RUN_PORT == 0 || (RUN_PORT >= 1024 && RUN_PORT <= 65535 - PORTS_PER_JOB))) || refuse \
+        "RUN_PORT=$RUN_PORT" "must be 0, or the first of $PORTS_PER_JOB ports above 1023" \
+        "change it in $settings"
+    for name in RUN_SCRIPT RUN_FLAGS_FILE RUN_EDIT_FLAGS_FILE RUN_A_EDIT_FLAGS_FILE; do
+        [ -f "${!name}" ] || refuse "$name=${!name}" "no such file" "change it in $settings"
+    done
+    [ -n "$RUN_DIR" ] || refuse "RUN_DIR (empty)" "must name a folder" "change it in $settings"
+    if [ -z "$RUN_CONTAINER" ] && ! command -v "$RUN_PYTHON" >/dev/null; then
+        refuse "RUN_PYTHON=$RUN_PYTHON" "no such program" \
+            "make the environment with scripts/setup.sh, or name another interpreter in $settings"
+    fi
+}
+
+# ---- the job that SLURM has given us
+
+# of_component NAME I: what SLURM's variable says about component I of a heterogeneous job.
+of_component() {
+    local name=$1
+    [ -z "${SLURM_HET_SIZE:-}" ] || name=$1_HET_GROUP_$2
+    echo "${!name:-}"
+}
+
+num_components() { echo "${SLURM_HET_SIZE:-1}"; }
+
+# ranks_per_node I: tasks that component I was given on each of its nodes.
+ranks_per_node() {
+    echo $(($(of_component SLURM_NTASKS "$1") / $(of_component SLURM_JOB_NUM_NODES "$1")))
+}
+
+# port OFFSET: one of this job's. Jobs that share a node get different ones, almost always.
+port() {
+    local base=$RUN_PORT
+    ((base)) || base=$((10000 + SLURM_JOB_ID % 300 * PORTS_PER_JOB))
+    echo $((base + $1))
+}
+
+# address NODE: where other nodes reach it.
+address() { scontrol show node "$1" --oneliner | sed 's/.* NodeAddr=\([^ ]*\).*/\1/'; }
+
+# words FILE: its words but for comments, one a line.
+words() { grep -v '^#' "$1" | tr -s '[:space:]' '\n'; }
+
+prepare() {
+    [ -n "${SLURM_JOB_ID:-}" ] || refuse "SLURM_JOB_ID (not set)" "this is a job of SLURM" \
+        "sbatch scripts/slurm/$1.sbatch"
+    read_settings "$1"
+    restarts=${SLURM_RESTART_COUNT:-0}
+    export RUN_STATE=$RUN_DIR/slurm/$SLURM_JOB_ID.$restarts
+    mkdir -p "$RUN_STATE"
+    rm -f "$RUN_STATE"/*
+    container=()
+    [ -z "$RUN_CONTAINER" ] || container=(--container-image="$RUN_CONTAINER")
+    [ -z "$RUN_CONTAINER_MOUNTS" ] || container+=(--container-mounts="$RUN_CONTAINER_MOUNTS")
+    read -ra srun_options <<<"$RUN_SRUN_OPTIONS"
+    gather_flags "$1"
+    trap 'on_signal USR1' USR1
+    trap 'on_signal TERM' TERM
+    say "job $SLURM_JOB_ID ($1), start $((restarts + 1))"
+}
+
+# gather_flags KIND: `flags` of every launch; what comes later on a command line wins.
+gather_flags() {
+    local file more
+    mapfile -t flags < <(words "$RUN_FLAGS_FILE")
+    case $1 in
+        ddp) file='' ;;
+        a_edit_*) file=$RUN_A_EDIT_FLAGS_FILE ;;
+        *) file=$RUN_EDIT_FLAGS_FILE ;;
+    esac
+    if [ -n "$file" ]; then
+        mapfile -t more < <(words "$file")
+        flags+=("${more[@]}" --edit-num-replicas "$RUN_REPLICAS" --edit-log-dir "$RUN_DIR/log")
+    fi
+    flags+=(--save "$RUN_DIR/checkpoints" --load "$RUN_DIR/checkpoints"
+        --save-interval "$RUN_SAVE_INTERVAL" --exit-signal-handler)
+    read -ra more <<<"$RUN_EXTRA_FLAGS"
+    flags+=("${more[@]}")
+}
+
+# check_command RANKS FLAG...: what a launch of so many ranks would say, before any of them starts.
+check_command() {
+    local ranks=$1 code='import sys; from megatron_edit.cli import main; sys.exit(main())'
+    shift
+    local command=("$RUN_PYTHON" -c "$code" check "$RUN_SCRIPT" "${flags[@]}" "$@"
+        --world-size "$ranks")
+    if [ -n "$RUN_CONTAINER" ]; then
+        command=(srun --nodes=1 --ntasks=1 "${container[@]}" "${srun_options[@]}" "${command[@]}")
+    fi
+    local code=0
+    "${command[@]}" || code=$?
+    [ "$code" -eq 0 ] || [ -n "$asked" ] || exit "$code"
+}
+
+# ---- launches
+
+# launch COMPONENT PORT NODELIST FLAG...: ranks on these nodes (comma-separated), a world of their
+# own, in the background.
+launch() {
+    local component=$1 nodelist=$3 nodes ranks cpus
+    local MASTER_PORT=$2 MASTER_ADDR
+    shift 3
+    IFS=, read -ra nodes <<<"$nodelist"
+    ranks=$(ranks_per_node "$component")
+    cpus=$(of_component SLURM_CPUS_PER_TASK "$component")
+    MASTER_ADDR=$(address "${nodes[0]}")
+    export MASTER_ADDR MASTER_PORT
+    srun ${SLURM_HET_SIZE:+--het-group="$component"} --nodes="${#nodes[@]}" --nodelist="$nodelist" \
+        --ntasks=$((ranks * ${#nodes[@]})) --ntasks-per-node="$ranks" ${cpus:+--cpus-per-task="$cpus"} \
+        --kill-on-bad-exit=1 "${container[@]}" "${srun_options[@]}" \
+        bash "$scripts/rank.sh" "$RUN_PYTHON" -m megatron_edit "$RUN_SCRIPT" "${flags[@]}" "$@" &
+    launches+=($!)
+}
+
+# expanded COMPONENT: names of its nodes, one a line.
+expanded() { scontrol show hostnames "$(of_component SLURM_JOB_NODELIST "$1")"; }
+
+launch_all_nodes() {
+    local nodes
+    mapfile -t nodes < <(expanded 0)
+    check_command $((${#nodes[@]} * $(ranks_per_node 0)))
+    [ -n "$asked" ] || launch 0 "$(port 0)" "$(IFS=, && echo "${nodes[*]}")"
+}
+
+# All components must be made alike, because all replicas must have the same ranks.
+launch_each_replica() {
+    local i total=0 each ranks
+    for ((i = 0; i < $(num_components); i++)); do
+        ((total += $(of_component SLURM_JOB_NUM_NODES "$i"))) || true
+    done
+    each=$((total / RUN_REPLICAS))
+    ((each * RUN_REPLICAS == total)) || refuse "RUN_REPLICAS=$RUN_REPLICAS" \
+        "must divide the $total nodes of the job" "change it in $settings"
+    ranks=$(ranks_per_node 0)
+    for ((i = 0; i < $(num_components); i++)); do
+        (($(of_component SLURM_JOB_NUM_NODES "$i") % each == 0)) || refuse \
+            "RUN_REPLICAS=$RUN_REPLICAS" \
+            "each component must have a multiple of $each nodes ($total in all)" \
+            "give component $i other nodes, or change RUN_REPLICAS in $settings"
+        (($(ranks_per_node "$i") == ranks)) || refuse \
+            "component $i: $(ranks_per_node "$i") ranks a node" \
+            "must be $ranks as in component 0" "give all the same --ntasks-per-node"
+    done
+    ((RUN_REPLICAS < PORTS_PER_JOB)) || refuse "RUN_REPLICAS=$RUN_REPLICAS" \
+        "a job has $PORTS_PER_JOB ports" "use a single launch (edit.sbatch)"
+    start_replicas "$each" $((each * ranks))
+}
+
+# start_replicas NODES RANKS: as many launches as there are replicas, each of these sizes.
+start_replicas() {
+    local each=$1 replica=0 i k nodes rendezvous
+    mapfile -t nodes < <(expanded 0)
+    rendezvous=$(address "${nodes[0]}"):$(port 0)
+    check_command "$2" --edit-replica-id 0 --edit-rendezvous "$rendezvous"
+    [ -z "$asked" ] || return 0
+    for ((i = 0; i < $(num_components); i++)); do
+        mapfile -t nodes < <(expanded "$i")
+        for ((k = 0; k < ${#nodes[@]}; k += each)); do
+            launch "$i" "$(port $((1 + replica)))" "$(IFS=, && echo "${nodes[*]:k:each}")" \
+                --edit-replica-id "$replica" --edit-rendezvous "$rendezvous"
+            ((replica += 1))
+        done
+    done
+}
+
+# ---- the end
+
+on_signal() {
+    [ -n "$asked" ] || say "$1: all ranks save and end"
+    asked=$1
+    [ ${#launches[@]} -eq 0 ] || scancel --signal=USR1 "$SLURM_JOB_ID"
+}
+
+# Waits for all launches; `code` is the first exit code that is not 0.
+wait_for_launches() {
+    local failed_at='' pid running
+    code=0
+    while [ ${#launches[@]} -gt 0 ]; do
+        running=()
+        for pid in "${launches[@]}"; do
+            if kill -0 "$pid" 2>/dev/null; then
+                running+=("$pid")
+            else
+                wait "$pid" || { code=$? && failed_at=${failed_at:-$SECONDS}; }
+            fi
+        done
+        launches=("${running[@]}")
+        if [ -n "$failed_at" ] && ((SECONDS > failed_at + LAST_WORDS_SECONDS)); then
+            scancel --signal=KILL "$SLURM_JOB_ID"
+        fi
+        [ ${#launches[@]} -eq 0 ] || sleep 1 # a trap waits for it
+    done
+}
+
+# Training is over (0), was stopped (queue again), or has failed (queue again if it may help).
+finish() {
+    wait_for_launches
+    if [ -n "$asked" ]; then requeue "$asked: the run was stopped"; fi
+    if [ -f "$RUN_STATE/failed" ]; then
+        code=$(<"$RUN_STATE/failed")
+    elif [ -f "$RUN_STATE/stopped" ]; then
+        requeue "SLURM has stopped the run"
+    fi
+    [ "$code" -ne 0 ] || exit 0
+    case $code in
+        2 | 3) say "exit code $code: not queued again, it would fail the same way" ;;
+        *) fail_again_at_most ;;
+    esac
+    exit "$code"
+}
+
+# Queues again, unless the last RUN_MAX_FAILURES starts failed without a newer checkpoint.
+fail_again_at_most() {
+    local note=$RUN_DIR/slurm/$SLURM_JOB_ID.failures newest before='' count=0
+    newest=$(cat "$RUN_DIR/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || echo none)
+    [ ! -f "$note" ] || read -r before count <"$note"
+    [ "$before" = "$newest" ] || count=0
+    count=$((count + 1))
+    echo "$newest $count" >"$note"
+    ((count < RUN_MAX_FAILURES)) || {
+        say "exit code $code: failed $count times without a checkpoint newer than $newest; given up"
+        exit "$code"
+    }
+    requeue "exit code $code"
+}
+
+# requeue WHY: SLURM then ends this script. A job that was cancelled stays cancelled.
+requeue() {
+    local state
+    state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T | head -n 1)
+    [ "$state" = RUNNING ] || {
+        say "$1; not queued again, the job is ${state:-gone}"
+        exit 1
+    }
+    ((restarts < RUN_MAX_RESTARTS)) || {
+        say "$1; not queued again after $restarts restarts (RUN_MAX_RESTARTS)"
+        exit 1
+    }
+    say "$1; queued again"
+    trap '' USR1 TERM
+    scontrol requeue "$SLURM_JOB_ID" || {
+        say "SLURM refuses to queue it again; submit it once more by hand, it goes on"
+        exit 1
+    }
+    sleep 60
+    exit 0
+}
