@@ -4,75 +4,12 @@
 # A batch script calls `prepare KIND`, says which launches there are (`launch_all_nodes` or
 # `launch_each_replica`), and ends with `finish`.
 
-scripts=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-REPOSITORY=$(cd "$scripts/../.." && pwd)
-PORTS_PER_JOB=64
+# shellcheck source=scripts/slurm/settings.sh
+source "$(dirname "${BASH_SOURCE[0]}")/settings.sh"
 LAST_WORDS_SECONDS=60 # for the other launches to notice that one has failed
 
-launches=()  # process ids of srun
-asked=''     # the signal that asked this job to stop
-
-say() { echo "slurm: $*" >&2; }
-
-# refuse VALUE RULE REMEDY
-refuse() {
-    say "$1: $2; $3"
-    exit 2
-}
-
-# ---- settings
-
-SETTINGS=(RUN_DIR RUN_SCRIPT RUN_FLAGS_FILE RUN_EDIT_FLAGS_FILE RUN_A_EDIT_FLAGS_FILE RUN_EXTRA_FLAGS
-    RUN_SAVE_INTERVAL RUN_PYTHON RUN_CONTAINER RUN_CONTAINER_MOUNTS RUN_SRUN_OPTIONS RUN_REPLICAS
-    RUN_PORT RUN_MAX_RESTARTS RUN_MAX_FAILURES RUN_NODES RUN_GPUS_PER_NODE RUN_RANKS_PER_NODE
-    RUN_CPUS_PER_RANK RUN_PARTITION RUN_MIXED RUN_TIME_LIMIT RUN_SIGNAL_LEAD_SECONDS
-    RUN_SBATCH_OPTIONS)
-
-# read_settings KIND: from the file and the environment, checked.
-read_settings() {
-    RUN_KIND=$1
-    settings=${MEGATRON_EDIT_SETTINGS:-$scripts/settings.env}
-    [ -f "$settings" ] || refuse "MEGATRON_EDIT_SETTINGS=$settings" "no such file" \
-        "copy scripts/slurm/settings.env and name the copy"
-    bash -n "$settings" 2>/dev/null || refuse "$settings" "is not valid shell" \
-        "see what \`bash -n\` says about it"
-    # shellcheck source=scripts/slurm/settings.env
-    source "$settings"
-    local name
-    for name in $(compgen -v RUN_); do
-        [[ " RUN_KIND RUN_STATE ${SETTINGS[*]} " == *" $name "* ]] || refuse "$name=${!name}" \
-            "no such setting" "look for its name in $scripts/settings.env"
-    done
-    for name in "${SETTINGS[@]}"; do
-        [ -n "${!name+set}" ] || refuse "$name (not set)" "every setting must have a value" \
-            "copy its line from $scripts/settings.env to $settings"
-    done
-    check_settings
-}
-
-check_settings() {
-    local name
-    for name in RUN_NODES RUN_REPLICAS RUN_RANKS_PER_NODE RUN_CPUS_PER_RANK RUN_SAVE_INTERVAL \
-        RUN_SIGNAL_LEAD_SECONDS RUN_MAX_FAILURES; do
-        [[ ${!name} =~ ^[1-9][0-9]{0,8}$ ]] || refuse "$name=${!name}" \
-            "must be a whole number >= 1" "change it in $settings"
-    done
-    for name in RUN_GPUS_PER_NODE RUN_MAX_RESTARTS RUN_PORT; do
-        [[ ${!name} =~ ^(0|[1-9][0-9]{0,8})$ ]] || refuse "$name=${!name}" \
-            "must be a whole number >= 0" "change it in $settings"
-    done
-    ((RUN_PORT == 0 || (RUN_PORT >= 1024 && RUN_PORT <= 65535 - PORTS_PER_JOB))) || refuse \
-        "RUN_PORT=$RUN_PORT" "must be 0, or the first of $PORTS_PER_JOB ports above 1023" \
-        "change it in $settings"
-    for name in RUN_SCRIPT RUN_FLAGS_FILE RUN_EDIT_FLAGS_FILE RUN_A_EDIT_FLAGS_FILE; do
-        [ -f "${!name}" ] || refuse "$name=${!name}" "no such file" "change it in $settings"
-    done
-    [ -n "$RUN_DIR" ] || refuse "RUN_DIR (empty)" "must name a folder" "change it in $settings"
-    if [ -z "$RUN_CONTAINER" ] && ! command -v "$RUN_PYTHON" >/dev/null; then
-        refuse "RUN_PYTHON=$RUN_PYTHON" "no such program" \
-            "make the environment with scripts/setup.sh, or name another interpreter in $settings"
-    fi
-}
+launches=() # process ids of srun
+asked=''    # the signal that asked this job to stop
 
 # ---- the job that SLURM has given us
 
@@ -101,7 +38,7 @@ port() {
 address() { scontrol show node "$1" --oneliner | sed 's/.* NodeAddr=\([^ ]*\).*/\1/'; }
 
 # words FILE: its words but for comments, one a line.
-words() { grep -v '^#' "$1" | tr -s '[:space:]' '\n'; }
+words() { grep -v '^#' "$1" | grep -o '[^[:space:]]*'; }
 
 prepare() {
     [ -n "${SLURM_JOB_ID:-}" ] || refuse "SLURM_JOB_ID (not set)" "this is a job of SLURM" \
@@ -205,6 +142,10 @@ launch_each_replica() {
     done
     ((RUN_REPLICAS < PORTS_PER_JOB)) || refuse "RUN_REPLICAS=$RUN_REPLICAS" \
         "a job has $PORTS_PER_JOB ports" "use a single launch (edit.sbatch)"
+    say "$RUN_REPLICAS replicas of $each nodes, partitions$(
+        for ((i = 0; i < $(num_components); i++)); do
+            echo -n " $(of_component SLURM_JOB_PARTITION "$i")"
+        done)"
     start_replicas "$each" $((each * ranks))
 }
 
@@ -230,7 +171,7 @@ start_replicas() {
 on_signal() {
     [ -n "$asked" ] || say "$1: all ranks save and end"
     asked=$1
-    [ ${#launches[@]} -eq 0 ] || scancel --signal=USR1 "$SLURM_JOB_ID"
+    [ ${#launches[@]} -eq 0 ] || scancel --signal=USR1 "$SLURM_JOB_ID" || true
 }
 
 # Waits for all launches; `code` is the first exit code that is not 0.
@@ -248,7 +189,7 @@ wait_for_launches() {
         done
         launches=("${running[@]}")
         if [ -n "$failed_at" ] && ((SECONDS > failed_at + LAST_WORDS_SECONDS)); then
-            scancel --signal=KILL "$SLURM_JOB_ID"
+            scancel --signal=KILL "$SLURM_JOB_ID" || true
         fi
         [ ${#launches[@]} -eq 0 ] || sleep 1 # a trap waits for it
     done

@@ -4,8 +4,8 @@
 #   scripts/slurm/submit.sh ddp|edit|edit_per_replica|a_edit_mixed [sbatch options]
 set -euo pipefail
 
-# shellcheck source=scripts/slurm/common.sh
-source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+# shellcheck source=scripts/slurm/settings.sh
+source "$(dirname "${BASH_SOURCE[0]}")/settings.sh"
 kind=${1:-}
 [[ -n $kind && -f $scripts/$kind.sbatch ]] || refuse "${kind:-KIND (not given)}" \
     "no such batch script" "give ddp, edit, edit_per_replica or a_edit_mixed"
