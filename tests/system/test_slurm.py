@@ -5,8 +5,10 @@ Needs slurmctld, slurmd, munge and SLURM's commands (Debian: slurmctld slurmd mu
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 from tests.harness.launch import REPOSITORY
 from tests.harness.slurm import Cluster, missing_programs, wait_until
 from tests.harness.slurm_jobs import SCRIPTS, Job, Run
+from tests.system.test_docs import of_kind
 
 MISSING = missing_programs()
 pytestmark = [
@@ -90,6 +93,19 @@ def test_one_launch_per_replica(run: Run, whole: Run) -> None:
 
 
 @full
+def test_one_launch_per_replica_in_one_job(run: Run, whole: Run) -> None:
+    """As docs/slurm.md says for clusters without heterogeneous jobs."""
+    shutil.copytree(SCRIPTS, run.folder / "scripts/slurm")
+    script = run.folder / "scripts/slurm/edit_per_replica.sbatch"
+    before, _, after = script.read_text().partition("#SBATCH hetjob\n")
+    script.write_text(before + after[after.index("set ") :])
+    job = Job(run.cluster, int(run.cluster.call("sbatch", "--parsable", "--nodes=2", str(script),
+              cwd=run.folder, **run.settings)), run.folder)  # fmt: skip
+    assert_completed(job)
+    assert_same(run, whole)
+
+
+@full
 def test_a_edit_on_mixed_partitions(run: Run) -> None:
     """A component in each partition; all samples are consumed."""
     job = run.sbatch("a_edit_mixed")
@@ -103,7 +119,7 @@ def test_a_edit_on_mixed_partitions(run: Run) -> None:
 
 @full
 def test_preempted(run: Run, whole: Run) -> None:
-    """A job of an urgent partition takes the nodes: SLURM stops the ranks, the run goes on later."""
+    """An urgent job takes the nodes: SLURM stops the ranks, and the run goes on later."""
     run.hold(7)
     job = run.sbatch("edit")
     run.wait_held(2, job)
@@ -222,6 +238,27 @@ def test_bad_flags_end_the_job_before_any_rank(run: Run) -> None:
     assert job.wait() == "FAILED" and job.exit_code == 2, job.story()
     assert "--edit-sync-interval 0: must be at least 1" in job.console
     assert "srun" not in job.console
+
+
+def test_documented_commands_are_accepted(run: Run) -> None:
+    """By the real sbatch, held, with as many nodes as there are and no GPUs."""
+    jobs = []
+    for command in of_kind("slurm"):
+        if command.words[0] == "scancel":
+            continue
+        queued = set(run.cluster.call("squeue", "--noheader", "--format=%A").split())
+        line = re.sub(r"--gpus-per-node \d+", "", command.line.replace("nodes 8", "nodes 2"))
+        line = re.sub(r"RUN_GPUS_PER_NODE=\d+", "RUN_RANKS_PER_NODE=8", line)
+        line = line.replace("RUN_NODES=8", "RUN_NODES=2").replace(
+            "RUN_REPLICAS=4", "RUN_REPLICAS=2"
+        )
+        line = line.replace("sbatch --", "sbatch --hold --")
+        if "submit.sh" in line:
+            line += " --hold"
+        run.cluster.call("bash", "-c", line, cwd=REPOSITORY, RUN_PYTHON=sys.executable)
+        jobs += set(run.cluster.call("squeue", "--noheader", "--format=%A").split()) - queued
+    assert len(jobs) >= 6  # het jobs count twice
+    run.cluster.call("scancel", *jobs)
 
 
 def state_of(run: Run, job: Job) -> Path:
