@@ -17,7 +17,10 @@ SCRIPTS = REPOSITORY / "scripts" / "slurm"
 HELD_SCRIPT = REPOSITORY / "tests" / "harness" / "pretrain_held.py"
 SECONDS = 300.0  # for a job that needs ten on a machine that is busy
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
-_CONSOLE = re.compile(r"^(?:slurm|megatron_edit|megatron-edit check|srun|slurmstepd|ok|\[edit\]).*")
+_CONSOLE = re.compile(  # what the log of benchmarks/slurm_log.py keeps
+    r"^(?:slurm|megatron[_-]edit|srun|ok|\[edit\]|\s*loading checkpoint|exiting"
+    r"|.* iteration +\d+/).*"
+)
 
 
 @dataclass
@@ -144,7 +147,7 @@ class Job:
         self.wait_for(*ENDED)
         if log := os.environ.get("MEGATRON_EDIT_SLURM_LOG"):
             with Path(log).open("a") as out:
-                out.write(self.story(whole=False) + "\n")
+                out.write(f"{os.environ.get('PYTEST_CURRENT_TEST')}\n{self.story(whole=False)}\n\n")
         return self.state
 
     def story(self, *, whole: bool = True) -> str:

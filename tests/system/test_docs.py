@@ -11,7 +11,7 @@ Every command in a shell fence of README.md and docs/*.md is handled by exactly 
 | megatron-edit inspect | run on a folder with a checkpoint of no files |
 | make_flags_doc | run with --check |
 | quickstart.sh, test.sh | run with a stub of the environment that notes what it is told to do |
-| sbatch, submit.sh, scancel | run by test_slurm_docs.py and, where there is a SLURM, test_slurm.py |
+| sbatch, submit.sh, scancel | run by test_slurm_docs.py and (with a real SLURM) test_slurm.py |
 | pip install, git clone | not run; extras and addresses are checked |
 """
 
