@@ -29,7 +29,7 @@ ranks_per_node() {
 
 # port OFFSET: one of this job's. Jobs that share a node get different ones, almost always.
 port() {
-    local base=$RUN_PORT
+    local base=$EDIT_PORT
     ((base)) || base=$((10000 + SLURM_JOB_ID % 300 * PORTS_PER_JOB))
     echo $((base + $1))
 }
@@ -45,13 +45,13 @@ prepare() {
         "sbatch scripts/slurm/$1.sbatch"
     read_settings "$1"
     restarts=${SLURM_RESTART_COUNT:-0}
-    export RUN_STATE=$RUN_DIR/slurm/$SLURM_JOB_ID.$restarts
-    mkdir -p "$RUN_STATE"
-    rm -f "$RUN_STATE"/*
+    export EDIT_STATE=$EDIT_DIR/slurm/$SLURM_JOB_ID.$restarts
+    mkdir -p "$EDIT_STATE"
+    rm -f "$EDIT_STATE"/*
     container=()
-    [ -z "$RUN_CONTAINER" ] || container=(--container-image="$RUN_CONTAINER")
-    [ -z "$RUN_CONTAINER_MOUNTS" ] || container+=(--container-mounts="$RUN_CONTAINER_MOUNTS")
-    read -ra srun_options <<<"$RUN_SRUN_OPTIONS"
+    [ -z "$EDIT_CONTAINER" ] || container=(--container-image="$EDIT_CONTAINER")
+    [ -z "$EDIT_CONTAINER_MOUNTS" ] || container+=(--container-mounts="$EDIT_CONTAINER_MOUNTS")
+    read -ra srun_options <<<"$EDIT_SRUN_OPTIONS"
     gather_flags "$1"
     trap 'on_signal USR1' USR1
     trap 'on_signal TERM' TERM
@@ -61,19 +61,19 @@ prepare() {
 # gather_flags KIND: `flags` of every launch; what comes later on a command line wins.
 gather_flags() {
     local file more
-    mapfile -t flags < <(words "$RUN_FLAGS_FILE")
+    mapfile -t flags < <(words "$EDIT_MODEL_FLAGS_FILE")
     case $1 in
         ddp) file='' ;;
-        a_edit_*) file=$RUN_A_EDIT_FLAGS_FILE ;;
-        *) file=$RUN_EDIT_FLAGS_FILE ;;
+        a_edit_*) file=$EDIT_A_EDIT_FLAGS_FILE ;;
+        *) file=$EDIT_EDIT_FLAGS_FILE ;;
     esac
     if [ -n "$file" ]; then
         mapfile -t more < <(words "$file")
-        flags+=("${more[@]}" --edit-num-replicas "$RUN_REPLICAS" --edit-log-dir "$RUN_DIR/log")
+        flags+=("${more[@]}" --edit-num-replicas "$EDIT_REPLICAS" --edit-log-dir "$EDIT_DIR/log")
     fi
-    flags+=(--save "$RUN_DIR/checkpoints" --load "$RUN_DIR/checkpoints"
-        --save-interval "$RUN_SAVE_INTERVAL" --exit-signal-handler)
-    read -ra more <<<"$RUN_EXTRA_FLAGS"
+    flags+=(--save "$EDIT_DIR/checkpoints" --load "$EDIT_DIR/checkpoints"
+        --save-interval "$EDIT_SAVE_INTERVAL" --exit-signal-handler)
+    read -ra more <<<"$EDIT_EXTRA_FLAGS"
     flags+=("${more[@]}")
 }
 
@@ -81,9 +81,9 @@ gather_flags() {
 check_command() {
     local ranks=$1 code='import sys; from megatron_edit.cli import main; sys.exit(main())'
     shift
-    local command=("$RUN_PYTHON" -c "$code" check "$RUN_SCRIPT" "${flags[@]}" "$@"
+    local command=("$EDIT_PYTHON" -c "$code" check "$EDIT_SCRIPT" "${flags[@]}" "$@"
         --world-size "$ranks")
-    if [ -n "$RUN_CONTAINER" ]; then
+    if [ -n "$EDIT_CONTAINER" ]; then
         command=(srun --nodes=1 --ntasks=1 "${container[@]}" "${srun_options[@]}" "${command[@]}")
     fi
     local code=0
@@ -105,9 +105,9 @@ launch() {
     MASTER_ADDR=$(address "${nodes[0]}")
     export MASTER_ADDR MASTER_PORT
     srun ${SLURM_HET_SIZE:+--het-group="$component"} --nodes="${#nodes[@]}" --nodelist="$nodelist" \
-        --ntasks=$((ranks * ${#nodes[@]})) --ntasks-per-node="$ranks" ${cpus:+--cpus-per-task="$cpus"} \
-        --kill-on-bad-exit=1 "${container[@]}" "${srun_options[@]}" \
-        bash "$scripts/rank.sh" "$RUN_PYTHON" -m megatron_edit "$RUN_SCRIPT" "${flags[@]}" "$@" &
+        --ntasks=$((ranks * ${#nodes[@]})) --ntasks-per-node="$ranks" \
+        ${cpus:+--cpus-per-task="$cpus"} --kill-on-bad-exit=1 "${container[@]}" "${srun_options[@]}" \
+        bash "$scripts/rank.sh" "$EDIT_PYTHON" -m megatron_edit "$EDIT_SCRIPT" "${flags[@]}" "$@" &
     launches+=($!)
 }
 
@@ -127,22 +127,22 @@ launch_each_replica() {
     for ((i = 0; i < $(num_components); i++)); do
         ((total += $(of_component SLURM_JOB_NUM_NODES "$i"))) || true
     done
-    each=$((total / RUN_REPLICAS))
-    ((each * RUN_REPLICAS == total)) || refuse "RUN_REPLICAS=$RUN_REPLICAS" \
+    each=$((total / EDIT_REPLICAS))
+    ((each * EDIT_REPLICAS == total)) || refuse "EDIT_REPLICAS=$EDIT_REPLICAS" \
         "must divide the $total nodes of the job" "change it in $settings"
     ranks=$(ranks_per_node 0)
     for ((i = 0; i < $(num_components); i++)); do
         (($(of_component SLURM_JOB_NUM_NODES "$i") % each == 0)) || refuse \
-            "RUN_REPLICAS=$RUN_REPLICAS" \
+            "EDIT_REPLICAS=$EDIT_REPLICAS" \
             "each component must have a multiple of $each nodes ($total in all)" \
-            "give component $i other nodes, or change RUN_REPLICAS in $settings"
+            "give component $i other nodes, or change EDIT_REPLICAS in $settings"
         (($(ranks_per_node "$i") == ranks)) || refuse \
             "component $i: $(ranks_per_node "$i") ranks a node" \
             "must be $ranks as in component 0" "give all the same --ntasks-per-node"
     done
-    ((RUN_REPLICAS < PORTS_PER_JOB)) || refuse "RUN_REPLICAS=$RUN_REPLICAS" \
+    ((EDIT_REPLICAS < PORTS_PER_JOB)) || refuse "EDIT_REPLICAS=$EDIT_REPLICAS" \
         "a job has $PORTS_PER_JOB ports" "use a single launch (edit.sbatch)"
-    say "$RUN_REPLICAS replicas of $each nodes, partitions$(
+    say "$EDIT_REPLICAS replicas of $each nodes, partitions$(
         for ((i = 0; i < $(num_components); i++)); do
             echo -n " $(of_component SLURM_JOB_PARTITION "$i")"
         done)"
@@ -199,9 +199,9 @@ wait_for_launches() {
 finish() {
     wait_for_launches
     if [ -n "$asked" ]; then requeue "$asked: the run was stopped"; fi
-    if [ -f "$RUN_STATE/failed" ]; then
-        code=$(<"$RUN_STATE/failed")
-    elif [ -f "$RUN_STATE/stopped" ]; then
+    if [ -f "$EDIT_STATE/failed" ]; then
+        code=$(<"$EDIT_STATE/failed")
+    elif [ -f "$EDIT_STATE/stopped" ]; then
         requeue "SLURM has stopped the run"
     fi
     [ "$code" -ne 0 ] || exit 0
@@ -212,15 +212,15 @@ finish() {
     exit "$code"
 }
 
-# Queues again, unless the last RUN_MAX_FAILURES starts failed without a newer checkpoint.
+# Queues again, unless the last EDIT_MAX_FAILURES starts failed without a newer checkpoint.
 fail_again_at_most() {
-    local note=$RUN_DIR/slurm/$SLURM_JOB_ID.failures newest before='' count=0
-    newest=$(cat "$RUN_DIR/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || echo none)
+    local note=$EDIT_DIR/slurm/$SLURM_JOB_ID.failures newest before='' count=0
+    newest=$(cat "$EDIT_DIR/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || echo none)
     [ ! -f "$note" ] || read -r before count <"$note"
     [ "$before" = "$newest" ] || count=0
     count=$((count + 1))
     echo "$newest $count" >"$note"
-    ((count < RUN_MAX_FAILURES)) || {
+    ((count < EDIT_MAX_FAILURES)) || {
         say "exit code $code: failed $count times without a checkpoint newer than $newest; given up"
         exit "$code"
     }
@@ -235,8 +235,8 @@ requeue() {
         say "$1; not queued again, the job is ${state:-gone}"
         exit 1
     }
-    ((restarts < RUN_MAX_RESTARTS)) || {
-        say "$1; not queued again after $restarts restarts (RUN_MAX_RESTARTS)"
+    ((restarts < EDIT_MAX_RESTARTS)) || {
+        say "$1; not queued again after $restarts restarts (EDIT_MAX_RESTARTS)"
         exit 1
     }
     say "$1; queued again"

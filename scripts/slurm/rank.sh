@@ -5,7 +5,7 @@
 #   USR1   from the batch script. The rank alone gets TERM; its workers (data, asynchronous saves)
 #          would die of it, but SLURM gives a signal to every process of a step.
 #   TERM   from SLURM itself, at a preemption. The rank has got it, too.
-# Notes in RUN_STATE: `stopped` if it was asked to stop, `failed` with the exit code of the rank
+# Notes in EDIT_STATE: `stopped` if it was asked to stop, `failed` with the exit code of the rank
 # that failed first. srun would report the code of those that were ended because of it.
 set -u
 
@@ -17,7 +17,7 @@ asked=''
 on_signal() {
     [ -z "$asked" ] || return
     asked=$1
-    : >"$RUN_STATE/stopped"
+    : >"$EDIT_STATE/stopped"
     if [ "$asked" = USR1 ]; then kill -TERM "$rank"; fi
 }
 
@@ -29,6 +29,6 @@ while kill -0 "$rank" 2>/dev/null; do wait "$rank"; done # a trap interrupts `wa
 wait "$rank"
 code=$?
 if [ "$code" -ne 0 ] && [ -z "$asked" ]; then
-    (set -o noclobber && echo "$code" >"$RUN_STATE/failed") 2>/dev/null
+    (set -o noclobber && echo "$code" >"$EDIT_STATE/failed") 2>/dev/null
 fi
 exit "$code"

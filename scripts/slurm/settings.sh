@@ -13,15 +13,15 @@ refuse() {
     exit 2
 }
 
-SETTINGS=(RUN_DIR RUN_SCRIPT RUN_FLAGS_FILE RUN_EDIT_FLAGS_FILE RUN_A_EDIT_FLAGS_FILE RUN_EXTRA_FLAGS
-    RUN_SAVE_INTERVAL RUN_PYTHON RUN_CONTAINER RUN_CONTAINER_MOUNTS RUN_SRUN_OPTIONS RUN_REPLICAS
-    RUN_PORT RUN_MAX_RESTARTS RUN_MAX_FAILURES RUN_NODES RUN_GPUS_PER_NODE RUN_RANKS_PER_NODE
-    RUN_CPUS_PER_RANK RUN_PARTITION RUN_MIXED RUN_TIME_LIMIT RUN_SIGNAL_LEAD_SECONDS
-    RUN_SBATCH_OPTIONS)
+SETTINGS=(EDIT_DIR EDIT_SCRIPT EDIT_MODEL_FLAGS_FILE EDIT_EDIT_FLAGS_FILE EDIT_A_EDIT_FLAGS_FILE
+    EDIT_EXTRA_FLAGS EDIT_SAVE_INTERVAL EDIT_PYTHON EDIT_CONTAINER EDIT_CONTAINER_MOUNTS
+    EDIT_SRUN_OPTIONS EDIT_REPLICAS EDIT_PORT EDIT_MAX_RESTARTS EDIT_MAX_FAILURES
+    EDIT_NODES EDIT_GPUS_PER_NODE EDIT_RANKS_PER_NODE EDIT_CPUS_PER_RANK EDIT_PARTITION
+    EDIT_MIXED EDIT_TIME_LIMIT EDIT_SIGNAL_LEAD_SECONDS EDIT_SBATCH_OPTIONS)
 
 # read_settings KIND: from the file and the environment, checked.
 read_settings() {
-    RUN_KIND=$1
+    EDIT_KIND=$1
     settings=${MEGATRON_EDIT_SETTINGS:-$scripts/settings.env}
     [ -f "$settings" ] || refuse "MEGATRON_EDIT_SETTINGS=$settings" "no such file" \
         "copy scripts/slurm/settings.env and name the copy"
@@ -30,8 +30,8 @@ read_settings() {
     # shellcheck source=scripts/slurm/settings.env
     source "$settings"
     local name
-    for name in $(compgen -v RUN_); do
-        [[ " RUN_KIND RUN_STATE ${SETTINGS[*]} " == *" $name "* ]] || refuse "$name=${!name}" \
+    for name in $(compgen -v EDIT_); do
+        [[ " EDIT_KIND EDIT_STATE ${SETTINGS[*]} " == *" $name "* ]] || refuse "$name=${!name}" \
             "no such setting" "look for its name in $scripts/settings.env"
     done
     for name in "${SETTINGS[@]}"; do
@@ -43,24 +43,24 @@ read_settings() {
 
 check_settings() {
     local name
-    for name in RUN_NODES RUN_REPLICAS RUN_RANKS_PER_NODE RUN_CPUS_PER_RANK RUN_SAVE_INTERVAL \
-        RUN_SIGNAL_LEAD_SECONDS RUN_MAX_FAILURES; do
+    for name in EDIT_NODES EDIT_REPLICAS EDIT_RANKS_PER_NODE EDIT_CPUS_PER_RANK EDIT_SAVE_INTERVAL \
+        EDIT_SIGNAL_LEAD_SECONDS EDIT_MAX_FAILURES; do
         [[ ${!name} =~ ^[1-9][0-9]{0,8}$ ]] || refuse "$name=${!name}" \
             "must be a whole number >= 1" "change it in $settings"
     done
-    for name in RUN_GPUS_PER_NODE RUN_MAX_RESTARTS RUN_PORT; do
+    for name in EDIT_GPUS_PER_NODE EDIT_MAX_RESTARTS EDIT_PORT; do
         [[ ${!name} =~ ^(0|[1-9][0-9]{0,8})$ ]] || refuse "$name=${!name}" \
             "must be a whole number >= 0" "change it in $settings"
     done
-    ((RUN_PORT == 0 || (RUN_PORT >= 1024 && RUN_PORT <= 65535 - PORTS_PER_JOB))) || refuse \
-        "RUN_PORT=$RUN_PORT" "must be 0, or the first of $PORTS_PER_JOB ports above 1023" \
+    ((EDIT_PORT == 0 || (EDIT_PORT >= 1024 && EDIT_PORT <= 65535 - PORTS_PER_JOB))) || refuse \
+        "EDIT_PORT=$EDIT_PORT" "must be 0, or the first of $PORTS_PER_JOB ports above 1023" \
         "change it in $settings"
-    for name in RUN_SCRIPT RUN_FLAGS_FILE RUN_EDIT_FLAGS_FILE RUN_A_EDIT_FLAGS_FILE; do
+    for name in EDIT_SCRIPT EDIT_MODEL_FLAGS_FILE EDIT_EDIT_FLAGS_FILE EDIT_A_EDIT_FLAGS_FILE; do
         [ -f "${!name}" ] || refuse "$name=${!name}" "no such file" "change it in $settings"
     done
-    [ -n "$RUN_DIR" ] || refuse "RUN_DIR (empty)" "must name a folder" "change it in $settings"
-    if [ -z "$RUN_CONTAINER" ] && ! command -v "$RUN_PYTHON" >/dev/null; then
-        refuse "RUN_PYTHON=$RUN_PYTHON" "no such program" \
+    [ -n "$EDIT_DIR" ] || refuse "EDIT_DIR (empty)" "must name a folder" "change it in $settings"
+    if [ -z "$EDIT_CONTAINER" ] && ! command -v "$EDIT_PYTHON" >/dev/null; then
+        refuse "EDIT_PYTHON=$EDIT_PYTHON" "no such program" \
             "make the environment with scripts/setup.sh, or name another interpreter in $settings"
     fi
 }

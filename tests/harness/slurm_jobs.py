@@ -48,9 +48,9 @@ class Run:
         for name, words in files.items():
             (self.folder / name).write_text("# tiny\n" + "\n".join(words) + "\n")
         self.settings = {
-            "RUN_FLAGS_FILE": "tiny.args", "RUN_EDIT_FLAGS_FILE": "edit.args",
-            "RUN_A_EDIT_FLAGS_FILE": "a_edit.args", "RUN_PYTHON": sys.executable,
-            "RUN_SCRIPT": str(HELD_SCRIPT), "RUN_SAVE_INTERVAL": "4", "RUN_DIR": "run",
+            "EDIT_MODEL_FLAGS_FILE": "tiny.args", "EDIT_EDIT_FLAGS_FILE": "edit.args",
+            "EDIT_A_EDIT_FLAGS_FILE": "a_edit.args", "EDIT_PYTHON": sys.executable,
+            "EDIT_SCRIPT": str(HELD_SCRIPT), "EDIT_SAVE_INTERVAL": "4", "EDIT_DIR": "run",
             "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
             "HELD_DIR": str(self.folder),
         } | self.settings  # fmt: skip
@@ -82,9 +82,11 @@ class Run:
         (self.folder / "HOLD").unlink()
 
     def losses(self) -> dict[int, float]:
-        """Mean losses over the replicas by iteration; of repeated iterations the last."""
-        lines = (self.folder / "run" / "log" / "loss.jsonl").read_text().splitlines()
-        return {x["iteration"]: x["loss"] for x in map(json.loads, lines)}
+        """Mean losses over the replicas by iteration, of all starts."""
+        folder = self.folder / "run" / "log"
+        before = sorted(folder.glob("loss.*.jsonl"), key=lambda path: int(path.suffixes[0][1:]))
+        text = "".join(path.read_text() for path in [*before, folder / "loss.jsonl"])
+        return {x["iteration"]: x["loss"] for x in map(json.loads, text.splitlines())}
 
 
 @dataclass

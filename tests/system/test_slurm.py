@@ -135,7 +135,7 @@ def test_preempted(run: Run, whole: Run) -> None:
 
 
 @full
-@pytest.mark.parametrize("kind", ["edit", "edit_per_replica", "ddp"])
+@pytest.mark.parametrize("kind", ["edit_per_replica", "ddp"])
 def test_near_the_time_limit(run: Run, whole: Run, kind: str) -> None:
     """The signal that SLURM sends before a time limit: save, queue again, go on."""
     run.hold(7)
@@ -189,7 +189,7 @@ def test_a_run_that_always_fails_is_given_up(run: Run) -> None:
     """Queued again once, as no checkpoint came of it; with the exit code of the rank."""
     script = run.folder / "fails.py"
     script.write_text("raise SystemExit(7)\n")
-    run.settings["RUN_SCRIPT"] = str(script)
+    run.settings["EDIT_SCRIPT"] = str(script)
     job = run.sbatch("edit")
     assert job.wait() == "FAILED"
     assert (job.exit_code, job.restarts) == (7, 1), job.story()
@@ -200,11 +200,11 @@ def test_a_run_that_always_fails_is_given_up(run: Run) -> None:
 
 
 BAD = {
-    "RUN_REPLICAS=two": "must be a whole number >= 1",
-    "RUN_REPLCAS=2": "no such setting",
-    "RUN_FLAGS_FILE=tiny": "no such file",
-    "RUN_PYTHON=no-such-python": "no such program",
-    "RUN_PORT=80": "must be 0, or the first of 64 ports above 1023",
+    "EDIT_REPLICAS=two": "must be a whole number >= 1",
+    "EDIT_REPLCAS=2": "no such setting",
+    "EDIT_MODEL_FLAGS_FILE=tiny": "no such file",
+    "EDIT_PYTHON=no-such-python": "no such program",
+    "EDIT_PORT=80": "must be 0, or the first of 64 ports above 1023",
     "MEGATRON_EDIT_SETTINGS=nowhere.env": "no such file",
 }
 
@@ -223,17 +223,17 @@ def test_bad_settings_end_the_job_at_once(run: Run) -> None:
 
 def test_submit_refuses_bad_settings(run: Run) -> None:
     """Before anything is queued."""
-    run.settings |= {"RUN_MIXED": "fast:1 slow"}
+    run.settings |= {"EDIT_MIXED": "fast:1 slow"}
     argv = ["bash", str(SCRIPTS / "submit.sh"), "a_edit_mixed"]
     done = run.cluster.attempt(*argv, cwd=run.folder, **run.settings)
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("slurm: RUN_MIXED=fast:1 slow: must be partition:nodes")
+    assert done.stderr.startswith("slurm: EDIT_MIXED=fast:1 slow: must be partition:nodes")
 
 
 @full
 def test_bad_flags_end_the_job_before_any_rank(run: Run) -> None:
     """`megatron-edit check` sees them."""
-    run.settings["RUN_EXTRA_FLAGS"] = "--edit-sync-interval 0"
+    run.settings["EDIT_EXTRA_FLAGS"] = "--edit-sync-interval 0"
     job = run.sbatch("edit_per_replica")
     assert job.wait() == "FAILED" and job.exit_code == 2, job.story()
     assert "--edit-sync-interval 0: must be at least 1" in job.console
@@ -248,14 +248,14 @@ def test_documented_commands_are_accepted(run: Run) -> None:
             continue
         queued = set(run.cluster.call("squeue", "--noheader", "--format=%A").split())
         line = re.sub(r"--gpus-per-node \d+", "", command.line.replace("nodes 8", "nodes 2"))
-        line = re.sub(r"RUN_GPUS_PER_NODE=\d+", "RUN_RANKS_PER_NODE=8", line)
-        line = line.replace("RUN_NODES=8", "RUN_NODES=2").replace(
-            "RUN_REPLICAS=4", "RUN_REPLICAS=2"
+        line = re.sub(r"EDIT_GPUS_PER_NODE=\d+", "EDIT_RANKS_PER_NODE=8", line)
+        line = line.replace("EDIT_NODES=8", "EDIT_NODES=2").replace(
+            "EDIT_REPLICAS=4", "EDIT_REPLICAS=2"
         )
         line = line.replace("sbatch --", "sbatch --hold --")
         if "submit.sh" in line:
             line += " --hold"
-        run.cluster.call("bash", "-c", line, cwd=REPOSITORY, RUN_PYTHON=sys.executable)
+        run.cluster.call("bash", "-c", line, cwd=REPOSITORY, EDIT_PYTHON=sys.executable)
         jobs += set(run.cluster.call("squeue", "--noheader", "--format=%A").split()) - queued
     assert len(jobs) >= 6  # het jobs count twice
     run.cluster.call("scancel", *jobs)

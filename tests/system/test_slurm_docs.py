@@ -20,7 +20,7 @@ def test_documented_commands_submit_what_is_there(tmp_path: Path) -> None:
     for command in of_kind("slurm"):
         calls.write_text("")
         line = f"PATH={tmp_path}:$PATH; {command.line.replace('JOB', '7')}"
-        run(["bash", "-c", line], CALLS=str(calls), RUN_PYTHON=sys.executable)
+        run(["bash", "-c", line], CALLS=str(calls), EDIT_PYTHON=sys.executable)
         (made,) = calls.read_text().splitlines()
         if command.words[0] == "scancel":
             assert made == "scancel --batch --signal=USR1 7"
@@ -29,6 +29,6 @@ def test_documented_commands_submit_what_is_there(tmp_path: Path) -> None:
         assert script.is_file() and script.suffix == ".sbatch"
         is_het = script.stem in ("edit_per_replica", "a_edit_mixed")
         assert made.count(" : ") == (1 if is_het else 0), made
-        if "RUN_NODES=8" in command.line:
+        if "EDIT_NODES=8" in command.line:
             assert "--nodes=8 --ntasks-per-node=8" in made and "--gpus-per-node=8" in made
             assert made.index("--time 1-00") < made.index("scripts/slurm")
