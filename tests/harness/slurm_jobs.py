@@ -81,6 +81,10 @@ class Run:
         """Let them go on."""
         (self.folder / "HOLD").unlink()
 
+    def stops(self) -> list[Path]:
+        """Notes of the starts in which ranks have been told to stop."""
+        return list((self.folder / "run" / "slurm").glob("*/stopped"))
+
     def losses(self) -> dict[int, float]:
         """Mean losses over the replicas by iteration, of all starts."""
         folder = self.folder / "run" / "log"
