@@ -169,9 +169,16 @@ start_replicas() {
 # ---- the end
 
 on_signal() {
-    [ -n "$asked" ] || say "$1: all ranks save and end"
+    [ -n "$asked" ] || say "$1: asked to stop"
     asked=$1
-    [ ${#launches[@]} -eq 0 ] || scancel --signal=USR1 "$SLURM_JOB_ID" || true
+    [ ${#launches[@]} -gt 0 ] || : >"$EDIT_STATE/stopped"
+}
+
+# Tells the ranks, until one has noted it: a step that is just starting misses a signal.
+pass_on() {
+    if [ -n "$asked" ] && [ ! -f "$EDIT_STATE/stopped" ]; then
+        scancel --signal=USR1 "$SLURM_JOB_ID" || true
+    fi
 }
 
 # Waits for all launches; `code` is the first exit code that is not 0.
@@ -179,6 +186,7 @@ wait_for_launches() {
     local failed_at='' pid running
     code=0
     while [ ${#launches[@]} -gt 0 ]; do
+        pass_on
         running=()
         for pid in "${launches[@]}"; do
             if kill -0 "$pid" 2>/dev/null; then
@@ -188,6 +196,7 @@ wait_for_launches() {
             fi
         done
         launches=("${running[@]}")
+        [ ! -f "$EDIT_STATE/failed" ] || failed_at=${failed_at:-$SECONDS}
         if [ -n "$failed_at" ] && ((SECONDS > failed_at + LAST_WORDS_SECONDS)); then
             scancel --signal=KILL "$SLURM_JOB_ID" || true
         fi
@@ -198,12 +207,11 @@ wait_for_launches() {
 # Training is over (0), was stopped (queue again), or has failed (queue again if it may help).
 finish() {
     wait_for_launches
-    if [ -n "$asked" ]; then requeue "$asked: the run was stopped"; fi
-    if [ -f "$EDIT_STATE/failed" ]; then
-        code=$(<"$EDIT_STATE/failed")
-    elif [ -f "$EDIT_STATE/stopped" ]; then
-        requeue "SLURM has stopped the run"
+    # Ranks that are ended because another one failed have been told to stop, too.
+    if [ -f "$EDIT_STATE/stopped" ] && [[ -n $asked || ! -f $EDIT_STATE/failed ]]; then
+        requeue "${asked:-TERM to the ranks}: the run was stopped"
     fi
+    [ ! -f "$EDIT_STATE/failed" ] || code=$(<"$EDIT_STATE/failed")
     [ "$code" -ne 0 ] || exit 0
     case $code in
         2 | 3) say "exit code $code: not queued again, it would fail the same way" ;;
@@ -230,7 +238,7 @@ fail_again_at_most() {
 # requeue WHY: SLURM then ends this script. A job that was cancelled stays cancelled.
 requeue() {
     local state
-    state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T | head -n 1)
+    state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T | sed -n 1p)
     [ "$state" = RUNNING ] || {
         say "$1; not queued again, the job is ${state:-gone}"
         exit 1

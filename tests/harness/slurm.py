@@ -18,7 +18,8 @@ from pathlib import Path
 
 import psutil
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue",
+            "setpriv")  # fmt: skip
 ADMIN_PATHS = "/usr/sbin:/usr/local/sbin:/sbin"
 NODES = ("n1", "n2")
 # Two nodes on one machine, without control groups. Short time-outs, so that a lost node is noticed.
@@ -130,7 +131,8 @@ class Cluster:
     def _run_daemon(self, name: str, argv: list[str]) -> None:
         with (self.folder / f"{name}.out").open("ab") as out:
             self._daemons[name] = subprocess.Popen(
-                argv, env=self.env, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=out,
+                ["setpriv", "--pdeathsig", "TERM", *argv],  # not even a killed test leaves them
+                env=self.env, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=out,
                 stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
 
