@@ -64,10 +64,13 @@ PartitionName=urgent Nodes=n1,n2 State=UP PriorityTier=10
 """
 
 
-def missing_programs() -> list[str]:
-    """What a cluster needs and this machine lacks."""
+def why_not() -> str:
+    """Why there can be no cluster here; empty if there can."""
     path = f"{os.environ.get('PATH', '')}:{ADMIN_PATHS}"
-    return [name for name in PROGRAMS if shutil.which(name, path=path) is None]
+    missing = [name for name in PROGRAMS if shutil.which(name, path=path) is None]
+    if missing:
+        return f"SLURM is not installed: no {', '.join(missing)}"
+    return "" if os.geteuid() == 0 else "slurmd needs root"
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, what: Callable[[], str]) -> None:

@@ -1,6 +1,6 @@
 """The batch scripts on a real SLURM of two nodes, which this file starts and stops.
 
-Needs slurmctld, slurmd, munge and SLURM's commands (Debian: slurmctld slurmd munge slurm-client).
+Needs root and the programs of SLURM and munge (Debian: slurmctld slurmd slurm-client munge).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pathlib import Path
 import pytest
 
 from tests.harness.launch import REPOSITORY
-from tests.harness.slurm import Cluster, missing_programs, wait_until
+from tests.harness.slurm import Cluster, wait_until, why_not
 from tests.harness.slurm_jobs import SCRIPTS, Job, Run
 from tests.system.test_docs import of_kind
 
-MISSING = missing_programs()
+WHY_NOT = why_not()
 pytestmark = [
     pytest.mark.timeout(600),
-    pytest.mark.skipif(bool(MISSING), reason=f"SLURM is not installed: no {', '.join(MISSING)}"),
+    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
 ]
 full = pytest.mark.full
 
