@@ -7,6 +7,7 @@
 # shellcheck source=scripts/slurm/settings.sh
 source "$(dirname "${BASH_SOURCE[0]}")/settings.sh"
 LAST_WORDS_SECONDS=60 # for the other launches to notice that one has failed
+STOPS_IN_VAIN=10      # a time limit may be shorter than the signal's lead
 
 launches=() # process ids of srun
 asked=''    # the signal that asked this job to stop
@@ -209,30 +210,31 @@ finish() {
     wait_for_launches
     # Ranks that are ended because another one failed have been told to stop, too.
     if [ -f "$EDIT_STATE/stopped" ] && [[ -n $asked || ! -f $EDIT_STATE/failed ]]; then
-        requeue "${asked:-TERM to the ranks}: the run was stopped"
+        again_at_most "$STOPS_IN_VAIN" stops "${asked:-TERM to the ranks}: the run was stopped"
     fi
     [ ! -f "$EDIT_STATE/failed" ] || code=$(<"$EDIT_STATE/failed")
     [ "$code" -ne 0 ] || exit 0
     case $code in
         2 | 3) say "exit code $code: not queued again, it would fail the same way" ;;
-        *) fail_again_at_most ;;
+        *) again_at_most "$EDIT_MAX_FAILURES" failures "exit code $code" ;;
     esac
     exit "$code"
 }
 
-# Queues again, unless the last EDIT_MAX_FAILURES starts failed without a newer checkpoint.
-fail_again_at_most() {
-    local note=$EDIT_DIR/slurm/$SLURM_JOB_ID.failures newest before='' count=0
+# again_at_most LIMIT NAME WHY: queues again, unless this is the start number LIMIT in a row that
+# ends like this without a newer checkpoint.
+again_at_most() {
+    local note=$EDIT_DIR/slurm/$SLURM_JOB_ID.$2 newest before='' count=0
     newest=$(cat "$EDIT_DIR/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || echo none)
     [ ! -f "$note" ] || read -r before count <"$note"
     [ "$before" = "$newest" ] || count=0
     count=$((count + 1))
     echo "$newest $count" >"$note"
-    ((count < EDIT_MAX_FAILURES)) || {
-        say "exit code $code: failed $count times without a checkpoint newer than $newest; given up"
-        exit "$code"
+    ((count < $1)) || {
+        say "$3, $count times without a checkpoint newer than $newest; given up"
+        exit $((code ? code : 1))
     }
-    requeue "exit code $code"
+    requeue "$3"
 }
 
 # requeue WHY: SLURM then ends this script. A job that was cancelled stays cancelled.

@@ -206,7 +206,7 @@ def test_a_run_that_always_fails_is_given_up(run: Run) -> None:
     job = run.sbatch("edit")
     assert job.wait() == "FAILED"
     assert (job.exit_code, job.restarts) == (7, 1), job.story()
-    assert "failed 2 times without a checkpoint newer than none; given up" in job.console
+    assert "exit code 7, 2 times without a checkpoint newer than none; given up" in job.console
 
 
 # ---- bad settings
