@@ -37,7 +37,7 @@ def versions() -> list[str]:
 def run_tests(stories: Path) -> str:
     """What pytest says."""
     env = os.environ | {
-        "MEGATRON_EDIT_SLURM_LOG": str(stories), "PYTHONPATH": str(ROOT), "COLUMNS": "100",
+        "MEGATRON_EDIT_SLURM_LOG": str(stories), "COLUMNS": "100",
         "PATH": f"{os.environ['PATH']}:/usr/sbin",
     }  # fmt: skip
     done = subprocess.run(
