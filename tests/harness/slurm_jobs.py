@@ -57,14 +57,15 @@ class Run:
 
     def sbatch(self, kind: str, *options: str) -> Job:
         """Submit a batch script itself."""
-        return self._submit(["sbatch", "--parsable", *options, str(SCRIPTS / f"{kind}.sbatch")])
+        return self.submit_words("sbatch", "--parsable", *options, SCRIPTS / f"{kind}.sbatch")
 
     def submit(self, kind: str, *options: str) -> Job:
         """Submit with submit.sh."""
-        return self._submit(["bash", str(SCRIPTS / "submit.sh"), kind, "--parsable", *options])
+        return self.submit_words("bash", SCRIPTS / "submit.sh", kind, "--parsable", *options)
 
-    def _submit(self, argv: list[str]) -> Job:
-        output = self.cluster.call(*argv, cwd=self.folder, **self.settings)
+    def submit_words(self, *argv: str | Path) -> Job:
+        """Run a command that prints the number of a job."""
+        output = self.cluster.call(*map(str, argv), cwd=self.folder, **self.settings)
         return Job(self.cluster, int(output), self.folder)
 
     def hold(self, step: int) -> None:
@@ -101,10 +102,14 @@ class Job:
     id: int
     folder: Path
 
-    def field(self, name: str) -> str:
-        """What `scontrol show job` says."""
+    def fields(self) -> dict[str, str]:
+        """What `scontrol show job` says; of the first component, if there are several."""
         text = self.cluster.call("scontrol", "show", "job", str(self.id), "--oneliner")
-        return dict(word.partition("=")[::2] for word in text.splitlines()[0].split())[name]
+        return dict(word.partition("=")[::2] for word in text.splitlines()[0].split())
+
+    def field(self, name: str) -> str:
+        """One of these."""
+        return self.fields()[name]
 
     @property
     def state(self) -> str:

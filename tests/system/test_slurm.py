@@ -74,44 +74,51 @@ def test_single_launch_of_edit(whole: Run) -> None:
     assert (whole.folder / "run/checkpoints/iter_0000012/edit/edit.json").is_file()
 
 
+@pytest.fixture(scope="module")
+def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Job]]:
+    """A job of each other kind, all at once: much of their time is SLURM's and start-up."""
+    names = ("ddp", "edit_per_replica", "a_edit_mixed", "in_one_job")
+    runs = {name: Run(cluster, tmp_path_factory.mktemp(name)) for name in names}
+    shutil.copytree(SCRIPTS, runs["in_one_job"].folder / "scripts/slurm")
+    script = runs["in_one_job"].folder / "scripts/slurm/edit_per_replica.sbatch"
+    before, _, after = script.read_text().partition("#SBATCH hetjob\n")
+    script.write_text(before + after[after.index("set ") :])
+    submitted = {
+        "ddp": runs["ddp"].sbatch("ddp"),
+        "edit_per_replica": runs["edit_per_replica"].submit("edit_per_replica"),
+        "a_edit_mixed": runs["a_edit_mixed"].sbatch("a_edit_mixed"),
+        "in_one_job": runs["in_one_job"].submit_words("sbatch", "--parsable", "--nodes=2", script),
+    }
+    return {name: (runs[name], job) for name, job in submitted.items()}
+
+
 @full
-def test_baseline(run: Run) -> None:
+def test_baseline(jobs: dict[str, tuple[Run, Job]]) -> None:
     """Stock Megatron on two nodes."""
-    job = run.sbatch("ddp")
+    run, job = jobs["ddp"]
     assert_completed(job)
     assert job.parsed().consumed_samples[12] == 96
     assert not (run.folder / "run/log").exists()
 
 
 @full
-def test_one_launch_per_replica(run: Run, whole: Run) -> None:
-    """A heterogeneous job made by submit.sh: the same training to the last bit."""
-    job = run.submit("edit_per_replica")
+@pytest.mark.parametrize("name", ["edit_per_replica", "in_one_job"])
+def test_one_launch_per_replica(jobs: dict[str, tuple[Run, Job]], whole: Run, name: str) -> None:
+    """A heterogeneous job made by submit.sh, and what docs/slurm.md says for clusters without: the
+    same training to the last bit."""
+    run, job = jobs[name]
     assert_completed(job)
-    assert job.field("HetJobOffset") == "0"
+    assert ("HetJobId" in job.fields()) == (name == "edit_per_replica")
     assert_same(run, whole)
 
 
 @full
-def test_one_launch_per_replica_in_one_job(run: Run, whole: Run) -> None:
-    """As docs/slurm.md says for clusters without heterogeneous jobs."""
-    shutil.copytree(SCRIPTS, run.folder / "scripts/slurm")
-    script = run.folder / "scripts/slurm/edit_per_replica.sbatch"
-    before, _, after = script.read_text().partition("#SBATCH hetjob\n")
-    script.write_text(before + after[after.index("set ") :])
-    job = Job(run.cluster, int(run.cluster.call("sbatch", "--parsable", "--nodes=2", str(script),
-              cwd=run.folder, **run.settings)), run.folder)  # fmt: skip
-    assert_completed(job)
-    assert_same(run, whole)
-
-
-@full
-def test_a_edit_on_mixed_partitions(run: Run) -> None:
-    """A component in each partition; all samples are consumed."""
-    job = run.sbatch("a_edit_mixed")
+def test_a_edit_on_mixed_partitions(jobs: dict[str, tuple[Run, Job]]) -> None:
+    """A component in each partition, a replica in each component."""
+    run, job = jobs["a_edit_mixed"]
     assert_completed(job)
     assert (run.folder / "run/log/replica-1.jsonl").is_file()
-    assert "partitions fast slow" in job.console
+    assert "2 replicas of 1 nodes, partitions fast slow" in job.console
 
 
 # ---- interrupted
