@@ -269,16 +269,14 @@ def test_documented_commands_are_accepted(run: Run) -> None:
         queued = set(run.cluster.call("squeue", "--noheader", "--format=%A").split())
         line = re.sub(r"--gpus-per-node \d+", "", command.line.replace("nodes 8", "nodes 2"))
         line = re.sub(r"EDIT_GPUS_PER_NODE=\d+", "EDIT_RANKS_PER_NODE=8", line)
-        line = line.replace("EDIT_NODES=8", "EDIT_NODES=2").replace(
-            "EDIT_REPLICAS=4", "EDIT_REPLICAS=2"
-        )
+        line = re.sub(r"(EDIT_NODES|EDIT_REPLICAS)=\d", r"\1=2", line)
         line = line.replace("sbatch --", "sbatch --hold --")
         if "submit.sh" in line:
             line += " --hold"
         run.cluster.call("bash", "-c", line, cwd=REPOSITORY, EDIT_PYTHON=sys.executable)
         jobs += set(run.cluster.call("squeue", "--noheader", "--format=%A").split()) - queued
     assert len(jobs) >= 6  # het jobs count twice
-    run.cluster.call("scancel", *jobs)
+    run.cluster.attempt("scancel", *jobs)  # one of each component would be enough
 
 
 # ---- the text of the scripts
