@@ -15,6 +15,7 @@ Every command in a shell fence of README.md and docs/*.md is handled by exactly 
 | megatron-edit report, watch | run on the event files of a training that never was |
 | make_flags_doc, plan_check | run with --check |
 | quickstart.sh, test.sh | run with a stub of the environment that notes what it is told to do |
+| sbatch, submit.sh, scancel | run by test_slurm_docs.py and (with a real SLURM) test_slurm.py |
 | pip install, git clone | not run; extras and addresses are checked |
 """
 
@@ -96,6 +97,8 @@ def kind_of(command: Command) -> str:
     words, line = command.words, command.line
     if words[:2] == ["pip", "install"] or words[:2] == ["git", "clone"]:
         return "install"
+    if words[0] in ("sbatch", "scancel") or "scripts/slurm/submit.sh" in words:
+        return "slurm"
     if words[0] == "bash":
         return "script"
     if "doctor" in words:

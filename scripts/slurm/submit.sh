@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# Submits a batch script of this folder with what settings.env says about nodes and limits.
+#
+#   scripts/slurm/submit.sh ddp|edit|edit_per_replica|a_edit_mixed [sbatch options]
+set -euo pipefail
+
+# shellcheck source=scripts/slurm/settings.sh
+source "$(dirname "${BASH_SOURCE[0]}")/settings.sh"
+kind=${1:-}
+[[ -n $kind && -f $scripts/$kind.sbatch ]] || refuse "${kind:-KIND (not given)}" \
+    "no such batch script" "give ddp, edit, edit_per_replica or a_edit_mixed"
+shift
+read_settings "$kind"
+read -ra more <<<"$EDIT_SBATCH_OPTIONS"
+
+# component COUNT PARTITION EXTRA...: adds what one component asks for to `asks`.
+asks=()
+component() {
+    local count=$1 partition=$2 ranks=$EDIT_RANKS_PER_NODE
+    shift 2
+    ((EDIT_GPUS_PER_NODE == 0)) || ranks=$EDIT_GPUS_PER_NODE
+    [ ${#asks[@]} -eq 0 ] || asks+=(:)
+    asks+=(--nodes="$count" --ntasks-per-node="$ranks" --cpus-per-task="$EDIT_CPUS_PER_RANK")
+    ((EDIT_GPUS_PER_NODE == 0)) || asks+=(--gpus-per-node="$EDIT_GPUS_PER_NODE")
+    [ -z "$partition" ] || asks+=(--partition="$partition")
+    [ -z "$EDIT_TIME_LIMIT" ] || asks+=(--time="$EDIT_TIME_LIMIT")
+    asks+=(--signal="B:USR1@$EDIT_SIGNAL_LEAD_SECONDS" "${more[@]}" "$@")
+}
+
+case $kind in
+    edit_per_replica)
+        ((EDIT_NODES % EDIT_REPLICAS == 0)) || refuse "EDIT_REPLICAS=$EDIT_REPLICAS" \
+            "must divide EDIT_NODES=$EDIT_NODES" "change one of them in $settings"
+        for ((i = 0; i < EDIT_REPLICAS; i++)); do
+            component $((EDIT_NODES / EDIT_REPLICAS)) "$EDIT_PARTITION" "$@"
+        done
+        ;;
+    a_edit_mixed)
+        read -ra parts <<<"$EDIT_MIXED"
+        ((${#parts[@]})) || refuse "EDIT_MIXED (empty)" "must be partition:nodes ..." \
+            "change it in $settings"
+        for part in "${parts[@]}"; do
+            [[ $part =~ ^[^:]+:[1-9][0-9]*$ ]] || refuse "EDIT_MIXED=$EDIT_MIXED" \
+                "must be partition:nodes ..." "change it in $settings"
+            component "${part##*:}" "${part%:*}" "$@"
+        done
+        ;;
+    *) component "$EDIT_NODES" "$EDIT_PARTITION" "$@" ;;
+esac
+exec sbatch "${asks[@]}" "$scripts/$kind.sbatch"

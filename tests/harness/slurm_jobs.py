@@ -1,0 +1,175 @@
+"""Jobs of the batch scripts in scripts/slurm/, on a cluster of `tests.harness.slurm`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.harness.launch import REPOSITORY, RankResult
+from tests.harness.slurm import Cluster, wait_until
+from tests.harness.training import TrainResult, parse_console, tiny_gpt
+
+SCRIPTS = REPOSITORY / "scripts" / "slurm"
+HELD_SCRIPT = REPOSITORY / "tests" / "harness" / "pretrain_held.py"
+SECONDS = 300.0  # for a job that needs ten on a machine that is busy
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
+_CONSOLE = re.compile(  # what the log of benchmarks/slurm_log.py keeps
+    r"^(?:slurm|megatron[_-]edit|srun|ok|\[edit\]|\s*loading checkpoint|exiting"
+    r"|.* iteration +\d+/).*"
+)
+
+
+@dataclass
+class Run:
+    """A folder to submit from, with settings as the environment has them.
+
+    Attributes:
+        settings: variables of settings.env.
+    """
+
+    cluster: Cluster
+    folder: Path
+    settings: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        edit = ["--use-edit", "--edit-warmup-steps", "2", "--edit-digest-interval", "1"]
+        tiny = tiny_gpt(train_iters=12, edit_device="cpu")
+        files = {
+            "tiny.args": tiny,
+            "edit.args": [*edit, "--edit-sync-interval", "3"],
+            "a_edit.args": [*edit, "--edit-strategy", "a-edit", "--edit-sync-seconds", "0.2",
+                            "--edit-min-round-steps", "2"],
+        }  # fmt: skip
+        for name, words in files.items():
+            (self.folder / name).write_text("# tiny\n" + "\n".join(words) + "\n")
+        self.settings = {
+            "EDIT_MODEL_FLAGS_FILE": "tiny.args", "EDIT_EDIT_FLAGS_FILE": "edit.args",
+            "EDIT_A_EDIT_FLAGS_FILE": "a_edit.args", "EDIT_PYTHON": sys.executable,
+            "EDIT_SCRIPT": str(HELD_SCRIPT), "EDIT_SAVE_INTERVAL": "4", "EDIT_DIR": "run",
+            "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+            "HELD_DIR": str(self.folder),
+        } | self.settings  # fmt: skip
+
+    def sbatch(self, kind: str, *options: str) -> Job:
+        """Submit a batch script itself."""
+        return self.submit_words("sbatch", "--parsable", *options, SCRIPTS / f"{kind}.sbatch")
+
+    def submit(self, kind: str, *options: str) -> Job:
+        """Submit with submit.sh."""
+        return self.submit_words("bash", SCRIPTS / "submit.sh", kind, "--parsable", *options)
+
+    def submit_words(self, *argv: str | Path) -> Job:
+        """Run a command that prints the number of a job."""
+        output = self.cluster.call(*map(str, argv), cwd=self.folder, **self.settings)
+        return Job(self.cluster, int(output), self.folder)
+
+    def hold(self, step: int) -> None:
+        """Let the ranks of the next job wait in a step (1-based) until `release`."""
+        for note in self.folder.glob("held-*"):
+            note.unlink()
+        (self.folder / "HOLD").write_text(str(step))
+
+    def wait_held(self, ranks: int, job: Job) -> None:
+        """Wait until so many ranks have come to the step."""
+        wait_until(lambda: len(list(self.folder.glob("held-*"))) >= ranks, SECONDS, job.story)
+
+    def release(self) -> None:
+        """Let them go on."""
+        (self.folder / "HOLD").unlink()
+
+    def stops(self) -> list[Path]:
+        """Notes of the starts in which ranks have been told to stop."""
+        return list((self.folder / "run" / "slurm").glob("*/stopped"))
+
+    def losses(self) -> dict[int, float]:
+        """Mean losses over the replicas by iteration, of all starts."""
+        folder = self.folder / "run" / "log"
+        before = sorted(folder.glob("loss.*.jsonl"), key=lambda path: int(path.suffixes[0][1:]))
+        text = "".join(path.read_text() for path in [*before, folder / "loss.jsonl"])
+        return {x["iteration"]: x["loss"] for x in map(json.loads, text.splitlines())}
+
+
+@dataclass
+class Job:
+    """A job that was submitted."""
+
+    cluster: Cluster
+    id: int
+    folder: Path
+
+    def fields(self) -> dict[str, str]:
+        """What `scontrol show job` says; of the first component, if there are several."""
+        text = self.cluster.call("scontrol", "show", "job", str(self.id), "--oneliner")
+        return dict(word.partition("=")[::2] for word in text.splitlines()[0].split())
+
+    def field(self, name: str) -> str:
+        """One of these."""
+        return self.fields()[name]
+
+    @property
+    def state(self) -> str:
+        """SLURM's name of it."""
+        return self.field("JobState")
+
+    @property
+    def restarts(self) -> int:
+        """How often it was queued again."""
+        return int(self.field("Restarts"))
+
+    @property
+    def exit_code(self) -> int:
+        """Of the batch script."""
+        return int(self.field("ExitCode").partition(":")[0])
+
+    @property
+    def console(self) -> str:
+        """Its log so far."""
+        path = self.folder / f"slurm-{self.id}.out"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def parsed(self) -> TrainResult:
+        """Megatron's lines in its log."""
+        return parse_console_text(self.console)
+
+    def start_again_now(self) -> None:
+        """Leave out the two minutes that SLURM waits with a job that was queued again."""
+        for part in self.cluster.call("squeue", "--noheader", f"--jobs={self.id}", "--format=%A",
+                                      "--states=PENDING").split():  # fmt: skip
+            self.cluster.call("scontrol", "update", f"jobid={part}", "StartTime=now")
+
+    def wait_for(self, *states: str, restarts: int = 0) -> None:
+        """Wait for a state after at least so many restarts; pending ones start at once."""
+
+        def reached() -> bool:
+            state = self.state
+            if state == "PENDING" and self.field("Reason") == "BeginTime":
+                self.start_again_now()
+            return state in states and self.restarts >= restarts
+
+        wait_until(reached, SECONDS, self.story)
+
+    def wait(self) -> str:
+        """Wait for its end; how it ended. Notes its story where the environment asks for it."""
+        self.wait_for(*ENDED)
+        if log := os.environ.get("MEGATRON_EDIT_SLURM_LOG"):
+            with Path(log).open("a") as out:
+                out.write(f"{os.environ.get('PYTEST_CURRENT_TEST')}\n{self.story(whole=False)}\n\n")
+        return self.state
+
+    def story(self, *, whole: bool = True) -> str:
+        """What happened, for people."""
+        console = self.console
+        lines = [x for x in console.splitlines() if whole or _CONSOLE.match(x)]
+        head = (f"job {self.id}: {self.field('JobName')} {self.state}, exit code {self.exit_code}, "
+                f"{self.restarts} restarts")  # fmt: skip
+        return "\n".join([head, *(f"    {line[:160]}" for line in lines[-60:])])
+
+
+def parse_console_text(text: str) -> TrainResult:
+    """As `parse_console`, of one log."""
+    return parse_console([RankResult(0, 0, text, "", None)])

@@ -1,0 +1,294 @@
+"""The batch scripts on a real SLURM of two nodes, which this file starts and stops.
+
+Needs root and the programs of SLURM and munge (Debian: slurmctld slurmd slurm-client munge).
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness.launch import REPOSITORY
+from tests.harness.slurm import Cluster, wait_until, why_not
+from tests.harness.slurm_jobs import SCRIPTS, Job, Run
+from tests.system.test_docs import of_kind
+
+WHY_NOT = why_not()
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
+]
+full = pytest.mark.full
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Two nodes. In a folder of its own: the path of a socket must be short."""
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))
+    try:
+        with Cluster(folder) as cluster:
+            yield cluster
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def run(cluster: Cluster, tmp_path: Path) -> Run:
+    """A run of its own."""
+    return Run(cluster, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def whole(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """EDiT in a single launch on two nodes, never interrupted."""
+    run = Run(cluster, tmp_path_factory.mktemp("whole"))
+    assert_completed(run.sbatch("edit"))
+    return run
+
+
+def assert_completed(job: Job, restarts: int = 0) -> None:
+    """It came to the end of training, and was queued again as often as it should."""
+    assert job.wait() == "COMPLETED", job.story()
+    assert job.restarts == restarts, job.story()
+
+
+def assert_same(run: Run, whole: Run) -> None:
+    """Every loss to the last bit, all samples consumed."""
+    assert run.losses() == whole.losses()
+    assert len(run.losses()) == 12
+
+
+# ---- to the end
+
+
+def test_single_launch_of_edit(whole: Run) -> None:
+    """Two nodes, a replica each. Would catch: a batch script that does not start at all."""
+    assert len(whole.losses()) == 12
+    assert (whole.folder / "run/checkpoints/iter_0000012/edit/edit.json").is_file()
+
+
+@pytest.fixture(scope="module")
+def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Job]]:
+    """A job of each other kind, all at once: much of their time is SLURM's and start-up."""
+    names = ("ddp", "edit_per_replica", "a_edit_mixed", "in_one_job")
+    runs = {name: Run(cluster, tmp_path_factory.mktemp(name)) for name in names}
+    shutil.copytree(SCRIPTS, runs["in_one_job"].folder / "scripts/slurm")
+    script = runs["in_one_job"].folder / "scripts/slurm/edit_per_replica.sbatch"
+    before, _, after = script.read_text().partition("#SBATCH hetjob\n")
+    script.write_text(before + after[after.index("set ") :])
+    submitted = {
+        "ddp": runs["ddp"].sbatch("ddp"),
+        "edit_per_replica": runs["edit_per_replica"].submit("edit_per_replica"),
+        "a_edit_mixed": runs["a_edit_mixed"].sbatch("a_edit_mixed"),
+        "in_one_job": runs["in_one_job"].submit_words("sbatch", "--parsable", "--nodes=2", script),
+    }
+    return {name: (runs[name], job) for name, job in submitted.items()}
+
+
+@full
+def test_baseline(jobs: dict[str, tuple[Run, Job]]) -> None:
+    """Stock Megatron on two nodes."""
+    run, job = jobs["ddp"]
+    assert_completed(job)
+    assert job.parsed().consumed_samples[12] == 96
+    assert not (run.folder / "run/log").exists()
+
+
+@full
+@pytest.mark.parametrize("name", ["edit_per_replica", "in_one_job"])
+def test_one_launch_per_replica(jobs: dict[str, tuple[Run, Job]], whole: Run, name: str) -> None:
+    """A heterogeneous job made by submit.sh, and what docs/slurm.md says for clusters without: the
+    same training to the last bit."""
+    run, job = jobs[name]
+    assert_completed(job)
+    assert ("HetJobId" in job.fields()) == (name == "edit_per_replica")
+    assert_same(run, whole)
+
+
+@full
+def test_a_edit_on_mixed_partitions(jobs: dict[str, tuple[Run, Job]]) -> None:
+    """A component in each partition, a replica in each component."""
+    run, job = jobs["a_edit_mixed"]
+    assert_completed(job)
+    assert (run.folder / "run/log/replica-1.jsonl").is_file()
+    assert "2 replicas of 1 nodes, partitions fast slow" in job.console
+
+
+# ---- interrupted
+
+
+@full
+def test_preempted(run: Run, whole: Run) -> None:
+    """An urgent job takes the nodes: SLURM stops the ranks, and the run goes on later."""
+    run.hold(7)
+    job = run.sbatch("edit")
+    run.wait_held(2, job)
+    urgent = run.cluster.call("sbatch", "--parsable", "--partition=urgent", "--nodes=2",
+                              "--exclusive", "--wrap=sleep 1", cwd=run.folder)  # fmt: skip
+    wait_until(lambda: bool(run.stops()), 100, job.story)
+    run.release()
+    job.wait_for("PENDING", "COMPLETED", restarts=1)
+    assert_completed(Job(run.cluster, int(urgent), run.folder))
+    assert_completed(job, restarts=1)
+    assert "stopping after iteration 7" in job.console or "checkpoint of iteration 7" in job.console
+    assert_same(run, whole)
+
+
+@full
+def test_near_the_time_limit(run: Run, whole: Run) -> None:
+    """SLURM itself signals the batch script of a het job: all components save, queue again, go on.
+
+    On a busy machine the signal may come before training, and again after the first restart.
+    """
+    run.hold(7)
+    run.settings |= {"EDIT_TIME_LIMIT": "3", "EDIT_SIGNAL_LEAD_SECONDS": "60"}
+    job = run.submit("edit_per_replica")
+    wait_until(lambda: bool(run.stops()), 200, job.story)
+    run.release()
+    assert job.wait() == "COMPLETED" and job.restarts >= 1, job.story()
+    assert "USR1: the run was stopped; queued again" in job.console
+    assert_same(run, whole)
+
+
+@full
+def test_the_baseline_goes_on(run: Run) -> None:
+    """Stopped as docs/slurm.md says, by hand: stock Megatron consumes every sample once."""
+    run.hold(7)
+    job = run.sbatch("ddp")
+    run.wait_held(2, job)
+    (command,) = (c for c in of_kind("slurm") if c.words[0] == "scancel")
+    run.cluster.call(*(str(job.id) if word == "JOB" else word for word in command.words))
+    wait_until(lambda: bool(run.stops()), 100, job.story)
+    run.release()
+    assert_completed(job, restarts=1)
+    samples = job.parsed().consumed_samples
+    assert [samples[i] for i in range(1, 13)] == [8 * i for i in range(1, 13)]
+
+
+@full
+def test_a_node_fails(run: Run, whole: Run) -> None:
+    """Its ranks and its slurmd are gone at once; the job goes on from the newest checkpoint."""
+    run.hold(7)
+    job = run.sbatch("edit")
+    run.wait_held(2, job)
+    run.cluster.fail_node("n2")
+    run.release()
+    try:
+        job.wait_for("PENDING", restarts=1)
+    finally:
+        run.cluster.start_node("n2")
+    assert job.wait() == "COMPLETED", job.story()
+    assert_same(run, whole)
+
+
+# ---- not again
+
+
+@full
+def test_a_cancelled_job_stays_cancelled(run: Run) -> None:
+    """Would catch: a job that takes the end for a preemption and queues again."""
+    run.hold(3)
+    job = run.sbatch("edit")
+    run.wait_held(2, job)
+    run.cluster.call("scancel", str(job.id))
+    run.release()
+    assert job.wait() == "CANCELLED"
+    wait_until(lambda: "COMPLETING" not in run.cluster.call("squeue", "--format=%T"), 60, job.story)
+    assert (job.state, job.restarts) == ("CANCELLED", 0)
+
+
+@full
+def test_a_run_that_always_fails_is_given_up(run: Run) -> None:
+    """Queued again once, as no checkpoint came of it; with the exit code of the rank."""
+    script = run.folder / "fails.py"
+    script.write_text("raise SystemExit(7)\n")
+    run.settings["EDIT_SCRIPT"] = str(script)
+    job = run.sbatch("edit")
+    assert job.wait() == "FAILED"
+    assert (job.exit_code, job.restarts) == (7, 1), job.story()
+    assert "exit code 7, 2 times without a checkpoint newer than none; given up" in job.console
+
+
+# ---- bad settings
+
+
+BAD = {
+    "EDIT_REPLICAS=two": "must be a whole number >= 1",
+    "EDIT_REPLCAS=2": "no such setting",
+    "EDIT_MODEL_FLAGS_FILE=tiny": "no such file",
+    "EDIT_PYTHON=no-such-python": "no such program",
+    "EDIT_PORT=80": "must be 0, or the first of 64 ports above 1023",
+    "MEGATRON_EDIT_SETTINGS=nowhere.env": "no such file",
+}
+
+
+def test_bad_settings_end_the_job_at_once(run: Run) -> None:
+    """Exit code 2 and one line with value, rule and remedy, before any rank."""
+    jobs = {}
+    for bad in BAD:
+        name, _, value = bad.partition("=")
+        jobs[bad] = Run(run.cluster, run.folder, {name: value}).sbatch("edit")
+    for bad, job in jobs.items():
+        assert job.wait() == "FAILED" and (job.exit_code, job.restarts) == (2, 0), job.story()
+        assert job.console.startswith(f"slurm: {bad}: {BAD[bad]}; "), job.story()
+        assert job.console.count("\n") == 1, job.story()
+
+
+def test_submit_refuses_bad_settings(run: Run) -> None:
+    """Before anything is queued."""
+    run.settings |= {"EDIT_MIXED": "fast:1 slow"}
+    argv = ["bash", str(SCRIPTS / "submit.sh"), "a_edit_mixed"]
+    done = run.cluster.attempt(*argv, cwd=run.folder, **run.settings)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("slurm: EDIT_MIXED=fast:1 slow: must be partition:nodes")
+
+
+@full
+def test_bad_flags_end_the_job_before_any_rank(run: Run) -> None:
+    """`megatron-edit check` sees them."""
+    run.settings["EDIT_EXTRA_FLAGS"] = "--edit-sync-interval 0"
+    job = run.sbatch("edit_per_replica")
+    assert job.wait() == "FAILED" and job.exit_code == 2, job.story()
+    assert "--edit-sync-interval 0: must be at least 1" in job.console
+    assert "srun" not in job.console
+
+
+def test_documented_commands_are_accepted(run: Run) -> None:
+    """By the real sbatch, held, with as many nodes as there are and no GPUs."""
+    jobs = []
+    for command in of_kind("slurm"):
+        if command.words[0] == "scancel":
+            continue
+        queued = set(run.cluster.call("squeue", "--noheader", "--format=%A").split())
+        line = re.sub(r"--gpus-per-node \d+", "", command.line.replace("nodes 8", "nodes 2"))
+        line = re.sub(r"EDIT_GPUS_PER_NODE=\d+", "EDIT_RANKS_PER_NODE=8", line)
+        line = re.sub(r"(EDIT_NODES|EDIT_REPLICAS)=\d", r"\1=2", line)
+        line = line.replace("sbatch --", "sbatch --hold --")
+        if "submit.sh" in line:
+            line += " --hold"
+        run.cluster.call("bash", "-c", line, cwd=REPOSITORY, EDIT_PYTHON=sys.executable)
+        jobs += set(run.cluster.call("squeue", "--noheader", "--format=%A").split()) - queued
+    assert len(jobs) >= 6  # het jobs count twice
+    run.cluster.attempt("scancel", *jobs)  # one of each component would be enough
+
+
+# ---- the text of the scripts
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_shellcheck() -> None:
+    """All shell scripts of the repository."""
+    files = [p for pattern in ("*.sh", "*.sbatch", "*.env") for p in REPOSITORY.rglob(pattern)
+             if ".venv" not in p.parts]  # fmt: skip
+    done = subprocess.run(
+        ["shellcheck", "-x", *map(str, files), str(REPOSITORY / ".ci/run")],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
