@@ -100,6 +100,8 @@ def test_bytes_are_what_the_engine_counts(wire: str, replicas: int) -> None:
     payload = sum(form.payload_bytes(n, replicas) for row in job.held for n in row)
     records = 8 * (replicas - 1) * record_bytes(128, len(job.unit_names), 0)
     assert traffic.per_replica == payload + records
+    by_rank = [sum(form.payload_bytes(n, replicas) for n in row) for row in job.held]
+    assert traffic.per_rank == max(by_rank)
     assert traffic.per_step == pytest.approx(traffic.per_replica / 128)
     width = {"fp32": 4.0, "bf16": 2.0, "int8": 260 / 256, "int4": 66 / 128}[wire]
     ring = 2 * (replicas - 1) / replicas * width * job.architecture.numel
