@@ -68,5 +68,4 @@ def test_staging(tmp_path: Path, depth: int, offload: bool) -> None:
     parts = {part.name: part.nbytes for part in edit_parts(job, job.config("edit"), overlaps=True)}
     assert max(fact["largest_shard"] for fact in facts) == max(max(row) for row in job.held)
     peak = max(fact["peak"] for fact in facts)
-    print(peak, parts["staging"], job.held)
     assert parts["staging"] == pytest.approx(peak, rel=MARK)
