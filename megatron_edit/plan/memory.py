@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_edit.config import EditConfig
@@ -95,18 +95,31 @@ def _parts(job: Job, config: EditConfig, *, overlaps: bool) -> Iterator[Part]:
         row = max(job.held, key=sum)
         owned = sum(wire.owner_numel(numel, size) for numel in row)
         yield Part(f"owed by {wire.name}", DEVICE, FP32 * (elements + owned))
-    flying = 1 if landing.is_immediate else 0
     if not landing.is_immediate:
         group = -(-elements // config.fragments)
         vectors = 1 + int(landing.needs_snapshot)
         what = "average and snapshot" if vectors == 2 else "average"
         yield Part(f"{what} in flight", DEVICE, FP32 * vectors * group, is_persistent=False)
-    each = FP32 * (3 if config.offload else 1)
-    units = (depth + 1) * flying or 1
-    yield Part("staging", DEVICE, units * largest * each, is_persistent=False)
+    units = depth if landing.is_immediate else 1
+    staged = max(_staged(row, units, is_offloaded=config.offload) for row in job.held)
+    yield Part("staging", DEVICE, FP32 * staged, is_persistent=False)
     if wire.codec is not None:
         coded = 2 * wire.payload_bytes(largest, size) + FP32 * -(-largest // size)
         yield Part("encoded units", DEVICE, coded * units, is_persistent=False)
+
+
+def _staged(row: Sequence[int], depth: int, *, is_offloaded: bool) -> int:
+    """Most elements that a rank has on the device for units under way, `depth` at a time.
+
+    An addend each; with offload anchor and momentum beside it, and those of the next unit, too.
+    """
+    numels = [numel for numel in row if numel]  # units of other stages are not under way
+    if not is_offloaded:
+        return max(sum(numels[i : i + depth]) for i in range(len(numels)))
+    return max(
+        3 * sum(numels[i : i + depth]) + 2 * sum(numels[i + depth : i + depth + 1])
+        for i in range(len(numels))
+    )
 
 
 def _busiest(job: Job) -> int:

@@ -100,6 +100,8 @@ def test_bytes_are_what_the_engine_counts(wire: str, replicas: int) -> None:
     payload = sum(form.payload_bytes(n, replicas) for row in job.held for n in row)
     records = 8 * (replicas - 1) * record_bytes(128, len(job.unit_names), 0)
     assert traffic.per_replica == payload + records
+    by_rank = [sum(form.payload_bytes(n, replicas) for n in row) for row in job.held]
+    assert traffic.per_rank == max(by_rank)
     assert traffic.per_step == pytest.approx(traffic.per_replica / 128)
     width = {"fp32": 4.0, "bf16": 2.0, "int8": 260 / 256, "int4": 66 / 128}[wire]
     ring = 2 * (replicas - 1) / replicas * width * job.architecture.numel
@@ -132,15 +134,16 @@ def test_outer_state_per_parameter(flags: str, each: float) -> None:
 
 
 def test_offload_moves_the_state_to_the_host() -> None:
-    """And stages 12 bytes an element of the units in flight, not 4."""
+    """And stages anchor and momentum of the units in flight beside their addends."""
     job = job_of()
-    near = {p.name: p for p in edit_parts(job, job.config("edit"), overlaps=True)}
-    config = dataclasses.replace(job.config("edit"), offload=True)
-    far = {p.name: p for p in edit_parts(job, config, overlaps=True)}
+    config = job.config("edit")
+    near = {p.name: p for p in edit_parts(job, config, overlaps=True)}
+    offloaded = dataclasses.replace(config, offload=True)
+    far = {p.name: p for p in edit_parts(job, offloaded, overlaps=True)}
     assert (near["anchor"].place, far["anchor"].place) == ("device", "host")
-    assert far["staging"].nbytes == 3 * near["staging"].nbytes
-    largest = max(max(row) for row in job.held)
-    assert near["staging"].nbytes == (config.prefetch_units + 1) * largest * 4
+    layer, head = 12_601_344 / 8, 32_769_024 / 8
+    assert near["staging"].nbytes == pytest.approx(4 * (layer + head), rel=0.01)
+    assert far["staging"].nbytes == pytest.approx(12 * (layer + head) + 8 * layer, rel=0.15)
 
 
 def test_stock_parts_of_7b() -> None:

@@ -1,0 +1,71 @@
+"""The planner's memory and bytes against real allocations and real traffic of tiny models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_edit.plan.job import Job, read_job
+from megatron_edit.plan.memory import edit_parts, persistent_bytes
+from megatron_edit.plan.traffic import sync_traffic
+from tests.host.layouts import GATHER, LAYOUTS
+from tests.host.runs import edit_flags, run_edit
+
+MARK = 0.10
+
+
+def planned(num_replicas: int, world_size: int, **flags: object) -> Job:
+    """The same command line, as the planner reads it."""
+    argv = [*edit_flags(num_replicas, **flags), "--edit-device", "cpu"]
+    return read_job(argv, num_replicas=None, world_size=world_size, ranks_per_host=None)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["m2", pytest.param("tp2", marks=pytest.mark.full), pytest.param("pp2", marks=pytest.mark.full),
+     pytest.param("pp2-untied", marks=pytest.mark.full),
+     pytest.param("tp2-pp2", marks=pytest.mark.full)],
+)  # fmt: skip
+@pytest.mark.parametrize("wire", ["fp32", pytest.param("int8", marks=pytest.mark.full)])
+def test_outer_state_and_bytes(tmp_path: Path, layout: str, wire: str) -> None:
+    """On each rank the elements that the planner says; bytes of a sync to the last one."""
+    ranks, flags = LAYOUTS[layout]
+    flags = {**GATHER, **flags, "edit_sync_dtype": wire, "num_layers": 4}
+    run = run_edit(
+        tmp_path, 2 * ranks, 2, before="tests.host.memory:measure", train_iters=5, timeout=300,
+        **flags,
+    )  # fmt: skip
+    job = planned(2, 2 * ranks, **flags)
+    config = job.config("edit")
+    facts = [json.loads((tmp_path / f"memory-{rank}.json").read_text()) for rank in range(ranks)]
+    measured = [fact["outer_bytes"] for fact in facts]
+    assert sum(measured) == persistent_bytes(job, config)
+    if wire == "fp32":
+        assert measured == [8 * sum(row) for row in job.held]
+    sync = run.syncs[-1]
+    assert sync["state_bytes"] == persistent_bytes(job, config)
+    assert sync["wire_bytes"] == sync_traffic(job, config, 3).per_replica
+
+
+@pytest.mark.parametrize(
+    ("depth", "offload"),
+    [(1, False), pytest.param(3, True, marks=pytest.mark.full),
+     pytest.param(3, False, marks=pytest.mark.full), pytest.param(1, True, marks=pytest.mark.full)],
+)  # fmt: skip
+def test_staging(tmp_path: Path, depth: int, offload: bool) -> None:
+    """What is in flight at most, on the rank that has most of it."""
+    flags: dict[str, object] = {
+        **GATHER, "num_layers": 6, "edit_prefetch_units": depth, "edit_offload": offload,
+    }  # fmt: skip
+    run_edit(
+        tmp_path, 4, 2, before="tests.host.order:measure_staging", edit_sync_mode="overlap",
+        train_iters=11, **flags,
+    )  # fmt: skip
+    facts = [json.loads((tmp_path / f"staging-{rank}.json").read_text()) for rank in range(2)]
+    job = planned(2, 4, **flags)
+    parts = {part.name: part.nbytes for part in edit_parts(job, job.config("edit"), overlaps=True)}
+    assert max(fact["largest_shard"] for fact in facts) == max(max(row) for row in job.held)
+    peak = max(fact["peak"] for fact in facts)
+    assert parts["staging"] == pytest.approx(peak, rel=MARK)
