@@ -59,8 +59,9 @@ def train(clone: Path) -> Iterator[tuple[str, str]]:
         load = ["--load", str(work / "saved"), "--ckpt-step", str(SAVED)]
         first = _losses(work / "launcher", [*launcher, *save])
         yield "launcher", _verdict(first, first)
-        apart = [*launcher, *OVERLAP, "--tensor-model-parallel-size", "2"]
-        yield "overlap, TP 2", _verdict(_losses(work / "overlap", apart, ranks=4), None)
+        yield "overlap", _verdict(_losses(work / "overlap", [*launcher, *OVERLAP]), first)
+        tensor_parallel = [*launcher, "--tensor-model-parallel-size", "2"]
+        yield "TP 2", _verdict(_losses(work / "tp", tensor_parallel, ranks=4), None)
         resumed = _losses(work / "load", [*launcher, *load])
         yield "exact resume", _verdict(resumed, first, SAVED)
         for path, source in training_scripts(copy).items():
