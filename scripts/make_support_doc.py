@@ -29,7 +29,7 @@ TARGET = REPOSITORY / "docs" / "support.md"
 RUNS = {
     "launcher": "unmodified clone, `-m megatron_edit pretrain_gpt.py`, two replicas",
     "patched": "after `megatron-edit patch`, `pretrain_gpt.py` alone: the same losses, bit for bit",
-    "overlap": "syncs in the forward pass (`--overlap-param-gather`)",
+    "overlap": "syncs in the forward pass (`--overlap-param-gather`): the same losses, bit for bit",
     "TP 2": "two replicas of two ranks, `--tensor-model-parallel-size 2`",
     "exact resume": "from a checkpoint at half the way: the same losses, bit for bit",
 }

@@ -17,7 +17,7 @@ from megatron_edit.config import EditConfig
 from megatron_edit.doctor.advice import link_findings, sync_findings
 from megatron_edit.doctor.finding import Finding, Level
 from megatron_edit.doctor.folder import Sight, watch
-from megatron_edit.doctor.links import Link, measure_links, measure_together
+from megatron_edit.doctor.links import Link, Together, measure_links, measure_together
 from megatron_edit.doctor.machine import facts
 from megatron_edit.errors import UsageError
 from megatron_edit.replica.collectives import Group, Transport, stand_alone_group
@@ -99,31 +99,40 @@ def examine(launch: Launch, *, folder: Path | None, parameters: int, step_second
             _look(folder, alone, report)
         return report
     world = join(launch.config, placement)
-    transport = _transport(launch.config)
     everybody = _everybody(world)
+    _measure(world, _transport(launch.config), everybody, report)
+    report.findings += sync_findings(
+        Together(**report.numbers["all_reduce"]),
+        placement.num_replicas,
+        placement.ranks_per_replica,
+        parameters,
+        step_seconds,
+    )
+    if folder is not None:
+        _look(folder, everybody, report)
+    world.let_all_read("doctor/done")
+    return report
+
+
+def _measure(world: ReplicaWorld, transport: Transport, everybody: Group, report: Report) -> None:
+    """Who takes part, and the ways between them."""
     everyone = everybody.all_gather_objects(facts())
     together = measure_together(_sync_group(world, transport))
     found = everybody.all_gather_objects((measure_links(world, transport), together))
     links: list[Link] = [link for one, _ in found for link in one]
     slowest = min((one for _, one in found), key=lambda one: one.bytes_per_second)
     hosts = {entry["host"] for entry in everyone}
-    replicas, ranks = placement.num_replicas, placement.ranks_per_replica
-    shape = f"{everybody.size} on {len(hosts)} machines, {replicas} replicas x {ranks} ranks"
+    shape = f"{world.placement.num_replicas} replicas x {world.placement.ranks_per_replica} ranks"
     report.findings += [
-        Finding("ranks", shape),
+        Finding("ranks", f"{everybody.size} on {len(hosts)} machines, {shape}"),
         *_different_versions(everyone),
         *link_findings(links),
-        *sync_findings(slowest, replicas, ranks, parameters, step_seconds),
     ]
     report.is_alone = len(hosts) == 1
     report.numbers = {
         "links": [dataclasses.asdict(link) for link in links],
         "all_reduce": dataclasses.asdict(slowest),
     }
-    if folder is not None:
-        _look(folder, everybody, report)
-    world.let_all_read("doctor/done")
-    return report
 
 
 def _look(folder: Path, everybody: Group, report: Report) -> None:

@@ -147,14 +147,14 @@ def _ping(there: Group, back: Group, *, is_source: bool) -> tuple[float, float]:
 def _one_way(pair: Group) -> float:
     """Bytes per second from the group's first rank to the second."""
     token = torch.zeros(1, device=pair.device)
-
-    def send(values: torch.Tensor) -> None:
-        pair.broadcast(values)
-        _reduce(pair, token)  # it has arrived: to have sent it says little
-
-    nbytes, seconds = _grow(send, pair)
+    nbytes, seconds = _grow(partial(_send, pair, token), pair)
     answer = statistics.median(_timed(lambda: _reduce(pair, token)) for _ in range(ROUNDS))
     return nbytes / max(seconds - answer, 1e-9)
+
+
+def _send(pair: Group, token: torch.Tensor, values: torch.Tensor) -> None:
+    pair.broadcast(values)
+    _reduce(pair, token)  # it has arrived: to have sent it says little
 
 
 def _grow(exchange: Callable[[torch.Tensor], None], group: Group) -> tuple[int, float]:
