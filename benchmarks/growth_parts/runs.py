@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -64,7 +65,7 @@ class GrowthBench(Bench):
     """Runs cases one after another and watches the interfaces all the time."""
 
     def __init__(self, lab: Lab, time_limit: float) -> None:
-        super().__init__(lab, time_limit)
+        super().__init__(lab, time_limit, sys.executable)
         self._samples: list[Sample] = []
 
     def read(self, job: Job, rate: float | None, repeat: int) -> Reading:

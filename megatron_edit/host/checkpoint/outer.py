@@ -24,7 +24,10 @@ from megatron_edit.errors import UsageError
 from megatron_edit.host.checkpoint.parts import Part, Place, parse_name, places_of
 from megatron_edit.host.model import MegatronHost
 
-ANCHOR, MOMENTUM = "anchor", "momentum"
+ANCHOR, MOMENTUM, SENT, SUMMED = "anchor", "momentum", "sent", "summed"
+# Copies of a parameter (on TP ranks, on stages) lie in shards of different shapes, whose blocks
+# lose different things in encoding: of these kinds each copy is stored by itself.
+APART = (SENT, SUMMED)
 # Flat tensors [numel] of this rank's shards, by kind (a word: it begins the stored name), and unit.
 Kinds = Mapping[str, Mapping[str, Tensor]]
 
@@ -62,6 +65,12 @@ class Piece:
     unit: str
     where: slice
     copy: tuple[int, ...]
+
+    @property
+    def twin(self) -> str:
+        """What tells this copy's name from that of the first one, whose it is empty."""
+        ids = self.copy[:2]
+        return f"_{'_'.join(map(str, ids))}" if any(ids) else ""
 
     @property
     def numel(self) -> int:
@@ -118,7 +127,7 @@ def load_outer_state(folder: Path, pieces: Sequence[Piece], kinds: Kinds) -> Non
     stored = _stored_parts(folder)
     wanted: dict[str, ShardedTensor] = {}
     targets = [
-        (number, kind, piece, values)
+        (number, _stored_kind(kind, piece, stored), piece, values)
         for number, piece in enumerate(pieces)
         for kind, values in _values(piece, kinds)
     ]
@@ -143,8 +152,10 @@ def _values(piece: Piece, kinds: Kinds) -> Iterator[tuple[str, Tensor]]:
 
 
 def _sharded(kind: str, piece: Piece, values: Tensor) -> ShardedTensor:
-    part = piece.place.part
-    return _flat(part.name(kind), values, part, piece.start, piece.copy)
+    part, copy = piece.place.part, piece.copy
+    if kind in APART and piece.twin:
+        kind, copy = kind + piece.twin, (0, 0, *copy[2:])
+    return _flat(part.name(kind), values, part, piece.start, copy)
 
 
 def _flat(
@@ -167,6 +178,13 @@ def _stored_parts(folder: Path) -> dict[str, Part]:
     names = dist_checkpointing.load_tensors_metadata(str(folder))
     found = {name: parse_name(name) for name in names}
     return {name: parsed[1] for name, parsed in found.items() if parsed is not None}
+
+
+def _stored_kind(kind: str, piece: Piece, stored: dict[str, Part]) -> str:
+    """Under which kind this copy finds its own; in another layout it takes the first one's."""
+    own = kind + piece.twin
+    is_there = kind in APART and any(_overlapping(own, piece.place.part, stored))
+    return own if is_there else kind
 
 
 def _overlapping(kind: str, part: Part, stored: dict[str, Part]) -> Iterator[str]:

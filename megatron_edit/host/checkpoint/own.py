@@ -15,11 +15,16 @@ from megatron_edit.engine.engine import EditEngine
 from megatron_edit.engine.pending import SNAPSHOT, bring_back, tensors_of
 from megatron_edit.engine.state import OuterState
 from megatron_edit.engine.sync import SyncRun
-from megatron_edit.host.checkpoint.outer import Kinds, Piece, kinds_of, load_outer_state
+from megatron_edit.host.checkpoint.outer import (
+    SENT,
+    SUMMED,
+    Kinds,
+    Piece,
+    kinds_of,
+    load_outer_state,
+)
 from megatron_edit.replica.collectives import Group
 from megatron_edit.replica.wire import Wire
-
-SENT, SUMMED = "sent", "summed"
 
 
 @dataclass(frozen=True)
