@@ -73,11 +73,17 @@ def _with_steps_apart(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_steps(set_states: Callable[..., None]) -> Callable[..., None]:
-    """Step counts come with the groups; what is loaded with a parameter has none, or an old one."""
+    """Step counts come with the groups; what is loaded with a parameter has none, or an old one.
+
+    Each is given its own: Megatron before 0.17 copies whatever the state holds.
+    """
 
     @functools.wraps(set_states)
     def wrapper(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-        set_states(self, model_param, {**tensors, "step": None})
+        group, place = self.model_param_group_index_map[model_param]
+        main = self.optimizer.param_groups[group]["params"][place]
+        step = self.optimizer.state[main].get("step")
+        set_states(self, model_param, {**tensors, "step": step})
 
     return wrapper
 
