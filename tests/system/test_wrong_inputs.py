@@ -16,14 +16,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_edit.cli import SUBCOMMANDS, main
 from tests.harness import tiny_gpt
+from tests.harness.event_files import MadeUp
 from tests.harness.launch import REPOSITORY
 
 SCRIPT = REPOSITORY / "scripts" / "pretrain_gpt.py"
+MODEL = REPOSITORY / "configs" / "llama_350m.args"
 # Each a whole command line; CHECK and COMPARE stand for sound ones, of which a later flag is wrong.
 GENERAL = [
     "",
@@ -49,6 +51,47 @@ GENERAL = [
     "compare nowhere.py --strategies ddp --nproc-per-node 2",
     f"compare {SCRIPT} --nproc-per-node 2",
     f"compare {SCRIPT} --strategies ddp",
+    "plan",
+    "plan nowhere.args --link 10Gbit --step-time 1",
+    "plan . --link 10Gbit --step-time 1",
+    f"plan {MODEL} --step-time 1",
+    f"plan {MODEL} --link fast --step-time 1",
+    f"plan {MODEL} --link 10Gbit",
+    f"plan {MODEL} --link 10Gbit --step-time 0",
+    f"plan {MODEL} --link 10Gbit --step-time 1 --gpu-tflops 300",
+    f"plan {MODEL} --link 10Gbit --step-time 1 --replicas 0",
+    f"plan {MODEL} --link 10Gbit --step-time 1 --replicas 3 --world-size 16",
+    f"plan {MODEL} --link 10Gbit --step-time 1 --strategies edit,sdg",
+    f"plan {MODEL} --link 10Gbit --step-time 1 --device-memory lots",
+    f"plan {MODEL} --link 10Gbit --step-time 1 --use-edit --edit-sync-interval 0",
+    f"plan {MODEL} --link 10Gbit --step-time 1 --num-layers many",
+    "patch",
+    "patch nowhere",
+    "patch .",
+    "patch file.txt",
+    "patch foreign",
+    "patch . --check --revert",
+    "patch . extra",
+    "doctor --shared-dir nowhere/at/all --no-host",
+    "doctor --parameters many",
+    "doctor --parameters 0 --no-host",
+    "doctor --step-seconds -1 --no-host",
+    "doctor --megatron nowhere",
+    "doctor --edit-num-replicas 0 --no-host",
+    "doctor extra --no-host",
+    "report",
+    "report nowhere",
+    "report .",
+    "report file.txt",
+    "report . --output nowhere/page.html",
+    "report log --output nowhere/page.html",
+    "report log --output log",
+    "report log extra",
+    "watch",
+    "watch file.txt",
+    "watch log --seconds 0",
+    "watch log --seconds soon",
+    "watch log extra --once",
 ]
 CHECKED = [
     "--world-size 0",
@@ -119,6 +162,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the commands run: some things that are not what they should be."""
     made = tmp_path_factory.mktemp("wrong")
     (made / "file.txt").write_text("no checkpoint")
+    MadeUp(rounds=2).write(made / "log")
+    foreign = made / "foreign" / "megatron" / "core" / "package_info.py"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text("MAJOR = 0\nMINOR = 9\nPATCH = 0\nPRE_RELEASE = ''\n")
     for name, text in {"newer": '{"version": 999}', "torn": '{"version"'}.items():
         path = made / name / "iter_0000005" / "edit" / "manifest.json"
         path.parent.mkdir(parents=True)
@@ -170,26 +217,31 @@ def test_one_line_and_two(line: str, outcomes: dict[str, tuple[object, str]]) ->
     assert len(said) < 500, said
 
 
-WORDS = st.lists(
-    st.one_of(
-        st.sampled_from(
-            [".", "--json", "--verify", "--ckpt-step", "--list", "--help-me", "0", "-1"]
-        ),
-        st.text(max_size=8),
-    ),
-    max_size=5,
-)
+FLAGS = {
+    "inspect": ("--json", "--verify", "--ckpt-step"),
+    "plan": ("--link", "10Gbit", "--step-time", "--json", "--use-edit", "--replicas", str(MODEL)),
+    "patch": ("--check", "--diff", "foreign"),
+    "report": ("--outptu", "log"),
+    "watch": ("--once", "--seconds"),
+}
 
 
-@settings(deadline=None, max_examples=200, suppress_health_check=list(HealthCheck))
-@given(words=WORDS)
-def test_any_words_to_inspect(words: list[str]) -> None:
-    """Nothing that can be typed ends in a traceback."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            code = main(["inspect", *words])
-        except SystemExit as stop:
-            code = stop.code if isinstance(stop.code, int) else 1
-    assert code in (0, 2), words
-    assert out.getvalue() if code == 0 else err.getvalue().count("\n") == 1, words
+@pytest.mark.parametrize("name", FLAGS)
+def test_any_words(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that can be typed ends in a traceback: success, or one line."""
+    monkeypatch.chdir(folder)
+    known = st.sampled_from([*FLAGS[name], ".", "file.txt", "0", "-1", "--help-me"])
+
+    @settings(deadline=None, max_examples=60, database=None)
+    @given(words=st.lists(known | st.text(max_size=8), max_size=6))
+    def check(words: list[str]) -> None:
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                code = main([name, *words])
+            except SystemExit as stop:
+                code = stop.code if isinstance(stop.code, int) else 1
+        assert code in (0, 2), words
+        assert out.getvalue() if code == 0 else err.getvalue().count("\n") == 1, words
+
+    check()
