@@ -115,6 +115,8 @@ class Attachment:
     ) -> None:
         if error is not None and self._moved is not None:
             self._moved.record(error)
+        if error is None and self._world is not None and self._loop.engine is not None:
+            self._world.part()
         self.detach()
 
     def check_used(self) -> None:

@@ -23,6 +23,7 @@ from megatron_edit.replica.placement import Placement
 DEFAULT_TIMEOUT_SECONDS = 600.0
 JOIN_TIMEOUT = timedelta(minutes=10)
 SOON = timedelta(seconds=3)
+PARTING_TIMEOUT = timedelta(minutes=1)
 # Building the index of a large data set, or compiling, may take a replica hours.
 SETUP_TIMEOUT = timedelta(hours=6)
 
@@ -128,6 +129,21 @@ class ReplicaWorld:
         except RuntimeError:
             return False
         return True
+
+    def part(self, timeout: timedelta = PARTING_TIMEOUT) -> None:
+        """Training is over: wait until it is for all ranks of all replicas, or for a while.
+
+        Who closes a connection takes back what its other end has not read yet, and the ranks of
+        another replica would miss the last records. Once all are here, nobody reads any more.
+
+        Args:
+            timeout: after which this rank leaves alone. Whoever failed never comes.
+        """
+        try:
+            self._count_rank("parting")
+            self.shared_store.wait(["parting/all"], timeout)
+        except RuntimeError:
+            return  # somebody failed; or the store has gone with its host, which had waited for all
 
     def _count_rank(self, event: str) -> None:
         everybody = self.placement.num_replicas * self.placement.ranks_per_replica

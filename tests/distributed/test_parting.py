@@ -1,0 +1,49 @@
+"""The end of training: nobody closes connections while somebody may still be reading.
+
+Would catch: a rank that leaves at once, and takes with it the last records that were meant for
+another replica (`Connection closed by peer`, exit code 4 after a training that went well).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megatron_edit.replica.placement import Placement
+from megatron_edit.replica.world import ReplicaWorld
+
+SECONDS = timedelta(seconds=20)
+
+
+def world(store: dist.Store, replica: int) -> ReplicaWorld:
+    """A replica of one rank, of two."""
+    placement = Placement(
+        num_replicas=2, replica=replica, ranks_per_replica=1, rank=0, is_single_launch=True
+    )
+    return ReplicaWorld(placement, store, store, SECONDS)
+
+
+def test_who_is_first_waits_for_the_last() -> None:
+    """Both leave when both have come."""
+    store, left = dist.HashStore(), threading.Event()
+
+    def first() -> None:
+        world(store, 0).part(SECONDS)
+        left.set()
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert not left.wait(0.5)
+    world(store, 1).part(SECONDS)
+    assert left.wait(5)
+    thread.join()
+
+
+def test_nobody_waits_for_ever() -> None:
+    """The other one never comes."""
+    began = time.monotonic()
+    world(dist.HashStore(), 0).part(timedelta(seconds=0.3))
+    assert 0.2 < time.monotonic() - began < 5
