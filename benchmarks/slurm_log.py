@@ -3,7 +3,7 @@
     python benchmarks/slurm_log.py
 
 The log, `benchmarks/results/slurm_<year><month>.log`, has versions, pytest's line for each test,
-and what each job said. Exit code 1 where a test failed or was skipped. Takes five minutes.
+and what each job said. Exit code 1 where a test failed or was skipped. Takes ten minutes.
 """
 
 from __future__ import annotations
