@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_edit.checkpoint.folder import CheckpointFolder, manifest_of
 from megatron_edit.cli import SUBCOMMANDS, main
 from tests.harness import tiny_gpt
 from tests.harness.event_files import MadeUp
@@ -167,7 +168,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     foreign.parent.mkdir(parents=True)
     foreign.write_text("MAJOR = 0\nMINOR = 9\nPATCH = 0\nPRE_RELEASE = ''\n")
     for name, text in {"newer": '{"version": 999}', "torn": '{"version"'}.items():
-        path = made / name / "iter_0000005" / "edit" / "manifest.json"
+        path = manifest_of(CheckpointFolder(made / name).final(5))
         path.parent.mkdir(parents=True)
         path.write_text(text)
     return made
