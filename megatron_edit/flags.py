@@ -58,7 +58,7 @@ def parse_endpoint(text: str) -> tuple[str, int]:
         UsageError: it is not of that form.
     """
     host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UsageError(
             f"{flag('rendezvous')} {text}", "must be HOST:PORT", "give e.g. node0:29400"
         )

@@ -40,9 +40,9 @@ Made by `scripts/make_support_doc.py` from what it found in clones; change that,
 
 A minor version of megatron-core is supported as one: the tag (or, for `main`, the commit) that
 stands for it is what is tested here. At start the launcher asks the Megatron that it finds for
-every symbol below, and refuses one that lacks any with exit code 2 and a line that names it;
-`megatron-edit doctor` shows the same without a training. Everything else in this documentation was
-tested with core_v0.19.0.
+every symbol below, and refuses one that lacks any without a remark: exit code 2 and a line that
+names it. `megatron-edit doctor` shows the same without a training. Everything else in this
+documentation was tested with core_v0.19.0.
 
 """
 NOTES = """

@@ -80,7 +80,7 @@ def _check(options: Namespace, rest: Sequence[str]) -> None:
         if not 0 < getattr(options, name) < float("inf"):
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"{flag} {getattr(options, name)}", "must be positive", "give another")
-    if os.environ.get("RANK", "0") != "0":
+    if os.environ.get("RANK", "0") != "0" or (options.edit_replica_id or "0") != "0":
         return  # whether the others see a folder is to be found out
     for name in ("shared_dir", "megatron"):
         folder = getattr(options, name)

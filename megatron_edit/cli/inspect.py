@@ -50,7 +50,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
 def _find(path: Path, step: int | None) -> Found:
     if not path.is_dir():
         raise UsageError(str(path), "is no folder", "give what --save named")
-    is_one = path.name.startswith("iter_") and path.name[5:].isdigit()
+    is_one = path.name.startswith("iter_") and path.name[5:].isdecimal()
     folder = CheckpointFolder(path.parent if is_one else path)
     step = int(path.name[5:]) if is_one else step
     found = folder.newest() if step is None else folder.at(step)

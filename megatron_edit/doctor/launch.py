@@ -110,7 +110,7 @@ def examine(launch: Launch, *, folder: Path | None, parameters: int, step_second
     )
     if folder is not None:
         _look(folder, everybody, report)
-    world.let_all_read("doctor/done")
+    world.part()
     return report
 
 

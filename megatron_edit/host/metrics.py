@@ -16,8 +16,6 @@ from megatron_edit.replica.placement import Placement
 from megatron_edit.report.events import EventLog
 from megatron_edit.report.metrics import LOSS, SyncMetrics
 
-GRADIENT_BYTES = 4  # Megatron reduces them in fp32
-
 
 class MegatronWriters:
     """Megatron's writers, which only the last rank of replica 0 has.
@@ -112,9 +110,10 @@ def tell_of_the_run(
 def inside_bytes(engine: EditEngine, args: Namespace) -> float:
     """Bytes that the data-parallel ranks of a replica send each other in one step, all together.
 
-    In closed form: rings that reduce the gradients in fp32 and, with the distributed optimizer,
-    gather the parameters. Experts count as if they were shared out like the rest; what tensor,
-    pipeline and expert parallelism exchange of activations is not in it.
+    In closed form: rings that reduce the gradients (fp32, but for `--grad-reduce-in-bf16`) and,
+    with the distributed optimizer, gather the parameters. Experts count as if they were shared out
+    like the rest; what tensor, pipeline and expert parallelism exchange of activations is not in
+    it.
 
     Args:
         engine: knows what each rank holds.
@@ -122,7 +121,8 @@ def inside_bytes(engine: EditEngine, args: Namespace) -> float:
     """
     held = int(engine.traffic.accounts.unit_numels.sum())
     ranks = int(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
-    if not args.use_distributed_optimizer:  # every rank holds all: a ring goes round twice
-        return 2 * (ranks - 1) / ranks * held * GRADIENT_BYTES
     parameter_bytes = torch.finfo(args.params_dtype).bits // 8
-    return float((ranks - 1) * held * (GRADIENT_BYTES + parameter_bytes))
+    gradient_bytes = parameter_bytes if args.grad_reduce_in_bf16 else 4
+    if not args.use_distributed_optimizer:  # every rank holds all: a ring goes round twice
+        return 2 * (ranks - 1) / ranks * held * gradient_bytes
+    return float((ranks - 1) * held * (gradient_bytes + parameter_bytes))

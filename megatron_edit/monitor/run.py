@@ -51,7 +51,7 @@ class Facts:
         """From the file.
 
         Raises:
-            KeyError, TypeError, ValueError: it is none of ours.
+            AttributeError, KeyError, TypeError, ValueError: it is none of ours.
         """
         found = json.loads(text)
         sizes = found.get("training", {})
@@ -60,7 +60,7 @@ class Facts:
             *(sizes.get(name) for name in ("train_iters", "global_batch_size", "seq_length",
                                            "inside_bytes_per_step")),
         )  # fmt: skip
-        if facts.num_replicas < 1 or facts.strategy is None:
+        if facts.num_replicas < 1 or facts.strategy is None or facts.warmup_steps < 0:
             raise ValueError("no topology of ours")
         return facts
 
@@ -68,6 +68,11 @@ class Facts:
     def num_replicas(self) -> int:
         """N."""
         return int(self.topology["num_replicas"])
+
+    @property
+    def warmup_steps(self) -> int:
+        """W; 0 where the warm-up never ends."""
+        return 0 if self.strategy.endless_warmup else int(self.config["warmup_steps"])
 
     @property
     def strategy(self) -> Strategy:
@@ -143,7 +148,7 @@ class Run:
             return
         try:
             self.facts = Facts.of(path.read_text(encoding="utf-8"))
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
             raise UsageError(
                 str(path),
                 f"is not what a run writes ({error})",
@@ -151,9 +156,7 @@ class Run:
             ) from None
         count = self.facts.num_replicas
         self.syncs = Syncs(count)
-        is_endless = self.facts.strategy.endless_warmup
-        warmup = 0 if is_endless else int(self.facts.config["warmup_steps"])
-        self.replicas = [Replica(number, warmup) for number in range(count)]
+        self.replicas = [Replica(number, self.facts.warmup_steps) for number in range(count)]
         names = ["sync.jsonl", "loss.jsonl", *(f"replica-{r}.jsonl" for r in range(count))]
         self._files = {name: LineFile(self.folder / name) for name in names}
 

@@ -41,7 +41,7 @@ class Words:
                 raise UsageError(f"{name} (not given)", "the planner needs it", f"add {name}")
             return default
         text = self._single(name)
-        if not text.isdigit() or int(text) < 1:
+        if not text.isdecimal() or int(text) < 1:
             raise UsageError(f"{name} {text}", "must be a whole number from 1 on", "mend it")
         return int(text)
 

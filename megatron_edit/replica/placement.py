@@ -82,7 +82,7 @@ def place(config: EditConfig, env: Mapping[str, str]) -> Placement:
 
 def _whole(env: Mapping[str, str], name: str, default: int) -> int:
     text = env.get(name, str(default))
-    if not text.isdigit():
+    if not text.isdecimal():
         raise UsageError(
             f"environment {name}={text}", "must be a whole number", "launch with torchrun or srun"
         )
@@ -92,11 +92,11 @@ def _whole(env: Mapping[str, str], name: str, default: int) -> int:
 def _number_of_nodes(env: Mapping[str, str], world: int) -> int | None:
     """Nodes of the launch, where more than one: torchrun's agents, else SLURM's count."""
     for name in ("GROUP_WORLD_SIZE", "SLURM_NNODES"):
-        if env.get(name, "").isdigit():
+        if env.get(name, "").isdecimal():
             nodes = int(env[name])
             return nodes if nodes > 1 else None
     local = env.get("LOCAL_WORLD_SIZE", "")
-    if local.isdigit() and 0 < int(local) < world and world % int(local) == 0:
+    if local.isdecimal() and 0 < int(local) < world and world % int(local) == 0:
         return world // int(local)
     return None
 

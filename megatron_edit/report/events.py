@@ -74,7 +74,9 @@ class EventLog:
         """Write `run.json`."""
         if self._dir is not None and self._is_first:
             text = json.dumps(run, indent=2, sort_keys=True, default=str)
-            _fresh(self._dir / "run.json").write_text(text + "\n", encoding="utf-8")
+            partial = self._dir / ".run.json.partial"  # who follows the run sees all of it, or none
+            partial.write_text(text + "\n", encoding="utf-8")
+            partial.replace(_fresh(self._dir / "run.json"))
 
     def on_iteration(self, iteration: Iteration) -> None:
         """One inner iteration is over."""

@@ -10,6 +10,7 @@ LAST_WORDS_SECONDS=60 # for the other launches to notice that one has failed
 STOPS_IN_VAIN=10      # a time limit may be shorter than the signal's lead
 
 launches=() # process ids of srun
+launched=0  # how many there were
 asked=''    # the signal that asked this job to stop
 
 # ---- the job that SLURM has given us
@@ -45,12 +46,14 @@ prepare() {
     [ -n "${SLURM_JOB_ID:-}" ] || refuse "SLURM_JOB_ID (not set)" "this is a job of SLURM" \
         "sbatch scripts/slurm/$1.sbatch"
     read_settings "$1"
+    EDIT_DIR=$(realpath -m "$EDIT_DIR") # ranks in a container may start in another folder
     restarts=${SLURM_RESTART_COUNT:-0}
     export EDIT_STATE=$EDIT_DIR/slurm/$SLURM_JOB_ID.$restarts
     mkdir -p "$EDIT_STATE"
     rm -f "$EDIT_STATE"/*
     container=()
-    [ -z "$EDIT_CONTAINER" ] || container=(--container-image="$EDIT_CONTAINER")
+    [ -z "$EDIT_CONTAINER" ] || container=(
+        --container-image="$EDIT_CONTAINER" --container-workdir="$PWD")
     [ -z "$EDIT_CONTAINER_MOUNTS" ] || container+=(--container-mounts="$EDIT_CONTAINER_MOUNTS")
     read -ra srun_options <<<"$EDIT_SRUN_OPTIONS"
     gather_flags "$1"
@@ -110,6 +113,7 @@ launch() {
         ${cpus:+--cpus-per-task="$cpus"} --kill-on-bad-exit=1 "${container[@]}" "${srun_options[@]}" \
         bash "$scripts/rank.sh" "$EDIT_PYTHON" -m megatron_edit "$EDIT_SCRIPT" "${flags[@]}" "$@" &
     launches+=($!)
+    launched=$((launched + 1))
 }
 
 # expanded COMPONENT: names of its nodes, one a line.
@@ -172,7 +176,6 @@ start_replicas() {
 on_signal() {
     [ -n "$asked" ] || say "$1: asked to stop"
     asked=$1
-    [ ${#launches[@]} -gt 0 ] || : >"$EDIT_STATE/stopped"
 }
 
 # Tells the ranks, until one has noted it: a step that is just starting misses a signal.
@@ -180,6 +183,12 @@ pass_on() {
     if [ -n "$asked" ] && [ ! -f "$EDIT_STATE/stopped" ]; then
         scancel --signal=USR1 "$SLURM_JOB_ID" || true
     fi
+}
+
+# fail_with CODE: a launch has ended like this; the first one counts.
+fail_with() {
+    ((code)) || code=$1
+    failed_at=${failed_at:-$SECONDS}
 }
 
 # Waits for all launches; `code` is the first exit code that is not 0.
@@ -193,13 +202,13 @@ wait_for_launches() {
             if kill -0 "$pid" 2>/dev/null; then
                 running+=("$pid")
             else
-                wait "$pid" || { code=$? && failed_at=${failed_at:-$SECONDS}; }
+                wait "$pid" || fail_with $?
             fi
         done
         launches=("${running[@]}")
         [ ! -f "$EDIT_STATE/failed" ] || failed_at=${failed_at:-$SECONDS}
         if [ -n "$failed_at" ] && ((SECONDS > failed_at + LAST_WORDS_SECONDS)); then
-            scancel --signal=KILL "$SLURM_JOB_ID" || true
+            return 0 # SLURM ends what is left together with the job
         fi
         [ ${#launches[@]} -eq 0 ] || sleep 1 # a trap waits for it
     done
@@ -208,16 +217,20 @@ wait_for_launches() {
 # Training is over (0), was stopped (queue again), or has failed (queue again if it may help).
 finish() {
     wait_for_launches
+    [ "$launched" -gt 0 ] || : >"$EDIT_STATE/stopped" # before any rank started
+    [ ! -f "$EDIT_STATE/failed" ] || code=$(<"$EDIT_STATE/failed")
+    case $code in
+        2 | 3)
+            say "exit code $code: not queued again, it would fail the same way"
+            exit "$code"
+            ;;
+    esac
     # Ranks that are ended because another one failed have been told to stop, too.
     if [ -f "$EDIT_STATE/stopped" ] && [[ -n $asked || ! -f $EDIT_STATE/failed ]]; then
         again_at_most "$STOPS_IN_VAIN" stops "${asked:-TERM to the ranks}: the run was stopped"
     fi
-    [ ! -f "$EDIT_STATE/failed" ] || code=$(<"$EDIT_STATE/failed")
     [ "$code" -ne 0 ] || exit 0
-    case $code in
-        2 | 3) say "exit code $code: not queued again, it would fail the same way" ;;
-        *) again_at_most "$EDIT_MAX_FAILURES" failures "exit code $code" ;;
-    esac
+    again_at_most "$EDIT_MAX_FAILURES" failures "exit code $code"
     exit "$code"
 }
 

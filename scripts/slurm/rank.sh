@@ -6,7 +6,7 @@
 #          would die of it, but SLURM gives a signal to every process of a step.
 #   TERM   from SLURM itself, at a preemption. The rank has got it, too.
 # Notes in EDIT_STATE: `stopped` if it was asked to stop, `failed` with the exit code of the rank
-# that failed first. srun would report the code of those that were ended because of it.
+# that failed first (after a request to stop, only codes that would come again). srun would report the code of those that were ended because of it.
 set -u
 
 export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_STEP_NUM_TASKS LOCAL_RANK=$SLURM_LOCALID
@@ -28,7 +28,7 @@ trap 'on_signal TERM' TERM
 while kill -0 "$rank" 2>/dev/null; do wait "$rank"; done # a trap interrupts `wait`
 wait "$rank"
 code=$?
-if [ "$code" -ne 0 ] && [ -z "$asked" ]; then
+if [ "$code" -eq 2 ] || [ "$code" -eq 3 ] || { [ "$code" -ne 0 ] && [ -z "$asked" ]; }; then
     (set -o noclobber && echo "$code" >"$EDIT_STATE/failed") 2>/dev/null
 fi
 exit "$code"

@@ -267,6 +267,20 @@ def hurry() -> None:
     launcher.GRACE_SECONDS = 0.2
 
 
+def note_parting() -> None:
+    """Leave a file for each rank that waits for the others at the end."""
+    from megatron_edit.replica.world import ReplicaWorld
+
+    part = ReplicaWorld.part
+
+    @wraps(part)
+    def noted(self: ReplicaWorld, *args: Any, **kwargs: Any) -> None:
+        part(self, *args, **kwargs)
+        (out_dir() / f"parted-{self.placement.global_rank}").touch()
+
+    ReplicaWorld.part = noted  # type: ignore[method-assign]
+
+
 def record_embeddings() -> None:
     """Write a digest of the word embedding after every step, on the stages that hold a copy."""
     import megatron.training.training as training

@@ -259,6 +259,25 @@ def test_another_layout_goes_on(tmp_path: Path, reshape: str, step: int) -> None
         assert line["update_norm"] == pytest.approx(theirs, rel=2e-3)
 
 
+@pytest.mark.parametrize("tensor", [2, pytest.param(1, marks=pytest.mark.full)])
+def test_debts_of_the_wire_in_another_layout(tmp_path: Path, tensor: int) -> None:
+    """Copies of a parameter that had no debt of their own take that of the first one."""
+    saves, flags = tmp_path / "saves", {"train_iters": 12, "edit_sync_dtype": "int8", "lr": 1e-4}
+    reshapes = {"dist_ckpt_optim_fully_reshardable": True}
+    new = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": 2 // tensor}
+    whole = run_edit(
+        made(tmp_path / "a"), 2, 2, save=saves, save_interval=7, **flags, **reshapes
+    )  # fmt: skip
+    resumed = run_edit(
+        made(tmp_path / "b"), 4, 2, load=saves, ckpt_step=7, **flags, **reshapes, **new
+    )  # fmt: skip
+    before = {line["round"]: line["norms"] for line in whole.syncs}
+    assert len(resumed.syncs) >= 2
+    for line in resumed.syncs:
+        for mine, theirs in zip(line["norms"], before[line["round"]], strict=True):
+            assert mine == pytest.approx(theirs, rel=0.02)
+
+
 @pytest.mark.parametrize("step", [5, 7], ids=["at-a-sync", "in-mid-round"])
 def test_asynchronous_saves(tmp_path: Path, step: int) -> None:
     """Written by another process while training goes on: what was saved is of the save's moment."""

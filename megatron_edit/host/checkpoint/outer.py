@@ -132,8 +132,9 @@ def load_outer_state(folder: Path, pieces: Sequence[Piece], kinds: Kinds) -> Non
         for kind, values in _values(piece, kinds)
     ]
     for number, kind, piece, values in targets:
-        if piece.place.part.name(kind) in stored:
-            wanted[f"{kind} {number}"] = _sharded(kind, piece, torch.empty_like(values))
+        part = piece.place.part
+        if (name := part.name(kind)) in stored:
+            wanted[f"{kind} {number}"] = _flat(name, torch.empty_like(values), part, piece.start)
             continue
         for name in _overlapping(kind, piece.place.part, stored):
             wanted[name] = _flat(name, torch.empty(stored[name].numel), stored[name])

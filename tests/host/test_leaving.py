@@ -1,0 +1,13 @@
+"""The end of a real training: all ranks of all replicas leave together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.host.runs import run_edit
+
+
+def test_every_rank_waits_for_the_others(tmp_path: Path) -> None:
+    """Would catch: a launcher that ends its ranks without `ReplicaWorld.part` (test_parting.py)."""
+    run_edit(tmp_path, 4, 2, before="tests.host.spy:note_parting")
+    assert {path.name for path in tmp_path.glob("parted-*")} == {f"parted-{r}" for r in range(4)}
