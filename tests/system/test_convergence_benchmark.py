@@ -121,7 +121,8 @@ def test_backlog_counts_each_run_once(tmp_path: Path) -> None:
     todo = [each.hash(CORPUS) for one in first for each in one.todo]
     assert len(set(todo)) == len(todo)
     by_name = {each.question.name: each for each in first}
-    assert by_name["warm-up"].planned == 3  # the others are those of `strategies`
+    assert by_name["warm-up"].planned == 0  # they are those of `marks`
+    assert by_name["marks"].planned == 30 and by_name["ablation"].planned == 21
     alone = make_backlog(STUDY, records.find, ["warm-up"])
     assert [each.planned for each in alone] == [9]
 
