@@ -76,7 +76,7 @@ def mean(values: Sequence[float]) -> float:
         pytest.param({"edit_delay_steps": 1, "edit_fragments": 2}, marks=pytest.mark.full),
         pytest.param({"pipeline_model_parallel_size": 2}, marks=pytest.mark.full),
         pytest.param(
-            {"edit_strategy": "a-edit", "edit_sync_seconds": 0.05, "edit_min_round_steps": 2,
+            {"edit_strategy": "a-edit", "edit_sync_seconds": 0.1, "edit_min_round_steps": 4,
              "edit_warmup_steps": 2, "edit_sync_interval": None},
             marks=pytest.mark.full,
         ),
