@@ -13,10 +13,8 @@ from megatron_edit.compare.flags import read_flags
 from megatron_edit.errors import UsageError
 from megatron_edit.plan.job import Job, read_job
 from megatron_edit.plan.machine import CPU, GPU, MACHINES, Link
-from megatron_edit.plan.plan import NAMES, USUAL, make_plan
+from megatron_edit.plan.names import NAMES, USUAL
 from megatron_edit.plan.quantities import parse_bytes, parse_rate, parse_seconds
-from megatron_edit.plan.table import lines
-from megatron_edit.plan.timing import Setting
 from megatron_edit.plan.words import Words
 
 USUAL_MFU = 0.4
@@ -57,6 +55,12 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     Raises:
         UsageError: something given is wrong, or missing.
     """
+    from megatron_edit.plan.plan import (
+        make_plan,  # torch, which no other subcommand should wait for
+    )
+    from megatron_edit.plan.table import lines
+    from megatron_edit.plan.timing import Setting
+
     argv = [word for name in options.config for word in _flags_of(name)] + list(rest)
     _check_numbers(options)
     job = read_job(

@@ -54,13 +54,11 @@ class LandingRule:
             snapshot: theta when the sync began, fp32 [n], mutated as scratch; None where there is
                 no progress to keep.
         """
-        if snapshot is None:
-            target = anchor
-        else:  # A' - (snapshot - theta): the same bits, and theta may be where it is written
-            back = snapshot.sub_(theta)
-            target = torch.sub(anchor, back, out=theta if self.mix == 0.0 else back)
+        target = anchor
+        if snapshot is not None:  # A' - (snapshot - theta), in its place
+            target = torch.sub(anchor, snapshot.sub_(theta), out=snapshot)
         if self.mix == 0.0:
-            return theta if target is theta else theta.copy_(target)
+            return theta.copy_(target)
         return theta.mul_(self.mix).add_(target, alpha=1.0 - self.mix)
 
 

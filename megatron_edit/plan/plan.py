@@ -11,6 +11,7 @@ from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.plan.advice import Advice, advise
 from megatron_edit.plan.job import Job
 from megatron_edit.plan.memory import Part, edit_parts, published_diloco_parts, stock_parts
+from megatron_edit.plan.names import NAMES, PUBLISHED_DILOCO, STOCK
 from megatron_edit.plan.timing import (
     Cost,
     Setting,
@@ -20,10 +21,6 @@ from megatron_edit.plan.timing import (
     synchronous_cost,
 )
 from megatron_edit.plan.traffic import Traffic, gradient_traffic, stock_traffic, sync_traffic
-
-STOCK, PUBLISHED_DILOCO = "stock", "published-diloco"
-NAMES = (*STRATEGIES, STOCK, PUBLISHED_DILOCO)
-USUAL = ("edit", PUBLISHED_DILOCO, "ddp", STOCK)
 
 
 @dataclass(frozen=True)

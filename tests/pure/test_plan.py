@@ -17,7 +17,8 @@ from megatron_edit.plan.advice import GOAL, advise, least_interval
 from megatron_edit.plan.job import Job, read_job
 from megatron_edit.plan.machine import CPU, GPU, Link
 from megatron_edit.plan.memory import edit_parts, persistent_bytes, stock_parts
-from megatron_edit.plan.plan import NAMES, make_plan
+from megatron_edit.plan.names import NAMES
+from megatron_edit.plan.plan import make_plan
 from megatron_edit.plan.timing import (
     BEFORE,
     Flight,

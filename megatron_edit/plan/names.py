@@ -1,0 +1,9 @@
+"""What can be planned, by name. Without torch, for the command line to know before it works."""
+
+from __future__ import annotations
+
+from megatron_edit.method.strategy import STRATEGIES
+
+STOCK, PUBLISHED_DILOCO = "stock", "published-diloco"
+NAMES = (*STRATEGIES, STOCK, PUBLISHED_DILOCO)
+USUAL = ("edit", PUBLISHED_DILOCO, "ddp", STOCK)
