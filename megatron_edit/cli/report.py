@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron_edit.cli.needs import check_installed
 from megatron_edit.errors import UsageError
 from megatron_edit.monitor.run import Run, open_run
+from megatron_edit.whole_files import write_whole
 
 BAR_BYTES = 20e6  # less is read before a bar is seen
 
@@ -37,9 +38,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     training = open_run(options.folder)
     _check_output(output)
     read_all(training)
-    partial = output.with_name(f".{output.name}.{os.getpid()}")
-    partial.write_text(page_of(training), encoding="utf-8")
-    partial.replace(output)  # whoever looks sees the old page or the new one
+    write_whole(output, page_of(training))
     for name, count in training.num_damaged.items():
         sys.stderr.write(f"megatron-edit report: {name}: {count} damaged lines left out\n")
     sys.stdout.write(f"page: {output}\n")

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from megatron_edit.whole_files import write_whole
 
 HASH_DIGITS = 16  # 64 bits: no two configurations of a study will ever share one
 
@@ -26,9 +27,7 @@ def keep(path: Path, configuration: Mapping[str, Any], result: Mapping[str, Any]
     """Write a result. The file is there as a whole or not at all."""
     record = {"hash": configuration_hash(configuration), "configuration": configuration}
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(record | {"result": result}) + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    write_whole(path, json.dumps(record | {"result": result}) + "\n")
 
 
 def find(path: Path, configuration: Mapping[str, Any]) -> dict[str, Any] | None:

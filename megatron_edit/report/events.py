@@ -27,6 +27,7 @@ from megatron_edit.report.records import (
     sync_line,
     sync_summary,
 )
+from megatron_edit.whole_files import write_whole
 
 WATCHED_SYNCS = 10  # how long a sick sign must last before it is worth a warning
 LOW_CLIP = 0.5
@@ -74,9 +75,7 @@ class EventLog:
         """Write `run.json`."""
         if self._dir is not None and self._is_first:
             text = json.dumps(run, indent=2, sort_keys=True, default=str)
-            partial = self._dir / ".run.json.partial"  # who follows the run sees all of it, or none
-            partial.write_text(text + "\n", encoding="utf-8")
-            partial.replace(_fresh(self._dir / "run.json"))
+            write_whole(_fresh(self._dir / "run.json"), text + "\n")
 
     def on_iteration(self, iteration: Iteration) -> None:
         """One inner iteration is over."""

@@ -231,11 +231,10 @@ finish() {
     fi
     [ "$code" -ne 0 ] || exit 0
     again_at_most "$EDIT_MAX_FAILURES" failures "exit code $code"
-    exit "$code"
 }
 
 # again_at_most LIMIT NAME WHY: queues again, unless this is the start number LIMIT in a row that
-# ends like this without a newer checkpoint.
+# ends like this without a newer checkpoint. Ends this script either way.
 again_at_most() {
     local note=$EDIT_DIR/slurm/$SLURM_JOB_ID.$2 newest before='' count=0
     newest=$(cat "$EDIT_DIR/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || echo none)

@@ -6,14 +6,15 @@
 #          would die of it, but SLURM gives a signal to every process of a step.
 #   TERM   from SLURM itself, at a preemption. The rank has got it, too.
 # Notes in EDIT_STATE: `stopped` if it was asked to stop, `failed` with the exit code of the rank
-# that failed first (after a request to stop, only codes that would come again). srun would report the code of those that were ended because of it.
+# that failed first (after a request to stop, only codes that would come again). srun would report
+# the code of those that were ended because of it.
 set -u
 
 export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_STEP_NUM_TASKS LOCAL_RANK=$SLURM_LOCALID
 export LOCAL_WORLD_SIZE=$((SLURM_STEP_NUM_TASKS / SLURM_STEP_NUM_NODES))
 
 asked=''
-# shellcheck disable=SC2329 # by the traps
+# shellcheck disable=SC2317,SC2329 # called by the traps; newer versions use the second number
 on_signal() {
     [ -z "$asked" ] || return
     asked=$1

@@ -19,6 +19,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 300, 80
 # Package -> what it may import of this project. `host`, `cli` and the launcher see everything.
 MAY_IMPORT = {
     "errors.py": (),
+    "whole_files.py": (),
     "versions.py": ("errors",),
     "flags.py": ("errors", "method"),
     "config_checks.py": ("errors", "flags", "method", "config"),  # `config` for its type alone
@@ -29,13 +30,14 @@ MAY_IMPORT = {
     "checkpoint": ("errors", "checkpoint"),
     "replica": ("errors", "flags", "config", "method", "replica"),
     "engine": ("errors", "config", "checkpoint", "method", "replica", "engine"),
-    "report": ("errors", "config", "method", "replica", "engine", "report"),
+    "report": ("errors", "config", "method", "replica", "engine", "report", "whole_files"),
     "plan": (
         "errors", "config", "flags", "command_line", "method", "replica", "engine", "compare",
         "plan",
     ),
     "compare": (
         "errors", "config", "flags", "command_line", "method", "replica", "pages", "compare",
+        "whole_files",
     ),
     "pages": ("pages",),
     "monitor": ("errors", "method", "pages", "monitor"),
@@ -171,6 +173,16 @@ def test_importing_the_package_changes_nothing() -> None:
         "import megatron_edit, megatron_edit.config, megatron_edit.errors;"
         "assert (dict(os.environ), list(sys.path)) == before;"
         "heavy = {'torch', 'megatron', 'numpy', 'logging'} & set(sys.modules);"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=30)
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    """Would catch: a subcommand whose imports all the others wait for, before they say a word."""
+    code = (
+        "import sys, megatron_edit.cli;"
+        "heavy = {'torch', 'megatron', 'matplotlib', 'rich'} & set(sys.modules);"
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=30)
