@@ -43,6 +43,7 @@ SPANS = (
     ("megatron.training.training", "save_checkpoint", "save"),
     ("megatron.training.checkpointing", "generate_state_dict", "state dict"),
     ("megatron.core.dist_checkpointing", "save", "write"),
+    ("megatron_edit.host.cpu.checkpoints", "Snapshots.resolve_data", "copy"),
     ("megatron.training.checkpointing", "schedule_async_save", "hand over"),
     ("torch.distributed", "barrier", "barrier"),
 )
@@ -142,7 +143,7 @@ class Notes:
         """The outer state goes through the same functions as Megatron's own."""
         if name == "write":
             self._is_outer = Path(args[1]).name == _OUTER
-        is_outer = self._is_outer and name in ("write", "hand over")
+        is_outer = self._is_outer and name in ("write", "copy", "hand over")
         return f"{name} {_OUTER}" if is_outer else name
 
 

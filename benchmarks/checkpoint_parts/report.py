@@ -24,8 +24,8 @@ TIMING_HEADER = (
     "x stock-one", "later in the loop (ms)",
 )  # fmt: skip
 LABELS = (
-    "gather parameters", "settle", "previous", "write outer", "hand over outer", "state dict",
-    "write", "hand over", "barrier", "rest",
+    "gather parameters", "settle", "previous", "write outer", "copy outer", "hand over outer",
+    "state dict", "write", "copy", "hand over", "barrier", "rest",
 )  # fmt: skip
 
 

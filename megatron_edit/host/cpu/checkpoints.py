@@ -101,12 +101,12 @@ def _with_snapshots(prepare: Callable[..., None]) -> Callable[..., None]:
     def wrapper(self: Any, plan: Any, planner: Any) -> None:
         from megatron.training import get_args
 
-        prepare(self, plan, _Snapshots(planner) if get_args().async_save else planner)
+        prepare(self, plan, Snapshots(planner) if get_args().async_save else planner)
 
     return wrapper
 
 
-class _Snapshots:
+class Snapshots:
     """A planner of torch's whose tensors are copies, made where the process that writes has them,
     too: to send others there would copy them once more.
 
