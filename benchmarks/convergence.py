@@ -37,7 +37,7 @@ RESULTS = Path(__file__).with_name("results") / "convergence"
 CORPUS = Path(tempfile.gettempdir()) / "megatron_edit_convergence_corpus"
 INTERRUPTED = 130
 # Two cores, nothing else on them: seconds of a run are about so many for a step of a replica.
-SECONDS_PER_STEP = 0.03
+SECONDS_PER_STEP = 0.04
 QUICK = Size(
     num_layers=1, hidden_size=32, num_attention_heads=2, seq_length=16, vocab_size=320,
     micro_batch_size=1, train_iters=30, eval_interval=15, eval_samples=16, lr_warmup_iters=2,

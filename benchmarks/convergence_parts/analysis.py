@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from megatron_edit.compare.statistics import Spread, differences
+from megatron_edit.compare.statistics import Spread, differences, quotients
 
 from .cases import Case
+from .questions import Member, Question
 from .records import Record
-from .study import Member, Question, Study
+from .study import Study
 
 Find = Callable[[Case], Record | None]
 
@@ -24,6 +25,7 @@ class Line:
         records: of the finished ones, by seed.
         loss: at the end.
         difference: of it to that of the member's base, seed by seed.
+        relative: the same over the loss of the base.
         num_better: pairs in which it is lower than the base's.
         refusal: why this version cannot run it; "" if it can.
     """
@@ -33,6 +35,7 @@ class Line:
     records: dict[int, Record]
     loss: Spread | None
     difference: Spread | None
+    relative: Spread | None
     num_better: int
     refusal: str
 
@@ -62,13 +65,15 @@ def make_lines(question: Question, find: Find) -> list[Line]:
 
 def _line(member: Member, records: dict[str, dict[int, Record]]) -> Line:
     losses = _losses(records[member.label])
-    pairs = differences(losses, _losses(records.get(member.base, {})))
+    base = _losses(records.get(member.base, {}))
+    pairs = differences(losses, base)
     return Line(
         member=member,
         planned=len(member.cases),
         records=records[member.label],
         loss=Spread.of(list(losses.values())),
         difference=Spread.of(pairs),
+        relative=Spread.of([ratio - 1 for ratio in quotients(losses, base)]),
         num_better=sum(pair < 0 for pair in pairs),
         refusal=member.cases[0].refusal,
     )

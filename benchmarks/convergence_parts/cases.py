@@ -36,7 +36,7 @@ class Size:
     num_attention_heads: int = 4
     seq_length: int = 64
     vocab_size: int = 1024
-    micro_batch_size: int = 4
+    micro_batch_size: int = 8
     train_iters: int = 960
     eval_interval: int = 240
     eval_samples: int = 512

@@ -81,7 +81,8 @@ def _cells(line: Line) -> list[str]:
     if line.difference is not None:
         spread = line.difference.deviation
         difference = f"{line.difference.mean:+.4f}" + ("" if spread is None else f" ± {spread:.4f}")
-        difference += f" to {line.member.base}"
+        assert line.relative is not None
+        difference += f" ({line.relative.mean:+.2%}) to {line.member.base}"
     bytes_per_step, effective = line.bytes_per_step, line.effective
     return [
         line.member.label,

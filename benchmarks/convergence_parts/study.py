@@ -6,69 +6,24 @@ question are made with every seed; what is compared is compared seed by seed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from .cases import Case, Size, Stage
 from .corruption import Corruption
+from .marks import marks
+from .questions import Member, Question
 
 SEEDS = (1, 2, 3)
 NUM_REPLICAS = 4
 TAUS = (16, 64)
 RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
 ONE_HOT = "1e-6"  # a temperature at which the least norm takes all
-STEP_SECONDS = 0.11  # of a step of four replicas on two cores: what A-EDiT's clock is set by
+STEP_SECONDS = 0.15  # of a step of four replicas on two cores: what A-EDiT's clock is set by
 CORRUPTED_REPLICA = 1
-DELAYED_TAU, DELAY = (
-    40,
-    30,
-)  # as where the speed of delayed syncs is measured: overlap_parts/kinds.py
 # Share of the steps: bursts begin when detectors have seen enough to be armed, and do not end
 # together with rounds. A detector is armed after 20 syncs: after step 416 of 960.
 BURSTS = ((488 / 960, 520 / 960), (616 / 960, 648 / 960), (744 / 960, 776 / 960),
           (872 / 960, 904 / 960))  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Member:
-    """One line of a question's table.
-
-    Attributes:
-        label: for people.
-        cases: one for each seed.
-        base: label of the member that it is compared with; "" for none.
-        series: of a sweep: what belongs to one curve.
-        place: of a sweep: where on the axis.
-    """
-
-    label: str
-    cases: tuple[Case, ...]
-    base: str = ""
-    series: str = ""
-    place: float = 0.0
-
-
-@dataclass(frozen=True)
-class Question:
-    """What is asked, and who is compared.
-
-    Attributes:
-        name: for the command line.
-        title: for people.
-        members: lines of the table.
-        axis: of a sweep: what `place` is; "" for any other question.
-    """
-
-    name: str
-    title: str
-    members: tuple[Member, ...]
-    axis: str = ""
-
-    @property
-    def cases(self) -> Iterator[Case]:
-        """All runs: every member with the first seed, then with the next."""
-        for cases in zip(*(member.cases for member in self.members), strict=True):
-            yield from cases
 
 
 @dataclass(frozen=True)
@@ -87,13 +42,13 @@ class Study:
     def questions(self) -> tuple[Question, ...]:
         """In order of priority."""
         return (
-            self._marks(), self._marks_bursts(),
+            *marks(self),
             self._strategies(), self._ablation(), self._two_replicas(), self._warmup(),
             self._temperature(), self._bursts(), self._rates(), self._elastic(), self._beyond(),
         )  # fmt: skip
 
     def member(
-        self, label: str, strategy: str, *flags: str, base: str = "",
+        self, label: str, strategy: str, *flags: str, base: str = "", size: Size | None = None,
         num_replicas: int = NUM_REPLICAS, tau: int = TAUS[0], **changes: object,
     ) -> Member:  # fmt: skip
         """A member with one case for each seed.
@@ -103,11 +58,12 @@ class Study:
             strategy: the value of `--edit-strategy`.
             flags: further ones.
             base: whom it is compared with.
+            size: of the model, where it is not the study's.
             num_replicas: N, all the time.
             tau: sync interval.
             changes: of other fields of `Case`.
         """
-        size = self.size
+        size = size or self.size
         first = Case(
             strategy=strategy,
             seed=0,
@@ -122,34 +78,7 @@ class Study:
         first = replace(first, **changes)  # type: ignore[arg-type]
         return Member(label, tuple(replace(first, seed=seed) for seed in self.seeds), base)
 
-    def _marks(self) -> Question:
-        """What has to hold before anything else is asked; most runs are of later questions, too."""
-        edit, slower = "edit, tau 16", f"edit, tau {DELAYED_TAU}"
-        quarter = self.size.train_iters // 4
-        late = ("--edit-delay-steps", str(DELAY))
-        wire = "--edit-sync-dtype"
-        members = (
-            self.member("ddp", "ddp"),
-            self.member(edit, "edit", base="ddp"),
-            self.member("edit, tau 16, warm-up 25 %", "edit", base="ddp", warmup_steps=quarter),
-            self.member("diloco, tau 16", "diloco", base=edit),
-            self.member("post-local-sgd, tau 16", "post-local-sgd", base=edit),
-            self.member("edit, tau 16, int8", "edit", wire, "int8", base=edit),
-            self.member("edit, tau 16, int4", "edit", wire, "int4", base=edit),
-            self.member(slower, "edit", base="ddp", tau=DELAYED_TAU),
-            self.member(f"{slower}, delay {DELAY}", "edit", *late, base=slower, tau=DELAYED_TAU),
-            self.member(f"{slower}, delay {DELAY}, int8", "edit", *late, wire, "int8",
-                        base=slower, tau=DELAYED_TAU),
-        )  # fmt: skip
-        return Question("marks", "EDiT beside its marks, four replicas", members)
-
-    def _marks_bursts(self) -> Question:
-        names = ("ddp", "diloco", "post-local-sgd")
-        members = (self.member("edit", "edit"), *(self.member(n, n, base="edit") for n in names))
-        title = "One of four replicas fed random tokens in bursts: the strategies"
-        return Question("marks-bursts", title, tuple(map(self._corrupted, members)))
-
-    def _corrupted(self, member: Member) -> Member:
+    def corrupted(self, member: Member) -> Member:
         """The case seed is also that of the bad data: paired runs get the same."""
         steps = self.size.train_iters
         bursts = tuple((round(a * steps), round(b * steps)) for a, b in BURSTS)
@@ -225,7 +154,7 @@ class Study:
             *self._temperatures(base),
         ]  # fmt: skip
         title = "One of four replicas fed random tokens in bursts: parts of the penalty"
-        return Question("bursts", title, tuple(map(self._corrupted, members)))
+        return Question("bursts", title, tuple(map(self.corrupted, members)))
 
     def _rates(self) -> Question:
         """Each replica keeps its batch: with more of them, a step has more samples."""

@@ -55,7 +55,7 @@ def record(loss: float, **changes: Any) -> Record:
 
 def case(**changes: Any) -> Case:
     """EDiT with four replicas."""
-    found = Case("edit", 1, (Stage(4, 960),), Size(), 96, 16, 2e-3, 16)
+    found = Case("edit", 1, (Stage(4, 960),), Size(), 96, 16, 2e-3, 32)
     return replace(found, **changes)
 
 
@@ -87,7 +87,7 @@ def test_stages_hand_over() -> None:
     assert [("--load" in w, "--save" in w) for w in words] == [
         (False, True), (True, True), (True, False),
     ]  # fmt: skip
-    assert {w[w.index("--global-batch-size") + 1] for w in words} == {"16"}
+    assert {w[w.index("--global-batch-size") + 1] for w in words} == {"32"}
     assert [w[w.index("--edit-num-replicas") + 1] for w in words] == ["4", "2", "1"]
     assert down.cost == case().cost == 4 * 960
 
@@ -99,7 +99,7 @@ def test_hash_says_what_is_computed() -> None:
         case(), case(seed=2), case(tau=64), case(lr=1e-3), case(strategy="ddp"),
         case(flags=("--edit-no-clip",)), case(corruption=bad),
         case(corruption=replace(bad, seed=2)), case(stages=(Stage(2, 480), Stage(4, 960))),
-        case(stages=(Stage(2, 960),)), case(size=Size(num_layers=3)), case(samples_per_step=32),
+        case(stages=(Stage(2, 960),)), case(size=Size(num_layers=3)), case(samples_per_step=64),
     ]  # fmt: skip
     hashes = [each.hash(CORPUS) for each in different]
     assert len(set(hashes)) == len(hashes)
@@ -122,7 +122,7 @@ def test_backlog_counts_each_run_once(tmp_path: Path) -> None:
     assert len(set(todo)) == len(todo)
     by_name = {each.question.name: each for each in first}
     assert by_name["warm-up"].planned == 0  # they are those of `marks`
-    assert by_name["marks"].planned == 30 and by_name["ablation"].planned == 21
+    assert by_name["marks"].planned == 15 and by_name["ablation"].planned == 21
     alone = make_backlog(STUDY, records.find, ["warm-up"])
     assert [each.planned for each in alone] == [9]
 
@@ -222,7 +222,7 @@ def test_page_and_picture(tmp_path: Path) -> None:
     text = markdown(STUDY, find, SUMMARY, "x.png")
     for line in text.splitlines():
         assert "None" not in line
-    assert "| +0.1000 ± 0.2000 to ddp | 1 of 3 |" in text
+    assert "| +0.1000 ± 0.2000 (+2.48%) to ddp | 1 of 3 |" in text
     assert "| ddp, N = 1 | 5.0000 ± 0.0000 |" in text and "| 0.008 |" in text
     assert "Not run yet: edit, warm-up 25 %." in text and "## One of four replicas" not in text
     assert draw(tmp_path / "x.png", STUDY, find)

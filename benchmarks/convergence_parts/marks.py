@@ -1,0 +1,77 @@
+"""The questions that ask for EDiT's marks, which come before all others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from .questions import Question
+
+if TYPE_CHECKING:
+    from .study import Study
+
+BATCHES = (4, 8, 16)  # samples of a replica in a step
+# As where the speed of delayed syncs is measured: overlap_parts/kinds.py
+DELAYED_TAU, DELAY = 40, 30
+
+
+def marks(study: Study) -> tuple[Question, ...]:
+    """In order of priority. Most runs are of later questions, too."""
+    return (_rivals(study), _batch(study), _wire(study), _bursts(study), _delay(study))
+
+
+def _rivals(study: Study) -> Question:
+    edit = "edit, tau 16"
+    quarter = study.size.train_iters // 4
+    members = (
+        study.member("ddp", "ddp"),
+        study.member(edit, "edit", base="ddp"),
+        study.member(f"{edit}, warm-up 25 %", "edit", base="ddp", warmup_steps=quarter),
+        study.member("diloco, tau 16", "diloco", base=edit),
+        study.member("post-local-sgd, tau 16", "post-local-sgd", base=edit),
+    )
+    return Question("marks", "EDiT beside stock DDP and its rivals, four replicas", members)
+
+
+def _batch(study: Study) -> Question:
+    """The noise of a replica's own steps, which DDP averages at once."""
+    quarter, members = study.size.train_iters // 4, []
+    for batch in BATCHES:
+        size = replace(study.size, micro_batch_size=batch)
+        ddp = f"ddp, {batch} samples"
+        edit = f"edit, {batch} samples"
+        members += [
+            study.member(ddp, "ddp", size=size),
+            study.member(edit, "edit", base=ddp, size=size, warmup_steps=quarter),
+        ]
+    title = "Samples of a replica in a step, tau 16, warm-up 25 %"
+    return Question("marks-batch", title, tuple(members))
+
+
+def _wire(study: Study) -> Question:
+    edit = "edit, tau 16"
+    wires = (
+        study.member(f"{edit}, {wire}", "edit", "--edit-sync-dtype", wire, base=edit)
+        for wire in ("int8", "int4")
+    )
+    members = (study.member(edit, "edit"), *wires)
+    return Question("marks-wire", "Fewer bits on the wire", members)
+
+
+def _delay(study: Study) -> Question:
+    edit, late = f"edit, tau {DELAYED_TAU}", ("--edit-delay-steps", str(DELAY))
+    int8 = (*late, "--edit-sync-dtype", "int8")
+    members = (
+        study.member("ddp", "ddp"),
+        study.member(edit, "edit", base="ddp", tau=DELAYED_TAU),
+        study.member(f"{edit}, delay {DELAY}", "edit", *late, base=edit, tau=DELAYED_TAU),
+        study.member(f"{edit}, delay {DELAY}, int8", "edit", *int8, base=edit, tau=DELAYED_TAU),
+    )
+    return Question("marks-delay", "Delayed syncs", members)
+
+
+def _bursts(study: Study) -> Question:
+    names = ("ddp", "diloco", "post-local-sgd")
+    members = (study.member("edit", "edit"), *(study.member(n, n, base="edit") for n in names))
+    title = "One of four replicas fed random tokens in bursts: the strategies"
+    return Question("marks-bursts", title, tuple(map(study.corrupted, members)))
