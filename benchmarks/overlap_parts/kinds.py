@@ -24,6 +24,7 @@ MIN_STOCK_ITERATIONS = 3
 # and a step without exchange. Only for choosing how many iterations to run.
 STOCK_EXCESS = 2.0
 GUESSED_STEP_SECONDS = 0.15
+TIMED_STEP_SECONDS = 0.12  # of A-EDiT: a round of tau such steps is as long as the others'
 
 BLOCKING, OVERLAP = "blocking", "overlap"
 
@@ -35,13 +36,16 @@ def variants(tau: int) -> dict[str, list[str]]:
     named = {name: ["--edit-strategy", name] for name in strategies}
     return named | {
         "streaming-diloco": ["--edit-strategy", "streaming-diloco"],
+        "a-edit": ["--edit-strategy", "a-edit",
+                   "--edit-sync-seconds", f"{tau * TIMED_STEP_SECONDS:g}",
+                   "--edit-min-round-steps", str(tau)],
         "delayed": late,
         "delayed-bf16": [*late, "--edit-sync-dtype", "bf16"],
         "delayed-int8": [*late, "--edit-sync-dtype", "int8"],
         "delayed-int4": [*late, "--edit-sync-dtype", "int4"],
         "int8": ["--edit-sync-dtype", "int8"],
         "staggered": ["--edit-fragments", "3", *late],
-    }
+    }  # fmt: skip
 
 
 def link_name(rate: float | None) -> str:

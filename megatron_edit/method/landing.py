@@ -54,11 +54,11 @@ class LandingRule:
             snapshot: theta when the sync began, fp32 [n], mutated as scratch; None where there is
                 no progress to keep.
         """
+        if self.mix == 0.0:  # in as few passes over memory as there can be
+            return theta.copy_(anchor) if snapshot is None else theta.sub_(snapshot).add_(anchor)
         target = anchor
         if snapshot is not None:  # A' - (snapshot - theta), in its place
             target = torch.sub(anchor, snapshot.sub_(theta), out=snapshot)
-        if self.mix == 0.0:
-            return theta.copy_(target)
         return theta.mul_(self.mix).add_(target, alpha=1.0 - self.mix)
 
 
