@@ -42,11 +42,13 @@ def replica_weights(
     return torch.where(usable, raised / torch.where(usable, total, torch.ones_like(total)), equal)
 
 
-def blend_step_weights(weights: Tensor, steps: Tensor, share: float) -> Tensor:
+def blend_step_weights(weights: Tensor, accepted: Tensor, steps: Tensor, share: float) -> Tensor:
     """w <- (1 - rho) w + rho * steps_r / sum steps over the accepted replicas (method section 5).
 
     Args:
-        weights: float64 [N, U], from `replica_weights`; who has 0 keeps it.
+        weights: float64 [N, U], from `replica_weights`.
+        accepted: bool [N, U]; the others keep weight 0. An accepted one may have 0, too, where its
+            norm is so far above the least that exp(-G / T) is none.
         steps: float64 [N, U], inner steps since the unit's last sync.
         share: rho, in [0, 1].
 
@@ -55,7 +57,7 @@ def blend_step_weights(weights: Tensor, steps: Tensor, share: float) -> Tensor:
     """
     if share == 0.0:
         return weights
-    counted = torch.where(weights > 0, steps, torch.zeros_like(weights))
+    counted = torch.where(accepted, steps, torch.zeros_like(weights))
     total = counted.sum(dim=0)
     by_steps = torch.where(total > 0, counted / total.clamp(min=1.0), weights)
     blended = (1.0 - share) * weights + share * by_steps

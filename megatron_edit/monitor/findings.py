@@ -86,8 +86,7 @@ def _of_replicas(run: Run) -> Iterator[Finding]:
     for number, share in list(skipped.items())[:8]:
         yield Finding(
             "warning",
-            f"Replica {number} knows no loss of {percent(share)} of its "
-            "iterations: steps were skipped.",
+            f"Replica {number} has no finite loss for {percent(share)} of its iterations.",
         )
 
 

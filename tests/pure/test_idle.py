@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -27,12 +29,21 @@ def test_step_weights_are_blended_over_the_accepted() -> None:
     """w <- (1 - rho) w + rho * steps / sum steps; who is left out stays out, sums stay 1."""
     weights = torch.tensor([[0.75, 0.5], [0.25, 0.5], [0.0, 0.0]], dtype=torch.float64)
     steps = torch.tensor([[30.0] * 2, [10.0] * 2, [60.0] * 2], dtype=torch.float64)
-    assert blend_step_weights(weights, steps, 0.0) is weights
-    blended = blend_step_weights(weights, steps, 0.5)
+    accepted = torch.tensor([[True, True], [True, True], [False, False]])
+    assert blend_step_weights(weights, accepted, steps, 0.0) is weights
+    blended = blend_step_weights(weights, accepted, steps, 0.5)
     assert blended.tolist() == [[0.75, 0.625], [0.25, 0.375], [0.0, 0.0]]
-    assert blend_step_weights(weights, steps, 1.0)[:, 1].tolist() == [0.75, 0.25, 0.0]
+    assert blend_step_weights(weights, accepted, steps, 1.0)[:, 1].tolist() == [0.75, 0.25, 0.0]
     nobody = torch.zeros(3, 1, dtype=torch.float64)
-    assert blend_step_weights(nobody, steps[:, :1], 0.5).tolist() == [[0.0]] * 3
+    assert blend_step_weights(nobody, nobody.bool(), steps[:, :1], 0.5).tolist() == [[0.0]] * 3
+
+
+def test_an_accepted_replica_of_no_weight_keeps_its_share_by_steps() -> None:
+    """Would catch: taking weight 0 for a replica that was left out."""
+    norms = torch.tensor([[10.0], [900.0]], dtype=torch.float64)  # exp(-890 / T) is 0 at T = 1
+    penalty = replace(PENALTY, temperature=1.0, step_share=0.5)
+    decision, _ = decide(norms, DetectorState.fresh(2, 1), penalty, torch.tensor([[7], [7]]))
+    assert decision.weights.tolist() == [[0.75], [0.25]]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
@@ -40,6 +51,5 @@ def test_blended_columns_sum_to_one(share: float) -> None:
     """Whatever the share: the average is of the size of its parts."""
     weights = torch.softmax(torch.randn(5, 7, dtype=torch.float64), dim=0)
     steps = torch.tensor([[1.0], [2.0], [3.0], [4.0], [50.0]], dtype=torch.float64).expand(5, 7)
-    assert torch.allclose(
-        blend_step_weights(weights, steps, share).sum(dim=0), torch.ones(7, dtype=torch.float64)
-    )
+    blended = blend_step_weights(weights, torch.ones(5, 7, dtype=torch.bool), steps, share)
+    assert torch.allclose(blended.sum(dim=0), torch.ones(7, dtype=torch.float64))
