@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -19,5 +20,10 @@ def write_whole(path: Path, text: str) -> None:
         OSError: it cannot be written.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()
+        raise

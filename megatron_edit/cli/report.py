@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_edit.cli.needs import check_installed
-from megatron_edit.errors import UsageError
+from megatron_edit.errors import UsageError, on_one_line
 from megatron_edit.monitor.run import Run, open_run
 from megatron_edit.whole_files import write_whole
 
@@ -36,12 +36,16 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
 
     output: Path = options.output or options.folder / "report.html"
     training = open_run(options.folder)
-    _check_output(output)
+    target = _target_of(output)
     read_all(training)
-    write_whole(output, page_of(training))
+    page = page_of(training)
+    try:
+        write_whole(target, page)
+    except OSError as error:
+        raise _unusable(output, f"cannot be written ({error.strerror})") from None
     for name, count in training.num_damaged.items():
         sys.stderr.write(f"megatron-edit report: {name}: {count} damaged lines left out\n")
-    sys.stdout.write(f"page: {output}\n")
+    sys.stdout.write(on_one_line(f"page: {output}") + "\n")
     return 0
 
 
@@ -58,10 +62,24 @@ def read_all(training: Run) -> None:
         training.poll(bar.update)
 
 
-def _check_output(output: Path) -> None:
-    folder = output.parent
-    if output.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UsageError(
-            f"--output {output}", "must be a file in a folder that can be written to",
-            "give another path",
-        )  # fmt: skip
+def _target_of(output: Path) -> Path:
+    """The file to write: the output, or what it is a link to, which stays a link.
+
+    Raises:
+        UsageError: a page cannot be there, or must not: the file is replaced, not written into, and
+            what is no usual file (a device, a pipe) would be lost.
+    """
+    try:
+        target = Path(os.path.realpath(output))
+        is_there = output.exists() or target.is_symlink()  # links that lead to each other
+        can_be_there = target.parent.is_dir() and os.access(target.parent, os.W_OK)
+    except (OSError, ValueError) as error:  # ValueError: of a name that no file can have
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise _unusable(output, f"is no name of a file ({reason})") from None
+    if (is_there and not output.is_file()) or not can_be_there:
+        raise _unusable(output, "must be a file in a folder that can be written to")
+    return target
+
+
+def _unusable(output: Path, rule: str) -> UsageError:
+    return UsageError(f"--output {output}", rule, "give another path")

@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_edit.cli.needs import check_installed
 from megatron_edit.cli.report import read_all
 from megatron_edit.errors import UsageError
-from megatron_edit.monitor.run import Run
+from megatron_edit.monitor.run import Run, check_folder
 
 SECONDS = 2.0
 
@@ -30,14 +30,13 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     """Show frames until the training has ended, or Ctrl-C is pressed: both are success.
 
     Raises:
-        UsageError: the folder is a file, or what it holds is no run.
+        UsageError: the folder is a file, or what it holds is no run, or cannot be read.
     """
     if rest:
         raise UsageError(" ".join(rest), "is no argument of watch", "see watch --help")
     if not options.seconds > 0:
         raise UsageError(f"--seconds {options.seconds:g}", "must be above 0", "leave it out")
-    if options.folder.exists() and not options.folder.is_dir():
-        raise UsageError(str(options.folder), "is no folder", "give what --edit-log-dir named")
+    check_folder(options.folder, may_come=True)
     check_installed("rich", "tqdm")
     try:
         _watch(options)

@@ -2,6 +2,8 @@
 
 | module | what it holds |
 |---|---|
+| values | numbers of a file, checked |
+| facts | what `run.json` says |
 | lines | a JSON Lines file, followed |
 | series | numbers over a training of any length, in bounded memory |
 | syncs | what `sync.jsonl` says |

@@ -80,9 +80,9 @@ def _relative_norms(run: Run) -> Chart | None:
 def _scores(run: Run) -> Chart | None:
     assert run.facts is not None
     scores = run.syncs.rows.column("replica_z")
-    if run.facts.config["no_anomaly"] or not np.isfinite(scores).any():
+    if not run.facts.has_anomaly or not np.isfinite(scores).any():
         return None
-    threshold = float(run.facts.config["anomaly_threshold"])
+    threshold = run.facts.anomaly_threshold
     with svg_drawing("scores") as drawing:
         axes = drawing.axes
         _by_sync(axes, run, np.clip(scores, -4 * threshold, 4 * threshold))
@@ -138,7 +138,7 @@ def _clips(run: Run) -> Chart | None:
     assert run.facts is not None
     rows, x = run.syncs.rows, _syncs(run)
     low, middle = rows.column("clip_min")[:, 0], rows.column("clip")[:, 0]
-    if run.facts.config["no_clip"] or not np.isfinite(low).any():
+    if not run.facts.has_clip or not np.isfinite(low).any():
         return None
     with svg_drawing("clips") as drawing:
         axes = drawing.axes

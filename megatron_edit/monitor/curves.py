@@ -72,8 +72,8 @@ def _smooth(values: Array) -> Array:
 
 def _mark_warmup(axes: Axes, run: Run) -> None:
     assert run.facts is not None
-    warmup = int(run.facts.config["warmup_steps"])
-    if not run.facts.strategy.endless_warmup and 0 < warmup < run.iteration:
+    warmup = run.facts.warmup_steps
+    if 0 < warmup < run.iteration:
         axes.axvline(warmup, color=INK, linewidth=1, linestyle=":", label="end of warm-up")
 
 

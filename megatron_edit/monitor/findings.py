@@ -59,12 +59,19 @@ def _of_files(run: Run) -> Iterator[Finding]:
         yield Finding(
             "warning",
             f"No file of replica {shown} in this folder: with one launch per "
-            "replica, --edit-log-dir must be a folder that all machines share.",
+            "replica, --edit-log-dir must be a folder that all machines share. "
+            f"Tokens/s and time left {_reckoning(run)}.",
         )
     if run.state == "silent":
         yield Finding(
             "warning", f"Nothing new for {duration(run.silence)}: it has been stopped, or hangs."
         )
+
+
+def _reckoning(run: Run) -> str:
+    if run.speed is None:
+        return "cannot be told without it"
+    return "are reckoned from the others"
 
 
 def _of_replicas(run: Run) -> Iterator[Finding]:
@@ -95,7 +102,7 @@ def _without_syncs(run: Run) -> str:
     if run.facts.strategy.endless_warmup:
         return "This strategy averages gradients at every step: there are no syncs to show."
     return (
-        f"No sync yet: {run.facts.config['warmup_steps']} steps of warm-up come first, then a "
+        f"No sync yet: {run.facts.warmup_steps} steps of warm-up come first, then a "
         "round of steps apart."
     )
 

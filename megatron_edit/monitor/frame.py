@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_edit.errors import on_one_line
 from megatron_edit.monitor.findings import findings_of
-from megatron_edit.monitor.page import layout, loss_of, rhythm
+from megatron_edit.monitor.page import layout, loss_of, rhythm, whose_speed
 from megatron_edit.monitor.replicas import Replica
 from megatron_edit.monitor.run import Run
 from megatron_edit.monitor.texts import UNKNOWN, duration, megabytes, milliseconds, number, percent
@@ -34,7 +35,7 @@ def frame_of(run: Run, folder: Path) -> RenderableType:
     from rich.text import Text
 
     if run.facts is None:
-        return Text(f"waiting for {folder / 'run.json'}", style="yellow")
+        return Text(on_one_line(f"waiting for {folder / 'run.json'}"), style="yellow")
     parts: list[RenderableType] = [_head(run), _progress(run), _replicas(run)]
     if run.syncs.count:
         parts.append(_syncs(run))
@@ -62,7 +63,8 @@ def _progress(run: Run) -> RenderableType:
     assert facts is not None
     total = f" of {facts.train_iters:,}" if facts.train_iters else ""
     texts = [f"iteration {run.iteration:,}{total}", f"loss {number(loss_of(run), '.4f')}"]
-    texts.append(f"{number(run.speed, ',.0f')} tokens/s")
+    whose = "" if run.num_heard in (0, len(run.replicas)) else f" ({whose_speed(run)})"
+    texts.append(f"{number(run.speed, ',.0f')} tokens/s{whose}")
     if run.state == "running":
         texts.append(f"{duration(run.remaining_seconds)} left")
     row = Table.grid(padding=(0, 2))

@@ -3,11 +3,37 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_edit.errors import UsageError
+
 CHUNK_BYTES = 1 << 22
+
+
+def status(path: Path) -> os.stat_result | None:
+    """Of a file or folder; None where there is none.
+
+    Raises:
+        UsageError: that cannot be found out.
+    """
+    try:
+        return path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:  # ValueError: of a name that no file can have
+        raise unreadable(path, error) from None
+
+
+def unreadable(path: Path, error: OSError | ValueError) -> UsageError:
+    """What to say of a file or folder that cannot be read."""
+    reason = error.strerror if isinstance(error, OSError) else error
+    return UsageError(
+        str(path), f"cannot be read ({reason})", "give the folder of --edit-log-dir, or mend it"
+    )
 
 
 class LineFile:
@@ -30,47 +56,59 @@ class LineFile:
 
     @property
     def was_replaced(self) -> bool:
-        """Whether another file is there now, of a newer run, or this one was cut."""
-        try:
-            now = self.path.stat()
-        except FileNotFoundError:
-            return self._inode is not None
-        return self._inode is not None and (now.st_ino != self._inode or now.st_size < self._offset)
+        """Whether another file is there now, of a newer run, or none, or this one was cut."""
+        if self._inode is None:
+            return False
+        now = status(self.path)
+        return now is None or now.st_ino != self._inode or now.st_size < self._offset
 
     @property
     def unread_bytes(self) -> int:
         """What has come since the last time."""
-        try:
-            return max(0, self.path.stat().st_size - self._offset)
-        except FileNotFoundError:
-            return 0
+        now = status(self.path)
+        return 0 if now is None else max(0, now.st_size - self._offset)
 
     def read(self, on_bytes: Callable[[int], object] = lambda _: None) -> Iterator[dict[str, Any]]:
         """The records of the lines that have come since the last time. Half a line waits.
 
         Args:
             on_bytes: told how many bytes were read, now and then.
+
+        Raises:
+            UsageError: the file is there, and cannot be read.
         """
-        try:
-            source = self.path.open("rb")
-        except FileNotFoundError:
+        for chunk in self._chunks():
+            self._offset += len(chunk)
+            on_bytes(len(chunk))
+            *whole, self._rest = (self._rest + chunk).split(b"\n")
+            for line in whole:
+                if (record := self._parse(line)) is not None:
+                    yield record
+
+    def _chunks(self) -> Iterator[bytes]:
+        found = status(self.path)
+        if found is None:
             return
-        with source:
-            if self._inode is None:
-                self._inode = self.path.stat().st_ino
-            source.seek(self._offset)
-            while chunk := source.read(CHUNK_BYTES):
-                self._offset += len(chunk)
-                on_bytes(len(chunk))
-                *whole, self._rest = (self._rest + chunk).split(b"\n")
-                for line in whole:
-                    if (record := self._parse(line)) is not None:
-                        yield record
+        try:
+            if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for a writer
+                raise ValueError("no file")
+            with self.path.open("rb") as source:
+                inode = os.fstat(source.fileno()).st_ino
+                self._inode = inode if self._inode is None else self._inode
+                if inode != self._inode:  # replaced just now: the next reading begins anew
+                    return
+                source.seek(self._offset)
+                while chunk := source.read(CHUNK_BYTES):
+                    yield chunk
+        except FileNotFoundError:  # renamed just now
+            return
+        except (OSError, ValueError) as error:
+            raise unreadable(self.path, error) from None
 
     def _parse(self, line: bytes) -> dict[str, Any] | None:
         try:
             record = json.loads(line)
-        except ValueError:  # also where the bytes are no text
+        except (ValueError, RecursionError):  # also where the bytes are no text
             record = None
         if isinstance(record, dict):
             return record

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_edit.monitor.charts import charts_of
+from megatron_edit.monitor.facts import Facts
 from megatron_edit.monitor.findings import findings_of
-from megatron_edit.monitor.run import Facts, Run
+from megatron_edit.monitor.run import Run
 from megatron_edit.monitor.texts import UNKNOWN, duration, megabytes, milliseconds, number, percent
 from megatron_edit.pages.rendering import render
 
@@ -57,7 +58,7 @@ def page_of(run: Run) -> str:
         "sync_head": SYNC_HEAD,
         "sync_rows": list(sync_rows(run)),
         "versions": ", ".join(f"{name} {text}" for name, text in sorted(facts.versions.items()))
-        + f"; host {facts.topology.get('host', 'unknown')}.",
+        + f"; host {facts.host}.",
         "command": shlex.join(facts.argv),
         "settings": [(name, "unset" if value is None else str(value))
                      for name, value in sorted(facts.config.items())],
@@ -81,23 +82,31 @@ def subtitle(run: Run) -> str:
 
 def layout(facts: Facts) -> str:
     """Replicas and ranks."""
-    replicas, ranks = facts.num_replicas, int(facts.topology["ranks_per_replica"])
+    replicas, ranks = facts.num_replicas, facts.ranks_per_replica
     return (
         f"{replicas} replica{'s' if replicas != 1 else ''} x {ranks} rank"
-        f"{'s' if ranks != 1 else ''} on {facts.topology['device']}"
+        f"{'s' if ranks != 1 else ''} on {facts.device}"
     )
 
 
 def rhythm(facts: Facts) -> str:
     """When replicas meet."""
-    config, strategy = facts.config, facts.strategy
-    if strategy.endless_warmup:
+    if facts.strategy.endless_warmup:
         return "gradients are averaged at every step"
-    apart = (
-        f"{config['sync_seconds']:g} s" if strategy.is_timed else f"{config['sync_interval']} steps"
-    )
-    delayed = f", landing {config['delay_steps']} steps later" if config["delay_steps"] else ""
-    return f"warm-up {config['warmup_steps']} steps, then a sync every {apart}{delayed}"
+    is_timed = facts.strategy.is_timed
+    apart = f"{facts.sync_seconds:g} s" if is_timed else f"{facts.sync_interval} steps"
+    delayed = f", landing {facts.delay_steps} steps later" if facts.delay_steps else ""
+    return f"warm-up {facts.warmup_steps} steps, then a sync every {apart}{delayed}"
+
+
+def whose_speed(run: Run) -> str:
+    """Which replicas the speed is of, and how that is known."""
+    heard, total = run.num_heard, len(run.replicas)
+    if heard in (0, total):
+        return "all replicas"
+    if run.speed is None:
+        return f"not known: only {heard} of {total} replicas are seen here"
+    return f"all replicas, reckoned from {heard} of {total}"
 
 
 def tiles(run: Run) -> Iterator[Tile]:
@@ -111,7 +120,7 @@ def tiles(run: Run) -> Iterator[Tile]:
     if run.state == "running":
         yield Tile("time left", duration(run.remaining_seconds), "at the present speed")
     yield Tile("training loss", number(loss_of(run), ".4f"), "mean over the replicas")
-    yield Tile("tokens/s", number(run.speed, ",.0f"), "all replicas, at present")
+    yield Tile("tokens/s", number(run.speed, ",.0f"), f"{whose_speed(run)}, at present")
     if not syncs.count:
         return
     yield Tile("syncs", f"{syncs.count:,}", duration(syncs.elapsed) + " from first to last")

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from megatron_edit.monitor.series import Array, Bins
+from megatron_edit.monitor.values import finite, finite_or_nan, whole
 
 NUM_TOGETHER = 8  # iterations whose median step tells the speed between syncs
 NUM_RECENT = 50  # iterations that make the present speed
@@ -55,9 +56,9 @@ class Replica:
         Raises:
             KeyError, TypeError, ValueError: it is not of that form. Nothing has changed then.
         """
-        iteration, loss = int(line["iteration"]), line["loss"]
-        tokens, seconds, samples = (float(line[name]) for name in ("tokens", "seconds", "samples"))
-        loss = math.nan if loss is None else float(loss)
+        iteration, samples = whole(line["iteration"]), whole(line["samples"])
+        loss = finite_or_nan(line["loss"])
+        tokens, seconds = (finite(line[name], least=0) for name in ("tokens", "seconds"))
         self.iteration = iteration
         self.num_iterations += 1
         if math.isfinite(loss):
@@ -69,7 +70,7 @@ class Replica:
         if len(self._together) == NUM_TOGETHER:
             self._count_speed()
         self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
-        self.samples += int(samples)
+        self.samples += samples
         self._recent.append((tokens, seconds))
 
     def on_sync(self) -> None:

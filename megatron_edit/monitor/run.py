@@ -2,82 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import math
+import os
+import stat
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_edit.errors import UsageError
-from megatron_edit.method.strategy import STRATEGIES, Strategy
-from megatron_edit.monitor.lines import LineFile
+from megatron_edit.monitor.facts import Facts
+from megatron_edit.monitor.lines import LineFile, status, unreadable
 from megatron_edit.monitor.replicas import Replica
 from megatron_edit.monitor.series import Bins
 from megatron_edit.monitor.syncs import Syncs
+from megatron_edit.monitor.values import finite, whole
 
 SILENT_SECONDS = 120.0
 SILENT_STEPS = 10  # of the slowest replica's longest steps
 State = Literal["waiting", "running", "silent", "finished"]
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What `run.json` says. Sizes are None where an older version wrote it.
-
-    Attributes:
-        config: every setting.
-        topology: replicas, ranks, device, host.
-        versions: of what has a part in the numbers.
-        argv: the command line.
-        train_iters: `--train-iters`.
-        batch_size: global.
-        seq_length: tokens of a sample.
-        inside_bytes: of one step inside a replica.
-    """
-
-    config: Mapping[str, Any]
-    topology: Mapping[str, Any]
-    versions: Mapping[str, str]
-    argv: tuple[str, ...]
-    train_iters: int | None
-    batch_size: int | None
-    seq_length: int | None
-    inside_bytes: float | None
-
-    @classmethod
-    def of(cls, text: str) -> Facts:
-        """From the file.
-
-        Raises:
-            AttributeError, KeyError, TypeError, ValueError: it is none of ours.
-        """
-        found = json.loads(text)
-        sizes = found.get("training", {})
-        facts = cls(
-            found["config"], found["topology"], found["versions"], tuple(found["argv"]),
-            *(sizes.get(name) for name in ("train_iters", "global_batch_size", "seq_length",
-                                           "inside_bytes_per_step")),
-        )  # fmt: skip
-        if facts.num_replicas < 1 or facts.strategy is None or facts.warmup_steps < 0:
-            raise ValueError("no topology of ours")
-        return facts
-
-    @property
-    def num_replicas(self) -> int:
-        """N."""
-        return int(self.topology["num_replicas"])
-
-    @property
-    def warmup_steps(self) -> int:
-        """W; 0 where the warm-up never ends."""
-        return 0 if self.strategy.endless_warmup else int(self.config["warmup_steps"])
-
-    @property
-    def strategy(self) -> Strategy:
-        """The rule of synchronisation."""
-        return STRATEGIES[self.config["strategy"]]
 
 
 class Run:
@@ -110,6 +53,7 @@ class Run:
         self.read_at = time.time()
         self._digests: dict[int, str] = {}
         self._files: dict[str, LineFile] = {}
+        self._version: tuple[int, int] | None = None
 
     @property
     def files(self) -> list[LineFile]:
@@ -117,7 +61,11 @@ class Run:
         return list(self._files.values())
 
     def unread_bytes(self) -> int:
-        """What there is to read. It looks for `run.json`, too."""
+        """What there is to read. It looks for `run.json`, too.
+
+        Raises:
+            UsageError: there is a `run.json` that is none of ours, or a file cannot be read.
+        """
         self._open()
         return sum(file.unread_bytes for file in self.files)
 
@@ -128,9 +76,9 @@ class Run:
             on_bytes: told how many bytes were read, now and then.
 
         Raises:
-            UsageError: there is a `run.json`, and it is none of ours.
+            UsageError: there is a `run.json` that is none of ours, or a file cannot be read.
         """
-        if any(file.was_replaced for file in self.files):
+        if self._was_replaced:
             self._begin()
         self._open()
         self.read_at = time.time()
@@ -139,26 +87,51 @@ class Run:
             for record in file.read(on_bytes):
                 try:
                     take(record)
-                except (KeyError, TypeError, ValueError, IndexError):
+                except (ArithmeticError, KeyError, TypeError, ValueError, IndexError):
                     file.num_damaged += 1
+        if self._was_replaced:  # while it was read: what has been read may be of both
+            self.poll(on_bytes)
+
+    @property
+    def _was_replaced(self) -> bool:
+        """Whether a newer run has begun in the folder: `run.json` is the first that it writes."""
+        if self._version is None:
+            return False
+        now = status(self._path)
+        return (
+            now is None
+            or _version(now) != self._version
+            or any(file.was_replaced for file in self.files)
+        )
 
     def _open(self) -> None:
-        path = self.folder / "run.json"
-        if self.facts is not None or not path.is_file():
+        found = status(self._path)
+        if self.facts is not None or found is None or not stat.S_ISREG(found.st_mode):
             return
         try:
-            self.facts = Facts.of(path.read_text(encoding="utf-8"))
-        except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+            with self._path.open(encoding="utf-8") as file:
+                self._version = _version(os.fstat(file.fileno()))
+                self.facts = Facts.of(file.read())
+        except FileNotFoundError:  # renamed just now, by a run that begins
+            self._begin()
+            return
+        except OSError as error:
+            raise unreadable(self._path, error) from None
+        except ValueError as error:
             raise UsageError(
-                str(path),
+                str(self._path),
                 f"is not what a run writes ({error})",
                 "give the folder of --edit-log-dir",
             ) from None
-        count = self.facts.num_replicas
-        self.syncs = Syncs(count)
-        self.replicas = [Replica(number, self.facts.warmup_steps) for number in range(count)]
-        names = ["sync.jsonl", "loss.jsonl", *(f"replica-{r}.jsonl" for r in range(count))]
+        total = self.facts.num_replicas
+        self.syncs = Syncs(total)
+        self.replicas = [Replica(number, self.facts.warmup_steps) for number in range(total)]
+        names = ["sync.jsonl", "loss.jsonl", *(f"replica-{r}.jsonl" for r in range(total))]
         self._files = {name: LineFile(self.folder / name) for name in names}
+
+    @property
+    def _path(self) -> Path:
+        return self.folder / "run.json"
 
     def _taker(self, name: str) -> Callable[[Mapping[str, Any]], None]:
         if name == "sync.jsonl":
@@ -169,7 +142,7 @@ class Run:
 
         def take(line: Mapping[str, Any]) -> None:
             if "digest" in line:
-                self._compare(int(line["round"]), line["digest"], replica.number)
+                self._compare(whole(line["round"]), line["digest"], replica.number)
                 replica.on_sync()
             else:
                 replica.add(line)
@@ -178,8 +151,9 @@ class Run:
 
     def _take_loss(self, line: Mapping[str, Any]) -> None:
         if line["loss"] is not None:
-            self.losses.add(int(line["iteration"]), float(line["loss"]))
-            self.loss = float(line["loss"])
+            iteration, loss = whole(line["iteration"]), finite(line["loss"])
+            self.losses.add(iteration, loss)
+            self.loss = loss
 
     def _compare(self, number: int, digest: str | None, replica: int) -> None:
         if digest is None:
@@ -197,8 +171,8 @@ class Run:
     @property
     def missing(self) -> list[int]:
         """Replicas without a file here."""
-        return [r.number for r in self.replicas if not self._files[f"replica-{r.number}.jsonl"]
-                .path.exists()]  # fmt: skip
+        return [r.number for r in self.replicas
+                if status(self._files[f"replica-{r.number}.jsonl"].path) is None]  # fmt: skip
 
     @property
     def num_damaged(self) -> dict[str, int]:
@@ -211,17 +185,34 @@ class Run:
         facts = self.facts
         if facts is None or not facts.train_iters:
             return None
-        if facts.strategy.is_timed and self.syncs.count:  # replicas count steps of their own
-            if not facts.batch_size:
-                return None
-            done = sum(self.syncs.samples) + sum(replica.samples for replica in self.replicas)
-            return min(1.0, done / (facts.train_iters * facts.batch_size))
-        return min(1.0, self.iteration / facts.train_iters)
+        is_apart = self.syncs.count > 0 or self.iteration > facts.warmup_steps
+        if not facts.strategy.is_timed or not is_apart:
+            return min(1.0, self.iteration / facts.train_iters)
+        # Replicas count steps of their own, and before the first sync nobody says how many samples
+        # a run had when it was resumed.
+        if not facts.batch_size or not self.syncs.count:
+            return None
+        done = sum(self.syncs.samples) + sum(replica.samples for replica in self.replicas)
+        return min(1.0, done / (facts.train_iters * facts.batch_size))
 
     @property
-    def speed(self) -> float:
-        """Tokens per second of all replicas together, at present."""
-        return sum(r.speed for r in self.replicas if math.isfinite(r.speed))
+    def num_heard(self) -> int:
+        """Replicas whose present speed is known."""
+        return sum(math.isfinite(replica.speed) for replica in self.replicas)
+
+    @property
+    def speed(self) -> float | None:
+        """Tokens per second of all replicas together, at present; None where it cannot be told.
+
+        Replicas that are not heard here count as the mean of the others: all make equally many
+        steps, unless they meet by the clock.
+        """
+        if self.facts is None or not self.num_heard:
+            return None
+        if self.facts.strategy.is_timed and self.num_heard < len(self.replicas):
+            return None
+        heard = sum(r.speed for r in self.replicas if math.isfinite(r.speed))
+        return heard * len(self.replicas) / self.num_heard
 
     @property
     def remaining_seconds(self) -> float | None:
@@ -235,8 +226,8 @@ class Run:
     @property
     def news_at(self) -> float | None:
         """Unix seconds at which a file was last written to."""
-        paths = [self.folder / "run.json", *(file.path for file in self.files)]
-        return max((path.stat().st_mtime for path in paths if path.exists()), default=None)
+        found = map(status, [self._path, *(file.path for file in self.files)])
+        return max((each.st_mtime for each in found if each is not None), default=None)
 
     @property
     def silence(self) -> float:
@@ -255,16 +246,38 @@ class Run:
         return "silent" if self.silence > limit else "running"
 
 
+def check_folder(folder: Path, *, may_come: bool = False) -> None:
+    """Whether there is a folder.
+
+    Args:
+        folder: `--edit-log-dir`.
+        may_come: it need not be there yet.
+
+    Raises:
+        UsageError: it is none, or nobody can tell.
+    """
+    found = status(folder)
+    if found is None and may_come:
+        return
+    if found is None or not stat.S_ISDIR(found.st_mode):
+        raise UsageError(str(folder), "is no folder", "give the folder of --edit-log-dir")
+
+
 def open_run(folder: Path) -> Run:
     """A folder that holds a run.
 
     Raises:
         UsageError: it does not.
     """
-    if not folder.is_dir():
-        raise UsageError(str(folder), "is no folder", "give the folder of --edit-log-dir")
-    if not (folder / "run.json").is_file():
+    check_folder(folder)
+    found = status(folder / "run.json")
+    if found is None or not stat.S_ISREG(found.st_mode):
         raise UsageError(
             str(folder), "holds no run.json", "give the folder of --edit-log-dir of a run"
         )
     return Run(folder)
+
+
+def _version(found: os.stat_result) -> tuple[int, int]:
+    """What a file that is written anew has another one of."""
+    return found.st_ino, found.st_mtime_ns

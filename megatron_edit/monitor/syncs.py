@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections import deque
 from collections.abc import Mapping
@@ -12,10 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_edit.monitor.series import Array, Merge, Rows
+from megatron_edit.monitor.values import LARGEST_NUMBER, finite, whole
 
 NUM_RECENT = 10
 LOW_CLIP = 0.5
 SECONDS = ("wait", "exchange", "outer", "exposed", "total")
+_NAME = re.compile(r"[\w.-]+", re.ASCII)
 _MERGES: Mapping[str, Merge] = {
     "round": "last", "iteration": "last", "wire_bytes": "mean", "seconds": "mean",
     "anomalies": "sum", "rollbacks": "sum",
@@ -82,16 +85,19 @@ class Syncs:
         """Take a line.
 
         Raises:
-            KeyError, TypeError, ValueError: it is not of that form. Nothing has changed then.
+            ArithmeticError, KeyError, TypeError, ValueError: it is not of that form. Nothing has
+            changed then.
         """
         row, brief = self._read(line)
-        samples, time = [int(n) for n in line["samples"]], float(line["time"])
+        samples, time = [whole(n) for n in line["samples"]], finite(line["time"])
+        state_bytes = line.get("state_bytes")
+        state_bytes = self.state_bytes if state_bytes is None else whole(state_bytes)
         for name in line["units"]:
             self.units.setdefault(name, len(self.units))
         self.rows.add(row)
         self.recent.append(brief)
         self.samples = samples
-        self.state_bytes = line.get("state_bytes", self.state_bytes)
+        self.state_bytes = state_bytes
         self.first_time = time if self.first_time is None else self.first_time
         self.last_time = time
         counted = dict(zip(SECONDS, row["seconds"].tolist(), strict=True))
@@ -133,18 +139,18 @@ class Syncs:
         return left_out / np.maximum(1.0, pairs)
 
     def _read(self, line: Mapping[str, Any]) -> tuple[dict[str, Array], SyncBrief]:
-        names, shape = line["units"], (len(line["units"]), self.num_replicas)
+        names, shape = _names(line["units"]), (len(line["units"]), self.num_replicas)
         norms, scores, weights, anomalous = (
             _table(line[name], shape) for name in ("norms", "z", "weights", "anomalous")
         )
         clip, rollback = (_table(line[name], shape[:1]) for name in ("clip", "rollback"))
         effective = _effective(weights)
-        seconds = np.array([float(line["seconds"][name]) for name in SECONDS])
+        seconds = np.array([finite(line["seconds"][name]) for name in SECONDS])
         brief = SyncBrief(
-            int(line["round"]), int(line["iteration"]),
+            whole(line["round"]), whole(line["iteration"]),
             *_spread(norms),
             _median(effective), _median(clip), int(anomalous.sum()), int(rollback.sum()),
-            seconds[0], seconds[3], seconds[4], int(line["wire_bytes"]),
+            seconds[0], seconds[3], seconds[4], whole(line["wire_bytes"]),
         )  # fmt: skip
         places = [self.units.get(name) for name in names]
         new = iter(range(len(self.units), len(self.units) + len(names)))
@@ -178,12 +184,25 @@ def _table(values: Any, shape: tuple[int, ...]) -> Array:
     """Of numbers and nulls.
 
     Raises:
-        TypeError, ValueError: it is not of that shape.
+        ArithmeticError, TypeError, ValueError: it is not of that shape.
     """
     table = np.array(values, dtype=np.float64)
     if table.shape != shape or not table.size:
         raise ValueError(f"a table of shape {table.shape}, not {shape}")
+    if (np.abs(table) > LARGEST_NUMBER).any():  # NaN, from null, is not
+        raise ValueError("a number out of range")
     return table
+
+
+def _names(units: Any) -> list[str]:
+    """Names of units, which stand in pictures.
+
+    Raises:
+        TypeError, ValueError: there is none, or one that nobody gives to a unit.
+    """
+    if not isinstance(units, list) or not all(_NAME.fullmatch(name) for name in units):
+        raise ValueError("no names of units")
+    return units
 
 
 def _effective(weights: Array) -> Array:

@@ -28,4 +28,6 @@ def render(template: Path, values: Mapping[str, Any]) -> str:
         undefined=jinja2.StrictUndefined,
     )
     colors = {"colors": COLORS, "dark_colors": DARK_COLORS}
-    return environment.get_template(template.name).render(colors | dict(values)) + "\n"
+    page = environment.get_template(template.name).render(colors | dict(values)) + "\n"
+    # A byte that is no text, as in a folder's name, comes as half a character.
+    return page.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -52,7 +52,7 @@ class MadeUp:
     def write(self, folder: Path) -> Path:
         """Write its event files; the folder."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "run.json").write_text(json.dumps(self._run()))
+        (folder / "run.json").write_text(json.dumps(self.run()))
         rng = random.Random(0)
         start = time.time() - self.rounds * self.tau * 0.1
         with (folder / "sync.jsonl").open("w") as file:
@@ -73,7 +73,8 @@ class MadeUp:
                     file.write(json.dumps(self._step(i, replica, rng)) + "\n")
         return folder
 
-    def _run(self) -> dict[str, Any]:
+    def run(self) -> dict[str, Any]:
+        """What `run.json` holds."""
         config = EditConfig(
             use_edit=True, num_replicas=self.replicas, strategy=self.strategy,
             warmup_steps=self.warmup,

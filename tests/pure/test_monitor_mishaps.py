@@ -1,0 +1,293 @@
+"""`megatron-edit report` and `watch` on files and names that are not what they should be.
+
+Would catch: a traceback, a damaged line that is counted or half taken, a run that is taken for
+finished, a speed of some replicas that is given out as that of all, a device that is replaced by a
+page.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_edit.cli import main
+from megatron_edit.monitor.findings import findings_of
+from megatron_edit.monitor.run import Run
+from tests.harness.event_files import BATCH, MadeUp
+
+pytest.importorskip("rich")
+
+
+def read(folder: Path) -> Run:
+    """A run, read once."""
+    run = Run(folder)
+    run.poll()
+    return run
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line with which a command refuses."""
+    assert main(words) == 2, words
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1 and said.out == "", said
+    assert said.err.startswith(f"megatron-edit {words[0]}: ") and "Error" not in said.err
+    return said.err
+
+
+# ---- where a run is
+
+
+def write_resumed(folder: Path, num_syncs: int, iterations: int = 300) -> Path:
+    """A-EDiT, resumed at iteration 250 of 280; its fast replica makes more than 280 steps."""
+    made_up = MadeUp(strategy="a-edit", replicas=2, rounds=0, train_iters=280)
+    made_up.write(folder)
+    for replica in range(2):
+        path = folder / f"replica-{replica}.jsonl"
+        line = json.loads(path.read_text().splitlines()[0])
+        lines = [line | {"iteration": i} for i in range(251, iterations + 1)]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if num_syncs:
+        whole = MadeUp(strategy="a-edit", replicas=2, rounds=1).write(folder / "other")
+        line = json.loads((whole / "sync.jsonl").read_text())
+        line["samples"] = [260 * BATCH, 250 * BATCH]
+        (folder / "sync.jsonl").write_text(json.dumps(line) + "\n")
+        for replica in range(2):
+            with (folder / f"replica-{replica}.jsonl").open("a") as file:
+                file.write('{"round": 9, "digest": null}\n')
+    return folder
+
+
+def test_a_fast_replica_finishes_no_run(tmp_path: Path) -> None:
+    """Steps of its own are no progress of a run by the clock; samples are, from the first sync."""
+    early = read(write_resumed(tmp_path / "early", 0))
+    assert early.iteration == 300
+    assert early.progress is None and early.state == "running"
+    later = read(write_resumed(tmp_path / "later", 1))
+    assert later.progress == pytest.approx(510 / 560) and later.state == "running"
+    fresh = read(MadeUp(strategy="a-edit", rounds=0, train_iters=100).write(tmp_path / "fresh"))
+    assert fresh.progress == 0.2
+
+
+@pytest.mark.parametrize("strategy", ["edit", "a-edit"])
+def test_speed_with_files_missing(
+    tmp_path: Path, strategy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One launch per replica, without a folder that all share: what one replica tells of all."""
+    made_up = MadeUp(strategy=strategy, train_iters=400)
+    whole = read(made_up.write(tmp_path / "whole"))
+    assert whole.speed is not None and whole.remaining_seconds is not None
+    folder = made_up.write(tmp_path / "part")
+    for replica in (1, 2, 3):
+        (folder / f"replica-{replica}.jsonl").unlink()
+    part = read(folder)
+    missing = next(f.text for f in findings_of(part) if "No file of replica 1, 2, 3" in f.text)
+    assert main(["report", str(folder)]) == 0 and main(["watch", str(folder), "--once"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    if strategy == "edit":
+        assert part.speed == pytest.approx(whole.speed, rel=0.05)
+        assert part.remaining_seconds == pytest.approx(whole.remaining_seconds, rel=0.05)
+        assert "reckoned from 1 of 4" in shown and "all replicas, reckoned from 1 of 4" in page
+        assert "reckoned from the others" in missing
+    else:
+        assert part.speed is None and part.remaining_seconds is None
+        assert "only 1 of 4 replicas are seen here" in page and "all replicas, at" not in page
+        assert "only 1 of 4" in shown and "cannot be told" in missing
+
+
+# ---- damaged files
+
+ODD = ("Infinity", "-Infinity", "NaN", "1e999", "1e300", "-1", '"x"', "[]", "{}", "true",
+       "9" * 400, '"\\ud800"', '["$x^$"]', "[" * 99999, "[[1e300]]", "[Infinity]")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["sync.jsonl", "loss.jsonl", "replica-0.jsonl"])
+@pytest.mark.filterwarnings("error")
+def test_odd_values(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """In any field of a line: the line counts as it should, or as damaged, and there is a page."""
+    made_up = MadeUp(rounds=3, warmup=5, train_iters=100)
+    lines = (made_up.write(tmp_path) / name).read_text().splitlines()
+    new = []
+    for line in {tuple(json.loads(line)): line for line in lines}.values():
+        fields = json.loads(line)
+        for field in fields:
+            for odd in ODD:
+                new.append(json.dumps(fields | {field: "ODD"}).replace('"ODD"', odd))
+    (tmp_path / name).write_text("\n".join([*lines, *new, lines[-1]]) + "\n")
+    run = read(tmp_path)
+    assert run.num_damaged[name] > 0.5 * len(new)
+    assert run.iteration < 1000 and run.syncs.count < 3 + len(new) / 2
+    assert main(["report", str(tmp_path)]) == 0
+    assert f"{name}: {run.num_damaged[name]} damaged lines" in capsys.readouterr().err
+    assert main(["watch", str(tmp_path), "--once"]) == 0
+
+
+@pytest.mark.parametrize("field", ["iteration", "samples", "tokens", "seconds"])
+def test_a_damaged_line_changes_nothing(tmp_path: Path, field: str) -> None:
+    """Also where only its last field is bad."""
+    path = MadeUp(rounds=0, warmup=3, replicas=1).write(tmp_path) / "replica-0.jsonl"
+    clean = read(tmp_path).replicas[0]
+    line = json.loads(path.read_text().splitlines()[-1]) | {"iteration": 4, "loss": 9.0}
+    with path.open("a") as file:
+        file.write(json.dumps(line | {field: "ODD"}).replace('"ODD"', "1e999") + "\n")
+    run = read(tmp_path)
+    assert run.num_damaged == {"replica-0.jsonl": 1}
+    replica = run.replicas[0]
+    assert (replica.iteration, replica.num_iterations, replica.samples) == (3, 3, 3 * BATCH)
+    assert (replica.tokens, replica.loss) == (clean.tokens, clean.loss)
+
+
+def without(*path: str) -> Callable[[dict[str, Any]], None]:
+    """Take a field away."""
+
+    def change(run: dict[str, Any]) -> None:
+        for name in path[:-1]:
+            run = run[name]
+        del run[path[-1]]
+
+    return change
+
+
+def with_(value: Any, *path: str) -> Callable[[dict[str, Any]], None]:
+    """Set a field."""
+
+    def change(run: dict[str, Any]) -> None:
+        for name in path[:-1]:
+            run = run[name]
+        run[path[-1]] = value
+
+    return change
+
+
+@pytest.mark.parametrize("command", ["report", "watch"])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        *((path[-1], without(*path)) for path in (
+            ("topology", "ranks_per_replica"), ("topology", "device"), ("config", "delay_steps"),
+            ("config", "sync_interval"), ("config", "no_anomaly"), ("config", "no_clip"),
+            ("versions",), ("argv",),
+        )),
+        *((path[-1], with_(value, *path)) for value, *path in (
+            ("many", "training", "train_iters"), (1e999, "training", "train_iters"),
+            ([], "training", "seq_length"), ("x", "training", "inside_bytes_per_step"),
+            ([], "training"), (10**9, "topology", "num_replicas"), (1e999, "topology",
+            "num_replicas"), (0, "topology", "num_replicas"), ([], "versions"), (5, "argv"),
+            ("sgd", "config", "strategy"), ([], "config", "strategy"),
+            ("soon", "config", "warmup_steps"), (-1, "config", "warmup_steps"),
+            ("x", "config", "anomaly_threshold"),
+        )),
+    ],
+)  # fmt: skip
+def test_an_unusable_run(
+    tmp_path: Path,
+    command: str,
+    name: str,
+    change: Callable[[dict[str, Any]], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One line, with the file and the field."""
+    run = MadeUp().run()
+    change(run)
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    said = refused(capsys, command, str(tmp_path))
+    assert str(tmp_path / "run.json") in said and name in said
+
+
+@pytest.mark.parametrize("text", ["[" * 99999, "[]", "5", '"x"', "\xff"])
+def test_a_run_that_is_no_object(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.json").write_bytes(text.encode("latin-1"))
+    assert "run.json" in refused(capsys, "report", str(tmp_path))
+
+
+def test_bytes_that_are_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the command line of the training, in the name of a machine and of the folder."""
+    folder = tmp_path / os.fsdecode(b"log-\xff")
+    MadeUp(rounds=2).write(folder)
+    run = json.loads((folder / "run.json").read_text())
+    run["argv"].append("--data-path=\udcff")
+    run["topology"]["host"] = run["topology"]["device"] = "n\udcfe"
+    run["config"]["log_dir"] = "\udcfd"
+    (folder / "run.json").write_text(json.dumps(run))
+    assert main(["report", str(folder)]) == 0
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "--data-path=\\udcff" in page and "log-\\udcff" in page and "n\\udcfe" in page
+    assert main(["watch", str(folder), "--once"]) == 0
+    assert main(["watch", str(folder / "later"), "--once"]) == 0
+    capsys.readouterr().out.encode("utf-8")
+
+
+# ---- names
+
+
+def test_no_device_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pipe, as a device would be, by its own name and by that of a link."""
+    log, pipe, link = MadeUp(rounds=0).write(tmp_path / "log"), tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    for output in (pipe, link):
+        assert str(output) in refused(capsys, "report", str(log), "--output", str(output))
+        assert pipe.is_fifo() and link.is_symlink()
+    (log / "report.html").symlink_to(pipe)
+    refused(capsys, "report", str(log))
+    assert pipe.is_fifo()
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    """The page is written to what it leads to, whether that is there or not."""
+    log, link = MadeUp(rounds=0).write(tmp_path / "log"), tmp_path / "link.html"
+    (tmp_path / "pages").mkdir()
+    target = tmp_path / "pages" / "page.html"
+    link.symlink_to(target)
+    for _ in range(2):
+        assert main(["report", str(log), "--output", str(link)]) == 0
+        assert link.is_symlink() and "<html" in target.read_text(encoding="utf-8")
+        target.write_text("older")
+    assert [path.name for path in target.parent.iterdir()] == ["page.html"]
+
+
+def test_outputs_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names that are too long, also with what is added while it is written; a loop of links."""
+    log = str(MadeUp(rounds=0).write(tmp_path / "log"))
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "gone").symlink_to(tmp_path / "no" / "where.html")
+    for name in ("x" * 300, "x" * 250, "loop", "gone", "loop/page.html"):
+        refused(capsys, "report", log, "--output", str(tmp_path / name))
+    if Path("/proc/self").exists():  # there, and with leave to write: until it is tried
+        refused(capsys, "report", log, "--output", "/proc/x.html")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gone", "log", "loop"]
+
+
+@pytest.mark.parametrize("command", ["report", "watch"])
+def test_folders_that_cannot_be_read(
+    tmp_path: Path,
+    command: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Names that are too long or are none; folders behind a closed door; what is no file."""
+    for name in ("x" * 300, "x" * 300 + "/log", "a\0b"):
+        refused(capsys, command, str(tmp_path / name))
+    folder = MadeUp(rounds=1).write(tmp_path / "log")
+    (folder / "sync.jsonl").unlink()
+    (folder / "sync.jsonl").mkdir()
+    assert "sync.jsonl" in refused(capsys, command, str(folder))
+    (folder / "sync.jsonl").rmdir()
+    os.mkfifo(folder / "sync.jsonl")
+    assert "sync.jsonl" in refused(capsys, command, str(folder))
+    usual = Path.stat
+
+    def closed(path: Path, **how: bool) -> os.stat_result:
+        if path.name == "run.json":  # root may read everything
+            raise PermissionError(13, "Permission denied", str(path))
+        return usual(path, **how)
+
+    monkeypatch.setattr(Path, "stat", closed)
+    assert "Permission denied" in refused(capsys, command, str(folder))
