@@ -77,7 +77,7 @@ def tell_of_the_run(
     args: Namespace,
     sync_mode: str,
 ) -> None:
-    """Write `run.json`, and connect the events to Megatron's writers where this rank has them.
+    """Begin the event files, and connect them to Megatron's writers where this rank has them.
 
     Args:
         events: of this rank.
@@ -98,7 +98,7 @@ def tell_of_the_run(
         "seq_length": args.seq_length,
         "inside_bytes_per_step": inside,
     }
-    events.write_run(run)
+    events.begin(run)
     tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
     if tensorboard is None and wandb is None:
         return

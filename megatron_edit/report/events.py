@@ -4,6 +4,8 @@
 |---|---|
 | run.json, sync.jsonl, loss.jsonl | the writer rank of replica 0 |
 | replica-<r>.jsonl | the writer rank of replica r |
+
+What an earlier run left there is renamed when a run begins, before anything is written (`earlier`).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from megatron_edit.errors import UsageError
 from megatron_edit.method.weights import effective_replicas
 from megatron_edit.replica.placement import Placement
 from megatron_edit.report.console import say, warn
+from megatron_edit.report.earlier import files_to_move, move_aside, next_number
 from megatron_edit.report.metrics import MetricSink, SyncMetrics
 from megatron_edit.report.records import (
     Iteration,
@@ -44,7 +47,7 @@ class EventLog:
     """Writes the event files and the console lines of one rank.
 
     Args:
-        log_dir: `--edit-log-dir`; None keeps the console lines only.
+        log_dir: `--edit-log-dir`, which is there; None keeps the console lines only.
         placement: decides which files this rank writes.
         flush_interval: iterations between two flushes.
 
@@ -58,6 +61,8 @@ class EventLog:
         self._dir = log_dir if placement.is_writer else None
         self._is_first = placement.replica == 0
         self._files: dict[str, IO[str]] = {}
+        # Taken now, moved in `begin`: replicas meet in between, so that all find the same number.
+        self._number_of_earlier = 0 if self._dir is None else next_number(self._dir)
         self.timers: SyncTimers | None = None
         self._metrics: tuple[SyncMetrics, MetricSink] | None = None
         self._health: deque[tuple[float, float]] = deque(maxlen=WATCHED_SYNCS)
@@ -71,11 +76,18 @@ class EventLog:
         """
         self._metrics = metrics, sink
 
-    def write_run(self, run: Mapping[str, Any]) -> None:
-        """Write `run.json`."""
-        if self._dir is not None and self._is_first:
+    def begin(self, run: Mapping[str, Any]) -> None:
+        """Move an earlier run's files of this rank out of the way, and write `run.json`.
+
+        Args:
+            run: its content; only replica 0 writes it.
+        """
+        if self._dir is None:
+            return
+        move_aside(files_to_move(self._dir, self._placement), self._number_of_earlier)
+        if self._is_first:
             text = json.dumps(run, indent=2, sort_keys=True, default=str)
-            write_whole(_fresh(self._dir / "run.json"), text + "\n")
+            write_whole(self._dir / "run.json", text + "\n")
 
     def on_iteration(self, iteration: Iteration) -> None:
         """One inner iteration is over."""
@@ -135,7 +147,7 @@ class EventLog:
         if self._dir is None:
             return
         if name not in self._files:
-            self._files[name] = _fresh(self._dir / name).open("w", encoding="utf-8")
+            self._files[name] = (self._dir / name).open("w", encoding="utf-8")
         self._files[name].write(json.dumps(line) + "\n")
 
     def _watch_health(self, report: SyncReport) -> None:
@@ -155,16 +167,6 @@ class EventLog:
                 f"WARNING: for {WATCHED_SYNCS} syncs the median unit was clipped below "
                 f"{LOW_CLIP:g}; raise --edit-clip, or lower the learning rate"
             )
-
-
-def _fresh(path: Path) -> Path:
-    """`path`, after moving a file of an earlier run out of the way (`sync.1.jsonl`, ...)."""
-    number_of_old = 1
-    while (old := path.with_suffix(f".{number_of_old}{path.suffix}")).exists():
-        number_of_old += 1
-    if path.exists():
-        path.rename(old)
-    return path
 
 
 def prepare_log_dir(path: str | None) -> Path | None:

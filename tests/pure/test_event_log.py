@@ -1,0 +1,102 @@
+"""Event files of a run after a run, in one folder.
+
+Would catch: lines of an earlier run that are read as the new run's, files of one run that are
+renamed to different numbers, an earlier file that is overwritten.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron_edit.monitor.run import Run
+from megatron_edit.replica.placement import Placement
+from megatron_edit.report.events import EventLog
+from megatron_edit.report.records import Iteration
+from tests.harness.event_files import MadeUp
+
+pytest.importorskip("rich")
+
+
+def start(folder: Path, made_up: MadeUp) -> list[EventLog]:
+    """A run begins: its logs, by replica. All of them are made before the first run.json is."""
+    places = [Placement(made_up.replicas, r, 1, 0, is_single_launch=True)
+              for r in range(made_up.replicas)]  # fmt: skip
+    logs = [EventLog(folder, place) for place in places]
+    for log in logs:
+        log.begin(made_up.run())
+    return logs
+
+
+def step(logs: Sequence[EventLog], iteration: int) -> None:
+    """All replicas make an iteration."""
+    for log in logs:
+        log.on_iteration(Iteration(iteration, 3.0, 1.0, 1e-3, 8, 1024, 0.1))
+
+
+def texts(folder: Path) -> dict[str, str]:
+    """Content by name."""
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("strategy", ["edit", "ddp"])
+def test_a_new_run_is_read_alone(tmp_path: Path, strategy: str) -> None:
+    """In the warm-up, before it has a sync or a loss of its own, nothing is the earlier run's."""
+    MadeUp(rounds=5).write(tmp_path)
+    watched, later = Run(tmp_path), MadeUp(rounds=5, strategy=strategy)
+    watched.poll()
+    assert watched.syncs.count == 5
+    logs = start(tmp_path, later)
+    watched.poll()
+    assert watched.syncs.count == 0 and watched.iteration == 0
+    step(logs, 1)
+    watched.poll()
+    for run in (watched, Run(tmp_path)):
+        run.poll()
+        assert run.syncs.count == 0 and run.iteration == 1
+        assert not run.losses.curve()[0].size
+    for log in logs:
+        log.close()
+
+
+def test_files_of_a_run_get_one_number(tmp_path: Path) -> None:
+    """Also where runs have other files: no sync, fewer replicas, numbers that an older version
+    let drift apart. And never is one overwritten."""
+    first = texts(MadeUp(rounds=2, replicas=3).write(tmp_path))
+    logs = start(tmp_path, MadeUp(replicas=2))
+    step(logs, 1)
+    assert {n: t for n, t in texts(tmp_path).items() if ".1." in n} == {
+        name.replace(".json", ".1.json"): text for name, text in first.items()
+    }
+    (tmp_path / "loss.4.jsonl").write_text("kept")
+    start(tmp_path, MadeUp(replicas=3))
+    found = texts(tmp_path)
+    numbered = {name for name in found if ".5." in name}
+    assert numbered == {"run.5.json", "replica-0.5.jsonl", "replica-1.5.jsonl"}
+    assert [name for name in found if name.count(".") == 1] == ["run.json"]
+    assert found["loss.4.jsonl"] == "kept" and json.loads(found["run.1.json"])
+
+
+def test_other_replicas_write_no_run(tmp_path: Path) -> None:
+    """One launch per replica, each with a folder of its own, used again."""
+    place = Placement(2, 1, 1, 0, is_single_launch=False)
+    for _ in range(2):
+        log = EventLog(tmp_path, place)
+        log.begin({})
+        step([log], 1)
+        log.close()
+    assert set(texts(tmp_path)) == {"replica-1.jsonl", "replica-1.1.jsonl"}
+
+
+def test_a_run_that_is_replaced_is_read_anew(tmp_path: Path) -> None:
+    """By run.json alone: nothing else of the earlier run was there, or has come yet."""
+    watched = Run(tmp_path)
+    (tmp_path / "run.json").write_text(json.dumps(MadeUp(replicas=2).run()))
+    watched.poll()
+    assert len(watched.replicas) == 2
+    start(tmp_path, MadeUp(replicas=3))
+    watched.poll()
+    assert len(watched.replicas) == 3
