@@ -147,3 +147,19 @@ def test_report_of_a_real_training(
     assert sizes["train_iters"] == 20 and sizes["inside_bytes_per_step"] == 0  # one rank each
     if flags.get("edit_strategy") != "ddp":
         assert run.syncs.count == len((tmp_path / "sync.jsonl").read_text().splitlines()) > 0
+
+
+def test_a_training_after_another(tmp_path: Path) -> None:
+    """In the same folder, and still in its warm-up. Would catch: replicas that do not agree on the
+    number of the earlier files, numbers of the earlier run in the page."""
+    run_edit(tmp_path, 2, 2, train_iters=6)
+    names = {path.name for path in tmp_path.glob("*.json*")}
+    assert {"run.json", "sync.jsonl", "loss.jsonl", "replica-1.jsonl"} <= names
+    (tmp_path / "loss.3.jsonl").touch()
+    run_edit(tmp_path, 2, 2, train_iters=2)
+    renamed = {path.name for path in tmp_path.glob("*.4.json*")}
+    assert renamed == {name.replace(".json", ".4.json") for name in names}
+    run = Run(tmp_path)
+    run.poll()
+    assert run.syncs.count == 0 and run.iteration == 2 and run.state == "finished"
+    assert run.losses.curve()[0].tolist() == [1, 2]
