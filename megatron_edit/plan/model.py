@@ -85,7 +85,9 @@ class Architecture:
         gated = words.has("--swiglu") or words.has("--quick-geglu")
         ffn = (8 * hidden // 3) // 64 * 64 if words.has("--swiglu") else 4 * hidden
         has_bias = not words.has("--disable-bias-linear")
-        learned = words.text("--position-embedding-type", "learned_absolute") == "learned_absolute"
+        positions = words.text("--position-embedding-type", "learned_absolute")
+        is_rope = words.has("--use-rotary-position-embeddings")  # the old name, which wins
+        learned = positions == "learned_absolute" and not is_rope
         grouped = words.has("--group-query-attention")
         return cls(
             num_layers=words.count("--num-layers"),
