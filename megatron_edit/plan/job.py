@@ -11,6 +11,7 @@ from megatron_edit.compare.flags import groups, without
 from megatron_edit.config import EditConfig
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import flag
+from megatron_edit.plan.limits import check_ranks, check_rounds, check_shards
 from megatron_edit.plan.model import Architecture
 from megatron_edit.plan.shards import bucket_size, lay_out, shard_numels
 from megatron_edit.plan.storage import Storage
@@ -100,7 +101,7 @@ class Job:
         """Our settings with a strategy: its presets, and the flags that are given and fit.
 
         Raises:
-            UsageError: a setting is wrong, or there are more fragments than units.
+            UsageError: a setting is wrong, or does not fit the model.
         """
         is_given = _strategy_of(self.own)
         words = [*without(self.own, {flag("strategy"), flag("num_replicas")}), flag("strategy")]
@@ -110,12 +111,7 @@ class Job:
         if strategy != is_given:  # what was given for another strategy may mean nothing to this
             words = _what_fits(words, strategy)
         config = config_from_argv(words)
-        if config.fragments > len(self.unit_names):
-            raise UsageError(
-                f"{flag('fragments')} {config.fragments}",
-                f"the model has {len(self.unit_names)} units, and every fragment needs one",
-                "give a smaller value",
-            )
+        check_rounds(config, len(self.unit_names))
         return config
 
 
@@ -143,8 +139,10 @@ def read_job(
     num_replicas = num_replicas if num_replicas is not None else config.num_replicas
     if num_replicas is None:
         raise UsageError("--replicas (not given)", "must be given", "add --replicas N")
+    check_ranks("--replicas", num_replicas)
     mesh = _mesh(words, num_replicas, world_size, ranks_per_host)
     architecture = Architecture.from_flags(argv)
+    check_shards(mesh.world_size, mesh.ranks_per_replica, len(architecture.unit_names))
     storage = Storage.from_words(words)
     held, on_rank = _held(words, architecture, mesh)
     batch = words.count("--micro-batch-size") * mesh.num_data_parallel * num_replicas
@@ -181,6 +179,7 @@ def _mesh(
     pipeline = words.count("--pipeline-model-parallel-size", 1)
     context = words.count("--context-parallel-size", 1)
     world = 8 * num_replicas if world_size is None else world_size
+    check_ranks("--world-size", world)
     if world % num_replicas:
         raise UsageError(
             f"--world-size {world}", f"must be a multiple of {num_replicas} replicas", "mend one"

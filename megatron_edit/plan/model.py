@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_edit.errors import UsageError
+from megatron_edit.plan.limits import MOST_LAYERS
 from megatron_edit.plan.words import Words
 
 # What would change the count in a way that is not in here.
@@ -90,7 +91,7 @@ class Architecture:
         learned = positions == "learned_absolute" and not is_rope
         grouped = words.has("--group-query-attention")
         return cls(
-            num_layers=words.count("--num-layers"),
+            num_layers=words.count("--num-layers", most=MOST_LAYERS),
             hidden_size=hidden,
             ffn_hidden_size=words.count("--ffn-hidden-size", ffn),
             num_heads=heads,
