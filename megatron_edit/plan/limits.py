@@ -67,12 +67,14 @@ def check_rounds(config: EditConfig, num_units: int) -> None:
             f"the model has {num_units} units, and every fragment needs one",
             "give a smaller value",
         )
-    if config.sync_interval > MOST_COUNTED:
-        raise UsageError(
-            f"{flag('sync_interval')} {shortened(str(config.sync_interval))}",
-            f"must be at most {MOST_COUNTED}",
-            "give a smaller value",
-        )
+    for name in ("sync_interval", "delay_steps"):
+        value = getattr(config, name)
+        if value > MOST_COUNTED:
+            raise UsageError(
+                f"{flag(name)} {shortened(str(value))}",
+                f"must be at most {MOST_COUNTED}",
+                "give a smaller value",
+            )
     if not LEAST <= config.sync_seconds <= MOST:
         raise UsageError(
             f"{flag('sync_seconds')} {config.sync_seconds:g}",

@@ -63,6 +63,12 @@ def _num_moments(words: Words) -> int:
         )
     if optimizer == "adam":
         return 2
+    if words.has("--use-distributed-optimizer"):
+        raise UsageError(
+            f"--optimizer {optimizer}",
+            "Megatron's distributed optimizer takes Adam alone",
+            "drop --use-distributed-optimizer and --overlap-param-gather, or use adam",
+        )
     text = words.text("--sgd-momentum", "0.9")
     try:
         has_momentum = float(text) != 0

@@ -181,7 +181,7 @@ def sync_cost(job: Job, config: EditConfig, setting: Setting, *, blocks: bool = 
     overlaps = setting.overlaps and job.overlaps_gather and config.sync_mode != "blocking"
     overlaps = overlaps and not blocks
     round_seconds = round_of(config, setting.step)
-    head_start = config.delay_steps * setting.step
+    head_start = min(config.delay_steps * setting.step, round_seconds)
     if landing.at_next_meeting:
         head_start = round_seconds
     flights = _flights(job, config, setting, hides=overlaps)

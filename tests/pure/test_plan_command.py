@@ -94,6 +94,8 @@ BAD = {
                   "--world-size 1000000: gives a replica 125000 ranks with 10002 units"),
     "tau-digits": (f"--use-edit --edit-sync-interval {'9' * 400}",
                    "must be at most 1000000000000"),
+    "delay-digits": ("--use-edit --edit-strategy a-edit --strategies a-edit "
+                     f"--edit-delay-steps {'9' * 200}", "must be at most 1000000000000"),
     "seconds-tiny": ("--use-edit --edit-strategy a-edit --strategies a-edit "
                      "--edit-sync-seconds 1e-320", "must be from 1e-12 to 1e+18"),
 }  # fmt: skip

@@ -13,14 +13,18 @@ from megatron_edit.plan.memory import stock_parts
 from megatron_edit.plan.traffic import gradient_traffic, stock_traffic
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-# Names without bf16 stand for a training in another type.
 MODEL = [word for word in read_flags(CONFIGS / "llama_350m.args") if word != "--bf16"]
+SHARDED = ("--use-distributed-optimizer", "--overlap-param-gather")
 NUMEL = 367_969_280
 
 
 def job_of(flags: str) -> Job:
-    """The model without a type, and flags."""
-    return read_job([*MODEL, *flags.split()], num_replicas=8, world_size=None, ranks_per_host=None)
+    """The model without a type, and flags; with --plain without the distributed optimizer."""
+    words = flags.split()
+    argv = [*MODEL, *words]
+    if "--plain" in words:
+        argv = [word for word in argv if word not in (*SHARDED, "--plain")]
+    return read_job(argv, num_replicas=8, world_size=None, ranks_per_host=None)
 
 
 @pytest.mark.parametrize(
@@ -51,11 +55,12 @@ def test_bytes_of_parameters_and_gradients(flags: str, parameter: int, gradient:
         ("", 2),
         ("--bf16", 3),
         ("--fp16 --optimizer adam", 3),
-        ("--optimizer sgd", 1),
-        ("--bf16 --optimizer sgd", 2),
-        ("--bf16 --optimizer sgd --sgd-momentum 0.0", 2),
-        ("--bf16 --optimizer sgd --sgd-momentum 0.0 --edit-device cpu", 1),
-        ("--bf16 --optimizer sgd --sgd-momentum 0.5 --edit-device cpu", 2),
+        ("--plain --bf16", 3),
+        ("--plain --optimizer sgd", 1),
+        ("--plain --bf16 --optimizer sgd", 2),
+        ("--plain --bf16 --optimizer sgd --sgd-momentum 0.0", 2),
+        ("--plain --bf16 --optimizer sgd --sgd-momentum 0.0 --edit-device cpu", 1),
+        ("--plain --bf16 --optimizer sgd --sgd-momentum 0.5 --edit-device cpu", 2),
     ],
 )
 def test_vectors_of_the_optimizer(flags: str, vectors: int) -> None:
@@ -89,7 +94,8 @@ def test_rope_has_no_positions_by_its_old_name() -> None:
         "--fp8-param-gather",
         "--fp4-param-gather",
         "--optimizer muon",
-        "--optimizer sgd --sgd-momentum much",
+        "--optimizer sgd",
+        "--plain --optimizer sgd --sgd-momentum much",
         "--bf16 --fp16",
     ],
 )
