@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron_edit.compare.flags import read_flags
 from megatron_edit.errors import UsageError
 from megatron_edit.plan.job import Job, read_job
+from megatron_edit.plan.limits import LEAST, MOST, check_ranks
 from megatron_edit.plan.machine import CPU, GPU, MACHINES, Link
 from megatron_edit.plan.names import NAMES, USUAL
 from megatron_edit.plan.quantities import parse_bytes, parse_rate, parse_seconds
@@ -104,17 +105,17 @@ def _flags_of(name: str) -> list[str]:
 def _check_numbers(options: Namespace) -> None:
     for name in ("replicas", "world_size", "ranks_per_host"):
         value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UsageError(_shown(name, value), "must be at least 1", "give a larger value")
-    for name, most in (("gpu_tflops", float("inf")), ("mfu", 1.0), ("forward_share", 1.0)):
+        if value is not None:
+            check_ranks(_flag(name), value)
+    for name, most in (("gpu_tflops", MOST), ("mfu", 1.0), ("forward_share", 1.0)):
         value = getattr(options, name)
-        if value is not None and not (0 < value <= most and value < float("inf")):
-            rule = "must be above 0" + ("" if most > 1 else ", and at most 1")
-            raise UsageError(_shown(name, value), rule, "mend it, or leave it out")
+        if value is not None and not LEAST <= value <= most:
+            rule = f"must be from {LEAST:g} to {most:g}"
+            raise UsageError(f"{_flag(name)} {value:g}", rule, "mend it, or leave it out")
 
 
-def _shown(name: str, value: float) -> str:
-    return f"--{name.replace('_', '-')} {value:g}"
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _step_seconds(options: Namespace, job: Job) -> float:
@@ -127,4 +128,8 @@ def _step_seconds(options: Namespace, job: Job) -> float:
     if options.step_time is not None:
         return parse_seconds("--step-time", options.step_time)
     rate = options.gpu_tflops * 1e12 * options.mfu * job.mesh.world_size
-    return job.flops_per_step / float(rate)
+    seconds = job.flops_per_step / float(rate)
+    if not LEAST <= seconds <= MOST:
+        rule = f"gives a step of {seconds:.3g} s, which must be from {LEAST:g} to {MOST:g}"
+        raise UsageError(f"--gpu-tflops {options.gpu_tflops:g}", rule, "mend it, or --mfu")
+    return seconds

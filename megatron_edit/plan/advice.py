@@ -13,7 +13,7 @@ from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.plan.job import Job
 from megatron_edit.plan.memory import edit_parts, stock_parts
 from megatron_edit.plan.quantities import show_bytes, show_seconds
-from megatron_edit.plan.timing import Setting, round_of, sync_cost
+from megatron_edit.plan.timing import Setting, sync_cost
 from megatron_edit.replica.wire import WIRE_NAMES
 
 GOAL = 0.02  # largest part of the time that should go to syncs
@@ -58,10 +58,33 @@ def advise(
 
 
 def least_interval(job: Job, config: EditConfig, setting: Setting) -> int:
-    """The smallest tau whose syncs take at most `GOAL` of the time, at the delay as it is."""
-    exposed = sync_cost(job, config, setting).exposed
-    steps = math.ceil(exposed * (1 - GOAL) / GOAL / setting.step - 1e-9)
-    return max(steps, config.delay_steps + 1, config.fragments, 1)
+    """The smallest tau whose syncs take at most `GOAL` of the time, at the delay as it is.
+
+    A round of it is also at least as long as its exchange: the link would be late for ever.
+    """
+
+    def needed(steps: int) -> int:
+        """For what is exposed where a round has so many steps; never more where it has more."""
+        cost = sync_cost(job, _with_round(config, steps, setting.step), setting)
+        least = max(cost.exposed * (1 - GOAL) / GOAL, cost.exchange)
+        return math.ceil(least / setting.step - 1e-9)
+
+    low = max(config.delay_steps + 1, config.fragments)
+    high = max(low, needed(low))
+    while low < high:
+        low = max(low, needed(high))  # the end of the search where rounds do not matter
+        middle = (low + high) // 2
+        if needed(middle) <= middle:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _with_round(config: EditConfig, steps: int, step: float) -> EditConfig:
+    if STRATEGIES[config.strategy].is_timed:
+        return replace(config, sync_seconds=steps * step)
+    return replace(config, sync_interval=steps)
 
 
 def _interval(job: Job, config: EditConfig, setting: Setting) -> Advice:
@@ -83,12 +106,12 @@ def _hiding(job: Job, config: EditConfig, setting: Setting) -> Advice:
         return Advice("hiding", "", "no delay and no coarser wire type is needed")
     if STRATEGIES[config.strategy].lands_at_next_meeting:
         return Advice("hiding", None, "a round is too short for its exchange: take a longer one")
-    steps_of_round = round_of(config, setting.step) / setting.step
+    steps_of_round = cost.round / setting.step
     for wire in WIRE_NAMES[WIRE_NAMES.index(config.sync_dtype) :]:
         coarser = replace(config, sync_dtype=wire)
-        exchange = sync_cost(job, coarser, setting).exchange / config.fragments
-        delay = max(1, math.ceil(exchange * SLACK / setting.step))
-        if delay >= steps_of_round:
+        undelayed = sync_cost(job, coarser, setting)
+        delay = max(1, math.ceil(undelayed.longest * SLACK / setting.step))
+        if delay >= steps_of_round or undelayed.exchange * SLACK >= cost.round:
             continue
         delayed = replace(coarser, delay_steps=delay)
         share = sync_cost(job, delayed, setting).share_of_ideal

@@ -11,8 +11,10 @@ from megatron_edit.compare.flags import groups, without
 from megatron_edit.config import EditConfig
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import flag
+from megatron_edit.plan.limits import check_ranks, check_rounds, check_shards
 from megatron_edit.plan.model import Architecture
 from megatron_edit.plan.shards import bucket_size, lay_out, shard_numels
+from megatron_edit.plan.storage import Storage
 from megatron_edit.plan.words import Words
 
 _OURS = ("--use-edit", "--edit-")
@@ -60,8 +62,7 @@ class Job:
         unit_names: in forward order.
         held: elements of each unit on each rank of a replica, [K][units].
         on_rank: parameters of the model on the rank that has most, before ZeRO cuts them.
-        parameter_bytes: of one parameter in the model: 2 or 4.
-        gradient_bytes: of one gradient: 4, or 2.
+        storage: bytes of parameters, gradients and optimizer state.
         is_sharded: whether optimizer state is, by Megatron's distributed optimizer.
         num_micro_batches: of a step, on one rank.
         tokens_per_step: of all replicas.
@@ -79,8 +80,7 @@ class Job:
     unit_names: tuple[str, ...]
     held: tuple[tuple[int, ...], ...]
     on_rank: int
-    parameter_bytes: int
-    gradient_bytes: int
+    storage: Storage
     is_sharded: bool
     num_micro_batches: int
     tokens_per_step: int
@@ -101,7 +101,7 @@ class Job:
         """Our settings with a strategy: its presets, and the flags that are given and fit.
 
         Raises:
-            UsageError: a setting is wrong.
+            UsageError: a setting is wrong, or does not fit the model.
         """
         is_given = _strategy_of(self.own)
         words = [*without(self.own, {flag("strategy"), flag("num_replicas")}), flag("strategy")]
@@ -110,7 +110,9 @@ class Job:
             words.append(flag("use_edit"))
         if strategy != is_given:  # what was given for another strategy may mean nothing to this
             words = _what_fits(words, strategy)
-        return config_from_argv(words)
+        config = config_from_argv(words)
+        check_rounds(config, len(self.unit_names))
+        return config
 
 
 def read_job(
@@ -137,10 +139,12 @@ def read_job(
     num_replicas = num_replicas if num_replicas is not None else config.num_replicas
     if num_replicas is None:
         raise UsageError("--replicas (not given)", "must be given", "add --replicas N")
+    check_ranks("--replicas", num_replicas)
     mesh = _mesh(words, num_replicas, world_size, ranks_per_host)
     architecture = Architecture.from_flags(argv)
+    check_shards(mesh.world_size, mesh.ranks_per_replica, len(architecture.unit_names))
+    storage = Storage.from_words(words)
     held, on_rank = _held(words, architecture, mesh)
-    half = words.has("--bf16") or words.has("--fp16")
     batch = words.count("--micro-batch-size") * mesh.num_data_parallel * num_replicas
     total = words.count("--global-batch-size", batch)
     if total % batch:
@@ -155,8 +159,7 @@ def read_job(
         unit_names=architecture.unit_names,
         held=held,
         on_rank=on_rank,
-        parameter_bytes=2 if half else 4,
-        gradient_bytes=2 if half and words.has("--grad-reduce-in-bf16") else 4,
+        storage=storage,
         is_sharded=words.has("--use-distributed-optimizer"),
         num_micro_batches=total // batch,
         tokens_per_step=total * architecture.seq_length,
@@ -176,6 +179,7 @@ def _mesh(
     pipeline = words.count("--pipeline-model-parallel-size", 1)
     context = words.count("--context-parallel-size", 1)
     world = 8 * num_replicas if world_size is None else world_size
+    check_ranks("--world-size", world)
     if world % num_replicas:
         raise UsageError(
             f"--world-size {world}", f"must be a multiple of {num_replicas} replicas", "mend one"

@@ -44,12 +44,12 @@ def landing_of(config: EditConfig) -> LandingRule:
 
 def stock_parts(job: Job) -> tuple[Part, ...]:
     """What Megatron keeps of the parameters. Activations are not counted."""
-    state = 3 if job.parameter_bytes == 2 else 2  # main parameters, where the model's are halved
+    storage = job.storage
     elements = _busiest(job) if job.is_sharded else job.on_rank
     return (
-        Part("parameters", DEVICE, job.on_rank * job.parameter_bytes, is_stock=True),
-        Part("gradients", DEVICE, job.on_rank * job.gradient_bytes, is_stock=True),
-        Part("optimizer state", DEVICE, elements * state * FP32, is_stock=True),
+        Part("parameters", DEVICE, job.on_rank * storage.parameter_bytes, is_stock=True),
+        Part("gradients", DEVICE, job.on_rank * storage.gradient_bytes, is_stock=True),
+        Part("optimizer state", DEVICE, elements * storage.num_vectors * FP32, is_stock=True),
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_edit.errors import UsageError
+from megatron_edit.plan.limits import MOST_LAYERS
 from megatron_edit.plan.words import Words
 
 # What would change the count in a way that is not in here.
@@ -85,10 +86,12 @@ class Architecture:
         gated = words.has("--swiglu") or words.has("--quick-geglu")
         ffn = (8 * hidden // 3) // 64 * 64 if words.has("--swiglu") else 4 * hidden
         has_bias = not words.has("--disable-bias-linear")
-        learned = words.text("--position-embedding-type", "learned_absolute") == "learned_absolute"
+        positions = words.text("--position-embedding-type", "learned_absolute")
+        is_rope = words.has("--use-rotary-position-embeddings")  # the old name, which wins
+        learned = positions == "learned_absolute" and not is_rope
         grouped = words.has("--group-query-attention")
         return cls(
-            num_layers=words.count("--num-layers"),
+            num_layers=words.count("--num-layers", most=MOST_LAYERS),
             hidden_size=hidden,
             ffn_hidden_size=words.count("--ffn-hidden-size", ffn),
             num_heads=heads,

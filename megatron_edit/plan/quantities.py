@@ -6,6 +6,7 @@ import math
 import re
 
 from megatron_edit.errors import UsageError
+from megatron_edit.plan.limits import LEAST, MOST, shortened
 
 _NUMBER = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-zµ]*)(?:/s)?\s*$")
 _PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -16,6 +17,7 @@ RATE_UNITS = {
     **{f"{prefix}B": 8 * factor for prefix, factor in _PREFIXES.items()},
 }  # fmt: skip
 SIZE_UNITS = {f"{prefix}B": factor for prefix, factor in (_PREFIXES | _BINARY).items()}
+_RANGE = f"from {LEAST:g} to {MOST:g}"
 TIME_UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "min": 60.0, "h": 3600.0}
 
 
@@ -25,7 +27,8 @@ def parse_rate(flag: str, text: str) -> float:
     Raises:
         UsageError: it is none, or not above 0.
     """
-    return _parse(flag, text, RATE_UNITS, "a rate above 0 with its unit", "give for example 10Gbit")
+    rule = f"a rate above 0 with its unit, {_RANGE} bit/s"
+    return _parse(flag, text, RATE_UNITS, rule, "give for example 10Gbit")
 
 
 def parse_bytes(flag: str, text: str) -> float:
@@ -34,7 +37,8 @@ def parse_bytes(flag: str, text: str) -> float:
     Raises:
         UsageError: it is none, or not above 0.
     """
-    return _parse(flag, text, SIZE_UNITS, "a size above 0 with its unit", "give for example 80GB")
+    rule = f"a size above 0 with its unit, {_RANGE} B"
+    return _parse(flag, text, SIZE_UNITS, rule, "give for example 80GB")
 
 
 def parse_seconds(flag: str, text: str, *, least: float = 0.0) -> float:
@@ -44,7 +48,8 @@ def parse_seconds(flag: str, text: str, *, least: float = 0.0) -> float:
         UsageError: it is none, or out of range.
     """
     rule = "a duration above 0" if least >= 0 else "a duration of 0 or more"
-    return _parse(flag, text, TIME_UNITS, rule, "give for example 0.35 or 350ms", least)
+    remedy = "give for example 0.35 or 350ms"
+    return _parse(flag, text, TIME_UNITS, f"{rule}, {_RANGE} s", remedy, least)
 
 
 def _parse(
@@ -54,8 +59,8 @@ def _parse(
     value = math.nan
     if found is not None and found[2] in units:
         value = float(found[1]) * units[found[2]]
-    if not (math.isfinite(value) and value > least):
-        raise UsageError(f"{flag} {text}", f"must be {rule}", remedy)
+    if not (LEAST <= value <= MOST or (value == 0 and least < 0)):
+        raise UsageError(f"{flag} {shortened(text)}", f"must be {rule}", remedy)
     return value
 
 

@@ -2,11 +2,14 @@
 
 A sync goes unit by unit. Its exchanges share the link, so one is on the wire at a time, and at most
 `depth` units are under way; a unit that has arrived costs the rank its own work, and then its part
-of the forward pass may run. What all this takes beyond the forward pass is *exposed*.
+of the forward pass may run. What all this takes beyond the forward pass is *exposed*. Fragments
+share the link, too: a group that is launched while others are under way waits for it.
 """
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +27,7 @@ from megatron_edit.replica.collectives import all_reduce_payload
 from megatron_edit.replica.wire import Wire
 
 BEFORE = 0.3  # share of the own work that comes before the exchange: norms, addends
+ROUNDS = 3  # are followed; what they find repeats itself, unless the link falls ever further behind
 
 
 @dataclass(frozen=True)
@@ -54,12 +58,14 @@ class Cost:
         work: the rank's own seconds.
         exposed: seconds that training stands still, work included.
         round: seconds of training between two exchanges.
+        longest: the part of `exchange` that is launched at once: of one group of units.
     """
 
     exchange: float
     work: float
     exposed: float
     round: float
+    longest: float
 
     @property
     def share_of_ideal(self) -> float:
@@ -83,7 +89,12 @@ class Flight:
 
 
 def exposed_seconds(
-    flights: Sequence[Flight], *, depth: int, head_start: float = 0.0, burst: float = 0.0
+    flights: Sequence[Flight],
+    *,
+    depth: int,
+    head_start: float = 0.0,
+    queued: float = 0.0,
+    burst: float = 0.0,
 ) -> float:
     """What a sync adds to a forward pass.
 
@@ -92,14 +103,16 @@ def exposed_seconds(
         depth: units under way at most.
         head_start: seconds of training between the launch of all units and the first landing; then
             the depth does not count.
+        queued: seconds from the launch on in which the link still carries others.
         burst: see `Link.burst_seconds`.
     """
     now = sum(BEFORE * flight.work for flight in flights)
     starts_at_once = head_start > 0
     now += head_start
-    wire_free = now - head_start  # when the link can take the next unit
+    wire_free = now - head_start + queued  # when the link can take the next unit
     landed: list[float] = []
-    idle_since = wire_free - burst  # a shaped link begins with what it has saved up
+    # A shaped link that was idle begins with what it has saved up.
+    idle_since = wire_free - (0.0 if queued else burst)
     for number, flight in enumerate(flights):
         start = wire_free
         if not starts_at_once and number >= depth:
@@ -112,6 +125,47 @@ def exposed_seconds(
         landed.append(now)
         now += flight.forward
     return now - head_start - sum(flight.forward for flight in flights)
+
+
+def exposed_of_round(
+    groups: Sequence[Sequence[Flight]],
+    *,
+    depth: int,
+    head_start: float,
+    length: float,
+    burst: float,
+) -> float:
+    """What the syncs of a round add to it, in a training that goes on like this.
+
+    Args:
+        groups: units that sync together, in forward order; group after group at equal distances.
+        depth: units under way at most.
+        head_start: seconds of training between launch and landing of a group.
+        length: seconds of training of a round.
+        burst: see `Link.burst_seconds`.
+    """
+    spacing = length / len(groups)
+    # A group lands before the launch that comes so many groups after its own.
+    at_once = max(1, math.ceil(head_start / spacing - 1e-9))
+    under_way: deque[tuple[Sequence[Flight], float, float]] = deque()
+    exposed: list[float] = []
+    stalled = busy = 0.0  # training stood still so far; the link has to do from now on
+    for number in range(ROUNDS * len(groups) + at_once):
+        before = stalled
+        if len(under_way) == at_once:
+            flights, queued, then = under_way.popleft()
+            head = head_start + stalled - then  # the link went on while others kept training
+            exposed.append(
+                exposed_seconds(flights, depth=depth, head_start=head, queued=queued, burst=burst)
+            )
+            stalled += exposed[-1]
+        busy = max(0.0, busy - spacing - (stalled - before))
+        flights = groups[number % len(groups)]
+        under_way.append((flights, busy, stalled))
+        busy += sum(flight.wire for flight in flights)
+    # What the link cannot carry in a round ends in a longer one, and be it after many rounds.
+    carried = sum(flight.wire for flights in groups for flight in flights)
+    return max(sum(exposed[-len(groups) :]), carried - length)
 
 
 def sync_cost(job: Job, config: EditConfig, setting: Setting, *, blocks: bool = False) -> Cost:
@@ -127,7 +181,7 @@ def sync_cost(job: Job, config: EditConfig, setting: Setting, *, blocks: bool = 
     overlaps = setting.overlaps and job.overlaps_gather and config.sync_mode != "blocking"
     overlaps = overlaps and not blocks
     round_seconds = round_of(config, setting.step)
-    head_start = config.delay_steps * setting.step
+    head_start = min(config.delay_steps * setting.step, round_seconds)
     if landing.at_next_meeting:
         head_start = round_seconds
     flights = _flights(job, config, setting, hides=overlaps)
@@ -137,14 +191,12 @@ def sync_cost(job: Job, config: EditConfig, setting: Setting, *, blocks: bool = 
          for number, f in enumerate(flights)]
         for group in range(config.fragments)
     ]  # fmt: skip
-    exposed = sum(
-        exposed_seconds(
-            group,
-            depth=depth if config.fragments == 1 else len(group),
-            head_start=0.0 if blocks else head_start,
-            burst=setting.link.burst_seconds,
-        )
-        for group in groups
+    exposed = exposed_of_round(
+        groups,
+        depth=depth if config.fragments == 1 else len(flights),
+        head_start=0.0 if blocks else head_start,
+        length=round_seconds,
+        burst=setting.link.burst_seconds,
     )
     meeting = 2 * setting.link.latency * config.fragments
     return Cost(
@@ -152,6 +204,7 @@ def sync_cost(job: Job, config: EditConfig, setting: Setting, *, blocks: bool = 
         work=sum(flight.work for flight in flights),
         exposed=exposed + meeting,
         round=round_seconds,
+        longest=max(sum(flight.wire for flight in group) for group in groups),
     )
 
 
@@ -168,7 +221,7 @@ def synchronous_cost(job: Job, setting: Setting) -> Cost:
     steps = _ring_steps(job, "fp32") * num_units
     slowest = setting.machine.per_wire_byte * traffic.per_rank
     wire = max(setting.link.seconds(traffic.per_host), slowest) + steps * setting.link.latency
-    return Cost(wire, 0.0, wire, setting.step)
+    return Cost(wire, 0.0, wire, setting.step, wire)
 
 
 def stock_cost(job: Job, setting: Setting) -> Cost:
@@ -187,7 +240,8 @@ def stock_cost(job: Job, setting: Setting) -> Cost:
     exposed = max(0.0, reduce - backward * job.overlaps_reduce)
     exposed += max(0.0, gather - forward * job.overlaps_gather)
     # What the rank does itself for the exchange cannot hide behind what else it does.
-    return Cost(reduce + gather, work, max(exposed, work), setting.step)
+    longest = max(reduce, gather)
+    return Cost(reduce + gather, work, max(exposed, work), setting.step, longest)
 
 
 def forward_seconds(job: Job, setting: Setting) -> float:

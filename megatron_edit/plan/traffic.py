@@ -60,7 +60,7 @@ def sync_traffic(job: Job, config: EditConfig, round_steps: float) -> Traffic:
 def gradient_traffic(job: Job) -> Traffic:
     """Of a synchronous step with replicas: the warm-up, and `ddp`."""
     size = job.mesh.num_replicas
-    each = [all_reduce_payload(job.gradient_bytes * sum(row), size) for row in job.held]
+    each = [all_reduce_payload(job.storage.gradient_bytes * sum(row), size) for row in job.held]
     total = float(sum(each))
     return Traffic(total, max(each), total * _host_share(job), total)
 
@@ -80,8 +80,8 @@ def stock_traffic(job: Job, *, reduces_by_all_reduce: bool) -> tuple[Traffic, fl
     inside = mesh.tensor * mesh.pipeline  # ranks that hold the model together
     on_host = numel * min(1.0, mesh.ranks_per_host / inside) * share
     factor = 2 if reduces_by_all_reduce or not job.is_sharded else 1
-    gradients = on_host * job.gradient_bytes * factor
-    parameters = on_host * job.parameter_bytes if job.is_sharded else 0.0
+    gradients = on_host * job.storage.gradient_bytes * factor
+    parameters = on_host * job.storage.parameter_bytes if job.is_sharded else 0.0
     total = gradients + parameters
     replica = numel * share * (total / on_host if on_host else 0.0)
     return Traffic(replica, total / mesh.ranks_per_host, total, replica), gradients

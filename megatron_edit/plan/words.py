@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from megatron_edit.compare.flags import canonical
 from megatron_edit.errors import UsageError
+from megatron_edit.plan.limits import MOST_COUNTED, shortened
 
 
 class Words:
@@ -30,19 +31,26 @@ class Words:
         """
         return default if not self.has(name) else self._single(name)
 
-    def count(self, name: str, default: int | None = None) -> int:
+    def count(self, name: str, default: int | None = None, most: int = MOST_COUNTED) -> int:
         """The value of a flag that counts something: a whole number from 1 on.
 
+        Args:
+            name: of the flag.
+            default: where it is missing.
+            most: the largest value.
+
         Raises:
-            UsageError: it is none; or the flag is missing, and there is no default.
+            UsageError: it is none, or larger; or the flag is missing, and there is no default.
         """
         if not self.has(name):
             if default is None:
                 raise UsageError(f"{name} (not given)", "the planner needs it", f"add {name}")
             return default
         text = self._single(name)
-        if not text.isdecimal() or int(text) < 1:
-            raise UsageError(f"{name} {text}", "must be a whole number from 1 on", "mend it")
+        # Python reads no whole numbers of thousands of digits.
+        if not text.isdecimal() or len(text) > 100 or not 1 <= int(text) <= most:
+            rule = f"must be a whole number from 1 to {most}"
+            raise UsageError(f"{name} {shortened(text)}", rule, "mend it")
         return int(text)
 
     def _single(self, name: str) -> str:

@@ -44,6 +44,34 @@ def measure() -> None:
     EditEngine._meet = spied_sync  # type: ignore[method-assign]
 
 
+def measure_stock() -> None:
+    """What Megatron keeps without EDiT, at a sync: of all ranks, sharded or not."""
+    sync = EditEngine._meet
+
+    def spied_sync(self: EditEngine) -> None:
+        sync(self)
+        host: Any = self.host
+        held = host.optimizers[0]
+        optimizer = getattr(held, "_optimizer", held)  # one that is not sharded is behind our own
+        halves = ("shard_fp32_from_float16_groups", "fp32_from_float16_groups")
+        main = [p for name in halves for group in getattr(optimizer, name, ()) for p in group]
+        state = [
+            vector
+            for each in optimizer.optimizer.state.values()
+            for name, vector in each.items()
+            if name != "step" and vector is not None  # torch's SGD keeps a None without momentum
+        ]
+        gradients = [buffer.grad_data for chunk in host._model for buffer in chunk.buffers]
+        facts = {
+            "model_numel": sum(p.numel() for chunk in host._model for p in chunk.parameters()),
+            "gradient_bytes": sum(tensor.nbytes for tensor in gradients),
+            "state_bytes": sum(tensor.nbytes for tensor in (*main, *state)),
+        }
+        (out_dir() / f"stock-{os.environ['RANK']}.json").write_text(json.dumps(facts))
+
+    EditEngine._meet = spied_sync  # type: ignore[method-assign]
+
+
 def _facts(engine: EditEngine, before: dict[int, int], now: dict[int, int]) -> dict[str, Any]:
     host: Any = engine.host
     optimizer = host.optimizers[0]

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from megatron_edit.plan.job import Job, read_job
-from megatron_edit.plan.memory import edit_parts, persistent_bytes
+from megatron_edit.plan.memory import edit_parts, persistent_bytes, stock_parts
 from megatron_edit.plan.traffic import sync_traffic
 from tests.host.layouts import GATHER, LAYOUTS
 from tests.host.runs import edit_flags, run_edit
 
 MARK = 0.10
+PLAIN_DDP = {"use_distributed_optimizer": False, "overlap_param_gather": False}
 
 
 def planned(num_replicas: int, world_size: int, **flags: object) -> Job:
@@ -47,6 +48,38 @@ def test_outer_state_and_bytes(tmp_path: Path, layout: str, wire: str) -> None:
     sync = run.syncs[-1]
     assert sync["state_bytes"] == persistent_bytes(job, config)
     assert sync["wire_bytes"] == sync_traffic(job, config, 3).per_replica
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"bf16": True},
+        {"bf16": True, "grad_reduce_in_bf16": True},
+        {"fp16": True, "initial_loss_scale": 1024},
+        {"fp16": True, "initial_loss_scale": 1024, "accumulate_allreduce_grads_in_fp32": True},
+        {**PLAIN_DDP, "fp16": True, "initial_loss_scale": 1024},
+        {**PLAIN_DDP, "bf16": True, "optimizer": "sgd"},
+        {**PLAIN_DDP, "optimizer": "sgd", "sgd_momentum": 0.0},
+        {"use_rotary_position_embeddings": True},
+    ],
+    ids=lambda flags: "-".join(map(str, flags)) or "fp32",
+)
+def test_what_megatron_keeps(tmp_path: Path, flags: dict[str, object]) -> None:
+    """Gradients and optimizer state of every type. Would catch: bytes that Megatron has not."""
+    flags = {**GATHER, **flags, "num_layers": 4}
+    run_edit(
+        tmp_path, 4, 2, before="tests.host.memory:measure_stock", train_iters=5, timeout=300,
+        **flags,
+    )  # fmt: skip
+    job = planned(2, 4, **flags)
+    parts = {part.name: part.nbytes for part in stock_parts(job)}
+    facts = [json.loads((tmp_path / f"stock-{rank}.json").read_text()) for rank in range(2)]
+    assert {fact["model_numel"] for fact in facts} == {job.on_rank}
+    assert max(fact["state_bytes"] for fact in facts) == parts["optimizer state"]
+    for fact in facts:  # a buffer is padded
+        assert fact["gradient_bytes"] == pytest.approx(parts["gradients"], rel=MARK)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from megatron_edit.cli import main
 from megatron_edit.compare.flags import read_flags
 from megatron_edit.errors import UsageError
 from megatron_edit.plan.job import read_job
+from megatron_edit.plan.names import NAMES
 from megatron_edit.plan.quantities import parse_bytes, parse_rate, parse_seconds
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -60,7 +61,7 @@ BAD = {
     "step": ("--step-time -1", "--step-time"),
     "step-nan": ("--step-time nan", "--step-time nan: must be a duration"),
     "both": ("--gpu-tflops 312", "--step-time, --gpu-tflops: must be one of them"),
-    "mfu": ("--mfu 1.5", "--mfu 1.5: must be above 0, and at most 1"),
+    "mfu": ("--mfu 1.5", "--mfu 1.5: must be from 1e-12 to 1;"),
     "memory": ("--device-memory 80", "--device-memory 80: must be a size"),
     "replicas": ("--replicas 0", "--replicas 0: must be at least 1"),
     "world": ("--world-size 12", "--world-size 12: must be a multiple of 8"),
@@ -74,6 +75,35 @@ BAD = {
     "unused": ("--edit-sync-interval 64", "has no effect without --use-edit"),
     "strategy": ("--strategies edit,best", "--strategies best: must be of"),
     "empty": ("--strategies ,", "--strategies (an empty entry)"),
+    # What float and int cannot do: each would end in an OverflowError, a division by 0, or never.
+    "link-tiny": ("--link 1e-320bit", "--link 1e-320bit: must be a rate above 0 with its unit, "
+                  "from 1e-12 to 1e+18"),
+    "link-huge": ("--link 1e30bit", "to 1e+18"),
+    "step-tiny": ("--step-time 1e-320", "--step-time 1e-320: must be a duration above 0, from "),
+    "latency-huge": ("--latency 1e308", "--latency 1e308: must be a duration of 0 or more, "
+                     "from 1e-12 to 1e+18"),
+    "memory-huge": ("--device-memory 1e300B", "from 1e-12 to 1e+18"),
+    "mfu-tiny": ("--mfu 1e-320", "--mfu 9.99989e-321: must be from 1e-12 to 1"),
+    "forward-tiny": ("--forward-share 1e-320", "must be from 1e-12 to 1"),
+    "layers-digits": (f"--num-layers {'9' * 5000}", "...: must be a whole number from 1 to 10000"),
+    "hidden-digits": (f"--hidden-size {'9' * 400}", "a whole number from 1 to 1000000000000"),
+    "vocabulary-digits": (f"--vocab-size {'9' * 5000}", "--vocab-size 9999"),
+    "replicas-many": (f"--replicas {'9' * 400}", "must be at most 1000000"),
+    "world-many": (f"--world-size {8 * 10**9}", "--world-size 8000000000: must be at most 1000000"),
+    "both-many": ("--world-size 1000000 --num-layers 10000 --global-batch-size 8000000",
+                  "--world-size 1000000: gives a replica 125000 ranks with 10002 units"),
+    "tau-digits": (f"--use-edit --edit-sync-interval {'9' * 400}",
+                   "must be at most 1000000000000"),
+    "delay-digits": ("--use-edit --edit-strategy a-edit --strategies a-edit "
+                     f"--edit-delay-steps {'9' * 200}", "must be at most 1000000000000"),
+    "seconds-tiny": ("--use-edit --edit-strategy a-edit --strategies a-edit "
+                     "--edit-sync-seconds 1e-320", "must be from 1e-12 to 1e+18"),
+}  # fmt: skip
+TFLOPS = {
+    "1e300": "--gpu-tflops 1e+300: must be from 1e-12 to 1e+18",
+    "1e-320": "--gpu-tflops 9.99989e-321: must be from 1e-12 to 1e+18",
+    "nan": "--gpu-tflops nan: must be from 1e-12 to 1e+18",
+    "1e-12": "--gpu-tflops 1e-12: gives a step of 1.71e+23 s, which must be from 1e-12",
 }
 
 
@@ -87,6 +117,27 @@ def test_bad_input_is_one_line(case: str, capsys: pytest.CaptureFixture[str]) ->
         code = int(str(stop.code))
     error = capsys.readouterr().err
     assert code == 2 and wanted in error and error.count("\n") == 1, error
+    assert len(error) < 700, error
+
+
+@pytest.mark.parametrize("value", TFLOPS)
+def test_speeds_of_no_device(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Would catch: a step of no time, or of more than any time."""
+    assert main(["plan", *GOOD[:-2], "--gpu-tflops", value, "--mfu", "1e-9"]) == 2
+    error = capsys.readouterr().err
+    assert TFLOPS[value] in error and error.count("\n") == 1, error
+
+
+@pytest.mark.parametrize("strategy", NAMES)
+def test_the_ends_of_the_ranges(strategy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Would catch: a number that is in range, and still too much for the arithmetic."""
+    command = ["plan", *GOOD, "--strategies", strategy, "--device-memory", "1e-12B"]
+    for link in ("1e-12bit", "1e18bit"):
+        for step in ("1e-12", "1e18"):
+            for latency in ("0", "1e-12", "1e18"):
+                words = ["--link", link, "--step-time", step, "--latency", latency]
+                assert main([*command, *words]) == 0
+                assert capsys.readouterr().out
 
 
 @pytest.mark.parametrize("missing", ["--vocab-size", "--num-layers", "--micro-batch-size"])

@@ -1,0 +1,116 @@
+"""The planner where groups of units share one link: what it cannot carry is never free."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_edit.compare.flags import read_flags
+from megatron_edit.config import EditConfig
+from megatron_edit.plan.advice import GOAL, advise, least_interval
+from megatron_edit.plan.job import Job, read_job
+from megatron_edit.plan.machine import GPU, Link
+from megatron_edit.plan.timing import Flight, Setting, exposed_of_round, sync_cost
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+STREAMING = ("--edit-strategy", "streaming-diloco", "--edit-delay-steps", "67")
+FRAGMENTS = ("--edit-fragments", "4", "--edit-delay-steps", "100")
+INT4 = ("--edit-sync-dtype", "int4")
+
+
+def planned(*own: str) -> tuple[Job, EditConfig]:
+    """A billion parameters on 8 replicas, with our flags."""
+    argv = [*read_flags(CONFIGS / "llama_1b.args"), "--use-edit", *own]
+    job = read_job(argv, num_replicas=8, world_size=None, ranks_per_host=None)
+    return job, job.config(own[1] if own[0] == "--edit-strategy" else "edit")
+
+
+def at(rate: float) -> Setting:
+    """Steps of 4 s."""
+    return Setting(Link(rate), GPU, 4.0, 1 / 3)
+
+
+@pytest.mark.parametrize("own", [STREAMING, FRAGMENTS])
+def test_what_the_link_cannot_carry_is_exposed(own: tuple[str, ...]) -> None:
+    """Would catch: groups that each have the link to themselves."""
+    job, config = planned(*own, *INT4)
+    cost = sync_cost(job, config, at(10e6))
+    assert cost.exchange > cost.round == 128 * 4.0
+    assert cost.exposed >= cost.exchange - cost.round
+    assert cost.share_of_ideal < 0.55
+
+
+@pytest.mark.parametrize("own", [STREAMING, FRAGMENTS, ("--edit-strategy", "co2")])
+def test_the_suggested_interval_holds_what_it_promises(own: tuple[str, ...]) -> None:
+    """Would catch: an interval from groups that hide behind another round than the suggested."""
+    job, config = planned(*own, *INT4)
+    for rate in (10e6, 50e6, 1e9):
+        least = least_interval(job, config, at(rate))
+        cost = sync_cost(job, dataclasses.replace(config, sync_interval=least), at(rate))
+        assert cost.share_of_ideal >= 1 - GOAL - 1e-9
+        assert least * 4.0 >= cost.exchange
+        if least > max(config.delay_steps + 1, config.fragments):
+            less = dataclasses.replace(config, sync_interval=least - 1)
+            cost = sync_cost(job, less, at(rate))
+            assert cost.share_of_ideal < 1 - GOAL or cost.round < cost.exchange
+
+
+def test_no_delay_is_suggested_for_more_than_a_round() -> None:
+    """Would catch: flags that hide each group, and leave the link no time for all of them."""
+    job, config = planned("--edit-fragments", "4")
+    for rate in (10e6, 30e6, 100e6, 300e6):
+        found = {each.subject: each.value for each in advise(job, config, at(rate), None)}
+        if found["hiding"] is None:
+            assert rate == 10e6
+            continue
+        assert rate > 10e6
+        job, better = planned("--edit-fragments", "4", *str(found["hiding"]).split())
+        cost = sync_cost(job, better, at(rate))
+        assert cost.share_of_ideal >= 1 - GOAL and cost.exchange < cost.round
+
+
+def flights(*wires: float) -> list[list[Flight]]:
+    """A group of one unit for each, without work and forward pass."""
+    return [[Flight(wire, 0.0, 0.0)] for wire in wires]
+
+
+def exposed(groups: list[list[Flight]], head_start: float, length: float) -> float:
+    """Of a round of some seconds."""
+    return exposed_of_round(groups, depth=1, head_start=head_start, length=length, burst=0.0)
+
+
+def test_a_group_waits_for_those_before_it() -> None:
+    """By hand: launches at 0, 10, 20, ...; groups of 15 and 3 s; 12 s until they must land."""
+    # 15 s arrive at 15, 3 s late; then all is 3 s later: the second, launched at 10, has the link
+    # from 15 on and arrives at 18, long before 22 + 3. The link is idle again at 20 + 3.
+    assert exposed(flights(15.0, 3.0), 12.0, 20.0) == pytest.approx(3.0)
+    # 11 s fit into 12, but the second has the link from 11 on, not from 10, and 11.5 s for 11.
+    assert exposed(flights(11.0, 11.5, 1.0), 12.0, 30.0) == pytest.approx(0.5)
+    # One group at a time: nobody waits.
+    assert exposed(flights(11.0, 11.5, 1.0), 10.0, 30.0) == pytest.approx(2.5)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.floats(0.0, 10.0), min_size=1, max_size=6),
+    st.floats(0.0, 1.0),
+    st.floats(0.1, 30.0),
+)
+def test_between_the_link_and_no_hiding(wires: list[float], part: float, length: float) -> None:
+    """A round takes at least as long as its bytes, and at most as if nothing were hidden."""
+    found = exposed(flights(*wires), part * length, length)
+    total = sum(wires)
+    assert max(0.0, total - length) - 1e-9 <= found <= total + 1e-9
+    alone = sum(max(0.0, wire - part * length) for wire in wires)
+    assert found >= alone - 1e-9 or len(wires) > 1
+
+
+def test_a_delay_is_found_for_the_largest_group() -> None:
+    """Would catch: a delay for the mean of groups, too short for the one with the embedding."""
+    job, config = planned("--edit-fragments", "8")
+    found = {each.subject: str(each.value) for each in advise(job, config, at(200e6), None)}
+    assert found["hiding"].startswith("--edit-delay-steps") and "dtype" not in found["hiding"]
