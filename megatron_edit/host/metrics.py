@@ -110,10 +110,10 @@ def tell_of_the_run(
 def inside_bytes(engine: EditEngine, args: Namespace) -> float:
     """Bytes that the data-parallel ranks of a replica send each other in one step, all together.
 
-    In closed form: rings that reduce the gradients (fp32, but for `--grad-reduce-in-bf16`) and,
-    with the distributed optimizer, gather the parameters. Experts count as if they were shared out
-    like the rest; what tensor, pipeline and expert parallelism exchange of activations is not in
-    it.
+    In closed form: rings that reduce the gradients (fp32, but for `--grad-reduce-in-bf16`, and
+    where fp16 does not accumulate them in fp32) and, with the distributed optimizer, gather the
+    parameters. Experts count as if they were shared out like the rest; what tensor, pipeline and
+    expert parallelism exchange of activations is not in it.
 
     Args:
         engine: knows what each rank holds.
@@ -122,7 +122,7 @@ def inside_bytes(engine: EditEngine, args: Namespace) -> float:
     held = int(engine.traffic.accounts.unit_numels.sum())
     ranks = int(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
     parameter_bytes = torch.finfo(args.params_dtype).bits // 8
-    gradient_bytes = parameter_bytes if args.grad_reduce_in_bf16 else 4
+    gradient_bytes = 4 if args.accumulate_allreduce_grads_in_fp32 else parameter_bytes
     if not args.use_distributed_optimizer:  # every rank holds all: a ring goes round twice
         return 2 * (ranks - 1) / ranks * held * gradient_bytes
     return float((ranks - 1) * held * (gradient_bytes + parameter_bytes))
