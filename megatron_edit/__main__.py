@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_edit.activation import launched
-from megatron_edit.command_line import config_from_argv
+from megatron_edit.command_line import config_from_argv, training_script
 from megatron_edit.config import EditConfig
 from megatron_edit.errors import EditError, UsageError
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit code, where the script itself does not exit.
     """
-    if argv and argv[0] == DOCTOR and not Path(DOCTOR).exists():
+    if argv and argv[0] == DOCTOR and not os.path.exists(DOCTOR):
         from megatron_edit.cli import main as command
 
         return command(argv)
@@ -48,10 +48,7 @@ def main(argv: Sequence[str]) -> int:
 def _read(argv: Sequence[str]) -> tuple[Path, EditConfig]:
     if not argv or argv[0].startswith("-"):
         raise UsageError("SCRIPT (not given)", "a training script must come first", USAGE)
-    script = Path(argv[0])
-    if not script.is_file():
-        raise UsageError(argv[0], "no such training script", "give the path of pretrain_gpt.py")
-    return script, config_from_argv(argv[1:])
+    return training_script(argv[0]), config_from_argv(argv[1:])
 
 
 def _run(script: Path, arguments: list[str], config: EditConfig) -> None:

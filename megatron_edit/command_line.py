@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import difflib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from megatron_edit.config import EditConfig, add_arguments
@@ -41,6 +42,22 @@ def config_from_argv(argv: Sequence[str]) -> EditConfig:
     if not config.use_edit:
         _refuse_unused(config)
     return config
+
+
+def training_script(name: str) -> Path:
+    """The script that a command line names.
+
+    Raises:
+        UsageError: there is none that can be read.
+    """
+    path, rule = Path(name), "no such training script"
+    try:
+        if path.is_file():
+            path.open("rb").close()
+            return path
+    except OSError as error:
+        rule = f"is no script that can be read ({error.strerror})"
+    raise UsageError(name, rule, "give the path of pretrain_gpt.py")
 
 
 def _refuse_unknown(word: str) -> None:

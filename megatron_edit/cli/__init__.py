@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Sequence
 
@@ -17,7 +18,7 @@ from megatron_edit.cli import (
     watch,
 )
 from megatron_edit.cli.one_line import OneLineParser
-from megatron_edit.errors import EditError
+from megatron_edit.errors import EditError, UsageError
 
 SUBCOMMANDS = {
     "check": check,
@@ -29,6 +30,8 @@ SUBCOMMANDS = {
     "watch": watch,
     "compare": compare,
 }
+# What the system says about a path that was given, and not about a mistake of ours.
+PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,5 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = SUBCOMMANDS[known.command].run(known, rest)
         return code
     except EditError as error:
-        sys.stderr.write(f"megatron-edit {known.command}: {error}\n")
-        return error.exit_code
+        refusal = error
+    except OSError as error:
+        if error.filename is None or error.errno not in PATH_ERRORS:
+            raise
+        rule = f"cannot be used ({error.strerror})"
+        refusal = UsageError(
+            str(error.filename), rule, "give another path, or mend its permissions"
+        )
+    sys.stderr.write(f"megatron-edit {known.command}: {refusal}\n")
+    return refusal.exit_code

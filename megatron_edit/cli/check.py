@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_edit.command_line import config_from_argv
+from megatron_edit.command_line import config_from_argv, training_script
 from megatron_edit.errors import UsageError
 from megatron_edit.replica.placement import Placement, place
 
@@ -33,9 +33,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
         raise UsageError(
             f"--world-size {options.world_size}", "must be at least 1", "give the launch's ranks"
         )
-    script = Path(options.script)
-    if not script.is_file():
-        raise UsageError(options.script, "no such training script", "give its path")
+    script = training_script(options.script)
     placement, unknown = check_script(script, rest, options.world_size)
     layout = (
         f"{placement.num_replicas} replicas x {placement.ranks_per_replica} ranks"

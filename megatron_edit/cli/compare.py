@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatron_edit.cli.check import check_script
 from megatron_edit.cli.needs import check_installed
+from megatron_edit.command_line import training_script
 from megatron_edit.compare.entries import parse_entries
 from megatron_edit.compare.follow import Limits
 from megatron_edit.compare.page import summary, write_report
@@ -84,9 +85,7 @@ def _checked_plan(options: Namespace, rest: Sequence[str]) -> tuple[RunPlan, ...
         if value is not None and not value > 0:
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(f"{flag} {value:g}", "must be above 0", "leave it out")
-    script = Path(options.script)
-    if not script.is_file():
-        raise UsageError(options.script, "no such training script", "give its path")
+    script = training_script(options.script)
     entries = parse_entries(options.strategies, with_ideal=options.with_ideal)
     launcher = _launcher(options.launcher)
     setting = Setting(script, tuple(rest), options.nproc_per_node, launcher, options.link)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_edit.doctor.finding import Finding, Level, table
-from megatron_edit.errors import UsageError
+from megatron_edit.errors import ReplicaLostError, UsageError
 
 FOUND_BAD = 1
 GRACE_SECONDS = 5.0
@@ -43,6 +43,9 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     """
     try:
         return _run(options, rest)
+    except ReplicaLostError:  # of the first rank this is a line of its report
+        time.sleep(GRACE_SECONDS)
+        raise
     except UsageError as error:
         if os.environ.get("RANK", "0") == "0" or error.is_local:
             raise
@@ -55,6 +58,9 @@ def _run(options: Namespace, rest: Sequence[str]) -> int:
     from megatron_edit.doctor.launch import Launch, examine  # torch
 
     launch = Launch.of(_words(options), os.environ)
+    # First, because it takes a while: what cannot be measured must be told before others exit.
+    here = _here() if launch.is_first else []
+    host = list(_host(options.megatron)) if launch.is_first and not options.no_host else []
     report = examine(
         launch,
         folder=None if options.shared_dir is None else Path(options.shared_dir),
@@ -63,7 +69,7 @@ def _run(options: Namespace, rest: Sequence[str]) -> int:
     )
     if not launch.is_first:
         return 0  # the first rank speaks for all
-    report.findings[:0] = _here(options, is_alone=report.is_alone)
+    report.findings[:0] = [*here, *_interfaces(is_alone=report.is_alone), *host]
     if options.json:
         findings = [dataclasses.asdict(finding) for finding in report.findings]
         sys.stdout.write(json.dumps({**report.numbers, "findings": findings}, indent=1) + "\n")
@@ -98,21 +104,17 @@ def _words(options: Namespace) -> list[str]:
     return words
 
 
-def _here(options: Namespace, *, is_alone: bool) -> Iterator[Finding]:
-    from megatron_edit.doctor.machine import (
-        device_findings,
-        interface_findings,
-        interfaces,
-        own_address,
-        versions,
-    )
+def _here() -> list[Finding]:
+    from megatron_edit.doctor.machine import device_findings, versions
 
-    for name, version in versions().items():
-        yield Finding(name, version)
-    yield from device_findings(os.environ)
-    yield from interface_findings(os.environ, interfaces(), own_address(), is_alone=is_alone)
-    if not options.no_host:
-        yield from _host(options.megatron)
+    found = [Finding(name, version) for name, version in versions().items()]
+    return [*found, *device_findings(os.environ)]
+
+
+def _interfaces(*, is_alone: bool) -> Iterator[Finding]:
+    from megatron_edit.doctor.machine import interface_findings, interfaces, own_address
+
+    return interface_findings(os.environ, interfaces(), own_address(), is_alone=is_alone)
 
 
 def _host(folder: str | None) -> Iterator[Finding]:

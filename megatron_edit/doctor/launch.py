@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,11 +19,14 @@ from megatron_edit.doctor.advice import link_findings, sync_findings
 from megatron_edit.doctor.finding import Finding, Level
 from megatron_edit.doctor.folder import Sight, watch
 from megatron_edit.doctor.links import Link, Together, measure_links, measure_together
-from megatron_edit.doctor.machine import facts
-from megatron_edit.errors import UsageError
+from megatron_edit.doctor.machine import facts, unusable_interfaces
+from megatron_edit.errors import ReplicaLostError, UsageError
 from megatron_edit.replica.collectives import Group, Transport, stand_alone_group
 from megatron_edit.replica.placement import Placement, place
 from megatron_edit.replica.world import ReplicaWorld, join
+
+_UNUSABLE = "mend the lines about interfaces first: the ranks could not be connected"
+_BLOCKED = "start all ranks, and open all ports between the machines (docs/troubleshooting.md)"
 
 
 @dataclass
@@ -82,7 +86,7 @@ class Launch:
 
 
 def examine(launch: Launch, *, folder: Path | None, parameters: int, step_seconds: float) -> Report:
-    """Measure with all other ranks.
+    """Measure with all other ranks, where they can be connected.
 
     Collective: all ranks of the launch.
 
@@ -91,6 +95,13 @@ def examine(launch: Launch, *, folder: Path | None, parameters: int, step_second
         folder: that all should see.
         parameters: of the model that a sync is computed for.
         step_seconds: of its inner step.
+
+    Returns:
+        What was found; on the first rank also that the ranks could not meet, or lost each other.
+
+    Raises:
+        UsageError: the launch cannot be used.
+        ReplicaLostError: the ranks could not meet, and this is not the first one.
     """
     report, placement = Report(), launch.placement
     if placement is None:
@@ -98,41 +109,68 @@ def examine(launch: Launch, *, folder: Path | None, parameters: int, step_second
             alone = Group(None, 0, 1, torch.device("cpu"), timedelta(seconds=1), "alone")
             _look(folder, alone, report)
         return report
+    transport = _transport(launch.config)
     world = join(launch.config, placement)
-    everybody = _everybody(world)
-    _measure(world, _transport(launch.config), everybody, report)
-    report.findings += sync_findings(
-        Together(**report.numbers["all_reduce"]),
-        placement.num_replicas,
-        placement.ranks_per_replica,
-        parameters,
-        step_seconds,
-    )
-    if folder is not None:
-        _look(folder, everybody, report)
-    world.part()
+    try:
+        everybody = _introduce(world, report)
+        if everybody is not None and placement.num_replicas > 1:
+            together = _measure(world, transport, everybody, report)
+            shape = placement.num_replicas, placement.ranks_per_replica
+            report.findings += sync_findings(together, *shape, parameters, step_seconds)
+        if everybody is not None and folder is not None:
+            _look(folder, everybody, report)
+        world.part()
+        world.let_all_read("doctor/parted", world.timeout)  # the first rank may host the store
+    except ReplicaLostError as error:
+        if not launch.is_first:
+            raise
+        reason = str(error).partition("\n")[0]
+        report.findings.append(Finding("between the ranks", reason, Level.BAD, _BLOCKED))
     return report
 
 
-def _measure(world: ReplicaWorld, transport: Transport, everybody: Group, report: Report) -> None:
-    """Who takes part, and the ways between them."""
-    everyone = everybody.all_gather_objects(facts())
+def _introduce(world: ReplicaWorld, report: Report) -> Group | None:
+    """Tell the others about this machine, and hear of theirs; all ranks, if they can be connected.
+
+    Over the store, which needs none of the interfaces that gloo and NCCL choose. All ranks hear
+    the same, so that all do the same.
+    """
+    place, store = world.placement, world.shared_store
+    size = place.num_replicas * place.ranks_per_replica
+    store.set(f"doctor/rank{place.global_rank}", json.dumps(facts()))
+    everyone: list[dict[str, Any]] = []
+    for rank in range(size):
+        world.wait_for(f"doctor/rank{rank}", world.timeout)
+        everyone.append(json.loads(store.get(f"doctor/rank{rank}")))
+        report.is_alone = len({entry["host"] for entry in everyone}) == 1
+    hosts = {entry["host"] for entry in everyone}
+    shape = f"{place.num_replicas} replicas x {place.ranks_per_replica} ranks"
+    unusable = [unusable_interfaces(entry, is_alone=report.is_alone) for entry in everyone]
+    report.findings += [
+        Finding("ranks", f"{size} on {len(hosts)} machines, {shape}"),
+        *_different_versions(everyone),
+        *_elsewhere([entry["host"] for entry in everyone], unusable),
+    ]
+    if any(unusable):
+        report.findings.append(Finding("between the ranks", "not measured", Level.HINT, _UNUSABLE))
+        return None
+    return _everybody(world)
+
+
+def _measure(
+    world: ReplicaWorld, transport: Transport, everybody: Group, report: Report
+) -> Together:
+    """The ways between the replicas; all-reduces among them as the slowest rank sees them."""
     together = measure_together(_sync_group(world, transport))
     found = everybody.all_gather_objects((measure_links(world, transport), together))
     links: list[Link] = [link for one, _ in found for link in one]
-    slowest = min((one for _, one in found), key=lambda one: one.bytes_per_second)
-    hosts = {entry["host"] for entry in everyone}
-    shape = f"{world.placement.num_replicas} replicas x {world.placement.ranks_per_replica} ranks"
-    report.findings += [
-        Finding("ranks", f"{everybody.size} on {len(hosts)} machines, {shape}"),
-        *_different_versions(everyone),
-        *link_findings(links),
-    ]
-    report.is_alone = len(hosts) == 1
+    slowest: Together = min((one for _, one in found), key=lambda one: one.bytes_per_second)
+    report.findings += link_findings(links)
     report.numbers = {
         "links": [dataclasses.asdict(link) for link in links],
         "all_reduce": dataclasses.asdict(slowest),
     }
+    return slowest
 
 
 def _look(folder: Path, everybody: Group, report: Report) -> None:
@@ -168,6 +206,14 @@ def _sync_group(world: ReplicaWorld, transport: Transport) -> Group:
     return stand_alone_group(
         world.shared_store, place.replica, place.num_replicas, transport, world.timeout, name
     )
+
+
+def _elsewhere(hosts: list[str], unusable: list[list[Finding]]) -> Iterator[Finding]:
+    """What the first rank, which speaks for all, does not see on its own machine."""
+    found = [(host, one) for host, several in zip(hosts, unusable, strict=True) for one in several]
+    for host, one in dict.fromkeys(found):
+        if host != hosts[0] or one not in unusable[0]:
+            yield dataclasses.replace(one, name=f"{one.name} on {host}")
 
 
 def _different_versions(everyone: list[dict[str, Any]]) -> Iterator[Finding]:

@@ -128,5 +128,24 @@ def _is_inner(name: str) -> bool:
 
 
 def facts() -> dict[str, Any]:
-    """What the other machines of a launch are told about this one."""
-    return {"host": socket.gethostname(), "pid": os.getpid(), "versions": versions()}
+    """What the other ranks of a launch are told about this machine; JSON can carry it."""
+    return {
+        "host": socket.gethostname(),
+        "versions": versions(),
+        "interfaces": interfaces(),
+        "address": own_address(),
+        "chosen": {name: os.environ[name] for name in (_GLOO, _NCCL) if name in os.environ},
+    }
+
+
+def unusable_interfaces(machine: Mapping[str, Any], *, is_alone: bool) -> list[Finding]:
+    """Why gloo or NCCL could not connect a rank there with others; empty if they can.
+
+    Args:
+        machine: from `facts`.
+        is_alone: whether all ranks are on one machine.
+    """
+    found = interface_findings(
+        machine["chosen"], machine["interfaces"], machine["address"], is_alone=is_alone
+    )
+    return [finding for finding in found if finding.level is Level.BAD]

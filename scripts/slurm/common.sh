@@ -8,10 +8,13 @@
 source "$(dirname "${BASH_SOURCE[0]}")/settings.sh"
 LAST_WORDS_SECONDS=60 # for the other launches to notice that one has failed
 STOPS_IN_VAIN=10      # a time limit may be shorter than the signal's lead
+QUESTIONS=12          # to a SLURM that does not answer, while its controller restarts, say
+QUESTION_SECONDS=5    # between two of them
 
-launches=() # process ids of srun
-launched=0  # how many there were
-asked=''    # the signal that asked this job to stop
+launches=()     # process ids of srun
+launched=0      # how many there were
+asked=''        # the signal that asked this job to stop
+srun_options=() # words of EDIT_SRUN_OPTIONS
 
 # ---- the job that SLURM has given us
 
@@ -55,7 +58,7 @@ prepare() {
     [ -z "$EDIT_CONTAINER" ] || container=(
         --container-image="$EDIT_CONTAINER" --container-workdir="$PWD")
     [ -z "$EDIT_CONTAINER_MOUNTS" ] || container+=(--container-mounts="$EDIT_CONTAINER_MOUNTS")
-    read -ra srun_options <<<"$EDIT_SRUN_OPTIONS"
+    into_words srun_options "$EDIT_SRUN_OPTIONS"
     gather_flags "$1"
     trap 'on_signal USR1' USR1
     trap 'on_signal TERM' TERM
@@ -77,7 +80,7 @@ gather_flags() {
     fi
     flags+=(--save "$EDIT_DIR/checkpoints" --load "$EDIT_DIR/checkpoints"
         --save-interval "$EDIT_SAVE_INTERVAL" --exit-signal-handler)
-    read -ra more <<<"$EDIT_EXTRA_FLAGS"
+    into_words more "$EDIT_EXTRA_FLAGS"
     flags+=("${more[@]}")
 }
 
@@ -249,12 +252,29 @@ again_at_most() {
     requeue "$3"
 }
 
-# requeue WHY: SLURM then ends this script. A job that was cancelled stays cancelled.
+# job_state: what SLURM calls the state of this job. Fails where it does not answer for a while.
+job_state() {
+    local state i
+    for ((i = 0; i < QUESTIONS; i++)); do
+        ((i == 0)) || sleep "$QUESTION_SECONDS"
+        if state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T | sed -n 1p); then
+            echo "${state:-gone}"
+            return 0
+        fi
+    done
+    return 1
+}
+
+# requeue WHY: SLURM then ends this script. A job that was cancelled stays cancelled: SLURM itself
+# would queue it again, so without knowing the state nothing is asked of it.
 requeue() {
     local state
-    state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T | sed -n 1p)
+    state=$(job_state) || {
+        say "$1; not queued again, SLURM does not answer; submit it once more by hand, it goes on"
+        exit 1
+    }
     [ "$state" = RUNNING ] || {
-        say "$1; not queued again, the job is ${state:-gone}"
+        say "$1; not queued again, the job is $state"
         exit 1
     }
     ((restarts < EDIT_MAX_RESTARTS)) || {

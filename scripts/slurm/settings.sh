@@ -13,6 +13,10 @@ refuse() {
     exit 2
 }
 
+# into_words ARRAY TEXT: the words of all its lines. `read` does not find the byte at which it is to
+# stop, so it takes everything, and fails.
+into_words() { read -r -d '' -a "$1" <<<"$2" || true; }
+
 SETTINGS=(EDIT_DIR EDIT_SCRIPT EDIT_MODEL_FLAGS_FILE EDIT_EDIT_FLAGS_FILE EDIT_A_EDIT_FLAGS_FILE
     EDIT_EXTRA_FLAGS EDIT_SAVE_INTERVAL EDIT_PYTHON EDIT_CONTAINER EDIT_CONTAINER_MOUNTS
     EDIT_SRUN_OPTIONS EDIT_REPLICAS EDIT_PORT EDIT_MAX_RESTARTS EDIT_MAX_FAILURES

@@ -11,7 +11,8 @@ kind=${1:-}
     "no such batch script" "give ddp, edit, edit_per_replica or a_edit_mixed"
 shift
 read_settings "$kind"
-read -ra more <<<"$EDIT_SBATCH_OPTIONS"
+more=()
+into_words more "$EDIT_SBATCH_OPTIONS"
 
 # component COUNT PARTITION EXTRA...: adds what one component asks for to `asks`.
 asks=()
@@ -36,11 +37,12 @@ case $kind in
         done
         ;;
     a_edit_mixed)
-        read -ra parts <<<"$EDIT_MIXED"
+        parts=()
+        into_words parts "$EDIT_MIXED"
         ((${#parts[@]})) || refuse "EDIT_MIXED (empty)" "must be partition:nodes ..." \
             "change it in $settings"
         for part in "${parts[@]}"; do
-            [[ $part =~ ^[^:]+:[1-9][0-9]*$ ]] || refuse "EDIT_MIXED=$EDIT_MIXED" \
+            [[ $part =~ ^[^:]+:[1-9][0-9]*$ ]] || refuse "EDIT_MIXED=${parts[*]}" \
                 "must be partition:nodes ..." "change it in $settings"
             component "${part##*:}" "${part%:*}" "$@"
         done

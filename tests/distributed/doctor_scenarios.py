@@ -6,8 +6,10 @@ import os
 import time
 from pathlib import Path
 
+from megatron_edit.cli import doctor as command
 from megatron_edit.cli import main
-from megatron_edit.doctor import folder, links
+from megatron_edit.doctor import folder, launch, links
+from megatron_edit.replica import world
 
 AHEAD_SECONDS = 5.0
 
@@ -35,3 +37,18 @@ def doctor(*words: str, clock_of: int | None = None, blind: int | None = None) -
 def with_faults(words: list[str]) -> None:
     """See `doctor`: rank 1 is ahead, rank 3 is blind."""
     doctor(*words, clock_of=1, blind=3)
+
+
+def with_interface(words: list[str], name: str, ranks: list[int]) -> None:
+    """See `doctor`: these ranks are told to use an interface."""
+    if int(os.environ["RANK"]) in ranks:
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+    doctor(*words)
+
+
+def with_one_that_leaves(words: list[str], leaver: int) -> None:
+    """See `doctor`: a rank is gone when the others connect to each other."""
+    world.DEFAULT_TIMEOUT_SECONDS, command.GRACE_SECONDS = 4.0, 0.5
+    if int(os.environ["RANK"]) == leaver:
+        launch._everybody = lambda _: os._exit(0)
+    doctor(*words)

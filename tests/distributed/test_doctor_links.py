@@ -64,6 +64,40 @@ def test_faults_are_found(tmp_path: Path) -> None:
     assert levels(report)[f"shared folder {tmp_path}"] == "bad" and code == 1
 
 
+@pytest.mark.parametrize("ranks", [[0, 1], [1]])
+def test_an_interface_that_is_not_there(ranks: list[int]) -> None:
+    """Would catch: ranks that give up, or wait for ever, before the first has said what is wrong;
+    silence about what is wrong on another machine than the first rank's."""
+    args = (["--json"], "ib7", ranks)
+    first, other = run_ranks(SCENARIOS + "with_interface", 2, args, timeout=60)
+    assert (first.returncode, first.stderr) == (1, "")
+    assert (other.returncode, other.stdout, other.stderr) == (0, "", "")
+    report = json.loads(first.stdout)
+    bad = [x for x in report["findings"] if x["level"] == "bad"]
+    (line,) = (x for x in bad if x["name"].startswith("GLOO_SOCKET_IFNAME"))
+    assert (line["name"] == "GLOO_SOCKET_IFNAME") == (0 in ranks)
+    assert line["value"] == "ib7: there is no ib7" and "use one of" in line["remedy"]
+    assert levels(report)["between the ranks"] == "hint" and "links" not in report
+
+
+def test_ranks_that_cannot_meet() -> None:
+    """Would catch: a table that is not printed because its last lines could not be measured."""
+    args = (["--edit-num-replicas", "3"], 2)
+    first, other, _ = run_ranks(SCENARIOS + "with_one_that_leaves", 3, args, timeout=60)
+    assert first.returncode == 1 and "megatron-edit doctor:" not in first.stderr, first.stderr
+    assert "torch " in first.stdout and "interfaces" in first.stdout
+    assert "bad   between the ranks" in first.stdout and "open all ports" in first.stdout
+    assert (other.returncode, other.stdout) == (4, "")
+    assert "megatron-edit doctor: " in other.stderr  # after what torch says
+
+
+def test_a_single_replica(tmp_path: Path) -> None:
+    """Nothing to compare. Would catch: a division by the bytes that one replica sends to itself."""
+    code, report = examine(2, "--edit-num-replicas", "1", "--shared-dir", str(tmp_path))
+    assert code == 0 and "links" not in report and "a sync" not in levels(report)
+    assert [sight["error"] for sight in report["shared_dir"]] == [None] * 2
+
+
 def test_bad_input_is_said_once() -> None:
     results = run_ranks(SCENARIOS + "doctor", 3, ("--edit-num-replicas", "2"), timeout=60)
     assert [x.returncode for x in results] == [2] * 3

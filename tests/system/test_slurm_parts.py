@@ -1,0 +1,125 @@
+"""Parts of the batch scripts, with stand-ins for SLURM's own commands: no cluster is needed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness.launch import REPOSITORY
+
+SCRIPTS = REPOSITORY / "scripts" / "slurm"
+TWO_LINES = "\n  --one 0.1\n--two first second\n"
+WORDS = TWO_LINES.split()
+RECORD = 'echo "${0##*/}" "$@" >>"$CALLS"'
+# Answers RUNNING, after as many failures as there are lines to take from a file.
+SQUEUE = 'if read -r _ <"$FAILURES"; then sed -i 1d "$FAILURES"; exit 1; fi; echo "$STATE"'
+
+
+def stand_in(folder: Path, name: str, body: str) -> None:
+    """A command that wins over SLURM's own."""
+    path = folder / name
+    path.write_text(f"#!/bin/bash\n{body}\n")
+    path.chmod(0o755)
+
+
+def bash(folder: Path, *words: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    """bash with these words, the stand-ins in `folder` and settings."""
+    env = os.environ | {
+        "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "EDIT_DIR": str(folder),
+        "EDIT_PYTHON": sys.executable, "CALLS": str(folder / "calls"),
+    }  # fmt: skip
+    return subprocess.run(
+        ["bash", *words], env=env | settings, capture_output=True, text=True, timeout=30,
+        check=False,
+    )  # fmt: skip
+
+
+def in_job(folder: Path, code: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    """What a batch script does after it has read its settings."""
+    script = f'set -euo pipefail; source "{SCRIPTS}/common.sh"; prepare edit; {code}'
+    return bash(folder, "-c", script, **settings)
+
+
+# ---- settings of several lines
+
+
+@pytest.mark.parametrize(
+    ("setting", "array"), [("EDIT_EXTRA_FLAGS", "flags"), ("EDIT_SRUN_OPTIONS", "srun_options")]
+)
+@pytest.mark.parametrize("text", [TWO_LINES, "", " ".join(WORDS)])
+def test_a_job_takes_all_lines_of_a_setting(
+    tmp_path: Path, setting: str, array: str, text: str
+) -> None:
+    """Would catch: words after the first line that never reach a rank, without a word about it."""
+    done = in_job(tmp_path, f'printf "%s\\n" end "${{{array}[@]}}"', **{setting: text})
+    assert done.returncode == 0, done.stderr
+    given = text.split()
+    words = done.stdout.split()
+    assert words[len(words) - len(given) :] == given
+    assert ("--one" in words) == bool(text)
+
+
+def test_submit_takes_all_lines_of_a_setting(tmp_path: Path) -> None:
+    """Would catch: a component of a het job, or an option of sbatch, that is dropped."""
+    stand_in(tmp_path, "sbatch", RECORD)
+    done = bash(tmp_path, str(SCRIPTS / "submit.sh"), "a_edit_mixed",
+                EDIT_MIXED="\nfast:1\nslow:2\n", EDIT_SBATCH_OPTIONS=TWO_LINES)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first, second = (tmp_path / "calls").read_text().split(" : ")
+    assert "--nodes=1" in first and "--partition=fast" in first
+    assert "--nodes=2" in second and "--partition=slow" in second
+    for component in (first, second):
+        assert " ".join(WORDS) in component
+
+
+def test_a_bad_setting_of_several_lines_is_told_in_one(tmp_path: Path) -> None:
+    """Would catch: a refusal that is cut after the first line of the value."""
+    done = bash(tmp_path, str(SCRIPTS / "submit.sh"), "a_edit_mixed", EDIT_MIXED="fast:1\nslow")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("slurm: EDIT_MIXED=fast:1 slow: must be partition:nodes")
+
+
+# ---- the end, when SLURM does not answer
+
+
+def stopped(folder: Path, failures: int, state: str) -> tuple[int, str, list[str]]:
+    """A run that was asked to stop ends: exit code, what it says, requests to queue it again.
+
+    Args:
+        failures: of squeue, before it answers.
+        state: its answer.
+    """
+    (folder / "failures").write_text("once more\n" * failures)
+    (folder / "calls").touch()
+    for name, body in {"squeue": SQUEUE, "scontrol": RECORD, "sleep": ""}.items():
+        stand_in(folder, name, body)
+    code = 'launched=1; on_signal USR1; : >"$EDIT_STATE/stopped"; finish'
+    done = in_job(folder, code, STATE=state, FAILURES=str(folder / "failures"))
+    return done.returncode, done.stderr, (folder / "calls").read_text().splitlines()
+
+
+@pytest.mark.parametrize("failures", [0, 1, 3])
+def test_a_brief_failure_of_squeue_does_not_end_a_run(tmp_path: Path, failures: int) -> None:
+    """Would catch: a script that `set -e` ends in silence, so that the run is not queued again."""
+    code, said, calls = stopped(tmp_path, failures, "RUNNING")
+    assert (code, calls) == (0, ["scontrol requeue 7"]), said
+    assert "USR1: the run was stopped; queued again" in said
+
+
+def test_a_slurm_that_never_answers_is_told_of(tmp_path: Path) -> None:
+    """Would catch: silence; a cancelled job that is queued again, which SLURM itself allows."""
+    code, said, calls = stopped(tmp_path, 1000, "RUNNING")
+    assert (code, calls) == (1, []), said
+    assert "not queued again" in said and "submit it once more by hand" in said
+
+
+@pytest.mark.parametrize(("state", "shown"), [("COMPLETING", "COMPLETING"), ("", "gone")])
+def test_a_cancelled_job_is_not_queued_again(tmp_path: Path, state: str, shown: str) -> None:
+    """Would catch: an answer taken for none."""
+    code, said, calls = stopped(tmp_path, 1, state)
+    assert (code, calls) == (1, []), said
+    assert f"not queued again, the job is {shown}" in said

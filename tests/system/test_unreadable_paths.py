@@ -1,0 +1,115 @@
+"""Paths that the system does not let anybody look at: exit code 2 and one line, like other input.
+
+Since Python 3.12 `Path.is_file` and its kin raise for them, where they said no before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness.launch import REPOSITORY
+
+LONG = "x" * 300
+NOBODY = 65534
+TRAIN = "--strategies ddp --nproc-per-node 2 --edit-num-replicas 2"
+LINES = [
+    "launch {}",
+    "launch {}/train.py",
+    "launch {}/train.py --use-edit --edit-num-replicas 2",
+    "check {}",
+    "check {}/train.py",
+    "inspect {}",
+    "inspect {}/iter_0000005",
+    "doctor --no-host --shared-dir {}/shared",
+    "doctor --no-host --megatron {}/clone",
+    f"compare {{}}/train.py {TRAIN}",
+    "plan {}/flags.args --link 10Gbit --step-time 1",
+    "patch {}",
+]
+# Imports come first: they may lie where nobody else may look.
+RUNNER = """
+import contextlib, io, json, os, sys
+import megatron_edit.__main__ as launcher
+from megatron_edit.cli import main
+import megatron_edit.doctor.launch, megatron_edit.compare.flags, megatron_edit.plan.plan
+lines, nobody = json.load(sys.stdin)
+if nobody is not None:
+    os.seteuid(nobody)
+found = []
+for argv in lines:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = launcher.main(argv[1:]) if argv[0] == "launch" else main(argv)
+        except SystemExit as stop:
+            code = stop.code
+        except BaseException as error:
+            code = repr(error)
+    found.append((code, err.getvalue()))
+sys.__stdout__.write("RESULT" + json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """A place that everybody may look into, with a folder and a file that nobody may read."""
+    made = Path(tempfile.mkdtemp(prefix="unreadable-"))
+    made.chmod(0o755)
+    secret = made / "secret"
+    secret.mkdir()
+    for name in ("train.py", "flags.args"):
+        (secret / name).write_text("")
+    unreadable = made / "unreadable.py"
+    unreadable.write_text("")
+    is_root = os.geteuid() == 0  # whom no mode keeps out
+    for path in (unreadable, secret):
+        path.chmod(0o700 if is_root else 0o000)
+    try:
+        yield made
+    finally:
+        secret.chmod(0o700)
+        shutil.rmtree(made)
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> dict[str, tuple[object, str]]:
+    """Exit code and stderr by command line; all in one process."""
+    paths = ("secret", LONG)
+    lines = [line.format(path) for line in LINES for path in paths]
+    lines += ["launch unreadable.py", "check unreadable.py", f"compare unreadable.py {TRAIN}"]
+    nobody = NOBODY if os.geteuid() == 0 else None
+    done = subprocess.run(
+        [sys.executable, "-c", RUNNER],
+        input=json.dumps(([shlex.split(line) for line in lines], nobody)), cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "RANK": "0"},
+        capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.partition("RESULT")[2])
+    return dict(zip(lines, map(tuple, found), strict=True))
+
+
+def test_one_line_and_two(outcomes: dict[str, tuple[object, str]]) -> None:
+    """Would catch: a subcommand, or the launcher, that meets such a path with a traceback."""
+    for line, (code, said) in outcomes.items():
+        assert code == 2, (line, code, said)
+        assert said.count("\n") == 1 and said.startswith(("megatron-edit ", "megatron_edit:")), said
+        assert any(name in said for name in ("secret", "unreadable.py", LONG)), said
+        assert "; " in said, said
+
+
+def test_the_reason_is_told(outcomes: dict[str, tuple[object, str]]) -> None:
+    """Would catch: `no such script` about one that is there."""
+    for line in ("launch secret/train.py", "launch unreadable.py", "check unreadable.py"):
+        assert "Permission denied" in outcomes[line][1], outcomes[line]
+    assert "File name too long" in outcomes[f"inspect {LONG}"][1]
