@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(no_full)
         if item.get_closest_marker("clone") and not os.environ.get(CLONE):
             item.add_marker(no_clone)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interrupts() -> None:
+    """Shells start background jobs deaf to Ctrl-C, and what tests start would inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
