@@ -117,14 +117,15 @@ def _row(cells: Iterable[str]) -> str:
 
 
 def draw(path: Path, study: Study, find: Find) -> bool:
-    """Write the picture, a panel for each question that has a finished run; False if none has."""
+    """Write the picture: a panel for each question with two finished lines; False if none has."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     answered = [(q, make_lines(q, find)) for q in study.questions]
-    answered = [(q, lines) for q, lines in answered if any(line.records for line in lines)]
+    # A line alone compares nothing.
+    answered = [(q, ls) for q, ls in answered if sum(bool(line.records) for line in ls) > 1]
     if not answered:
         return False
     rows = -(-len(answered) // 2)
