@@ -194,7 +194,8 @@ class Job:
             "--use-edit",
             *("--edit-num-replicas", str(self.num_hosts)),
             *("--edit-warmup-steps", "0"),
-            *("--edit-sync-interval", str(self.tau)),
+            # A-EDiT's rounds are timed.
+            *(() if self.kind == "a-edit" else ("--edit-sync-interval", str(self.tau))),
             *("--edit-sync-mode", mode),
             *("--edit-log-dir", log_dir),
             *variants(self.tau).get(self.kind, []),

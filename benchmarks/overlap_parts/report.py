@@ -68,7 +68,7 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
     links = list(dict.fromkeys(row.rate for row in rows))
     kinds = list(dict.fromkeys(row.kind for row in rows if row.kind != IDEAL))
     kinds.sort(key=lambda kind: (kind == STOCK, kind in RIVALS))  # EDiT first
-    width = 0.8 / len(kinds)
+    width = 0.8 / max(1, len(kinds))  # none where all have failed
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for number, kind in enumerate(kinds):
         found = {row.rate: row.of_ideal for row in rows if row.kind == kind}
