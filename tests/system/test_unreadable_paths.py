@@ -5,19 +5,16 @@ Since Python 3.12 `Path.is_file` and its kin raise for them, where they said no 
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.harness.launch import REPOSITORY
+from tests.harness.command_lines import Outcome, outcomes_of
 
 LONG = "x" * 300
 NOBODY = 65534
@@ -36,28 +33,6 @@ LINES = [
     "plan {}/flags.args --link 10Gbit --step-time 1",
     "patch {}",
 ]
-# Imports come first: they may lie where nobody else may look.
-RUNNER = """
-import contextlib, io, json, os, sys
-import megatron_edit.__main__ as launcher
-from megatron_edit.cli import main
-import megatron_edit.doctor.launch, megatron_edit.compare.flags, megatron_edit.plan.plan
-lines, nobody = json.load(sys.stdin)
-if nobody is not None:
-    os.seteuid(nobody)
-found = []
-for argv in lines:
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            code = launcher.main(argv[1:]) if argv[0] == "launch" else main(argv)
-        except SystemExit as stop:
-            code = stop.code
-        except BaseException as error:
-            code = repr(error)
-    found.append((code, err.getvalue()))
-sys.__stdout__.write("RESULT" + json.dumps(found))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -82,24 +57,17 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(folder: Path) -> dict[str, tuple[object, str]]:
+def outcomes(folder: Path) -> dict[str, Outcome]:
     """Exit code and stderr by command line; all in one process."""
     paths = ("secret", LONG)
     lines = [line.format(path) for line in LINES for path in paths]
     lines += ["launch unreadable.py", "check unreadable.py", f"compare unreadable.py {TRAIN}"]
     nobody = NOBODY if os.geteuid() == 0 else None
-    done = subprocess.run(
-        [sys.executable, "-c", RUNNER],
-        input=json.dumps(([shlex.split(line) for line in lines], nobody)), cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "RANK": "0"},
-        capture_output=True, text=True, timeout=110, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.partition("RESULT")[2])
-    return dict(zip(lines, map(tuple, found), strict=True))
+    words = {line: shlex.split(line) for line in lines}
+    return outcomes_of(words, folder, user=nobody, env={"RANK": "0"})
 
 
-def test_one_line_and_two(outcomes: dict[str, tuple[object, str]]) -> None:
+def test_one_line_and_two(outcomes: dict[str, Outcome]) -> None:
     """Would catch: a subcommand, or the launcher, that meets such a path with a traceback."""
     for line, (code, said) in outcomes.items():
         assert code == 2, (line, code, said)
@@ -108,7 +76,7 @@ def test_one_line_and_two(outcomes: dict[str, tuple[object, str]]) -> None:
         assert "; " in said, said
 
 
-def test_the_reason_is_told(outcomes: dict[str, tuple[object, str]]) -> None:
+def test_the_reason_is_told(outcomes: dict[str, Outcome]) -> None:
     """Would catch: `no such script` about one that is there."""
     for line in ("launch secret/train.py", "launch unreadable.py", "check unreadable.py"):
         assert "Permission denied" in outcomes[line][1], outcomes[line]

@@ -8,11 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
-import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +18,7 @@ from hypothesis import strategies as st
 from megatron_edit.checkpoint.folder import CheckpointFolder, manifest_of
 from megatron_edit.cli import SUBCOMMANDS, main
 from tests.harness import tiny_gpt
+from tests.harness.command_lines import Outcome, outcomes_of
 from tests.harness.event_files import MadeUp
 from tests.harness.launch import REPOSITORY
 
@@ -146,22 +143,6 @@ COMPARED = [
     "--launcher '\"open'",
 ]
 UNWRITABLE = "compare ... --output-dir /dev/null/out"
-RUNNER = """
-import contextlib, io, json, os, sys
-from megatron_edit.cli import main
-found = []
-for argv in json.load(sys.stdin):
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            code = main(argv)
-        except SystemExit as stop:
-            code = stop.code
-        except BaseException as error:
-            code = repr(error)
-    found.append((code, err.getvalue()))
-sys.__stdout__.write("RESULT" + json.dumps(found))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +162,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def outcomes(folder: Path) -> dict[str, tuple[object, str]]:
+def outcomes(folder: Path) -> dict[str, Outcome]:
     """Exit code and stderr by command line; all in one process, which imports Megatron once."""
     tiny = tiny_gpt(global_batch_size=4)
     edit = ["--use-edit", "--edit-num-replicas", "2"]
@@ -192,14 +173,7 @@ def outcomes(folder: Path) -> dict[str, tuple[object, str]]:
     lines |= {f"check ... {words}": [*check, *shlex.split(words)] for words in CHECKED}
     lines |= {f"compare ... {words}": [*compare, *shlex.split(words)] for words in COMPARED}
     lines[UNWRITABLE].remove("--list")  # nothing is written with it
-    done = subprocess.run(
-        [sys.executable, "-c", RUNNER], input=json.dumps(list(lines.values())), cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True,
-        timeout=110, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.partition("RESULT")[2])
-    return dict(zip(lines, map(tuple, found), strict=True))
+    return outcomes_of(lines, folder)
 
 
 def test_there_are_enough() -> None:
