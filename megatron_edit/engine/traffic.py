@@ -84,7 +84,7 @@ class Traffic:
         self.settle()
         if run in self.flying:
             self.flying.remove(run)
-            run.state.begin_sync()  # what was computed since may still be on its way home
+        run.state.begin_sync()  # what was computed since may still be on its way home
         self.landing = run
         # A stage that holds none of these units gathers what its own step has left to be gathered.
         self.num_landings += bool(run.plan.shards)
