@@ -116,7 +116,9 @@ class EditEngine:
         copy_first_replica(self.host, self.groups)
         plan = self.host.plan
         drift.check(plan, self.groups, drift.plan_digests(plan), "at the start")
-        if not self.settings.schedule.is_warmup(step + 1):
+        if self.settings.schedule.is_warmup(step + 1):
+            self.pace.begin_together(step)
+        else:
             self._switch()
 
     def settle(self) -> None:

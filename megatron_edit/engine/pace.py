@@ -43,6 +43,9 @@ class Pace(Protocol):
     def last_step_seconds(self) -> float:
         """See above; 0 where no clock decides."""
 
+    def begin_together(self, step: int) -> None:
+        """Warm-up goes on after step `step`."""
+
     def begin(self, step: int) -> None:
         """The replicas part after step `step`."""
 

@@ -44,6 +44,9 @@ class CountedPace:
         is_even = self.schedule.has_fixed_rounds
         self.losses = StepLosses(self.schedule.interval) if is_even else MeanLoss()
 
+    def begin_together(self, step: int) -> None:
+        """See `Pace`. Data come in Megatron's own order: nothing to do."""
+
     def begin(self, step: int) -> None:
         """See `Pace`. Replicas have been together so far: their schedules stand alike."""
         self.start = step
@@ -143,10 +146,14 @@ class TimedPace:
         """See `Pace`."""
         return self.trigger.last
 
-    def begin(self, step: int) -> None:
+    def begin_together(self, step: int) -> None:
         """See `Pace`. In warm-up every replica consumed a block at each step."""
         replicas = self.dealing.num_replicas
         self._deal(Dealing(replicas, self.dealing.target, step * replicas))
+
+    def begin(self, step: int) -> None:
+        """See `Pace`."""
+        self.begin_together(step)
         self.host.part(is_over=self.dealing.is_over)
 
     def begin_phase(self) -> None:
@@ -173,8 +180,10 @@ class TimedPace:
         return self.dealing.is_final or self.dealing.is_over
 
     def is_due(self, step: int, *, is_asked: bool) -> bool:
-        """See `Pace`: the clock says so, or no block is left for another step."""
-        return is_asked or self.dealing.is_exhausted(self.replica, self.steps + 1)
+        """See `Pace`: the clock says so, or no block is left for another step. In the final round
+        each replica makes the run that it was given (method 5): no clock cuts it."""
+        is_cut = is_asked and not self.dealing.is_final
+        return is_cut or self.dealing.is_exhausted(self.replica, self.steps + 1)
 
     def after_step(self) -> bool:
         """See `Pace`."""

@@ -47,6 +47,16 @@ def assert_equal_replicas(run: EditRun, num_replicas: int) -> None:
     assert all(run.digests(replica) == first for replica in range(1, num_replicas))
 
 
+def test_no_clock_cuts_the_final_round(tmp_path: Path) -> None:
+    """Each replica makes the run that it was given, longer than the interval (method 5)."""
+    run = run_timed(
+        tmp_path, 2, 2, "script_clock", {"SPY_FACTORS": "[1, 1]"}, train_iters=30,
+        global_batch_size=4, edit_sync_seconds=6,
+    )  # fmt: skip
+    assert [line["inner_steps"] for line in run.syncs] == [[6, 6], [6, 6], [6, 6], [10, 10]]
+    assert_equal_replicas(run, 2)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_unequal_speeds_consume_every_sample_once(tmp_path: Path, workers: int) -> None:
     """Replicas 1x, 2x and 5x: catches a block dealt twice, lost, or read ahead and never used."""
