@@ -233,7 +233,7 @@ class MegatronHost:
         """Note that a step has consumed its samples; one that was skipped moves no schedule."""
         self._held_back = 0
         self._samples += self.samples_per_step
-        self._pending = self._args.global_batch_size if was_applied else 0
+        self._pending = self.samples_per_step * self._placement.num_replicas if was_applied else 0
 
     @property
     def samples_per_step(self) -> int:
@@ -253,8 +253,8 @@ class MegatronHost:
 
     def progress(self) -> Progress:
         """See `engine.host.Host`."""
-        # It counts from 0, once Megatron's loop has begun; skipped iterations come to no step.
-        current = getattr(self._args, "curr_iteration", self._args.iteration - 1)
+        # Counts from 0, and is of no use before Megatron's loop; skipped iterations make no step.
+        current = max(getattr(self._args, "curr_iteration", -1), self._args.iteration - 1)
         left = range(current + 2, self._args.train_iters + 1)
         skipped = set(self._args.iterations_to_skip)
         # The schedule moves on after the step, unless the replica was cut off in between.

@@ -65,12 +65,12 @@ class StopControl:
         if is_planned and not engine.is_warmup and not engine.check_in():
             return None  # a replica has been stopped on its way here
         with self._saves.deciding(iteration, is_planned=is_planned, is_quiet=is_quiet):
-            wants_exit = (is_planned or not self._has_announced) and decide()
+            wants_exit = decide()  # after an announcement, too: all replicas save alike
         if is_planned:
             return True
         if iteration >= megatron.train_iters:
             return False  # all replicas come to this end together
-        if wants_exit:
+        if wants_exit and not self._has_announced:
             self._announce(engine)
         return None if self._obey(engine) else False
 

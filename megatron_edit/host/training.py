@@ -111,7 +111,6 @@ class TrainingLoop:
             ("load_checkpoint", self._loads.around_load),
         ):
             self._patcher.wrap(training, name, around)
-
         deal_samples(self._patcher, self._pace, self._order, training.get_args)
 
     def release(self) -> None:
@@ -147,8 +146,7 @@ class TrainingLoop:
     def _around_setup(self, setup: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(setup)
         def with_engine(*args: Any, **kwargs: Any) -> Any:
-            model, optimizer, scheduler = built = setup(*args, **kwargs)
-            self._build_engine(model, optimizer, scheduler)
+            self._build_engine(*(built := setup(*args, **kwargs)))
             return built
 
         return with_engine
@@ -160,8 +158,10 @@ class TrainingLoop:
         def to_the_end(*args: Any, **kwargs: Any) -> Any:
             try:
                 given = signature.bind(*args, **kwargs)
-                if self.engine is not None and not self.engine.catch_up():
-                    self._stops.leave_before_training(given.arguments)
+                if self.engine is not None and self.host is not None:
+                    if not self.engine.catch_up():
+                        self._stops.leave_before_training(given.arguments)
+                    self.host.hold_back(0)  # no meeting is left that it waits at
                 result = train(*args, **kwargs)
             except SystemExit as stop:
                 if not stop.code:  # --exit-interval: all replicas come here, at the same step
