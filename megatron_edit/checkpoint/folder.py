@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ EDIT, MANIFEST, LISTED = "edit", "edit.json", "listed"
 OUTER, RANDOM = "outer", "random"
 TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's own name
 STOCK_MARK = "metadata.json"  # what Megatron writes last
+STOP = "stop"  # ends the job's name in the last save of a run, which others may be in the midst of
 _FINAL = re.compile(r"^iter_(\d{7,})$")
 _PARTIAL = re.compile(r"^\.iter_(\d{7,})\.[0-9a-z]+\.partial$")
 _REPLACED = re.compile(r"^\.iter_(\d{7,})\.[0-9a-z]+\.replaced$")
@@ -63,6 +65,24 @@ def write_durably(path: Path, text: str) -> None:
     os.replace(new, path)
 
 
+def final_of(path: Path) -> Path:
+    """Where a path in a partial checkpoint will lie once it is complete; others stay."""
+    for folder in (path, *path.parents):
+        if found := _PARTIAL.match(folder.name):
+            final = folder.with_name(f"iter_{found.group(1)}")
+            return final / path.relative_to(folder)
+    return path
+
+
+def _delete(path: Path) -> None:
+    """As far as that can be done. Of a link, itself alone."""
+    if path.is_symlink():
+        with suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def _sync_folder(path: Path) -> None:
     entry = os.open(path, os.O_RDONLY)
     try:
@@ -100,6 +120,9 @@ class CheckpointFolder:
     def commit(self, iteration: int, job: str) -> int | None:
         """Turn a partial checkpoint, whose manifest is there, into a complete one.
 
+        Raises:
+            OSError: it cannot be renamed, or the tracker cannot be written.
+
         Returns:
             The iteration that the tracker named before, where there was one.
         """
@@ -111,13 +134,16 @@ class CheckpointFolder:
             self._remove(old, job)
         else:
             partial.rename(final)
-        for path in (final, final / EDIT, self.root):
+        folders = [Path(path) for path, _, _ in os.walk(final)]
+        for path in (*folders, self.root):
             _sync_folder(path)  # names, too, before the tracker says that they are there
         before = self.tracked()
         self._track(iteration)
         for path in self._entries():
-            if _FINAL.match(path.name) and manifest_of(path).is_file():
-                (path / EDIT / LISTED).touch()
+            listed = path / EDIT / LISTED
+            if _FINAL.match(path.name) and manifest_of(path).is_file() and not listed.exists():
+                with suppress(OSError):  # somebody else's, kept here by a link
+                    listed.touch()
         self._sweep(job)
         return int(before) if before not in (None, "release") else None
 
@@ -189,16 +215,19 @@ class CheckpointFolder:
 
     def _remove(self, path: Path, job: str) -> None:
         going = self.root / f".{path.name.lstrip('.').partition('.')[0]}.{job}.removed"
-        shutil.rmtree(going, ignore_errors=True)
+        _delete(going)
         path.rename(going)
-        shutil.rmtree(going, ignore_errors=True)
+        _delete(going)
 
     def _sweep(self, job: str) -> None:
-        """Remove what crashed saves of other jobs have left."""
+        """Remove what crashed saves of other jobs have left.
+
+        Other ranks may have begun to write this run's last save; that one comes after all others.
+        """
         for path in self._entries():
             left = any(pattern.match(path.name) for pattern in (_PARTIAL, _REPLACED, _REMOVED))
-            if left and path.name.split(".")[-2] != job:
-                shutil.rmtree(path, ignore_errors=True)
+            if left and path.name.split(".")[-2] not in (job, job + STOP):
+                _delete(path)
 
     def _entries(self) -> list[Path]:
         try:

@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from tests.host.spy import _replica, out_dir
@@ -122,6 +123,36 @@ def pause_one() -> None:
     """Stop the process of replica 1, and let it go on after 10 seconds."""
     script = "kill -STOP $0; sleep 10; kill -CONT $0"
     on_the_victim(lambda: subprocess.Popen(["bash", "-c", script, str(os.getpid())]))
+
+
+def hash_slowly() -> None:
+    """Let the first rank of all take 8 seconds for each file of a save that is not a stop's."""
+    import megatron_edit.host.checkpoint.committing as committing
+    from megatron_edit.checkpoint.folder import STOP
+
+    record_of = committing.record_of
+
+    def slowed(path: Path) -> Any:
+        if int(os.environ["RANK"]) == 0 and f"{STOP}.partial" not in str(path):
+            time.sleep(8)
+        return record_of(path)
+
+    committing.record_of = slowed
+
+
+def lose_a_part() -> None:
+    """Let the last rank of all fail to read back its part of the first `SPY_LOST` saves."""
+    import megatron_edit.host.checkpoint.committing as committing
+
+    record_of, left = committing.record_of, [None] * int(os.environ.get("SPY_LOST", "1"))
+
+    def failing(path: Path) -> Any:
+        if int(os.environ["RANK"]) + 1 == int(os.environ["WORLD_SIZE"]) and left:
+            left.pop()
+            raise OSError(5, "Input/output error")
+        return record_of(path)
+
+    committing.record_of = failing
 
 
 def record_consumed() -> None:

@@ -9,12 +9,26 @@ import types
 from pathlib import Path
 from typing import Any
 
-CALLS = "wandb.json"
+CALLS, ARTIFACTS = "wandb.json", "wandb-artifacts.json"
 
 
 class _Settings:
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Nothing is kept."""
+
+
+class _Artifact:
+    def __init__(self, name: str) -> None:
+        self.name, self.reference = name, ""
+
+    def add_reference(self, uri: str, *, checksum: bool) -> None:
+        """By its name alone: nobody looks."""
+        assert not checksum
+        self.reference = uri
+
+    def add_file(self, path: str) -> None:
+        """It is read at once."""
+        Path(path).read_bytes()
 
 
 class Wandb(types.ModuleType):
@@ -25,6 +39,8 @@ class Wandb(types.ModuleType):
         self.run: Any = None
         self.config = _Settings()
         self.calls: list[tuple[dict[str, Any], int]] = []
+        self.artifacts: list[list[str]] = []
+        self.entity = self.project = "p"
 
     def init(self, **kwargs: Any) -> None:
         """Begin."""
@@ -38,10 +54,19 @@ class Wandb(types.ModuleType):
             raise RuntimeError(f"step {step} after {self.calls[-1][1]}: would be dropped")
         self.calls.append(({name: float(value) for name, value in values.items()}, step))
 
+    def Artifact(self, name: str, **kwargs: Any) -> _Artifact:
+        """Begin one."""
+        return _Artifact(name)
+
+    def log_artifact(self, artifact: _Artifact, aliases: list[str]) -> None:
+        """Take one: what it refers to, and the names that it goes by."""
+        self.artifacts.append([artifact.reference, *aliases])
+
     def finish(self) -> None:
         """End; write down what came."""
         self.run = None
         (Path(os.environ["SPY_WANDB"]) / CALLS).write_text(json.dumps(self.calls))
+        (Path(os.environ["SPY_WANDB"]) / ARTIFACTS).write_text(json.dumps(self.artifacts))
 
 
 def stub() -> None:

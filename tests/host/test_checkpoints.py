@@ -151,6 +151,53 @@ def test_a_replica_that_waited_goes_back_to_its_meeting(tmp_path: Path, pace: st
     assert pace == "a-edit" or losses[0].splitlines() == losses[1].splitlines()[-22:]
 
 
+def test_a_stop_of_one_that_waits_at_the_last_meeting(tmp_path: Path) -> None:
+    """It catches up before Megatron's loop begins: it must know there that it is the last one.
+
+    Would catch replicas that come to one meeting with different ideas of what it is for.
+    """
+    saves = tmp_path / "saves"
+    flags = {"global_batch_size": 8, "train_iters": 9, "edit_sync_interval": 10,
+             "edit_delay_steps": 2, "exit_signal_handler": True, **DROPOUT}  # fmt: skip
+    env = {"SPY_STEP": "5", "SPY_SLEEP": "[0, 0.3]", "SPY_HOOKS": "slow,signal_one"}
+    run_edit(
+        made(tmp_path / "a"), 2, 2, before=HOOK, env=env, save=saves, save_interval=99, **flags
+    )
+    first, second = manifest(saves, newest(saves))["replicas"]
+    assert first["is_waiting"] and first["step"] == 9 > second["step"]
+    run_edit(made(tmp_path / "b"), 2, 2, before=HOOK, load=saves, edit_timeout_seconds=30, **flags)
+    run_edit(made(tmp_path / "whole"), 2, 2, before=HOOK, **flags)
+    assert facts(tmp_path / "b", 2) == facts(tmp_path / "whole", 2)
+
+
+def test_a_edit_goes_on_in_its_warm_up(tmp_path: Path) -> None:
+    """The data ledger begins where the warm-up stands. Would catch samples that come twice."""
+    saves, flags = tmp_path / "saves", {"edit_warmup_steps": 6, "edit_sync_seconds": 5}
+    run_clocked(tmp_path / "a", "", save=saves, save_interval=3, **flags)
+    run_clocked(tmp_path / "b", "", load=saves, ckpt_step=3, **flags)
+    assert facts(tmp_path / "b", 2) == facts(tmp_path / "a", 2)
+    for rank in range(2):
+        whole, resumed = (
+            json.loads((tmp_path / name / f"fetched-{rank}.json").read_text()) for name in "ab"
+        )
+        assert resumed == whole[-len(resumed) :]
+
+
+def test_a_stop_in_warm_up_between_saves(tmp_path: Path) -> None:
+    """The replicas stop a few steps after one of them was asked to, and save what is due till then.
+
+    Would catch a save that one of them leaves out: the others' would never be complete.
+    """
+    saves = tmp_path / "saves"
+    run = run_edit(
+        made(tmp_path / "a"), 2, 2, before=HOOK, env={**STOP, "SPY_STEP": "5"}, save=saves,
+        save_interval=1, exit_signal_handler=True, train_iters=500, edit_warmup_steps=1000,
+    )  # fmt: skip
+    assert run.result.ranks[0].returncode == 0 and 5 < newest(saves) < 50
+    names = [path.name for path in saves.iterdir() if path.is_dir()]
+    assert sorted(names) == [f"iter_{i + 1:07d}" for i in range(newest(saves))]
+
+
 def test_a_second_stop_while_catching_up(tmp_path: Path) -> None:
     """The fast replica is back at its meeting when the slow one is signalled again: it makes no
     step in between. Then everything as if nobody had stopped."""
@@ -308,6 +355,18 @@ def test_inspect_tells_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["inspect", str(saves), "--ckpt-step", "7"]) == 2
     assert str(victim) in capsys.readouterr().err
     assert main(["inspect", str(tmp_path)]) == 2
+
+
+def test_the_same_command_with_a_pretrained_checkpoint(tmp_path: Path) -> None:
+    """It is for the first start. Would catch a run that cannot go on, or begins anew from it."""
+    base, saves = tmp_path / "base", tmp_path / "saves"
+    run_edit(made(tmp_path / "a"), 1, 1, save=base, save_interval=4, train_iters=4)
+    flags = {"save": saves, "load": saves, "save_interval": 4, "pretrained_checkpoint": base}
+    run_edit(made(tmp_path / "b"), 2, 2, before=HOOK, exit_interval=4, train_iters=12, **flags)
+    run_edit(made(tmp_path / "c"), 2, 2, before=HOOK, train_iters=12, **flags)
+    whole = flags | {"save": tmp_path / "whole", "load": tmp_path / "whole"}
+    run_edit(made(tmp_path / "d"), 2, 2, before=HOOK, train_iters=12, **whole)
+    assert_continues(tmp_path / "d", tmp_path / "c", 4, 2)
 
 
 def test_retained_and_removed(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_edit.report.metrics import TAGS
 from tests.host.runs import EditRun, run_edit
-from tests.host.spy_wandb import CALLS
+from tests.host.spy_wandb import ARTIFACTS, CALLS
 
 pytest.importorskip("tensorboard")
 Scalars = dict[str, dict[int, float]]
@@ -125,6 +125,23 @@ def test_wandb_hears_of_every_sync(tmp_path: Path, delay: int) -> None:
     assert steps == sorted(steps)
     assert any("edit/lm-loss" in values for values, _ in calls)
     assert any("lm loss" in values for values, _ in calls), "Megatron's own are there, too"
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_wandb_hears_of_checkpoints(tmp_path: Path, is_async: bool) -> None:
+    """By the names that they will have. Would catch the hidden folder that a save is written to."""
+    saves = tmp_path / "saves"
+    late = {"async_save": True, "use_persistent_ckpt_worker": True, "async_strategy": "mcore"}
+    run_edit(
+        tmp_path, 4, 2, train_iters=9, save=saves, save_interval=4,
+        before="tests.host.spy_wandb:stub", env={"SPY_WANDB": str(tmp_path)},
+        tensorboard_dir=tmp_path / "board", wandb_project="p", wandb_exp_name="e",
+        wandb_save_dir=tmp_path / "wandb", **(late if is_async else {}),
+    )  # fmt: skip
+    # Megatron ends wandb before it waits for the last asynchronous save.
+    names = [f"iter_{iteration:07d}" for iteration in ((4, 8) if is_async else (4, 8, 9))]
+    artifacts = json.loads((tmp_path / ARTIFACTS).read_text())
+    assert artifacts == [[f"file://{saves / name}", name] for name in names]
 
 
 @pytest.mark.full

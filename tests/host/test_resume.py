@@ -118,6 +118,10 @@ PENDING: dict[str, tuple[int, dict[str, Any]]] = {
     "delay": (6, {"edit_delay_steps": 2}),
     "delay-mix-fragments": (7, {"edit_delay_steps": 2, "edit_mix": 0.5, "edit_fragments": 2}),
     "fragments": (6, {"edit_fragments": 3}),
+    # What flies is of one pipeline stage alone.
+    "delay-of-a-stage": (
+        5, {"edit_fragments": 4, "edit_delay_steps": 2, "edit_sync_interval": 8},
+    ),
     "mix": (5, {"edit_mix": 0.5}),
     "streaming-diloco": (
         6, {"edit_strategy": "streaming-diloco", "edit_fragments": 2, "edit_delay_steps": 2},
@@ -131,7 +135,10 @@ PENDING: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "qsr": (7, {"edit_interval": "qsr", "edit_qsr_a": 0.0018}),
 }  # fmt: skip
-PENDING_CORE = {("delay-mix-fragments", "m2"), ("co2-int8-fragments", "m2"), ("int4-delay", "pp2")}
+PENDING_CORE = {
+    ("delay-mix-fragments", "m2"), ("co2-int8-fragments", "m2"), ("int4-delay", "pp2"),
+    ("delay-of-a-stage", "pp2"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

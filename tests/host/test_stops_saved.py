@@ -57,3 +57,57 @@ def test_a_planned_exit_meets_a_stop(tmp_path: Path, step: str) -> None:
     run_edit(made(tmp_path / "b"), 2, 2, before=HOOK, load=saves, **flags)
     run_edit(made(tmp_path / "whole"), 2, 2, before=HOOK, **flags)
     assert facts(tmp_path / "b", 2) == facts(tmp_path / "whole", 2)
+
+
+def test_a_stop_while_a_save_is_being_completed(tmp_path: Path) -> None:
+    """The others write the stop's checkpoint while the first rank still reads back the one before.
+
+    Would catch a checkpoint that is swept away while it is written, and one that counts as complete
+    without its files.
+    """
+    saves = tmp_path / "saves"
+    flags = {"train_iters": 30, "edit_sync_interval": 20, **DROPOUT}
+    env = {**STOP, "SPY_HOOKS": f"{STOP['SPY_HOOKS']},hash_slowly"}
+    run_edit(
+        made(tmp_path / "a"), 2, 2, before=HOOK, env=env, save=saves, save_interval=8,
+        exit_signal_handler=True, **flags,
+    )  # fmt: skip
+    assert newest(saves) > 8 and manifest(saves, newest(saves))["form"] == "all"
+    assert [path.name for path in saves.iterdir() if path.name.startswith(".")] == []
+    run_edit(made(tmp_path / "b"), 2, 2, before=HOOK, load=saves, **flags)
+    run_edit(made(tmp_path / "whole"), 2, 2, before=HOOK, **flags)
+    assert facts(tmp_path / "b", 2) == facts(tmp_path / "whole", 2)
+
+
+@pytest.mark.parametrize("hooks", [STOP["SPY_HOOKS"], "slow"], ids=["a-stop", "a-save"])
+def test_a_save_after_one_that_failed(tmp_path: Path, hooks: str) -> None:
+    """A disk that fails once: that is told, and what is saved next is complete.
+
+    Would catch a checkpoint that is written and thrown away, because of the one before.
+    """
+    saves = tmp_path / "saves"
+    run = run_edit(
+        made(tmp_path / "a"), 2, 2, before=HOOK, env={**STOP, "SPY_HOOKS": f"{hooks},lose_a_part"},
+        save=saves, save_interval=8, exit_signal_handler=True, train_iters=30,
+        edit_sync_interval=20,
+    )  # fmt: skip
+    assert newest(saves) >= 9 and manifest(saves, newest(saves))["form"] == "all"
+    assert not (saves / "iter_0000008").exists()
+    assert "iteration 8: a checkpoint could not be completed: " in run.result.ranks[0].stderr
+
+
+def test_saves_that_go_on_failing(tmp_path: Path) -> None:
+    """Two in a row end the run, and what was complete stays: nobody trains for days unsaved."""
+    saves = tmp_path / "saves"
+    flags: dict[str, Any] = {
+        "edit_sync_interval": 5, "save": saves, "load": saves, "save_interval": 5,
+        "train_iters": 60,
+    }  # fmt: skip
+    run_edit(made(tmp_path / "a"), 2, 2, exit_interval=5, **flags)
+    run = run_edit(
+        made(tmp_path / "b"), 2, 2, before=HOOK, check=False,
+        env={**STOP, "SPY_HOOKS": "slow,lose_a_part", "SPY_LOST": "9"}, **flags,
+    )  # fmt: skip
+    assert all(rank.returncode for rank in run.result.ranks)
+    assert newest(saves) == 5 and manifest(saves, 5)["form"] == "all"
+    assert "Input/output error" in run.result.ranks[0].stderr

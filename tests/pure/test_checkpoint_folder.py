@@ -110,7 +110,7 @@ def test_a_crash_anywhere_in_a_commit(tmp_path: Path, iteration: int, how: str) 
         assert label_of(folder.at(100)) == "old 100"
         assert folder.heal() == []
         if not was_cut_off:
-            assert last >= 5 and hidden(folder) == []
+            assert last >= 4 and hidden(folder) == []
             return
 
 
@@ -172,6 +172,54 @@ def test_the_sweep(tmp_path: Path) -> None:
         write(folder.partial(200, job), job, FILES[:1])
     saved(folder, 100, "mine")
     assert hidden(folder) == [folder.partial(200, "mine").name]
+
+
+def test_the_sweep_spares_the_save_of_a_stop(tmp_path: Path) -> None:
+    """The last save of a run, which others write already; it sweeps all that came before it.
+
+    Would catch a commit that removes half of the checkpoint that comes next.
+    """
+    folder = CheckpointFolder(tmp_path)
+    for iteration, job in ((201, "mine" + module.STOP), (150, "mine")):
+        write(folder.partial(iteration, job), job, FILES[:1])
+    saved(folder, 200, "mine")
+    assert len(hidden(folder)) == 2
+    saved(folder, 201, "mine" + module.STOP)
+    assert hidden(folder) == [] and folder.tracked() == "201"
+
+
+def test_a_checkpoint_that_is_somebody_elses(tmp_path: Path, monkeypatch: Any) -> None:
+    """A link into an archive that nobody may write to: saved beside, and replaced.
+
+    Would catch a commit that ends with the tracker moved and everything else left undone.
+    """
+    folder, archive = CheckpointFolder(tmp_path / "run"), tmp_path / "archive"
+    write(archive, "old 100")
+    folder.root.mkdir()
+    folder.final(100).symlink_to(archive)
+
+    def refuse(path: Path, *args: Any, **kwargs: Any) -> None:
+        assert path.is_relative_to(folder.final(100))
+        raise PermissionError(path)
+
+    with monkeypatch.context() as patch:
+        touch = Path.touch
+        patch.setattr(
+            Path, "touch", lambda p: (refuse if p.is_relative_to(folder.final(100)) else touch)(p)
+        )
+        saved(folder, 200, "mine")
+    assert folder.tracked() == "200" and (folder.final(200) / module.EDIT / module.LISTED).exists()
+    saved(folder, 100, "mine")
+    assert sorted(p.name for p in folder.root.iterdir() if p.name.startswith(".")) == []
+    assert (archive / FILES[0]).read_text() == "old 100"
+
+
+def test_where_a_partial_checkpoint_will_lie(tmp_path: Path) -> None:
+    """Would catch a name given away that will be gone."""
+    folder = CheckpointFolder(tmp_path)
+    partial, final = folder.partial(12_345_678, "abc"), folder.final(12_345_678)
+    assert module.final_of(partial) == final == module.final_of(final)
+    assert module.final_of(partial / "edit" / "replica_1") == final / "edit" / "replica_1"
 
 
 def place(folder: CheckpointFolder, iteration: int, kind: str) -> None:
@@ -257,7 +305,7 @@ def test_a_roll_back_after_a_healed_crash(tmp_path: Path) -> None:
 
     Would catch a healed checkpoint that counts as just cut off for ever after.
     """
-    for last in range(4):
+    for last in range(3):
         folder = CheckpointFolder(tmp_path / str(last))
         saved(folder, 100)
         assert is_cut_off(folder, 200, "a", last, "before")

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_edit.checkpoint.files import FileRecord, files_under, record_of
+from megatron_edit.checkpoint.files import FileRecord, check_sizes, files_under, record_of
 from megatron_edit.checkpoint.folder import (
     EDIT,
     OUTER,
@@ -37,7 +37,7 @@ from megatron_edit.report.console import say, warn
 
 _WRITER = re.compile(r"^__(\d+)_")  # torch's names of the files that a rank has written
 POLL_SECONDS = 0.05
-LAST_WAIT = 600.0  # for the others, once training is over
+LAST_WAIT = 600.0  # at least, for the others, once training is over
 
 
 class _Abandoned(Exception):
@@ -85,24 +85,28 @@ class Committer:
 
     Args:
         world: whose store the ranks tell each other through.
+        last_wait: seconds for the others' parts, once training is over.
     """
 
-    def __init__(self, world: ReplicaWorld) -> None:
+    def __init__(self, world: ReplicaWorld, last_wait: float = LAST_WAIT) -> None:
         self._world = world
+        self._last_wait = last_wait
         self._last: threading.Thread | None = None
         self._is_abandoned = threading.Event()
-        self._error: Exception | None = None
+        self._errors: list[EditError] = []  # since the last checkpoint that was completed
         self._until = math.inf  # on the monotonic clock
 
     def start(self, part: Part) -> None:
         """Begin to complete a checkpoint of which this rank's part is written.
 
-        Waits for nobody: a replica that waited here could not come to those it waits for.
+        Waits for nobody: a replica that waited here could not come to those it waits for. One that
+        cannot be completed is told on the console, and the next one may be whole.
 
         Raises:
-            EditError: an earlier one could not be completed.
+            EditError: two in a row could not be completed.
         """
-        self._tell()
+        if len(self._errors) > 1:
+            raise self._errors[-1]
         store, before = self._world.shared_store.clone(), self._last
 
         def work() -> None:
@@ -110,10 +114,12 @@ class Committer:
                 before.join()
             try:
                 self._complete(part, store)
+                self._errors.clear()
             except _Abandoned:
                 say(f"the checkpoint of iteration {part.manifest.iteration} is not completed")
-            except Exception as error:  # told in the training's own thread
-                self._error = error
+            except Exception as error:
+                self._errors.append(_told(error))
+                warn(f"iteration {part.manifest.iteration}: {self._errors[-1]}")
 
         self._last = threading.Thread(target=work, name="edit-commit", daemon=True)
         self._last.start()
@@ -129,19 +135,13 @@ class Committer:
         """Training is over: wait for all checkpoints.
 
         Raises:
-            EditError: one could not be completed; those before it are as they were.
+            EditError: the last one could not be completed; those before it are as they were.
         """
-        self._until = time.monotonic() + LAST_WAIT
+        self._until = time.monotonic() + self._last_wait
         if self._last is not None:
             self._last.join()
-        self._tell()
-
-    def _tell(self) -> None:
-        error, self._error = self._error, None
-        if isinstance(error, EditError):
-            raise error
-        if error is not None:
-            raise EditError(f"a checkpoint could not be completed: {error}") from error
+        if self._errors:
+            raise self._errors[-1]
 
     def _complete(self, part: Part, store: dist.Store) -> None:
         place = self._world.placement
@@ -157,6 +157,9 @@ class Committer:
         store.set(key, json.dumps({"entry": dataclasses.asdict(part.entry), "files": files}))
         if place.global_rank == 0:
             manifest = self._gather(part, store)
+            for replica in range(place.num_replicas):  # Megatron's, of a place that will be gone
+                (folder_of(part.partial, replica) / TRACKER).unlink(missing_ok=True)
+            check_sizes(part.partial, manifest.files)  # nobody has touched it since
             write_durably(manifest_of(part.partial), manifest.text())
             _finish(part)
 
@@ -197,6 +200,12 @@ class Committer:
         return piece
 
 
+def _told(error: Exception) -> EditError:
+    if isinstance(error, EditError):
+        return error
+    return EditError(f"a checkpoint could not be completed: {error}")
+
+
 def _finish(part: Part) -> None:
     iteration = part.manifest.iteration
     before = part.folder.commit(iteration, part.job)
@@ -220,10 +229,8 @@ def _files_of(part: Part, replica: int, rank: int) -> list[Path]:
     """The files that this rank has written."""
     folders = []
     if part.has_model:
-        folder = folder_of(part.partial, replica)
-        if rank == 0:
-            (folder / TRACKER).unlink(missing_ok=True)  # Megatron's, of a place that will be gone
-        folders.append(files_under(folder, leave_out=[EDIT] if replica == 0 else []))
+        leave_out = [TRACKER, EDIT] if replica == 0 else [TRACKER]
+        folders.append(files_under(folder_of(part.partial, replica), leave_out=leave_out))
     if part.has_outer:
         folders.append(files_under(part.partial / EDIT / OUTER))
     if part.has_own:

@@ -174,11 +174,13 @@ class LoadControl:
         assert self._load is not None
         args, load = get_args(), self._load
         step, args.ckpt_step = args.ckpt_step, iteration  # the tracker may name another one
+        # Where Megatron sees no tracker in the folder, it would take this one instead.
+        pretrained, args.pretrained_checkpoint = args.pretrained_checkpoint, None
         try:
             with self._redirection.to(folder):
                 return guarded(load, folder, self._world)
         finally:
-            args.ckpt_step = step
+            args.ckpt_step, args.pretrained_checkpoint = step, pretrained
 
     # ---- our part
 

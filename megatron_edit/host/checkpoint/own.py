@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron_edit.checkpoint.folder import EDIT, OUTER, own_folder
-from megatron_edit.checkpoint.manifest import ALL, Manifest
+from megatron_edit.checkpoint.manifest import ALL, Manifest, PendingSync
 from megatron_edit.engine.engine import EditEngine
-from megatron_edit.engine.pending import SNAPSHOT, bring_back, tensors_of
+from megatron_edit.engine.pending import SNAPSHOT, bring_back, pending_of, tensors_of
 from megatron_edit.engine.state import OuterState
 from megatron_edit.engine.sync import SyncRun
 from megatron_edit.host.checkpoint.outer import (
@@ -25,6 +25,20 @@ from megatron_edit.host.checkpoint.outer import (
 )
 from megatron_edit.replica.collectives import Group
 from megatron_edit.replica.wire import Wire
+
+
+def has_own(pending: Sequence[PendingSync], wire: Wire) -> bool:
+    """Whether a replica has outer state of its own; the same answer on all its ranks.
+
+    A pipeline stage may hold nothing of it. It saves and loads all the same: Megatron does that
+    together.
+
+    Args:
+        pending: syncs of the replica that have not landed.
+        wire: type on the wire; one that loses nothing if what is owed is not wanted.
+    """
+    has_snapshot = any(sync.has_snapshot and not all(sync.excluded) for sync in pending)
+    return has_snapshot or wire.has_residual
 
 
 @dataclass(frozen=True)
@@ -99,8 +113,9 @@ def load_state(
     with torch.no_grad():
         kinds = kinds_of(state, runs, has_anchor=manifest.has_anchor)
         load_outer_state(checkpoint / EDIT / OUTER, pieces, kinds)
-        own = OwnState.of(state, runs, wire if is_owed else Wire.of("fp32"), sync)
-        if own.kinds:
+        wanted = wire if is_owed else Wire.of("fp32")
+        if has_own([pending_of(run) for run in runs], wanted):
+            own = OwnState.of(state, runs, wanted, sync)
             load_outer_state(own_folder(checkpoint, sync.rank), pieces, own.kinds)
             own.take_owed()
 
@@ -126,9 +141,10 @@ def land_saved(
         pieces: of this rank.
         state: anchor and momentum, which the outer steps have moved already.
     """
-    runs = [bring_back(engine, pending, state) for pending in manifest.replicas[replica].pending]
-    if kinds := {kind: units for kind, units in tensors_of(runs).items() if units}:
-        load_outer_state(own_folder(checkpoint, replica), pieces, kinds)
+    saved = manifest.replicas[replica].pending
+    runs = [bring_back(engine, pending, state) for pending in saved]
+    if has_own(saved, Wire.of("fp32")):
+        load_outer_state(own_folder(checkpoint, replica), pieces, tensors_of(runs))
     for run in runs:
         run.look()
         while not run.is_done:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from megatron_edit.checkpoint.folder import TRACKER
+from megatron_edit.checkpoint.folder import TRACKER, final_of
 from megatron_edit.host.patching import Patcher
 
 
@@ -27,10 +28,12 @@ class Redirection:
 
     def __init__(self, patcher: Patcher) -> None:
         import megatron.training.checkpointing as checkpointing
+        from megatron.training import wandb_utils
 
         self._target: Path | None = None
         patcher.wrap(checkpointing, "get_checkpoint_name", self._around_name)
         patcher.wrap(checkpointing, "get_checkpoint_tracker_filename", self._around_tracker)
+        patcher.wrap(wandb_utils, "on_save_checkpoint_success", _around_artifact)
 
     @contextmanager
     def to(self, target: Path) -> Iterator[None]:
@@ -59,3 +62,20 @@ class Redirection:
             return str(self._target / TRACKER)
 
         return redirected
+
+
+def _around_artifact(log: Callable[..., None]) -> Callable[..., None]:
+    from megatron.training.global_vars import get_wandb_writer
+
+    @wraps(log)
+    def logged(checkpoint_path: str, tracker: str, save_dir: str, iteration: int) -> None:
+        writer = get_wandb_writer()
+        if writer and writer.run is None:
+            return  # Megatron ends it before the last asynchronous save is on the disk
+        final = str(final_of(Path(checkpoint_path)))  # where it will be found
+        with TemporaryDirectory() as folder:  # another rank writes the tracker, perhaps later
+            own = Path(folder) / TRACKER
+            own.write_text(str(iteration), encoding="utf-8")
+            log(final, str(own), save_dir, iteration)
+
+    return logged

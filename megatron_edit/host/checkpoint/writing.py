@@ -17,15 +17,16 @@ from megatron_edit.checkpoint.folder import (
     EDIT,
     OUTER,
     RANDOM,
+    STOP,
     CheckpointFolder,
     own_folder,
     replica_folder,
 )
-from megatron_edit.checkpoint.manifest import ALL, Manifest
+from megatron_edit.checkpoint.manifest import ALL, Manifest, PendingSync
 from megatron_edit.config import EditConfig
 from megatron_edit.engine.engine import EditEngine
 from megatron_edit.engine.standing import detectors_to_lists, entry_of, ledger_of
-from megatron_edit.host.checkpoint.committing import Committer, Part
+from megatron_edit.host.checkpoint.committing import LAST_WAIT, Committer, Part
 from megatron_edit.host.checkpoint.fingerprint import layout_of, model_of
 from megatron_edit.host.checkpoint.outer import (
     Kinds,
@@ -33,7 +34,7 @@ from megatron_edit.host.checkpoint.outer import (
     kinds_of,
     sharded_outer_state,
 )
-from megatron_edit.host.checkpoint.own import OwnState
+from megatron_edit.host.checkpoint.own import OwnState, has_own
 from megatron_edit.host.checkpoint.paths import Redirection
 from megatron_edit.host.checkpoint.random import save_streams
 from megatron_edit.host.describe import versions
@@ -86,7 +87,7 @@ class CheckpointWriter:
         self._config = config
         self._world = world
         self._redirection = redirection
-        self._committer = Committer(world)
+        self._committer = Committer(world, max(LAST_WAIT, config.timeout_seconds or 0.0))
         # Of the outer state: they are handed over together with that of Megatron's own save.
         self._outer: list[Any] = []
         self._requests: list[Any] | None = None  # handed over, while a save is being prepared
@@ -122,12 +123,12 @@ class CheckpointWriter:
         place, args = self._world.placement, self._host.arguments
         folder = CheckpointFolder(Path(args.save))
         # The last save of the run may bear the number of one that is not completed.
-        job = f"{self._job}stop" if plan.is_of_a_stop else self._job
+        job = f"{self._job}{STOP}" if plan.is_of_a_stop else self._job
         partial = folder.partial(plan.iteration, job)
         entry = entry_of(self._engine)
         self._requests = []
         has_outer = plan.has_outer and place.replica == place.num_replicas - 1
-        has_own = self._save_outer(partial, plan)
+        has_own = self._save_outer(partial, plan, entry.pending)
         streams = save_streams(partial / EDIT / RANDOM, place.replica)
         has_model = place.replica == 0 or plan.form == ALL
         if has_model:
@@ -157,8 +158,13 @@ class CheckpointWriter:
         else:
             self._committer.start(part)
 
-    def _save_outer(self, partial: Path, plan: SavePlan) -> bool:
+    def _save_outer(self, partial: Path, plan: SavePlan, pending: Sequence[PendingSync]) -> bool:
         """Write this replica's part of the outer state.
+
+        Args:
+            partial: the checkpoint.
+            plan: of the save.
+            pending: syncs of this replica that have not landed.
 
         Returns:
             Whether there is outer state of this replica alone.
@@ -174,10 +180,12 @@ class CheckpointWriter:
             self._save_kinds(partial / EDIT / OUTER, kinds)
         if plan.form != ALL:
             return False
-        own = OwnState.of(state, runs, engine.settings.wire, engine.groups.sync).kinds
-        if own:
-            self._save_kinds(own_folder(partial, place.replica), own)
-        return bool(own)
+        wire = engine.settings.wire
+        if not has_own(pending, wire):
+            return False
+        own = OwnState.of(state, runs, wire, engine.groups.sync)
+        self._save_kinds(own_folder(partial, place.replica), own.kinds)
+        return True
 
     def _save_kinds(self, folder: Path, kinds: Kinds) -> None:
         from megatron.core import dist_checkpointing
