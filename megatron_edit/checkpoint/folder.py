@@ -229,6 +229,14 @@ class CheckpointFolder:
             if left and path.name.split(".")[-2] not in (job, job + STOP):
                 _delete(path)
 
+    def sweep_broken(self, job: str) -> None:
+        """Remove saves of other jobs that will never be complete: their room may be needed."""
+        for path in self._entries():
+            if not _PARTIAL.match(path.name) or manifest_of(path).is_file():
+                continue
+            if path.name.split(".")[-2].removesuffix(STOP) != job.removesuffix(STOP):
+                _delete(path)
+
     def _entries(self) -> list[Path]:
         try:
             return sorted(self.root.iterdir())

@@ -174,6 +174,18 @@ def test_the_sweep(tmp_path: Path) -> None:
     assert hidden(folder) == [folder.partial(200, "mine").name]
 
 
+def test_the_sweep_before_the_first_save(tmp_path: Path) -> None:
+    """Would catch a disk that stays full, and the removal of what a heal would bring back."""
+    folder = CheckpointFolder(tmp_path)
+    write(folder.partial(200, "dead"), "dead", FILES[:-1])
+    write(folder.partial(300, "whole"), "whole")
+    write(folder.partial(200, "mine"), "mine", FILES[:-1])
+    folder.sweep_broken("mine")
+    assert sorted(hidden(folder)) == sorted(
+        [folder.partial(300, "whole").name, folder.partial(200, "mine").name]
+    )
+
+
 def test_the_sweep_spares_the_save_of_a_stop(tmp_path: Path) -> None:
     """The last save of a run, which others write already; it sweeps all that came before it.
 

@@ -88,6 +88,7 @@ class CheckpointWriter:
         self._world = world
         self._redirection = redirection
         self._committer = Committer(world, max(LAST_WAIT, config.timeout_seconds or 0.0))
+        self._is_first_save = True
         # Of the outer state: they are handed over together with that of Megatron's own save.
         self._outer: list[Any] = []
         self._requests: list[Any] | None = None  # handed over, while a save is being prepared
@@ -124,6 +125,9 @@ class CheckpointWriter:
         folder = CheckpointFolder(Path(args.save))
         # The last save of the run may bear the number of one that is not completed.
         job = f"{self._job}{STOP}" if plan.is_of_a_stop else self._job
+        if self._is_first_save and place.global_rank == 0:
+            folder.sweep_broken(job)
+        self._is_first_save = False
         partial = folder.partial(plan.iteration, job)
         entry = entry_of(self._engine)
         self._requests = []
