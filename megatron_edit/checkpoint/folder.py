@@ -147,6 +147,11 @@ class CheckpointFolder:
         self._sweep(job)
         return int(before) if before not in (None, "release") else None
 
+    def last_before(self, iteration: int) -> int:
+        """Iteration of the newest complete checkpoint that is older; 0 for none."""
+        older = (f.iteration for f in self._complete() if (f.iteration or 0) < iteration)
+        return max((found for found in older if found is not None), default=0)
+
     def remove(self, iteration: int, job: str) -> None:
         """Remove a checkpoint, never leaving half of it under its name."""
         self._remove(self.final(iteration), job)

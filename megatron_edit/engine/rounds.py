@@ -74,6 +74,7 @@ class Rounds:
         self.state = self.new_state()
         self.host.attach_outer_state(self.state)
         self.start = step
+        self.last_records = ()  # of evaluations in warm-up
         self.pace.begin(step)
 
     def new_state(self) -> OuterState:

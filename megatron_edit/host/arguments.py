@@ -49,6 +49,8 @@ REFUSED: tuple[tuple[str, Any, str, str], ...] = (
     ("non_persistent_save_interval", None, _LATER, "use --save-interval"),
     ("moe_use_upcycling", True, _LATER, "upcycle without --use-edit, then load what it saved"),
     ("ckpt_convert_format", None, _LATER, "convert without --use-edit"),
+    *((f"save_{what}_interval", None, "would let all replicas write to one file", "drop the flag")
+      for what in ("params", "activations", "tokens_per_expert", "wgrads", "dgrads")),
     ("override_ckpt_iteration", None, "does not know the data ledger", "drop the flag"),
     ("dataloader_save", None, _LATER, "drop the flag"),
     ("inprocess_restart", True, _LATER, "drop the flag"),
@@ -72,7 +74,7 @@ SUPPORTED_OPTIMIZERS = ("adam", "sgd")
 
 # What rank 0 or the last rank of every replica would write. Replica 0 keeps it; the others do
 # without the writers, and get other names for the files.
-_ONE_WRITER = ("tensorboard_dir", "wandb_project")
+_ONE_WRITER = ("tensorboard_dir", "wandb_project", "log_progress")
 _ONE_FILE_EACH = ("result_rejected_tracker_filename", "memory_snapshot_path", "config_logger_dir",
                   "moe_routing_trace_path")  # fmt: skip
 

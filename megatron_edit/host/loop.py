@@ -98,4 +98,4 @@ class LoopControl:
 
     def _end(self) -> None:
         # At the switch before the first step there is no iteration yet; the loop then never runs.
-        self.args.train_iters = self._iteration if self._has_begun else 0
+        self.args.train_iters = self._iteration if self._has_begun else self.args.iteration

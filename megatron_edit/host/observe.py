@@ -11,6 +11,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_edit.engine.engine import EditEngine
@@ -72,6 +73,22 @@ class Observer:
             return training_log(*args, **kwargs)
 
         return with_events
+
+    def around_progress(self, start_time: Callable[[], Any]) -> Callable[[], Any]:
+        """Megatron's reading of the progress log, whose lines have the size of one replica."""
+
+        @wraps(start_time)
+        def of_this_replica() -> Any:
+            from megatron.training import get_args
+
+            args = get_args()
+            whole, args.world_size = args.world_size, dist.get_world_size()
+            try:
+                return start_time()
+            finally:
+                args.world_size = whole
+
+        return of_this_replica
 
     def around_evaluate(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
         """Megatron's evaluation: its losses become means over the replicas."""

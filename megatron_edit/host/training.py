@@ -88,13 +88,9 @@ class TrainingLoop:
 
         redirection = Redirection(self._patcher)
         self._writer = CheckpointWriter(self._config, self._world, redirection, self._patcher)
-        place = self._world.placement
-        self._saves = SaveControl(
-            self._config.inner_state,
-            self._writer,
-            place.num_replicas,
-            is_first=place.global_rank == 0,
-        )
+        policy, place = self._config.inner_state, self._world.placement
+        is_first = place.global_rank == 0
+        self._saves = SaveControl(policy, self._writer, place.num_replicas, is_first=is_first)
         self._loads = LoadControl(self._config, self._world, redirection)
         self._stops = StopControl(self._saves)
         wrapped_pretrain = self._around_pretrain(training.pretrain)
@@ -104,6 +100,7 @@ class TrainingLoop:
             ("setup_model_and_optimizer", self._around_setup),
             ("train", self._around_train),
             ("training_log", self._observer.around_log),
+            ("get_start_time_from_progress_log", self._observer.around_progress),
             ("evaluate", self._observer.around_evaluate),
             ("evaluate_and_print_results", self._observer.around_evaluation_report),
             ("checkpoint_and_decide_exit", self._stops.around_decision),

@@ -370,6 +370,34 @@ def test_the_same_command_with_a_pretrained_checkpoint(tmp_path: Path) -> None:
     assert_continues(tmp_path / "d", tmp_path / "c", 4, 2)
 
 
+def test_a_edit_saves_at_the_switch_and_retains(tmp_path: Path) -> None:
+    """Evaluated in warm-up, saved at the switch and at the syncs beyond multiples of 5, of which
+    the first beyond multiples of 10 stay.
+
+    Would catch the number of that evaluation on the save, and a retention that keeps none.
+    """
+    saves = tmp_path / "saves"
+    flags = {"edit_warmup_steps": 4, "eval_interval": 3, "eval_iters": 1, "save": saves}
+    run_clocked(tmp_path / "a", "", save_interval=4, exit_interval=4, **flags)
+    assert newest(saves) == 4 and manifest(saves, 4)["replicas"][0]["step"] == 4
+    flags["save"] = saves = tmp_path / "more"
+    run = run_clocked(tmp_path / "b", "", save_interval=5, save_retain_interval=10, **flags)
+    kept = sorted(int(path.name[5:]) for path in saves.glob("iter_*"))
+    assert [k // 10 for k in kept] == [1, 2, 4] or [k // 10 for k in kept] == [1, 2, 3, 4]
+    assert kept[-1] == 40 and len(run.syncs) > 3
+
+
+def test_megatrons_progress_log(tmp_path: Path) -> None:
+    """--log-progress: one replica writes it, and finds its own lines again at each save."""
+    saves = tmp_path / "saves"
+    run_edit(
+        made(tmp_path / "a"), 4, 2, save=saves, save_interval=3, train_iters=6, log_progress=True
+    )
+    lines = (saves / "progress.txt").read_text().splitlines()
+    assert [line.split("\t")[3] for line in lines].count("Saved checkpoint") == 2
+    assert sum("Starting job" in line for line in lines) == 1
+
+
 def test_retained_and_removed(tmp_path: Path) -> None:
     """--save-retain-interval as in Megatron: of the checkpoints before the last, its multiples."""
     saves = tmp_path / "saves"

@@ -96,6 +96,23 @@ def test_a_save_after_one_that_failed(tmp_path: Path, hooks: str) -> None:
     assert "iteration 8: a checkpoint could not be completed: " in run.result.ranks[0].stderr
 
 
+def test_a_stop_among_skipped_iterations(tmp_path: Path) -> None:
+    """--iterations-to-skip between the steps at which the replicas stop: one name for both, and
+    each goes on from its own. Would catch two halves of a checkpoint."""
+    saves = tmp_path / "saves"
+    flags = {"train_iters": 40, "edit_sync_interval": 20, "save": saves, "load": saves,
+             "save_interval": 1000, "iterations_to_skip": [8, 9, 10, 11, 12, 13],
+             **DROPOUT}  # fmt: skip
+    env = {**STOP, "SPY_STEP": "7", "SPY_SLEEP": "[0, 0.3]"}
+    run_edit(made(tmp_path / "a"), 2, 2, before=HOOK, env=env, exit_signal_handler=True, **flags)
+    first, second = manifest(saves, newest(saves))["replicas"]
+    assert first["step"] > 7 >= second["step"]
+    run_edit(made(tmp_path / "b"), 2, 2, before=HOOK, **flags)
+    flags["save"] = flags["load"] = tmp_path / "none"
+    run_edit(made(tmp_path / "whole"), 2, 2, before=HOOK, **flags)
+    assert facts(tmp_path / "b", 2) == facts(tmp_path / "whole", 2)
+
+
 def test_saves_that_go_on_failing(tmp_path: Path) -> None:
     """Two in a row end the run, and what was complete stays: nobody trains for days unsaved."""
     saves = tmp_path / "saves"

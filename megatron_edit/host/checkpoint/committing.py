@@ -213,8 +213,7 @@ def _finish(part: Part) -> None:
         f"checkpoint of iteration {iteration} is complete: {part.folder.final(iteration)} "
         f"(form {part.manifest.form})"
     )
-    keep = part.retain_interval
-    if keep is not None and before and before != iteration and before % keep:
+    if before and before != iteration and not _is_kept(part, before):
         old = part.folder.final(before)
         if old.is_dir() and not old.is_symlink():
             try:
@@ -222,7 +221,20 @@ def _finish(part: Part) -> None:
             except OSError as error:
                 warn(f"could not remove {old}: {error}")
                 return
-            say(f"removed the checkpoint of iteration {before} (--save-retain-interval {keep})")
+            flag = f"--save-retain-interval {part.retain_interval}"
+            say(f"removed the checkpoint of iteration {before} ({flag})")
+
+
+def _is_kept(part: Part, iteration: int) -> bool:
+    """Whether `--save-retain-interval` keeps a checkpoint: multiples of it, as Megatron does.
+
+    Replicas with clocks save at the first sync beyond one: there the first checkpoint counts.
+    """
+    keep = part.retain_interval
+    if keep is None or iteration % keep == 0:
+        return True
+    is_timed = part.manifest.ledger is not None
+    return is_timed and part.folder.last_before(iteration) // keep < iteration // keep
 
 
 def _files_of(part: Part, replica: int, rank: int) -> list[Path]:

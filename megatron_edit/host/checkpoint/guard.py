@@ -13,6 +13,11 @@ from megatron_edit.checkpoint.files import REMEDY
 from megatron_edit.errors import EditError, UsageError
 from megatron_edit.replica.world import ReplicaWorld
 
+_REMEDIES = (
+    ("OptimizerParamScheduler", "give the schedule that was saved (--train-iters, --lr-decay-iters "
+     "and the like), or --override-opt_param-scheduler for the new one"),
+)  # fmt: skip
+
 
 def guarded(load: Callable[[], Any], path: Path | None, world: ReplicaWorld) -> Any:
     """Megatron's load. It asserts, raises or exits with 0 on what it cannot use.
@@ -32,9 +37,10 @@ def guarded(load: Callable[[], Any], path: Path | None, world: ReplicaWorld) -> 
         raise
     except (Exception, SystemExit, CheckpointException) as error:
         first = (str(error).strip().splitlines() or [""])[0]
+        remedies = (remedy for words, remedy in _REMEDIES if words in first)
         raise UsageError(
             f"--load {'' if path is None else path}".rstrip(),
             f"Megatron cannot load it: {type(error).__name__} {first}".rstrip(),
-            REMEDY,
+            next(remedies, REMEDY),
             is_local=not world.first_rank_announces("load/failed"),
         ) from error
