@@ -63,8 +63,8 @@ class StepLosses:
         return tuple(self._losses)
 
     def restore(self, payload: Sequence[float], last_step: int) -> None:
-        """See `Losses`."""
-        self._losses, self.last_step = list(payload), last_step
+        """See `Losses`. A mean, which has no last step, cannot be told step by step."""
+        self._losses, self.last_step = list(payload) if last_step else [], last_step
 
     def report(self, records: Sequence[ControlRecord], reporter: Reporter) -> None:
         """The mean over the replicas of each step. A step's loss is known after its sync."""
@@ -98,9 +98,12 @@ class MeanLoss:
         return (self._total, float(self._count))
 
     def restore(self, payload: Sequence[float], last_step: int) -> None:
-        """See `Losses`. What another strategy left cannot be told in this form."""
-        total, count = payload if len(payload) == self.capacity else (0.0, 0.0)
-        self._total, self._count = total, int(count)
+        """See `Losses`. A run with rounds of fixed length has left a loss for each step."""
+        if last_step:
+            for loss in payload:
+                self.note(last_step, loss)
+        elif payload:
+            self._total, self._count = payload[0], int(payload[1])
 
     def report(self, records: Sequence[ControlRecord], reporter: Reporter) -> None:
         """One line: the step of replica 0, and the mean over all steps of all replicas."""

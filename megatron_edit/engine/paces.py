@@ -62,7 +62,7 @@ class CountedPace:
     def resume(self, entry: ReplicaEntry, dealing: Dealing | None, *, is_rejoined: bool) -> None:
         """See `Pace`. The loss of the step before a meeting belongs to the round after it."""
         losses, last = entry.losses, entry.last_loss_step
-        if entry.is_waiting and losses and self.schedule.has_fixed_rounds:  # a mean holds them all
+        if entry.is_waiting and last and self.schedule.has_fixed_rounds:  # a mean holds them all
             self._held_back, losses, last = (last, losses[-1]), losses[:-1], last - 1
         self.losses.restore(losses, last)
         self.start = entry.step - entry.inner_steps

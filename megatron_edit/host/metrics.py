@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron_edit.config import EditConfig
 from megatron_edit.engine.engine import EditEngine
 from megatron_edit.host.describe import describe
+from megatron_edit.host.model import MegatronHost
 from megatron_edit.replica.placement import Placement
 from megatron_edit.report.events import EventLog
 from megatron_edit.report.metrics import LOSS, SyncMetrics
@@ -21,25 +22,28 @@ class MegatronWriters:
     """Megatron's writers, which only the last rank of replica 0 has.
 
     W&B takes no value for a step that has gone by. There a sync stands at the iteration of its
-    landing; the one that it followed is `edit/iteration`.
+    landing; the one that it followed is `edit/iteration`. Values stand where Megatron writes its
+    own: skipped iterations count, and a resumed A-EDiT counts whole batches of all replicas.
 
     Args:
         tensorboard: a `SummaryWriter`, or None.
         wandb: the module `wandb`, or None.
-        engine: knows how far training is.
-        loss_interval: iterations between two losses in TensorBoard.
+        engine: knows how many steps were made.
+        host: knows Megatron's number of the last of them.
     """
 
     def __init__(
-        self, tensorboard: Any, wandb: Any, engine: EditEngine, loss_interval: int
+        self, tensorboard: Any, wandb: Any, engine: EditEngine, host: MegatronHost
     ) -> None:
         self._tensorboard = tensorboard
         self._wandb = wandb
         self._engine = engine
-        self._loss_interval = max(1, loss_interval)
+        self._host = host
+        self._loss_interval = max(1, host.arguments.tensorboard_log_interval)
 
     def write(self, values: Mapping[str, float], step: int, samples: int) -> None:
         """See `MetricSink`. Like Megatron's, the scalars of all are there by samples, too."""
+        step += self._host.iteration - self._engine.step
         if self._tensorboard is not None:
             for name, value in values.items():
                 self._tensorboard.add_scalar(name, value, step)
@@ -49,6 +53,7 @@ class MegatronWriters:
 
     def write_losses(self, first_step: int, losses: Sequence[float]) -> None:
         """See `MetricSink`. W&B gets the mean of those that come together."""
+        first_step += self._host.iteration - self._engine.step
         known = [(step, loss) for step, loss in enumerate(losses, first_step) if loss == loss]
         if self._tensorboard is not None:
             for step, loss in known:
@@ -65,7 +70,7 @@ class MegatronWriters:
     def _log(self, values: Mapping[str, float]) -> None:
         # Where a signal ends training, Megatron closes W&B before the last losses are known.
         if self._wandb is not None and self._wandb.run is not None:
-            self._wandb.log(dict(values), self._engine.step)
+            self._wandb.log(dict(values), self._host.iteration)
 
 
 def tell_of_the_run(
@@ -74,7 +79,7 @@ def tell_of_the_run(
     placement: Placement,
     device: torch.device,
     engine: EditEngine,
-    args: Namespace,
+    host: MegatronHost,
     sync_mode: str,
 ) -> None:
     """Begin the event files, and connect them to Megatron's writers where this rank has them.
@@ -85,11 +90,12 @@ def tell_of_the_run(
         placement: of this rank.
         device: of the parameters.
         engine: newly built.
-        args: Megatron's.
+        host: its host.
         sync_mode: what `--edit-sync-mode` came to.
     """
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
+    args = host.arguments
     run = describe(config, placement, device, sync_mode)
     inside = inside_bytes(engine, args)
     run["training"] = {
@@ -102,7 +108,7 @@ def tell_of_the_run(
     tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
     if tensorboard is None and wandb is None:
         return
-    sink = MegatronWriters(tensorboard, wandb, engine, args.tensorboard_log_interval)
+    sink = MegatronWriters(tensorboard, wandb, engine, host)
     metrics = SyncMetrics(args.seq_length, inside, config.log_units_to_tensorboard)
     events.connect(metrics, sink)
 

@@ -8,27 +8,23 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_edit.engine import units
 from megatron_edit.engine.host import Progress
 from megatron_edit.engine.state import OuterState
-from megatron_edit.engine.units import EMBEDDING, Fragment, UnitPlan, UnitShard
-from megatron_edit.errors import UsageError
+from megatron_edit.engine.units import Fragment, UnitShard
 from megatron_edit.host.loop import LoopControl
 from megatron_edit.host.moments import reset, zero_nonfinite
-from megatron_edit.host.naming import named_units
 from megatron_edit.host.optimizer import (
     EditDistributedOptimizer,
     PlainOptimizer,
     ShardedOptimizer,
-    fragments_of,
     tie_of,
 )
+from megatron_edit.host.planning import plan_model
 from megatron_edit.host.rates import rate_at
 from megatron_edit.host.routers import Routers
 from megatron_edit.method.order import IN_ORDER, SampleOrder
@@ -46,6 +42,10 @@ class MegatronHost:
         scheduler: Megatron's `OptimizerParamScheduler`.
         replica: group of all ranks of this replica, to agree on the list of units.
         placement: gives the number of replicas.
+
+    Attributes:
+        iteration: Megatron's number of the last step: it counts iterations that it skips, and
+            A-EDiT comes back with whole batches of all replicas.
     """
 
     def __init__(
@@ -63,47 +63,22 @@ class MegatronHost:
         self._placement = placement
         self._inner = list(getattr(optimizer, "chained_optimizers", [optimizer]))
         self.optimizers: list[ShardedOptimizer] = [_adopt(inner) for inner in self._inner]
-        self.has_tied_stages = False
-        self.plan = self._plan(replica)
+        planned = plan_model(unwrap_model(model), self.optimizers, replica)
+        self.plan, self.unit_of, self._origins = planned.units, planned.unit_of, planned.origins
+        self.has_tied_stages = planned.has_tied_stages
         self._routers = Routers.of(unwrap_model(model), self.unit_of)
         self.order = IN_ORDER
         self._samples = 0
+        self._passed_over = int(args.skipped_train_samples)  # so many of them are in `_samples`
         self._held_back = 0  # of the schedule: it has advanced before a meeting, not after it
         self._pending = 0  # samples by which Megatron will advance the schedule after the step
         self.loop = LoopControl(args, scheduler)
+        self.iteration = int(args.iteration)
 
     @property
     def arguments(self) -> Namespace:
         """Megatron's."""
         return self._args
-
-    # ---- planning
-
-    def _plan(self, replica: Group) -> UnitPlan:
-        named = [
-            (parameter, (name, unit))
-            for chunk in unwrap_model(self._model)
-            for name, parameter, unit in named_units(chunk)
-        ]
-        self.unit_of = {parameter: unit for parameter, (_, unit) in named}
-        stage_units = list(dict.fromkeys(unit for _, (_, unit) in named))
-        own_units = {unit for p, (_, unit) in named if not getattr(p, "shared", False)}
-        stage = parallel_state.get_pipeline_model_parallel_rank()
-        stages = replica.all_gather_objects((stage, stage_units, own_units))
-        everywhere = {unit for _, units, _ in stages for unit in units}
-        _check_one_stage_each(everywhere, {(place, frozenset(own)) for place, _, own in stages})
-        self.has_tied_stages = len({place for place, units, _ in stages if EMBEDDING in units}) > 1
-        self._origins = {
-            id(main): (parameter, optimizer.start_of(parameter), optimizer.copy_number)
-            for optimizer in self.optimizers
-            for parameter, main in optimizer.main_shards()
-        }
-        fragments = [
-            fragment
-            for optimizer in self.optimizers
-            for fragment in fragments_of(optimizer, dict(named))
-        ]
-        return units.plan_units(fragments, sorted(everywhere, key=units.forward_order), stage_units)
 
     def origin_of(self, fragment: Fragment) -> tuple[torch.nn.Parameter, int, int | None]:
         """The parameter of a fragment, the first element of it, and which copy this is."""
@@ -209,6 +184,7 @@ class MegatronHost:
             order: of samples.
         """
         self._samples, self.order = samples, order
+        self.iteration = int(self._args.iteration)
 
     def hold_back(self, samples: int) -> None:
         """Until the next step, say that the schedule stands by `samples` less."""
@@ -232,7 +208,11 @@ class MegatronHost:
     def count_step(self, *, was_applied: bool) -> None:
         """Note that a step has consumed its samples; one that was skipped moves no schedule."""
         self._held_back = 0
-        self._samples += self.samples_per_step
+        self.iteration = int(self._args.curr_iteration) + 1
+        # What --iterations-to-skip has passed over since the step before is gone, too.
+        passed_over = int(self._args.skipped_train_samples) - self._passed_over
+        self._passed_over += passed_over
+        self._samples += passed_over // self._placement.num_replicas + self.samples_per_step
         self._pending = self.samples_per_step * self._placement.num_replicas if was_applied else 0
 
     @property
@@ -280,18 +260,6 @@ class MegatronHost:
     def advance_schedule(self, samples: int) -> None:
         """See `engine.host.Host`."""
         self._scheduler.step(increment=samples)
-
-
-def _check_one_stage_each(units: set[str], stages: set[tuple[int, frozenset[str]]]) -> None:
-    """A unit's norm is taken over the ranks of one pipeline stage; tied copies do not count."""
-    for unit in sorted(units):
-        homes = {stage for stage, own in stages if unit in own}
-        if len(homes) > 1:
-            raise UsageError(
-                f"unit {unit}",
-                f"its parameters lie on pipeline stages {sorted(homes)}, EDiT needs them on one",
-                "choose another pipeline layout",
-            )
 
 
 def _adopt(inner: Any) -> ShardedOptimizer:

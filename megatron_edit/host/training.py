@@ -200,7 +200,9 @@ class TrainingLoop:
         self._observer.engine, self._observer.host = self.engine, self.host
         self._stops.engine = self.engine
         place = self._world.placement
-        tell_of_the_run(self._events, self._config, place, self._device, self.engine, args, mode)
+        tell_of_the_run(
+            self._events, self._config, place, self._device, self.engine, self.host, mode
+        )
         self._events.timers = EditTimers(
             get_timers(), self.engine.clock, args.timing_log_level, self._patcher
         )

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 KEY = "stop"
 POLL_SECONDS = 0.5
+JOIN_SECONDS = 10.0  # for a question that is under way
 
 
 class StopBoard:
@@ -30,8 +31,9 @@ class StopBoard:
         self._store = store
         self._poll_seconds = poll_seconds
         self._seen, self._closed = threading.Event(), threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="edit-stop-board", daemon=True)
         if is_watching:
-            threading.Thread(target=self._watch, name="edit-stop-board", daemon=True).start()
+            self._watcher.start()
 
     def announce(self) -> None:
         """Tell all replicas to stop at their next step boundary."""
@@ -44,8 +46,14 @@ class StopBoard:
         return self._seen.is_set()
 
     def close(self) -> None:
-        """Ask no more. Idempotent."""
+        """Ask no more. Idempotent.
+
+        The thread is over then: an interpreter that ends while a thread of its own is in the
+        store's C++ code aborts the process (exit code -6).
+        """
         self._closed.set()
+        if self._watcher.is_alive():
+            self._watcher.join(JOIN_SECONDS)
 
     def _watch(self) -> None:
         try:

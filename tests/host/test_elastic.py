@@ -10,6 +10,7 @@ import pytest
 
 from tests.host.runs import EditRun, run_edit
 from tests.host.test_aedit import AEDIT
+from tests.host.test_metrics import scalars_of
 
 HOOK = "tests.host.spy_resume:record_all"
 pytestmark = pytest.mark.timeout(300)
@@ -101,6 +102,27 @@ def test_replicas_with_clocks_change_their_number(tmp_path: Path, stop: str) -> 
     assert len(samples) == len(set(samples))
     left = set(range(30 * BATCH)) - set(samples)
     assert len(left) < BATCH and min(left, default=30 * BATCH) >= 29 * BATCH
+
+
+def test_skipped_iterations_are_consumed(tmp_path: Path) -> None:
+    """EDiT skips an iteration, A-EDiT goes on behind it: would catch samples that come again, and
+    scalars that do not stand at Megatron's iterations."""
+    pytest.importorskip("tensorboard")
+    saves = tmp_path / "saves"
+    boards = [tmp_path / f"board-{number}" for number in range(2)]
+    first = stage(
+        tmp_path / "0", saves, 2, {}, train_iters=14, exit_interval=8, iterations_to_skip=[3],
+        tensorboard_dir=boards[0],
+    )  # fmt: skip
+    clock = {"HOOKS": "script_clock", "SPY_FACTORS": "[1, 2]"}
+    flags = {**AEDIT, "train_iters": 14, "edit_sync_seconds": 6}
+    second = stage(tmp_path / "1", saves, 2, clock, tensorboard_dir=boards[1], **flags)
+    assert sorted(consumed(tmp_path / "0") + consumed(tmp_path / "1")) == list(range(14 * BATCH))
+    assert [sync["iteration"] for sync in first.syncs] == [5]
+    assert list(scalars_of(boards[0])["edit/round"]) == [6]
+    found = scalars_of(boards[1])
+    assert len(found["edit/round"]) == len(second.syncs)
+    assert max(found["edit/round"]) == max(found["lm loss"])
 
 
 def _made(folder: Path) -> Path:

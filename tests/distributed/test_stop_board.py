@@ -1,0 +1,44 @@
+"""The thread that looks out for stops: it must be gone before the interpreter is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import torch.distributed as dist
+
+from megatron_edit.replica.stop import StopBoard
+
+ASK_WITHOUT_PAUSE = """
+import time
+import torch.distributed as dist
+from megatron_edit.replica.stop import StopBoard
+store = dist.TCPStore("127.0.0.1", 0, 1, True)
+boards = [StopBoard(store, is_watching=True, poll_seconds=0) for _ in range(4)]
+time.sleep(0.2)
+for board in boards:
+    board.close()
+"""
+
+
+def test_an_end_while_the_board_asks() -> None:
+    """Would catch a thread that the interpreter ends inside the store's C++ code: without `close`
+    every such process aborts, and a run one time in some hundreds."""
+    ended = subprocess.run(
+        [sys.executable, "-c", ASK_WITHOUT_PAUSE], capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_close_ends_the_thread() -> None:
+    """Whether it has seen a stop or not; twice does no harm."""
+    store = dist.TCPStore("127.0.0.1", 0, 1, True)
+    for is_stopped in (False, True):
+        board = StopBoard(store, is_watching=True, poll_seconds=0.01)
+        if is_stopped:
+            board.announce()
+        board.close()
+        board.close()
+        assert not any(thread.name == "edit-stop-board" for thread in threading.enumerate())
+        assert board.is_seen == is_stopped

@@ -1,0 +1,37 @@
+"""Losses that a checkpoint carries, where rounds of fixed length follow varying ones or reverse."""
+
+from __future__ import annotations
+
+import math
+
+from megatron_edit.engine.losses import MeanLoss, StepLosses
+
+
+def test_each_form_comes_back() -> None:
+    """Resume in mid-round with the same kind of rounds."""
+    steps, again = StepLosses(4), StepLosses(4)
+    for step, loss in enumerate((3.0, math.nan, 2.0), start=5):
+        steps.note(step, loss)
+    again.restore(steps.payload(), steps.last_step)
+    assert again.last_step == 7 and str(again.payload()) == str(steps.payload())
+    mean, same = MeanLoss(), MeanLoss()
+    mean.note(5, 3.0)
+    mean.note(6, 2.0)
+    same.restore(mean.payload(), mean.last_step)
+    assert same.payload() == mean.payload() == (5.0, 2.0)
+
+
+def test_varying_rounds_take_over_what_fixed_ones_left() -> None:
+    """Would catch two losses that are taken for a sum and a count."""
+    mean = MeanLoss()
+    mean.restore((3.0, 2.0), last_step=6)
+    assert mean.payload() == (5.0, 2.0)
+    mean.restore((), last_step=0)
+    assert mean.payload() == (5.0, 2.0)
+
+
+def test_fixed_rounds_cannot_tell_a_mean() -> None:
+    """Would catch a sum and a count that are reported as losses of two steps."""
+    steps = StepLosses(4)
+    steps.restore((5.0, 2.0), last_step=0)
+    assert steps.payload() == ()
