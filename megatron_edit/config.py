@@ -25,11 +25,11 @@ from megatron_edit.method.strategy import STRATEGIES
 SYNC_DTYPES = ("fp32", "bf16", "int8", "int4")
 
 
-def _auto_or_float(text: str) -> float | None:
+def number_or_auto(text: str) -> float | None:
     return None if text == AUTO else float(text)
 
 
-def _none_or_float(text: str) -> float | None:
+def number_or_none(text: str) -> float | None:
     return None if text == NONE else float(text)
 
 
@@ -43,7 +43,7 @@ def _setting(default: Any, doc: str, *, kind: Any = None, only: Iterable[Any] | 
         only: the values that this version supports; any other is refused, never ignored.
     """
     metadata = {"doc": doc, "kind": kind, "only": None if only is None else tuple(only)}
-    if kind is _none_or_float:
+    if kind is number_or_none:
         metadata["none"] = NONE
     return field(default=default, metadata=metadata)
 
@@ -109,7 +109,7 @@ class EditConfig:
     )
     clip: float = _setting(10.0, "phi, largest norm of a unit's averaged update; > 0", kind=float)
     weight_temperature: float | None = _setting(
-        None, "T of the weights softmax(-norm / T); > 0, or auto", kind=_auto_or_float
+        None, "T of the weights softmax(-norm / T); > 0, or auto", kind=number_or_auto
     )
     no_anomaly: bool = _setting(
         False, "switch anomaly elimination off (norms that are not finite are still left out)"
@@ -125,7 +125,10 @@ class EditConfig:
     prefetch_units: int = _setting(2, "units staged ahead (gloo sends one at a time)", kind=int)
     fragments: int = _preset(1, "F, groups of units synced at staggered steps; >= 1", kind=int)
     delay_steps: int = _preset(
-        0, "d, steps between the start of a sync and its landing; >= 0, < tau", kind=int
+        0,
+        "d, steps between the start of a sync and its landing; >= 0, < tau (a-edit: the next "
+        "meeting ends it)",
+        kind=int,
     )
     mix: float = _preset(
         0.0, "share of the local parameters kept when a sync lands; in [0, 1]", kind=float
@@ -149,7 +152,7 @@ class EditConfig:
     timeout_seconds: float | None = _setting(
         None,
         "longest wait at a sync, seconds; > 0, or auto = max(600, 4 x the last round)",
-        kind=_auto_or_float,
+        kind=number_or_auto,
     )
     interval: str = _setting(
         "fixed",
@@ -158,11 +161,11 @@ class EditConfig:
         only=("fixed", "qsr"),
     )
     qsr_a: float | None = _setting(
-        None, "a of the qsr schedule, in units of the learning rate; > 0", kind=_none_or_float
+        None, "a of the qsr schedule, in units of the learning rate; > 0", kind=number_or_none
     )
     co2_gap: float = _setting(1.0, "co2: Lambda, divisor of the average; > 0", kind=float)
     co2_clip: float | None = _setting(
-        None, "co2: phi_m, largest element of the momentum; > 0", kind=_none_or_float
+        None, "co2: phi_m, largest element of the momentum; > 0", kind=number_or_none
     )
     device: str = _setting(
         AUTO,

@@ -41,7 +41,8 @@ def preset_of(spec: dataclasses.Field[Any], strategy: str) -> Any:
 def default_text(spec: dataclasses.Field[Any]) -> str:
     """The default of a setting; with the strategies that have another."""
     if "usual" not in spec.metadata:
-        return shown(spec.default, none=spec.metadata.get("none", AUTO))
+        unset = AUTO if AUTO in spec.metadata["doc"] else "not set"
+        return shown(spec.default, none=spec.metadata.get("none", unset))
     usual = preset_of(spec, "edit")
     others = [
         f"{strategy.name} {strategy.presets[spec.name]}"

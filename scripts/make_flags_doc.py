@@ -28,8 +28,8 @@ Made by `scripts/make_flags_doc.py` from `megatron_edit/config.py`: change that,
 
 They go on the command line of the training script, after Megatron's own. A value that this version
 does not support is refused with exit code 2, and so is any `--edit-*` flag without `--use-edit`
-(but for `--edit-device`, which serves plain Megatron too). N, W, tau and the other letters are
-those of [how-it-works.md](how-it-works.md).
+that asks for anything but the default (`--edit-device` serves plain Megatron too). N, W, tau and
+the other letters are those of [how-it-works.md](how-it-works.md).
 
 | flag | default | this version takes | meaning |
 |---|---|---|---|

@@ -49,8 +49,7 @@ NOTES = """
 - 0.16 and 0.17 gather the parameters once more at each blocking sync: they cannot be told to leave
   out the gather before it.
 - 0.16 imports `six`, `regex` and `pydantic` without asking for them: install these. Its wheel holds
-  no `megatron.training`: use a clone. On CPU its asynchronous saves are not served, and a resume
-  with it is not tested.
+  no `megatron.training`: use a clone. On CPU its asynchronous saves are not served.
 - `scripts/pretrain_gpt.py` needs 0.19 or later; use a clone's own script before that.
 - The clone's own `megatron` package comes first, whichever wheel is installed.
 """

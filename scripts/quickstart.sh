@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From a fresh clone to a comparison of EDiT with stock Megatron, on two CPU cores in ten minutes.
+# From a fresh clone to a comparison of EDiT with stock Megatron, on two CPU cores in five to ten minutes.
 #
 #   scripts/quickstart.sh [--output-dir DIR] [--train-iters N]
 set -euo pipefail

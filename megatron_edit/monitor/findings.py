@@ -113,8 +113,8 @@ def _of_weights(run: Run) -> Iterator[Finding]:
         yield Finding(
             "warning",
             f"For {syncs.low_effective} syncs in a row the median unit stood "
-            f"on fewer than {syncs.half:g} replicas: raise --edit-weight-temperature, or "
-            "look at the anomalies.",
+            f"on fewer than {syncs.half:g} replicas: give a higher "
+            "--edit-weight-temperature, or auto, or look at the anomalies.",
         )
     if syncs.low_clip >= WATCHED_SYNCS:
         yield Finding(

@@ -160,7 +160,8 @@ class EventLog:
         if all(seen < half for seen, _ in self._health):
             say(
                 f"WARNING: for {WATCHED_SYNCS} syncs the median unit has stood on fewer than "
-                f"{half:g} replicas; raise --edit-weight-temperature, or look at the anomalies"
+                f"{half:g} replicas; give a higher --edit-weight-temperature, or auto, or look at "
+                "the anomalies"
             )
         if all(clip < LOW_CLIP for _, clip in self._health):
             say(
