@@ -25,11 +25,14 @@ from megatron_edit.method.strategy import STRATEGIES
 SYNC_DTYPES = ("fp32", "bf16", "int8", "int4")
 
 
+# argparse shows the names of these two: "invalid number_or_auto value: 'x'".
 def number_or_auto(text: str) -> float | None:
+    """A flag's value; None is `auto`."""
     return None if text == AUTO else float(text)
 
 
 def number_or_none(text: str) -> float | None:
+    """A flag's value; None is `none`."""
     return None if text == NONE else float(text)
 
 
