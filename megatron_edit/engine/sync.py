@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from megatron_edit.engine.decisions import Decision
-from megatron_edit.engine.flight import Flight, Outcome, Rules, sum_in_rank_order
-from megatron_edit.engine.groups import TIED_EMBEDDING, EngineGroups
+from megatron_edit.engine.flight import Flight, Outcome, Rules
+from megatron_edit.engine.groups import EngineGroups
 from megatron_edit.engine.lanes import one_ahead
 from megatron_edit.engine.selection import Selection
+from megatron_edit.engine.soundness import sound_units
 from megatron_edit.engine.state import OuterState, StagedUnit, pseudo_gradient
-from megatron_edit.engine.units import EMBEDDING, UnitPlan, UnitShard
+from megatron_edit.engine.units import UnitPlan, UnitShard
 from megatron_edit.errors import ReplicaLostError
 from megatron_edit.replica.control import ControlRecord
 from megatron_edit.replica.wire import Wire
@@ -174,27 +175,22 @@ class SyncRun:
         self.ended = time.monotonic()
 
     def look(self) -> None:
-        """Before a landing that keeps something of the parameters: are they finite?
+        """Before a landing of what was trained on, or is kept in part: are parameters finite?
 
         Collective: the ranks of the pipeline stage.
         """
-        if not self.rules.landing.merges:
-            return
-        bad = torch.zeros(len(self.plan.names), dtype=torch.float64, device=self.groups.sync.device)
-        for shard in self.plan.shards:
-            for fragment in shard.fragments:
-                # A float64 sum of fp32 squares cannot overflow, and takes a quarter of the time of
-                # looking at each element.
-                norm = torch.linalg.vector_norm(fragment.main, dtype=torch.float64)
-                bad[shard.index] += ~torch.isfinite(norm)
-        total = sum_in_rank_order(self.groups.stage.all_gather(bad))
-        stages = self.groups.ties.get(TIED_EMBEDDING)
-        held = [shard.index for shard in self.plan.shards if shard.name == EMBEDDING]
-        if stages is not None and held:  # all copies of a parameter must land alike
-            first = total[held].clone()
-            stages.give(first)
-            total[held] = first
-        self._sound = (total == 0).tolist()
+        if not self.rules.landing.is_plain:
+            self._sound = sound_units(self.plan, self.groups)
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether this replica's parameters of the units were finite, as far as this stage knows.
+
+        Of a sync that lands at once the gathered norms tell, which all ranks have.
+        """
+        if self.rules.landing.is_immediate:
+            return bool(self.decision.norms[self.groups.sync.rank].isfinite().all())
+        return self._sound is None or all(self._sound)
 
     def land_next(self) -> tuple[UnitShard, bool]:
         """Land the next unit in forward order, and start another in its place.

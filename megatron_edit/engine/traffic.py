@@ -13,6 +13,7 @@ from megatron_edit.engine.groups import EngineGroups
 from megatron_edit.engine.host import Host
 from megatron_edit.engine.report import Reporter
 from megatron_edit.engine.selection import Selection
+from megatron_edit.engine.soundness import is_sound_everywhere, restore_rest
 from megatron_edit.engine.sync import SyncRun
 
 
@@ -89,6 +90,8 @@ class Traffic:
         # A stage that holds none of these units gathers what its own step has left to be gathered.
         self.num_landings += bool(run.plan.shards)
         run.look()
+        if not run.selection.is_whole:
+            self._rescue(run)
         self.poll()
 
     def go_back(self, run: SyncRun) -> None:
@@ -97,6 +100,18 @@ class Traffic:
             shard.scatter(run.state.units[shard.name].stage_anchor().ready())
             shard.publish()
         self.num_landings += 1
+        self.host.gather_parameters()
+
+    def _rescue(self, run: SyncRun) -> None:
+        """If this replica broke: its other units come back with those that land, and at once."""
+        is_sound = run.is_sound
+        if not run.rules.landing.is_immediate:
+            is_sound = is_sound_everywhere(is_sound, self.groups)
+        if is_sound:
+            return
+        flights = [flight for other in self.flying for flight in other.flights]
+        restore_rest(self.host, self.groups, run.state, run.plan.names, flights, self.reporter)
+        self.settle()
         self.host.gather_parameters()
 
     def require(self, num_shards: int) -> None:

@@ -1,0 +1,55 @@
+"""A replica whose every parameter has become NaN, where units sync in groups: it comes back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.host.layouts import GATHER, LAYOUTS
+from tests.host.runs import run_edit
+
+DAMAGE = "tests.host.spy:damage_before_sync"
+UNITS = ("embedding", "layer.1", "layer.2", "final")
+ROUND = 3
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize("mode", ["blocking", "overlap"])
+@pytest.mark.parametrize(
+    ("layout", "flags", "late"),
+    [
+        pytest.param("m2", {}, 0, id="at-once"),
+        pytest.param("pp2", {"edit_mix": 0.25}, 0, id="mix", marks=FULL),
+        pytest.param("pp2", {"edit_delay_steps": 1}, 1, id="delay"),
+        pytest.param("m2", {"edit_offload": True}, 0, id="offload", marks=FULL),
+        pytest.param(
+            "m2", {"edit_strategy": "streaming-diloco", "edit_delay_steps": 1}, 1, id="diloco",
+            marks=FULL,
+        ),
+        pytest.param("tp2", {"edit_strategy": "co2"}, 0, id="co2", marks=FULL),
+    ],
+)  # fmt: skip
+def test_all_of_it_comes_back_with_the_first_group(
+    tmp_path: Path, layout: str, flags: dict[str, object], late: int, mode: str
+) -> None:
+    """Would catch units that stay NaN until their own group syncs: in the next forward pass they
+    break those that have just come back, for ever."""
+    ranks, given = LAYOUTS[layout]
+    run = run_edit(
+        tmp_path, 2 * ranks, 2, before=DAMAGE,
+        env={"SPY_DAMAGE": json.dumps([[ROUND, [1], unit, "nan"] for unit in UNITS])},
+        no_check_for_nan_in_loss_and_grad=True, train_iters=22, edit_sync_interval=4,
+        edit_fragments=2, edit_sync_mode=mode, **{**GATHER, **given, **flags},
+    )  # fmt: skip
+    damaged = run.syncs[ROUND - 1]["iteration"]
+    lines = [line for line in run.lines("replica-1.jsonl") if "loss" in line]
+    lost = [line["iteration"] for line in lines if line["loss"] is None]
+    assert lost == list(range(damaged + 1, damaged + 1 + late))
+    for line in run.syncs:
+        out = [units[1] for units in line["anomalous"]]
+        assert all(out) if line["round"] == ROUND else not any(out), line["round"]
+    assert run.digests(0) == run.digests(1)
+    losses = [line["loss"] for line in run.lines("loss.jsonl")]
+    assert losses[-1] < losses[0]
