@@ -140,7 +140,7 @@ class EditConfig:
     sync_dtype: str = _setting(
         "fp32", "type of the exchanged updates on the wire", kind=str, only=SYNC_DTYPES
     )
-    digest_interval: int = _setting(10, "syncs between two drift checks; >= 1", kind=int)
+    digest_interval: int = _setting(10, "syncs of a unit between two drift checks; >= 1", kind=int)
     log_dir: str | None = _setting(None, "folder of the event files", kind=str)
     log_units_to_tensorboard: bool = _setting(
         False, "also scalars of each unit, and of each replica where there are more than 8"

@@ -119,6 +119,13 @@ def check_landing(config: EditConfig) -> None:
             "with fragments, a delay or a mix there is no step at which replicas are equal",
             f"use {flag('inner_state')} all",
         )
+    for name, usual in (("fragments", 1), ("delay_steps", 0), ("mix", 0.0)):
+        if strategy.endless_warmup and getattr(config, name) != usual:
+            raise UsageError(
+                f"{flag(name)} {getattr(config, name)}",
+                f"has no effect with {flag('strategy')} {config.strategy}: there are no syncs",
+                "drop the flag, or use another strategy",
+            )
     if strategy.endless_warmup and config.sync_dtype != "fp32":
         raise UsageError(
             f"{flag('sync_dtype')} {config.sync_dtype}",

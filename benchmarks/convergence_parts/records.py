@@ -105,7 +105,7 @@ def record_of(case: Case, stages: Sequence[StageFiles], load_before: float) -> R
         final_loss=final,
         validation=[[p.iteration, p.tokens, p.loss] for r in readings for p in r.validation],
         training=thinned([(p.iteration, p.tokens, p.loss) for r in readings for p in r.training]),
-        bytes_per_step=readings[-1].bytes_per_step,
+        bytes_per_step=_bytes_per_step(readings),
         num_syncs=len(syncs),
         effective_replicas=_median(e for sync in syncs for e in sync["effective_replicas"]),
         left_out=left_out(read_json_lines(stages[-1].folder / "sync.jsonl")),
@@ -117,6 +117,15 @@ def record_of(case: Case, stages: Sequence[StageFiles], load_before: float) -> R
         load=[round(load_before, 2), round(os.getloadavg()[0], 2)],
         versions=dict(readings[-1].versions),
     )
+
+
+def _bytes_per_step(readings: Sequence[Reading]) -> float:
+    """Between replicas, after the warm-up, over all stages: each knows of its own syncs."""
+    last = readings[-1]
+    if len(readings) == 1:
+        return last.bytes_per_step
+    sent = sum(size for reading in readings for _, size in reading.syncs)
+    return sent / max(1, last.iterations - last.warmup_steps)
 
 
 def _reading(case: Case, number: int, files: StageFiles) -> Reading:

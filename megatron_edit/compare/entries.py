@@ -16,6 +16,7 @@ IDEAL = "ideal"  # replicas that part after the warm-up and never meet again
 
 _IDEAL_STRATEGY = "edit"
 _OF_ROUNDS = {flag("warmup_steps"), flag("sync_interval")}
+_OF_SYNCS = {flag(name) for name in ("fragments", "delay_steps", "mix", "sync_dtype")}
 _OF_THE_CLOCK = {flag("sync_seconds"), flag("min_round_steps"), flag("step_weight")}
 _PREFIXES = ("--edit-", "--use-edit")
 
@@ -82,7 +83,7 @@ class Entry:
         rule = STRATEGIES[strategy]
         unused = {flag("sync_interval")} if rule.is_timed else _OF_THE_CLOCK
         if rule.endless_warmup:
-            unused = _OF_ROUNDS | _OF_THE_CLOCK
+            unused = _OF_ROUNDS | _OF_THE_CLOCK | _OF_SYNCS
         words = [*without(common, unused | {flag("use_edit")}), flag("use_edit")]
         words += [flag("strategy"), strategy]
         if self.name == IDEAL:

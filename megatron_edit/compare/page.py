@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -28,12 +29,21 @@ def write_report(folder: Path, outcome: Outcome) -> Path:
     """Write compare.md, compare.json, compare.html and the pictures; the path of the page."""
     pictures = draw(folder, outcome)
     rows = make_rows(outcome)
-    record = {"rows": [asdict(row) for row in rows], "failures": _failures(outcome)}
-    _write(folder / "compare.json", json.dumps(record, indent=1) + "\n")
+    record = {"rows": [_known(asdict(row)) for row in rows], "failures": _failures(outcome)}
+    _write(folder / "compare.json", json.dumps(record, indent=1, allow_nan=False) + "\n")
     _write(folder / "compare.md", _markdown(outcome, pictures))
     page = folder / "compare.html"
     _write(page, _html(outcome, pictures))
     return page
+
+
+def _known(row: dict[str, Any]) -> dict[str, Any]:
+    """A row for JSON, which has no NaN: of a run that diverged there is null."""
+    known: dict[str, Any] = {}
+    for name, value in row.items():
+        is_unknown = isinstance(value, float) and not math.isfinite(value)
+        known[name] = _known(value) if isinstance(value, dict) else None if is_unknown else value
+    return known
 
 
 def _write(path: Path, text: str) -> None:

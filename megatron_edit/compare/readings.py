@@ -150,7 +150,9 @@ def make_reading(
         if kind.is_ideal else log.last_iteration  # fmt: skip
     speed = _speed(timeline, warmup, last)
     step_bytes = _step_bytes(kind, log.num_parameters)
-    steps = max(1, log.last_iteration - warmup)
+    # A run that goes on from a checkpoint tells of its own syncs, and of its own losses.
+    before = 0 if kind.is_timed else min(losses, default=1) - 1
+    steps = max(1, log.last_iteration - max(warmup, before))
     in_rounds = sum(int(s["wire_bytes"]) for s in counted) / steps
     validation = _points(log.validation(), timeline)
     return Reading(

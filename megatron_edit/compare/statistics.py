@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
@@ -23,10 +24,12 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float | None]) -> Spread | None:
-        """Of the values that are known; None if none is."""
+        """Of the values that are known; None if none is, NaN if one of them is not finite."""
         known = [value for value in values if value is not None]
         if not known:
             return None
+        if not all(map(math.isfinite, known)):  # a run that diverged
+            return cls(math.nan, None, len(known))
         return cls(fmean(known), stdev(known) if len(known) > 1 else None, len(known))
 
     def text(self, shown: Callable[[float], str]) -> str:

@@ -18,15 +18,17 @@ def tensor_digest(tensors: Iterable[Tensor]) -> int:
     A sum of the bit patterns with odd, position-dependent factors modulo 2^64: it runs on the
     tensors' device, sees order and position, and any single changed element changes it.
     """
-    total, start = 0, 0
+    total: Tensor | None = None  # on the device until the end: the host waits once
+    start = 0
     for tensor in tensors:
         bits = tensor.detach().reshape(-1).view(torch.int32)
         for chunk in bits.split(_CHUNK):
             index = torch.arange(start, start + chunk.numel(), device=chunk.device)
             factors = (index * 2 + 1) * _signed(_MIX) | 1
-            total += int((chunk.to(torch.int64) * factors).sum().item())
+            part = (chunk.to(torch.int64) * factors).sum()
+            total = part if total is None else total + part
             start += chunk.numel()
-    return _signed(total)
+    return 0 if total is None else int(total.item())
 
 
 def combine(digests: Sequence[int]) -> int:

@@ -27,6 +27,7 @@ from megatron_edit.engine.patience import Patience
 from megatron_edit.engine.report import Reporter
 from megatron_edit.engine.rounds import Rounds
 from megatron_edit.engine.settings import EngineSettings
+from megatron_edit.engine.streams import HomeStream
 from megatron_edit.engine.syncs import Syncs
 from megatron_edit.engine.traffic import Traffic
 from megatron_edit.engine.warmup import CommonStop, average_gradients
@@ -92,14 +93,15 @@ class EditEngine:
             accounts,
             self.reporter,
             self.settings.digest_interval,
+            self.settings.schedule.fragments,
             self.rounds.digests,
         )
-        is_first = self.groups.control.rank == 0
-        self.board = StopBoard(self.world.shared_store, is_watching=is_first)
+        self._home = HomeStream(sync.device)
+        is_watching = self.groups.control.rank == 0
+        self.board = StopBoard(self.world.shared_store, is_watching=is_watching)
         self.flags = DelayedFlags(self.groups.control)
         self._common_stop = CommonStop(sync)
-        between = (sync, self.groups.meeting)
-        self.patience = Patience(between, self.settings.fixed_timeout)
+        self.patience = Patience((sync, self.groups.meeting), self.settings.fixed_timeout)
         self._syncs = Syncs(
             self.settings, self.host, self.pace, self.rounds, self.traffic, self.patience
         )
@@ -134,6 +136,8 @@ class EditEngine:
             self.is_waiting = False
             with torch.no_grad(), blaming(self):
                 self._meet()
+                # The host's loop has not begun, and takes the parameters as gathered when it does.
+                self.traffic.settle()
         return not self.is_stopping
 
     def before_gradients(self) -> None:
@@ -201,6 +205,7 @@ class EditEngine:
         is_sync, was_warmup = self.is_sync_due, self.is_warmup
         is_owed, landings = self.is_landing_due, self.traffic.num_landings
         self.step += 1
+        self._home.remember()
         with torch.no_grad(), blaming(self):
             is_asking = not was_warmup and self.pace.after_step() and not is_sync
             self._syncs.land_due(self.step)
@@ -221,7 +226,7 @@ class EditEngine:
     def require(self, num_shards: int) -> None:
         """Land the first `num_shards` shards of the plan, if a sync lands; let the others go on."""
         if self.traffic.is_busy:
-            with torch.no_grad(), blaming(self):
+            with torch.no_grad(), blaming(self), self._home.entered():
                 self.traffic.require(num_shards)
                 self.traffic.poll()
 

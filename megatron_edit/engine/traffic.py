@@ -26,7 +26,8 @@ class Traffic:
         groups: who communicates.
         accounts: turn a sync into a report.
         reporter: learns of it.
-        digest_interval: syncs between two drift checks.
+        digest_interval: syncs of a unit between two drift checks.
+        fragments: F, groups that sync in turn.
         landing: the sync whose units land now; None when all have, and were checked.
         flying: syncs whose results land later, in the order of their starts.
         landed_digests: of units that landed late, by position: checked when they meet again.
@@ -38,6 +39,7 @@ class Traffic:
     accounts: Accounts
     reporter: Reporter
     digest_interval: int
+    fragments: int
     landed_digests: dict[int, float]
     landing: SyncRun | None = None
     flying: list[SyncRun] = field(default_factory=list)
@@ -170,7 +172,9 @@ class Traffic:
         self.reporter.on_sync(self.accounts.report(run, digest))
 
     def _is_checked(self, run: SyncRun) -> bool:
-        return run.round % self.digest_interval == 0
+        # One sync of each group in turn: else some groups, or all but one, were never looked at.
+        turn = (run.round - 1) // self.fragments + 1
+        return turn % self.digest_interval == 0
 
     def _check(self, run: SyncRun) -> int:
         """Compare digests now, or where replicas land at different times, at the next meeting."""

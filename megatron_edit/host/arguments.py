@@ -40,6 +40,8 @@ REFUSED: tuple[tuple[str, Any, str, str], ...] = (
     ("cuda_graph_impl", "full_iteration", "would freeze the warm-up's averaging into the graph",
      "use another --cuda-graph-impl"),
     ("hybrid_context_parallel", True, _LATER, "drop the flag"),
+    ("ddp_param_name_patterns_for_fp32_local_accumulation", None,
+     "keeps gradients where the warm-up does not average them", "drop the flag"),
     ("error_injection_rate", None, "makes one replica repeat steps", "drop the flag"),
     ("rerun_mode", "report_determinism_stats", "repeats steps on one replica alone",
      "drop the flag"),

@@ -160,20 +160,22 @@ class Wire:
         return exchange
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Whole:
     """One collective that needs no second."""
 
     pending: Pending
+    _is_over: bool = False  # asked often: a delayed sync is polled at each bucket of a forward pass
 
     def advance(self) -> bool:
-        if self.is_completed:
+        if not self._is_over and self.pending.is_completed:
             self.wait()
-        return self.is_completed
+        return self._is_over
 
     def wait(self) -> None:
         self.pending.wait()
+        self._is_over = True
 
     @property
     def is_completed(self) -> bool:
-        return self.pending.is_completed
+        return self._is_over or self.pending.is_completed

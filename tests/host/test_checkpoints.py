@@ -121,13 +121,14 @@ def test_clocks_save_at_the_end(tmp_path: Path) -> None:
     assert sorted(int(path.name[5:]) for path in saves.glob("iter_*")) == [12, 22, 40]
 
 
-@pytest.mark.parametrize("pace", ["edit", "a-edit"])
+@pytest.mark.parametrize("pace", ["edit", "overlap", "a-edit"])
 def test_a_replica_that_waited_goes_back_to_its_meeting(tmp_path: Path, pace: str) -> None:
     """The slow replica is signalled while the fast one waits at a meeting, where an evaluation and
     a save are due, too: the meeting takes place after the resume, before any step. Catches a step
-    too many, a meeting missed, a schedule that has run ahead."""
+    too many, a meeting missed, a schedule that has run ahead, units that have not landed when
+    Megatron's loop begins."""
     saves = tmp_path / "saves"
-    every = 12 if pace == "edit" else 3
+    every = 3 if pace == "a-edit" else 12
     flags: dict[str, Any] = {
         "global_batch_size": 8, "train_iters": 24, "lr_decay_style": "cosine", **DROPOUT,
         "eval_interval": every, "eval_iters": 1, "exit_signal_handler": True,
@@ -138,6 +139,8 @@ def test_a_replica_that_waited_goes_back_to_its_meeting(tmp_path: Path, pace: st
         flags |= {**AEDIT, "edit_sync_seconds": 10}
     else:
         flags["edit_sync_interval"] = 10
+    if pace == "overlap":
+        flags |= GATHER
     for name, hooks, extra in (
         ("a", f"{clock}slow,signal_one", {"save": saves, "save_interval": every}),
         ("b", clock, {"load": saves, "save": tmp_path / "more", "save_interval": every}),

@@ -6,6 +6,7 @@ was, runs of different seeds compared with each other, a page that needs the net
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import sys
@@ -130,6 +131,13 @@ def test_reading_of_edit() -> None:
     assert reading(KIND, [sync(9)]).state_bytes is None
 
 
+def test_reading_of_a_run_that_goes_on() -> None:
+    """Its syncs and losses are those since the checkpoint: so are the steps they are over."""
+    log = console({i: 500.0 for i in range(7, 13)})
+    found = make_reading(log, log.losses(), [sync(9), sync(12)], {}, KIND)
+    assert found.bytes_per_step == pytest.approx(600 / 6)
+
+
 def test_reading_of_synchronous_training() -> None:
     """Bytes are those of every step, the rate is over a mean step of 0.5 s."""
     ddp = Kind(KIND.layout, SEQ, warmup_steps=6, is_synchronous=True)
@@ -206,6 +214,20 @@ def test_rows() -> None:
     assert ddp.share is not None and ddp.share.num == 2 and ddp.difference is None
     assert ddp.loss == Spread(5.375, pytest.approx(0.25 / math.sqrt(2)), 2)
     assert edit.failed == ("2",)
+
+
+def test_a_run_that_diverged(tmp_path: Path) -> None:
+    """Its loss is shown as such, and the others have their page."""
+    entries = parse_entries("edit,diloco", with_ideal=False)
+    runs = make_plan(SETTING, entries, (1, 2))
+    readings = {run: made_up(math.nan if run.seed == 2 else 5.0, 80.0, seed=1) for run in runs}
+    found = Outcome(runs, readings, {})
+    loss = make_rows(found)[0].loss
+    assert loss is not None and math.isnan(loss.mean) and loss.deviation is None
+    write_report(tmp_path, found)
+    rows = json.loads((tmp_path / "compare.json").read_text())["rows"]
+    assert rows[0]["loss"] == {"mean": None, "deviation": None, "num": 2}
+    assert "nan" in (tmp_path / "compare.md").read_text()
 
 
 def test_table() -> None:
