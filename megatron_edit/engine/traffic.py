@@ -160,19 +160,19 @@ class Traffic:
         if is_hurt:
             heal_moments(self.host, shard, self.reporter)
         shard.publish()
-        if self._is_checked(run) and run.rules.landing.is_plain:
+        if self.is_checked(run) and run.rules.landing.is_plain:
             run.digests[shard.index] = drift.shard_digest(shard)
 
     def _report(self, run: SyncRun) -> None:
         """The outer step of all units is done: check for drift, and tell."""
         if run.is_reported:
             return
-        digest = self._check(run) if self._is_checked(run) else None
+        digest = self._check(run) if self.is_checked(run) else None
         run.is_reported = True
         self.reporter.on_sync(self.accounts.report(run, digest))
 
-    def _is_checked(self, run: SyncRun) -> bool:
-        # One sync of each group in turn: else some groups, or all but one, were never looked at.
+    def is_checked(self, run: SyncRun) -> bool:
+        """Whether drift is looked for after a sync: one of each group, then none for a while."""
         turn = (run.round - 1) // self.fragments + 1
         return turn % self.digest_interval == 0
 

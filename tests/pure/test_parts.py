@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_edit.engine.digest import as_hex, combine, tensor_digest
+from megatron_edit.engine.sync import SyncRun
+from megatron_edit.engine.traffic import Traffic
 from megatron_edit.engine.units import Fragment, forward_order, plan_units
 from megatron_edit.errors import HostVersionError, SyncProtocolError
 from megatron_edit.host.patching import Patcher
@@ -181,3 +183,14 @@ def test_the_view_of_all_ranks() -> None:
     assert view.get_data_parallel_rank() == 5 and view.get_data_parallel_world_size() == 6
     assert view.get_data_parallel_world_size(with_context_parallel=True) == 12
     assert view.get_data_parallel_group() == "the replica's"
+
+
+@pytest.mark.parametrize("fragments", [1, 2, 4, 5])
+def test_every_fragment_is_checked_for_drift(fragments: int) -> None:
+    """Round r syncs group (r - 1) mod F: would catch groups that no check ever falls on."""
+    anything: Any = None
+    traffic = Traffic(anything, anything, anything, anything, 10, fragments, {})
+    rounds = [SimpleNamespace(round=number) for number in range(1, 20 * fragments + 1)]
+    seen = [run.round for run in rounds if traffic.is_checked(cast(SyncRun, run))]
+    assert len(seen) == 2 * fragments
+    assert {(number - 1) % fragments for number in seen[:fragments]} == set(range(fragments))
