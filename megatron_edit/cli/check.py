@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_edit.command_line import config_from_argv, training_script
 from megatron_edit.errors import UsageError
+from megatron_edit.flags import flag
 from megatron_edit.replica.placement import Placement, place
 
 
@@ -63,6 +64,12 @@ def check_script(
         UsageError: the command would not start.
     """
     config = config_from_argv(words)
+    if config.use_edit and config.num_replicas is None:
+        raise UsageError(
+            f"{flag('num_replicas')} (not given)",
+            "must be given to a check, which does not see the nodes of the launch",
+            f"add {flag('num_replicas')} N: where the launch has several nodes, their number",
+        )
     environment = {**os.environ, "RANK": "0", "WORLD_SIZE": str(world_size)}
     placement = place(config, environment) if config.use_edit else None
     # The script's folder first, as in a launch: a clone must win over a wheel.
