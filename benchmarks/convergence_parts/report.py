@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,7 +107,8 @@ def _sweep(lines: Sequence[Line], axis: str) -> str:
     for name in series:
         losses = {place: loss for place in places if (loss := found.get((name, place)))}
         texts = [losses[p].text("{:.4f}".format) if p in losses else "" for p in places]
-        lowest = min(losses, key=lambda place: losses[place].mean)
+        finite = {place: loss.mean for place, loss in losses.items() if math.isfinite(loss.mean)}
+        lowest = min(finite, key=lambda place: finite[place], default=math.nan)
         is_whole = len(losses) == len(places)
         rows.append(_row([name, *texts, f"{lowest:g}" if is_whole else ""]))
     return "\n".join(rows)

@@ -150,9 +150,8 @@ def make_reading(
         if kind.is_ideal else log.last_iteration  # fmt: skip
     speed = _speed(timeline, warmup, last)
     step_bytes = _step_bytes(kind, log.num_parameters)
-    # A run that goes on from a checkpoint tells of its own syncs, and of its own losses.
-    before = 0 if kind.is_timed else min(losses, default=1) - 1
-    steps = max(1, log.last_iteration - max(warmup, before))
+    # A run that goes on from a checkpoint tells of its own syncs.
+    steps = max(1, log.last_iteration - max(warmup, int(timeline.iterations[0])))
     in_rounds = sum(int(s["wire_bytes"]) for s in counted) / steps
     validation = _points(log.validation(), timeline)
     return Reading(

@@ -189,8 +189,13 @@ class SyncRun:
         Of a sync that lands at once the gathered norms tell, which all ranks have.
         """
         if self.rules.landing.is_immediate:
-            return bool(self.decision.norms[self.groups.sync.rank].isfinite().all())
+            return self.had_finite_norms
         return self._sound is None or all(self._sound)
+
+    @property
+    def had_finite_norms(self) -> bool:
+        """Whether this replica's parameters of the units were finite at the meeting."""
+        return bool(self.decision.norms[self.groups.sync.rank].isfinite().all())
 
     def land_next(self) -> tuple[UnitShard, bool]:
         """Land the next unit in forward order, and start another in its place.

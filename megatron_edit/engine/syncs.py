@@ -91,6 +91,7 @@ class Syncs:
             self.traffic.fly(run)
             run.exposed = time.monotonic() - run.began
             return
+        run.exposed = time.monotonic() - run.began
         self.traffic.begin_landing(run)
         run.exposed = time.monotonic() - run.began
         self._land()

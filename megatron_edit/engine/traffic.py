@@ -101,6 +101,8 @@ class Traffic:
         for shard in run.plan.shards:
             shard.scatter(run.state.units[shard.name].stage_anchor().ready())
             shard.publish()
+        if not run.selection.is_whole and not run.had_finite_norms:
+            self._restore_rest(run)
         self.num_landings += 1
         self.host.gather_parameters()
 
@@ -111,10 +113,15 @@ class Traffic:
             is_sound = is_sound_everywhere(is_sound, self.groups)
         if is_sound:
             return
-        flights = [flight for other in self.flying for flight in other.flights]
-        restore_rest(self.host, self.groups, run.state, run.plan.names, flights, self.reporter)
+        self._restore_rest(run)
         self.settle()
         self.host.gather_parameters()
+
+    def _restore_rest(self, run: SyncRun) -> None:
+        """All units but those of a sync, where they are not finite."""
+        self._finish_steps()  # so that a save before this, which does the same, changes nothing
+        flights = [flight for other in self.flying for flight in other.flights]
+        restore_rest(self.host, self.groups, run.state, run.plan.names, flights, self.reporter)
 
     def require(self, num_shards: int) -> None:
         """Land what there is to land among the first `num_shards` shards of the stage."""
@@ -150,10 +157,15 @@ class Traffic:
         for run in self.flying:
             if run.due is None:
                 run.finish_exchange()  # the next pseudo-gradient needs the anchor as it is
-            else:
+        self._finish_steps()
+        for run in self.flying:
+            run.state.wait()
+
+    def _finish_steps(self) -> None:
+        for run in self.flying:
+            if run.due is not None:
                 run.finish_steps()
                 self._report(run)
-            run.state.wait()
 
     def _land_next(self, run: SyncRun) -> None:
         shard, is_hurt = run.land_next()

@@ -43,7 +43,7 @@ class MegatronWriters:
 
     def write(self, values: Mapping[str, float], step: int, samples: int) -> None:
         """See `MetricSink`. Like Megatron's, the scalars of all are there by samples, too."""
-        step += self._host.iteration - self._engine.step
+        step = self._iteration_of(step)
         if self._tensorboard is not None:
             for name, value in values.items():
                 self._tensorboard.add_scalar(name, value, step)
@@ -53,10 +53,9 @@ class MegatronWriters:
 
     def write_losses(self, first_step: int, losses: Sequence[float]) -> None:
         """See `MetricSink`. W&B gets the mean of those that come together."""
-        first_step += self._host.iteration - self._engine.step
         known = [(step, loss) for step, loss in enumerate(losses, first_step) if loss == loss]
         if self._tensorboard is not None:
-            for step, loss in known:
+            for step, loss in ((self._iteration_of(step), loss) for step, loss in known):
                 if step % self._loss_interval == 0:
                     self._tensorboard.add_scalar(LOSS, loss, step)
         if known:
@@ -66,6 +65,9 @@ class MegatronWriters:
         """See `MetricSink`."""
         if self._tensorboard is not None:
             self._tensorboard.flush()
+
+    def _iteration_of(self, step: int) -> int:
+        return self._host.iteration_of(step, self._host.iteration, self._engine.step)
 
     def _log(self, values: Mapping[str, float]) -> None:
         # Where a signal ends training, Megatron closes W&B before the last losses are known.

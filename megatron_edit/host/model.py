@@ -69,7 +69,6 @@ class MegatronHost:
         self._routers = Routers.of(unwrap_model(model), self.unit_of)
         self.order = IN_ORDER
         self._samples = 0
-        self._passed_over = int(args.skipped_train_samples)  # so many of them are in `_samples`
         self._held_back = 0  # of the schedule: it has advanced before a meeting, not after it
         self._pending = 0  # samples by which Megatron will advance the schedule after the step
         self.loop = LoopControl(args, scheduler)
@@ -205,14 +204,29 @@ class MegatronHost:
         finally:
             self._args.consumed_train_samples = kept
 
+    def iteration_of(self, step: int, iteration: int, own_step: int) -> int:
+        """Megatron's number of the iteration that made `step`; those that it skips make none.
+
+        Args:
+            step: of this replica, or of another.
+            iteration: the last one of this replica.
+            own_step: that this replica has made by then.
+        """
+        skipped = set(self._args.iterations_to_skip)
+        while iteration > 0 and (own_step > step or iteration in skipped):
+            own_step -= iteration not in skipped
+            iteration -= 1
+        while own_step < step:
+            iteration += 1
+            own_step += iteration not in skipped
+        return iteration
+
     def count_step(self, *, was_applied: bool) -> None:
         """Note that a step has consumed its samples; one that was skipped moves no schedule."""
         self._held_back = 0
-        self.iteration = int(self._args.curr_iteration) + 1
+        last, self.iteration = self.iteration, int(self._args.curr_iteration) + 1
         # What --iterations-to-skip has passed over since the step before is gone, too.
-        passed_over = int(self._args.skipped_train_samples) - self._passed_over
-        self._passed_over += passed_over
-        self._samples += passed_over // self._placement.num_replicas + self.samples_per_step
+        self._samples += self.samples_per_step * (self.iteration - last)
         self._pending = self.samples_per_step * self._placement.num_replicas if was_applied else 0
 
     @property

@@ -29,6 +29,7 @@ FULL = pytest.mark.full
             marks=FULL,
         ),
         pytest.param("tp2", {"edit_strategy": "co2"}, 0, id="co2", marks=FULL),
+        pytest.param("m2", {"edit_strategy": "co2", "first": 1}, 0, id="co2-first", marks=FULL),
     ],
 )  # fmt: skip
 def test_all_of_it_comes_back_with_the_first_group(
@@ -37,19 +38,21 @@ def test_all_of_it_comes_back_with_the_first_group(
     """Would catch units that stay NaN until their own group syncs: in the next forward pass they
     break those that have just come back, for ever."""
     ranks, given = LAYOUTS[layout]
+    flags = dict(flags)
+    bad_round = flags.pop("first", ROUND)
     run = run_edit(
         tmp_path, 2 * ranks, 2, before=DAMAGE,
-        env={"SPY_DAMAGE": json.dumps([[ROUND, [1], unit, "nan"] for unit in UNITS])},
+        env={"SPY_DAMAGE": json.dumps([[bad_round, [1], unit, "nan"] for unit in UNITS])},
         no_check_for_nan_in_loss_and_grad=True, train_iters=22, edit_sync_interval=4,
         edit_fragments=2, edit_sync_mode=mode, **{**GATHER, **given, **flags},
     )  # fmt: skip
-    damaged = run.syncs[ROUND - 1]["iteration"]
+    damaged = run.syncs[bad_round - 1]["iteration"]
     lines = [line for line in run.lines("replica-1.jsonl") if "loss" in line]
     lost = [line["iteration"] for line in lines if line["loss"] is None]
     assert lost == list(range(damaged + 1, damaged + 1 + late))
     for line in run.syncs:
         out = [units[1] for units in line["anomalous"]]
-        assert all(out) if line["round"] == ROUND else not any(out), line["round"]
+        assert all(out) if line["round"] == bad_round else not any(out), line["round"]
     assert run.digests(0) == run.digests(1)
     losses = [line["loss"] for line in run.lines("loss.jsonl")]
     assert losses[-1] < losses[0]

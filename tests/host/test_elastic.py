@@ -111,7 +111,7 @@ def test_skipped_iterations_are_consumed(tmp_path: Path) -> None:
     saves = tmp_path / "saves"
     boards = [tmp_path / f"board-{number}" for number in range(2)]
     first = stage(
-        tmp_path / "0", saves, 2, {}, train_iters=14, exit_interval=8, iterations_to_skip=[3],
+        tmp_path / "0", saves, 2, {}, train_iters=14, exit_interval=8, iterations_to_skip=[5],
         tensorboard_dir=boards[0],
     )  # fmt: skip
     clock = {"HOOKS": "script_clock", "SPY_FACTORS": "[1, 2]"}
@@ -119,7 +119,9 @@ def test_skipped_iterations_are_consumed(tmp_path: Path) -> None:
     second = stage(tmp_path / "1", saves, 2, clock, tensorboard_dir=boards[1], **flags)
     assert sorted(consumed(tmp_path / "0") + consumed(tmp_path / "1")) == list(range(14 * BATCH))
     assert [sync["iteration"] for sync in first.syncs] == [5]
-    assert list(scalars_of(boards[0])["edit/round"]) == [6]
+    written = scalars_of(boards[0])
+    assert list(written["edit/round"]) == [6]
+    assert list(written["edit/lm-loss"]) == [1, 2, 3, 4, 6, 7, 8]
     found = scalars_of(boards[1])
     assert len(found["edit/round"]) == len(second.syncs)
     assert max(found["edit/round"]) == max(found["lm loss"])

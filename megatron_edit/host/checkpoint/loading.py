@@ -36,6 +36,7 @@ from megatron_edit.host.checkpoint.random import load_streams
 from megatron_edit.host.checkpoint.refusals import (
     check_equal_steps,
     check_pending,
+    check_rounds,
     check_samples,
     check_schedule,
 )
@@ -132,6 +133,7 @@ class LoadControl:
             check_schedule(choice.path, manifest, plan, engine.settings.schedule)
             check_samples(choice.path, plan, args)
             check_pending(choice.path, manifest, plan, engine.settings)
+            check_rounds(choice.path, manifest, plan, engine.settings)
         if engine.settings.timed is not None and (
             plan is None or manifest is None or manifest.is_warmup
         ):

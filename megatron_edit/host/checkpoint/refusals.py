@@ -64,6 +64,26 @@ def check_pending(
         )
 
 
+def check_rounds(
+    path: Path, manifest: Manifest, plan: ResumePlan, settings: EngineSettings
+) -> None:
+    """Replicas at different steps of a round must agree on its length.
+
+    Raises:
+        UsageError: it was of fixed length, and is not now, or the reverse.
+    """
+    entries = manifest.replicas
+    if settings.timed is not None or not plan.goes_on or len({e.step for e in entries}) == 1:
+        return
+    if any(bool(e.round_length) == settings.schedule.has_fixed_rounds for e in entries):
+        was = "qsr" if settings.schedule.has_fixed_rounds else "fixed"
+        raise UsageError(
+            f"--load {path}",
+            "its replicas stopped at different steps of a round of another --edit-interval",
+            f"go on with --edit-interval {was} up to a checkpoint at a sync",
+        )
+
+
 def check_samples(path: Path, plan: ResumePlan, args: Namespace) -> None:
     """Samples that were left behind come in an order that some settings do not know.
 

@@ -143,7 +143,7 @@ class SaveControl:
             records = engine.rounds.last_records
             has_steps = any(record.inner_steps for record in records)
             is_mid_round = has_steps or not engine.rounds.is_level
-            iteration = self._iteration_of(records[0].step, iteration, engine.step)
+            iteration = self._host.iteration_of(records[0].step, iteration, engine.step)
         samples = self._samples(engine)
         if samples is not None:  # Megatron takes 0 for no iteration
             own = iteration = max(1, samples // self._host.arguments.global_batch_size)
@@ -158,23 +158,6 @@ class SaveControl:
             has_anchor=is_mid_round and not engine.is_warmup,
             samples=samples,
         )
-
-    def _iteration_of(self, step: int, iteration: int, own_step: int) -> int:
-        """Megatron's number of the iteration that made `step`; those that it skips make none.
-
-        Args:
-            step: of another replica.
-            iteration: the last one of this replica.
-            own_step: that this replica has made by then.
-        """
-        skipped = set(self._host.arguments.iterations_to_skip)
-        while iteration > 0 and (own_step > step or iteration in skipped):
-            own_step -= iteration not in skipped
-            iteration -= 1
-        while own_step < step:
-            iteration += 1
-            own_step += iteration not in skipped
-        return iteration
 
     def _samples(self, engine: EditEngine) -> int | None:
         """Consumed by all replicas, where they make unequal steps; else None."""
