@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_edit.errors import UsageError
-from megatron_edit.host.checkpoint.refusals import check_pending
+from megatron_edit.host.checkpoint.refusals import check_pending, check_rounds
 
 UNITS = ("embedding", "layer.1", "layer.2", "final")
 
@@ -41,3 +41,24 @@ def test_rounds_on_their_way_keep_their_groups(
         return
     with pytest.raises(UsageError, match=f"--edit-fragments {fragments}"):
         check_pending(Path("saves"), manifest, plan, settings)
+
+
+@pytest.mark.parametrize("was_varying", [False, True])
+@pytest.mark.parametrize("is_varying", [False, True])
+@pytest.mark.parametrize("steps", [(9, 9), (9, 11)])
+def test_a_round_keeps_its_kind_of_length(
+    steps: tuple[int, ...], was_varying: bool, is_varying: bool
+) -> None:
+    """Would catch replicas that meet at different steps, or lists of losses of different length."""
+    anything: Any = SimpleNamespace
+    entries = [
+        anything(step=step, losses=(2.0, 1.0), last_loss_step=0 if was_varying else step)
+        for step in steps
+    ]
+    manifest, plan = anything(replicas=entries), anything(goes_on=True)
+    settings = anything(timed=None, schedule=anything(has_fixed_rounds=not is_varying))
+    if len(set(steps)) == 1 or was_varying == is_varying:
+        check_rounds(Path("saves"), manifest, plan, settings)
+        return
+    with pytest.raises(UsageError, match="another --edit-interval"):
+        check_rounds(Path("saves"), manifest, plan, settings)

@@ -75,8 +75,10 @@ def check_rounds(
     entries = manifest.replicas
     if settings.timed is not None or not plan.goes_on or len({e.step for e in entries}) == 1:
         return
-    if any(bool(e.round_length) == settings.schedule.has_fixed_rounds for e in entries):
-        was = "qsr" if settings.schedule.has_fixed_rounds else "fixed"
+    # Rounds of varying length keep a mean of the losses, which has no last step.
+    was_varying = any(e.losses and not e.last_loss_step for e in entries)
+    if was_varying == settings.schedule.has_fixed_rounds:
+        was = "qsr" if was_varying else "fixed"
         raise UsageError(
             f"--load {path}",
             "its replicas stopped at different steps of a round of another --edit-interval",
