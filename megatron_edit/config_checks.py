@@ -8,15 +8,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from megatron_edit.errors import UsageError
-from megatron_edit.flags import default_text, flag, parse_endpoint, shown
+from megatron_edit.flags import default_text, flag, parse_endpoint, preset_of, shown
 from megatron_edit.method.strategy import STRATEGIES
 
 if TYPE_CHECKING:
     from megatron_edit.config import EditConfig
 
 _WITHOUT_DEFAULT = ("num_replicas", "replica_id")
-# Settings that strategies with the clock do not look at, and those of the penalty.
+# Settings that strategies with the clock do not look at, those of syncs, and of the penalty.
 _ONLY_COUNTED = ("sync_interval", "interval", "qsr_a")
+_ONLY_LANDING = ("fragments", "delay_steps", "mix")
 _ONLY_PENALTY = (
     "anomaly_threshold", "anomaly_alpha", "anomaly_warmup_syncs", "anomaly_patience", "clip",
     "weight_temperature",
@@ -84,11 +85,14 @@ def check_strategy(config: EditConfig) -> None:
     if not strategy.has_penalty:
         for name in _ONLY_PENALTY:
             _refuse_unless_default(config, name, "edit")
+    if strategy.endless_warmup:
+        for name in _ONLY_LANDING:
+            _refuse_unless_default(config, name, "edit")
 
 
 def _refuse_unless_default(config: EditConfig, name: str, fitting: str) -> None:
     value = getattr(config, name)
-    if value != _spec(config, name).default:
+    if value != preset_of(_spec(config, name), config.strategy):
         shown_value = "" if value is True else f" {shown(value)}"
         raise UsageError(
             f"{flag(name)}{shown_value}",
@@ -119,13 +123,6 @@ def check_landing(config: EditConfig) -> None:
             "with fragments, a delay or a mix there is no step at which replicas are equal",
             f"use {flag('inner_state')} all",
         )
-    for name, usual in (("fragments", 1), ("delay_steps", 0), ("mix", 0.0)):
-        if strategy.endless_warmup and getattr(config, name) != usual:
-            raise UsageError(
-                f"{flag(name)} {getattr(config, name)}",
-                f"has no effect with {flag('strategy')} {config.strategy}: there are no syncs",
-                "drop the flag, or use another strategy",
-            )
     if strategy.endless_warmup and config.sync_dtype != "fp32":
         raise UsageError(
             f"{flag('sync_dtype')} {config.sync_dtype}",

@@ -91,7 +91,7 @@ class Syncs:
             self.traffic.fly(run)
             run.exposed = time.monotonic() - run.began
             return
-        run.exposed = time.monotonic() - run.began
+        run.exposed = time.monotonic() - run.began  # where a replica broke it is reported now
         self.traffic.begin_landing(run)
         run.exposed = time.monotonic() - run.began
         self._land()

@@ -213,6 +213,8 @@ class MegatronHost:
             own_step: that this replica has made by then.
         """
         skipped = set(self._args.iterations_to_skip)
+        if not skipped:  # asked for each loss of a round
+            return iteration + step - own_step
         while iteration > 0 and (own_step > step or iteration in skipped):
             own_step -= iteration not in skipped
             iteration -= 1
