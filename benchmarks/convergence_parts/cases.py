@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_edit.command_line import config_from_argv
@@ -137,7 +137,7 @@ class Case:
             "corpus": dict(corpus),
             "flags": canonical(self.words),
             "stages": [[stage.num_replicas, stage.until] for stage in self.stages],
-            "corruption": None if self.corruption is None else asdict(self.corruption),
+            "corruption": self.corruption and self.corruption.configuration,
         }
 
     def hash(self, corpus: Mapping[str, Any]) -> str:

@@ -1,10 +1,10 @@
-"""Which batches of which replica are random tokens: the same answer in every process that asks."""
+"""Which batches of which replica are bad, and how: the same answer in every process that asks."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 # How a replica learns of it. `RANK` would not do: the launcher rewrites it.
 PLAN_VARIABLE = "CORRUPTION_PLAN"
 REPLICA_VARIABLE = "CORRUPTION_REPLICA"
+TEXT, LABELS = "text", "labels"
 
 
 @dataclass(frozen=True)
@@ -22,11 +23,13 @@ class Corruption:
         replica: whose data are bad.
         bursts: of each, its first step and the first step after it; steps count from 1.
         seed: of the random tokens.
+        kind: what they replace: the whole `TEXT`, or the `LABELS` of a text that stays.
     """
 
     replica: int
     bursts: tuple[tuple[int, int], ...]
     seed: int
+    kind: str = TEXT
 
     def strikes(self, replica: int, step: int) -> bool:
         """Whether a replica's data are bad in a step."""
@@ -48,6 +51,12 @@ class Corruption:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         return torch.randint(vocab_size, shape, generator=generator)
 
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """For the hash of a run. `TEXT` goes without saying: its runs are older than the others."""
+        fields = asdict(self)
+        return fields if self.kind != TEXT else {k: v for k, v in fields.items() if k != "kind"}
+
     def to_json(self) -> str:
         """For the environment of a process."""
         return json.dumps(asdict(self))
@@ -57,4 +66,4 @@ class Corruption:
         """The way back."""
         fields = json.loads(text)
         bursts = tuple((int(first), int(after)) for first, after in fields["bursts"])
-        return cls(int(fields["replica"]), bursts, int(fields["seed"]))
+        return cls(int(fields["replica"]), bursts, int(fields["seed"]), fields["kind"])

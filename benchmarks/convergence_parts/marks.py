@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from .corruption import LABELS, TEXT
 from .questions import Question
 
 if TYPE_CHECKING:
@@ -13,11 +14,16 @@ if TYPE_CHECKING:
 BATCHES = (4, 8, 16)  # samples of a replica in a step
 # As where the speed of delayed syncs is measured: overlap_parts/kinds.py
 DELAYED_TAU, DELAY = 40, 30
+BAD_DATA = {
+    TEXT: ("marks-bursts", "random tokens"),
+    LABELS: ("marks-labels", "text with random labels"),
+}
 
 
 def marks(study: Study) -> tuple[Question, ...]:
     """In order of priority. Most runs are of later questions, too."""
-    return (_rivals(study), _batch(study), _wire(study), _bursts(study), _delay(study))
+    bad = (_bursts(study, TEXT), _bursts(study, LABELS))
+    return (_rivals(study), _batch(study), _wire(study), *bad, _delay(study))
 
 
 def _rivals(study: Study) -> Question:
@@ -70,8 +76,9 @@ def _delay(study: Study) -> Question:
     return Question("marks-delay", "Delayed syncs", members)
 
 
-def _bursts(study: Study) -> Question:
+def _bursts(study: Study, kind: str) -> Question:
     names = ("ddp", "diloco", "post-local-sgd")
     members = (study.member("edit", "edit"), *(study.member(n, n, base="edit") for n in names))
-    title = "One of four replicas fed random tokens in bursts: the strategies"
-    return Question("marks-bursts", title, tuple(map(study.corrupted, members)))
+    name, bad = BAD_DATA[kind]
+    title = f"One of four replicas fed {bad} in bursts: the strategies"
+    return Question(name, title, tuple(study.corrupted(member, kind) for member in members))

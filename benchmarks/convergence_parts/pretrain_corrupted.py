@@ -1,10 +1,10 @@
-"""scripts/pretrain_gpt.py, fed with random tokens in some steps of one replica.
+"""scripts/pretrain_gpt.py, fed with bad data in some steps of one replica.
 
     CORRUPTION_PLAN={...} CORRUPTION_REPLICA=1 \
         python -m megatron_edit benchmarks/convergence_parts/pretrain_corrupted.py --num-layers 2
 
-Only batches that are trained on are replaced, tokens and labels both, after they have been read:
-the samples that are consumed are the same. Evaluations see clean data.
+Only batches that are trained on are replaced, after they have been read: the samples that are
+consumed are the same. Evaluations see clean data.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from straggler_parts.pretrain_slowed import load
 
-from convergence_parts.corruption import PLAN_VARIABLE, REPLICA_VARIABLE, Corruption
+from convergence_parts.corruption import LABELS, PLAN_VARIABLE, REPLICA_VARIABLE, Corruption
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "pretrain_gpt.py"
 
@@ -65,10 +65,11 @@ def corrupt(script: Any, plan: Corruption, replica: int) -> None:
 
 
 def bad(batch: Any, plan: Corruption, step: int, vocab_size: int) -> dict[str, Any]:
-    """Random tokens and the labels that follow from them, as large as those of a batch."""
+    """Random tokens and the labels that follow from them, or these alone; as large as a batch's."""
     samples, length = batch["tokens"].shape
     drawn = plan.tokens(step, (samples, length + 1), vocab_size).to(batch["tokens"].device)
-    return {"tokens": drawn[:, :-1].contiguous(), "labels": drawn[:, 1:].contiguous()}
+    labels = {"labels": drawn[:, 1:].contiguous()}
+    return labels if plan.kind == LABELS else labels | {"tokens": drawn[:, :-1].contiguous()}
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from .cases import Case, Size, Stage
-from .corruption import Corruption
+from .corruption import TEXT, Corruption
 from .marks import marks
 from .questions import Member, Question
 
@@ -78,12 +78,12 @@ class Study:
         first = replace(first, **changes)  # type: ignore[arg-type]
         return Member(label, tuple(replace(first, seed=seed) for seed in self.seeds), base)
 
-    def corrupted(self, member: Member) -> Member:
+    def corrupted(self, member: Member, kind: str = TEXT) -> Member:
         """The case seed is also that of the bad data: paired runs get the same."""
         steps = self.size.train_iters
         bursts = tuple((round(a * steps), round(b * steps)) for a, b in BURSTS)
         cases = tuple(
-            replace(c, corruption=Corruption(CORRUPTED_REPLICA, bursts, c.seed))
+            replace(c, corruption=Corruption(CORRUPTED_REPLICA, bursts, c.seed, kind))
             for c in member.cases
         )
         return replace(member, cases=cases)

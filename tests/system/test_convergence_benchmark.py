@@ -30,7 +30,7 @@ sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 from convergence_parts.analysis import Find, make_backlog, make_lines
 from convergence_parts.bench import DONE, is_over
 from convergence_parts.cases import Case, Size, Stage
-from convergence_parts.corruption import Corruption
+from convergence_parts.corruption import LABELS, TEXT, Corruption
 from convergence_parts.pretrain_corrupted import corrupt
 from convergence_parts.records import Record, Records, left_out, thinned
 from convergence_parts.report import draw, markdown
@@ -98,7 +98,8 @@ def test_hash_says_what_is_computed() -> None:
     different = [
         case(), case(seed=2), case(tau=64), case(lr=1e-3), case(strategy="ddp"),
         case(flags=("--edit-no-clip",)), case(corruption=bad),
-        case(corruption=replace(bad, seed=2)), case(stages=(Stage(2, 480), Stage(4, 960))),
+        case(corruption=replace(bad, seed=2)), case(corruption=replace(bad, kind=LABELS)),
+        case(stages=(Stage(2, 480), Stage(4, 960))),
         case(stages=(Stage(2, 960),)), case(size=Size(num_layers=3)), case(samples_per_step=64),
     ]  # fmt: skip
     hashes = [each.hash(CORPUS) for each in different]
@@ -139,6 +140,9 @@ def test_backlog_counts_each_run_once(tmp_path: Path) -> None:
 def test_random_tokens_depend_on_seed_and_step_alone() -> None:
     plan = Corruption(1, ((3, 5), (8, 9)), seed=7)
     assert Corruption.from_json(plan.to_json()) == plan
+    other = replace(plan, kind=LABELS)
+    assert Corruption.from_json(other.to_json()) == other
+    assert "kind" not in plan.configuration and other.configuration["kind"] == LABELS
     assert [step for step in range(12) if plan.strikes(1, step)] == [3, 4, 8]
     assert not any(plan.strikes(0, step) for step in range(12))
     drawn = plan.tokens(3, (2, 5), 100)
@@ -147,7 +151,8 @@ def test_random_tokens_depend_on_seed_and_step_alone() -> None:
     assert not torch.equal(drawn, replace(plan, seed=8).tokens(3, (2, 5), 100))
 
 
-def test_only_what_is_trained_on_is_replaced() -> None:
+@pytest.mark.parametrize("kind", [TEXT, LABELS])
+def test_only_what_is_trained_on_is_replaced(kind: str) -> None:
     """Step 3 of replica 1 is bad; its evaluation, other steps and other replicas are clean."""
     clean = {"tokens": torch.zeros(2, 4, dtype=torch.int64), "labels": torch.ones(2, 4), "x": 1}
 
@@ -155,7 +160,7 @@ def test_only_what_is_trained_on_is_replaced() -> None:
         megatron = SimpleNamespace(curr_iteration=0, vocab_size=50)
         script = SimpleNamespace(get_args=lambda: megatron, get_batch=lambda *args: clean)
         script.forward_step = lambda data, model: script.get_batch(data, 0)
-        corrupt(script, Corruption(1, ((3, 4),), 1), replica)
+        corrupt(script, Corruption(1, ((3, 4),), 1, kind), replica)
         for step in range(1, 5):
             megatron.curr_iteration = step - 1
             for is_training in (True, False):
@@ -167,9 +172,12 @@ def test_only_what_is_trained_on_is_replaced() -> None:
             if (replica, step, is_training) != (1, 3, True):
                 assert batch is clean
                 continue
-            assert torch.equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
-            assert batch["tokens"].shape == (2, 4) and batch["x"] == 1
-            assert not torch.equal(batch["tokens"], clean["tokens"])
+            assert batch["labels"].shape == (2, 4) and batch["x"] == 1
+            assert not torch.equal(batch["labels"], clean["labels"])
+            if kind == TEXT:
+                assert torch.equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
+            else:
+                assert batch["tokens"] is clean["tokens"]
 
 
 # ---- results
