@@ -12,8 +12,9 @@ from typing import Any
 
 from megatron_edit.compare.console_log import RunLog, edit_losses, read_json_lines
 from megatron_edit.compare.finished import find, keep
+from megatron_edit.compare.flags import canonical
 from megatron_edit.compare.readings import Kind, Reading, make_reading
-from megatron_edit.compare.traffic import Layout
+from megatron_edit.compare.traffic import ElementBytes, Layout
 from megatron_edit.method.strategy import STRATEGIES
 
 from .bench import StageFiles
@@ -139,7 +140,7 @@ def _reading(case: Case, number: int, files: StageFiles) -> Reading:
         warmup_steps=case.warmup_steps,
         is_timed=strategy.is_timed,
         is_synchronous=strategy.endless_warmup,
-        parameter_bytes=4,
+        element=ElementBytes.of_flags(canonical(case.words).__contains__),
     )
     losses, syncs = edit_losses(files.folder, log), read_json_lines(files.folder / "sync.jsonl")
     return make_reading(log, losses, syncs, run, kind)

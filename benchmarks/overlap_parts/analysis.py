@@ -141,15 +141,21 @@ class Analysis:
     def _limit(self, run: Measurement) -> float | None:
         """With the ideal step, the link and the bytes of the same repeat."""
         ideal = self._runs.get((IDEAL, run.rate, run.repeat))
-        wire_bytes = [sync["wire_bytes"] for m in self._runs.values() for sync in m.syncs]
-        if ideal is None or not wire_bytes:
+        if ideal is None or not (wire_bytes := self._exact_bytes()):
             return None
         step = self._tokens / ideal.tokens_per_second
         return exact_limit(
             round_seconds=self._tau * step,
-            exchange=8 * median(wire_bytes) / self._bandwidth[run.rate, run.repeat],
+            exchange=8 * wire_bytes / self._bandwidth[run.rate, run.repeat],
             forward=self._forward_share * step,
         )
+
+    def _exact_bytes(self) -> float:
+        """Of a sync of all units in fp32: syncs of fragments, and of fewer bits, have less."""
+        sent: dict[str, list[int]] = {}
+        for run in (run for run in self._runs.values() if run.kind not in RIVALS):
+            sent.setdefault(run.kind, []).extend(sync["wire_bytes"] for sync in run.syncs)
+        return max((median(values) for values in sent.values() if values), default=0.0)
 
 
 def _payload(run: Measurement) -> int:

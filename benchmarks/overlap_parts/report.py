@@ -10,12 +10,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from megatron_edit.flags import flag
+
 from .analysis import Row, Spread
-from .kinds import IDEAL, STOCK, link_name
+from .kinds import IDEAL, STOCK, link_name, variants
 from .rivals import RIVALS
 from .runs import REPOSITORY
 
 PACKAGES = ("megatron-edit", "megatron-core", "torch", "numpy")
+CROWDED = 6  # kinds; of more, the picture has no room for numbers
 HEADER = (
     "link", "link measured (Mbit/s)", "training", "ms / iteration", "tokens/s",
     "of ideal: min", "median", "max", "limit", "of limit: min", "median", "x stock",
@@ -69,18 +72,22 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
     kinds = list(dict.fromkeys(row.kind for row in rows if row.kind != IDEAL))
     kinds.sort(key=lambda kind: (kind == STOCK, kind in RIVALS))  # EDiT first
     width = 0.8 / max(1, len(kinds))  # none where all have failed
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    is_crowded = len(kinds) > CROWDED
+    size = (11, 5) if is_crowded else (8, 4.5)
+    figure, axes = plt.subplots(figsize=size, layout="constrained")
+    colors = plt.get_cmap("tab20" if is_crowded else "tab10").colors  # type: ignore[attr-defined]
     for number, kind in enumerate(kinds):
         found = {row.rate: row.of_ideal for row in rows if row.kind == kind}
         cases = [(x, s) for x, rate in enumerate(links) if (s := found.get(rate)) is not None]
         shift = (number - (len(kinds) - 1) / 2) * width
         middles = [s.median for _, s in cases]
         errors = [[s.median - s.min for _, s in cases], [s.max - s.median for _, s in cases]]
-        name = "stock DistOpt, overlapped" if kind == STOCK else f"EDiT, {kind}"
-        name = kind if kind in RIVALS else name
-        bars = axes.bar([x + shift for x, _ in cases], middles, width * 0.95, yerr=errors,
-                        capsize=3, label=name)  # fmt: skip
-        axes.bar_label(bars, fmt="%.2f", fontsize=8)
+        bars = axes.bar(
+            [x + shift for x, _ in cases], middles, width * 0.95, yerr=errors,
+            capsize=0 if is_crowded else 3, label=_name(kind), color=colors[number],
+        )  # fmt: skip
+        if not is_crowded:
+            axes.bar_label(bars, fmt="%.2f", fontsize=8)
     limits = {row.rate: row.limit.median for row in rows if row.limit and row.of_limit}
     for number, (rate, limit) in enumerate(limits.items()):
         x = links.index(rate)
@@ -91,9 +98,20 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
     axes.set_xlabel("link between the hosts")
     axes.set_title("Speed by link: median, least and most of the repeats")
     axes.grid(axis="y", alpha=0.3)
-    axes.legend()
+    if is_crowded:
+        figure.legend(loc="outside right upper")
+    else:
+        axes.legend()
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def _name(kind: str) -> str:
+    """In the legend."""
+    if kind == STOCK:
+        return "stock DistOpt, overlapped"
+    is_named = kind in RIVALS or flag("strategy") in variants(1).get(kind, ())
+    return kind if is_named else f"EDiT, {kind}"
 
 
 def environment() -> dict[str, Any]:

@@ -15,9 +15,9 @@ STOCK = "stock"  # Megatron without the plugin, on all ranks
 IDEAL = "ideal"  # replicas that part after the warm-up and never meet again
 
 _IDEAL_STRATEGY = "edit"
-_OF_ROUNDS = {flag("warmup_steps"), flag("sync_interval")}
-_OF_SYNCS = {flag(name) for name in ("fragments", "delay_steps", "mix", "sync_dtype")}
-_OF_THE_CLOCK = {flag("sync_seconds"), flag("min_round_steps"), flag("step_weight")}
+_OF_ROUNDS = frozenset((flag("warmup_steps"), flag("sync_interval")))
+_OF_SYNCS = frozenset(map(flag, ("fragments", "delay_steps", "mix", "sync_dtype")))
+_OF_THE_CLOCK = frozenset(map(flag, ("sync_seconds", "min_round_steps", "step_weight")))
 _PREFIXES = ("--edit-", "--use-edit")
 
 
@@ -81,9 +81,11 @@ class Entry:
             ours = {w.partition("=")[0] for w in common if w.startswith(_PREFIXES)}
             return [*without(common, ours - {flag("device")}), *self.own_flags]
         rule = STRATEGIES[strategy]
-        unused = {flag("sync_interval")} if rule.is_timed else _OF_THE_CLOCK
+        unused = frozenset({flag("sync_interval")}) if rule.is_timed else _OF_THE_CLOCK
         if rule.endless_warmup:
             unused = _OF_ROUNDS | _OF_THE_CLOCK | _OF_SYNCS
+        elif self.name == IDEAL:
+            unused = unused | _OF_SYNCS  # fragments would meet within the round that has no end
         words = [*without(common, unused | {flag("use_edit")}), flag("use_edit")]
         words += [flag("strategy"), strategy]
         if self.name == IDEAL:

@@ -16,7 +16,7 @@ from megatron_edit.compare.console_log import (
     read_json_lines,
 )
 from megatron_edit.compare.timeline import Timeline, meetings_of
-from megatron_edit.compare.traffic import Layout, baseline_bytes, warmup_bytes
+from megatron_edit.compare.traffic import BF16, ElementBytes, Layout, baseline_bytes, warmup_bytes
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Kind:
         is_ideal: replicas never meet; what they exchange when all is over does not count.
         is_timed: replicas make different numbers of steps.
         is_synchronous: gradients cross at every step, to the end.
-        parameter_bytes: of one parameter on the wire, in stock Megatron.
+        element: what crosses of one parameter in a synchronous step.
     """
 
     layout: Layout
@@ -41,7 +41,7 @@ class Kind:
     is_ideal: bool = False
     is_timed: bool = False
     is_synchronous: bool = False
-    parameter_bytes: int = 2
+    element: ElementBytes = BF16
 
 
 @dataclass(frozen=True)
@@ -198,9 +198,9 @@ def _step_bytes(kind: Kind, num_parameters: int) -> float:
     """Bytes that one replica sends in a synchronous step."""
     layout = Layout(kind.layout.num_replicas, kind.layout.ranks_per_replica, num_parameters)
     if kind.is_stock:
-        everybody = baseline_bytes(layout, num_steps=1, parameter_bytes=kind.parameter_bytes)
+        everybody = baseline_bytes(layout, num_steps=1, element=kind.element)
     else:
-        everybody = warmup_bytes(layout, num_steps=1)
+        everybody = warmup_bytes(layout, num_steps=1, element=kind.element)
     return everybody / layout.num_replicas
 
 

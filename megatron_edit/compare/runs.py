@@ -19,11 +19,10 @@ from megatron_edit.compare.follow import (
 )
 from megatron_edit.compare.plan import EVENTS, RunPlan
 from megatron_edit.compare.readings import Kind, Reading, read_run
-from megatron_edit.compare.traffic import Layout
+from megatron_edit.compare.traffic import ElementBytes, Layout
 from megatron_edit.method.strategy import STRATEGIES
 
 CONSOLE, RESULT = "console.log", "result.json"
-_HALF_PRECISION = {"--bf16", "--fp16"}
 
 
 def folder_of(run: RunPlan, output_dir: Path) -> Path:
@@ -95,7 +94,6 @@ def train(name: str, run: RunPlan, output_dir: Path, limits: Limits) -> Reading:
 def kind_of(run: RunPlan) -> Kind:
     """How the run is to be read."""
     words, place, strategy = run.words, run.placement, run.entry.strategy
-    is_half = not _HALF_PRECISION.isdisjoint(canonical(words))
     return Kind(
         layout=Layout(place.num_replicas, place.ranks_per_replica, 0),
         seq_length=int_flag(words, "--seq-length"),
@@ -104,5 +102,5 @@ def kind_of(run: RunPlan) -> Kind:
         is_ideal=run.entry.name == IDEAL,
         is_timed=strategy is not None and STRATEGIES[strategy].is_timed,
         is_synchronous=is_synchronous(run),
-        parameter_bytes=2 if is_half else 4,
+        element=ElementBytes.of_flags(canonical(words).__contains__),
     )

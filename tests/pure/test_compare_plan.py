@@ -80,6 +80,14 @@ def test_every_strategy_takes_the_common_flags(name: str) -> None:
         assert config.warmup_steps == 6
 
 
+def test_ideal_never_meets() -> None:
+    """Catches: common fragments, which would meet at parts of the round that has no end."""
+    common = (*FLAGS, "--edit-fragments", "4", "--edit-delay-steps", "2", "--edit-mix", "0.5")
+    config = config_from_argv(Entry(IDEAL).words(common))
+    assert (config.fragments, config.delay_steps, config.mix) == (1, 0, 0.0)
+    assert config_from_argv(Entry("edit").words(common)).fragments == 4
+
+
 def test_ideal_needs_the_length_of_the_training() -> None:
     by_samples = ("--train-samples", "320", "--global-batch-size", "8", "--seq-length", "64")
     assert canonical(Entry(IDEAL).words(by_samples))["--edit-sync-interval"] == ["41"]

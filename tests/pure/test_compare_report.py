@@ -27,7 +27,7 @@ from megatron_edit.compare.runs import carry_out, folder_of, kind_of
 from megatron_edit.compare.statistics import Spread, differences, quotients
 from megatron_edit.compare.table import markdown_table
 from megatron_edit.compare.timeline import Timeline, interpolate, meetings_of
-from megatron_edit.compare.traffic import Layout
+from megatron_edit.compare.traffic import ElementBytes, Layout
 
 SEQ = 10
 LINE = (
@@ -144,9 +144,28 @@ def test_reading_of_synchronous_training() -> None:
     found = reading(ddp, [], RUN | {"config": {"warmup_steps": 1000}})
     assert (found.warmup_steps, found.bytes_per_step, found.state_bytes) == (6, 400, 0)
     assert found.peak_bytes_per_second == pytest.approx(400 / 0.5)
-    stock = Kind(KIND.layout, SEQ, 6, is_stock=True, is_synchronous=True, parameter_bytes=4)
+    stock = Kind(
+        KIND.layout, SEQ, 6, is_stock=True, is_synchronous=True, element=ElementBytes(4, 4)
+    )
     # Each of two links carries 3/4 of (4 + 4) * 100 bytes.
     assert reading(stock, [], {}).bytes_per_step == pytest.approx(600)
+
+
+@pytest.mark.parametrize(
+    ("flags", "gradient", "rest"),
+    [
+        (["--use-distributed-optimizer"], 4, 4),
+        ([], 4, 4),
+        (["--bf16", "--use-distributed-optimizer"], 4, 2),
+        (["--bf16"], 4, 4),
+        (["--bf16", "--grad-reduce-in-bf16", "--use-distributed-optimizer"], 2, 2),
+        (["--fp16", "--use-distributed-optimizer"], 2, 2),
+        (["--fp16", "--accumulate-allreduce-grads-in-fp32"], 4, 4),
+    ],
+)
+def test_bytes_of_a_step_follow_the_flags(flags: list[str], gradient: int, rest: int) -> None:
+    """Catches: fp32 gradients assumed where Megatron reduces halves of them."""
+    assert ElementBytes.of_flags(flags.__contains__) == ElementBytes(gradient, rest)
 
 
 def test_reading_of_ideal() -> None:
@@ -166,7 +185,7 @@ def test_kinds_follow_from_plans() -> None:
     assert [name for name, kind in found.items() if kind.is_synchronous] == ["ddp", "stock"]
     assert [name for name, kind in found.items() if kind.is_timed] == ["a-edit"]
     assert found["ideal"].is_ideal and found["stock"].is_stock
-    assert found["edit"].layout == Layout(2, 2, 0) and found["edit"].parameter_bytes == 4
+    assert found["edit"].layout == Layout(2, 2, 0) and found["edit"].element == ElementBytes(4, 4)
 
 
 # ---- several runs

@@ -149,6 +149,25 @@ def test_a_rival_is_not_counted_as_edit() -> None:
     assert rival.lost is not None and rival.lost.median == pytest.approx(40 * 0.2)
 
 
+def test_the_limit_is_of_whole_syncs_in_fp32() -> None:
+    """Whatever else is measured beside it: int8, or fragments that sync one by one."""
+
+    def limit(*others: Measurement) -> float:
+        syncs = [{"wire_bytes": 20e6, "seconds": {"exposed": 1.0, "wait": 0.0}}]
+        runs = [measurement(IDEAL, 1000, []), measurement("overlap", 700, syncs), *others]
+        analysis = Analysis(
+            runs, [Link(100e6, 0, 95e6)], tau=40, tokens_per_iteration=200, forward_share=0.3
+        )
+        found = analysis.rows()[1].limit
+        assert found is not None
+        return found.median
+
+    small = [{"wire_bytes": 5e6, "seconds": {"exposed": 0.1, "wait": 0.0}}] * 4
+    alone = limit()
+    assert alone == pytest.approx(8.0 / (8.0 + 8 * 20 / 95 - 0.06))
+    assert alone == limit(measurement("delayed-int8", 900, small), measurement("a", 900, small))
+
+
 @pytest.mark.full
 @pytest.mark.skipif(find_spec("torchft") is None, reason="torchft is not installed")
 def test_it_sends_its_model_once_in_a_round(tmp_path: Path) -> None:
