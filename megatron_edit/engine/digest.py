@@ -12,13 +12,14 @@ _MIX = 0x9E3779B97F4A7C15  # odd; golden-ratio constant of splitmix64
 _MASK = (1 << 64) - 1
 
 
-def tensor_digest(tensors: Iterable[Tensor]) -> int:
-    """Digest of fp32 tensors in order, as a signed 64-bit integer.
+def tensor_digest(tensors: Iterable[Tensor]) -> Tensor:
+    """Digest of fp32 tensors in order: an int64 scalar on their device.
 
-    A sum of the bit patterns with odd, position-dependent factors modulo 2^64: it runs on the
-    tensors' device, sees order and position, and any single changed element changes it.
+    A sum of the bit patterns with odd, position-dependent factors modulo 2^64: it sees order and
+    position, and any single changed element changes it. The host does not wait for it: it is read
+    where digests are compared, which is never inside a forward pass.
     """
-    total: Tensor | None = None  # on the device until the end: the host waits once
+    total: Tensor | None = None
     start = 0
     for tensor in tensors:
         bits = tensor.detach().reshape(-1).view(torch.int32)
@@ -28,7 +29,7 @@ def tensor_digest(tensors: Iterable[Tensor]) -> int:
             part = (chunk.to(torch.int64) * factors).sum()
             total = part if total is None else total + part
             start += chunk.numel()
-    return 0 if total is None else int(total.item())
+    return torch.zeros((), dtype=torch.int64) if total is None else total
 
 
 def combine(digests: Sequence[int]) -> int:

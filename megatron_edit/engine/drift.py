@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from megatron_edit.engine.digest import combine, tensor_digest
 from megatron_edit.engine.groups import EngineGroups
@@ -16,18 +17,18 @@ from megatron_edit.replica.control import ControlRecord
 _EXACT = (1 << 52) - 1  # bits of a digest that a float64 of a record holds
 
 
-def shard_digest(shard: UnitShard) -> int:
-    """Digest of this rank's main shards of a unit. No communication."""
+def shard_digest(shard: UnitShard) -> Tensor:
+    """Digest of this rank's main shards of a unit, int64 scalar. No communication."""
     return tensor_digest(fragment.main for fragment in shard.fragments)
 
 
-def plan_digests(plan: UnitPlan) -> dict[int, int]:
+def plan_digests(plan: UnitPlan) -> dict[int, Tensor]:
     """Digest of every shard of this rank, by the unit's position."""
     return {shard.index: shard_digest(shard) for shard in plan.shards}
 
 
 def replica_digests(
-    plan: UnitPlan, groups: EngineGroups, mine: Mapping[int, int]
+    plan: UnitPlan, groups: EngineGroups, mine: Mapping[int, Tensor]
 ) -> tuple[list[int], int]:
     """A digest of every unit of this replica, and one of all of them.
 
@@ -38,14 +39,16 @@ def replica_digests(
         groups: who communicates.
         mine: digests of this rank's shards by position; units of other stages may be missing.
     """
-    row = torch.tensor([mine.get(i, 0) for i in range(len(plan.names))], dtype=torch.int64)
+    row = torch.zeros(len(plan.names), dtype=torch.int64)
+    for index, digest in mine.items():
+        row[index] = digest
     columns = groups.replica.all_gather(row).t().tolist()
     units = [combine(column) for column in columns]
     return units, combine(units)
 
 
 def differing_units(
-    plan: UnitPlan, groups: EngineGroups, mine: Mapping[int, int]
+    plan: UnitPlan, groups: EngineGroups, mine: Mapping[int, Tensor]
 ) -> tuple[list[str], int]:
     """Units that are not the same on all replicas, and one digest of this replica.
 
@@ -62,7 +65,7 @@ def differing_units(
     return [name for name, is_off in zip(plan.names, differs, strict=True) if is_off], digest
 
 
-def check(plan: UnitPlan, groups: EngineGroups, mine: Mapping[int, int], when: str) -> int:
+def check(plan: UnitPlan, groups: EngineGroups, mine: Mapping[int, Tensor], when: str) -> int:
     """The digest of all replicas.
 
     Raises:

@@ -57,6 +57,8 @@ class Traffic:
 
     def poll(self) -> None:
         """Let exchanges go on, in the order of their starts. Waits for nothing."""
+        for group in self.groups.ties.values():
+            group.let_go()
         runs = self.flying if self.landing is None else [self.landing, *self.flying]
         for run in runs:
             if not (run.advance() or run.goes_together):

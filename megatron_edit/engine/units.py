@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_edit.engine.norms import sum_of_squares
 from megatron_edit.errors import SyncProtocolError
 
 EMBEDDING, LAYER, FINAL, MTP = "embedding", "layer", "final", "mtp"
@@ -88,7 +89,7 @@ class UnitShard:
         total = torch.zeros((), dtype=torch.float64, device=flat.device)
         for fragment, where in zip(self.fragments, self.slices, strict=True):
             if fragment.is_counted:
-                total += torch.linalg.vector_norm(flat[where], dtype=torch.float64).square()
+                total += sum_of_squares(flat[where])
         return total
 
 

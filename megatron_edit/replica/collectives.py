@@ -132,8 +132,11 @@ class Group:
         if self.rank > 0:
             pending.wait()
             return
-        self._given = [entry for entry in self._given if not entry[0].is_completed]
         self._given.append((pending, tensor))
+
+    def let_go(self) -> None:
+        """Keep no tensor alive that was given to the others and has reached them."""
+        self._given = [entry for entry in self._given if not entry[0].is_completed]
 
     def start_broadcast(self, tensor: Tensor) -> Pending:
         """Begin to give every rank the tensor of rank 0 of the group, in place.
