@@ -13,9 +13,13 @@ from megatron_edit.flags import flag
 from megatron_edit.replica.world import JOIN_TIMEOUT, ReplicaWorld
 
 _OURS_APART = ("replica_id", "rendezvous", "log_dir", "log_units_to_tensorboard", "device")
-# Parts of the names of Megatron's arguments that may differ from host to host or are outputs.
-_HOST_WORDS = ("path", "dir", "rank", "log", "wandb", "tensorboard", "port",
-               "num_workers", "filename", "cache", "file", "edit_")  # fmt: skip
+# Megatron's arguments that may differ from host to host, or say where and what is written: by
+# a word of their names, or by the whole name. (`--q-lora-rank` and `--logits-dtype` are neither.)
+_HOST_WORDS = frozenset(
+    ("path", "dir", "file", "files", "filename", "cache", "port", "workers", "log", "logger",
+     "logging", "wandb", "tensorboard", "profile", "profiler", "edit")
+)  # fmt: skip
+_HOST_NAMES = frozenset(("rank", "local_rank"))
 
 
 def agree_on_settings(world: ReplicaWorld, config: EditConfig, args: Namespace) -> None:
@@ -29,7 +33,7 @@ def agree_on_settings(world: ReplicaWorld, config: EditConfig, args: Namespace) 
     place = world.placement
     if place.num_replicas == 1:
         return
-    mine = _comparable(config, args) | {"ranks per replica": place.ranks_per_replica}
+    mine = comparable(config, args) | {"ranks per replica": place.ranks_per_replica}
     first = json.loads(world.shared_text("settings", lambda: json.dumps(mine), JOIN_TIMEOUT))
     if place.rank == 0:
         world.shared_store.set(f"agreed/{place.replica}", json.dumps(_difference(first, mine)))
@@ -48,7 +52,8 @@ def agree_on_settings(world: ReplicaWorld, config: EditConfig, args: Namespace) 
             )
 
 
-def _comparable(config: EditConfig, args: Namespace) -> dict[str, Any]:
+def comparable(config: EditConfig, args: Namespace) -> dict[str, Any]:
+    """All that must be the same on every replica, by flag, as JSON gives it back."""
     ours = {
         flag(name): value
         for name, value in dataclasses.asdict(config).items()
@@ -58,7 +63,8 @@ def _comparable(config: EditConfig, args: Namespace) -> dict[str, Any]:
         "--" + name.replace("_", "-"): value
         for name, value in vars(args).items()
         if isinstance(value, int | float | str | None)
-        and not any(word in name for word in _HOST_WORDS)
+        and name not in _HOST_NAMES
+        and _HOST_WORDS.isdisjoint(name.split("_"))
     }
     return json.loads(json.dumps(ours | theirs))  # type: ignore[no-any-return]
 
