@@ -9,6 +9,7 @@ import numpy as np
 
 from megatron_edit.config import EditConfig
 from megatron_edit.engine.engine import EditEngine
+from megatron_edit.method.clock import NANOSECONDS, PhaseClock
 from tests.distributed.toy import ToyHost, build_engine
 from tests.reference import published
 
@@ -29,7 +30,7 @@ def run_steps(
     Returns:
         What this rank holds after every step, the first entry after step 1.
     """
-    engine, host, _ = build_engine(_config(settings), sizes, start)
+    engine, host, reporter = build_engine(_config(settings), sizes, start)
     host.next_lr = lrs[0]
     engine.start()
     replica = engine.groups.sync.rank
@@ -38,8 +39,51 @@ def run_steps(
         host.lr, host.is_last = lr, step == len(moves)
         host.next_lr = lr if host.is_last else lrs[step]
         _step(engine, host, row[replica])
-        records.append(_held(engine, host))
+        counted = {
+            "sent": engine.groups.sync.payload_bytes + engine.groups.meeting.payload_bytes,
+            "reported": [(report.wire_bytes, len(report.units)) for report in reporter.syncs],
+        }
+        records.append(_held(engine, host) | counted)
     return records
+
+
+def run_paced(
+    settings: dict[str, Any],
+    sizes: dict[str, int],
+    start: dict[str, Any],
+    moves: list[list[dict[str, Any]]],
+    step_seconds: Sequence[float],
+    target: int,
+) -> tuple[list[Record], list[tuple[int, tuple[int, ...]]]]:
+    """Move by `moves[replica][own step]`, each replica at its own pace, until all is consumed.
+
+    Time is made here: a step of replica r lasts `step_seconds[r]`, and a meeting nothing.
+
+    Returns:
+        What this rank holds after every step of its own; and of every sync, the groups' first unit
+        by its place in `sizes`, and the steps of all replicas since the meeting before.
+    """
+    now = [0]
+    clock = PhaseClock(read=lambda: now[0])
+    engine, host, reporter = build_engine(
+        _config(settings), sizes, start, clock=clock, target=target
+    )
+    engine.start()
+    replica, records = engine.groups.sync.rank, []
+    for move in moves[replica]:
+        if engine.pace.is_over:
+            break
+        now[0] += round(step_seconds[replica] * NANOSECONDS)
+        _step(engine, host, move)
+        records.append(_held(engine, host))
+    assert engine.pace.is_over, "the moves did not suffice"
+    engine.finish()
+    names = list(sizes)
+    syncs = [
+        (names.index(r.units[0]), tuple(record.inner_steps for record in r.records))
+        for r in sorted(reporter.syncs, key=lambda report: report.round)
+    ]
+    return records, syncs
 
 
 def run_table(

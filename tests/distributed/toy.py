@@ -24,6 +24,7 @@ from megatron_edit.engine.report import SyncReport
 from megatron_edit.engine.state import OuterState
 from megatron_edit.engine.units import Fragment, UnitPlan, UnitShard, plan_units
 from megatron_edit.host.settings import engine_settings
+from megatron_edit.method.clock import PhaseClock
 from megatron_edit.method.schedule import StepSchedule
 from megatron_edit.replica.collectives import Group, Transport, stand_alone_group
 from megatron_edit.replica.placement import place
@@ -162,8 +163,19 @@ def build_engine(
     sizes: dict[str, int],
     start: dict[str, Any],
     starts: Mapping[int, Sequence[int]] | None = None,
+    clock: PhaseClock | None = None,
+    target: int = 0,
 ) -> tuple[EditEngine, ToyHost, Collector]:
-    """An engine in this rank, with its replica's own world; `start` must name every unit."""
+    """An engine in this rank, with its replica's own world; `start` must name every unit.
+
+    Args:
+        config: of the run.
+        sizes: of the units.
+        start: their values.
+        starts: see `TableSchedule`.
+        clock: of the inner phase, where a test makes the time.
+        target: steps of all replicas together, where they run at their own pace.
+    """
     placement = place(config, os.environ)
     world = join(config, placement)
     dist.init_process_group(
@@ -190,8 +202,9 @@ def build_engine(
     groups = EngineGroups(sync, meeting, replica, replica, control, {})
     host = ToyHost.build(sizes, placement.rank, placement.ranks_per_replica, start)
     reporter = Collector()
-    settings = engine_settings(config, "blocking", 0)
+    settings = engine_settings(config, "blocking", target)
     if starts is not None:
         table = TableSchedule(0, config.sync_interval, config.fragments, starts)
         settings = replace(settings, schedule=table)
-    return EditEngine(settings, host, groups, world, reporter), host, reporter
+    clock = clock or PhaseClock()
+    return EditEngine(settings, host, groups, world, reporter, clock), host, reporter

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron_edit.checkpoint.manifest import Manifest, read_manifest
 from tests.host.layouts import GATHER, LAYOUTS
 from tests.host.runs import EditRun, run_edit
 
@@ -58,8 +59,12 @@ def assert_same_syncs(whole: EditRun, resumed: EditRun) -> None:
     assert resumed.digests(0) == whole.digests(0)[-len(after) :]
 
 
-def both_runs(folder: Path, step: int, ranks: int, replicas: int, **flags: Any) -> None:
-    """Train with saves at every step; train again from the checkpoint of `step`; compare."""
+def both_runs(folder: Path, step: int, ranks: int, replicas: int, **flags: Any) -> Manifest:
+    """Train with saves at every step; train again from the checkpoint of `step`; compare.
+
+    Returns:
+        What the checkpoint says of itself.
+    """
     settings = {
         "train_iters": ITERATIONS, "lr_decay_style": "cosine", "lr_warmup_iters": 3, **flags,
     }  # fmt: skip
@@ -76,6 +81,7 @@ def both_runs(folder: Path, step: int, ranks: int, replicas: int, **flags: Any) 
     second = run_edit(resumed, world, replicas, before=HOOK, load=saves, ckpt_step=step, **settings)
     assert_continues(whole, resumed, step, world)
     assert_same_syncs(first, second)
+    return read_manifest(saves / f"iter_{step:07d}")
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -103,14 +109,30 @@ def test_resume_in_overlap_with_offload(tmp_path: Path, moment: str) -> None:
     )  # fmt: skip
 
 
-def test_saving_changes_nothing(tmp_path: Path) -> None:
-    """A save at every step, in mid-round too: the same run as without."""
-    plain, saving = tmp_path / "plain", tmp_path / "saving"
-    for folder, flags in ((plain, {}), (saving, {"save": tmp_path / "saves", "save_interval": 1})):
-        folder.mkdir()
-        run_edit(folder, 2, 2, before=HOOK, train_iters=ITERATIONS, **DROPOUT, **flags)
-    assert facts(plain, 2) == facts(saving, 2)
-    assert records(plain, 0)["losses"] == records(saving, 0)["losses"]
+SAVING: dict[str, tuple[int, dict[str, Any]]] = {  # ranks of a replica, and flags
+    "blocking": (1, {}),
+    "overlap": (2, {"edit_sync_mode": "overlap", **GATHER}),
+    "int4-delay": (2, {"edit_sync_dtype": "int4", "edit_delay_steps": 2, **GATHER}),
+}
+
+
+@pytest.mark.parametrize("name", SAVING)
+def test_saving_and_evaluating_changes_nothing(tmp_path: Path, name: str) -> None:
+    """At every step, in mid-round and while something is on the wire: the same run as without.
+    Catches: a sync that lands early, or twice, because somebody wants the parameters."""
+    ranks, flags = SAVING[name]
+    world = 2 * ranks
+    often = {"save": tmp_path / "saves", "save_interval": 1, "eval_interval": 1, "eval_iters": 1}
+    for folder, more in (("plain", {}), ("often", often)):
+        (tmp_path / folder).mkdir()
+        run_edit(
+            tmp_path / folder, world, 2, before=HOOK, train_iters=ITERATIONS, **DROPOUT, **flags,
+            **more,
+        )  # fmt: skip
+    assert facts(tmp_path / "plain", world) == facts(tmp_path / "often", world)
+    for rank in range(world):
+        plain, often_ = (records(tmp_path / folder, rank) for folder in ("plain", "often"))
+        assert plain["losses"] == often_["losses"]
 
 
 # Where each is cut off: 6 is a step after a sync, 7 two; a delay of 2 lands after step 7.
@@ -154,4 +176,9 @@ def test_resume_with_a_sync_that_has_not_landed(tmp_path: Path, name: str, layou
     step, flags = PENDING[name]
     ranks, more = LAYOUTS[layout]
     mode = "overlap" if layout == "m2" else "blocking"
-    both_runs(tmp_path, step, ranks, 2, edit_sync_mode=mode, **GATHER, **more, **flags, **DROPOUT)
+    manifest = both_runs(
+        tmp_path, step, ranks, 2, edit_sync_mode=mode, **GATHER, **more, **flags, **DROPOUT
+    )
+    is_late = "edit_delay_steps" in flags or flags.get("edit_strategy") == "co2"
+    assert all(bool(replica.pending) == is_late for replica in manifest.replicas)
+    assert manifest.wire == flags.get("edit_sync_dtype", "fp32")
