@@ -15,7 +15,9 @@ from megatron_edit.method.strategy import STRATEGIES
 
 from .corruption import Corruption
 
-FORM = 1  # of configurations and results; another number makes all that was kept unknown
+# Of configurations and results; another number makes all that was kept unknown. A configuration
+# holds the flags that are given, so a default that changes needs another number, too.
+FORM = 1
 
 
 @dataclass(frozen=True)

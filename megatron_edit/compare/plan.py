@@ -16,7 +16,9 @@ from megatron_edit.errors import UsageError
 from megatron_edit.flags import flag
 from megatron_edit.replica.placement import Placement, place
 
-FORM = 1  # of configurations and results; another number makes all that was kept unknown
+# Of configurations and results; another number makes all that was kept unknown. A configuration
+# holds the flags that are given, so a default that changes needs another number, too.
+FORM = 1
 EVENTS = "events"
 # What a comparison sets itself, or what all its runs would write to.
 _RESERVED = {

@@ -8,6 +8,7 @@ only after hours of training.
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from megatron_edit.command_line import config_from_argv
 from megatron_edit.compare.entries import IDEAL, STOCK, Entry, parse_entries
 from megatron_edit.compare.finished import configuration_hash, find, keep
 from megatron_edit.compare.flags import canonical, groups, int_flag, without
-from megatron_edit.compare.plan import RunPlan, Setting, make_plan
+from megatron_edit.compare.plan import FORM, RunPlan, Setting, make_plan
+from megatron_edit.config import EditConfig
 from megatron_edit.errors import UsageError
 from megatron_edit.method.strategy import STRATEGIES
 
@@ -86,6 +88,14 @@ def test_ideal_never_meets() -> None:
     config = config_from_argv(Entry(IDEAL).words(common))
     assert (config.fragments, config.delay_steps, config.mix) == (1, 0, 0.0)
     assert config_from_argv(Entry("edit").words(common)).fragments == 4
+
+
+def test_kept_results_are_of_these_defaults() -> None:
+    """Catches: results of older defaults given for finished ones, as flags alone are compared."""
+    defaults = {name: asdict(EditConfig(use_edit=True, strategy=name)) for name in STRATEGIES}
+    assert (FORM, configuration_hash(defaults)) == (1, "59dea113f6b325fe"), (
+        "a default has changed: raise FORM in compare/plan.py and convergence_parts/cases.py"
+    )
 
 
 def test_ideal_needs_the_length_of_the_training() -> None:
