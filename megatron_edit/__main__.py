@@ -1,7 +1,8 @@
 """The launcher: ``torchrun ... -m megatron_edit SCRIPT [Megatron's arguments] --use-edit``.
 
 It attaches the plugin and runs SCRIPT as `python SCRIPT` would. Without `--use-edit` the script
-runs as stock Megatron.
+runs as stock Megatron. Where SCRIPT is the name of a subcommand of `megatron-edit`, and no file, it
+is that command.
 """
 
 from __future__ import annotations
@@ -14,13 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_edit.activation import launched
-from megatron_edit.command_line import config_from_argv, training_script
+from megatron_edit.command_line import asks_for_help, config_from_argv, help_text, training_script
 from megatron_edit.config import EditConfig
 from megatron_edit.errors import EditError, UsageError
 
 USAGE = "torchrun [...] -m megatron_edit SCRIPT [Megatron's arguments] --use-edit [--edit-...]"
 GRACE_SECONDS = 5.0
-DOCTOR = "doctor"  # the one command that is of use under torchrun
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,11 +32,17 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit code, where the script itself does not exit.
     """
-    if argv and argv[0] == DOCTOR and not os.path.exists(DOCTOR):
+    if argv and not argv[0].startswith("-") and not os.path.isfile(argv[0]):
+        from megatron_edit.cli import SUBCOMMANDS
         from megatron_edit.cli import main as command
 
-        return command(argv)
+        if argv[0] in SUBCOMMANDS:
+            return command(argv)
     is_first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+    if asks_for_help(argv):
+        if is_first:
+            sys.stdout.write(help_text(USAGE))
+        return 0
     try:
         script, config = _read(argv)
         _run(script, list(argv[1:]), config)

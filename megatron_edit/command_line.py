@@ -1,4 +1,4 @@
-"""Reading our flags from a command line that also holds Megatron's."""
+"""Reading our flags from a command line that also holds Megatron's, and the help on them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from megatron_edit.config import EditConfig, add_arguments
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import attribute, flag, preset_of, shown
 
+_OTHERS = (
+    "Megatron's own flags are listed by Megatron itself, without the plugin: python SCRIPT --help"
+)
+
 
 class _OneLineParser(argparse.ArgumentParser):
     """argparse that answers bad input with one line instead of a page of usage."""
@@ -21,6 +25,29 @@ class _OneLineParser(argparse.ArgumentParser):
         # argparse says "argument --edit-clip: invalid float value: 'abc'"
         subject, _, rule = message.removeprefix("argument ").partition(": ")
         raise UsageError(subject, rule or message, "see the table of flags in docs/flags.md")
+
+
+def asks_for_help(argv: Sequence[str]) -> bool:
+    """Whether `-h` or `--help` is among the words, before a bare `--` if there is one."""
+    words = list(argv)
+    end = words.index("--") if "--" in words else len(words)
+    return not {"-h", "--help"}.isdisjoint(words[:end])
+
+
+def help_text(usage: str) -> str:
+    """How to launch, and our own flags.
+
+    Megatron's parser is not asked: it takes torch to build, and that of megatron-core 0.19.2 cannot
+    print its help (a text with a lone percent sign).
+
+    Args:
+        usage: of the launcher.
+    """
+    about = "Train with EDiT replicas: Megatron's training script under the plugin."
+    parser = argparse.ArgumentParser(
+        usage=usage, description=about, epilog=_OTHERS, add_help=False, allow_abbrev=False
+    )
+    return add_arguments(parser).format_help()
 
 
 def config_from_argv(argv: Sequence[str]) -> EditConfig:
@@ -56,7 +83,7 @@ def training_script(name: str) -> Path:
             path.open("rb").close()
             return path
     except OSError as error:
-        rule = f"is no script that can be read ({error.strerror})"
+        rule = f"is not a script that can be read ({error.strerror})"
     raise UsageError(name, rule, "give the path of pretrain_gpt.py")
 
 

@@ -19,10 +19,13 @@ from megatron_edit.flags import (
     default_text,
     flag,
     preset_of,
+    shown,
 )
 from megatron_edit.method.strategy import STRATEGIES
 
 SYNC_DTYPES = ("fp32", "bf16", "int8", "int4")
+# The largest share of the time that syncs should take: what all advice about settings aims at.
+GOAL_SHARE = 0.02
 
 
 # argparse shows the names of these two: "invalid number_or_auto value: 'x'".
@@ -72,7 +75,9 @@ class EditConfig:
 
     use_edit: bool = _setting(False, "train with EDiT replicas")
     num_replicas: int | None = _setting(
-        None, "N, replicas of the model (default: nodes of the launch, if more than 1)", kind=int
+        None,
+        "N, replicas of the model; where not set: nodes of the launch, if more than 1",
+        kind=int,
     )
     replica_id: int | None = _setting(
         None, "which replica this launch is, 0..N-1 (one launch per replica)", kind=int
@@ -121,7 +126,7 @@ class EditConfig:
     no_clip: bool = _setting(False, "switch the clip off")
     sync_mode: str = _setting(
         AUTO,
-        "where the exchange happens: auto, overlap (in the forward pass), blocking",
+        "where the exchange happens; overlap: in the forward pass",
         kind=str,
         only=(AUTO, "overlap", "blocking"),
     )
@@ -147,8 +152,8 @@ class EditConfig:
     )
     inner_state: str = _setting(
         "all",
-        "whose inner optimizer state a checkpoint holds: all (every replica's: resume is exact), "
-        "leader (replica 0's; saves wait for a sync), reset (like leader; moments start anew)",
+        "whose inner optimizer state a checkpoint holds; all: every replica's (resume is exact), "
+        "leader: replica 0's (saves wait for a sync), reset: like leader (moments start anew)",
         kind=str,
         only=("all", "leader", "reset"),
     )
@@ -159,7 +164,7 @@ class EditConfig:
     )
     interval: str = _setting(
         "fixed",
-        "schedule of the sync interval: fixed, or qsr = max(tau, (a / lr)^2)",
+        "schedule of the sync interval; qsr = max(tau, (a / lr)^2)",
         kind=str,
         only=("fixed", "qsr"),
     )
@@ -172,7 +177,7 @@ class EditConfig:
     )
     device: str = _setting(
         AUTO,
-        "auto, cpu or cuda; auto takes CUDA where there is one",
+        "where to train; auto takes CUDA where there is one",
         kind=str,
         only=(AUTO, "cpu", "cuda"),
     )
@@ -192,7 +197,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the `--use-edit` and `--edit-*` flags to a parser and return it."""
     group = parser.add_argument_group("EDiT (megatron_edit)")
     for spec in dataclasses.fields(EditConfig):
-        doc = f"{spec.metadata['doc']} (default: {default_text(spec)})".replace("%", "%%")
+        doc = _help_on(spec).replace("%", "%%")
         if spec.metadata["kind"] is None:
             group.add_argument(flag(spec.name), action="store_true", help=doc)
         else:
@@ -200,3 +205,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
                 flag(spec.name), type=spec.metadata["kind"], default=spec.default, help=doc
             )
     return parser
+
+
+def _help_on(spec: dataclasses.Field[Any]) -> str:
+    """The text of `--help` on a setting."""
+    doc = str(spec.metadata["doc"])
+    if spec.metadata["kind"] is None:
+        return f"{doc} (default: off)"
+    if spec.metadata["only"] is not None:
+        doc += f"; one of {', '.join(shown(value) for value in spec.metadata['only'])}"
+    return f"{doc} (default: {default_text(spec)})"

@@ -37,6 +37,23 @@ def check_all(config: EditConfig) -> None:
     check_launch(config)
 
 
+def warning_of_endless_warmup(config: EditConfig, num_iterations: int) -> str | None:
+    """What to say of a training that ends before its replicas part; None where they do part.
+
+    Args:
+        config: settings.
+        num_iterations: of the whole training.
+    """
+    is_meant = STRATEGIES[config.strategy].endless_warmup
+    if is_meant or num_iterations > config.warmup_steps:
+        return None
+    return (
+        f"WARNING: {num_iterations} iterations (--train-iters, --train-samples) <= "
+        f"{flag('warmup_steps')} {config.warmup_steps}: training ends before the replicas part, "
+        "EDiT never starts"
+    )
+
+
 def check_supported(spec: dataclasses.Field[Any], value: Any) -> None:
     """A setting has one of the values that are supported, where these are few."""
     only = spec.metadata["only"]

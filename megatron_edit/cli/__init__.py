@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         rule = f"cannot be used ({error.strerror})"
         refusal = UsageError(
-            str(error.filename), rule, "give another path, or mend its permissions"
+            str(error.filename), rule, "give another path, or correct its permissions"
         )
     sys.stderr.write(f"megatron-edit {known.command}: {refusal}\n")
     return refusal.exit_code

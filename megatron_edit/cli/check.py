@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_edit.command_line import config_from_argv, training_script
+from megatron_edit.compare.entries import num_iterations
+from megatron_edit.config import EditConfig
+from megatron_edit.config_checks import warning_of_endless_warmup
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import flag
 from megatron_edit.replica.placement import Placement, place
@@ -20,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "megatron-edit check SCRIPT ARGS --world-size W"
     parser.add_argument("script", help="the training script, as given to the launcher")
     parser.add_argument(
-        "--world-size", type=int, default=1, help="ranks of the launch (default: 1)"
+        "--world-size", type=int, help="ranks of the launch (default: 1, a replica of one rank)"
     )
 
 
@@ -30,21 +33,47 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     Raises:
         UsageError: the command would not start.
     """
-    if options.world_size < 1:
-        raise UsageError(
-            f"--world-size {options.world_size}", "must be at least 1", "give the launch's ranks"
-        )
     script = training_script(options.script)
-    placement, unknown = check_script(script, rest, options.world_size)
+    config = config_from_argv(rest)
+    world_size = _world_size(options.world_size, config)
+    placement, unknown = check_script(script, rest, world_size)
     layout = (
-        f"{placement.num_replicas} replicas x {placement.ranks_per_replica} ranks"
+        f"{placement.num_replicas} replicas x {placement.ranks_per_replica} ranks, "
+        f"strategy {config.strategy}"
         if placement
-        else f"stock Megatron on {options.world_size} ranks"
+        else f"stock Megatron on {world_size} ranks"
     )
     sys.stdout.write(f"ok: {layout}\n")
+    if placement and (warning := _warning(config, rest)):
+        sys.stdout.write(f"{warning}\n")
     if unknown:
         sys.stdout.write(f"not checked (unknown to Megatron): {' '.join(unknown)}\n")
     return 0
+
+
+def _world_size(given: int | None, config: EditConfig) -> int:
+    """Ranks of the launch; 1 where nobody says, which is right for a replica of a single rank."""
+    if given is not None:
+        if given < 1:
+            raise UsageError(
+                f"--world-size {given}", "must be at least 1", "give the launch's ranks"
+            )
+        return given
+    if config.use_edit and config.replica_id is None and (config.num_replicas or 1) > 1:
+        raise UsageError(
+            "--world-size (not given)",
+            f"must be given to a check of {config.num_replicas} replicas in one launch",
+            f"add --world-size W, the ranks of the launch: a multiple of {config.num_replicas}",
+        )
+    return 1
+
+
+def _warning(config: EditConfig, words: Sequence[str]) -> str | None:
+    """Where EDiT would never start; None also where the flags do not say how long they train."""
+    try:
+        return warning_of_endless_warmup(config, num_iterations(words))
+    except UsageError:
+        return None
 
 
 def check_script(

@@ -125,7 +125,7 @@ def _prepare(folder: Path) -> None:
         raise UsageError(
             f"--output-dir {folder}",
             f"must be a folder that can be written to ({error.strerror})",
-            "give another folder, or mend its permissions",
+            "give another folder, or correct its permissions",
         ) from error
 
 

@@ -81,7 +81,7 @@ def _run(options: Namespace, rest: Sequence[str]) -> int:
 
 def _check(options: Namespace, rest: Sequence[str]) -> None:
     if rest:
-        raise UsageError(" ".join(rest), "is no argument of doctor", "see doctor --help")
+        raise UsageError(" ".join(rest), "is not an argument of doctor", "see doctor --help")
     for name in ("parameters", "step_seconds"):
         if not 0 < getattr(options, name) < float("inf"):
             flag = "--" + name.replace("_", "-")
@@ -92,7 +92,9 @@ def _check(options: Namespace, rest: Sequence[str]) -> None:
         folder = getattr(options, name)
         if folder is not None and not Path(folder).is_dir():
             flag = "--" + name.replace("_", "-")
-            raise UsageError(f"{flag} {folder}", "is no folder on this machine", "give one that is")
+            raise UsageError(
+                f"{flag} {folder}", "is not a folder on this machine", "give one that is"
+            )
 
 
 def _words(options: Namespace) -> list[str]:

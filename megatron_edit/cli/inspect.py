@@ -31,7 +31,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
         UsageError: there is none, or it is not sound.
     """
     if rest:
-        raise UsageError(" ".join(rest), "is no argument of inspect", "see inspect --help")
+        raise UsageError(" ".join(rest), "is not an argument of inspect", "see inspect --help")
     found = _find(Path(options.folder), options.ckpt_step)
     if not found.has_manifest:
         sys.stdout.write(f"{found.path}\n  stock Megatron, without EDiT's state; complete\n")
@@ -49,7 +49,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
 
 def _find(path: Path, step: int | None) -> Found:
     if not path.is_dir():
-        raise UsageError(str(path), "is no folder", "give what --save named")
+        raise UsageError(str(path), "is not a folder", "give what --save named")
     is_one = path.name.startswith("iter_") and path.name[5:].isdecimal()
     folder = CheckpointFolder(path.parent if is_one else path)
     step = int(path.name[5:]) if is_one else step

@@ -35,7 +35,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
         UsageError: no clone, a version that is not supported, or a script with no place for it.
     """
     if rest:
-        raise UsageError(" ".join(rest), "is no argument of patch", "see patch --help")
+        raise UsageError(" ".join(rest), "is not an argument of patch", "see patch --help")
     folder = Path(options.folder)
     if options.revert:  # whatever the clone has become since
         return _change(folder, remove, "not patched", "reverted")

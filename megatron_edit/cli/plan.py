@@ -99,7 +99,7 @@ def _flags_of(name: str) -> list[str]:
             "give .args files first, flags after them",
         ) from None
     except ValueError as error:
-        raise UsageError(f"CONFIG {name}", f"cannot be read: {error}", "mend the file") from None
+        raise UsageError(f"CONFIG {name}", f"cannot be read: {error}", "correct the file") from None
 
 
 def _check_numbers(options: Namespace) -> None:
@@ -111,7 +111,7 @@ def _check_numbers(options: Namespace) -> None:
         value = getattr(options, name)
         if value is not None and not LEAST <= value <= most:
             rule = f"must be from {LEAST:g} to {most:g}"
-            raise UsageError(f"{_flag(name)} {value:g}", rule, "mend it, or leave it out")
+            raise UsageError(f"{_flag(name)} {value:g}", rule, "correct it, or leave it out")
 
 
 def _flag(name: str) -> str:
@@ -131,5 +131,5 @@ def _step_seconds(options: Namespace, job: Job) -> float:
     seconds = job.flops_per_step / float(rate)
     if not LEAST <= seconds <= MOST:
         rule = f"gives a step of {seconds:.3g} s, which must be from {LEAST:g} to {MOST:g}"
-        raise UsageError(f"--gpu-tflops {options.gpu_tflops:g}", rule, "mend it, or --mfu")
+        raise UsageError(f"--gpu-tflops {options.gpu_tflops:g}", rule, "correct it, or --mfu")
     return seconds

@@ -30,7 +30,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
         UsageError: there is no run in the folder, or the page cannot be written.
     """
     if rest:
-        raise UsageError(" ".join(rest), "is no argument of report", "see report --help")
+        raise UsageError(" ".join(rest), "is not an argument of report", "see report --help")
     check_installed("matplotlib", "jinja2", "tqdm")
     from megatron_edit.monitor.page import page_of
 
@@ -75,7 +75,7 @@ def _target_of(output: Path) -> Path:
         can_be_there = target.parent.is_dir() and os.access(target.parent, os.W_OK)
     except (OSError, ValueError) as error:  # ValueError: of a name that no file can have
         reason = error.strerror if isinstance(error, OSError) else error
-        raise _unusable(output, f"is no name of a file ({reason})") from None
+        raise _unusable(output, f"is not the name of a file ({reason})") from None
     if (is_there and not output.is_file()) or not can_be_there:
         raise _unusable(output, "must be a file in a folder that can be written to")
     return target

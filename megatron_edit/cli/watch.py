@@ -33,7 +33,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
         UsageError: the folder is a file, or what it holds is no run, or cannot be read.
     """
     if rest:
-        raise UsageError(" ".join(rest), "is no argument of watch", "see watch --help")
+        raise UsageError(" ".join(rest), "is not an argument of watch", "see watch --help")
     if not options.seconds > 0:
         raise UsageError(f"--seconds {options.seconds:g}", "must be above 0", "leave it out")
     check_folder(options.folder, may_come=True)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_edit.config import GOAL_SHARE, EditConfig
 from megatron_edit.doctor.finding import Finding, Level
 from megatron_edit.doctor.links import Link, Together
 from megatron_edit.replica.collectives import all_reduce_payload
 
-SHARE = 0.05  # of the time that syncs may take
-USUAL_INTERVAL = 128
 MOST_SKEW_SECONDS = 1.0
 _FP32, _INT8 = 4, 1
 
@@ -49,9 +48,10 @@ def sync_findings(
         f"{_rate(rate)} sent per replica, latency {together.latency_seconds * 1e3:.2f} ms",
     )
     seconds = all_reduce_payload(_FP32 * parameters, num_replicas) / rate
-    interval = max(1, round(seconds / (SHARE * step_seconds)))
+    interval = max(1, round(seconds / (GOAL_SHARE * step_seconds)))
+    usual = EditConfig().sync_interval
     value = f"{seconds:.1f} s ({parameters / 1e9:g} billion parameters, fp32, {ranks} ranks each)"
-    if interval <= USUAL_INTERVAL:
+    if interval <= usual:
         yield Finding("a sync", value)
         return
     coded = max(1, round(interval * _INT8 / _FP32))
@@ -60,9 +60,10 @@ def sync_findings(
         "a sync",
         value,
         Level.HINT,
-        f"at {step_seconds:g} s per step --edit-sync-interval {USUAL_INTERVAL} spends more than "
-        f"{SHARE:.0%} of the time on it: use {interval}, or --edit-sync-dtype int8 with {coded}"
-        + (f", or hide it with --edit-delay-steps {delay}" if delay < USUAL_INTERVAL else ""),
+        f"at {step_seconds:g} s per step --edit-sync-interval {usual} spends more than "
+        f"{GOAL_SHARE:.0%} of the time on it: use {interval}, "
+        f"or --edit-sync-dtype int8 with {coded}"
+        + (f", or hide it with --edit-delay-steps {delay}" if delay < usual else ""),
     )
 
 

@@ -41,21 +41,27 @@ def shards_needed(group: Any, plan: UnitPlan, unit_of: Mapping[Parameter, str]) 
 
 def land_before_gathers(
     patcher: Patcher, model: Sequence[Any], engine: EditEngine, unit_of: Mapping[Parameter, str]
-) -> int:
-    """Override the bucket groups of a model; returns how many there are.
+) -> bool:
+    """Override the bucket groups of a model.
 
     Args:
         patcher: undoes it.
         model: chunks in Megatron's DDP.
         engine: asked to land units.
         unit_of: unit of every trainable parameter.
+
+    Returns:
+        Whether some bucket is gathered before all units of the stage must have landed: only then
+        can a sync hide behind compute.
     """
-    groups = list(bucket_groups(model))
-    for group in groups:
-        needed = shards_needed(group, engine.host.plan, unit_of)
+    plan = engine.host.plan
+    can_hide = False
+    for group in bucket_groups(model):
+        needed = shards_needed(group, plan, unit_of)
+        can_hide |= 0 < needed < len(plan.shards)
         patcher.wrap(group, "start_param_sync", _landing_first(engine, needed))
         patcher.wrap(group, "finish_param_sync", _one_bucket_at_a_time(engine))
-    return len(groups)
+    return can_hide
 
 
 def _landing_first(

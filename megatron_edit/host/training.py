@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron_edit.config import EditConfig
+from megatron_edit.config_checks import warning_of_endless_warmup
 from megatron_edit.engine.engine import EditEngine
 from megatron_edit.engine.groups import TIED_EMBEDDING
 from megatron_edit.engine.pace import Pace
@@ -46,7 +47,6 @@ from megatron_edit.host.settings import engine_settings
 from megatron_edit.host.stops import StopControl, save_at_the_end
 from megatron_edit.host.timers import EditTimers
 from megatron_edit.method.order import SampleOrder
-from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.replica.wire import Wire
 from megatron_edit.replica.world import ReplicaWorld
 from megatron_edit.report.console import say
@@ -219,15 +219,9 @@ class TrainingLoop:
         self._loads.begin(self.engine, self.host, pieces)
 
     def _warn_of_endless_warmup(self, args: Any) -> None:
-        config = self._config
-        is_endless = STRATEGIES[config.strategy].endless_warmup
-        is_first = self._world.placement.global_rank == 0
-        if is_first and not is_endless and args.train_iters <= config.warmup_steps:
-            say(
-                f"WARNING: {args.train_iters} iterations (--train-iters, --train-samples) <= "
-                f"--edit-warmup-steps {config.warmup_steps}: training ends before the replicas "
-                "part, EDiT never starts"
-            )
+        text = warning_of_endless_warmup(self._config, args.train_iters)
+        if text and self._world.placement.global_rank == 0:
+            say(text)
 
     def _hook_step(self, optimizer: Any) -> None:
         """Override `step` and `zero_grad` on the instance that Megatron's loop calls."""
@@ -261,12 +255,16 @@ class TrainingLoop:
 
     def _hook_gathers(self, model: Sequence[Any]) -> None:
         assert self.engine is not None and self.host is not None
-        num_groups = land_before_gathers(self._patcher, model, self.engine, self.host.unit_of)
-        if num_groups < 2 and self._world.placement.global_rank == 0:
-            say(
-                "one bucket holds all parameters of a stage: its sync cannot hide behind "
-                "compute; set --ddp-bucket-size to the size of a layer"
-            )
+        can_hide = land_before_gathers(self._patcher, model, self.engine, self.host.unit_of)
+        stage, replica = self.engine.groups.stage, self._world.placement.replica
+        if can_hide or replica != 0 or stage.rank != 0:
+            return
+        if self._world.placement.global_rank == 0:
+            text = "one bucket holds all parameters of a stage"
+            remedy = "; set --ddp-bucket-size to the size of a layer"
+        else:  # nothing that a user could change
+            text, remedy = "Megatron keeps a later pipeline stage in one bucket", ""
+        say(f"{text}: its sync cannot hide behind compute{remedy}")
 
     def _hook_gradients(self, model_config: Any) -> None:
         """Preset the model's finalize hook, which Megatron's loop honours."""

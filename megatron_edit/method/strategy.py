@@ -55,7 +55,8 @@ class Strategy:
 
     Attributes:
         name: the value of `--edit-strategy`.
-        presets: settings that the strategy brings, where the command line is silent.
+        presets: settings that the strategy brings, where the command line is silent; only those
+            that differ from the usual defaults, which `EditConfig` has.
         endless_warmup: gradients are averaged at every step; there is never an outer step.
         is_timed: replicas meet by the clock, after as many steps as each has made by then.
         has_penalty: whether replicas are weighed, left out as anomalous, and averages clipped.
@@ -76,7 +77,6 @@ class Strategy:
     own_settings: tuple[str, ...] = ()
 
 
-_EDIT = {"outer_lr": 0.8, "outer_momentum": 0.85}
 _AVERAGING = {"outer_lr": 1.0, "outer_momentum": 0.0}
 _DILOCO = {"outer_lr": 0.7, "outer_momentum": 0.9}
 _TIMED = ("sync_seconds", "min_round_steps", "step_weight")
@@ -84,9 +84,9 @@ _TIMED = ("sync_seconds", "min_round_steps", "step_weight")
 STRATEGIES = {
     strategy.name: strategy
     for strategy in (
-        Strategy("edit", _EDIT, has_penalty=True),
-        Strategy("a-edit", _EDIT, is_timed=True, has_penalty=True, own_settings=_TIMED),
-        Strategy("ddp", _EDIT, endless_warmup=True, has_penalty=True),
+        Strategy("edit", has_penalty=True),
+        Strategy("a-edit", is_timed=True, has_penalty=True, own_settings=_TIMED),
+        Strategy("ddp", endless_warmup=True, has_penalty=True),
         Strategy("local-sgd", {**_AVERAGING, "warmup_steps": 0}),
         Strategy("post-local-sgd", _AVERAGING),
         Strategy("slowmo", {"outer_lr": 1.0, "outer_momentum": 0.7}, make_rule=_slow_momentum),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron_edit.config import EditConfig
+from megatron_edit.config import GOAL_SHARE, EditConfig
 from megatron_edit.engine.patience import MIN_SECONDS, ROUNDS
 from megatron_edit.flags import flag
 from megatron_edit.method.strategy import STRATEGIES
@@ -16,7 +16,6 @@ from megatron_edit.plan.quantities import show_bytes, show_seconds
 from megatron_edit.plan.timing import Setting, sync_cost
 from megatron_edit.replica.wire import WIRE_NAMES
 
-GOAL = 0.02  # largest part of the time that should go to syncs
 SLACK = 1.1  # an exchange should be over a little before it must be
 MAX_DEPTH = 8
 USUAL_MINUTES = 10  # torch's
@@ -58,7 +57,7 @@ def advise(
 
 
 def least_interval(job: Job, config: EditConfig, setting: Setting) -> int:
-    """The smallest tau whose syncs take at most `GOAL` of the time, at the delay as it is.
+    """The smallest tau whose syncs take at most `GOAL_SHARE` of the time, at the delay as it is.
 
     A round of it is also at least as long as its exchange: the link would be late for ever.
     """
@@ -66,7 +65,7 @@ def least_interval(job: Job, config: EditConfig, setting: Setting) -> int:
     def needed(steps: int) -> int:
         """For what is exposed where a round has so many steps; never more where it has more."""
         cost = sync_cost(job, _with_round(config, steps, setting.step), setting)
-        least = max(cost.exposed * (1 - GOAL) / GOAL, cost.exchange)
+        least = max(cost.exposed * (1 - GOAL_SHARE) / GOAL_SHARE, cost.exchange)
         return math.ceil(least / setting.step - 1e-9)
 
     low = max(config.delay_steps + 1, config.fragments)
@@ -90,19 +89,19 @@ def _with_round(config: EditConfig, steps: int, step: float) -> EditConfig:
 def _interval(job: Job, config: EditConfig, setting: Setting) -> Advice:
     least = least_interval(job, config, setting)
     if STRATEGIES[config.strategy].is_timed:
-        seconds = least * setting.step
-        now = f"{flag('sync_seconds')} {config.sync_seconds:g}"
-        text = f"from {flag('sync_seconds')} {seconds:.0f} on syncs take at most 2 % (now: {now})"
-        return Advice("interval", seconds, text)
-    now = f"{flag('sync_interval')} {config.sync_interval}"
-    text = f"from {flag('sync_interval')} {least} on syncs take at most 2 % (now: {now})"
-    return Advice("interval", least, text)
+        length = least * setting.step
+        name, shown, now = flag("sync_seconds"), f"{length:.0f}", f"{config.sync_seconds:g}"
+    else:
+        length, name = least, flag("sync_interval")
+        shown, now = f"{least}", f"{config.sync_interval}"
+    text = f"from {name} {shown} on syncs take at most {GOAL_SHARE:.0%} (now: {name} {now})"
+    return Advice("interval", length, text)
 
 
 def _hiding(job: Job, config: EditConfig, setting: Setting) -> Advice:
     """A delay, and where that is not enough a coarser wire, that hide the exchange."""
     cost = sync_cost(job, config, setting)
-    if cost.share_of_ideal >= 1 - GOAL:
+    if cost.share_of_ideal >= 1 - GOAL_SHARE:
         return Advice("hiding", "", "no delay and no coarser wire type is needed")
     if STRATEGIES[config.strategy].lands_at_next_meeting:
         return Advice("hiding", None, "a round is too short for its exchange: take a longer one")
@@ -115,7 +114,7 @@ def _hiding(job: Job, config: EditConfig, setting: Setting) -> Advice:
             continue
         delayed = replace(coarser, delay_steps=delay)
         share = sync_cost(job, delayed, setting).share_of_ideal
-        if share >= 1 - GOAL:
+        if share >= 1 - GOAL_SHARE:
             flags = f"{flag('delay_steps')} {delay}"
             flags += "" if wire == "fp32" else f" {flag('sync_dtype')} {wire}"
             return Advice("hiding", flags, f"{flags} brings {share:.1%} of the ideal speed")
@@ -162,10 +161,12 @@ def _ladder(job: Job, config: EditConfig, setting: Setting) -> Iterator[Advice]:
     cost = sync_cost(job, config, setting)
     length = cost.round + cost.exposed
     wait = config.timeout_seconds or max(MIN_SECONDS, ROUNDS * length)
-    shown = show_seconds(wait)
+    # To be copied: in the flag's own unit, and no less than what it stands for.
+    value = f"{config.timeout_seconds:g}" if config.timeout_seconds else str(math.ceil(wait))
     how = "given" if config.timeout_seconds else f"auto: max(600 s, {ROUNDS} rounds)"
     ok = "" if wait > cost.exchange + setting.step else "; too short for one exchange"
-    yield Advice("timeout-seconds", wait, f"{flag('timeout_seconds')}: {shown} ({how}){ok}")
+    text = f"{flag('timeout_seconds')} {value} ({show_seconds(wait)}; {how}){ok}"
+    yield Advice("timeout-seconds", wait, text)
     # Megatron's gathers queue behind an exchange, and their time-out runs from there. The waiting
     # for other replicas is at the meeting before it, where nothing of Megatron's is queued.
     minutes = max(USUAL_MINUTES, math.ceil(SAFETY * cost.exchange / 60))

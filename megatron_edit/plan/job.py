@@ -182,7 +182,7 @@ def _mesh(
     check_ranks("--world-size", world)
     if world % num_replicas:
         raise UsageError(
-            f"--world-size {world}", f"must be a multiple of {num_replicas} replicas", "mend one"
+            f"--world-size {world}", f"must be a multiple of {num_replicas} replicas", "correct one"
         )
     ranks, model = world // num_replicas, tensor * pipeline * context
     if ranks % model:
@@ -194,7 +194,9 @@ def _mesh(
     per_host = min(ranks, 8) if ranks_per_host is None else ranks_per_host
     if ranks % per_host:
         raise UsageError(
-            f"--ranks-per-host {per_host}", f"must divide the {ranks} ranks of a replica", "mend it"
+            f"--ranks-per-host {per_host}",
+            f"must divide the {ranks} ranks of a replica",
+            "correct it",
         )
     return Mesh(num_replicas, ranks, tensor, pipeline, context, per_host)
 

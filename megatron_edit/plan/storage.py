@@ -73,6 +73,6 @@ def _num_moments(words: Words) -> int:
     try:
         has_momentum = float(text) != 0
     except ValueError:
-        raise UsageError(f"--sgd-momentum {text}", "must be a number", "mend it") from None
+        raise UsageError(f"--sgd-momentum {text}", "must be a number", "correct it") from None
     # The fused SGD of GPUs keeps the vector of a momentum of 0, too; torch's does not.
     return int(has_momentum or words.text("--edit-device", "auto") != "cpu")

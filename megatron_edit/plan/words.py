@@ -50,13 +50,13 @@ class Words:
         # Python reads no whole numbers of thousands of digits.
         if not text.isdecimal() or len(text) > 100 or not 1 <= int(text) <= most:
             rule = f"must be a whole number from 1 to {most}"
-            raise UsageError(f"{name} {shortened(text)}", rule, "mend it")
+            raise UsageError(f"{name} {shortened(text)}", rule, "correct it")
         return int(text)
 
     def _single(self, name: str) -> str:
         values = self._values[name]
         if len(values) != 1:
             raise UsageError(
-                " ".join([name, *values]), "must have one value", "mend the flag, or drop it"
+                " ".join([name, *values]), "must have one value", "correct the flag, or drop it"
             )
         return values[0]

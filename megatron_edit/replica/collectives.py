@@ -224,10 +224,7 @@ class Group:
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: data.numel()] = data
         rows = self.all_gather(padded)
-        return [
-            pickle.loads(row[:size].numpy().tobytes())
-            for row, size in zip(rows, sizes, strict=True)
-        ]
+        return [pickle.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, sizes, strict=True)]
 
     def _start(self, start: Callable[[], Any]) -> Pending:
         try:

@@ -82,7 +82,7 @@ class ReplicaWorld:
         """
         if self.placement.global_rank == 0:
             self.shared_store.set(key, make())
-        self.wait_for(key, timeout)
+        self.wait_for(key, timeout, replica=0)
         return str(self.shared_store.get(key).decode())
 
     def after_all_replicas(self, event: str) -> None:
@@ -150,8 +150,13 @@ class ReplicaWorld:
         if self.shared_store.add(f"{event}/count", 1) == everybody:
             self.shared_store.set(f"{event}/all", "1")
 
-    def wait_for(self, key: str, timeout: timedelta) -> None:
+    def wait_for(self, key: str, timeout: timedelta, *, replica: int | None = None) -> None:
         """Wait until somebody has set a key of the shared store.
+
+        Args:
+            key: of the store; `event/r` is what replica r announces.
+            timeout: longest wait.
+            replica: whose key it is, where its name does not say so.
 
         Raises:
             ReplicaLostError: nobody did within `timeout`, or the store is gone.
@@ -159,7 +164,24 @@ class ReplicaWorld:
         try:
             self.shared_store.wait([key], timeout)
         except RuntimeError as error:
-            raise ReplicaLostError(f"nobody announced {key}: {error}") from error
+            event, _, last = key.rpartition("/")
+            if replica is None and last.isdecimal():
+                key, replica = event, int(last)
+            raise ReplicaLostError(self._absence(key, replica, timeout, error)) from error
+
+    def _absence(
+        self, event: str, replica: int | None, timeout: timedelta, error: RuntimeError
+    ) -> str:
+        """Who did not come, and what to look at."""
+        who = "some rank of some replica" if replica is None else f"replica {replica}"
+        if isinstance(error, dist.DistNetworkError):
+            reason = str(error).partition("\n")[0]
+            return f"the store broke while {who} was waited for ({event}): {reason}"
+        what = "has not joined" if timeout == JOIN_TIMEOUT else f"has not come ({event})"
+        remedy = "look at what it said last"
+        if replica is not None and not self.placement.is_single_launch:
+            remedy = f"is it started, with {flag('replica_id')} {replica}?"
+        return f"{who} {what} within {_in_words(timeout)}; {remedy}"
 
     def forget(self, event: str) -> None:
         """Take back what this replica announced, once nobody asks for it any more."""
@@ -184,6 +206,14 @@ class ReplicaWorld:
             else:
                 env[name] = value
         self._saved_environment.clear()
+
+
+def _in_words(time: timedelta) -> str:
+    seconds = time.total_seconds()
+    for unit, length in (("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.3g} {unit}"
+    return f"{seconds:.3g} s"
 
 
 def join(config: EditConfig, placement: Placement) -> ReplicaWorld:

@@ -95,6 +95,7 @@ def sync_summary(report: SyncReport) -> str:
         f"clip: {clipped:.2f}",
         f"sent: {report.wire_bytes / 1e6:.2f} MB per replica",
         f"wait (ms): {report.seconds['wait'] * 1e3:.1f}",
+        f"exposed (ms): {report.seconds['exposed'] * 1e3:.1f}",
         f"total (ms): {report.seconds['total'] * 1e3:.1f}",
     ]
     if bool(decision.rollback.any()):

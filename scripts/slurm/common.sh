@@ -86,9 +86,9 @@ gather_flags() {
 
 # check_command RANKS FLAG...: what a launch of so many ranks would say, before any of them starts.
 check_command() {
-    local ranks=$1 code='import sys; from megatron_edit.cli import main; sys.exit(main())'
+    local ranks=$1
     shift
-    local command=("$EDIT_PYTHON" -c "$code" check "$EDIT_SCRIPT" "${flags[@]}" "$@"
+    local command=("$EDIT_PYTHON" -m megatron_edit check "$EDIT_SCRIPT" "${flags[@]}" "$@"
         --world-size "$ranks")
     if [ -n "$EDIT_CONTAINER" ]; then
         command=(srun --nodes=1 --ntasks=1 "${container[@]}" "${srun_options[@]}" "${command[@]}")

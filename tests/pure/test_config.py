@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from megatron_edit.command_line import config_from_argv
 from megatron_edit.config import EditConfig, add_arguments
+from megatron_edit.config_checks import warning_of_endless_warmup
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import attribute, flag, parse_endpoint, preset_of
+from megatron_edit.method.strategy import STRATEGIES
 
 # The flags of design section 4. Scripts of users rely on them: adding is fine, renaming is not.
 FROZEN = {
@@ -115,6 +117,24 @@ def test_flags_and_defaults_are_frozen() -> None:
     """The interface is decided: catches a renamed flag or a changed default."""
     assert {f.name: preset_of(f, "edit") for f in dataclasses.fields(EditConfig)} == FROZEN
     assert vars(EditConfig()) == FROZEN
+
+
+def test_a_default_exists_once() -> None:
+    """Would catch: a default of `EditConfig` that a strategy writes down again, and overrides."""
+    usual = {f.name: f.metadata["usual"] for f in dataclasses.fields(EditConfig)
+             if "usual" in f.metadata}  # fmt: skip
+    for strategy in STRATEGIES.values():
+        again = [name for name, value in strategy.presets.items() if usual[name] == value]
+        assert again == [], strategy.name
+
+
+def test_a_training_that_ends_in_the_warmup_is_told_of() -> None:
+    """The last step of the warm-up is not one of EDiT's; ddp means never to leave it."""
+    config = EditConfig(use_edit=True)
+    warning = warning_of_endless_warmup(config, 1000)
+    assert warning is not None and "1000 iterations" in warning
+    assert warning_of_endless_warmup(config, 1001) is None
+    assert warning_of_endless_warmup(EditConfig(use_edit=True, strategy="ddp"), 5) is None
 
 
 @pytest.mark.parametrize("words", BAD)

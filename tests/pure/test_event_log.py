@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from megatron_edit.monitor.run import Run
 from megatron_edit.replica.placement import Placement
 from megatron_edit.report.events import EventLog
-from megatron_edit.report.records import Iteration
+from megatron_edit.report.records import Iteration, sync_summary
 from tests.harness.event_files import MadeUp
 
 pytest.importorskip("rich")
@@ -100,3 +103,18 @@ def test_a_run_that_is_replaced_is_read_anew(tmp_path: Path) -> None:
     start(tmp_path, MadeUp(replicas=3))
     watched.poll()
     assert len(watched.replicas) == 3
+
+
+def test_the_line_of_a_sync_has_what_tuning_goes_by() -> None:
+    """Would catch: a console that does not say how long training stood still."""
+    verdict = SimpleNamespace(anomalous=torch.zeros(3, 2, dtype=torch.bool))
+    decision = SimpleNamespace(
+        verdict=verdict, weights=torch.full((2, 3), 0.5), rollback=torch.zeros(3, dtype=torch.bool)
+    )
+    report: Any = SimpleNamespace(
+        round=7, step=900, decision=decision, clip=torch.ones(3), wire_bytes=2_000_000,
+        seconds={"wait": 0.0012, "exchange": 1.0, "outer": 0.1, "exposed": 0.0346, "total": 1.5},
+    )  # fmt: skip
+    parts = sync_summary(report).split(" | ")
+    assert parts[0] == "sync 7 after iteration 900"
+    assert parts[-3:] == ["wait (ms): 1.2", "exposed (ms): 34.6", "total (ms): 1500.0"]

@@ -111,10 +111,9 @@ def test_an_unmodified_clone_trains(tmp_path: Path, megatron_clone: Path) -> Non
 
 
 def check(*argv: str) -> subprocess.CompletedProcess[str]:
-    """``megatron-edit check``, as its own process."""
+    """``megatron-edit check``, as its own process, by the name that needs no installed command."""
     return subprocess.run(
-        [sys.executable, "-c", "import sys; from megatron_edit.cli import main; sys.exit(main())",
-         "check", str(SCRIPT), *argv],
+        [sys.executable, "-m", "megatron_edit", "check", str(SCRIPT), *argv],
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
         capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
@@ -123,13 +122,48 @@ def check(*argv: str) -> subprocess.CompletedProcess[str]:
 def test_check_validates_without_launching() -> None:
     """0 and a summary for a good command; 2 and one line for a bad one."""
     good = check(*edit_flags(2), "--world-size", "4")
-    assert (good.returncode, good.stdout) == (0, "ok: 2 replicas x 2 ranks\n"), good.stderr
+    assert (good.returncode, good.stdout) == (0, "ok: 2 replicas x 2 ranks, strategy edit\n"), (
+        good.stderr
+    )
     apart = ["--edit-replica-id", "1", "--edit-rendezvous", "node0:29400"]
     good = check(*edit_flags(2), *apart, "--world-size", "1")
-    assert (good.returncode, good.stdout) == (0, "ok: 2 replicas x 1 ranks\n"), good.stderr
+    assert (good.returncode, good.stdout) == (0, "ok: 2 replicas x 1 ranks, strategy edit\n"), (
+        good.stderr
+    )
     bad = check(*edit_flags(2), "--world-size", "3")
     assert bad.returncode == 2 and bad.stdout == ""
     assert bad.stderr.count("\n") == 1 and "must divide the 3 ranks" in bad.stderr
+    bad = check(*edit_flags(2))  # would catch: the advice to launch other ranks
+    assert bad.returncode == 2 and bad.stderr.count("\n") == 1
+    assert "--world-size (not given)" in bad.stderr and "a multiple of 2" in bad.stderr
+
+
+def test_check_tells_of_a_warmup_that_never_ends() -> None:
+    """Would catch: "ok" alone for a run in which EDiT never starts; and a warning where it does."""
+    for warmup, is_told in ((8, True), (7, False)):
+        done = check(*edit_flags(2, train_iters=8, edit_warmup_steps=warmup), "--world-size", "2")
+        assert done.returncode == 0, done.stderr
+        first, *others = done.stdout.splitlines()
+        assert first == "ok: 2 replicas x 1 ranks, strategy edit"
+        assert any(
+            line.startswith("WARNING: ") and f"--edit-warmup-steps {warmup}" in line
+            and "EDiT never starts" in line for line in others
+        ) == is_told, done.stdout  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [["-h"], [str(SCRIPT), "--train-iters", "5", "--help"]])
+def test_help_of_the_launcher(words: list[str]) -> None:
+    """Ours alone, from one rank. Would catch: Megatron's parser, which cannot print its own."""
+    for rank, is_heard in ((None, True), ("0", True), ("1", False)):
+        env = {k: v for k, v in os.environ.items() if k not in ("RANK", "SLURM_PROCID")}
+        done = subprocess.run(
+            [sys.executable, "-m", "megatron_edit", *words],
+            env=env | {"PYTHONPATH": str(REPOSITORY)} | ({} if rank is None else {"RANK": rank}),
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+        assert bool(done.stdout) == is_heard
+    assert done.stdout == ""
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,17 @@ def test_a_job_takes_all_lines_of_a_setting(
     assert ("--one" in words) == bool(text)
 
 
+def test_a_job_checks_its_command_first(tmp_path: Path) -> None:
+    """Would catch: ranks that start with flags that nobody has looked at."""
+    stand_in(tmp_path, "python-of-the-job", 'printf "%s\\n" "$@" >"$CALLS"')
+    done = in_job(tmp_path, "check_command 8 --more",
+                  EDIT_PYTHON=str(tmp_path / "python-of-the-job"))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    words = (tmp_path / "calls").read_text().split()
+    assert words[:3] == ["-m", "megatron_edit", "check"]
+    assert words[-3:] == ["--more", "--world-size", "8"]
+
+
 def test_submit_takes_all_lines_of_a_setting(tmp_path: Path) -> None:
     """Would catch: a component of a het job, or an option of sbatch, that is dropped."""
     stand_in(tmp_path, "sbatch", RECORD)

@@ -170,8 +170,7 @@ class Committer:
         entries = []
         for replica in range(place.num_replicas):
             pieces = [
-                self._take(store, _key(part.name, replica, rank), is_last=part.is_of_a_stop)
-                for rank in range(place.ranks_per_replica)
+                self._take(store, part, replica, rank) for rank in range(place.ranks_per_replica)
             ]
             for piece in pieces:
                 files |= {name: FileRecord(**record) for name, record in piece["files"].items()}
@@ -181,10 +180,12 @@ class Committer:
             entries.append(ReplicaEntry(**entry | losses))
         return replace(part.manifest, replicas=tuple(entries), files=dict(sorted(files.items())))
 
-    def _take(self, store: dist.Store, key: str, *, is_last: bool) -> dict[str, Any]:
+    def _take(self, store: dist.Store, part: Part, replica: int, rank: int) -> dict[str, Any]:
+        """What a rank of a replica has told of its part."""
+        key = _key(part.name, replica, rank)
         try:
             while not store.check([key]):
-                if self._is_abandoned.is_set() and not is_last:
+                if self._is_abandoned.is_set() and not part.is_of_a_stop:
                     raise _Abandoned
                 time.sleep(POLL_SECONDS)
                 if time.monotonic() > self._until:
@@ -192,8 +193,11 @@ class Committer:
             piece: dict[str, Any] = json.loads(store.get(key))
             store.delete_key(key)
         except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
             raise ReplicaLostError(
-                f"a checkpoint could not be completed: nobody told {key}; those before it are whole"
+                f"a checkpoint could not be completed: rank {rank} of replica {replica} has not "
+                f"said that its part is written ({reason}); look at what it said last, and resume "
+                "from the checkpoint before, which is whole"
             ) from error
         if "error" in piece:
             raise EditError(f"a checkpoint could not be completed: {piece['error']}")
