@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_edit.compare.traffic import gradient_bytes
 from megatron_edit.errors import UsageError
 from megatron_edit.plan.words import Words
 
@@ -44,12 +45,9 @@ class Storage:
         is_bf16, is_fp16 = words.has("--bf16"), words.has("--fp16")
         if is_bf16 and is_fp16:
             raise UsageError("--bf16 --fp16", "must be one of them", "drop one")
-        # Only with bf16 does Megatron turn fp32 gradients on by itself.
-        is_halved = words.has("--grad-reduce-in-bf16") if is_bf16 else is_fp16
-        if is_fp16 and words.has("--accumulate-allreduce-grads-in-fp32"):
-            is_halved = False
         is_half = is_bf16 or is_fp16
-        return cls(2 if is_half else 4, 2 if is_halved else 4, int(is_half) + _num_moments(words))
+        vectors = int(is_half) + _num_moments(words)
+        return cls(2 if is_half else 4, gradient_bytes(words.has), vectors)
 
 
 def _num_moments(words: Words) -> int:

@@ -18,6 +18,8 @@ class Layout(NamedTuple):
 
 
 GATHER = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 20000}
+# Every rank holds everything (M = 1); Megatron gathers nothing, so EDiT cannot overlap.
+PLAIN_DDP = {"use_distributed_optimizer": False, "overlap_param_gather": False}
 _MOE = {
     "num_experts": 4,
     "moe_token_dispatcher_type": "alltoall",
@@ -58,6 +60,9 @@ LAYOUTS = {
             "moe_router_score_function": "sigmoid"},
     ),
     "two-instances": Layout(2, {"num_distributed_optimizer_instances": 2}),
+    "two-instances-m2": Layout(
+        4, {"num_distributed_optimizer_instances": 2, "micro_batch_size": 1},
+    ),
     "llama": Layout(2, {**_LLAMA, "bf16": True}),
     "accumulation": Layout(2, {"micro_batch_size": 1, "global_batch_size": 16}),
     "recompute-full": Layout(

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from megatron_edit.engine.engine import EditEngine
 from megatron_edit.engine.flight import Flight
-from megatron_edit.engine.lanes import Arriving
-from megatron_edit.engine.state import UnitState
 from tests.host.spy import out_dir
 
 Event = list[Any]
 
 
 def record_order() -> None:
-    """Log ["start"|"land"|"forward"|"forward-end", unit, round] of rank 0 of each replica."""
+    """Log ["start"|"land"|"forward"|"forward-end", unit, round, step] of every rank."""
     import megatron.training.training as training
 
     rank = os.environ["RANK"]
@@ -60,77 +61,78 @@ def record_order() -> None:
 
 def _watch_layers(wrapped: Any, note: Any) -> None:
     model = getattr(wrapped, "module", wrapped)
-    for layer in model.decoder.layers:
-        name = f"layer.{layer.layer_number}"
-        forward = layer.forward
+    parts = {f"layer.{layer.layer_number}": layer for layer in model.decoder.layers}
+    if (embedding := getattr(model, "embedding", None)) is not None:
+        parts["embedding"] = embedding
+    if model.decoder.final_layernorm is not None:
+        parts["final"] = model.decoder.final_layernorm
+    for name, part in parts.items():
+        # A forward begins with the first module that holds parameters itself: Megatron's hooks are
+        # on such modules, and fire before.
+        first = next(m for m in part.modules() if any(True for _ in m.parameters(recurse=False)))
+        _watch(first, partial(note, "forward", name), _nothing)
+        _watch(part, _nothing, partial(note, "forward-end", name))
 
-        def watched(*args: Any, _name: str = name, _forward: Any = forward, **kwargs: Any) -> Any:
-            note("forward", _name)
-            result = _forward(*args, **kwargs)
-            note("forward-end", _name)
-            return result
 
-        layer.forward = watched
+def _watch(module: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
+    forward = module.forward
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        before()
+        result = forward(*args, **kwargs)
+        after()
+        return result
+
+    module.forward = watched
+
+
+def _nothing() -> None: ...
 
 
 def measure_staging() -> None:
-    """Record the largest staging of this rank: bytes of what flies or is staged, by storage."""
-    import gc
+    """Record the most bytes that this rank allocates in a sync, from the meeting's decision to the
+    last landing: of all tensors that the engine makes, on top of its persistent state."""
+    from megatron_edit.engine.traffic import Traffic
+    from tests.host.allocations import Allocations
 
     rank = os.environ["RANK"]
-    facts = {"peak": 0, "largest_shard": 0, "depth": 0, "persistent": 0}
-    start, land, finish = Flight.prepare.__func__, Flight.land, EditEngine.finish  # type: ignore[attr-defined]
-
-    def live() -> int:
-        things = [t for t in gc.get_objects() if isinstance(t, Flight | Arriving | UnitState)]
-        homes = {
-            id(tensor)
-            for unit in things
-            if isinstance(unit, UnitState)
-            for tensor in (unit.anchor, unit.momentum)
-        }
-        staged = [t.average if isinstance(t, Flight) else t.tensor for t in things
-                  if not isinstance(t, UnitState)]  # fmt: skip
-        storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for tensor in staged
-            if tensor is not None and id(tensor) not in homes
-        }
-        return sum(storages.values())
-
-    def spied_start(cls: Any, *args: Any) -> Any:
-        flight = start(cls, *args)
-        facts["peak"] = max(facts["peak"], live())
-        return flight
-
-    def spied_land(self: Flight, *args: Any, **kwargs: Any) -> Any:
-        landing = land(self, *args, **kwargs)
-        facts["peak"] = max(facts["peak"], live())
-        return landing
+    allocations, finish = Allocations(), EditEngine.finish
 
     def spied_finish(self: EditEngine) -> None:
         finish(self)
-        facts["largest_shard"] = self.host.plan.largest_numel
-        facts["depth"] = self.settings.prefetch_units
-        facts["live_after"] = live()
+        facts = {
+            "largest_shard": self.host.plan.largest_numel,
+            "peak": allocations.peak,
+            "live_after": allocations.live,
+        }
         (out_dir() / f"staging-{rank}.json").write_text(json.dumps(facts))
 
-    Flight.prepare = classmethod(spied_start)  # type: ignore[method-assign, assignment]
-    Flight.land = spied_land  # type: ignore[method-assign]
+    for name in ("begin_landing", "require"):
+        setattr(Traffic, name, allocations.watching(getattr(Traffic, name)))
     EditEngine.finish = spied_finish  # type: ignore[method-assign]
 
 
 def fail_while_landing() -> None:
-    """Rank 0 of replica 1 raises when it is to land layer.2 in round 2."""
-    is_victim = os.environ["RANK"] == os.environ["SPY_VICTIM"]
-    land = Flight.land
+    """Rank `SPY_VICTIM` raises when it is to land layer.2 in round 2; all note when they end."""
+    from megatron_edit import __main__ as launcher
+
+    rank = os.environ["RANK"]
+    land, main = Flight.land, launcher.main
     landings = {"n": 0}
 
     def failing(self: Flight, *args: Any, **kwargs: Any) -> Any:
         if self.shard.name == "layer.2":
             landings["n"] += 1
-            if is_victim and landings["n"] == 2:
+            if rank == os.environ["SPY_VICTIM"] and landings["n"] == 2:
+                (out_dir() / "failed").write_text(str(time.time()))
                 raise RuntimeError("this rank fails on purpose")
         return land(self, *args, **kwargs)
 
+    def timed(*args: Any) -> int:
+        try:
+            return main(*args)
+        finally:
+            (out_dir() / f"ended-{rank}").write_text(str(time.time()))
+
     Flight.land = failing  # type: ignore[method-assign]
+    launcher.main = timed

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -79,13 +79,21 @@ def _record_batches(batches: list[list[int]]) -> None:
 
 
 def parameter_digest(models: list[Any]) -> str:
-    """A hash over the bits of all parameters."""
+    """A hash over the bits of all parameters, and of the buffers that a checkpoint keeps."""
     digest = hashlib.sha256()
     for model in models:
-        for name, parameter in model.named_parameters():
+        for name, tensor in (*model.named_parameters(), *_kept_buffers(model)):
             digest.update(name.encode())
-            digest.update(parameter.detach().float().contiguous().numpy().tobytes())
+            digest.update(tensor.detach().float().contiguous().numpy().tobytes())
     return digest.hexdigest()
+
+
+def _kept_buffers(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Such as biases of routers; not the counts of tokens, which begin anew at each step."""
+    for place, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{place}.{name}", buffer
 
 
 def read_records(folder: Path, world_size: int) -> list[dict[str, Any]]:

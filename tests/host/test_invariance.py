@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.host.layouts import GATHER, LAYOUTS
+from tests.host.layouts import GATHER, LAYOUTS, PLAIN_DDP, Layout
 from tests.host.runs import run_edit
 
 # One learning-rate step moves a parameter by about lr: a clip of this size binds.
 SETTINGS = {"edit_warmup_steps": 0, "edit_sync_interval": 4, "train_iters": 5, "num_layers": 2,
             "edit_clip": 0.05, "init_method_std": 0.02}  # fmt: skip
+SPLIT = {"m2", "ep2", "tp2-ep2-etp2", "two-instances", "two-instances-m2", "m2-plain-ddp"}
 
 
 def first_sync(folder: Path, ranks: int, flags: dict[str, object]) -> dict[str, Any]:
@@ -35,6 +36,9 @@ def first_sync(folder: Path, ranks: int, flags: dict[str, object]) -> dict[str, 
         "pp2",
         pytest.param("cp2", marks=pytest.mark.full),
         pytest.param("tp2-pp2", marks=pytest.mark.full),
+        pytest.param("two-instances", marks=pytest.mark.full),
+        pytest.param("two-instances-m2", marks=pytest.mark.full),
+        pytest.param("m2-plain-ddp", marks=pytest.mark.full),
     ],
 )
 def test_dense_layouts_agree_at_the_first_sync(tmp_path: Path, layout: str) -> None:
@@ -52,11 +56,11 @@ def test_expert_layouts_agree_at_the_first_sync(tmp_path: Path, layout: str) -> 
 
 def _compare(tmp_path: Path, one: str, other: str, more: dict[str, object]) -> None:
     # Megatron deals micro-batches to data-parallel ranks: where one rank takes the place of two,
-    # a micro-batch twice as large gives the replica the same samples.
-    is_split = other in ("m2", "ep2", "tp2-ep2-etp2")
-    whole = {**LAYOUTS[one].flags, **more, "micro_batch_size": 4 if is_split else 2}
+    # a micro-batch twice as large gives the replica the same samples; of four, four times.
+    whole = {**LAYOUTS[one].flags, **more, "micro_batch_size": 4 if other in SPLIT else 2}
     expected = first_sync(tmp_path / one, LAYOUTS[one].ranks, whole)
-    ours = first_sync(tmp_path / other, LAYOUTS[other].ranks, {**LAYOUTS[other].flags, **more})
+    ranks, flags = LAYOUTS[other] if other != "m2-plain-ddp" else Layout(2, PLAIN_DDP)
+    ours = first_sync(tmp_path / other, ranks, {**flags, **more})
     assert ours["units"] == expected["units"]
     for key in ("norms", "weights", "clip", "update_norm"):
         np.testing.assert_allclose(ours[key], expected[key], rtol=1e-4, err_msg=key)

@@ -50,12 +50,17 @@ def test_biases_are_averaged_over_the_accepted_replicas(
 
 def test_expert_biases_under_ep_and_pp_stay_equal(tmp_path: Path) -> None:
     """Stages hold different routers, EP ranks the same ones: each sync group averages its own."""
-    run_edit(
-        tmp_path, 4, 2, before=RECORD_BIASES, **EXPERT_BIAS, pipeline_model_parallel_size=2
+    run = run_edit(
+        tmp_path, 8, 2, before=RECORD_BIASES, **EXPERT_BIAS, pipeline_model_parallel_size=2,
+        expert_model_parallel_size=2,
     )  # fmt: skip
-    logs = [biases(tmp_path, rank)["after"][8] for rank in range(4)]
-    assert logs[0] == logs[2] and logs[1] == logs[3]
-    assert len(logs[0]) == 4 and logs[0] != logs[1]
+    logs = [biases(tmp_path, rank)["after"][8] for rank in range(8)]
+    assert logs[:4] == logs[4:]
+    (first, also_first), (second, also_second) = logs[:2], logs[2:4]
+    assert first == also_first and second == also_second
+    assert len(first) == 4 and first != second
+    assert biases(tmp_path, 0)["before"][8] != biases(tmp_path, 4)["before"][8]
+    assert run.digests(0) == run.digests(1)
 
 
 @pytest.mark.parametrize("flags", [EXPERT_BIAS, QUANTILES], ids=["expert-bias", "quantiles"])

@@ -1,0 +1,73 @@
+"""What operations allocate: counted as tensors are made, whoever holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Allocations(TorchDispatchMode):  # type: ignore[misc]
+    """Follows the storages that operations in watched calls make, until they are freed.
+
+    Attributes:
+        peak: most bytes that were alive at the same time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._made: list[tuple[StorageWeakRef, int]] = []
+        self._is_on = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        known = given | {ref.cdata for ref, _ in self._alive()}
+        for storage in _storages(result):
+            if storage._cdata not in known:
+                known.add(storage._cdata)
+                self._made.append((StorageWeakRef(storage), storage.nbytes()))
+        self.peak = max(self.peak, self.live)
+        return result
+
+    @property
+    def live(self) -> int:
+        """Bytes that are alive now."""
+        return sum(nbytes for _, nbytes in self._alive())
+
+    def _alive(self) -> list[tuple[StorageWeakRef, int]]:
+        self._made = [(ref, nbytes) for ref, nbytes in self._made if not ref.expired()]
+        return self._made
+
+    def watching(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The same call, watched; one inside another is the outer one's part."""
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with self._once():
+                return call(*args, **kwargs)
+
+        return watched
+
+    @contextmanager
+    def _once(self) -> Iterator[None]:
+        if self._is_on:
+            yield
+            return
+        self._is_on = True
+        try:
+            with self:
+                yield
+        finally:
+            self._is_on = False
+
+
+def _storages(tree: Any) -> Iterable[torch.UntypedStorage]:
+    return (t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, torch.Tensor))

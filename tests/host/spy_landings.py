@@ -1,0 +1,121 @@
+"""A spy that records from where in Megatron's step each unit lands."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.host.spy import out_dir, record
+
+INSIDE = ("schedule", "forward", "gather")
+
+
+class Landing(NamedTuple):
+    """One unit that landed.
+
+    Attributes:
+        round: of its sync.
+        where: "forward" in a chunk's forward pass, "schedule" in Megatron's schedule but outside
+            of one, both through a bucket group's `start_param_sync`; else "elsewhere".
+        gather: number of the call of `start_param_sync` in which it landed.
+    """
+
+    round: int
+    where: str
+    gather: int
+
+
+class _Places:
+    """Which of the watched calls are under way, and how many of each have begun."""
+
+    def __init__(self) -> None:
+        self.depth = dict.fromkeys(INSIDE, 0)
+        self.begun = dict.fromkeys(INSIDE, 0)
+
+    def watched(self, place: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The same call, noted."""
+
+        @wraps(call)
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with self._entered(place):
+                return call(*args, **kwargs)
+
+        return inside
+
+    @contextmanager
+    def _entered(self, place: str) -> Iterator[None]:
+        self.depth[place] += 1
+        self.begun[place] += 1
+        try:
+            yield
+        finally:
+            self.depth[place] -= 1
+
+    def where(self) -> str:
+        """See `Landing`."""
+        if not self.depth["gather"] or not self.depth["schedule"]:
+            return "elsewhere"
+        return "forward" if self.depth["forward"] else "schedule"
+
+
+def record_landings() -> None:
+    """`record`, and for each rank its stage, its number of bucket groups, and its landings."""
+    import megatron.training.training as training
+    from megatron.core import parallel_state
+
+    from megatron_edit.engine.traffic import Traffic
+
+    record()
+    places, landings, chunks = _Places(), list[Landing](), list[Any]()
+    rank = os.environ["RANK"]  # before the launcher gives the ranks new numbers
+    setup, train, land = training.setup_model_and_optimizer, training.train, Traffic._land_next
+    schedule_of = training.get_forward_backward_func
+
+    def spied_setup(*args: Any, **kwargs: Any) -> Any:
+        built = setup(*args, **kwargs)
+        chunks.extend(built[0])
+        return built
+
+    def spied_train(*args: Any, **kwargs: Any) -> Any:
+        groups = _watch(chunks, places)  # the plugin's overrides lie below what watches them
+        try:
+            return train(*args, **kwargs)
+        finally:
+            for group in groups:
+                group.start_param_sync = group.start_param_sync.__wrapped__
+            stage = parallel_state.get_pipeline_model_parallel_rank()
+            facts = {"stage": stage, "groups": len(groups), "landings": landings}
+            (out_dir() / f"landings-{rank}.json").write_text(json.dumps(facts))
+
+    def spied_land(self: Traffic, run: Any) -> None:
+        land(self, run)
+        landings.append(Landing(run.round, places.where(), places.begun["gather"]))
+
+    def watched_schedule(*args: Any, **kwargs: Any) -> Any:
+        return places.watched("schedule", schedule_of(*args, **kwargs))
+
+    training.setup_model_and_optimizer, training.train = spied_setup, spied_train
+    training.get_forward_backward_func = watched_schedule
+    Traffic._land_next = spied_land  # type: ignore[method-assign]
+
+
+def _watch(chunks: list[Any], places: _Places) -> list[Any]:
+    groups = []
+    for chunk in chunks:
+        chunk.forward = places.watched("forward", chunk.forward)
+        groups += [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+    for group in groups:
+        group.start_param_sync = places.watched("gather", group.start_param_sync)
+    return groups
+
+
+def read_landings(folder: Path, rank: int) -> tuple[int, int, list[Landing]]:
+    """A rank's stage, its number of bucket groups, and its landings, in their order."""
+    facts = json.loads((folder / f"landings-{rank}.json").read_text())
+    landings = [Landing(*landing) for landing in facts["landings"]]
+    return facts["stage"], facts["groups"], landings

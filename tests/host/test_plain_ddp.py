@@ -1,0 +1,41 @@
+"""Megatron's DDP without the distributed optimizer: every rank holds the whole outer state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.host.layouts import PLAIN_DDP
+from tests.host.runs import run_edit
+from tests.host.spy import read_records
+
+
+def train_plain(
+    folder: Path, *, bf16: bool, offload: bool
+) -> tuple[list[str | None], list[str], list[dict[str, object]]]:
+    """Two replicas of two ranks: digests by sync, of the parameters at the end, sync lines."""
+    folder.mkdir()
+    run = run_edit(
+        folder, 4, 2, before="tests.host.spy:record", edit_sync_mode="blocking",
+        edit_offload=offload, bf16=bf16, train_iters=17, **PLAIN_DDP,
+    )  # fmt: skip
+    assert run.digests(0) == run.digests(1)
+    return run.digests(0), [record["digest"] for record in read_records(folder, 4)], run.syncs
+
+
+@pytest.mark.parametrize(
+    "bf16", [False, pytest.param(True, marks=pytest.mark.full)], ids=["fp32", "bf16"]
+)
+def test_replicas_agree_and_offload_changes_no_bit(tmp_path: Path, bf16: bool) -> None:
+    """Main copies in fp32 are the parameters themselves, of bf16 they are apart. Catches a shard
+    that is written to one of the two alone, and one that offload loses."""
+    near = train_plain(tmp_path / "near", bf16=bf16, offload=False)
+    far = train_plain(tmp_path / "far", bf16=bf16, offload=True)
+    digests, finals, syncs = near
+    assert len(digests) == 5 and None not in digests and len(set(digests)) == 5
+    assert [sync["iteration"] for sync in syncs] == [5, 8, 11, 14, 17]
+    assert len(set(finals)) == 1  # the last sync ends the training: all ranks hold the same
+    assert (digests, finals) == far[:2]
+    for ours, theirs in zip(syncs, far[2], strict=True):
+        assert all(ours[key] == theirs[key] for key in ("norms", "weights", "clip", "update_norm"))
