@@ -187,8 +187,8 @@ def _results(name: str) -> dict[str, Any]:
 def tables() -> str:
     """What goes into docs/plan.md."""
     parts = [
-        "Share of the ideal speed (`benchmarks/results/overlap_2cpu_202611.md`, "
-        "`delayed_2cpu_202611.md`), medians:",
+        "Share of the ideal speed (`benchmarks/results/overlap_2cpu_202611.md`, the first of its "
+        "two series; `delayed_2cpu_202611.md`), medians:",
         _table("link and mode", shares(), "{:.3f}", 1.0),
         "Milliseconds of a blocking sync (`benchmarks/results/growth_2cpu_202611.md`), the least "
         "of 32:",
