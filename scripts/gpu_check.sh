@@ -76,12 +76,19 @@ print(f"ok: {len(digests[0])} syncs, replicas equal; loss {losses[0]:.3f} -> {lo
 PY
 }
 
-late=(--edit-delay-steps 5 --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 500000)
+gather=(--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 500000)
+hidden=("${gather[@]}" --edit-sync-mode overlap)
+late=("${gather[@]}" --edit-delay-steps 5)
 if [ "$gpus" -eq 1 ]; then
-    check one-gpu-gloo train_apart --distributed-backend gloo
-    check one-gpu-delayed train_apart --distributed-backend gloo "${late[@]}"
+    one=(train_apart --distributed-backend gloo)
+    check one-gpu-gloo "${one[@]}"
+    check one-gpu-overlap "${one[@]}" "${hidden[@]}"
+    check one-gpu-overlap-offload "${one[@]}" "${hidden[@]}" --edit-offload
+    check one-gpu-delayed "${one[@]}" "${late[@]}"
 else
     check nccl-replica-each train 2
+    check nccl-overlap train 2 "${hidden[@]}"
+    check nccl-overlap-offload train 2 "${hidden[@]}" --edit-offload
     check nccl-delayed-int8 train 2 "${late[@]}" --edit-sync-dtype int8
     if [ "$gpus" -ge 4 ]; then check nccl-two-ranks-each train 4; fi
 fi
