@@ -21,6 +21,7 @@ from megatron_edit.errors import EditError, UsageError
 
 USAGE = "torchrun [...] -m megatron_edit SCRIPT [Megatron's arguments] --use-edit [--edit-...]"
 GRACE_SECONDS = 5.0
+DOCTOR = "doctor"  # the one command that looks at all ranks of a launch
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,13 +33,13 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit code, where the script itself does not exit.
     """
+    is_first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
     if argv and not argv[0].startswith("-") and not os.path.isfile(argv[0]):
         from megatron_edit.cli import SUBCOMMANDS
         from megatron_edit.cli import main as command
 
-        if argv[0] in SUBCOMMANDS:
-            return command(argv)
-    is_first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+        if argv[0] in SUBCOMMANDS:  # all but one are for a single process
+            return command(argv) if is_first or argv[0] == DOCTOR else 0
     if asks_for_help(argv):
         if is_first:
             sys.stdout.write(help_text(USAGE))

@@ -14,7 +14,8 @@ from megatron_edit.errors import UsageError
 from megatron_edit.flags import attribute, flag, preset_of, shown
 
 _OTHERS = (
-    "Megatron's own flags are listed by Megatron itself, without the plugin: python SCRIPT --help"
+    "Megatron's own flags: python SCRIPT --help, without the plugin (where that fails, as with "
+    "megatron-core 0.19.2: megatron/training/arguments.py)"
 )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from .kinds import IDEAL, STOCK
+from .kinds import IDEAL, STOCK, sends_all_at_once
 from .readings import Measurement
 from .rivals import RIVALS
 
@@ -151,10 +151,11 @@ class Analysis:
         )
 
     def _exact_bytes(self) -> float:
-        """Of a sync of all units in fp32: syncs of fragments, and of fewer bits, have less."""
+        """Of a sync of all units in fp32; 0 where none was measured."""
         sent: dict[str, list[int]] = {}
-        for run in (run for run in self._runs.values() if run.kind not in RIVALS):
-            sent.setdefault(run.kind, []).extend(sync["wire_bytes"] for sync in run.syncs)
+        for run in self._runs.values():
+            if run.kind not in RIVALS and sends_all_at_once(run.kind, self._tau):
+                sent.setdefault(run.kind, []).extend(sync["wire_bytes"] for sync in run.syncs)
         return max((median(values) for values in sent.values() if values), default=0.0)
 
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_edit.flags import flag
+
 from .rivals import RIVALS, rival_flags
 
 IDEAL = "ideal"
@@ -46,6 +48,13 @@ def variants(tau: int) -> dict[str, list[str]]:
         "int8": ["--edit-sync-dtype", "int8"],
         "staggered": ["--edit-fragments", "3", *late],
     }  # fmt: skip
+
+
+def sends_all_at_once(kind: str, tau: int) -> bool:
+    """Whether a sync of one of EDiT's kinds is of all units, in fp32."""
+    flags = variants(tau).get(kind, [])
+    parted = {flag("fragments"), flag("sync_dtype")}
+    return kind != "streaming-diloco" and parted.isdisjoint(flags)
 
 
 def link_name(rate: float | None) -> str:

@@ -18,7 +18,7 @@ from megatron_edit.replica.placement import Placement, place
 
 # Of configurations and results; another number makes all that was kept unknown. A configuration
 # holds the flags that are given, so a default that changes needs another number, too.
-FORM = 1
+FORM = 2
 EVENTS = "events"
 # What a comparison sets itself, or what all its runs would write to.
 _RESERVED = {

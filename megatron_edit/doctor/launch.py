@@ -25,7 +25,7 @@ from megatron_edit.replica.collectives import Group, Transport, stand_alone_grou
 from megatron_edit.replica.placement import Placement, place
 from megatron_edit.replica.world import ReplicaWorld, join
 
-_UNUSABLE = "mend the lines about interfaces first: the ranks could not be connected"
+_UNUSABLE = "correct the lines about interfaces first: the ranks could not be connected"
 _BLOCKED = "start all ranks, and open all ports between the machines (docs/troubleshooting.md)"
 
 
@@ -140,7 +140,8 @@ def _introduce(world: ReplicaWorld, report: Report) -> Group | None:
     store.set(f"doctor/rank{place.global_rank}", json.dumps(facts()))
     everyone: list[dict[str, Any]] = []
     for rank in range(size):
-        world.wait_for(f"doctor/rank{rank}", world.timeout)
+        replica = rank // place.ranks_per_replica
+        world.wait_for(f"doctor/rank{rank}", world.timeout, replica=replica)
         everyone.append(json.loads(store.get(f"doctor/rank{rank}")))
         report.is_alone = len({entry["host"] for entry in everyone}) == 1
     hosts = {entry["host"] for entry in everyone}

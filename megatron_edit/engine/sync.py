@@ -65,7 +65,7 @@ class SyncRun:
     began: float
     waited: float
     exposed: float = 0.0
-    digests: dict[int, int] = field(default_factory=dict)
+    digests: dict[int, Tensor] = field(default_factory=dict)
     ended: float = 0.0
     is_reported: bool = False
     _flying: deque[Flight] = field(default_factory=deque)

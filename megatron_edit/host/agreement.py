@@ -14,11 +14,12 @@ from megatron_edit.replica.world import JOIN_TIMEOUT, ReplicaWorld
 
 _OURS_APART = ("replica_id", "rendezvous", "log_dir", "log_units_to_tensorboard", "device")
 # Megatron's arguments that may differ from host to host, or say where and what is written: by
-# a word of their names, or by the whole name. (`--q-lora-rank` and `--logits-dtype` are neither.)
+# words of their names, or by the whole name. (`--q-lora-rank` is neither.)
 _HOST_WORDS = frozenset(
-    ("path", "dir", "file", "files", "filename", "cache", "port", "workers", "log", "logger",
-     "logging", "wandb", "tensorboard", "profile", "profiler", "edit")
+    ("files", "filename", "cache", "port", "workers", "threads", "prefetch", "log", "logger",
+     "logging", "wandb", "tensorboard", "profile", "profiler", "injector", "edit")
 )  # fmt: skip
+_HOST_ENDINGS = ("dir", "path", "file")  # of words: `--logdir`, too
 _HOST_NAMES = frozenset(("rank", "local_rank"))
 
 
@@ -62,11 +63,15 @@ def comparable(config: EditConfig, args: Namespace) -> dict[str, Any]:
     theirs = {
         "--" + name.replace("_", "-"): value
         for name, value in vars(args).items()
-        if isinstance(value, int | float | str | None)
-        and name not in _HOST_NAMES
-        and _HOST_WORDS.isdisjoint(name.split("_"))
+        if isinstance(value, int | float | str | None) and not _is_of_a_host(name)
     }
     return json.loads(json.dumps(ours | theirs))  # type: ignore[no-any-return]
+
+
+def _is_of_a_host(name: str) -> bool:
+    words = name.split("_")
+    is_place = any(word.endswith(_HOST_ENDINGS) for word in words)
+    return name in _HOST_NAMES or is_place or not _HOST_WORDS.isdisjoint(words)
 
 
 def _difference(first: dict[str, Any], mine: dict[str, Any]) -> tuple[str, Any, Any] | None:

@@ -104,5 +104,5 @@ def _validate(args: Namespace) -> None:
         raise UsageError(
             "Megatron's arguments",
             lines[0] if lines else "Megatron's own validation fails",
-            "mend what Megatron names",
+            "correct what Megatron names",
         ) from error

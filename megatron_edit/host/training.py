@@ -256,15 +256,18 @@ class TrainingLoop:
     def _hook_gathers(self, model: Sequence[Any]) -> None:
         assert self.engine is not None and self.host is not None
         can_hide = land_before_gathers(self._patcher, model, self.engine, self.host.unit_of)
-        stage, replica = self.engine.groups.stage, self._world.placement.replica
-        if can_hide or replica != 0 or stage.rank != 0:
+        if self._world.placement.global_rank > 0:
             return
-        if self._world.placement.global_rank == 0:
-            text = "one bucket holds all parameters of a stage"
-            remedy = "; set --ddp-bucket-size to the size of a layer"
-        else:  # nothing that a user could change
-            text, remedy = "Megatron keeps a later pipeline stage in one bucket", ""
-        say(f"{text}: its sync cannot hide behind compute{remedy}")
+        if not can_hide and len(self.engine.host.plan.shards) > 1:
+            say(
+                "no bucket is gathered before all units of a stage: a sync cannot hide behind "
+                "compute; set --ddp-bucket-size to the size of a layer"
+            )
+        if self.engine.groups.stage.size < self.engine.groups.replica.size:
+            say(
+                "Megatron does not cut later pipeline stages into buckets: their part of a sync "
+                "cannot hide behind compute"
+            )
 
     def _hook_gradients(self, model_config: Any) -> None:
         """Preset the model's finalize hook, which Megatron's loop honours."""

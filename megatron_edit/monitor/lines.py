@@ -31,9 +31,7 @@ def status(path: Path) -> os.stat_result | None:
 def unreadable(path: Path, error: OSError | ValueError) -> UsageError:
     """What to say of a file or folder that cannot be read."""
     reason = error.strerror if isinstance(error, OSError) else error
-    return UsageError(
-        str(path), f"cannot be read ({reason})", "give the folder of --edit-log-dir, or mend it"
-    )
+    return UsageError(str(path), f"cannot be read ({reason})", "give the folder of --edit-log-dir")
 
 
 class LineFile:

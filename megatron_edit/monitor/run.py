@@ -260,7 +260,7 @@ def check_folder(folder: Path, *, may_come: bool = False) -> None:
     if found is None and may_come:
         return
     if found is None or not stat.S_ISDIR(found.st_mode):
-        raise UsageError(str(folder), "is no folder", "give the folder of --edit-log-dir")
+        raise UsageError(str(folder), "is not a folder", "give the folder of --edit-log-dir")
 
 
 def open_run(folder: Path) -> Run:

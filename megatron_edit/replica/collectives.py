@@ -132,6 +132,7 @@ class Group:
         if self.rank > 0:
             pending.wait()
             return
+        self.let_go()
         self._given.append((pending, tensor))
 
     def let_go(self) -> None:

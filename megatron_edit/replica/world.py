@@ -156,7 +156,7 @@ class ReplicaWorld:
         Args:
             key: of the store; `event/r` is what replica r announces.
             timeout: longest wait.
-            replica: whose key it is, where its name does not say so.
+            replica: whose key it is, where its name does not say so, or not that alone.
 
         Raises:
             ReplicaLostError: nobody did within `timeout`, or the store is gone.
@@ -177,9 +177,11 @@ class ReplicaWorld:
         if isinstance(error, dist.DistNetworkError):
             reason = str(error).partition("\n")[0]
             return f"the store broke while {who} was waited for ({event}): {reason}"
-        what = "has not joined" if timeout == JOIN_TIMEOUT else f"has not come ({event})"
+        is_joining = timeout == JOIN_TIMEOUT
+        what = f"has not {'joined' if is_joining else 'come'} ({event})"
         remedy = "look at what it said last"
-        if replica is not None and not self.placement.is_single_launch:
+        place = self.placement
+        if is_joining and replica not in (None, place.replica) and not place.is_single_launch:
             remedy = f"is it started, with {flag('replica_id')} {replica}?"
         return f"{who} {what} within {_in_words(timeout)}; {remedy}"
 

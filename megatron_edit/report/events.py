@@ -188,7 +188,7 @@ def prepare_log_dir(path: str | None) -> Path | None:
         raise UsageError(
             f"--edit-log-dir {path}",
             f"must be a folder that can be written to ({error.strerror})",
-            "give another folder, or mend its permissions",
+            "give another folder, or correct its permissions",
             is_local=True,
         ) from error
     return folder

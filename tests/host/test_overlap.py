@@ -200,7 +200,7 @@ def test_a_failure_in_an_overlapped_sync_ends_all_ranks(tmp_path: Path, layout: 
     assert codes[ranks] == 1 and all(code > 0 for code in codes)  # the harness kills with SIGKILL
     failed = float((tmp_path / "failed").read_text())
     ends = [float((tmp_path / f"ended-{rank}").read_text()) for rank in range(2 * ranks)]
-    assert max(ends) - failed < 2 * TIMEOUT_SECONDS
+    assert max(ends) - failed < 3 * TIMEOUT_SECONDS
     victim = run.result.ranks[ranks].stderr
     assert "in the exchange of unit layer.2" in victim and "in round 2 of EDiT" in victim
     # The others see it in the sync, or where Megatron itself communicates. Later units fly by then.

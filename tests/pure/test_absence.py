@@ -31,7 +31,7 @@ def test_who_never_joined(is_single_launch: bool, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ReplicaLostError) as caught:
         world(is_single_launch=is_single_launch).wait_for("agreed/1", SOON)
     said = str(caught.value)
-    assert said.startswith("replica 1 has not joined within 0.02 s; ")
+    assert said.startswith("replica 1 has not joined (agreed) within 0.02 s; ")
     assert ("is it started, with --edit-replica-id 1?" in said) is not is_single_launch
 
 

@@ -15,7 +15,8 @@ OF_THE_TRAINING = ("q_lora_rank", "kv_lora_rank", "logits_load_kd_loss_alpha",
                    "num_virtual_stages_per_pipeline_rank", "offset_sampling_seed_by_dp_rank",
                    "seq_length")  # fmt: skip
 OF_THE_HOST = ("rank", "local_rank", "data_cache_path", "tensorboard_dir", "log_interval",
-               "wandb_exp_name", "num_workers", "edit_replica_id", "merge_file")  # fmt: skip
+               "wandb_exp_name", "num_workers", "edit_replica_id", "merge_file", "logdir",
+               "logits_load_decode_threads")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OF_THE_TRAINING)

@@ -22,6 +22,7 @@ SCRIPT = str(REPOSITORY / "scripts" / "pretrain_gpt.py")
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "200")  # argparse breaks lines at hyphens, too
 
 
 @pytest.mark.parametrize(

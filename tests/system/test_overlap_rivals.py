@@ -165,7 +165,14 @@ def test_the_limit_is_of_whole_syncs_in_fp32() -> None:
     small = [{"wire_bytes": 5e6, "seconds": {"exposed": 0.1, "wait": 0.0}}] * 4
     alone = limit()
     assert alone == pytest.approx(8.0 / (8.0 + 8 * 20 / 95 - 0.06))
-    assert alone == limit(measurement("delayed-int8", 900, small), measurement("a", 900, small))
+    assert alone == limit(
+        measurement("delayed-int8", 900, small), measurement("staggered", 900, small)
+    )
+    only = Analysis(
+        [measurement(IDEAL, 1000, []), measurement("delayed-int8", 900, small)],
+        [Link(100e6, 0, 95e6)], tau=40, tokens_per_iteration=200, forward_share=0.3,
+    )  # fmt: skip
+    assert only.rows()[1].limit is None  # nobody has measured it
 
 
 @pytest.mark.full

@@ -196,8 +196,8 @@ class Committer:
             reason = str(error).partition("\n")[0]
             raise ReplicaLostError(
                 f"a checkpoint could not be completed: rank {rank} of replica {replica} has not "
-                f"said that its part is written ({reason}); look at what it said last, and resume "
-                "from the checkpoint before, which is whole"
+                f"said that its part is written ({reason}); look at what it said last; "
+                "earlier checkpoints are whole"
             ) from error
         if "error" in piece:
             raise EditError(f"a checkpoint could not be completed: {piece['error']}")
