@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 BATCHES = (4, 8, 16)  # samples of a replica in a step
 # As where the speed of delayed syncs is measured: overlap_parts/kinds.py
-DELAYED_TAU, DELAY = 40, 30
+DELAYED_TAU, DELAYS = 40, ((4, 12), (1, 15), (1, 30))  # fragments and steps
 BAD_DATA = {
     TEXT: ("marks-bursts", "random tokens"),
     LABELS: ("marks-labels", "text with random labels"),
@@ -65,15 +65,23 @@ def _wire(study: Study) -> Question:
 
 
 def _delay(study: Study) -> Question:
-    edit, late = f"edit, tau {DELAYED_TAU}", ("--edit-delay-steps", str(DELAY))
-    int8 = (*late, "--edit-sync-dtype", "int8")
-    members = (
+    edit = f"edit, tau {DELAYED_TAU}"
+    members = [
         study.member("ddp", "ddp"),
         study.member(edit, "edit", base="ddp", tau=DELAYED_TAU),
-        study.member(f"{edit}, delay {DELAY}", "edit", *late, base=edit, tau=DELAYED_TAU),
-        study.member(f"{edit}, delay {DELAY}, int8", "edit", *int8, base=edit, tau=DELAYED_TAU),
-    )
-    return Question("marks-delay", "Delayed syncs", members)
+    ]
+    for fragments, delay in DELAYS:
+        late = ("--edit-delay-steps", str(delay))
+        label = f"delay {delay}"
+        if fragments > 1:
+            late = ("--edit-fragments", str(fragments), *late)
+            label = f"{fragments} fragments, {label}"
+        int8 = (*late, "--edit-sync-dtype", "int8")
+        members += [
+            study.member(label, "edit", *late, base=edit, tau=DELAYED_TAU),
+            study.member(f"{label}, int8", "edit", *int8, base=edit, tau=DELAYED_TAU),
+        ]
+    return Question("marks-delay", "Delayed syncs", tuple(members))
 
 
 def _bursts(study: Study, kind: str) -> Question:

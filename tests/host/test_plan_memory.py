@@ -94,7 +94,7 @@ def test_staging(tmp_path: Path, depth: int, offload: bool) -> None:
     }  # fmt: skip
     run_edit(
         tmp_path, 4, 2, before="tests.host.order:measure_staging", edit_sync_mode="overlap",
-        train_iters=11, **flags,
+        train_iters=11, edit_digest_interval=100, **flags,
     )  # fmt: skip
     facts = [json.loads((tmp_path / f"staging-{rank}.json").read_text()) for rank in range(2)]
     job = planned(2, 4, **flags)
