@@ -81,6 +81,10 @@ def _delay(study: Study) -> Question:
             study.member(label, "edit", *late, base=edit, tau=DELAYED_TAU),
             study.member(f"{label}, int8", "edit", *int8, base=edit, tau=DELAYED_TAU),
         ]
+    late = ("--edit-fragments", "4", "--edit-delay-steps", "12")
+    for more in (("--edit-mix", "0.5"), ("--edit-outer-momentum", "0.6")):
+        label = f"4 fragments, delay 12, {' '.join(more).removeprefix('--edit-')}"
+        members.append(study.member(label, "edit", *late, *more, base=edit, tau=DELAYED_TAU))
     return Question("marks-delay", "Delayed syncs", tuple(members))
 
 
