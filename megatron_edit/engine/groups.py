@@ -31,3 +31,12 @@ class EngineGroups:
     stage: Group
     control: Group
     ties: Mapping[str, Group]
+
+    def close(self) -> None:
+        """At a good end: give up the transports, so that the threads of gloo are joined here and
+        not in an interpreter that ends, which may abort (exit code -6). Nothing may be on its way.
+        """
+        inside = (self.replica, self.stage, *self.ties.values())
+        for group in (self.sync, self.meeting, self.control, *inside):
+            if not group.runs_in_order:  # NCCL's goes with its communicator
+                group.process_group = group.second_channel = None

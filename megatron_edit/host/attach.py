@@ -117,6 +117,7 @@ class Attachment:
             self._moved.record(error)
         if error is None and self._world is not None and self._loop.engine is not None:
             self._world.part()
+            self._loop.engine.groups.close()
         self.detach()
 
     def check_used(self) -> None:
