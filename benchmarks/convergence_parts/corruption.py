@@ -55,7 +55,9 @@ class Corruption:
     def configuration(self) -> dict[str, Any]:
         """For the hash of a run. `TEXT` goes without saying: its runs are older than the others."""
         fields = asdict(self)
-        return fields if self.kind != TEXT else {k: v for k, v in fields.items() if k != "kind"}
+        if self.kind == TEXT:
+            del fields["kind"]
+        return fields
 
     def to_json(self) -> str:
         """For the environment of a process."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .corruption import LABELS, TEXT
-from .questions import Question
+from .questions import Member, Question
 
 if TYPE_CHECKING:
     from .study import Study
@@ -66,25 +66,25 @@ def _wire(study: Study) -> Question:
 
 def _delay(study: Study) -> Question:
     edit = f"edit, tau {DELAYED_TAU}"
+
+    def late(fragments: int, delay: int, also: str = "", *words: str) -> Member:
+        label, flags = f"delay {delay}", ("--edit-delay-steps", str(delay), *words)
+        if fragments > 1:
+            label = f"{fragments} fragments, {label}"
+            flags = ("--edit-fragments", str(fragments), *flags)
+        label += f", {also}" if also else ""
+        return study.member(label, "edit", *flags, base=edit, tau=DELAYED_TAU)
+
     members = [
         study.member("ddp", "ddp"),
         study.member(edit, "edit", base="ddp", tau=DELAYED_TAU),
     ]
-    for fragments, delay in DELAYS:
-        late = ("--edit-delay-steps", str(delay))
-        label = f"delay {delay}"
-        if fragments > 1:
-            late = ("--edit-fragments", str(fragments), *late)
-            label = f"{fragments} fragments, {label}"
-        int8 = (*late, "--edit-sync-dtype", "int8")
-        members += [
-            study.member(label, "edit", *late, base=edit, tau=DELAYED_TAU),
-            study.member(f"{label}, int8", "edit", *int8, base=edit, tau=DELAYED_TAU),
-        ]
-    late = ("--edit-fragments", "4", "--edit-delay-steps", "12")
-    for more in (("--edit-mix", "0.5"), ("--edit-outer-momentum", "0.6")):
-        label = f"4 fragments, delay 12, {' '.join(more).removeprefix('--edit-')}"
-        members.append(study.member(label, "edit", *late, *more, base=edit, tau=DELAYED_TAU))
+    for where in DELAYS:
+        members += [late(*where), late(*where, "int8", "--edit-sync-dtype", "int8")]
+    members += [
+        late(*DELAYS[0], "mix 0.5", "--edit-mix", "0.5"),
+        late(*DELAYS[0], "outer-momentum 0.6", "--edit-outer-momentum", "0.6"),
+    ]
     return Question("marks-delay", "Delayed syncs", tuple(members))
 
 

@@ -36,7 +36,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     script = training_script(options.script)
     config = config_from_argv(rest)
     world_size = _world_size(options.world_size, config)
-    placement, unknown = check_script(script, rest, world_size)
+    placement, unknown = check_script(script, rest, config, world_size)
     layout = (
         f"{placement.num_replicas} replicas x {placement.ranks_per_replica} ranks, "
         f"strategy {config.strategy}"
@@ -77,13 +77,14 @@ def _warning(config: EditConfig, words: Sequence[str]) -> str | None:
 
 
 def check_script(
-    script: Path, words: Sequence[str], world_size: int
+    script: Path, words: Sequence[str], config: EditConfig, world_size: int
 ) -> tuple[Placement | None, list[str]]:
     """Check the arguments of a training script as a launch would. Imports Megatron.
 
     Args:
         script: of the training.
         words: its arguments.
+        config: what they say of EDiT.
         world_size: ranks of the launch.
 
     Returns:
@@ -92,7 +93,6 @@ def check_script(
     Raises:
         UsageError: the command would not start.
     """
-    config = config_from_argv(words)
     if config.use_edit and config.num_replicas is None:
         raise UsageError(
             f"{flag('num_replicas')} (not given)",

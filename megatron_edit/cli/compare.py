@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_edit.cli.check import check_script
 from megatron_edit.cli.needs import check_installed
-from megatron_edit.command_line import training_script
+from megatron_edit.command_line import config_from_argv, training_script
 from megatron_edit.compare.entries import parse_entries
 from megatron_edit.compare.follow import Limits
 from megatron_edit.compare.page import summary, write_report
@@ -92,7 +92,7 @@ def _checked_plan(options: Namespace, rest: Sequence[str]) -> tuple[RunPlan, ...
     plan = make_plan(setting, entries, _seeds(options.seeds))
     check_installed(*NEEDED)
     for each in {run.entry: run for run in plan}.values():  # seeds cannot be wrong alone
-        check_script(script, each.words, setting.num_ranks)
+        check_script(script, each.words, config_from_argv(each.words), setting.num_ranks)
     return plan
 
 

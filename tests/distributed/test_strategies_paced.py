@@ -16,7 +16,7 @@ from tests.reference.strategies import Simulation
 SCENARIO = "tests.distributed.strategy_scenarios:run_paced"
 TARGET = 60
 NAMES = list(SIZES)
-# sync_seconds, and how long a step of each replica lasts: equal, 1 to 3, and one in a blink.
+# Seconds of a step of each replica.
 SPEEDS = {"equal": (1.0, 1.0), "uneven": (1.0, 3.0), "three": (1.0, 1.5, 4.0)}
 CASES: dict[str, tuple[str, Settings]] = {
     "equal": ("equal", {}),
@@ -98,9 +98,5 @@ def compare(ours: list[dict[str, Any]], frames: list[dict[str, Any]], oracle: Si
             )  # fmt: skip
     for name in NAMES:
         cut = ours[-1]["slices"][name]
-        np.testing.assert_allclose(
-            ours[-1]["anchor"][name], oracle.anchor[name][cut], rtol=1e-5, atol=1e-5
-        )
-        np.testing.assert_allclose(
-            ours[-1]["momentum"][name], oracle.momentum[name][cut], rtol=1e-5, atol=1e-5
-        )
+        for key, whole in (("anchor", oracle.anchor), ("momentum", oracle.momentum)):
+            np.testing.assert_allclose(ours[-1][key][name], whole[name][cut], rtol=1e-5, atol=1e-5)
