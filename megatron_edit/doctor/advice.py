@@ -63,7 +63,7 @@ def sync_findings(
         f"at {step_seconds:g} s per step --edit-sync-interval {usual} spends more than "
         f"{GOAL_SHARE:.0%} of the time on it: use {interval}, "
         f"or --edit-sync-dtype int8 with {coded}"
-        + (f", or hide it with --edit-delay-steps {delay}" if delay < usual else ""),
+        + (f", or hide int8 with --edit-delay-steps {delay} at some loss" if delay < usual else ""),
     )
 
 

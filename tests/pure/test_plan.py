@@ -265,19 +265,27 @@ def test_the_suggested_interval_is_the_smallest(rate: float, step: float) -> Non
     assert least == 1 or share(least - 1) < 1 - GOAL_SHARE + 1e-9
 
 
-def test_a_slow_link_gets_a_delay_and_a_coarser_wire() -> None:
-    """And the plan of the suggested flags keeps what was promised."""
+def test_a_slow_link_gets_a_coarser_wire_then_a_delay() -> None:
+    """And the plan of the suggested flags keeps what was promised. Would catch: a delay, which
+    costs loss, where a wire type that costs none is enough; a longer delay than another's."""
     job = job_of("llama_7b")
-    for rate, wire in ((3e9, "fp32"), (1e9, "bf16"), (0.2e9, "")):
-        found = {a.subject: a for a in advise(job, job.config("edit"), at(rate), 80e9)}
-        if not wire:
-            assert found["hiding"].value is None
+    wires = []
+    for rate in (45e9, 20e9, 12e9, 5e9, 3e9, 1e9, 0.2e9):
+        config = job.config("edit")
+        found = {a.subject: a for a in advise(job, config, at(rate), 80e9)}["hiding"]
+        if found.value is None:
+            wires.append("none")
             continue
-        words = str(found["hiding"].value).split()
-        assert (words[3] if len(words) > 2 else "fp32") == wire
-        better = job_of("llama_7b", 8, "--use-edit", *words)
-        cost = sync_cost(better, better.config("edit"), at(rate))
-        assert cost.share_of_ideal >= 1 - GOAL_SHARE
+        words = str(found.value).split()
+        better = job_of("llama_7b", 8, "--use-edit", *words).config("edit")
+        assert sync_cost(job, better, at(rate)).share_of_ideal >= 1 - GOAL_SHARE
+        wires.append(f"{better.sync_dtype} {better.delay_steps}")
+        assert ("loss" in found.text) == (better.delay_steps > 0)
+        for wire in ("bf16", "int8", "int4"):
+            if better.delay_steps:  # no wire type does without
+                less = dataclasses.replace(config, sync_dtype=wire)
+                assert sync_cost(job, less, at(rate)).share_of_ideal < 1 - GOAL_SHARE
+    assert wires == ["bf16 0", "int8 0", "int4 0", "int4 6", "int4 9", "int4 27", "none"]
 
 
 def test_offload_is_suggested_where_it_helps() -> None:

@@ -111,6 +111,8 @@ def test_between_the_link_and_no_hiding(wires: list[float], part: float, length:
 
 def test_a_delay_is_found_for_the_largest_group() -> None:
     """Would catch: a delay for the mean of groups, too short for the one with the embedding."""
-    job, config = planned("--edit-fragments", "8")
-    found = {each.subject: str(each.value) for each in advise(job, config, at(200e6), None)}
+    job, config = planned("--edit-fragments", "8", *INT4)
+    found = {each.subject: str(each.value) for each in advise(job, config, at(25e6), None)}
     assert found["hiding"].startswith("--edit-delay-steps") and "dtype" not in found["hiding"]
+    better = dataclasses.replace(config, delay_steps=int(found["hiding"].split()[1]))
+    assert sync_cost(job, better, at(25e6)).share_of_ideal >= 1 - GOAL_SHARE
