@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from .study import Study
 
 BATCHES = (4, 8, 16)  # samples of a replica in a step
-# As where the speed of delayed syncs is measured: overlap_parts/kinds.py
-DELAYED_TAU, DELAYS = 40, ((4, 12), (1, 15), (1, 30))  # fragments and steps
+# As where the speed of delayed syncs is measured: overlap_parts/kinds.py. With a fragment for each
+# unit the largest one decides how many steps hide an exchange; all at once need more.
+DELAYED_TAU, DELAYS = 40, ((4, 8), (4, 12), (1, 15), (1, 30))  # fragments and steps
+CODED = ((4, 10), (1, 30))  # with int8
 BAD_DATA = {
     TEXT: ("marks-bursts", "random tokens"),
     LABELS: ("marks-labels", "text with random labels"),
@@ -79,12 +81,11 @@ def _delay(study: Study) -> Question:
         study.member("ddp", "ddp"),
         study.member(edit, "edit", base="ddp", tau=DELAYED_TAU),
     ]
-    for where in DELAYS:
-        members += [late(*where), late(*where, "int8", "--edit-sync-dtype", "int8")]
-    members += [
-        late(*DELAYS[0], "mix 0.5", "--edit-mix", "0.5"),
-        late(*DELAYS[0], "outer-momentum 0.6", "--edit-outer-momentum", "0.6"),
-    ]
+    members += [late(*where) for where in DELAYS]
+    members += [late(*where, "int8", "--edit-sync-dtype", "int8") for where in CODED]
+    less = ("outer-momentum 0.6", "--edit-outer-momentum", "0.6")
+    members += [late(4, 12, "mix 0.5", "--edit-mix", "0.5"), late(4, 12, *less), late(4, 8, *less)]
+    members.append(study.member(f"{edit}, {less[0]}", "edit", *less[1:], base=edit, tau=DELAYED_TAU))
     return Question("marks-delay", "Delayed syncs", tuple(members))
 
 

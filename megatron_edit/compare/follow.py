@@ -181,7 +181,10 @@ class _Lines:
 
 
 def tail(log_path: Path) -> list[str]:
-    """The last lines of a log, without what the launcher adds to what the ranks said."""
+    """The last lines of a log, without what the launcher adds to what the ranks said; none where
+    a rank ended before it began one."""
+    if not log_path.exists():
+        return []
     last = deque[str](maxlen=NUM_TAIL_LINES)
     with log_path.open(encoding="utf-8", errors="replace") as source:
         for line in source:

@@ -19,7 +19,7 @@ import pytest
 from megatron_edit.compare.analysis import Outcome, make_rows
 from megatron_edit.compare.console_log import RunLog
 from megatron_edit.compare.entries import parse_entries
-from megatron_edit.compare.follow import Limits, RunFailedError, follow
+from megatron_edit.compare.follow import Limits, RunFailedError, follow, tail
 from megatron_edit.compare.page import write_report
 from megatron_edit.compare.plan import RunPlan, Setting, make_plan
 from megatron_edit.compare.readings import Kind, Point, Reading, make_reading
@@ -329,6 +329,11 @@ def test_a_failed_run_shows_its_end(tmp_path: Path) -> None:
     assert failure.value.exit_code == 3
     assert failure.value.tail == ["\n", "the reason\n"] or failure.value.tail == ["the reason\n"]
     assert "what the launcher adds" in (tmp_path / "log").read_text()
+
+
+def test_a_rank_that_ended_before_it_said_anything(tmp_path: Path) -> None:
+    """Would catch: a study that ends in a traceback where a run should count as failed."""
+    assert tail(tmp_path / "never-begun.log") == []
 
 
 @pytest.mark.parametrize(
