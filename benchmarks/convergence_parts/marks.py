@@ -83,9 +83,14 @@ def _delay(study: Study) -> Question:
     ]
     members += [late(*where) for where in DELAYS]
     members += [late(*where, "int8", "--edit-sync-dtype", "int8") for where in CODED]
-    less = ("outer-momentum 0.6", "--edit-outer-momentum", "0.6")
-    members += [late(4, 12, "mix 0.5", "--edit-mix", "0.5"), late(4, 12, *less), late(4, 8, *less)]
-    members.append(study.member(f"{edit}, {less[0]}", "edit", *less[1:], base=edit, tau=DELAYED_TAU))
+    members.append(late(4, 12, "mix 0.5", "--edit-mix", "0.5"))
+    # An outer momentum carries on what is late: smaller ones, for the delay and without it.
+    calmer = {f"outer-momentum {mu}": ("--edit-outer-momentum", f"{mu}") for mu in (0.6, 0.5)}
+    bolder = ("outer-lr 1, outer-momentum 0.5", "--edit-outer-lr", "1", "--edit-outer-momentum", "0.5")
+    for label, words in calmer.items():
+        members += [late(4, 8, label, *words)]
+        members.append(study.member(f"{edit}, {label}", "edit", *words, base=edit, tau=DELAYED_TAU))
+    members += [late(4, 8, *bolder), late(4, 12, "outer-momentum 0.6", *calmer["outer-momentum 0.6"])]
     return Question("marks-delay", "Delayed syncs", tuple(members))
 
 

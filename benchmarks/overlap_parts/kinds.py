@@ -31,11 +31,13 @@ TIMED_STEP_SECONDS = 0.12  # of A-EDiT: a round of tau such steps is as long as 
 BLOCKING, OVERLAP = "blocking", "overlap"
 
 
-def variants(tau: int) -> dict[str, list[str]]:
-    """Flags of EDiT's other kinds, by name, for a sync interval."""
+def variants(tau: int, num_layers: int = 4) -> dict[str, list[str]]:
+    """Flags of EDiT's other kinds, by name, for a sync interval and a model's layers."""
     late = ["--edit-delay-steps", str(tau * 3 // 4)]
-    # As little delay as hides the largest of the groups at 100 Mbit/s: what lands late costs loss.
-    staggered = ["--edit-fragments", "4", "--edit-delay-steps", str(tau * 3 // 10)]
+    # As little delay as hides the largest unit at 100 Mbit/s, or at 20 with int8, as what lands
+    # late costs loss: the embedding, alone in its group but for the last norm.
+    groups = min(num_layers + 1, tau)
+    staggered = ["--edit-fragments", f"{groups}", "--edit-delay-steps", f"{tau // 5}"]
     strategies = ("local-sgd", "post-local-sgd", "slowmo", "diloco", "co2")
     named = {name: ["--edit-strategy", name] for name in strategies}
     return named | {
@@ -210,5 +212,5 @@ class Job:
             *(() if self.kind == "a-edit" else ("--edit-sync-interval", str(self.tau))),
             *("--edit-sync-mode", mode),
             *("--edit-log-dir", log_dir),
-            *variants(self.tau).get(self.kind, []),
+            *variants(self.tau, self.model.num_layers).get(self.kind, []),
         ]
