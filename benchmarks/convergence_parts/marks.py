@@ -15,7 +15,13 @@ BATCHES = (4, 8, 16)  # samples of a replica in a step
 # As where the speed of delayed syncs is measured: overlap_parts/kinds.py. With a fragment for each
 # unit the largest one decides how many steps hide an exchange; all at once need more.
 DELAYED_TAU, DELAYS = 40, ((4, 8), (4, 12), (1, 15), (1, 30))  # fragments and steps
-CODED = ((4, 10), (1, 30))  # with int8
+# Calmer outer steps, as they carry on what is late; with the delay and without it.
+CALM = ("outer-momentum 0.7", "--edit-outer-momentum", "0.7")
+CALMER = (
+    ("outer-momentum 0.6", "--edit-outer-momentum", "0.6"),
+    ("outer-momentum 0.5", "--edit-outer-momentum", "0.5"),
+    ("outer-lr 1, outer-momentum 0.5", "--edit-outer-lr", "1", "--edit-outer-momentum", "0.5"),
+)
 BAD_DATA = {
     TEXT: ("marks-bursts", "random tokens"),
     LABELS: ("marks-labels", "text with random labels"),
@@ -81,16 +87,19 @@ def _delay(study: Study) -> Question:
         study.member("ddp", "ddp"),
         study.member(edit, "edit", base="ddp", tau=DELAYED_TAU),
     ]
+    int8 = ("--edit-sync-dtype", "int8")
+    members += [late(*DELAYS[0], *CALM), late(*DELAYS[0], f"{CALM[0]}, int8", *CALM[1:], *int8)]
     members += [late(*where) for where in DELAYS]
-    members += [late(*where, "int8", "--edit-sync-dtype", "int8") for where in CODED]
-    members.append(late(4, 12, "mix 0.5", "--edit-mix", "0.5"))
-    # An outer momentum carries on what is late: smaller ones, for the delay and without it.
-    calmer = {f"outer-momentum {mu}": ("--edit-outer-momentum", f"{mu}") for mu in (0.6, 0.5)}
-    bolder = ("outer-lr 1, outer-momentum 0.5", "--edit-outer-lr", "1", "--edit-outer-momentum", "0.5")
-    for label, words in calmer.items():
-        members += [late(4, 8, label, *words)]
-        members.append(study.member(f"{edit}, {label}", "edit", *words, base=edit, tau=DELAYED_TAU))
-    members += [late(4, 8, *bolder), late(4, 12, "outer-momentum 0.6", *calmer["outer-momentum 0.6"])]
+    members += [
+        late(4, 12, "mix 0.5", "--edit-mix", "0.5"),
+        late(4, 12, *CALMER[0]),
+        late(*DELAYS[-1], "int8", *int8),
+    ]
+    members += [late(*DELAYS[0], *words) for words in CALMER]
+    members += [
+        study.member(f"{edit}, {label}", "edit", *words, base=edit, tau=DELAYED_TAU)
+        for label, *words in (CALM, CALMER[0])
+    ]
     return Question("marks-delay", "Delayed syncs", tuple(members))
 
 
