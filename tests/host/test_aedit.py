@@ -216,12 +216,13 @@ def _of_rank(folder: Path, rank: int) -> list[int]:
 def test_a_paused_replica_and_clocks_an_hour_apart(tmp_path: Path) -> None:
     """SIGSTOP for 10 s in the middle of a round: the others wait for it, and nothing breaks."""
     run = run_timed(
-        tmp_path, 2, 2, "slow,shift_clocks,pause_one",
+        tmp_path, 2, 2, "slow,shift_clocks,pause_one,record_consumed",
         {"SPY_SLEEP": "[0.01, 0.01]", "SPY_STEP": "30"}, train_iters=150, global_batch_size=4,
         edit_sync_seconds=1,
     )  # fmt: skip
     assert_equal_replicas(run, 2)
     assert max(line["seconds"]["wait"] for line in run.syncs) > 5
+    assert sorted(consumed(tmp_path, 2)) == list(range(150 * 4))
 
 
 @pytest.mark.full

@@ -1,0 +1,40 @@
+"""The ledger of a-edit (method section 5), slowly: every list written out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+
+def slow_shares(total: int, counts: Sequence[int]) -> list[int]:
+    """Largest remainder by the book: exact fractions, one seat after the other."""
+    counts = counts if sum(counts) else [1] * len(counts)
+    exact = [Fraction(total * count, sum(counts)) for count in counts]
+    shares = [int(share) for share in exact]
+    while sum(shares) < total:
+        missing = [share - given for share, given in zip(exact, shares, strict=True)]
+        shares[missing.index(max(missing))] += 1
+    return shares
+
+
+class SlowLedger:
+    """The rule with lists and sets: no frontier, no holes, only what has been consumed."""
+
+    def __init__(self, num_replicas: int, target: int, consumed: int) -> None:
+        self.num_replicas, self.target, self.consumed = num_replicas, target, set(range(consumed))
+        self._deal([0] * num_replicas)
+
+    def _deal(self, steps: Sequence[int]) -> None:
+        entries = [b for b in range(self.target) if b not in self.consumed]
+        self.is_final = 0 < len(entries) <= 2 * self.num_replicas * max(steps)
+        self.dealt = [entries[r :: self.num_replicas] for r in range(self.num_replicas)]
+        if self.is_final:
+            for replica, quota in enumerate(slow_shares(len(entries), steps)):
+                self.dealt[replica], entries = entries[:quota], entries[quota:]
+
+    def settle(self, steps: Sequence[int]) -> None:
+        """Consume, each block for the first time, and deal anew."""
+        for blocks, count in zip(self.dealt, steps, strict=True):
+            assert len(blocks) >= count and self.consumed.isdisjoint(blocks[:count])
+            self.consumed.update(blocks[:count])
+        self._deal(steps)
