@@ -203,9 +203,6 @@ class TrainingLoop:
         tell_of_the_run(
             self._events, self._config, place, self._device, self.engine, self.host, mode
         )
-        self._events.timers = EditTimers(
-            get_timers(), self.engine.clock, args.timing_log_level, self._patcher
-        )
         if mode == "overlap":
             self._hook_gathers(model)
         self._hook_step(optimizer)
@@ -217,6 +214,9 @@ class TrainingLoop:
         self._writer.use(self.engine, self.host, pieces)
         self._saves.use(self.engine, self.host)
         self._loads.begin(self.engine, self.host, pieces)
+        clock = self.engine.clock
+        clock.pause()  # until the first step: Megatron builds its data sets before that
+        self._events.timers = EditTimers(get_timers(), clock, args.timing_log_level, self._patcher)
 
     def _warn_of_endless_warmup(self, args: Any) -> None:
         text = warning_of_endless_warmup(self._config, args.train_iters)

@@ -13,12 +13,15 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Iterator
+from functools import wraps
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from tests.host.spy import _replica, out_dir
 
 STEP_NANOSECONDS = 1_000_000_000
+_SCRIPTED = [0]  # nanoseconds that the scripted clock shows
 
 
 def hooks() -> None:
@@ -53,7 +56,7 @@ def script_clock() -> None:
     """
     from megatron_edit.method.clock import PhaseClock
 
-    factor, now = json.loads(os.environ["SPY_FACTORS"])[_replica()], [0]
+    factor, now = json.loads(os.environ["SPY_FACTORS"])[_replica()], _SCRIPTED
     ranks = int(os.environ["WORLD_SIZE"]) // int(os.environ["SPY_REPLICAS"])
     factor *= 1 + int(os.environ["RANK"]) % ranks * float(os.environ.get("SPY_JITTER", "0"))
     begin = PhaseClock.__post_init__
@@ -67,6 +70,23 @@ def script_clock() -> None:
 
     PhaseClock.__post_init__ = scripted  # type: ignore[method-assign]
     at_each_step(tick)
+
+
+def linger() -> None:
+    """Let each call of what `SPY_LINGER` names take 100 s of the scripted clock."""
+
+    def lingering(function: Any) -> Any:
+        @wraps(function)
+        def lingered(*args: Any, **kwargs: Any) -> Any:
+            _SCRIPTED[0] += 100 * STEP_NANOSECONDS
+            return function(*args, **kwargs)
+
+        return lingered
+
+    for name in os.environ["SPY_LINGER"].split(","):
+        place, _, attribute = name.rpartition(".")
+        owner = resolve_name(place)
+        setattr(owner, attribute, lingering(getattr(owner, attribute)))
 
 
 def shift_clocks() -> None:

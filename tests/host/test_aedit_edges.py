@@ -1,12 +1,29 @@
-"""A-EDiT where time or samples run out."""
+"""A-EDiT where its clock must stand still, and where time or samples run out."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.host.test_aedit import assert_equal_replicas, run_timed
 from tests.reference.ledger import SlowLedger
+
+
+@pytest.mark.parametrize(
+    "called", ["evaluate", "save_checkpoint", "build_train_valid_test_datasets"]
+)
+def test_what_is_no_training_takes_no_time(tmp_path: Path, called: str) -> None:
+    """Steps of 1 s, no warm-up, 100 s in each call: catches a clock that runs on during
+    evaluations, saves, or the making of data sets. Any of them would cut the next round short."""
+    env = {"SPY_FACTORS": "[1, 1]", "SPY_LINGER": f"megatron.training.training.{called}"}
+    run = run_timed(
+        tmp_path, 2, 2, "script_clock,linger", env,
+        train_iters=20, global_batch_size=4, edit_sync_seconds=4, edit_warmup_steps=0,
+        eval_interval=4, eval_iters=1, save_interval=4, save=tmp_path / "saves",
+    )  # fmt: skip
+    assert [line["inner_steps"] for line in run.syncs] == [[4, 4], [4, 4], [4, 4], [8, 8]]
 
 
 def test_samples_follow_the_ledger_at_speeds_far_apart(tmp_path: Path) -> None:
