@@ -162,10 +162,8 @@ class EditEngine:
     @property
     def is_landing_due(self) -> bool:
         """Whether the result of a sync replaces parameters right after the step being attempted."""
-        is_meeting = self.is_sync_due
-        return not self.is_warmup and self._syncs.replaces_parameters(
-            self.step + 1, is_meeting=is_meeting
-        )
+        is_meeting, step = self.is_sync_due, self.step + 1
+        return not self.is_warmup and self._syncs.replaces_parameters(step, is_meeting=is_meeting)
 
     @property
     def is_warmup(self) -> bool:
@@ -290,6 +288,7 @@ class EditEngine:
         self.reporter.on_message(f"warm-up is over after step {self.step}: the replicas part")
 
     def _meet(self) -> None:
+        self.clock.pause()  # to wait for others is no inner training
         self.is_stopping = self.is_waiting = not self._syncs.meet(self.step)
         self.pace.begin_phase()
 

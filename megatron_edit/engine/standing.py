@@ -67,7 +67,7 @@ def go_on(engine: EditEngine, standing: Standing) -> None:
     engine.traffic.flying.extend(standing.pending)
     engine.host.attach_outer_state(standing.state)
     engine.pace.resume(entry, standing.dealing, is_rejoined=standing.is_rejoined)
-    engine.clock.set(entry.phase_seconds, phases=1)
+    engine.clock.set(entry.phase_seconds)
     if standing.is_at_sync:
         drift.check(plan, engine.groups, drift.plan_digests(plan), "after loading")
     engine.flags.post(Flag.MEET if entry.is_asking else Flag.NONE)

@@ -25,13 +25,14 @@ class PhaseTimer(TimerBase):  # type: ignore[misc]
 
     Args:
         name: as Megatron's log shows it.
-        clock: the engine's; its start stamp also decides when A-EDiT meets.
+        clock: the engine's; the stamp at which its phase began decides when A-EDiT meets. Here
+            only the total of all phases counts: a log line covers several, or a part of one.
     """
 
     def __init__(self, name: str, clock: PhaseClock) -> None:
         super().__init__(name)
         self.clock = clock
-        self._taken, self._phase = 0.0, clock.phases
+        self.reset()
 
     def start(self, barrier: bool = False) -> None:
         """Go on. Never a barrier: replicas must not wait for a log line."""
@@ -43,19 +44,18 @@ class PhaseTimer(TimerBase):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Count anew, for the log; the phase itself goes on."""
-        self._taken, self._phase = self.clock.seconds, self.clock.phases
+        self._taken = self.clock.total_seconds
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
-        """Seconds since the last reset or since the phase began, whichever was later."""
-        is_same = self._phase == self.clock.phases
-        seconds = self.clock.seconds - (self._taken if is_same else 0.0)
+        """Seconds since the last reset."""
+        seconds = self.clock.total_seconds - self._taken
         if reset:
             self.reset()
         return seconds
 
     def active_time(self) -> float:
-        """Seconds of this phase."""
-        return self.clock.seconds
+        """Seconds since the start of training."""
+        return self.clock.total_seconds
 
 
 class SumTimer(TimerBase):  # type: ignore[misc]

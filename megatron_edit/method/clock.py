@@ -19,21 +19,20 @@ class PhaseClock:
 
     Attributes:
         read: the monotonic clock, nanoseconds.
-        phases: how many have begun.
     """
 
     read: Callable[[], int] = time.monotonic_ns
-    phases: int = 0
     _start: int = field(init=False)
     _paused_at: int | None = None
+    _past: int = 0  # nanoseconds of earlier phases
 
     def __post_init__(self) -> None:
         self._start = self.read()
 
     def restart(self) -> None:
         """A new inner phase begins now."""
+        self._past += self._now - self._start
         self._start, self._paused_at = self.read(), None
-        self.phases += 1
 
     def pause(self) -> None:
         """Stand still from here on. Does nothing where it does already."""
@@ -46,17 +45,29 @@ class PhaseClock:
             self._start += self.read() - self._paused_at
             self._paused_at = None
 
-    def set(self, seconds: float, phases: int) -> None:
-        """Stand still at `seconds` of a phase, the `phases`-th; `resume` lets it go on."""
-        self._paused_at = self.read()
-        self._start = self._paused_at - round(seconds * NANOSECONDS)
-        self.phases = phases
+    def set(self, seconds: float) -> None:
+        """Stand still at `seconds` of a phase that another process began; `resume` lets it go on.
+
+        The total does not change: it is of this process.
+        """
+        self.pause()
+        start = self._now - round(seconds * NANOSECONDS)
+        self._past += start - self._start
+        self._start = start
 
     @property
     def seconds(self) -> float:
         """Since the start of the phase, without the pauses."""
-        now = self.read() if self._paused_at is None else self._paused_at
-        return (now - self._start) / NANOSECONDS
+        return (self._now - self._start) / NANOSECONDS
+
+    @property
+    def total_seconds(self) -> float:
+        """Of all phases so far, without the pauses. For logs: no meeting depends on it."""
+        return (self._past + self._now - self._start) / NANOSECONDS
+
+    @property
+    def _now(self) -> int:
+        return self.read() if self._paused_at is None else self._paused_at
 
 
 @dataclass

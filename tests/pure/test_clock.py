@@ -50,6 +50,27 @@ def test_pauses_do_not_count() -> None:
     assert clock.seconds == 4
 
 
+def test_the_total_is_of_all_phases() -> None:
+    """For logs: catches a total that forgets a phase, counts a pause, or what was saved of a phase
+    that another process began."""
+    hands = Hands(50)
+    clock = PhaseClock(hands)
+    clock.set(7)
+    hands.move(100)
+    clock.resume()
+    hands.move(2)
+    assert (clock.seconds, clock.total_seconds) == (9, 2)
+    clock.pause()
+    hands.move(100)
+    clock.restart()
+    hands.move(3)
+    assert (clock.seconds, clock.total_seconds) == (3, 5)
+    clock.set(1)
+    clock.resume()
+    hands.move(1)
+    assert (clock.seconds, clock.total_seconds) == (2, 6)
+
+
 def test_it_asks_a_step_ahead() -> None:
     """Elapsed time and another step like the last: the phase ends at its length, not after it."""
     hands = Hands()
