@@ -147,9 +147,11 @@ class TimedPace:
         return self.trigger.last
 
     def begin_together(self, step: int) -> None:
-        """See `Pace`. In warm-up every replica consumed a block at each step."""
-        replicas = self.dealing.num_replicas
-        self._deal(Dealing(replicas, self.dealing.target, step * replicas))
+        """See `Pace`. In warm-up every replica consumed a block at each step; a run that loads more
+        steps than it is to make is over."""
+        replicas, target = self.dealing.num_replicas, self.dealing.target
+        consumed = step * replicas
+        self._deal(Dealing(replicas, max(target, consumed), consumed))
 
     def begin(self, step: int) -> None:
         """See `Pace`."""

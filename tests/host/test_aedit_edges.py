@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.host.test_aedit import assert_equal_replicas, run_timed
+from tests.host.runs import run_edit
+from tests.host.test_aedit import AEDIT, assert_equal_replicas, run_timed
 from tests.reference.ledger import SlowLedger
 
 
@@ -55,3 +56,22 @@ def test_the_time_of_one_replica_is_over(tmp_path: Path) -> None:
     for replica in (0, 1):
         losses = [x for x in run.lines(f"replica-{replica}.jsonl") if "loss" in x]
         assert 17 <= len(losses) < 1000
+
+
+@pytest.mark.parametrize("strategy", ["a-edit", "edit"])
+@pytest.mark.parametrize("warmup", [100, 5])
+def test_a_target_that_has_passed(tmp_path: Path, strategy: str, warmup: int) -> None:
+    """Ten steps of warm-up are saved, five are wanted: training is over, and ends with 0. With
+    a warm-up of five the replicas part when they load, and nothing follows."""
+    flags = {"global_batch_size": 4, "lr_decay_iters": 10} | (AEDIT if strategy == "a-edit" else {})
+    saves = tmp_path / "saves"
+    run_edit(
+        tmp_path, 2, 2, save=saves, save_interval=10, train_iters=10, edit_warmup_steps=100, **flags
+    )
+    again = tmp_path / "again"
+    again.mkdir()
+    run = run_edit(
+        again, 2, 2, load=saves, save=saves, save_interval=10, train_iters=5,
+        edit_warmup_steps=warmup, override_opt_param_scheduler=True, **flags,
+    )  # fmt: skip
+    assert not run.result.losses and not (again / "sync.jsonl").exists()
