@@ -201,6 +201,7 @@ class TimedPace:
             self.dealing.is_exhausted(replica, count) for replica, count in enumerate(counts)
         )
         if not is_cut and sum(counts) < self.min_round_steps:
+            self.is_rejoined = False  # it goes on, and comes to the next meeting in a step
             return Outcome.EXTEND
         self._deal(self.dealing.settle(counts))
         self.host.arrive(
