@@ -15,12 +15,12 @@ from megatron_edit.replica.collectives import Group
 from megatron_edit.replica.flags import DelayedFlags, Flag
 from tests.harness import run_ranks
 
-NUM_STEPS = 4_000
+NUM_STEPS = 10_000
 LATE_SECONDS = 2.0
 
 
 def decide_with_jitter(seed: int) -> dict[str, list[int]]:
-    """In each rank: 4 000 steps, a clock of its own; the steps after which it meets, and asks."""
+    """In each rank: 10 000 steps, a clock of its own; the steps after which it meets, and asks."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank, jitter = dist.get_rank(), random.Random(seed * 100 + dist.get_rank())
     now = [jitter.randrange(10**15)]
@@ -59,13 +59,15 @@ def post_late() -> dict[str, float]:
     return {"posted": posted, "read": read}
 
 
-@pytest.mark.parametrize("seed", [7, 8, 9])
+@pytest.mark.parametrize(
+    "seed", [7, *(pytest.param(seed, marks=pytest.mark.full) for seed in (8, 9))]
+)
 def test_all_ranks_of_a_replica_decide_alike(seed: int) -> None:
     """Catches a rank that trusts its own clock: the ranks would wait for each other for ever."""
     target = "tests.distributed.test_decision:decide_with_jitter"
     results = [result.value for result in run_ranks(target, 4, (seed,), check=True)]
     first = results[0]
-    assert len(first["met"]) > 200
+    assert len(first["met"]) > 500
     assert all(result["met"] == first["met"] for result in results)
     assert first["met"] == [step + 1 for step in first["asked"]]  # one step late
     assert any(result["asked"] != first["asked"] for result in results)  # clocks did differ
