@@ -17,7 +17,7 @@ from megatron_edit.engine import drift
 from megatron_edit.engine.accounting import Accounts
 from megatron_edit.engine.blame import blaming
 from megatron_edit.engine.buffers import average_in_warmup, sum_counts
-from megatron_edit.engine.equal import copy_first_replica
+from megatron_edit.engine.equal import copy_first_replica, heal_rounding
 from megatron_edit.engine.groups import EngineGroups
 from megatron_edit.engine.host import Host
 from megatron_edit.engine.meeting import Meetings
@@ -75,11 +75,14 @@ class EditEngine:
 
     def __post_init__(self) -> None:
         sync = self.groups.sync
+        is_watching = self.groups.control.rank == 0
+        self.board = StopBoard(self.world.shared_store, is_watching=is_watching)
         self.pace = pace_of(self.settings, self.host, self.clock, sync.rank, sync.size)
         meetings = Meetings(
             self.host,
             self.groups,
             self.world,
+            self.board,
             self.pace,
             has_digests=not self.settings.landing.is_immediate,
         )
@@ -97,8 +100,6 @@ class EditEngine:
             self.rounds.digests,
         )
         self._home = HomeStream(sync.device)
-        is_watching = self.groups.control.rank == 0
-        self.board = StopBoard(self.world.shared_store, is_watching=is_watching)
         self.flags = DelayedFlags(self.groups.control)
         self._common_stop = CommonStop(sync)
         self.patience = Patience((sync, self.groups.meeting), self.settings.fixed_timeout)
@@ -274,14 +275,8 @@ class EditEngine:
 
     def _switch(self) -> None:
         """End the warm-up: make sure that the replicas agree, then take the anchor (method 2.3)."""
-        plan = self.host.plan
         self._common_stop.drain()
-        if drift.differing_units(plan, self.groups, drift.plan_digests(plan))[0]:
-            largest = copy_first_replica(self.host, self.groups)
-            self.reporter.on_message(
-                f"the replicas had rounded differently in warm-up (by up to {largest:.3e}); "
-                "all now hold the parameters of replica 0"
-            )
+        heal_rounding(self.host, self.groups, self.reporter)
         self.rounds.begin(self.step)
         self.pace.begin_phase()
         self.patience.begin()

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from megatron_edit.engine import drift
 from megatron_edit.engine.decisions import Decision
 from megatron_edit.engine.groups import EngineGroups
 from megatron_edit.engine.host import Host
@@ -39,6 +40,19 @@ def copy_first_replica(host: Host, groups: EngineGroups) -> float:
     host.gather_parameters()
     everywhere = groups.meeting.all_gather(groups.replica.all_gather(largest).max())
     return float(everywhere.max())
+
+
+def heal_rounding(host: Host, groups: EngineGroups, reporter: Reporter) -> None:
+    """After warm-up: where the replicas differ after all, give them the parameters of replica 0.
+
+    Collective: all ranks of all replicas.
+    """
+    if drift.differing_units(host.plan, groups, drift.plan_digests(host.plan))[0]:
+        largest = copy_first_replica(host, groups)
+        reporter.on_message(
+            f"the replicas had rounded differently in warm-up (by up to {largest:.3e}); "
+            "all now hold the parameters of replica 0"
+        )
 
 
 def heal_broken(

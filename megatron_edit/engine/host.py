@@ -70,6 +70,10 @@ class Host(Protocol):
     def zero_nonfinite_moments(self, shard: UnitShard) -> int:
         """Zero the inner moments of a shard that are not finite; returns how many elements."""
 
+    @property
+    def is_end_asked(self) -> bool:
+        """Whether this process got a signal to end, or its time is over. Communicates nothing."""
+
     def progress(self) -> Progress:
         """Where training stands now."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from megatron_edit.engine.buffers import values_of
@@ -12,7 +13,12 @@ from megatron_edit.engine.host import Host
 from megatron_edit.engine.pace import Pace
 from megatron_edit.engine.traffic import Traffic
 from megatron_edit.replica.control import ControlRecord, check_same_meeting, record_bytes
+from megatron_edit.replica.stop import StopBoard
 from megatron_edit.replica.world import ReplicaWorld
+
+LOOK_SECONDS = 0.0002  # between two looks at a meeting that others have not come to, at least
+LONGEST_LOOK_SECONDS = 0.02
+LOOK_SHARE = 0.01  # of the time waited so far: who waits long need not look so often
 
 
 @dataclass
@@ -23,6 +29,7 @@ class Meetings:
         host: says where training stands.
         groups: who meets.
         world: where replicas announce that they come.
+        board: where this replica says that it was asked to end, also while it waits.
         pace: knows the losses, and whether replicas meet at the same step.
         has_digests: whether records carry digests of delayed landings.
         traffic: goes on while this replica waits for the others: they may wait for it.
@@ -32,6 +39,7 @@ class Meetings:
     host: Host
     groups: EngineGroups
     world: ReplicaWorld
+    board: StopBoard
     pace: Pace
     has_digests: bool
     traffic: Traffic | None = None
@@ -85,8 +93,7 @@ class Meetings:
             digests=_row(digests or {}, units) if self.has_digests else (),
         )
         self._announce()
-        idle = self.traffic.poll if self.traffic is not None and self.traffic.is_busy else None
-        rows = self.groups.meeting.all_gather(mine.pack(capacity), idle=idle)
+        rows = self.groups.meeting.all_gather(mine.pack(capacity), idle=self._waiting())
         records = [
             ControlRecord.unpack(row, capacity, units, has_digests=self.has_digests) for row in rows
         ]
@@ -99,6 +106,26 @@ class Meetings:
         if self.count == 0:
             return []  # lost in warm-up, where nobody announces anything
         return self.world.absent(f"meeting/{self.count}")
+
+    def _waiting(self) -> Callable[[], float]:
+        """What this replica does while it waits, again and again; it gives the seconds in between.
+
+        It lets exchanges go on, as the others may wait for them; and it looks for a signal or the
+        end of its time, which no step of its own will find now: the others then leave, and that
+        releases it.
+        """
+        began = time.monotonic()
+
+        def look() -> float:
+            if self.host.is_end_asked and not self.board.is_seen:
+                self.board.announce()
+            if self.traffic is not None and self.traffic.is_busy:
+                self.traffic.poll()
+                return LOOK_SECONDS
+            waited = time.monotonic() - began
+            return min(max(LOOK_SECONDS, LOOK_SHARE * waited), LONGEST_LOOK_SECONDS)
+
+        return look
 
     def _announce(self) -> None:
         self.count += 1

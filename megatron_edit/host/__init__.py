@@ -4,7 +4,7 @@
 |---|---|
 | attach, patching, probes | what is wrapped, how it is undone, and whether this Megatron has it |
 | arguments, checking, agreement, settings | flags: beside Megatron's, checked, alike everywhere |
-| training, loop, stops | Megatron's training loop and its ends |
+| training, loop, stops, ends | Megatron's training loop and its ends |
 | model, planning, naming | one replica's model as the engine's host, and its units |
 | optimizer, moments, rates | Megatron's optimizers and schedule, as the engine sees them |
 | overlap | landing units before Megatron gathers them |

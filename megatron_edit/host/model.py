@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_edit.engine.host import Progress
 from megatron_edit.engine.state import OuterState
 from megatron_edit.engine.units import Fragment, UnitShard
+from megatron_edit.host.ends import is_end_asked
 from megatron_edit.host.loop import LoopControl
 from megatron_edit.host.moments import reset, zero_nonfinite
 from megatron_edit.host.optimizer import (
@@ -246,6 +247,11 @@ class MegatronHost:
     def target_blocks(self) -> int:
         """Steps of all replicas together in the whole training."""
         return int(self._args.train_iters) * self._placement.num_replicas
+
+    @property
+    def is_end_asked(self) -> bool:
+        """See `Host`."""
+        return is_end_asked(self._args)
 
     def progress(self) -> Progress:
         """See `engine.host.Host`."""

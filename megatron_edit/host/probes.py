@@ -62,6 +62,8 @@ PROBES = (
     Probe(_TRAINING, "build_train_valid_test_datasets"),
     Probe(_TRAINING, "build_pretraining_data_loader", ("dataset", "consumed_samples")),
     Probe(_TRAINING, "checkpoint_and_decide_exit", ("iteration",)),
+    Probe(_TRAINING, "get_signal_handler"),
+    Probe(_TRAINING, "_TRAIN_START_TIME"),
     Probe("megatron.core.transformer.torch_norm", "WrappedTorchNorm", ("config",)),
     Probe("megatron.core.timers", "TimerBase"),
     Probe("megatron.core.timers:Timers", "log", ("names",)),

@@ -22,8 +22,6 @@ from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from megatron_edit.errors import ReplicaLostError
 
-IDLE_SECONDS = 0.0002  # between two looks at a collective that others have not come to
-
 
 @dataclass(frozen=True)
 class Pending:
@@ -195,14 +193,15 @@ class Group:
         self.payload_bytes += (self.size - 1) * row.nbytes
         return pending
 
-    def all_gather(self, tensor: Tensor, idle: Callable[[], None] | None = None) -> Tensor:
+    def all_gather(self, tensor: Tensor, idle: Callable[[], float] | None = None) -> Tensor:
         """Stack the tensors of all ranks in rank order: [size, *shape], on `tensor`'s device.
 
         Collective: all ranks of the group, same shape and dtype.
 
         Args:
             tensor: of this rank.
-            idle: called again and again while this rank waits, on the CPU.
+            idle: called again and again while this rank waits, on the CPU; tells after how many
+                seconds. Without it the interpreter handles no signal until all have come.
         """
         if self.size == 1:
             return tensor.unsqueeze(0).clone()
@@ -212,8 +211,7 @@ class Group:
         options.timeout = self.timeout
         pending = self._start(lambda: self.process_group.allgather([parts], [local], options))
         while idle is not None and not pending.is_completed:
-            idle()
-            time.sleep(IDLE_SECONDS)
+            time.sleep(idle())
         pending.wait()
         self.payload_bytes += (self.size - 1) * local.nbytes
         return torch.stack(parts).to(tensor.device)

@@ -59,6 +59,7 @@ class ToyHost:
     lr: float = 1.0
     next_lr: float = 1.0
     is_last: bool = False
+    is_end_asked: bool = False
     arrivals: list[tuple[int, bool]] = field(default_factory=list)
     moments: dict[int, Tensor] = field(default_factory=dict)
 

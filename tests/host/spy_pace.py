@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from functools import wraps
 from pathlib import Path
 from pkgutil import resolve_name
+from threading import Timer
 from typing import Any
 
 from tests.host.spy import _replica, out_dir
@@ -137,6 +138,23 @@ def expire_one() -> None:
         training._TRAIN_START_TIME -= 3600
 
     on_the_victim(expire)
+
+
+def signal_soon() -> None:
+    """Send SIGTERM to replica 1 a second after it has begun step `SPY_STEP`."""
+    script = "sleep 1; kill -TERM $0"
+    on_the_victim(lambda: subprocess.Popen(["bash", "-c", script, str(os.getpid())]))
+
+
+def expire_soon() -> None:
+    """Let the allotted minute of replica 1 be over a second after it has begun step `SPY_STEP`."""
+
+    def expire() -> None:
+        import megatron.training.training as training
+
+        training._TRAIN_START_TIME -= 3600
+
+    on_the_victim(Timer(1, expire).start)
 
 
 def pause_one() -> None:

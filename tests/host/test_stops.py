@@ -33,6 +33,27 @@ def test_a_stop_on_one_replica_ends_all(tmp_path: Path, pace: str, how: str, ste
     assert 0 < len([x for x in lines if "loss" in x]) < 1000
 
 
+@pytest.mark.parametrize("how", ["signal", pytest.param("duration", marks=pytest.mark.full)])
+@pytest.mark.parametrize("pace", PACES)
+def test_a_stop_that_comes_to_who_waits(tmp_path: Path, pace: str, how: str) -> None:
+    """Replica 1 is at the meeting long before the other: catches one that is deaf there. The other
+    stops at its next step, and the meeting does not take place."""
+    hook = {"signal": "signal_soon", "duration": "expire_soon"}[how]
+    env = {"SPY_SLEEP": "[0.5, 0.01]", "SPY_STEP": "21"}
+    flags = {"edit_sync_interval": 20}
+    if pace == "a-edit":  # the clock of replica 1 alone is over soon
+        hook += ",script_clock"
+        env["SPY_FACTORS"] = "[0.001, 1]"
+        flags = {"edit_sync_seconds": 20}
+    run = run_timed(
+        tmp_path, 2, 2, f"slow,{hook}", env, train_iters=500, global_batch_size=4,
+        **{**HOW[how][1], **PACES[pace], **flags},
+    )  # fmt: skip
+    assert not (tmp_path / "sync.jsonl").exists() or not run.syncs
+    steps = [[x for x in run.lines(f"replica-{r}.jsonl") if "loss" in x] for r in (0, 1)]
+    assert len(steps[0]) < 10 < len(steps[1]) <= 22
+
+
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("step", ["2", "17"], ids=["in-warm-up", "in-a-round"])
 def test_a_stop_between_evaluations(tmp_path: Path, how: str, step: str) -> None:
