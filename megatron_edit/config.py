@@ -159,7 +159,8 @@ class EditConfig:
     )
     timeout_seconds: float | None = _setting(
         None,
-        "longest wait at a sync, seconds; > 0, or auto = max(600, 4 x the last round)",
+        "longest wait for a replica without progress, seconds; > 0, or auto = "
+        "max(600, 4 x the last round)",
         kind=number_or_auto,
     )
     interval: str = _setting(

@@ -6,6 +6,8 @@ found, 4 a replica lost. Library code raises; only the launcher turns an error i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def on_one_line(text: str) -> str:
     """The text with line breaks and everything else that does not print escaped."""
@@ -55,13 +57,19 @@ class ReplicaLostError(EditError):
 
     exit_code = 4
     is_placed = False
+    lost: Sequence[int] = ()  # replicas, where this is known already
 
-    def in_sync(self, lost: list[int], round: int, step: int) -> ReplicaLostError:
-        """The same error with the replicas that did not come, the round and the step."""
-        if self.is_placed:
-            return self
-        who = f"replica {', '.join(map(str, lost))} did not come to" if lost else "broke off in"
-        error = ReplicaLostError(f"{who} the sync of round {round} (step {step}): {self}")
+    def placed(self, lost: Sequence[int], where: str, *, has_come: bool) -> ReplicaLostError:
+        """The same error with the replicas that were lost, and where.
+
+        Args:
+            lost: replicas; empty where nobody knows.
+            where: in what.
+            has_come: whether they came there, and were lost later.
+        """
+        how = "was lost in" if has_come else "did not come to"
+        who = f"replica {', '.join(map(str, lost))} {how}" if lost else "broke off in"
+        error = ReplicaLostError(f"{who} {where}: {self}")
         error.is_placed = True
         return error
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from megatron_edit.engine.rounds import Rounds
 from megatron_edit.errors import ReplicaLostError
+from megatron_edit.replica.stop import StopBoard
 
 
 class Engine(Protocol):
@@ -15,25 +15,40 @@ class Engine(Protocol):
 
     Attributes:
         step: s.
-        rounds: of this replica.
+        board: knows the replicas' signs of life.
     """
 
     step: int
-    rounds: Rounds
+    board: StopBoard
 
     @property
     def current_round(self) -> int:
         """The round whose sync is under way, or comes next."""
 
+    @property
+    def is_warmup(self) -> bool:
+        """Whether there are no rounds yet."""
+
 
 @contextmanager
-def blaming(engine: Engine) -> Iterator[None]:
-    """Tell who was lost, and in which sync."""
+def blaming(engine: Engine, what: str = "") -> Iterator[None]:
+    """Tell who was lost, and in what.
+
+    Args:
+        engine: knows.
+        what: that is done; empty is the sync of the round, or the warm-up.
+    """
     try:
         yield
     except ReplicaLostError as error:
-        absent = engine.rounds.meetings.absent()
-        raise error.in_sync(absent, engine.current_round, engine.step) from error
+        if error.is_placed:
+            raise
+        usual = f"the sync of round {engine.current_round}"
+        where = what or ("the warm-up" if engine.is_warmup else usual)
+        pulse = engine.board.pulse
+        lost = error.lost or (pulse.lost() if pulse is not None else [])
+        has_come = pulse is None or not pulse.is_waiting
+        raise error.placed(lost, f"{where} (step {engine.step})", has_come=has_come) from error
     except Exception as error:
         error.add_note(f"in round {engine.current_round} of EDiT, after step {engine.step}")
         raise

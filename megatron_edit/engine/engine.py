@@ -20,7 +20,7 @@ from megatron_edit.engine.buffers import average_in_warmup, sum_counts
 from megatron_edit.engine.equal import copy_first_replica, heal_rounding
 from megatron_edit.engine.groups import EngineGroups
 from megatron_edit.engine.host import Host
-from megatron_edit.engine.meeting import Meetings
+from megatron_edit.engine.meeting import Meetings, open_board
 from megatron_edit.engine.pace import Pace
 from megatron_edit.engine.paces import pace_of
 from megatron_edit.engine.patience import Patience
@@ -75,14 +75,13 @@ class EditEngine:
 
     def __post_init__(self) -> None:
         sync = self.groups.sync
-        is_watching = self.groups.control.rank == 0
-        self.board = StopBoard(self.world.shared_store, is_watching=is_watching)
+        self.board, pulse = open_board(self.groups, self.world, lambda: self.step)
         self.pace = pace_of(self.settings, self.host, self.clock, sync.rank, sync.size)
         meetings = Meetings(
             self.host,
             self.groups,
-            self.world,
             self.board,
+            pulse,
             self.pace,
             has_digests=not self.settings.landing.is_immediate,
         )
@@ -144,13 +143,15 @@ class EditEngine:
     def before_gradients(self) -> None:
         """In warm-up, before the host moves what it does not leave to its optimizer."""
         if self.is_warmup:
-            sum_counts(self.host, self.groups)
+            with blaming(self):
+                sum_counts(self.host, self.groups)
 
     def average_gradients(self, num_tokens: Tensor | None = None) -> None:
         """In warm-up, average the gradient shards over the replicas; see `warmup`."""
         if self.is_warmup:
-            average_in_warmup(self.host, self.groups)
-            average_gradients(self.host, self.groups, num_tokens)
+            with blaming(self):
+                average_in_warmup(self.host, self.groups)
+                average_gradients(self.host, self.groups, num_tokens)
 
     @property
     def is_sync_due(self) -> bool:
@@ -246,7 +247,7 @@ class EditEngine:
         Collective: all ranks of all replicas that have not left.
         """
         if not self.is_stopping:
-            with torch.no_grad(), blaming(self):
+            with torch.no_grad(), blaming(self, "the meeting before an evaluation or an end"):
                 self.traffic.settle()
                 self.is_stopping = not self.rounds.check_in(self.step)
         return not self.is_stopping
@@ -265,7 +266,6 @@ class EditEngine:
 
     def finish(self) -> None:
         """Land and report what is left, losses too. All replicas must come, or have left."""
-        self.board.close()
         with torch.no_grad(), blaming(self):
             self.traffic.settle()
             self.rounds.close(self.step)

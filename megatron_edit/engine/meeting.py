@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from megatron_edit.engine.buffers import values_of
 from megatron_edit.engine.groups import EngineGroups
 from megatron_edit.engine.host import Host
 from megatron_edit.engine.pace import Pace
 from megatron_edit.engine.traffic import Traffic
+from megatron_edit.errors import ReplicaLostError
 from megatron_edit.replica.control import ControlRecord, check_same_meeting, record_bytes
+from megatron_edit.replica.pulse import Place, Pulse
 from megatron_edit.replica.stop import StopBoard
 from megatron_edit.replica.world import ReplicaWorld
 
@@ -28,22 +32,20 @@ class Meetings:
     Attributes:
         host: says where training stands.
         groups: who meets.
-        world: where replicas announce that they come.
         board: where this replica says that it was asked to end, also while it waits.
+        pulse: how far the others have come.
         pace: knows the losses, and whether replicas meet at the same step.
         has_digests: whether records carry digests of delayed landings.
         traffic: goes on while this replica waits for the others: they may wait for it.
-        count: meetings that this replica has come to.
     """
 
     host: Host
     groups: EngineGroups
-    world: ReplicaWorld
     board: StopBoard
+    pulse: Pulse
     pace: Pace
     has_digests: bool
     traffic: Traffic | None = None
-    count: int = 0
 
     @property
     def record_bytes(self) -> int:
@@ -92,8 +94,7 @@ class Meetings:
             next_lr=progress.next_lr,
             digests=_row(digests or {}, units) if self.has_digests else (),
         )
-        self._announce()
-        rows = self.groups.meeting.all_gather(mine.pack(capacity), idle=self._waiting())
+        rows = self.gather(mine.pack(capacity))
         records = [
             ControlRecord.unpack(row, capacity, units, has_digests=self.has_digests) for row in rows
         ]
@@ -101,37 +102,69 @@ class Meetings:
             check_same_meeting(records, same_step=self.pace.meets_at_same_step)
         return records
 
-    def absent(self) -> list[int]:
-        """Replicas that have not come to the last meeting; for the message of an error."""
-        if self.count == 0:
-            return []  # lost in warm-up, where nobody announces anything
-        return self.world.absent(f"meeting/{self.count}")
+    def gather(self, row: Tensor) -> Tensor:
+        """The rows of all replicas, in their order, however late they come.
+
+        A replica that makes no progress for the time-out of the group is lost.
+
+        Collective: the sync group.
+        """
+        with self.pulse.waiting():
+            return self.groups.meeting.all_gather(row, idle=self._waiting())
 
     def _waiting(self) -> Callable[[], float]:
         """What this replica does while it waits, again and again; it gives the seconds in between.
 
         It lets exchanges go on, as the others may wait for them; and it looks for a signal or the
         end of its time, which no step of its own will find now: the others then leave, and that
-        releases it.
+        releases it. Of the replicas that have not come it wants to see progress.
         """
-        began = time.monotonic()
+        began, limit = time.monotonic(), self.groups.meeting.timeout.total_seconds()
 
         def look() -> float:
+            now = time.monotonic()
+            if overdue := self.pulse.overdue(began, limit, now):
+                raise _lost(overdue, limit)
             if self.host.is_end_asked and not self.board.is_seen:
                 self.board.announce()
             if self.traffic is not None and self.traffic.is_busy:
                 self.traffic.poll()
                 return LOOK_SECONDS
-            waited = time.monotonic() - began
-            return min(max(LOOK_SECONDS, LOOK_SHARE * waited), LONGEST_LOOK_SECONDS)
+            return min(max(LOOK_SECONDS, LOOK_SHARE * (now - began)), LONGEST_LOOK_SECONDS)
 
         return look
 
-    def _announce(self) -> None:
-        self.count += 1
-        self.world.announce(f"meeting/{self.count}")
-        if self.count > 2:  # all have left that one: they have come to the one after it
-            self.world.forget(f"meeting/{self.count - 2}")
+
+def open_board(
+    groups: EngineGroups, world: ReplicaWorld, step: Callable[[], int]
+) -> tuple[StopBoard, Pulse]:
+    """Where this rank learns of stops, and of the others' progress.
+
+    Args:
+        groups: count how far this rank has come.
+        world: whose store is asked.
+        step: s, of this replica.
+    """
+    place, is_first = world.placement, groups.control.rank == 0
+
+    def where() -> Place:
+        return Place(groups.meeting.num_started, groups.sync.num_started, step())
+
+    pulse = Pulse(
+        place.replica,
+        place.num_replicas,
+        where,
+        is_telling=is_first,
+        store_host=None if place.is_single_launch else 0,
+    )
+    return StopBoard(world.shared_store, pulse, is_watching=is_first), pulse
+
+
+def _lost(replicas: Sequence[int], limit: float) -> ReplicaLostError:
+    names = ", ".join(map(str, replicas))
+    error = ReplicaLostError(f"replica {names} made no progress for {limit:.3g} s")
+    error.lost = replicas
+    return error
 
 
 def _row(values: Mapping[int, float], units: int) -> tuple[float, ...]:

@@ -17,6 +17,8 @@ ROUNDS = 4
 class Patience:
     """Lets the time-outs between replicas follow the length of the rounds.
 
+    At meetings they hold for replicas that make no progress: see `Meetings`.
+
     Attributes:
         groups: between replicas.
         is_fixed: whether the user gave the time-out.

@@ -116,6 +116,7 @@ class Attachment:
         if error is not None and self._moved is not None:
             self._moved.record(error)
         if error is None and self._world is not None and self._loop.engine is not None:
+            self._loop.engine.board.close()  # it asks the store, which may go once all have parted
             self._world.part()
             self._loop.engine.groups.close()
         self.detach()

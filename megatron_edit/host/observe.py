@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_edit.engine.blame import blaming
 from megatron_edit.engine.engine import EditEngine
 from megatron_edit.host.model import MegatronHost
 from megatron_edit.report.events import EventLog
@@ -92,6 +93,7 @@ class Observer:
 
     def around_evaluate(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
         """Megatron's evaluation: its losses become means over the replicas."""
+        signature = inspect.signature(evaluate)
 
         @wraps(evaluate)
         def over_replicas(*args: Any, **kwargs: Any) -> Any:
@@ -102,9 +104,13 @@ class Observer:
             self.engine.clock.pause()  # until all replicas are through: some are slower at it
             if not self.engine.check_in():
                 return None, None, True  # as if the time were over: Megatron reports nothing
+            given = signature.bind(*args, **kwargs)
+            step = given.arguments["forward_step_func"]
+            given.arguments["forward_step_func"] = self._counting(step)
             with _without_time_limit():
-                losses, *rest = evaluate(*args, **kwargs)
-            self._average(losses)
+                losses, *rest = evaluate(*given.args, **given.kwargs)
+            with blaming(self.engine, "the end of an evaluation"):
+                self._average(losses, self.engine.rounds.meetings.gather)
             self.engine.clock.resume()
             return (losses, *rest)
 
@@ -128,7 +134,8 @@ class Observer:
 
         assert self.engine is not None and self.host is not None
         if self.engine.was_warmup_step and losses:
-            self._average(losses)  # what Megatron logs, too, is then of the whole job
+            with blaming(self.engine):  # what Megatron logs, too, is then of the whole job
+                self._average(losses, self.engine.groups.sync.all_gather)
         loss = float(losses[_LOSS]) if _LOSS in losses else math.nan
         self.engine.record_loss(loss)
         samples = self.host.samples_per_step
@@ -144,14 +151,31 @@ class Observer:
             )
         )
 
-    def _average(self, losses: dict[str, Tensor] | None) -> None:
+    def _counting(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward step of an evaluation, each call a sign of life."""
+
+        @wraps(forward_step)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            assert self.engine is not None
+            if self.engine.board.pulse is not None:
+                self.engine.board.pulse.batches += 1
+            return forward_step(*args, **kwargs)
+
+        return counted
+
+    def _average(
+        self, losses: dict[str, Tensor] | None, gather: Callable[[Tensor], Tensor]
+    ) -> None:
         """Replace each loss by its mean over the replicas, in place.
 
         Ranks that know no losses come all the same: no rank goes on before the others.
+
+        Args:
+            losses: by name.
+            gather: from all replicas.
         """
-        assert self.engine is not None
         losses = losses or {"none": torch.zeros(())}
         values = torch.stack([loss.detach().double().reshape(()) for loss in losses.values()])
-        means = self.engine.groups.sync.all_gather(values).mean(dim=0)
+        means = gather(values).mean(dim=0)
         for name, mean in zip(losses, means, strict=True):
             losses[name] = mean.to(losses[name].dtype)

@@ -57,7 +57,7 @@ PROBES = (
         "training_log",
         ("loss_dict", "learning_rate", "iteration", "grad_norm"),
     ),
-    Probe(_TRAINING, "evaluate"),
+    Probe(_TRAINING, "evaluate", ("forward_step_func",)),
     Probe(_TRAINING, "evaluate_and_print_results", ("prefix",)),
     Probe(_TRAINING, "build_train_valid_test_datasets"),
     Probe(_TRAINING, "build_pretraining_data_loader", ("dataset", "consumed_samples")),

@@ -8,7 +8,6 @@ failed or timed out into a `ReplicaLostError`.
 from __future__ import annotations
 
 import pickle
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from megatron_edit.errors import ReplicaLostError
+from megatron_edit.replica.idling import UNLIMITED, wait_idly
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ class Group:
         timeout: longest wait of one collective.
         name: how error messages call the group.
         payload_bytes: payload sent so far by this rank, counted as ring algorithms send it.
+        num_started: collectives that this rank has begun on it.
         second_channel: transport of collectives that begin whenever an earlier one is over, which
             is at another moment on each rank; None where `runs_in_order`, or nobody needs it.
         backlog: exchanges that have such a collective before them, oldest first; see `wire.py`.
@@ -78,6 +79,7 @@ class Group:
     timeout: timedelta
     name: str
     payload_bytes: int = 0
+    num_started: int = 0
     second_channel: Any = None
     backlog: deque[Any] = field(default_factory=deque)
     _given: list[tuple[Pending, Tensor]] = field(default_factory=list)
@@ -201,17 +203,16 @@ class Group:
         Args:
             tensor: of this rank.
             idle: called again and again while this rank waits, on the CPU; tells after how many
-                seconds. Without it the interpreter handles no signal until all have come.
+                seconds. There is no time-out then: it raises when it is too late.
         """
         if self.size == 1:
             return tensor.unsqueeze(0).clone()
-        local = tensor.to(self.device).contiguous()
+        local, options = tensor.to(self.device).contiguous(), AllgatherOptions()
         parts = [torch.empty_like(local) for _ in range(self.size)]
-        options = AllgatherOptions()
-        options.timeout = self.timeout
+        options.timeout = self.timeout if idle is None else UNLIMITED
         pending = self._start(lambda: self.process_group.allgather([parts], [local], options))
-        while idle is not None and not pending.is_completed:
-            time.sleep(idle())
+        if idle is not None:
+            wait_idly(pending, self.process_group, idle)
         pending.wait()
         self.payload_bytes += (self.size - 1) * local.nbytes
         return torch.stack(parts).to(tensor.device)
@@ -219,13 +220,14 @@ class Group:
     def all_gather_objects(self, value: Any) -> list[Any]:
         """The picklable values of all ranks, in rank order. For set-up, not for the hot path."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = self.all_gather(torch.tensor([data.numel()])).flatten().tolist()
+        sizes = self.all_gather(torch.tensor([len(data)])).flatten().tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: data.numel()] = data
         rows = self.all_gather(padded)
         return [pickle.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, sizes, strict=True)]
 
     def _start(self, start: Callable[[], Any]) -> Pending:
+        self.num_started += 1
         try:
             return Pending(start(), self.name)
         except RuntimeError as error:

@@ -2,7 +2,7 @@
 
 It travels through the shared store, not through the sync groups: replicas that run at their own
 speed must not wait for a meeting to learn of it. Rank 0 of every replica asks the store from a
-thread of its own, off the training's path.
+thread of its own, off the training's path; signs of life take the same way.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import threading
 
 import torch.distributed as dist
+
+from megatron_edit.replica.pulse import Pulse
 
 KEY = "stop"
 POLL_SECONDS = 0.5
@@ -21,18 +23,25 @@ class StopBoard:
 
     Args:
         store: shared by all replicas; it is asked through a connection of its own.
+        pulse: what this rank tells and hears of the replicas' progress, if anything.
         is_watching: whether this rank asks.
         poll_seconds: between two questions.
     """
 
     def __init__(
-        self, store: dist.Store, *, is_watching: bool, poll_seconds: float = POLL_SECONDS
+        self,
+        store: dist.Store,
+        pulse: Pulse | None = None,
+        *,
+        is_watching: bool,
+        poll_seconds: float = POLL_SECONDS,
     ) -> None:
-        self._store = store
+        self.pulse = pulse
+        self._store, self._is_watching = store, is_watching
         self._poll_seconds = poll_seconds
         self._seen, self._closed = threading.Event(), threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="edit-stop-board", daemon=True)
-        if is_watching:
+        if is_watching or pulse is not None:
             self._watcher.start()
 
     def announce(self) -> None:
@@ -52,15 +61,22 @@ class StopBoard:
         store's C++ code aborts the process (exit code -6).
         """
         self._closed.set()
+        if self.pulse is not None:
+            self.pulse.is_closed = True
         if self._watcher.is_alive():
             self._watcher.join(JOIN_SECONDS)
 
     def _watch(self) -> None:
         try:
-            store = self._store.clone()
+            store = None
             while not self._closed.wait(self._poll_seconds):
-                if store.check([KEY]):
+                has_to_hear = self.pulse is not None and self.pulse.is_listening
+                if not (self._is_watching or has_to_hear):
+                    continue
+                store = store or self._store.clone()
+                if self._is_watching and not self.is_seen and store.check([KEY]):
                     self._seen.set()
-                    return
+                if self.pulse is not None:
+                    self.pulse.beat(store)
         except RuntimeError:
             return  # the store is gone with its host: training itself will tell

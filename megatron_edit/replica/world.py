@@ -50,17 +50,6 @@ class ReplicaWorld:
         if self.placement.rank == 0:
             self.shared_store.set(f"{event}/{self.placement.replica}", "1")
 
-    def absent(self, event: str) -> list[int]:
-        """Replicas that have not announced `event`; none where the store is gone, too."""
-        try:
-            return [
-                replica
-                for replica in range(self.placement.num_replicas)
-                if not self.shared_store.check([f"{event}/{replica}"])
-            ]
-        except RuntimeError:  # it went down with its host
-            return []
-
     def after_first_replica(self, event: str) -> None:
         """Wait until replica 0 has announced `event`. Returns at once on replica 0.
 
@@ -184,11 +173,6 @@ class ReplicaWorld:
         if is_joining and replica not in (None, place.replica) and not place.is_single_launch:
             remedy = f"is it started, with {flag('replica_id')} {replica}?"
         return f"{who} {what} within {_in_words(timeout)}; {remedy}"
-
-    def forget(self, event: str) -> None:
-        """Take back what this replica announced, once nobody asks for it any more."""
-        if self.placement.rank == 0:
-            self.shared_store.delete_key(f"{event}/{self.placement.replica}")
 
     def enter_environment(self, env: MutableMapping[str, str]) -> None:
         """Make `RANK` and `WORLD_SIZE` those of the replica; `leave_environment` undoes it."""

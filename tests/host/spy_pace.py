@@ -157,6 +157,52 @@ def expire_soon() -> None:
     on_the_victim(Timer(1, expire).start)
 
 
+def freeze() -> None:
+    """Stop this process for good: only the end of the test wakes it, by killing it."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def freeze_one() -> None:
+    """Freeze replica 1 in step `SPY_STEP`."""
+    on_the_victim(freeze)
+
+
+def freeze_in_evaluation() -> None:
+    """Freeze replica 1 when it begins to evaluate."""
+    in_evaluations(freeze)
+
+
+def freeze_in_exchange() -> None:
+    """Freeze replica 1 when it is about to send its first unit."""
+    from megatron_edit.engine.flight import Flight
+
+    if _replica() == 1:
+        Flight.launch = lambda *_: freeze()  # type: ignore[method-assign]
+
+
+def evaluate_slowly() -> None:
+    """Let each batch of an evaluation last a second on replica 1."""
+    in_evaluations(lambda: time.sleep(1))
+
+
+def in_evaluations(action: Any) -> None:
+    """Call `action()` before each forward step of an evaluation on replica 1."""
+    import megatron.training.training as training
+
+    evaluate = training.evaluate
+
+    @wraps(evaluate)
+    def acting(forward_step_func: Any, *args: Any, **kwargs: Any) -> Any:
+        def acted(*batch: Any, **more: Any) -> Any:
+            action()
+            return forward_step_func(*batch, **more)
+
+        return evaluate(acted, *args, **kwargs)
+
+    if _replica() == 1:
+        training.evaluate = acting
+
+
 def pause_one() -> None:
     """Stop the process of replica 1, and let it go on after 10 seconds."""
     script = "kill -STOP $0; sleep 10; kill -CONT $0"

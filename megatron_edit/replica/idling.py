@@ -1,0 +1,36 @@
+"""Waiting for a collective that others may come to late, without being blind and deaf meanwhile."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+UNLIMITED = timedelta(days=365)
+
+
+class Waitable(Protocol):
+    """A collective that was started."""
+
+    @property
+    def is_completed(self) -> bool:
+        """Whether it is over, well or badly."""
+
+
+def wait_idly(pending: Waitable, process_group: Any, idle: Callable[[], float]) -> None:
+    """Wait in short slices, in which the interpreter handles signals.
+
+    Args:
+        pending: a collective that has no time-out of its own.
+        process_group: that it runs on.
+        idle: called before each slice; gives its length in seconds, or raises.
+    """
+    try:
+        while not pending.is_completed:
+            time.sleep(idle())
+    except BaseException:
+        # Whoever destroys a group waits for what runs on it, and that may never end.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(process_group))
+        raise

@@ -1,0 +1,191 @@
+"""Signs of life: how far each replica has come, told through the shared store.
+
+Rank 0 of every replica tells it twice a second, and ranks that wait for other replicas read it, all
+in the thread that looks out for stops: a store that does not answer holds nobody up. So who waits
+knows that the others go on, however slow they are, and who was lost where nobody comes any more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+LISTEN_SECONDS = 6.0  # to tell who is lost from who is told too late: hosts may be very busy
+SILENT_SECONDS = 5.0
+FRESH_SECONDS = 2.0
+
+
+class Place(NamedTuple):
+    """How far a replica has come. It only grows.
+
+    Attributes:
+        meetings: records that it gave the others, or began to.
+        exchanges: collectives with the others that it began.
+        work: steps, and batches of evaluations.
+    """
+
+    meetings: int
+    exchanges: int
+    work: int
+
+
+NOWHERE = Place(-1, -1, -1)
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What is known of a replica. Times are of this process's monotonic clock.
+
+    Attributes:
+        place: how far it has come.
+        text: what it said last.
+        is_over: whether it has given up the others, and so is not the one who was lost.
+        heard: when it last said something new, if only that it is there.
+        moved: when it was last seen to have come farther.
+    """
+
+    place: Place = NOWHERE
+    text: str = ""
+    is_over: bool = False
+    heard: float = float("-inf")
+    moved: float = float("-inf")
+
+    def followed_by(self, text: str, now: float) -> Sign:
+        """What is known once the replica has said `text`."""
+        if text == self.text:
+            return self
+        *numbers, _, is_over = map(int, text.split())
+        place = Place(*numbers)
+        moved = now if place != self.place else self.moved
+        return Sign(place, text, bool(is_over), now, moved)
+
+
+class Pulse:
+    """What this rank tells and hears of the replicas' progress.
+
+    Args:
+        replica: this rank's.
+        num_replicas: N.
+        place: how far this rank has come; read in another thread.
+        is_telling: whether this rank speaks for its replica.
+        store_host: the replica whose rank 0 holds the store; None where it is none of theirs.
+
+    Attributes:
+        is_telling: see above.
+        is_listening: whether it wants to know of the others.
+        is_waiting: whether it is at a meeting that not all have come to, as far as it knows.
+        is_closed: whether nobody tells or listens here any more.
+        batches: of evaluations, so far.
+        signs: what is known of each replica.
+    """
+
+    def __init__(
+        self,
+        replica: int,
+        num_replicas: int,
+        place: Callable[[], Place],
+        *,
+        is_telling: bool,
+        store_host: int | None = None,
+    ) -> None:
+        self.is_closed = False
+        self.is_listening = self.is_waiting = False
+        self.batches = 0
+        self.signs = [Sign()] * num_replicas
+        self._replica = replica
+        self._place = place
+        self.is_telling = is_telling
+        self._store_host = store_host
+        self._ticks = 0
+        self._is_over = False
+        self._looked = time.monotonic()
+
+    # ---- in the thread that looks out
+
+    def beat(self, store: dist.Store) -> None:
+        """Tell where this replica stands; look where the others do, if this rank waits for them."""
+        keys = [f"pulse/{replica}" for replica in range(len(self.signs))]
+        if self.is_telling:
+            self._ticks += 1
+            meetings, exchanges, work = self._place()
+            values = (meetings, exchanges, work + self.batches, self._ticks, int(self._is_over))
+            store.set(keys[self._replica], " ".join(map(str, values)))
+        if self.is_listening:
+            if not store.check(keys):  # soon after the start
+                keys = [key for key in keys if store.check([key])]
+            said = zip(keys, store.multi_get(keys) if keys else (), strict=True)
+            self.hear({int(key.rpartition("/")[2]): text.decode() for key, text in said})
+
+    def hear(self, texts: Mapping[int, str], now: float | None = None) -> None:
+        """Note what replicas say."""
+        now = time.monotonic() if now is None else now
+        for replica, text in texts.items():
+            self.signs[replica] = self.signs[replica].followed_by(text, now)
+        self._looked = now
+
+    # ---- in the training's thread
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, replicas are waited for: this rank hears how far they have come."""
+        self.is_waiting = self.is_listening = True
+        try:
+            yield
+            self.is_waiting = False  # where that failed somebody has still not come
+        finally:
+            self.is_listening = False
+
+    def overdue(self, began: float, limit: float, now: float) -> list[int]:
+        """Replicas that are waited for at a meeting, and made no progress for too long.
+
+        Args:
+            began: when the wait did.
+            limit: seconds without progress.
+            now: on the same clock.
+        """
+        others = [replica for replica in range(len(self.signs)) if replica != self._replica]
+        awaited = self._absent(others) or others  # all came, and yet it is not over
+        return [r for r in awaited if now - max(began, self.signs[r].moved) > limit]
+
+    def lost(self) -> list[int]:
+        """After a collective with the others failed: who is to blame, as far as can be known.
+
+        Blocks: the host, some seconds, in which whoever was not lost says so.
+        """
+        everybody = range(len(self.signs))
+        others = [replica for replica in everybody if replica != self._replica]
+        if len(others) == 1 and self._is_fresh(FRESH_SECONDS) and self._absent(others):
+            return others  # a launch whose rank fails ends the other ranks soon: be quick
+        self._is_over = self.is_listening = True
+        time.sleep(LISTEN_SECONDS)
+        self.is_listening = False
+        if self.is_closed:
+            return []
+        if not self._is_fresh(SILENT_SECONDS):
+            host = self._store_host
+            return [] if host is None or host == self._replica else [host]
+        if not self.is_telling:  # the rank that speaks for this replica may be gone, too
+            others = list(everybody)
+        return self._suspects([r for r in others if not self.signs[r].is_over])
+
+    def _suspects(self, replicas: list[int]) -> list[int]:
+        mine = self._place() if self.is_telling else self.signs[self._replica].place
+        silent = [r for r in replicas if self._looked - self.signs[r].heard > SILENT_SECONDS]
+        absent = self._absent(replicas)
+        behind = [r for r in replicas if self.signs[r].place[:2] < mine[:2]]
+        return [r for r in absent if r in silent] or silent or absent or behind
+
+    def _absent(self, replicas: Sequence[int]) -> list[int]:
+        """Those that have not come to the meeting at which this rank waits."""
+        if not self.is_waiting:
+            return []
+        meetings = self._place().meetings
+        return [r for r in replicas if 0 <= self.signs[r].place.meetings < meetings]
+
+    def _is_fresh(self, seconds: float) -> bool:
+        return time.monotonic() - self._looked < seconds

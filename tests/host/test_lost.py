@@ -1,0 +1,66 @@
+"""A replica that hangs is named by the others, which end with 4; one that is slow is waited for.
+
+A process that is stopped for good keeps its connections: only the time tells that it is lost.
+The harness kills it once another rank has failed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.host.runs import run_edit
+from tests.host.test_aedit import AEDIT, HOOKS, run_timed
+
+PACES: dict[str, dict[str, object]] = {
+    "edit": {"edit_sync_interval": 20},
+    "a-edit": AEDIT | {"edit_sync_seconds": 1},
+}
+EVALUATIONS = {"eval_interval": 10, "eval_iters": 2}
+# When replica 1 freezes, and where the others say that they lost it.
+FREEZES = {
+    "in-warm-up": ("freeze_one", "2", {}, "replica 1 was lost in the warm-up"),
+    "before-a-meeting": ("freeze_one", "12", {}, "replica 1 did not come to the sync of round"),
+    "in-an-evaluation": ("freeze_in_evaluation", "", EVALUATIONS,
+                         "replica 1 did not come to the end of an evaluation"),
+    "in-an-exchange": ("freeze_in_exchange", "", {}, "replica 1 was lost in the sync of round 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pace", PACES)
+@pytest.mark.parametrize("where", FREEZES)
+def test_a_replica_that_hangs_is_named(tmp_path: Path, where: str, pace: str) -> None:
+    """Wherever it does. Catches an error without a number, and a survivor that does not end, for
+    example because its own collective is still under way."""
+    hook, step, flags, said = FREEZES[where]
+    run = run_edit(
+        tmp_path, 3, 3, before=HOOKS, check=False, train_iters=500, global_batch_size=6,
+        env={"SPY_HOOKS": f"slow,{hook}", "SPY_SLEEP": "[0.01, 0.01, 0.01]", "SPY_STEP": step},
+        edit_timeout_seconds=4, **{**PACES[pace], **flags},
+    )  # fmt: skip
+    codes = [rank.returncode for rank in run.result.ranks]
+    assert codes == [4, -9, 4]
+    for survivor in (0, 2):
+        text = run.result.ranks[survivor].stderr
+        text += (tmp_path / f"replica-{survivor}.log").read_text() if survivor else ""
+        assert said in text, text
+
+
+def test_a_slow_evaluation_is_waited_for(tmp_path: Path) -> None:
+    """Eight batches of a second each against a time-out of three: each is a sign of life."""
+    run_timed(
+        tmp_path, 2, 2, "slow,evaluate_slowly", {"SPY_SLEEP": "[0.01, 0.01]"}, train_iters=6,
+        global_batch_size=4, eval_interval=4, eval_iters=8, edit_sync_seconds=30,
+        edit_timeout_seconds=3,
+    )  # fmt: skip
+
+
+def test_a_first_round_that_one_replica_exhausts(tmp_path: Path) -> None:
+    """The whole run is shorter than the round: the fast replica waits longer than the time-out for
+    one that goes on all the while."""
+    run = run_timed(
+        tmp_path, 2, 2, "slow", {"SPY_SLEEP": "[0.01, 0.3]"}, train_iters=40, global_batch_size=4,
+        edit_sync_seconds=20, edit_timeout_seconds=3,
+    )  # fmt: skip
+    assert run.syncs[0]["seconds"]["wait"] > 4

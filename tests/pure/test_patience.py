@@ -1,0 +1,152 @@
+"""How long a replica waits for others, and what it makes of their signs of life. No clock runs."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_edit.engine import patience as module
+from megatron_edit.engine.patience import Patience
+from megatron_edit.replica import pulse as pulses
+from megatron_edit.replica.collectives import Group
+from megatron_edit.replica.pulse import Place, Pulse
+
+LIMIT = 600.0
+
+
+def group() -> Group:
+    """Of one rank, with a time-out that nobody would choose."""
+    return Group(None, 0, 1, torch.device("cpu"), timedelta(seconds=7), "group")
+
+
+def test_the_limit_follows_the_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four times the last round, ten minutes at least. Catches a limit that never moves."""
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    groups = (group(), group())
+    patience = Patience(groups, is_fixed=False)
+    patience.begin()
+    limits = [groups[0].timeout.total_seconds()]
+    for length in (100.0, 500.0, 30.0):
+        now[0] += length
+        patience.after_round()
+        assert patience.length == length
+        assert groups[0].timeout == groups[1].timeout
+        limits.append(groups[0].timeout.total_seconds())
+    assert limits == [600.0, 600.0, 2000.0, 600.0]
+    patience.begin(1000.0)  # as a checkpoint says
+    assert groups[0].timeout.total_seconds() == 4000.0
+
+
+def test_a_limit_that_the_user_gave_stays() -> None:
+    """Whatever the rounds are like."""
+    mine = group()
+    patience = Patience([mine], is_fixed=True)
+    patience.begin(1e6)
+    patience.after_round()
+    assert mine.timeout == timedelta(seconds=7)
+
+
+def waiting(exchanges: int = 0) -> Pulse:
+    """Replica 0 of three at its fifth meeting."""
+    pulse = Pulse(0, 3, lambda: Place(5, exchanges, 40), is_telling=True)
+    pulse.is_waiting = True
+    return pulse
+
+
+def said(meetings: int, work: int, tick: int = 0, exchanges: int = 0, is_over: int = 0) -> str:
+    """What a replica tells."""
+    return f"{meetings} {exchanges} {work} {tick} {is_over}"
+
+
+def test_progress_renews_the_limit() -> None:
+    """Steps of a replica that has not come count; that its process lives does not, nor does
+    another's progress. Who has come is not waited for."""
+    pulse = waiting()
+    for minute in range(100):  # replica 1 makes a step each minute, replica 2 waits, too
+        pulse.hear({1: said(4, minute), 2: said(5, 7)}, 60.0 * minute)
+        assert pulse.overdue(0.0, LIMIT, 60.0 * minute) == []
+    for minute in range(100, 120):  # it hangs: its look-out thread does not
+        pulse.hear({1: said(4, 99, minute), 2: said(5, 7)}, 60.0 * minute)
+    assert pulse.overdue(0.0, LIMIT, 60.0 * 99 + LIMIT) == []
+    assert pulse.overdue(0.0, LIMIT, 60.0 * 99 + LIMIT + 1) == [1]
+
+
+def test_one_that_goes_on_does_not_hide_one_that_hangs() -> None:
+    pulse = waiting()
+    for minute in range(20):
+        pulse.hear({1: said(4, minute), 2: said(4, 7)}, 60.0 * minute)
+    assert pulse.overdue(30.0, LIMIT, 20 * 60.0) == [2]
+
+
+def test_without_signs_the_limit_is_the_wait() -> None:
+    """The store is gone, or the others never told."""
+    pulse = waiting()
+    assert pulse.overdue(1000.0, LIMIT, 1000.0 + LIMIT) == []
+    assert pulse.overdue(1000.0, LIMIT, 1001.0 + LIMIT) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("others", "lost"),
+    [
+        ({1: [said(4, 3)] * 2, 2: [said(5, 3, 1), said(5, 3, 9)]}, [1]),  # silent, not come
+        ({1: [said(4, 3, 1), said(4, 4, 9)], 2: [said(5, 3)] * 2}, [2]),  # came, and died there
+        ({1: [said(4, 3, 1), said(4, 3, 9)], 2: [said(5, 3, 1), said(5, 3, 9)]}, [1]),  # hangs
+        ({1: [said(5, 3, 1), said(5, 3, 9)], 2: [said(5, 3, 1), said(5, 3, 9, 9)]}, [1]),  # behind
+        ({1: [said(5, 3)] * 2, 2: [said(5, 3, 1), said(5, 3, 1, 0, 1)]}, [1]),  # 2 gave up, too
+        ({1: [said(5, 3, 1), said(5, 3, 9)], 2: [said(5, 3, 1), said(5, 3, 9)]}, []),
+    ],
+)
+def test_who_is_lost(
+    others: dict[int, list[str]], lost: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a failure: who fell silent, else who did not come, else who began fewer exchanges."""
+    now = [100.0]
+    monkeypatch.setattr(pulses.time, "monotonic", lambda: now[0])
+    has_exchanges = any(" 9 3 " in text for texts in others.values() for text in texts)
+    pulse = waiting(9 if has_exchanges else 0)
+
+    def listen(seconds: float) -> None:
+        for which in (0, 1):
+            pulse.hear({r: texts[which] for r, texts in others.items()})
+            now[0] += seconds * (1 - which)
+
+    monkeypatch.setattr(pulses.time, "sleep", listen)
+    assert pulse.lost() == lost
+
+
+def test_a_store_that_does_not_answer_is_its_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a launch per replica the store lives in replica 0: stopped, it answers nobody."""
+    now = [100.0]
+    monkeypatch.setattr(pulses.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(pulses.time, "sleep", lambda s: now.__setitem__(0, now[0] + s))
+    elsewhere = Pulse(1, 3, lambda: Place(5, 0, 1), is_telling=True, store_host=0)
+    assert elsewhere.lost() == [0]
+    assert waiting().lost() == []  # it is in the hands of the launch
+
+
+def test_a_wait_that_failed_is_still_one() -> None:
+    """Else the error would say that all had come."""
+    pulse = waiting()
+    with pulse.waiting():
+        pass
+    assert not pulse.is_waiting and not pulse.is_listening
+    with pytest.raises(ZeroDivisionError), pulse.waiting():
+        raise ZeroDivisionError
+    assert pulse.is_waiting and not pulse.is_listening
+
+
+def test_what_is_told_is_heard() -> None:
+    """Over a store; in part, as long as not all have told."""
+    store = dist.HashStore()
+    mine, other = waiting(), Pulse(2, 3, lambda: Place(4, 1, 9), is_telling=True)
+    other.batches = 3
+    other.beat(store)
+    mine.beat(store)
+    assert mine.signs[2].text == ""  # nobody waits
+    with mine.waiting():
+        mine.beat(store)
+    assert [sign.place for sign in mine.signs] == [Place(5, 0, 40), pulses.NOWHERE, Place(4, 1, 12)]
