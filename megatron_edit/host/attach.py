@@ -115,10 +115,13 @@ class Attachment:
     ) -> None:
         if error is not None and self._moved is not None:
             self._moved.record(error)
-        if error is None and self._world is not None and self._loop.engine is not None:
-            self._loop.engine.board.close()  # it asks the store, which may go once all have parted
-            self._world.part()
-            self._loop.engine.groups.close()
+        if self._world is not None and self._loop is not None and self._loop.engine is not None:
+            # Its thread asks the store, which may go once all have parted; and a process that ends
+            # while it does may abort, with another exit code.
+            self._loop.engine.board.close()
+            if error is None:
+                self._world.part()
+                self._loop.engine.groups.close()
         self.detach()
 
     def check_used(self) -> None:
