@@ -34,8 +34,8 @@ BLOCKING, OVERLAP = "blocking", "overlap"
 def variants(tau: int, num_layers: int = 4) -> dict[str, list[str]]:
     """Flags of EDiT's other kinds, by name, for a sync interval and a model's layers."""
     late = ["--edit-delay-steps", str(tau * 3 // 4)]
-    # As little delay as hides the largest unit at 100 Mbit/s, or at 20 with int8, as what lands
-    # late costs loss: the embedding, alone in its group but for the last norm.
+    # As little delay as should hide the largest unit at 100 Mbit/s, as what lands late costs loss:
+    # the embedding, alone in its group but for the last norm.
     groups = min(num_layers + 1, tau)
     staggered = ["--edit-fragments", f"{groups}", "--edit-delay-steps", f"{tau // 5}"]
     strategies = ("local-sgd", "post-local-sgd", "slowmo", "diloco", "co2")

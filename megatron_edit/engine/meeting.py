@@ -124,7 +124,7 @@ class Meetings:
         def look() -> float:
             now = time.monotonic()
             if overdue := self.pulse.overdue(began, limit, now):
-                raise _lost(overdue, limit)
+                raise _lost(self.pulse.give_up(overdue), limit)
             if self.host.is_end_asked and not self.board.is_seen:
                 self.board.announce()
             if self.traffic is not None and self.traffic.is_busy:
@@ -161,8 +161,7 @@ def open_board(
 
 
 def _lost(replicas: Sequence[int], limit: float) -> ReplicaLostError:
-    names = ", ".join(map(str, replicas))
-    error = ReplicaLostError(f"replica {names} made no progress for {limit:.3g} s")
+    error = ReplicaLostError(f"no progress was seen for {limit:.3g} s")
     error.lost = replicas
     return error
 

@@ -159,6 +159,7 @@ class TrainingLoop:
                     if not self.engine.catch_up():
                         self._stops.leave_before_training(given.arguments)
                     self.host.hold_back(0)  # no meeting is left that it waits at
+                    self.engine.clock.pause()  # until the first step
                 result = train(*args, **kwargs)
             except SystemExit as stop:
                 if not stop.code:  # --exit-interval: all replicas come here, at the same step
@@ -199,10 +200,8 @@ class TrainingLoop:
         )
         self._observer.engine, self._observer.host = self.engine, self.host
         self._stops.engine = self.engine
-        place = self._world.placement
-        tell_of_the_run(
-            self._events, self._config, place, self._device, self.engine, self.host, mode
-        )
+        where = (self._world.placement, self._device)
+        tell_of_the_run(self._events, self._config, *where, self.engine, self.host, mode)
         if mode == "overlap":
             self._hook_gathers(model)
         self._hook_step(optimizer)

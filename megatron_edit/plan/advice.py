@@ -117,22 +117,22 @@ def _hiding(job: Job, config: EditConfig, setting: Setting) -> Advice:
         if value != getattr(config, name)
     )
     share = sync_cost(job, best, setting).share_of_ideal
-    loss = "; each step of delay costs some loss" if best.delay_steps > config.delay_steps else ""
+    loss = "; each step of delay costs some loss" if best.delay_steps else ""
     return Advice("hiding", flags, f"{flags} brings {share:.1%} of the ideal speed{loss}")
 
 
 def _hidden(job: Job, config: EditConfig, setting: Setting, wire: str) -> EditConfig | None:
     """With this wire type and no more delay than it takes; None where a round is too short."""
     coarser = replace(config, sync_dtype=wire)
-    asked = sync_cost(job, coarser, setting)
-    if asked.share_of_ideal >= 1 - GOAL_SHARE:
-        return coarser
-    delay = max(1, math.ceil(asked.longest * SLACK / setting.step))
-    if delay >= asked.round / setting.step or asked.exchange * SLACK >= asked.round:
-        return None
-    delayed = replace(coarser, delay_steps=delay)
-    share = sync_cost(job, delayed, setting).share_of_ideal
-    return delayed if share >= 1 - GOAL_SHARE else None
+    cost = sync_cost(job, coarser, setting)
+    delays = {0, config.delay_steps}
+    if cost.exchange * SLACK < cost.round:
+        delays.add(max(1, math.ceil(cost.longest * SLACK / setting.step)))
+    for delay in sorted(each for each in delays if each < cost.round / setting.step):
+        found = replace(coarser, delay_steps=delay)
+        if sync_cost(job, found, setting).share_of_ideal >= 1 - GOAL_SHARE:
+            return found
+    return None
 
 
 def _depth(job: Job, config: EditConfig, setting: Setting) -> Advice:

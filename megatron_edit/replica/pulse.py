@@ -15,9 +15,12 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-LISTEN_SECONDS = 6.0  # to tell who is lost from who is told too late: hosts may be very busy
-SILENT_SECONDS = 5.0
-FRESH_SECONDS = 2.0
+# To tell who is lost from who is heard too late, as hosts may be very busy: whoever says nothing
+# new between the first looks and the last ones is silent.
+FIRST_SECONDS, LISTEN_SECONDS = 1.5, 4.5
+FRESH_SECONDS = 2.0  # this rank's own looks, where it has to be quick
+STALE_SECONDS = 5.0
+LEAVE_SECONDS = 1.0  # in which the thread says that this rank gives up
 
 
 class Place(NamedTuple):
@@ -45,14 +48,12 @@ class Sign:
         place: how far it has come.
         text: what it said last.
         is_over: whether it has given up the others, and so is not the one who was lost.
-        heard: when it last said something new, if only that it is there.
         moved: when it was last seen to have come farther.
     """
 
     place: Place = NOWHERE
     text: str = ""
     is_over: bool = False
-    heard: float = float("-inf")
     moved: float = float("-inf")
 
     def followed_by(self, text: str, now: float) -> Sign:
@@ -62,7 +63,7 @@ class Sign:
         *numbers, _, is_over = map(int, text.split())
         place = Place(*numbers)
         moved = now if place != self.place else self.moved
-        return Sign(place, text, bool(is_over), now, moved)
+        return Sign(place, text, bool(is_over), moved)
 
 
 class Pulse:
@@ -148,37 +149,53 @@ class Pulse:
             limit: seconds without progress.
             now: on the same clock.
         """
-        others = [replica for replica in range(len(self.signs)) if replica != self._replica]
-        awaited = self._absent(others) or others  # all came, and yet it is not over
+        awaited = self._absent(self._others) or self._others  # all came, and yet it is not over
         return [r for r in awaited if now - max(began, self.signs[r].moved) > limit]
+
+    def give_up(self, overdue: Sequence[int]) -> list[int]:
+        """Of the replicas that are overdue, those that are surely lost; the others hear that this
+        one gives up, and do not take it for lost.
+
+        Blocks: the host, a second.
+        """
+        self._is_over = True
+        time.sleep(LEAVE_SECONDS)
+        if not self._is_fresh(STALE_SECONDS):
+            return []  # nothing is known of anybody
+        return list(overdue) if len(self._others) == 1 else self._absent(overdue)
 
     def lost(self) -> list[int]:
         """After a collective with the others failed: who is to blame, as far as can be known.
 
         Blocks: the host, some seconds, in which whoever was not lost says so.
         """
-        everybody = range(len(self.signs))
-        others = [replica for replica in everybody if replica != self._replica]
+        others = self._others
         if len(others) == 1 and self._is_fresh(FRESH_SECONDS) and self._absent(others):
             return others  # a launch whose rank fails ends the other ranks soon: be quick
         self._is_over = self.is_listening = True
+        time.sleep(FIRST_SECONDS)
+        said = [sign.text for sign in self.signs]
         time.sleep(LISTEN_SECONDS)
         self.is_listening = False
         if self.is_closed:
             return []
-        if not self._is_fresh(SILENT_SECONDS):
+        if not self._is_fresh(STALE_SECONDS):
             host = self._store_host
             return [] if host is None or host == self._replica else [host]
         if not self.is_telling:  # the rank that speaks for this replica may be gone, too
-            others = list(everybody)
-        return self._suspects([r for r in others if not self.signs[r].is_over])
+            others = list(range(len(self.signs)))
+        suspects = [r for r in others if not self.signs[r].is_over]
+        return self._blamed(suspects, [r for r in suspects if self.signs[r].text == said[r]])
 
-    def _suspects(self, replicas: list[int]) -> list[int]:
+    def _blamed(self, suspects: Sequence[int], silent: Sequence[int]) -> list[int]:
         mine = self._place() if self.is_telling else self.signs[self._replica].place
-        silent = [r for r in replicas if self._looked - self.signs[r].heard > SILENT_SECONDS]
-        absent = self._absent(replicas)
-        behind = [r for r in replicas if self.signs[r].place[:2] < mine[:2]]
-        return [r for r in absent if r in silent] or silent or absent or behind
+        absent = self._absent(suspects)
+        behind = [r for r in suspects if self.signs[r].place[:2] < mine[:2]]
+        return [r for r in absent if r in silent] or list(silent) or absent or behind
+
+    @property
+    def _others(self) -> list[int]:
+        return [replica for replica in range(len(self.signs)) if replica != self._replica]
 
     def _absent(self, replicas: Sequence[int]) -> list[int]:
         """Those that have not come to the meeting at which this rank waits."""

@@ -11,6 +11,7 @@ import threading
 
 import torch.distributed as dist
 
+from megatron_edit.errors import ReplicaLostError
 from megatron_edit.replica.pulse import Pulse
 
 KEY = "stop"
@@ -45,8 +46,15 @@ class StopBoard:
             self._watcher.start()
 
     def announce(self) -> None:
-        """Tell all replicas to stop at their next step boundary."""
-        self._store.set(KEY, "1")
+        """Tell all replicas to stop at their next step boundary.
+
+        Raises:
+            ReplicaLostError: the store is gone, and with it the replica that held it.
+        """
+        try:
+            self._store.set(KEY, "1")
+        except RuntimeError as error:
+            raise ReplicaLostError(f"the store that all share does not answer: {error}") from error
         self._seen.set()
 
     @property
@@ -67,16 +75,21 @@ class StopBoard:
             self._watcher.join(JOIN_SECONDS)
 
     def _watch(self) -> None:
-        try:
-            store = None
-            while not self._closed.wait(self._poll_seconds):
-                has_to_hear = self.pulse is not None and self.pulse.is_listening
-                if not (self._is_watching or has_to_hear):
-                    continue
+        store = None
+        while not self._closed.wait(self._poll_seconds):
+            has_to_hear = self.pulse is not None and self.pulse.is_listening
+            if not (self._is_watching or has_to_hear):
+                continue
+            try:
                 store = store or self._store.clone()
-                if self._is_watching and not self.is_seen and store.check([KEY]):
-                    self._seen.set()
-                if self.pulse is not None:
-                    self.pulse.beat(store)
-        except RuntimeError:
-            return  # the store is gone with its host: training itself will tell
+                self._look(store)
+            except dist.DistNetworkError:
+                return  # the store is gone with its host: training itself will tell
+            except RuntimeError:
+                store = None  # it took too long: ask again, over a new connection
+
+    def _look(self, store: dist.Store) -> None:
+        if self._is_watching and not self.is_seen and store.check([KEY]):
+            self._seen.set()
+        if self.pulse is not None:
+            self.pulse.beat(store)

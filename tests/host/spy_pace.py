@@ -162,6 +162,11 @@ def freeze() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def hang_one() -> None:
+    """Let the main thread of replica 1 hang for good, while its other threads go on."""
+    on_the_victim(lambda: time.sleep(3600))
+
+
 def freeze_one() -> None:
     """Freeze replica 1 in step `SPY_STEP`."""
     on_the_victim(freeze)

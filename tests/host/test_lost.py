@@ -47,6 +47,19 @@ def test_a_replica_that_hangs_is_named(tmp_path: Path, where: str, pace: str) ->
         assert said in text, text
 
 
+def test_the_first_to_give_up_is_not_blamed(tmp_path: Path) -> None:
+    """Replica 1 hangs, but its look-out thread does not; replica 0 comes to the meeting, and gives
+    up, seconds before replica 2, whose connection to it then breaks."""
+    run = run_edit(
+        tmp_path, 3, 3, before=HOOKS, check=False, train_iters=500, global_batch_size=6,
+        env={"SPY_HOOKS": "slow,hang_one", "SPY_SLEEP": "[0.01, 0.01, 0.15]", "SPY_STEP": "6"},
+        edit_timeout_seconds=4, edit_sync_interval=20,
+    )  # fmt: skip
+    assert [rank.returncode for rank in run.result.ranks][::2] == [4, 4]
+    for text in (run.result.ranks[0].stderr, (tmp_path / "replica-2.log").read_text()):
+        assert "replica 1 did not come to the sync of round 1" in text, text
+
+
 def test_a_slow_evaluation_is_waited_for(tmp_path: Path) -> None:
     """Eight batches of a second each against a time-out of three: each is a sign of life."""
     run_timed(

@@ -109,13 +109,34 @@ def test_who_is_lost(
     has_exchanges = any(" 9 3 " in text for texts in others.values() for text in texts)
     pulse = waiting(9 if has_exchanges else 0)
 
+    heard = iter((0, 1))
+
     def listen(seconds: float) -> None:
-        for which in (0, 1):
-            pulse.hear({r: texts[which] for r, texts in others.items()})
-            now[0] += seconds * (1 - which)
+        now[0] += seconds
+        which = next(heard)
+        pulse.hear({r: texts[which] for r, texts in others.items()})
 
     monkeypatch.setattr(pulses.time, "sleep", listen)
     assert pulse.lost() == lost
+
+
+def test_who_gives_up_says_so_and_knows_whom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a survivor that the others take for the lost one; and blame for who waits, too."""
+    now = [100.0]
+    monkeypatch.setattr(pulses.time, "monotonic", lambda: now[0])
+    store, told = dist.HashStore(), waiting()
+    other = Pulse(2, 3, lambda: Place(5, 0, 7), is_telling=True)
+    monkeypatch.setattr(pulses.time, "sleep", lambda _: told.beat(store))
+    told.hear({1: said(4, 3), 2: said(5, 3)})
+    assert told.give_up([1]) == [1]
+    with other.waiting():
+        other.beat(store)
+    assert other.signs[0].is_over
+    told.hear({1: said(5, 3, 4)})
+    assert told.give_up([1, 2]) == []  # all had come: it is not known whose link is gone
+    now[0] += 60.0
+    told.hear({1: said(4, 3)}, now[0] - 30.0)
+    assert told.give_up([1]) == []  # this rank has not heard of anybody for long
 
 
 def test_a_store_that_does_not_answer_is_its_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -288,6 +288,14 @@ def test_a_slow_link_gets_a_coarser_wire_then_a_delay() -> None:
     assert wires == ["bf16 0", "int8 0", "int4 0", "int4 6", "int4 9", "int4 27", "none"]
 
 
+def test_a_delay_that_is_there_is_not_kept_for_nothing() -> None:
+    """Would catch: a wire type beside 8 steps of delay, which cost loss, where 2 are enough."""
+    job = job_of("llama_7b")
+    config = dataclasses.replace(job.config("edit"), sync_interval=16, delay_steps=8)
+    found = {a.subject: a for a in advise(job, config, at(20e9), 80e9)}["hiding"]
+    assert found.value == "--edit-sync-dtype int4 --edit-delay-steps 2"
+
+
 def test_offload_is_suggested_where_it_helps() -> None:
     """50.6 GB of stock Megatron, 7.1 GB of EDiT."""
     job = job_of("llama_7b")
