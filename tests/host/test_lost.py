@@ -17,6 +17,7 @@ PACES: dict[str, dict[str, object]] = {
     "edit": {"edit_sync_interval": 20},
     "a-edit": AEDIT | {"edit_sync_seconds": 1},
 }
+FULL = [pytest.mark.full]
 EVALUATIONS = {"eval_interval": 10, "eval_iters": 2}
 # When replica 1 freezes, and where the others say that they lost it.
 FREEZES = {
@@ -28,8 +29,14 @@ FREEZES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("pace", PACES)
-@pytest.mark.parametrize("where", FREEZES)
+@pytest.mark.parametrize(
+    ("where", "pace"),
+    [
+        pytest.param(where, pace, marks=[] if pace == "edit" or "meeting" in where else FULL)
+        for where in FREEZES
+        for pace in PACES
+    ],
+)
 def test_a_replica_that_hangs_is_named(tmp_path: Path, where: str, pace: str) -> None:
     """Wherever it does. Catches an error without a number, and a survivor that does not end, for
     example because its own collective is still under way."""
