@@ -21,8 +21,9 @@ from megatron_edit.doctor.folder import Sight, watch
 from megatron_edit.doctor.links import Link, Together, measure_links, measure_together
 from megatron_edit.doctor.machine import facts, unusable_interfaces
 from megatron_edit.errors import ReplicaLostError, UsageError
-from megatron_edit.replica.collectives import Group, Transport, stand_alone_group
+from megatron_edit.replica.collectives import Group
 from megatron_edit.replica.placement import Placement, place
+from megatron_edit.replica.transport import Transport, stand_alone_group
 from megatron_edit.replica.world import ReplicaWorld, join
 
 _UNUSABLE = "correct the lines about interfaces first: the ranks could not be connected"

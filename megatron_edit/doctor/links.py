@@ -14,12 +14,8 @@ from functools import partial
 
 import torch
 
-from megatron_edit.replica.collectives import (
-    Group,
-    Transport,
-    all_reduce_payload,
-    stand_alone_group,
-)
+from megatron_edit.replica.collectives import Group, all_reduce_payload
+from megatron_edit.replica.transport import Transport, stand_alone_group
 from megatron_edit.replica.world import ReplicaWorld
 
 FIRST_BYTES, MOST_BYTES = 1 << 16, 1 << 28

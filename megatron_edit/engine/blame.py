@@ -46,9 +46,9 @@ def blaming(engine: Engine, what: str = "") -> Iterator[None]:
         usual = f"the sync of round {engine.current_round}"
         where = what or ("the warm-up" if engine.is_warmup else usual)
         pulse = engine.board.pulse
-        lost = error.lost or (pulse.lost() if pulse is not None else [])
-        has_come = pulse is None or not pulse.is_waiting
-        raise error.placed(lost, f"{where} (step {engine.step})", has_come=has_come) from error
+        lost = error.lost or pulse.lost()
+        place = f"{where} (step {engine.step})"
+        raise error.placed(lost, place, has_come=not pulse.is_waiting) from error
     except Exception as error:
         error.add_note(f"in round {engine.current_round} of EDiT, after step {engine.step}")
         raise

@@ -75,13 +75,12 @@ class EditEngine:
 
     def __post_init__(self) -> None:
         sync = self.groups.sync
-        self.board, pulse = open_board(self.groups, self.world, lambda: self.step)
+        self.board = open_board(self.groups, self.world, lambda: self.step)
         self.pace = pace_of(self.settings, self.host, self.clock, sync.rank, sync.size)
         meetings = Meetings(
             self.host,
             self.groups,
             self.board,
-            pulse,
             self.pace,
             has_digests=not self.settings.landing.is_immediate,
         )

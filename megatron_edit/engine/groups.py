@@ -38,5 +38,4 @@ class EngineGroups:
         """
         inside = (self.replica, self.stage, *self.ties.values())
         for group in (self.sync, self.meeting, self.control, *inside):
-            if not group.runs_in_order:  # NCCL's goes with its communicator
-                group.process_group = group.second_channel = None
+            group.close()

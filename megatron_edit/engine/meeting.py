@@ -32,8 +32,8 @@ class Meetings:
     Attributes:
         host: says where training stands.
         groups: who meets.
-        board: where this replica says that it was asked to end, also while it waits.
-        pulse: how far the others have come.
+        board: where this replica says that it was asked to end, also while it waits; its pulse
+            knows how far the others have come.
         pace: knows the losses, and whether replicas meet at the same step.
         has_digests: whether records carry digests of delayed landings.
         traffic: goes on while this replica waits for the others: they may wait for it.
@@ -42,7 +42,6 @@ class Meetings:
     host: Host
     groups: EngineGroups
     board: StopBoard
-    pulse: Pulse
     pace: Pace
     has_digests: bool
     traffic: Traffic | None = None
@@ -109,7 +108,7 @@ class Meetings:
 
         Collective: the sync group.
         """
-        with self.pulse.waiting():
+        with self.board.pulse.waiting():
             return self.groups.meeting.all_gather(row, idle=self._waiting())
 
     def _waiting(self) -> Callable[[], float]:
@@ -120,11 +119,12 @@ class Meetings:
         releases it. Of the replicas that have not come it wants to see progress.
         """
         began, limit = time.monotonic(), self.groups.meeting.timeout.total_seconds()
+        pulse = self.board.pulse
 
         def look() -> float:
             now = time.monotonic()
-            if overdue := self.pulse.overdue(began, limit, now):
-                raise _lost(self.pulse.give_up(overdue), limit)
+            if overdue := pulse.overdue(began, limit, now):
+                raise _lost(pulse.give_up(overdue), limit)
             if self.host.is_end_asked and not self.board.is_seen:
                 self.board.announce()
             if self.traffic is not None and self.traffic.is_busy:
@@ -135,9 +135,7 @@ class Meetings:
         return look
 
 
-def open_board(
-    groups: EngineGroups, world: ReplicaWorld, step: Callable[[], int]
-) -> tuple[StopBoard, Pulse]:
+def open_board(groups: EngineGroups, world: ReplicaWorld, step: Callable[[], int]) -> StopBoard:
     """Where this rank learns of stops, and of the others' progress.
 
     Args:
@@ -157,7 +155,7 @@ def open_board(
         is_telling=is_first,
         store_host=None if place.is_single_launch else 0,
     )
-    return StopBoard(world.shared_store, pulse, is_watching=is_first), pulse
+    return StopBoard(world.shared_store, pulse, is_watching=is_first)
 
 
 def _lost(replicas: Sequence[int], limit: float) -> ReplicaLostError:

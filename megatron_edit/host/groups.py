@@ -9,7 +9,8 @@ from megatron.core import parallel_state
 
 from megatron_edit.engine.groups import TIED_EMBEDDING, EngineGroups
 from megatron_edit.host.optimizer import TIED_EXPERT_TP, TIED_TP
-from megatron_edit.replica.collectives import Group, Transport, stand_alone_group
+from megatron_edit.replica.collectives import Group
+from megatron_edit.replica.transport import Transport, stand_alone_group
 from megatron_edit.replica.wire import Wire
 from megatron_edit.replica.world import ReplicaWorld
 

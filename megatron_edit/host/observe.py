@@ -157,8 +157,7 @@ class Observer:
         @wraps(forward_step)
         def counted(*args: Any, **kwargs: Any) -> Any:
             assert self.engine is not None
-            if self.engine.board.pulse is not None:
-                self.engine.board.pulse.batches += 1
+            self.engine.board.pulse.batches += 1
             return forward_step(*args, **kwargs)
 
         return counted

@@ -226,6 +226,11 @@ class Group:
         rows = self.all_gather(padded)
         return [pickle.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, sizes, strict=True)]
 
+    def close(self) -> None:
+        """Give up the transport; nothing may be on its way. Threads of gloo are joined here."""
+        if not self.runs_in_order:  # NCCL's goes with its communicator
+            self.process_group = self.second_channel = None
+
     def _start(self, start: Callable[[], Any]) -> Pending:
         self.num_started += 1
         try:
@@ -237,64 +242,3 @@ class Group:
 def all_reduce_payload(nbytes: int, size: int) -> int:
     """Bytes that one rank sends in a ring all-reduce of `nbytes` over `size` ranks."""
     return 2 * (size - 1) * nbytes // size
-
-
-@dataclass(frozen=True)
-class Transport:
-    """How stand-alone groups communicate.
-
-    Attributes:
-        backend: "gloo" or "nccl", as Megatron's own default group has it.
-        device: where tensors on the wire live.
-    """
-
-    backend: str
-    device: torch.device
-
-
-def stand_alone_group(
-    store: dist.Store,
-    rank: int,
-    size: int,
-    transport: Transport,
-    timeout: timedelta,
-    name: str,
-    *,
-    has_second_channel: bool = False,
-) -> Group:
-    """A group that belongs to no `torch.distributed` world: the ranks need only share `store`.
-
-    Collective: the `size` ranks of the group.
-    Blocks: the host, until all of them have come.
-
-    Args:
-        store: where the ranks find each other.
-        rank: this rank's position, from 0.
-        size: number of ranks.
-        transport: how they communicate.
-        timeout: longest wait of one collective.
-        name: of the group, unique in the store.
-        has_second_channel: whether exchanges in two phases will run on it (`wire.py`).
-
-    Raises:
-        ReplicaLostError: they did not all come within `timeout`.
-    """
-    group = Group(None, rank, size, transport.device, timeout, name)
-    if size == 1:
-        return group
-    try:
-        group.process_group = _process_group(store, group, transport, name)
-        if has_second_channel and not group.runs_in_order:
-            group.second_channel = _process_group(store, group, transport, f"{name}, second")
-    except RuntimeError as error:
-        raise ReplicaLostError(f"{name}: not all {size} replicas came: {error}") from error
-    return group
-
-
-def _process_group(store: dist.Store, group: Group, transport: Transport, prefix: str) -> Any:
-    prefixed = dist.PrefixStore(prefix, store)
-    if transport.backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = group.timeout
-        return dist.ProcessGroupNCCL(prefixed, group.rank, group.size, options)
-    return dist.ProcessGroupGloo(prefixed, group.rank, group.size, group.timeout)

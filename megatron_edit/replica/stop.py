@@ -24,15 +24,15 @@ class StopBoard:
 
     Args:
         store: shared by all replicas; it is asked through a connection of its own.
-        pulse: what this rank tells and hears of the replicas' progress, if anything.
-        is_watching: whether this rank asks.
+        pulse: what this rank tells and hears of the replicas' progress.
+        is_watching: whether this rank asks for stops.
         poll_seconds: between two questions.
     """
 
     def __init__(
         self,
         store: dist.Store,
-        pulse: Pulse | None = None,
+        pulse: Pulse,
         *,
         is_watching: bool,
         poll_seconds: float = POLL_SECONDS,
@@ -42,8 +42,7 @@ class StopBoard:
         self._poll_seconds = poll_seconds
         self._seen, self._closed = threading.Event(), threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="edit-stop-board", daemon=True)
-        if is_watching or pulse is not None:
-            self._watcher.start()
+        self._watcher.start()
 
     def announce(self) -> None:
         """Tell all replicas to stop at their next step boundary.
@@ -69,16 +68,14 @@ class StopBoard:
         store's C++ code aborts the process (exit code -6).
         """
         self._closed.set()
-        if self.pulse is not None:
-            self.pulse.is_closed = True
+        self.pulse.is_closed = True
         if self._watcher.is_alive():
             self._watcher.join(JOIN_SECONDS)
 
     def _watch(self) -> None:
         store = None
         while not self._closed.wait(self._poll_seconds):
-            has_to_hear = self.pulse is not None and self.pulse.is_listening
-            if not (self._is_watching or has_to_hear):
+            if not (self._is_watching or self.pulse.is_listening):
                 continue
             try:
                 store = store or self._store.clone()
@@ -91,5 +88,4 @@ class StopBoard:
     def _look(self, store: dist.Store) -> None:
         if self._is_watching and not self.is_seen and store.check([KEY]):
             self._seen.set()
-        if self.pulse is not None:
-            self.pulse.beat(store)
+        self.pulse.beat(store)

@@ -8,14 +8,17 @@ import threading
 
 import torch.distributed as dist
 
+from megatron_edit.replica.pulse import NOWHERE, Pulse
 from megatron_edit.replica.stop import StopBoard
 
 ASK_WITHOUT_PAUSE = """
 import time
 import torch.distributed as dist
+from megatron_edit.replica.pulse import NOWHERE, Pulse
 from megatron_edit.replica.stop import StopBoard
+pulses = [Pulse(0, 1, lambda: NOWHERE, is_telling=True) for _ in range(4)]
 store = dist.TCPStore("127.0.0.1", 0, 1, True)
-boards = [StopBoard(store, is_watching=True, poll_seconds=0) for _ in range(4)]
+boards = [StopBoard(store, pulse, is_watching=True, poll_seconds=0) for pulse in pulses]
 time.sleep(0.2)
 for board in boards:
     board.close()
@@ -35,7 +38,8 @@ def test_close_ends_the_thread() -> None:
     """Whether it has seen a stop or not; twice does no harm."""
     store = dist.TCPStore("127.0.0.1", 0, 1, True)
     for is_stopped in (False, True):
-        board = StopBoard(store, is_watching=True, poll_seconds=0.01)
+        pulse = Pulse(0, 1, lambda: NOWHERE, is_telling=True)
+        board = StopBoard(store, pulse, is_watching=True, poll_seconds=0.01)
         if is_stopped:
             board.announce()
         board.close()

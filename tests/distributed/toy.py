@@ -26,8 +26,9 @@ from megatron_edit.engine.units import Fragment, UnitPlan, UnitShard, plan_units
 from megatron_edit.host.settings import engine_settings
 from megatron_edit.method.clock import PhaseClock
 from megatron_edit.method.schedule import StepSchedule
-from megatron_edit.replica.collectives import Group, Transport, stand_alone_group
+from megatron_edit.replica.collectives import Group
 from megatron_edit.replica.placement import place
+from megatron_edit.replica.transport import Transport, stand_alone_group
 from megatron_edit.replica.wire import Wire
 from megatron_edit.replica.world import join
 

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_edit.errors import ReplicaLostError
-from megatron_edit.replica.collectives import Group, Transport, stand_alone_group
+from megatron_edit.replica.collectives import Group
+from megatron_edit.replica.transport import Transport, stand_alone_group
 from megatron_edit.replica.wire import Exchange, Wire
 
 CPU = torch.device("cpu")
