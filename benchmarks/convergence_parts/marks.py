@@ -16,6 +16,7 @@ BATCHES = (4, 8, 16)  # samples of a replica in a step
 # unit the largest one decides how many steps hide an exchange; all at once need more.
 DELAYED_TAU, DELAYS = 40, ((4, 8), (4, 12), (1, 15), (1, 30))  # fragments and steps
 # Calmer outer steps, as they carry on what is late; with the delay and without it.
+CALM_DELAYS = ((4, 8), (4, 10))
 CALM = ("outer-momentum 0.7", "--edit-outer-momentum", "0.7")
 CALMER = (
     ("outer-momentum 0.6", "--edit-outer-momentum", "0.6"),
@@ -88,7 +89,8 @@ def _delay(study: Study) -> Question:
         study.member(edit, "edit", base="ddp", tau=DELAYED_TAU),
     ]
     int8 = ("--edit-sync-dtype", "int8")
-    members += [late(*DELAYS[0], *CALM), late(*DELAYS[0], f"{CALM[0]}, int8", *CALM[1:], *int8)]
+    for where in CALM_DELAYS:
+        members += [late(*where, *CALM), late(*where, f"{CALM[0]}, int8", *CALM[1:], *int8)]
     members += [late(*where) for where in DELAYS]
     members += [
         late(4, 12, "mix 0.5", "--edit-mix", "0.5"),
