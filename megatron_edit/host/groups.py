@@ -44,11 +44,11 @@ def build_groups(world: ReplicaWorld, device: torch.device, wire: Wire) -> Engin
             transport,
             world.timeout,
             f"{name} group {place.rank}",
-            has_second_channel=has_second_channel,
+            num_phases=num_phases,
         )
-        for name, transport, has_second_channel in (
-            ("sync", Transport(torch.distributed.get_backend(), device), wire.has_two_phases),
-            ("meeting", on_cpu, False),
+        for name, transport, num_phases in (
+            ("sync", Transport(torch.distributed.get_backend(), device), wire.num_phases),
+            ("meeting", on_cpu, 0),
         )
     )
     stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)

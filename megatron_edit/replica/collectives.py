@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -28,12 +28,12 @@ class Pending:
     """A collective that was started and not waited for.
 
     Attributes:
-        work: the transport's handle; None where there was nothing to do.
         name: of the group, for errors.
+        works: the transport's handles; none where there was nothing to do.
     """
 
-    work: Any
     name: str
+    works: tuple[Any, ...] = ()
 
     def wait(self) -> None:
         """Wait until the result may be used: the host on CPU tensors, the stream on CUDA.
@@ -41,17 +41,33 @@ class Pending:
         Raises:
             ReplicaLostError: it failed or timed out.
         """
-        if self.work is None:
-            return
         try:
-            self.work.wait()
+            for work in self.works:
+                work.wait()
         except RuntimeError as error:  # gloo and NCCL report a dead or late peer like this
             raise ReplicaLostError(f"{self.name}: a collective failed: {error}") from error
 
     @property
     def is_completed(self) -> bool:
         """Whether it is over, well or badly."""
-        return self.work is None or bool(self.work.is_completed())
+        return all(work.is_completed() for work in self.works)
+
+
+@dataclass(frozen=True)
+class Duplex:
+    """Transports of a phase of exchanges over gloo: connections of its own for each direction.
+
+    On one connection two ranks that send to each other do so one after the other, unless they
+    begin at the same moment: who comes later sends at once, and that it is ready to receive comes
+    after its data.
+
+    Attributes:
+        up: to ranks of higher numbers.
+        down: to ranks of lower numbers.
+    """
+
+    up: Any
+    down: Any
 
 
 @dataclass
@@ -67,8 +83,9 @@ class Group:
         name: how error messages call the group.
         payload_bytes: payload sent so far by this rank, counted as ring algorithms send it.
         num_started: collectives that this rank has begun on it.
-        second_channel: transport of collectives that begin whenever an earlier one is over, which
-            is at another moment on each rank; None where `runs_in_order`, or nobody needs it.
+        phases: transports of each phase of an exchange. A phase begins whenever the one before is
+            over, which is at another moment on each rank; none where `runs_in_order`, or nobody
+            needs them.
         backlog: exchanges that have such a collective before them, oldest first; see `wire.py`.
     """
 
@@ -80,7 +97,7 @@ class Group:
     name: str
     payload_bytes: int = 0
     num_started: int = 0
-    second_channel: Any = None
+    phases: tuple[Duplex, ...] = ()
     backlog: deque[Any] = field(default_factory=deque)
     _given: list[tuple[Pending, Tensor]] = field(default_factory=list)
 
@@ -100,11 +117,11 @@ class Group:
         Collective: all ranks of the group, same numel and dtype.
         """
         if self.size == 1 or tensor.numel() == 0:
-            return Pending(None, self.name)
+            return Pending(self.name)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.SUM
         options.timeout = self.timeout
-        pending = self._start(lambda: self.process_group.allreduce([tensor], options))
+        pending = self._start(lambda: [self.process_group.allreduce([tensor], options)])
         self.payload_bytes += all_reduce_payload(tensor.nbytes, self.size)
         return pending
 
@@ -145,55 +162,48 @@ class Group:
         Collective: all ranks of the group, same numel and dtype.
         """
         if self.size == 1 or tensor.numel() == 0:
-            return Pending(None, self.name)
+            return Pending(self.name)
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = self.timeout
-        pending = self._start(lambda: self.process_group.broadcast([tensor], options))
+        pending = self._start(lambda: [self.process_group.broadcast([tensor], options)])
         self.payload_bytes += tensor.nbytes if self.rank == 0 else 0
         return pending
 
-    def start_all_to_all(self, output: Tensor, rows: Tensor) -> Pending:
+    def start_all_to_all(self, output: Tensor, rows: Tensor, phase: int) -> Pending:
         """Begin to send row j to rank j; row i of `output` becomes what rank i sent here.
 
         Neither tensor may be touched until waited for.
-        Collective: all ranks of the group, same shape and dtype.
+        Collective: all ranks of the group, same shape and dtype, in the same order as other calls
+        of the phase. But for `runs_in_order` each rank may begin at a moment of its own, between
+        other collectives.
 
         Args:
             output: [size, n], contiguous, overwritten.
             rows: [size, n], contiguous.
+            phase: of an exchange, from 0.
         """
         if self.size == 1 or rows.numel() == 0:
             output.copy_(rows)
-            return Pending(None, self.name)
-        options = AllToAllOptions()
-        options.timeout = self.timeout
-        pending = self._start(
-            lambda: self.process_group.alltoall_base(output, rows, [], [], options)
-        )
+            return Pending(self.name)
+        pending = self._start(lambda: self._all_to_all(output, rows, phase))
         self.payload_bytes += (self.size - 1) * rows[0].nbytes
         return pending
 
-    def start_second_all_gather(self, output: Tensor, row: Tensor) -> Pending:
-        """Begin to collect `row` of every rank in `output`, on the second channel.
-
-        Neither tensor may be touched until waited for.
-        Collective: all ranks of the group, in the same order among themselves. Where there is a
-        second channel, each rank may begin at a moment of its own, between other collectives.
-
-        Args:
-            output: [size, n], contiguous, overwritten.
-            row: [n], contiguous.
-        """
-        if self.size == 1 or row.numel() == 0:
-            output.copy_(row)
-            return Pending(None, self.name)
-        channel = self.process_group if self.runs_in_order else self.second_channel
-        options = AllgatherOptions()
+    def _all_to_all(self, output: Tensor, rows: Tensor, phase: int) -> Iterator[Any]:
+        options = AllToAllOptions()
         options.timeout = self.timeout
-        pending = self._start(lambda: channel._allgather_base(output.view(-1), row, options))
-        self.payload_bytes += (self.size - 1) * row.nbytes
-        return pending
+        if self.runs_in_order:
+            yield self.process_group.alltoall_base(output, rows, [], [], options)
+            return
+        output[self.rank].copy_(rows[self.rank])
+        ranks, ways = range(self.size), self.phases[phase]
+        lower, higher = ranks[: self.rank], ranks[self.rank + 1 :]
+        for way, sources, targets in ((ways.up, lower, higher), (ways.down, higher, lower)):
+            incoming = output[sources.start : sources.stop]
+            outgoing = rows[targets.start : targets.stop]
+            received, sent = ([int(r in chosen) for r in ranks] for chosen in (sources, targets))
+            yield way.alltoall_base(incoming, outgoing, received, sent, options)
 
     def all_gather(self, tensor: Tensor, idle: Callable[[], float] | None = None) -> Tensor:
         """Stack the tensors of all ranks in rank order: [size, *shape], on `tensor`'s device.
@@ -210,7 +220,7 @@ class Group:
         local, options = tensor.to(self.device).contiguous(), AllgatherOptions()
         parts = [torch.empty_like(local) for _ in range(self.size)]
         options.timeout = self.timeout if idle is None else UNLIMITED
-        pending = self._start(lambda: self.process_group.allgather([parts], [local], options))
+        pending = self._start(lambda: [self.process_group.allgather([parts], [local], options)])
         if idle is not None:
             wait_idly(pending, self.process_group, idle)
         pending.wait()
@@ -229,12 +239,12 @@ class Group:
     def close(self) -> None:
         """Give up the transport; nothing may be on its way. Threads of gloo are joined here."""
         if not self.runs_in_order:  # NCCL's goes with its communicator
-            self.process_group = self.second_channel = None
+            self.process_group, self.phases = None, ()
 
-    def _start(self, start: Callable[[], Any]) -> Pending:
+    def _start(self, start: Callable[[], Iterable[Any]]) -> Pending:
         self.num_started += 1
         try:
-            return Pending(start(), self.name)
+            return Pending(self.name, tuple(start()))
         except RuntimeError as error:
             raise ReplicaLostError(f"{self.name}: a collective failed: {error}") from error
 

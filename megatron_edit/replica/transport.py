@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_edit.errors import ReplicaLostError
-from megatron_edit.replica.collectives import Group
+from megatron_edit.replica.collectives import Duplex, Group
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def stand_alone_group(
     timeout: timedelta,
     name: str,
     *,
-    has_second_channel: bool = False,
+    num_phases: int = 0,
 ) -> Group:
     """A group that belongs to no `torch.distributed` world: the ranks need only share `store`.
 
@@ -48,7 +48,7 @@ def stand_alone_group(
         transport: how they communicate.
         timeout: longest wait of one collective.
         name: of the group, unique in the store.
-        has_second_channel: whether exchanges in two phases will run on it (`wire.py`).
+        num_phases: of the exchanges that will run on it (`wire.py`); 0 is whole collectives alone.
 
     Raises:
         ReplicaLostError: they did not all come within `timeout`.
@@ -58,8 +58,10 @@ def stand_alone_group(
         return group
     try:
         group.process_group = _process_group(store, group, transport, name)
-        if has_second_channel and not group.runs_in_order:
-            group.second_channel = _process_group(store, group, transport, f"{name}, second")
+        for phase in range(0 if group.runs_in_order else num_phases):
+            prefixes = (f"{name}, phase {phase}, {way}" for way in ("up", "down"))
+            up, down = (_process_group(store, group, transport, prefix) for prefix in prefixes)
+            group.phases += (Duplex(up, down),)
     except RuntimeError as error:
         raise ReplicaLostError(f"{name}: not all {size} replicas came: {error}") from error
     return group

@@ -2,12 +2,12 @@
 
     (a) chunk j of every addend, encoded, goes to rank j, which decodes and adds them in rank
         order in fp32;
-    (b) rank j encodes the sum of its chunk; all ranks gather the sums and decode them.
+    (b) rank j encodes the sum of its chunk and sends it to all ranks, which decode it.
 
-Note: order. Phase (b) begins when (a) is over, which is at another moment on each rank. It has a
-channel of its own, so that it may fall between any other collectives, and a backlog in which it
-waits until the phases (b) of all earlier exchanges have begun. Hence all ranks issue the
-collectives of a channel in the same order, however often each of them advances its exchanges.
+Note: order. Phase (b) begins when (a) is over, which is at another moment on each rank. It has
+connections of its own, so that it may fall between any other collectives, and a backlog in which
+it waits until the phases (b) of all earlier exchanges have begun. Hence all ranks issue the
+collectives of a phase in the same order, however often each of them advances its exchanges.
 Where collectives run in order anyway (NCCL), both phases are queued at once, on a stream beside
 compute, and the host waits for neither.
 """
@@ -60,7 +60,7 @@ class CodedExchange:
         sent: fp32 [n], residual of the addend; None loses it.
         summed: fp32 [chunks.numel], residual of the sum of this rank's chunk; None loses it.
         chunks: which rank adds up what.
-        outgoing: uint8 [size, bytes]: this rank's chunks; then, in row 0, the sum of its own.
+        outgoing: uint8 [size, bytes]: this rank's chunks; then, in all rows, the sum of its own.
         incoming: uint8 [size, bytes]: everybody's chunk of this rank; then the sums of all.
         first: phase (a); None before it has begun.
         second: phase (b); None before it has begun.
@@ -104,7 +104,7 @@ class CodedExchange:
         else:
             for rank in range(self.group.size):
                 self._encode(self.values, self.sent, self.chunks.of(rank), self.outgoing[rank])
-        self.first = self.group.start_all_to_all(self.incoming, self.outgoing)
+        self.first = self.group.start_all_to_all(self.incoming, self.outgoing, 0)
 
     def start_second_phase(self) -> None:
         """Add up this rank's chunk and begin phase (b); it must be the next in the backlog."""
@@ -117,7 +117,8 @@ class CodedExchange:
         for row in self.incoming:
             self.codec.add_decoded(row[:used], total)
         self._encode(total, self.summed, own, self.outgoing[0])
-        self.second = self.group.start_second_all_gather(self.incoming, self.outgoing[0])
+        self.outgoing[1:] = self.outgoing[0]
+        self.second = self.group.start_all_to_all(self.incoming, self.outgoing, 1)
         self.group.backlog.popleft()
 
     def advance(self) -> bool:

@@ -86,9 +86,9 @@ class Wire:
         return _CODECS[self.name]
 
     @property
-    def has_two_phases(self) -> bool:
-        """Whether sums are encoded by their owners, and so need a second channel on gloo."""
-        return self.codec is not None
+    def num_phases(self) -> int:
+        """Of an exchange, in which sums are encoded by their owners; 0 is one whole collective."""
+        return 0 if self.codec is None else 2
 
     @property
     def has_residual(self) -> bool:
@@ -132,8 +132,8 @@ class Wire:
 
         Scratch, until the sum is there: twice the encoded bytes, and while the sum is taken
         4 numel / size bytes and a codec's own.
-        Collective: all ranks of the group, same numel and wire. A wire other than fp32 needs
-        the group's second channel on gloo.
+        Collective: all ranks of the group, same numel and wire. On gloo the group must have been
+        made for as many phases as the wire has.
         Mutates: `values`, when it is over; `residual`, until then.
 
         Args:
@@ -147,9 +147,9 @@ class Wire:
             assert residual is None, f"wire {self.name} loses nothing"
             return _Whole(group.start_all_reduce(values.zero_() if is_left_out else values))
         if values.numel() == 0:  # ZeRO cuts without regard to units: a shard may be empty
-            return _Whole(Pending(None, group.name))
-        has_channel = group.runs_in_order or group.second_channel is not None
-        assert group.size == 1 or has_channel, f"{group.name}: no second channel for {self.name}"
+            return _Whole(Pending(group.name))
+        has_phases = group.runs_in_order or len(group.phases) == self.num_phases
+        assert group.size == 1 or has_phases, f"{group.name}: not made for {self.name}"
         sent, summed = (None, None) if residual is None else (residual.sent, residual.summed)
         exchange = CodedExchange.prepare(group, self.codec, values, sent=sent, summed=summed)
         with beside_compute(group):

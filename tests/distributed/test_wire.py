@@ -137,10 +137,10 @@ def test_both_phases_are_queued_at_once_where_they_run_in_order(name: str) -> No
         assert all(at_once == apart for at_once, apart in result.value)
 
 
-def test_a_second_channel_is_asked_for() -> None:
-    """Catches: phases of different ranks that meet each other on one channel."""
-    for result in run_ranks(SCENARIOS + "no_second_channel", 2, check=True):
-        assert "no second channel for int8" in result.value
+def test_a_group_for_two_phases_is_asked_for() -> None:
+    """Catches: phases of different ranks that meet each other on one connection."""
+    for result in run_ranks(SCENARIOS + "no_phases", 2, check=True):
+        assert "not made for int8" in result.value
 
 
 def test_payload() -> None:

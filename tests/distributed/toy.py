@@ -191,7 +191,7 @@ def build_engine(
     sync = stand_alone_group(
         world.shared_store, placement.replica, placement.num_replicas, Transport("gloo", CPU),
         TIMEOUT, f"sync group {placement.rank}",
-        has_second_channel=Wire.of(config.sync_dtype).has_two_phases,
+        num_phases=Wire.of(config.sync_dtype).num_phases,
     )  # fmt: skip
     meeting = stand_alone_group(
         world.shared_store, placement.replica, placement.num_replicas, Transport("gloo", CPU),

@@ -23,14 +23,14 @@ Record = dict[str, Any]
 
 
 def join() -> Group:
-    """A group of all ranks, with a second channel."""
+    """A group of all ranks, for exchanges in two phases."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=rank == 0
     )
     return stand_alone_group(
         store, rank, size, Transport("gloo", CPU), timedelta(seconds=60), "sync group",
-        has_second_channel=True,
+        num_phases=2,
     )  # fmt: skip
 
 
@@ -178,7 +178,7 @@ class _InOrder(Group):
 
 
 def both_phases_at_once(name: str, sizes: list[int]) -> list[tuple[bytes, bytes]]:
-    """Exchanges on a group that needs no second channel, and the same on one that does."""
+    """Exchanges on a group on which phases run in order, and on one on which they do not."""
     group, wire = join(), Wire.of(name)
     ordered = _InOrder(
         group.process_group, group.rank, group.size, CPU, group.timeout, "ordered group"
@@ -195,10 +195,10 @@ def both_phases_at_once(name: str, sizes: list[int]) -> list[tuple[bytes, bytes]
     return pairs
 
 
-def no_second_channel() -> str:
+def no_phases() -> str:
     """An exchange in two phases on a group that was made without."""
     group = join()
-    group.second_channel = None
+    group.phases = ()
     try:
         Wire.of("int8").start(group, torch.ones(3))
     except AssertionError as error:

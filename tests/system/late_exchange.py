@@ -1,0 +1,46 @@
+"""Exchanges with one late rank, in a host of a network lab; prints their seconds as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_edit.replica.transport import Transport, stand_alone_group
+from megatron_edit.replica.wire import Wire
+
+NUMEL, REPEATS = 1_000_000, 6
+LATE_SECONDS = 0.05
+POLL_SECONDS = 0.002
+
+
+def main() -> None:
+    """One rank per host; the ranks are late in turn."""
+    rank = int(os.environ["RANK"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], 29500, 2, is_master=rank == 0)
+    wire, limit = Wire.of("int8"), timedelta(seconds=60)
+    on_cpu = Transport("gloo", torch.device("cpu"))
+    group = stand_alone_group(
+        store, rank, 2, on_cpu, limit, "sync group", num_phases=wire.num_phases
+    )
+    values, seconds = torch.ones(NUMEL), []
+    for turn in range(REPEATS):
+        group.all_gather(torch.zeros(1))  # begin together, but for who is late
+        began = time.monotonic()
+        if rank == turn % 2:
+            time.sleep(LATE_SECONDS)
+        exchange = wire.start(group, values)
+        while not exchange.advance():
+            time.sleep(POLL_SECONDS)
+        seconds.append(time.monotonic() - began - LATE_SECONDS)
+    group.all_gather(torch.zeros(1))
+    group.close()
+    print(json.dumps(seconds))
+
+
+if __name__ == "__main__":
+    main()
