@@ -229,6 +229,12 @@ class EditEngine:
                 self.traffic.require(num_shards)
                 self.traffic.poll()
 
+    def let_go_on(self) -> None:
+        """In a backward pass: begin what exchanges can begin now. Waits for nothing."""
+        if self.traffic.is_busy and not self.groups.sync.runs_in_order:
+            with torch.no_grad(), blaming(self), self._home.entered():
+                self.traffic.poll()
+
     def record_loss(self, loss: float) -> None:
         """Note the training loss of the step just made; NaN on ranks that do not know it.
 

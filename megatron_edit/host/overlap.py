@@ -5,6 +5,9 @@ forced by evaluation or saving, recomputation, interleaved schedules. It is over
 the instances. Stock `finish_param_sync` of one bucket starts the gather of the next before the
 layer computes; while units are pending that would expose the next unit's exchange, so the next
 gather is then left to the next bucket's own first use.
+
+In the backward pass each bucket group's `start_grad_sync` is a moment to look after exchanges that
+go on in a second phase: on slow links they would idle for the rest of the step.
 """
 
 from __future__ import annotations
@@ -61,6 +64,7 @@ def land_before_gathers(
         can_hide |= 0 < needed < len(plan.shards)
         patcher.wrap(group, "start_param_sync", _landing_first(engine, needed))
         patcher.wrap(group, "finish_param_sync", _one_bucket_at_a_time(engine))
+        patcher.wrap(group, "start_grad_sync", _letting_go_on(engine))
     return can_hide
 
 
@@ -74,6 +78,18 @@ def _landing_first(
             return start(*args, **kwargs)
 
         return landed
+
+    return around
+
+
+def _letting_go_on(engine: EditEngine) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def around(start: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(start)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            engine.let_go_on()
+            return start(*args, **kwargs)
+
+        return watched
 
     return around
 

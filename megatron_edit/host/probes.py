@@ -103,6 +103,7 @@ PROBES = (
     Probe("megatron.core.dist_checkpointing.mapping", "ShardedTensorFactory"),
     Probe(_BUCKETS, "start_param_sync", ("force_sync",)),
     Probe(_BUCKETS, "finish_param_sync", ("skip_next_bucket_dispatch",), OVERLAP),
+    Probe(_BUCKETS, "start_grad_sync", (), OVERLAP),
     Probe(
         f"{_STRATEGIES}.filesystem_async", "get_write_results_queue", ("mp_mode",), ASYNC_ON_CPU
     ),

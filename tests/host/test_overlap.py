@@ -13,6 +13,7 @@ import pytest
 from tests.host.layouts import GATHER, LAYOUTS
 from tests.host.runs import run_edit
 from tests.host.spy import read_records
+from tests.host.spy_backward import read_backward
 from tests.host.spy_landings import read_landings
 
 CORE = {"bf16", "pp2"}
@@ -182,6 +183,22 @@ def test_staging_is_bounded(tmp_path: Path, prefetch_units: int, offload: bool) 
         bound = (prefetch_units + 1) * facts["largest_shard"] * bytes_each + SCALARS_BYTES
         assert facts["largest_shard"] * bytes_each <= facts["peak"] <= bound
         assert facts["live_after"] == 0
+
+
+def test_exchanges_go_on_in_the_backward_pass(tmp_path: Path) -> None:
+    """While a delayed sync flies, each bucket's gradient sync looks after it. Catches a second
+    phase that waits for the next forward pass, while a slow link is idle."""
+    tau, delay, steps = 4, 3, 14
+    run_edit(
+        tmp_path, 2, 2, before="tests.host.spy_backward:record_backward", train_iters=steps,
+        edit_warmup_steps=2, edit_sync_interval=tau, edit_delay_steps=delay,
+        edit_sync_mode="overlap", edit_sync_dtype="int8", **GATHER,
+    )  # fmt: skip
+    for rank in range(2):
+        reduces, polls = read_backward(tmp_path, rank)
+        buckets, rest = divmod(reduces, steps)
+        assert buckets > 1 and rest == 0
+        assert polls == buckets * (delay * ((steps - 2) // tau) - delay)  # the last lands at once
 
 
 @pytest.mark.parametrize("layout", ["m2", pytest.param("pp2", marks=pytest.mark.full)])
