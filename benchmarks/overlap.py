@@ -50,7 +50,7 @@ QUICK: dict[str, Any] = {
 def main(argv: Sequence[str]) -> int:
     """Measure and report; the exit code is 1 where a run failed."""
     args = parse(argv)
-    model = Model(num_layers=args.layers, hidden_size=args.hidden_size)
+    model = Model(num_layers=args.layers, hidden_size=args.hidden_size, seq_length=args.seq_length)
     base = Job(IDEAL, model, args.hosts, args.tau, args.rounds, args.stock_seconds)
     try:
         wanted = any(kind in RIVALS for kind in args.kinds)
@@ -84,6 +84,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--hosts", type=int, default=2, help="hosts, each a replica of one rank (default: 2)")
     add("--layers", type=int, default=4, help="of the model (default: 4)")
     add("--hidden-size", type=int, default=256, help="of the model (default: 256)")
+    add("--seq-length", type=int, default=128, help="of the model: a step's time (default: 128)")
     add("--stock-seconds", type=float, default=15.0,
         help="about how long a stock run is measured; >= 3 iterations (default: 15)")  # fmt: skip
     add("--without-stock", action="store_true", help="leave stock Megatron out")
