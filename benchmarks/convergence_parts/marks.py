@@ -16,13 +16,13 @@ BATCHES = (4, 8, 16)  # samples of a replica in a step
 # unit the largest one decides how many steps hide an exchange; all at once need more.
 DELAYED_TAU, DELAYS = 40, ((4, 8), (4, 12), (1, 15), (1, 30))  # fragments and steps
 # Calmer outer steps, as they carry on what is late; with the delay and without it.
-CALM_DELAYS = ((4, 8), (4, 10))
 CALM = ("outer-momentum 0.7", "--edit-outer-momentum", "0.7")
 CALMER = (
     ("outer-momentum 0.6", "--edit-outer-momentum", "0.6"),
     ("outer-momentum 0.5", "--edit-outer-momentum", "0.5"),
     ("outer-lr 1, outer-momentum 0.5", "--edit-outer-lr", "1", "--edit-outer-momentum", "0.5"),
 )
+CALM_DELAYS = ((4, 8), (4, 10))  # of the calm ones, which are of several seeds
 BAD_DATA = {
     TEXT: ("marks-bursts", "random tokens"),
     LABELS: ("marks-labels", "text with random labels"),

@@ -3,7 +3,7 @@
 The host calls `start` once; `before_gradients` and `average_gradients` around each reduction of
 gradients; `before_step` and `after_step` around each attempted optimizer step; `require` before
 it gathers parameters; `leave` to obey a stop from outside; and `finish` at the end. All ranks of
-a replica make the same calls in the same order.
+a replica make the same calls in the same order; only `let_go_on` is called whenever it suits.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class EditEngine:
                 self.traffic.poll()
 
     def let_go_on(self) -> None:
-        """In a backward pass: begin what exchanges can begin now. Waits for nothing."""
+        """Begin what exchanges can begin now; in order, all has begun. Waits for nothing."""
         if self.traffic.is_busy and not self.groups.sync.runs_in_order:
             with torch.no_grad(), blaming(self), self._home.entered():
                 self.traffic.poll()

@@ -119,8 +119,7 @@ class SyncRun:
 
         Where exchanges share the link, the next is launched when the one before is over: two at
         a time would delay the unit that is needed first, and be slower together. A delayed sync
-        needs none first, and nobody looks after it in the middle of a backward pass: its units
-        are launched together.
+        needs none first, and is looked after only now and then: its units are launched together.
 
         Returns:
             Whether nothing of this sync is, or will be, on the wire.

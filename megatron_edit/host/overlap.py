@@ -6,8 +6,8 @@ the instances. Stock `finish_param_sync` of one bucket starts the gather of the 
 layer computes; while units are pending that would expose the next unit's exchange, so the next
 gather is then left to the next bucket's own first use.
 
-In the backward pass each bucket group's `start_grad_sync` is a moment to look after exchanges that
-go on in a second phase: on slow links they would idle for the rest of the step.
+In the backward pass of the last micro-batch each bucket group's `start_grad_sync` is a moment to
+look after exchanges that go on in a second phase: a slow link would idle for the rest of the step.
 """
 
 from __future__ import annotations
@@ -86,8 +86,9 @@ def _letting_go_on(engine: EditEngine) -> Callable[[Callable[..., Any]], Callabl
     def around(start: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(start)
         def watched(*args: Any, **kwargs: Any) -> Any:
+            result = start(*args, **kwargs)  # first: what reduces flies behind our own work
             engine.let_go_on()
-            return start(*args, **kwargs)
+            return result
 
         return watched
 
@@ -100,7 +101,9 @@ def _one_bucket_at_a_time(engine: EditEngine) -> Callable[[Callable[..., Any]], 
         def finished(skip_next_bucket_dispatch: bool = False) -> Any:
             # Asked before the landing: all ranks of the bucket's group answer alike.
             skip = skip_next_bucket_dispatch or engine.has_pending_units
-            return finish(skip_next_bucket_dispatch=skip)
+            result = finish(skip_next_bucket_dispatch=skip)
+            engine.let_go_on()  # later micro-batches gather nothing, but come by
+            return result
 
         return finished
 

@@ -59,7 +59,8 @@ class Duplex:
 
     On one connection two ranks that send to each other do so one after the other, unless they
     begin at the same moment: who comes later sends at once, and that it is ready to receive comes
-    after its data.
+    after its data. Here nothing but such notices runs against the data: each way is an all-to-all
+    whose other rows are empty.
 
     Attributes:
         up: to ranks of higher numbers.
@@ -86,7 +87,7 @@ class Group:
         phases: transports of each phase of an exchange. A phase begins whenever the one before is
             over, which is at another moment on each rank; none where `runs_in_order`, or nobody
             needs them.
-        backlog: exchanges that have such a collective before them, oldest first; see `wire.py`.
+        backlog: exchanges whose second phase has still to begin, oldest first; see `two_phase.py`.
     """
 
     process_group: Any
@@ -175,8 +176,8 @@ class Group:
 
         Neither tensor may be touched until waited for.
         Collective: all ranks of the group, same shape and dtype, in the same order as other calls
-        of the phase. But for `runs_in_order` each rank may begin at a moment of its own, between
-        other collectives.
+        of the phase. Unless it `runs_in_order` each rank may begin at a moment of its own,
+        between other collectives.
 
         Args:
             output: [size, n], contiguous, overwritten.

@@ -49,6 +49,7 @@ def stand_alone_group(
         timeout: longest wait of one collective.
         name: of the group, unique in the store.
         num_phases: of the exchanges that will run on it (`wire.py`); 0 is whole collectives alone.
+            On gloo each phase costs two connections to each other rank.
 
     Raises:
         ReplicaLostError: they did not all come within `timeout`.

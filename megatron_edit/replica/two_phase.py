@@ -117,7 +117,7 @@ class CodedExchange:
         for row in self.incoming:
             self.codec.add_decoded(row[:used], total)
         self._encode(total, self.summed, own, self.outgoing[0])
-        self.outgoing[1:] = self.outgoing[0]
+        self.outgoing[1:] = self.outgoing[0]  # a row for each receiver
         self.second = self.group.start_all_to_all(self.incoming, self.outgoing, 1)
         self.group.backlog.popleft()
 

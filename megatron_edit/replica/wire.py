@@ -165,7 +165,7 @@ class _Whole:
     """One collective that needs no second."""
 
     pending: Pending
-    _is_over: bool = False  # asked often: a delayed sync is polled at each bucket of a forward pass
+    _is_over: bool = False  # asked often: a delayed sync is polled at each bucket
 
     def advance(self) -> bool:
         if not self._is_over and self.pending.is_completed:

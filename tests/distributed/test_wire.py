@@ -137,6 +137,15 @@ def test_both_phases_are_queued_at_once_where_they_run_in_order(name: str) -> No
         assert all(at_once == apart for at_once, apart in result.value)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_each_direction_has_connections_of_its_own(size: int) -> None:
+    """Catches: ranks that send to each other over one connection, one after the other."""
+    for result in run_ranks(SCENARIOS + "ways_taken", size, check=True):
+        rank, phases = result.value
+        lower, higher = ([int(i < rank) for i in range(size)], [int(i > rank) for i in range(size)])
+        assert phases == [{"up": [(lower, higher)], "down": [(higher, lower)]}] * 2
+
+
 def test_a_group_for_two_phases_is_asked_for() -> None:
     """Catches: phases of different ranks that meet each other on one connection."""
     for result in run_ranks(SCENARIOS + "no_phases", 2, check=True):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_edit.errors import ReplicaLostError
-from megatron_edit.replica.collectives import Group
+from megatron_edit.replica.collectives import Duplex, Group
 from megatron_edit.replica.transport import Transport, stand_alone_group
 from megatron_edit.replica.wire import Exchange, Wire
 
@@ -170,7 +170,7 @@ def lose_rank_1(name: str, when: str) -> tuple[str, float] | None:
 
 
 class _InOrder(Group):
-    """A group that queues everything in order on one channel, as NCCL does."""
+    """A group that queues everything in order on one connection, as NCCL does."""
 
     @property
     def runs_in_order(self) -> bool:
@@ -193,6 +193,28 @@ def both_phases_at_once(name: str, sizes: list[int]) -> list[tuple[bytes, bytes]
         pairs.append((one.numpy().tobytes(), other.numpy().tobytes()))
     assert ordered.payload_bytes == group.payload_bytes
     return pairs
+
+
+class _Noting:
+    """A transport that notes how many rows come from, and go to, each rank."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.calls: list[tuple[list[int], list[int]]] = []
+
+    def alltoall_base(
+        self, output: Tensor, rows: Tensor, received: list[int], sent: list[int], options: Any
+    ) -> Any:
+        self.calls.append((received, sent))
+        return self._inner.alltoall_base(output, rows, received, sent, options)
+
+
+def ways_taken() -> tuple[int, list[Record]]:
+    """This rank, and by phase the calls on each way in one exchange."""
+    group = join()
+    group.phases = tuple(Duplex(_Noting(ways.up), _Noting(ways.down)) for ways in group.phases)
+    Wire.of("int8").start(group, torch.ones(1000)).wait()
+    return group.rank, [{"up": ways.up.calls, "down": ways.down.calls} for ways in group.phases]
 
 
 def no_phases() -> str:

@@ -215,15 +215,20 @@ class _CountingGroup:
 def count_sync_traffic() -> None:
     """Count every call and byte that reaches the transport of the sync group, by step."""
     from megatron_edit.engine.engine import EditEngine
+    from megatron_edit.replica.collectives import Duplex
 
     rank = os.environ["RANK"]
     log: list[tuple[int, int]] = []  # (step so far, bytes)
     build, finish = EditEngine.__post_init__, EditEngine.finish
 
     def spied_build(self: EditEngine) -> None:
+        def counting(inner: Any) -> _CountingGroup:
+            return _CountingGroup(inner, lambda nbytes: log.append((self.step, nbytes)))
+
         for group in (self.groups.sync, self.groups.meeting):
-            group.process_group = _CountingGroup(
-                group.process_group, lambda nbytes: log.append((self.step, nbytes))
+            group.process_group = counting(group.process_group)
+            group.phases = tuple(
+                Duplex(counting(ways.up), counting(ways.down)) for ways in group.phases
             )
         build(self)
 
