@@ -163,7 +163,7 @@ def _measure(
     world: ReplicaWorld, transport: Transport, everybody: Group, report: Report
 ) -> Together:
     """The ways between the replicas; all-reduces among them as the slowest rank sees them."""
-    together = measure_together(_sync_group(world, transport))
+    together = measure_together(_sync_group(world, transport), everybody)
     found = everybody.all_gather_objects((measure_links(world, transport), together))
     links: list[Link] = [link for one, _ in found for link in one]
     slowest: Together = min((one for _, one in found), key=lambda one: one.bytes_per_second)
