@@ -22,24 +22,30 @@ def out_dir() -> Path:
     return Path(os.environ["SPY_DIR"])
 
 
+def built_chunks() -> list[Any]:
+    """A list that will hold the model's chunks, once Megatron has built them."""
+    import megatron.training.training as training
+
+    chunks: list[Any] = []
+    setup = training.setup_model_and_optimizer
+
+    @wraps(setup)
+    def spied_setup(*args: Any, **kwargs: Any) -> Any:
+        built = setup(*args, **kwargs)
+        chunks.extend(built[0])
+        return built
+
+    training.setup_model_and_optimizer = spied_setup
+    return chunks
+
+
 def record() -> None:
     """Record losses and gradient norms to the last bit, and a digest of the final parameters."""
     import megatron.training.training as training
 
     rank = os.environ["RANK"]
     log: dict[str, Any] = {"losses": {}, "grad_norms": {}, "batches": []}
-    models: list[Any] = []
-    setup, training_log, train = (
-        training.setup_model_and_optimizer,
-        training.training_log,
-        training.train,
-    )
-
-    @wraps(setup)
-    def spied_setup(*args: Any, **kwargs: Any) -> Any:
-        built = setup(*args, **kwargs)
-        models.extend(built[0])
-        return built
+    chunks, training_log, train = built_chunks(), training.training_log, training.train
 
     @wraps(training_log)
     def spied_log(
@@ -54,11 +60,10 @@ def record() -> None:
     @wraps(train)
     def spied_train(*args: Any, **kwargs: Any) -> Any:
         result = train(*args, **kwargs)
-        log["digest"] = parameter_digest(models)
+        log["digest"] = parameter_digest(chunks)
         (out_dir() / f"rank-{rank}.json").write_text(json.dumps(log))
         return result
 
-    training.setup_model_and_optimizer = spied_setup
     training.training_log = spied_log
     training.train = spied_train
     _record_batches(log["batches"])

@@ -10,7 +10,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from tests.host.spy import out_dir, record
+from tests.host.spy import built_chunks, out_dir, record
 
 
 def record_backward() -> None:
@@ -22,9 +22,9 @@ def record_backward() -> None:
     from megatron_edit.host.overlap import bucket_groups
 
     record()
-    counts, chunks = Counter[str](), list[Any]()
+    counts, chunks = Counter[str](), built_chunks()
     rank = os.environ["RANK"]  # before the launcher gives the ranks new numbers
-    setup, train, poll = training.setup_model_and_optimizer, training.train, Traffic.poll
+    train, poll = training.train, Traffic.poll
     depth = [0]
 
     def counted(start: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,11 +39,6 @@ def record_backward() -> None:
 
         return inside
 
-    def spied_setup(*args: Any, **kwargs: Any) -> Any:
-        built = setup(*args, **kwargs)
-        chunks.extend(built[0])
-        return built
-
     def spied_train(*args: Any, **kwargs: Any) -> Any:
         for group in bucket_groups(chunks):  # the plugin's overrides lie below
             group.start_grad_sync = counted(group.start_grad_sync)
@@ -56,7 +51,7 @@ def record_backward() -> None:
         counts["polls"] += depth[0]
         poll(self)
 
-    training.setup_model_and_optimizer, training.train = spied_setup, spied_train
+    training.train = spied_train
     Traffic.poll = spied_poll  # type: ignore[method-assign]
 
 

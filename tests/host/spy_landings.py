@@ -10,7 +10,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.host.spy import out_dir, record
+from tests.host.spy import built_chunks, out_dir, record
 
 INSIDE = ("schedule", "forward", "gather")
 
@@ -71,15 +71,10 @@ def record_landings() -> None:
     from megatron_edit.engine.traffic import Traffic
 
     record()
-    places, landings, chunks = _Places(), list[Landing](), list[Any]()
+    places, landings, chunks = _Places(), list[Landing](), built_chunks()
     rank = os.environ["RANK"]  # before the launcher gives the ranks new numbers
-    setup, train, land = training.setup_model_and_optimizer, training.train, Traffic._land_next
+    train, land = training.train, Traffic._land_next
     schedule_of = training.get_forward_backward_func
-
-    def spied_setup(*args: Any, **kwargs: Any) -> Any:
-        built = setup(*args, **kwargs)
-        chunks.extend(built[0])
-        return built
 
     def spied_train(*args: Any, **kwargs: Any) -> Any:
         groups = _watch(chunks, places)  # the plugin's overrides lie below what watches them
@@ -99,16 +94,17 @@ def record_landings() -> None:
     def watched_schedule(*args: Any, **kwargs: Any) -> Any:
         return places.watched("schedule", schedule_of(*args, **kwargs))
 
-    training.setup_model_and_optimizer, training.train = spied_setup, spied_train
+    training.train = spied_train
     training.get_forward_backward_func = watched_schedule
     Traffic._land_next = spied_land  # type: ignore[method-assign]
 
 
 def _watch(chunks: list[Any], places: _Places) -> list[Any]:
-    groups = []
+    from megatron_edit.host.overlap import bucket_groups
+
     for chunk in chunks:
         chunk.forward = places.watched("forward", chunk.forward)
-        groups += [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+    groups = list(bucket_groups(chunks))
     for group in groups:
         group.start_param_sync = places.watched("gather", group.start_param_sync)
     return groups

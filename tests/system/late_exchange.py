@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import sys
 import time
 from datetime import timedelta
 
@@ -18,10 +18,9 @@ LATE_SECONDS = 0.05
 POLL_SECONDS = 0.002
 
 
-def main() -> None:
-    """One rank per host; the ranks are late in turn."""
-    rank = int(os.environ["RANK"])
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], 29500, 2, is_master=rank == 0)
+def main(rank: int, address: str) -> None:
+    """One rank per host, the first of them at `address`; the ranks are late in turn."""
+    store = dist.TCPStore(address, 29500, 2, is_master=rank == 0)
     wire, limit = Wire.of("int8"), timedelta(seconds=60)
     on_cpu = Transport("gloo", torch.device("cpu"))
     group = stand_alone_group(
@@ -43,4 +42,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]), sys.argv[2])

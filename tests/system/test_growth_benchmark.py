@@ -21,10 +21,10 @@ from growth_parts.analysis import Analysis, bound_seconds, burst_bytes  # noqa: 
 from growth_parts.cases import Case, distinct, sweeps  # noqa: E402
 from growth_parts.report import markdown  # noqa: E402
 from growth_parts.runs import Reading, Sample, bytes_per_sync  # noqa: E402
-from netlab import LabUnavailableError, require_lab  # noqa: E402
 from overlap_parts.analysis import Link  # noqa: E402
 
 from megatron_edit.replica.control import record_bytes  # noqa: E402
+from tests.harness.lab import need_lab  # noqa: E402
 
 TAU = 4
 RATE, BANDWIDTH = 100e6, 80e6
@@ -126,10 +126,7 @@ def test_bytes_are_counted_from_quiet_to_quiet() -> None:
 @pytest.mark.full
 def test_a_small_run(tmp_path: Path) -> None:
     """Real training in a lab: what was counted on the interfaces agrees with EDiT's own count."""
-    try:
-        require_lab()
-    except LabUnavailableError as error:
-        pytest.skip(str(error))
+    need_lab()
     output = tmp_path / "growth.json"
     argv = [sys.executable, str(ROOT / "benchmarks/growth.py"), "--quick", "--output", str(output)]
     done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path)

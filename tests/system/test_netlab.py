@@ -18,7 +18,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from netlab import INTERFACE, Lab, LabError, LabUnavailableError, require_lab  # noqa: E402
+from netlab import INTERFACE, Lab, LabError, LabUnavailableError  # noqa: E402
+
+from tests.harness.lab import need_lab  # noqa: E402
 
 RATE = 100_000_000
 TOLERANCE = 0.15  # headers take 4 % of what the bucket counts; the rest is for a busy machine
@@ -38,10 +40,7 @@ with Lab(2) as lab:
 @pytest.fixture(scope="module", autouse=True)
 def able() -> None:
     """Skip with the reason where this machine or user can have no lab."""
-    try:
-        require_lab()
-    except LabUnavailableError as error:
-        pytest.skip(str(error))
+    need_lab()
 
 
 @pytest.fixture

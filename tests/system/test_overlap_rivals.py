@@ -21,7 +21,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from netlab import LabUnavailableError, require_lab  # noqa: E402
 from overlap_parts.analysis import Analysis, Link  # noqa: E402
 from overlap_parts.kinds import IDEAL, Job, Model, Window  # noqa: E402
 from overlap_parts.readings import Measurement  # noqa: E402
@@ -34,6 +33,8 @@ from overlap_parts.rivals import (  # noqa: E402
     num_fragments,
     rival_versions,
 )
+
+from tests.harness.lab import need_lab  # noqa: E402
 
 BENCHMARK = ROOT / "benchmarks" / "overlap.py"
 
@@ -179,10 +180,7 @@ def test_the_limit_is_of_whole_syncs_in_fp32() -> None:
 @pytest.mark.skipif(find_spec("torchft") is None, reason="torchft is not installed")
 def test_it_sends_its_model_once_in_a_round(tmp_path: Path) -> None:
     """Both kinds, in a lab; a tiny model: what counts is how many bytes leave a host."""
-    try:
-        require_lab()
-    except LabUnavailableError as error:
-        pytest.skip(str(error))
+    need_lab()
     output = tmp_path / "overlap.json"
     flags = ["--quick", "--links", "none", "--without-stock", "--modes", ",".join(RIVALS)]
     subprocess.run(

@@ -7,17 +7,11 @@ connection of gloo, one after the other, which nearly doubles the time.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
-import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from late_exchange import NUMEL  # noqa: E402
-from netlab import INTERFACE, Lab, LabUnavailableError, require_lab  # noqa: E402
+from tests.harness.lab import need_lab, run_on_two_hosts
+from tests.system.late_exchange import NUMEL
 
 RATE = 10_000_000
 SLACK = 1.35  # of the link's time: headers, codec and polls; one after the other is 1.8
@@ -25,23 +19,11 @@ SLACK = 1.35  # of the link's time: headers, codec and polls; one after the othe
 
 def test_a_late_rank_costs_only_its_lateness(tmp_path: Path) -> None:
     """1 million int8 over 10 Mbit/s: 0.8 s, whoever comes 50 ms late."""
-    try:
-        require_lab()
-    except LabUnavailableError as error:
-        pytest.skip(str(error))
-    with Lab(2, RATE) as lab:
-        processes = []
-        for host in range(2):
-            command = [sys.executable, str(Path(__file__).with_name("late_exchange.py"))]
-            environment = {
-                **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RANK": str(host),
-                "MASTER_ADDR": lab.address(0), "GLOO_SOCKET_IFNAME": INTERFACE,
-            }  # fmt: skip
-            log = (tmp_path / f"host{host}").open("wb")
-            errors = (tmp_path / f"errors{host}").open("wb")
-            processes.append(lab.popen(host, command, environment, stdout=log, stderr=errors))
-        codes = [process.wait(timeout=120) for process in processes]
-    assert codes == [0, 0], (tmp_path / "errors0").read_text()[-3000:]
-    rows = [json.loads((tmp_path / f"host{host}").read_text()) for host in range(2)]
+    need_lab()
+    script = str(Path(__file__).with_name("late_exchange.py"))
+    texts = run_on_two_hosts(
+        tmp_path, RATE, lambda lab, host: [sys.executable, script, str(host), lab.address(0)], 120
+    )
+    rows = [json.loads(text) for text in texts]
     seconds = sorted(max(pair) for pair in zip(*rows, strict=True))
     assert seconds[len(seconds) // 2] < SLACK * 8 * NUMEL / RATE, rows
