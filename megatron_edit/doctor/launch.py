@@ -162,17 +162,16 @@ def _introduce(world: ReplicaWorld, report: Report) -> Group | None:
 def _measure(
     world: ReplicaWorld, transport: Transport, everybody: Group, report: Report
 ) -> Together:
-    """The ways between the replicas; all-reduces among them as the slowest rank sees them."""
+    """The ways between the replicas; all-reduces among them, of the same rate on all ranks."""
     together = measure_together(_sync_group(world, transport), everybody)
-    found = everybody.all_gather_objects((measure_links(world, transport), together))
-    links: list[Link] = [link for one, _ in found for link in one]
-    slowest: Together = min((one for _, one in found), key=lambda one: one.bytes_per_second)
+    found = everybody.all_gather_objects(measure_links(world, transport))
+    links: list[Link] = [link for one in found for link in one]
     report.findings += link_findings(links)
     report.numbers = {
         "links": [dataclasses.asdict(link) for link in links],
-        "all_reduce": dataclasses.asdict(slowest),
+        "all_reduce": dataclasses.asdict(together),
     }
-    return slowest
+    return together
 
 
 def _look(folder: Path, everybody: Group, report: Report) -> None:
