@@ -15,7 +15,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.12",
     packages=find_packages(include=["megatron_edit", "megatron_edit.*"]),
-    package_data={"megatron_edit": ["py.typed", "*/*.html"]},
+    package_data={"megatron_edit": ["py.typed", "tools/*/*.html"]},
     install_requires=[
         TORCH,
         "megatron-core>=0.19.0,<0.20",
@@ -47,5 +47,5 @@ setup(
         # NVIDIA Apex is not on the package index (the `apex` there is another project): README.
         "gpu": ["transformer-engine[pytorch]>=2.1"],
     },
-    entry_points={"console_scripts": ["megatron-edit=megatron_edit.cli:main"]},
+    entry_points={"console_scripts": ["megatron-edit=megatron_edit.tools.cli:main"]},
 )

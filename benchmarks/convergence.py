@@ -30,8 +30,8 @@ from convergence_parts.records import Record, Records, record_of
 from convergence_parts.report import draw, markdown
 from convergence_parts.study import SEEDS, Study
 
-from megatron_edit.compare.console_log import RunLog
-from megatron_edit.compare.follow import Bar, progress_bar
+from megatron_edit.tools.compare.console_log import RunLog
+from megatron_edit.tools.compare.follow import Bar, progress_bar
 
 RESULTS = Path(__file__).with_name("results") / "convergence"
 CORPUS = Path(tempfile.gettempdir()) / "megatron_edit_convergence_corpus"

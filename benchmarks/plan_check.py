@@ -21,10 +21,10 @@ from typing import Any
 
 from netlab import BURST_SECONDS, MIN_BURST_BYTES
 
-from megatron_edit.plan.job import Job, read_job
-from megatron_edit.plan.machine import CPU, Link
-from megatron_edit.plan.timing import Setting, stock_cost, sync_cost
-from megatron_edit.plan.traffic import sync_traffic
+from megatron_edit.tools.plan.job import Job, read_job
+from megatron_edit.tools.plan.machine import CPU, Link
+from megatron_edit.tools.plan.timing import Setting, stock_cost, sync_cost
+from megatron_edit.tools.plan.traffic import sync_traffic
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results"
@@ -32,7 +32,7 @@ TARGET = REPOSITORY / "docs" / "plan.md"
 BEGIN, END = "<!-- made by benchmarks/plan_check.py -->", "<!-- end -->"
 SPEED_MARK, BYTES_MARK = 0.20, 0.10
 CORES = 2
-# The coefficients of megatron_edit/plan/machine.py were fitted to these.
+# The coefficients of megatron_edit/tools/plan/machine.py were fitted to these.
 FITTED = {("stock", None), ("stock", 20e6)}
 STEP_OF_GROWTH = 0.03  # seconds; blocking syncs do not depend on it
 

@@ -35,8 +35,8 @@ def main(argv: Sequence[str]) -> int:
     """
     is_first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
     if argv and not argv[0].startswith("-") and not os.path.isfile(argv[0]):
-        from megatron_edit.cli import SUBCOMMANDS
-        from megatron_edit.cli import main as command
+        from megatron_edit.tools.cli import SUBCOMMANDS
+        from megatron_edit.tools.cli import main as command
 
         if argv[0] in SUBCOMMANDS:  # all but one are for a single process
             return command(argv) if is_first or argv[0] == DOCTOR else 0
@@ -63,7 +63,7 @@ def _run(script: Path, arguments: list[str], config: EditConfig) -> None:
     sys.path.insert(0, str(script.resolve().parent))
     sys.argv = [str(script), *arguments]
     from megatron_edit.host.attach import Attachment, choose_device
-    from megatron_edit.report.console import say
+    from megatron_edit.observe.console import say
 
     device = choose_device(config)
     if os.environ.get("RANK", "0") == "0" and config.device == "auto":

@@ -25,17 +25,17 @@ from quickstart_parts.runs import REPOSITORY, train
 from quickstart_parts.table import format_table, summarize
 from script_errors import OneLineParser, exit_code_of
 
-from megatron_edit.compare.console_log import RunLog, edit_losses, read_json_lines
-from megatron_edit.compare.flags import int_flag, read_flags
-from megatron_edit.compare.traffic import Layout, baseline_bytes, sync_bytes, warmup_bytes
 from megatron_edit.errors import UsageError
+from megatron_edit.tools.compare.console_log import RunLog, edit_losses, read_json_lines
+from megatron_edit.tools.compare.flags import int_flag, read_flags
+from megatron_edit.tools.compare.traffic import Layout, baseline_bytes, sync_bytes, warmup_bytes
 
 RANKS_PER_REPLICA = 2
 CONFIGS = REPOSITORY / "configs"
 FOOTNOTE = """\
 Bytes are payload between the replicas. EDiT counts its syncs itself; its {warmup} warm-up steps are
 computed. The baseline's bytes are computed too, as if each machine held one replica's ranks;
-formulas: megatron_edit/compare/traffic.py. On one machine the replicas are not really apart:
+formulas: megatron_edit/tools/compare/traffic.py. On one machine the replicas are not really apart:
 the speeds show what EDiT costs here, not what it saves on a slow network."""
 
 

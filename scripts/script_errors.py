@@ -6,8 +6,8 @@ import signal
 import sys
 from collections.abc import Callable
 
-from megatron_edit.cli.one_line import OneLineParser
 from megatron_edit.errors import EditError
+from megatron_edit.tools.cli.one_line import OneLineParser
 
 __all__ = ["OneLineParser", "exit_code_of"]
 

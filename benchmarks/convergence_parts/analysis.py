@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from megatron_edit.compare.statistics import Spread, differences, quotients
+from megatron_edit.tools.compare.statistics import Spread, differences, quotients
 
 from .cases import Case
 from .questions import Member, Question

@@ -18,7 +18,7 @@ from typing import Any
 
 from straggler_parts.runs import free_ports, train_script
 
-from megatron_edit.compare.follow import tail
+from megatron_edit.tools.compare.follow import tail
 
 from .cases import Case
 from .corruption import PLAN_VARIABLE, REPLICA_VARIABLE

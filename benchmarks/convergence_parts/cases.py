@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_edit.command_line import config_from_argv
-from megatron_edit.compare.entries import Entry
-from megatron_edit.compare.finished import configuration_hash
-from megatron_edit.compare.flags import canonical
 from megatron_edit.errors import UsageError
 from megatron_edit.method.strategy import STRATEGIES
+from megatron_edit.tools.compare.entries import Entry
+from megatron_edit.tools.compare.finished import configuration_hash
+from megatron_edit.tools.compare.flags import canonical
 
 from .corruption import Corruption
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from megatron_edit.compare.console_log import RunLog, edit_losses, read_json_lines
-from megatron_edit.compare.finished import find, keep
-from megatron_edit.compare.flags import canonical
-from megatron_edit.compare.readings import Kind, Reading, make_reading
-from megatron_edit.compare.traffic import ElementBytes, Layout
 from megatron_edit.method.strategy import STRATEGIES
+from megatron_edit.tools.compare.console_log import RunLog, edit_losses, read_json_lines
+from megatron_edit.tools.compare.finished import find, keep
+from megatron_edit.tools.compare.flags import canonical
+from megatron_edit.tools.compare.readings import Kind, Reading, make_reading
+from megatron_edit.tools.compare.traffic import ElementBytes, Layout
 
 from .bench import StageFiles
 from .cases import Case

@@ -14,7 +14,7 @@ import numpy as np
 from netlab import BURST_SECONDS, MIN_BURST_BYTES
 from overlap_parts.analysis import Link, Spread
 
-from megatron_edit.replica.control import record_bytes
+from megatron_edit.comm.control import record_bytes
 
 from .cases import HELD_REPLICAS, Case
 from .runs import Reading

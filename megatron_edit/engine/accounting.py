@@ -10,8 +10,8 @@ from torch import Tensor
 from megatron_edit.engine.groups import EngineGroups
 from megatron_edit.engine.report import SyncReport
 from megatron_edit.engine.settings import EngineSettings
-from megatron_edit.engine.sync import SyncRun
-from megatron_edit.engine.units import UnitPlan
+from megatron_edit.engine.sync.inflight import SyncRun
+from megatron_edit.engine.sync.units import UnitPlan
 
 
 @dataclass(frozen=True)

@@ -13,28 +13,28 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron_edit.engine import drift
+from megatron_edit.comm.error_context import blaming
+from megatron_edit.comm.flags import DelayedFlags, Flag
+from megatron_edit.comm.stop import StopBoard
+from megatron_edit.comm.timeouts import Patience
+from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.engine.accounting import Accounts
-from megatron_edit.engine.blame import blaming
-from megatron_edit.engine.buffers import average_in_warmup, sum_counts
-from megatron_edit.engine.equal import copy_first_replica, heal_rounding
+from megatron_edit.engine.checks import drift
+from megatron_edit.engine.checks.equal import copy_first_replica, heal_rounding
 from megatron_edit.engine.groups import EngineGroups
 from megatron_edit.engine.host import Host
-from megatron_edit.engine.meeting import Meetings, open_board
-from megatron_edit.engine.pace import Pace
-from megatron_edit.engine.paces import pace_of
-from megatron_edit.engine.patience import Patience
 from megatron_edit.engine.report import Reporter
-from megatron_edit.engine.rounds import Rounds
+from megatron_edit.engine.rounds.buffers import average_in_warmup, sum_counts
+from megatron_edit.engine.rounds.controller import Syncs
+from megatron_edit.engine.rounds.meeting import Meetings, open_board
+from megatron_edit.engine.rounds.rounds import Rounds
+from megatron_edit.engine.rounds.trigger import Pace
+from megatron_edit.engine.rounds.triggers import pace_of
+from megatron_edit.engine.rounds.warmup import CommonStop, average_gradients
 from megatron_edit.engine.settings import EngineSettings
-from megatron_edit.engine.streams import HomeStream
-from megatron_edit.engine.syncs import Syncs
-from megatron_edit.engine.traffic import Traffic
-from megatron_edit.engine.warmup import CommonStop, average_gradients
+from megatron_edit.engine.sync.queue import Traffic
+from megatron_edit.engine.sync.streams import HomeStream
 from megatron_edit.method.clock import PhaseClock
-from megatron_edit.replica.flags import DelayedFlags, Flag
-from megatron_edit.replica.stop import StopBoard
-from megatron_edit.replica.world import ReplicaWorld
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_edit.replica.collectives import Group
+from megatron_edit.comm.collectives import Group
 
 TIED_EMBEDDING = "tied-embedding"
 

@@ -8,8 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatron_edit.engine.state import OuterState
-from megatron_edit.engine.units import UnitPlan, UnitShard
+from megatron_edit.engine.sync.outer_state import OuterState
+from megatron_edit.engine.sync.units import UnitPlan, UnitShard
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from megatron_edit.checkpoint.manifest import PendingSync
-from megatron_edit.engine.decisions import Decision
+from megatron_edit.comm.control import ControlRecord
 from megatron_edit.engine.engine import EditEngine
-from megatron_edit.engine.flight import Flight, Outcome, Rules
-from megatron_edit.engine.selection import select
-from megatron_edit.engine.state import OuterState
-from megatron_edit.engine.sync import SyncRun
-from megatron_edit.engine.units import UnitShard
+from megatron_edit.engine.rounds.plan import Decision
+from megatron_edit.engine.sync.fragments import select
+from megatron_edit.engine.sync.inflight import SyncRun
+from megatron_edit.engine.sync.outer_state import OuterState
+from megatron_edit.engine.sync.unit_sync import Flight, Outcome, Rules
+from megatron_edit.engine.sync.units import UnitShard
 from megatron_edit.method.detector import Verdict
 from megatron_edit.method.landing import LandingRule
-from megatron_edit.replica.control import ControlRecord
 
 AVERAGE, SNAPSHOT = "average", "snapshot"  # kinds of tensors
 

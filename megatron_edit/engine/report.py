@@ -1,4 +1,4 @@
-"""What the engine says of itself. `megatron_edit.report` writes it down; tests read it."""
+"""What the engine says of itself. `megatron_edit.observe` writes it down; tests read it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatron_edit.engine.decisions import Decision
-from megatron_edit.replica.control import ControlRecord
+from megatron_edit.comm.control import ControlRecord
+from megatron_edit.engine.rounds.plan import Decision
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_edit.engine.decisions import Penalty
+from megatron_edit.comm.wire import Wire
+from megatron_edit.engine.rounds.plan import Penalty
 from megatron_edit.method.landing import LandingRule
 from megatron_edit.method.outer import OuterRule
 from megatron_edit.method.schedule import Schedule
-from megatron_edit.replica.wire import Wire
 
 
 @dataclass(frozen=True)

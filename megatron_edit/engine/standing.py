@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron_edit.checkpoint.manifest import Ledger, Manifest, ReplicaEntry
-from megatron_edit.engine import drift
+from megatron_edit.comm.flags import Flag
+from megatron_edit.engine.checks import drift
 from megatron_edit.engine.engine import EditEngine
 from megatron_edit.engine.pending import pending_of
-from megatron_edit.engine.state import OuterState
-from megatron_edit.engine.sync import SyncRun
+from megatron_edit.engine.sync.inflight import SyncRun
+from megatron_edit.engine.sync.outer_state import OuterState
 from megatron_edit.method.detector import DetectorState
 from megatron_edit.method.ledger import Dealing
-from megatron_edit.replica.flags import Flag
 
 
 @dataclass(frozen=True)

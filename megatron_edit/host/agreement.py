@@ -7,10 +7,10 @@ import json
 from argparse import Namespace
 from typing import Any
 
+from megatron_edit.comm.worlds import JOIN_TIMEOUT, ReplicaWorld
 from megatron_edit.config import EditConfig
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import flag
-from megatron_edit.replica.world import JOIN_TIMEOUT, ReplicaWorld
 
 _OURS_APART = ("replica_id", "rendezvous", "log_dir", "log_units_to_tensorboard", "device")
 # Megatron's arguments that may differ from host to host, or say where and what is written: by

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_edit.comm.placement import Placement
 from megatron_edit.config import EditConfig
 from megatron_edit.errors import UsageError
 from megatron_edit.method.strategy import STRATEGIES
-from megatron_edit.replica.placement import Placement
 
 # Argument, value that is refused (None: any value but None or False), rule, remedy.
 _LATER = "is not supported together with --use-edit yet"

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from megatron_edit.comm.placement import Placement, place
+from megatron_edit.comm.worlds import ReplicaWorld, join
 from megatron_edit.config import EditConfig, add_arguments
 from megatron_edit.errors import UsageError
 from megatron_edit.host.agreement import agree_on_settings
@@ -19,10 +21,8 @@ from megatron_edit.host.cpu import cpu_argument_defaults, enable_cpu_backend
 from megatron_edit.host.cpu.checkpoints import serve_checkpoints
 from megatron_edit.host.cpu.norm import serve_sequence_parallelism
 from megatron_edit.host.patching import Patcher
-from megatron_edit.replica.placement import Placement, place
-from megatron_edit.replica.world import ReplicaWorld, join
-from megatron_edit.report.console import MovedOutput, move_output_to, say
-from megatron_edit.report.events import EventLog, prepare_log_dir
+from megatron_edit.observe.console import MovedOutput, move_output_to, say
+from megatron_edit.observe.events import EventLog, prepare_log_dir
 
 
 def choose_device(config: EditConfig) -> torch.device:

@@ -10,12 +10,12 @@ import warnings
 from argparse import Namespace
 from collections.abc import Iterator
 
+from megatron_edit.comm.placement import Placement
 from megatron_edit.config import EditConfig, add_arguments
 from megatron_edit.errors import UsageError
 from megatron_edit.host.attach import choose_device
 from megatron_edit.host.cpu import cpu_argument_defaults, enable_cpu_backend
 from megatron_edit.host.patching import Patcher
-from megatron_edit.replica.placement import Placement
 
 
 def check_command_line(

@@ -11,9 +11,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megatron_edit.comm.placement import Placement
+from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.host.patching import Patcher
-from megatron_edit.replica.placement import Placement
-from megatron_edit.replica.world import ReplicaWorld
 
 
 class DataParallelView:

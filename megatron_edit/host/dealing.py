@@ -10,8 +10,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from megatron_edit.engine.pace import Pace
-from megatron_edit.engine.paces import TimedPace
+from megatron_edit.engine.rounds.trigger import Pace
+from megatron_edit.engine.rounds.triggers import TimedPace
 from megatron_edit.errors import UsageError
 from megatron_edit.host.patching import Patcher
 from megatron_edit.method.ledger import samples_of

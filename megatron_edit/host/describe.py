@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from megatron_edit import __version__
+from megatron_edit.comm.placement import Placement
 from megatron_edit.config import EditConfig
 from megatron_edit.host.probes import megatron_version
-from megatron_edit.replica.placement import Placement
 
 
 def describe(

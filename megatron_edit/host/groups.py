@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
+from megatron_edit.comm.collectives import Group
+from megatron_edit.comm.transport import Transport, stand_alone_group
+from megatron_edit.comm.wire import Wire
+from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.engine.groups import TIED_EMBEDDING, EngineGroups
 from megatron_edit.host.optimizer import TIED_EXPERT_TP, TIED_TP
-from megatron_edit.replica.collectives import Group
-from megatron_edit.replica.transport import Transport, stand_alone_group
-from megatron_edit.replica.wire import Wire
-from megatron_edit.replica.world import ReplicaWorld
 
 
 def build_groups(world: ReplicaWorld, device: torch.device, wire: Wire) -> EngineGroups:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
+from megatron_edit.comm.placement import Placement
 from megatron_edit.config import EditConfig
 from megatron_edit.engine.engine import EditEngine
 from megatron_edit.host.describe import describe
 from megatron_edit.host.model import MegatronHost
-from megatron_edit.replica.placement import Placement
-from megatron_edit.report.events import EventLog
-from megatron_edit.report.metrics import LOSS, SyncMetrics
+from megatron_edit.observe.events import EventLog
+from megatron_edit.observe.metrics import LOSS, SyncMetrics
 
 
 class MegatronWriters:

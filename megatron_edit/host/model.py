@@ -13,9 +13,11 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from megatron_edit.comm.collectives import Group
+from megatron_edit.comm.placement import Placement
 from megatron_edit.engine.host import Progress
-from megatron_edit.engine.state import OuterState
-from megatron_edit.engine.units import Fragment, UnitShard
+from megatron_edit.engine.sync.outer_state import OuterState
+from megatron_edit.engine.sync.units import Fragment, UnitShard
 from megatron_edit.host.ends import is_end_asked
 from megatron_edit.host.loop import LoopControl
 from megatron_edit.host.moments import reset, zero_nonfinite
@@ -29,8 +31,6 @@ from megatron_edit.host.planning import plan_model
 from megatron_edit.host.rates import rate_at
 from megatron_edit.host.routers import Routers
 from megatron_edit.method.order import IN_ORDER, SampleOrder
-from megatron_edit.replica.collectives import Group
-from megatron_edit.replica.placement import Placement
 
 
 class MegatronHost:

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_edit.engine.blame import blaming
+from megatron_edit.comm.error_context import blaming
 from megatron_edit.engine.engine import EditEngine
 from megatron_edit.host.model import MegatronHost
-from megatron_edit.report.events import EventLog
-from megatron_edit.report.records import Iteration
+from megatron_edit.observe.events import EventLog
+from megatron_edit.observe.records import Iteration
 
 _LOSS = "lm loss"
 

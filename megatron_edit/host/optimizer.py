@@ -18,8 +18,8 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from torch import Tensor
 
 from megatron_edit.engine.groups import TIED_EMBEDDING
-from megatron_edit.engine.state import OuterState
-from megatron_edit.engine.units import Fragment, UnitPlan
+from megatron_edit.engine.sync.outer_state import OuterState
+from megatron_edit.engine.sync.units import Fragment, UnitPlan
 
 TIED_TP, TIED_EXPERT_TP = "tied-tp", "tied-expert-tp"
 

@@ -19,7 +19,7 @@ from typing import Any
 from torch.nn import Parameter
 
 from megatron_edit.engine.engine import EditEngine
-from megatron_edit.engine.units import UnitPlan
+from megatron_edit.engine.sync.units import UnitPlan
 from megatron_edit.host.patching import Patcher
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from megatron_edit.engine.units import EMBEDDING, UnitPlan, forward_order, plan_units
+from megatron_edit.comm.collectives import Group
+from megatron_edit.engine.sync.units import EMBEDDING, UnitPlan, forward_order, plan_units
 from megatron_edit.errors import UsageError
 from megatron_edit.host.naming import named_units
 from megatron_edit.host.optimizer import ShardedOptimizer, fragments_of
-from megatron_edit.replica.collectives import Group
 
 
 @dataclass(frozen=True)

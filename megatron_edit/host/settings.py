@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from megatron_edit.comm.wire import Wire
 from megatron_edit.config import EditConfig
-from megatron_edit.engine.decisions import Penalty
+from megatron_edit.engine.rounds.plan import Penalty
 from megatron_edit.engine.settings import EngineSettings, TimedRounds
 from megatron_edit.method.landing import LandingRule
 from megatron_edit.method.schedule import QuadraticSchedule, Schedule, StepSchedule
 from megatron_edit.method.strategy import STRATEGIES, RuleSettings
-from megatron_edit.replica.wire import Wire
 
 
 def engine_settings(config: EditConfig, sync_mode: str, target_blocks: int) -> EngineSettings:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from megatron_edit.engine.engine import EditEngine
 from megatron_edit.host.checkpoint.saving import SaveControl
-from megatron_edit.report.console import say
+from megatron_edit.observe.console import say
 
 
 class StopControl:

@@ -25,11 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_edit.comm.wire import Wire
+from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig
 from megatron_edit.config_checks import warning_of_endless_warmup
 from megatron_edit.engine.engine import EditEngine
 from megatron_edit.engine.groups import TIED_EMBEDDING
-from megatron_edit.engine.pace import Pace
+from megatron_edit.engine.rounds.trigger import Pace
 from megatron_edit.host.arguments import resolve_sync_mode
 from megatron_edit.host.checkpoint.loading import LoadControl
 from megatron_edit.host.checkpoint.outer import pieces_of
@@ -47,10 +49,8 @@ from megatron_edit.host.settings import engine_settings
 from megatron_edit.host.stops import StopControl, save_at_the_end
 from megatron_edit.host.timers import EditTimers
 from megatron_edit.method.order import SampleOrder
-from megatron_edit.replica.wire import Wire
-from megatron_edit.replica.world import ReplicaWorld
-from megatron_edit.report.console import say
-from megatron_edit.report.events import EventLog
+from megatron_edit.observe.console import say
+from megatron_edit.observe.events import EventLog
 
 
 class TrainingLoop:

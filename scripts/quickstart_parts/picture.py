@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_edit.pages.drawing import running_mean
+from megatron_edit.tools.pages.drawing import running_mean
 
 SMOOTHING = 15  # iterations; single batches of a small run differ by more than the runs do
 

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_edit.compare.console_log import RunLog
-from megatron_edit.compare.follow import (
+from megatron_edit.tools.compare.console_log import RunLog
+from megatron_edit.tools.compare.follow import (
     RunFailedError,
     environment_of_ranks,
     follow,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_edit.compare.console_log import RunLog
+from megatron_edit.tools.compare.console_log import RunLog
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ import os
 import time
 from pathlib import Path
 
-from megatron_edit.cli import doctor as command
-from megatron_edit.cli import main
-from megatron_edit.doctor import folder, launch, links
-from megatron_edit.replica import world
+from megatron_edit.comm import worlds as world
+from megatron_edit.tools.cli import doctor as command
+from megatron_edit.tools.cli import main
+from megatron_edit.tools.doctor import folder, launch, links
 
 AHEAD_SECONDS = 5.0
 

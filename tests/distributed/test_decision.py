@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_edit.comm.collectives import Group
+from megatron_edit.comm.flags import DelayedFlags, Flag
 from megatron_edit.method.clock import NANOSECONDS, PhaseClock, TimeTrigger
-from megatron_edit.replica.collectives import Group
-from megatron_edit.replica.flags import DelayedFlags, Flag
 from tests.harness import run_ranks
 
 NUM_STEPS = 10_000

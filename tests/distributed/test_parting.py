@@ -12,8 +12,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megatron_edit.replica.placement import Placement
-from megatron_edit.replica.world import ReplicaWorld
+from megatron_edit.comm.placement import Placement
+from megatron_edit.comm.worlds import ReplicaWorld
 
 SECONDS = timedelta(seconds=20)
 

@@ -8,14 +8,14 @@ import threading
 
 import torch.distributed as dist
 
-from megatron_edit.replica.pulse import NOWHERE, Pulse
-from megatron_edit.replica.stop import StopBoard
+from megatron_edit.comm.heartbeat import NOWHERE, Pulse
+from megatron_edit.comm.stop import StopBoard
 
 ASK_WITHOUT_PAUSE = """
 import time
 import torch.distributed as dist
-from megatron_edit.replica.pulse import NOWHERE, Pulse
-from megatron_edit.replica.stop import StopBoard
+from megatron_edit.comm.heartbeat import NOWHERE, Pulse
+from megatron_edit.comm.stop import StopBoard
 pulses = [Pulse(0, 1, lambda: NOWHERE, is_telling=True) for _ in range(4)]
 store = dist.TCPStore("127.0.0.1", 0, 1, True)
 boards = [StopBoard(store, pulse, is_watching=True, poll_seconds=0) for pulse in pulses]

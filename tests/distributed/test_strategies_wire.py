@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_edit.replica.wire import WIRE_NAMES, Wire
+from megatron_edit.comm.wire import WIRE_NAMES, Wire
 from tests.distributed.strategy_runs import Frame, Settings, run_both
 from tests.distributed.test_rounds import SIZES, make_moves
 from tests.distributed.toy import cut

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_edit.replica.wire import WIRE_NAMES, Wire
+from megatron_edit.comm.wire import WIRE_NAMES, Wire
 from tests.distributed.wire_scenarios import addend, is_left_out
 from tests.harness import RankResult, run_ranks
 from tests.reference.wire import Lost, Round, cut

@@ -16,21 +16,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_edit.comm.collectives import Group
+from megatron_edit.comm.placement import place
+from megatron_edit.comm.transport import Transport, stand_alone_group
+from megatron_edit.comm.wire import Wire
+from megatron_edit.comm.worlds import join
 from megatron_edit.config import EditConfig
 from megatron_edit.engine.engine import EditEngine
 from megatron_edit.engine.groups import EngineGroups
 from megatron_edit.engine.host import Progress
 from megatron_edit.engine.report import SyncReport
-from megatron_edit.engine.state import OuterState
-from megatron_edit.engine.units import Fragment, UnitPlan, UnitShard, plan_units
+from megatron_edit.engine.sync.outer_state import OuterState
+from megatron_edit.engine.sync.units import Fragment, UnitPlan, UnitShard, plan_units
 from megatron_edit.host.settings import engine_settings
 from megatron_edit.method.clock import PhaseClock
 from megatron_edit.method.schedule import StepSchedule
-from megatron_edit.replica.collectives import Group
-from megatron_edit.replica.placement import place
-from megatron_edit.replica.transport import Transport, stand_alone_group
-from megatron_edit.replica.wire import Wire
-from megatron_edit.replica.world import join
 
 CPU = torch.device("cpu")
 TIMEOUT = timedelta(seconds=30)

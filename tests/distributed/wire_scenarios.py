@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_edit.comm.collectives import Duplex, Group
+from megatron_edit.comm.transport import Transport, stand_alone_group
+from megatron_edit.comm.wire import Exchange, Wire
 from megatron_edit.errors import ReplicaLostError
-from megatron_edit.replica.collectives import Duplex, Group
-from megatron_edit.replica.transport import Transport, stand_alone_group
-from megatron_edit.replica.wire import Exchange, Wire
 
 CPU = torch.device("cpu")
 Record = dict[str, Any]

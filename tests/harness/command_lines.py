@@ -18,8 +18,9 @@ _SECONDS = 110
 _RUNNER = """
 import contextlib, io, json, os, sys
 import megatron_edit.__main__ as launcher
-from megatron_edit.cli import main
-import megatron_edit.doctor.launch, megatron_edit.compare.flags, megatron_edit.plan.plan
+from megatron_edit.tools.cli import main
+import megatron_edit.tools.doctor.launch, megatron_edit.tools.plan.plan
+import megatron_edit.tools.compare.flags
 lines, user = json.load(sys.stdin)
 if user is not None:
     os.seteuid(user)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from megatron_edit.engine.engine import EditEngine
-from megatron_edit.engine.flight import Flight
+from megatron_edit.engine.sync.unit_sync import Flight
 from tests.host.spy import out_dir
 
 Event = list[Any]
@@ -92,7 +92,7 @@ def _nothing() -> None: ...
 def measure_staging() -> None:
     """Record the most bytes that this rank allocates in a sync, from the meeting's decision to the
     last landing: of all tensors that the engine makes, on top of its persistent state."""
-    from megatron_edit.engine.traffic import Traffic
+    from megatron_edit.engine.sync.queue import Traffic
     from tests.host.allocations import Allocations
 
     rank = os.environ["RANK"]

@@ -118,7 +118,7 @@ def damage_before_sync() -> None:
     `SPY_DAMAGE` is JSON: a list of [round, replicas, unit, what], where `what` is "nan", "inf" or
     the factor by which the pseudo-gradient grows.
     """
-    from megatron_edit.engine.rounds import Rounds
+    from megatron_edit.engine.rounds.rounds import Rounds
 
     plan = json.loads(os.environ["SPY_DAMAGE"])
     replica = _replica()
@@ -180,7 +180,7 @@ def overflow_one_replica() -> None:
 
 def drift_after_sync() -> None:
     """Let one number of replica 1 drift by one ulp when its layer.2 lands in round 2."""
-    from megatron_edit.engine.flight import Flight
+    from megatron_edit.engine.sync.unit_sync import Flight
 
     land = Flight.land
     landed = {"layer.2": 0}
@@ -219,8 +219,8 @@ class _CountingGroup:
 
 def count_sync_traffic() -> None:
     """Count every call and byte that reaches the transport of the sync group, by step."""
+    from megatron_edit.comm.collectives import Duplex
     from megatron_edit.engine.engine import EditEngine
-    from megatron_edit.replica.collectives import Duplex
 
     rank = os.environ["RANK"]
     log: list[tuple[int, int]] = []  # (step so far, bytes)
@@ -287,7 +287,7 @@ def hurry() -> None:
 
 def note_parting() -> None:
     """Leave a file for each rank that waits for the others at the end."""
-    from megatron_edit.replica.world import ReplicaWorld
+    from megatron_edit.comm.worlds import ReplicaWorld
 
     part = ReplicaWorld.part
 

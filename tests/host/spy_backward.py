@@ -18,7 +18,7 @@ def record_backward() -> None:
     while something flew."""
     import megatron.training.training as training
 
-    from megatron_edit.engine.traffic import Traffic
+    from megatron_edit.engine.sync.queue import Traffic
     from megatron_edit.host.overlap import bucket_groups
 
     record()

@@ -68,7 +68,7 @@ def record_landings() -> None:
     import megatron.training.training as training
     from megatron.core import parallel_state
 
-    from megatron_edit.engine.traffic import Traffic
+    from megatron_edit.engine.sync.queue import Traffic
 
     record()
     places, landings, chunks = _Places(), list[Landing](), built_chunks()

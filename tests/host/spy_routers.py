@@ -11,9 +11,9 @@ from tests.host.spy import out_dir
 
 def record_biases() -> None:
     """Write this rank's router biases, by step: as each sync and each optimizer step left them."""
-    from megatron_edit.engine.buffers import values_of
     from megatron_edit.engine.engine import EditEngine
-    from megatron_edit.engine.meeting import Meetings
+    from megatron_edit.engine.rounds.buffers import values_of
+    from megatron_edit.engine.rounds.meeting import Meetings
 
     rank, log = os.environ["RANK"], dict[str, dict[int, list[float]]](before={}, after={})
     hold, after_step = Meetings.hold, EditEngine.after_step

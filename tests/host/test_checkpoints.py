@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_edit.cli import main
+from megatron_edit.tools.cli import main
 from tests.harness import tiny_gpt, train
 from tests.host.layouts import GATHER
 from tests.host.runs import EditRun, run_edit, run_stock

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_edit.cli import main
-from megatron_edit.compare.flags import read_flags
-from megatron_edit.plan.model import Architecture
+from megatron_edit.tools.cli import main
+from megatron_edit.tools.compare.flags import read_flags
+from megatron_edit.tools.plan.model import Architecture
 from tests.harness import run_ranks
 from tests.harness.launch import REPOSITORY
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_edit.report.metrics import TAGS
+from megatron_edit.observe.metrics import TAGS
 from tests.host.runs import EditRun, run_edit
 from tests.host.spy_wandb import ARTIFACTS, CALLS
 

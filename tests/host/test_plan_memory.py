@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_edit.plan.job import Job, read_job
-from megatron_edit.plan.memory import edit_parts, persistent_bytes, stock_parts
-from megatron_edit.plan.traffic import sync_traffic
+from megatron_edit.tools.plan.job import Job, read_job
+from megatron_edit.tools.plan.memory import edit_parts, persistent_bytes, stock_parts
+from megatron_edit.tools.plan.traffic import sync_traffic
 from tests.host.layouts import GATHER, LAYOUTS
 from tests.host.runs import edit_flags, run_edit
 

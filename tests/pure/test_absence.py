@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megatron_edit.comm import world as module
+from megatron_edit.comm.placement import Placement
+from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.errors import ReplicaLostError
 from megatron_edit.host.checkpoint.committing import Committer
-from megatron_edit.replica import world as module
-from megatron_edit.replica.placement import Placement
-from megatron_edit.replica.world import ReplicaWorld
 
 SOON = timedelta(milliseconds=20)
 

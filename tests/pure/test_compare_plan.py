@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_edit.cli import main
 from megatron_edit.command_line import config_from_argv
-from megatron_edit.compare.entries import IDEAL, STOCK, Entry, parse_entries
-from megatron_edit.compare.finished import configuration_hash, find, keep
-from megatron_edit.compare.flags import canonical, groups, int_flag, without
-from megatron_edit.compare.plan import FORM, RunPlan, Setting, make_plan
 from megatron_edit.config import EditConfig
 from megatron_edit.errors import UsageError
 from megatron_edit.method.strategy import STRATEGIES
+from megatron_edit.tools.cli import main
+from megatron_edit.tools.compare.entries import IDEAL, STOCK, Entry, parse_entries
+from megatron_edit.tools.compare.finished import configuration_hash, find, keep
+from megatron_edit.tools.compare.flags import canonical, groups, int_flag, without
+from megatron_edit.tools.compare.plan import FORM, RunPlan, Setting, make_plan
 
 SCRIPT = Path(__file__)
 FLAGS = (

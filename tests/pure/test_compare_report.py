@@ -16,18 +16,18 @@ from typing import Any
 
 import pytest
 
-from megatron_edit.compare.analysis import Outcome, make_rows
-from megatron_edit.compare.console_log import RunLog
-from megatron_edit.compare.entries import parse_entries
-from megatron_edit.compare.follow import Limits, RunFailedError, follow, tail
-from megatron_edit.compare.page import write_report
-from megatron_edit.compare.plan import RunPlan, Setting, make_plan
-from megatron_edit.compare.readings import Kind, Point, Reading, make_reading
-from megatron_edit.compare.runs import carry_out, folder_of, kind_of
-from megatron_edit.compare.statistics import Spread, differences, quotients
-from megatron_edit.compare.table import markdown_table
-from megatron_edit.compare.timeline import Timeline, interpolate, meetings_of
-from megatron_edit.compare.traffic import ElementBytes, Layout
+from megatron_edit.tools.compare.analysis import Outcome, make_rows
+from megatron_edit.tools.compare.console_log import RunLog
+from megatron_edit.tools.compare.entries import parse_entries
+from megatron_edit.tools.compare.follow import Limits, RunFailedError, follow, tail
+from megatron_edit.tools.compare.page import write_report
+from megatron_edit.tools.compare.plan import RunPlan, Setting, make_plan
+from megatron_edit.tools.compare.readings import Kind, Point, Reading, make_reading
+from megatron_edit.tools.compare.runs import carry_out, folder_of, kind_of
+from megatron_edit.tools.compare.statistics import Spread, differences, quotients
+from megatron_edit.tools.compare.table import markdown_table
+from megatron_edit.tools.compare.timeline import Timeline, interpolate, meetings_of
+from megatron_edit.tools.compare.traffic import ElementBytes, Layout
 
 SEQ = 10
 LINE = (

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_edit.cli import main
-from megatron_edit.doctor.advice import link_findings, sync_findings
-from megatron_edit.doctor.finding import Finding, Level, table
-from megatron_edit.doctor.links import Link, Together
-from megatron_edit.doctor.machine import interface_findings
+from megatron_edit.tools.cli import main
+from megatron_edit.tools.doctor.advice import link_findings, sync_findings
+from megatron_edit.tools.doctor.finding import Finding, Level, table
+from megatron_edit.tools.doctor.links import Link, Together
+from megatron_edit.tools.doctor.machine import interface_findings
 
 THERE = {"lo": ["127.0.0.1"], "docker0": ["172.17.0.1"], "eth0": ["10.0.0.2"], "ib0": ["10.1.0.2"]}
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_edit.monitor.run import Run
-from megatron_edit.replica.placement import Placement
-from megatron_edit.report.events import EventLog
-from megatron_edit.report.records import Iteration, sync_summary
+from megatron_edit.comm.placement import Placement
+from megatron_edit.observe.events import EventLog
+from megatron_edit.observe.records import Iteration, sync_summary
+from megatron_edit.tools.monitor.run import Run
 from tests.harness.event_files import MadeUp
 
 pytest.importorskip("rich")

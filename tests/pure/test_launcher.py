@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from megatron_edit.__main__ import main
-from megatron_edit.cli import SUBCOMMANDS
 from megatron_edit.command_line import asks_for_help
 from megatron_edit.config import EditConfig
 from megatron_edit.method.strategy import STRATEGIES
+from megatron_edit.tools.cli import SUBCOMMANDS
 from tests.harness.launch import REPOSITORY
 
 SCRIPT = str(REPOSITORY / "scripts" / "pretrain_gpt.py")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_edit.report.metrics import TAGS
+from megatron_edit.observe.metrics import TAGS
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "monitoring.md"
 

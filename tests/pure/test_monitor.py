@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_edit.cli import main
-from megatron_edit.monitor.findings import findings_of
-from megatron_edit.monitor.lines import LineFile
-from megatron_edit.monitor.run import Run
-from megatron_edit.monitor.series import MAX_POINTS, Bins, Rows
-from megatron_edit.monitor.texts import duration
+from megatron_edit.tools.cli import main
+from megatron_edit.tools.monitor.findings import findings_of
+from megatron_edit.tools.monitor.lines import LineFile
+from megatron_edit.tools.monitor.run import Run
+from megatron_edit.tools.monitor.series import MAX_POINTS, Bins, Rows
+from megatron_edit.tools.monitor.texts import duration
 from tests.harness.event_files import BATCH, SEQ_LENGTH, MadeUp
 
 pytest.importorskip("rich")

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from megatron_edit.cli import main
-from megatron_edit.monitor.findings import findings_of
-from megatron_edit.monitor.run import Run
+from megatron_edit.tools.cli import main
+from megatron_edit.tools.monitor.findings import findings_of
+from megatron_edit.tools.monitor.run import Run
 from tests.harness.event_files import BATCH, MadeUp
 
 pytest.importorskip("rich")

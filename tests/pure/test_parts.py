@@ -12,15 +12,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_edit.engine.digest import as_hex, combine, tensor_digest
-from megatron_edit.engine.sync import SyncRun
-from megatron_edit.engine.traffic import Traffic
-from megatron_edit.engine.units import Fragment, forward_order, plan_units
+from megatron_edit.comm.collectives import all_reduce_payload
+from megatron_edit.comm.control import ControlRecord, check_same_meeting, record_bytes
+from megatron_edit.engine.checks.digest import as_hex, combine, tensor_digest
+from megatron_edit.engine.sync.inflight import SyncRun
+from megatron_edit.engine.sync.queue import Traffic
+from megatron_edit.engine.sync.units import Fragment, forward_order, plan_units
 from megatron_edit.errors import HostVersionError, SyncProtocolError
 from megatron_edit.host.patching import Patcher
 from megatron_edit.method.schedule import LONGEST, QuadraticSchedule, StepSchedule
-from megatron_edit.replica.collectives import all_reduce_payload
-from megatron_edit.replica.control import ControlRecord, check_same_meeting, record_bytes
 
 
 @given(st.integers(0, 20), st.integers(1, 9))
@@ -171,8 +171,8 @@ def test_a_missing_symbol_is_an_error() -> None:
 
 def test_the_view_of_all_ranks() -> None:
     """r * D + rank of N * D; groups and everything else are the replica's."""
+    from megatron_edit.comm.placement import Placement
     from megatron_edit.host.data import DataParallelView
-    from megatron_edit.replica.placement import Placement
 
     mpu: Any = SimpleNamespace(
         get_data_parallel_rank=lambda **kw: 1,

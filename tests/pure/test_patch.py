@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_edit.activation import activate, is_asked_for, launched
-from megatron_edit.cli import main
 from megatron_edit.errors import UsageError
-from megatron_edit.patch.line import LINE, diff, insert, line_number, remove
+from megatron_edit.tools.cli import main
+from megatron_edit.tools.patch.line import LINE, diff, insert, line_number, remove
 
 ROOT = Path(__file__).resolve().parents[2]
 CALL = "if __name__ == '__main__':\n    pretrain(1)"

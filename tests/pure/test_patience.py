@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_edit.comm import pulse as pulses
+from megatron_edit.comm.collectives import Group
+from megatron_edit.comm.heartbeat import Place, Pulse
+from megatron_edit.comm.timeouts import Patience
 from megatron_edit.engine import patience as module
-from megatron_edit.engine.patience import Patience
-from megatron_edit.replica import pulse as pulses
-from megatron_edit.replica.collectives import Group
-from megatron_edit.replica.pulse import Place, Pulse
 
 LIMIT = 600.0
 

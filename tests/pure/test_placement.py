@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_edit.comm.placement import Placement, place
 from megatron_edit.config import EditConfig
 from megatron_edit.errors import UsageError
-from megatron_edit.replica.placement import Placement, place
 
 
 def env(rank: int, world: int, **more: int) -> dict[str, str]:

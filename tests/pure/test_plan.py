@@ -11,16 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_edit.compare.flags import read_flags
-from megatron_edit.compare.traffic import Layout, baseline_bytes, warmup_bytes
+from megatron_edit.comm.control import record_bytes
+from megatron_edit.comm.wire import WIRE_NAMES, Wire
 from megatron_edit.config import GOAL_SHARE
-from megatron_edit.plan.advice import advise, least_interval
-from megatron_edit.plan.job import Job, read_job
-from megatron_edit.plan.machine import CPU, GPU, Link
-from megatron_edit.plan.memory import edit_parts, persistent_bytes, stock_parts
-from megatron_edit.plan.names import NAMES
-from megatron_edit.plan.plan import make_plan
-from megatron_edit.plan.timing import (
+from megatron_edit.tools.compare.flags import read_flags
+from megatron_edit.tools.compare.traffic import Layout, baseline_bytes, warmup_bytes
+from megatron_edit.tools.plan.advice import advise, least_interval
+from megatron_edit.tools.plan.job import Job, read_job
+from megatron_edit.tools.plan.machine import CPU, GPU, Link
+from megatron_edit.tools.plan.memory import edit_parts, persistent_bytes, stock_parts
+from megatron_edit.tools.plan.names import NAMES
+from megatron_edit.tools.plan.plan import make_plan
+from megatron_edit.tools.plan.timing import (
     BEFORE,
     Flight,
     Setting,
@@ -28,9 +30,7 @@ from megatron_edit.plan.timing import (
     sync_cost,
     synchronous_cost,
 )
-from megatron_edit.plan.traffic import gradient_traffic, stock_traffic, sync_traffic
-from megatron_edit.replica.control import record_bytes
-from megatron_edit.replica.wire import WIRE_NAMES, Wire
+from megatron_edit.tools.plan.traffic import gradient_traffic, stock_traffic, sync_traffic
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SIZES = ("llama_350m", "llama_1b", "llama_3b", "llama_7b")

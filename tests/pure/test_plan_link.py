@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_edit.compare.flags import read_flags
 from megatron_edit.config import GOAL_SHARE, EditConfig
-from megatron_edit.plan.advice import advise, least_interval
-from megatron_edit.plan.job import Job, read_job
-from megatron_edit.plan.machine import GPU, Link
-from megatron_edit.plan.timing import Flight, Setting, exposed_of_round, sync_cost
+from megatron_edit.tools.compare.flags import read_flags
+from megatron_edit.tools.plan.advice import advise, least_interval
+from megatron_edit.tools.plan.job import Job, read_job
+from megatron_edit.tools.plan.machine import GPU, Link
+from megatron_edit.tools.plan.timing import Flight, Setting, exposed_of_round, sync_cost
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 STREAMING = ("--edit-strategy", "streaming-diloco", "--edit-delay-steps", "67")

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_edit.checkpoint.manifest import Ledger, Manifest, ReplicaEntry
-from megatron_edit.engine.resume import ResumePlan, Run, plan_resume
+from megatron_edit.checkpoint.resume import ResumePlan, Run, plan_resume
 from megatron_edit.engine.standing import dealing_of, detectors_to_lists, ledger_of
 from megatron_edit.method.detector import DetectorState
 from megatron_edit.method.ledger import Dealing

@@ -7,12 +7,12 @@ from typing import Any, cast
 import pytest
 
 from megatron_edit.checkpoint.manifest import ReplicaEntry
+from megatron_edit.comm.control import ControlRecord
 from megatron_edit.engine.host import Host
-from megatron_edit.engine.pace import Outcome
-from megatron_edit.engine.paces import TimedPace
+from megatron_edit.engine.rounds.trigger import Outcome
+from megatron_edit.engine.rounds.triggers import TimedPace
 from megatron_edit.method.clock import PhaseClock, TimeTrigger
 from megatron_edit.method.ledger import Dealing
-from megatron_edit.replica.control import ControlRecord
 
 
 class Notes:

@@ -10,8 +10,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_edit.replica.transport import Transport, stand_alone_group
-from megatron_edit.replica.wire import Wire
+from megatron_edit.comm.transport import Transport, stand_alone_group
+from megatron_edit.comm.wire import Wire
 
 NUMEL, REPEATS = 1_000_000, 6
 LATE_SECONDS = 0.05

@@ -18,7 +18,7 @@ from tests.harness import tiny_gpt
 from tests.harness.launch import REPOSITORY
 
 SCRIPT = str(REPOSITORY / "scripts" / "pretrain_gpt.py")
-MAIN = "import sys; from megatron_edit.cli import main; sys.exit(main())"
+MAIN = "import sys; from megatron_edit.tools.cli import main; sys.exit(main())"
 ENVIRONMENT = os.environ | {
     "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
 }  # fmt: skip

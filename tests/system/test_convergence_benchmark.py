@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_edit.compare.flags import canonical
+from megatron_edit.tools.compare.flags import canonical
 from tests.harness.launch import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))

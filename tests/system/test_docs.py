@@ -37,9 +37,9 @@ import pytest
 
 from megatron_edit.checkpoint.folder import CheckpointFolder, manifest_of
 from megatron_edit.checkpoint.manifest import Manifest, ReplicaEntry
-from megatron_edit.cli import SUBCOMMANDS, main
 from megatron_edit.config import EditConfig
 from megatron_edit.flags import flag
+from megatron_edit.tools.cli import SUBCOMMANDS, main
 from tests.harness import tiny_gpt
 from tests.harness.event_files import MadeUp
 from tests.harness.launch import REPOSITORY
@@ -221,7 +221,7 @@ def test_launches_and_checks_are_valid() -> None:
     assert any("--edit-rendezvous" in argv for argv in argvs)
     compared = [[*_on_tiny_model(["compare"], c.words[2:]), "--list"] for c in of_kind("compare")]
     code = (
-        "import sys; from megatron_edit.cli import main;"
+        "import sys; from megatron_edit.tools.cli import main;"
         f"sys.exit(max(main(argv) for argv in {argvs + compared!r}))"
     )
     output = run([sys.executable, "-c", code])

@@ -23,7 +23,7 @@ from growth_parts.report import markdown  # noqa: E402
 from growth_parts.runs import Reading, Sample, bytes_per_sync  # noqa: E402
 from overlap_parts.analysis import Link  # noqa: E402
 
-from megatron_edit.replica.control import record_bytes  # noqa: E402
+from megatron_edit.comm.control import record_bytes  # noqa: E402
 from tests.harness.lab import need_lab  # noqa: E402
 
 TAU = 4

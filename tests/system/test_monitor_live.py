@@ -16,14 +16,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_edit.cli import main
-from megatron_edit.monitor.run import Run
+from megatron_edit.tools.cli import main
+from megatron_edit.tools.monitor.run import Run
 from tests.harness.event_files import MadeUp
 from tests.harness.launch import REPOSITORY
 from tests.host.runs import run_edit
 
 pytest.importorskip("rich")
-CODE = "import sys; from megatron_edit.cli import main; sys.exit(main(sys.argv[1:]))"
+CODE = "import sys; from megatron_edit.tools.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
 class Terminal:

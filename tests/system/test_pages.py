@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron_edit.cli import main
+from megatron_edit.tools.cli import main
 from tests.harness.browser import MISSING, SMALLEST_LETTERS, WIDTHS, Seen, chromium, look
 from tests.harness.event_files import MadeUp
 
@@ -88,7 +88,7 @@ def test_report_in_the_dark(driver: Any, tmp_path: Path) -> None:
 
 def test_page_of_a_comparison(driver: Any, tmp_path: Path) -> None:
     """The page of `megatron-edit compare`, which is made of the same parts."""
-    from megatron_edit.compare.page import write_report
+    from megatron_edit.tools.compare.page import write_report
     from tests.pure.test_compare_report import outcome
 
     page = write_report(tmp_path, outcome())

@@ -17,19 +17,19 @@ from quickstart_parts.picture import Curve, draw  # noqa: E402
 from quickstart_parts.runs import launch_line  # noqa: E402
 from quickstart_parts.table import format_table, summarize  # noqa: E402
 
-from megatron_edit.compare.console_log import (  # noqa: E402
+from megatron_edit.tools.compare.console_log import (  # noqa: E402
     RunLog,
     edit_losses,
     read_json_lines,
 )
-from megatron_edit.compare.flags import int_flag, read_flags  # noqa: E402
-from megatron_edit.compare.traffic import (  # noqa: E402
+from megatron_edit.tools.compare.flags import int_flag, read_flags  # noqa: E402
+from megatron_edit.tools.compare.traffic import (  # noqa: E402
     Layout,
     baseline_bytes,
     sync_bytes,
     warmup_bytes,
 )
-from megatron_edit.pages.drawing import running_mean  # noqa: E402
+from megatron_edit.tools.pages.drawing import running_mean  # noqa: E402
 
 LINE = (
     " [2026-01-02 03:04:05.678901] iteration {:8d}/      12 | consumed samples:           80 |"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_edit.cli import main
-from megatron_edit.patch.line import LINE
+from megatron_edit.tools.cli import main
+from megatron_edit.tools.patch.line import LINE
 from megatron_edit.versions import RELEASES
 from tests.harness.launch import REPOSITORY
 from tests.host.runs import edit_flags

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_edit.checkpoint.folder import CheckpointFolder, manifest_of
-from megatron_edit.cli import SUBCOMMANDS, main
+from megatron_edit.tools.cli import SUBCOMMANDS, main
 from tests.harness import tiny_gpt
 from tests.harness.command_lines import Outcome, outcomes_of
 from tests.harness.event_files import MadeUp

@@ -11,10 +11,10 @@ from pathlib import Path
 from megatron_edit.checkpoint.files import REMEDY, check_content, check_sizes
 from megatron_edit.checkpoint.folder import TRACKER, CheckpointFolder, Found
 from megatron_edit.checkpoint.manifest import Manifest, read_manifest
+from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.errors import UsageError
 from megatron_edit.host.checkpoint.fingerprint import check_same_model
-from megatron_edit.replica.world import ReplicaWorld
-from megatron_edit.report.console import say
+from megatron_edit.observe.console import say
 
 
 @dataclass(frozen=True)

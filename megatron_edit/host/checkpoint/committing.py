@@ -31,9 +31,9 @@ from megatron_edit.checkpoint.folder import (
 )
 from megatron_edit.checkpoint.folder import replica_folder as folder_of
 from megatron_edit.checkpoint.manifest import Manifest, ReplicaEntry
+from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.errors import EditError, ReplicaLostError
-from megatron_edit.replica.world import ReplicaWorld
-from megatron_edit.report.console import say, warn
+from megatron_edit.observe.console import say, warn
 
 _WRITER = re.compile(r"^__(\d+)_")  # torch's names of the files that a rank has written
 POLL_SECONDS = 0.05

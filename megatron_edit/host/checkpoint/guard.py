@@ -10,8 +10,8 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_edit.checkpoint.files import REMEDY
+from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.errors import EditError, UsageError
-from megatron_edit.replica.world import ReplicaWorld
 
 _REMEDIES = (
     ("OptimizerParamScheduler", "give the schedule that was saved (--train-iters, --lr-decay-iters "

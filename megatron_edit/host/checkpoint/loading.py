@@ -17,14 +17,15 @@ import torch
 
 from megatron_edit.checkpoint.folder import EDIT, RANDOM, STOCK_MARK, replica_folder
 from megatron_edit.checkpoint.manifest import ALL, Manifest
+from megatron_edit.checkpoint.resume import ResumePlan, Run, plan_resume
+from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig
-from megatron_edit.engine.completion import Completion
 from megatron_edit.engine.engine import EditEngine
 from megatron_edit.engine.pending import bring_back
-from megatron_edit.engine.resume import ResumePlan, Run, plan_resume
+from megatron_edit.engine.rounds.completion import Completion
 from megatron_edit.engine.standing import Standing, go_on
-from megatron_edit.engine.state import OuterState
-from megatron_edit.engine.sync import SyncRun
+from megatron_edit.engine.sync.inflight import SyncRun
+from megatron_edit.engine.sync.outer_state import OuterState
 from megatron_edit.errors import UsageError
 from megatron_edit.host.checkpoint.choosing import Choice, check_together, choose
 from megatron_edit.host.checkpoint.fingerprint import layout_of
@@ -46,8 +47,7 @@ from megatron_edit.host.model import MegatronHost
 from megatron_edit.method.detector import DetectorState
 from megatron_edit.method.order import IN_ORDER, share_of
 from megatron_edit.method.strategy import STRATEGIES
-from megatron_edit.replica.world import ReplicaWorld
-from megatron_edit.report.console import say
+from megatron_edit.observe.console import say
 
 
 class LoadControl:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megatron_edit.checkpoint.files import REMEDY
 from megatron_edit.engine.pending import AVERAGE, tensors_of
-from megatron_edit.engine.state import OuterState
-from megatron_edit.engine.sync import SyncRun
+from megatron_edit.engine.sync.inflight import SyncRun
+from megatron_edit.engine.sync.outer_state import OuterState
 from megatron_edit.errors import UsageError
 from megatron_edit.host.checkpoint.parts import Part, Place, parse_name, places_of
 from megatron_edit.host.model import MegatronHost

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from megatron_edit.checkpoint.folder import EDIT, OUTER, own_folder
 from megatron_edit.checkpoint.manifest import ALL, Manifest, PendingSync
+from megatron_edit.comm.collectives import Group
+from megatron_edit.comm.wire import Wire
 from megatron_edit.engine.engine import EditEngine
 from megatron_edit.engine.pending import SNAPSHOT, bring_back, pending_of, tensors_of
-from megatron_edit.engine.state import OuterState
-from megatron_edit.engine.sync import SyncRun
+from megatron_edit.engine.sync.inflight import SyncRun
+from megatron_edit.engine.sync.outer_state import OuterState
 from megatron_edit.host.checkpoint.outer import (
     SENT,
     SUMMED,
@@ -23,8 +25,6 @@ from megatron_edit.host.checkpoint.outer import (
     kinds_of,
     load_outer_state,
 )
-from megatron_edit.replica.collectives import Group
-from megatron_edit.replica.wire import Wire
 
 
 def has_own(pending: Sequence[PendingSync], wire: Wire) -> bool:

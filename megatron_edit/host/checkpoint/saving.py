@@ -16,7 +16,7 @@ from megatron_edit.engine.engine import EditEngine
 from megatron_edit.errors import SyncProtocolError
 from megatron_edit.host.checkpoint.writing import CheckpointWriter, SavePlan
 from megatron_edit.host.model import MegatronHost
-from megatron_edit.report.console import say
+from megatron_edit.observe.console import say
 
 
 class SaveControl:

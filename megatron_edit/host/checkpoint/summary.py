@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_edit.checkpoint.manifest import Manifest
-from megatron_edit.engine.resume import ResumePlan
+from megatron_edit.checkpoint.resume import ResumePlan
 from megatron_edit.host.checkpoint.choosing import Choice
 
 

@@ -23,6 +23,7 @@ from megatron_edit.checkpoint.folder import (
     replica_folder,
 )
 from megatron_edit.checkpoint.manifest import ALL, Manifest, PendingSync
+from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig
 from megatron_edit.engine.engine import EditEngine
 from megatron_edit.engine.standing import detectors_to_lists, entry_of, ledger_of
@@ -40,7 +41,6 @@ from megatron_edit.host.checkpoint.random import save_streams
 from megatron_edit.host.describe import versions
 from megatron_edit.host.model import MegatronHost
 from megatron_edit.host.patching import Patcher
-from megatron_edit.replica.world import ReplicaWorld
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,58 @@
+"""Flags that one rank of a replica raises and all its ranks learn of one step later.
+
+A replica must act as one, and rank 0 alone reads the clock and the control store. What it saw
+after a step is on its way while the next step computes, so nobody waits for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntFlag
+
+import torch
+from torch import Tensor
+
+from megatron_edit.comm.collectives import Group, Pending
+
+
+class Flag(IntFlag):
+    """What rank 0 may tell the ranks of its replica."""
+
+    NONE = 0
+    MEET = 1  # the inner phase is as long as it should be
+    STOP = 2  # somebody asked from outside for an end
+
+
+@dataclass
+class DelayedFlags:
+    """One set of flags for each step.
+
+    Attributes:
+        group: the ranks of the replica, on the CPU: the host must not wait for the device.
+        latest: what was read last, the same on all ranks.
+    """
+
+    group: Group
+    latest: Flag = Flag.NONE
+    _sent: tuple[Pending, Tensor] | None = None
+
+    def post(self, flags: Flag) -> None:
+        """After a step. Only what rank 0 gives counts.
+
+        Collective: the ranks of the replica, once after each step. Waits for nothing.
+        """
+        self.read()
+        tensor = torch.tensor([int(flags)], dtype=torch.int64)
+        self._sent = (self.group.start_broadcast(tensor), tensor)
+
+    def read(self) -> Flag:
+        """In the step that follows: the flags, the same on all ranks; as often as wanted.
+
+        Raises:
+            ReplicaLostError: a rank of the replica is gone.
+        """
+        if self._sent is not None:
+            pending, tensor = self._sent
+            pending.wait()
+            self.latest, self._sent = Flag(int(tensor)), None
+        return self.latest

@@ -1,0 +1,91 @@
+"""A stop from outside (a signal, the end of the allotted time) on its way to all replicas.
+
+It travels through the shared store, not through the sync groups: replicas that run at their own
+speed must not wait for a meeting to learn of it. Rank 0 of every replica asks the store from a
+thread of its own, off the training's path; signs of life take the same way.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch.distributed as dist
+
+from megatron_edit.comm.heartbeat import Pulse
+from megatron_edit.errors import ReplicaLostError
+
+KEY = "stop"
+POLL_SECONDS = 0.5
+JOIN_SECONDS = 10.0  # for a question that is under way
+
+
+class StopBoard:
+    """Where a stop is announced and seen.
+
+    Args:
+        store: shared by all replicas; it is asked through a connection of its own.
+        pulse: what this rank tells and hears of the replicas' progress.
+        is_watching: whether this rank asks for stops.
+        poll_seconds: between two questions.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        pulse: Pulse,
+        *,
+        is_watching: bool,
+        poll_seconds: float = POLL_SECONDS,
+    ) -> None:
+        self.pulse = pulse
+        self._store, self._is_watching = store, is_watching
+        self._poll_seconds = poll_seconds
+        self._seen, self._closed = threading.Event(), threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="edit-stop-board", daemon=True)
+        self._watcher.start()
+
+    def announce(self) -> None:
+        """Tell all replicas to stop at their next step boundary.
+
+        Raises:
+            ReplicaLostError: the store is gone, and with it the replica that held it.
+        """
+        try:
+            self._store.set(KEY, "1")
+        except RuntimeError as error:
+            raise ReplicaLostError(f"the store that all share does not answer: {error}") from error
+        self._seen.set()
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether this rank knows of a stop. No communication."""
+        return self._seen.is_set()
+
+    def close(self) -> None:
+        """Ask no more. Idempotent.
+
+        The thread is over then: an interpreter that ends while a thread of its own is in the
+        store's C++ code aborts the process (exit code -6).
+        """
+        self._closed.set()
+        self.pulse.is_closed = True
+        if self._watcher.is_alive():
+            self._watcher.join(JOIN_SECONDS)
+
+    def _watch(self) -> None:
+        store = None
+        while not self._closed.wait(self._poll_seconds):
+            if not (self._is_watching or self.pulse.is_listening):
+                continue
+            try:
+                store = store or self._store.clone()
+                self._look(store)
+            except dist.DistNetworkError:
+                return  # the store is gone with its host: training itself will tell
+            except RuntimeError:
+                store = None  # it took too long: ask again, over a new connection
+
+    def _look(self, store: dist.Store) -> None:
+        if self._is_watching and not self.is_seen and store.check([KEY]):
+            self._seen.set()
+        self.pulse.beat(store)

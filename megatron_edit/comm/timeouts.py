@@ -1,0 +1,52 @@
+"""How long a replica waits for the others before it gives them up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from megatron_edit.comm.collectives import Group
+
+MIN_SECONDS = 600.0
+ROUNDS = 4
+
+
+@dataclass
+class Patience:
+    """Lets the time-outs between replicas follow the length of the rounds.
+
+    At meetings they hold for replicas that make no progress: see `Meetings`.
+
+    Attributes:
+        groups: between replicas.
+        is_fixed: whether the user gave the time-out.
+        length: of the last round, seconds.
+    """
+
+    groups: Sequence[Group]
+    is_fixed: bool
+    length: float = 0.0
+    _began: float = field(default_factory=time.monotonic)
+
+    def begin(self, length: float = 0.0) -> None:
+        """The first round begins, or one that a checkpoint has cut off.
+
+        Args:
+            length: seconds of the last round before it.
+        """
+        self._began = time.monotonic()
+        self._allow(length)
+
+    def after_round(self) -> None:
+        """A round is over: the next may take four times as long."""
+        now = time.monotonic()
+        length, self._began = now - self._began, now
+        self._allow(length)
+
+    def _allow(self, length: float) -> None:
+        self.length = length
+        if not self.is_fixed:
+            for group in self.groups:
+                group.timeout = timedelta(seconds=max(MIN_SECONDS, ROUNDS * length))

@@ -1,0 +1,77 @@
+"""Makes groups that belong to no `torch.distributed` world: between replicas, and inside one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_edit.comm.collectives import Duplex, Group
+from megatron_edit.errors import ReplicaLostError
+
+
+@dataclass(frozen=True)
+class Transport:
+    """How stand-alone groups communicate.
+
+    Attributes:
+        backend: "gloo" or "nccl", as Megatron's own default group has it.
+        device: where tensors on the wire live.
+    """
+
+    backend: str
+    device: torch.device
+
+
+def stand_alone_group(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    transport: Transport,
+    timeout: timedelta,
+    name: str,
+    *,
+    num_phases: int = 0,
+) -> Group:
+    """A group that belongs to no `torch.distributed` world: the ranks need only share `store`.
+
+    Collective: the `size` ranks of the group.
+    Blocks: the host, until all of them have come.
+
+    Args:
+        store: where the ranks find each other.
+        rank: this rank's position, from 0.
+        size: number of ranks.
+        transport: how they communicate.
+        timeout: longest wait of one collective.
+        name: of the group, unique in the store.
+        num_phases: of the exchanges that will run on it (`wire.py`); 0 is whole collectives alone.
+            On gloo each phase costs two connections to each other rank.
+
+    Raises:
+        ReplicaLostError: they did not all come within `timeout`.
+    """
+    group = Group(None, rank, size, transport.device, timeout, name)
+    if size == 1:
+        return group
+    try:
+        group.process_group = _process_group(store, group, transport, name)
+        for phase in range(0 if group.runs_in_order else num_phases):
+            prefixes = (f"{name}, phase {phase}, {way}" for way in ("up", "down"))
+            up, down = (_process_group(store, group, transport, prefix) for prefix in prefixes)
+            group.phases += (Duplex(up, down),)
+    except RuntimeError as error:
+        raise ReplicaLostError(f"{name}: not all {size} replicas came: {error}") from error
+    return group
+
+
+def _process_group(store: dist.Store, group: Group, transport: Transport, prefix: str) -> Any:
+    prefixed = dist.PrefixStore(prefix, store)
+    if transport.backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = group.timeout
+        return dist.ProcessGroupNCCL(prefixed, group.rank, group.size, options)
+    return dist.ProcessGroupGloo(prefixed, group.rank, group.size, group.timeout)

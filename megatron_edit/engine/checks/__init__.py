@@ -1,0 +1,1 @@
+"""What is verified: equal replicas, finite numbers, norms."""

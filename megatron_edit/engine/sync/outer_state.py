@@ -1,0 +1,136 @@
+"""Outer state: anchor and outer momentum, as shards beside the optimizer's main shards.
+
+With offload the state lives in host memory (pinned, where there is a GPU) and only the units in
+flight are staged on the device, each in buffers of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_edit.comm.wire import Residual, Wire
+from megatron_edit.engine.sync.offload import Arriving, Lanes
+from megatron_edit.engine.sync.units import UnitPlan, UnitShard
+
+
+@dataclass(frozen=True)
+class UnitState:
+    """Outer state of this rank's shard of one unit, where it lives between syncs.
+
+    Attributes:
+        anchor: A, fp32 [numel], parameters after the last sync.
+        momentum: b, fp32 [numel].
+        lanes: how it is copied to be used, where it lives in host memory; else None.
+        residual: what a lossy wire type still owes; None where nothing is lost.
+    """
+
+    anchor: Tensor
+    momentum: Tensor
+    lanes: Lanes | None = None
+    residual: Residual | None = None
+
+    def stage_anchor(self) -> Arriving:
+        """Begin to bring the anchor to the device; without offload it is there."""
+        return Arriving(self.anchor) if self.lanes is None else self.lanes.upload(self.anchor)
+
+    def stage(self) -> StagedUnit:
+        """Begin to bring the state to the device; without offload it is there."""
+        if self.lanes is None:
+            return StagedUnit(Arriving(self.anchor), Arriving(self.momentum), self)
+        return StagedUnit(self.lanes.upload(self.anchor), self.lanes.upload(self.momentum), self)
+
+
+@dataclass(frozen=True)
+class StagedUnit:
+    """Outer state of a shard where arithmetic happens: on the device.
+
+    Attributes:
+        anchor: A, fp32 [numel].
+        momentum: b, fp32 [numel].
+        home: where the state lives between syncs; the same tensors, unless it is offloaded.
+    """
+
+    anchor: Arriving
+    momentum: Arriving
+    home: UnitState
+
+    def put_back(self) -> None:
+        """Begin to bring a changed state home."""
+        if (lanes := self.home.lanes) is not None:
+            lanes.download(self.anchor.tensor, self.home.anchor)
+            lanes.download(self.momentum.tensor, self.home.momentum)
+
+
+def pseudo_gradient(anchor: Tensor, shard: UnitShard, out: Tensor) -> Tensor:
+    """D = A - theta, fp32 [numel], into `out`; `anchor` is on the device of `out`."""
+    delta = shard.gather(out)
+    return torch.sub(anchor, delta, out=delta)
+
+
+@dataclass(frozen=True)
+class OuterState:
+    """Outer state of all shards of this rank: 8 bytes per element, nothing full-size.
+
+    Lossy wire types add up to 8 bytes: what they owe.
+
+    Attributes:
+        units: by unit name, in forward order.
+        lanes: of offloaded units; else None.
+    """
+
+    units: dict[str, UnitState]
+    lanes: Lanes | None = None
+
+    @classmethod
+    def take(
+        cls,
+        plan: UnitPlan,
+        device: torch.device,
+        *,
+        offload: bool = False,
+        wire: Wire | None = None,
+        num_replicas: int = 1,
+    ) -> OuterState:
+        """Take the anchor from the parameters as they are; momentum starts at zero.
+
+        Args:
+            plan: this rank's shards.
+            device: of the parameters.
+            offload: whether anchor and momentum are to live in host memory.
+            wire: type on the wire, which may lose something that it sends later.
+            num_replicas: N.
+        """
+        home = torch.device("cpu") if offload else device
+        is_pinned = offload and device.type == "cuda"
+        lanes = Lanes(device) if offload else None
+        units = {}
+        for shard in plan.shards:
+            anchor = torch.empty(shard.numel, device=home, pin_memory=is_pinned)
+            momentum = torch.zeros(shard.numel, device=home, pin_memory=is_pinned)
+            shard.gather(anchor)
+            residual = None
+            if wire is not None and wire.has_residual:
+                residual = wire.new_residual(shard.numel, num_replicas, device)
+            units[shard.name] = UnitState(anchor, momentum, lanes, residual)
+        return cls(units, lanes)
+
+    def begin_sync(self) -> None:
+        """Called before the units of a sync are staged: they are read as the last one left them."""
+        if self.lanes is not None:
+            self.lanes.fence()
+
+    def wait(self) -> None:
+        """Wait until what was offloaded is home, for the host to read it."""
+        if self.lanes is not None:
+            self.lanes.wait()
+
+    @property
+    def nbytes(self) -> int:
+        """Persistent bytes: anchors, momenta, and what lossy wire types owe."""
+        tensors = [t for u in self.units.values() for t in (u.anchor, u.momentum)]
+        owed = [u.residual for u in self.units.values() if u.residual is not None]
+        tensors += [t for residual in owed for t in (residual.sent, residual.summed)]
+        return sum(int(tensor.nbytes) for tensor in tensors)

@@ -1,0 +1,253 @@
+"""One unit on its way through a sync: prepare it, launch its exchange, later land it.
+
+    prepare:  D = A - theta, weighted, in a buffer of its own
+    launch:   the exchange begins                                 (nothing waits)
+    step:     wait, tie copies, clip, outer step on the anchor
+    land:     theta takes the anchor, or moves towards it         (the unit is needed now)
+
+Each part depends on the gathered table and on the unit's own numbers alone, so a unit lands
+with the same bits whenever the host comes to it, and whatever else is in flight.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_edit.comm.wire import Exchange, Wire
+from megatron_edit.engine.groups import TIED_EMBEDDING, EngineGroups
+from megatron_edit.engine.rounds.plan import Decision
+from megatron_edit.engine.sync.outer_state import StagedUnit, UnitState, pseudo_gradient
+from megatron_edit.engine.sync.units import EMBEDDING, UnitShard
+from megatron_edit.method.landing import LandingRule
+from megatron_edit.method.outer import OuterRule, clip_factor, weighted_contribution_
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What becomes of an average.
+
+    Attributes:
+        outer: the outer step.
+        max_norm: phi of the clip; None is off.
+        landing: how parameters take the anchor.
+        inner_lr: of the inner optimizer at the sync.
+    """
+
+    outer: OuterRule
+    max_norm: float | None
+    landing: LandingRule
+    inner_lr: float = 0.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a unit: scalars on the unit's device, so that no one has to wait for them.
+
+    Attributes:
+        clip: float64, c.
+        norm: float64, ||average|| before the clip.
+        exchange_seconds: how long the host waited for the exchange.
+    """
+
+    clip: Tensor
+    norm: Tensor
+    exchange_seconds: float = 0.0
+
+
+@dataclass
+class Flight:
+    """A unit in flight.
+
+    Attributes:
+        shard: this rank's part of the unit.
+        home: anchor and momentum, where they live.
+        is_excluded: whether this replica takes the anchor as it is: it was left out, or all were.
+        staged: the state on the device, or on its way there; None until it is needed.
+        average: fp32 [numel], this replica's addend, later the average; None for a roll-back, and
+            when the outer step is done.
+        snapshot: fp32 [numel], theta when the sync began; None where nothing needs it.
+        outcome: of the outer step; None before it.
+        is_exchanged: whether `average` is the average, and no exchange is left to be made.
+    """
+
+    shard: UnitShard
+    home: UnitState
+    is_excluded: bool
+    staged: StagedUnit | None
+    average: Tensor | None
+    snapshot: Tensor | None = None
+    outcome: Outcome | None = None
+    is_exchanged: bool = False
+    _exchange: Exchange | None = None
+
+    @classmethod
+    def prepare(
+        cls,
+        shard: UnitShard,
+        home: UnitState,
+        staged: StagedUnit | None,
+        groups: EngineGroups,
+        decision: Decision,
+        landing: LandingRule,
+    ) -> Flight:
+        """Compute this replica's addend. Allocates its buffers; the host never waits.
+
+        Args:
+            staged: the unit's state, where it is to stay on the device until the landing.
+        """
+        is_rollback = bool(decision.rollback[shard.index])
+        replica = groups.sync.rank
+        is_excluded = is_rollback or bool(decision.verdict.anomalous[replica, shard.index])
+        device = groups.sync.device
+        flight = cls(shard, home, is_excluded, staged, None)
+        if not is_excluded and landing.needs_snapshot:
+            flight.snapshot = shard.gather(torch.empty(shard.numel, device=device))
+        if not is_rollback:
+            buffer = torch.empty(shard.numel, dtype=torch.float32, device=device)
+            anchor = home.stage_anchor() if staged is None else staged.anchor
+            weight = float(decision.weights[replica, shard.index])
+            if flight.snapshot is None:
+                delta = pseudo_gradient(anchor.ready(), shard, buffer)
+            else:
+                delta = torch.sub(anchor.ready(), flight.snapshot, out=buffer)
+            flight.average = weighted_contribution_(delta, weight)
+        return flight
+
+    @property
+    def is_stepped(self) -> bool:
+        """Whether the outer step is done."""
+        return self.outcome is not None
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether the exchange has begun, where there is one."""
+        return self.average is None or self.is_exchanged or self._exchange is not None
+
+    def launch(self, groups: EngineGroups, wire: Wire) -> None:
+        """Begin the exchange. Waits for nothing.
+
+        Collective: the sync group, in the order of the syncs and of their units.
+        """
+        assert self.average is not None, f"unit {self.shard.name}: a roll-back is not exchanged"
+        self._exchange = wire.start(
+            groups.sync, self.average, self.home.residual, is_left_out=self.is_excluded
+        )
+
+    def advance(self) -> bool:
+        """Do what needs no waiting; whether nothing of the unit is on the wire any more."""
+        if self.average is None or self.is_exchanged:
+            return True
+        return self._exchange is not None and self._exchange.advance()
+
+    def await_average(self) -> None:
+        """Wait until the average is there."""
+        if self.average is not None and not self.is_exchanged:
+            assert self._exchange is not None, f"unit {self.shard.name}: never launched"
+            self._exchange.wait()
+
+    def step(self, groups: EngineGroups, rules: Rules) -> Outcome:
+        """Finish the exchange, and move anchor and momentum.
+
+        Collective: the ranks of the pipeline stage, in forward order of the units.
+        """
+        if self.outcome is not None:
+            return self.outcome
+        device = groups.sync.device
+        if self.average is None:  # the momentum has no update to remember
+            one = torch.ones((), dtype=torch.float64, device=device)
+            self.outcome = Outcome(one, torch.zeros_like(one))
+            return self.outcome
+        began = time.monotonic()
+        self.await_average()
+        waited = time.monotonic() - began
+        _tie_copies(self.shard, self.average, groups)
+        norm = _norm_over_stage(self.shard, self.average, groups)
+        clip = clip_factor(norm, rules.max_norm)
+        staged = self._stage()
+        rules.outer.step_(
+            staged.anchor.ready(),
+            staged.momentum.ready(),
+            self.average,
+            clip=clip,
+            inner_lr=rules.inner_lr,
+        )
+        staged.put_back()
+        self.average = self._exchange = None
+        self.outcome = Outcome(clip, norm, waited)
+        return self.outcome
+
+    def land(self, landing: LandingRule, *, is_sound: bool) -> bool:
+        """Give theta the anchor, or what the rule makes of both. After `step`. No communication.
+
+        Args:
+            landing: the rule.
+            is_sound: whether this replica's parameters of the unit are finite.
+
+        Returns:
+            Whether they were trained on while the replica was left out, or broke: then its inner
+            moments may be broken, too.
+        """
+        assert self.is_stepped, f"unit {self.shard.name}: landed before its outer step"
+        anchor = self._stage().anchor.ready()
+        self.staged = None
+        is_dropped = self.is_excluded or not is_sound
+        if is_dropped or not landing.merges:
+            self.shard.scatter(anchor)
+            return is_dropped and not landing.is_plain
+        for fragment, where in zip(self.shard.fragments, self.shard.slices, strict=True):
+            before = None if self.snapshot is None else self.snapshot[where]
+            landing.merge_(fragment.main, anchor[where], before)
+        self.snapshot = None
+        return False
+
+    def unstage(self) -> None:
+        """After the outer step, long before the landing: keep nothing on the device."""
+        self.staged = None
+
+    def _stage(self) -> StagedUnit:
+        if self.staged is None:
+            self.staged = self.home.stage()
+        return self.staged
+
+
+def _tie_copies(shard: UnitShard, average: Tensor, groups: EngineGroups) -> None:
+    """Give all copies of a parameter the bits of the first one.
+
+    Copies on several TP ranks or stages are averaged by different sync groups, whose sums may
+    round differently; after this, equal anchors stay equal.
+    """
+    for tie, group in groups.ties.items():
+        chosen = [
+            where
+            for fragment, where in zip(shard.fragments, shard.slices, strict=True)
+            if fragment.tie == tie
+        ]
+        if not chosen or group.size == 1:
+            continue
+        copies = torch.cat([average[where] for where in chosen])
+        group.give(copies)
+        parts = copies.split([where.stop - where.start for where in chosen])
+        for where, part in zip(chosen, parts, strict=True):
+            average[where].copy_(part)
+
+
+def _norm_over_stage(shard: UnitShard, average: Tensor, groups: EngineGroups) -> Tensor:
+    """||average|| of the whole unit, float64 scalar, the same bits on all ranks that hold it."""
+    squares = sum_in_rank_order(groups.stage.all_gather(shard.squared_norm(average)))
+    stages = groups.ties.get(TIED_EMBEDDING)
+    if stages is not None and shard.name == EMBEDDING:
+        # A stage that holds only a tied copy counts nothing of the unit: the first stage knows.
+        stages.give(squares)
+    return squares.sqrt()
+
+
+def sum_in_rank_order(rows: Tensor) -> Tensor:
+    """Add [ranks, ...] over the ranks, first to last: the same bits on every rank."""
+    total = torch.zeros_like(rows[0])
+    for row in rows:
+        total = total + row
+    return total

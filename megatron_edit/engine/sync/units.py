@@ -1,0 +1,150 @@
+"""Sync units and the part of them that this rank holds. Immutable data, planned once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_edit.engine.checks.norms import sum_of_squares
+from megatron_edit.errors import SyncProtocolError
+
+EMBEDDING, LAYER, FINAL, MTP = "embedding", "layer", "final", "mtp"
+_ORDER = {EMBEDDING: 0, LAYER: 1, FINAL: 2, MTP: 3}
+
+
+def forward_order(name: str) -> tuple[int, int]:
+    """Sort key of unit names: embedding, layer.1, layer.2, ..., final, mtp.0, ..."""
+    kind, _, number = name.partition(".")
+    return _ORDER[kind], int(number or 0)
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """The part of one parameter that this rank's optimizer owns.
+
+    Attributes:
+        parameter: the parameter's name in the model.
+        unit: name of the unit that it belongs to.
+        main: fp32 [numel], a view of the optimizer's own main shard; read and written in place.
+        is_counted: whether this copy enters the unit's norms. TP-replicated and tied copies, and
+            copies held by several data-parallel ranks, count once.
+        tie: name of the group over which copies must stay bit-identical, or None.
+        source: the host's own tensor behind `main`, by which it finds the inner state.
+        target: where the model reads this part of the parameter, in the model's dtype; None where
+            that is `main` itself.
+    """
+
+    parameter: str
+    unit: str
+    main: Tensor
+    is_counted: bool
+    tie: str | None
+    source: Tensor | None = None
+    target: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class UnitShard:
+    """This rank's shard of one unit: its fragments, end to end, in one flat range.
+
+    Attributes:
+        name: the unit.
+        index: the unit's position in the replica's list of units.
+        fragments: in the order of the optimizer's own shard map.
+        slices: where each fragment lies in the flat range.
+    """
+
+    name: str
+    index: int
+    fragments: tuple[Fragment, ...]
+    slices: tuple[slice, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the shard."""
+        return self.slices[-1].stop if self.slices else 0
+
+    def gather(self, out: Tensor) -> Tensor:
+        """Copy the main shards into `out`, fp32 [>= numel], and return the part that was filled."""
+        for fragment, where in zip(self.fragments, self.slices, strict=True):
+            out[where].copy_(fragment.main)
+        return out[: self.numel]
+
+    def scatter(self, flat: Tensor) -> None:
+        """Copy `flat`, fp32 [numel], into the main shards."""
+        for fragment, where in zip(self.fragments, self.slices, strict=True):
+            fragment.main.copy_(flat[where])
+
+    def publish(self) -> None:
+        """Copy the main shards to where the model reads them."""
+        for fragment in self.fragments:
+            if fragment.target is not None:
+                fragment.target.copy_(fragment.main)
+
+    def squared_norm(self, flat: Tensor) -> Tensor:
+        """Sum of squares over the fragments that count, float64 scalar, in fragment order."""
+        total = torch.zeros((), dtype=torch.float64, device=flat.device)
+        for fragment, where in zip(self.fragments, self.slices, strict=True):
+            if fragment.is_counted:
+                total += sum_of_squares(flat[where])
+        return total
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """All units of the replica, and this rank's shards of those that its stage holds.
+
+    Attributes:
+        names: every unit of the replica in forward order; the same on every rank.
+        shards: the units of this rank's pipeline stage, in forward order. A shard may be empty:
+            ZeRO cuts the parameters without regard to units.
+    """
+
+    names: tuple[str, ...]
+    shards: tuple[UnitShard, ...]
+
+    @property
+    def largest_numel(self) -> int:
+        """Elements of the largest shard: what a sync needs as scratch."""
+        return max((shard.numel for shard in self.shards), default=0)
+
+    @property
+    def numel(self) -> int:
+        """Elements of all shards together."""
+        return sum(shard.numel for shard in self.shards)
+
+
+def plan_units(
+    fragments: Iterable[Fragment], names: Sequence[str], stage_units: Sequence[str]
+) -> UnitPlan:
+    """Group fragments by unit.
+
+    Args:
+        fragments: of this rank, in the order of the optimizer's shard map.
+        names: units of the whole replica, in forward order.
+        stage_units: units of which this rank's pipeline stage holds parameters.
+
+    Raises:
+        SyncProtocolError: a fragment belongs to no unit of the stage.
+    """
+    by_unit: dict[str, list[Fragment]] = {name: [] for name in names if name in stage_units}
+    for fragment in fragments:
+        if fragment.unit not in by_unit:
+            raise SyncProtocolError(f"{fragment.parameter}: unit {fragment.unit} is not planned")
+        by_unit[fragment.unit].append(fragment)
+    shards = tuple(
+        UnitShard(name, names.index(name), tuple(parts), _end_to_end(parts))
+        for name, parts in by_unit.items()
+    )
+    return UnitPlan(tuple(names), shards)
+
+
+def _end_to_end(fragments: Sequence[Fragment]) -> tuple[slice, ...]:
+    slices, start = [], 0
+    for fragment in fragments:
+        slices.append(slice(start, start + fragment.main.numel()))
+        start = slices[-1].stop
+    return tuple(slices)

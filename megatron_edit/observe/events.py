@@ -1,0 +1,194 @@
+"""Event files: JSON Lines under `--edit-log-dir`, each with one writer.
+
+| file | writer |
+|---|---|
+| run.json, sync.jsonl, loss.jsonl | the writer rank of replica 0 |
+| replica-<r>.jsonl | the writer rank of replica r |
+
+What an earlier run left there is renamed when a run begins, before anything is written (`earlier`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from megatron_edit.comm.placement import Placement
+from megatron_edit.engine.report import SyncReport
+from megatron_edit.errors import UsageError
+from megatron_edit.method.weights import effective_replicas
+from megatron_edit.observe.console import say, warn
+from megatron_edit.observe.earlier import files_to_move, move_aside, next_number
+from megatron_edit.observe.metrics import MetricSink, SyncMetrics
+from megatron_edit.observe.records import (
+    Iteration,
+    digest_line,
+    number,
+    sync_line,
+    sync_summary,
+)
+from megatron_edit.whole_files import write_whole
+
+WATCHED_SYNCS = 10  # how long a sick sign must last before it is worth a warning
+LOW_CLIP = 0.5
+
+
+class SyncTimers(Protocol):
+    """The host's own timers."""
+
+    def add_sync(self, seconds: Mapping[str, float]) -> None:
+        """Count what a sync took (`SyncReport.seconds`)."""
+
+
+class EventLog:
+    """Writes the event files and the console lines of one rank.
+
+    Args:
+        log_dir: `--edit-log-dir`, which is there; None keeps the console lines only.
+        placement: decides which files this rank writes.
+        flush_interval: iterations between two flushes.
+
+    Attributes:
+        timers: the host's, where it shows what syncs took.
+    """
+
+    def __init__(self, log_dir: Path | None, placement: Placement, flush_interval: int = 1) -> None:
+        self._placement = placement
+        self._flush_interval = max(1, flush_interval)
+        self._dir = log_dir if placement.is_writer else None
+        self._is_first = placement.replica == 0
+        self._files: dict[str, IO[str]] = {}
+        # Taken now, moved in `begin`: replicas meet in between, so that all find the same number.
+        self._number_of_earlier = 0 if self._dir is None else next_number(self._dir)
+        self.timers: SyncTimers | None = None
+        self._metrics: tuple[SyncMetrics, MetricSink] | None = None
+        self._health: deque[tuple[float, float]] = deque(maxlen=WATCHED_SYNCS)
+
+    def connect(self, metrics: SyncMetrics, sink: MetricSink) -> None:
+        """Also write scalars from here on.
+
+        Args:
+            metrics: makes them.
+            sink: the host's writers.
+        """
+        self._metrics = metrics, sink
+
+    def begin(self, run: Mapping[str, Any]) -> None:
+        """Move an earlier run's files of this rank out of the way, and write `run.json`.
+
+        Args:
+            run: its content; only replica 0 writes it.
+        """
+        if self._dir is None:
+            return
+        move_aside(files_to_move(self._dir, self._placement), self._number_of_earlier)
+        if self._is_first:
+            text = json.dumps(run, indent=2, sort_keys=True, default=str)
+            write_whole(self._dir / "run.json", text + "\n")
+
+    def on_iteration(self, iteration: Iteration) -> None:
+        """One inner iteration is over."""
+        self._append(f"replica-{self._placement.replica}.jsonl", iteration.line())
+        if iteration.iteration % self._flush_interval == 0:
+            self.flush()
+
+    def on_sync(self, report: SyncReport) -> None:
+        """A sync is over."""
+        if self.timers is not None:
+            self.timers.add_sync(report.seconds)
+        self._append(f"replica-{self._placement.replica}.jsonl", digest_line(report))
+        if self._is_first:
+            self._append("sync.jsonl", sync_line(report))
+        if self._metrics is not None:
+            metrics, sink = self._metrics
+            samples = sum(record.samples for record in report.records)
+            sink.write(metrics.values(report), report.step, samples)
+        if self._is_first and self._placement.is_writer:
+            say(sync_summary(report))
+            self._watch_health(report)
+        self.flush()
+
+    def on_losses(self, first_step: int, losses: Sequence[float]) -> None:
+        """Mean losses over the replicas, of steps `first_step`, `first_step` + 1, ..."""
+        if self._is_first:
+            for step, loss in enumerate(losses, start=first_step):
+                self._append("loss.jsonl", {"iteration": step, "loss": number(loss)})
+        if self._metrics is not None:
+            self._metrics[1].write_losses(first_step, losses)
+
+    def on_message(self, text: str) -> None:
+        """A line for people: on the console for replica 0, else in the replica's own file."""
+        if self._placement.is_writer:
+            say(text)
+
+    def on_local_message(self, text: str) -> None:
+        """A line about this rank: on the console, whatever the replica; it is rare and bad."""
+        place = self._placement
+        warn(f"replica {place.replica} rank {place.rank}: {text}")
+
+    def flush(self) -> None:
+        """Bring everything written so far to the disk."""
+        for file in self._files.values():
+            file.flush()
+
+    def close(self) -> None:
+        """Close all files. Idempotent."""
+        if self._metrics is not None:
+            self._metrics[1].flush()
+            self._metrics = None
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _append(self, name: str, line: Mapping[str, Any]) -> None:
+        if self._dir is None:
+            return
+        if name not in self._files:
+            self._files[name] = (self._dir / name).open("w", encoding="utf-8")
+        self._files[name].write(json.dumps(line) + "\n")
+
+    def _watch_health(self, report: SyncReport) -> None:
+        """Warn of weights near one-hot, or a clip that always binds (method section 3)."""
+        effective = effective_replicas(report.decision.weights).median().item()
+        self._health.append((effective, report.clip.nan_to_num(1.0).median().item()))
+        if len(self._health) < WATCHED_SYNCS or report.round % WATCHED_SYNCS:
+            return
+        half = self._placement.num_replicas / 2
+        if all(seen < half for seen, _ in self._health):
+            say(
+                f"WARNING: for {WATCHED_SYNCS} syncs the median unit has stood on fewer than "
+                f"{half:g} replicas; give a higher --edit-weight-temperature, or auto, or look at "
+                "the anomalies"
+            )
+        if all(clip < LOW_CLIP for _, clip in self._health):
+            say(
+                f"WARNING: for {WATCHED_SYNCS} syncs the median unit was clipped below "
+                f"{LOW_CLIP:g}; raise --edit-clip, or lower the learning rate"
+            )
+
+
+def prepare_log_dir(path: str | None) -> Path | None:
+    """Make the folder of the event files.
+
+    Raises:
+        UsageError: it cannot be made or written to.
+    """
+    if path is None:
+        return None
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"--edit-log-dir {path}",
+            f"must be a folder that can be written to ({error.strerror})",
+            "give another folder, or correct its permissions",
+            is_local=True,
+        ) from error
+    return folder

@@ -1,0 +1,111 @@
+"""The lines of the event files (design section 4): what each field is and where it comes from.
+
+Values that are not finite or not known are null. Fields may be added, never renamed.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from megatron_edit.engine.checks.digest import as_hex
+from megatron_edit.engine.report import SyncReport
+from megatron_edit.method.weights import effective_replicas
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One inner iteration of one replica.
+
+    Attributes:
+        iteration: Megatron's iteration number, from 1.
+        loss: training loss, mean over the replica (in warm-up over all replicas); NaN where
+            unknown.
+        grad_norm: of the replica, before clipping; None where Megatron computed none.
+        lr: learning rate of the next step, as Megatron's log line has it.
+        samples: samples of this replica in this iteration.
+        tokens: tokens of this replica in this iteration.
+        seconds: length of the step.
+    """
+
+    iteration: int
+    loss: float
+    grad_norm: float | None
+    lr: float | None
+    samples: int
+    tokens: int
+    seconds: float
+
+    def line(self) -> dict[str, Any]:
+        """A line of `replica-<r>.jsonl`."""
+        return {name: number(value) for name, value in vars(self).items()}
+
+
+def number(value: Any) -> Any:
+    """`value`, or None for a float that is not finite (JSON has no NaN)."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def sync_line(report: SyncReport) -> dict[str, Any]:
+    """A line of `sync.jsonl`. Tables are [unit][replica]."""
+    decision = report.decision
+    return {
+        "round": report.round,
+        "iteration": report.step,
+        "time": time.time(),
+        "units": list(report.units),
+        "norms": _table(decision.norms),
+        "z": _table(decision.verdict.scores),
+        "anomalous": decision.verdict.anomalous.t().tolist(),
+        "weights": _table(decision.weights),
+        "effective_replicas": _row(effective_replicas(decision.weights)),
+        "clip": _row(report.clip),
+        "update_norm": _row(report.update_norm),
+        "rollback": decision.rollback.tolist(),
+        "inner_steps": [record.inner_steps for record in report.records],
+        "samples": [record.samples for record in report.records],
+        "wire_bytes": report.wire_bytes,
+        "state_bytes": report.state_bytes,
+        "seconds": {name: round(value, 6) for name, value in report.seconds.items()},
+    }
+
+
+def digest_line(report: SyncReport) -> dict[str, Any]:
+    """The line that `replica-<r>.jsonl` gets at a sync."""
+    digest = None if report.digest is None else as_hex(report.digest)
+    return {"round": report.round, "digest": digest}
+
+
+def sync_summary(report: SyncReport) -> str:
+    """One console line per sync, in the style of Megatron's own."""
+    decision = report.decision
+    left_out = int(decision.verdict.anomalous.sum())
+    effective = effective_replicas(decision.weights).median().item()
+    clipped = report.clip.nan_to_num(1.0).median().item()
+    parts = [
+        f"sync {report.round} after iteration {report.step}",
+        f"effective replicas: {effective:.2f} of {decision.weights.shape[0]}",
+        f"left out: {left_out} of {decision.weights.numel()}",
+        f"clip: {clipped:.2f}",
+        f"sent: {report.wire_bytes / 1e6:.2f} MB per replica",
+        f"wait (ms): {report.seconds['wait'] * 1e3:.1f}",
+        f"exposed (ms): {report.seconds['exposed'] * 1e3:.1f}",
+        f"total (ms): {report.seconds['total'] * 1e3:.1f}",
+    ]
+    if bool(decision.rollback.any()):
+        parts.insert(2, f"rolled back: {int(decision.rollback.sum())} units")
+    return " | ".join(parts)
+
+
+def _table(values: Tensor) -> list[list[Any]]:
+    return [_row(row) for row in values.t()]
+
+
+def _row(values: Tensor) -> list[Any]:
+    return [number(value) for value in values.tolist()]

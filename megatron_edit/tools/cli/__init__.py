@@ -1,0 +1,63 @@
+"""The command `megatron-edit`: one module per subcommand, each with `configure` and `run`."""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Sequence
+
+from megatron_edit import __version__
+from megatron_edit.errors import EditError, UsageError
+from megatron_edit.tools.cli import (
+    check,
+    compare,
+    doctor,
+    inspect,
+    patch,
+    plan,
+    report,
+    watch,
+)
+from megatron_edit.tools.cli.one_line import OneLineParser
+
+SUBCOMMANDS = {
+    "check": check,
+    "plan": plan,
+    "patch": patch,
+    "doctor": doctor,
+    "inspect": inspect,
+    "report": report,
+    "watch": watch,
+    "compare": compare,
+}
+# What the system says about a path that was given, and not about a mistake of ours.
+PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; the exit code.
+
+    Args:
+        argv: words after `megatron-edit`; None takes them from the process.
+    """
+    parser = OneLineParser(prog="megatron-edit", description="Tools of megatron_edit.")
+    parser.add_argument("--version", action="version", version=f"megatron_edit {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, module in SUBCOMMANDS.items():
+        summary = (module.__doc__ or "").partition("\n")[0]
+        module.configure(commands.add_parser(name, help=summary, description=summary))
+    known, rest = parser.parse_known_args(sys.argv[1:] if argv is None else list(argv))
+    try:
+        code: int = SUBCOMMANDS[known.command].run(known, rest)
+        return code
+    except EditError as error:
+        refusal = error
+    except OSError as error:
+        if error.filename is None or error.errno not in PATH_ERRORS:
+            raise
+        rule = f"cannot be used ({error.strerror})"
+        refusal = UsageError(
+            str(error.filename), rule, "give another path, or correct its permissions"
+        )
+    sys.stderr.write(f"megatron-edit {known.command}: {refusal}\n")
+    return refusal.exit_code

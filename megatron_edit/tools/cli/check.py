@@ -1,0 +1,110 @@
+"""Validate a training command without launching it; exit code 2 where it would not start."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_edit.comm.placement import Placement, place
+from megatron_edit.command_line import config_from_argv, training_script
+from megatron_edit.config import EditConfig
+from megatron_edit.config_checks import warning_of_endless_warmup
+from megatron_edit.errors import UsageError
+from megatron_edit.flags import flag
+from megatron_edit.tools.compare.entries import num_iterations
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add this subcommand's own arguments; everything else belongs to the training command."""
+    parser.usage = "megatron-edit check SCRIPT ARGS --world-size W"
+    parser.add_argument("script", help="the training script, as given to the launcher")
+    parser.add_argument(
+        "--world-size", type=int, help="ranks of the launch (default: 1, a replica of one rank)"
+    )
+
+
+def run(options: Namespace, rest: Sequence[str]) -> int:
+    """Check `rest`, the arguments of the training script.
+
+    Raises:
+        UsageError: the command would not start.
+    """
+    script = training_script(options.script)
+    config = config_from_argv(rest)
+    world_size = _world_size(options.world_size, config)
+    placement, unknown = check_script(script, rest, config, world_size)
+    layout = (
+        f"{placement.num_replicas} replicas x {placement.ranks_per_replica} ranks, "
+        f"strategy {config.strategy}"
+        if placement
+        else f"stock Megatron on {world_size} ranks"
+    )
+    sys.stdout.write(f"ok: {layout}\n")
+    if placement and (warning := _warning(config, rest)):
+        sys.stdout.write(f"{warning}\n")
+    if unknown:
+        sys.stdout.write(f"not checked (unknown to Megatron): {' '.join(unknown)}\n")
+    return 0
+
+
+def _world_size(given: int | None, config: EditConfig) -> int:
+    """Ranks of the launch; 1 where nobody says, which is right for a replica of a single rank."""
+    if given is not None:
+        if given < 1:
+            raise UsageError(
+                f"--world-size {given}", "must be at least 1", "give the launch's ranks"
+            )
+        return given
+    if config.use_edit and config.replica_id is None and (config.num_replicas or 1) > 1:
+        raise UsageError(
+            "--world-size (not given)",
+            f"must be given to a check of {config.num_replicas} replicas in one launch",
+            f"add --world-size W, the ranks of the launch: a multiple of {config.num_replicas}",
+        )
+    return 1
+
+
+def _warning(config: EditConfig, words: Sequence[str]) -> str | None:
+    """Where EDiT would never start; None also where the flags do not say how long they train."""
+    try:
+        return warning_of_endless_warmup(config, num_iterations(words))
+    except UsageError:
+        return None
+
+
+def check_script(
+    script: Path, words: Sequence[str], config: EditConfig, world_size: int
+) -> tuple[Placement | None, list[str]]:
+    """Check the arguments of a training script as a launch would. Imports Megatron.
+
+    Args:
+        script: of the training.
+        words: its arguments.
+        config: what they say of EDiT.
+        world_size: ranks of the launch.
+
+    Returns:
+        Where rank 0 would be (None: stock Megatron), and the words that Megatron does not know.
+
+    Raises:
+        UsageError: the command would not start.
+    """
+    if config.use_edit and config.num_replicas is None:
+        raise UsageError(
+            f"{flag('num_replicas')} (not given)",
+            "must be given to a check, which does not see the nodes of the launch",
+            f"add {flag('num_replicas')} N: where the launch has several nodes, their number",
+        )
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": str(world_size)}
+    placement = place(config, environment) if config.use_edit else None
+    # The script's folder first, as in a launch: a clone must win over a wheel.
+    folder = str(script.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    from megatron_edit.host.checking import check_command_line
+
+    return placement, check_command_line(list(words), config, placement, world_size)

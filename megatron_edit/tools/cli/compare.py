@@ -1,0 +1,134 @@
+"""Train one model with several strategies and compare them: a table, pictures, one HTML page."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+import signal
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_edit.command_line import config_from_argv, training_script
+from megatron_edit.errors import UsageError
+from megatron_edit.tools.cli.check import check_script
+from megatron_edit.tools.cli.needs import check_installed
+from megatron_edit.tools.compare.entries import parse_entries
+from megatron_edit.tools.compare.follow import Limits
+from megatron_edit.tools.compare.page import summary, write_report
+from megatron_edit.tools.compare.plan import RunPlan, Setting, make_plan
+from megatron_edit.tools.compare.runs import carry_out, reading_of
+
+NEEDED = ("matplotlib", "jinja2", "tqdm")  # the extra `report`
+SILENT_SECONDS = 1800.0
+INTERRUPTED = 130
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add this subcommand's own arguments; everything else belongs to the training command."""
+    parser.usage = (
+        "megatron-edit compare SCRIPT ARGS --strategies ddp,diloco,edit --nproc-per-node R [...]"
+    )
+    parser.allow_abbrev = False  # --seed is Megatron's, not our --seeds
+    add = parser.add_argument
+    add("script", help="the training script, as given to the launcher")
+    add("--strategies", required=True, help="separated by commas; `stock` is Megatron without the "
+        "plugin; flags of one entry alone after colons: edit:delay-steps=8:no-clip")  # fmt: skip
+    add("--nproc-per-node", type=int, required=True, help="ranks of a run: of all replicas")
+    add("--with-ideal", action="store_true", help="also train replicas that never meet after the "
+        "warm-up: the most tokens/s there could be")  # fmt: skip
+    add("--seeds", default="", help="separated by commas (default: one run with Megatron's --seed)")
+    add("--output-dir", type=Path, default=Path("compare_out"), help="(default: %(default)s)")
+    add("--launcher", default="", help="the command that starts the ranks, to which `-m "
+        "megatron_edit SCRIPT ARGS` is added (default: torchrun on this machine)")  # fmt: skip
+    add("--link", default="", help="what connects the replicas, in your words, for the title")
+    add("--time-limit", type=float, help="seconds after which a run is given up (default: never)")
+    add("--silence-limit", type=float, default=SILENT_SECONDS, help="seconds without a line after "
+        "which a run is given up (default: %(default)g)")  # fmt: skip
+    add("--list", action="store_true", help="check all runs and list them, but run nothing")
+
+
+def run(options: Namespace, rest: Sequence[str]) -> int:
+    """Make all runs that are not finished, and write the report; 1 where a run failed.
+
+    Raises:
+        UsageError: some run would not start. Nothing has been run then.
+    """
+    plan = _checked_plan(options, rest)
+    folder: Path = options.output_dir
+    if options.list:
+        for each in plan:
+            is_there = reading_of(each, folder) is not None
+            sys.stdout.write(f"{each.name}: {'finished' if is_there else 'to be run'}\n")
+        return 0
+    _prepare(folder)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the ranks, too
+    limits = Limits(options.time_limit, options.silence_limit)
+    try:
+        outcome = carry_out(plan, folder, limits, _say)
+    except KeyboardInterrupt:
+        _say("megatron-edit compare: interrupted; the same command goes on")
+        return INTERRUPTED
+    page = write_report(folder, outcome)
+    sys.stdout.write(f"{summary(outcome)}\n\npage: {page}\n")
+    for each, reason in outcome.failures.items():
+        _say(f"megatron-edit compare: {each.name} {reason}")
+    return 1 if outcome.failures else 0
+
+
+def _checked_plan(options: Namespace, rest: Sequence[str]) -> tuple[RunPlan, ...]:
+    """All runs, each seen by our own checks and by Megatron's."""
+    for name in ("time_limit", "silence_limit"):
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} {value:g}", "must be above 0", "leave it out")
+    script = training_script(options.script)
+    entries = parse_entries(options.strategies, with_ideal=options.with_ideal)
+    launcher = _launcher(options.launcher)
+    setting = Setting(script, tuple(rest), options.nproc_per_node, launcher, options.link)
+    plan = make_plan(setting, entries, _seeds(options.seeds))
+    check_installed(*NEEDED)
+    for each in {run.entry: run for run in plan}.values():  # seeds cannot be wrong alone
+        check_script(script, each.words, config_from_argv(each.words), setting.num_ranks)
+    return plan
+
+
+def _launcher(text: str) -> tuple[str, ...]:
+    try:
+        words = tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(f"--launcher {text}", f"{error}", "close what was opened") from None
+    if words and shutil.which(words[0]) is None:
+        raise UsageError(f"--launcher {text}", f"no command {words[0]}", "give its path")
+    return words
+
+
+def _seeds(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")] if text else []
+    except ValueError:
+        raise UsageError(
+            f"--seeds {text}", "must be whole numbers", "give for example 1,2,3"
+        ) from None
+
+
+def _prepare(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(
+            f"--output-dir {folder}",
+            f"must be a folder that can be written to ({error.strerror})",
+            "give another folder, or correct its permissions",
+        ) from error
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,147 @@
+"""Look at this machine and, under torchrun, at what lies between the replicas."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+import warnings
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron_edit.errors import ReplicaLostError, UsageError
+from megatron_edit.tools.doctor.finding import Finding, Level, table
+
+FOUND_BAD = 1
+GRACE_SECONDS = 5.0
+_PASSED_ON = ("edit_num_replicas", "edit_replica_id", "edit_rendezvous", "edit_device")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add this subcommand's own arguments."""
+    for name in _PASSED_ON:
+        parser.add_argument("--" + name.replace("_", "-"), help="as in training")
+    parser.add_argument("--shared-dir", metavar="DIR", help="a folder that all should see")
+    parser.add_argument("--megatron", metavar="DIR", help="a clone (default: what is installed)")
+    parser.add_argument("--no-host", action="store_true", help="do not import Megatron")
+    parser.add_argument("--parameters", type=float, default=1e9, help="of the model (default: 1e9)")
+    parser.add_argument(
+        "--step-seconds", type=float, default=1.0, help="of an inner step (default: 1)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+
+
+def run(options: Namespace, rest: Sequence[str]) -> int:
+    """Look, measure and print; 1 where something would keep a training from running.
+
+    Raises:
+        UsageError: bad arguments, or a launch that cannot be used.
+    """
+    try:
+        return _run(options, rest)
+    except ReplicaLostError:  # of the first rank this is a line of its report
+        time.sleep(GRACE_SECONDS)
+        raise
+    except UsageError as error:
+        if os.environ.get("RANK", "0") == "0" or error.is_local:
+            raise
+        time.sleep(GRACE_SECONDS)  # torchrun ends all when one exits: the first must have spoken
+        return error.exit_code
+
+
+def _run(options: Namespace, rest: Sequence[str]) -> int:
+    _check(options, rest)
+    from megatron_edit.tools.doctor.launch import Launch, examine  # torch
+
+    launch = Launch.of(_words(options), os.environ)
+    # First, because it takes a while: what cannot be measured must be told before others exit.
+    here = _here() if launch.is_first else []
+    host = list(_host(options.megatron)) if launch.is_first and not options.no_host else []
+    report = examine(
+        launch,
+        folder=None if options.shared_dir is None else Path(options.shared_dir),
+        parameters=int(options.parameters),
+        step_seconds=options.step_seconds,
+    )
+    if not launch.is_first:
+        return 0  # the first rank speaks for all
+    report.findings[:0] = [*here, *_interfaces(is_alone=report.is_alone), *host]
+    if options.json:
+        findings = [dataclasses.asdict(finding) for finding in report.findings]
+        sys.stdout.write(json.dumps({**report.numbers, "findings": findings}, indent=1) + "\n")
+    else:
+        sys.stdout.write(table(report.findings))
+    is_bad = any(finding.level is Level.BAD for finding in report.findings)
+    return FOUND_BAD if is_bad else 0
+
+
+def _check(options: Namespace, rest: Sequence[str]) -> None:
+    if rest:
+        raise UsageError(" ".join(rest), "is not an argument of doctor", "see doctor --help")
+    for name in ("parameters", "step_seconds"):
+        if not 0 < getattr(options, name) < float("inf"):
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"{flag} {getattr(options, name)}", "must be positive", "give another")
+    if os.environ.get("RANK", "0") != "0" or (options.edit_replica_id or "0") != "0":
+        return  # whether the others see a folder is to be found out
+    for name in ("shared_dir", "megatron"):
+        folder = getattr(options, name)
+        if folder is not None and not Path(folder).is_dir():
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(
+                f"{flag} {folder}", "is not a folder on this machine", "give one that is"
+            )
+
+
+def _words(options: Namespace) -> list[str]:
+    """Flags of a training that say where this process is."""
+    words = ["--use-edit"]
+    for name in _PASSED_ON:
+        if getattr(options, name) is not None:
+            words += ["--" + name.replace("_", "-"), getattr(options, name)]
+    return words
+
+
+def _here() -> list[Finding]:
+    from megatron_edit.tools.doctor.machine import device_findings, versions
+
+    found = [Finding(name, version) for name, version in versions().items()]
+    return [*found, *device_findings(os.environ)]
+
+
+def _interfaces(*, is_alone: bool) -> Iterator[Finding]:
+    from megatron_edit.tools.doctor.machine import interface_findings, interfaces, own_address
+
+    return interface_findings(os.environ, interfaces(), own_address(), is_alone=is_alone)
+
+
+def _host(folder: str | None) -> Iterator[Finding]:
+    """Megatron's version and symbols. Imports it, with the CPU backend where it needs that."""
+    from megatron_edit.host.cpu import enable_cpu_backend
+    from megatron_edit.host.patching import Patcher
+    from megatron_edit.host.probes import PROBES, failed_probes, megatron_version
+    from megatron_edit.versions import release_of
+
+    if folder is not None:
+        sys.path.insert(0, str(Path(folder).resolve()))
+    patcher = Patcher("the host")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Megatron's, on what is not installed here
+            enable_cpu_backend(patcher)
+            release = release_of(megatron_version())
+            yield Finding("megatron-core", f"{megatron_version()}, supported as {release.tag}")
+            failed = failed_probes()
+    except (UsageError, ImportError) as error:
+        yield Finding("megatron-core", str(error), Level.BAD, "see docs/support.md")
+        return
+    finally:
+        patcher.undo()
+    yield Finding("symbols of Megatron", f"{len(PROBES) - len(failed)} of {len(PROBES)}")
+    for probe, reason in failed.items():
+        level = Level.HINT if probe.needed_for else Level.BAD
+        yield Finding("missing", f"{reason} ({probe.needed_for or 'training'})", level)

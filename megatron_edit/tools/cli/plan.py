@@ -1,0 +1,135 @@
+"""Predict memory, bytes and speed of a training with replicas, before it is started."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_edit.errors import UsageError
+from megatron_edit.tools.compare.flags import read_flags
+from megatron_edit.tools.plan.job import Job, read_job
+from megatron_edit.tools.plan.limits import LEAST, MOST, check_ranks
+from megatron_edit.tools.plan.machine import CPU, GPU, MACHINES, Link
+from megatron_edit.tools.plan.names import NAMES, USUAL
+from megatron_edit.tools.plan.quantities import parse_bytes, parse_rate, parse_seconds
+from megatron_edit.tools.plan.words import Words
+
+USUAL_MFU = 0.4
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add this subcommand's own arguments; everything else belongs to the training command."""
+    parser.usage = (
+        "megatron-edit plan CONFIG [CONFIG ...] [ARGS] --replicas N --link 10Gbit "
+        "(--step-time 2.5 | --gpu-tflops 312) [...]"
+    )
+    parser.allow_abbrev = False
+    add = parser.add_argument
+    add("config", nargs="+", help="files of flags (.args), before any flag; ARGS come after them")
+    add("--replicas", type=int, help="N (default: --edit-num-replicas)")
+    add("--world-size", type=int, help="ranks of all replicas (default: 8 to a replica)")
+    add("--ranks-per-host", type=int, help="of a replica, that share a host's link "
+        "(default: 8, or all of a smaller replica)")  # fmt: skip
+    add("--link", required=True, help="what a host can send: 10Gbit, 100Mbit, 1.25GB")
+    add("--latency", default="0", help="of the link: 1ms (default: %(default)s)")
+    add("--step-time", help="of a step without exchanges between replicas: 2.5, 350ms")
+    add("--gpu-tflops", type=float, help="of a device, to compute the step's time from")
+    add("--mfu", type=float, default=USUAL_MFU, help="share of them that a training reaches "
+        "(default: %(default)g)")  # fmt: skip
+    add("--forward-share", type=float, help="of a step that is forward (default: 1/3, with full "
+        "recomputation 1/4)")  # fmt: skip
+    add("--device-memory", help="80GB, to say whether the training fits")
+    add("--machine", choices=sorted(MACHINES), help="whose own work a sync costs (default: cpu "
+        "with --edit-device cpu, else gpu)")  # fmt: skip
+    add("--strategies", default=",".join(USUAL), help=f"of {', '.join(NAMES)} (default: "
+        "%(default)s)")  # fmt: skip
+    add("--json", action="store_true", help="print the plan as JSON")
+
+
+def run(options: Namespace, rest: Sequence[str]) -> int:
+    """Print the plan.
+
+    Raises:
+        UsageError: something given is wrong, or missing.
+    """
+    from megatron_edit.tools.plan.plan import (
+        make_plan,  # torch, which no other subcommand should wait for
+    )
+    from megatron_edit.tools.plan.table import lines
+    from megatron_edit.tools.plan.timing import Setting
+
+    argv = [word for name in options.config for word in _flags_of(name)] + list(rest)
+    _check_numbers(options)
+    job = read_job(
+        argv,
+        num_replicas=options.replicas,
+        world_size=options.world_size,
+        ranks_per_host=options.ranks_per_host,
+    )
+    machine = CPU if Words(argv).text("--edit-device", "auto") == "cpu" else GPU
+    if options.machine is not None:
+        machine = MACHINES[options.machine]
+    link = Link(
+        parse_rate("--link", options.link), parse_seconds("--latency", options.latency, least=-1)
+    )
+    share = options.forward_share or (1 / 4 if job.recomputes else 1 / 3)
+    setting = Setting(link, machine, _step_seconds(options, job), share)
+    text = options.device_memory
+    memory = None if text is None else parse_bytes("--device-memory", text)
+    names = [name.strip() for name in options.strategies.split(",")]
+    plan = make_plan(job, setting, names, device_memory=memory)
+    shown = json.dumps(plan.as_json(), indent=1) if options.json else "\n".join(lines(plan))
+    sys.stdout.write(shown + "\n")
+    return 0
+
+
+def _flags_of(name: str) -> list[str]:
+    path = Path(name)
+    try:
+        return read_flags(path)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no text"
+        raise UsageError(
+            f"CONFIG {name}",
+            f"cannot be read: {reason}",
+            "give .args files first, flags after them",
+        ) from None
+    except ValueError as error:
+        raise UsageError(f"CONFIG {name}", f"cannot be read: {error}", "correct the file") from None
+
+
+def _check_numbers(options: Namespace) -> None:
+    for name in ("replicas", "world_size", "ranks_per_host"):
+        value = getattr(options, name)
+        if value is not None:
+            check_ranks(_flag(name), value)
+    for name, most in (("gpu_tflops", MOST), ("mfu", 1.0), ("forward_share", 1.0)):
+        value = getattr(options, name)
+        if value is not None and not LEAST <= value <= most:
+            rule = f"must be from {LEAST:g} to {most:g}"
+            raise UsageError(f"{_flag(name)} {value:g}", rule, "correct it, or leave it out")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _step_seconds(options: Namespace, job: Job) -> float:
+    if (options.step_time is None) == (options.gpu_tflops is None):
+        raise UsageError(
+            "--step-time, --gpu-tflops",
+            "must be one of them",
+            "give the seconds of a step, or the TFLOP/s of a device",
+        )
+    if options.step_time is not None:
+        return parse_seconds("--step-time", options.step_time)
+    rate = options.gpu_tflops * 1e12 * options.mfu * job.mesh.world_size
+    seconds = job.flops_per_step / float(rate)
+    if not LEAST <= seconds <= MOST:
+        rule = f"gives a step of {seconds:.3g} s, which must be from {LEAST:g} to {MOST:g}"
+        raise UsageError(f"--gpu-tflops {options.gpu_tflops:g}", rule, "correct it, or --mfu")
+    return seconds

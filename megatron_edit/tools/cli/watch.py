@@ -1,0 +1,75 @@
+"""Follow a run in the terminal, from its event files."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron_edit.errors import UsageError
+from megatron_edit.tools.cli.needs import check_installed
+from megatron_edit.tools.cli.report import read_all
+from megatron_edit.tools.monitor.run import Run, check_folder
+
+SECONDS = 2.0
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add this subcommand's own arguments."""
+    add = parser.add_argument
+    add("folder", type=Path, help="what --edit-log-dir named; it need not be there yet")
+    add("--once", action="store_true", help="show one frame and end (also where the output is no "
+        "terminal)")  # fmt: skip
+    add("--seconds", type=float, default=SECONDS, help="between two frames (default: %(default)g)")
+
+
+def run(options: Namespace, rest: Sequence[str]) -> int:
+    """Show frames until the training has ended, or Ctrl-C is pressed: both are success.
+
+    Raises:
+        UsageError: the folder is a file, or what it holds is no run, or cannot be read.
+    """
+    if rest:
+        raise UsageError(" ".join(rest), "is not an argument of watch", "see watch --help")
+    if not options.seconds > 0:
+        raise UsageError(f"--seconds {options.seconds:g}", "must be above 0", "leave it out")
+    check_folder(options.folder, may_come=True)
+    check_installed("rich", "tqdm")
+    try:
+        _watch(options)
+    except KeyboardInterrupt:
+        return 0
+    return 0
+
+
+def _watch(options: Namespace) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    from megatron_edit.tools.monitor.frame import frame_of
+
+    training = Run(options.folder)
+    read_all(training)
+    console = Console()
+    if options.once or not console.is_terminal or training.state == "finished":
+        # In a file there is no width to keep to.
+        console = console if console.is_terminal else Console(width=120, file=sys.stdout)
+        console.print(frame_of(training, options.folder))
+        return
+    first = frame_of(training, options.folder)
+    with Live(first, console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        for _ in _until_finished(training):  # the last losses come after the last iteration
+            time.sleep(options.seconds)
+            training.poll()
+            live.update(frame_of(training, options.folder), refresh=True)
+
+
+def _until_finished(training: Run) -> Iterator[None]:
+    """Once more after it has ended."""
+    is_over = False
+    while not is_over:
+        is_over = training.state == "finished"
+        yield

@@ -1,0 +1,118 @@
+"""From the runs of a comparison to the lines of its table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_edit.tools.compare.entries import IDEAL, STOCK
+from megatron_edit.tools.compare.plan import RunPlan
+from megatron_edit.tools.compare.readings import Reading
+from megatron_edit.tools.compare.statistics import Spread, differences, quotients
+
+Seed = int | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One entry of the comparison. None where nothing is known.
+
+    Attributes:
+        label: of the entry.
+        loss: of the last evaluation.
+        difference: of it to that of the first entry with a loss, seed by seed.
+        speed: tokens per second of all replicas, after the warm-up.
+        share: of the speed of `ideal` with the same seed.
+        step_bytes: sent by one replica per step, after the warm-up.
+        peak: bytes per second that the busiest exchange of a replica asks for.
+        state_bytes: of the outer state of one replica.
+        num_parameters: of the model.
+        failed: seeds without a result, as text.
+    """
+
+    label: str
+    loss: Spread | None
+    difference: Spread | None
+    speed: Spread | None
+    share: Spread | None
+    step_bytes: Spread | None
+    peak: Spread | None
+    state_bytes: int | None
+    num_parameters: int
+    failed: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Everything that became of a comparison.
+
+    Attributes:
+        plan: all runs.
+        readings: of those that are finished.
+        failures: of those that failed: what is to be said of them.
+    """
+
+    plan: Sequence[RunPlan]
+    readings: Mapping[RunPlan, Reading]
+    failures: Mapping[RunPlan, str]
+
+    def of_label(self, label: str) -> dict[Seed, Reading]:
+        """Finished runs of an entry, by seed."""
+        return {run.seed: r for run, r in self.readings.items() if run.entry.label == label}
+
+    @property
+    def labels(self) -> list[str]:
+        """Of all entries, in their order."""
+        return list(dict.fromkeys(run.entry.label for run in self.plan))
+
+    @property
+    def compared(self) -> list[str]:
+        """Labels of the entries whose losses mean something."""
+        return [label for label in self.labels if label != IDEAL]
+
+
+def make_rows(outcome: Outcome) -> list[Row]:
+    """A row for each entry, in the order in which they are listed."""
+    first = next((label for label in outcome.compared if outcome.of_label(label)), None)
+    base = _losses(outcome, first) if first is not None else {}
+    ideal = _values(outcome.of_label(IDEAL), lambda r: r.tokens_per_second)
+    return [_row(outcome, label, base if label != first else {}, ideal) for label in outcome.labels]
+
+
+def _row(
+    outcome: Outcome, label: str, base: Mapping[Seed, float], ideal: Mapping[Seed, float]
+) -> Row:
+    found = outcome.of_label(label)
+    losses = _losses(outcome, label) if label in outcome.compared else {}
+    speeds = _values(found, lambda r: r.tokens_per_second)
+    readings = list(found.values())
+    states = [r.state_bytes for r in readings if r.state_bytes is not None]
+    failed = [str(run.seed) for run in outcome.failures if run.entry.label == label]
+    return Row(
+        label=label,
+        loss=Spread.of(list(losses.values())),
+        difference=Spread.of(differences(losses, base)),
+        speed=Spread.of(list(speeds.values())),
+        share=Spread.of(quotients(speeds, ideal)),
+        step_bytes=Spread.of([r.bytes_per_step for r in readings]),
+        peak=Spread.of([r.peak_bytes_per_second for r in readings]),
+        state_bytes=max(states, default=None),
+        num_parameters=max((r.num_parameters for r in readings), default=0),
+        failed=tuple(failed),
+    )
+
+
+def _losses(outcome: Outcome, label: str) -> dict[Seed, float]:
+    return _values(outcome.of_label(label), lambda r: r.final_loss)
+
+
+def _values(
+    readings: Mapping[Seed, Reading], value: Callable[[Reading], float | None]
+) -> dict[Seed, float]:
+    found = {seed: value(reading) for seed, reading in readings.items()}
+    return {seed: number for seed, number in found.items() if number is not None}
+
+
+def is_synchronous(run: RunPlan) -> bool:
+    """Whether gradients cross at every step."""
+    return run.entry.name == STOCK or not (run.entry.syncs or run.entry.name == IDEAL)

@@ -1,0 +1,222 @@
+"""Starting a training, following its log with a progress bar, and giving it up."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from megatron_edit.errors import EditError
+from megatron_edit.tools.compare.console_log import RunLog
+
+NUM_TAIL_LINES = 40
+POLL_SECONDS = 0.2
+STOP_SECONDS = 45  # torchrun gives its ranks 30 seconds to end
+# Starts what torchrun says of a failed rank: two screens that hide what the rank itself said.
+LAUNCHER_REPORT = "failed (exitcode: "
+
+
+class RunFailedError(EditError):
+    """A training ended with an exit code other than 0, or was given up.
+
+    Args:
+        name: what the training is called.
+        reason: what became of it.
+        exit_code: for our own process.
+        log_path: where all of its output is.
+
+    Attributes:
+        reason: what became of it, and where its output is.
+        tail: the last lines of it, with their ends.
+    """
+
+    def __init__(self, name: str, reason: str, exit_code: int, log_path: Path) -> None:
+        self.exit_code = exit_code
+        self.reason = f"{reason}; all of its output: {log_path}"
+        self.tail = tail(log_path)
+        super().__init__(f"{name} {self.reason}")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a training is given up.
+
+    Attributes:
+        seconds: it has taken so long; None: never.
+        silent_seconds: it has said nothing for so long; None: never.
+    """
+
+    seconds: float | None = None
+    silent_seconds: float | None = None
+
+    def broken(self, *, running: float, silent: float) -> str:
+        """What there is to complain of; "" if nothing.
+
+        Args:
+            running: seconds since the start.
+            silent: seconds since the last line.
+        """
+        if self.seconds is not None and running > self.seconds:
+            return f"was not done after {self.seconds:g} s"
+        if self.silent_seconds is not None and silent > self.silent_seconds:
+            return f"has said nothing for {self.silent_seconds:g} s"
+        return ""
+
+
+class Bar(Protocol):
+    """The part of a progress bar that is used."""
+
+    n: float
+    total: float | None
+
+    def update(self, n: float = 1) -> Any:
+        """Go on by `n`."""
+
+    def set_postfix_str(self, s: str = "", refresh: bool = True) -> Any:
+        """Show `s` behind the bar."""
+
+
+@contextmanager
+def progress_bar(name: str, *, total: float | None = None, unit: str = "it") -> Iterator[Bar]:
+    """A bar on the error stream, with the time that is left."""
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    # A bar in a file is one line per refresh: few are enough there.
+    pause = 0.5 if sys.stderr.isatty() else 20.0
+    with tqdm(total=total, desc=name, unit=unit, mininterval=pause, maxinterval=60) as bar:
+        yield bar
+
+
+def follow(
+    name: str,
+    command: Sequence[str],
+    *,
+    log_path: Path,
+    environment: Mapping[str, str],
+    cwd: Path | None = None,
+    limits: Limits | None = None,
+) -> RunLog:
+    """Run `command` to its end; its output goes to `log_path` and into the returned log.
+
+    Args:
+        name: what the training is called.
+        command: starts it, and ends when it ends.
+        log_path: takes all output.
+        environment: of the command.
+        cwd: folder to start it in; None is ours.
+        limits: when to give it up; never, if left out.
+
+    Raises:
+        RunFailedError: the command failed or took too long.
+    """
+    with log_path.open("wb") as sink:
+        process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            env=dict(environment),
+            cwd=cwd,
+            start_new_session=True,  # Ctrl-C is ours; we end the ranks in order
+        )
+    try:
+        log, complaint = _watch(name, process, log_path, limits or Limits())
+    finally:
+        _stop(process)
+    if complaint:
+        raise RunFailedError(name, complaint, 1, log_path)
+    if code := process.returncode:
+        ours = code if code > 0 else 128 - code  # a signal, as shells do
+        raise RunFailedError(name, f"ended with exit code {code}", ours, log_path)
+    return log
+
+
+def _watch(
+    name: str, process: subprocess.Popen[bytes], log_path: Path, limits: Limits
+) -> tuple[RunLog, str]:
+    """Read along until the process ends or a limit is broken."""
+    log, lines = RunLog(), _Lines()
+    began = heard = time.monotonic()
+    with progress_bar(name) as bar, log_path.open("rb") as source:
+        while True:
+            is_over = process.poll() is not None  # asked first: what it said last is read below
+            found = lines.read(source)
+            for line in found:
+                log.feed(line)
+            now = time.monotonic()
+            heard = now if found else heard
+            _show(bar, log)
+            if is_over:
+                return log, ""
+            if complaint := limits.broken(running=now - began, silent=now - heard):
+                return log, complaint
+            time.sleep(POLL_SECONDS)
+
+
+def _show(bar: Bar, log: RunLog) -> None:
+    if log.num_iterations and bar.total is None:
+        bar.total = log.num_iterations
+    if log.last_iteration > bar.n:
+        bar.set_postfix_str(f"loss {log.last_loss:.3f}", refresh=False)
+        bar.update(log.last_iteration - bar.n)
+
+
+class _Lines:
+    """Whole lines of a file that still grows."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def read(self, source: IO[bytes]) -> list[str]:
+        """What has come since the last time; half a line waits for its end."""
+        *lines, self._rest = (self._rest + source.read()).split(b"\n")
+        return [line.decode("utf-8", errors="replace") for line in lines]
+
+
+def tail(log_path: Path) -> list[str]:
+    """The last lines of a log, without what the launcher adds to what the ranks said; none where
+    a rank ended before it began one."""
+    if not log_path.exists():
+        return []
+    last = deque[str](maxlen=NUM_TAIL_LINES)
+    with log_path.open(encoding="utf-8", errors="replace") as source:
+        for line in source:
+            if LAUNCHER_REPORT in line:
+                break
+            last.append(line)
+    return list(last)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End a training that was interrupted; the launcher ends its ranks when it is told to."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(timeout=STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def torchrun_line(num_ranks: int) -> list[str]:
+    """Starts `num_ranks` ranks on this machine: torchrun of this very environment."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*launcher, "--nproc-per-node", str(num_ranks)]
+
+
+def environment_of_ranks(num_ranks: int) -> dict[str, str]:
+    """As ours, but all ranks on the CPU if this machine has too few GPUs for them."""
+    import torch
+
+    environment = dict(os.environ, PYTHONUNBUFFERED="1", CUDA_DEVICE_MAX_CONNECTIONS="1")
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    if 0 < torch.cuda.device_count() < num_ranks:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    return environment

@@ -1,0 +1,130 @@
+"""The results of a comparison as files for people: Markdown, pictures, one HTML page."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_edit.tools.compare.analysis import Outcome, make_rows
+from megatron_edit.tools.compare.pictures import draw
+from megatron_edit.tools.compare.table import COLUMNS, cells, markdown_table
+from megatron_edit.tools.pages.rendering import render
+
+TEMPLATE = Path(__file__).with_name("page.html")
+CURVES = "Curves are of the first seed; training losses are smoothed."
+
+
+def summary(outcome: Outcome) -> str:
+    """For the console."""
+    return f"{_subtitle(outcome)}\n\n{markdown_table(make_rows(outcome))}"
+
+
+def write_report(folder: Path, outcome: Outcome) -> Path:
+    """Write compare.md, compare.json, compare.html and the pictures; the path of the page."""
+    pictures = draw(folder, outcome)
+    rows = make_rows(outcome)
+    record = {"rows": [_known(asdict(row)) for row in rows], "failures": _failures(outcome)}
+    _write(folder / "compare.json", json.dumps(record, indent=1, allow_nan=False) + "\n")
+    _write(folder / "compare.md", _markdown(outcome, pictures))
+    page = folder / "compare.html"
+    _write(page, _html(outcome, pictures))
+    return page
+
+
+def _known(row: dict[str, Any]) -> dict[str, Any]:
+    """A row for JSON, which has no NaN: of a run that diverged there is null."""
+    known: dict[str, Any] = {}
+    for name, value in row.items():
+        is_unknown = isinstance(value, float) and not math.isfinite(value)
+        known[name] = _known(value) if isinstance(value, dict) else None if is_unknown else value
+    return known
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _title(outcome: Outcome) -> str:
+    return f"Comparison: {', '.join(outcome.compared)}"
+
+
+def _subtitle(outcome: Outcome) -> str:
+    """Model, layout and length, as far as they are known."""
+    setting, place = outcome.plan[0].setting, outcome.plan[0].placement
+    ranks = place.ranks_per_replica
+    parts = [f"{place.num_replicas} replicas of {ranks} rank{'s' if ranks > 1 else ''}"]
+    readings = list(outcome.readings.values())
+    if readings:
+        first = readings[0]
+        parts.insert(0, f"{first.num_parameters / 1e6:.1f} million parameters")
+        parts.append(f"{first.iterations} iterations")
+        if tokens := max((p.tokens for r in readings for p in r.training), default=0.0):
+            parts.append(f"{tokens / 1e6:.3g} million tokens")
+    seeds = [run.seed for run in outcome.plan if run.entry == outcome.plan[0].entry]
+    if seeds != [None]:
+        parts.append(f"seeds {', '.join(map(str, seeds))}")
+    if setting.link:
+        parts.append(f"link: {setting.link}")
+    return "; ".join(parts) + "."
+
+
+def _versions(outcome: Outcome) -> str:
+    """Of the plugin and what is below it; more than one line where runs differ."""
+    found = {
+        ", ".join(f"{name} {text}" for name, text in sorted(reading.versions.items()))
+        for reading in outcome.readings.values()
+        if reading.versions
+    }
+    if len(found) > 1:
+        return "Runs were made with different versions: " + "; ".join(sorted(found)) + "."
+    return (found.pop() if found else "versions: not known") + "."
+
+
+def _commands(outcome: Outcome) -> list[str]:
+    """One for each entry, without seed and folders."""
+    lines = {
+        run.entry.label: shlex.join([str(run.setting.script), *run.entry.words(run.setting.flags)])
+        for run in outcome.plan
+    }
+    return [f"# {label}\n{line}" for label, line in lines.items()]
+
+
+def _failures(outcome: Outcome) -> list[str]:
+    return [f"{run.name} {text}" for run, text in outcome.failures.items()]
+
+
+def _markdown(outcome: Outcome, pictures: Mapping[str, Path]) -> str:
+    parts = [f"# {_title(outcome)}", _subtitle(outcome)]
+    if failures := _failures(outcome):
+        parts.append("Failed:\n\n" + "\n".join(f"- {text}" for text in failures))
+    parts.append(markdown_table(make_rows(outcome)))
+    if pictures:
+        parts += [f"![{title}]({path.name})" for title, path in pictures.items()] + [CURVES]
+    parts.append(_versions(outcome))
+    parts.append("```\n" + "\n".join(_commands(outcome)) + "\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def _html(outcome: Outcome, pictures: Mapping[str, Path]) -> str:
+    """The page; it needs no other file and no network."""
+    values: dict[str, Any] = {
+        "title": _title(outcome),
+        "subtitle": _subtitle(outcome),
+        "failures": _failures(outcome),
+        "columns": [{"title": c.title, "meaning": c.meaning.replace("`", "")} for c in COLUMNS],
+        "rows": cells(make_rows(outcome)),
+        "pictures": [
+            {"title": title, "data": base64.b64encode(path.read_bytes()).decode("ascii")}
+            for title, path in pictures.items()
+        ],
+        "curves": CURVES,
+        "versions": _versions(outcome),
+        "runs": _commands(outcome),
+    }
+    return render(TEMPLATE, values)

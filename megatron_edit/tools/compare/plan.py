@@ -1,0 +1,190 @@
+"""The runs of a comparison, as immutable data; nothing here is started or written."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_edit.comm.placement import Placement, place
+from megatron_edit.command_line import config_from_argv
+from megatron_edit.errors import UsageError
+from megatron_edit.flags import flag
+from megatron_edit.tools.compare.entries import Entry
+from megatron_edit.tools.compare.finished import configuration_hash
+from megatron_edit.tools.compare.flags import canonical, int_flag
+
+# Of configurations and results; another number makes all that was kept unknown. A configuration
+# holds the flags that are given, so a default that changes needs another number, too.
+FORM = 2
+EVENTS = "events"
+# What a comparison sets itself, or what all its runs would write to.
+_RESERVED = {
+    flag("strategy"): "list it in --strategies",
+    flag("log_dir"): "drop it: event files go to --output-dir",
+    flag("replica_id"): "drop it: a run is a single launch of all replicas",
+    flag("rendezvous"): "drop it: a run is a single launch of all replicas",
+    "--save": "drop it: all runs would save to one folder",
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all runs have in common.
+
+    Attributes:
+        script: the training script.
+        flags: its flags, Megatron's and ours, without those of single entries.
+        num_ranks: of a run, all replicas together.
+        launcher: words that start the ranks; empty for torchrun on this machine.
+        link: what connects the replicas, in the user's words.
+    """
+
+    script: Path
+    flags: tuple[str, ...]
+    num_ranks: int
+    launcher: tuple[str, ...] = ()
+    link: str = ""
+
+    @property
+    def warmup_steps(self) -> int:
+        """W, where it is given for all; 0 if not."""
+        try:
+            return int_flag(self.flags, flag("warmup_steps"))
+        except KeyError:
+            return 0
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """One training.
+
+    Attributes:
+        entry: of the comparison.
+        seed: Megatron's; None is that of the common flags.
+        setting: of all runs.
+    """
+
+    entry: Entry
+    seed: int | None
+    setting: Setting
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return self.entry.label + ("" if self.seed is None else f", seed {self.seed}")
+
+    @property
+    def words(self) -> list[str]:
+        """Flags of the training script, without where it writes."""
+        seed = [] if self.seed is None else ["--seed", str(self.seed)]
+        return [*self.entry.words(self.setting.flags), *seed]
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """All that decides what the run computes."""
+        setting = self.setting
+        return {
+            "form": FORM,
+            "script": hashlib.sha256(setting.script.read_bytes()).hexdigest(),
+            "flags": canonical(self.words),
+            "kind": self.entry.name,
+            "num_ranks": setting.num_ranks,
+            "launcher": list(setting.launcher),
+            "link": setting.link,
+        }
+
+    @property
+    def folder_name(self) -> str:
+        """Of the run's own folder."""
+        seed = "" if self.seed is None else f"-seed{self.seed}"
+        return f"{self.entry.slug}{seed}-{configuration_hash(self.configuration)}"
+
+    def script_words(self, folder: Path) -> list[str]:
+        """The training script and all its flags, with the run's own folder."""
+        words = self.words
+        if self.entry.strategy is not None:
+            words += [flag("log_dir"), str(folder / EVENTS)]
+        return [str(self.setting.script), *words]
+
+    @property
+    def placement(self) -> Placement:
+        """N and K, and rank 0's place.
+
+        Stock Megatron has no replicas: its traffic is counted as if each machine held the ranks
+        that are a replica of the others.
+
+        Raises:
+            UsageError: N is not given, or does not divide the ranks.
+        """
+        words = self.words if self.entry.strategy else Entry("edit").words(self.setting.flags)
+        environment = {"RANK": "0", "WORLD_SIZE": str(self.setting.num_ranks)}
+        return place(config_from_argv(words), environment)
+
+
+def make_plan(
+    setting: Setting, entries: Sequence[Entry], seeds: Sequence[int]
+) -> tuple[RunPlan, ...]:
+    """All runs: every entry with the first seed, then all with the next.
+
+    Raises:
+        UsageError: something that no run could start with.
+    """
+    _check_setting(setting)
+    _check_seeds(seeds)
+    runs = [RunPlan(entry, seed, setting) for seed in seeds or (None,) for entry in entries]
+    seen: dict[str, RunPlan] = {}
+    for run in runs:
+        _check_run(run)
+        other = seen.setdefault(configuration_hash(run.configuration), run)
+        if other is not run:
+            raise UsageError(
+                f"--strategies {run.entry.label}",
+                f"is the same as {other.entry.label}",
+                "list it once",
+            )
+    return tuple(runs)
+
+
+def _check_setting(setting: Setting) -> None:
+    if setting.num_ranks < 1:
+        raise UsageError(
+            f"--nproc-per-node {setting.num_ranks}",
+            "must be at least 1",
+            "give the ranks of all replicas together",
+        )
+    given = canonical(setting.flags)
+    for name, remedy in _RESERVED.items():
+        if name in given:
+            raise UsageError(" ".join([name, *given[name]]), "is set run by run", remedy)
+    try:
+        int_flag(setting.flags, "--seq-length")
+    except (KeyError, ValueError) as error:
+        raise UsageError(
+            "--seq-length", "must be given as a number: tokens are counted with it", "add it"
+        ) from error
+    if "" in given:
+        raise UsageError(
+            " ".join(given[""]), "belongs to no flag", "give the script first, then its flags"
+        )
+
+
+def _check_seeds(seeds: Sequence[int]) -> None:
+    twice = sorted({seed for seed in seeds if seeds.count(seed) > 1})
+    if twice or any(seed < 1 for seed in seeds):
+        raise UsageError(
+            f"--seeds {','.join(map(str, seeds))}",
+            "must be different whole numbers above 0",  # Megatron refuses 0
+            "give for example 1,2,3",
+        )
+
+
+def _check_run(run: RunPlan) -> None:
+    for word in run.entry.own_flags:
+        remedy = _RESERVED.get(word) or ("give --seeds" if word == "--seed" else None)
+        if remedy is not None:
+            raise UsageError(f"--strategies {run.entry.label}", f"{word} is set run by run", remedy)
+    config_from_argv(run.words)  # each of these refuses what it cannot work with
+    _ = run.placement

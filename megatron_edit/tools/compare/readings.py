@@ -1,0 +1,247 @@
+"""What a finished training left behind, as the numbers that are compared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megatron_edit.tools.compare.console_log import (
+    NUM_SETTLING_ITERATIONS,
+    RunLog,
+    edit_losses,
+    read_json_lines,
+)
+from megatron_edit.tools.compare.timeline import Timeline, meetings_of
+from megatron_edit.tools.compare.traffic import (
+    BF16,
+    ElementBytes,
+    Layout,
+    baseline_bytes,
+    warmup_bytes,
+)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a training is to be read.
+
+    Attributes:
+        layout: N and K; the number of parameters is read.
+        seq_length: tokens of a sample.
+        warmup_steps: steps that do not count for speed and bytes, where nothing else is said.
+        is_stock: Megatron without the plugin.
+        is_ideal: replicas never meet; what they exchange when all is over does not count.
+        is_timed: replicas make different numbers of steps.
+        is_synchronous: gradients cross at every step, to the end.
+        element: what crosses of one parameter in a synchronous step.
+    """
+
+    layout: Layout
+    seq_length: int
+    warmup_steps: int
+    is_stock: bool = False
+    is_ideal: bool = False
+    is_timed: bool = False
+    is_synchronous: bool = False
+    element: ElementBytes = BF16
+
+
+@dataclass(frozen=True)
+class Point:
+    """A loss, and where the training was."""
+
+    iteration: int
+    tokens: float
+    seconds: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One training. Bytes are those that one replica sends; payload, without headers.
+
+    Attributes:
+        num_parameters: of the model.
+        iterations: made, of replica 0.
+        warmup_steps: synchronous ones at the beginning.
+        seconds: of training, without start-up and evaluations.
+        training: losses of the iterations, mean over the replicas.
+        validation: losses of the evaluations.
+        final_loss: of the last evaluation; None without any.
+        tokens_per_second: of all replicas together, after the warm-up.
+        step_bytes: of a synchronous step, computed; of each step of the warm-up, or of all.
+        syncs: iteration and counted bytes of each sync.
+        bytes_per_step: after the warm-up, mean.
+        peak_bytes_per_second: after the warm-up; see `_peak`.
+        state_bytes: of the outer state of one replica; None where nobody says.
+        versions: of what it was trained with; empty for stock Megatron.
+    """
+
+    num_parameters: int
+    iterations: int
+    warmup_steps: int
+    seconds: float
+    training: tuple[Point, ...]
+    validation: tuple[Point, ...]
+    final_loss: float | None
+    tokens_per_second: float | None
+    step_bytes: float
+    syncs: tuple[tuple[int, int], ...]
+    bytes_per_step: float
+    peak_bytes_per_second: float | None
+    state_bytes: int | None
+    versions: Mapping[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        """For a file. Points become lists."""
+        record = asdict(self)
+        for name in ("training", "validation"):
+            record[name] = [list(vars(point).values()) for point in getattr(self, name)]
+        return record
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Reading:
+        """The way back.
+
+        Raises:
+            KeyError: a field is missing.
+        """
+        values = {spec.name: record[spec.name] for spec in fields(cls)}
+        for name in ("training", "validation"):
+            values[name] = tuple(Point(*point) for point in values[name])
+        values["syncs"] = tuple((int(i), int(n)) for i, n in values["syncs"])
+        return cls(**values)
+
+
+def read_run(console: Path, events: Path, kind: Kind) -> Reading:
+    """Read a training that is over.
+
+    Args:
+        console: all that its launcher printed.
+        events: folder of EDiT's event files; need not be there.
+        kind: what is known beforehand.
+    """
+    with console.open(encoding="utf-8", errors="replace") as lines:
+        log = RunLog.of(lines)
+    return make_reading(log, edit_losses(events, log), read_json_lines(events / "sync.jsonl"),
+                        _run_record(events), kind)  # fmt: skip
+
+
+def make_reading(
+    log: RunLog,
+    losses: Mapping[int, float],
+    syncs: Sequence[Mapping[str, Any]],
+    run: Mapping[str, Any],
+    kind: Kind,
+) -> Reading:
+    """The numbers of one training.
+
+    Args:
+        log: its console.
+        losses: of training, by iteration.
+        syncs: lines of `sync.jsonl`.
+        run: `run.json`; empty for stock Megatron.
+        kind: what is known beforehand.
+    """
+    meetings = meetings_of(syncs) if kind.is_timed else None
+    timeline = Timeline.of(log, kind.seq_length, meetings)
+    warmup = _warmup(run, kind)
+    counted = [] if kind.is_ideal else [s for s in syncs if s["iteration"] > warmup]
+    # The exchange at the end of a training that never met before is no part of its speed.
+    last = min((s["iteration"] - 1 for s in syncs), default=log.last_iteration) \
+        if kind.is_ideal else log.last_iteration  # fmt: skip
+    speed = _speed(timeline, warmup, last)
+    step_bytes = _step_bytes(kind, log.num_parameters)
+    # A run that goes on from a checkpoint tells of its own syncs.
+    steps = max(1, log.last_iteration - max(warmup, int(timeline.iterations[0])))
+    in_rounds = sum(int(s["wire_bytes"]) for s in counted) / steps
+    validation = _points(log.validation(), timeline)
+    return Reading(
+        num_parameters=log.num_parameters,
+        iterations=log.last_iteration,
+        warmup_steps=warmup,
+        seconds=timeline.seconds[-1],
+        training=_points(losses, timeline),
+        validation=validation,
+        final_loss=validation[-1].loss if validation else None,
+        tokens_per_second=speed,
+        step_bytes=step_bytes,
+        syncs=tuple((int(s["iteration"]), int(s["wire_bytes"])) for s in counted),
+        bytes_per_step=step_bytes if kind.is_synchronous else in_rounds,
+        peak_bytes_per_second=_peak(kind, counted, step_bytes, speed, log),
+        state_bytes=_state_bytes(kind, syncs),
+        versions={name: str(text) for name, text in run.get("versions", {}).items()},
+    )
+
+
+def _run_record(events: Path) -> dict[str, Any]:
+    path = events / "run.json"
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return found
+
+
+def _warmup(run: Mapping[str, Any], kind: Kind) -> int:
+    """Synchronous steps at the beginning; where all are, those that do not count for speed."""
+    if kind.is_synchronous or "config" not in run:
+        return kind.warmup_steps
+    return int(run["config"]["warmup_steps"])
+
+
+def _speed(timeline: Timeline, warmup: int, last: int) -> float | None:
+    """After the warm-up, and after the first iterations; of all, where no more were made."""
+    first = max(warmup, timeline.iterations[0] + NUM_SETTLING_ITERATIONS)
+    for start in (first, warmup, timeline.iterations[0]):
+        if (speed := timeline.speed(start, last)) is not None:
+            return speed
+    return None
+
+
+def _step_bytes(kind: Kind, num_parameters: int) -> float:
+    """Bytes that one replica sends in a synchronous step."""
+    layout = Layout(kind.layout.num_replicas, kind.layout.ranks_per_replica, num_parameters)
+    if kind.is_stock:
+        everybody = baseline_bytes(layout, num_steps=1, element=kind.element)
+    else:
+        everybody = warmup_bytes(layout, num_steps=1, element=kind.element)
+    return everybody / layout.num_replicas
+
+
+def _peak(
+    kind: Kind,
+    syncs: Sequence[Mapping[str, Any]],
+    step_bytes: float,
+    speed: float | None,
+    log: RunLog,
+) -> float | None:
+    """What the busiest exchange asks of the link, in bytes per second of one replica.
+
+    Of a sync: its bytes over the seconds from the meeting of the replicas to the landing of the
+    last unit. Of a synchronous step: its bytes over the mean length of such a step.
+    """
+    if kind.is_synchronous:
+        tokens = log.batch_size * kind.seq_length
+        return step_bytes * speed / tokens if speed and tokens else None
+    rates = []
+    for sync in syncs:
+        seconds = sync["seconds"]["total"] - sync["seconds"]["wait"]
+        if seconds > 0:
+            rates.append(sync["wire_bytes"] / seconds)
+    return max(rates, default=None)
+
+
+def _state_bytes(kind: Kind, syncs: Sequence[Mapping[str, Any]]) -> int | None:
+    if kind.is_synchronous:
+        return 0
+    said = [sync["state_bytes"] for sync in syncs if sync.get("state_bytes") is not None]
+    return int(median(said)) if said else None
+
+
+def _points(losses: Mapping[int, float], timeline: Timeline) -> tuple[Point, ...]:
+    return tuple(
+        Point(i, timeline.tokens_at(i), round(timeline.seconds_at(i), 4), loss)
+        for i, loss in sorted(losses.items())
+    )

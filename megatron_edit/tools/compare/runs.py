@@ -1,0 +1,106 @@
+"""Carrying out a plan: what is finished is taken as it is, the rest is trained."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megatron_edit.method.strategy import STRATEGIES
+from megatron_edit.tools.compare.analysis import Outcome, is_synchronous
+from megatron_edit.tools.compare.entries import IDEAL, STOCK
+from megatron_edit.tools.compare.finished import find, keep
+from megatron_edit.tools.compare.flags import canonical, int_flag
+from megatron_edit.tools.compare.follow import (
+    Limits,
+    RunFailedError,
+    environment_of_ranks,
+    follow,
+    torchrun_line,
+)
+from megatron_edit.tools.compare.plan import EVENTS, RunPlan
+from megatron_edit.tools.compare.readings import Kind, Reading, read_run
+from megatron_edit.tools.compare.traffic import ElementBytes, Layout
+
+CONSOLE, RESULT = "console.log", "result.json"
+
+
+def folder_of(run: RunPlan, output_dir: Path) -> Path:
+    """Where a run's files are."""
+    return output_dir / "runs" / run.folder_name
+
+
+def reading_of(run: RunPlan, output_dir: Path) -> Reading | None:
+    """What was kept of a run; None if it has to be made."""
+    result = find(folder_of(run, output_dir) / RESULT, run.configuration)
+    try:
+        return None if result is None else Reading.from_json(result)
+    except (KeyError, TypeError, ValueError):
+        return None  # of another version
+
+
+def carry_out(
+    plan: Sequence[RunPlan], output_dir: Path, limits: Limits, say: Callable[[str], None]
+) -> Outcome:
+    """Make every run that is not finished. One that fails does not end the others.
+
+    Args:
+        plan: all runs.
+        output_dir: takes a folder for each.
+        limits: when a run is given up.
+        say: takes lines for people.
+    """
+    readings: dict[RunPlan, Reading] = {}
+    failures: dict[RunPlan, str] = {}
+    for number, run in enumerate(plan, start=1):
+        place = f"{run.name} ({number} of {len(plan)})"
+        if (kept := reading_of(run, output_dir)) is not None:
+            say(f"{place}: finished before")
+            readings[run] = kept
+            continue
+        try:
+            readings[run] = train(place, run, output_dir, limits)
+        except RunFailedError as error:
+            failures[run] = error.reason
+            say("".join(["\n", *error.tail]).rstrip() + f"\n{error}\n")
+    return Outcome(plan, readings, failures)
+
+
+def train(name: str, run: RunPlan, output_dir: Path, limits: Limits) -> Reading:
+    """Make one run and keep its result.
+
+    Raises:
+        RunFailedError: it failed or took too long.
+    """
+    folder = folder_of(run, output_dir)
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was broken off
+    folder.mkdir(parents=True)
+    setting, console = run.setting, folder / CONSOLE
+    launcher = setting.launcher or torchrun_line(setting.num_ranks)
+    follow(
+        name,
+        [*launcher, "-m", "megatron_edit", *run.script_words(folder)],
+        log_path=console,
+        environment=environment_of_ranks(0 if setting.launcher else setting.num_ranks),
+        limits=limits,
+    )
+    reading = read_run(console, folder / EVENTS, kind_of(run))
+    if not reading.iterations:
+        raise RunFailedError(name, "ended without a single iteration", 1, console)
+    keep(folder / RESULT, run.configuration, reading.to_json())
+    return reading
+
+
+def kind_of(run: RunPlan) -> Kind:
+    """How the run is to be read."""
+    words, place, strategy = run.words, run.placement, run.entry.strategy
+    return Kind(
+        layout=Layout(place.num_replicas, place.ranks_per_replica, 0),
+        seq_length=int_flag(words, "--seq-length"),
+        warmup_steps=run.setting.warmup_steps,
+        is_stock=run.entry.name == STOCK,
+        is_ideal=run.entry.name == IDEAL,
+        is_timed=strategy is not None and STRATEGIES[strategy].is_timed,
+        is_synchronous=is_synchronous(run),
+        element=ElementBytes.of_flags(canonical(words).__contains__),
+    )

@@ -1,0 +1,236 @@
+"""One launch under examination: who takes part, and what is measured among them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_edit.comm.collectives import Group
+from megatron_edit.comm.placement import Placement, place
+from megatron_edit.comm.transport import Transport, stand_alone_group
+from megatron_edit.comm.worlds import ReplicaWorld, join
+from megatron_edit.command_line import config_from_argv
+from megatron_edit.config import EditConfig
+from megatron_edit.errors import ReplicaLostError, UsageError
+from megatron_edit.tools.doctor.advice import link_findings, sync_findings
+from megatron_edit.tools.doctor.finding import Finding, Level
+from megatron_edit.tools.doctor.folder import Sight, watch
+from megatron_edit.tools.doctor.links import Link, Together, measure_links, measure_together
+from megatron_edit.tools.doctor.machine import facts, unusable_interfaces
+
+_UNUSABLE = "correct the lines about interfaces first: the ranks could not be connected"
+_BLOCKED = "start all ranks, and open all ports between the machines (docs/troubleshooting.md)"
+
+
+@dataclass
+class Report:
+    """What was found, as lines and as numbers.
+
+    Attributes:
+        findings: lines.
+        numbers: for ``--json``.
+        is_alone: whether all ranks are on this machine.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    numbers: dict[str, Any] = field(default_factory=dict)
+    is_alone: bool = True
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The ranks that were started together.
+
+    Attributes:
+        config: as a training with the same flags would have it.
+        placement: of this process; None where it is alone.
+    """
+
+    config: EditConfig
+    placement: Placement | None
+
+    @classmethod
+    def of(cls, words: Sequence[str], env: Mapping[str, str]) -> Launch:
+        """Find this process's place. On a single node each rank is a replica, if nothing says more.
+
+        Args:
+            words: flags of a training.
+            env: as the launcher set it.
+
+        Raises:
+            UsageError: they do not fit together.
+        """
+        config = config_from_argv(words)
+        world = env.get("WORLD_SIZE", "1")
+        if world == "1" and config.replica_id is None:
+            return cls(config, None)
+        try:
+            return cls(config, place(config, env))
+        except UsageError:
+            if config.num_replicas is not None:
+                raise
+        config = config_from_argv([*words, "--edit-num-replicas", world])
+        return cls(config, place(config, env))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process speaks for all."""
+        return self.placement is None or self.placement.global_rank == 0
+
+
+def examine(launch: Launch, *, folder: Path | None, parameters: int, step_seconds: float) -> Report:
+    """Measure with all other ranks, where they can be connected.
+
+    Collective: all ranks of the launch.
+
+    Args:
+        launch: who they are.
+        folder: that all should see.
+        parameters: of the model that a sync is computed for.
+        step_seconds: of its inner step.
+
+    Returns:
+        What was found; on the first rank also that the ranks could not meet, or lost each other.
+
+    Raises:
+        UsageError: the launch cannot be used.
+        ReplicaLostError: the ranks could not meet, and this is not the first one.
+    """
+    report, placement = Report(), launch.placement
+    if placement is None:
+        if folder is not None:
+            alone = Group(None, 0, 1, torch.device("cpu"), timedelta(seconds=1), "alone")
+            _look(folder, alone, report)
+        return report
+    transport = _transport(launch.config)
+    world = join(launch.config, placement)
+    try:
+        everybody = _introduce(world, report)
+        if everybody is not None and placement.num_replicas > 1:
+            together = _measure(world, transport, everybody, report)
+            shape = placement.num_replicas, placement.ranks_per_replica
+            report.findings += sync_findings(together, *shape, parameters, step_seconds)
+        if everybody is not None and folder is not None:
+            _look(folder, everybody, report)
+        world.part()
+        world.let_all_read("doctor/parted", world.timeout)  # the first rank may host the store
+    except ReplicaLostError as error:
+        if not launch.is_first:
+            raise
+        reason = str(error).partition("\n")[0]
+        report.findings.append(Finding("between the ranks", reason, Level.BAD, _BLOCKED))
+    return report
+
+
+def _introduce(world: ReplicaWorld, report: Report) -> Group | None:
+    """Tell the others about this machine, and hear of theirs; all ranks, if they can be connected.
+
+    Over the store, which needs none of the interfaces that gloo and NCCL choose. All ranks hear
+    the same, so that all do the same.
+    """
+    place, store = world.placement, world.shared_store
+    size = place.num_replicas * place.ranks_per_replica
+    store.set(f"doctor/rank{place.global_rank}", json.dumps(facts()))
+    everyone: list[dict[str, Any]] = []
+    for rank in range(size):
+        replica = rank // place.ranks_per_replica
+        world.wait_for(f"doctor/rank{rank}", world.timeout, replica=replica)
+        everyone.append(json.loads(store.get(f"doctor/rank{rank}")))
+        report.is_alone = len({entry["host"] for entry in everyone}) == 1
+    hosts = {entry["host"] for entry in everyone}
+    shape = f"{place.num_replicas} replicas x {place.ranks_per_replica} ranks"
+    unusable = [unusable_interfaces(entry, is_alone=report.is_alone) for entry in everyone]
+    report.findings += [
+        Finding("ranks", f"{size} on {len(hosts)} machines, {shape}"),
+        *_different_versions(everyone),
+        *_elsewhere([entry["host"] for entry in everyone], unusable),
+    ]
+    if any(unusable):
+        report.findings.append(Finding("between the ranks", "not measured", Level.HINT, _UNUSABLE))
+        return None
+    return _everybody(world)
+
+
+def _measure(
+    world: ReplicaWorld, transport: Transport, everybody: Group, report: Report
+) -> Together:
+    """The ways between the replicas; all-reduces among them, of the same rate on all ranks."""
+    together = measure_together(_sync_group(world, transport), everybody)
+    found = everybody.all_gather_objects(measure_links(world, transport))
+    links: list[Link] = [link for one in found for link in one]
+    report.findings += link_findings(links)
+    report.numbers = {
+        "links": [dataclasses.asdict(link) for link in links],
+        "all_reduce": dataclasses.asdict(together),
+    }
+    return together
+
+
+def _look(folder: Path, everybody: Group, report: Report) -> None:
+    sights = watch(folder, everybody)
+    report.findings.append(_sight(folder, sights))
+    report.numbers["shared_dir"] = [dataclasses.asdict(sight) for sight in sights]
+
+
+def _transport(config: EditConfig) -> Transport:
+    """What a training's sync would run over."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        remedy = "use --edit-device auto or cpu"
+        raise UsageError("--edit-device cuda", "no CUDA device was found", remedy, is_local=True)
+    if config.device == "cpu" or not torch.cuda.is_available():
+        return Transport("gloo", torch.device("cpu"))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return Transport("nccl", device)
+
+
+def _everybody(world: ReplicaWorld) -> Group:
+    place, on_cpu = world.placement, Transport("gloo", torch.device("cpu"))
+    size = place.num_replicas * place.ranks_per_replica
+    return stand_alone_group(
+        world.shared_store, place.global_rank, size, on_cpu, world.timeout, "doctor/everybody"
+    )
+
+
+def _sync_group(world: ReplicaWorld, transport: Transport) -> Group:
+    """The ranks at this one's position of every replica."""
+    place = world.placement
+    name = f"doctor/sync {place.rank}"
+    return stand_alone_group(
+        world.shared_store, place.replica, place.num_replicas, transport, world.timeout, name
+    )
+
+
+def _elsewhere(hosts: list[str], unusable: list[list[Finding]]) -> Iterator[Finding]:
+    """What the first rank, which speaks for all, does not see on its own machine."""
+    found = [(host, one) for host, several in zip(hosts, unusable, strict=True) for one in several]
+    for host, one in dict.fromkeys(found):
+        if host != hosts[0] or one not in unusable[0]:
+            yield dataclasses.replace(one, name=f"{one.name} on {host}")
+
+
+def _different_versions(everyone: list[dict[str, Any]]) -> Iterator[Finding]:
+    first = everyone[0]
+    for entry in everyone:
+        for name, version in entry["versions"].items():
+            if version != first["versions"][name]:
+                value = f"{version} on {entry['host']}, {first['versions'][name]} on the first"
+                yield Finding(name, value, Level.BAD, "install the same everywhere")
+
+
+def _sight(folder: Path, sights: list[Sight]) -> Finding:
+    name = f"shared folder {folder}"
+    for rank, sight in enumerate(sights):
+        if sight.error is not None:
+            remedy = "give --save and --edit-log-dir a folder that all machines mount"
+            return Finding(name, f"rank {rank}: {sight.error}", Level.BAD, remedy)
+    slowest = max(sight.delay_seconds for sight in sights)
+    return Finding(name, f"seen by all ranks ({len(sights)}) within {slowest * 1e3:.0f} ms")

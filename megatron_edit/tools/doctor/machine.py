@@ -1,0 +1,151 @@
+"""This machine: versions, devices, and the interfaces that gloo and NCCL would use."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import socket
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import psutil
+import torch
+
+from megatron_edit import __version__
+from megatron_edit.tools.doctor.finding import Finding, Level
+
+_GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_VIRTUAL = ("docker", "veth", "br-", "virbr")
+
+
+def versions() -> dict[str, str]:
+    """Versions that must be the same on all machines."""
+    found = {
+        "megatron_edit": __version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "cuda of torch": str(torch.version.cuda or "none"),
+    }
+    for package in ("transformer-engine", "apex"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "none"
+    return found
+
+
+def device_findings(env: Mapping[str, str]) -> Iterator[Finding]:
+    """CUDA devices, NCCL, and the variable that Megatron's overlap needs."""
+    if not torch.cuda.is_available():
+        remedy = "" if torch.version.cuda is None else "check the driver, CUDA_VISIBLE_DEVICES"
+        yield Finding(
+            "CUDA devices", "none: Megatron would run on CPU and gloo", Level.HINT, remedy
+        )
+        return
+    count = torch.cuda.device_count()
+    yield Finding("CUDA devices", f"{count} x {torch.cuda.get_device_name(0)}")
+    yield Finding("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
+    major, _ = torch.cuda.get_device_capability(0)
+    value = env.get(_CONNECTIONS, "not set")
+    if major < 10 and value != "1":
+        remedy = f"export {_CONNECTIONS}=1 where Megatron overlaps communication"
+        yield Finding(_CONNECTIONS, value, Level.HINT, remedy)
+    else:
+        yield Finding(_CONNECTIONS, value)
+
+
+def interfaces() -> dict[str, list[str]]:
+    """IPv4 addresses of the interfaces that are up."""
+    stats = psutil.net_if_stats()
+    return {
+        name: [a.address for a in addresses if a.family == socket.AF_INET]
+        for name, addresses in psutil.net_if_addrs().items()
+        if name in stats and stats[name].isup
+    }
+
+
+def own_address() -> str:
+    """What this machine's name resolves to, where gloo listens if it is not told; or nothing."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return ""
+
+
+def interface_findings(
+    env: Mapping[str, str], there: Mapping[str, list[str]], address: str, *, is_alone: bool
+) -> Iterator[Finding]:
+    """Interfaces that gloo and NCCL would use.
+
+    Args:
+        env: the environment.
+        there: addresses by interface, from `interfaces`.
+        address: from `own_address`.
+        is_alone: whether all ranks are on one machine, where the loopback will do.
+    """
+    shown = ", ".join(f"{name} {' '.join(found)}" for name, found in there.items() if found)
+    yield Finding("interfaces", shown or "none")
+    outer = [name for name, found in there.items() if found and not _is_inner(name)]
+    wanted = outer[0] if outer else "eth0"
+    for variable in (_GLOO, _NCCL):
+        if chosen := env.get(variable):
+            yield _chosen(variable, chosen, there)
+    if not env.get(_GLOO):
+        name = next((name for name, found in there.items() if address in found), "")
+        value = f"{name or 'none'}, where this machine's name leads ({address or 'nowhere'})"
+        is_good = bool(name) and (is_alone or not address.startswith("127."))
+        yield Finding(
+            "gloo's interface",
+            value,
+            Level.OK if is_good else Level.HINT if is_alone else Level.BAD,
+            "" if is_good else f"export {_GLOO}={wanted if not is_alone else 'lo'}",
+        )
+    if not env.get(_NCCL) and torch.cuda.is_available() and len(outer) > 1 and not is_alone:
+        remedy = f"export {_NCCL}={wanted} to be sure"
+        yield Finding("NCCL's interface", f"one of {', '.join(outer)}", Level.HINT, remedy)
+
+
+def _chosen(variable: str, chosen: str, there: Mapping[str, list[str]]) -> Finding:
+    """NCCL takes prefixes, with ^ for all others and = for the whole name; gloo takes names."""
+    if chosen.startswith("^"):
+        return Finding(variable, chosen)
+    names = [name.removeprefix("=") for name in chosen.split(",")]
+    missing = [name for name in names if not any(_is_meant(name, x, variable) for x in there)]
+    if missing:
+        remedy = f"use one of {', '.join(there)}"
+        return Finding(variable, f"{chosen}: there is no {missing[0]}", Level.BAD, remedy)
+    return Finding(variable, chosen)
+
+
+def _is_meant(word: str, name: str, variable: str) -> bool:
+    return name.startswith(word) if variable == _NCCL else name == word
+
+
+def _is_inner(name: str) -> bool:
+    return name == "lo" or name.startswith(_VIRTUAL)
+
+
+def facts() -> dict[str, Any]:
+    """What the other ranks of a launch are told about this machine; JSON can carry it."""
+    return {
+        "host": socket.gethostname(),
+        "versions": versions(),
+        "interfaces": interfaces(),
+        "address": own_address(),
+        "chosen": {name: os.environ[name] for name in (_GLOO, _NCCL) if name in os.environ},
+    }
+
+
+def unusable_interfaces(machine: Mapping[str, Any], *, is_alone: bool) -> list[Finding]:
+    """Why gloo or NCCL could not connect a rank there with others; empty if they can.
+
+    Args:
+        machine: from `facts`.
+        is_alone: whether all ranks are on one machine.
+    """
+    found = interface_findings(
+        machine["chosen"], machine["interfaces"], machine["address"], is_alone=is_alone
+    )
+    return [finding for finding in found if finding.level is Level.BAD]

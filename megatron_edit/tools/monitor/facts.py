@@ -1,0 +1,142 @@
+"""What `run.json` says of a run, checked: whatever is shown later can be relied on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from megatron_edit.errors import on_one_line
+from megatron_edit.method.strategy import STRATEGIES, Strategy
+from megatron_edit.tools.monitor.values import finite, whole
+
+MOST_REPLICAS = 100_000  # far above any; each takes some kilobytes here
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What `run.json` says. Sizes are None where an older version wrote it.
+
+    Attributes:
+        config: every setting, to be shown.
+        strategy: the rule of synchronisation.
+        num_replicas: N.
+        ranks_per_replica: K.
+        device: of the parameters.
+        host: name of a machine.
+        warmup_steps: W; 0 where the warm-up never ends.
+        sync_interval: tau, steps.
+        sync_seconds: tau_time.
+        delay_steps: d.
+        anomaly_threshold: delta, standard deviations.
+        has_anomaly, has_clip: whether replicas can be left out, and averages clipped.
+        versions: of what has a part in the numbers.
+        argv: the command line.
+        train_iters: `--train-iters`.
+        batch_size: global, samples.
+        seq_length: tokens of a sample.
+        inside_bytes: of one step inside a replica.
+    """
+
+    config: Mapping[str, Any]
+    strategy: Strategy
+    num_replicas: int
+    ranks_per_replica: int
+    device: str
+    host: str
+    warmup_steps: int
+    sync_interval: int
+    sync_seconds: float
+    delay_steps: int
+    anomaly_threshold: float
+    has_anomaly: bool
+    has_clip: bool
+    versions: Mapping[str, str]
+    argv: tuple[str, ...]
+    train_iters: int | None
+    batch_size: int | None
+    seq_length: int | None
+    inside_bytes: float | None
+
+    @classmethod
+    def of(cls, text: str) -> Facts:
+        """From the file.
+
+        Raises:
+            ValueError: it is none of ours; the message says where.
+        """
+        try:
+            found = _mapping(json.loads(text))
+        except RecursionError:
+            raise ValueError("brackets in brackets without end") from None
+        config, topology, versions = (
+            _get(found, name, _mapping) for name in ("config", "topology", "versions")
+        )
+        sizes = _mapping(found.get("training", {}))
+        strategy = _get(config, "strategy", _strategy)
+        positive = partial(whole, least=1)
+        return cls(
+            config=config,
+            strategy=strategy,
+            num_replicas=_get(topology, "num_replicas", _num_replicas),
+            ranks_per_replica=_get(topology, "ranks_per_replica", positive),
+            device=_get(topology, "device", _text),
+            host=_text(topology.get("host", "unknown")),
+            warmup_steps=0 if strategy.endless_warmup else _get(config, "warmup_steps", whole),
+            sync_interval=_get(config, "sync_interval", whole),
+            sync_seconds=_get(config, "sync_seconds", finite),
+            delay_steps=_get(config, "delay_steps", whole),
+            anomaly_threshold=_get(config, "anomaly_threshold", finite),
+            has_anomaly=not _get(config, "no_anomaly", bool),
+            has_clip=not _get(config, "no_clip", bool),
+            versions={name: _text(version) for name, version in versions.items()},
+            argv=tuple(_text(word) for word in _get(found, "argv", _words)),
+            train_iters=_size(sizes, "train_iters", whole),
+            batch_size=_size(sizes, "global_batch_size", whole),
+            seq_length=_size(sizes, "seq_length", whole),
+            inside_bytes=_size(sizes, "inside_bytes_per_step", finite),
+        )
+
+
+def _get[T](found: Mapping[str, Any], name: str, read: Callable[[Any], T]) -> T:
+    if name not in found:
+        raise ValueError(f"no {name}")
+    try:
+        return read(found[name])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _size[T](sizes: Mapping[str, Any], name: str, read: Callable[[Any], T]) -> T | None:
+    return None if sizes.get(name) is None else _get(sizes, name, read)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError("no JSON object")
+    return value
+
+
+def _words(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError("no list")
+    return value
+
+
+def _strategy(value: Any) -> Strategy:
+    if not isinstance(value, str) or value not in STRATEGIES:
+        raise ValueError("none of ours")
+    return STRATEGIES[value]
+
+
+def _num_replicas(value: Any) -> int:
+    if (number := whole(value, 1)) > MOST_REPLICAS:
+        raise ValueError(f"above {MOST_REPLICAS}")
+    return number
+
+
+def _text(value: Any) -> str:
+    """For people: a byte that is no text comes as half a character, which nothing can write."""
+    return on_one_line(str(value))

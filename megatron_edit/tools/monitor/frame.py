@@ -1,0 +1,141 @@
+"""A run in the terminal: one frame, made of what the event files say so far."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_edit.errors import on_one_line
+from megatron_edit.tools.monitor.findings import findings_of
+from megatron_edit.tools.monitor.page import layout, loss_of, rhythm, whose_speed
+from megatron_edit.tools.monitor.replicas import Replica
+from megatron_edit.tools.monitor.run import Run
+from megatron_edit.tools.monitor.texts import (
+    UNKNOWN,
+    duration,
+    megabytes,
+    milliseconds,
+    number,
+    percent,
+)
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+MOST_REPLICAS = 8
+LAST_SYNCS = 6
+STATE_STYLES = {"running": "green", "finished": "green", "silent": "yellow", "waiting": "yellow"}
+STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
+
+
+def frame_of(run: Run, folder: Path) -> RenderableType:
+    """One frame.
+
+    Args:
+        run: read just now.
+        folder: that is watched.
+    """
+    from rich.console import Group
+    from rich.text import Text
+
+    if run.facts is None:
+        return Text(on_one_line(f"waiting for {folder / 'run.json'}"), style="yellow")
+    parts: list[RenderableType] = [_head(run), _progress(run), _replicas(run)]
+    if run.syncs.count:
+        parts.append(_syncs(run))
+    for finding in findings_of(run):
+        parts.append(Text(f"{finding.level}: {finding.text}", style=STYLES[finding.level]))
+    return Group(*parts)
+
+
+def _head(run: Run) -> RenderableType:
+    from rich.text import Text
+
+    facts = run.facts
+    assert facts is not None
+    return Text.assemble(
+        (facts.strategy.name, "bold"), "  ", (run.state, f"bold {STATE_STYLES[run.state]}"),
+        f"  {layout(facts)}; {rhythm(facts)}",
+    )  # fmt: skip
+
+
+def _progress(run: Run) -> RenderableType:
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+
+    facts = run.facts
+    assert facts is not None
+    total = f" of {facts.train_iters:,}" if facts.train_iters else ""
+    texts = [f"iteration {run.iteration:,}{total}", f"loss {number(loss_of(run), '.4f')}"]
+    whose = "" if run.num_heard in (0, len(run.replicas)) else f" ({whose_speed(run)})"
+    texts.append(f"{number(run.speed, ',.0f')} tokens/s{whose}")
+    if run.state == "running":
+        texts.append(f"{duration(run.remaining_seconds)} left")
+    row = Table.grid(padding=(0, 2))
+    if run.progress is not None:
+        row.add_row(ProgressBar(total=1.0, completed=run.progress, width=20), "  ".join(texts))
+    else:
+        row.add_row("  ".join(texts))
+    return row
+
+
+def _replicas(run: Run) -> RenderableType:
+    """The slowest ones, where there are many."""
+    table = _table("replica", "iteration", "loss", "tokens/s", "between syncs", "left out")
+    shown = sorted(run.replicas, key=_slowness)[:MOST_REPLICAS]
+    shares = run.syncs.anomaly_shares() if run.syncs.count else None
+    for replica in sorted(shown, key=lambda each: each.number):
+        table.add_row(
+            str(replica.number), f"{replica.iteration:,}", number(replica.loss, ".4f"),
+            number(replica.speed, ",.0f"),
+            number(replica.speed_between_syncs, ",.0f"),
+            UNKNOWN if shares is None else percent(float(shares[replica.number])),
+        )  # fmt: skip
+    if len(run.replicas) > len(shown):
+        table.caption = f"the slowest {len(shown)} of {len(run.replicas)}"
+        table.caption_justify = "left"
+    return table
+
+
+def _slowness(replica: Replica) -> float:
+    for speed in (replica.speed_between_syncs, replica.speed):
+        if math.isfinite(speed):
+            return speed
+    return math.inf
+
+
+def _syncs(run: Run) -> RenderableType:
+    table = _table("sync", "iteration", "norms", "effective", "clip", "left out", "rolled back",
+                   "wait ms", "exposed ms", "MB")  # fmt: skip
+    for cells in _sync_cells(run):
+        table.add_row(*cells)
+    table.caption = (
+        f"{run.syncs.count:,} syncs; training stood still {percent(run.syncs.share('exposed'))} of "
+        f"the time; {megabytes(run.syncs.sums['wire_bytes'])} MB between replicas in all"
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def _sync_cells(run: Run) -> Iterator[list[str]]:
+    for sync in list(run.syncs.recent)[-LAST_SYNCS:]:
+        yield [
+            f"{sync.round:,}", f"{sync.iteration:,}",
+            f"{number(sync.norm_min)} - {number(sync.norm_max)}",
+            f"{number(sync.effective, '.2f')} of {len(run.replicas)}", number(sync.clip, ".2f"),
+            str(sync.anomalies), str(sync.rollbacks), milliseconds(sync.wait),
+            milliseconds(sync.exposed), megabytes(sync.wire_bytes),
+        ]  # fmt: skip
+
+
+def _table(*titles: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1))
+    for title in titles:
+        table.add_column(title, justify="right")
+    return table

@@ -1,0 +1,183 @@
+"""The page of a run: one HTML file without anything from outside."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_edit.tools.monitor.charts import charts_of
+from megatron_edit.tools.monitor.facts import Facts
+from megatron_edit.tools.monitor.findings import findings_of
+from megatron_edit.tools.monitor.run import Run
+from megatron_edit.tools.monitor.texts import (
+    UNKNOWN,
+    duration,
+    megabytes,
+    milliseconds,
+    number,
+    percent,
+)
+from megatron_edit.tools.pages.rendering import render
+
+TEMPLATE = Path(__file__).with_name("page.html")
+SYNC_HEAD = (
+    "sync", "after iteration", "norm: smallest", "median", "largest", "effective replicas",
+    "clip", "left out", "rolled back", "wait (ms)", "exposed (ms)", "total (ms)", "MB sent",
+)  # fmt: skip
+REPLICA_HEAD = (
+    "replica", "iteration", "loss", "tokens/s now", "tokens/s in all",
+    "between syncs", "mean weight", "left out",
+)  # fmt: skip
+
+
+class Tile(NamedTuple):
+    """A number that everybody looks for first."""
+
+    title: str
+    value: str
+    more: str = ""
+
+
+def page_of(run: Run) -> str:
+    """The page.
+
+    Args:
+        run: that has been read, with its `run.json`.
+    """
+    from markupsafe import Markup  # comes with jinja2
+
+    facts = run.facts
+    assert facts is not None
+    values: dict[str, Any] = {
+        "title": f"Training with {facts.strategy.name}: {run.folder.resolve().name}",
+        "state": run.state,
+        "subtitle": subtitle(run),
+        "progress": run.progress,
+        "tiles": list(tiles(run)),
+        "findings": findings_of(run),
+        "charts": [chart._replace(svg=Markup(chart.svg)) for chart in charts_of(run)],
+        "replica_head": REPLICA_HEAD,
+        "replica_rows": list(replica_rows(run)),
+        "sync_head": SYNC_HEAD,
+        "sync_rows": list(sync_rows(run)),
+        "versions": ", ".join(f"{name} {text}" for name, text in sorted(facts.versions.items()))
+        + f"; host {facts.host}.",
+        "command": shlex.join(facts.argv),
+        "settings": [(name, "unset" if value is None else str(value))
+                     for name, value in sorted(facts.config.items())],
+        "made": f"Read {time.strftime('%Y-%m-%d %H:%M:%S %Z', time.localtime(run.read_at))} from "
+        f"{run.folder.resolve()}",
+    }  # fmt: skip
+    return render(TEMPLATE, values)
+
+
+def subtitle(run: Run) -> str:
+    """Strategy, layout and the newest news, in a sentence."""
+    assert run.facts is not None
+    parts = [layout(run.facts), rhythm(run.facts)]
+    if run.syncs.last_time is not None:
+        age = duration(max(0.0, run.read_at - run.syncs.last_time))
+        parts.append(f"last sync {age} ago" if run.state != "finished" else "")
+    if run.state in ("running", "silent"):
+        parts.append(f"last news {duration(run.silence)} ago")
+    return "; ".join(part for part in parts if part) + "."
+
+
+def layout(facts: Facts) -> str:
+    """Replicas and ranks."""
+    replicas, ranks = facts.num_replicas, facts.ranks_per_replica
+    return (
+        f"{replicas} replica{'s' if replicas != 1 else ''} x {ranks} rank"
+        f"{'s' if ranks != 1 else ''} on {facts.device}"
+    )
+
+
+def rhythm(facts: Facts) -> str:
+    """When replicas meet."""
+    if facts.strategy.endless_warmup:
+        return "gradients are averaged at every step"
+    is_timed = facts.strategy.is_timed
+    apart = f"{facts.sync_seconds:g} s" if is_timed else f"{facts.sync_interval} steps"
+    delayed = f", landing {facts.delay_steps} steps later" if facts.delay_steps else ""
+    return f"warm-up {facts.warmup_steps} steps, then a sync every {apart}{delayed}"
+
+
+def whose_speed(run: Run) -> str:
+    """Which replicas the speed is of, and how that is known."""
+    heard, total = run.num_heard, len(run.replicas)
+    if heard in (0, total):
+        return "all replicas"
+    if run.speed is None:
+        return f"not known: only {heard} of {total} replicas are seen here"
+    return f"all replicas, reckoned from {heard} of {total}"
+
+
+def tiles(run: Run) -> Iterator[Tile]:
+    """The numbers at the top."""
+    facts, syncs = run.facts, run.syncs
+    assert facts is not None
+    total = f"of {facts.train_iters:,}" if facts.train_iters else ""
+    if run.progress is not None:
+        total += f" ({percent(run.progress)})"
+    yield Tile("iteration", f"{run.iteration:,}", total)
+    if run.state == "running":
+        yield Tile("time left", duration(run.remaining_seconds), "at the present speed")
+    yield Tile("training loss", number(loss_of(run), ".4f"), "mean over the replicas")
+    yield Tile("tokens/s", number(run.speed, ",.0f"), f"{whose_speed(run)}, at present")
+    if not syncs.count:
+        return
+    yield Tile("syncs", f"{syncs.count:,}", duration(syncs.elapsed) + " from first to last")
+    if len(run.replicas) > 1:
+        yield Tile("effective replicas", number(syncs.recent[-1].effective, ".2f"),
+                   f"of {len(run.replicas)}, at the last sync")  # fmt: skip
+    left_out, back = int(syncs.sums["anomalies"]), int(syncs.sums["rollbacks"])
+    yield Tile("left out", f"{left_out:,}", f"replica-units; {back:,} roll-backs")
+    yield Tile("exposed", percent(syncs.share("exposed")), "of the time between syncs")
+    yield Tile("MB between replicas", megabytes(syncs.sums["wire_bytes"] / syncs.count),
+               "sent by a replica per sync")  # fmt: skip
+    if facts.inside_bytes:
+        yield Tile("MB inside a replica", megabytes(facts.inside_bytes), "per step, computed")
+    if syncs.state_bytes:
+        yield Tile("outer state, MB", megabytes(syncs.state_bytes), "of a replica")
+
+
+def loss_of(run: Run) -> float:
+    """The newest mean over the replicas, else of those that said one."""
+    if math.isfinite(run.loss):
+        return run.loss
+    known = [replica.loss for replica in run.replicas if math.isfinite(replica.loss)]
+    return sum(known) / len(known) if known else math.nan
+
+
+def replica_rows(run: Run) -> Iterator[list[str]]:
+    """A line for each replica."""
+    weights = run.syncs.rows.column("replica_weight")
+    for replica in run.replicas:
+        number_, has_syncs = replica.number, bool(run.syncs.count)
+        shares = run.syncs.anomaly_shares() if has_syncs else None
+        yield [
+            str(number_),
+            f"{replica.iteration:,}" if replica.num_iterations else UNKNOWN,
+            number(replica.loss, ".4f"),
+            number(replica.speed, ",.0f"),
+            number(replica.mean_speed, ",.0f"),
+            number(replica.speed_between_syncs, ",.0f"),
+            number(float(weights[:, number_].mean()), ".3f") if has_syncs else UNKNOWN,
+            UNKNOWN if shares is None else percent(float(shares[number_])),
+        ]
+
+
+def sync_rows(run: Run) -> Iterator[list[str]]:
+    """The newest syncs, newest first."""
+    for sync in reversed(run.syncs.recent):
+        yield [
+            f"{sync.round:,}", f"{sync.iteration:,}", number(sync.norm_min),
+            number(sync.norm_median), number(sync.norm_max), number(sync.effective, ".2f"),
+            number(sync.clip, ".2f"), str(sync.anomalies), str(sync.rollbacks),
+            milliseconds(sync.wait), milliseconds(sync.exposed), milliseconds(sync.total),
+            megabytes(sync.wire_bytes),
+        ]  # fmt: skip

@@ -1,0 +1,79 @@
+"""What all charts are made of: the record of one, lines of replicas or their band, axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from megatron_edit.tools.monitor.run import Run
+from megatron_edit.tools.monitor.series import Array
+from megatron_edit.tools.pages.drawing import COLORS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MANY_REPLICAS = 8  # more of them are drawn as a band
+
+
+class Chart(NamedTuple):
+    """One picture.
+
+    Attributes:
+        title: what it shows, with the unit.
+        svg: the picture.
+        text: what is to be seen, in a sentence.
+        note: how it is to be read; may be empty.
+    """
+
+    title: str
+    svg: str
+    text: str
+    note: str = ""
+
+
+def replica_curves(axes: Axes, curves: Sequence[tuple[Array, Array]]) -> None:
+    """A line each where there are few, else the band from the lowest to the highest."""
+    if len(curves) <= MANY_REPLICAS:
+        for replica, (x, y) in enumerate(curves):
+            axes.plot(x, y, color=COLORS[replica % len(COLORS)], linewidth=1, alpha=0.75,
+                      label=f"replica {replica}" if len(curves) > 1 else None)  # fmt: skip
+        return
+    places = max((x for x, _ in curves), key=len)
+    known = [(x, y) for x, y in curves if x.size]
+    table = np.array([np.interp(places, x, y) for x, y in known])
+    band(axes, places, table)
+
+
+def band(axes: Axes, x: Array, table: Array) -> None:
+    """Lowest to highest row, and the median row."""
+    known = np.isfinite(table).any(axis=0)  # scores are not there before detectors are armed
+    x, table = x[known], table[:, known]
+    axes.fill_between(x, np.nanmin(table, axis=0), np.nanmax(table, axis=0), alpha=0.3,
+                      color=COLORS[0], linewidth=0, label="all replicas")  # fmt: skip
+    axes.plot(x, np.nanmedian(table, axis=0), color=COLORS[0], label="median replica")
+
+
+def band_note(run: Run, what: str) -> str:
+    """How a band is to be read; empty where there is none."""
+    many = len(run.replicas) > MANY_REPLICAS
+    return f"The band goes from the lowest {what} to the highest." if many else ""
+
+
+def marker(x: Array) -> dict[str, Any]:
+    """A line of few points has marks: one point alone would not be seen."""
+    return {"marker": "o", "markersize": 3.5} if x.size <= 12 else {}
+
+
+def finish(axes: Axes, x: str, y: str) -> None:
+    """Name both axes, and say what the lines are."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
+    handles, labels = axes.get_legend_handles_labels()
+    if labels:
+        columns = 1 if len(labels) <= 3 else 2
+        axes.legend(handles, labels, ncols=columns, columnspacing=0.8, handlelength=1.2)

@@ -1,0 +1,271 @@
+"""A training as the planner sees it: the model, who holds what, the batch, and EDiT's settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_edit.command_line import config_from_argv
+from megatron_edit.config import EditConfig
+from megatron_edit.errors import UsageError
+from megatron_edit.flags import flag
+from megatron_edit.tools.compare.entries import num_iterations
+from megatron_edit.tools.compare.flags import groups, without
+from megatron_edit.tools.plan.limits import check_ranks, check_rounds, check_shards
+from megatron_edit.tools.plan.model import Architecture
+from megatron_edit.tools.plan.shards import bucket_size, lay_out, shard_numels
+from megatron_edit.tools.plan.storage import Storage
+from megatron_edit.tools.plan.words import Words
+
+_OURS = ("--use-edit", "--edit-")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Who is where.
+
+    Attributes:
+        num_replicas: N.
+        ranks_per_replica: K.
+        tensor, pipeline, context: sizes of the model parallel groups inside a replica.
+        ranks_per_host: ranks of one replica that share a host's link.
+    """
+
+    num_replicas: int
+    ranks_per_replica: int
+    tensor: int
+    pipeline: int
+    context: int
+    ranks_per_host: int
+
+    @property
+    def num_shards(self) -> int:
+        """M: ranks among which Megatron's distributed optimizer shares its state."""
+        return self.ranks_per_replica // (self.tensor * self.pipeline)
+
+    @property
+    def num_data_parallel(self) -> int:
+        """D."""
+        return self.num_shards // self.context
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all replicas."""
+        return self.num_replicas * self.ranks_per_replica
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training.
+
+    Attributes:
+        unit_names: in forward order.
+        held: elements of each unit on each rank of a replica, [K][units].
+        on_rank: parameters of the model on the rank that has most, before ZeRO cuts them.
+        storage: bytes of parameters, gradients and optimizer state.
+        is_sharded: whether optimizer state is, by Megatron's distributed optimizer.
+        num_micro_batches: of a step, on one rank.
+        tokens_per_step: of all replicas.
+        num_steps: of the whole training; 0 where the flags do not say it.
+        overlaps_gather: --overlap-param-gather: units can land in the forward pass.
+        overlaps_reduce: --overlap-grad-reduce.
+        recomputes: whether the backward pass computes the forward again.
+        timeout_minutes: --distributed-timeout-minutes.
+        argv: the training's flags, without ours.
+        own: ours.
+    """
+
+    architecture: Architecture
+    mesh: Mesh
+    unit_names: tuple[str, ...]
+    held: tuple[tuple[int, ...], ...]
+    on_rank: int
+    storage: Storage
+    is_sharded: bool
+    num_micro_batches: int
+    tokens_per_step: int
+    num_steps: int
+    overlaps_gather: bool
+    overlaps_reduce: bool
+    recomputes: bool
+    timeout_minutes: int
+    own: tuple[str, ...]
+
+    @property
+    def flops_per_step(self) -> float:
+        """Of all replicas."""
+        each = self.architecture.flops_per_token() * (4 / 3 if self.recomputes else 1)
+        return each * self.tokens_per_step
+
+    def config(self, strategy: str) -> EditConfig:
+        """Our settings with a strategy: its presets, and the flags that are given and fit.
+
+        Raises:
+            UsageError: a setting is wrong, or does not fit the model.
+        """
+        is_given = _strategy_of(self.own)
+        words = [*without(self.own, {flag("strategy"), flag("num_replicas")}), flag("strategy")]
+        words += [strategy, flag("num_replicas"), str(self.mesh.num_replicas)]
+        if flag("use_edit") not in words:
+            words.append(flag("use_edit"))
+        if strategy != is_given:  # what was given for another strategy may mean nothing to this
+            words = _what_fits(words, strategy)
+        config = config_from_argv(words)
+        check_rounds(config, len(self.unit_names))
+        return config
+
+
+def read_job(
+    argv: Sequence[str],
+    *,
+    num_replicas: int | None,
+    world_size: int | None,
+    ranks_per_host: int | None,
+) -> Job:
+    """Read a training's flags.
+
+    Args:
+        argv: Megatron's and ours.
+        num_replicas: N; None takes it from the flags.
+        world_size: ranks of all replicas; None is eight to a replica.
+        ranks_per_host: None is at most eight.
+
+    Raises:
+        UsageError: they do not describe a training that the planner understands.
+    """
+    words = Words(argv)
+    own = tuple(_own_part(argv))
+    config = config_from_argv(own)
+    num_replicas = num_replicas if num_replicas is not None else config.num_replicas
+    if num_replicas is None:
+        raise UsageError("--replicas (not given)", "must be given", "add --replicas N")
+    check_ranks("--replicas", num_replicas)
+    mesh = _mesh(words, num_replicas, world_size, ranks_per_host)
+    architecture = Architecture.from_flags(argv)
+    check_shards(mesh.world_size, mesh.ranks_per_replica, len(architecture.unit_names))
+    storage = Storage.from_words(words)
+    held, on_rank = _held(words, architecture, mesh)
+    batch = words.count("--micro-batch-size") * mesh.num_data_parallel * num_replicas
+    total = words.count("--global-batch-size", batch)
+    if total % batch:
+        raise UsageError(
+            f"--global-batch-size {total}",
+            f"must be a multiple of {batch} (micro-batch x data-parallel ranks of all replicas)",
+            "change it, --micro-batch-size, or --world-size",
+        )
+    return Job(
+        architecture=architecture,
+        mesh=mesh,
+        unit_names=architecture.unit_names,
+        held=held,
+        on_rank=on_rank,
+        storage=storage,
+        is_sharded=words.has("--use-distributed-optimizer"),
+        num_micro_batches=total // batch,
+        tokens_per_step=total * architecture.seq_length,
+        num_steps=_num_steps(argv),
+        overlaps_gather=words.has("--overlap-param-gather"),
+        overlaps_reduce=words.has("--overlap-grad-reduce"),
+        recomputes=words.text("--recompute-granularity", "none") == "full",
+        timeout_minutes=words.count("--distributed-timeout-minutes", 10),
+        own=own,
+    )
+
+
+def _mesh(
+    words: Words, num_replicas: int, world_size: int | None, ranks_per_host: int | None
+) -> Mesh:
+    tensor = words.count("--tensor-model-parallel-size", 1)
+    pipeline = words.count("--pipeline-model-parallel-size", 1)
+    context = words.count("--context-parallel-size", 1)
+    world = 8 * num_replicas if world_size is None else world_size
+    check_ranks("--world-size", world)
+    if world % num_replicas:
+        raise UsageError(
+            f"--world-size {world}", f"must be a multiple of {num_replicas} replicas", "correct one"
+        )
+    ranks, model = world // num_replicas, tensor * pipeline * context
+    if ranks % model:
+        raise UsageError(
+            f"--world-size {world}",
+            f"gives a replica {ranks} ranks, which must be a multiple of {model} (TP x PP x CP)",
+            "change the world or the parallel sizes",
+        )
+    per_host = min(ranks, 8) if ranks_per_host is None else ranks_per_host
+    if ranks % per_host:
+        raise UsageError(
+            f"--ranks-per-host {per_host}",
+            f"must divide the {ranks} ranks of a replica",
+            "correct it",
+        )
+    return Mesh(num_replicas, ranks, tensor, pipeline, context, per_host)
+
+
+def _held(
+    words: Words, architecture: Architecture, mesh: Mesh
+) -> tuple[tuple[tuple[int, ...], ...], int]:
+    """Elements by rank and unit, and the parameters of the rank with most of them."""
+    if architecture.num_layers % mesh.pipeline:
+        raise UsageError(
+            f"--pipeline-model-parallel-size {mesh.pipeline}",
+            f"must divide the {architecture.num_layers} layers",
+            "the planner knows even stages only",
+        )
+    is_sharded = words.has("--use-distributed-optimizer")
+    num_buckets = words.count("--ddp-num-buckets") if words.has("--ddp-num-buckets") else None
+    given = words.count("--ddp-bucket-size") if words.has("--ddp-bucket-size") else None
+    rows: list[tuple[int, ...]] = []
+    largest = 0
+    for stage in range(mesh.pipeline):
+        parameters = architecture.parameters(stage, mesh.pipeline)
+        numel = sum(parameter.on_rank(mesh.tensor) for parameter in parameters)
+        largest = max(largest, numel)
+        size = bucket_size(
+            given=given,
+            num_buckets=num_buckets,
+            overlaps=words.has("--overlap-grad-reduce"),
+            numel=numel,
+            num_shards=mesh.num_shards,
+        )
+        buckets = lay_out(
+            parameters,
+            tensor_parallel=mesh.tensor,
+            size=size if stage == 0 else None,  # Megatron overlaps the first stage alone
+            num_shards=mesh.num_shards if is_sharded else 1,
+            is_tied_over_stages=mesh.pipeline > 1 and not architecture.is_untied,
+        )
+        shards = shard_numels(
+            buckets, architecture.unit_names, mesh.num_shards if is_sharded else 1
+        )
+        rows += list(shards) * (mesh.tensor * (1 if is_sharded else mesh.num_shards))
+    return tuple(rows), largest
+
+
+def _num_steps(argv: Sequence[str]) -> int:
+    try:
+        return num_iterations(argv)
+    except UsageError:
+        return 0
+
+
+def _own_part(argv: Sequence[str]) -> list[str]:
+    own = (group for group in groups(argv) if group[0].startswith(_OURS))
+    return [word for name, values in own for word in (name, *values)]
+
+
+def _strategy_of(own: Sequence[str]) -> str:
+    return config_from_argv(own).strategy
+
+
+def _what_fits(words: Sequence[str], strategy: str) -> list[str]:
+    """Drop flags, one after another, that a strategy has no use for or refuses."""
+    kept = [flag("use_edit"), flag("strategy"), strategy]
+    for name, values in groups(words):
+        if name in (flag("use_edit"), flag("strategy")):
+            continue
+        try:
+            config_from_argv([*kept, name, *values])
+        except UsageError:
+            continue
+        kept += [name, *values]
+    return kept

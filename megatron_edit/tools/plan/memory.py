@@ -1,0 +1,126 @@
+"""Bytes on the device and in host memory of the rank that has most, part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_edit.comm.wire import Wire
+from megatron_edit.config import EditConfig
+from megatron_edit.method.landing import LandingRule
+from megatron_edit.method.strategy import STRATEGIES
+from megatron_edit.tools.plan.job import Job
+
+FP32 = 4
+DEVICE, HOST = "device", "host"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the memory of a rank.
+
+    Attributes:
+        name: what it is.
+        place: "device" or "host".
+        nbytes: how much.
+        is_stock: whether Megatron needs it without EDiT.
+        is_persistent: whether it is there all the time, and not only while a sync is under way.
+    """
+
+    name: str
+    place: str
+    nbytes: int
+    is_stock: bool = False
+    is_persistent: bool = True
+
+
+def landing_of(config: EditConfig) -> LandingRule:
+    """When and how results land."""
+    strategy = STRATEGIES[config.strategy]
+    return LandingRule(
+        config.delay_steps, config.mix, strategy.keeps_progress, strategy.lands_at_next_meeting
+    )
+
+
+def stock_parts(job: Job) -> tuple[Part, ...]:
+    """What Megatron keeps of the parameters. Activations are not counted."""
+    storage = job.storage
+    elements = _busiest(job) if job.is_sharded else job.on_rank
+    return (
+        Part("parameters", DEVICE, job.on_rank * storage.parameter_bytes, is_stock=True),
+        Part("gradients", DEVICE, job.on_rank * storage.gradient_bytes, is_stock=True),
+        Part("optimizer state", DEVICE, elements * storage.num_vectors * FP32, is_stock=True),
+    )
+
+
+def edit_parts(job: Job, config: EditConfig, *, overlaps: bool) -> tuple[Part, ...]:
+    """What a strategy adds."""
+    if STRATEGIES[config.strategy].endless_warmup:
+        return ()
+    return tuple(part for part in _parts(job, config, overlaps=overlaps) if part.nbytes)
+
+
+def persistent_bytes(job: Job, config: EditConfig) -> int:
+    """Outer state of a replica, all of its ranks together, as `sync.jsonl` counts it.
+
+    With a delay it holds what a sync keeps that has not landed, of all units.
+    """
+    wire, landing = Wire.of(config.sync_dtype), landing_of(config)
+    kept = 2 + int(not landing.is_immediate) + int(landing.needs_snapshot)
+    total = sum(sum(row) for row in job.held)
+    owed = 0
+    if wire.has_residual:
+        size = job.mesh.num_replicas
+        owed = total + sum(wire.owner_numel(n, size) for row in job.held for n in row)
+    return FP32 * (kept * total + owed)
+
+
+def published_diloco_parts(job: Job) -> tuple[Part, ...]:
+    """DiLoCo as published: every rank keeps anchor and momentum of all that it computes with."""
+    return (
+        Part("anchor, whole", DEVICE, FP32 * job.on_rank),
+        Part("outer momentum, whole", DEVICE, FP32 * job.on_rank),
+        Part("average, whole", DEVICE, FP32 * job.on_rank, is_persistent=False),
+    )
+
+
+def _parts(job: Job, config: EditConfig, *, overlaps: bool) -> Iterator[Part]:
+    elements, largest = _busiest(job), max(max(row) for row in job.held)
+    home = HOST if config.offload else DEVICE
+    landing, wire = landing_of(config), Wire.of(config.sync_dtype)
+    size, depth = job.mesh.num_replicas, config.prefetch_units if overlaps else 1
+    yield Part("anchor", home, FP32 * elements)
+    yield Part("outer momentum", home, FP32 * elements)
+    if wire.has_residual:
+        row = max(job.held, key=sum)
+        owned = sum(wire.owner_numel(numel, size) for numel in row)
+        yield Part(f"owed by {wire.name}", DEVICE, FP32 * (elements + owned))
+    if not landing.is_immediate:
+        group = -(-elements // config.fragments)
+        vectors = 1 + int(landing.needs_snapshot)
+        what = "average and snapshot" if vectors == 2 else "average"
+        yield Part(f"{what} in flight", DEVICE, FP32 * vectors * group, is_persistent=False)
+    units = depth if landing.is_immediate else 1
+    staged = max(_staged(row, units, is_offloaded=config.offload) for row in job.held)
+    yield Part("staging", DEVICE, FP32 * staged, is_persistent=False)
+    if wire.codec is not None:
+        coded = 2 * wire.payload_bytes(largest, size) + FP32 * -(-largest // size)
+        yield Part("encoded units", DEVICE, coded * units, is_persistent=False)
+
+
+def _staged(row: Sequence[int], depth: int, *, is_offloaded: bool) -> int:
+    """Most elements that a rank has on the device for units under way, `depth` at a time.
+
+    An addend each; with offload anchor and momentum beside it, and those of the next unit, too.
+    """
+    numels = [numel for numel in row if numel]  # units of other stages are not under way
+    if not is_offloaded:
+        return max(sum(numels[i : i + depth]) for i in range(len(numels)))
+    return max(
+        3 * sum(numels[i : i + depth]) + 2 * sum(numels[i + depth : i + depth + 1])
+        for i in range(len(numels))
+    )
+
+
+def _busiest(job: Job) -> int:
+    return max(sum(row) for row in job.held)

@@ -1,0 +1,279 @@
+"""Seconds that an exchange takes from training, by a small simulation of one sync.
+
+A sync goes unit by unit. Its exchanges share the link, so one is on the wire at a time, and at most
+`depth` units are under way; a unit that has arrived costs the rank its own work, and then its part
+of the forward pass may run. What all this takes beyond the forward pass is *exposed*. Fragments
+share the link, too: a group that is launched while others are under way waits for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_edit.comm.collectives import all_reduce_payload
+from megatron_edit.comm.wire import Wire
+from megatron_edit.config import EditConfig
+from megatron_edit.method.strategy import STRATEGIES
+from megatron_edit.tools.plan.job import Job
+from megatron_edit.tools.plan.machine import Link, Machine
+from megatron_edit.tools.plan.memory import landing_of
+from megatron_edit.tools.plan.traffic import (
+    gradient_traffic,
+    stock_traffic,
+    unit_bytes,
+)
+
+BEFORE = 0.3  # share of the own work that comes before the exchange: norms, addends
+ROUNDS = 3  # are followed; what they find repeats itself, unless the link falls ever further behind
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the clock needs to know.
+
+    Attributes:
+        link: between hosts.
+        machine: of a rank.
+        step: seconds of a step without any exchange between replicas.
+        forward_share: part of a step's computing that is forward.
+        overlaps: whether syncs land in the forward pass, where the job gathers there.
+    """
+
+    link: Link
+    machine: Machine
+    step: float
+    forward_share: float
+    overlaps: bool = True
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of an exchange: a sync, all of its fragments, or a synchronous step.
+
+    Attributes:
+        exchange: seconds on the wire.
+        work: the rank's own seconds.
+        exposed: seconds that training stands still, work included.
+        round: seconds of training between two exchanges.
+        longest: the part of `exchange` that is launched at once: of one group of units.
+    """
+
+    exchange: float
+    work: float
+    exposed: float
+    round: float
+    longest: float
+
+    @property
+    def share_of_ideal(self) -> float:
+        """Speed, as a part of what it would be without exchanges."""
+        return self.round / (self.round + self.exposed)
+
+
+@dataclass(frozen=True)
+class Flight:
+    """One unit of a sync, as seconds.
+
+    Attributes:
+        wire: on the link.
+        work: the rank's own.
+        forward: of the unit's part of the forward pass.
+    """
+
+    wire: float
+    work: float
+    forward: float
+
+
+def exposed_seconds(
+    flights: Sequence[Flight],
+    *,
+    depth: int,
+    head_start: float = 0.0,
+    queued: float = 0.0,
+    burst: float = 0.0,
+) -> float:
+    """What a sync adds to a forward pass.
+
+    Args:
+        flights: in forward order.
+        depth: units under way at most.
+        head_start: seconds of training between the launch of all units and the first landing; then
+            the depth does not count.
+        queued: seconds from the launch on in which the link still carries others.
+        burst: see `Link.burst_seconds`.
+    """
+    now = sum(BEFORE * flight.work for flight in flights)
+    starts_at_once = head_start > 0
+    now += head_start
+    wire_free = now - head_start + queued  # when the link can take the next unit
+    landed: list[float] = []
+    # A shaped link that was idle begins with what it has saved up.
+    idle_since = wire_free - (0.0 if queued else burst)
+    for number, flight in enumerate(flights):
+        start = wire_free
+        if not starts_at_once and number >= depth:
+            start = max(start, landed[number - depth])
+        saved = min(start - idle_since, burst)
+        arrived = start + max(0.0, flight.wire - saved)
+        idle_since = start + (flight.wire - saved if flight.wire > saved else 0.0)
+        wire_free = arrived
+        now = max(now, arrived) + (1 - BEFORE) * flight.work
+        landed.append(now)
+        now += flight.forward
+    return now - head_start - sum(flight.forward for flight in flights)
+
+
+def exposed_of_round(
+    groups: Sequence[Sequence[Flight]],
+    *,
+    depth: int,
+    head_start: float,
+    length: float,
+    burst: float,
+) -> float:
+    """What the syncs of a round add to it, in a training that goes on like this.
+
+    Args:
+        groups: units that sync together, in forward order; group after group at equal distances.
+        depth: units under way at most.
+        head_start: seconds of training between launch and landing of a group.
+        length: seconds of training of a round.
+        burst: see `Link.burst_seconds`.
+    """
+    spacing = length / len(groups)
+    # A group lands before the launch that comes so many groups after its own.
+    at_once = max(1, math.ceil(head_start / spacing - 1e-9))
+    under_way: deque[tuple[Sequence[Flight], float, float]] = deque()
+    exposed: list[float] = []
+    stalled = busy = 0.0  # training stood still so far; the link has to do from now on
+    for number in range(ROUNDS * len(groups) + at_once):
+        before = stalled
+        if len(under_way) == at_once:
+            flights, queued, then = under_way.popleft()
+            head = head_start + stalled - then  # the link went on while others kept training
+            exposed.append(
+                exposed_seconds(flights, depth=depth, head_start=head, queued=queued, burst=burst)
+            )
+            stalled += exposed[-1]
+        busy = max(0.0, busy - spacing - (stalled - before))
+        flights = groups[number % len(groups)]
+        under_way.append((flights, busy, stalled))
+        busy += sum(flight.wire for flight in flights)
+    # What the link cannot carry in a round ends in a longer one, and be it after many rounds.
+    carried = sum(flight.wire for flights in groups for flight in flights)
+    return max(sum(exposed[-len(groups) :]), carried - length)
+
+
+def sync_cost(job: Job, config: EditConfig, setting: Setting, *, blocks: bool = False) -> Cost:
+    """Of a round of a strategy with outer steps.
+
+    Args:
+        job: the training.
+        config: its settings.
+        setting: link, machine and step.
+        blocks: whether nothing is hidden, whatever the settings say.
+    """
+    landing = landing_of(config)
+    overlaps = setting.overlaps and job.overlaps_gather and config.sync_mode != "blocking"
+    overlaps = overlaps and not blocks
+    round_seconds = round_of(config, setting.step)
+    head_start = min(config.delay_steps * setting.step, round_seconds)
+    if landing.at_next_meeting:
+        head_start = round_seconds
+    flights = _flights(job, config, setting, hides=overlaps)
+    depth = config.prefetch_units if overlaps else 1
+    groups = [
+        [f if number % config.fragments == group else Flight(0.0, 0.0, f.forward)
+         for number, f in enumerate(flights)]
+        for group in range(config.fragments)
+    ]  # fmt: skip
+    exposed = exposed_of_round(
+        groups,
+        depth=depth if config.fragments == 1 else len(flights),
+        head_start=0.0 if blocks else head_start,
+        length=round_seconds,
+        burst=setting.link.burst_seconds,
+    )
+    meeting = 2 * setting.link.latency * config.fragments
+    return Cost(
+        exchange=sum(flight.wire for flight in flights),
+        work=sum(flight.work for flight in flights),
+        exposed=exposed + meeting,
+        round=round_seconds,
+        longest=max(sum(flight.wire for flight in group) for group in groups),
+    )
+
+
+def round_of(config: EditConfig, step: float) -> float:
+    """Seconds of training between two syncs of a unit."""
+    is_timed = STRATEGIES[config.strategy].is_timed
+    return config.sync_seconds if is_timed else config.sync_interval * step
+
+
+def synchronous_cost(job: Job, setting: Setting) -> Cost:
+    """Of a step of `ddp`, and of the warm-up: gradients are averaged after the backward pass."""
+    traffic = gradient_traffic(job)
+    num_units = len(job.unit_names)
+    steps = _ring_steps(job, "fp32") * num_units
+    slowest = setting.machine.per_wire_byte * traffic.per_rank
+    wire = max(setting.link.seconds(traffic.per_host), slowest) + steps * setting.link.latency
+    return Cost(wire, 0.0, wire, setting.step, wire)
+
+
+def stock_cost(job: Job, setting: Setting) -> Cost:
+    """Of a step of stock Megatron over all ranks, with what its overlaps can hide at most.
+
+    Gradients hide behind the backward pass of the last micro-batch, parameters behind the forward
+    pass of the first.
+    """
+    machine, link = setting.machine, setting.link
+    traffic, gradients = stock_traffic(job, reduces_by_all_reduce=machine.reduces_by_all_reduce)
+    forward = forward_seconds(job, setting)
+    backward = setting.step / job.num_micro_batches - forward
+    reduce = link.seconds(gradients)
+    gather = link.seconds(traffic.per_host - gradients) * machine.gather_slowness
+    work = machine.per_wire_byte * traffic.per_rank
+    exposed = max(0.0, reduce - backward * job.overlaps_reduce)
+    exposed += max(0.0, gather - forward * job.overlaps_gather)
+    # What the rank does itself for the exchange cannot hide behind what else it does.
+    longest = max(reduce, gather)
+    return Cost(reduce + gather, work, max(exposed, work), setting.step, longest)
+
+
+def forward_seconds(job: Job, setting: Setting) -> float:
+    """Of the forward pass that a sync can hide behind: that of the first micro-batch."""
+    return setting.step / job.num_micro_batches * setting.forward_share
+
+
+def _flights(job: Job, config: EditConfig, setting: Setting, *, hides: bool) -> list[Flight]:
+    machine, link, size = setting.machine, setting.link, job.mesh.num_replicas
+    numels = job.architecture.unit_numels()
+    on_host = job.mesh.ranks_per_host / job.mesh.ranks_per_replica
+    forward = forward_seconds(job, setting) if hides else 0.0
+    total = sum(numels[unit] for unit in job.unit_names[1:])
+    ring_steps = _ring_steps(job, config.sync_dtype)
+    flights = []
+    for number, nbytes in enumerate(unit_bytes(job, config.sync_dtype)):
+        largest = max(row[number] for row in job.held)
+        slowest = machine.per_wire_byte * nbytes / job.mesh.ranks_per_replica
+        wire = max(link.seconds(nbytes * on_host), slowest) + ring_steps * link.latency
+        work = machine.per_element * largest
+        work += machine.per_sent_byte * all_reduce_payload(4 * largest, size)
+        work += machine.per_ring_step * 2 * (size - 1)
+        if config.offload:  # anchor and momentum up and down, beside the exchange
+            wire = max(wire, 16 * largest / machine.copy_bandwidth)
+            work += 4 * largest / machine.copy_bandwidth
+        share = numels[job.unit_names[number]] / total if number else 0.0  # a look-up is quick
+        flights.append(Flight(wire, work, forward * share))
+    return flights
+
+
+def _ring_steps(job: Job, wire: str) -> int:
+    """Messages that a unit's exchange waits for, one after another."""
+    if job.mesh.num_replicas == 1:
+        return 0
+    return 2 if Wire.of(wire).codec is not None else 2 * (job.mesh.num_replicas - 1)
