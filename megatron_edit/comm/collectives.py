@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
-from megatron_edit.comm.idling import UNLIMITED, wait_idly
+from megatron_edit.comm.polling import UNLIMITED, wait_polling
 from megatron_edit.errors import ReplicaLostError
 
 
 @dataclass(frozen=True)
-class Pending:
+class Work:
     """A collective that was started and not waited for.
 
     Attributes:
@@ -100,7 +100,7 @@ class Group:
     num_started: int = 0
     phases: tuple[Duplex, ...] = ()
     backlog: deque[Any] = field(default_factory=deque)
-    _given: list[tuple[Pending, Tensor]] = field(default_factory=list)
+    _unreaped: list[tuple[Work, Tensor]] = field(default_factory=list)
 
     @classmethod
     def of(cls, process_group: Any, device: torch.device, timeout: timedelta, name: str) -> Group:
@@ -112,13 +112,13 @@ class Group:
         """Whether collectives run one after another, as on NCCL's stream; on gloo, all at once."""
         return self.process_group is not None and str(self.process_group.name()) == "nccl"
 
-    def start_all_reduce(self, tensor: Tensor) -> Pending:
+    def start_all_reduce(self, tensor: Tensor) -> Work:
         """Begin to sum `tensor` over the group, in place; it must not be touched until waited for.
 
         Collective: all ranks of the group, same numel and dtype.
         """
         if self.size == 1 or tensor.numel() == 0:
-            return Pending(self.name)
+            return Work(self.name)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.SUM
         options.timeout = self.timeout
@@ -140,7 +140,7 @@ class Group:
         """
         self.start_broadcast(tensor).wait()
 
-    def give(self, tensor: Tensor) -> None:
+    def broadcast_nowait(self, tensor: Tensor) -> None:
         """Like `broadcast`, but rank 0 does not wait until the others have come for it.
 
         They may come only after work that waits for rank 0 (a later pipeline stage). Rank 0 must
@@ -150,20 +150,20 @@ class Group:
         if self.rank > 0:
             pending.wait()
             return
-        self.let_go()
-        self._given.append((pending, tensor))
+        self.reap()
+        self._unreaped.append((pending, tensor))
 
-    def let_go(self) -> None:
+    def reap(self) -> None:
         """Keep no tensor alive that was given to the others and has reached them."""
-        self._given = [entry for entry in self._given if not entry[0].is_completed]
+        self._unreaped = [entry for entry in self._unreaped if not entry[0].is_completed]
 
-    def start_broadcast(self, tensor: Tensor) -> Pending:
+    def start_broadcast(self, tensor: Tensor) -> Work:
         """Begin to give every rank the tensor of rank 0 of the group, in place.
 
         Collective: all ranks of the group, same numel and dtype.
         """
         if self.size == 1 or tensor.numel() == 0:
-            return Pending(self.name)
+            return Work(self.name)
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = self.timeout
@@ -171,7 +171,7 @@ class Group:
         self.payload_bytes += tensor.nbytes if self.rank == 0 else 0
         return pending
 
-    def start_all_to_all(self, output: Tensor, rows: Tensor, phase: int) -> Pending:
+    def start_all_to_all(self, output: Tensor, rows: Tensor, phase: int) -> Work:
         """Begin to send row j to rank j; row i of `output` becomes what rank i sent here.
 
         Neither tensor may be touched until waited for.
@@ -186,7 +186,7 @@ class Group:
         """
         if self.size == 1 or rows.numel() == 0:
             output.copy_(rows)
-            return Pending(self.name)
+            return Work(self.name)
         pending = self._start(lambda: self._all_to_all(output, rows, phase))
         self.payload_bytes += (self.size - 1) * rows[0].nbytes
         return pending
@@ -206,24 +206,24 @@ class Group:
             received, sent = ([int(r in chosen) for r in ranks] for chosen in (sources, targets))
             yield way.alltoall_base(incoming, outgoing, received, sent, options)
 
-    def all_gather(self, tensor: Tensor, idle: Callable[[], float] | None = None) -> Tensor:
+    def all_gather(self, tensor: Tensor, poll: Callable[[], float] | None = None) -> Tensor:
         """Stack the tensors of all ranks in rank order: [size, *shape], on `tensor`'s device.
 
         Collective: all ranks of the group, same shape and dtype.
 
         Args:
             tensor: of this rank.
-            idle: called again and again while this rank waits, on the CPU; tells after how many
+            poll: called again and again while this rank waits, on the CPU; tells after how many
                 seconds. There is no time-out then: it raises when it is too late.
         """
         if self.size == 1:
             return tensor.unsqueeze(0).clone()
         local, options = tensor.to(self.device).contiguous(), AllgatherOptions()
         parts = [torch.empty_like(local) for _ in range(self.size)]
-        options.timeout = self.timeout if idle is None else UNLIMITED
+        options.timeout = self.timeout if poll is None else UNLIMITED
         pending = self._start(lambda: [self.process_group.allgather([parts], [local], options)])
-        if idle is not None:
-            wait_idly(pending, self.process_group, idle)
+        if poll is not None:
+            wait_polling(pending, self.process_group, poll)
         pending.wait()
         self.payload_bytes += (self.size - 1) * local.nbytes
         return torch.stack(parts).to(tensor.device)
@@ -242,10 +242,10 @@ class Group:
         if not self.runs_in_order:  # NCCL's goes with its communicator
             self.process_group, self.phases = None, ()
 
-    def _start(self, start: Callable[[], Iterable[Any]]) -> Pending:
+    def _start(self, start: Callable[[], Iterable[Any]]) -> Work:
         self.num_started += 1
         try:
-            return Pending(self.name, tuple(start()))
+            return Work(self.name, tuple(start()))
         except RuntimeError as error:
             raise ReplicaLostError(f"{self.name}: a collective failed: {error}") from error
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_edit.comm.collectives import Group, Pending
+from megatron_edit.comm.collectives import Group, Work
 from megatron_edit.method.codec import Codec
 
 
@@ -75,8 +75,8 @@ class CodedExchange:
     chunks: Chunks
     outgoing: Tensor
     incoming: Tensor
-    first: Pending | None = None
-    second: Pending | None = None
+    first: Work | None = None
+    second: Work | None = None
     is_decoded: bool = False
 
     @classmethod

@@ -31,7 +31,7 @@ class Engine(Protocol):
 
 
 @contextmanager
-def blaming(engine: Engine, what: str = "") -> Iterator[None]:
+def error_context(engine: Engine, what: str = "") -> Iterator[None]:
     """Tell who was lost, and in what.
 
     Args:
@@ -45,10 +45,10 @@ def blaming(engine: Engine, what: str = "") -> Iterator[None]:
             raise
         usual = f"the sync of round {engine.current_round}"
         where = what or ("the warm-up" if engine.is_warmup else usual)
-        pulse = engine.board.pulse
-        lost = error.lost or pulse.lost()
+        heartbeat = engine.board.heartbeat
+        lost = error.lost or heartbeat.lost()
         place = f"{where} (step {engine.step})"
-        raise error.placed(lost, place, has_come=not pulse.is_waiting) from error
+        raise error.placed(lost, place, has_come=not heartbeat.is_waiting) from error
     except Exception as error:
         error.add_note(f"in round {engine.current_round} of EDiT, after step {engine.step}")
         raise

@@ -12,7 +12,7 @@ from enum import IntFlag
 import torch
 from torch import Tensor
 
-from megatron_edit.comm.collectives import Group, Pending
+from megatron_edit.comm.collectives import Group, Work
 
 
 class Flag(IntFlag):
@@ -34,7 +34,7 @@ class DelayedFlags:
 
     group: Group
     latest: Flag = Flag.NONE
-    _sent: tuple[Pending, Tensor] | None = None
+    _sent: tuple[Work, Tensor] | None = None
 
     def post(self, flags: Flag) -> None:
         """After a step. Only what rank 0 gives counts.

@@ -41,7 +41,7 @@ NOWHERE = Place(-1, -1, -1)
 
 
 @dataclass(frozen=True)
-class Sign:
+class Heartbeat:
     """What is known of a replica. Times are of this process's monotonic clock.
 
     Attributes:
@@ -56,17 +56,17 @@ class Sign:
     is_over: bool = False
     moved: float = float("-inf")
 
-    def followed_by(self, text: str, now: float) -> Sign:
+    def followed_by(self, text: str, now: float) -> Heartbeat:
         """What is known once the replica has said `text`."""
         if text == self.text:
             return self
         *numbers, _, is_over = map(int, text.split())
         place = Place(*numbers)
         moved = now if place != self.place else self.moved
-        return Sign(place, text, bool(is_over), moved)
+        return Heartbeat(place, text, bool(is_over), moved)
 
 
-class Pulse:
+class HeartbeatMonitor:
     """What this rank tells and hears of the replicas' progress.
 
     Args:
@@ -82,7 +82,7 @@ class Pulse:
         is_waiting: whether it is at a meeting that not all have come to, as far as it knows.
         is_closed: whether nobody tells or listens here any more.
         batches: of evaluations, so far.
-        signs: what is known of each replica.
+        heartbeats: what is known of each replica.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Pulse:
         self.is_closed = False
         self.is_listening = self.is_waiting = False
         self.batches = 0
-        self.signs = [Sign()] * num_replicas
+        self.heartbeats = [Heartbeat()] * num_replicas
         self._replica = replica
         self._place = place
         self.is_telling = is_telling
@@ -108,9 +108,9 @@ class Pulse:
 
     # ---- in the thread that looks out
 
-    def beat(self, store: dist.Store) -> None:
+    def exchange(self, store: dist.Store) -> None:
         """Tell where this replica stands; look where the others do, if this rank waits for them."""
-        keys = [f"pulse/{replica}" for replica in range(len(self.signs))]
+        keys = [f"heartbeat/{replica}" for replica in range(len(self.heartbeats))]
         if self.is_telling:
             self._ticks += 1
             meetings, exchanges, work = self._place()
@@ -126,7 +126,7 @@ class Pulse:
         """Note what replicas say."""
         now = time.monotonic() if now is None else now
         for replica, text in texts.items():
-            self.signs[replica] = self.signs[replica].followed_by(text, now)
+            self.heartbeats[replica] = self.heartbeats[replica].followed_by(text, now)
         self._looked = now
 
     # ---- in the training's thread
@@ -150,7 +150,7 @@ class Pulse:
             now: on the same clock.
         """
         awaited = self._absent(self._others) or self._others  # all came, and yet it is not over
-        return [r for r in awaited if now - max(began, self.signs[r].moved) > limit]
+        return [r for r in awaited if now - max(began, self.heartbeats[r].moved) > limit]
 
     def give_up(self, overdue: Sequence[int]) -> list[int]:
         """Of the replicas that are overdue, those that are surely lost; the others hear that this
@@ -174,7 +174,7 @@ class Pulse:
             return others  # a launch whose rank fails ends the other ranks soon: be quick
         self._is_over = self.is_listening = True
         time.sleep(FIRST_SECONDS)
-        said = [sign.text for sign in self.signs]
+        said = [sign.text for sign in self.heartbeats]
         time.sleep(LISTEN_SECONDS)
         self.is_listening = False
         if self.is_closed:
@@ -183,26 +183,26 @@ class Pulse:
             host = self._store_host
             return [] if host is None or host == self._replica else [host]
         if not self.is_telling:  # the rank that speaks for this replica may be gone, too
-            others = list(range(len(self.signs)))
-        suspects = [r for r in others if not self.signs[r].is_over]
-        return self._blamed(suspects, [r for r in suspects if self.signs[r].text == said[r]])
+            others = list(range(len(self.heartbeats)))
+        suspects = [r for r in others if not self.heartbeats[r].is_over]
+        return self._blamed(suspects, [r for r in suspects if self.heartbeats[r].text == said[r]])
 
     def _blamed(self, suspects: Sequence[int], silent: Sequence[int]) -> list[int]:
-        mine = self._place() if self.is_telling else self.signs[self._replica].place
+        mine = self._place() if self.is_telling else self.heartbeats[self._replica].place
         absent = self._absent(suspects)
-        behind = [r for r in suspects if self.signs[r].place[:2] < mine[:2]]
+        behind = [r for r in suspects if self.heartbeats[r].place[:2] < mine[:2]]
         return [r for r in absent if r in silent] or list(silent) or absent or behind
 
     @property
     def _others(self) -> list[int]:
-        return [replica for replica in range(len(self.signs)) if replica != self._replica]
+        return [replica for replica in range(len(self.heartbeats)) if replica != self._replica]
 
     def _absent(self, replicas: Sequence[int]) -> list[int]:
         """Those that have not come to the meeting at which this rank waits."""
         if not self.is_waiting:
             return []
         meetings = self._place().meetings
-        return [r for r in replicas if 0 <= self.signs[r].place.meetings < meetings]
+        return [r for r in replicas if 0 <= self.heartbeats[r].place.meetings < meetings]
 
     def _is_fresh(self, seconds: float) -> bool:
         return time.monotonic() - self._looked < seconds

@@ -11,7 +11,7 @@ import threading
 
 import torch.distributed as dist
 
-from megatron_edit.comm.heartbeat import Pulse
+from megatron_edit.comm.heartbeat import HeartbeatMonitor
 from megatron_edit.errors import ReplicaLostError
 
 KEY = "stop"
@@ -24,7 +24,7 @@ class StopBoard:
 
     Args:
         store: shared by all replicas; it is asked through a connection of its own.
-        pulse: what this rank tells and hears of the replicas' progress.
+        heartbeat: what this rank tells and hears of the replicas' progress.
         is_watching: whether this rank asks for stops.
         poll_seconds: between two questions.
     """
@@ -32,12 +32,12 @@ class StopBoard:
     def __init__(
         self,
         store: dist.Store,
-        pulse: Pulse,
+        heartbeat: HeartbeatMonitor,
         *,
         is_watching: bool,
         poll_seconds: float = POLL_SECONDS,
     ) -> None:
-        self.pulse = pulse
+        self.heartbeat = heartbeat
         self._store, self._is_watching = store, is_watching
         self._poll_seconds = poll_seconds
         self._seen, self._closed = threading.Event(), threading.Event()
@@ -68,14 +68,14 @@ class StopBoard:
         store's C++ code aborts the process (exit code -6).
         """
         self._closed.set()
-        self.pulse.is_closed = True
+        self.heartbeat.is_closed = True
         if self._watcher.is_alive():
             self._watcher.join(JOIN_SECONDS)
 
     def _watch(self) -> None:
         store = None
         while not self._closed.wait(self._poll_seconds):
-            if not (self._is_watching or self.pulse.is_listening):
+            if not (self._is_watching or self.heartbeat.is_listening):
                 continue
             try:
                 store = store or self._store.clone()
@@ -88,4 +88,4 @@ class StopBoard:
     def _look(self, store: dist.Store) -> None:
         if self._is_watching and not self.is_seen and store.check([KEY]):
             self._seen.set()
-        self.pulse.beat(store)
+        self.heartbeat.exchange(store)

@@ -14,7 +14,7 @@ ROUNDS = 4
 
 
 @dataclass
-class Patience:
+class AdaptiveTimeout:
     """Lets the time-outs between replicas follow the length of the rounds.
 
     At meetings they hold for replicas that make no progress: see `Meetings`.

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_edit.comm.collectives import Group, Pending, all_reduce_payload
+from megatron_edit.comm.collectives import Group, Work, all_reduce_payload
 from megatron_edit.comm.compressed_all_reduce import Chunks, CodedExchange, beside_compute
 from megatron_edit.method.codec import BF16, INT4, INT8, Codec
 
@@ -147,7 +147,7 @@ class Wire:
             assert residual is None, f"wire {self.name} loses nothing"
             return _Whole(group.start_all_reduce(values.zero_() if is_left_out else values))
         if values.numel() == 0:  # ZeRO cuts without regard to units: a shard may be empty
-            return _Whole(Pending(group.name))
+            return _Whole(Work(group.name))
         has_phases = group.runs_in_order or len(group.phases) == self.num_phases
         assert group.size == 1 or has_phases, f"{group.name}: not made for {self.name}"
         sent, summed = (None, None) if residual is None else (residual.sent, residual.summed)
@@ -164,7 +164,7 @@ class Wire:
 class _Whole:
     """One collective that needs no second."""
 
-    pending: Pending
+    pending: Work
     _is_over: bool = False  # asked often: a delayed sync is polled at each bucket
 
     def advance(self) -> bool:

@@ -119,7 +119,7 @@ class ReplicaWorld:
             return False
         return True
 
-    def part(self, timeout: timedelta = PARTING_TIMEOUT) -> None:
+    def leave_together(self, timeout: timedelta = PARTING_TIMEOUT) -> None:
         """Training is over: wait until it is for all ranks of all replicas, or for a while.
 
         Who closes a connection takes back what its other end has not read yet, and the ranks of

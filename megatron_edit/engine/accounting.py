@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_edit.engine.groups import EngineGroups
 from megatron_edit.engine.report import SyncReport
 from megatron_edit.engine.settings import EngineSettings
-from megatron_edit.engine.sync.inflight import SyncRun
+from megatron_edit.engine.sync.inflight import InflightSync
 from megatron_edit.engine.sync.units import UnitPlan
 
 
@@ -58,7 +58,7 @@ class Accounts:
             elements += int(numels.sum()) + sum(owned)
         return cls(groups, numels, int(tables.sum()), 4 * elements)
 
-    def report(self, run: SyncRun, digest: int | None) -> SyncReport:
+    def report(self, run: InflightSync, digest: int | None) -> SyncReport:
         """What became of a sync.
 
         Collective: the ranks of the replica, where it has pipeline stages.
@@ -77,7 +77,7 @@ class Accounts:
             digest=digest,
         )
 
-    def _wire_bytes(self, run: SyncRun) -> int:
+    def _wire_bytes(self, run: InflightSync) -> int:
         """Payload that the ranks of one replica send in a sync."""
         size, units = self.groups.sync.size, list(run.selection.indices)
         exchanged = self.unit_numels[:, units][:, ~run.decision.rollback].flatten().tolist()

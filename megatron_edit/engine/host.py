@@ -80,14 +80,14 @@ class Host(Protocol):
     def advance_schedule(self, samples: int) -> None:
         """Move the learning-rate schedule forward by `samples` of all replicas."""
 
-    def part(self, *, is_over: bool) -> None:
+    def begin_local(self, *, is_over: bool) -> None:
         """From here on each replica makes steps at its own speed; the engine says when to end.
 
         Args:
             is_over: whether all samples have been consumed already.
         """
 
-    def arrive(self, samples: int, *, is_over: bool, is_followed: bool) -> None:
+    def end_round(self, samples: int, *, is_over: bool, is_followed: bool) -> None:
         """A round of replicas at their own speeds is over: counters and schedules meet.
 
         Args:

@@ -1,4 +1,4 @@
-"""Syncs that have not landed, told to a checkpoint and brought back from one."""
+"""SyncController that have not landed, told to a checkpoint and brought back from one."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megatron_edit.comm.control import ControlRecord
 from megatron_edit.engine.engine import EditEngine
 from megatron_edit.engine.rounds.plan import Decision
 from megatron_edit.engine.sync.fragments import select
-from megatron_edit.engine.sync.inflight import SyncRun
+from megatron_edit.engine.sync.inflight import InflightSync
 from megatron_edit.engine.sync.outer_state import OuterState
-from megatron_edit.engine.sync.unit_sync import Flight, Outcome, Rules
+from megatron_edit.engine.sync.unit_sync import Outcome, Rules, UnitSync
 from megatron_edit.engine.sync.units import UnitShard
 from megatron_edit.method.detector import Verdict
 from megatron_edit.method.landing import LandingRule
@@ -24,7 +24,7 @@ from megatron_edit.method.landing import LandingRule
 AVERAGE, SNAPSHOT = "average", "snapshot"  # kinds of tensors
 
 
-def pending_of(run: SyncRun) -> PendingSync:
+def pending_of(run: InflightSync) -> PendingSync:
     """For a manifest. Nothing of the sync may be on the wire."""
     decision, replica = run.decision, run.groups.sync.rank
     excluded = decision.rollback | decision.verdict.anomalous[replica]
@@ -50,7 +50,7 @@ def pending_of(run: SyncRun) -> PendingSync:
     )
 
 
-def bring_back(engine: EditEngine, pending: PendingSync, state: OuterState) -> SyncRun:
+def bring_back(engine: EditEngine, pending: PendingSync, state: OuterState) -> InflightSync:
     """The sync again, with room for its tensors (see `tensors_of`).
 
     Args:
@@ -64,7 +64,7 @@ def bring_back(engine: EditEngine, pending: PendingSync, state: OuterState) -> S
     rules = Rules(
         settings.outer, settings.max_norm, LandingRule(**pending.landing), pending.inner_lr
     )
-    run = SyncRun(
+    run = InflightSync(
         round=pending.round,
         step=pending.step,
         due=pending.due,
@@ -87,7 +87,7 @@ def bring_back(engine: EditEngine, pending: PendingSync, state: OuterState) -> S
     return run
 
 
-def tensors_of(runs: Sequence[SyncRun]) -> dict[str, dict[str, Tensor]]:
+def tensors_of(runs: Sequence[InflightSync]) -> dict[str, dict[str, Tensor]]:
     """Averages and snapshots that a checkpoint keeps, fp32 [numel] by kind and unit."""
     flights = [flight for run in runs for flight in run.flights]
     averages = {f.shard.name: f.average for f in flights if f.average is not None}
@@ -95,7 +95,7 @@ def tensors_of(runs: Sequence[SyncRun]) -> dict[str, dict[str, Tensor]]:
     return {AVERAGE: averages, SNAPSHOT: snapshots}
 
 
-def _flight(run: SyncRun, pending: PendingSync, shard: UnitShard) -> Flight:
+def _flight(run: InflightSync, pending: PendingSync, shard: UnitShard) -> UnitSync:
     index, device = pending.units.index(shard.name), run.groups.sync.device
     is_excluded = pending.excluded[index]
     has_average = not pending.is_stepped and not bool(run.decision.rollback[shard.index])
@@ -104,7 +104,7 @@ def _flight(run: SyncRun, pending: PendingSync, shard: UnitShard) -> Flight:
     def room() -> Tensor:
         return torch.zeros(shard.numel, device=device)
 
-    return Flight(
+    return UnitSync(
         shard,
         run.state.units[shard.name],
         is_excluded,

@@ -59,6 +59,6 @@ class EngineSettings:
     offload: bool = False
 
     @property
-    def is_level(self) -> bool:
+    def replicas_identical(self) -> bool:
         """Whether all replicas hold the anchor after every sync: all units land at once."""
-        return self.landing.is_plain and self.schedule.fragments == 1
+        return self.landing.is_direct_copy and self.schedule.fragments == 1

@@ -12,7 +12,7 @@ from megatron_edit.comm.flags import Flag
 from megatron_edit.engine.checks import drift
 from megatron_edit.engine.engine import EditEngine
 from megatron_edit.engine.pending import pending_of
-from megatron_edit.engine.sync.inflight import SyncRun
+from megatron_edit.engine.sync.inflight import InflightSync
 from megatron_edit.engine.sync.outer_state import OuterState
 from megatron_edit.method.detector import DetectorState
 from megatron_edit.method.ledger import Dealing
@@ -29,7 +29,7 @@ class Standing:
         state: anchor and momentum of this rank's shards.
         unit_steps: see `Rounds`.
         pending: syncs that have not landed here.
-        is_level: see `Rounds`.
+        replicas_identical: see `Rounds`.
         is_at_sync: whether no replica has made a step since the last sync of all units.
         dealing: of the round that is under way, where replicas run at their own speeds.
         quiet_until: see `EditEngine`.
@@ -42,8 +42,8 @@ class Standing:
     detectors: DetectorState
     state: OuterState
     unit_steps: Tensor
-    pending: Sequence[SyncRun]
-    is_level: bool
+    pending: Sequence[InflightSync]
+    replicas_identical: bool
     is_at_sync: bool
     dealing: Dealing | None
     quiet_until: int = 0
@@ -51,7 +51,7 @@ class Standing:
     is_rejoined: bool = False
 
 
-def go_on(engine: EditEngine, standing: Standing) -> None:
+def load_state_dict(engine: EditEngine, standing: Standing) -> None:
     """Start an engine where a checkpoint was written after the switch. Parameters are loaded.
 
     Collective: all ranks of all replicas.
@@ -63,21 +63,21 @@ def go_on(engine: EditEngine, standing: Standing) -> None:
     engine.step = entry.step
     rounds.state, rounds.detectors = standing.state, standing.detectors
     rounds.count, rounds.start = standing.round, entry.step - entry.inner_steps
-    rounds.unit_steps, rounds.is_level = standing.unit_steps, standing.is_level
+    rounds.unit_steps, rounds.replicas_identical = standing.unit_steps, standing.replicas_identical
     engine.traffic.flying.extend(standing.pending)
     engine.host.attach_outer_state(standing.state)
-    engine.pace.resume(entry, standing.dealing, is_rejoined=standing.is_rejoined)
+    engine.trigger.resume(entry, standing.dealing, is_rejoined=standing.is_rejoined)
     engine.clock.set(entry.phase_seconds)
     if standing.is_at_sync:
         drift.check(plan, engine.groups, drift.plan_digests(plan), "after loading")
     engine.flags.post(Flag.MEET if entry.is_asking else Flag.NONE)
     engine.is_waiting, engine.quiet_until = entry.is_waiting, standing.quiet_until
-    engine.patience.begin(standing.round_seconds)
+    engine.adaptive_timeout.begin(standing.round_seconds)
 
 
 def entry_of(engine: EditEngine) -> ReplicaEntry:
     """Where this replica stands, for a checkpoint. All ranks of the replica come."""
-    progress, losses = engine.host.progress(), engine.pace.losses
+    progress, losses = engine.host.progress(), engine.trigger.losses
     return ReplicaEntry(
         step=engine.step,
         inner_steps=0 if engine.is_warmup else engine.step - engine.rounds.start,
@@ -86,11 +86,11 @@ def entry_of(engine: EditEngine) -> ReplicaEntry:
         losses=losses.payload(),
         last_loss_step=losses.last_step,
         phase_seconds=engine.clock.seconds,
-        last_step_seconds=engine.pace.last_step_seconds,
+        last_step_seconds=engine.trigger.last_step_seconds,
         is_asking=Flag.MEET in engine.flags.read(),
         is_waiting=engine.is_waiting,
         pending_schedule=progress.pending_schedule,
-        round_length=engine.pace.round_length,
+        round_length=engine.trigger.round_length,
         pending=tuple(pending_of(run) for run in engine.traffic.flying),
     )
 

@@ -120,7 +120,7 @@ class Attachment:
             # while it does may abort, with another exit code.
             self._loop.engine.board.close()
             if error is None:
-                self._world.part()
+                self._world.leave_together()
                 self._loop.engine.groups.close()
         self.detach()
 

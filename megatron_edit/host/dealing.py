@@ -10,8 +10,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from megatron_edit.engine.rounds.trigger import Pace
-from megatron_edit.engine.rounds.triggers import TimedPace
+from megatron_edit.engine.rounds.trigger import SyncTrigger
+from megatron_edit.engine.rounds.triggers import ClockTrigger
 from megatron_edit.errors import UsageError
 from megatron_edit.host.patching import Patcher
 from megatron_edit.method.ledger import samples_of
@@ -39,13 +39,13 @@ class DealtSampler:
     """A batch sampler over the blocks of the round that is under way.
 
     Args:
-        pace: holds the dealing.
+        trigger: holds the dealing.
         share: of this rank.
         order: of samples; block 0 is the first that it says.
     """
 
-    def __init__(self, pace: TimedPace, share: Share, order: SampleOrder) -> None:
-        self._pace = pace
+    def __init__(self, trigger: ClockTrigger, share: Share, order: SampleOrder) -> None:
+        self._pace = trigger
         self._share = share
         self._order = order
 
@@ -67,19 +67,19 @@ class DealtLoader:
 
     Attributes:
         loader: over a `DealtSampler`.
-        pace: holds the dealing.
+        trigger: holds the dealing.
     """
 
     loader: DataLoader[Any]
-    pace: TimedPace
+    trigger: ClockTrigger
 
     def __iter__(self) -> Iterator[Any]:
         """Micro-batches of one round after another."""
         while True:
-            epoch = self.pace.epoch
+            epoch = self.trigger.epoch
             for batch in self.loader:
                 yield batch
-                if epoch != self.pace.epoch:
+                if epoch != self.trigger.epoch:
                     break
             else:
                 return  # who has nothing left meets, and asks for nothing
@@ -105,7 +105,7 @@ class ReorderedSampler:
 
 def deal_samples(
     patcher: Patcher,
-    pace: Callable[[], Pace],
+    trigger: Callable[[], SyncTrigger],
     order: Callable[[], SampleOrder],
     args: Callable[[], Namespace],
 ) -> None:
@@ -115,7 +115,7 @@ def deal_samples(
 
     Args:
         patcher: undoes it.
-        pace: the pace, once the engine is built; Megatron builds its loaders later.
+        trigger: the trigger, once the engine is built; Megatron builds its loaders later.
         order: of samples; the same holds.
         args: Megatron's arguments.
     """
@@ -126,13 +126,13 @@ def deal_samples(
         @wraps(build)
         def dealt(dataset: Any, consumed_samples: int) -> Any:
             loader = build(dataset, consumed_samples)
-            timed, places = pace(), order()
-            is_dealt = isinstance(timed, TimedPace)
+            timed, places = trigger(), order()
+            is_dealt = isinstance(timed, ClockTrigger)
             if loader is None or not (is_dealt or consumed_samples < places.end):
                 return loader
             if _split_of(dataset) is not Split.train:
                 return loader
-            if not isinstance(timed, TimedPace):
+            if not isinstance(timed, ClockTrigger):
                 return _with_sampler(loader, ReorderedSampler(loader.batch_sampler, places))
             sampler = DealtSampler(timed, _share_of(args()), places)
             return DealtLoader(_with_sampler(loader, sampler), timed)

@@ -17,7 +17,7 @@ from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.placement import Placement
 from megatron_edit.engine.host import Progress
 from megatron_edit.engine.sync.outer_state import OuterState
-from megatron_edit.engine.sync.units import Fragment, UnitShard
+from megatron_edit.engine.sync.units import ParamShard, UnitShard
 from megatron_edit.host.ends import is_end_asked
 from megatron_edit.host.loop import LoopControl
 from megatron_edit.host.moments import reset, zero_nonfinite
@@ -80,9 +80,9 @@ class MegatronHost:
         """Megatron's."""
         return self._args
 
-    def origin_of(self, fragment: Fragment) -> tuple[torch.nn.Parameter, int, int | None]:
-        """The parameter of a fragment, the first element of it, and which copy this is."""
-        return self._origins[id(fragment.source)]
+    def origin_of(self, param: ParamShard) -> tuple[torch.nn.Parameter, int, int | None]:
+        """The parameter of a param, the first element of it, and which copy this is."""
+        return self._origins[id(param.source)]
 
     def attach_outer_state(self, state: OuterState) -> None:
         """Show the distributed optimizers their part of the outer state."""
@@ -170,7 +170,7 @@ class MegatronHost:
 
     def zero_nonfinite_moments(self, shard: UnitShard) -> int:
         """See `engine.host.Host`."""
-        return sum(zero_nonfinite(self._inner, fragment.source) for fragment in shard.fragments)
+        return sum(zero_nonfinite(self._inner, param.source) for param in shard.params)
 
     def reset_moments(self) -> None:
         """Let the inner optimizers begin anew, as before their first step."""
@@ -271,13 +271,13 @@ class MegatronHost:
             next_lr=rate_at(self._inner, self._scheduler, last + pending, is_peak=True),
         )
 
-    def part(self, *, is_over: bool) -> None:
+    def begin_local(self, *, is_over: bool) -> None:
         """See `engine.host.Host`."""
         self.loop.take(self._samples * self._placement.num_replicas, is_over=is_over)
 
-    def arrive(self, samples: int, *, is_over: bool, is_followed: bool) -> None:
+    def end_round(self, samples: int, *, is_over: bool, is_followed: bool) -> None:
         """See `engine.host.Host`."""
-        self.loop.arrive(samples, self._pending, is_over=is_over, is_followed=is_followed)
+        self.loop.end_round(samples, self._pending, is_over=is_over, is_followed=is_followed)
 
     def advance_schedule(self, samples: int) -> None:
         """See `engine.host.Host`."""

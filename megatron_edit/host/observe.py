@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_edit.comm.error_context import blaming
+from megatron_edit.comm.error_context import error_context
 from megatron_edit.engine.engine import EditEngine
 from megatron_edit.host.model import MegatronHost
 from megatron_edit.observe.events import EventLog
@@ -109,7 +109,7 @@ class Observer:
             given.arguments["forward_step_func"] = self._counting(step)
             with _without_time_limit():
                 losses, *rest = evaluate(*given.args, **given.kwargs)
-            with blaming(self.engine, "the end of an evaluation"):
+            with error_context(self.engine, "the end of an evaluation"):
                 self._average(losses, self.engine.rounds.meetings.gather)
             self.engine.clock.resume()
             return (losses, *rest)
@@ -134,7 +134,7 @@ class Observer:
 
         assert self.engine is not None and self.host is not None
         if self.engine.was_warmup_step and losses:
-            with blaming(self.engine):  # what Megatron logs, too, is then of the whole job
+            with error_context(self.engine):  # what Megatron logs, too, is then of the whole job
                 self._average(losses, self.engine.groups.sync.all_gather)
         loss = float(losses[_LOSS]) if _LOSS in losses else math.nan
         self.engine.record_loss(loss)
@@ -157,7 +157,7 @@ class Observer:
         @wraps(forward_step)
         def counted(*args: Any, **kwargs: Any) -> Any:
             assert self.engine is not None
-            self.engine.board.pulse.batches += 1
+            self.engine.board.heartbeat.batches += 1
             return forward_step(*args, **kwargs)
 
         return counted

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_edit.engine.groups import TIED_EMBEDDING
 from megatron_edit.engine.sync.outer_state import OuterState
-from megatron_edit.engine.sync.units import Fragment, UnitPlan
+from megatron_edit.engine.sync.units import ParamShard, UnitPlan
 
 TIED_TP, TIED_EXPERT_TP = "tied-tp", "tied-expert-tp"
 
@@ -55,7 +55,7 @@ class ShardedOptimizer(Protocol):
         """First element of the parameter that the main shard holds."""
 
     @property
-    def copy_number(self) -> int | None:
+    def copy_index(self) -> int | None:
         """Which copy of its shards this rank holds; None where Megatron's own number says it."""
 
 
@@ -111,7 +111,7 @@ class EditDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
         return int(self._get_model_param_range_map(parameter)["param"].start)
 
     @property
-    def copy_number(self) -> int | None:
+    def copy_index(self) -> int | None:
         """See `ShardedOptimizer`: copies are held by several optimizer instances."""
         return int(self.distributed_optimizer_instance_id)
 
@@ -119,14 +119,14 @@ class EditDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
         """Give each of this optimizer's main shards its views of anchor and momentum."""
         mine = {id(main) for _, main in self.main_shards()}
         self.edit_outer = {
-            id(fragment.source): OuterShard(
-                fragment.main,
+            id(param.source): OuterShard(
+                param.main,
                 state.units[shard.name].anchor[where],
                 state.units[shard.name].momentum[where],
             )
             for shard in plan.shards
-            for fragment, where in zip(shard.fragments, shard.slices, strict=True)
-            if id(fragment.source) in mine
+            for param, where in zip(shard.params, shard.slices, strict=True)
+            if id(param.source) in mine
         }
 
     def sharded_param_state_fully_reshardable(self, *args: Any, **kwargs: Any) -> Any:
@@ -202,7 +202,7 @@ class PlainOptimizer:
         return 0
 
     @property
-    def copy_number(self) -> int | None:
+    def copy_index(self) -> int | None:
         """See `ShardedOptimizer`: its data-parallel rank."""
         return None
 
@@ -225,10 +225,10 @@ def pad_buckets(tensors: dict[str, Any], buffer: Any) -> None:
         tensors[kind] = padded
 
 
-def fragments_of(
+def param_shards_of(
     optimizer: ShardedOptimizer,
     names: Mapping[torch.nn.Parameter, tuple[str, str]],
-) -> Iterator[Fragment]:
+) -> Iterator[ParamShard]:
     """The optimizer's main shards as fragments of units.
 
     Args:
@@ -244,7 +244,7 @@ def fragments_of(
             if is_expert
             else parallel_state.get_tensor_model_parallel_group(),
         )
-        yield Fragment(
+        yield ParamShard(
             parameter=name,
             unit=unit,
             main=main.detach().view(-1),

@@ -74,7 +74,7 @@ def _landing_first(
     def around(start: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(start)
         def landed(*args: Any, **kwargs: Any) -> Any:
-            engine.require(needed)
+            engine.apply_up_to(needed)
             return start(*args, **kwargs)
 
         return landed
@@ -87,7 +87,7 @@ def _letting_go_on(engine: EditEngine) -> Callable[[Callable[..., Any]], Callabl
         @wraps(start)
         def watched(*args: Any, **kwargs: Any) -> Any:
             result = start(*args, **kwargs)  # first: what reduces flies behind our own work
-            engine.let_go_on()
+            engine.progress()
             return result
 
         return watched
@@ -102,7 +102,7 @@ def _one_bucket_at_a_time(engine: EditEngine) -> Callable[[Callable[..., Any]], 
             # Asked before the landing: all ranks of the bucket's group answer alike.
             skip = skip_next_bucket_dispatch or engine.has_pending_units
             result = finish(skip_next_bucket_dispatch=skip)
-            engine.let_go_on()  # later micro-batches gather nothing, but come by
+            engine.progress()  # later micro-batches gather nothing, but come by
             return result
 
         return finished

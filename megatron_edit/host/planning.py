@@ -1,4 +1,4 @@
-"""What a replica's model consists of: its units, and where each fragment of them comes from."""
+"""What a replica's model consists of: its units, and where each param of them comes from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_edit.comm.collectives import Group
 from megatron_edit.engine.sync.units import EMBEDDING, UnitPlan, forward_order, plan_units
 from megatron_edit.errors import UsageError
 from megatron_edit.host.naming import named_units
-from megatron_edit.host.optimizer import ShardedOptimizer, fragments_of
+from megatron_edit.host.optimizer import ShardedOptimizer, param_shards_of
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class ModelPlan:
     """A model as the engine sees it.
 
     Attributes:
-        units: that hold all trained parameters, with this rank's fragments.
+        units: that hold all trained parameters, with this rank's params.
         unit_of: the unit of each parameter of this rank.
-        origins: of a fragment, by the `id` of its tensor: its parameter, its first element, and
+        origins: of a param, by the `id` of its tensor: its parameter, its first element, and
             which copy this is.
         has_tied_stages: whether several pipeline stages hold the embedding.
     """
@@ -58,12 +58,12 @@ def plan_model(
     stages = replica.all_gather_objects((stage, stage_units, own_units))
     everywhere = {unit for _, units, _ in stages for unit in units}
     _check_one_stage_each(everywhere, {(place, frozenset(own)) for place, _, own in stages})
-    fragments = [f for optimizer in optimizers for f in fragments_of(optimizer, dict(named))]
+    params = [f for optimizer in optimizers for f in param_shards_of(optimizer, dict(named))]
     return ModelPlan(
-        units=plan_units(fragments, sorted(everywhere, key=forward_order), stage_units),
+        units=plan_units(params, sorted(everywhere, key=forward_order), stage_units),
         unit_of={parameter: unit for parameter, (_, unit) in named},
         origins={
-            id(main): (parameter, optimizer.start_of(parameter), optimizer.copy_number)
+            id(main): (parameter, optimizer.start_of(parameter), optimizer.copy_index)
             for optimizer in optimizers
             for parameter, main in optimizer.main_shards()
         },

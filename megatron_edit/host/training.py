@@ -31,7 +31,7 @@ from megatron_edit.config import EditConfig
 from megatron_edit.config_checks import warning_of_endless_warmup
 from megatron_edit.engine.engine import EditEngine
 from megatron_edit.engine.groups import TIED_EMBEDDING
-from megatron_edit.engine.rounds.trigger import Pace
+from megatron_edit.engine.rounds.trigger import SyncTrigger
 from megatron_edit.host.arguments import resolve_sync_mode
 from megatron_edit.host.checkpoint.loading import LoadControl
 from megatron_edit.host.checkpoint.outer import pieces_of
@@ -283,9 +283,9 @@ class TrainingLoop:
 
         self._patcher.replace(model_config, "finalize_model_grads_func", averaging)
 
-    def _pace(self) -> Pace:
+    def _pace(self) -> SyncTrigger:
         assert self.engine is not None
-        return self.engine.pace
+        return self.engine.trigger
 
     def _order(self) -> SampleOrder:
         assert self.host is not None

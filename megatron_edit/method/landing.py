@@ -31,7 +31,7 @@ class LandingRule:
         return self.delay == 0 and not self.at_next_meeting
 
     @property
-    def is_plain(self) -> bool:
+    def is_direct_copy(self) -> bool:
         """Whether theta becomes the anchor at once: all replicas are equal after the sync."""
         return self.is_immediate and self.mix == 0.0
 

@@ -55,7 +55,7 @@ def run_paced(
     step_seconds: Sequence[float],
     target: int,
 ) -> tuple[list[Record], list[tuple[int, tuple[int, ...]]]]:
-    """Move by `moves[replica][own step]`, each replica at its own pace, until all is consumed.
+    """Move by `moves[replica][own step]`, each replica at its own trigger, until all is consumed.
 
     Time is made here: a step of replica r lasts `step_seconds[r]`, and a meeting nothing.
 
@@ -71,12 +71,12 @@ def run_paced(
     engine.start()
     replica, records = engine.groups.sync.rank, []
     for move in moves[replica]:
-        if engine.pace.is_over:
+        if engine.trigger.is_over:
             break
         now[0] += round(step_seconds[replica] * NANOSECONDS)
         _step(engine, host, move)
         records.append(_held(engine, host))
-    assert engine.pace.is_over, "the moves did not suffice"
+    assert engine.trigger.is_over, "the moves did not suffice"
     engine.finish()
     names = list(sizes)
     syncs = [

@@ -31,13 +31,13 @@ def test_who_is_first_waits_for_the_last() -> None:
     store, left = dist.HashStore(), threading.Event()
 
     def first() -> None:
-        world(store, 0).part(SECONDS)
+        world(store, 0).leave_together(SECONDS)
         left.set()
 
     thread = threading.Thread(target=first)
     thread.start()
     assert not left.wait(0.5)
-    world(store, 1).part(SECONDS)
+    world(store, 1).leave_together(SECONDS)
     assert left.wait(5)
     thread.join()
 
@@ -45,5 +45,5 @@ def test_who_is_first_waits_for_the_last() -> None:
 def test_nobody_waits_for_ever() -> None:
     """The other one never comes."""
     began = time.monotonic()
-    world(dist.HashStore(), 0).part(timedelta(seconds=0.3))
+    world(dist.HashStore(), 0).leave_together(timedelta(seconds=0.3))
     assert 0.2 < time.monotonic() - began < 5

@@ -8,17 +8,17 @@ import threading
 
 import torch.distributed as dist
 
-from megatron_edit.comm.heartbeat import NOWHERE, Pulse
+from megatron_edit.comm.heartbeat import NOWHERE, HeartbeatMonitor
 from megatron_edit.comm.stop import StopBoard
 
 ASK_WITHOUT_PAUSE = """
 import time
 import torch.distributed as dist
-from megatron_edit.comm.heartbeat import NOWHERE, Pulse
+from megatron_edit.comm.heartbeat import NOWHERE, HeartbeatMonitor
 from megatron_edit.comm.stop import StopBoard
-pulses = [Pulse(0, 1, lambda: NOWHERE, is_telling=True) for _ in range(4)]
+heartbeats = [HeartbeatMonitor(0, 1, lambda: NOWHERE, is_telling=True) for _ in range(4)]
 store = dist.TCPStore("127.0.0.1", 0, 1, True)
-boards = [StopBoard(store, pulse, is_watching=True, poll_seconds=0) for pulse in pulses]
+boards = [StopBoard(store, heartbeat, is_watching=True, poll_seconds=0) for heartbeat in heartbeats]
 time.sleep(0.2)
 for board in boards:
     board.close()
@@ -38,8 +38,8 @@ def test_close_ends_the_thread() -> None:
     """Whether it has seen a stop or not; twice does no harm."""
     store = dist.TCPStore("127.0.0.1", 0, 1, True)
     for is_stopped in (False, True):
-        pulse = Pulse(0, 1, lambda: NOWHERE, is_telling=True)
-        board = StopBoard(store, pulse, is_watching=True, poll_seconds=0.01)
+        heartbeat = HeartbeatMonitor(0, 1, lambda: NOWHERE, is_telling=True)
+        board = StopBoard(store, heartbeat, is_watching=True, poll_seconds=0.01)
         if is_stopped:
             board.announce()
         board.close()

@@ -27,7 +27,7 @@ from megatron_edit.engine.groups import EngineGroups
 from megatron_edit.engine.host import Progress
 from megatron_edit.engine.report import SyncReport
 from megatron_edit.engine.sync.outer_state import OuterState
-from megatron_edit.engine.sync.units import Fragment, UnitPlan, UnitShard, plan_units
+from megatron_edit.engine.sync.units import ParamShard, UnitPlan, UnitShard, plan_units
 from megatron_edit.host.settings import engine_settings
 from megatron_edit.method.clock import PhaseClock
 from megatron_edit.method.schedule import StepSchedule
@@ -75,7 +75,7 @@ class ToyHost:
             half = mine.numel() // 2
             for part, view in (("a", mine[:half]), ("b", mine[half:])):
                 if view.numel():
-                    fragments.append(Fragment(f"{name}.{part}", name, view, True, None, view))
+                    fragments.append(ParamShard(f"{name}.{part}", name, view, True, None, view))
         plan = plan_units(fragments, list(sizes), list(sizes))
         return cls(full, plan, slices)
 
@@ -118,10 +118,10 @@ class ToyHost:
     def progress(self) -> Progress:
         return Progress(0, self.schedule_position, 0, self.is_last, self.lr, self.next_lr)
 
-    def part(self, *, is_over: bool) -> None:
+    def begin_local(self, *, is_over: bool) -> None:
         self.arrivals.append((0, is_over))
 
-    def arrive(self, samples: int, *, is_over: bool, is_followed: bool) -> None:
+    def end_round(self, samples: int, *, is_over: bool, is_followed: bool) -> None:
         self.arrivals.append((samples, is_over))
 
     def advance_schedule(self, samples: int) -> None:
@@ -176,7 +176,7 @@ def build_engine(
         start: their values.
         starts: see `TableSchedule`.
         clock: of the inner phase, where a test makes the time.
-        target: steps of all replicas together, where they run at their own pace.
+        target: steps of all replicas together, where they run at their own trigger.
     """
     placement = place(config, os.environ)
     world = join(config, placement)

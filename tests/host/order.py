@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from megatron_edit.engine.engine import EditEngine
-from megatron_edit.engine.sync.unit_sync import Flight
+from megatron_edit.engine.sync.unit_sync import UnitSync
 from tests.host.spy import out_dir
 
 Event = list[Any]
@@ -23,17 +23,17 @@ def record_order() -> None:
     rank = os.environ["RANK"]
     log: list[Event] = []
     engines: list[EditEngine] = []
-    launch, land, build = Flight.launch, Flight.land, EditEngine.__post_init__
+    launch, land, build = UnitSync.launch, UnitSync.land, EditEngine.__post_init__
     finish, setup = EditEngine.finish, training.setup_model_and_optimizer
 
     def note(kind: str, unit: str) -> None:
         log.append([kind, unit, engines[0].rounds.count if engines else 0, engines[0].step])
 
-    def spied_launch(self: Flight, *args: Any, **kwargs: Any) -> Any:
+    def spied_launch(self: UnitSync, *args: Any, **kwargs: Any) -> Any:
         note("start", self.shard.name)
         return launch(self, *args, **kwargs)
 
-    def spied_land(self: Flight, *args: Any, **kwargs: Any) -> Any:
+    def spied_land(self: UnitSync, *args: Any, **kwargs: Any) -> Any:
         landing = land(self, *args, **kwargs)
         note("land", self.shard.name)
         return landing
@@ -52,8 +52,8 @@ def record_order() -> None:
             _watch_layers(chunk.module, note)
         return built
 
-    Flight.launch = spied_launch  # type: ignore[method-assign]
-    Flight.land = spied_land  # type: ignore[method-assign]
+    UnitSync.launch = spied_launch  # type: ignore[method-assign]
+    UnitSync.land = spied_land  # type: ignore[method-assign]
     EditEngine.__post_init__ = spied_build  # type: ignore[method-assign]
     EditEngine.finish = spied_finish  # type: ignore[method-assign]
     training.setup_model_and_optimizer = spied_setup
@@ -92,7 +92,7 @@ def _nothing() -> None: ...
 def measure_staging() -> None:
     """Record the most bytes that this rank allocates in a sync, from the meeting's decision to the
     last landing: of all tensors that the engine makes, on top of its persistent state."""
-    from megatron_edit.engine.sync.queue import Traffic
+    from megatron_edit.engine.sync.queue import SyncQueue
     from tests.host.allocations import Allocations
 
     rank = os.environ["RANK"]
@@ -107,8 +107,8 @@ def measure_staging() -> None:
         }
         (out_dir() / f"staging-{rank}.json").write_text(json.dumps(facts))
 
-    for name in ("begin_landing", "require"):
-        setattr(Traffic, name, allocations.watching(getattr(Traffic, name)))
+    for name in ("begin_landing", "apply_up_to"):
+        setattr(SyncQueue, name, allocations.watching(getattr(SyncQueue, name)))
     EditEngine.finish = spied_finish  # type: ignore[method-assign]
 
 
@@ -117,10 +117,10 @@ def fail_while_landing() -> None:
     from megatron_edit import __main__ as launcher
 
     rank = os.environ["RANK"]
-    land, main = Flight.land, launcher.main
+    land, main = UnitSync.land, launcher.main
     landings = {"n": 0}
 
-    def failing(self: Flight, *args: Any, **kwargs: Any) -> Any:
+    def failing(self: UnitSync, *args: Any, **kwargs: Any) -> Any:
         if self.shard.name == "layer.2":
             landings["n"] += 1
             if rank == os.environ["SPY_VICTIM"] and landings["n"] == 2:
@@ -134,5 +134,5 @@ def fail_while_landing() -> None:
         finally:
             (out_dir() / f"ended-{rank}").write_text(str(time.time()))
 
-    Flight.land = failing  # type: ignore[method-assign]
+    UnitSync.land = failing  # type: ignore[method-assign]
     launcher.main = timed

@@ -151,9 +151,9 @@ def _damage(shard: Any, anchor: torch.Tensor, what: str | float) -> None:
 def _break_moments(host: Any, shard: Any) -> None:
     """What a NaN gradient leaves behind: it would break the parameters again at the next step."""
     for inner in host._inner:
-        for fragment in shard.fragments:
-            if fragment.source in inner.optimizer.state:
-                inner.optimizer.state[fragment.source]["exp_avg"].view(-1)[0] = torch.nan
+        for param in shard.params:
+            if param.source in inner.optimizer.state:
+                inner.optimizer.state[param.source]["exp_avg"].view(-1)[0] = torch.nan
 
 
 def overflow_one_replica() -> None:
@@ -180,23 +180,23 @@ def overflow_one_replica() -> None:
 
 def drift_after_sync() -> None:
     """Let one number of replica 1 drift by one ulp when its layer.2 lands in round 2."""
-    from megatron_edit.engine.sync.unit_sync import Flight
+    from megatron_edit.engine.sync.unit_sync import UnitSync
 
-    land = Flight.land
+    land = UnitSync.land
     landed = {"layer.2": 0}
     is_victim = _replica() == 1
 
-    def spied(self: Flight, *args: Any, **kwargs: Any) -> Any:
+    def spied(self: UnitSync, *args: Any, **kwargs: Any) -> Any:
         landing = land(self, *args, **kwargs)
         if is_victim and self.shard.name == "layer.2":
             landed["layer.2"] += 1
-            for fragment in self.shard.fragments[:1]:  # a ZeRO rank may hold nothing of a unit
+            for param in self.shard.params[:1]:  # a ZeRO rank may hold nothing of a unit
                 if landed["layer.2"] == 2:
-                    main = fragment.main
+                    main = param.main
                     main[0] = torch.nextafter(main[0], torch.tensor(torch.inf))
         return landing
 
-    Flight.land = spied  # type: ignore[method-assign]
+    UnitSync.land = spied  # type: ignore[method-assign]
 
 
 class _CountingGroup:

@@ -18,13 +18,13 @@ def record_backward() -> None:
     while something flew."""
     import megatron.training.training as training
 
-    from megatron_edit.engine.sync.queue import Traffic
+    from megatron_edit.engine.sync.queue import SyncQueue
     from megatron_edit.host.overlap import bucket_groups
 
     record()
     counts, chunks = Counter[str](), built_chunks()
     rank = os.environ["RANK"]  # before the launcher gives the ranks new numbers
-    train, poll = training.train, Traffic.poll
+    train, poll = training.train, SyncQueue.poll
     depth = [0]
 
     def counted(start: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,12 +47,12 @@ def record_backward() -> None:
         finally:
             (out_dir() / f"backward-{rank}.json").write_text(json.dumps(counts))
 
-    def spied_poll(self: Traffic) -> None:
+    def spied_poll(self: SyncQueue) -> None:
         counts["polls"] += depth[0]
         poll(self)
 
     training.train = spied_train
-    Traffic.poll = spied_poll  # type: ignore[method-assign]
+    SyncQueue.poll = spied_poll  # type: ignore[method-assign]
 
 
 def read_backward(folder: Path, rank: int) -> tuple[int, int]:

@@ -68,12 +68,12 @@ def record_landings() -> None:
     import megatron.training.training as training
     from megatron.core import parallel_state
 
-    from megatron_edit.engine.sync.queue import Traffic
+    from megatron_edit.engine.sync.queue import SyncQueue
 
     record()
     places, landings, chunks = _Places(), list[Landing](), built_chunks()
     rank = os.environ["RANK"]  # before the launcher gives the ranks new numbers
-    train, land = training.train, Traffic._land_next
+    train, land = training.train, SyncQueue._land_next
     schedule_of = training.get_forward_backward_func
 
     def spied_train(*args: Any, **kwargs: Any) -> Any:
@@ -87,7 +87,7 @@ def record_landings() -> None:
             facts = {"stage": stage, "groups": len(groups), "landings": landings}
             (out_dir() / f"landings-{rank}.json").write_text(json.dumps(facts))
 
-    def spied_land(self: Traffic, run: Any) -> None:
+    def spied_land(self: SyncQueue, run: Any) -> None:
         land(self, run)
         landings.append(Landing(run.round, places.where(), places.begun["gather"]))
 
@@ -96,7 +96,7 @@ def record_landings() -> None:
 
     training.train = spied_train
     training.get_forward_backward_func = watched_schedule
-    Traffic._land_next = spied_land  # type: ignore[method-assign]
+    SyncQueue._land_next = spied_land  # type: ignore[method-assign]
 
 
 def _watch(chunks: list[Any], places: _Places) -> list[Any]:

@@ -179,10 +179,10 @@ def freeze_in_evaluation() -> None:
 
 def freeze_in_exchange() -> None:
     """Freeze replica 1 when it is about to send its first unit."""
-    from megatron_edit.engine.sync.unit_sync import Flight
+    from megatron_edit.engine.sync.unit_sync import UnitSync
 
     if _replica() == 1:
-        Flight.launch = lambda *_: freeze()  # type: ignore[method-assign]
+        UnitSync.launch = lambda *_: freeze()  # type: ignore[method-assign]
 
 
 def evaluate_slowly() -> None:

@@ -39,7 +39,7 @@ def _state_of(engine: Any) -> dict[str, Any]:
     state: dict[str, Any] = {"step": engine.step, "round": engine.rounds.count}
     if engine.rounds.state is not None:
         shards = engine.host.plan.shards
-        counted = {s.name for s in shards if any(f.is_counted for f in s.fragments)}
+        counted = {s.name for s in shards if any(f.is_counted for f in s.params)}
         for name, unit in engine.rounds.state.units.items():
             state[f"anchor {name}"] = _digest([unit.anchor])
             state[f"momentum {name}"] = _digest([unit.momentum])

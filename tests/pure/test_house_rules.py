@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megatron_edit"
 COLLECTIVES = "comm/collectives.py"
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 300, 80
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 80
 
 # Package -> what it may import of this project, from the bottom to the top. What is not listed (the
 # launcher and what it starts) sees everything.

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from megatron_edit.comm.collectives import all_reduce_payload
 from megatron_edit.comm.control import ControlRecord, check_same_meeting, record_bytes
 from megatron_edit.engine.checks.digest import as_hex, combine, tensor_digest
-from megatron_edit.engine.sync.inflight import SyncRun
-from megatron_edit.engine.sync.queue import Traffic
-from megatron_edit.engine.sync.units import Fragment, forward_order, plan_units
+from megatron_edit.engine.sync.inflight import InflightSync
+from megatron_edit.engine.sync.queue import SyncQueue
+from megatron_edit.engine.sync.units import ParamShard, forward_order, plan_units
 from megatron_edit.errors import HostVersionError, SyncProtocolError
 from megatron_edit.host.patching import Patcher
 from megatron_edit.method.schedule import LONGEST, QuadraticSchedule, StepSchedule
@@ -110,7 +110,7 @@ def test_units_are_ordered_and_covered() -> None:
     )
     assert names == ["embedding", "layer.1", "layer.2", "layer.10", "final", "mtp.0"]
     fragments = [
-        Fragment(f"p{i}", unit, torch.zeros(size), True, None)
+        ParamShard(f"p{i}", unit, torch.zeros(size), True, None)
         for i, (unit, size) in enumerate([("layer.2", 3), ("final", 1), ("layer.2", 5)])
     ]
     plan = plan_units(fragments, names, ["layer.2", "final", "layer.1"])
@@ -119,14 +119,14 @@ def test_units_are_ordered_and_covered() -> None:
     ]  # fmt: skip
     assert plan.largest_numel == 8 and plan.numel == 9
     with pytest.raises(SyncProtocolError):
-        plan_units([Fragment("x", "mtp.0", torch.zeros(1), True, None)], names, ["final"])
+        plan_units([ParamShard("x", "mtp.0", torch.zeros(1), True, None)], names, ["final"])
 
 
 def test_uncounted_copies_are_left_out_of_norms() -> None:
     """TP-replicated and tied copies count once over the replica."""
     fragments = [
-        Fragment("a", "final", torch.tensor([3.0]), True, None),
-        Fragment("b", "final", torch.tensor([100.0]), False, "tied-tp"),
+        ParamShard("a", "final", torch.tensor([3.0]), True, None),
+        ParamShard("b", "final", torch.tensor([100.0]), False, "tied-tp"),
     ]
     shard = plan_units(fragments, ["final"], ["final"]).shards[0]
     assert shard.squared_norm(shard.gather(torch.empty(2))).item() == 9.0
@@ -189,8 +189,8 @@ def test_the_view_of_all_ranks() -> None:
 def test_every_fragment_is_checked_for_drift(fragments: int) -> None:
     """Round r syncs group (r - 1) mod F: would catch groups that no check ever falls on."""
     anything: Any = None
-    traffic = Traffic(anything, anything, anything, anything, 10, fragments, {})
+    traffic = SyncQueue(anything, anything, anything, anything, 10, fragments, {})
     rounds = [SimpleNamespace(round=number) for number in range(1, 20 * fragments + 1)]
-    seen = [run.round for run in rounds if traffic.is_checked(cast(SyncRun, run))]
+    seen = [run.round for run in rounds if traffic.is_checked(cast(InflightSync, run))]
     assert len(seen) == 2 * fragments
     assert {(number - 1) % fragments for number in seen[:fragments]} == set(range(fragments))

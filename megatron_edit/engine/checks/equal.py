@@ -14,7 +14,7 @@ from megatron_edit.engine.rounds.plan import Decision
 from megatron_edit.engine.sync.units import UnitPlan, UnitShard
 
 
-def copy_first_replica(host: Host, groups: EngineGroups) -> float:
+def broadcast_first_replica(host: Host, groups: EngineGroups) -> float:
     """Give every replica the main shards of replica 0, and the rest of the model with them.
 
     Inner moments are not touched: they belong to each replica's own training.
@@ -42,20 +42,20 @@ def copy_first_replica(host: Host, groups: EngineGroups) -> float:
     return float(everywhere.max())
 
 
-def heal_rounding(host: Host, groups: EngineGroups, reporter: Reporter) -> None:
+def broadcast_if_different(host: Host, groups: EngineGroups, reporter: Reporter) -> None:
     """After warm-up: where the replicas differ after all, give them the parameters of replica 0.
 
     Collective: all ranks of all replicas.
     """
     if drift.differing_units(host.plan, groups, drift.plan_digests(host.plan))[0]:
-        largest = copy_first_replica(host, groups)
+        largest = broadcast_first_replica(host, groups)
         reporter.on_message(
             f"the replicas had rounded differently in warm-up (by up to {largest:.3e}); "
             "all now hold the parameters of replica 0"
         )
 
 
-def heal_broken(
+def zero_nonfinite_moments_of_excluded(
     host: Host, plan: UnitPlan, decision: Decision, replica: int, reporter: Reporter
 ) -> None:
     """Heal the moments of the units that this replica was left out of as not finite.
@@ -68,10 +68,10 @@ def heal_broken(
     """
     for shard in plan.shards:
         if not math.isfinite(float(decision.norms[replica, shard.index])):
-            heal_moments(host, shard, reporter)
+            zero_nonfinite_moments(host, shard, reporter)
 
 
-def heal_moments(host: Host, shard: UnitShard, reporter: Reporter) -> None:
+def zero_nonfinite_moments(host: Host, shard: UnitShard, reporter: Reporter) -> None:
     """Zero what is not finite in the inner moments of a unit."""
     zeroed = host.zero_nonfinite_moments(shard)
     reporter.on_local_message(

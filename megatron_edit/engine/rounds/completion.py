@@ -17,7 +17,7 @@ from megatron_edit.engine.rounds.plan import Decision, decide
 from megatron_edit.engine.settings import EngineSettings
 from megatron_edit.engine.sync.inflight import partial_squares
 from megatron_edit.engine.sync.outer_state import OuterState, pseudo_gradient
-from megatron_edit.engine.sync.unit_sync import Flight, Rules, sum_in_rank_order
+from megatron_edit.engine.sync.unit_sync import Rules, UnitSync, sum_in_rank_order
 from megatron_edit.engine.sync.units import UnitShard
 from megatron_edit.method.detector import DetectorState
 from megatron_edit.method.landing import PLAIN
@@ -68,11 +68,11 @@ class Completion:
             if not bool(norms[self.own, shard.index].isfinite()):
                 self.host.zero_nonfinite_moments(shard)
             is_excluded = bool(decision.verdict.anomalous[self.own, shard.index])
-            flight = Flight(
+            flight = UnitSync(
                 shard, self.state.units[shard.name], is_excluded, None, mean, is_exchanged=True
             )
             flight.step(self.groups, rules)
-            flight.land(PLAIN, is_sound=True)
+            flight.land(PLAIN, is_finite=True)
             shard.publish()
         records = [_record(values) for values in buffers]
         average(self.host, records, decision, range(len(self.host.plan.names)))

@@ -6,34 +6,34 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_edit.comm.timeouts import Patience
+from megatron_edit.comm.timeouts import AdaptiveTimeout
 from megatron_edit.engine.host import Host
 from megatron_edit.engine.rounds.rounds import Rounds
-from megatron_edit.engine.rounds.trigger import Pace
+from megatron_edit.engine.rounds.trigger import SyncTrigger
 from megatron_edit.engine.settings import EngineSettings
-from megatron_edit.engine.sync.inflight import SyncRun
-from megatron_edit.engine.sync.queue import Traffic
+from megatron_edit.engine.sync.inflight import InflightSync
+from megatron_edit.engine.sync.queue import SyncQueue
 
 
 @dataclass
-class Syncs:
+class SyncController:
     """Leads a rank through its syncs.
 
     Attributes:
         settings: say when results land.
         host: says whether units can land in the forward pass.
-        pace: when the replicas meet.
+        trigger: when the replicas meet.
         rounds: what is decided there.
         traffic: what follows from it.
-        patience: follows the length of the rounds.
+        adaptive_timeout: follows the length of the rounds.
     """
 
     settings: EngineSettings
     host: Host
-    pace: Pace
+    trigger: SyncTrigger
     rounds: Rounds
-    traffic: Traffic
-    patience: Patience
+    traffic: SyncQueue
+    adaptive_timeout: AdaptiveTimeout
 
     def meet(self, step: int) -> bool:
         """Come to a meeting and do what it decides; to the next at once, where nothing is left.
@@ -54,9 +54,9 @@ class Syncs:
                 self._land_all(before)
                 if not before:  # nothing was sent a round ago: the next begins where this one did
                     self.traffic.go_back(run)
-            self.patience.after_round()
+            self.adaptive_timeout.after_round()
             self._take(run)
-            if not (self.pace.must_meet_again or self._must_level):
+            if not (self.trigger.must_meet_again or self._must_level):
                 return True
 
     def land_due(self, step: int) -> None:
@@ -77,15 +77,15 @@ class Syncs:
         if not is_meeting:
             return False
         landing = self.settings.landing
-        is_immediate = landing.is_immediate or landing.at_next_meeting or self.pace.is_last
+        is_immediate = landing.is_immediate or landing.at_next_meeting or self.trigger.is_last
         return is_immediate or bool(self.traffic.of_units(self.rounds.selection(step)))
 
     @property
     def _must_level(self) -> bool:
         """Whether training is over, and the replicas do not hold the same yet."""
-        return self.pace.is_over and not self.rounds.is_level
+        return self.trigger.is_over and not self.rounds.replicas_identical
 
-    def _take(self, run: SyncRun) -> None:
+    def _take(self, run: InflightSync) -> None:
         """A sync begins."""
         if not run.rules.landing.is_immediate:
             self.traffic.fly(run)
@@ -99,10 +99,10 @@ class Syncs:
     def _land(self) -> None:
         """Land what lands now; in the forward pass, if nothing comes before it."""
         is_later = self.settings.overlap and self.host.lands_in_forward
-        if not is_later or self.pace.must_meet_again or self._must_level:
+        if not is_later or self.trigger.must_meet_again or self._must_level:
             self.traffic.settle()
 
-    def _land_all(self, runs: Sequence[SyncRun]) -> None:
+    def _land_all(self, runs: Sequence[InflightSync]) -> None:
         for run in runs:
             self.traffic.begin_landing(run)
             self.traffic.settle()

@@ -10,19 +10,19 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron_edit.comm.control import ControlRecord, check_same_meeting, record_bytes
-from megatron_edit.comm.heartbeat import Place, Pulse
+from megatron_edit.comm.heartbeat import HeartbeatMonitor, Place
 from megatron_edit.comm.stop import StopBoard
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.engine.groups import EngineGroups
 from megatron_edit.engine.host import Host
 from megatron_edit.engine.rounds.buffers import values_of
-from megatron_edit.engine.rounds.trigger import Pace
-from megatron_edit.engine.sync.queue import Traffic
+from megatron_edit.engine.rounds.trigger import SyncTrigger
+from megatron_edit.engine.sync.queue import SyncQueue
 from megatron_edit.errors import ReplicaLostError
 
-LOOK_SECONDS = 0.0002  # between two looks at a meeting that others have not come to, at least
-LONGEST_LOOK_SECONDS = 0.02
-LOOK_SHARE = 0.01  # of the time waited so far: who waits long need not look so often
+POLL_SECONDS = 0.0002  # between two looks at a meeting that others have not come to, at least
+LONGEST_POLL_SECONDS = 0.02
+POLL_SHARE = 0.01  # of the time waited so far: who waits long need not poll so often
 
 
 @dataclass
@@ -32,9 +32,9 @@ class Meetings:
     Attributes:
         host: says where training stands.
         groups: who meets.
-        board: where this replica says that it was asked to end, also while it waits; its pulse
+        board: where this replica says that it was asked to end, also while it waits; its heartbeat
             knows how far the others have come.
-        pace: knows the losses, and whether replicas meet at the same step.
+        trigger: knows the losses, and whether replicas meet at the same step.
         has_digests: whether records carry digests of delayed landings.
         traffic: goes on while this replica waits for the others: they may wait for it.
     """
@@ -42,15 +42,17 @@ class Meetings:
     host: Host
     groups: EngineGroups
     board: StopBoard
-    pace: Pace
+    trigger: SyncTrigger
     has_digests: bool
-    traffic: Traffic | None = None
+    traffic: SyncQueue | None = None
 
     @property
     def record_bytes(self) -> int:
         """Size of a record on the wire."""
         units, buffers = len(self.host.plan.names), len(values_of(self.host))
-        return record_bytes(self.pace.losses.capacity, units, buffers, has_digests=self.has_digests)
+        return record_bytes(
+            self.trigger.losses.capacity, units, buffers, has_digests=self.has_digests
+        )
 
     def hold(
         self,
@@ -78,14 +80,16 @@ class Meetings:
             The records by replica. Where one of them is leaving, the meeting is no sync.
         """
         units = len(self.host.plan.names)
-        progress, capacity = self.host.progress(), self.pace.losses.capacity
+        progress, capacity = self.host.progress(), self.trigger.losses.capacity
         mine = ControlRecord(
             round=round,
             step=step,
             inner_steps=inner_steps,
             samples=progress.samples,
             schedule_position=progress.schedule_position,
-            losses=self.pace.losses.payload()[-capacity:],  # a resumed round may have been longer
+            losses=self.trigger.losses.payload()[
+                -capacity:
+            ],  # a resumed round may have been longer
             norms=_row(norms or {}, units),
             buffers=values_of(self.host),
             is_leaving=int(is_leaving),
@@ -98,7 +102,7 @@ class Meetings:
             ControlRecord.unpack(row, capacity, units, has_digests=self.has_digests) for row in rows
         ]
         if not any(record.is_leaving for record in records):
-            check_same_meeting(records, same_step=self.pace.meets_at_same_step)
+            check_same_meeting(records, same_step=self.trigger.meets_at_same_step)
         return records
 
     def gather(self, row: Tensor) -> Tensor:
@@ -108,10 +112,10 @@ class Meetings:
 
         Collective: the sync group.
         """
-        with self.board.pulse.waiting():
-            return self.groups.meeting.all_gather(row, idle=self._waiting())
+        with self.board.heartbeat.waiting():
+            return self.groups.meeting.all_gather(row, poll=self._poller())
 
-    def _waiting(self) -> Callable[[], float]:
+    def _poller(self) -> Callable[[], float]:
         """What this replica does while it waits, again and again; it gives the seconds in between.
 
         It lets exchanges go on, as the others may wait for them; and it looks for a signal or the
@@ -119,20 +123,20 @@ class Meetings:
         releases it. Of the replicas that have not come it wants to see progress.
         """
         began, limit = time.monotonic(), self.groups.meeting.timeout.total_seconds()
-        pulse = self.board.pulse
+        heartbeat = self.board.heartbeat
 
-        def look() -> float:
+        def poll() -> float:
             now = time.monotonic()
-            if overdue := pulse.overdue(began, limit, now):
-                raise _lost(pulse.give_up(overdue), limit)
+            if overdue := heartbeat.overdue(began, limit, now):
+                raise _lost(heartbeat.give_up(overdue), limit)
             if self.host.is_end_asked and not self.board.is_seen:
                 self.board.announce()
             if self.traffic is not None and self.traffic.is_busy:
                 self.traffic.poll()
-                return LOOK_SECONDS
-            return min(max(LOOK_SECONDS, LOOK_SHARE * (now - began)), LONGEST_LOOK_SECONDS)
+                return POLL_SECONDS
+            return min(max(POLL_SECONDS, POLL_SHARE * (now - began)), LONGEST_POLL_SECONDS)
 
-        return look
+        return poll
 
 
 def open_board(groups: EngineGroups, world: ReplicaWorld, step: Callable[[], int]) -> StopBoard:
@@ -148,14 +152,14 @@ def open_board(groups: EngineGroups, world: ReplicaWorld, step: Callable[[], int
     def where() -> Place:
         return Place(groups.meeting.num_started, groups.sync.num_started, step())
 
-    pulse = Pulse(
+    heartbeat = HeartbeatMonitor(
         place.replica,
         place.num_replicas,
         where,
         is_telling=is_first,
         store_host=None if place.is_single_launch else 0,
     )
-    return StopBoard(world.shared_store, pulse, is_watching=is_first)
+    return StopBoard(world.shared_store, heartbeat, is_watching=is_first)
 
 
 def _lost(replicas: Sequence[int], limit: float) -> ReplicaLostError:

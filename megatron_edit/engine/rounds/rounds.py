@@ -11,17 +11,17 @@ from torch import Tensor
 
 from megatron_edit.comm.control import ControlRecord
 from megatron_edit.engine.checks import drift
-from megatron_edit.engine.checks.equal import heal_broken
+from megatron_edit.engine.checks.equal import zero_nonfinite_moments_of_excluded
 from megatron_edit.engine.groups import EngineGroups
 from megatron_edit.engine.host import Host
 from megatron_edit.engine.report import Reporter
 from megatron_edit.engine.rounds.buffers import average
 from megatron_edit.engine.rounds.meeting import Meetings
 from megatron_edit.engine.rounds.plan import decide
-from megatron_edit.engine.rounds.trigger import Outcome, Pace
+from megatron_edit.engine.rounds.trigger import Outcome, SyncTrigger
 from megatron_edit.engine.settings import EngineSettings
-from megatron_edit.engine.sync.fragments import Groups, Selection
-from megatron_edit.engine.sync.inflight import SyncRun, partial_squares
+from megatron_edit.engine.sync.fragments import FragmentPlan, Selection
+from megatron_edit.engine.sync.inflight import InflightSync, partial_squares
 from megatron_edit.engine.sync.outer_state import OuterState
 from megatron_edit.engine.sync.unit_sync import Rules, sum_in_rank_order
 from megatron_edit.method.detector import DetectorState
@@ -33,7 +33,7 @@ class Rounds:
     """What a rank knows of the rounds.
 
     Attributes:
-        pace: when the replicas meet.
+        trigger: when the replicas meet.
         meetings: how they do.
         count: syncs so far.
         start: the step after which the round began.
@@ -41,7 +41,7 @@ class Rounds:
         detectors: of all replicas and units; the same on every rank.
         unit_steps: int64 [N, U], steps of each replica since a unit's own last sync, as they were
             at the last meeting.
-        is_level: whether all replicas held the anchor in all units when the round began.
+        replicas_identical: whether all replicas held the anchor in all units when the round began.
         has_left: whether a meeting was the last one, because a replica obeyed a stop.
         last_records: of the last meeting, by replica.
         digests: of units that have landed late, by position, until they meet again.
@@ -51,14 +51,14 @@ class Rounds:
     host: Host
     groups: EngineGroups
     reporter: Reporter
-    pace: Pace
+    trigger: SyncTrigger
     meetings: Meetings
     count: int = 0
     start: int = 0
     state: OuterState | None = None
     detectors: DetectorState = field(init=False)
     unit_steps: Tensor = field(init=False)
-    is_level: bool = True
+    replicas_identical: bool = True
     has_left: bool = False
     last_records: Sequence[ControlRecord] = ()
     digests: dict[int, float] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Rounds:
         replicas, units = self.groups.sync.size, len(self.host.plan.names)
         self.detectors = DetectorState.fresh(replicas, units)
         self.unit_steps = torch.zeros(replicas, units, dtype=torch.int64)
-        self._selections = Groups.of(self.host.plan, self.settings.schedule.fragments)
+        self._selections = FragmentPlan.of(self.host.plan, self.settings.schedule.fragments)
 
     def begin(self, step: int) -> None:
         """Take the anchor after step `step`: the replicas part."""
@@ -75,7 +75,7 @@ class Rounds:
         self.host.attach_outer_state(self.state)
         self.start = step
         self.last_records = ()  # of evaluations in warm-up
-        self.pace.begin(step)
+        self.trigger.begin(step)
 
     def new_state(self) -> OuterState:
         """Outer state whose anchor is the parameters as they are now."""
@@ -89,9 +89,9 @@ class Rounds:
 
     def selection(self, step: int) -> Selection:
         """The units that sync at a meeting after step `step`."""
-        return self._selections.union(self.pace.groups_after(step, self.count))
+        return self._selections.union(self.trigger.groups_after(step, self.count))
 
-    def meet(self, step: int, selection: Selection) -> SyncRun | None:
+    def meet(self, step: int, selection: Selection) -> InflightSync | None:
         """Come to a meeting after step `step`.
 
         Returns:
@@ -102,13 +102,13 @@ class Rounds:
         began = time.monotonic()
         squares = partial_squares(selection.plan, self.state, self.groups.sync.device)
         norms = sum_in_rank_order(self.groups.replica.all_gather(squares)).sqrt().tolist()
-        is_last = self.pace.is_last
+        is_last = self.trigger.is_last
         waiting = time.monotonic()
         records = self._hold(step, dict(zip(selection.indices, norms, strict=True)))
         waited = time.monotonic() - waiting
         self.last_records = records
         self.has_left = any(record.is_leaving for record in records)
-        if self.has_left or self.pace.after_meeting(records) is Outcome.EXTEND:
+        if self.has_left or self.trigger.after_meeting(records) is Outcome.EXTEND:
             return None
         drift.check_records(records, self.host.plan.names, self.count)
         for index in selection.indices:
@@ -133,7 +133,7 @@ class Rounds:
         records = self._hold(step)
         self.has_left = any(record.is_leaving for record in records)
         if not self.has_left:
-            self.pace.losses.report(records, self.reporter)
+            self.trigger.losses.report(records, self.reporter)
 
     def _hold(
         self, step: int, norms: Mapping[int, float] | None = None, *, is_leaving: bool = False
@@ -156,10 +156,10 @@ class Rounds:
         *,
         is_last: bool,
         times: tuple[float, float],
-    ) -> SyncRun:
+    ) -> InflightSync:
         assert self.state is not None
         self.count, self.start = self.count + 1, step
-        self.pace.losses.report(records, self.reporter)
+        self.trigger.losses.report(records, self.reporter)
         units = list(selection.indices)
         self.unit_steps += torch.tensor([[record.inner_steps] for record in records])
         steps = self.unit_steps[:, units]
@@ -169,12 +169,14 @@ class Rounds:
             table, self.detectors.of_units(units), self.settings.penalty, steps
         )
         self.detectors = self.detectors.with_units(units, learned)
-        heal_broken(self.host, selection.plan, decision, self.groups.sync.rank, self.reporter)
+        zero_nonfinite_moments_of_excluded(
+            self.host, selection.plan, decision, self.groups.sync.rank, self.reporter
+        )
         average(self.host, records, decision, units)
         landing = PLAIN if is_last else self.settings.landing
-        self.is_level = selection.is_whole and landing.is_plain
+        self.replicas_identical = selection.is_whole and landing.is_direct_copy
         late = None if landing.at_next_meeting else step + landing.delay
-        run = SyncRun(
+        run = InflightSync(
             round=self.count,
             step=step,
             due=late,

@@ -19,7 +19,7 @@ class Outcome(Enum):
     EXTEND = auto()  # too few steps so far: the round goes on
 
 
-class Pace(Protocol):
+class SyncTrigger(Protocol):
     """Decides when this replica meets the others. All ranks of a replica answer alike.
 
     Attributes:

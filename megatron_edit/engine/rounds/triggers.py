@@ -9,7 +9,7 @@ from megatron_edit.checkpoint.manifest import ReplicaEntry
 from megatron_edit.comm.control import ControlRecord
 from megatron_edit.engine.host import Host
 from megatron_edit.engine.rounds.losses import Losses, MeanLoss, StepLosses
-from megatron_edit.engine.rounds.trigger import Outcome, Pace
+from megatron_edit.engine.rounds.trigger import Outcome, SyncTrigger
 from megatron_edit.engine.settings import EngineSettings
 from megatron_edit.method.clock import PhaseClock, TimeTrigger
 from megatron_edit.method.ledger import Dealing
@@ -17,16 +17,16 @@ from megatron_edit.method.schedule import Schedule
 
 
 @dataclass
-class CountedPace:
+class StepTrigger:
     """Every tau steps (EDiT).
 
     Attributes:
         schedule: warm-up and interval.
         host: says which step is the last.
         clock: of the inner phase, for the log.
-        losses: see `Pace`.
+        losses: see `SyncTrigger`.
         start: the step after which the round began.
-        round_length: see `Pace`.
+        round_length: see `SyncTrigger`.
     """
 
     schedule: Schedule
@@ -45,22 +45,22 @@ class CountedPace:
         self.losses = StepLosses(self.schedule.interval) if is_even else MeanLoss()
 
     def begin_together(self, step: int) -> None:
-        """See `Pace`. Data come in Megatron's own order: nothing to do."""
+        """See `SyncTrigger`. Data come in Megatron's own order: nothing to do."""
 
     def begin(self, step: int) -> None:
-        """See `Pace`. Replicas have been together so far: their schedules stand alike."""
+        """See `SyncTrigger`. Replicas have been together so far: their schedules stand alike."""
         self.start = step
         self.round_length = self.schedule.round_length(self.host.progress().next_lr)
 
     def begin_phase(self) -> None:
-        """See `Pace`."""
+        """See `SyncTrigger`."""
         self.clock.restart()
         if self._held_back is not None:
             self.losses.note(*self._held_back)
             self._held_back = None
 
     def resume(self, entry: ReplicaEntry, dealing: Dealing | None, *, is_rejoined: bool) -> None:
-        """See `Pace`. The loss of the step before a meeting belongs to the round after it."""
+        """See `SyncTrigger`. The loss of the step before a meeting belongs to the next round."""
         losses, last = entry.losses, entry.last_loss_step
         if entry.is_waiting and last and self.schedule.has_fixed_rounds:  # a mean holds them all
             self._held_back, losses, last = (last, losses[-1]), losses[:-1], last - 1
@@ -71,26 +71,26 @@ class CountedPace:
         )
 
     def groups_after(self, step: int, num_syncs: int) -> Sequence[int]:
-        """See `Pace`. A partial round is synced at the end: nothing learned is left behind."""
+        """See `SyncTrigger`. A partial round is synced at the end, so that it is not lost."""
         if self.is_last:
             return range(self.schedule.fragments)
         return self.schedule.groups_after(step, self.start, self.round_length)
 
     @property
     def is_last(self) -> bool:
-        """See `Pace`."""
+        """See `SyncTrigger`."""
         return self.host.progress().is_last_step
 
     def is_due(self, step: int, *, is_asked: bool) -> bool:
-        """See `Pace`."""
+        """See `SyncTrigger`."""
         return not self.schedule.is_warmup(step) and bool(self.groups_after(step, 0))
 
     def after_step(self) -> bool:
-        """See `Pace`."""
+        """See `SyncTrigger`."""
         return False
 
     def after_meeting(self, records: Sequence[ControlRecord]) -> Outcome:
-        """See `Pace`."""
+        """See `SyncTrigger`."""
         behind = max(r.schedule_position for r in records) - self.host.progress().schedule_position
         if behind:  # it skipped steps: it catches up with the learning rate of the others
             self.host.advance_schedule(behind)
@@ -100,17 +100,17 @@ class CountedPace:
 
     @property
     def must_meet_again(self) -> bool:
-        """See `Pace`."""
+        """See `SyncTrigger`."""
         return False
 
     @property
     def is_over(self) -> bool:
-        """See `Pace`: the meeting of the last step is the last."""
+        """See `SyncTrigger`: the meeting of the last step is the last."""
         return False
 
 
 @dataclass
-class TimedPace:
+class ClockTrigger:
     """Every tau_time seconds, each replica after as many steps as it has made by then (A-EDiT).
 
     It also keeps the data ledger: which blocks of samples this round deals to whom.
@@ -119,7 +119,7 @@ class TimedPace:
         replica: r.
         min_round_steps: of all replicas together; a round with fewer goes on.
         fragments: F.
-        trigger: asks for meetings.
+        timer: asks for meetings.
         host: learns where training stands.
         dealing: of the round that is under way.
         epoch: how many dealings there were before it; data prefetched under another is void.
@@ -131,7 +131,7 @@ class TimedPace:
     replica: int
     min_round_steps: float
     fragments: int
-    trigger: TimeTrigger
+    timer: TimeTrigger
     host: Host
     dealing: Dealing
     epoch: int = 0
@@ -143,57 +143,57 @@ class TimedPace:
 
     @property
     def last_step_seconds(self) -> float:
-        """See `Pace`."""
-        return self.trigger.last
+        """See `SyncTrigger`."""
+        return self.timer.last
 
     def begin_together(self, step: int) -> None:
-        """See `Pace`. In warm-up every replica consumed a block at each step; a run that loads more
-        steps than it is to make is over."""
+        """See `SyncTrigger`. In warm-up every replica consumed a block at each step; a run that
+        loads more steps than it is to make is over."""
         replicas, target = self.dealing.num_replicas, self.dealing.target
         consumed = step * replicas
         self._deal(Dealing(replicas, max(target, consumed), consumed))
 
     def begin(self, step: int) -> None:
-        """See `Pace`."""
+        """See `SyncTrigger`."""
         self.begin_together(step)
-        self.host.part(is_over=self.dealing.is_over)
+        self.host.begin_local(is_over=self.dealing.is_over)
 
     def begin_phase(self) -> None:
-        """See `Pace`."""
-        self.trigger.restart()
+        """See `SyncTrigger`."""
+        self.timer.restart()
 
     def resume(self, entry: ReplicaEntry, dealing: Dealing | None, *, is_rejoined: bool) -> None:
-        """See `Pace`."""
+        """See `SyncTrigger`."""
         assert dealing is not None, "replicas with clocks resume without a ledger"
         self._deal(dealing)
-        self.steps, self.trigger.last = entry.inner_steps, entry.last_step_seconds
+        self.steps, self.timer.last = entry.inner_steps, entry.last_step_seconds
         self.is_rejoined = is_rejoined
         self.losses.restore(entry.losses, entry.last_loss_step)
 
     def groups_after(self, step: int, num_syncs: int) -> Sequence[int]:
-        """See `Pace`: in turn; meetings j = 1, 2, ... are for the groups j mod F."""
+        """See `SyncTrigger`: in turn; meetings j = 1, 2, ... are for the groups j mod F."""
         if self.is_last:
             return range(self.fragments)
         return [(num_syncs + 1) % self.fragments]
 
     @property
     def is_last(self) -> bool:
-        """See `Pace`: after a final round, or where its share was nothing."""
+        """See `SyncTrigger`: after a final round, or where its share was nothing."""
         return self.dealing.is_final or self.dealing.is_over
 
     def is_due(self, step: int, *, is_asked: bool) -> bool:
-        """See `Pace`: the clock says so, or no block is left for another step. In the final round
-        each replica makes the run that it was given (method 5): no clock cuts it."""
+        """See `SyncTrigger`: the clock says so, or no block is left for another step. In the final
+        round each replica makes the run that it was given (method 5): no clock cuts it."""
         is_cut = is_asked and not self.dealing.is_final
         return is_cut or self.dealing.is_exhausted(self.replica, self.steps + 1)
 
     def after_step(self) -> bool:
-        """See `Pace`."""
+        """See `SyncTrigger`."""
         self.steps += 1
-        return self.trigger.after_step()
+        return self.timer.after_step()
 
     def after_meeting(self, records: Sequence[ControlRecord]) -> Outcome:
-        """See `Pace`."""
+        """See `SyncTrigger`."""
         if self.dealing.is_over:  # only units that have not landed brought the replicas here
             return Outcome.SYNC
         counts = [record.inner_steps for record in records]
@@ -204,7 +204,7 @@ class TimedPace:
             self.is_rejoined = False  # it goes on, and comes to the next meeting in a step
             return Outcome.EXTEND
         self._deal(self.dealing.settle(counts))
-        self.host.arrive(
+        self.host.end_round(
             sum(record.samples for record in records),
             is_over=self.dealing.is_over,
             is_followed=self.is_rejoined or any(map(self._is_idle, range(len(records)))),
@@ -214,12 +214,12 @@ class TimedPace:
 
     @property
     def must_meet_again(self) -> bool:
-        """See `Pace`: the final round gives nothing to a replica that was very slow."""
+        """See `SyncTrigger`: the final round gives nothing to a replica that was very slow."""
         return self._is_idle(self.replica)
 
     @property
     def is_over(self) -> bool:
-        """See `Pace`."""
+        """See `SyncTrigger`."""
         return self.dealing.is_over
 
     def _is_idle(self, replica: int) -> bool:
@@ -230,10 +230,10 @@ class TimedPace:
         self.dealing, self.epoch, self.steps = dealing, self.epoch + 1, 0
 
 
-def pace_of(
+def trigger_of(
     settings: EngineSettings, host: Host, clock: PhaseClock, replica: int, num_replicas: int
-) -> Pace:
-    """The pace that the settings ask for.
+) -> SyncTrigger:
+    """The trigger that the settings ask for.
 
     Args:
         settings: of the engine.
@@ -243,7 +243,7 @@ def pace_of(
         num_replicas: N.
     """
     if (timed := settings.timed) is None:
-        return CountedPace(settings.schedule, host, clock)
-    trigger = TimeTrigger(timed.length, clock)
+        return StepTrigger(settings.schedule, host, clock)
+    timer = TimeTrigger(timed.length, clock)
     dealing = Dealing(num_replicas, timed.target)
-    return TimedPace(replica, timed.min_steps, settings.schedule.fragments, trigger, host, dealing)
+    return ClockTrigger(replica, timed.min_steps, settings.schedule.fragments, timer, host, dealing)

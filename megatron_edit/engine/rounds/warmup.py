@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_edit.comm.collectives import Group, Pending
+from megatron_edit.comm.collectives import Group, Work
 from megatron_edit.engine.groups import EngineGroups
 from megatron_edit.engine.host import Host
 
@@ -48,7 +48,7 @@ class CommonStop:
     """
 
     group: Group
-    _asked: tuple[Pending, Tensor] | None = None
+    _asked: tuple[Work, Tensor] | None = None
 
     def after_step(self, is_wanted: bool) -> bool:
         """After a step of the warm-up: whether all replicas stop now.

@@ -40,7 +40,7 @@ def select(plan: UnitPlan, indices: Iterable[int]) -> Selection:
 
 
 @dataclass(frozen=True)
-class Groups:
+class FragmentPlan:
     """The groups of a staggered sync: unit i belongs to group i mod F.
 
     Attributes:
@@ -54,7 +54,7 @@ class Groups:
     whole: Selection
 
     @classmethod
-    def of(cls, plan: UnitPlan, num_groups: int) -> Groups:
+    def of(cls, plan: UnitPlan, num_groups: int) -> FragmentPlan:
         """Deal the units out.
 
         Raises:

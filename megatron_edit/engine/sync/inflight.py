@@ -19,19 +19,19 @@ from torch import Tensor
 
 from megatron_edit.comm.control import ControlRecord
 from megatron_edit.comm.wire import Wire
-from megatron_edit.engine.checks.finite import sound_units
+from megatron_edit.engine.checks.finite import finite_units
 from megatron_edit.engine.groups import EngineGroups
 from megatron_edit.engine.rounds.plan import Decision
 from megatron_edit.engine.sync.fragments import Selection
 from megatron_edit.engine.sync.offload import one_ahead
 from megatron_edit.engine.sync.outer_state import OuterState, StagedUnit, pseudo_gradient
-from megatron_edit.engine.sync.unit_sync import Flight, Outcome, Rules
+from megatron_edit.engine.sync.unit_sync import Outcome, Rules, UnitSync
 from megatron_edit.engine.sync.units import UnitPlan, UnitShard
 from megatron_edit.errors import ReplicaLostError
 
 
 @dataclass
-class SyncRun:
+class InflightSync:
     """A sync that is under way on this rank.
 
     Attributes:
@@ -68,9 +68,9 @@ class SyncRun:
     digests: dict[int, Tensor] = field(default_factory=dict)
     ended: float = 0.0
     is_reported: bool = False
-    _flying: deque[Flight] = field(default_factory=deque)
+    _flying: deque[UnitSync] = field(default_factory=deque)
     _outcomes: list[tuple[int, Outcome]] = field(default_factory=list)
-    _sound: list[bool] | None = None
+    _finite: list[bool] | None = None
     _num_landed: int = 0
     _started: int = 0
     _stages: Iterator[tuple[UnitShard, StagedUnit]] = field(init=False)
@@ -86,11 +86,11 @@ class SyncRun:
         return self.selection.plan
 
     @property
-    def flights(self) -> Sequence[Flight]:
+    def flights(self) -> Sequence[UnitSync]:
         """Of the units that have not landed and are under way."""
         return tuple(self._flying)
 
-    def bring_back(self, flights: Sequence[Flight]) -> None:
+    def bring_back(self, flights: Sequence[UnitSync]) -> None:
         """Go on with units that were in flight when a checkpoint was written: with all of them."""
         self._flying.extend(flights)
         self._started = len(flights)
@@ -110,7 +110,7 @@ class SyncRun:
         for shard in self.plan.shards:
             home = units[shard.name]
             self._flying.append(
-                Flight.prepare(shard, home, None, self.groups, self.decision, landing)
+                UnitSync.prepare(shard, home, None, self.groups, self.decision, landing)
             )
             self._started += 1
 
@@ -127,7 +127,7 @@ class SyncRun:
         while self._started < len(self.plan.shards) and len(self._flying) < self.depth:
             shard, staged = next(self._stages)
             self._flying.append(
-                Flight.prepare(
+                UnitSync.prepare(
                     shard,
                     self.state.units[shard.name],
                     staged,
@@ -173,23 +173,23 @@ class SyncRun:
             flight.unstage()
         self.ended = time.monotonic()
 
-    def look(self) -> None:
+    def check_finite(self) -> None:
         """Before a landing of what was trained on, or is kept in part: are parameters finite?
 
         Collective: the ranks of the pipeline stage.
         """
-        if not self.rules.landing.is_plain:
-            self._sound = sound_units(self.plan, self.groups)
+        if not self.rules.landing.is_direct_copy:
+            self._finite = finite_units(self.plan, self.groups)
 
     @property
-    def is_sound(self) -> bool:
+    def is_finite(self) -> bool:
         """Whether this replica's parameters of the units were finite, as far as this stage knows.
 
         Of a sync that lands at once the gathered norms tell, which all ranks have.
         """
         if self.rules.landing.is_immediate:
             return self.had_finite_norms
-        return self._sound is None or all(self._sound)
+        return self._finite is None or all(self._finite)
 
     @property
     def had_finite_norms(self) -> bool:
@@ -207,15 +207,15 @@ class SyncRun:
         self._step(flight)
         self._flying.popleft()
         shard = flight.shard
-        is_sound = self._sound is None or self._sound[shard.index]
+        is_finite = self._finite is None or self._finite[shard.index]
         with _naming(shard):
-            is_hurt = flight.land(self.rules.landing, is_sound=is_sound)
+            has_bad_moments = flight.land(self.rules.landing, is_finite=is_finite)
         self._num_landed += 1
         del flight  # its buffers make room for the unit that starts now
         self.advance()
         if self.is_done:
             self.ended = time.monotonic()
-        return shard, is_hurt
+        return shard, has_bad_moments
 
     def clip_factors(self) -> Tensor:
         """float64 [U] on the CPU; NaN for units of other stages. Waits for the device."""
@@ -236,7 +236,7 @@ class SyncRun:
             "total": self.ended - self.began,
         }
 
-    def _step(self, flight: Flight) -> None:
+    def _step(self, flight: UnitSync) -> None:
         if not flight.is_stepped:
             with _naming(flight.shard):
                 self._outcomes.append((flight.shard.index, flight.step(self.groups, self.rules)))

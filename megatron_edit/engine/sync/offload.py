@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Arriving:
+class DeviceCopy:
     """A tensor on its way to the device.
 
     Attributes:
@@ -35,7 +35,7 @@ class Arriving:
         return self.tensor
 
 
-class Lanes:
+class OffloadStreams:
     """A lane to the device and one back, each a stream, so that both directions run at once.
 
     Args:
@@ -58,14 +58,14 @@ class Lanes:
         if self._down is not None:
             self._down.synchronize()
 
-    def upload(self, source: Tensor) -> Arriving:
+    def upload(self, source: Tensor) -> DeviceCopy:
         """Begin to copy `source`, pinned, to a new tensor on the device."""
         if self._up is None:
-            return Arriving(torch.empty_like(source, device=self.device).copy_(source))
+            return DeviceCopy(torch.empty_like(source, device=self.device).copy_(source))
         with torch.cuda.stream(self._up):
             target = torch.empty_like(source, device=self.device, pin_memory=False)
             target.copy_(source, non_blocking=True)
-            return Arriving(target, self._up.record_event())
+            return DeviceCopy(target, self._up.record_event())
 
     def download(self, source: Tensor, target: Tensor) -> None:
         """Begin to copy `source` to `target`, pinned, after what computes it now."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_edit.comm.wire import Residual, Wire
-from megatron_edit.engine.sync.offload import Arriving, Lanes
+from megatron_edit.engine.sync.offload import DeviceCopy, OffloadStreams
 from megatron_edit.engine.sync.units import UnitPlan, UnitShard
 
 
@@ -23,24 +23,32 @@ class UnitState:
     Attributes:
         anchor: A, fp32 [numel], parameters after the last sync.
         momentum: b, fp32 [numel].
-        lanes: how it is copied to be used, where it lives in host memory; else None.
+        offload_streams: how it is copied to be used, where it lives in host memory; else None.
         residual: what a lossy wire type still owes; None where nothing is lost.
     """
 
     anchor: Tensor
     momentum: Tensor
-    lanes: Lanes | None = None
+    offload_streams: OffloadStreams | None = None
     residual: Residual | None = None
 
-    def stage_anchor(self) -> Arriving:
+    def stage_anchor(self) -> DeviceCopy:
         """Begin to bring the anchor to the device; without offload it is there."""
-        return Arriving(self.anchor) if self.lanes is None else self.lanes.upload(self.anchor)
+        return (
+            DeviceCopy(self.anchor)
+            if self.offload_streams is None
+            else self.offload_streams.upload(self.anchor)
+        )
 
     def stage(self) -> StagedUnit:
         """Begin to bring the state to the device; without offload it is there."""
-        if self.lanes is None:
-            return StagedUnit(Arriving(self.anchor), Arriving(self.momentum), self)
-        return StagedUnit(self.lanes.upload(self.anchor), self.lanes.upload(self.momentum), self)
+        if self.offload_streams is None:
+            return StagedUnit(DeviceCopy(self.anchor), DeviceCopy(self.momentum), self)
+        return StagedUnit(
+            self.offload_streams.upload(self.anchor),
+            self.offload_streams.upload(self.momentum),
+            self,
+        )
 
 
 @dataclass(frozen=True)
@@ -53,15 +61,15 @@ class StagedUnit:
         home: where the state lives between syncs; the same tensors, unless it is offloaded.
     """
 
-    anchor: Arriving
-    momentum: Arriving
+    anchor: DeviceCopy
+    momentum: DeviceCopy
     home: UnitState
 
     def put_back(self) -> None:
         """Begin to bring a changed state home."""
-        if (lanes := self.home.lanes) is not None:
-            lanes.download(self.anchor.tensor, self.home.anchor)
-            lanes.download(self.momentum.tensor, self.home.momentum)
+        if (offload_streams := self.home.offload_streams) is not None:
+            offload_streams.download(self.anchor.tensor, self.home.anchor)
+            offload_streams.download(self.momentum.tensor, self.home.momentum)
 
 
 def pseudo_gradient(anchor: Tensor, shard: UnitShard, out: Tensor) -> Tensor:
@@ -78,11 +86,11 @@ class OuterState:
 
     Attributes:
         units: by unit name, in forward order.
-        lanes: of offloaded units; else None.
+        offload_streams: of offloaded units; else None.
     """
 
     units: dict[str, UnitState]
-    lanes: Lanes | None = None
+    offload_streams: OffloadStreams | None = None
 
     @classmethod
     def take(
@@ -105,7 +113,7 @@ class OuterState:
         """
         home = torch.device("cpu") if offload else device
         is_pinned = offload and device.type == "cuda"
-        lanes = Lanes(device) if offload else None
+        offload_streams = OffloadStreams(device) if offload else None
         units = {}
         for shard in plan.shards:
             anchor = torch.empty(shard.numel, device=home, pin_memory=is_pinned)
@@ -114,18 +122,18 @@ class OuterState:
             residual = None
             if wire is not None and wire.has_residual:
                 residual = wire.new_residual(shard.numel, num_replicas, device)
-            units[shard.name] = UnitState(anchor, momentum, lanes, residual)
-        return cls(units, lanes)
+            units[shard.name] = UnitState(anchor, momentum, offload_streams, residual)
+        return cls(units, offload_streams)
 
     def begin_sync(self) -> None:
         """Called before the units of a sync are staged: they are read as the last one left them."""
-        if self.lanes is not None:
-            self.lanes.fence()
+        if self.offload_streams is not None:
+            self.offload_streams.fence()
 
     def wait(self) -> None:
         """Wait until what was offloaded is home, for the host to read it."""
-        if self.lanes is not None:
-            self.lanes.wait()
+        if self.offload_streams is not None:
+            self.offload_streams.wait()
 
     @property
     def nbytes(self) -> int:

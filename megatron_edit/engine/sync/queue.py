@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from megatron_edit.engine.accounting import Accounts
 from megatron_edit.engine.checks import drift
 from megatron_edit.engine.checks.digest import tensor_digest
-from megatron_edit.engine.checks.equal import heal_moments
-from megatron_edit.engine.checks.finite import is_sound_everywhere, restore_rest
+from megatron_edit.engine.checks.equal import zero_nonfinite_moments
+from megatron_edit.engine.checks.finite import is_finite_on_all_stages, restore_other_units
 from megatron_edit.engine.groups import EngineGroups
 from megatron_edit.engine.host import Host
 from megatron_edit.engine.report import Reporter
 from megatron_edit.engine.sync.fragments import Selection
-from megatron_edit.engine.sync.inflight import SyncRun
+from megatron_edit.engine.sync.inflight import InflightSync
 
 
 @dataclass
-class Traffic:
+class SyncQueue:
     """Lands syncs, each at its time, and reports them.
 
     Attributes:
@@ -41,8 +41,8 @@ class Traffic:
     digest_interval: int
     fragments: int
     landed_digests: dict[int, float]
-    landing: SyncRun | None = None
-    flying: list[SyncRun] = field(default_factory=list)
+    landing: InflightSync | None = None
+    flying: list[InflightSync] = field(default_factory=list)
     num_landings: int = 0
 
     @property
@@ -58,28 +58,28 @@ class Traffic:
     def poll(self) -> None:
         """Let exchanges go on, in the order of their starts. Waits for nothing."""
         for group in self.groups.ties.values():
-            group.let_go()
+            group.reap()
         runs = self.flying if self.landing is None else [self.landing, *self.flying]
         for run in runs:
             if not (run.advance() or run.goes_together):
                 return
 
-    def due(self, step: int) -> list[SyncRun]:
-        """Syncs that land after step `step`."""
+    def due(self, step: int) -> list[InflightSync]:
+        """SyncController that land after step `step`."""
         return [run for run in self.flying if run.due is not None and run.due <= step]
 
-    def of_units(self, selection: Selection) -> list[SyncRun]:
-        """Syncs that have units of a selection and have not landed."""
+    def of_units(self, selection: Selection) -> list[InflightSync]:
+        """SyncController that have units of a selection and have not landed."""
         wanted = set(selection.indices)
         runs = self.flying if self.landing is None else [self.landing, *self.flying]
         return [run for run in runs if wanted & set(run.selection.indices)]
 
-    def fly(self, run: SyncRun) -> None:
+    def fly(self, run: InflightSync) -> None:
         """A sync begins that lands later."""
         self.flying.append(run)
         self.poll()
 
-    def begin_landing(self, run: SyncRun) -> None:
+    def begin_landing(self, run: InflightSync) -> None:
         """From here on the units of a sync land, each when it is needed or when all are settled.
 
         Collective: the ranks of the pipeline stage, where the landing keeps parameters.
@@ -93,12 +93,12 @@ class Traffic:
         self.landing = run
         # A stage that holds none of these units gathers what its own step has left to be gathered.
         self.num_landings += bool(run.plan.shards)
-        run.look()
+        run.check_finite()
         if not run.selection.is_whole:
             self._rescue(run)
         self.poll()
 
-    def go_back(self, run: SyncRun) -> None:
+    def go_back(self, run: InflightSync) -> None:
         """Give the parameters the anchor that a sync has begun from. All ranks of the replica."""
         for shard in run.plan.shards:
             shard.scatter(run.state.units[shard.name].stage_anchor().ready())
@@ -108,24 +108,26 @@ class Traffic:
         self.num_landings += 1
         self.host.gather_parameters()
 
-    def _rescue(self, run: SyncRun) -> None:
+    def _rescue(self, run: InflightSync) -> None:
         """If this replica broke: its other units come back with those that land, and at once."""
-        is_sound = run.is_sound
+        is_finite = run.is_finite
         if not run.rules.landing.is_immediate:
-            is_sound = is_sound_everywhere(is_sound, self.groups)
-        if is_sound:
+            is_finite = is_finite_on_all_stages(is_finite, self.groups)
+        if is_finite:
             return
         self._restore_rest(run)
         self.settle()
         self.host.gather_parameters()
 
-    def _restore_rest(self, run: SyncRun) -> None:
+    def _restore_rest(self, run: InflightSync) -> None:
         """All units but those of a sync, where they are not finite."""
         self._finish_steps()  # so that a save before this, which does the same, changes nothing
         flights = [flight for other in self.flying for flight in other.flights]
-        restore_rest(self.host, self.groups, run.state, run.plan.names, flights, self.reporter)
+        restore_other_units(
+            self.host, self.groups, run.state, run.plan.names, flights, self.reporter
+        )
 
-    def require(self, num_shards: int) -> None:
+    def apply_up_to(self, num_shards: int) -> None:
         """Land what there is to land among the first `num_shards` shards of the stage."""
         if (run := self.landing) is None or run.is_done:
             return
@@ -144,7 +146,7 @@ class Traffic:
         if (run := self.landing) is None:
             return
         if not run.is_done:
-            self.require(len(self.host.plan.shards))
+            self.apply_up_to(len(self.host.plan.shards))
             self.host.gather_parameters()
         self._report(run)
         self.landing = None  # only now: who is lost in the check is lost in this round
@@ -169,15 +171,15 @@ class Traffic:
                 run.finish_steps()
                 self._report(run)
 
-    def _land_next(self, run: SyncRun) -> None:
-        shard, is_hurt = run.land_next()
-        if is_hurt:
-            heal_moments(self.host, shard, self.reporter)
+    def _land_next(self, run: InflightSync) -> None:
+        shard, has_bad_moments = run.land_next()
+        if has_bad_moments:
+            zero_nonfinite_moments(self.host, shard, self.reporter)
         shard.publish()
-        if self.is_checked(run) and run.rules.landing.is_plain:
+        if self.is_checked(run) and run.rules.landing.is_direct_copy:
             run.digests[shard.index] = drift.shard_digest(shard)
 
-    def _report(self, run: SyncRun) -> None:
+    def _report(self, run: InflightSync) -> None:
         """The outer step of all units is done: check for drift, and tell."""
         if run.is_reported:
             return
@@ -185,14 +187,14 @@ class Traffic:
         run.is_reported = True
         self.reporter.on_sync(self.accounts.report(run, digest))
 
-    def is_checked(self, run: SyncRun) -> bool:
+    def is_checked(self, run: InflightSync) -> bool:
         """Whether drift is looked for after a sync: one of each group, then none for a while."""
         turn = (run.round - 1) // self.fragments + 1
         return turn % self.digest_interval == 0
 
-    def _check(self, run: SyncRun) -> int:
+    def _check(self, run: InflightSync) -> int:
         """Compare digests now, or where replicas land at different times, at the next meeting."""
-        if not run.rules.landing.is_plain:
+        if not run.rules.landing.is_direct_copy:
             run.state.wait()
             for shard in run.plan.shards:
                 home = run.state.units[shard.name]

@@ -59,7 +59,7 @@ class Outcome:
 
 
 @dataclass
-class Flight:
+class UnitSync:
     """A unit in flight.
 
     Attributes:
@@ -93,7 +93,7 @@ class Flight:
         groups: EngineGroups,
         decision: Decision,
         landing: LandingRule,
-    ) -> Flight:
+    ) -> UnitSync:
         """Compute this replica's addend. Allocates its buffers; the host never waits.
 
         Args:
@@ -180,12 +180,12 @@ class Flight:
         self.outcome = Outcome(clip, norm, waited)
         return self.outcome
 
-    def land(self, landing: LandingRule, *, is_sound: bool) -> bool:
+    def land(self, landing: LandingRule, *, is_finite: bool) -> bool:
         """Give theta the anchor, or what the rule makes of both. After `step`. No communication.
 
         Args:
             landing: the rule.
-            is_sound: whether this replica's parameters of the unit are finite.
+            is_finite: whether this replica's parameters of the unit are finite.
 
         Returns:
             Whether they were trained on while the replica was left out, or broke: then its inner
@@ -194,13 +194,13 @@ class Flight:
         assert self.is_stepped, f"unit {self.shard.name}: landed before its outer step"
         anchor = self._stage().anchor.ready()
         self.staged = None
-        is_dropped = self.is_excluded or not is_sound
+        is_dropped = self.is_excluded or not is_finite
         if is_dropped or not landing.merges:
             self.shard.scatter(anchor)
-            return is_dropped and not landing.is_plain
-        for fragment, where in zip(self.shard.fragments, self.shard.slices, strict=True):
+            return is_dropped and not landing.is_direct_copy
+        for param, where in zip(self.shard.params, self.shard.slices, strict=True):
             before = None if self.snapshot is None else self.snapshot[where]
-            landing.merge_(fragment.main, anchor[where], before)
+            landing.merge_(param.main, anchor[where], before)
         self.snapshot = None
         return False
 
@@ -223,13 +223,13 @@ def _tie_copies(shard: UnitShard, average: Tensor, groups: EngineGroups) -> None
     for tie, group in groups.ties.items():
         chosen = [
             where
-            for fragment, where in zip(shard.fragments, shard.slices, strict=True)
-            if fragment.tie == tie
+            for param, where in zip(shard.params, shard.slices, strict=True)
+            if param.tie == tie
         ]
         if not chosen or group.size == 1:
             continue
         copies = torch.cat([average[where] for where in chosen])
-        group.give(copies)
+        group.broadcast_nowait(copies)
         parts = copies.split([where.stop - where.start for where in chosen])
         for where, part in zip(chosen, parts, strict=True):
             average[where].copy_(part)
@@ -241,7 +241,7 @@ def _norm_over_stage(shard: UnitShard, average: Tensor, groups: EngineGroups) ->
     stages = groups.ties.get(TIED_EMBEDDING)
     if stages is not None and shard.name == EMBEDDING:
         # A stage that holds only a tied copy counts nothing of the unit: the first stage knows.
-        stages.give(squares)
+        stages.broadcast_nowait(squares)
     return squares.sqrt()
 
 

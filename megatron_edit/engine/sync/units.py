@@ -22,7 +22,7 @@ def forward_order(name: str) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Fragment:
+class ParamShard:
     """The part of one parameter that this rank's optimizer owns.
 
     Attributes:
@@ -48,18 +48,18 @@ class Fragment:
 
 @dataclass(frozen=True)
 class UnitShard:
-    """This rank's shard of one unit: its fragments, end to end, in one flat range.
+    """This rank's shard of one unit: its params, end to end, in one flat range.
 
     Attributes:
         name: the unit.
         index: the unit's position in the replica's list of units.
-        fragments: in the order of the optimizer's own shard map.
-        slices: where each fragment lies in the flat range.
+        params: in the order of the optimizer's own shard map.
+        slices: where each param lies in the flat range.
     """
 
     name: str
     index: int
-    fragments: tuple[Fragment, ...]
+    params: tuple[ParamShard, ...]
     slices: tuple[slice, ...]
 
     @property
@@ -69,26 +69,26 @@ class UnitShard:
 
     def gather(self, out: Tensor) -> Tensor:
         """Copy the main shards into `out`, fp32 [>= numel], and return the part that was filled."""
-        for fragment, where in zip(self.fragments, self.slices, strict=True):
-            out[where].copy_(fragment.main)
+        for param, where in zip(self.params, self.slices, strict=True):
+            out[where].copy_(param.main)
         return out[: self.numel]
 
     def scatter(self, flat: Tensor) -> None:
         """Copy `flat`, fp32 [numel], into the main shards."""
-        for fragment, where in zip(self.fragments, self.slices, strict=True):
-            fragment.main.copy_(flat[where])
+        for param, where in zip(self.params, self.slices, strict=True):
+            param.main.copy_(flat[where])
 
     def publish(self) -> None:
         """Copy the main shards to where the model reads them."""
-        for fragment in self.fragments:
-            if fragment.target is not None:
-                fragment.target.copy_(fragment.main)
+        for param in self.params:
+            if param.target is not None:
+                param.target.copy_(param.main)
 
     def squared_norm(self, flat: Tensor) -> Tensor:
-        """Sum of squares over the fragments that count, float64 scalar, in fragment order."""
+        """Sum of squares over the params that count, float64 scalar, in param order."""
         total = torch.zeros((), dtype=torch.float64, device=flat.device)
-        for fragment, where in zip(self.fragments, self.slices, strict=True):
-            if fragment.is_counted:
+        for param, where in zip(self.params, self.slices, strict=True):
+            if param.is_counted:
                 total += sum_of_squares(flat[where])
         return total
 
@@ -118,23 +118,23 @@ class UnitPlan:
 
 
 def plan_units(
-    fragments: Iterable[Fragment], names: Sequence[str], stage_units: Sequence[str]
+    params: Iterable[ParamShard], names: Sequence[str], stage_units: Sequence[str]
 ) -> UnitPlan:
-    """Group fragments by unit.
+    """Group params by unit.
 
     Args:
-        fragments: of this rank, in the order of the optimizer's shard map.
+        params: of this rank, in the order of the optimizer's shard map.
         names: units of the whole replica, in forward order.
         stage_units: units of which this rank's pipeline stage holds parameters.
 
     Raises:
-        SyncProtocolError: a fragment belongs to no unit of the stage.
+        SyncProtocolError: a param belongs to no unit of the stage.
     """
-    by_unit: dict[str, list[Fragment]] = {name: [] for name in names if name in stage_units}
-    for fragment in fragments:
-        if fragment.unit not in by_unit:
-            raise SyncProtocolError(f"{fragment.parameter}: unit {fragment.unit} is not planned")
-        by_unit[fragment.unit].append(fragment)
+    by_unit: dict[str, list[ParamShard]] = {name: [] for name in names if name in stage_units}
+    for param in params:
+        if param.unit not in by_unit:
+            raise SyncProtocolError(f"{param.parameter}: unit {param.unit} is not planned")
+        by_unit[param.unit].append(param)
     shards = tuple(
         UnitShard(name, names.index(name), tuple(parts), _end_to_end(parts))
         for name, parts in by_unit.items()
@@ -142,9 +142,9 @@ def plan_units(
     return UnitPlan(tuple(names), shards)
 
 
-def _end_to_end(fragments: Sequence[Fragment]) -> tuple[slice, ...]:
+def _end_to_end(params: Sequence[ParamShard]) -> tuple[slice, ...]:
     slices, start = [], 0
-    for fragment in fragments:
-        slices.append(slice(start, start + fragment.main.numel()))
+    for param in params:
+        slices.append(slice(start, start + param.main.numel()))
         start = slices[-1].stop
     return tuple(slices)

@@ -23,15 +23,14 @@ from megatron_edit.config import EditConfig
 from megatron_edit.engine.engine import EditEngine
 from megatron_edit.engine.pending import bring_back
 from megatron_edit.engine.rounds.completion import Completion
-from megatron_edit.engine.standing import Standing, go_on
-from megatron_edit.engine.sync.inflight import SyncRun
+from megatron_edit.engine.standing import Standing, load_state_dict
+from megatron_edit.engine.sync.inflight import InflightSync
 from megatron_edit.engine.sync.outer_state import OuterState
 from megatron_edit.errors import UsageError
 from megatron_edit.host.checkpoint.choosing import Choice, check_together, choose
 from megatron_edit.host.checkpoint.fingerprint import layout_of
 from megatron_edit.host.checkpoint.guard import guarded
 from megatron_edit.host.checkpoint.outer import Piece
-from megatron_edit.host.checkpoint.own import land_saved, load_state
 from megatron_edit.host.checkpoint.paths import Redirection
 from megatron_edit.host.checkpoint.random import load_streams
 from megatron_edit.host.checkpoint.refusals import (
@@ -41,6 +40,7 @@ from megatron_edit.host.checkpoint.refusals import (
     check_samples,
     check_schedule,
 )
+from megatron_edit.host.checkpoint.replica_local import land_saved, load_state
 from megatron_edit.host.checkpoint.summary import summary_of
 from megatron_edit.host.checkpoint.tables import detectors_of, saved_steps_of, unit_steps_of
 from megatron_edit.host.model import MegatronHost
@@ -118,7 +118,7 @@ class LoadControl:
         if manifest.is_warmup:
             engine.start(entry.step)
         else:
-            go_on(engine, self._standing(engine, host, pieces(), manifest, plan))
+            load_state_dict(engine, self._standing(engine, host, pieces(), manifest, plan))
             if engine.settings.timed is not None:
                 self._take_loop(engine, host, manifest, plan)
         if not host.arguments.no_load_rng and _has_same_stages(manifest, host.arguments):
@@ -206,7 +206,7 @@ class LoadControl:
     ) -> Standing:
         assert self._choice is not None
         state = engine.rounds.new_state()
-        runs: list[SyncRun] = []
+        runs: list[InflightSync] = []
         if plan.goes_on:
             entry = plan.entries[self._world.placement.replica]
             runs = [bring_back(engine, pending, state) for pending in entry.pending]
@@ -227,7 +227,7 @@ class LoadControl:
             state=state,
             unit_steps=unit_steps_of(manifest, engine, is_same=plan.goes_on),
             pending=runs,
-            is_level=manifest.is_level or not plan.goes_on,
+            replicas_identical=manifest.is_level or not plan.goes_on,
             is_at_sync=not plan.goes_on or not manifest.is_mid_round,
             dealing=plan.dealing,
             quiet_until=plan.quiet_until,
@@ -269,8 +269,8 @@ class LoadControl:
     ) -> None:
         """Megatron's loop in our hands again, as it was since the last sync."""
         since = sum(entry.inner_steps for entry in plan.entries) * host.samples_per_step
-        assert engine.pace.dealing is not None
-        host.loop.take(plan.consumed - since, is_over=engine.pace.dealing.is_over)
+        assert engine.trigger.dealing is not None
+        host.loop.take(plan.consumed - since, is_over=engine.trigger.dealing.is_over)
 
 
 def _has_same_stages(manifest: Manifest, args: Namespace) -> bool:

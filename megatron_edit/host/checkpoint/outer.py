@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_edit.checkpoint.files import REMEDY
 from megatron_edit.engine.pending import AVERAGE, tensors_of
-from megatron_edit.engine.sync.inflight import SyncRun
+from megatron_edit.engine.sync.inflight import InflightSync
 from megatron_edit.engine.sync.outer_state import OuterState
 from megatron_edit.errors import UsageError
 from megatron_edit.host.checkpoint.parts import Part, Place, parse_name, places_of
@@ -32,7 +32,7 @@ APART = (SENT, SUMMED)
 Kinds = Mapping[str, Mapping[str, Tensor]]
 
 
-def kinds_of(state: OuterState, runs: Sequence[SyncRun], *, has_anchor: bool) -> Kinds:
+def kinds_of(state: OuterState, runs: Sequence[InflightSync], *, has_anchor: bool) -> Kinds:
     """Outer state that is equal on all replicas.
 
     Args:
@@ -67,7 +67,7 @@ class Piece:
     copy: tuple[int, ...]
 
     @property
-    def twin(self) -> str:
+    def copy_label(self) -> str:
         """What tells this copy's name from that of the first one, whose it is empty."""
         ids = self.copy[:2]
         return f"_{'_'.join(map(str, ids))}" if any(ids) else ""
@@ -88,9 +88,9 @@ def pieces_of(host: MegatronHost, model: Sequence[Any]) -> list[Piece]:
     places = places_of(model)
     pieces = []
     for shard in host.plan.shards:
-        for fragment, where in zip(shard.fragments, shard.slices, strict=True):
-            parameter, first, copy = host.origin_of(fragment)
-            stop = first + fragment.main.numel()
+        for param, where in zip(shard.params, shard.slices, strict=True):
+            parameter, first, copy = host.origin_of(param)
+            stop = first + param.main.numel()
             for place in places[parameter]:
                 low = max(first, place.start)
                 high = min(stop, place.start + place.part.numel)
@@ -154,8 +154,8 @@ def _values(piece: Piece, kinds: Kinds) -> Iterator[tuple[str, Tensor]]:
 
 def _sharded(kind: str, piece: Piece, values: Tensor) -> ShardedTensor:
     part, copy = piece.place.part, piece.copy
-    if kind in APART and piece.twin:
-        kind, copy = kind + piece.twin, (0, 0, *copy[2:])
+    if kind in APART and piece.copy_label:
+        kind, copy = kind + piece.copy_label, (0, 0, *copy[2:])
     return _flat(part.name(kind), values, part, piece.start, copy)
 
 
@@ -183,7 +183,7 @@ def _stored_parts(folder: Path) -> dict[str, Part]:
 
 def _stored_kind(kind: str, piece: Piece, stored: dict[str, Part]) -> str:
     """Under which kind this copy finds its own; in another layout it takes the first one's."""
-    own = kind + piece.twin
+    own = kind + piece.copy_label
     is_there = kind in APART and any(_overlapping(own, piece.place.part, stored))
     return own if is_there else kind
 

@@ -142,7 +142,7 @@ class SaveControl:
             # Replicas leave wherever they are; what each has told the others decides for all.
             records = engine.rounds.last_records
             has_steps = any(record.inner_steps for record in records)
-            is_mid_round = has_steps or not engine.rounds.is_level
+            is_mid_round = has_steps or not engine.rounds.replicas_identical
             iteration = self._host.iteration_of(records[0].step, iteration, engine.step)
         samples = self._samples(engine)
         if samples is not None:  # Megatron takes 0 for no iteration

@@ -35,9 +35,9 @@ from megatron_edit.host.checkpoint.outer import (
     kinds_of,
     sharded_outer_state,
 )
-from megatron_edit.host.checkpoint.own import OwnState, has_own
 from megatron_edit.host.checkpoint.paths import Redirection
 from megatron_edit.host.checkpoint.random import save_streams
+from megatron_edit.host.checkpoint.replica_local import OwnState, has_own
 from megatron_edit.host.describe import versions
 from megatron_edit.host.model import MegatronHost
 from megatron_edit.host.patching import Patcher
@@ -220,7 +220,7 @@ class CheckpointWriter:
     def _manifest(self, plan: SavePlan) -> Manifest:
         engine, place, args = self._engine, self._world.placement, self._host.arguments
         order = self._host.order
-        dealing = engine.pace.dealing if not engine.is_warmup else None
+        dealing = engine.trigger.dealing if not engine.is_warmup else None
         return Manifest(
             iteration=plan.iteration,
             form=plan.form,
@@ -236,12 +236,12 @@ class CheckpointWriter:
             detectors=detectors_to_lists(engine.rounds.detectors),
             batch=args.global_batch_size,
             chunk=self._host.chunk,
-            round_seconds=engine.patience.length,
+            round_seconds=engine.adaptive_timeout.length,
             ledger=None if dealing is None else ledger_of(dealing),
             order_start=order.start,
             displaced=order.displaced,
             has_anchor=plan.has_anchor and plan.has_outer,
-            is_level=engine.rounds.is_level,
+            is_level=engine.rounds.replicas_identical,
             unit_steps=tuple(map(tuple, engine.rounds.unit_steps.tolist())),
             wire=engine.settings.wire.name,
             written_by=versions(),

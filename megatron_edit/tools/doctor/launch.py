@@ -120,7 +120,7 @@ def examine(launch: Launch, *, folder: Path | None, parameters: int, step_second
             report.findings += sync_findings(together, *shape, parameters, step_seconds)
         if everybody is not None and folder is not None:
             _look(folder, everybody, report)
-        world.part()
+        world.leave_together()
         world.let_all_read("doctor/parted", world.timeout)  # the first rank may host the store
     except ReplicaLostError as error:
         if not launch.is_first:

@@ -19,7 +19,7 @@ class Waitable(Protocol):
         """Whether it is over, well or badly."""
 
 
-def wait_idly(pending: Waitable, process_group: Any, idle: Callable[[], float]) -> None:
+def wait_polling(pending: Waitable, process_group: Any, idle: Callable[[], float]) -> None:
     """Wait in short slices, in which the interpreter handles signals.
 
     Args:

@@ -15,7 +15,7 @@ from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.wire import Wire
 from megatron_edit.engine.engine import EditEngine
 from megatron_edit.engine.pending import SNAPSHOT, bring_back, pending_of, tensors_of
-from megatron_edit.engine.sync.inflight import SyncRun
+from megatron_edit.engine.sync.inflight import InflightSync
 from megatron_edit.engine.sync.outer_state import OuterState
 from megatron_edit.host.checkpoint.outer import (
     SENT,
@@ -55,7 +55,9 @@ class OwnState:
     owed: Mapping[str, tuple[Tensor, slice]]
 
     @classmethod
-    def of(cls, state: OuterState, runs: Sequence[SyncRun], wire: Wire, sync: Group) -> OwnState:
+    def of(
+        cls, state: OuterState, runs: Sequence[InflightSync], wire: Wire, sync: Group
+    ) -> OwnState:
         """Snapshots of syncs that have not landed, and what a lossy wire type owes.
 
         Args:
@@ -92,7 +94,7 @@ def load_state(
     engine: EditEngine,
     pieces: Sequence[Piece],
     state: OuterState,
-    runs: Sequence[SyncRun],
+    runs: Sequence[InflightSync],
 ) -> None:
     """Fill outer state from a checkpoint: what all replicas share, and what is this one's.
 
@@ -146,8 +148,8 @@ def land_saved(
     if has_own(saved, Wire.of("fp32")):
         load_outer_state(own_folder(checkpoint, replica), pieces, tensors_of(runs))
     for run in runs:
-        run.look()
+        run.check_finite()
         while not run.is_done:
-            shard, is_hurt = run.land_next()
-            if is_hurt:
+            shard, has_bad_moments = run.land_next()
+            if has_bad_moments:
                 engine.host.zero_nonfinite_moments(shard)
