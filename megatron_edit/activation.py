@@ -9,12 +9,9 @@ torch is imported.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 
 _OURS = ("--use-edit", "--edit-", "--use_edit", "--edit_")
-_IS_LAUNCHED: ContextVar[bool] = ContextVar("is_launched", default=False)
 
 
 def activate(module: str, file: str) -> None:
@@ -27,23 +24,14 @@ def activate(module: str, file: str) -> None:
     Raises:
         SystemExit: the training is over; only where there are flags of ours.
     """
-    if module != "__main__" or _IS_LAUNCHED.get() or not is_asked_for(sys.argv[1:]):
+    if module != "__main__" or not is_asked_for(sys.argv[1:]):
         return
-    from megatron_edit.__main__ import main
+    from megatron_edit import launcher
 
-    sys.exit(main([file, *sys.argv[1:]]))
+    if not launcher.is_launched():
+        sys.exit(launcher.main([file, *sys.argv[1:]]))
 
 
 def is_asked_for(words: Sequence[str]) -> bool:
     """Whether a command line holds a flag of ours; stock Megatron would refuse any of them."""
     return any(word.startswith(_OURS) for word in words)
-
-
-@contextmanager
-def launched() -> Iterator[None]:
-    """Inside, the script runs under the launcher, and activates nothing once more."""
-    token = _IS_LAUNCHED.set(True)
-    try:
-        yield
-    finally:
-        _IS_LAUNCHED.reset(token)

@@ -51,6 +51,12 @@ class DriftError(EditError):
 
     exit_code = 3
 
+    @classmethod
+    def in_units(cls, units: Sequence[str], when: str) -> DriftError:
+        """Of some units, seen at some time."""
+        more = f" and {len(units) - 1} more" if len(units) > 1 else ""
+        return cls(f"the replicas differ {when} in unit {units[0]}{more}")
+
 
 class ReplicaLostError(EditError):
     """A replica did not come to a meeting in time, or died in it."""

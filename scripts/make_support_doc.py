@@ -4,7 +4,7 @@
     python scripts/make_support_doc.py --check            exits 1 where the page is not current
     python scripts/make_support_doc.py --clone DIR...     probes and trains clones first (minutes)
 
-Run it with unpatched clones of all tags after a change of megatron_edit/host/probes.py or of how
+Run it with unpatched clones of all tags after a change of host/seams/probes.py or of how
 the package stands on Megatron. Tests call it with --check.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 from script_errors import OneLineParser, exit_code_of
 from support_runs import probe, train
 
-from megatron_edit.host.probes import PROBES
+from megatron_edit.host.seams.probes import PROBES
 from megatron_edit.tools.patch.clone import release_of_clone
 from megatron_edit.versions import RELEASES
 

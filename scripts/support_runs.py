@@ -30,9 +30,9 @@ PROBE = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
 from megatron_edit.host.cpu import enable_cpu_backend
-from megatron_edit.host.patching import Patcher
+from megatron_edit.host.seams.patching import Patcher
 enable_cpu_backend(Patcher("the host"))
-from megatron_edit.host.probes import failed_probes
+from megatron_edit.host.seams.probes import failed_probes
 failed = [[str(probe), probe.needed_for, why] for probe, why in failed_probes().items()]
 print("\\n" + json.dumps(failed))
 """

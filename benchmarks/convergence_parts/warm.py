@@ -10,7 +10,7 @@ import importlib
 import warnings
 
 from megatron_edit.host.cpu import enable_cpu_backend
-from megatron_edit.host.patching import Patcher
+from megatron_edit.host.seams.patching import Patcher
 
 with warnings.catch_warnings():  # GPU packages that Megatron misses; no matter here
     warnings.simplefilter("ignore", UserWarning)

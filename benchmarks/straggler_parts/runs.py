@@ -166,7 +166,7 @@ def train_script(
             os.dup2(console.fileno(), stream.fileno())
     os.environ.update(env)
     sys.path.insert(0, str(REPOSITORY))
-    from megatron_edit.__main__ import main
+    from megatron_edit.launcher import main
 
     code = main([str(script), *flags])
     if code:

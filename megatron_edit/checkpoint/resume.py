@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_edit.checkpoint.manifest import Manifest, ReplicaEntry
-from megatron_edit.engine.standing import dealing_of
+from megatron_edit.checkpoint.manifest import Ledger, Manifest, ReplicaEntry
 from megatron_edit.method.ledger import Dealing
 from megatron_edit.method.order import (
     SampleOrder,
@@ -61,7 +60,7 @@ class ResumePlan:
     iteration: int | None
 
     @property
-    def quiet_until(self) -> int:
+    def quiet_steps(self) -> int:
         """The last step of replicas that were stopped at different steps; else 0."""
         steps = {entry.step for entry in self.entries}
         is_apart = self.dealing is None and (len(steps) > 1 or self.is_rejoined)
@@ -71,6 +70,24 @@ class ResumePlan:
     def is_rejoined(self) -> bool:
         """Whether a replica comes to the next meeting before it has made a step."""
         return any(entry.is_waiting for entry in self.entries)
+
+
+def ledger_of(dealing: Dealing) -> Ledger:
+    """For a manifest."""
+    return Ledger(dealing.target, dealing.frontier, dealing.holes, dealing.quotas)
+
+
+def dealing_of(manifest: Manifest) -> Dealing | None:
+    """The dealing of the round that was under way; None where steps were counted.
+
+    Raises:
+        ValueError: its fields contradict each other.
+    """
+    if (ledger := manifest.ledger) is None:
+        return None
+    return Dealing(
+        manifest.num_replicas, ledger.target, ledger.frontier, ledger.holes, ledger.quotas
+    )
 
 
 def plan_resume(manifest: Manifest, run: Run, warmup_steps: int = 0) -> ResumePlan:

@@ -13,7 +13,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from megatron_edit.errors import SyncProtocolError
+from megatron_edit.errors import DriftError, SyncProtocolError
 
 _HEADER = (
     "round",
@@ -111,3 +111,25 @@ def check_same_meeting(records: Sequence[ControlRecord], *, same_step: bool) -> 
     places = [(record.round, record.step) for record in records]
     if len({place if same_step else place[0] for place in places}) > 1:
         raise SyncProtocolError(f"replicas meet at different (round, step): {places}")
+
+
+def check_same_digests(records: Sequence[ControlRecord], names: Sequence[str], count: int) -> None:
+    """Compare what the replicas say of units that have landed since they met.
+
+    Args:
+        records: of a meeting.
+        names: of all units.
+        count: syncs before it.
+
+    Raises:
+        DriftError: they differ; the message names a unit.
+    """
+    columns = zip(*(record.digests for record in records), strict=True)
+    units = [
+        name
+        for name, values in zip(names, columns, strict=False)
+        if len({None if math.isnan(value) else value for value in values}) > 1
+    ]
+    if units:
+        when = f"in what had landed before the sync of round {count + 1}"
+        raise DriftError.in_units(units, when)

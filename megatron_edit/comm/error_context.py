@@ -1,54 +1,20 @@
-"""Errors of an engine say where training stood, and who was lost."""
+"""Errors between replicas say where training stood, and who was lost."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Protocol
-
-from megatron_edit.comm.stop import StopBoard
+from megatron_edit.comm.heartbeat import HeartbeatMonitor
 from megatron_edit.errors import ReplicaLostError
 
 
-class Engine(Protocol):
-    """What there is to say.
+def located(error: ReplicaLostError, heartbeat: HeartbeatMonitor, place: str) -> ReplicaLostError:
+    """The same error with the replicas that were lost, as far as can be known, and where.
 
-    Attributes:
-        step: s.
-        board: knows the replicas' signs of life.
-    """
-
-    step: int
-    board: StopBoard
-
-    @property
-    def current_round(self) -> int:
-        """The round whose sync is under way, or comes next."""
-
-    @property
-    def is_warmup(self) -> bool:
-        """Whether there are no rounds yet."""
-
-
-@contextmanager
-def error_context(engine: Engine, what: str = "") -> Iterator[None]:
-    """Tell who was lost, and in what.
+    Blocks: the host, some seconds, in which whoever was not lost says so.
 
     Args:
-        engine: knows.
-        what: that is done; empty is the sync of the round, or the warm-up.
+        error: of a collective with other replicas.
+        heartbeat: knows the replicas' signs of life.
+        place: in what it was, and at which step.
     """
-    try:
-        yield
-    except ReplicaLostError as error:
-        if error.is_placed:
-            raise
-        usual = f"the sync of round {engine.current_round}"
-        where = what or ("the warm-up" if engine.is_warmup else usual)
-        heartbeat = engine.board.heartbeat
-        lost = error.lost or heartbeat.lost()
-        place = f"{where} (step {engine.step})"
-        raise error.placed(lost, place, has_come=not heartbeat.is_waiting) from error
-    except Exception as error:
-        error.add_note(f"in round {engine.current_round} of EDiT, after step {engine.step}")
-        raise
+    lost = error.lost or heartbeat.lost()
+    return error.placed(lost, place, has_come=not heartbeat.is_waiting)

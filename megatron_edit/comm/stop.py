@@ -8,10 +8,13 @@ thread of its own, off the training's path; signs of life take the same way.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import torch.distributed as dist
 
-from megatron_edit.comm.heartbeat import HeartbeatMonitor
+from megatron_edit.comm.collectives import Group
+from megatron_edit.comm.heartbeat import HeartbeatMonitor, Place
+from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.errors import ReplicaLostError
 
 KEY = "stop"
@@ -43,6 +46,38 @@ class StopBoard:
         self._seen, self._closed = threading.Event(), threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="edit-stop-board", daemon=True)
         self._watcher.start()
+
+    @classmethod
+    def open(
+        cls,
+        world: ReplicaWorld,
+        control: Group,
+        meeting: Group,
+        sync: Group,
+        step: Callable[[], int],
+    ) -> StopBoard:
+        """Where this rank learns of stops, and of the others' progress.
+
+        Args:
+            world: whose store is asked.
+            control: all ranks of the replica: rank 0 speaks and asks.
+            meeting: counts the records that this rank has given.
+            sync: counts the exchanges that it has begun.
+            step: s, of this replica.
+        """
+        place, is_first = world.placement, control.rank == 0
+
+        def where() -> Place:
+            return Place(meeting.num_started, sync.num_started, step())
+
+        heartbeat = HeartbeatMonitor(
+            place.replica,
+            place.num_replicas,
+            where,
+            is_telling=is_first,
+            store_host=None if place.is_single_launch else 0,
+        )
+        return cls(world.shared_store, heartbeat, is_watching=is_first)
 
     def announce(self) -> None:
         """Tell all replicas to stop at their next step boundary.

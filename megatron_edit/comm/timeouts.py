@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from megatron_edit.comm.collectives import Group
+from megatron_edit.config import LEAST_TIMEOUT_SECONDS
 
-MIN_SECONDS = 600.0
 ROUNDS = 4
 
 
@@ -49,4 +49,4 @@ class AdaptiveTimeout:
         self.length = length
         if not self.is_fixed:
             for group in self.groups:
-                group.timeout = timedelta(seconds=max(MIN_SECONDS, ROUNDS * length))
+                group.timeout = timedelta(seconds=max(LEAST_TIMEOUT_SECONDS, ROUNDS * length))

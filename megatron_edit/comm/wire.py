@@ -18,10 +18,10 @@ from torch import Tensor
 
 from megatron_edit.comm.collectives import Group, Work, all_reduce_payload
 from megatron_edit.comm.compressed_all_reduce import Chunks, CodedExchange, beside_compute
+from megatron_edit.config import SYNC_DTYPES
 from megatron_edit.method.codec import BF16, INT4, INT8, Codec
 
-_CODECS: dict[str, Codec | None] = {"fp32": None, "bf16": BF16, "int8": INT8, "int4": INT4}
-WIRE_NAMES = tuple(_CODECS)
+_CODECS: dict[str, Codec | None] = dict(zip(SYNC_DTYPES, (None, BF16, INT8, INT4), strict=True))
 
 
 class Exchange(Protocol):
@@ -64,7 +64,7 @@ class Wire:
     """How sums travel.
 
     Attributes:
-        name: how settings call it, one of `WIRE_NAMES`.
+        name: how settings call it, one of `config.SYNC_DTYPES`.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Wire:
             ValueError: there is none.
         """
         if name not in _CODECS:
-            raise ValueError(f"wire {name!r}: must be one of {', '.join(WIRE_NAMES)}")
+            raise ValueError(f"wire {name!r}: must be one of {', '.join(SYNC_DTYPES)}")
         return cls(name)
 
     @property

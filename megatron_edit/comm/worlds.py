@@ -16,11 +16,10 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megatron_edit.comm.placement import Placement
-from megatron_edit.config import EditConfig
+from megatron_edit.config import LEAST_TIMEOUT_SECONDS, EditConfig
 from megatron_edit.errors import ReplicaLostError, UsageError
 from megatron_edit.flags import flag, parse_endpoint
 
-DEFAULT_TIMEOUT_SECONDS = 600.0
 JOIN_TIMEOUT = timedelta(minutes=10)
 SOON = timedelta(seconds=3)
 PARTING_TIMEOUT = timedelta(minutes=1)
@@ -209,7 +208,7 @@ def join(config: EditConfig, placement: Placement) -> ReplicaWorld:
         UsageError: the launch has no store, or the rendezvous cannot be reached.
     """
     launch_store = _store_of_launch(placement)
-    timeout = timedelta(seconds=config.timeout_seconds or DEFAULT_TIMEOUT_SECONDS)
+    timeout = timedelta(seconds=config.timeout_seconds or LEAST_TIMEOUT_SECONDS)
     if placement.is_single_launch:
         replica_store = dist.PrefixStore(f"edit/replica{placement.replica}", launch_store)
         shared_store: dist.Store = dist.PrefixStore("edit/shared", launch_store)

@@ -1,4 +1,28 @@
 """The engine: phases, rounds and syncs of one rank. Knows its host only by a protocol.
 
-`engine.EditEngine` is the only face: nobody outside imports anything below it but plain data.
+`EditEngine` is the only face. What is named here is all that other packages may use of the engine.
 """
+
+from megatron_edit.engine.engine import EditEngine as EditEngine
+from megatron_edit.engine.host import TIED_EMBEDDING as TIED_EMBEDDING
+from megatron_edit.engine.host import EngineGroups as EngineGroups
+from megatron_edit.engine.host import EngineSettings as EngineSettings
+from megatron_edit.engine.host import Host as Host
+from megatron_edit.engine.host import Progress as Progress
+from megatron_edit.engine.host import Reporter as Reporter
+from megatron_edit.engine.host import SyncReport as SyncReport
+from megatron_edit.engine.host import TimedRounds as TimedRounds
+from megatron_edit.engine.rounds.completion import SavedRound as SavedRound
+from megatron_edit.engine.rounds.plan import Penalty as Penalty
+from megatron_edit.engine.state import EngineState as EngineState
+from megatron_edit.engine.state import PendingState as PendingState
+from megatron_edit.engine.state import UnitTensors as UnitTensors
+from megatron_edit.engine.sync.units import EMBEDDING as EMBEDDING
+from megatron_edit.engine.sync.units import FINAL as FINAL
+from megatron_edit.engine.sync.units import LAYER as LAYER
+from megatron_edit.engine.sync.units import MTP as MTP
+from megatron_edit.engine.sync.units import ParamShard as ParamShard
+from megatron_edit.engine.sync.units import UnitPlan as UnitPlan
+from megatron_edit.engine.sync.units import UnitShard as UnitShard
+from megatron_edit.engine.sync.units import forward_order as forward_order
+from megatron_edit.engine.sync.units import plan_units as plan_units

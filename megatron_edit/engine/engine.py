@@ -1,113 +1,90 @@
-"""The engine: start, warm-up, switch, rounds (method section 2). One per rank.
+"""The engine: start, warm-up, switch, rounds (method section 2). One per rank, and the only face.
 
-The host calls `start` once; `before_gradients` and `average_gradients` around each reduction of
-gradients; `before_step` and `after_step` around each attempted optimizer step; `apply_up_to` before
-it gathers parameters; `leave` to obey a stop from outside; and `finish` at the end. All ranks of
-a replica make the same calls in the same order; only `progress` is called whenever it suits.
+The host calls `start` or `load_state_dict` once; `before_gradients` and `average_gradients` around
+each reduction of gradients; `before_step` and `after_step` around each attempted optimizer step;
+`apply_up_to` before it gathers parameters; `leave` to obey a stop from outside; `finish` and
+`close` at the end. All ranks of a replica make the same calls in the same order; only `progress` is
+called whenever it suits.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from megatron_edit.comm.error_context import error_context
+from megatron_edit.comm.control import ControlRecord
+from megatron_edit.comm.error_context import located
 from megatron_edit.comm.flags import DelayedFlags, Flag
 from megatron_edit.comm.stop import StopBoard
-from megatron_edit.comm.timeouts import AdaptiveTimeout
 from megatron_edit.comm.worlds import ReplicaWorld
-from megatron_edit.engine.accounting import Accounts
-from megatron_edit.engine.checks import drift
-from megatron_edit.engine.checks.equal import broadcast_first_replica, broadcast_if_different
-from megatron_edit.engine.groups import EngineGroups
-from megatron_edit.engine.host import Host
-from megatron_edit.engine.report import Reporter
-from megatron_edit.engine.rounds.buffers import average_in_warmup, sum_counts
+from megatron_edit.engine.host import EngineGroups, EngineSettings, Host, Reporter
+from megatron_edit.engine.rounds.completion import Completion, SavedRound
 from megatron_edit.engine.rounds.controller import SyncController
-from megatron_edit.engine.rounds.meeting import Meetings, open_board
-from megatron_edit.engine.rounds.rounds import Rounds
-from megatron_edit.engine.rounds.trigger import SyncTrigger
-from megatron_edit.engine.rounds.triggers import trigger_of
-from megatron_edit.engine.rounds.warmup import CommonStop, average_gradients
-from megatron_edit.engine.settings import EngineSettings
-from megatron_edit.engine.sync.queue import SyncQueue
-from megatron_edit.engine.sync.streams import HomeStream
+from megatron_edit.engine.rounds.synchronous import (
+    CommonStop,
+    average_gradients,
+    average_linear_buffers,
+    broadcast_first_replica,
+    broadcast_if_different,
+    check_identical,
+    sum_counts,
+)
+from megatron_edit.engine.state import EngineState, RunState
+from megatron_edit.engine.sync.offload import HomeStream
+from megatron_edit.engine.sync.outer_state import OuterState
+from megatron_edit.errors import ReplicaLostError
 from megatron_edit.method.clock import PhaseClock
+from megatron_edit.method.ledger import Dealing
 
 
-@dataclass
 class EditEngine:
     """Keeps one rank of one replica in step with the others.
 
+    Args:
+        settings: of the run.
+        host: the training framework.
+        groups: who communicates.
+        world: this process's place among the replicas, and the store that all share.
+        reporter: where news go.
+        clock: of the inner phase; tests make the time.
+
     Attributes:
-        clock: of the inner phase.
-        step: s, attempted optimizer steps so far.
-        trigger: when the replicas meet.
-        rounds: what this rank knows of the rounds.
-        board: where a stop from outside is announced and seen.
-        is_stopping: whether this replica must end here, because a replica obeys a stop.
-        is_waiting: whether it came to a meeting that did not take place, as a replica left.
-        quiet_until: the step until which replicas do nothing together but sync: they were stopped
-            at different steps, and some have passed what others come to only now.
-        flags: what rank 0 tells the ranks of the replica.
-        adaptive_timeout: how long others are waited for.
-        traffic: the syncs that are under way.
+        settings: see above.
+        host: see above.
+        groups: see above.
+        clock: see above. The host pauses it while it evaluates or saves.
+        state: all run-long state.
     """
 
-    settings: EngineSettings
-    host: Host
-    groups: EngineGroups
-    world: ReplicaWorld
-    reporter: Reporter
-    clock: PhaseClock = field(default_factory=PhaseClock)
-    step: int = 0
-    is_stopping: bool = False
-    is_waiting: bool = False
-    quiet_until: int = 0
-    trigger: SyncTrigger = field(init=False)
-    rounds: Rounds = field(init=False)
-    board: StopBoard = field(init=False)
-    flags: DelayedFlags = field(init=False)
-    adaptive_timeout: AdaptiveTimeout = field(init=False)
-    traffic: SyncQueue = field(init=False)
+    def __init__(
+        self,
+        settings: EngineSettings,
+        host: Host,
+        groups: EngineGroups,
+        world: ReplicaWorld,
+        reporter: Reporter,
+        clock: PhaseClock | None = None,
+    ) -> None:
+        self.settings, self.host, self.groups = settings, host, groups
+        self.world = world
+        self.reporter = reporter
+        self.clock = clock or PhaseClock()
+        self.state = RunState.fresh(settings, groups, len(host.plan.names), self.clock)
+        self._board = StopBoard.open(
+            world, groups.control, groups.meeting, groups.sync, lambda: self.state.step
+        )
+        self._controller = SyncController.build(
+            settings, host, groups, reporter, self.state, self._board
+        )
+        self._queue, self._trigger = self._controller.queue, self._controller.trigger
+        self._home = HomeStream(groups.sync.device)
+        self._flags = DelayedFlags(groups.control)
+        self._common_stop = CommonStop(groups.sync)
 
-    def __post_init__(self) -> None:
-        sync = self.groups.sync
-        self.board = open_board(self.groups, self.world, lambda: self.step)
-        self.trigger = trigger_of(self.settings, self.host, self.clock, sync.rank, sync.size)
-        meetings = Meetings(
-            self.host,
-            self.groups,
-            self.board,
-            self.trigger,
-            has_digests=not self.settings.landing.is_immediate,
-        )
-        self.rounds = Rounds(
-            self.settings, self.host, self.groups, self.reporter, self.trigger, meetings
-        )
-        accounts = Accounts.open(self.groups, self.host.plan, self.settings, meetings.record_bytes)
-        self.traffic = meetings.traffic = SyncQueue(
-            self.host,
-            self.groups,
-            accounts,
-            self.reporter,
-            self.settings.digest_interval,
-            self.settings.schedule.fragments,
-            self.rounds.digests,
-        )
-        self._home = HomeStream(sync.device)
-        self.flags = DelayedFlags(self.groups.control)
-        self._common_stop = CommonStop(sync)
-        self.adaptive_timeout = AdaptiveTimeout(
-            (sync, self.groups.meeting), self.settings.fixed_timeout
-        )
-        self._syncs = SyncController(
-            self.settings, self.host, self.trigger, self.rounds, self.traffic, self.adaptive_timeout
-        )
-
-    # ---- what the host calls
+    # ---- start and end
 
     def start(self, step: int = 0) -> None:
         """Give every replica the parameters of replica 0, and check that they hold the same.
@@ -115,127 +92,146 @@ class EditEngine:
         Args:
             step: steps that all replicas, or stock Megatron, have made together before.
         """
-        self.step = step
+        self.state.step = step
         broadcast_first_replica(self.host, self.groups)
-        plan = self.host.plan
-        drift.check(plan, self.groups, drift.plan_digests(plan), "at the start")
+        check_identical(self.host, self.groups, "at the start")
         if self.settings.schedule.is_warmup(step + 1):
-            self.trigger.begin_together(step)
+            self._trigger.begin_together()
         else:
             self._switch()
 
-    def settle(self) -> None:
-        """Before anybody reads this replica's state: land what lands (then collective), and let
-        nothing be on the wire. What is to land later does not land now."""
-        with torch.no_grad(), error_context(self):
-            self.traffic.settle()
-            self.traffic.finish_exchanges()
-
     def catch_up(self) -> bool:
         """Come to the meeting at which this replica waited; whether nobody obeys a stop there."""
-        if self.is_waiting:
-            self.is_waiting = False
-            with torch.no_grad(), error_context(self):
+        if self.state.is_waiting:
+            self.state.is_waiting = False
+            with self._context():
                 self._meet()
                 # The host's loop has not begun, and takes the parameters as gathered when it does.
-                self.traffic.settle()
-        return not self.is_stopping
+                self._queue.settle()
+        return not self.state.is_stopping
+
+    def leave(self) -> None:
+        """Obey a stop: end at this step, in the middle of the round.
+
+        The others may wait at a meeting: the record that says so releases them.
+        """
+        if self.state.is_stopping:
+            return
+        self.state.is_stopping = True
+        with self._context():
+            self._queue.settle()
+            self._controller.leave()
+
+    def finish(self) -> None:
+        """Land and report what is left, losses too. All replicas must come, or have left."""
+        with self._context():
+            self._queue.settle()
+            self._controller.close()
+            self._queue.finish_exchanges()
+        self.state.quiet_steps = 0  # all have come to the end
+
+    def close(self, *, groups: bool = False) -> None:
+        """Ask the store no more. Idempotent.
+
+        Args:
+            groups: whether to give up the transports, too: at a good end, when nothing is on its
+                way and all replicas are through.
+        """
+        self._board.close()
+        if groups:
+            self.groups.close()
+
+    # ---- steps
 
     def before_gradients(self) -> None:
         """In warm-up, before the host moves what it does not leave to its optimizer."""
         if self.is_warmup:
-            with error_context(self):
+            with self._context():
                 sum_counts(self.host, self.groups)
 
     def average_gradients(self, num_tokens: Tensor | None = None) -> None:
-        """In warm-up, average the gradient shards over the replicas; see `warmup`."""
+        """In warm-up, average the gradient shards over the replicas.
+
+        Args:
+            num_tokens: see `rounds.synchronous.average_gradients`.
+        """
         if self.is_warmup:
-            with error_context(self):
-                average_in_warmup(self.host, self.groups)
+            with self._context():
+                average_linear_buffers(self.host, self.groups)
                 average_gradients(self.host, self.groups, num_tokens)
-
-    @property
-    def is_sync_due(self) -> bool:
-        """Whether a meeting follows the step being attempted now."""
-        if self.is_warmup:
-            return False
-        is_asked = Flag.MEET in self.flags.read()
-        return self.trigger.is_due(self.step + 1, is_asked=is_asked)
-
-    @property
-    def is_landing_due(self) -> bool:
-        """Whether the result of a sync replaces parameters right after the step being attempted."""
-        is_meeting, step = self.is_sync_due, self.step + 1
-        return not self.is_warmup and self._syncs.replaces_parameters(step, is_meeting=is_meeting)
-
-    @property
-    def is_warmup(self) -> bool:
-        """Whether the replicas have not parted yet: they make the same steps."""
-        return self.rounds.state is None
-
-    @property
-    def was_warmup_step(self) -> bool:
-        """Whether the last step was one of the warm-up."""
-        return self.settings.schedule.is_warmup(self.step)
-
-    @property
-    def is_mid_round(self) -> bool:
-        """Whether the replicas may differ: they have made steps since the last sync of all units,
-        or it keeps something of their parameters."""
-        replicas_identical = self.step == self.rounds.start and self.rounds.replicas_identical
-        return not self.is_warmup and not replicas_identical
-
-    @property
-    def has_pending_units(self) -> bool:
-        """Whether units of the last sync have still to land."""
-        return self.traffic.has_pending_units
-
-    @property
-    def is_stop_seen(self) -> bool:
-        """Whether a stop from outside has come to this replica; the same on all its ranks."""
-        return Flag.STOP in self.flags.latest
 
     def before_step(self) -> None:
         """Close the sync that lands: it may not once the inner optimizer has moved on."""
-        with torch.no_grad(), error_context(self):
-            self.traffic.settle()
-            self.traffic.poll()
+        with self._context():
+            self._queue.settle()
+            self._queue.poll()
 
     def after_step(self) -> None:
         """Count an attempted step, whether it was applied or skipped, and do what is due."""
-        is_sync, was_warmup = self.is_sync_due, self.is_warmup
-        is_owed, landings = self.is_landing_due, self.traffic.num_landings
-        self.step += 1
+        state, queue = self.state, self._queue
+        was_warmup, is_sync = state.is_warmup, self._is_sync_due
+        is_landing, landings = self._is_landing_due(is_sync), queue.num_landings
+        state.step += 1
         self._home.remember()
-        with torch.no_grad(), error_context(self):
-            is_asking = not was_warmup and self.trigger.after_step() and not is_sync
-            self._syncs.land_due(self.step)
+        with self._context():
+            is_asking = not was_warmup and self._trigger.after_step() and not is_sync
+            self._controller.land_due()
             if is_sync:
                 self._meet()
             elif was_warmup:
-                self.is_stopping = self._common_stop.after_step(self.is_stop_seen)
-                if self.settings.schedule.is_switch(self.step):
+                state.is_stopping = self._common_stop.after_step(self.is_stop_seen)
+                if self.settings.schedule.is_switch(state.step):
                     self._switch()
-            if is_owed and self.traffic.num_landings == landings:
+            if is_landing and queue.num_landings == landings:
                 self.host.gather_parameters()  # the step left that to a sync, which there was not
-            self.traffic.poll()
-            self.flags.post(
+            queue.poll()
+            self._flags.post(
                 (Flag.MEET if is_asking else Flag.NONE)
-                | (Flag.STOP if self.board.is_seen else Flag.NONE)
+                | (Flag.STOP if self._board.is_seen else Flag.NONE)
             )
 
     def apply_up_to(self, num_shards: int) -> None:
         """Land the first `num_shards` shards of the plan, if a sync lands; let the others go on."""
-        if self.traffic.is_busy:
-            with torch.no_grad(), error_context(self), self._home.entered():
-                self.traffic.apply_up_to(num_shards)
-                self.traffic.poll()
+        if self._queue.is_busy:
+            with self._context(), self._home.entered():
+                self._queue.apply_up_to(num_shards)
+                self._queue.poll()
 
     def progress(self) -> None:
         """Begin what exchanges can begin now; in order, all has begun. Waits for nothing."""
-        if self.traffic.is_busy and not self.groups.sync.runs_in_order:
-            with torch.no_grad(), error_context(self), self._home.entered():
-                self.traffic.poll()
+        if self._queue.is_busy and not self.groups.sync.runs_in_order:
+            with self._context(), self._home.entered():
+                self._queue.poll()
+
+    # ---- what replicas do together besides syncs
+
+    def check_in(self) -> bool:
+        """Before an evaluation: whether all replicas come to it, so that none waits there alone.
+
+        Collective: all ranks of all replicas that have not left.
+        """
+        state = self.state
+        if not state.is_stopping:
+            with self._context("the meeting before an evaluation or an end"):
+                self._queue.settle()
+                state.is_stopping = not self._controller.check_in()
+        return not state.is_stopping
+
+    def gather_evaluation(self, values: Tensor) -> Tensor:
+        """[N, ...]: what all replicas have evaluated, however late they come.
+
+        Collective: the sync group.
+        """
+        with self._context("the end of an evaluation"):
+            return self._controller.meetings.gather(values)
+
+    def gather_step(self, values: Tensor) -> Tensor:
+        """[N, ...]: figures of a warm-up step of all replicas.
+
+        Collective: the sync group.
+        """
+        with self._context():
+            return self.groups.sync.all_gather(values)
 
     def record_loss(self, loss: float) -> None:
         """Note the training loss of the step just made; NaN on ranks that do not know it.
@@ -244,58 +240,231 @@ class EditEngine:
         there, so may a number. In a round it waits for the next meeting.
         """
         if self.was_warmup_step:
-            self.reporter.on_losses(self.step, [loss])
+            self.reporter.on_losses(self.state.step, [loss])
         else:
-            self.trigger.losses.note(self.step, loss)
+            self.state.losses.note(self.state.step, loss)
 
-    def check_in(self) -> bool:
-        """Before an evaluation: whether all replicas come to it, so that none waits there alone.
+    def announce_stop(self) -> None:
+        """Tell all replicas to stop at their next step boundary. Rank 0 of the replica does."""
+        if self.groups.control.rank == 0:
+            self._board.announce()
 
-        Collective: all ranks of all replicas that have not left.
+    def count_evaluation_batch(self) -> None:
+        """A batch of an evaluation is a sign of life."""
+        self._board.heartbeat.batches += 1
+
+    # ---- checkpoints
+
+    def settle(self) -> None:
+        """Before anybody reads this replica's state: land what lands (then collective), and let
+        nothing be on the wire. What is to land later does not land now."""
+        with self._context():
+            self._queue.settle()
+            self._queue.finish_exchanges()
+
+    def state_dict(self) -> EngineState:
+        """All run-long state of this rank, after `settle`. Tensors are not copied.
+
+        All ranks of the replica come.
         """
-        if not self.is_stopping:
-            with torch.no_grad(), error_context(self, "the meeting before an evaluation or an end"):
-                self.traffic.settle()
-                self.is_stopping = not self.rounds.check_in(self.step)
-        return not self.is_stopping
+        return self.state.state_dict(
+            is_asking=Flag.MEET in self._flags.read(),
+            pending=self._queue.state_dict(),
+        )
 
-    def leave(self) -> None:
-        """Obey a stop: end at this step, in the middle of the round.
+    def load_state_dict(self, saved: EngineState, unfinished: SavedRound | None = None) -> None:
+        """Go on where a checkpoint was written. The host has loaded the parameters.
 
-        The others may wait at a meeting: the record that says so releases them.
+        Collective: all ranks of all replicas.
+
+        Args:
+            saved: what `state_dict` told, for the replicas of this run.
+            unfinished: the round of other replicas that was under way: it is completed first.
+
+        Raises:
+            DriftError: the replicas had met when it was written, and do not hold the same now.
         """
-        if self.is_stopping:
+        if saved["is_warmup"]:
+            self.start(saved["step"])
             return
-        self.is_stopping = True
-        with torch.no_grad(), error_context(self):
-            self.traffic.settle()
-            self.rounds.leave(self.step)
+        outer = self._take_anchor()
+        outer.load(saved["outer"])
+        if unfinished is not None:
+            completion = Completion(self.settings, self.host, self.groups, outer, unfinished)
+            with torch.no_grad():
+                saved["detectors"] = completion.run(saved["detectors"])
+        saved["detectors"] = saved["detectors"].for_replicas(self.groups.sync.size)
+        self.state.load_state_dict(saved, outer, self._round_length())
+        self._queue.load_state_dict(saved.get("pending", ()))
+        self._attach(outer)
+        if saved.get("is_at_sync", False):
+            check_identical(self.host, self.groups, "after loading")
+        self._flags.post(Flag.MEET if saved.get("is_asking", False) else Flag.NONE)
 
-    def finish(self) -> None:
-        """Land and report what is left, losses too. All replicas must come, or have left."""
-        with torch.no_grad(), error_context(self):
-            self.traffic.settle()
-            self.rounds.close(self.step)
-            self.traffic.finish_exchanges()
+    # ---- where training stands
+
+    @property
+    def step(self) -> int:
+        """s, attempted optimizer steps so far."""
+        return self.state.step
+
+    @property
+    def is_warmup(self) -> bool:
+        """Whether the replicas train in step: no anchor has been taken yet."""
+        return self.state.is_warmup
+
+    @property
+    def was_warmup_step(self) -> bool:
+        """Whether the last step was one of the warm-up."""
+        return self.settings.schedule.is_warmup(self.state.step)
+
+    @property
+    def is_mid_round(self) -> bool:
+        """Whether the replicas may differ: they have made steps since the last sync of all units,
+        or it keeps something of their parameters."""
+        return not self.is_warmup and not self.state.replicas_identical
+
+    @property
+    def is_landing_due(self) -> bool:
+        """Whether the result of a sync replaces parameters right after the step being attempted."""
+        return self._is_landing_due(self._is_sync_due)
+
+    @property
+    def has_pending_units(self) -> bool:
+        """Whether units of the last sync have still to land."""
+        return self._queue.has_pending_units
+
+    @property
+    def is_stop_seen(self) -> bool:
+        """Whether a stop from outside has come to this replica; the same on all its ranks."""
+        return Flag.STOP in self._flags.latest
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether this replica must end here, because a replica obeys a stop."""
+        return self.state.is_stopping
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether evaluations, saves and exits are suppressed at this step: replicas were stopped
+        at different steps, and some have passed this one before."""
+        return self.state.step <= self.state.quiet_steps
+
+    @property
+    def has_replica_left(self) -> bool:
+        """Whether the last meeting was the last one, because a replica obeyed a stop."""
+        return self.state.has_left
+
+    @property
+    def records(self) -> Sequence[ControlRecord]:
+        """Of the last meeting, by replica; none before it."""
+        return self.state.records
+
+    @property
+    def num_syncs(self) -> int:
+        """Syncs so far."""
+        return self.state.rounds.count
+
+    @property
+    def began_identical(self) -> bool:
+        """Whether all replicas held the anchor in all units when the round began."""
+        return self.state.rounds.replicas_identical
+
+    @property
+    def inner_steps(self) -> int:
+        """Steps of this replica in the round that is under way."""
+        return self.state.inner_steps
+
+    @property
+    def num_dealings(self) -> int:
+        """How often samples were dealt; data prefetched under another dealing is void."""
+        return self.state.num_dealings
+
+    @property
+    def dealing(self) -> Dealing | None:
+        """The ledger of samples of the round under way; None where steps are counted."""
+        return self.state.rounds.dealing
+
+    @property
+    def num_shard_elements(self) -> int:
+        """Elements that all ranks of the replica hold of all units together."""
+        return int(self._queue.footprint.unit_numels.sum())
 
     # ---- phases
+
+    @property
+    def _is_sync_due(self) -> bool:
+        """Whether a meeting follows the step being attempted now."""
+        if self.state.is_warmup:
+            return False
+        is_asked = Flag.MEET in self._flags.read()
+        return self._trigger.is_due(self.state.step + 1, is_asked=is_asked)
+
+    def _is_landing_due(self, is_sync: bool) -> bool:
+        if self.state.is_warmup:
+            return False
+        return self._controller.replaces_parameters(self.state.step + 1, is_meeting=is_sync)
 
     def _switch(self) -> None:
         """End the warm-up: make sure that the replicas agree, then take the anchor (method 2.3)."""
         self._common_stop.drain()
         broadcast_if_different(self.host, self.groups, self.reporter)
-        self.rounds.begin(self.step)
-        self.trigger.begin_phase()
-        self.adaptive_timeout.begin()
-        self.reporter.on_message(f"warm-up is over after step {self.step}: the replicas part")
+        outer = self._take_anchor()
+        self._attach(outer)
+        self.state.begin_rounds(outer, self._round_length())
+        self._trigger.begin_rounds()
+        self.state.begin_phase()
+        self.state.timeout.begin()
+        step = self.state.step
+        self.reporter.on_message(f"warm-up is over after step {step}: each replica trains alone")
 
     def _meet(self) -> None:
         self.clock.pause()  # to wait for others is no inner training
-        self.is_stopping = self.is_waiting = not self._syncs.meet(self.step)
-        self.trigger.begin_phase()
+        self.state.is_stopping = self.state.is_waiting = not self._controller.meet()
+        self.state.begin_phase()
+
+    def _take_anchor(self) -> OuterState:
+        return OuterState.take(
+            self.host.plan,
+            self.groups.sync.device,
+            offload=self.settings.offload,
+            wire=self.settings.wire,
+            num_replicas=self.groups.sync.size,
+        )
+
+    def _attach(self, outer: OuterState) -> None:
+        units = outer.units.items()
+        anchors = {name: unit.anchor for name, unit in units}
+        self.host.attach_outer_state(anchors, {name: unit.momentum for name, unit in units})
+
+    def _round_length(self) -> int:
+        """Steps of a round that begins now, where a count decides; else 0."""
+        if self.settings.timed is not None:
+            return 0
+        return self.settings.schedule.round_length(self.host.progress().next_lr)
+
+    @contextmanager
+    def _context(self, what: str = "") -> Iterator[None]:
+        """Inside nothing is differentiated, and errors say where training stood, and who was lost.
+
+        Args:
+            what: that is done; empty is the sync of the round, or the warm-up.
+        """
+        try:
+            with torch.no_grad():
+                yield
+        except ReplicaLostError as error:
+            if error.is_placed:
+                raise
+            usual = "the warm-up" if self.is_warmup else f"the sync of round {self._round}"
+            place = f"{what or usual} (step {self.step})"
+            raise located(error, self._board.heartbeat, place) from error
+        except Exception as error:
+            error.add_note(f"in round {self._round} of EDiT, after step {self.step}")
+            raise
 
     @property
-    def current_round(self) -> int:
+    def _round(self) -> int:
         """The round whose sync is under way, or comes next."""
-        run = self.traffic.landing
-        return run.round if run is not None else self.rounds.count + 1
+        sync = self._queue.landing
+        return sync.plan.round if sync is not None else self.state.rounds.count + 1

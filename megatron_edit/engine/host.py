@@ -1,15 +1,26 @@
-"""What the engine asks of its host. `megatron_edit.host` answers for Megatron; tests answer too."""
+"""What an engine is given: host, reporter, settings, and the groups that it communicates over.
+
+`megatron_edit.host` answers for Megatron and `megatron_edit.observe` writes down what is reported;
+tests answer with plain tensors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from megatron_edit.engine.sync.outer_state import OuterState
+from megatron_edit.comm.collectives import Group
+from megatron_edit.comm.wire import Wire
+from megatron_edit.engine.rounds.plan import Decision, Penalty
 from megatron_edit.engine.sync.units import UnitPlan, UnitShard
+from megatron_edit.method.landing import LandingRule
+from megatron_edit.method.outer import OuterRule
+from megatron_edit.method.schedule import Schedule
+
+TIED_EMBEDDING = "tied-embedding"
 
 
 @dataclass(frozen=True)
@@ -57,8 +68,10 @@ class Host(Protocol):
     def linear_buffers(self) -> Sequence[Tensor]:
         """The buffers that may be averaged after they moved; averaged in warm-up."""
 
-    def attach_outer_state(self, state: OuterState) -> None:
-        """Learn where anchor and momentum of the shards are."""
+    def attach_outer_state(
+        self, anchors: Mapping[str, Tensor], momenta: Mapping[str, Tensor]
+    ) -> None:
+        """Learn where anchor and momentum of the shards are, fp32 [numel] by unit."""
 
     def gather_parameters(self) -> None:
         """Give all ranks of the replica the parameters that `UnitShard.publish` wrote."""
@@ -96,3 +109,131 @@ class Host(Protocol):
             is_followed: whether a replica goes on to the next meeting without a step. Nothing that
                 all replicas do together may come in between.
         """
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """One sync, as every rank of every replica saw it.
+
+    Attributes:
+        round: from 1.
+        step: s, attempted optimizer steps so far.
+        units: names in forward order; rows of the tables below.
+        decision: norms, scores, who was left out, weights, roll-backs.
+        clip: float64 [U].
+        update_norm: float64 [U], norms of the weighted averages, before the clip.
+        inner_steps: of the round, by replica.
+        samples: consumed so far, by replica.
+        wire_bytes: payload sent by the ranks of one replica.
+        state_bytes: what outer state takes on the ranks of one replica.
+        seconds: wait, exchange, outer, exposed, total, as this rank measured them.
+        digest: of all replicas, or None where it was not computed.
+    """
+
+    round: int
+    step: int
+    units: Sequence[str]
+    decision: Decision
+    clip: Tensor
+    update_norm: Tensor
+    inner_steps: Sequence[int]
+    samples: Sequence[int]
+    wire_bytes: int
+    state_bytes: int
+    seconds: Mapping[str, float]
+    digest: int | None
+
+
+class Reporter(Protocol):
+    """Where the engine's news go."""
+
+    def on_sync(self, report: SyncReport) -> None:
+        """A sync is over."""
+
+    def on_losses(self, first_step: int, losses: Sequence[float]) -> None:
+        """Mean losses over the replicas, of steps `first_step`, `first_step` + 1, ..."""
+
+    def on_message(self, text: str) -> None:
+        """A line for people, which all ranks say alike."""
+
+    def on_local_message(self, text: str) -> None:
+        """A line for people about this rank alone."""
+
+
+@dataclass(frozen=True)
+class EngineGroups:
+    """Who talks to whom.
+
+    Attributes:
+        sync: the N ranks, one per replica, that hold the same shard as this one: parameters.
+        meeting: the same ranks, on the CPU: records. What it carries never waits behind an
+            exchange, and the two may be under way in any order.
+        replica: all ranks of this replica.
+        stage: the ranks of this replica on this rank's pipeline stage.
+        control: all ranks of this replica, on the CPU: what it carries waits for no device.
+        ties: by name, groups over which copies of a parameter stay bit-identical; `TIED_EMBEDDING`
+            joins the stages that hold a copy of the embedding.
+    """
+
+    sync: Group
+    meeting: Group
+    replica: Group
+    stage: Group
+    control: Group
+    ties: Mapping[str, Group]
+
+    def close(self) -> None:
+        """At a good end: give up the transports, so that the threads of gloo are joined here and
+        not in an interpreter that ends, which may abort (exit code -6). Nothing may be on its way.
+        """
+        inside = (self.replica, self.stage, *self.ties.values())
+        for group in (self.sync, self.meeting, self.control, *inside):
+            group.close()
+
+
+@dataclass(frozen=True)
+class TimedRounds:
+    """Rounds that end by the clock (A-EDiT).
+
+    Attributes:
+        length: seconds between two meetings: tau_time / F.
+        min_steps: steps of all replicas since the last meeting below which a round goes on.
+        target: blocks of samples to consume, one per step of a replica.
+    """
+
+    length: float
+    min_steps: float
+    target: int
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Settings of an engine.
+
+    Attributes:
+        schedule: warm-up and sync interval.
+        penalty: the pseudo-gradient penalty.
+        outer: the outer step.
+        max_norm: phi of the clip; None is off.
+        landing: when and how parameters take the result of a sync.
+        wire: type on the wire.
+        digest_interval: syncs between two drift checks.
+        fixed_timeout: whether the user gave the time-out; otherwise it follows the rounds.
+        timed: how rounds end by the clock; None ends them by the schedule.
+        overlap: whether units land in the forward pass, where the host can.
+        prefetch_units: units in flight in overlap mode.
+        offload: whether the outer state lives in host memory.
+    """
+
+    schedule: Schedule
+    penalty: Penalty
+    outer: OuterRule
+    max_norm: float | None
+    landing: LandingRule
+    wire: Wire
+    digest_interval: int
+    fixed_timeout: bool
+    timed: TimedRounds | None = None
+    overlap: bool = False
+    prefetch_units: int = 2
+    offload: bool = False

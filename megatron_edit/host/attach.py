@@ -20,7 +20,7 @@ from megatron_edit.host.agreement import agree_on_settings
 from megatron_edit.host.cpu import cpu_argument_defaults, enable_cpu_backend
 from megatron_edit.host.cpu.checkpoints import serve_checkpoints
 from megatron_edit.host.cpu.norm import serve_sequence_parallelism
-from megatron_edit.host.patching import Patcher
+from megatron_edit.host.seams.patching import Patcher
 from megatron_edit.observe.console import MovedOutput, move_output_to, say
 from megatron_edit.observe.events import EventLog, prepare_log_dir
 
@@ -74,7 +74,7 @@ class Attachment:
                 warnings.simplefilter("ignore")
                 enable_cpu_backend(self._patcher)
             from megatron_edit.host import data
-            from megatron_edit.host.probes import check_host, host_name
+            from megatron_edit.host.seams.probes import check_host, host_name
 
             check_host()
         self._patcher.host = host_name()
@@ -118,10 +118,10 @@ class Attachment:
         if self._world is not None and self._loop is not None and self._loop.engine is not None:
             # Its thread asks the store, which may go once all have parted; and a process that ends
             # while it does may abort, with another exit code.
-            self._loop.engine.board.close()
+            self._loop.engine.close()
             if error is None:
                 self._world.leave_together()
-                self._loop.engine.groups.close()
+                self._loop.engine.close(groups=True)
         self.detach()
 
     def check_used(self) -> None:

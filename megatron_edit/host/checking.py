@@ -15,7 +15,7 @@ from megatron_edit.config import EditConfig, add_arguments
 from megatron_edit.errors import UsageError
 from megatron_edit.host.attach import choose_device
 from megatron_edit.host.cpu import cpu_argument_defaults, enable_cpu_backend
-from megatron_edit.host.patching import Patcher
+from megatron_edit.host.seams.patching import Patcher
 
 
 def check_command_line(
@@ -42,7 +42,7 @@ def check_command_line(
         if device.type == "cpu":
             enable_cpu_backend(patcher)
         from megatron_edit.host import arguments
-        from megatron_edit.host.probes import check_host
+        from megatron_edit.host.seams.probes import check_host
 
         check_host()
         args, unknown = _parse(words)

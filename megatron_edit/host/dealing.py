@@ -10,10 +10,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from megatron_edit.engine.rounds.trigger import SyncTrigger
-from megatron_edit.engine.rounds.triggers import ClockTrigger
+from megatron_edit.engine import EditEngine
 from megatron_edit.errors import UsageError
-from megatron_edit.host.patching import Patcher
+from megatron_edit.host.seams.patching import Patcher
 from megatron_edit.method.ledger import samples_of
 from megatron_edit.method.order import SampleOrder
 
@@ -39,20 +38,23 @@ class DealtSampler:
     """A batch sampler over the blocks of the round that is under way.
 
     Args:
-        trigger: holds the dealing.
+        engine: holds the dealing.
+        replica: r.
         share: of this rank.
         order: of samples; block 0 is the first that it says.
     """
 
-    def __init__(self, trigger: ClockTrigger, share: Share, order: SampleOrder) -> None:
-        self._pace = trigger
+    def __init__(self, engine: EditEngine, replica: int, share: Share, order: SampleOrder) -> None:
+        self._engine = engine
+        self._replica = replica
         self._share = share
         self._order = order
 
     def __iter__(self) -> Iterator[list[int]]:
         """Indices of one micro-batch after another, from where the round stands."""
-        dealing, replica, share = self._pace.dealing, self._pace.replica, self._share
-        order, step = self._order, self._pace.steps  # a resumed round has steps behind it
+        dealing, replica, share = self._engine.dealing, self._replica, self._share
+        assert dealing is not None, "replicas at their own speeds without a ledger"
+        order, step = self._order, self._engine.inner_steps  # a resumed round has steps behind it
         while (block := dealing.block(replica, step)) is not None:
             for index in range(share.micro_batches):
                 numbers = samples_of(block, index=index, **vars(share))
@@ -67,19 +69,19 @@ class DealtLoader:
 
     Attributes:
         loader: over a `DealtSampler`.
-        trigger: holds the dealing.
+        engine: counts the dealings.
     """
 
     loader: DataLoader[Any]
-    trigger: ClockTrigger
+    engine: EditEngine
 
     def __iter__(self) -> Iterator[Any]:
         """Micro-batches of one round after another."""
         while True:
-            epoch = self.trigger.epoch
+            epoch = self.engine.num_dealings
             for batch in self.loader:
                 yield batch
-                if epoch != self.trigger.epoch:
+                if epoch != self.engine.num_dealings:
                     break
             else:
                 return  # who has nothing left meets, and asks for nothing
@@ -105,7 +107,8 @@ class ReorderedSampler:
 
 def deal_samples(
     patcher: Patcher,
-    trigger: Callable[[], SyncTrigger],
+    engine: Callable[[], EditEngine],
+    replica: int,
     order: Callable[[], SampleOrder],
     args: Callable[[], Namespace],
 ) -> None:
@@ -115,7 +118,8 @@ def deal_samples(
 
     Args:
         patcher: undoes it.
-        trigger: the trigger, once the engine is built; Megatron builds its loaders later.
+        engine: the engine, once it is built; Megatron builds its loaders later.
+        replica: r.
         order: of samples; the same holds.
         args: Megatron's arguments.
     """
@@ -126,16 +130,16 @@ def deal_samples(
         @wraps(build)
         def dealt(dataset: Any, consumed_samples: int) -> Any:
             loader = build(dataset, consumed_samples)
-            timed, places = trigger(), order()
-            is_dealt = isinstance(timed, ClockTrigger)
+            built, places = engine(), order()
+            is_dealt = built.dealing is not None
             if loader is None or not (is_dealt or consumed_samples < places.end):
                 return loader
             if _split_of(dataset) is not Split.train:
                 return loader
-            if not isinstance(timed, ClockTrigger):
+            if not is_dealt:
                 return _with_sampler(loader, ReorderedSampler(loader.batch_sampler, places))
-            sampler = DealtSampler(timed, _share_of(args()), places)
-            return DealtLoader(_with_sampler(loader, sampler), timed)
+            sampler = DealtSampler(built, replica, _share_of(args()), places)
+            return DealtLoader(_with_sampler(loader, sampler), built)
 
         return dealt
 

@@ -11,8 +11,8 @@ from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.transport import Transport, stand_alone_group
 from megatron_edit.comm.wire import Wire
 from megatron_edit.comm.worlds import ReplicaWorld
-from megatron_edit.engine.groups import TIED_EMBEDDING, EngineGroups
-from megatron_edit.host.optimizer import TIED_EXPERT_TP, TIED_TP
+from megatron_edit.engine import TIED_EMBEDDING, EngineGroups
+from megatron_edit.host.model.optimizer import TIED_EXPERT_TP, TIED_TP
 
 
 def build_groups(world: ReplicaWorld, device: torch.device, wire: Wire) -> EngineGroups:

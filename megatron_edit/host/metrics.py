@@ -11,9 +11,9 @@ from megatron.core import parallel_state
 
 from megatron_edit.comm.placement import Placement
 from megatron_edit.config import EditConfig
-from megatron_edit.engine.engine import EditEngine
-from megatron_edit.host.describe import describe
-from megatron_edit.host.model import MegatronHost
+from megatron_edit.engine import EditEngine
+from megatron_edit.host.model.megatron_host import MegatronHost
+from megatron_edit.host.seams.describe import describe
 from megatron_edit.observe.events import EventLog
 from megatron_edit.observe.metrics import LOSS, SyncMetrics
 
@@ -127,7 +127,7 @@ def inside_bytes(engine: EditEngine, args: Namespace) -> float:
         engine: knows what each rank holds.
         args: Megatron's.
     """
-    held = int(engine.traffic.accounts.unit_numels.sum())
+    held = engine.num_shard_elements
     ranks = int(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
     parameter_bytes = torch.finfo(args.params_dtype).bits // 8
     gradient_bytes = 4 if args.accumulate_allreduce_grads_in_fp32 else parameter_bytes

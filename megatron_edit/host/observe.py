@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_edit.comm.error_context import error_context
-from megatron_edit.engine.engine import EditEngine
-from megatron_edit.host.model import MegatronHost
+from megatron_edit.engine import EditEngine
+from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.observe.events import EventLog
 from megatron_edit.observe.records import Iteration
 
@@ -99,7 +98,7 @@ class Observer:
         def over_replicas(*args: Any, **kwargs: Any) -> Any:
             if self.engine is None:
                 return evaluate(*args, **kwargs)
-            if 0 < self.engine.step <= self.engine.quiet_until:
+            if self.engine.step > 0 and self.engine.is_quiet:
                 return None, None, True  # some replicas have passed this evaluation
             self.engine.clock.pause()  # until all replicas are through: some are slower at it
             if not self.engine.check_in():
@@ -109,8 +108,7 @@ class Observer:
             given.arguments["forward_step_func"] = self._counting(step)
             with _without_time_limit():
                 losses, *rest = evaluate(*given.args, **given.kwargs)
-            with error_context(self.engine, "the end of an evaluation"):
-                self._average(losses, self.engine.rounds.meetings.gather)
+            self._average(losses, self.engine.gather_evaluation)
             self.engine.clock.resume()
             return (losses, *rest)
 
@@ -134,8 +132,7 @@ class Observer:
 
         assert self.engine is not None and self.host is not None
         if self.engine.was_warmup_step and losses:
-            with error_context(self.engine):  # what Megatron logs, too, is then of the whole job
-                self._average(losses, self.engine.groups.sync.all_gather)
+            self._average(losses, self.engine.gather_step)  # Megatron logs the whole job's, too
         loss = float(losses[_LOSS]) if _LOSS in losses else math.nan
         self.engine.record_loss(loss)
         samples = self.host.samples_per_step
@@ -157,7 +154,7 @@ class Observer:
         @wraps(forward_step)
         def counted(*args: Any, **kwargs: Any) -> Any:
             assert self.engine is not None
-            self.engine.board.heartbeat.batches += 1
+            self.engine.count_evaluation_batch()
             return forward_step(*args, **kwargs)
 
         return counted

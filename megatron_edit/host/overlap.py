@@ -18,9 +18,8 @@ from typing import Any
 
 from torch.nn import Parameter
 
-from megatron_edit.engine.engine import EditEngine
-from megatron_edit.engine.sync.units import UnitPlan
-from megatron_edit.host.patching import Patcher
+from megatron_edit.engine import EditEngine, UnitPlan
+from megatron_edit.host.seams.patching import Patcher
 
 
 def bucket_groups(model: Sequence[Any]) -> Iterator[Any]:
@@ -43,7 +42,11 @@ def shards_needed(group: Any, plan: UnitPlan, unit_of: Mapping[Parameter, str]) 
 
 
 def land_before_gathers(
-    patcher: Patcher, model: Sequence[Any], engine: EditEngine, unit_of: Mapping[Parameter, str]
+    patcher: Patcher,
+    model: Sequence[Any],
+    engine: EditEngine,
+    plan: UnitPlan,
+    unit_of: Mapping[Parameter, str],
 ) -> bool:
     """Override the bucket groups of a model.
 
@@ -51,20 +54,20 @@ def land_before_gathers(
         patcher: undoes it.
         model: chunks in Megatron's DDP.
         engine: asked to land units.
+        plan: this rank's shards.
         unit_of: unit of every trainable parameter.
 
     Returns:
         Whether some bucket is gathered before all units of the stage must have landed: only then
         can a sync hide behind compute.
     """
-    plan = engine.host.plan
     can_hide = False
     for group in bucket_groups(model):
         needed = shards_needed(group, plan, unit_of)
         can_hide |= 0 < needed < len(plan.shards)
         patcher.wrap(group, "start_param_sync", _landing_first(engine, needed))
         patcher.wrap(group, "finish_param_sync", _one_bucket_at_a_time(engine))
-        patcher.wrap(group, "start_grad_sync", _letting_go_on(engine))
+        patcher.wrap(group, "start_grad_sync", _progressing(engine))
     return can_hide
 
 
@@ -82,7 +85,7 @@ def _landing_first(
     return around
 
 
-def _letting_go_on(engine: EditEngine) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _progressing(engine: EditEngine) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def around(start: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(start)
         def watched(*args: Any, **kwargs: Any) -> Any:

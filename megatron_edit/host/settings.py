@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megatron_edit.comm.wire import Wire
 from megatron_edit.config import EditConfig
-from megatron_edit.engine.rounds.plan import Penalty
-from megatron_edit.engine.settings import EngineSettings, TimedRounds
+from megatron_edit.engine import EngineSettings, Penalty, TimedRounds
+from megatron_edit.method.detector import DetectorConfig
 from megatron_edit.method.landing import LandingRule
 from megatron_edit.method.schedule import QuadraticSchedule, Schedule, StepSchedule
 from megatron_edit.method.strategy import STRATEGIES, RuleSettings
@@ -28,7 +28,7 @@ def engine_settings(config: EditConfig, sync_mode: str, target_blocks: int) -> E
     )
     return EngineSettings(
         schedule=schedule_of(config),
-        penalty=Penalty.of(config),
+        penalty=penalty_of(config),
         outer=strategy.make_rule(rule),
         max_norm=None if config.no_clip else config.clip,
         landing=LandingRule(
@@ -54,3 +54,20 @@ def schedule_of(config: EditConfig) -> Schedule:
     if config.qsr_a is not None:
         return QuadraticSchedule(warmup, config.sync_interval, growth=config.qsr_a)
     return StepSchedule(warmup, config.sync_interval, config.fragments)
+
+
+def penalty_of(config: EditConfig) -> Penalty:
+    """The pseudo-gradient penalty that a configuration asks for."""
+    detector = DetectorConfig(
+        config.anomaly_threshold,
+        config.anomaly_alpha,
+        config.anomaly_warmup_syncs,
+        config.anomaly_patience,
+    )
+    return Penalty(
+        detector,
+        eliminate=not config.no_anomaly,
+        temperature=config.weight_temperature,
+        uniform=config.no_weighting,
+        step_share=config.step_weight,
+    )

@@ -14,7 +14,7 @@ from functools import wraps
 from inspect import BoundArguments
 from typing import Any, NoReturn
 
-from megatron_edit.engine.engine import EditEngine
+from megatron_edit.engine import EditEngine
 from megatron_edit.host.checkpoint.saving import SaveControl
 from megatron_edit.observe.console import say
 
@@ -24,12 +24,14 @@ class StopControl:
 
     Args:
         saves: what Megatron's saves become.
+        is_first: whether this is the first rank of all, which speaks.
 
     Attributes:
         engine: None until the model is built.
     """
 
-    def __init__(self, saves: SaveControl) -> None:
+    def __init__(self, saves: SaveControl, *, is_first: bool) -> None:
+        self._is_first = is_first
         self.engine: EditEngine | None = None
         self._saves = saves
         self._has_announced = False
@@ -60,7 +62,7 @@ class StopControl:
         from megatron.training import get_args
 
         megatron, iteration = get_args(), given.arguments["iteration"]
-        is_quiet = engine.step <= engine.quiet_until
+        is_quiet = engine.is_quiet
         is_planned = _is_planned(megatron, iteration) and not is_quiet
         if is_planned and not engine.is_warmup and not engine.check_in():
             return None  # a replica has been stopped on its way here
@@ -93,15 +95,14 @@ class StopControl:
 
     def _announce(self, engine: EditEngine) -> None:
         self._has_announced = True
-        if engine.groups.control.rank == 0:
-            engine.board.announce()
+        engine.announce_stop()
 
     def _obey(self, engine: EditEngine) -> bool:
         """Whether to stop here. In warm-up replicas stop after the same step, a little later."""
         if engine.is_warmup or not (self._has_announced or engine.is_stop_seen):
             return engine.is_stopping
         engine.leave()
-        if engine.groups.control.rank == 0 and engine.groups.sync.rank == 0:
+        if self._is_first:
             say(f"stopping after iteration {engine.step}, as a replica was asked to")
         return True
 

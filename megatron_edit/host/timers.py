@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.core.timers import TimerBase
 
-from megatron_edit.host.patching import Patcher
+from megatron_edit.host.seams.patching import Patcher
 from megatron_edit.method.clock import PhaseClock
 
 PHASE, WAIT = "edit-inner-phase", "edit-sync-wait"

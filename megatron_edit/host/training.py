@@ -27,11 +27,8 @@ from torch import Tensor
 
 from megatron_edit.comm.wire import Wire
 from megatron_edit.comm.worlds import ReplicaWorld
-from megatron_edit.config import EditConfig
-from megatron_edit.config_checks import warning_of_endless_warmup
-from megatron_edit.engine.engine import EditEngine
-from megatron_edit.engine.groups import TIED_EMBEDDING
-from megatron_edit.engine.rounds.trigger import SyncTrigger
+from megatron_edit.config import EditConfig, warning_of_endless_warmup
+from megatron_edit.engine import TIED_EMBEDDING, EditEngine, EngineGroups
 from megatron_edit.host.arguments import resolve_sync_mode
 from megatron_edit.host.checkpoint.loading import LoadControl
 from megatron_edit.host.checkpoint.outer import pieces_of
@@ -41,10 +38,10 @@ from megatron_edit.host.checkpoint.writing import CheckpointWriter
 from megatron_edit.host.dealing import deal_samples
 from megatron_edit.host.groups import build_groups
 from megatron_edit.host.metrics import tell_of_the_run
-from megatron_edit.host.model import MegatronHost
+from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.observe import Observer
 from megatron_edit.host.overlap import land_before_gathers
-from megatron_edit.host.patching import Patcher
+from megatron_edit.host.seams.patching import Patcher
 from megatron_edit.host.settings import engine_settings
 from megatron_edit.host.stops import StopControl, save_at_the_end
 from megatron_edit.host.timers import EditTimers
@@ -92,7 +89,7 @@ class TrainingLoop:
         is_first = place.global_rank == 0
         self._saves = SaveControl(policy, self._writer, place.num_replicas, is_first=is_first)
         self._loads = LoadControl(self._config, self._world, redirection)
-        self._stops = StopControl(self._saves)
+        self._stops = StopControl(self._saves, is_first=is_first)
         wrapped_pretrain = self._around_pretrain(training.pretrain)
         for module in (package, training):
             self._patcher.replace(module, "pretrain", wrapped_pretrain)
@@ -108,12 +105,13 @@ class TrainingLoop:
             ("load_checkpoint", self._loads.around_load),
         ):
             self._patcher.wrap(training, name, around)
-        deal_samples(self._patcher, self._pace, self._order, training.get_args)
+        replica = self._world.placement.replica
+        deal_samples(self._patcher, self._built, replica, self._order, training.get_args)
 
     def release(self) -> None:
         """Hand Megatron's objects back and close the event files."""
         if self.engine is not None:
-            self.engine.board.close()
+            self.engine.close()
         if self.host is not None:
             self.host.loop.release()
             self.host.release()
@@ -203,7 +201,7 @@ class TrainingLoop:
         where = (self._world.placement, self._device)
         tell_of_the_run(self._events, self._config, *where, self.engine, self.host, mode)
         if mode == "overlap":
-            self._hook_gathers(model)
+            self._hook_gathers(model, groups)
         self._hook_step(optimizer)
         self._hook_gradients(get_model_config(model[0]))
         unwrapped = unwrap_model(model)
@@ -252,17 +250,18 @@ class TrainingLoop:
         self._patcher.wrap(optimizer, "step", around_step)
         self._patcher.wrap(optimizer, "zero_grad", around_zero)
 
-    def _hook_gathers(self, model: Sequence[Any]) -> None:
+    def _hook_gathers(self, model: Sequence[Any], groups: EngineGroups) -> None:
         assert self.engine is not None and self.host is not None
-        can_hide = land_before_gathers(self._patcher, model, self.engine, self.host.unit_of)
+        plan, unit_of = self.host.plan, self.host.unit_of
+        can_hide = land_before_gathers(self._patcher, model, self.engine, plan, unit_of)
         if self._world.placement.global_rank > 0:
             return
-        if not can_hide and len(self.engine.host.plan.shards) > 1:
+        if not can_hide and len(plan.shards) > 1:
             say(
                 "no bucket is gathered before all units of a stage: a sync cannot hide behind "
                 "compute; set --ddp-bucket-size to the size of a layer"
             )
-        if self.engine.groups.stage.size < self.engine.groups.replica.size:
+        if groups.stage.size < groups.replica.size:
             say(
                 "Megatron does not cut later pipeline stages into buckets: their part of a sync "
                 "cannot hide behind compute"
@@ -283,9 +282,9 @@ class TrainingLoop:
 
         self._patcher.replace(model_config, "finalize_model_grads_func", averaging)
 
-    def _pace(self) -> SyncTrigger:
+    def _built(self) -> EditEngine:
         assert self.engine is not None
-        return self.engine.trigger
+        return self.engine
 
     def _order(self) -> SampleOrder:
         assert self.host is not None
@@ -294,6 +293,5 @@ class TrainingLoop:
     def _finish(self) -> None:
         if self.engine is not None and self.host is not None:
             self.engine.finish()
-            self.engine.quiet_until = 0  # all have come to the end
             self.host.loop.release()
         self._events.flush()

@@ -71,6 +71,10 @@ class DetectorState:
             **{name: torch.tensor(lists[name], dtype=torch.int64) for name in counts},
         )
 
+    def to_lists(self) -> dict[str, list[list[float]]]:
+        """For a checkpoint: exact; see `of_lists`."""
+        return {name: tensor.tolist() for name, tensor in vars(self).items()}
+
     def of_units(self, units: Sequence[int]) -> DetectorState:
         """The detectors of some units, in this order."""
         columns = list(units)

@@ -62,4 +62,4 @@ class LandingRule:
         return theta.mul_(self.mix).add_(target, alpha=1.0 - self.mix)
 
 
-PLAIN = LandingRule()
+DIRECT_COPY = LandingRule()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from megatron_edit.comm.placement import Placement
-from megatron_edit.engine.report import SyncReport
+from megatron_edit.engine import SyncReport
 from megatron_edit.errors import UsageError
 from megatron_edit.method.weights import effective_replicas
 from megatron_edit.observe.console import say, warn
@@ -104,7 +104,7 @@ class EventLog:
             self._append("sync.jsonl", sync_line(report))
         if self._metrics is not None:
             metrics, sink = self._metrics
-            samples = sum(record.samples for record in report.records)
+            samples = sum(report.samples)
             sink.write(metrics.values(report), report.step, samples)
         if self._is_first and self._placement.is_writer:
             say(sync_summary(report))

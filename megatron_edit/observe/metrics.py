@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_edit.engine.report import SyncReport
+from megatron_edit.engine import SyncReport
 from megatron_edit.method.weights import effective_replicas
 
 PREFIX = "edit/"
@@ -124,12 +124,12 @@ class SyncMetrics:
         now = time.monotonic() if now is None else now
         found = dict(_of_all(report))
         if self.inside_bytes is not None:
-            found["bytes-inside-replica"] = self.inside_bytes * report.records[0].inner_steps
-        if self.with_units or len(report.records) <= FEW_REPLICAS:
+            found["bytes-inside-replica"] = self.inside_bytes * report.inner_steps[0]
+        if self.with_units or len(report.inner_steps) <= FEW_REPLICAS:
             found.update(_of_replicas(report))
         if self.with_units:
             found.update(_of_units(report))
-        samples = [record.samples for record in report.records]
+        samples = list(report.samples)
         if self._last is not None:
             found.update(self._speeds(report, samples, now))
         self._last = now, samples
@@ -167,9 +167,8 @@ def _of_all(report: SyncReport) -> Iterator[tuple[str, float]]:
     yield "weight-entropy", torch.special.entr(decision.weights).sum(dim=0).mean().item()
     yield from _mean_and(effective_replicas(decision.weights), "effective-replicas", "min")
     yield from _mean_and(report.clip, "clip-factor", "min")
-    steps = [record.inner_steps for record in report.records]
-    yield "inner-steps/min", min(steps)
-    yield "inner-steps/max", max(steps)
+    yield "inner-steps/min", min(report.inner_steps)
+    yield "inner-steps/max", max(report.inner_steps)
     for name in ("wait", "exchange", "outer", "exposed", "total"):
         yield f"seconds/{name}", report.seconds[name]
     yield "bytes-between-replicas", report.wire_bytes
@@ -177,12 +176,12 @@ def _of_all(report: SyncReport) -> Iterator[tuple[str, float]]:
 
 def _of_replicas(report: SyncReport) -> Iterator[tuple[str, float]]:
     decision = report.decision
-    for replica, record in enumerate(report.records):
+    for replica, steps in enumerate(report.inner_steps):
         name = f"replica-{replica}"
         yield f"{name}/pseudo-gradient-norm", _mean(decision.norms[replica])
         yield f"{name}/weight", decision.weights[replica].mean().item()
         yield f"{name}/anomalies", int(decision.verdict.anomalous[replica].sum())
-        yield f"{name}/inner-steps", record.inner_steps
+        yield f"{name}/inner-steps", steps
 
 
 def _of_units(report: SyncReport) -> Iterator[tuple[str, float]]:

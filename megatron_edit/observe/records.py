@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_edit.engine.checks.digest import as_hex
-from megatron_edit.engine.report import SyncReport
+from megatron_edit.engine import SyncReport
+from megatron_edit.method.digest import as_hex
 from megatron_edit.method.weights import effective_replicas
 
 
@@ -68,8 +68,8 @@ def sync_line(report: SyncReport) -> dict[str, Any]:
         "clip": _row(report.clip),
         "update_norm": _row(report.update_norm),
         "rollback": decision.rollback.tolist(),
-        "inner_steps": [record.inner_steps for record in report.records],
-        "samples": [record.samples for record in report.records],
+        "inner_steps": list(report.inner_steps),
+        "samples": list(report.samples),
         "wire_bytes": report.wire_bytes,
         "state_bytes": report.state_bytes,
         "seconds": {name: round(value, 6) for name, value in report.seconds.items()},

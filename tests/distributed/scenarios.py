@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megatron_edit.config import EditConfig
-from megatron_edit.engine.engine import EditEngine
+from megatron_edit.engine import EditEngine
 from tests.distributed.toy import build_engine
 
 Record = dict[str, Any]
@@ -34,7 +34,7 @@ def run_rounds(
         host.move(moves[replica])
         engine.after_step()
         report = reporter.syncs[-1]
-        assert engine.rounds.state is not None
+        assert engine.state.outer is not None
         records.append(
             {
                 "norms": report.decision.norms.numpy(),
@@ -46,11 +46,9 @@ def run_rounds(
                 "update_norm": report.update_norm.numpy(),
                 "digest": report.digest,
                 "theta": {name: values.numpy().copy() for name, values in host.full.items()},
-                "anchor": {
-                    n: u.anchor.numpy().copy() for n, u in engine.rounds.state.units.items()
-                },
+                "anchor": {n: u.anchor.numpy().copy() for n, u in engine.state.outer.units.items()},
                 "momentum": {
-                    n: u.momentum.numpy().copy() for n, u in engine.rounds.state.units.items()
+                    n: u.momentum.numpy().copy() for n, u in engine.state.outer.units.items()
                 },
                 "slices": host.slices,
                 "bytes": _payload(engine),
@@ -148,7 +146,7 @@ def count_messages(num_replicas: int, num_layers: int, unit_numel: int) -> Recor
     host.move(dict.fromkeys(names, torch.ones(unit_numel) * (1 + engine.groups.sync.rank)))
     before = _payload(engine)
     engine.after_step()
-    table = engine.rounds.meetings.record_bytes * (num_replicas - 1)
+    table = engine._controller.meetings.record_bytes * (num_replicas - 1)
     return {
         **{name: counter.counts for name, counter in counters.items()},
         "bytes": _payload(engine) - before,

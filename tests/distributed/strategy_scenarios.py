@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megatron_edit.config import EditConfig
-from megatron_edit.engine.engine import EditEngine
+from megatron_edit.engine import EditEngine
 from megatron_edit.method.clock import NANOSECONDS, PhaseClock
 from tests.distributed.toy import ToyHost, build_engine
 from tests.reference import published
@@ -71,16 +71,16 @@ def run_paced(
     engine.start()
     replica, records = engine.groups.sync.rank, []
     for move in moves[replica]:
-        if engine.trigger.is_over:
+        if engine._trigger.is_over:
             break
         now[0] += round(step_seconds[replica] * NANOSECONDS)
         _step(engine, host, move)
         records.append(_held(engine, host))
-    assert engine.trigger.is_over, "the moves did not suffice"
+    assert engine._trigger.is_over, "the moves did not suffice"
     engine.finish()
     names = list(sizes)
     syncs = [
-        (names.index(r.units[0]), tuple(record.inner_steps for record in r.records))
+        (names.index(r.units[0]), tuple(r.inner_steps))
         for r in sorted(reporter.syncs, key=lambda report: report.round)
     ]
     return records, syncs
@@ -134,7 +134,7 @@ def _step(engine: EditEngine, host: ToyHost, move: dict[str, Any]) -> None:
 
 def _held(engine: EditEngine, host: ToyHost) -> Record:
     """This rank's cuts of the parameters and, after the switch, of anchor and momentum."""
-    state = engine.rounds.state
+    state = engine.state.outer
     units = {} if state is None else state.units
     return {
         "slices": host.slices,

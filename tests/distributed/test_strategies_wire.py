@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_edit.comm.wire import WIRE_NAMES, Wire
+from megatron_edit.comm.wire import Wire
+from megatron_edit.config import SYNC_DTYPES
 from tests.distributed.strategy_runs import Frame, Settings, run_both
 from tests.distributed.test_rounds import SIZES, make_moves
 from tests.distributed.toy import cut
@@ -35,7 +36,7 @@ def largest_error(results: list[RankResult], frames: list[Frame], ranks: int) ->
     )
 
 
-@pytest.mark.parametrize("wire", WIRE_NAMES[1:])
+@pytest.mark.parametrize("wire", SYNC_DTYPES[1:])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_coded_wire_is_near_the_oracle(name: str, wire: str) -> None:
     """Digests are compared at every sync. Catches: a type that is not used, one whose losses add

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_edit.comm.wire import WIRE_NAMES, Wire
+from megatron_edit.comm.wire import Wire
+from megatron_edit.config import SYNC_DTYPES
 from tests.distributed.wire_scenarios import addend, is_left_out
 from tests.harness import RankResult, run_ranks
 from tests.reference.wire import Lost, Round, cut
 
 SCENARIOS = "tests.distributed.wire_scenarios:"
 SIZES = [0, 1, 7, 130, 1000, 100_003]
-CODED = list(WIRE_NAMES[1:])
+CODED = list(SYNC_DTYPES[1:])
 NUM_ROUNDS = 3
 
 
@@ -42,10 +43,10 @@ def assert_same_bits(results: list[RankResult], key: tuple[str, int]) -> list[An
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_sums_equal_the_reference(size: int, has_rest: bool) -> None:
     """Catches: sums in order of arrival, a chunk off by one, a residual of somebody left out."""
-    args = (list(WIRE_NAMES), SIZES, NUM_ROUNDS, has_rest)
+    args = (list(SYNC_DTYPES), SIZES, NUM_ROUNDS, has_rest)
     results = run_ranks(SCENARIOS + "sum_rounds", size, args, check=True)
     for numel in SIZES:
-        for name in WIRE_NAMES:
+        for name in SYNC_DTYPES:
             sums = assert_same_bits(results, (name, numel))
             for result in results:
                 ((sent, announced),) = result.value[name, numel]["sent"]
@@ -98,7 +99,7 @@ def test_fp32_does_not_care_for_buckets(size: int) -> None:
             assert (np.abs(ours - theirs) <= 2.0**-22 * largest).all()
 
 
-@pytest.mark.parametrize("name", WIRE_NAMES)
+@pytest.mark.parametrize("name", SYNC_DTYPES)
 @pytest.mark.parametrize("size", [2, 3])
 def test_many_in_flight(name: str, size: int) -> None:
     """Catches: phases that begin in another order on another rank (a hang, or mixed sums)."""
@@ -161,7 +162,7 @@ def test_payload() -> None:
             assert Wire.of(name).payload_bytes(numel, size) == pytest.approx(
                 share * width, rel=0.002
             )
-    for name in WIRE_NAMES:  # even of little, nothing costs more than fp32 and a scale per chunk
+    for name in SYNC_DTYPES:  # even of little, nothing costs more than fp32 and a scale per chunk
         assert Wire.of(name).payload_bytes(3, 2) <= Wire.of("fp32").payload_bytes(3, 2) + 8
 
 
@@ -169,7 +170,7 @@ def test_names() -> None:
     """A name that is not there is refused, with those that are."""
     with pytest.raises(ValueError, match="wire 'int2': must be one of fp32, bf16, int8, int4"):
         Wire.of("int2")
-    assert [Wire.of(name).has_residual for name in WIRE_NAMES] == [False, False, True, True]
+    assert [Wire.of(name).has_residual for name in SYNC_DTYPES] == [False, False, True, True]
     rest = Wire.of("int8").new_residual(1000, 3, torch.device("cpu"))
     assert (rest.sent.numel(), rest.summed.numel()) == (1000, 512)
     assert Wire.of("fp32").owner_numel(1000, 3) == 0

@@ -22,12 +22,16 @@ from megatron_edit.comm.transport import Transport, stand_alone_group
 from megatron_edit.comm.wire import Wire
 from megatron_edit.comm.worlds import join
 from megatron_edit.config import EditConfig
-from megatron_edit.engine.engine import EditEngine
-from megatron_edit.engine.groups import EngineGroups
-from megatron_edit.engine.host import Progress
-from megatron_edit.engine.report import SyncReport
-from megatron_edit.engine.sync.outer_state import OuterState
-from megatron_edit.engine.sync.units import ParamShard, UnitPlan, UnitShard, plan_units
+from megatron_edit.engine import (
+    EditEngine,
+    EngineGroups,
+    ParamShard,
+    Progress,
+    SyncReport,
+    UnitPlan,
+    UnitShard,
+    plan_units,
+)
 from megatron_edit.host.settings import engine_settings
 from megatron_edit.method.clock import PhaseClock
 from megatron_edit.method.schedule import StepSchedule
@@ -102,7 +106,9 @@ class ToyHost:
     def linear_buffers(self) -> Sequence[Tensor]:
         return []
 
-    def attach_outer_state(self, state: OuterState) -> None:
+    def attach_outer_state(
+        self, anchors: Mapping[str, Tensor], momenta: Mapping[str, Tensor]
+    ) -> None:
         return None
 
     def gather_parameters(self) -> None:

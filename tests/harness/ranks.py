@@ -18,10 +18,10 @@ def train_main(script: str, argv: list[str], before: str | None) -> None:
         resolve("tests.host.context_parallel:install")()
     if before is not None:
         resolve(before)()
-    if importlib.util.find_spec("megatron_edit.__main__") is None:
+    if importlib.util.find_spec("megatron_edit.launcher") is None:
         code = _run_plain(script, argv)
     else:
-        code = importlib.import_module("megatron_edit.__main__").main([script, *argv])
+        code = importlib.import_module("megatron_edit.launcher").main([script, *argv])
     if code:
         raise SystemExit(code)
 

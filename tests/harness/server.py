@@ -41,7 +41,7 @@ def main(fd: int) -> None:
 
 def _warm_up() -> None:
     from megatron_edit.host.cpu import enable_cpu_backend
-    from megatron_edit.host.patching import Patcher
+    from megatron_edit.host.seams.patching import Patcher
 
     enable_cpu_backend(Patcher("Megatron-LM"))
     for module in (

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_edit.engine.engine import EditEngine
+from megatron_edit.engine import EditEngine
 from tests.host.spy import out_dir
 
 
@@ -95,7 +95,7 @@ def _facts(engine: EditEngine, before: dict[int, int], now: dict[int, int]) -> d
     shards = list(optimizer.edit_outer.values())
     return {
         "model_numel": sum(p.numel() for chunk in host._model for p in chunk.parameters()),
-        "outer_bytes": engine.rounds.state.nbytes if engine.rounds.state else 0,
+        "outer_bytes": engine.state.outer.nbytes if engine.state.outer else 0,
         "new_tensor_bytes": fresh,
         "optimizer_class": type(optimizer).__name__,
         "aligned": all(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_edit.host.cpu import cpu_argument_defaults, enable_cpu_backend
-from megatron_edit.host.patching import Patcher
+from megatron_edit.host.seams.patching import Patcher
 
 
 def unit_numels(argvs: Sequence[list[str]]) -> list[dict[str, int]]:
@@ -34,7 +34,7 @@ def _of(argv: list[str], groups: object) -> dict[str, int]:
     from megatron.training.arguments import parse_args, validate_args
     from megatron.training.models.gpt import GPTModelBuilder
 
-    from megatron_edit.host.naming import named_units
+    from megatron_edit.host.model.naming import named_units
 
     sys.argv = ["a test", *argv]
     args = parse_args()

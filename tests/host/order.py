@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from megatron_edit.engine.engine import EditEngine
+from megatron_edit.engine import EditEngine
 from megatron_edit.engine.sync.unit_sync import UnitSync
 from tests.host.spy import out_dir
 
@@ -23,7 +23,7 @@ def record_order() -> None:
     rank = os.environ["RANK"]
     log: list[Event] = []
     engines: list[EditEngine] = []
-    launch, land, build = UnitSync.launch, UnitSync.land, EditEngine.__post_init__
+    launch, land, build = UnitSync.launch, UnitSync.land, EditEngine.__init__
     finish, setup = EditEngine.finish, training.setup_model_and_optimizer
 
     def note(kind: str, unit: str) -> None:
@@ -38,9 +38,9 @@ def record_order() -> None:
         note("land", self.shard.name)
         return landing
 
-    def spied_build(self: EditEngine) -> None:
+    def spied_build(self: EditEngine, *args: Any, **kwargs: Any) -> None:
         engines.append(self)
-        build(self)
+        build(self, *args, **kwargs)
 
     def spied_finish(self: EditEngine) -> None:
         (out_dir() / f"order-{rank}.json").write_text(json.dumps(log))
@@ -54,7 +54,7 @@ def record_order() -> None:
 
     UnitSync.launch = spied_launch  # type: ignore[method-assign]
     UnitSync.land = spied_land  # type: ignore[method-assign]
-    EditEngine.__post_init__ = spied_build  # type: ignore[method-assign]
+    EditEngine.__init__ = spied_build  # type: ignore[method-assign]
     EditEngine.finish = spied_finish  # type: ignore[method-assign]
     training.setup_model_and_optimizer = spied_setup
 
@@ -114,7 +114,7 @@ def measure_staging() -> None:
 
 def fail_while_landing() -> None:
     """Rank `SPY_VICTIM` raises when it is to land layer.2 in round 2; all note when they end."""
-    from megatron_edit import __main__ as launcher
+    from megatron_edit import launcher
 
     rank = os.environ["RANK"]
     land, main = UnitSync.land, launcher.main

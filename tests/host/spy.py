@@ -118,25 +118,26 @@ def damage_before_sync() -> None:
     `SPY_DAMAGE` is JSON: a list of [round, replicas, unit, what], where `what` is "nan", "inf" or
     the factor by which the pseudo-gradient grows.
     """
-    from megatron_edit.engine.rounds.rounds import Rounds
+    from megatron_edit.engine.rounds.controller import SyncController
 
     plan = json.loads(os.environ["SPY_DAMAGE"])
     replica = _replica()
-    meet: Callable[..., Any] = Rounds.meet
+    meet: Callable[..., Any] = SyncController._hold_sync_meeting
 
-    def damaged(self: Rounds, step: int, selection: Any) -> Any:
-        assert self.state is not None
+    def damaged(self: SyncController, selection: Any) -> Any:
+        outer = self.state.outer
+        assert outer is not None
         for round_, replicas, unit, what in plan:
-            if self.count + 1 != round_ or replica not in replicas:
+            if self.state.rounds.count + 1 != round_ or replica not in replicas:
                 continue
             for shard in self.host.plan.shards:
                 if shard.name == unit and shard.numel:
-                    _damage(shard, self.state.units[unit].anchor, what)
+                    _damage(shard, outer.units[unit].anchor, what)
                     if what == "nan":
                         _break_moments(self.host, shard)
-        return meet(self, step, selection)
+        return meet(self, selection)
 
-    Rounds.meet = damaged  # type: ignore[method-assign]
+    SyncController._hold_sync_meeting = damaged  # type: ignore[method-assign]
 
 
 def _damage(shard: Any, anchor: torch.Tensor, what: str | float) -> None:
@@ -220,28 +221,36 @@ class _CountingGroup:
 def count_sync_traffic() -> None:
     """Count every call and byte that reaches the transport of the sync group, by step."""
     from megatron_edit.comm.collectives import Duplex
-    from megatron_edit.engine.engine import EditEngine
+    from megatron_edit.engine import EditEngine
 
     rank = os.environ["RANK"]
     log: list[tuple[int, int]] = []  # (step so far, bytes)
-    build, finish = EditEngine.__post_init__, EditEngine.finish
+    build, finish = EditEngine.__init__, EditEngine.finish
 
-    def spied_build(self: EditEngine) -> None:
+    def step_of(engine: EditEngine) -> int:
+        return engine.step if hasattr(engine, "state") else 0  # still being built
+
+    def spied_build(self: EditEngine, *args: Any, **kwargs: Any) -> None:
+        groups = kwargs.get("groups", args[2] if len(args) > 2 else None)
+
         def counting(inner: Any) -> _CountingGroup:
-            return _CountingGroup(inner, lambda nbytes: log.append((self.step, nbytes)))
+            return _CountingGroup(
+                inner,
+                lambda nbytes: log.append((self.step if hasattr(self, "state") else 0, nbytes)),
+            )
 
-        for group in (self.groups.sync, self.groups.meeting):
+        for group in (groups.sync, groups.meeting):
             group.process_group = counting(group.process_group)
             group.phases = tuple(
                 Duplex(counting(ways.up), counting(ways.down)) for ways in group.phases
             )
-        build(self)
+        build(self, *args, **kwargs)
 
     def spied_finish(self: EditEngine) -> None:
         (out_dir() / f"traffic-{rank}.json").write_text(json.dumps(log))
         finish(self)
 
-    EditEngine.__post_init__ = spied_build  # type: ignore[method-assign]
+    EditEngine.__init__ = spied_build  # type: ignore[method-assign]
     EditEngine.finish = spied_finish  # type: ignore[method-assign]
 
 
@@ -280,7 +289,7 @@ def remove_symbol() -> None:
 
 def hurry() -> None:
     """Let the ranks that have nothing to say leave at once."""
-    from megatron_edit import __main__ as launcher
+    from megatron_edit import launcher
 
     launcher.GRACE_SECONDS = 0.2
 
@@ -289,14 +298,14 @@ def note_parting() -> None:
     """Leave a file for each rank that waits for the others at the end."""
     from megatron_edit.comm.worlds import ReplicaWorld
 
-    part = ReplicaWorld.part
+    part = ReplicaWorld.leave_together
 
     @wraps(part)
     def noted(self: ReplicaWorld, *args: Any, **kwargs: Any) -> None:
         part(self, *args, **kwargs)
         (out_dir() / f"parted-{self.placement.global_rank}").touch()
 
-    ReplicaWorld.part = noted  # type: ignore[method-assign]
+    ReplicaWorld.leave_together = noted  # type: ignore[method-assign]
 
 
 def record_embeddings() -> None:
@@ -308,7 +317,7 @@ def record_embeddings() -> None:
 
     @wraps(setup)
     def spied(*args: Any, **kwargs: Any) -> Any:
-        from megatron_edit.engine.engine import EditEngine
+        from megatron_edit.engine import EditEngine
 
         model, optimizer, scheduler = setup(*args, **kwargs)
         after_step = EditEngine.after_step
@@ -329,7 +338,7 @@ def record_embeddings() -> None:
 
 def train_with_own_flags(argvs: list[list[str]]) -> None:
     """Every rank is a launch that was given its own command line."""
-    from megatron_edit import __main__ as launcher
+    from megatron_edit import launcher
     from tests.harness.launch import REPOSITORY
 
     hurry()

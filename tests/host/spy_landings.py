@@ -89,7 +89,7 @@ def record_landings() -> None:
 
     def spied_land(self: SyncQueue, run: Any) -> None:
         land(self, run)
-        landings.append(Landing(run.round, places.where(), places.begun["gather"]))
+        landings.append(Landing(run.plan.round, places.where(), places.begun["gather"]))
 
     def watched_schedule(*args: Any, **kwargs: Any) -> Any:
         return places.watched("schedule", schedule_of(*args, **kwargs))

@@ -33,7 +33,7 @@ def hooks() -> None:
 
 def at_each_step(action: Any) -> None:
     """Call `action(step)` before each optimizer step, from 1 on."""
-    from megatron_edit.engine.engine import EditEngine
+    from megatron_edit.engine import EditEngine
 
     before = EditEngine.before_step
 

@@ -17,7 +17,7 @@ def record_all() -> None:
 
     With `SPY_HOOKS`, the hooks of `spy_pace` that it names, too.
     """
-    from megatron_edit.engine.engine import EditEngine
+    from megatron_edit.engine import EditEngine
 
     record()
     record_fetched()
@@ -36,18 +36,18 @@ def record_all() -> None:
 
 
 def _state_of(engine: Any) -> dict[str, Any]:
-    state: dict[str, Any] = {"step": engine.step, "round": engine.rounds.count}
-    if engine.rounds.state is not None:
+    state: dict[str, Any] = {"step": engine.step, "round": engine.state.rounds.count}
+    if engine.state.outer is not None:
         shards = engine.host.plan.shards
         counted = {s.name for s in shards if any(f.is_counted for f in s.params)}
-        for name, unit in engine.rounds.state.units.items():
+        for name, unit in engine.state.outer.units.items():
             state[f"anchor {name}"] = _digest([unit.anchor])
             state[f"momentum {name}"] = _digest([unit.momentum])
             # A tied copy takes the bits of the first one: what its own exchange owes moves nothing.
             if unit.residual is not None and name in counted:
                 state[f"owed {name}"] = _digest([unit.residual.sent, unit.residual.summed])
-        state["unit steps"] = engine.rounds.unit_steps.tolist()
-        state["detectors"] = _digest(vars(engine.rounds.detectors).values())
+        state["unit steps"] = engine.state.rounds.unit_steps.tolist()
+        state["detectors"] = _digest(vars(engine.state.rounds.detectors).values())
     state["moments"] = [_moments(inner) for inner in engine.host._inner]
     state["schedule"] = engine.host.progress().schedule_position
     state["samples"] = engine.host.progress().samples

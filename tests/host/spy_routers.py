@@ -11,20 +11,19 @@ from tests.host.spy import out_dir
 
 def record_biases() -> None:
     """Write this rank's router biases, by step: as each sync and each optimizer step left them."""
-    from megatron_edit.engine.engine import EditEngine
-    from megatron_edit.engine.rounds.buffers import values_of
-    from megatron_edit.engine.rounds.meeting import Meetings
+    from megatron_edit.engine import EditEngine
+    from megatron_edit.engine.rounds.meeting import Meetings, shared_values
 
     rank, log = os.environ["RANK"], dict[str, dict[int, list[float]]](before={}, after={})
     hold, after_step = Meetings.hold, EditEngine.after_step
 
-    def held(self: Meetings, **kwargs: Any) -> Any:
-        log["before"][kwargs["step"]] = values_of(self.host)
-        return hold(self, **kwargs)
+    def held(self: Meetings, *args: Any, **kwargs: Any) -> Any:
+        log["before"][self.state.step] = shared_values(self.host)
+        return hold(self, *args, **kwargs)
 
     def stepped(self: EditEngine, *args: Any) -> Any:
         result = after_step(self, *args)
-        log["after"][self.step] = values_of(self.host)
+        log["after"][self.step] = shared_values(self.host)
         (out_dir() / f"biases-{rank}.json").write_text(json.dumps(log))
         return result
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from megatron_edit.host.cpu import cpu_argument_defaults, cuda_available, enable_cpu_backend
-from megatron_edit.host.patching import Patcher
+from megatron_edit.host.seams.patching import Patcher
 from tests.harness import TrainResult, run_ranks, tiny_gpt, train
 from tests.host.layouts import LAYOUTS
 

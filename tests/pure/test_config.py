@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_edit.command_line import config_from_argv
-from megatron_edit.config import EditConfig, add_arguments
-from megatron_edit.config_checks import warning_of_endless_warmup
+from megatron_edit.config import EditConfig, add_arguments, warning_of_endless_warmup
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import attribute, flag, parse_endpoint, preset_of
 from megatron_edit.method.strategy import STRATEGIES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,25 +17,28 @@ PACKAGE = ROOT / "megatron_edit"
 COLLECTIVES = "comm/collectives.py"
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 80
 
-# Package -> what it may import of this project, from the bottom to the top. What is not listed (the
-# launcher and what it starts) sees everything.
-MAY_IMPORT = {
-    "errors.py": (),
-    "whole_files.py": (),
-    "versions.py": ("errors",),
-    "method": ("method",),
-    "flags.py": ("errors", "method"),
-    "config_checks.py": ("errors", "flags", "method", "config"),  # `config` for its type alone
-    "config.py": ("errors", "flags", "config_checks", "method"),
-    "comm": ("errors", "flags", "config", "method", "comm"),
-    "engine": ("errors", "config", "checkpoint", "method", "comm", "engine"),
-    "checkpoint": ("errors", "method", "engine", "checkpoint"),
-    "observe": ("errors", "config", "method", "comm", "engine", "observe", "whole_files"),
-    "tools": (
-        "errors", "config", "config_checks", "flags", "command_line", "versions", "whole_files",
-        "method", "comm", "engine", "checkpoint", "host", "observe", "tools", "__main__",
-    ),
-}  # fmt: skip
+# From the bottom to the top: what stands on a line may import what stands on lines above it in this
+# list (so: below it in the house), and its own package.
+LAYERS = (
+    ("errors.py", "whole_files.py"),
+    ("versions.py", "method"),
+    ("flags.py",),
+    ("config.py",),
+    ("command_line.py", "comm", "checkpoint"),
+    ("engine",),
+    ("observe",),
+    ("host",),
+    ("tools",),
+    ("launcher.py",),  # starts a training or a command
+    ("__main__.py", "activation.py"),
+)
+# Entry points of the engine: what other packages may name of it.
+FACE = "megatron_edit.engine"
+# Marks of the engine: files with definitions, longest chain of imports, imports between its files.
+MAX_ENGINE = {"files": 18, "floors": 7, "arrows": 60}
+MAX_ANY_IN_HOST = 120
+# Of what the engine shows, host/ may reach one step further into these alone.
+SHOWN = {"clock", "settings"}
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 # `Group`'s own methods; `broadcast` is a raw process group's, too, so the receiver decides.
@@ -124,19 +128,66 @@ def host_imports(source: Source) -> list[str]:
     ]
 
 
+def _floor_of(part: str) -> int:
+    return next(i for i, parts in enumerate(LAYERS) if part in parts)
+
+
 def wrong_directions(source: Source) -> list[str]:
-    """Imports against the direction host -> engine -> comm -> method."""
-    allowed = MAY_IMPORT.get(source.part)
-    if allowed is None:
+    """Imports that go up, or to the side, in `LAYERS`; relative ones."""
+    if source.name == "__init__.py":
         return []
-    complaints = []
+    complaints, floor = [], _floor_of(source.part)
     for node, module in imports_of(source):
         if module.startswith("."):
             complaints.append(source.at(node, "relative import; name the package"))
+        if not module.startswith("megatron_edit."):
+            continue
         inner = module.removeprefix("megatron_edit.").partition(".")[0]
-        if module.startswith("megatron_edit.") and inner not in (*allowed, "__version__"):
-            complaints.append(source.at(node, f"{source.part} must not import {inner}"))
+        part = inner if (PACKAGE / inner).is_dir() else f"{inner}.py"
+        if inner != "__version__" and part != source.part and _floor_of(part) >= floor:
+            complaints.append(source.at(node, f"{source.part} must not import {part}"))
     return complaints
+
+
+def behind_the_face(source: Source) -> list[str]:
+    """Imports of the engine's inside from outside of it."""
+    if source.part == "engine":
+        return []
+    complaints = []
+    for node, module in imports_of(source):
+        if not module.startswith(FACE + "."):
+            continue
+        inner = PACKAGE / "engine" / module.split(".")[2]
+        if inner.exists() or inner.with_suffix(".py").exists():
+            complaints.append(source.at(node, f"imports {module}; use what {FACE} shows"))
+    return complaints
+
+
+def reached_through(source: Source) -> list[str]:
+    """`engine.<name>.<name>` in host/: what the engine keeps inside."""
+    if source.part != "host":
+        return []
+    complaints = []
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Attribute):
+            continue
+        owner = node.value.value
+        name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
+        if name in ("engine", "_engine") and node.value.attr not in SHOWN:
+            complaints.append(source.at(node, f"reaches into engine.{node.value.attr}"))
+    return complaints
+
+
+def foreign_formats(source: Source) -> list[str]:
+    """The engine knows neither the disk format nor the command line."""
+    if source.part != "engine":
+        return []
+    known = ("checkpoint", "config", "command_line", "flags", "host", "observe")
+    return [
+        source.at(node, f"the engine must not import {module}")
+        for node, module in imports_of(source)
+        if module.removeprefix("megatron_edit.").partition(".")[0] in known
+    ]
 
 
 def distributed_in_method(source: Source) -> list[str]:
@@ -152,11 +203,91 @@ def distributed_in_method(source: Source) -> list[str]:
     return [source.at(n, f"{m}: method/ knows no distributed code") for n, m in named + reached]
 
 
-@pytest.mark.parametrize("rule", [host_imports, wrong_directions, distributed_in_method])
+RULES = [
+    host_imports,
+    wrong_directions,
+    distributed_in_method,
+    behind_the_face,
+    reached_through,
+    foreign_formats,
+]
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_imports(rule: object) -> None:
     """Would catch: `import megatron` in the engine, torch.distributed in the mathematics."""
     assert callable(rule)
     assert [c for source in SOURCES for c in rule(source)] == []
+
+
+def _edges(sources: list[Source]) -> dict[str, set[str]]:
+    """Which file imports which, by module name; `__init__` files that define nothing left out."""
+    defining = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.Assign, ast.AnnAssign)
+    modules = {}
+    for source in sources:
+        if source.name.endswith("__init__.py") and not any(
+            isinstance(node, defining) for node in source.tree.body
+        ):
+            continue
+        path = source.name.removesuffix(".py").removesuffix("/__init__")
+        modules["megatron_edit." + path.replace("/", ".")] = source
+    edges: dict[str, set[str]] = {name: set() for name in modules}
+    for name, source in modules.items():
+        for _, module in imports_of(source):
+            target = module if module in modules else module.rpartition(".")[0]
+            if target in modules and target != name:
+                edges[name].add(target)
+    return edges
+
+
+def _floors(edges: dict[str, set[str]]) -> dict[str, int]:
+    """Files on the longest chain of imports from each file down.
+
+    Raises:
+        AssertionError: there is a cycle.
+    """
+    floors: dict[str, int] = {}
+
+    def climb(name: str, above: tuple[str, ...]) -> int:
+        assert name not in above, f"a cycle of imports: {' -> '.join((*above, name))}"
+        if name not in floors:
+            below = [climb(target, (*above, name)) for target in edges[name]]
+            floors[name] = 1 + max(below, default=0)
+        return floors[name]
+
+    for name in edges:
+        climb(name, ())
+    return floors
+
+
+def test_no_cycle() -> None:
+    """Neither between files, nor between the folders of host/. Imports inside functions count."""
+    edges = _edges(SOURCES)
+    _floors(edges)
+    folders: dict[str, set[str]] = {}
+    for name, targets in edges.items():
+        if name.startswith("megatron_edit.host."):
+            for target in targets:
+                if target.startswith("megatron_edit.host."):
+                    here, there = (m.removeprefix("megatron_edit.host") for m in (name, target))
+                    here, there = (m.rpartition(".")[0] for m in (here, there))
+                    folders.setdefault(there, set())
+                    if here != there:
+                        folders.setdefault(here, set()).add(there)
+    _floors(folders)
+
+
+def test_marks_of_the_engine() -> None:
+    """Would catch an engine whose rooms multiply again: each number is at most what it is here."""
+    prefix = "megatron_edit.engine."
+    inside = {n: t for n, t in _edges(SOURCES).items() if n.startswith(prefix)}
+    inside = {n: {m for m in t if m.startswith(prefix)} for n, t in inside.items()}
+    found = {
+        "files": len(inside),
+        "floors": max(_floors(inside).values()),
+        "arrows": sum(map(len, inside.values())),
+    }
+    assert all(found[mark] <= most for mark, most in MAX_ENGINE.items()), found
 
 
 def test_importing_the_package_changes_nothing() -> None:
@@ -239,13 +370,14 @@ def _is_group(annotation: ast.expr | None) -> bool:
     return text in ("Group", "Group | None")
 
 
-def _declared(sources: list[Source]) -> tuple[set[str], set[str]]:
+@functools.cache
+def _declared() -> tuple[set[str], set[str]]:
     """Attributes declared as a group, and as a mapping to groups, in any class.
 
     A name that another class gives to what may be a raw process group is not trusted.
     """
     groups, mappings, doubtful = set(), set(), set()
-    for source in sources:
+    for source in SOURCES:
         for owner in (n for n in ast.walk(source.tree) if isinstance(n, ast.ClassDef)):
             for field in owner.body:
                 if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
@@ -260,11 +392,11 @@ def _declared(sources: list[Source]) -> tuple[set[str], set[str]]:
     return groups - doubtful, mappings - doubtful
 
 
-def foreign_collectives(source: Source, known: list[Source]) -> list[str]:
+def foreign_collectives(source: Source) -> list[str]:
     """Collectives that do not go through a `Group`."""
     if source.name == COLLECTIVES:
         return []
-    fields, mappings = _declared(known)
+    fields, mappings = _declared()
     functions = [n for n in ast.walk(source.tree) if isinstance(n, FUNCTIONS)]
     inside: dict[ast.AST, ast.AST] = {}
     for function in functions:  # outer before inner: the innermost wins
@@ -288,7 +420,7 @@ def foreign_collectives(source: Source, known: list[Source]) -> list[str]:
 
 def test_collectives_are_issued_in_one_module() -> None:
     """Would catch: `dist.all_reduce(...)` or a raw process group's method anywhere else."""
-    assert [c for source in SOURCES for c in foreign_collectives(source, SOURCES)] == []
+    assert [c for source in SOURCES for c in foreign_collectives(source)] == []
 
 
 @pytest.mark.parametrize(
@@ -305,7 +437,7 @@ def test_collectives_are_issued_in_one_module() -> None:
 )
 def test_the_rule_for_collectives_sees(code: str) -> None:
     """The rule itself: each of these is a breach."""
-    assert foreign_collectives(source_of(code), SOURCES)
+    assert foreign_collectives(source_of(code))
 
 
 def test_the_rule_for_collectives_accepts_our_groups() -> None:
@@ -315,7 +447,7 @@ def test_the_rule_for_collectives_accepts_our_groups() -> None:
         "    other = groups.stage\n    other.all_gather(t)\n"
         "    for _, tie in groups.ties.items():\n        tie.broadcast(t)\n"
     )
-    assert foreign_collectives(source_of(code), SOURCES) == []
+    assert foreign_collectives(source_of(code)) == []
 
 
 # ---- shape and habits

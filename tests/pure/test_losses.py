@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megatron_edit.engine.rounds.losses import MeanLoss, StepLosses
+from megatron_edit.engine.state import MeanLoss, StepLosses
 
 
 def test_each_form_comes_back() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_edit.engine.checks.norms import sum_of_squares
+from megatron_edit.method.norms import sum_of_squares
 
 MEBIBYTE = 1 << 20
 

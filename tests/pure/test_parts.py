@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 
 from megatron_edit.comm.collectives import all_reduce_payload
 from megatron_edit.comm.control import ControlRecord, check_same_meeting, record_bytes
-from megatron_edit.engine.checks.digest import as_hex, combine, tensor_digest
-from megatron_edit.engine.sync.inflight import InflightSync
 from megatron_edit.engine.sync.queue import SyncQueue
 from megatron_edit.engine.sync.units import ParamShard, forward_order, plan_units
 from megatron_edit.errors import HostVersionError, SyncProtocolError
-from megatron_edit.host.patching import Patcher
+from megatron_edit.host.seams.patching import Patcher
+from megatron_edit.method.digest import as_hex, combine, tensor_digest
 from megatron_edit.method.schedule import LONGEST, QuadraticSchedule, StepSchedule
 
 
@@ -189,8 +188,9 @@ def test_the_view_of_all_ranks() -> None:
 def test_every_fragment_is_checked_for_drift(fragments: int) -> None:
     """Round r syncs group (r - 1) mod F: would catch groups that no check ever falls on."""
     anything: Any = None
-    traffic = SyncQueue(anything, anything, anything, anything, 10, fragments, {})
-    rounds = [SimpleNamespace(round=number) for number in range(1, 20 * fragments + 1)]
-    seen = [run.round for run in rounds if traffic.is_checked(cast(InflightSync, run))]
+    schedule = SimpleNamespace(fragments=fragments)
+    settings: Any = SimpleNamespace(digest_interval=10, schedule=schedule)
+    queue = SyncQueue(anything, anything, settings, anything, anything)
+    seen = [number for number in range(1, 20 * fragments + 1) if queue.is_checked(number)]
     assert len(seen) == 2 * fragments
     assert {(number - 1) % fragments for number in seen[:fragments]} == set(range(fragments))

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_edit.activation import activate, is_asked_for, launched
+from megatron_edit.activation import activate, is_asked_for
 from megatron_edit.errors import UsageError
+from megatron_edit.launcher import launched
 from megatron_edit.tools.cli import main
 from megatron_edit.tools.patch.line import LINE, diff, insert, line_number, remove
 
@@ -190,7 +191,7 @@ def test_not_writable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_activates_for_our_flags_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: a stock run that is launched, a script that is imported, a second launch."""
     started = []
-    monkeypatch.setattr("megatron_edit.__main__.main", lambda argv: started.append(argv) or 7)
+    monkeypatch.setattr("megatron_edit.launcher.main", lambda argv: started.append(argv) or 7)
     monkeypatch.setattr(sys, "argv", ["-c", "--lr", "1", "--use-edit"])
     activate("pretrain_gpt", "x.py")
     activate("__mp_main__", "x.py")

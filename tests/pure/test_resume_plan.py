@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_edit.checkpoint.manifest import Ledger, Manifest, ReplicaEntry
-from megatron_edit.checkpoint.resume import ResumePlan, Run, plan_resume
-from megatron_edit.engine.standing import dealing_of, detectors_to_lists, ledger_of
+from megatron_edit.checkpoint.resume import ResumePlan, Run, dealing_of, ledger_of, plan_resume
 from megatron_edit.method.detector import DetectorState
 from megatron_edit.method.ledger import Dealing
 from megatron_edit.method.order import IN_ORDER, SampleOrder
@@ -270,7 +269,7 @@ TABLES = {"mean": REALS, "variance": REALS[::-1]} | {
 def test_detectors_come_back() -> None:
     """Bit for bit: would catch float32, and counts that go through a float."""
     state = DetectorState.of_lists(TABLES)
-    assert detectors_to_lists(state) == TABLES
+    assert state.to_lists() == TABLES
     assert {t.dtype for t in (state.mean, state.variance)} == {torch.float64}
     assert {t.dtype for t in (state.updates, state.accepted, state.rejected)} == {torch.int64}
 
@@ -279,11 +278,11 @@ def test_detectors_come_back() -> None:
 def test_detectors_of_other_replicas(num: int) -> None:
     """Who is still there keeps what it has learned, others start; the saved ones stay."""
     state = DetectorState.of_lists(TABLES)
-    lists = detectors_to_lists(state.for_replicas(num))
+    lists = state.for_replicas(num).to_lists()
     for name, table in TABLES.items():
         assert lists[name] == [*table[:num], *[[0, 0]] * (num - 3)]
     state.for_replicas(num).mean.fill_(9.0)
-    assert detectors_to_lists(state) == TABLES
+    assert state.to_lists() == TABLES
 
 
 @pytest.mark.parametrize("mean", [[[1.0], [1.0, 2.0]], [["x"]], [[None, 1.0]], None])

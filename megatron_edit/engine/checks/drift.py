@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from megatron_edit.comm.control import ControlRecord
-from megatron_edit.engine.checks.digest import combine, tensor_digest
-from megatron_edit.engine.groups import EngineGroups
+from megatron_edit.engine.host import EngineGroups
 from megatron_edit.engine.sync.units import UnitPlan, UnitShard
 from megatron_edit.errors import DriftError
+from megatron_edit.method.digest import combine, tensor_digest
 
 _EXACT = (1 << 52) - 1  # bits of a digest that a float64 of a record holds
 
@@ -72,36 +70,11 @@ def check(plan: UnitPlan, groups: EngineGroups, mine: Mapping[int, Tensor], when
         DriftError: they differ; the message names a unit.
     """
     units, digest = differing_units(plan, groups, mine)
-    _raise_for(units, when)
+    if units:
+        raise DriftError.in_units(units, when)
     return digest
 
 
 def as_number(digest: int) -> float:
     """What a control record carries of a digest."""
     return float(digest & _EXACT)
-
-
-def check_records(records: Sequence[ControlRecord], names: Sequence[str], count: int) -> None:
-    """Compare what the replicas say of units that have landed since they met.
-
-    Args:
-        records: of a meeting.
-        names: of all units.
-        count: syncs before it.
-
-    Raises:
-        DriftError: they differ; the message names a unit.
-    """
-    columns = zip(*(record.digests for record in records), strict=True)
-    units = [
-        name
-        for name, values in zip(names, columns, strict=False)
-        if len({None if math.isnan(value) else value for value in values}) > 1
-    ]
-    _raise_for(units, f"in what had landed before the sync of round {count + 1}")
-
-
-def _raise_for(units: Sequence[str], when: str) -> None:
-    if units:
-        more = f" and {len(units) - 1} more" if len(units) > 1 else ""
-        raise DriftError(f"the replicas differ {when} in unit {units[0]}{more}")

@@ -1,19 +1,21 @@
-"""Are a replica's parameters finite, and how all of a broken one's units come back (method 3.2)."""
+"""Finiteness: whether a replica's parameters are finite, and how one that broke comes back.
+
+Method 3.2: a replica that is left out as not finite takes the new anchor like the others, and the
+inner moments that are not finite are zeroed, so that the next inner step does not break it again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
-from megatron_edit.engine.checks.equal import zero_nonfinite_moments
-from megatron_edit.engine.checks.norms import sum_of_squares
-from megatron_edit.engine.groups import TIED_EMBEDDING, EngineGroups
-from megatron_edit.engine.host import Host
-from megatron_edit.engine.report import Reporter
+from megatron_edit.engine.host import TIED_EMBEDDING, EngineGroups, Host, Reporter
 from megatron_edit.engine.sync.outer_state import OuterState
-from megatron_edit.engine.sync.unit_sync import UnitSync, sum_in_rank_order
-from megatron_edit.engine.sync.units import EMBEDDING, UnitPlan
+from megatron_edit.engine.sync.units import EMBEDDING, UnitPlan, UnitShard
+from megatron_edit.method.norms import sum_in_rank_order, sum_of_squares
 
 
 def finite_units(plan: UnitPlan, groups: EngineGroups) -> list[bool]:
@@ -51,7 +53,7 @@ def restore_other_units(
     groups: EngineGroups,
     state: OuterState,
     landing: Sequence[str],
-    flights: Sequence[UnitSync],
+    snapshots: Mapping[str, Tensor],
     reporter: Reporter,
 ) -> None:
     """Give this replica's broken units, other than those that land, their anchor.
@@ -62,18 +64,45 @@ def restore_other_units(
     Collective: the ranks of the pipeline stage.
 
     Args:
+        host: whose parameters.
+        groups: who communicates.
+        state: has the anchors.
         landing: names of the units that get their anchor anyway.
-        flights: of units that land later; what they keep of theta is counted from here on.
+        snapshots: of units that land later, fp32 [numel] by unit: their progress counts from here.
+        reporter: learns of it.
     """
-    sound = finite_units(host.plan, groups)
-    later = {flight.shard.name: flight for flight in flights}
+    finite = finite_units(host.plan, groups)
     for shard in host.plan.shards:
-        if sound[shard.index] or shard.name in landing:
+        if finite[shard.index] or shard.name in landing:
             continue
         anchor = state.units[shard.name].stage_anchor().ready()
         shard.scatter(anchor)
         shard.publish()
         zero_nonfinite_moments(host, shard, reporter)
-        flight = later.get(shard.name)
-        if flight is not None and flight.snapshot is not None:
-            flight.snapshot.copy_(anchor)
+        if shard.name in snapshots:
+            snapshots[shard.name].copy_(anchor)
+
+
+def zero_nonfinite_moments_of_excluded(
+    host: Host, plan: UnitPlan, norms: Sequence[float], reporter: Reporter
+) -> None:
+    """Zero the moments of the units that this replica was left out of as not finite.
+
+    Args:
+        host: has the moments.
+        plan: the units that sync.
+        norms: of this replica's pseudo-gradients, by their positions in the plan.
+        reporter: learns of it.
+    """
+    for shard in plan.shards:
+        if not math.isfinite(norms[shard.index]):
+            zero_nonfinite_moments(host, shard, reporter)
+
+
+def zero_nonfinite_moments(host: Host, shard: UnitShard, reporter: Reporter) -> None:
+    """Zero what is not finite in the inner moments of a unit."""
+    zeroed = host.zero_nonfinite_moments(shard)
+    reporter.on_local_message(
+        f"unit {shard.name} was not finite, or trained on while it was left out; "
+        f"zeroed {zeroed} moments of the inner optimizer here"
+    )

@@ -3,25 +3,41 @@ loaded by another number of replicas (method section 3, over saved parameters)."
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_edit.comm.control import ControlRecord
-from megatron_edit.engine.groups import EngineGroups
-from megatron_edit.engine.host import Host
-from megatron_edit.engine.rounds.buffers import average, values_of
-from megatron_edit.engine.rounds.plan import Decision, decide
-from megatron_edit.engine.settings import EngineSettings
-from megatron_edit.engine.sync.inflight import partial_squares
-from megatron_edit.engine.sync.outer_state import OuterState, pseudo_gradient
-from megatron_edit.engine.sync.unit_sync import Rules, UnitSync, sum_in_rank_order
-from megatron_edit.engine.sync.units import UnitShard
+from megatron_edit.engine.host import EngineGroups, EngineSettings, Host
+from megatron_edit.engine.rounds.meeting import average_shared_values, shared_values
+from megatron_edit.engine.rounds.plan import Decision, SyncRules, decide
+from megatron_edit.engine.state import PendingState
+from megatron_edit.engine.sync.inflight import restore_sync
+from megatron_edit.engine.sync.outer_state import OuterState, pseudo_gradient, squared_norms
+from megatron_edit.engine.sync.unit_sync import UnitSync
 from megatron_edit.method.detector import DetectorState
-from megatron_edit.method.landing import PLAIN
+from megatron_edit.method.landing import DIRECT_COPY
+from megatron_edit.method.norms import sum_in_rank_order
 from megatron_edit.method.outer import weighted_contribution_
+
+
+@dataclass(frozen=True)
+class SavedRound:
+    """The round of saved replicas that was under way.
+
+    Attributes:
+        load: brings the parameters and buffers of a saved replica into the host; what had not
+            landed on it is returned.
+        steps: int64 [N, U], inner steps of each saved replica since a unit's own last sync.
+        inner_state_of: the saved replica whose inner state this one takes over.
+        finish: called once the round is complete: schedules and moments begin anew.
+    """
+
+    load: Callable[[int], Sequence[PendingState]]
+    steps: Tensor
+    inner_state_of: int
+    finish: Callable[[], None]
 
 
 @dataclass
@@ -29,19 +45,18 @@ class Completion:
     """The last sync of saved replicas, computed by each replica of this run for itself.
 
     Attributes:
-        load: brings the parameters and buffers of a saved replica into the host, and lands what had
-            not landed on it.
-        steps: int64 [N, U], inner steps of each saved replica since a unit's own last sync.
-        own: the saved replica whose inner state this one takes over.
+        settings: of this run.
+        host: gets parameters and buffers.
+        groups: who communicates.
+        outer: anchor and momentum, mutated.
+        saved: the round.
     """
 
     settings: EngineSettings
     host: Host
     groups: EngineGroups
-    state: OuterState
-    load: Callable[[int], None]
-    steps: Tensor
-    own: int
+    outer: OuterState
+    saved: SavedRound
 
     def run(self, detectors: DetectorState) -> DetectorState:
         """Move anchor, momentum, parameters and buffers.
@@ -54,40 +69,51 @@ class Completion:
         Returns:
             What they have learned.
         """
-        norms, buffers = self._look()
-        decision, learned = decide(norms, detectors, self.settings.penalty, self.steps)
+        norms, buffers = self._gather()
+        decision, learned = decide(norms, detectors, self.settings.penalty, self.saved.steps)
         averages = self._average(decision)
-        self.load(self.own)
-        rules = Rules(
-            self.settings.outer,
-            self.settings.max_norm,
-            PLAIN,
-            self.host.progress().inner_lr,
-        )
+        own = self.saved.inner_state_of
+        self._load(own)
+        lr = self.host.progress().inner_lr
+        rules = SyncRules(self.settings.outer, self.settings.max_norm, DIRECT_COPY, lr)
         for shard, mean in zip(self.host.plan.shards, averages, strict=True):
-            if not bool(norms[self.own, shard.index].isfinite()):
+            if not bool(norms[own, shard.index].isfinite()):
                 self.host.zero_nonfinite_moments(shard)
-            is_excluded = bool(decision.verdict.anomalous[self.own, shard.index])
-            flight = UnitSync(
-                shard, self.state.units[shard.name], is_excluded, None, mean, is_exchanged=True
-            )
-            flight.step(self.groups, rules)
-            flight.land(PLAIN, is_finite=True)
+            is_excluded = bool(decision.verdict.anomalous[own, shard.index])
+            home = self.outer.units[shard.name]
+            unit = UnitSync(shard, home, is_excluded, None, mean, is_exchanged=True)
+            unit.step(self.groups, rules)
+            unit.land(DIRECT_COPY, is_finite=True)
             shard.publish()
-        records = [_record(values) for values in buffers]
-        average(self.host, records, decision, range(len(self.host.plan.names)))
+        average_shared_values(
+            self.host, buffers, ~decision.verdict.anomalous, range(len(self.host.plan.names))
+        )
         self.host.gather_parameters()
+        self.saved.finish()
         return learned
 
-    def _look(self) -> tuple[Tensor, list[list[float]]]:
+    def _load(self, replica: int) -> None:
+        """Bring a saved replica's parameters into the host, and land what had not landed on it.
+
+        Collective: the ranks of the pipeline stage.
+        """
+        for pending in self.saved.load(replica):
+            sync = restore_sync(pending, self.host.plan, self.outer, self.groups, self.settings)
+            sync.check_finite()
+            while not sync.is_done:
+                shard, has_bad_moments = sync.land_next()
+                if has_bad_moments:
+                    self.host.zero_nonfinite_moments(shard)
+
+    def _gather(self) -> tuple[Tensor, list[list[float]]]:
         """Norms [N, U] and buffers of all saved replicas."""
         norms, buffers = [], []
-        for replica in range(len(self.steps)):
-            self.load(replica)
-            squares = partial_squares(self.host.plan, self.state, self.groups.sync.device)
+        for replica in range(len(self.saved.steps)):
+            self._load(replica)
+            squares = squared_norms(self.host.plan, self.outer, self.groups.sync.device)
             total = sum_in_rank_order(self.groups.replica.all_gather(squares))
             norms.append(total.sqrt().cpu())
-            buffers.append(values_of(self.host))
+            buffers.append(shared_values(self.host))
         return torch.stack(norms), buffers
 
     def _average(self, decision: Decision) -> list[Tensor | None]:
@@ -101,22 +127,15 @@ class Completion:
             None if bool(decision.rollback[s.index]) else torch.zeros(s.numel, device=device)
             for s in plan.shards
         ]
-        for replica in range(len(self.steps)):
+        for replica in range(len(self.saved.steps)):
             if not bool((decision.weights[replica] > 0).any()):
                 continue
-            self.load(replica)
+            self._load(replica)
             for shard, total in zip(plan.shards, sums, strict=True):
                 if total is not None:
                     weight = float(decision.weights[replica, shard.index])
-                    total += self._contribution(shard, weight)
+                    anchor = self.outer.units[shard.name].stage_anchor().ready()
+                    buffer = torch.empty(shard.numel, device=device)
+                    delta = pseudo_gradient(anchor, shard, buffer)
+                    total += weighted_contribution_(delta, weight)
         return sums
-
-    def _contribution(self, shard: UnitShard, weight: float) -> Tensor:
-        buffer = torch.empty(shard.numel, device=self.groups.sync.device)
-        anchor = self.state.units[shard.name].stage_anchor().ready()
-        return weighted_contribution_(pseudo_gradient(anchor, shard, buffer), weight)
-
-
-def _record(buffers: list[float]) -> ControlRecord:
-    """A record that has nothing to tell but its buffers."""
-    return ControlRecord(0, 0, 0, 0, 0, losses=(), norms=(), buffers=buffers)

@@ -1,68 +1,154 @@
-"""Coming to meetings, and seeing that what they began lands at its time."""
+"""The rounds of this rank: come to meetings, apply their plans, land what they began.
+
+    meeting (records) -> plan_round (pure) -> check drift -> apply -> exchange -> land
+
+One sync begins with each plan. What lands when is the queue's business.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from megatron_edit.comm.timeouts import AdaptiveTimeout
-from megatron_edit.engine.host import Host
-from megatron_edit.engine.rounds.rounds import Rounds
-from megatron_edit.engine.rounds.trigger import SyncTrigger
-from megatron_edit.engine.settings import EngineSettings
-from megatron_edit.engine.sync.inflight import InflightSync
+from megatron_edit.comm.control import check_same_digests
+from megatron_edit.comm.stop import StopBoard
+from megatron_edit.engine.checks.finite import zero_nonfinite_moments_of_excluded
+from megatron_edit.engine.host import EngineGroups, EngineSettings, Host, Reporter
+from megatron_edit.engine.rounds.meeting import Meetings, average_shared_values
+from megatron_edit.engine.rounds.plan import (
+    Outcome,
+    RoundPlan,
+    RoundRules,
+    SyncRules,
+    plan_round,
+)
+from megatron_edit.engine.rounds.trigger import SyncTrigger, trigger_of
+from megatron_edit.engine.state import RunState
+from megatron_edit.engine.sync.inflight import InflightSync, SyncPlan
+from megatron_edit.engine.sync.outer_state import squared_norms
 from megatron_edit.engine.sync.queue import SyncQueue
+from megatron_edit.engine.sync.units import FragmentPlan, Selection
+from megatron_edit.method.norms import sum_in_rank_order
 
 
 @dataclass
 class SyncController:
-    """Leads a rank through its syncs.
+    """Leads a rank through its rounds.
 
     Attributes:
-        settings: say when results land.
-        host: says whether units can land in the forward pass.
-        trigger: when the replicas meet.
-        rounds: what is decided there.
-        traffic: what follows from it.
-        adaptive_timeout: follows the length of the rounds.
+        settings: of the engine.
+        host: the training framework.
+        groups: who communicates.
+        reporter: learns of losses and of broken replicas.
+        state: of the run.
+        trigger: says when the replicas meet.
+        meetings: how they do.
+        queue: the syncs that are under way.
     """
 
     settings: EngineSettings
     host: Host
+    groups: EngineGroups
+    reporter: Reporter
+    state: RunState
     trigger: SyncTrigger
-    rounds: Rounds
-    traffic: SyncQueue
-    adaptive_timeout: AdaptiveTimeout
+    meetings: Meetings
+    queue: SyncQueue
+    _rules: RoundRules = field(init=False)
+    _fragments: FragmentPlan = field(init=False)
 
-    def meet(self, step: int) -> bool:
+    @classmethod
+    def build(
+        cls,
+        settings: EngineSettings,
+        host: Host,
+        groups: EngineGroups,
+        reporter: Reporter,
+        state: RunState,
+        board: StopBoard,
+    ) -> SyncController:
+        """Everything that leads a rank through its rounds.
+
+        Collective: the ranks of the replica.
+
+        Args:
+            settings: of the engine.
+            host: the training framework.
+            groups: who communicates.
+            reporter: learns of losses and of syncs.
+            state: of the run.
+            board: where stops are announced and seen.
+        """
+        queue = SyncQueue(host, groups, settings, reporter, state)
+        meetings = Meetings(
+            host,
+            groups,
+            board,
+            state,
+            same_step=settings.timed is None,
+            has_digests=not settings.landing.is_immediate,
+            poll_exchanges=queue.poll_if_busy,
+        )
+        queue.measure(meetings.record_bytes)
+        trigger = trigger_of(settings, host, groups.sync.rank, state)
+        return cls(settings, host, groups, reporter, state, trigger, meetings, queue)
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        min_steps = 0.0 if settings.timed is None else settings.timed.min_steps
+        self._rules = RoundRules(settings.penalty, settings.landing, settings.schedule, min_steps)
+        self._fragments = FragmentPlan.of(self.host.plan, settings.schedule.fragments)
+
+    # ---- meetings
+
+    def meet(self) -> bool:
         """Come to a meeting and do what it decides; to the next at once, where nothing is left.
 
         Returns:
             Whether nobody obeys a stop there.
         """
         while True:
-            selection = self.rounds.selection(step)
-            before = self.traffic.of_units(selection)
-            is_first_taken = self.settings.landing.at_next_meeting
-            if not is_first_taken:
+            selection = self._selection(self.state.step)
+            before = self.queue.of_units(selection)
+            takes_addends_first = self.settings.landing.at_next_meeting
+            if not takes_addends_first:
                 self._land_all(before)
-            run = self.rounds.meet(step, selection)
-            if run is None:
-                return not self.rounds.has_left
-            if is_first_taken:
+            sync = self._hold_sync_meeting(selection)
+            if sync is None:
+                return not self.state.has_left
+            if takes_addends_first:
                 self._land_all(before)
                 if not before:  # nothing was sent a round ago: the next begins where this one did
-                    self.traffic.go_back(run)
-            self.adaptive_timeout.after_round()
-            self._take(run)
-            if not (self.trigger.must_meet_again or self._must_level):
+                    self.queue.go_back(sync)
+            self.state.timeout.after_round()
+            self._start(sync)
+            if not (self.trigger.must_meet_again or self._must_equalize):
                 return True
 
-    def land_due(self, step: int) -> None:
-        """Land the syncs whose time has come with step `step`."""
-        for run in self.traffic.due(step):
-            self.traffic.begin_landing(run)
+    def leave(self) -> None:
+        """Tell the others, who may wait at a meeting, that this replica obeys a stop."""
+        self.state.note_meeting(self.meetings.hold(is_leaving=True))
+
+    def check_in(self) -> bool:
+        """Meet without a sync; whether nobody obeys a stop."""
+        return self.state.note_meeting(self.meetings.hold())
+
+    def close(self) -> None:
+        """Exchange the losses that no sync has carried; in vain where a replica has left."""
+        if self.state.has_left:
+            return
+        last, records = self.state.records, self.meetings.hold()
+        if self.state.note_meeting(records):
+            self.state.losses.report(records, self.reporter)
+        self.state.records = last  # a save that follows is of the meeting before
+
+    # ---- landings
+
+    def land_due(self) -> None:
+        """Land the syncs whose time has come with the step that is over."""
+        for sync in self.queue.due(self.state.step):
+            self.queue.begin_landing(sync)
             self._land()
 
     def replaces_parameters(self, step: int, *, is_meeting: bool) -> bool:
@@ -72,37 +158,108 @@ class SyncController:
             step: s.
             is_meeting: whether replicas meet after it.
         """
-        if self.traffic.due(step):
+        if self.queue.due(step):
             return True
         if not is_meeting:
             return False
         landing = self.settings.landing
         is_immediate = landing.is_immediate or landing.at_next_meeting or self.trigger.is_last
-        return is_immediate or bool(self.traffic.of_units(self.rounds.selection(step)))
+        return is_immediate or bool(self.queue.of_units(self._selection(step)))
+
+    # ---- one round
+
+    def _selection(self, step: int) -> Selection:
+        """The units that sync at a meeting after step `step`."""
+        return self._fragments.union(self.trigger.fragments_after(step))
+
+    def _hold_sync_meeting(self, selection: Selection) -> InflightSync | None:
+        """The sync that a meeting begins; None where it is none: the round goes on, or ends."""
+        state, began = self.state, time.monotonic()
+        assert state.outer is not None, "a meeting before the switch"
+        squares = squared_norms(selection.plan, state.outer, self.groups.sync.device)
+        norms = sum_in_rank_order(self.groups.replica.all_gather(squares)).sqrt().tolist()
+        is_last = self.trigger.is_last
+        waiting = time.monotonic()
+        records = self.meetings.hold(dict(zip(selection.indices, norms, strict=True)))
+        waited = time.monotonic() - waiting
+        plan = plan_round(state.rounds, records, selection.indices, self._rules, is_last=is_last)
+        if plan.outcome is Outcome.SYNC:
+            check_same_digests(records, self.host.plan.names, state.rounds.count)
+        state.apply(plan)
+        if plan.outcome is not Outcome.SYNC:
+            return None
+        self._apply_to_host(plan, selection)
+        return self._sync_of(plan, selection, began, waited)
+
+    def _apply_to_host(self, plan: RoundPlan, selection: Selection) -> None:
+        """What a plan changes outside of the engine: schedules, counters, moments, buffers."""
+        assert plan.decision is not None
+        if plan.is_dealt:
+            self.host.end_round(
+                plan.samples, is_over=self.trigger.is_over, is_followed=plan.is_followed
+            )
+        elif plan.after.dealing is None:
+            behind = plan.schedule_position - self.host.progress().schedule_position
+            if behind:  # it skipped steps: it catches up with the learning rate of the others
+                self.host.advance_schedule(behind)
+        self.state.losses.report(plan.records, self.reporter)
+        norms = plan.decision.norms[self.groups.sync.rank].tolist()
+        zero_nonfinite_moments_of_excluded(self.host, selection.plan, norms, self.reporter)
+        rows = [record.buffers for record in plan.records]
+        accepted = ~plan.decision.verdict.anomalous
+        average_shared_values(self.host, rows, accepted, plan.units)
+
+    def _sync_of(
+        self, plan: RoundPlan, selection: Selection, began: float, waited: float
+    ) -> InflightSync:
+        assert plan.decision is not None and self.state.outer is not None
+        settings, landing, step = self.settings, plan.landing, self.state.step
+        sync_plan = SyncPlan(
+            round=plan.after.count,
+            step=step,
+            due=None if landing.at_next_meeting else step + landing.delay,
+            selection=selection,
+            decision=plan.decision,
+            rules=SyncRules(settings.outer, settings.max_norm, landing, plan.inner_lr),
+            inner_steps=tuple(record.inner_steps for record in plan.records),
+            samples=tuple(record.samples for record in plan.records),
+        )
+        sync = InflightSync(
+            sync_plan,
+            self.state.outer,
+            self.groups,
+            settings.wire,
+            depth=settings.prefetch_units if settings.overlap else 1,
+            began=began,
+            waited=waited,
+        )
+        if not settings.landing.is_immediate:  # also at the end: another may land before it
+            sync.take_snapshots()
+        return sync
+
+    def _start(self, sync: InflightSync) -> None:
+        """A sync begins."""
+        if not sync.plan.rules.landing.is_immediate:
+            self.queue.add(sync)
+            sync.exposed = time.monotonic() - sync.began
+            return
+        sync.exposed = time.monotonic() - sync.began  # where a replica broke it is reported now
+        self.queue.begin_landing(sync)
+        sync.exposed = time.monotonic() - sync.began
+        self._land()
 
     @property
-    def _must_level(self) -> bool:
+    def _must_equalize(self) -> bool:
         """Whether training is over, and the replicas do not hold the same yet."""
-        return self.trigger.is_over and not self.rounds.replicas_identical
-
-    def _take(self, run: InflightSync) -> None:
-        """A sync begins."""
-        if not run.rules.landing.is_immediate:
-            self.traffic.fly(run)
-            run.exposed = time.monotonic() - run.began
-            return
-        run.exposed = time.monotonic() - run.began  # where a replica broke it is reported now
-        self.traffic.begin_landing(run)
-        run.exposed = time.monotonic() - run.began
-        self._land()
+        return self.trigger.is_over and not self.state.rounds.replicas_identical
 
     def _land(self) -> None:
         """Land what lands now; in the forward pass, if nothing comes before it."""
         is_later = self.settings.overlap and self.host.lands_in_forward
-        if not is_later or self.trigger.must_meet_again or self._must_level:
-            self.traffic.settle()
+        if not is_later or self.trigger.must_meet_again or self._must_equalize:
+            self.queue.settle()
 
-    def _land_all(self, runs: Sequence[InflightSync]) -> None:
-        for run in runs:
-            self.traffic.begin_landing(run)
-            self.traffic.settle()
+    def _land_all(self, syncs: Sequence[InflightSync]) -> None:
+        for sync in syncs:
+            self.queue.begin_landing(sync)
+            self.queue.settle()

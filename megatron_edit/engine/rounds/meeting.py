@@ -1,4 +1,4 @@
-"""Meetings: the control records that replicas exchange, and who came."""
+"""Meetings: the control records that replicas exchange, and how the others are waited for."""
 
 from __future__ import annotations
 
@@ -7,20 +7,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from megatron_edit.comm.control import ControlRecord, check_same_meeting, record_bytes
-from megatron_edit.comm.heartbeat import HeartbeatMonitor, Place
 from megatron_edit.comm.stop import StopBoard
-from megatron_edit.comm.worlds import ReplicaWorld
-from megatron_edit.engine.groups import EngineGroups
-from megatron_edit.engine.host import Host
-from megatron_edit.engine.rounds.buffers import values_of
-from megatron_edit.engine.rounds.trigger import SyncTrigger
-from megatron_edit.engine.sync.queue import SyncQueue
+from megatron_edit.engine.host import EngineGroups, Host
+from megatron_edit.engine.state import RunState
 from megatron_edit.errors import ReplicaLostError
 
-POLL_SECONDS = 0.0002  # between two looks at a meeting that others have not come to, at least
+POLL_SECONDS = 0.0002  # between two polls of a meeting that others have not come to, at least
 LONGEST_POLL_SECONDS = 0.02
 POLL_SHARE = 0.01  # of the time waited so far: who waits long need not poll so often
 
@@ -33,77 +30,69 @@ class Meetings:
         host: says where training stands.
         groups: who meets.
         board: where this replica says that it was asked to end, also while it waits; its heartbeat
-            knows how far the others have come.
-        trigger: knows the losses, and whether replicas meet at the same step.
+            monitor knows how far the others have come.
+        state: of the run.
+        same_step: whether all replicas come to a meeting after the same step.
         has_digests: whether records carry digests of delayed landings.
-        traffic: goes on while this replica waits for the others: they may wait for it.
+        poll_exchanges: lets exchanges go on while this replica waits for the others, who may wait
+            for them; whether there are any.
     """
 
     host: Host
     groups: EngineGroups
     board: StopBoard
-    trigger: SyncTrigger
+    state: RunState
+    same_step: bool
     has_digests: bool
-    traffic: SyncQueue | None = None
+    poll_exchanges: Callable[[], bool]
 
     @property
     def record_bytes(self) -> int:
         """Size of a record on the wire."""
-        units, buffers = len(self.host.plan.names), len(values_of(self.host))
-        return record_bytes(
-            self.trigger.losses.capacity, units, buffers, has_digests=self.has_digests
-        )
+        units, buffers = len(self.host.plan.names), len(shared_values(self.host))
+        capacity = self.state.losses.capacity
+        return record_bytes(capacity, units, buffers, has_digests=self.has_digests)
 
     def hold(
-        self,
-        *,
-        round: int,
-        step: int,
-        inner_steps: int,
-        norms: Mapping[int, float] | None = None,
-        digests: Mapping[int, float] | None = None,
-        is_leaving: bool = False,
+        self, norms: Mapping[int, float] | None = None, *, is_leaving: bool = False
     ) -> list[ControlRecord]:
         """Exchange records with the other replicas: the one table of a sync.
 
         Collective: the sync group.
 
         Args:
-            round: syncs so far.
-            step: s.
-            inner_steps: steps of this round.
             norms: of the units that are to sync, by position.
-            digests: of landed units, by position.
             is_leaving: whether this replica obeys a stop.
 
         Returns:
             The records by replica. Where one of them is leaving, the meeting is no sync.
         """
-        units = len(self.host.plan.names)
-        progress, capacity = self.host.progress(), self.trigger.losses.capacity
-        mine = ControlRecord(
-            round=round,
-            step=step,
-            inner_steps=inner_steps,
-            samples=progress.samples,
-            schedule_position=progress.schedule_position,
-            losses=self.trigger.losses.payload()[
-                -capacity:
-            ],  # a resumed round may have been longer
-            norms=_row(norms or {}, units),
-            buffers=values_of(self.host),
-            is_leaving=int(is_leaving),
-            inner_lr=progress.inner_lr,
-            next_lr=progress.next_lr,
-            digests=_row(digests or {}, units) if self.has_digests else (),
-        )
-        rows = self.gather(mine.pack(capacity))
-        records = [
-            ControlRecord.unpack(row, capacity, units, has_digests=self.has_digests) for row in rows
-        ]
-        if not any(record.is_leaving for record in records):
-            check_same_meeting(records, same_step=self.trigger.meets_at_same_step)
-        return records
+        with record_function("edit/meeting"):
+            state, units = self.state, len(self.host.plan.names)
+            progress, capacity = self.host.progress(), state.losses.capacity
+            late = {i: state.landed_digests[i] for i in norms or () if i in state.landed_digests}
+            mine = ControlRecord(
+                round=state.rounds.count,
+                step=state.step,
+                inner_steps=state.inner_steps,
+                samples=progress.samples,
+                schedule_position=progress.schedule_position,
+                losses=state.losses.payload()[-capacity:],  # a resumed round may have been longer
+                norms=_row(norms or {}, units),
+                buffers=shared_values(self.host),
+                is_leaving=int(is_leaving),
+                inner_lr=progress.inner_lr,
+                next_lr=progress.next_lr,
+                digests=_row(late, units) if self.has_digests else (),
+            )
+            rows = self.gather(mine.pack(capacity))
+            records = [
+                ControlRecord.unpack(row, capacity, units, has_digests=self.has_digests)
+                for row in rows
+            ]
+            if not any(record.is_leaving for record in records):
+                check_same_meeting(records, same_step=self.same_step)
+            return records
 
     def gather(self, row: Tensor) -> Tensor:
         """The rows of all replicas, in their order, however late they come.
@@ -118,7 +107,7 @@ class Meetings:
     def _poller(self) -> Callable[[], float]:
         """What this replica does while it waits, again and again; it gives the seconds in between.
 
-        It lets exchanges go on, as the others may wait for them; and it looks for a signal or the
+        It lets exchanges go on, as the others may wait for them; and it polls for a signal or the
         end of its time, which no step of its own will find now: the others then leave, and that
         releases it. Of the replicas that have not come it wants to see progress.
         """
@@ -131,35 +120,51 @@ class Meetings:
                 raise _lost(heartbeat.give_up(overdue), limit)
             if self.host.is_end_asked and not self.board.is_seen:
                 self.board.announce()
-            if self.traffic is not None and self.traffic.is_busy:
-                self.traffic.poll()
+            if self.poll_exchanges():
                 return POLL_SECONDS
             return min(max(POLL_SECONDS, POLL_SHARE * (now - began)), LONGEST_POLL_SECONDS)
 
         return poll
 
 
-def open_board(groups: EngineGroups, world: ReplicaWorld, step: Callable[[], int]) -> StopBoard:
-    """Where this rank learns of stops, and of the others' progress.
+def shared_values(host: Host) -> list[float]:
+    """State that training changes and no optimizer owns, such as biases of MoE routers, end to end.
+
+    It is small, so it travels with the records: fp32 values are exact there.
+    """
+    tensors = [tensor.reshape(-1) for _, tensor in host.shared_buffers()]
+    return torch.cat(tensors).tolist() if tensors else []
+
+
+def average_shared_values(
+    host: Host, rows: Sequence[Sequence[float]], accepted: Tensor, units: Sequence[int]
+) -> None:
+    """Give this state of some units its mean over the replicas that the unit accepted (method 3.9).
+
+    Where none was accepted, over all: there is no anchor to go back to. Values that are not
+    finite never count. No communication: every rank averages the same numbers.
 
     Args:
-        groups: count how far this rank has come.
-        world: whose store is asked.
-        step: s, of this replica.
+        host: has the buffers.
+        rows: `shared_values` of all replicas.
+        accepted: bool [N, units], which replicas each unit accepted.
+        units: positions in the replica's list.
+
+    Mutates: the host's buffers.
     """
-    place, is_first = world.placement, groups.control.rank == 0
-
-    def where() -> Place:
-        return Place(groups.meeting.num_started, groups.sync.num_started, step())
-
-    heartbeat = HeartbeatMonitor(
-        place.replica,
-        place.num_replicas,
-        where,
-        is_telling=is_first,
-        store_host=None if place.is_single_launch else 0,
-    )
-    return StopBoard(world.shared_store, heartbeat, is_watching=is_first)
+    table, start = torch.tensor(rows, dtype=torch.float64), 0
+    for index, tensor in host.shared_buffers():
+        part = table[:, start : start + tensor.numel()]
+        start += tensor.numel()
+        if index not in units:
+            continue
+        chosen = accepted[:, units.index(index)]
+        usable = (chosen if bool(chosen.any()) else ~chosen) & part.isfinite().all(dim=1)
+        total = torch.zeros(tensor.numel(), dtype=torch.float64)
+        for row in part[usable]:
+            total += row
+        mean = total / max(1, int(usable.sum()))
+        tensor.copy_(mean.view_as(tensor))
 
 
 def _lost(replicas: Sequence[int], limit: float) -> ReplicaLostError:

@@ -1,14 +1,25 @@
-"""What a sync decides, from the gathered table alone: who counts, how much, and roll-backs."""
+"""What a meeting decides: from the gathered records to the immutable plan of a round.
+
+`plan_round` is a pure function of what all replicas have gathered and of what they all knew before.
+Every rank of every replica calls it with the same values and gets the same plan, so that no two can
+disagree about what comes next. Nothing is changed here: `RunState.apply` does that.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
 
 import torch
 from torch import Tensor
 
-from megatron_edit.config import EditConfig
+from megatron_edit.comm.control import ControlRecord
 from megatron_edit.method.detector import DetectorConfig, DetectorState, Verdict, judge
+from megatron_edit.method.landing import DIRECT_COPY, LandingRule
+from megatron_edit.method.ledger import Dealing
+from megatron_edit.method.outer import OuterRule
+from megatron_edit.method.schedule import Schedule
 from megatron_edit.method.weights import blend_step_weights, replica_weights
 
 LARGEST_AVERAGE = 1e37  # fp32 ends at 3.4e38
@@ -32,23 +43,6 @@ class Penalty:
     uniform: bool
     step_share: float = 0.0
 
-    @classmethod
-    def of(cls, config: EditConfig) -> Penalty:
-        """The penalty that a configuration asks for."""
-        detector = DetectorConfig(
-            config.anomaly_threshold,
-            config.anomaly_alpha,
-            config.anomaly_warmup_syncs,
-            config.anomaly_patience,
-        )
-        return cls(
-            detector,
-            eliminate=not config.no_anomaly,
-            temperature=config.weight_temperature,
-            uniform=config.no_weighting,
-            step_share=config.step_weight,
-        )
-
 
 @dataclass(frozen=True)
 class Decision:
@@ -66,6 +60,10 @@ class Decision:
     verdict: Verdict
     weights: Tensor
     rollback: Tensor
+
+    def excludes(self, replica: int, unit: int) -> bool:
+        """Whether a replica takes the unit's anchor as it is: it was left out, or all were."""
+        return bool(self.rollback[unit]) or bool(self.verdict.anomalous[replica, unit])
 
 
 def decide(
@@ -94,3 +92,180 @@ def decide(
     bound = torch.where(weights > 0, weights * norms, torch.zeros_like(norms)).sum(dim=0)
     rollback = torch.all(verdict.anomalous, dim=0) | (bound > LARGEST_AVERAGE)
     return Decision(norms, verdict, weights, rollback), learned
+
+
+@dataclass(frozen=True)
+class SyncRules:
+    """What becomes of an average.
+
+    Attributes:
+        outer: the outer step.
+        max_norm: phi of the clip; None is off.
+        landing: how parameters take the anchor.
+        inner_lr: of the inner optimizer at the sync.
+    """
+
+    outer: OuterRule
+    max_norm: float | None
+    landing: LandingRule
+    inner_lr: float = 0.0
+
+
+class Outcome(Enum):
+    """What follows from a meeting."""
+
+    SYNC = auto()
+    EXTEND = auto()  # too few steps so far: the round goes on
+    LEAVE = auto()  # a replica obeys a stop: the meeting is no sync
+
+
+@dataclass(frozen=True)
+class RoundRules:
+    """Settings that plans follow.
+
+    Attributes:
+        penalty: the pseudo-gradient penalty.
+        landing: when and how parameters take the result of a sync.
+        schedule: gives the length of rounds that are counted in steps.
+        min_steps: steps of all replicas below which a round that ends by the clock goes on.
+    """
+
+    penalty: Penalty
+    landing: LandingRule
+    schedule: Schedule
+    min_steps: float = 0.0
+
+
+@dataclass(frozen=True)
+class RoundState:
+    """What all replicas know alike of the rounds. Each meeting replaces it.
+
+    Attributes:
+        count: syncs so far.
+        detectors: of all replicas and units.
+        unit_steps: int64 [N, U], steps of each replica since a unit's own last sync, as they were
+            at the last meeting.
+        replicas_identical: whether all replicas held the anchor in all units when the round began.
+        length: steps of the round that is under way, where a count decides; else 0.
+        dealing: the ledger of samples, where replicas run at their own speeds; else None.
+        is_rejoined: whether a replica comes to the next meeting outside of a step, as it had come
+            to it before a checkpoint.
+    """
+
+    count: int
+    detectors: DetectorState
+    unit_steps: Tensor
+    replicas_identical: bool = True
+    length: int = 0
+    dealing: Dealing | None = None
+    is_rejoined: bool = False
+
+    @classmethod
+    def fresh(cls, num_replicas: int, num_units: int, dealing: Dealing | None) -> RoundState:
+        """Before the first round."""
+        steps = torch.zeros(num_replicas, num_units, dtype=torch.int64)
+        return cls(0, DetectorState.fresh(num_replicas, num_units), steps, dealing=dealing)
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """The plan of a round: what a meeting has decided, the same on every rank of every replica.
+
+    Attributes:
+        outcome: what follows.
+        records: of all replicas, by replica.
+        after: what all replicas know of the rounds once this plan is applied.
+        decision: of the units that sync, whose columns it has; None where nothing syncs.
+        units: positions of these units in the replica's list.
+        landing: how parameters take the result.
+        inner_lr: of the inner optimizer, the largest of all replicas.
+        schedule_position: of the learning rate, the furthest of all replicas.
+        is_dealt: whether a round of replicas at their own speeds is over: counters meet.
+        is_followed: whether a replica then goes on to the next meeting without a step.
+    """
+
+    outcome: Outcome
+    records: Sequence[ControlRecord]
+    after: RoundState
+    decision: Decision | None = None
+    units: tuple[int, ...] = ()
+    landing: LandingRule = DIRECT_COPY
+    inner_lr: float = 0.0
+    schedule_position: int = 0
+    is_dealt: bool = False
+    is_followed: bool = False
+
+    @property
+    def samples(self) -> int:
+        """Consumed by all replicas so far."""
+        return sum(record.samples for record in self.records)
+
+
+def plan_round(
+    before: RoundState,
+    records: Sequence[ControlRecord],
+    units: Sequence[int],
+    rules: RoundRules,
+    *,
+    is_last: bool,
+) -> RoundPlan:
+    """Plan what follows from a meeting. Pure; the tensors of `before` are not written to.
+
+    Args:
+        before: what all replicas knew.
+        records: gathered, by replica.
+        units: positions of the units that are to sync, ascending.
+        rules: settings.
+        is_last: whether training ends with this meeting: what syncs lands at once.
+    """
+    if any(record.is_leaving for record in records):
+        return RoundPlan(Outcome.LEAVE, records, before)
+    counts = [record.inner_steps for record in records]
+    dealing, length, is_dealt, is_followed = before.dealing, before.length, False, False
+    if dealing is None:
+        length = rules.schedule.round_length(max(record.next_lr for record in records))
+    elif not dealing.is_over:  # else only units that have not landed brought the replicas here
+        if _goes_on(dealing, counts, rules.min_steps):
+            return RoundPlan(Outcome.EXTEND, records, replace(before, is_rejoined=False))
+        dealing, is_dealt = dealing.settle(counts), True
+        idle = not dealing.is_over and any(
+            dealing.is_exhausted(replica, 0) for replica in range(len(records))
+        )
+        is_followed = before.is_rejoined or idle
+    columns = list(units)
+    unit_steps = before.unit_steps + torch.tensor([[count] for count in counts])
+    norms = torch.tensor([record.norms for record in records], dtype=torch.float64)[:, columns]
+    decision, learned = decide(
+        norms, before.detectors.of_units(columns), rules.penalty, unit_steps[:, columns]
+    )
+    unit_steps[:, columns] = 0
+    landing = DIRECT_COPY if is_last else rules.landing
+    after = RoundState(
+        count=before.count + 1,
+        detectors=before.detectors.with_units(columns, learned),
+        unit_steps=unit_steps,
+        replicas_identical=len(columns) == unit_steps.shape[1] and landing.is_direct_copy,
+        length=length,
+        dealing=dealing,
+        is_rejoined=before.is_rejoined and not is_dealt,
+    )
+    return RoundPlan(
+        Outcome.SYNC,
+        records,
+        after,
+        decision,
+        tuple(units),
+        landing,
+        inner_lr=max(record.inner_lr for record in records),
+        schedule_position=max(record.schedule_position for record in records),
+        is_dealt=is_dealt,
+        is_followed=is_followed,
+    )
+
+
+def _goes_on(dealing: Dealing, counts: Sequence[int], min_steps: float) -> bool:
+    """Whether a round is extended: too few steps, and nothing but the clock has cut it."""
+    is_cut = dealing.is_final or any(
+        dealing.is_exhausted(replica, count) for replica, count in enumerate(counts)
+    )
+    return not is_cut and sum(counts) < min_steps

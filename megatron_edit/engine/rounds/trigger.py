@@ -1,73 +1,31 @@
-"""When replicas meet, and what a meeting decides about the rounds."""
+"""When replicas meet: after a count of steps (EDiT), or when the clock says so (A-EDiT).
+
+Triggers keep nothing: what they ask is in `RunState`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum, auto
+from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_edit.checkpoint.manifest import ReplicaEntry
-from megatron_edit.comm.control import ControlRecord
-from megatron_edit.engine.rounds.losses import Losses
+from megatron_edit.engine.host import EngineSettings, Host
+from megatron_edit.engine.state import RunState
 from megatron_edit.method.ledger import Dealing
-
-
-class Outcome(Enum):
-    """What follows from a meeting."""
-
-    SYNC = auto()
-    EXTEND = auto()  # too few steps so far: the round goes on
+from megatron_edit.method.schedule import Schedule
 
 
 class SyncTrigger(Protocol):
-    """Decides when this replica meets the others. All ranks of a replica answer alike.
+    """Decides when this replica meets the others. All ranks of a replica answer alike."""
 
-    Attributes:
-        losses: what the replicas tell each other of their losses.
-        last_step_seconds: what the clock of the inner phase showed after the step before.
-        meets_at_same_step: whether all replicas come to a meeting after the same step.
-    """
+    def begin_together(self) -> None:
+        """Warm-up goes on after the last step."""
 
-    losses: Losses
-    meets_at_same_step: bool
+    def begin_rounds(self) -> None:
+        """The anchor was taken after the last step: each replica trains alone from here on."""
 
-    @property
-    def round_length(self) -> int:
-        """Steps of the round that is under way, where a count decides; else 0."""
-
-    @property
-    def dealing(self) -> Dealing | None:
-        """Of the round that is under way; None where steps are counted."""
-
-    @property
-    def last_step_seconds(self) -> float:
-        """See above; 0 where no clock decides."""
-
-    def begin_together(self, step: int) -> None:
-        """Warm-up goes on after step `step`."""
-
-    def begin(self, step: int) -> None:
-        """The replicas part after step `step`."""
-
-    def begin_phase(self) -> None:
-        """Inner training goes on from here: a meeting and what it led to are over."""
-
-    def resume(self, entry: ReplicaEntry, dealing: Dealing | None, *, is_rejoined: bool) -> None:
-        """Stand where a checkpoint was written, in the middle of a phase.
-
-        Args:
-            entry: of this replica.
-            dealing: of the round that was under way, where replicas run at their own speeds.
-            is_rejoined: whether a replica comes to the next meeting before it has made a step.
-        """
-
-    def groups_after(self, step: int, num_syncs: int) -> Sequence[int]:
-        """The groups of units that sync at a meeting after step `step`.
-
-        Args:
-            step: s.
-            num_syncs: syncs so far.
-        """
+    def fragments_after(self, step: int) -> Sequence[int]:
+        """The fragments that sync at a meeting after step `step`."""
 
     @property
     def is_last(self) -> bool:
@@ -82,10 +40,7 @@ class SyncTrigger(Protocol):
         """
 
     def after_step(self) -> bool:
-        """Note an inner step; whether this rank, if it is rank 0, asks for a meeting."""
-
-    def after_meeting(self, records: Sequence[ControlRecord]) -> Outcome:
-        """What the gathered records decide. Every rank of every replica finds the same."""
+        """After an inner step: whether this rank, if it is rank 0, asks for a meeting."""
 
     @property
     def must_meet_again(self) -> bool:
@@ -94,3 +49,137 @@ class SyncTrigger(Protocol):
     @property
     def is_over(self) -> bool:
         """Whether all has been consumed: nobody makes another step."""
+
+
+@dataclass(frozen=True)
+class StepTrigger:
+    """Every tau steps (EDiT).
+
+    Attributes:
+        schedule: warm-up and interval.
+        host: says which step is the last.
+        state: of the run.
+    """
+
+    schedule: Schedule
+    host: Host
+    state: RunState
+
+    def begin_together(self) -> None:
+        """See `SyncTrigger`. Data come in Megatron's own order: nothing to do."""
+
+    def begin_rounds(self) -> None:
+        """See `SyncTrigger`. Replicas have been in step so far: their schedules stand alike."""
+
+    def fragments_after(self, step: int) -> Sequence[int]:
+        """See `SyncTrigger`. A partial round is synced at the end, so that it is not lost."""
+        if self.is_last:
+            return range(self.schedule.fragments)
+        return self.schedule.groups_after(step, self.state.round_start, self.state.rounds.length)
+
+    @property
+    def is_last(self) -> bool:
+        """See `SyncTrigger`."""
+        return self.host.progress().is_last_step
+
+    def is_due(self, step: int, *, is_asked: bool) -> bool:
+        """See `SyncTrigger`."""
+        return not self.schedule.is_warmup(step) and bool(self.fragments_after(step))
+
+    def after_step(self) -> bool:
+        """See `SyncTrigger`."""
+        return False
+
+    @property
+    def must_meet_again(self) -> bool:
+        """See `SyncTrigger`."""
+        return False
+
+    @property
+    def is_over(self) -> bool:
+        """See `SyncTrigger`: the meeting of the last step is the last."""
+        return False
+
+
+@dataclass(frozen=True)
+class ClockTrigger:
+    """Every tau_time seconds, each replica after as many steps as it has made by then (A-EDiT).
+
+    Attributes:
+        replica: r.
+        fragments: F.
+        target: blocks of samples to consume, one per step of a replica.
+        host: learns where training stands.
+        state: of the run; it has the data ledger.
+    """
+
+    replica: int
+    fragments: int
+    target: int
+    host: Host
+    state: RunState
+
+    @property
+    def dealing(self) -> Dealing:
+        """Which blocks of samples the round that is under way deals to whom."""
+        dealing = self.state.rounds.dealing
+        assert dealing is not None, "replicas at their own speeds without a ledger"
+        return dealing
+
+    def begin_together(self) -> None:
+        """See `SyncTrigger`. In warm-up every replica consumed a block at each step; a run that
+        loads more steps than it is to make is over."""
+        replicas = self.dealing.num_replicas
+        consumed = self.state.step * replicas
+        self.state.deal(Dealing(replicas, max(self.target, consumed), consumed))
+
+    def begin_rounds(self) -> None:
+        """See `SyncTrigger`."""
+        self.begin_together()
+        self.host.begin_local(is_over=self.dealing.is_over)
+
+    def fragments_after(self, step: int) -> Sequence[int]:
+        """See `SyncTrigger`: in turn; meetings j = 1, 2, ... are for the fragments j mod F."""
+        if self.is_last:
+            return range(self.fragments)
+        return [(self.state.rounds.count + 1) % self.fragments]
+
+    @property
+    def is_last(self) -> bool:
+        """See `SyncTrigger`: after a final round, or where its share was nothing."""
+        return self.dealing.is_final or self.dealing.is_over
+
+    def is_due(self, step: int, *, is_asked: bool) -> bool:
+        """See `SyncTrigger`: the clock says so, or no block is left for another step. In the final
+        round each replica makes the run that it was given (method 5): no clock cuts it."""
+        is_cut = is_asked and not self.dealing.is_final
+        return is_cut or self.dealing.is_exhausted(self.replica, self.state.inner_steps + 1)
+
+    def after_step(self) -> bool:
+        """See `SyncTrigger`."""
+        assert self.state.timer is not None
+        return self.state.timer.after_step()
+
+    @property
+    def must_meet_again(self) -> bool:
+        """See `SyncTrigger`: the final round gives nothing to a replica that was very slow."""
+        return not self.is_over and self.dealing.is_exhausted(self.replica, 0)
+
+    @property
+    def is_over(self) -> bool:
+        """See `SyncTrigger`."""
+        return self.dealing.is_over
+
+
+def trigger_of(settings: EngineSettings, host: Host, replica: int, state: RunState) -> SyncTrigger:
+    """What decides when replicas meet.
+
+    Args:
+        settings: of the engine.
+        host: says and learns where training stands.
+        replica: r.
+        state: of the run.
+    """
+    if (timed := settings.timed) is None:
+        return StepTrigger(settings.schedule, host, state)
+    return ClockTrigger(replica, settings.schedule.fragments, timed.target, host, state)

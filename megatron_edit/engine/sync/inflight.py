@@ -1,4 +1,4 @@
-"""One sync, from the gathered decisions to the last landing.
+"""One sync in flight, from the plan of its round to the last landing.
 
 Units start and land in forward order on every rank. A sync that lands at once keeps at most
 `depth` of them in flight: blocking mode lands them all together, overlap mode each when the forward
@@ -8,6 +8,7 @@ same arithmetic on the same messages.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -17,17 +18,42 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron_edit.comm.control import ControlRecord
 from megatron_edit.comm.wire import Wire
 from megatron_edit.engine.checks.finite import finite_units
-from megatron_edit.engine.groups import EngineGroups
-from megatron_edit.engine.rounds.plan import Decision
-from megatron_edit.engine.sync.fragments import Selection
-from megatron_edit.engine.sync.offload import one_ahead
-from megatron_edit.engine.sync.outer_state import OuterState, StagedUnit, pseudo_gradient
-from megatron_edit.engine.sync.unit_sync import Outcome, Rules, UnitSync
-from megatron_edit.engine.sync.units import UnitPlan, UnitShard
+from megatron_edit.engine.host import EngineGroups, EngineSettings
+from megatron_edit.engine.rounds.plan import Decision, SyncRules
+from megatron_edit.engine.state import PendingState
+from megatron_edit.engine.sync.outer_state import OuterState, StagedUnit
+from megatron_edit.engine.sync.unit_sync import UnitResult, UnitSync
+from megatron_edit.engine.sync.units import Selection, UnitPlan, UnitShard, select
 from megatron_edit.errors import ReplicaLostError
+from megatron_edit.method.detector import Verdict
+from megatron_edit.method.landing import LandingRule
+
+
+@dataclass(frozen=True)
+class SyncPlan:
+    """What is synced, and how: settled before the first message.
+
+    Attributes:
+        round: which sync, from 1.
+        step: s at which it began.
+        due: the own step after which it lands; None is at the next meeting of its units.
+        selection: its units.
+        decision: what the gathered table decided; columns are the selected units.
+        rules: what becomes of the averages.
+        inner_steps: of the round, by replica.
+        samples: consumed so far, by replica.
+    """
+
+    round: int
+    step: int
+    due: int | None
+    selection: Selection
+    decision: Decision
+    rules: SyncRules
+    inner_steps: tuple[int, ...]
+    samples: tuple[int, ...]
 
 
 @dataclass
@@ -35,31 +61,22 @@ class InflightSync:
     """A sync that is under way on this rank.
 
     Attributes:
-        round: which sync, from 1.
-        step: s at which it began.
-        due: the own step after which it lands; None is at the next meeting of its units.
-        selection: its units.
+        plan: what is synced, and how.
         state: anchor and momentum.
         groups: who communicates.
-        decision: what the gathered table decided; columns are the selected units.
-        records: control records by replica.
-        rules: what becomes of the averages.
         wire: type on the wire.
         depth: units in flight at most, where it lands at once.
+        began: when, seconds on a monotonic clock.
         waited: seconds spent at the meeting.
         exposed: seconds in which this rank did nothing but this sync.
+        digests: of units that have landed, by position, for the drift check.
+        ended: when its last unit landed, or was stepped where that is later.
         is_reported: whether the reporter knows what became of it.
     """
 
-    round: int
-    step: int
-    due: int | None
-    selection: Selection
+    plan: SyncPlan
     state: OuterState
     groups: EngineGroups
-    decision: Decision
-    records: Sequence[ControlRecord]
-    rules: Rules
     wire: Wire
     depth: int
     began: float
@@ -68,49 +85,44 @@ class InflightSync:
     digests: dict[int, Tensor] = field(default_factory=dict)
     ended: float = 0.0
     is_reported: bool = False
-    _flying: deque[UnitSync] = field(default_factory=deque)
-    _outcomes: list[tuple[int, Outcome]] = field(default_factory=list)
+    _inflight: deque[UnitSync] = field(default_factory=deque)
+    _results: list[tuple[int, UnitResult]] = field(default_factory=list)
     _finite: list[bool] | None = None
     _num_landed: int = 0
     _started: int = 0
     _stages: Iterator[tuple[UnitShard, StagedUnit]] = field(init=False)
 
     def __post_init__(self) -> None:
-        units = self.state.units
-        self._stages = one_ahead(self.plan.shards, lambda shard: units[shard.name].stage())
+        self._stages = self.state.stages(self.units.shards)
         self.ended = self.began
 
     @property
-    def plan(self) -> UnitPlan:
+    def units(self) -> UnitPlan:
         """The selected units, and this rank's shards of them."""
-        return self.selection.plan
+        return self.plan.selection.plan
 
     @property
-    def flights(self) -> Sequence[UnitSync]:
-        """Of the units that have not landed and are under way."""
-        return tuple(self._flying)
-
-    def bring_back(self, flights: Sequence[UnitSync]) -> None:
-        """Go on with units that were in flight when a checkpoint was written: with all of them."""
-        self._flying.extend(flights)
-        self._started = len(flights)
+    def inflight_units(self) -> Sequence[UnitSync]:
+        """Units that have not landed and are under way."""
+        return tuple(self._inflight)
 
     @property
     def is_done(self) -> bool:
         """Whether every unit of this rank's stage has landed."""
-        return self._num_landed == len(self.plan.shards)
+        return self._num_landed == len(self.units.shards)
 
     def needs(self, num_shards: int) -> bool:
         """Whether a unit among the first `num_shards` shards of the stage has not landed yet."""
-        return not self.is_done and self.selection.positions[self._num_landed] < num_shards
+        return not self.is_done and self.plan.selection.positions[self._num_landed] < num_shards
 
-    def take_off(self) -> None:
+    def take_snapshots(self) -> None:
         """Of a delayed sync: compute all addends, before training changes the parameters."""
-        units, landing = self.state.units, self.rules.landing
-        for shard in self.plan.shards:
-            home = units[shard.name]
-            self._flying.append(
-                UnitSync.prepare(shard, home, None, self.groups, self.decision, landing)
+        units, landing = self.state.units, self.plan.rules.landing
+        for shard in self.units.shards:
+            self._inflight.append(
+                UnitSync.prepare(
+                    shard, units[shard.name], None, self.groups, self.plan.decision, landing
+                )
             )
             self._started += 1
 
@@ -119,47 +131,44 @@ class InflightSync:
 
         Where exchanges share the link, the next is launched when the one before is over: two at
         a time would delay the unit that is needed first, and be slower together. A delayed sync
-        needs none first, and is looked after only now and then: its units are launched together.
+        needs none first, and is polled only now and then: its units are launched together.
 
         Returns:
             Whether nothing of this sync is, or will be, on the wire.
         """
-        while self._started < len(self.plan.shards) and len(self._flying) < self.depth:
+        plan, shards = self.plan, self.units.shards
+        while self._started < len(shards) and len(self._inflight) < self.depth:
             shard, staged = next(self._stages)
-            self._flying.append(
+            home = self.state.units[shard.name]
+            self._inflight.append(
                 UnitSync.prepare(
-                    shard,
-                    self.state.units[shard.name],
-                    staged,
-                    self.groups,
-                    self.decision,
-                    self.rules.landing,
+                    shard, home, staged, self.groups, plan.decision, plan.rules.landing
                 )
             )
-            del staged  # it lives as long as its flight
+            del staged  # it lives as long as its unit is in flight
             self._started += 1
-        is_over = self._started == len(self.plan.shards)
-        for flight in self._flying:
-            with _naming(flight.shard):
-                if not flight.is_launched:
-                    flight.launch(self.groups, self.wire)
-                if not flight.advance():
+        is_over = self._started == len(shards)
+        for unit in self._inflight:
+            with _naming(unit.shard):
+                if not unit.is_launched:
+                    unit.launch(self.groups, self.wire)
+                if not unit.advance():
                     is_over = False
-                    if not self.goes_together:
+                    if not self.launches_together:
                         break
         return is_over
 
     @property
-    def goes_together(self) -> bool:
+    def launches_together(self) -> bool:
         """Whether all units in flight are launched at once."""
-        return self.groups.sync.runs_in_order or not self.rules.landing.is_immediate
+        return self.groups.sync.runs_in_order or not self.plan.rules.landing.is_immediate
 
     def finish_exchange(self) -> None:
         """Wait until nothing of a delayed sync is on the wire. Its result lands later."""
-        for flight in self._flying:
+        for unit in self._inflight:
             self.advance()
-            with _naming(flight.shard):
-                flight.await_average()
+            with _naming(unit.shard):
+                unit.await_average()
         self.advance()
 
     def finish_steps(self) -> None:
@@ -167,10 +176,10 @@ class InflightSync:
 
         Collective: the ranks of the pipeline stage.
         """
-        for flight in self._flying:
+        for unit in self._inflight:
             self.advance()
-            self._step(flight)
-            flight.unstage()
+            self._step(unit)
+            unit.unstage()
         self.ended = time.monotonic()
 
     def check_finite(self) -> None:
@@ -178,8 +187,8 @@ class InflightSync:
 
         Collective: the ranks of the pipeline stage.
         """
-        if not self.rules.landing.is_direct_copy:
-            self._finite = finite_units(self.plan, self.groups)
+        if not self.plan.rules.landing.is_direct_copy:
+            self._finite = finite_units(self.units, self.groups)
 
     @property
     def is_finite(self) -> bool:
@@ -187,31 +196,31 @@ class InflightSync:
 
         Of a sync that lands at once the gathered norms tell, which all ranks have.
         """
-        if self.rules.landing.is_immediate:
+        if self.plan.rules.landing.is_immediate:
             return self.had_finite_norms
         return self._finite is None or all(self._finite)
 
     @property
     def had_finite_norms(self) -> bool:
         """Whether this replica's parameters of the units were finite at the meeting."""
-        return bool(self.decision.norms[self.groups.sync.rank].isfinite().all())
+        return bool(self.plan.decision.norms[self.groups.sync.rank].isfinite().all())
 
     def land_next(self) -> tuple[UnitShard, bool]:
         """Land the next unit in forward order, and start another in its place.
 
         Returns:
-            The unit, and whether its inner moments need healing.
+            The unit, and whether its inner moments may not be finite.
         """
         self.advance()
-        flight = self._flying[0]
-        self._step(flight)
-        self._flying.popleft()
-        shard = flight.shard
+        unit = self._inflight[0]
+        self._step(unit)
+        self._inflight.popleft()
+        shard = unit.shard
         is_finite = self._finite is None or self._finite[shard.index]
         with _naming(shard):
-            has_bad_moments = flight.land(self.rules.landing, is_finite=is_finite)
+            has_bad_moments = unit.land(self.plan.rules.landing, is_finite=is_finite)
         self._num_landed += 1
-        del flight  # its buffers make room for the unit that starts now
+        del unit  # its buffers make room for the unit that starts now
         self.advance()
         if self.is_done:
             self.ended = time.monotonic()
@@ -219,15 +228,15 @@ class InflightSync:
 
     def clip_factors(self) -> Tensor:
         """float64 [U] on the CPU; NaN for units of other stages. Waits for the device."""
-        return self._table([(index, outcome.clip) for index, outcome in self._outcomes])
+        return self._table([(index, result.clip) for index, result in self._results])
 
     def update_norms(self) -> Tensor:
         """Like `clip_factors`: norms of the weighted averages, before the clip."""
-        return self._table([(index, outcome.norm) for index, outcome in self._outcomes])
+        return self._table([(index, result.norm) for index, result in self._results])
 
     def seconds(self) -> dict[str, float]:
         """Durations for `sync.jsonl`."""
-        exchange = sum(outcome.exchange_seconds for _, outcome in self._outcomes)
+        exchange = sum(result.exchange_seconds for _, result in self._results)
         return {
             "wait": self.waited,
             "exchange": exchange,
@@ -236,13 +245,13 @@ class InflightSync:
             "total": self.ended - self.began,
         }
 
-    def _step(self, flight: UnitSync) -> None:
-        if not flight.is_stepped:
-            with _naming(flight.shard):
-                self._outcomes.append((flight.shard.index, flight.step(self.groups, self.rules)))
+    def _step(self, unit: UnitSync) -> None:
+        if not unit.is_stepped:
+            with _naming(unit.shard):
+                self._results.append((unit.shard.index, unit.step(self.groups, self.plan.rules)))
 
     def _table(self, values: Sequence[tuple[int, Tensor]]) -> Tensor:
-        table = torch.full((len(self.plan.names),), torch.nan, dtype=torch.float64)
+        table = torch.full((len(self.units.names),), torch.nan, dtype=torch.float64)
         for index, value in values:
             table[index] = value.cpu()
         return table
@@ -260,13 +269,85 @@ def _naming(shard: UnitShard) -> Iterator[None]:
         raise
 
 
-def partial_squares(plan: UnitPlan, state: OuterState, device: torch.device) -> Tensor:
-    """This rank's share of every unit's squared pseudo-gradient norm, float64 [U] on `device`."""
-    scratch = torch.empty(plan.largest_numel, dtype=torch.float32, device=device)
-    squares = torch.zeros(len(plan.names), dtype=torch.float64, device=device)
-    state.begin_sync()
-    for shard, anchor in one_ahead(plan.shards, lambda s: state.units[s.name].stage_anchor()):
-        delta = pseudo_gradient(anchor.ready(), shard, scratch)
-        squares[shard.index] = shard.squared_norm(delta)
-        del anchor  # the next but one takes its place
-    return squares
+def state_of(sync: InflightSync) -> PendingState:
+    """What a checkpoint keeps of a sync. Nothing of it may be on the wire; no tensor is copied."""
+    plan, decision = sync.plan, sync.plan.decision
+    excluded = decision.rollback | decision.verdict.anomalous[sync.groups.sync.rank]
+    units = sync.inflight_units
+    return PendingState(
+        round=plan.round,
+        step=plan.step,
+        due=plan.due,
+        units=sync.units.names,
+        excluded=tuple(excluded.tolist()),
+        is_stepped=plan.due is not None,
+        has_snapshot=plan.rules.landing.needs_snapshot,
+        landing=dataclasses.asdict(plan.rules.landing),
+        inner_lr=plan.rules.inner_lr,
+        tables={
+            "norms": decision.norms.tolist(),
+            "scores": decision.verdict.scores.tolist(),
+            "anomalous": decision.verdict.anomalous.tolist(),
+            "weights": decision.weights.tolist(),
+            "rollback": decision.rollback.tolist(),
+        },
+        inner_steps=plan.inner_steps,
+        samples=plan.samples,
+        averages={u.shard.name: u.average for u in units if u.average is not None},
+        snapshots={u.shard.name: u.snapshot for u in units if u.snapshot is not None},
+    )
+
+
+def restore_sync(
+    saved: PendingState,
+    whole: UnitPlan,
+    outer: OuterState,
+    groups: EngineGroups,
+    settings: EngineSettings,
+) -> InflightSync:
+    """A sync that had not landed when a checkpoint was written.
+
+    Args:
+        saved: what `state_of` told on this replica; units may be numbered in another order here.
+        whole: all units of this rank.
+        outer: anchor and momentum.
+        groups: who communicates.
+        settings: of this run.
+    """
+    selection = select(whole, [whole.names.index(name) for name in saved["units"]])
+    order = [saved["units"].index(name) for name in selection.plan.names]
+
+    def table(name: str) -> Tensor:
+        return torch.tensor(saved["tables"][name], dtype=torch.float64)[..., order]
+
+    verdict = Verdict(table("anomalous").bool(), table("scores"))
+    decision = Decision(table("norms"), verdict, table("weights"), table("rollback").bool())
+    landing = LandingRule(**saved["landing"])
+    rules = SyncRules(settings.outer, settings.max_norm, landing, saved["inner_lr"])
+    plan = SyncPlan(
+        saved["round"],
+        saved["step"],
+        saved["due"],
+        selection,
+        decision,
+        rules,
+        tuple(saved["inner_steps"]),
+        tuple(saved["samples"]),
+    )
+    depth, began = settings.prefetch_units, time.monotonic()
+    sync = InflightSync(plan, outer, groups, settings.wire, depth, began, waited=0.0)
+    sync.is_reported = saved["is_stepped"]  # when the checkpoint was written
+    for shard in sync.units.shards:
+        sync._inflight.append(
+            UnitSync.restore(
+                shard,
+                outer.units[shard.name],
+                groups.sync.device,
+                saved["averages"].get(shard.name),
+                saved["snapshots"].get(shard.name),
+                is_excluded=saved["excluded"][saved["units"].index(shard.name)],
+                is_stepped=saved["is_stepped"],
+            )
+        )
+    sync._started = len(sync.units.shards)
+    return sync

@@ -1,4 +1,4 @@
-"""Copies between host and device on streams of their own, beside compute and one item ahead.
+"""Streams: copies between host and device beside compute, and the one that a sync computes on.
 
 On the CPU there are no streams: the same calls copy at once, so that their memory can be counted
 where tests run.
@@ -7,6 +7,7 @@ where tests run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,12 +32,12 @@ class DeviceCopy:
         if self.event is not None:
             compute = torch.cuda.current_stream(self.tensor.device)
             compute.wait_event(self.event)
-            self.tensor.record_stream(compute)  # the memory belongs to the lane's stream
+            self.tensor.record_stream(compute)  # the memory belongs to the copying stream
         return self.tensor
 
 
 class OffloadStreams:
-    """A lane to the device and one back, each a stream, so that both directions run at once.
+    """A stream to the device and one back, so that both directions run at once.
 
     Args:
         device: of the parameters.
@@ -91,3 +92,36 @@ def one_ahead[Item, Begun](
         del begun  # or the tensors of the last item would live on beside the next two
     if waiting is not None:
         yield waiting
+
+
+class HomeStream:
+    """Keeps the work of a sync on one stream of the device.
+
+    Megatron runs some modules, and with them their gathers, on streams of their own
+    (`--moe-shared-expert-overlap`). Buffers of a sync come from the pool of the stream that
+    training computes on and go back there, so that is where they must be read.
+
+    Args:
+        device: of the parameters; on a CPU there is nothing to do.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+
+    def remember(self) -> None:
+        """The current stream is the one."""
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self._device)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Work on it; what came before on the current stream is seen, and what follows sees it."""
+        if self._stream is None or self._stream == torch.cuda.current_stream(self._device):
+            yield
+            return
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            yield
+        current.wait_stream(self._stream)

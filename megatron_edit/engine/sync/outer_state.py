@@ -6,13 +6,14 @@ flight are staged on the device, each in buffers of its own.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_edit.comm.wire import Residual, Wire
-from megatron_edit.engine.sync.offload import DeviceCopy, OffloadStreams
+from megatron_edit.engine.sync.offload import DeviceCopy, OffloadStreams, one_ahead
 from megatron_edit.engine.sync.units import UnitPlan, UnitShard
 
 
@@ -24,7 +25,7 @@ class UnitState:
         anchor: A, fp32 [numel], parameters after the last sync.
         momentum: b, fp32 [numel].
         offload_streams: how it is copied to be used, where it lives in host memory; else None.
-        residual: what a lossy wire type still owes; None where nothing is lost.
+        residual: error-feedback residual of a lossy wire type; None where nothing is lost.
     """
 
     anchor: Tensor
@@ -34,21 +35,15 @@ class UnitState:
 
     def stage_anchor(self) -> DeviceCopy:
         """Begin to bring the anchor to the device; without offload it is there."""
-        return (
-            DeviceCopy(self.anchor)
-            if self.offload_streams is None
-            else self.offload_streams.upload(self.anchor)
-        )
+        if (streams := self.offload_streams) is None:
+            return DeviceCopy(self.anchor)
+        return streams.upload(self.anchor)
 
     def stage(self) -> StagedUnit:
         """Begin to bring the state to the device; without offload it is there."""
-        if self.offload_streams is None:
+        if (streams := self.offload_streams) is None:
             return StagedUnit(DeviceCopy(self.anchor), DeviceCopy(self.momentum), self)
-        return StagedUnit(
-            self.offload_streams.upload(self.anchor),
-            self.offload_streams.upload(self.momentum),
-            self,
-        )
+        return StagedUnit(streams.upload(self.anchor), streams.upload(self.momentum), self)
 
 
 @dataclass(frozen=True)
@@ -67,9 +62,9 @@ class StagedUnit:
 
     def put_back(self) -> None:
         """Begin to bring a changed state home."""
-        if (offload_streams := self.home.offload_streams) is not None:
-            offload_streams.download(self.anchor.tensor, self.home.anchor)
-            offload_streams.download(self.momentum.tensor, self.home.momentum)
+        if (streams := self.home.offload_streams) is not None:
+            streams.download(self.anchor.tensor, self.home.anchor)
+            streams.download(self.momentum.tensor, self.home.momentum)
 
 
 def pseudo_gradient(anchor: Tensor, shard: UnitShard, out: Tensor) -> Tensor:
@@ -82,7 +77,7 @@ def pseudo_gradient(anchor: Tensor, shard: UnitShard, out: Tensor) -> Tensor:
 class OuterState:
     """Outer state of all shards of this rank: 8 bytes per element, nothing full-size.
 
-    Lossy wire types add up to 8 bytes: what they owe.
+    Lossy wire types add up to 8 bytes: their error-feedback residuals.
 
     Attributes:
         units: by unit name, in forward order.
@@ -113,7 +108,7 @@ class OuterState:
         """
         home = torch.device("cpu") if offload else device
         is_pinned = offload and device.type == "cuda"
-        offload_streams = OffloadStreams(device) if offload else None
+        streams = OffloadStreams(device) if offload else None
         units = {}
         for shard in plan.shards:
             anchor = torch.empty(shard.numel, device=home, pin_memory=is_pinned)
@@ -122,8 +117,27 @@ class OuterState:
             residual = None
             if wire is not None and wire.has_residual:
                 residual = wire.new_residual(shard.numel, num_replicas, device)
-            units[shard.name] = UnitState(anchor, momentum, offload_streams, residual)
-        return cls(units, offload_streams)
+            units[shard.name] = UnitState(anchor, momentum, streams, residual)
+        return cls(units, streams)
+
+    def load(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take over what a checkpoint holds; what is missing stays as it is.
+
+        Args:
+            saved: by unit: `anchor`, `momentum`, `sent`, `summed` (see `engine.state.UnitTensors`).
+        """
+        for name, tensors in saved.items():
+            unit = self.units[name]
+            targets = {"anchor": unit.anchor, "momentum": unit.momentum}
+            if unit.residual is not None:
+                targets |= {"sent": unit.residual.sent, "summed": unit.residual.summed}
+            for kind, tensor in tensors.items():
+                if kind in targets:
+                    targets[kind][: tensor.numel()].copy_(tensor)
+
+    def stages(self, shards: Sequence[UnitShard]) -> Iterator[tuple[UnitShard, StagedUnit]]:
+        """Shards with their staged state, each copy begun while the shard before is in use."""
+        return one_ahead(shards, lambda shard: self.units[shard.name].stage())
 
     def begin_sync(self) -> None:
         """Called before the units of a sync are staged: they are read as the last one left them."""
@@ -137,8 +151,20 @@ class OuterState:
 
     @property
     def nbytes(self) -> int:
-        """Persistent bytes: anchors, momenta, and what lossy wire types owe."""
+        """Persistent bytes: anchors, momenta, and error-feedback residuals."""
         tensors = [t for u in self.units.values() for t in (u.anchor, u.momentum)]
-        owed = [u.residual for u in self.units.values() if u.residual is not None]
-        tensors += [t for residual in owed for t in (residual.sent, residual.summed)]
+        residuals = [u.residual for u in self.units.values() if u.residual is not None]
+        tensors += [t for residual in residuals for t in (residual.sent, residual.summed)]
         return sum(int(tensor.nbytes) for tensor in tensors)
+
+
+def squared_norms(plan: UnitPlan, state: OuterState, device: torch.device) -> Tensor:
+    """This rank's share of every unit's squared pseudo-gradient norm, float64 [U] on `device`."""
+    scratch = torch.empty(plan.largest_numel, dtype=torch.float32, device=device)
+    squares = torch.zeros(len(plan.names), dtype=torch.float64, device=device)
+    state.begin_sync()
+    for shard, anchor in one_ahead(plan.shards, lambda s: state.units[s.name].stage_anchor()):
+        delta = pseudo_gradient(anchor.ready(), shard, scratch)
+        squares[shard.index] = shard.squared_norm(delta)
+        del anchor  # the next but one takes its place
+    return squares

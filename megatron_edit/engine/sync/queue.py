@@ -1,20 +1,71 @@
-"""The syncs that are under way on this rank: one that lands, and others that fly until they do."""
+"""The syncs that are under way on this rank: one that lands, and others in flight until they do."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron_edit.engine.accounting import Accounts
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
 from megatron_edit.engine.checks import drift
-from megatron_edit.engine.checks.digest import tensor_digest
-from megatron_edit.engine.checks.equal import zero_nonfinite_moments
-from megatron_edit.engine.checks.finite import is_finite_on_all_stages, restore_other_units
-from megatron_edit.engine.groups import EngineGroups
-from megatron_edit.engine.host import Host
-from megatron_edit.engine.report import Reporter
-from megatron_edit.engine.sync.fragments import Selection
-from megatron_edit.engine.sync.inflight import InflightSync
+from megatron_edit.engine.checks.finite import (
+    is_finite_on_all_stages,
+    restore_other_units,
+    zero_nonfinite_moments,
+)
+from megatron_edit.engine.host import EngineGroups, EngineSettings, Host, Reporter, SyncReport
+from megatron_edit.engine.state import PendingState, RunState
+from megatron_edit.engine.sync.inflight import InflightSync, restore_sync, state_of
+from megatron_edit.engine.sync.units import Selection, UnitPlan
+from megatron_edit.method.digest import tensor_digest
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Sizes that no single rank knows, for reports.
+
+    Attributes:
+        unit_numels: elements that each rank of the replica holds of each unit, int64 [K, U].
+        table_bytes: size of one replica's control records, those of all its ranks together.
+        state_bytes: what outer state takes on all ranks of a replica together: anchor, momentum,
+            error-feedback residuals, and of units that land late, average and snapshot.
+    """
+
+    unit_numels: Tensor
+    table_bytes: int
+    state_bytes: int
+
+    @classmethod
+    def measure(
+        cls, groups: EngineGroups, plan: UnitPlan, settings: EngineSettings, record_bytes: int
+    ) -> Footprint:
+        """Ask the ranks of the replica. Set-up only.
+
+        Collective: the ranks of the replica.
+
+        Args:
+            groups: who communicates.
+            plan: this rank's shards.
+            settings: say what is kept of each element.
+            record_bytes: size of this rank's control record.
+        """
+        mine = torch.zeros(len(plan.names), dtype=torch.int64)
+        for shard in plan.shards:
+            mine[shard.index] = shard.numel
+        numels = groups.replica.all_gather(mine)
+        tables = groups.replica.all_gather(torch.tensor(record_bytes))
+        wire, landing = settings.wire, settings.landing
+        kept = 2 + int(not landing.is_immediate) + int(landing.needs_snapshot)
+        elements = kept * int(numels.sum())
+        if wire.has_residual:
+            summed = (
+                wire.owner_numel(numel, groups.sync.size) for numel in numels.flatten().tolist()
+            )
+            elements += int(numels.sum()) + sum(summed)
+        return cls(numels, int(tables.sum()), 4 * elements)
 
 
 @dataclass
@@ -24,26 +75,35 @@ class SyncQueue:
     Attributes:
         host: gets the parameters.
         groups: who communicates.
-        accounts: turn a sync into a report.
+        settings: of the engine.
         reporter: learns of it.
-        digest_interval: syncs of a unit between two drift checks.
-        fragments: F, groups that sync in turn.
+        state: of the run: keeps digests of units that land late until these meet again.
         landing: the sync whose units land now; None when all have, and were checked.
-        flying: syncs whose results land later, in the order of their starts.
-        landed_digests: of units that landed late, by position: checked when they meet again.
+        pending: syncs whose results land later, in the order of their starts.
         num_landings: begun so far, of syncs that have units of this rank's stage.
+        footprint: sizes for reports.
     """
 
     host: Host
     groups: EngineGroups
-    accounts: Accounts
+    settings: EngineSettings
     reporter: Reporter
-    digest_interval: int
-    fragments: int
-    landed_digests: dict[int, float]
+    state: RunState
     landing: InflightSync | None = None
-    flying: list[InflightSync] = field(default_factory=list)
+    pending: list[InflightSync] = field(default_factory=list)
     num_landings: int = 0
+    footprint: Footprint = field(init=False)
+
+    def measure(self, record_bytes: int) -> None:
+        """Learn the sizes for reports. Set-up only.
+
+        Collective: the ranks of the replica.
+
+        Args:
+            record_bytes: size of this rank's control record.
+        """
+        plan = self.host.plan
+        self.footprint = Footprint.measure(self.groups, plan, self.settings, record_bytes)
 
     @property
     def has_pending_units(self) -> bool:
@@ -53,89 +113,75 @@ class SyncQueue:
     @property
     def is_busy(self) -> bool:
         """Whether something may be on the wire."""
-        return self.has_pending_units or bool(self.flying)
+        return self.has_pending_units or bool(self.pending)
 
     def poll(self) -> None:
         """Let exchanges go on, in the order of their starts. Waits for nothing."""
         for group in self.groups.ties.values():
             group.reap()
-        runs = self.flying if self.landing is None else [self.landing, *self.flying]
-        for run in runs:
-            if not (run.advance() or run.goes_together):
+        for sync in self._all():
+            if not (sync.advance() or sync.launches_together):
                 return
 
+    def poll_if_busy(self) -> bool:
+        """Let exchanges go on; whether there are any."""
+        if not self.is_busy:
+            return False
+        self.poll()
+        return True
+
     def due(self, step: int) -> list[InflightSync]:
-        """SyncController that land after step `step`."""
-        return [run for run in self.flying if run.due is not None and run.due <= step]
+        """Syncs that land after step `step`."""
+        return [s for s in self.pending if s.plan.due is not None and s.plan.due <= step]
 
     def of_units(self, selection: Selection) -> list[InflightSync]:
-        """SyncController that have units of a selection and have not landed."""
+        """Syncs that have units of a selection and have not landed."""
         wanted = set(selection.indices)
-        runs = self.flying if self.landing is None else [self.landing, *self.flying]
-        return [run for run in runs if wanted & set(run.selection.indices)]
+        return [s for s in self._all() if wanted & set(s.plan.selection.indices)]
 
-    def fly(self, run: InflightSync) -> None:
+    def add(self, sync: InflightSync) -> None:
         """A sync begins that lands later."""
-        self.flying.append(run)
+        self.pending.append(sync)
         self.poll()
 
-    def begin_landing(self, run: InflightSync) -> None:
+    def begin_landing(self, sync: InflightSync) -> None:
         """From here on the units of a sync land, each when it is needed or when all are settled.
 
         Collective: the ranks of the pipeline stage, where the landing keeps parameters.
         """
-        if run is self.landing:
+        if sync is self.landing:
             return
         self.settle()
-        if run in self.flying:
-            self.flying.remove(run)
-        run.state.begin_sync()  # what was computed since may still be on its way home
-        self.landing = run
+        if sync in self.pending:
+            self.pending.remove(sync)
+        sync.state.begin_sync()  # what was computed since may still be on its way home
+        self.landing = sync
         # A stage that holds none of these units gathers what its own step has left to be gathered.
-        self.num_landings += bool(run.plan.shards)
-        run.check_finite()
-        if not run.selection.is_whole:
-            self._rescue(run)
+        self.num_landings += bool(sync.units.shards)
+        sync.check_finite()
+        if not sync.plan.selection.is_whole:
+            self._restore_if_broken(sync)
         self.poll()
 
-    def go_back(self, run: InflightSync) -> None:
+    def go_back(self, sync: InflightSync) -> None:
         """Give the parameters the anchor that a sync has begun from. All ranks of the replica."""
-        for shard in run.plan.shards:
-            shard.scatter(run.state.units[shard.name].stage_anchor().ready())
+        for shard in sync.units.shards:
+            shard.scatter(sync.state.units[shard.name].stage_anchor().ready())
             shard.publish()
-        if not run.selection.is_whole and not run.had_finite_norms:
-            self._restore_rest(run)
+        if not sync.plan.selection.is_whole and not sync.had_finite_norms:
+            self._restore_others(sync)
         self.num_landings += 1
         self.host.gather_parameters()
 
-    def _rescue(self, run: InflightSync) -> None:
-        """If this replica broke: its other units come back with those that land, and at once."""
-        is_finite = run.is_finite
-        if not run.rules.landing.is_immediate:
-            is_finite = is_finite_on_all_stages(is_finite, self.groups)
-        if is_finite:
-            return
-        self._restore_rest(run)
-        self.settle()
-        self.host.gather_parameters()
-
-    def _restore_rest(self, run: InflightSync) -> None:
-        """All units but those of a sync, where they are not finite."""
-        self._finish_steps()  # so that a save before this, which does the same, changes nothing
-        flights = [flight for other in self.flying for flight in other.flights]
-        restore_other_units(
-            self.host, self.groups, run.state, run.plan.names, flights, self.reporter
-        )
-
     def apply_up_to(self, num_shards: int) -> None:
         """Land what there is to land among the first `num_shards` shards of the stage."""
-        if (run := self.landing) is None or run.is_done:
+        if (sync := self.landing) is None or sync.is_done:
             return
         began = time.monotonic()
-        run.advance()
-        while run.needs(num_shards):
-            self._land_next(run)
-        run.exposed += time.monotonic() - began
+        sync.advance()
+        while sync.needs(num_shards):
+            self._land_next(sync)
+        sync.exposed += time.monotonic() - began
 
     def settle(self) -> None:
         """Land all of the sync that lands, check for drift and report.
@@ -143,12 +189,12 @@ class SyncQueue:
         It needs all stages of the replica at once, so it never runs inside a forward pass, where
         one stage waits for another.
         """
-        if (run := self.landing) is None:
+        if (sync := self.landing) is None:
             return
-        if not run.is_done:
+        if not sync.is_done:
             self.apply_up_to(len(self.host.plan.shards))
             self.host.gather_parameters()
-        self._report(run)
+        self._report(sync)
         self.landing = None  # only now: who is lost in the check is lost in this round
 
     def finish_exchanges(self) -> None:
@@ -158,51 +204,129 @@ class SyncQueue:
 
         Collective: the ranks of the pipeline stage.
         """
-        for run in self.flying:
-            if run.due is None:
-                run.finish_exchange()  # the next pseudo-gradient needs the anchor as it is
+        for sync in self.pending:
+            if sync.plan.due is None:
+                sync.finish_exchange()  # the next pseudo-gradient needs the anchor as it is
         self._finish_steps()
-        for run in self.flying:
-            run.state.wait()
+        for sync in self.pending:
+            sync.state.wait()
+
+    def is_checked(self, round: int) -> bool:
+        """Whether drift is looked for after a sync: one of each group, then none for a while."""
+        turn = (round - 1) // self.settings.schedule.fragments + 1
+        return turn % self.settings.digest_interval == 0
+
+    def state_dict(self) -> list[PendingState]:
+        """Syncs that have not landed, for a checkpoint. Nothing may be on the wire."""
+        return [state_of(sync) for sync in self.pending]
+
+    def load_state_dict(self, saved: Sequence[PendingState]) -> None:
+        """Go on with syncs that had not landed when a checkpoint was written."""
+        outer = self.state.outer
+        assert outer is not None, "syncs in flight before the switch"
+        self.pending.extend(
+            restore_sync(pending, self.host.plan, outer, self.groups, self.settings)
+            for pending in saved
+        )
+
+    def _all(self) -> list[InflightSync]:
+        return self.pending if self.landing is None else [self.landing, *self.pending]
+
+    def _restore_if_broken(self, sync: InflightSync) -> None:
+        """If this replica broke: its other units come back with those that land, and at once."""
+        is_finite = sync.is_finite
+        if not sync.plan.rules.landing.is_immediate:
+            is_finite = is_finite_on_all_stages(is_finite, self.groups)
+        if is_finite:
+            return
+        self._restore_others(sync)
+        self.settle()
+        self.host.gather_parameters()
+
+    def _restore_others(self, sync: InflightSync) -> None:
+        """All units but those of a sync, where they are not finite."""
+        self._finish_steps()  # so that a save before this, which does the same, changes nothing
+        snapshots = {
+            unit.shard.name: unit.snapshot
+            for other in self.pending
+            for unit in other.inflight_units
+            if unit.snapshot is not None
+        }
+        landing = sync.units.names
+        restore_other_units(self.host, self.groups, sync.state, landing, snapshots, self.reporter)
 
     def _finish_steps(self) -> None:
-        for run in self.flying:
-            if run.due is not None:
-                run.finish_steps()
-                self._report(run)
+        for sync in self.pending:
+            if sync.plan.due is not None:
+                sync.finish_steps()
+                self._report(sync)
 
-    def _land_next(self, run: InflightSync) -> None:
-        shard, has_bad_moments = run.land_next()
-        if has_bad_moments:
-            zero_nonfinite_moments(self.host, shard, self.reporter)
-        shard.publish()
-        if self.is_checked(run) and run.rules.landing.is_direct_copy:
-            run.digests[shard.index] = drift.shard_digest(shard)
+    def _land_next(self, sync: InflightSync) -> None:
+        with record_function("edit/landing"):
+            shard, has_bad_moments = sync.land_next()
+            if has_bad_moments:
+                zero_nonfinite_moments(self.host, shard, self.reporter)
+            shard.publish()
+            if self.is_checked(sync.plan.round) and sync.plan.rules.landing.is_direct_copy:
+                sync.digests[shard.index] = drift.shard_digest(shard)
 
-    def _report(self, run: InflightSync) -> None:
+    def _report(self, sync: InflightSync) -> None:
         """The outer step of all units is done: check for drift, and tell."""
-        if run.is_reported:
+        if sync.is_reported:
             return
-        digest = self._check(run) if self.is_checked(run) else None
-        run.is_reported = True
-        self.reporter.on_sync(self.accounts.report(run, digest))
+        plan = sync.plan
+        digest = self._check(sync) if self.is_checked(plan.round) else None
+        sync.is_reported = True
+        report = SyncReport(
+            round=plan.round,
+            step=plan.step,
+            units=sync.units.names,
+            decision=plan.decision,
+            clip=self._over_stages(sync.clip_factors()),
+            update_norm=self._over_stages(sync.update_norms()),
+            inner_steps=plan.inner_steps,
+            samples=plan.samples,
+            wire_bytes=self._wire_bytes(sync),
+            state_bytes=self.footprint.state_bytes,
+            seconds=sync.seconds(),
+            digest=digest,
+        )
+        self.reporter.on_sync(report)
 
-    def is_checked(self, run: InflightSync) -> bool:
-        """Whether drift is looked for after a sync: one of each group, then none for a while."""
-        turn = (run.round - 1) // self.fragments + 1
-        return turn % self.digest_interval == 0
-
-    def _check(self, run: InflightSync) -> int:
+    def _check(self, sync: InflightSync) -> int:
         """Compare digests now, or where replicas land at different times, at the next meeting."""
-        if not run.rules.landing.is_direct_copy:
-            run.state.wait()
-            for shard in run.plan.shards:
-                home = run.state.units[shard.name]
-                run.digests[shard.index] = tensor_digest([home.anchor, home.momentum])
-        if run.rules.landing.is_immediate:
-            when = f"after the sync of round {run.round}"
-            return drift.check(run.plan, self.groups, run.digests, when)
-        digests, digest = drift.replica_digests(run.plan, self.groups, run.digests)
-        for index, value in zip(run.selection.indices, digests, strict=True):
-            self.landed_digests[index] = drift.as_number(value)
+        landing = sync.plan.rules.landing
+        if not landing.is_direct_copy:
+            sync.state.wait()
+            for shard in sync.units.shards:
+                home = sync.state.units[shard.name]
+                sync.digests[shard.index] = tensor_digest([home.anchor, home.momentum])
+        if landing.is_immediate:
+            when = f"after the sync of round {sync.plan.round}"
+            return drift.check(sync.units, self.groups, sync.digests, when)
+        digests, digest = drift.replica_digests(sync.units, self.groups, sync.digests)
+        for index, value in zip(sync.plan.selection.indices, digests, strict=True):
+            self.state.landed_digests[index] = drift.as_number(value)
         return digest
+
+    def _wire_bytes(self, sync: InflightSync) -> int:
+        """Payload that the ranks of one replica send in a sync."""
+        size, units = self.groups.sync.size, list(sync.plan.selection.indices)
+        exchanged = self.footprint.unit_numels[:, units][:, ~sync.plan.decision.rollback]
+        tables = (size - 1) * self.footprint.table_bytes
+        numels = exchanged.flatten().tolist()
+        return tables + sum(sync.wire.payload_bytes(int(numel), size) for numel in numels)
+
+    def _over_stages(self, values: Tensor) -> Tensor:
+        """Fill in the units of other pipeline stages from whoever knows them.
+
+        Collective: the ranks of the replica, where it has pipeline stages.
+
+        Args:
+            values: float64 [U] on the CPU, NaN where this stage does not hold the unit.
+        """
+        if self.groups.stage.size == self.groups.replica.size:
+            return values
+        rows = self.groups.replica.all_gather(values)
+        known = torch.where(rows.isnan(), -torch.inf, rows).max(dim=0).values
+        return torch.where(known.isinf(), torch.nan, known)

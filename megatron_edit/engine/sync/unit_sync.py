@@ -1,4 +1,4 @@
-"""One unit on its way through a sync: prepare it, launch its exchange, later land it.
+"""One unit in flight: prepare it, launch its exchange, later land it.
 
     prepare:  D = A - theta, weighted, in a buffer of its own
     launch:   the exchange begins                                 (nothing waits)
@@ -16,35 +16,20 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from megatron_edit.comm.wire import Exchange, Wire
-from megatron_edit.engine.groups import TIED_EMBEDDING, EngineGroups
-from megatron_edit.engine.rounds.plan import Decision
+from megatron_edit.engine.host import TIED_EMBEDDING, EngineGroups
+from megatron_edit.engine.rounds.plan import Decision, SyncRules
 from megatron_edit.engine.sync.outer_state import StagedUnit, UnitState, pseudo_gradient
 from megatron_edit.engine.sync.units import EMBEDDING, UnitShard
 from megatron_edit.method.landing import LandingRule
-from megatron_edit.method.outer import OuterRule, clip_factor, weighted_contribution_
+from megatron_edit.method.norms import sum_in_rank_order
+from megatron_edit.method.outer import clip_factor, weighted_contribution_
 
 
 @dataclass(frozen=True)
-class Rules:
-    """What becomes of an average.
-
-    Attributes:
-        outer: the outer step.
-        max_norm: phi of the clip; None is off.
-        landing: how parameters take the anchor.
-        inner_lr: of the inner optimizer at the sync.
-    """
-
-    outer: OuterRule
-    max_norm: float | None
-    landing: LandingRule
-    inner_lr: float = 0.0
-
-
-@dataclass(frozen=True)
-class Outcome:
+class UnitResult:
     """What became of a unit: scalars on the unit's device, so that no one has to wait for them.
 
     Attributes:
@@ -70,7 +55,7 @@ class UnitSync:
         average: fp32 [numel], this replica's addend, later the average; None for a roll-back, and
             when the outer step is done.
         snapshot: fp32 [numel], theta when the sync began; None where nothing needs it.
-        outcome: of the outer step; None before it.
+        result: of the outer step; None before it.
         is_exchanged: whether `average` is the average, and no exchange is left to be made.
     """
 
@@ -80,7 +65,7 @@ class UnitSync:
     staged: StagedUnit | None
     average: Tensor | None
     snapshot: Tensor | None = None
-    outcome: Outcome | None = None
+    result: UnitResult | None = None
     is_exchanged: bool = False
     _exchange: Exchange | None = None
 
@@ -99,28 +84,61 @@ class UnitSync:
         Args:
             staged: the unit's state, where it is to stay on the device until the landing.
         """
-        is_rollback = bool(decision.rollback[shard.index])
-        replica = groups.sync.rank
-        is_excluded = is_rollback or bool(decision.verdict.anomalous[replica, shard.index])
-        device = groups.sync.device
-        flight = cls(shard, home, is_excluded, staged, None)
+        replica, device = groups.sync.rank, groups.sync.device
+        is_excluded = decision.excludes(replica, shard.index)
+        unit = cls(shard, home, is_excluded, staged, None)
         if not is_excluded and landing.needs_snapshot:
-            flight.snapshot = shard.gather(torch.empty(shard.numel, device=device))
-        if not is_rollback:
+            unit.snapshot = shard.gather(torch.empty(shard.numel, device=device))
+        if not bool(decision.rollback[shard.index]):
             buffer = torch.empty(shard.numel, dtype=torch.float32, device=device)
             anchor = home.stage_anchor() if staged is None else staged.anchor
             weight = float(decision.weights[replica, shard.index])
-            if flight.snapshot is None:
+            if unit.snapshot is None:
                 delta = pseudo_gradient(anchor.ready(), shard, buffer)
             else:
-                delta = torch.sub(anchor.ready(), flight.snapshot, out=buffer)
-            flight.average = weighted_contribution_(delta, weight)
-        return flight
+                delta = torch.sub(anchor.ready(), unit.snapshot, out=buffer)
+            unit.average = weighted_contribution_(delta, weight)
+        return unit
+
+    @classmethod
+    def restore(
+        cls,
+        shard: UnitShard,
+        home: UnitState,
+        device: torch.device,
+        average: Tensor | None,
+        snapshot: Tensor | None,
+        *,
+        is_excluded: bool,
+        is_stepped: bool,
+    ) -> UnitSync:
+        """A unit that was in flight when a checkpoint was written; its exchange was over.
+
+        Args:
+            shard: this rank's part of the unit.
+            home: anchor and momentum.
+            device: of the parameters.
+            average: fp32 [numel]; None for a roll-back, and when the outer step is done.
+            snapshot: fp32 [numel]; None where nothing needs it.
+            is_excluded: whether this replica takes the anchor as it is.
+            is_stepped: whether the outer step is done.
+        """
+        unknown = torch.full((), torch.nan, dtype=torch.float64, device=device)
+        return cls(
+            shard,
+            home,
+            is_excluded,
+            staged=None,
+            average=None if average is None else average.to(device),
+            snapshot=None if snapshot is None else snapshot.to(device),
+            result=UnitResult(unknown, unknown) if is_stepped else None,
+            is_exchanged=True,
+        )
 
     @property
     def is_stepped(self) -> bool:
         """Whether the outer step is done."""
-        return self.outcome is not None
+        return self.result is not None
 
     @property
     def is_launched(self) -> bool:
@@ -133,9 +151,10 @@ class UnitSync:
         Collective: the sync group, in the order of the syncs and of their units.
         """
         assert self.average is not None, f"unit {self.shard.name}: a roll-back is not exchanged"
-        self._exchange = wire.start(
-            groups.sync, self.average, self.home.residual, is_left_out=self.is_excluded
-        )
+        with record_function("edit/exchange"):
+            self._exchange = wire.start(
+                groups.sync, self.average, self.home.residual, is_left_out=self.is_excluded
+            )
 
     def advance(self) -> bool:
         """Do what needs no waiting; whether nothing of the unit is on the wire any more."""
@@ -149,18 +168,18 @@ class UnitSync:
             assert self._exchange is not None, f"unit {self.shard.name}: never launched"
             self._exchange.wait()
 
-    def step(self, groups: EngineGroups, rules: Rules) -> Outcome:
+    def step(self, groups: EngineGroups, rules: SyncRules) -> UnitResult:
         """Finish the exchange, and move anchor and momentum.
 
         Collective: the ranks of the pipeline stage, in forward order of the units.
         """
-        if self.outcome is not None:
-            return self.outcome
+        if self.result is not None:
+            return self.result
         device = groups.sync.device
         if self.average is None:  # the momentum has no update to remember
             one = torch.ones((), dtype=torch.float64, device=device)
-            self.outcome = Outcome(one, torch.zeros_like(one))
-            return self.outcome
+            self.result = UnitResult(one, torch.zeros_like(one))
+            return self.result
         began = time.monotonic()
         self.await_average()
         waited = time.monotonic() - began
@@ -168,17 +187,18 @@ class UnitSync:
         norm = _norm_over_stage(self.shard, self.average, groups)
         clip = clip_factor(norm, rules.max_norm)
         staged = self._stage()
-        rules.outer.step_(
-            staged.anchor.ready(),
-            staged.momentum.ready(),
-            self.average,
-            clip=clip,
-            inner_lr=rules.inner_lr,
-        )
+        with record_function("edit/outer-step"):
+            rules.outer.step_(
+                staged.anchor.ready(),
+                staged.momentum.ready(),
+                self.average,
+                clip=clip,
+                inner_lr=rules.inner_lr,
+            )
         staged.put_back()
         self.average = self._exchange = None
-        self.outcome = Outcome(clip, norm, waited)
-        return self.outcome
+        self.result = UnitResult(clip, norm, waited)
+        return self.result
 
     def land(self, landing: LandingRule, *, is_finite: bool) -> bool:
         """Give theta the anchor, or what the rule makes of both. After `step`. No communication.
@@ -243,11 +263,3 @@ def _norm_over_stage(shard: UnitShard, average: Tensor, groups: EngineGroups) ->
         # A stage that holds only a tied copy counts nothing of the unit: the first stage knows.
         stages.broadcast_nowait(squares)
     return squares.sqrt()
-
-
-def sum_in_rank_order(rows: Tensor) -> Tensor:
-    """Add [ranks, ...] over the ranks, first to last: the same bits on every rank."""
-    total = torch.zeros_like(rows[0])
-    for row in rows:
-        total = total + row
-    return total

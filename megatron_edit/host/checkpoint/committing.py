@@ -32,12 +32,12 @@ from megatron_edit.checkpoint.folder import (
 from megatron_edit.checkpoint.folder import replica_folder as folder_of
 from megatron_edit.checkpoint.manifest import Manifest, ReplicaEntry
 from megatron_edit.comm.worlds import ReplicaWorld
+from megatron_edit.config import LEAST_TIMEOUT_SECONDS
 from megatron_edit.errors import EditError, ReplicaLostError
 from megatron_edit.observe.console import say, warn
 
 _WRITER = re.compile(r"^__(\d+)_")  # torch's names of the files that a rank has written
 POLL_SECONDS = 0.05
-LAST_WAIT = 600.0  # at least, for the others, once training is over
 
 
 class _Abandoned(Exception):
@@ -88,7 +88,7 @@ class Committer:
         last_wait: seconds for the others' parts, once training is over.
     """
 
-    def __init__(self, world: ReplicaWorld, last_wait: float = LAST_WAIT) -> None:
+    def __init__(self, world: ReplicaWorld, last_wait: float = LEAST_TIMEOUT_SECONDS) -> None:
         self._world = world
         self._last_wait = last_wait
         self._last: threading.Thread | None = None

@@ -13,19 +13,12 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_edit.checkpoint.folder import EDIT, RANDOM, STOCK_MARK, replica_folder
 from megatron_edit.checkpoint.manifest import ALL, Manifest
 from megatron_edit.checkpoint.resume import ResumePlan, Run, plan_resume
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig
-from megatron_edit.engine.engine import EditEngine
-from megatron_edit.engine.pending import bring_back
-from megatron_edit.engine.rounds.completion import Completion
-from megatron_edit.engine.standing import Standing, load_state_dict
-from megatron_edit.engine.sync.inflight import InflightSync
-from megatron_edit.engine.sync.outer_state import OuterState
+from megatron_edit.engine import EditEngine, EngineState, PendingState, SavedRound
 from megatron_edit.errors import UsageError
 from megatron_edit.host.checkpoint.choosing import Choice, check_together, choose
 from megatron_edit.host.checkpoint.fingerprint import layout_of
@@ -40,11 +33,10 @@ from megatron_edit.host.checkpoint.refusals import (
     check_samples,
     check_schedule,
 )
-from megatron_edit.host.checkpoint.replica_local import land_saved, load_state
+from megatron_edit.host.checkpoint.replica_local import Place, load_outer, load_pending
 from megatron_edit.host.checkpoint.summary import summary_of
 from megatron_edit.host.checkpoint.tables import detectors_of, saved_steps_of, unit_steps_of
-from megatron_edit.host.model import MegatronHost
-from megatron_edit.method.detector import DetectorState
+from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.method.order import IN_ORDER, share_of
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.observe.console import say
@@ -118,7 +110,7 @@ class LoadControl:
         if manifest.is_warmup:
             engine.start(entry.step)
         else:
-            load_state_dict(engine, self._standing(engine, host, pieces(), manifest, plan))
+            self._load_engine(engine, host, pieces(), manifest, plan)
             if engine.settings.timed is not None:
                 self._take_loop(engine, host, manifest, plan)
         if not host.arguments.no_load_rng and _has_same_stages(manifest, host.arguments):
@@ -196,81 +188,79 @@ class LoadControl:
             target=args.train_iters * args.global_batch_size,
         )
 
-    def _standing(
+    def _load_engine(
         self,
         engine: EditEngine,
         host: MegatronHost,
         pieces: Sequence[Piece],
         manifest: Manifest,
         plan: ResumePlan,
-    ) -> Standing:
-        assert self._choice is not None
-        state = engine.rounds.new_state()
-        runs: list[InflightSync] = []
-        if plan.goes_on:
-            entry = plan.entries[self._world.placement.replica]
-            runs = [bring_back(engine, pending, state) for pending in entry.pending]
-        load_state(self._choice.path, manifest, engine, pieces, state, runs)
-        detectors = detectors_of(self._choice.path, manifest, host.plan.names)
-        rounds = manifest.round
-        if manifest.is_mid_round and not plan.goes_on:
-            detectors = self._complete(engine, host, manifest, state, detectors, pieces)
-            rounds += 1
-        if not plan.goes_on:
-            host.set_schedule(plan.entries[0].schedule_position)
-        if self._config.inner_state == "reset" and not (manifest.is_mid_round and plan.goes_on):
-            host.reset_moments()
-        return Standing(
-            entry=plan.entries[self._world.placement.replica],
-            round=rounds,
-            detectors=detectors.for_replicas(self._world.placement.num_replicas),
-            state=state,
-            unit_steps=unit_steps_of(manifest, engine, is_same=plan.goes_on),
-            pending=runs,
-            replicas_identical=manifest.is_level or not plan.goes_on,
-            is_at_sync=not plan.goes_on or not manifest.is_mid_round,
-            dealing=plan.dealing,
-            quiet_until=plan.quiet_until,
-            round_seconds=manifest.round_seconds,
-            is_rejoined=plan.is_rejoined,
-        )
+    ) -> None:
+        """Let the engine go on, after the switch; first the round of other replicas is completed.
 
-    def _complete(
-        self,
-        engine: EditEngine,
-        host: MegatronHost,
-        manifest: Manifest,
-        state: OuterState,
-        detectors: DetectorState,
-        pieces: Sequence[Piece],
-    ) -> DetectorState:
-        choice = self._choice
+        Collective: all ranks of all replicas.
+        """
+        choice, where = self._choice, self._world.placement
         assert choice is not None
-        furthest = max(entry.schedule_position for entry in manifest.replicas)
+        place = Place(where.replica, where.num_replicas, engine.settings.wire, host.plan, pieces)
 
-        def load(replica: int) -> None:
+        def load(replica: int) -> list[PendingState]:
             self._load_replica(replica)
-            host.set_schedule(furthest)  # the outer step may ask for the learning rate
-            land_saved(choice.path, manifest, replica, engine, pieces, state)
+            host.set_schedule(max(entry.schedule_position for entry in manifest.replicas))
+            return load_pending(choice.path, manifest, replica, place)
 
-        with torch.no_grad():
-            return Completion(
-                settings=engine.settings,
-                host=host,
-                groups=engine.groups,
-                state=state,
-                load=load,
-                steps=saved_steps_of(manifest, engine),
-                own=self._source(manifest),
-            ).run(detectors)
+        def begin_anew() -> None:
+            if not plan.goes_on:
+                host.set_schedule(plan.entries[0].schedule_position)
+            if self._config.inner_state == "reset" and not (manifest.is_mid_round and plan.goes_on):
+                host.reset_moments()
+
+        unfinished = None
+        if manifest.is_mid_round and not plan.goes_on:
+            steps = saved_steps_of(manifest, host.plan.names)
+            unfinished = SavedRound(load, steps, self._source(manifest), begin_anew)
+        else:
+            begin_anew()
+        engine.load_state_dict(self._state_of(manifest, plan, place), unfinished)
+
+    def _state_of(self, manifest: Manifest, plan: ResumePlan, place: Place) -> EngineState:
+        """What a checkpoint holds of the engine's state, for this replica."""
+        assert self._choice is not None
+        entry, path, units = plan.entries[place.replica], self._choice.path, place.plan.names
+        outer, pending = load_outer(path, manifest, entry.pending if plan.goes_on else (), place)
+        is_completed = manifest.is_mid_round and not plan.goes_on
+        return EngineState(
+            step=entry.step,
+            inner_steps=entry.inner_steps,
+            round=manifest.round + is_completed,
+            is_warmup=False,
+            detectors=detectors_of(path, manifest, units),
+            unit_steps=unit_steps_of(manifest, units, place.num_replicas, is_same=plan.goes_on),
+            replicas_identical=manifest.is_level or not plan.goes_on,
+            round_length=entry.round_length,
+            dealing=plan.dealing,
+            is_rejoined=plan.is_rejoined,
+            outer=outer,
+            pending=pending,
+            losses=entry.losses,
+            last_loss_step=entry.last_loss_step,
+            phase_seconds=entry.phase_seconds,
+            last_step_seconds=entry.last_step_seconds,
+            is_asking=entry.is_asking,
+            is_waiting=entry.is_waiting,
+            quiet_steps=plan.quiet_steps,
+            round_seconds=manifest.round_seconds,
+            is_at_sync=not plan.goes_on or not manifest.is_mid_round,
+        )
 
     def _take_loop(
         self, engine: EditEngine, host: MegatronHost, manifest: Manifest, plan: ResumePlan
     ) -> None:
         """Megatron's loop in our hands again, as it was since the last sync."""
         since = sum(entry.inner_steps for entry in plan.entries) * host.samples_per_step
-        assert engine.trigger.dealing is not None
-        host.loop.take(plan.consumed - since, is_over=engine.trigger.dealing.is_over)
+        dealing = engine.dealing
+        assert dealing is not None
+        host.loop.take(plan.consumed - since, is_over=dealing.is_over)
 
 
 def _has_same_stages(manifest: Manifest, args: Namespace) -> bool:

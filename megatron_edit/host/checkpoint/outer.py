@@ -17,14 +17,13 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
 from megatron_edit.checkpoint.files import REMEDY
-from megatron_edit.engine.pending import AVERAGE, tensors_of
-from megatron_edit.engine.sync.inflight import InflightSync
-from megatron_edit.engine.sync.outer_state import OuterState
+from megatron_edit.engine import PendingState, UnitTensors
 from megatron_edit.errors import UsageError
 from megatron_edit.host.checkpoint.parts import Part, Place, parse_name, places_of
-from megatron_edit.host.model import MegatronHost
+from megatron_edit.host.model.megatron_host import MegatronHost
 
 ANCHOR, MOMENTUM, SENT, SUMMED = "anchor", "momentum", "sent", "summed"
+AVERAGE, SNAPSHOT = "average", "snapshot"
 # Copies of a parameter (on TP ranks, on stages) lie in shards of different shapes, whose blocks
 # lose different things in encoding: of these kinds each copy is stored by itself.
 APART = (SENT, SUMMED)
@@ -32,18 +31,21 @@ APART = (SENT, SUMMED)
 Kinds = Mapping[str, Mapping[str, Tensor]]
 
 
-def kinds_of(state: OuterState, runs: Sequence[InflightSync], *, has_anchor: bool) -> Kinds:
+def shared_kinds(
+    outer: Mapping[str, UnitTensors], pending: Sequence[PendingState], *, has_anchor: bool
+) -> Kinds:
     """Outer state that is equal on all replicas.
 
     Args:
-        state: anchor and momentum; what was offloaded is on the host, and no copy is under way.
-        runs: syncs that have not landed; nothing of them is on the wire.
+        outer: anchor and momentum by unit.
+        pending: syncs that have not landed.
         has_anchor: whether the anchor is not the parameters.
     """
-    kinds = {MOMENTUM: {name: unit.momentum for name, unit in state.units.items()}}
+    kinds = {MOMENTUM: {name: unit["momentum"] for name, unit in outer.items()}}
     if has_anchor:
-        kinds[ANCHOR] = {name: unit.anchor for name, unit in state.units.items()}
-    if averages := tensors_of(runs)[AVERAGE]:
+        kinds[ANCHOR] = {name: unit["anchor"] for name, unit in outer.items()}
+    averages = {name: tensor for sync in pending for name, tensor in sync["averages"].items()}
+    if averages:
         kinds[AVERAGE] = averages
     return kinds
 

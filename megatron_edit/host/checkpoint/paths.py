@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from megatron_edit.checkpoint.folder import TRACKER, final_of
-from megatron_edit.host.patching import Patcher
+from megatron_edit.host.seams.patching import Patcher
 
 
 def _not_of_an_old_checkpoint(record: logging.LogRecord) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_edit.checkpoint.manifest import Manifest
 from megatron_edit.checkpoint.resume import ResumePlan
-from megatron_edit.engine.settings import EngineSettings
+from megatron_edit.engine import EngineSettings
 from megatron_edit.errors import UsageError
 from megatron_edit.method.schedule import Schedule
 

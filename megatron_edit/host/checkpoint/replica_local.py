@@ -1,4 +1,8 @@
-"""Outer state of each replica alone: snapshots of delayed syncs, debts of lossy wire types."""
+"""Outer state in memory and on disk: what all replicas share, and what is one replica's own.
+
+A replica's own are the snapshots of delayed syncs and the error-feedback residuals of lossy wire
+types; they lie in a folder of their own beside the shared state.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +15,43 @@ from torch import Tensor
 
 from megatron_edit.checkpoint.folder import EDIT, OUTER, own_folder
 from megatron_edit.checkpoint.manifest import ALL, Manifest, PendingSync
-from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.wire import Wire
-from megatron_edit.engine.engine import EditEngine
-from megatron_edit.engine.pending import SNAPSHOT, bring_back, pending_of, tensors_of
-from megatron_edit.engine.sync.inflight import InflightSync
-from megatron_edit.engine.sync.outer_state import OuterState
+from megatron_edit.engine import PendingState, UnitPlan, UnitTensors
 from megatron_edit.host.checkpoint.outer import (
+    AVERAGE,
     SENT,
+    SNAPSHOT,
     SUMMED,
     Kinds,
     Piece,
-    kinds_of,
     load_outer_state,
+    shared_kinds,
 )
 
 
-def has_own(pending: Sequence[PendingSync], wire: Wire) -> bool:
+@dataclass(frozen=True)
+class Place:
+    """Whose outer state it is.
+
+    Attributes:
+        replica: r. `num_replicas`: N.
+        wire: type on the wire of this run.
+        plan: this rank's shards.
+        pieces: of this rank.
+    """
+
+    replica: int
+    num_replicas: int
+    wire: Wire
+    plan: UnitPlan
+    pieces: Sequence[Piece]
+
+    def owned(self, numel: int) -> slice:
+        """The elements of a shard whose sum this rank encodes."""
+        return self.wire.owned(numel, self.num_replicas, self.replica)
+
+
+def is_replica_local(pending: Sequence[PendingSync], wire: Wire) -> bool:
     """Whether a replica has outer state of its own; the same answer on all its ranks.
 
     A pipeline stage may hold nothing of it. It saves and loads all the same: Megatron does that
@@ -35,121 +59,138 @@ def has_own(pending: Sequence[PendingSync], wire: Wire) -> bool:
 
     Args:
         pending: syncs of the replica that have not landed.
-        wire: type on the wire; one that loses nothing if what is owed is not wanted.
+        wire: type on the wire; one that loses nothing if residuals are not wanted.
     """
     has_snapshot = any(sync.has_snapshot and not all(sync.excluded) for sync in pending)
     return has_snapshot or wire.has_residual
 
 
-@dataclass(frozen=True)
-class OwnState:
-    """Outer state of one replica alone.
+def replica_local_kinds(
+    outer: Mapping[str, UnitTensors], pending: Sequence[PendingState], place: Place
+) -> Kinds:
+    """Snapshots of syncs that have not landed, and error-feedback residuals, to be written.
 
-    Attributes:
-        kinds: to write, or to fill.
-        owed: by unit, what this rank still owes of the sums that it encodes, and where its elements
-            lie in the shard; the kind `summed` has it spread over whole shards.
+    Args:
+        outer: of this rank.
+        pending: that have not landed.
+        place: whose it is.
     """
-
-    kinds: Kinds
-    owed: Mapping[str, tuple[Tensor, slice]]
-
-    @classmethod
-    def of(
-        cls, state: OuterState, runs: Sequence[InflightSync], wire: Wire, sync: Group
-    ) -> OwnState:
-        """Snapshots of syncs that have not landed, and what a lossy wire type owes.
-
-        Args:
-            state: of this rank.
-            runs: that have not landed.
-            wire: type on the wire; one that loses nothing if what is owed is not wanted.
-            sync: the group that sums.
-        """
-        kinds: dict[str, dict[str, Tensor]] = {}
-        if snapshots := tensors_of(runs)[SNAPSHOT]:
-            kinds[SNAPSHOT] = snapshots
-        owed = {}
-        for name, unit in state.units.items():
-            if unit.residual is None or not wire.has_residual:
-                continue
-            numel = unit.anchor.numel()
-            where = wire.owned(numel, sync.size, sync.rank)
-            owed[name] = unit.residual.summed[: where.stop - where.start], where
-            spread = torch.zeros(numel)
-            spread[where] = owed[name][0].cpu()
-            kinds.setdefault(SENT, {})[name] = unit.residual.sent
-            kinds.setdefault(SUMMED, {})[name] = spread
-        return cls(kinds, owed)
-
-    def take_owed(self) -> None:
-        """After `kinds` were filled: give this rank its part of `summed`."""
-        for name, (target, where) in self.owed.items():
-            target.copy_(self.kinds[SUMMED][name][where])
+    kinds: dict[str, dict[str, Tensor]] = {}
+    if snapshots := _snapshots_of(pending):
+        kinds[SNAPSHOT] = snapshots
+    if place.wire.has_residual:
+        kinds[SENT] = {name: unit["sent"] for name, unit in outer.items()}
+        kinds[SUMMED] = {name: _spread(unit, place) for name, unit in outer.items()}
+    return kinds
 
 
-def load_state(
-    checkpoint: Path,
-    manifest: Manifest,
-    engine: EditEngine,
-    pieces: Sequence[Piece],
-    state: OuterState,
-    runs: Sequence[InflightSync],
-) -> None:
-    """Fill outer state from a checkpoint: what all replicas share, and what is this one's.
+def load_outer(
+    checkpoint: Path, manifest: Manifest, pending: Sequence[PendingSync], place: Place
+) -> tuple[dict[str, UnitTensors], list[PendingState]]:
+    """Outer state of this rank, and its syncs that had not landed, from a checkpoint.
 
     Args:
         checkpoint: its folder.
         manifest: of it.
-        engine: that goes on.
-        pieces: of this rank.
-        state: mutated.
-        runs: that had not landed on this replica; mutated. None, where other replicas go on.
+        pending: that had not landed on this replica; none, where other replicas go on.
+        place: whose it is.
 
     Raises:
         UsageError: the checkpoint lacks a part of a parameter.
     """
-    sync, wire = engine.groups.sync, engine.settings.wire
-    is_owed = wire.name == manifest.wire and manifest.form == ALL
-    is_owed = is_owed and sync.size == manifest.num_replicas and not manifest.is_warmup
-    with torch.no_grad():
-        kinds = kinds_of(state, runs, has_anchor=manifest.has_anchor)
-        load_outer_state(checkpoint / EDIT / OUTER, pieces, kinds)
-        wanted = wire if is_owed else Wire.of("fp32")
-        if has_own([pending_of(run) for run in runs], wanted):
-            own = OwnState.of(state, runs, wanted, sync)
-            load_outer_state(own_folder(checkpoint, sync.rank), pieces, own.kinds)
-            own.take_owed()
+    outer, syncs = _room(place.plan, has_anchor=manifest.has_anchor), _pending(pending, place.plan)
+    has_residuals = place.wire.name == manifest.wire and manifest.form == ALL
+    is_same = place.num_replicas == manifest.num_replicas and not manifest.is_warmup
+    wire = place.wire if has_residuals and is_same else Wire.of("fp32")
+    kinds = shared_kinds(outer, syncs, has_anchor=manifest.has_anchor)
+    load_outer_state(checkpoint / EDIT / OUTER, place.pieces, kinds)
+    if is_replica_local(pending, wire):
+        own: dict[str, dict[str, Tensor]] = {}
+        if snapshots := _snapshots_of(syncs):
+            own[SNAPSHOT] = snapshots
+        if wire.has_residual:
+            for kind in (SENT, SUMMED):
+                own[kind] = {s.name: torch.zeros(s.numel) for s in place.plan.shards}
+        load_outer_state(own_folder(checkpoint, place.replica), place.pieces, own)
+        for name, sent in own.get(SENT, {}).items():
+            outer[name]["sent"] = sent
+            outer[name]["summed"] = own[SUMMED][name][place.owned(sent.numel())]
+    return outer, syncs
 
 
-def land_saved(
-    checkpoint: Path,
-    manifest: Manifest,
-    replica: int,
-    engine: EditEngine,
-    pieces: Sequence[Piece],
-    state: OuterState,
-) -> None:
-    """Let what had not landed on a saved replica land, on its parameters in this rank.
-
-    Collective: the ranks of the pipeline stage.
-    Mutates: the main shards, and inner moments that are not finite.
+def load_pending(
+    checkpoint: Path, manifest: Manifest, replica: int, place: Place
+) -> list[PendingState]:
+    """What had not landed on a saved replica, to land on its parameters in this rank.
 
     Args:
         checkpoint: its folder.
         manifest: of it.
-        replica: whose parameters are loaded.
-        engine: gives the host's plan and the groups.
-        pieces: of this rank.
-        state: anchor and momentum, which the outer steps have moved already.
+        replica: of those that saved.
+        place: this rank's.
     """
     saved = manifest.replicas[replica].pending
-    runs = [bring_back(engine, pending, state) for pending in saved]
-    if has_own(saved, Wire.of("fp32")):
-        load_outer_state(own_folder(checkpoint, replica), pieces, tensors_of(runs))
-    for run in runs:
-        run.check_finite()
-        while not run.is_done:
-            shard, has_bad_moments = run.land_next()
-            if has_bad_moments:
-                engine.host.zero_nonfinite_moments(shard)
+    syncs = _pending(saved, place.plan)
+    if is_replica_local(saved, Wire.of("fp32")):
+        averages = {name: t for sync in syncs for name, t in sync["averages"].items()}
+        kinds = {AVERAGE: averages, SNAPSHOT: _snapshots_of(syncs)}
+        load_outer_state(own_folder(checkpoint, replica), place.pieces, kinds)
+    return syncs
+
+
+def _snapshots_of(pending: Sequence[PendingState]) -> dict[str, Tensor]:
+    return {name: tensor for sync in pending for name, tensor in sync["snapshots"].items()}
+
+
+def _spread(unit: UnitTensors, place: Place) -> Tensor:
+    """What this rank has lost of the sums that it encodes, in its place in the whole shard."""
+    numel = unit["momentum"].numel()
+    where = place.owned(numel)
+    spread = torch.zeros(numel)
+    spread[where] = unit["summed"][: where.stop - where.start].cpu()
+    return spread
+
+
+def _room(plan: UnitPlan, *, has_anchor: bool) -> dict[str, UnitTensors]:
+    """Zeros on the CPU, to be filled."""
+    outer = {}
+    for shard in plan.shards:
+        outer[shard.name] = UnitTensors(momentum=torch.zeros(shard.numel))
+        if has_anchor:
+            outer[shard.name]["anchor"] = torch.zeros(shard.numel)
+    return outer
+
+
+def _pending(saved: Sequence[PendingSync], plan: UnitPlan) -> list[PendingState]:
+    """These syncs, with room for the tensors of this rank."""
+    numels = {shard.name: shard.numel for shard in plan.shards}
+
+    def state_of(sync: PendingSync) -> PendingState:
+        held = [(i, name) for i, name in enumerate(sync.units) if name in numels]
+        rollback = sync.tables["rollback"]
+        return PendingState(
+            round=sync.round,
+            step=sync.step,
+            due=sync.due,
+            units=sync.units,
+            excluded=sync.excluded,
+            is_stepped=sync.is_stepped,
+            has_snapshot=sync.has_snapshot,
+            landing=sync.landing,
+            inner_lr=sync.inner_lr,
+            tables=sync.tables,
+            inner_steps=sync.inner_steps,
+            samples=sync.samples,
+            averages={
+                name: torch.zeros(numels[name])
+                for i, name in held
+                if not sync.is_stepped and not rollback[i]
+            },
+            snapshots={
+                name: torch.zeros(numels[name])
+                for i, name in held
+                if sync.has_snapshot and not sync.excluded[i]
+            },
+        )
+
+    return [state_of(sync) for sync in saved]

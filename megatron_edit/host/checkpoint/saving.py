@@ -12,10 +12,10 @@ from functools import wraps
 from typing import Any
 
 from megatron_edit.checkpoint.manifest import ALL, LEADER
-from megatron_edit.engine.engine import EditEngine
+from megatron_edit.engine import EditEngine
 from megatron_edit.errors import SyncProtocolError
 from megatron_edit.host.checkpoint.writing import CheckpointWriter, SavePlan
-from megatron_edit.host.model import MegatronHost
+from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.observe.console import say
 
 
@@ -57,9 +57,9 @@ class SaveControl:
                 raise SyncProtocolError("a checkpoint is to be saved before training")
             if self._is_premature:
                 return  # every replica saves when it stops
-            if engine.step <= engine.quiet_until and not self._is_ending:
+            if engine.is_quiet and not self._is_ending:
                 return  # some replicas have passed this save
-            is_leaving = self._is_ending and engine.rounds.has_left
+            is_leaving = self._is_ending and engine.has_replica_left
             if engine.step == self._saved_step and not is_leaving:
                 return  # at the end of training; nothing has changed, on no replica
             given = signature.bind(*args, **kwargs)
@@ -137,12 +137,12 @@ class SaveControl:
 
     def _plan(self, engine: EditEngine, iteration: int) -> SavePlan:
         own, is_mid_round = iteration, engine.is_mid_round
-        is_of_a_stop = self._is_ending and not engine.is_warmup and engine.rounds.has_left
+        is_of_a_stop = self._is_ending and not engine.is_warmup and engine.has_replica_left
         if is_of_a_stop:
             # Replicas leave wherever they are; what each has told the others decides for all.
-            records = engine.rounds.last_records
+            records = engine.records
             has_steps = any(record.inner_steps for record in records)
-            is_mid_round = has_steps or not engine.rounds.replicas_identical
+            is_mid_round = has_steps or not engine.began_identical
             iteration = self._host.iteration_of(records[0].step, iteration, engine.step)
         samples = self._samples(engine)
         if samples is not None:  # Megatron takes 0 for no iteration
@@ -151,7 +151,7 @@ class SaveControl:
         return SavePlan(
             iteration=iteration,
             own_iteration=own,
-            name=f"stop/{iteration}" if is_of_a_stop else f"{iteration}/{engine.rounds.count}",
+            name=f"stop/{iteration}" if is_of_a_stop else f"{iteration}/{engine.num_syncs}",
             is_of_a_stop=is_of_a_stop,
             form=ALL if is_all else LEADER,
             has_outer=not engine.is_warmup,
@@ -163,6 +163,6 @@ class SaveControl:
         """Consumed by all replicas, where they make unequal steps; else None."""
         if engine.settings.timed is None or engine.is_warmup:
             return None
-        if not (records := engine.rounds.last_records):  # they have just parted
-            return engine.host.progress().samples * self._num_replicas
+        if not (records := engine.records):  # they have just parted
+            return self._host.progress().samples * self._num_replicas
         return sum(record.samples for record in records)

@@ -9,26 +9,33 @@ from torch import Tensor
 
 from megatron_edit.checkpoint.files import REMEDY
 from megatron_edit.checkpoint.manifest import Manifest
-from megatron_edit.engine.engine import EditEngine
 from megatron_edit.errors import UsageError
 from megatron_edit.method.detector import DetectorState
 
 
-def unit_steps_of(manifest: Manifest, engine: EditEngine, *, is_same: bool) -> Tensor:
-    """See `engine.rounds.Rounds`; columns as this run numbers its units."""
-    fresh = torch.zeros_like(engine.rounds.unit_steps)
+def unit_steps_of(
+    manifest: Manifest, units: tuple[str, ...], num_replicas: int, *, is_same: bool
+) -> Tensor:
+    """int64 [N, U], steps since a unit's own last sync; columns as this run numbers its units.
+
+    Args:
+        manifest: of the checkpoint.
+        units: of this run.
+        num_replicas: N.
+        is_same: whether the replicas that saved go on.
+    """
     if not is_same or not manifest.unit_steps:
-        return fresh
-    columns = [manifest.units.index(unit) for unit in engine.host.plan.names]
-    return torch.tensor(manifest.unit_steps, dtype=fresh.dtype)[:, columns]
+        return torch.zeros(num_replicas, len(units), dtype=torch.int64)
+    columns = [manifest.units.index(unit) for unit in units]
+    return torch.tensor(manifest.unit_steps, dtype=torch.int64)[:, columns]
 
 
-def saved_steps_of(manifest: Manifest, engine: EditEngine) -> Tensor:
+def saved_steps_of(manifest: Manifest, units: tuple[str, ...]) -> Tensor:
     """int64 [N, U], steps of the saved replicas since a unit's own last sync, up to the save."""
     inner = torch.tensor([[entry.inner_steps] for entry in manifest.replicas])
     if not manifest.unit_steps:
         return inner.expand(-1, len(manifest.units))
-    columns = [manifest.units.index(unit) for unit in engine.host.plan.names]
+    columns = [manifest.units.index(unit) for unit in units]
     return torch.tensor(manifest.unit_steps)[:, columns] + inner
 
 

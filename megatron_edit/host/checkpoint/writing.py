@@ -7,7 +7,7 @@ writes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import wraps
 from inspect import BoundArguments
 from pathlib import Path
@@ -22,25 +22,29 @@ from megatron_edit.checkpoint.folder import (
     own_folder,
     replica_folder,
 )
-from megatron_edit.checkpoint.manifest import ALL, Manifest, PendingSync
+from megatron_edit.checkpoint.manifest import ALL, Manifest, PendingSync, ReplicaEntry
+from megatron_edit.checkpoint.resume import ledger_of
 from megatron_edit.comm.worlds import ReplicaWorld
-from megatron_edit.config import EditConfig
-from megatron_edit.engine.engine import EditEngine
-from megatron_edit.engine.standing import detectors_to_lists, entry_of, ledger_of
-from megatron_edit.host.checkpoint.committing import LAST_WAIT, Committer, Part
+from megatron_edit.config import LEAST_TIMEOUT_SECONDS, EditConfig
+from megatron_edit.engine import EditEngine, EngineState
+from megatron_edit.host.checkpoint.committing import Committer, Part
 from megatron_edit.host.checkpoint.fingerprint import layout_of, model_of
 from megatron_edit.host.checkpoint.outer import (
     Kinds,
     Piece,
-    kinds_of,
     sharded_outer_state,
+    shared_kinds,
 )
 from megatron_edit.host.checkpoint.paths import Redirection
 from megatron_edit.host.checkpoint.random import save_streams
-from megatron_edit.host.checkpoint.replica_local import OwnState, has_own
-from megatron_edit.host.describe import versions
-from megatron_edit.host.model import MegatronHost
-from megatron_edit.host.patching import Patcher
+from megatron_edit.host.checkpoint.replica_local import (
+    Place,
+    is_replica_local,
+    replica_local_kinds,
+)
+from megatron_edit.host.model.megatron_host import MegatronHost
+from megatron_edit.host.seams.describe import versions
+from megatron_edit.host.seams.patching import Patcher
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,9 @@ class CheckpointWriter:
         self._config = config
         self._world = world
         self._redirection = redirection
-        self._committer = Committer(world, max(LAST_WAIT, config.timeout_seconds or 0.0))
+        self._committer = Committer(
+            world, max(LEAST_TIMEOUT_SECONDS, config.timeout_seconds or 0.0)
+        )
         self._is_first_save = True
         # Of the outer state: they are handed over together with that of Megatron's own save.
         self._outer: list[Any] = []
@@ -129,10 +135,11 @@ class CheckpointWriter:
             folder.sweep_broken(job)
         self._is_first_save = False
         partial = folder.partial(plan.iteration, job)
-        entry = entry_of(self._engine)
+        state = self._engine.state_dict()
+        entry = self._entry_of(state)
         self._requests = []
         has_outer = plan.has_outer and place.replica == place.num_replicas - 1
-        has_own = self._save_outer(partial, plan, entry.pending)
+        has_own = self._save_outer(partial, plan, state, entry.pending)
         streams = save_streams(partial / EDIT / RANDOM, place.replica)
         has_model = place.replica == 0 or plan.form == ALL
         if has_model:
@@ -148,7 +155,7 @@ class CheckpointWriter:
             name=plan.name,
             folder=folder,
             job=job,
-            manifest=self._manifest(plan),
+            manifest=self._manifest(plan, state),
             entry=entry,
             has_model=has_model,
             has_outer=has_outer,
@@ -162,33 +169,54 @@ class CheckpointWriter:
         else:
             self._committer.start(part)
 
-    def _save_outer(self, partial: Path, plan: SavePlan, pending: Sequence[PendingSync]) -> bool:
+    def _entry_of(self, state: EngineState) -> ReplicaEntry:
+        """Where this replica stands."""
+        progress = self._host.progress()
+        return ReplicaEntry(
+            step=state["step"],
+            inner_steps=state["inner_steps"],
+            samples=progress.samples,
+            schedule_position=progress.schedule_position,
+            losses=state["losses"],
+            last_loss_step=state["last_loss_step"],
+            phase_seconds=state["phase_seconds"],
+            last_step_seconds=state["last_step_seconds"],
+            is_asking=state["is_asking"],
+            is_waiting=state["is_waiting"],
+            pending_schedule=progress.pending_schedule,
+            round_length=state["round_length"],
+            pending=tuple(
+                PendingSync(**{f.name: sync[f.name] for f in fields(PendingSync)})  # type: ignore[literal-required]
+                for sync in state["pending"]
+            ),
+        )
+
+    def _save_outer(
+        self, partial: Path, plan: SavePlan, state: EngineState, pending: Sequence[PendingSync]
+    ) -> bool:
         """Write this replica's part of the outer state.
 
         Args:
             partial: the checkpoint.
             plan: of the save.
+            state: of this rank.
             pending: syncs of this replica that have not landed.
 
         Returns:
             Whether there is outer state of this replica alone.
         """
-        engine, place = self._engine, self._world.placement
+        place, wire = self._world.placement, self._engine.settings.wire
         if not plan.has_outer:
             return False
-        state, runs = engine.rounds.state, engine.traffic.flying
-        assert state is not None
-        state.wait()
+        outer, syncs = state["outer"], state["pending"]
         if place.replica == place.num_replicas - 1:
-            kinds = kinds_of(state, runs, has_anchor=plan.has_anchor)
+            kinds = shared_kinds(outer, syncs, has_anchor=plan.has_anchor)
             self._save_kinds(partial / EDIT / OUTER, kinds)
-        if plan.form != ALL:
+        if plan.form != ALL or not is_replica_local(pending, wire):
             return False
-        wire = engine.settings.wire
-        if not has_own(pending, wire):
-            return False
-        own = OwnState.of(state, runs, wire, engine.groups.sync)
-        self._save_kinds(own_folder(partial, place.replica), own.kinds)
+        mine = Place(place.replica, place.num_replicas, wire, self._host.plan, self._pieces())
+        own = replica_local_kinds(outer, syncs, mine)
+        self._save_kinds(own_folder(partial, place.replica), own)
         return True
 
     def _save_kinds(self, folder: Path, kinds: Kinds) -> None:
@@ -217,10 +245,9 @@ class CheckpointWriter:
             request = self._outer.pop()
             checkpointing.schedule_async_save(request)
 
-    def _manifest(self, plan: SavePlan) -> Manifest:
-        engine, place, args = self._engine, self._world.placement, self._host.arguments
-        order = self._host.order
-        dealing = engine.trigger.dealing if not engine.is_warmup else None
+    def _manifest(self, plan: SavePlan, state: EngineState) -> Manifest:
+        place, args = self._world.placement, self._host.arguments
+        order, dealing = self._host.order, state["dealing"]
         return Manifest(
             iteration=plan.iteration,
             form=plan.form,
@@ -230,20 +257,20 @@ class CheckpointWriter:
             parallel=layout_of(args),
             model=model_of(args),
             units=self._host.plan.names,
-            is_warmup=engine.is_warmup,
-            round=engine.rounds.count,
+            is_warmup=state["is_warmup"],
+            round=state["round"],
             replicas=(),
-            detectors=detectors_to_lists(engine.rounds.detectors),
+            detectors=state["detectors"].to_lists(),
             batch=args.global_batch_size,
             chunk=self._host.chunk,
-            round_seconds=engine.adaptive_timeout.length,
+            round_seconds=state["round_seconds"],
             ledger=None if dealing is None else ledger_of(dealing),
             order_start=order.start,
             displaced=order.displaced,
             has_anchor=plan.has_anchor and plan.has_outer,
-            is_level=engine.rounds.replicas_identical,
-            unit_steps=tuple(map(tuple, engine.rounds.unit_steps.tolist())),
-            wire=engine.settings.wire.name,
+            is_level=state["replicas_identical"],
+            unit_steps=tuple(map(tuple, state["unit_steps"].tolist())),
+            wire=self._engine.settings.wire.name,
             written_by=versions(),
         )
 

@@ -28,7 +28,7 @@ from megatron_edit.host.cpu.placement import (
     replace_distributed,
     replace_placement,
 )
-from megatron_edit.host.patching import Patcher
+from megatron_edit.host.seams.patching import Patcher
 
 __all__ = ["cpu_argument_defaults", "cuda_available", "enable_cpu_backend"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from megatron_edit.host.patching import Patcher
+from megatron_edit.host.seams.patching import Patcher
 
 _MARK = "_megatron_edit_cpu_backend"
 # Megatron's tracker warns whenever the CPU generator moves while the device's is in use, and

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_edit.host.cpu.device import asked_by_megatron, no_op
-from megatron_edit.host.patching import Patcher
+from megatron_edit.host.seams.patching import Patcher
 
 _CPU = torch.device("cpu")
 _FACTORIES = (

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from megatron_edit.comm.placement import Placement, place
 from megatron_edit.command_line import config_from_argv, training_script
-from megatron_edit.config import EditConfig
-from megatron_edit.config_checks import warning_of_endless_warmup
+from megatron_edit.config import EditConfig, warning_of_endless_warmup
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import flag
 from megatron_edit.tools.compare.entries import num_iterations

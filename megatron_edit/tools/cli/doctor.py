@@ -122,8 +122,8 @@ def _interfaces(*, is_alone: bool) -> Iterator[Finding]:
 def _host(folder: str | None) -> Iterator[Finding]:
     """Megatron's version and symbols. Imports it, with the CPU backend where it needs that."""
     from megatron_edit.host.cpu import enable_cpu_backend
-    from megatron_edit.host.patching import Patcher
-    from megatron_edit.host.probes import PROBES, failed_probes, megatron_version
+    from megatron_edit.host.seams.patching import Patcher
+    from megatron_edit.host.seams.probes import PROBES, failed_probes, megatron_version
     from megatron_edit.versions import release_of
 
     if folder is not None:

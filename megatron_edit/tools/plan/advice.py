@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron_edit.comm.timeouts import MIN_SECONDS, ROUNDS
-from megatron_edit.comm.wire import WIRE_NAMES
-from megatron_edit.config import GOAL_SHARE, EditConfig
+from megatron_edit.comm.timeouts import ROUNDS
+from megatron_edit.config import GOAL_SHARE, LEAST_TIMEOUT_SECONDS, SYNC_DTYPES, EditConfig
 from megatron_edit.flags import flag
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.plan.job import Job
@@ -105,7 +104,7 @@ def _hiding(job: Job, config: EditConfig, setting: Setting) -> Advice:
         return Advice("hiding", "", "no delay and no coarser wire type is needed")
     if STRATEGIES[config.strategy].lands_at_next_meeting:
         return Advice("hiding", None, "a round is too short for its exchange: take a longer one")
-    wires = WIRE_NAMES[WIRE_NAMES.index(config.sync_dtype) :]
+    wires = SYNC_DTYPES[SYNC_DTYPES.index(config.sync_dtype) :]
     found = [c for wire in wires if (c := _hidden(job, config, setting, wire)) is not None]
     if not found:
         text = "no delay within a round hides the exchange, of any wire type: take a longer round"
@@ -173,7 +172,7 @@ def _ladder(job: Job, config: EditConfig, setting: Setting) -> Iterator[Advice]:
     """Who gives up when: each must be longer than the one before."""
     cost = sync_cost(job, config, setting)
     length = cost.round + cost.exposed
-    wait = config.timeout_seconds or max(MIN_SECONDS, ROUNDS * length)
+    wait = config.timeout_seconds or max(LEAST_TIMEOUT_SECONDS, ROUNDS * length)
     # To be copied: in the flag's own unit, and no less than what it stands for.
     value = f"{config.timeout_seconds:g}" if config.timeout_seconds else str(math.ceil(wait))
     how = "given" if config.timeout_seconds else f"auto: max(600 s, {ROUNDS} rounds)"

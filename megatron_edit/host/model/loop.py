@@ -27,7 +27,7 @@ class LoopControl:
 
     args: Namespace
     scheduler: Any
-    _unreaped: dict[str, Any] = field(default_factory=dict)
+    _given: dict[str, Any] = field(default_factory=dict)
     _samples: int = 0
     _has_begun: bool = False  # the loop, with its first step
 
@@ -38,7 +38,7 @@ class LoopControl:
             samples: consumed by all replicas so far.
             is_over: whether these are all.
         """
-        self._unreaped = {name: getattr(self.args, name, None) for name in _TAKEN}
+        self._given = {name: getattr(self.args, name, None) for name in _TAKEN}
         self._samples = samples
         if is_over:
             self._end()
@@ -46,9 +46,9 @@ class LoopControl:
     def begin_step(self) -> None:
         """An optimizer step begins: what the last sync asked for is done, and it is not the end."""
         self._has_begun = True
-        if self._unreaped:
+        if self._given:
             self._hide_intervals()
-            self.args.train_iters = max(self._unreaped["train_iters"], self._iteration + 1)
+            self.args.train_iters = max(self._given["train_iters"], self._iteration + 1)
 
     def end_round(self, samples: int, pending: int, *, is_over: bool, is_followed: bool) -> None:
         """All replicas have met, inside an optimizer step.
@@ -72,9 +72,9 @@ class LoopControl:
 
     def release(self) -> None:
         """Give Megatron back what the user gave. Idempotent."""
-        for name, value in self._unreaped.items():
+        for name, value in self._given.items():
             setattr(self.args, name, value)
-        self._unreaped = {}
+        self._given = {}
 
     @property
     def _iteration(self) -> int:
@@ -85,10 +85,10 @@ class LoopControl:
         """Let Megatron find this iteration a multiple of the intervals that the samples crossed."""
         before, self._samples = self._samples, samples
         for name in _INTERVALS:
-            interval = self._unreaped[name]
+            interval = self._given[name]
             if interval and before // (interval * batch) < samples // (interval * batch):
                 setattr(self.args, name, self._iteration)
-        first = self._unreaped[_FIRST_EVALUATION]
+        first = self._given[_FIRST_EVALUATION]
         if first is not None and samples < first * batch:
             self.args.eval_interval = None
 

@@ -17,9 +17,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from torch import Tensor
 
-from megatron_edit.engine.groups import TIED_EMBEDDING
-from megatron_edit.engine.sync.outer_state import OuterState
-from megatron_edit.engine.sync.units import ParamShard, UnitPlan
+from megatron_edit.engine import TIED_EMBEDDING, ParamShard, UnitPlan
 
 TIED_TP, TIED_EXPERT_TP = "tied-tp", "tied-expert-tp"
 
@@ -115,14 +113,16 @@ class EditDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
         """See `ShardedOptimizer`: copies are held by several optimizer instances."""
         return int(self.distributed_optimizer_instance_id)
 
-    def attach_outer_state(self, plan: UnitPlan, state: OuterState) -> None:
+    def attach_outer_state(
+        self, plan: UnitPlan, anchors: Mapping[str, Tensor], momenta: Mapping[str, Tensor]
+    ) -> None:
         """Give each of this optimizer's main shards its views of anchor and momentum."""
         mine = {id(main) for _, main in self.main_shards()}
         self.edit_outer = {
             id(param.source): OuterShard(
                 param.main,
-                state.units[shard.name].anchor[where],
-                state.units[shard.name].momentum[where],
+                anchors[shard.name][where],
+                momenta[shard.name][where],
             )
             for shard in plan.shards
             for param, where in zip(shard.params, shard.slices, strict=True)

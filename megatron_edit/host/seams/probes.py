@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_edit.errors import HostVersionError
-from megatron_edit.host.patching import missing_symbol
+from megatron_edit.host.seams.patching import missing_symbol
 from megatron_edit.versions import release_of
 
 _TRAINING = "megatron.training.training"

@@ -10,10 +10,10 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_edit.comm.collectives import Group
-from megatron_edit.engine.sync.units import EMBEDDING, UnitPlan, forward_order, plan_units
+from megatron_edit.engine import EMBEDDING, UnitPlan, forward_order, plan_units
 from megatron_edit.errors import UsageError
-from megatron_edit.host.naming import named_units
-from megatron_edit.host.optimizer import ShardedOptimizer, param_shards_of
+from megatron_edit.host.model.naming import named_units
+from megatron_edit.host.model.optimizer import ShardedOptimizer, param_shards_of
 
 
 @dataclass(frozen=True)

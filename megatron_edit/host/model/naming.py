@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_edit.engine.sync.units import EMBEDDING, FINAL, LAYER, MTP
+from megatron_edit.engine import EMBEDDING, FINAL, LAYER, MTP
 from megatron_edit.errors import UsageError
 
 _LAYER = re.compile(r"^(?:decoder|encoder)\.layers\.(\d+)\.")

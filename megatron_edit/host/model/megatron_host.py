@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,21 +15,19 @@ from torch import Tensor
 
 from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.placement import Placement
-from megatron_edit.engine.host import Progress
-from megatron_edit.engine.sync.outer_state import OuterState
-from megatron_edit.engine.sync.units import ParamShard, UnitShard
-from megatron_edit.host.ends import is_end_asked
-from megatron_edit.host.loop import LoopControl
-from megatron_edit.host.moments import reset, zero_nonfinite
-from megatron_edit.host.optimizer import (
+from megatron_edit.engine import ParamShard, Progress, UnitShard
+from megatron_edit.host.model.ends import is_end_asked
+from megatron_edit.host.model.loop import LoopControl
+from megatron_edit.host.model.moments import reset, zero_nonfinite
+from megatron_edit.host.model.optimizer import (
     EditDistributedOptimizer,
     PlainOptimizer,
     ShardedOptimizer,
     tie_of,
 )
-from megatron_edit.host.planning import plan_model
-from megatron_edit.host.rates import rate_at
-from megatron_edit.host.routers import Routers
+from megatron_edit.host.model.planning import plan_model
+from megatron_edit.host.model.rates import rate_at
+from megatron_edit.host.model.routers import Routers
 from megatron_edit.method.order import IN_ORDER, SampleOrder
 
 
@@ -84,10 +82,12 @@ class MegatronHost:
         """The parameter of a param, the first element of it, and which copy this is."""
         return self._origins[id(param.source)]
 
-    def attach_outer_state(self, state: OuterState) -> None:
+    def attach_outer_state(
+        self, anchors: Mapping[str, Tensor], momenta: Mapping[str, Tensor]
+    ) -> None:
         """Show the distributed optimizers their part of the outer state."""
         for optimizer in self._edit_optimizers():
-            optimizer.attach_outer_state(self.plan, state)
+            optimizer.attach_outer_state(self.plan, anchors, momenta)
 
     def release(self) -> None:
         """Hand the optimizers back to Megatron as they were."""

@@ -13,7 +13,7 @@ import torch
 from megatron_edit import __version__
 from megatron_edit.comm.placement import Placement
 from megatron_edit.config import EditConfig
-from megatron_edit.host.probes import megatron_version
+from megatron_edit.host.seams.probes import megatron_version
 
 
 def describe(

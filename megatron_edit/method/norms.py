@@ -17,3 +17,11 @@ def sum_of_squares(values: Tensor) -> Tensor:
     for chunk in values.split(_CHUNK):
         total += torch.linalg.vector_norm(chunk, dtype=torch.float64).square()
     return total
+
+
+def sum_in_rank_order(rows: Tensor) -> Tensor:
+    """Add [ranks, ...] over the ranks, first to last: the same bits on every rank."""
+    total = torch.zeros_like(rows[0])
+    for row in rows:
+        total = total + row
+    return total

@@ -1,0 +1,122 @@
+"""The launcher: ``torchrun ... -m megatron_edit SCRIPT [Megatron's arguments] --use-edit``.
+
+It attaches the plugin and runs SCRIPT as `python SCRIPT` would. Without `--use-edit` the script
+runs as stock Megatron. Where SCRIPT is the name of a subcommand of `megatron-edit`, and no file, it
+is that command.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+
+from megatron_edit.command_line import asks_for_help, config_from_argv, help_text, training_script
+from megatron_edit.config import EditConfig
+from megatron_edit.errors import EditError, UsageError
+
+USAGE = "torchrun [...] -m megatron_edit SCRIPT [Megatron's arguments] --use-edit [--edit-...]"
+GRACE_SECONDS = 5.0
+_IS_LAUNCHED: ContextVar[bool] = ContextVar("is_launched", default=False)
+DOCTOR = "doctor"  # the one command that looks at all ranks of a launch
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a training script under the plugin.
+
+    Args:
+        argv: SCRIPT and its arguments.
+
+    Returns:
+        The exit code, where the script itself does not exit.
+    """
+    is_first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+    if argv and not argv[0].startswith("-") and not os.path.isfile(argv[0]):
+        from megatron_edit.tools.cli import SUBCOMMANDS
+        from megatron_edit.tools.cli import main as command
+
+        if argv[0] in SUBCOMMANDS:  # all but one are for a single process
+            return command(argv) if is_first or argv[0] == DOCTOR else 0
+    if asks_for_help(argv):
+        if is_first:
+            sys.stdout.write(help_text(USAGE))
+        return 0
+    try:
+        script, config = _read(argv)
+        _run(script, list(argv[1:]), config)
+    except EditError as error:
+        return _refuse(error, is_first=is_first)
+    return 0
+
+
+def is_launched() -> bool:
+    """Whether a script runs under the launcher, in this context."""
+    return _IS_LAUNCHED.get()
+
+
+@contextmanager
+def launched() -> Iterator[None]:
+    """Inside, the script runs under the launcher, and activates nothing once more."""
+    token = _IS_LAUNCHED.set(True)
+    try:
+        yield
+    finally:
+        _IS_LAUNCHED.reset(token)
+
+
+def _read(argv: Sequence[str]) -> tuple[Path, EditConfig]:
+    if not argv or argv[0].startswith("-"):
+        raise UsageError("SCRIPT (not given)", "a training script must come first", USAGE)
+    return training_script(argv[0]), config_from_argv(argv[1:])
+
+
+def _run(script: Path, arguments: list[str], config: EditConfig) -> None:
+    # The script's folder comes first, before Megatron is imported: a clone must win over a wheel.
+    sys.path.insert(0, str(script.resolve().parent))
+    sys.argv = [str(script), *arguments]
+    from megatron_edit.host.attach import Attachment, choose_device
+    from megatron_edit.observe.console import say
+
+    device = choose_device(config)
+    if os.environ.get("RANK", "0") == "0" and config.device == "auto":
+        say(f"device {device.type} (auto)")
+    with Attachment(config, device) as attachment:
+        try:
+            with launched():
+                runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as stop:  # also how Megatron's loop ends early, with 0
+            if stop.code:
+                raise
+        else:
+            attachment.check_used()
+    if device.type == "cpu":
+        _leave_process_groups()
+
+
+def _leave_process_groups() -> None:
+    """Join gloo's threads, which a process that just ends may abort in (exit code -6)."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _refuse(error: EditError, *, is_first: bool) -> int:
+    """Say what is wrong; the exit code. Of bad input only the first rank speaks.
+
+    The others wait a little: a launcher that sees any rank exit ends them all, and the line must
+    be out by then.
+    """
+    sys.stdout.flush()
+    if isinstance(error, UsageError) and not is_first:
+        time.sleep(GRACE_SECONDS)
+        if not error.is_local:
+            return error.exit_code
+    sys.stderr.write(f"megatron_edit: {error}\n")
+    sys.stderr.flush()
+    return error.exit_code

@@ -1,0 +1,1 @@
+"""Around training: the command line, comparison, planning, diagnosis, watching, patching."""
