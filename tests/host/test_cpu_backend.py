@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import re
@@ -18,6 +19,7 @@ from megatron_edit.host.cpu import cpu_argument_defaults, cuda_available, enable
 from megatron_edit.host.seams.patching import Patcher
 from tests.harness import TrainResult, run_ranks, tiny_gpt, train
 from tests.host.layouts import LAYOUTS
+from tests.host.spy import read_records, record
 
 OWNERS = (
     torch,
@@ -26,6 +28,7 @@ OWNERS = (
     torch.Tensor,
     torch.nn.Module,
     dist,
+    dist.ProcessGroup,
     DataLoader,
     logging.getLogger("megatron.core.tensor_parallel.random"),
 )
@@ -153,6 +156,56 @@ def test_overlap_changes_no_loss() -> None:
     assert plain.losses[10] < plain.losses[1] - 0.5
     overlapped = train(tiny_gpt(**OVERLAP), 2)
     assert_close(overlapped, plain, 2e-6)  # buckets sum in another order
+
+
+def note_gathers() -> None:
+    """A `before` hook: record the run, and print which gathers it dispatched."""
+    from megatron.training import training
+
+    record()
+    train = training.train
+
+    def profiled(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.profiler.profile() as profile:
+            result = train(*args, **kwargs)
+        names = {event.name for event in profile.function_events if "gather" in event.name}
+        print("dispatched:", *sorted(name for name in names if name.startswith("c10d::")))
+        return result
+
+    training.train = profiled
+
+
+def note_gathers_of_torch() -> None:
+    """The same, with torch's own coalesced gather."""
+    name = "all_gather_single_coalesced"
+    if not hasattr(dist.ProcessGroup, name):
+        name = "allgather_into_tensor_coalesced"
+    own = inspect.unwrap(getattr(dist.ProcessGroup, name))
+    setattr(dist.ProcessGroup, name, lambda *args: own(*args))  # a builtin would not bind
+    note_gathers()
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [pytest.param({}, id="fp32"), pytest.param({"bf16": True}, id="bf16", marks=pytest.mark.full)],
+)
+def test_gathers_one_by_one(tmp_path: Path, precision: dict[str, object]) -> None:
+    """No coalesced gather, which corrupts the heap, and not another bit than with it."""
+    records, dispatched = [], []
+    for hook in (note_gathers, note_gathers_of_torch):
+        folder = tmp_path / hook.__name__
+        folder.mkdir()
+        result = train(
+            tiny_gpt(**OVERLAP, **precision), 2,
+            before=f"tests.host.test_cpu_backend:{hook.__name__}", env={"SPY_DIR": str(folder)},
+        )  # fmt: skip
+        records.append(read_records(folder, 2))
+        lines = re.findall(r"^dispatched: (.*)", result.ranks[0].stdout, re.MULTILINE)
+        dispatched.append({name for line in lines for name in line.split()})
+    assert "c10d::_allgather_base_" in dispatched[0]
+    assert not [name for name in dispatched[0] if "coalesced" in name]
+    assert "c10d::allgather_into_tensor_coalesced_" in dispatched[1], "it compares nothing"
+    assert records[0] == records[1]
 
 
 @pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])

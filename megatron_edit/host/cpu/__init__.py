@@ -23,6 +23,7 @@ from megatron_edit.host.cpu.device import (
     replace_random,
     replace_streams,
 )
+from megatron_edit.host.cpu.gathers import separate_gathers
 from megatron_edit.host.cpu.placement import (
     replace_compiler,
     replace_distributed,
@@ -65,4 +66,5 @@ def enable_cpu_backend(patcher: Patcher) -> None:
     replace_random(patcher)
     replace_placement(patcher)
     replace_distributed(patcher)
+    separate_gathers(patcher)
     replace_compiler(patcher)
