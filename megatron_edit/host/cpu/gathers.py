@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_edit.host.patching import Patcher
+from megatron_edit.host.seams.patching import Patcher
 
 # Coalesced -> single: the names of newer torch (2.13 has both pairs), then of older.
 _SINGLE = {
