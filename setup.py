@@ -28,6 +28,7 @@ setup(
             "build>=1.2",
             "pytest>=8.3,<10",
             "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",  # scripts/test.sh runs files side by side
             "hypothesis>=6.100",
             "ruff>=0.9",
             "mypy>=1.14",

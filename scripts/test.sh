@@ -1,14 +1,18 @@
 #!/usr/bin/env bash
 # Checks and tests this repository: ruff, mypy, then pytest.
 #
-#   scripts/test.sh [--full] [pytest arguments]
+#   scripts/test.sh [--system | --full] [pytest arguments]
 #
-# Without --full the core tier: what runs on a laptop in minutes. Makes the environment first.
+# Without an option the core tier, which runs on a laptop in ten minutes, two files side by side.
+# --system: SLURM, a browser, a network lab, launches, documents, benchmarks' smoke tests, where the
+# machine has what they need. --full: everything. Makes the environment first.
+#
+# Environment: MEGATRON_EDIT_TEST_JOBS  files of the core tier that run side by side (default: 2)
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 case "${1:-}" in
-    -h | --help) sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;;
+    -h | --help) sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;;
 esac
 cd "$root"
 python=$(bash scripts/setup.sh --print-python)
@@ -19,11 +23,21 @@ check() {
     echo "== $*" >&2
     "$python" -m "$@" || failed+=("$1")
 }
-check ruff check .
-check ruff format --check .
-check mypy
+case " $* " in
+    *" --system "*) ;; # the core tier has looked
+    *)
+        check ruff check .
+        check ruff format --check .
+        check mypy
+        ;;
+esac
+jobs=()
+case " $* " in
+    *" --system "* | *" --full "* | *" -n "* | *" -x "* | *.py*) ;;
+    *) jobs=(-n "${MEGATRON_EDIT_TEST_JOBS:-2}" --dist loadfile) ;;
+esac
 status=0
-"$python" -m pytest "$@" || status=$?
+"$python" -m pytest "${jobs[@]}" "$@" || status=$?
 if [ ${#failed[@]} -gt 0 ]; then
     echo "test: these complained before pytest: ${failed[*]}" >&2
     [ "$status" -ne 0 ] || status=1

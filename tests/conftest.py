@@ -17,15 +17,57 @@ from tests.harness import shut_down  # needs the path
 CLONE = "MEGATRON_LM_DIR"
 SECONDS = 120
 FULL_SECONDS = 600
+SYSTEM = Path(__file__).parent / "system"
+# Of tests/system, what needs neither a cluster, a browser, a network lab nor minutes.
+QUICK = {
+    "test_plan_check.py",
+    "test_quickstart_parts.py",
+    "test_slurm_docs.py",
+    "test_slurm_parts.py",
+    "test_support.py",
+    "test_unreadable_paths.py",
+    "test_wrong_inputs.py",
+}
+# Files that take longest, first: where files run side by side, none should begin last.
+LONGEST = (
+    "test_resume.py",
+    "test_stops_saved.py",
+    "test_checkpoints.py",
+    "test_lost.py",
+    "test_overlap.py",
+    "test_sync.py",
+    "test_wrong_inputs.py",
+    "test_stops.py",
+    "test_elastic.py",
+    "test_aedit.py",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="also run the tests marked `full`")
+    parser.addoption("--full", action="store_true", help="run all tests, also those marked `full`")
+    parser.addoption("--system", action="store_true", help="run the system tier alone")
+
+
+def is_system(path: Path) -> bool:
+    """Whether a file belongs to the system tier."""
+    return path.parent == SYSTEM and path.name not in QUICK
+
+
+def _rank(item: pytest.Item) -> int:
+    name = item.path.name
+    return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     no_full = pytest.mark.skip(reason="full tier: needs --full")
     no_clone = pytest.mark.skip(reason=f"needs a clone of Megatron-LM in {CLONE}")
+    is_named = any(".py" in argument for argument in config.invocation_params.args)
+    if not (is_named or config.getoption("--full")):
+        wanted = config.getoption("--system")
+        other = [item for item in items if is_system(item.path) != wanted]
+        config.hook.pytest_deselected(items=other)
+        items[:] = [item for item in items if is_system(item.path) == wanted]
+    items.sort(key=_rank)
     for item in items:
         is_full = item.get_closest_marker("full") is not None
         if item.get_closest_marker("timeout") is None:

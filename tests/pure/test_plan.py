@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_edit.comm.control import record_bytes
-from megatron_edit.comm.wire import WIRE_NAMES, Wire
-from megatron_edit.config import GOAL_SHARE
+from megatron_edit.comm.wire import Wire
+from megatron_edit.config import GOAL_SHARE, SYNC_DTYPES
 from megatron_edit.tools.compare.flags import read_flags
 from megatron_edit.tools.compare.traffic import Layout, baseline_bytes, warmup_bytes
 from megatron_edit.tools.plan.advice import advise, least_interval
@@ -90,7 +90,7 @@ def test_without_the_distributed_optimizer_every_rank_holds_all() -> None:
 # ---- bytes and memory
 
 
-@pytest.mark.parametrize("wire", WIRE_NAMES)
+@pytest.mark.parametrize("wire", SYNC_DTYPES)
 @pytest.mark.parametrize("replicas", [2, 3, 8])
 def test_bytes_are_what_the_engine_counts(wire: str, replicas: int) -> None:
     """Payload of every shard of every unit, and a record for each other replica."""
@@ -204,7 +204,7 @@ def test_longer_rounds_never_hurt(rate: float, tau: int, more: int) -> None:
 
 
 @settings(max_examples=20, deadline=None)
-@given(rates, st.sampled_from([2, 4, 8, 16, 32]), st.sampled_from(WIRE_NAMES))
+@given(rates, st.sampled_from([2, 4, 8, 16, 32]), st.sampled_from(SYNC_DTYPES))
 def test_more_replicas_send_more_and_take_longer(rate: float, replicas: int, wire: str) -> None:
     """2 (N - 1) / N grows."""
     costs = []
