@@ -1,0 +1,81 @@
+"""A checkpoint that commit 00d2a33 wrote still loads, and trains on as that commit did.
+
+How the fixture was made stands in its README. The processor that made it gives the same event lines
+digit by digit, digests of the parameters too; others round differently, so there the numbers agree
+to `CLOSE` and digests are not compared.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.behaviour.event_runs import entries, first_difference
+from tests.harness import train
+
+FIXTURE = Path(__file__).resolve().parents[1] / "fixtures/checkpoint_00d2a33"
+EVENTS = ("sync.jsonl", "replica-0.jsonl", "replica-1.jsonl", "loss.jsonl")
+CLOSE = 1e-5  # relative; other instruction sets: 2e-7; a lost momentum or residual: 4e-3 and more
+
+
+def machine() -> dict[str, str]:
+    """What decides how torch rounds."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": models[0] if models else platform.processor(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+    }
+
+
+def leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Everything in a line but digests, each with its place."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from leaves(inner, f"{place}.{name}")
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from leaves(inner, f"{place}[{index}]")
+    elif not place.endswith(".digest"):
+        yield place, value
+
+
+def assert_close(got: list[Any], want: list[Any]) -> None:
+    """The same fields everywhere; floats to `CLOSE`, all else exactly."""
+    mine, others = list(leaves(got)), list(leaves(want))
+    assert [place for place, _ in mine] == [place for place, _ in others]
+    for (place, value), (_, wanted) in zip(mine, others, strict=True):
+        if isinstance(wanted, float) and isinstance(value, float):
+            assert math.isclose(value, wanted, rel_tol=CLOSE), (place, value, wanted)
+        else:
+            assert value == wanted, place
+
+
+def test_a_checkpoint_of_00d2a33_trains_on(tmp_path: Path) -> None:
+    """In mid-round, with an exchange on its way in int8, residuals, momentum, armed detectors."""
+    with tarfile.open(FIXTURE / "checkpoint.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    flags = json.loads((FIXTURE / "flags.json").read_text())
+    folders = ["--load", str(tmp_path / "checkpoint"), "--edit-log-dir", str(tmp_path / "events")]
+    train([*flags, *folders], 2, env={"OMP_NUM_THREADS": "1"})
+    is_same_machine = machine() == json.loads((FIXTURE / "machine.json").read_text())
+    found = {name: entries(tmp_path / "events" / name) for name in EVENTS}
+    for name, got in found.items():
+        want = entries(FIXTURE / "events" / name)
+        assert_close(got, want)
+        if is_same_machine:
+            assert first_difference(got, want) is None, name
+    digests = [
+        [line["digest"] for line in found[f"replica-{replica}.jsonl"] if "digest" in line]
+        for replica in (0, 1)
+    ]
+    assert digests[0] == digests[1] and None not in digests[0]
