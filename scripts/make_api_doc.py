@@ -110,11 +110,10 @@ def _module(module: Module) -> Iterator[str]:
 
 def _definition(node: Definition, source: str, owner: str = "") -> Iterator[str]:
     """Signature and docstring of a function or class, then a class's public methods."""
-    is_class = isinstance(node, ast.ClassDef)
-    code = _class(node, source) if is_class else _function(node, source)
+    code = _class(node, source) if isinstance(node, ast.ClassDef) else _function(node, source)
     yield f"```python\n{code}\n```"
     yield from _prose(ast.get_docstring(node) or "")
-    if is_class:
+    if isinstance(node, ast.ClassDef):
         for method in _public(node.body):
             if ELSEWHERE.fullmatch(ast.get_docstring(method) or ""):
                 continue
