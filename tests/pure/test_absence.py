@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_edit.comm import world as module
+from megatron_edit.comm import worlds as module
 from megatron_edit.comm.placement import Placement
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.errors import ReplicaLostError

@@ -117,7 +117,7 @@ def _assert_works(python: Path, folder: Path) -> None:
     assert where.stdout.startswith(str(python.parent.parent)), where
     version = run([command, "--version"], folder)
     assert version.stdout == f"megatron_edit {_version()}\n", version
-    script = shutil.copy(REPOSITORY / "scripts" / "pretrain_gpt.py", folder)
+    script = str(shutil.copy(REPOSITORY / "scripts" / "pretrain_gpt.py", folder))
     tiny = tiny_gpt(global_batch_size=4)
     edit = ["--use-edit", "--edit-num-replicas", "2", "--world-size", "2"]
     checked = run([command, "check", script, *tiny, *edit], folder)
@@ -130,7 +130,7 @@ def _assert_works(python: Path, folder: Path) -> None:
 def _version() -> str:
     tree = ast.parse((REPOSITORY / "setup.py").read_text(encoding="utf-8"))
     call = next(n for n in ast.walk(tree) if isinstance(n, ast.Call) and _is_setup(n))
-    return next(ast.literal_eval(k.value) for k in call.keywords if k.arg == "version")
+    return str(next(ast.literal_eval(k.value) for k in call.keywords if k.arg == "version"))
 
 
 def _is_setup(call: ast.Call) -> bool:
