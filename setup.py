@@ -13,6 +13,7 @@ setup(
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    license_files=["LICENSE"],
     python_requires=">=3.12",
     packages=find_packages(include=["megatron_edit", "megatron_edit.*"]),
     package_data={"megatron_edit": ["py.typed", "tools/*/*.html"]},
@@ -43,6 +44,7 @@ setup(
             "tokenizers>=0.20",
             "tqdm>=4.66",
         ],
+        "dev": ["pre-commit>=4"],
         # What benchmarks/overlap.py measures beside EDiT; nothing of ours uses it.
         "rival": ["torchft-nightly==2026.10.26"],
         # NVIDIA Apex is not on the package index (the `apex` there is another project): README.

@@ -38,9 +38,10 @@ from checkpoint_parts.analysis import Analysis
 from checkpoint_parts.kinds import BF16, FP32, KINDS, MODES, Case, timed_cases, weighed_cases
 from checkpoint_parts.readings import Measurement
 from checkpoint_parts.report import draw, markdown
-from checkpoint_parts.runs import Bench, RunFailedError
+from checkpoint_parts.runs import Bench
 from overlap_parts.kinds import Model
 from overlap_parts.report import environment
+from straggler_parts.runs import RunFailedError
 
 DISTURBED_SHARE = 0.5  # of the cores in use by others, right after a run
 QUICK: dict[str, Any] = {

@@ -109,7 +109,7 @@ def listing(backlog: Sequence[Backlog], records: Records) -> str:
         (each.planned, each.finished, each.refused, each.cost, each.refused_cost)
         for each in backlog
     ]
-    rows.append(tuple(map(sum, zip(*rows, strict=True))))
+    rows.append(tuple(map(sum, zip(*rows, strict=True))))  # type: ignore[arg-type]
     names = [*(each.question.name for each in backlog), "in all"]
     lines = [f"{'question':14} {'runs':>5} {'finished':>9} {'refused':>8} {'hours left':>11} "
              f"{'and refused':>12}"]  # fmt: skip

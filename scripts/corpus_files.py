@@ -50,7 +50,7 @@ def train_tokenizer(documents: Sequence[str], vocab_size: int) -> Tokenizer:
 
 def encode(tokenizer: Tokenizer, documents: Sequence[str], label: str) -> Iterator[list[int]]:
     """Token ids of each document, with a progress bar."""
-    from tqdm import tqdm
+    from tqdm import tqdm  # type: ignore[import-untyped]
 
     with tqdm(total=len(documents), desc=f"encode {label}", unit="doc", leave=False) as bar:
         for start in range(0, len(documents), ENCODE_BATCH):

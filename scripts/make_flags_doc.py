@@ -11,15 +11,14 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from script_errors import OneLineParser, exit_code_of
+from generated_page import REPOSITORY, write_or_check
+from script_errors import exit_code_of
 
 from megatron_edit.config import EditConfig
 from megatron_edit.flags import AUTO, default_text, flag
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 TARGET = REPOSITORY / "docs" / "flags.md"
 HEAD = """\
 # Flags
@@ -71,18 +70,9 @@ def rows() -> Iterator[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the script."""
-    parser = OneLineParser(prog="make_flags_doc", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if stale")
-    args = parser.parse_args(argv)
-    text = HEAD + "".join(rows())
-    if not args.check:
-        TARGET.write_text(text, encoding="utf-8")
-        return 0
-    if TARGET.exists() and TARGET.read_text(encoding="utf-8") == text:
-        return 0
-    remedy = "run python scripts/make_flags_doc.py"
-    print(f"{TARGET.relative_to(REPOSITORY)} is stale: {remedy}", file=sys.stderr)
-    return 1
+    return write_or_check(
+        argv, "make_flags_doc", __doc__ or "", TARGET, lambda: HEAD + "".join(rows())
+    )
 
 
 if __name__ == "__main__":

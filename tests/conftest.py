@@ -1,18 +1,15 @@
-"""What all tests share: the repository on the path, tiers, time limits, the server of ranks."""
+"""What all tests share: tiers, time limits, the server of ranks. Paths are in pyproject.toml."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tests.harness import shut_down  # needs the path
+from tests.harness import shut_down
 
 CLONE = "MEGATRON_LM_DIR"
 SECONDS = 120

@@ -156,7 +156,7 @@ class Loop:
 
 def _finalized(notes: Iterable[dict[str, Any]], began: float, at: float) -> float:
     """Of the calls from a save until it is complete."""
-    return sum(n["finalize"] for n in notes if "finalize" in n and began <= n["began"] <= at)
+    return sum(float(n["finalize"]) for n in notes if "finalize" in n and began <= n["began"] <= at)
 
 
 def position_of(checkpoint: Path) -> str:

@@ -163,7 +163,8 @@ def train(env: Mapping[str, str], flags: Sequence[str], log: Path, limit_seconds
 
 def busy_share(seconds: float = 1.0) -> float:
     """The part of the machine's cores that is in use; between two runs, by others."""
-    (idle, total), _ = _ticks(), time.sleep(seconds)
+    idle, total = _ticks()
+    time.sleep(seconds)
     more_idle, more_total = _ticks()
     return 1.0 - (more_idle - idle) / max(1, more_total - total)
 

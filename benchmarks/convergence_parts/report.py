@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_edit.tools.compare.pictures import COLORS, MARKS
+from megatron_edit.tools.compare.pictures import MARKS
+from megatron_edit.tools.pages.drawing import COLORS
 
 from .analysis import Find, Line, make_lines
 from .study import Study

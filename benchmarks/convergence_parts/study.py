@@ -7,6 +7,7 @@ question are made with every seed; what is compared is compared seed by seed.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from .cases import Case, Size, Stage
 from .corruption import TEXT, Corruption
@@ -105,7 +106,7 @@ class Study:
         members = [self.member(edit, "edit"), *self._parts(edit)]
         return Question("ablation", "Parts of the penalty, clean data, tau 16", tuple(members))
 
-    def _parts(self, base: str, **changes: object) -> list[Member]:
+    def _parts(self, base: str, **changes: Any) -> list[Member]:
         """EDiT without single parts of the penalty, with single parts, and without all."""
         off = {"elimination": "--edit-no-anomaly", "weights": "--edit-no-weighting",
                "clip": "--edit-no-clip"}  # fmt: skip
@@ -139,7 +140,7 @@ class Study:
         members = [self.member("auto", "edit"), *self._temperatures("auto")]
         return Question("temperature", "Temperature of the weights, clean data", tuple(members))
 
-    def _temperatures(self, base: str, **changes: object) -> list[Member]:
+    def _temperatures(self, base: str, **changes: Any) -> list[Member]:
         found = []
         for label, value in (("T = 1", "1"), ("one-hot", ONE_HOT)):
             words = ("--edit-weight-temperature", value)

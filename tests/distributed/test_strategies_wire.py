@@ -30,7 +30,7 @@ SLACK = {"bf16": 0.01, "int8": 0.02, "int4": 0.3}
 def largest_error(results: list[RankResult], frames: list[Frame], ranks: int) -> float:
     """Of the parameters at the end, against the oracle's."""
     return max(
-        np.abs(r.value[-1]["theta"][n] - whole[r.value[-1]["slices"][n]]).max(initial=0.0)
+        float(np.abs(r.value[-1]["theta"][n] - whole[r.value[-1]["slices"][n]]).max(initial=0.0))
         for r in results
         for n, whole in frames[-1].theta[r.rank // ranks].items()
     )

@@ -57,7 +57,8 @@ def sum_rounds(names: list[str], sizes: list[int], num_rounds: int, has_rest: bo
         By (name, size): the sums of all rounds, the residuals at the end, and the bytes that one
         exchange has sent with those that were expected.
     """
-    group, records = join(), {}
+    group = join()
+    records: dict[Any, Any] = {}
     for name in names:
         wire = Wire.of(name)
         for numel in sizes:

@@ -6,6 +6,6 @@ pytest, too; a session of tests closes the server at its end (see ``conftest.py`
 """
 
 from tests.harness.launch import RankResult, run_ranks, shut_down
-from tests.harness.training import TrainResult, tiny_gpt, train
+from tests.harness.training import Flags, TrainResult, tiny_gpt, train
 
-__all__ = ["RankResult", "TrainResult", "run_ranks", "shut_down", "tiny_gpt", "train"]
+__all__ = ["Flags", "RankResult", "TrainResult", "run_ranks", "shut_down", "tiny_gpt", "train"]

@@ -75,10 +75,12 @@ class MadeUp:
 
     def run(self) -> dict[str, Any]:
         """What `run.json` holds."""
+        is_counted = self.strategy not in ("a-edit", "ddp")
+        interval: dict[str, Any] = {"sync_interval": self.tau} if is_counted else {}
         config = EditConfig(
             use_edit=True, num_replicas=self.replicas, strategy=self.strategy,
             warmup_steps=self.warmup,
-            **({} if self.strategy in ("a-edit", "ddp") else {"sync_interval": self.tau}),
+            **interval,
         )  # fmt: skip
         return {
             "config": dataclasses.asdict(config),

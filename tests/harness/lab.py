@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from netlab import INTERFACE, Lab, LabUnavailableError, require_lab
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from netlab import INTERFACE, Lab, LabUnavailableError, require_lab  # noqa: E402
 
 
 def need_lab() -> None:

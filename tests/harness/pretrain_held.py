@@ -6,6 +6,7 @@ HELD_DIR, the folder of HOLD and of the notes `held-<process id>` of the ranks t
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import time
@@ -14,14 +15,14 @@ from typing import Any
 
 from megatron.training import get_args
 
-from scripts import pretrain_gpt
+pretrain_gpt: Any = importlib.import_module("scripts.pretrain_gpt")
 
 FOLDER = Path(os.environ["HELD_DIR"])
 _calls = itertools.count()
 _forward_step = pretrain_gpt.forward_step
 
 
-def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Any]:
+def forward_step(data_iterator: Any, model: Any) -> Any:
     """The script's own, after the wait."""
     hold = FOLDER / "HOLD"
     if hold.exists():

@@ -5,10 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.harness.launch import REPOSITORY, RankResult, run_ranks
 
-_TINY: dict[str, object] = {
+# Flags of Megatron's and ours, by the names of their arguments.
+Flags = dict[str, Any]
+
+_TINY: Flags = {
     "num_layers": 2,
     "hidden_size": 64,
     "num_attention_heads": 4,
@@ -49,7 +53,7 @@ class TrainResult:
     valid_losses: dict[int, float] = field(default_factory=dict)
 
 
-def tiny_gpt(**overrides: object) -> list[str]:
+def tiny_gpt(**overrides: Any) -> list[str]:
     """Flags of a tiny GPT in fp32, each to be overridden by its name with underscores.
 
     True gives a bare flag; False and None drop it; a list gives several values.

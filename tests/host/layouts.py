@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from tests.harness import Flags
+
 
 class Layout(NamedTuple):
     """One way to lay out a replica.
@@ -14,27 +16,31 @@ class Layout(NamedTuple):
     """
 
     ranks: int
-    flags: dict[str, object]
+    flags: Flags
 
 
-GATHER = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 20000}
+GATHER: Flags = {
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "ddp_bucket_size": 20000,
+}
 # Every rank holds everything (M = 1); Megatron gathers nothing, so EDiT cannot overlap.
-PLAIN_DDP = {"use_distributed_optimizer": False, "overlap_param_gather": False}
-_MOE = {
+PLAIN_DDP: Flags = {"use_distributed_optimizer": False, "overlap_param_gather": False}
+_MOE: Flags = {
     "num_experts": 4,
     "moe_token_dispatcher_type": "alltoall",
     "moe_router_topk": 2,
     "disable_bias_linear": True,
 }
-_LLAMA = {
+_LLAMA: Flags = {
     "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
     "group_query_attention": True, "num_query_groups": 2, "disable_bias_linear": True,
     "untie_embeddings_and_output_weights": True,
 }  # fmt: skip
-_VPP = {"pipeline_model_parallel_size": 2, "num_layers": 4,
-        "num_layers_per_virtual_pipeline_stage": 1, "micro_batch_size": 1}  # fmt: skip
-_TP_MOE = {**_MOE, "tensor_model_parallel_size": 2, "sequence_parallel": True,
-           "expert_model_parallel_size": 2}  # fmt: skip
+_VPP: Flags = {"pipeline_model_parallel_size": 2, "num_layers": 4,
+               "num_layers_per_virtual_pipeline_stage": 1, "micro_batch_size": 1}  # fmt: skip
+_TP_MOE: Flags = {**_MOE, "tensor_model_parallel_size": 2, "sequence_parallel": True,
+                  "expert_model_parallel_size": 2}  # fmt: skip
 
 # Megatron aligns the gathers of interleaved stages by default ("vpp"), refuses experts with TP
 # but without sequence parallelism, and gives experts the TP of the rest unless told otherwise;

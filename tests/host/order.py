@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -128,9 +128,9 @@ def fail_while_landing() -> None:
                 raise RuntimeError("this rank fails on purpose")
         return land(self, *args, **kwargs)
 
-    def timed(*args: Any) -> int:
+    def timed(argv: Sequence[str]) -> int:
         try:
-            return main(*args)
+            return main(argv)
         finally:
             (out_dir() / f"ended-{rank}").write_text(str(time.time()))
 

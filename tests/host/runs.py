@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.harness import TrainResult, tiny_gpt, train
+from tests.harness import Flags, TrainResult, tiny_gpt, train
 
-PENALTY_OFF = {"edit_no_anomaly": True, "edit_no_weighting": True, "edit_no_clip": True}
+PENALTY_OFF: Flags = {"edit_no_anomaly": True, "edit_no_weighting": True, "edit_no_clip": True}
 
 
 @dataclass
@@ -34,9 +34,9 @@ class EditRun:
         return [x["digest"] for x in self.lines(f"replica-{replica}.jsonl") if "digest" in x]
 
 
-def edit_flags(num_replicas: int, **overrides: object) -> list[str]:
+def edit_flags(num_replicas: int, **overrides: Any) -> list[str]:
     """Flags of a tiny EDiT run: two steps of warm-up, a sync every three, digests every time."""
-    values: dict[str, object] = {
+    values: Flags = {
         "use_edit": True,
         "edit_num_replicas": num_replicas,
         "edit_warmup_steps": 2,
@@ -55,7 +55,7 @@ def run_edit(
     env: dict[str, str] | None = None,
     check: bool = True,
     timeout: float = 120,
-    **flags: object,
+    **flags: Any,
 ) -> EditRun:
     """Train a tiny GPT with EDiT; event files and spies' records go to `folder`."""
     environment: dict[str, str | None] = {
@@ -68,7 +68,7 @@ def run_edit(
     return EditRun(result, folder)
 
 
-def run_stock(folder: Path, world_size: int, **flags: object) -> TrainResult:
+def run_stock(folder: Path, world_size: int, **flags: Any) -> TrainResult:
     """Train the same GPT through the launcher, without `--use-edit`, recording it."""
     return train(
         tiny_gpt(**flags), world_size, before="tests.host.spy:record", env={"SPY_DIR": str(folder)}

@@ -256,7 +256,7 @@ def count_sync_traffic() -> None:
 
 def _bytes_of(value: Any) -> int:
     if isinstance(value, torch.Tensor):
-        return value.nbytes
+        return int(value.nbytes)
     if isinstance(value, list | tuple):
         return sum(_bytes_of(item) for item in value)
     return 0
@@ -298,11 +298,11 @@ def note_parting() -> None:
     """Leave a file for each rank that waits for the others at the end."""
     from megatron_edit.comm.worlds import ReplicaWorld
 
-    part = ReplicaWorld.leave_together
+    leave_together = ReplicaWorld.leave_together
 
-    @wraps(part)
+    @wraps(leave_together)
     def noted(self: ReplicaWorld, *args: Any, **kwargs: Any) -> None:
-        part(self, *args, **kwargs)
+        leave_together(self, *args, **kwargs)
         (out_dir() / f"parted-{self.placement.global_rank}").touch()
 
     ReplicaWorld.leave_together = noted  # type: ignore[method-assign]

@@ -121,7 +121,7 @@ def _watch_saves(number: int | None) -> None:
 
     training.save_checkpoint_and_time = noted
     if number is None:
-        CheckpointFolder.commit = timed  # type: ignore[method-assign]
+        CheckpointFolder.commit = timed  # type: ignore[method-assign, assignment]
 
 
 def _explode(begin: float) -> None:

@@ -219,21 +219,22 @@ def hash_slowly() -> None:
     import megatron_edit.host.checkpoint.committing as committing
     from megatron_edit.checkpoint.folder import STOP
 
-    record_of = committing.record_of
+    record_of = committing.record_of  # type: ignore[attr-defined]
 
     def slowed(path: Path) -> Any:
         if int(os.environ["RANK"]) == 0 and f"{STOP}.partial" not in str(path):
             time.sleep(8)
         return record_of(path)
 
-    committing.record_of = slowed
+    committing.record_of = slowed  # type: ignore[attr-defined]
 
 
 def lose_a_part() -> None:
     """Let the last rank of all fail to read back its part of the first `SPY_LOST` saves."""
     import megatron_edit.host.checkpoint.committing as committing
 
-    record_of, left = committing.record_of, [None] * int(os.environ.get("SPY_LOST", "1"))
+    record_of = committing.record_of  # type: ignore[attr-defined]
+    left = [None] * int(os.environ.get("SPY_LOST", "1"))
 
     def failing(path: Path) -> Any:
         if int(os.environ["RANK"]) + 1 == int(os.environ["WORLD_SIZE"]) and left:
@@ -241,7 +242,7 @@ def lose_a_part() -> None:
             raise OSError(5, "Input/output error")
         return record_of(path)
 
-    committing.record_of = failing
+    committing.record_of = failing  # type: ignore[attr-defined]
 
 
 def record_consumed() -> None:

@@ -79,4 +79,4 @@ def record_fetched() -> None:
         file.write_text(json.dumps(fetched))
         return fetch(self, indices)
 
-    _MapDatasetFetcher.fetch = spied  # type: ignore[method-assign]
+    _MapDatasetFetcher.fetch = spied

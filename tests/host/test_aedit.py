@@ -6,20 +6,22 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.harness import Flags
 from tests.harness.launch import REPOSITORY
 from tests.host.runs import EditRun, run_edit
 
 HOOKS = "tests.host.spy_pace:hooks"
-AEDIT = {"edit_strategy": "a-edit", "edit_sync_interval": 128, "edit_min_round_steps": 0,
-         "num_workers": 0}  # fmt: skip
+AEDIT: Flags = {"edit_strategy": "a-edit", "edit_sync_interval": 128, "edit_min_round_steps": 0,
+                "num_workers": 0}  # fmt: skip
 
 
 def run_timed(
     folder: Path, world_size: int, num_replicas: int, hooks: str, env: dict[str, str],
-    **flags: object,
+    **flags: Any,
 ) -> EditRun:  # fmt: skip
     """An A-EDiT run with hooks; all ranks must end with 0."""
     return run_edit(
@@ -94,7 +96,7 @@ def test_data_parallel_ranks_inside_a_replica_share_the_blocks(tmp_path: Path) -
 
 def test_equal_speeds_are_edit(tmp_path: Path) -> None:
     """With 5 steps to the round on every replica: the same losses as `edit` with tau 5."""
-    flags = {"train_iters": 62, "global_batch_size": 4}
+    flags: Flags = {"train_iters": 62, "global_batch_size": 4}
     timed, counted = tmp_path / "a-edit", tmp_path / "edit"
     timed.mkdir()
     counted.mkdir()
@@ -176,7 +178,12 @@ def test_evaluation_and_exit_count_samples_of_all(tmp_path: Path) -> None:
 def test_without_warm_up_and_evaluated_at_the_switch(tmp_path: Path) -> None:
     """W = 0, and an evaluation due at the very step of the switch. Without a warm-up, a round of 4
     is followed by a final one of 8, at whose end the third evaluation is due with the second."""
-    flags = {"train_iters": 12, "global_batch_size": 4, "eval_iters": 1, "edit_sync_seconds": 4}
+    flags: Flags = {
+        "train_iters": 12,
+        "global_batch_size": 4,
+        "eval_iters": 1,
+        "edit_sync_seconds": 4,
+    }
     for warmup, evaluations in ((0, 2), (4, 3)):
         folder = tmp_path / str(warmup)
         folder.mkdir()
@@ -233,7 +240,7 @@ def test_a_straggler_costs_no_quality(tmp_path: Path) -> None:
     script = REPOSITORY / "scripts" / "prepare_corpus.py"
     argv = [sys.executable, str(script), "--output-dir", str(corpus)]
     subprocess.run(argv, check=True, timeout=120, capture_output=True)
-    flags: dict[str, object] = {
+    flags: Flags = {
         "mock_data": False, "train_data_path": corpus / "corpus", "seq_length": 64,
         "valid_data_path": corpus / "corpus_valid", "vocab_size": 4096, "train_iters": 300,
         "global_batch_size": 24, "micro_batch_size": 8, "lr": 3e-3, "lr_decay_style": "cosine",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import Flags
 from tests.host.runs import run_edit
 from tests.host.test_aedit import AEDIT, assert_equal_replicas, run_timed
 from tests.reference.ledger import SlowLedger
@@ -63,7 +64,9 @@ def test_the_time_of_one_replica_is_over(tmp_path: Path) -> None:
 def test_a_target_that_has_passed(tmp_path: Path, strategy: str, warmup: int) -> None:
     """Ten steps of warm-up are saved, five are wanted: training is over, and ends with 0. With
     a warm-up of five the replicas part when they load, and nothing follows."""
-    flags = {"global_batch_size": 4, "lr_decay_iters": 10} | (AEDIT if strategy == "a-edit" else {})
+    flags: Flags = {"global_batch_size": 4, "lr_decay_iters": 10} | (
+        AEDIT if strategy == "a-edit" else {}
+    )
     saves = tmp_path / "saves"
     run_edit(
         tmp_path, 2, 2, save=saves, save_interval=10, train_iters=10, edit_warmup_steps=100, **flags

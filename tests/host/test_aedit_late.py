@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import Flags
 from tests.host.layouts import GATHER
 from tests.host.spy import read_records
 from tests.host.test_aedit import assert_equal_replicas, consumed, run_timed
 
-VARIANTS: dict[str, dict[str, object]] = {
+VARIANTS: dict[str, Flags] = {
     "fragments": {"edit_fragments": 2},
     "delay": {"edit_delay_steps": 4},
     "all": {"edit_fragments": 2, "edit_delay_steps": 3, "edit_mix": 0.25,

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import RankResult, train
+from tests.harness import Flags, RankResult, train
 from tests.host.runs import edit_flags, run_edit
 
-CASES = {
+CASES: dict[str, tuple[Flags, str, str]] = {
     "not-a-divisor": ({"edit_num_replicas": 3}, "--edit-num-replicas 3", "must divide the 2 ranks"),
     "no-replicas": ({"edit_num_replicas": None}, "--edit-num-replicas", "must be given"),
     "tau": ({"edit_sync_interval": 0}, "--edit-sync-interval 0", "at least 1"),

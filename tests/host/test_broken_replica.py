@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import Flags
 from tests.host.layouts import GATHER, LAYOUTS
 from tests.host.runs import run_edit
 
@@ -33,7 +34,7 @@ FULL = pytest.mark.full
     ],
 )  # fmt: skip
 def test_all_of_it_comes_back_with_the_first_group(
-    tmp_path: Path, layout: str, flags: dict[str, object], late: int, mode: str
+    tmp_path: Path, layout: str, flags: Flags, late: int, mode: str
 ) -> None:
     """Would catch units that stay NaN until their own group syncs: in the next forward pass they
     break those that have just come back, for ever."""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_edit.checkpoint.folder import TRACKER
-from tests.harness import TrainResult, tiny_gpt, train
+from tests.harness import Flags, TrainResult, tiny_gpt, train
 from tests.host.runs import edit_flags
 
 LAST = "iter_0000004"
@@ -28,7 +28,7 @@ KINDS = {
     "manifest": "edit/edit.json",
 }
 CORE = {"replica-1-flipped", "outer-truncated", "random-missing", "manifest-text"}
-LENGTH: dict[str, object] = {"train_iters": 1000, "save_interval": 2}
+LENGTH: Flags = {"train_iters": 1000, "save_interval": 2}
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return found
 
 
-def load(folder: Path, hook: str = "spy:hurry", **flags: object) -> TrainResult:
+def load(folder: Path, hook: str = "spy:hurry", **flags: Any) -> TrainResult:
     """Go on with two replicas from a folder, for two steps, if it lets us."""
     argv = edit_flags(2, **{**LENGTH, "exit_interval": 6, "load": folder, **flags})
     return train(argv, 2, before=f"tests.host.{hook}", check=False, timeout=110)
@@ -196,7 +196,7 @@ def test_another_manifest(saved: Saved, tmp_path: Path, case: str) -> None:
 # ---- models
 
 
-MODELS: dict[str, dict[str, object]] = {
+MODELS: dict[str, Flags] = {
     "layers": {"num_layers": 4},
     "hidden": {"hidden_size": 32},
     "vocabulary": {"vocab_size": 255},

@@ -7,13 +7,14 @@ import re
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_edit.checkpoint.files import check_content
 from megatron_edit.checkpoint.folder import CheckpointFolder
 from megatron_edit.checkpoint.manifest import read_manifest
-from tests.harness import TrainResult, run_ranks
+from tests.harness import Flags, TrainResult, run_ranks
 from tests.harness.launch import REPOSITORY
 from tests.harness.training import parse_console
 from tests.host.runs import edit_flags
@@ -26,12 +27,12 @@ _GOING_ON = re.compile(r"going on from \S+/iter_(\d+),")
 
 
 def run(
-    folder: Path, world: int, hook: str, env: dict[str, object] | None = None, **flags: object
+    folder: Path, world: int, hook: str, env: dict[str, Any] | None = None, **flags: Any
 ) -> TrainResult:
     """Train from what is in the folder; saves at every other step where `save` is given."""
     values = {"save_interval": 2, "train_iters": 1000, "load": folder / "ck", **flags}
     argv = edit_flags(2, **values)
-    given = {name: str(value) for name, value in (env or {}).items()}
+    given: Flags = {name: str(value) for name, value in (env or {}).items()}
     ranks = run_ranks(
         "tests.harness.ranks:train_main",
         world,
@@ -59,7 +60,7 @@ class Chain:
 
     folder: Path
     world: int
-    flags: dict[str, object]
+    flags: Flags
     hook: str = "kill_in_save"
     losses: dict[int, float] = field(default_factory=dict)
     announced: int = 0
@@ -80,7 +81,7 @@ class Chain:
         rng = random.Random(seed)
         everybody = range(self.world)
         victims = rng.choice([everybody, everybody, [0], [self.world - 1]])
-        env: dict[str, object] = {
+        env: dict[str, Any] = {
             "SPY_SAVE": rng.choice([1, 2]),
             "SPY_FRACTION": rng.uniform(0, 1.1),
             "SPY_VICTIMS": ",".join(map(str, victims)),
@@ -151,7 +152,7 @@ class Chain:
     ],
 )
 def test_a_kill_at_a_random_moment_of_a_save(
-    tmp_path: Path, world: int, seeds: range, flags: dict[str, object]
+    tmp_path: Path, world: int, seeds: range, flags: Flags
 ) -> None:
     """One rank or all die at a random moment, run after run in the same folder: catches a
     checkpoint that counts as complete too early or too late, one mixed from two saves, and

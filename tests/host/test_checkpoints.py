@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_edit.tools.cli import main
-from tests.harness import tiny_gpt, train
+from tests.harness import Flags, tiny_gpt, train
 from tests.host.layouts import GATHER
 from tests.host.runs import EditRun, run_edit, run_stock
 from tests.host.test_aedit import AEDIT
@@ -43,7 +43,7 @@ def test_one_inner_state_waits_for_a_sync(tmp_path: Path, policy: str) -> None:
     """Asked for after 6, in mid-round; saved after 8, once, and said so. Others take the leader's
     moments, or begin anew."""
     saves = tmp_path / "saves"
-    flags = {"train_iters": 14, "edit_inner_state": policy, "save_interval": 6}
+    flags: Flags = {"train_iters": 14, "edit_inner_state": policy, "save_interval": 6}
     first = run_edit(made(tmp_path / "a"), 2, 2, before=HOOK, save=saves, **flags)
     console = first.result.ranks[0].stdout
     assert console.count("the checkpoint of iteration 6 waits for the next sync") == 1
@@ -66,7 +66,12 @@ def test_a_stop_saves_everything(tmp_path: Path, policy: str, step: str) -> None
     """Whatever the policy: replicas stop at steps of their own, and each goes on from its own, as
     if nobody had stopped."""
     saves = tmp_path / "saves"
-    flags = {"train_iters": 40, "edit_sync_interval": 20, "edit_inner_state": policy, **DROPOUT}
+    flags: Flags = {
+        "train_iters": 40,
+        "edit_sync_interval": 20,
+        "edit_inner_state": policy,
+        **DROPOUT,
+    }
     env = {**STOP, "SPY_STEP": step}
     run_edit(
         made(tmp_path / "a"), 4, 2, before="tests.host.spy_resume:record_all", env=env, save=saves,
@@ -141,11 +146,12 @@ def test_a_replica_that_waited_goes_back_to_its_meeting(tmp_path: Path, pace: st
         flags["edit_sync_interval"] = 10
     if pace == "overlap":
         flags |= GATHER
-    for name, hooks, extra in (
+    variants: tuple[tuple[str, str, Flags], ...] = (
         ("a", f"{clock}slow,signal_one", {"save": saves, "save_interval": every}),
         ("b", clock, {"load": saves, "save": tmp_path / "more", "save_interval": every}),
         ("whole", clock, {}),
-    ):
+    )
+    for name, hooks, extra in variants:
         hooked = {"SPY_HOOKS": hooks.rstrip(","), **env}
         run_edit(made(tmp_path / name), 2, 2, before=HOOK, env=hooked, **flags, **extra)
     first, second = manifest(saves, newest(saves))["replicas"]
@@ -161,8 +167,8 @@ def test_a_stop_of_one_that_waits_at_the_last_meeting(tmp_path: Path) -> None:
     Would catch replicas that come to one meeting with different ideas of what it is for.
     """
     saves = tmp_path / "saves"
-    flags = {"global_batch_size": 8, "train_iters": 9, "edit_sync_interval": 10,
-             "edit_delay_steps": 2, "exit_signal_handler": True, **DROPOUT}  # fmt: skip
+    flags: Flags = {"global_batch_size": 8, "train_iters": 9, "edit_sync_interval": 10,
+                    "edit_delay_steps": 2, "exit_signal_handler": True, **DROPOUT}  # fmt: skip
     env = {"SPY_STEP": "5", "SPY_SLEEP": "[0, 0.3]", "SPY_HOOKS": "slow,signal_one"}
     run_edit(
         made(tmp_path / "a"), 2, 2, before=HOOK, env=env, save=saves, save_interval=99, **flags
@@ -206,9 +212,9 @@ def test_a_second_stop_while_catching_up(tmp_path: Path) -> None:
     """The fast replica is back at its meeting when the slow one is signalled again: it makes no
     step in between. Then everything as if nobody had stopped."""
     saves = tmp_path / "saves"
-    flags = {"global_batch_size": 8, "train_iters": 16, "edit_sync_interval": 10,
-             "save": saves, "load": saves, "save_interval": 1000, "exit_signal_handler": True,
-             **DROPOUT}  # fmt: skip
+    flags: Flags = {"global_batch_size": 8, "train_iters": 16, "edit_sync_interval": 10,
+                    "save": saves, "load": saves, "save_interval": 1000,
+                    "exit_signal_handler": True, **DROPOUT}  # fmt: skip
     env = {"SPY_SLEEP": "[0, 0.3]", "SPY_HOOKS": "slow,signal_one"}
     for name, step in (("a", "5"), ("b", "9")):
         run_edit(made(tmp_path / name), 2, 2, before=HOOK, env={**env, "SPY_STEP": step}, **flags)
@@ -222,7 +228,7 @@ def test_a_second_stop_while_catching_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "flags", [{"edit_strategy": "ddp", "edit_sync_interval": 128}, {"edit_warmup_steps": 9}]
 )
-def test_replicas_that_parted_do_not_warm_up(tmp_path: Path, flags: dict[str, object]) -> None:
+def test_replicas_that_parted_do_not_warm_up(tmp_path: Path, flags: Flags) -> None:
     """Gradients of different parameters must never be averaged: exit 2, one line."""
     saves = tmp_path / "saves"
     run_edit(
@@ -239,9 +245,9 @@ def test_replicas_that_parted_do_not_warm_up(tmp_path: Path, flags: dict[str, ob
 
 def test_real_clocks_lose_no_sample(tmp_path: Path) -> None:
     """A-EDiT with the real clock, stopped and resumed: the ledger is exact, the digests equal."""
-    flags = {**AEDIT, "edit_sync_seconds": 0.4, "train_iters": 60, "global_batch_size": 8,
-             "save": tmp_path / "saves", "load": tmp_path / "saves", "save_interval": 1000,
-             "pipeline_model_parallel_size": 2, "exit_signal_handler": True}  # fmt: skip
+    flags: Flags = {**AEDIT, "edit_sync_seconds": 0.4, "train_iters": 60, "global_batch_size": 8,
+                    "save": tmp_path / "saves", "load": tmp_path / "saves", "save_interval": 1000,
+                    "pipeline_model_parallel_size": 2, "exit_signal_handler": True}  # fmt: skip
     runs = []
     for name, hooks in (("a", "slow,signal_one"), ("b", "slow")):
         env = {**STOP, "SPY_HOOKS": hooks}
@@ -256,7 +262,7 @@ def test_stock_to_edit_to_stock(tmp_path: Path) -> None:
     """Stock Megatron's checkpoint starts EDiT with its parameters as anchor; EDiT's own is an
     ordinary one for stock. The loss goes on, and so do samples and schedule."""
     stock, edit = tmp_path / "stock", tmp_path / "edit"
-    flags = {"train_iters": 24, "lr_decay_style": "cosine", "global_batch_size": 8}
+    flags: Flags = {"train_iters": 24, "lr_decay_style": "cosine", "global_batch_size": 8}
     save = {"save_interval": 8, "exit_interval": 8}
     one = run_stock(made(tmp_path / "a"), 2, save=stock, **save, **flags)
     two = run_edit(
@@ -276,7 +282,7 @@ def test_stock_to_edit_to_stock(tmp_path: Path) -> None:
         assert loss == pytest.approx(whole.losses[step], rel=0.05)
 
 
-RESHAPES: dict[str, tuple[int, dict[str, object], int, dict[str, object]]] = {
+RESHAPES: dict[str, tuple[int, Flags, int, Flags]] = {
     # The micro-batches of a replica are the same: 1 sample of each of 2 ranks, or 2 of one.
     "m2-to-m1": (2, {"micro_batch_size": 1}, 1, {"micro_batch_size": 2}),
     "tp2-to-tp1": (2, {"tensor_model_parallel_size": 2}, 1, {}),
@@ -293,8 +299,8 @@ def test_another_layout_goes_on(tmp_path: Path, reshape: str, step: int) -> None
     """Momentum and anchor are found whatever the shards: later norms and losses are the same."""
     old_ranks, old, new_ranks, new = RESHAPES[reshape]
     saves = tmp_path / "saves"
-    flags = {"train_iters": 12, "dist_ckpt_optim_fully_reshardable": True, "swiglu": True,
-             "lr": 1e-4}  # fmt: skip
+    flags: Flags = {"train_iters": 12, "dist_ckpt_optim_fully_reshardable": True, "swiglu": True,
+                    "lr": 1e-4}  # fmt: skip
     whole = run_edit(
         made(tmp_path / "a"), 2 * old_ranks, 2, save=saves, save_interval=step, **flags, **old
     )
@@ -313,9 +319,10 @@ def test_another_layout_goes_on(tmp_path: Path, reshape: str, step: int) -> None
 @pytest.mark.parametrize("tensor", [2, pytest.param(1, marks=pytest.mark.full)])
 def test_debts_of_the_wire_in_another_layout(tmp_path: Path, tensor: int) -> None:
     """Copies of a parameter that had no debt of their own take that of the first one."""
-    saves, flags = tmp_path / "saves", {"train_iters": 12, "edit_sync_dtype": "int8", "lr": 1e-4}
-    reshapes = {"dist_ckpt_optim_fully_reshardable": True}
-    new = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": 2 // tensor}
+    saves = tmp_path / "saves"
+    flags: Flags = {"train_iters": 12, "edit_sync_dtype": "int8", "lr": 1e-4}
+    reshapes: Flags = {"dist_ckpt_optim_fully_reshardable": True}
+    new: Flags = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": 2 // tensor}
     whole = run_edit(
         made(tmp_path / "a"), 2, 2, save=saves, save_interval=7, **flags, **reshapes
     )  # fmt: skip
@@ -333,7 +340,7 @@ def test_debts_of_the_wire_in_another_layout(tmp_path: Path, tensor: int) -> Non
 def test_asynchronous_saves(tmp_path: Path, step: int) -> None:
     """Written by another process while training goes on: what was saved is of the save's moment."""
     saves = tmp_path / "saves"
-    flags = {"train_iters": 12, "edit_offload": True, "edit_sync_mode": "overlap", **GATHER}
+    flags: Flags = {"train_iters": 12, "edit_offload": True, "edit_sync_mode": "overlap", **GATHER}
     run_edit(
         made(tmp_path / "a"), 4, 2, before=HOOK, save=saves, save_interval=step, async_save=True,
         use_persistent_ckpt_worker=True, async_strategy="mcore", **flags,
@@ -365,7 +372,7 @@ def test_the_same_command_with_a_pretrained_checkpoint(tmp_path: Path) -> None:
     """It is for the first start. Would catch a run that cannot go on, or begins anew from it."""
     base, saves = tmp_path / "base", tmp_path / "saves"
     run_edit(made(tmp_path / "a"), 1, 1, save=base, save_interval=4, train_iters=4)
-    flags = {"save": saves, "load": saves, "save_interval": 4, "pretrained_checkpoint": base}
+    flags: Flags = {"save": saves, "load": saves, "save_interval": 4, "pretrained_checkpoint": base}
     run_edit(made(tmp_path / "b"), 2, 2, before=HOOK, exit_interval=4, train_iters=12, **flags)
     run_edit(made(tmp_path / "c"), 2, 2, before=HOOK, train_iters=12, **flags)
     whole = flags | {"save": tmp_path / "whole", "load": tmp_path / "whole"}
@@ -380,7 +387,7 @@ def test_a_edit_saves_at_the_switch_and_retains(tmp_path: Path) -> None:
     Would catch the number of that evaluation on the save, and a retention that keeps none.
     """
     saves = tmp_path / "saves"
-    flags = {"edit_warmup_steps": 4, "eval_interval": 3, "eval_iters": 1, "save": saves}
+    flags: Flags = {"edit_warmup_steps": 4, "eval_interval": 3, "eval_iters": 1, "save": saves}
     run_clocked(tmp_path / "a", "", save_interval=4, exit_interval=4, **flags)
     assert newest(saves) == 4 and manifest(saves, 4)["replicas"][0]["step"] == 4
     flags["save"] = saves = tmp_path / "more"

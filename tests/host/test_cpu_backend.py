@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from megatron_edit.host.cpu import cpu_argument_defaults, cuda_available, enable_cpu_backend
 from megatron_edit.host.seams.patching import Patcher
-from tests.harness import TrainResult, run_ranks, tiny_gpt, train
+from tests.harness import Flags, TrainResult, run_ranks, tiny_gpt, train
 from tests.host.layouts import LAYOUTS
 from tests.host.spy import read_records, record
 
@@ -209,7 +209,7 @@ def test_gathers_one_by_one(tmp_path: Path, precision: dict[str, object]) -> Non
 
 
 @pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
-def test_plain_ddp_agrees_with_distributed_optimizer(precision: dict[str, object]) -> None:
+def test_plain_ddp_agrees_with_distributed_optimizer(precision: Flags) -> None:
     sharded = train(tiny_gpt(**precision), 2)
     plain = train(tiny_gpt(use_distributed_optimizer=False, **precision), 2)
     assert_close(plain, sharded, 1e-3 if precision else 2e-6)
@@ -251,23 +251,21 @@ RMS_NORMS = {"normalization": "RMSNorm", "qk_layernorm": True}
         pytest.param("cp2", "plain", {}, id="context", marks=pytest.mark.full),
     ],
 )
-def test_sharing_out_a_sequence_changes_no_loss(
-    layout: str, whole: str, more: dict[str, object]
-) -> None:
+def test_sharing_out_a_sequence_changes_no_loss(layout: str, whole: str, more: Flags) -> None:
     """Megatron alone: catches norms and routers whose gradients stay partial sums, and, in the
     attention that the tests bring for context parallelism, a wrong order or mask."""
-    results = [
+    ours, theirs = (
         train(
             tiny_gpt(**LAYOUTS[name].flags, **more),
             LAYOUTS[name].ranks,
             before="tests.host.spy:start_from_seeded_weights",
         )
         for name in (layout, whole)
-    ]
-    assert_close(*results, 1e-5)
-    assert results[0].grad_norms == pytest.approx(results[1].grad_norms, abs=2e-3)
+    )
+    assert_close(ours, theirs, 1e-5)
+    assert ours.grad_norms == pytest.approx(theirs.grad_norms, abs=2e-3)
     split = "context_parallel_size \\.+ 2" if layout == "cp2" else "sequence_parallel \\.+ True"
-    assert re.search(split, results[0].ranks[0].stdout), "switched off in silence"
+    assert re.search(split, ours.ranks[0].stdout), "switched off in silence"
 
 
 @pytest.mark.full
@@ -305,7 +303,7 @@ def test_sharing_out_a_sequence_changes_no_loss(
         ),
     ],
 )
-def test_trains(world_size: int, flags: dict[str, object]) -> None:
+def test_trains(world_size: int, flags: Flags) -> None:
     result = train(tiny_gpt(**flags), world_size)
     assert sorted(result.losses) == list(range(1, 11))
     margin = 0.02 if flags.get("optimizer") == "sgd" else 0.5
@@ -321,7 +319,7 @@ def test_trains(world_size: int, flags: dict[str, object]) -> None:
         pytest.param({"pipeline_model_parallel_size": 2}, id="pp"),
     ],
 )
-def test_our_script_equals_megatrons(flags: dict[str, object], megatron_clone: Path) -> None:
+def test_our_script_equals_megatrons(flags: Flags, megatron_clone: Path) -> None:
     argv = tiny_gpt(eval_interval=5, eval_iters=1, **flags)
     hook = "tests.harness.ranks:print_exact_losses"
     ours = train(argv, 2, before=hook)

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import run_ranks, tiny_gpt
+from tests.harness import Flags, run_ranks, tiny_gpt
 from tests.harness.launch import REPOSITORY
 from tests.host.runs import PENALTY_OFF, run_edit, run_stock
 from tests.host.spy import read_records
 
 RECORD = "tests.host.spy:record"
-SGD = {
+SGD: Flags = {
     "optimizer": "sgd",
     "sgd_momentum": 0.0,
     "clip_grad": 0.0,
@@ -64,7 +64,7 @@ def test_without_use_edit_is_stock_bit_for_bit(tmp_path: Path) -> None:
 )  # fmt: skip
 @pytest.mark.parametrize("num_replicas", [2, 4])
 def test_endless_warmup_is_stock_on_all_ranks(
-    tmp_path: Path, num_replicas: int, flags: dict[str, object]
+    tmp_path: Path, num_replicas: int, flags: Flags
 ) -> None:
     """N replicas of D ranks in warm-up are one job of N*D: catches wrong gradient scales, sample
     shares, random streams and schedules."""

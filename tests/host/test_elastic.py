@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness import Flags
 from tests.host.runs import EditRun, run_edit
 from tests.host.test_aedit import AEDIT
 from tests.host.test_metrics import scalars_of
@@ -15,8 +16,8 @@ from tests.host.test_metrics import scalars_of
 HOOK = "tests.host.spy_resume:record_all"
 pytestmark = pytest.mark.timeout(300)
 BATCH = 12
-FLAGS = {"global_batch_size": BATCH, "micro_batch_size": 2, "lr_decay_style": "cosine",
-         "lr_warmup_iters": 4, "exit_signal_handler": True}  # fmt: skip
+FLAGS: Flags = {"global_batch_size": BATCH, "micro_batch_size": 2, "lr_decay_style": "cosine",
+                "lr_warmup_iters": 4, "exit_signal_handler": True}  # fmt: skip
 
 
 def consumed(folder: Path) -> list[int]:
@@ -43,7 +44,7 @@ def stage(folder: Path, saves: Path, replicas: int, env: dict[str, str], **flags
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)], ids=["d1", "tp2"])
 def test_two_three_one_two(tmp_path: Path, ranks: int) -> None:
     """Stops in mid-round, at a sync, in mid-round: samples, schedule and loss go on."""
-    layout = {"ranks": ranks, "tensor_model_parallel_size": ranks, "train_iters": 20}
+    layout: Flags = {"ranks": ranks, "tensor_model_parallel_size": ranks, "train_iters": 20}
     plan = [(2, 7), (3, 11), (1, 15), (2, 20)]  # syncs after 5, 8, 11, 14, 17 and 20
     lines: list[dict[str, Any]] = []
     losses: dict[int, float] = {}
@@ -115,7 +116,7 @@ def test_skipped_iterations_are_consumed(tmp_path: Path) -> None:
         tensorboard_dir=boards[0],
     )  # fmt: skip
     clock = {"HOOKS": "script_clock", "SPY_FACTORS": "[1, 2]"}
-    flags = {**AEDIT, "train_iters": 14, "edit_sync_seconds": 6}
+    flags: Flags = {**AEDIT, "train_iters": 14, "edit_sync_seconds": 6}
     second = stage(tmp_path / "1", saves, 2, clock, tensorboard_dir=boards[1], **flags)
     assert sorted(consumed(tmp_path / "0") + consumed(tmp_path / "1")) == list(range(14 * BATCH))
     assert [sync["iteration"] for sync in first.syncs] == [5]
@@ -149,7 +150,7 @@ def test_late_syncs_land_before_others_go_on(tmp_path: Path, name: str, replicas
     """Saved while syncs fly. What others begin with is what the same replicas would have ended
     with, had training been over there: everything lands, and the round is synced."""
     saves, step = tmp_path / "saves", 6
-    flags = {**FLAGS, "edit_sync_interval": 3, **LATE[name], "train_iters": 9}
+    flags: Flags = {**FLAGS, "edit_sync_interval": 3, **LATE[name], "train_iters": 9}
     run_edit(_made(tmp_path / "a"), 2, 2, before=HOOK, save=saves, save_interval=step, **flags)
     over = {**flags, "train_iters": step, "lr_decay_iters": 9}
     run_edit(_made(tmp_path / "over"), 2, 2, before=HOOK, **over)

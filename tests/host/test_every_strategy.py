@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.harness import Flags
 from tests.host.layouts import GATHER, LAYOUTS
 from tests.host.runs import EditRun, run_edit
 from tests.host.spy import read_records
 
 # tau is 4 in all of them, and the warm-up 2 steps, unless the strategy has none.
-VARIANTS: dict[str, dict[str, object]] = {
+VARIANTS: dict[str, Flags] = {
     "local-sgd": {"edit_strategy": "local-sgd"},
     "post-local-sgd": {"edit_strategy": "post-local-sgd"},
     "slowmo": {"edit_strategy": "slowmo"},
@@ -47,7 +49,7 @@ def cases() -> list[object]:
 
 
 def train_variant(
-    folder: Path, name: str, layout: str, mode: str, num_replicas: int = 2, **more: object
+    folder: Path, name: str, layout: str, mode: str, num_replicas: int = 2, **more: Any
 ) -> tuple[EditRun, list[str]]:
     """One run; digests of the final parameters by rank."""
     folder.mkdir()
@@ -92,11 +94,11 @@ def test_a_strategy_trains(tmp_path: Path, name: str, layout: str) -> None:
 def test_a_stage_without_units_of_a_fragment_gathers_too(tmp_path: Path) -> None:
     """Four groups over two stages of two data-parallel ranks: one stage has nothing to land in some
     syncs, and its ranks must still see what their own step changed."""
-    flags = {
+    flags: Flags = {
         "pipeline_model_parallel_size": 2, "num_layers": NUM_LAYERS, "global_batch_size": 8,
         "edit_fragments": 4, "edit_sync_interval": 4, "train_iters": 9, **GATHER,
     }  # fmt: skip
-    late = {"overlap_param_gather": None, "edit_sync_mode": "blocking"}
+    late: Flags = {"overlap_param_gather": None, "edit_sync_mode": "blocking"}
     finals = []
     for name, more in (("blocking", late), ("overlap", {"edit_sync_mode": "overlap"})):
         folder = tmp_path / name

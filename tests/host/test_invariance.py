@@ -8,16 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.harness import Flags
 from tests.host.layouts import GATHER, LAYOUTS, PLAIN_DDP, Layout
 from tests.host.runs import run_edit
 
 # One learning-rate step moves a parameter by about lr: a clip of this size binds.
-SETTINGS = {"edit_warmup_steps": 0, "edit_sync_interval": 4, "train_iters": 5, "num_layers": 2,
-            "edit_clip": 0.05, "init_method_std": 0.02}  # fmt: skip
+SETTINGS: Flags = {"edit_warmup_steps": 0, "edit_sync_interval": 4, "train_iters": 5,
+                   "num_layers": 2, "edit_clip": 0.05, "init_method_std": 0.02}  # fmt: skip
 SPLIT = {"m2", "ep2", "tp2-ep2-etp2", "two-instances", "two-instances-m2", "m2-plain-ddp"}
 
 
-def first_sync(folder: Path, ranks: int, flags: dict[str, object]) -> dict[str, Any]:
+def first_sync(folder: Path, ranks: int, flags: Flags) -> dict[str, Any]:
     """The first line of sync.jsonl of two replicas."""
     folder.mkdir()
     run = run_edit(
@@ -54,10 +55,10 @@ def test_expert_layouts_agree_at_the_first_sync(tmp_path: Path, layout: str) -> 
     _compare(tmp_path, "moe", layout, {"moe_router_load_balancing_type": "none"})
 
 
-def _compare(tmp_path: Path, one: str, other: str, more: dict[str, object]) -> None:
+def _compare(tmp_path: Path, one: str, other: str, more: Flags) -> None:
     # Megatron deals micro-batches to data-parallel ranks: where one rank takes the place of two,
     # a micro-batch twice as large gives the replica the same samples; of four, four times.
-    whole = {**LAYOUTS[one].flags, **more, "micro_batch_size": 4 if other in SPLIT else 2}
+    whole: Flags = {**LAYOUTS[one].flags, **more, "micro_batch_size": 4 if other in SPLIT else 2}
     expected = first_sync(tmp_path / one, LAYOUTS[one].ranks, whole)
     ranks, flags = LAYOUTS[other] if other != "m2-plain-ddp" else Layout(2, PLAIN_DDP)
     ours = first_sync(tmp_path / other, ranks, {**flags, **more})

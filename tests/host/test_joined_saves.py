@@ -46,8 +46,8 @@ def run(one: AsyncRequest) -> bytes:
     sent = pickle.dumps(one._replace(finalize_fns=[]))
     theirs: AsyncRequest = pickle.loads(sent)
     arguments = list(theirs.async_fn_args)
-    arguments[1] = theirs.preload_fn()  # type: ignore[misc]
-    theirs.async_fn(*arguments, **theirs.async_fn_kwargs)  # type: ignore[misc]
+    arguments[1] = theirs.preload_fn()
+    theirs.async_fn(*arguments, **theirs.async_fn_kwargs)
     for function in one.finalize_fns:
         function()
     return sent
@@ -78,7 +78,7 @@ def test_a_rank_that_has_nothing_to_write(tmp_path: Path) -> None:
 def test_others_are_left_alone(tmp_path: Path) -> None:
     """One alone, and those of a class that we do not know."""
 
-    class Foreign(AsyncRequest):
+    class Foreign(AsyncRequest):  # type: ignore[misc]
         """Of the resiliency extension."""
 
     alone = request("model", tmp_path, [])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import run_ranks, train
+from tests.harness import Flags, run_ranks, train
 from tests.host.layouts import LAYOUTS
 from tests.host.runs import edit_flags, run_edit
 
@@ -71,7 +71,7 @@ def test_train_samples(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_a_replica_cannot_do_is_refused(flags: dict[str, object], complaint: str) -> None:
+def test_what_a_replica_cannot_do_is_refused(flags: Flags, complaint: str) -> None:
     """The replica's own ranks must do; nothing may act on one replica alone."""
     result = train(edit_flags(2, **flags), 4, before="tests.host.spy:hurry", check=False)
     assert [rank.returncode for rank in result.ranks] == [2] * 4

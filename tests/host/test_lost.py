@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import Flags
 from tests.host.runs import run_edit
 from tests.host.test_aedit import AEDIT, HOOKS, run_timed
 
-PACES: dict[str, dict[str, object]] = {
+PACES: dict[str, Flags] = {
     "edit": {"edit_sync_interval": 20},
     "a-edit": AEDIT | {"edit_sync_seconds": 1},
 }

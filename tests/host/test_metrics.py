@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_edit.observe.metrics import TAGS
+from tests.harness import Flags
 from tests.host.runs import EditRun, run_edit
 from tests.host.spy_wandb import ARTIFACTS, CALLS
 
@@ -21,7 +22,9 @@ Scalars = dict[str, dict[int, float]]
 
 def scalars_of(folder: Path) -> Scalars:
     """Every scalar of the event files in a folder, by name and step."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
+        EventAccumulator,
+    )
 
     accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     accumulator.Reload()
@@ -83,9 +86,7 @@ def mean(values: Sequence[float]) -> float:
     ],
     ids=["edit", "delay", "stages", "a-edit"],
 )  # fmt: skip
-def test_tensorboard_says_what_the_event_files_say(
-    tmp_path: Path, flags: dict[str, object]
-) -> None:
+def test_tensorboard_says_what_the_event_files_say(tmp_path: Path, flags: Flags) -> None:
     """Would catch: a scalar under the wrong iteration, values of one unit or replica for all,
     a second replica that writes into the same folder, a last sync that is never flushed."""
     board = tmp_path / "board"
@@ -131,7 +132,11 @@ def test_wandb_hears_of_every_sync(tmp_path: Path, delay: int) -> None:
 def test_wandb_hears_of_checkpoints(tmp_path: Path, is_async: bool) -> None:
     """By the names that they will have. Would catch the hidden folder that a save is written to."""
     saves = tmp_path / "saves"
-    late = {"async_save": True, "use_persistent_ckpt_worker": True, "async_strategy": "mcore"}
+    late: Flags = {
+        "async_save": True,
+        "use_persistent_ckpt_worker": True,
+        "async_strategy": "mcore",
+    }
     run_edit(
         tmp_path, 4, 2, train_iters=9, save=saves, save_interval=4,
         before="tests.host.spy_wandb:stub", env={"SPY_WANDB": str(tmp_path)},

@@ -7,9 +7,11 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.harness import Flags
 from tests.host.layouts import GATHER, LAYOUTS
 from tests.host.runs import run_edit
 from tests.host.spy import read_records
@@ -30,8 +32,8 @@ def layouts(core: set[str]) -> list[object]:
 
 
 def train_in_mode(
-    folder: Path, layout: str, mode: str, *, num_replicas: int = 2, **more: object
-) -> tuple[list[str], list[str], list[dict[str, object]]]:
+    folder: Path, layout: str, mode: str, *, num_replicas: int = 2, **more: Any
+) -> tuple[list[str | None], list[str], list[dict[str, Any]]]:
     """Digests by sync, digests of the final parameters by rank, and the sync lines."""
     folder.mkdir()
     ranks, flags = LAYOUTS[layout]
@@ -128,7 +130,7 @@ def test_units_land_before_their_layer_and_fly_behind_the_one_before(
     after it began; each unit starts and lands once per sync, whatever the schedule repeats.
     Catches a silent blocking mode, and one that lands everything at the first gather."""
     ranks, flags = LAYOUTS[layout]
-    more = {"ddp_bucket_size": 3000} if layout == "ep2" else {}  # its dense layers are small
+    more: Flags = {"ddp_bucket_size": 3000} if layout == "ep2" else {}  # its dense layers are small
     run_edit(
         tmp_path, 2 * ranks, 2, before="tests.host.order:record_order", edit_sync_mode="overlap",
         train_iters=14, **{**GATHER, "num_layers": 4, **flags, **more},

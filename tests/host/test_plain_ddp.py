@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.host.spy import read_records
 
 def train_plain(
     folder: Path, *, bf16: bool, offload: bool
-) -> tuple[list[str | None], list[str], list[dict[str, object]]]:
+) -> tuple[list[str | None], list[str], list[dict[str, Any]]]:
     """Two replicas of two ranks: digests by sync, of the parameters at the end, sync lines."""
     folder.mkdir()
     run = run_edit(

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_edit.tools.plan.job import Job, read_job
 from megatron_edit.tools.plan.memory import edit_parts, persistent_bytes, stock_parts
 from megatron_edit.tools.plan.traffic import sync_traffic
+from tests.harness import Flags
 from tests.host.layouts import GATHER, LAYOUTS
 from tests.host.runs import edit_flags, run_edit
 
 MARK = 0.10
-PLAIN_DDP = {"use_distributed_optimizer": False, "overlap_param_gather": False}
+PLAIN_DDP: Flags = {"use_distributed_optimizer": False, "overlap_param_gather": False}
 
 
-def planned(num_replicas: int, world_size: int, **flags: object) -> Job:
+def planned(num_replicas: int, world_size: int, **flags: Any) -> Job:
     """The same command line, as the planner reads it."""
     argv = [*edit_flags(num_replicas, **flags), "--edit-device", "cpu"]
     return read_job(argv, num_replicas=None, world_size=world_size, ranks_per_host=None)
@@ -66,7 +68,7 @@ def test_outer_state_and_bytes(tmp_path: Path, layout: str, wire: str) -> None:
     ],
     ids=lambda flags: "-".join(map(str, flags)) or "fp32",
 )
-def test_what_megatron_keeps(tmp_path: Path, flags: dict[str, object]) -> None:
+def test_what_megatron_keeps(tmp_path: Path, flags: Flags) -> None:
     """Gradients and optimizer state of every type. Would catch: bytes that Megatron has not."""
     flags = {**GATHER, **flags, "num_layers": 4}
     run_edit(
@@ -89,7 +91,7 @@ def test_what_megatron_keeps(tmp_path: Path, flags: dict[str, object]) -> None:
 )  # fmt: skip
 def test_staging(tmp_path: Path, depth: int, offload: bool) -> None:
     """What is in flight at most, on the rank that has most of it."""
-    flags: dict[str, object] = {
+    flags: Flags = {
         **GATHER, "num_layers": 6, "edit_prefetch_units": depth, "edit_offload": offload,
     }  # fmt: skip
     run_edit(

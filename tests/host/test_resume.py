@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_edit.checkpoint.manifest import Manifest, read_manifest
+from tests.harness import Flags
 from tests.host.layouts import GATHER, LAYOUTS
 from tests.host.runs import EditRun, run_edit
 
@@ -16,7 +17,7 @@ HOOK = "tests.host.spy_resume:record_all"
 ITERATIONS = 12
 # Two steps of warm-up, a sync every three: 1 is in warm-up, 2 the switch, 5 a sync, 6 and 7 not.
 MOMENTS = {"in-warm-up": 1, "at-the-switch": 2, "at-a-sync": 5, "in-mid-round": 7}
-DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
+DROPOUT: Flags = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 CORE = ("plain", "tp2-pp2")
 
 
@@ -43,7 +44,7 @@ def assert_continues(whole: Path, resumed: Path, step: int, world_size: int) -> 
     for rank in range(world_size):
         before, after = records(whole, rank), records(resumed, rank)
         for name in ("losses", "grad_norms"):
-            late = {i: v for i, v in before[name].items() if int(i) > step}
+            late: Flags = {i: v for i, v in before[name].items() if int(i) > step}
             assert after[name] == late
         if after["batches"]:
             assert before["batches"][-len(after["batches"]) :] == after["batches"]
@@ -122,7 +123,12 @@ def test_saving_and_evaluating_changes_nothing(tmp_path: Path, name: str) -> Non
     Catches: a sync that lands early, or twice, because somebody wants the parameters."""
     ranks, flags = SAVING[name]
     world = 2 * ranks
-    often = {"save": tmp_path / "saves", "save_interval": 1, "eval_interval": 1, "eval_iters": 1}
+    often: Flags = {
+        "save": tmp_path / "saves",
+        "save_interval": 1,
+        "eval_interval": 1,
+        "eval_iters": 1,
+    }
     for folder, more in (("plain", {}), ("often", often)):
         (tmp_path / folder).mkdir()
         run_edit(

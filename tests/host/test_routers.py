@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import Flags
 from tests.host.runs import PENALTY_OFF, run_edit, run_stock
 from tests.host.spy import read_records
 
@@ -14,7 +15,7 @@ MOE = {
     "num_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall",
     "disable_bias_linear": True,
 }  # fmt: skip
-EXPERT_BIAS = {
+EXPERT_BIAS: Flags = {
     **MOE, "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid",
     "moe_router_bias_update_rate": 0.05,
 }  # fmt: skip
@@ -30,9 +31,7 @@ def biases(folder: Path, rank: int) -> dict[str, dict[int, list[float]]]:
 
 
 @pytest.mark.parametrize("flags", [EXPERT_BIAS, QUANTILES], ids=["expert-bias", "quantiles"])
-def test_biases_are_averaged_over_the_accepted_replicas(
-    tmp_path: Path, flags: dict[str, object]
-) -> None:
+def test_biases_are_averaged_over_the_accepted_replicas(tmp_path: Path, flags: Flags) -> None:
     """At each sync the mean of what the replicas learned apart; in warm-up all learn the same."""
     run = run_edit(
         tmp_path, 2, 2, global_batch_size=4, before=RECORD_BIASES, train_iters=11, **flags
@@ -64,9 +63,7 @@ def test_expert_biases_under_ep_and_pp_stay_equal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", [EXPERT_BIAS, QUANTILES], ids=["expert-bias", "quantiles"])
-def test_endless_warmup_with_router_biases_is_stock(
-    tmp_path: Path, flags: dict[str, object]
-) -> None:
+def test_endless_warmup_with_router_biases_is_stock(tmp_path: Path, flags: Flags) -> None:
     """The token counts of all replicas move a bias: catches a replica that counts only its own."""
     (tmp_path / "stock").mkdir()
     (tmp_path / "edit").mkdir()

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import Flags
 from tests.host.runs import run_edit
 from tests.host.test_aedit import AEDIT, HOOKS, run_timed
 
-PACES: dict[str, dict[str, object]] = {
+PACES: dict[str, Flags] = {
     "a-edit": {"edit_sync_seconds": 0.5},
     "edit": {"edit_strategy": "edit", "edit_sync_interval": 10, "edit_min_round_steps": 100},
 }
-HOW: dict[str, tuple[str, dict[str, object]]] = {
+HOW: dict[str, tuple[str, Flags]] = {
     "signal": ("signal_one", {"exit_signal_handler": True}),
     "duration": ("expire_one", {"exit_duration_in_mins": 30}),
 }
@@ -40,7 +41,7 @@ def test_a_stop_that_comes_to_who_waits(tmp_path: Path, pace: str, how: str) -> 
     stops at its next step, and the meeting does not take place."""
     hook = {"signal": "signal_soon", "duration": "expire_soon"}[how]
     env = {"SPY_SLEEP": "[0.5, 0.01]", "SPY_STEP": "21"}
-    flags = {"edit_sync_interval": 20}
+    flags: Flags = {"edit_sync_interval": 20}
     if pace == "a-edit":  # the clock of replica 1 alone is over soon
         hook += ",script_clock"
         env["SPY_FACTORS"] = "[0.001, 1]"
@@ -84,7 +85,7 @@ def test_a_stop_at_the_last_step_changes_nothing(tmp_path: Path, pace: str) -> N
 @pytest.mark.parametrize("strategy", ["a-edit", "edit"])
 def test_a_replica_that_dies_is_named(tmp_path: Path, strategy: str) -> None:
     """Killed in the middle of a round: the other comes to the meeting and says who did not."""
-    pace: dict[str, object] = {"edit_sync_interval": 40}
+    pace: Flags = {"edit_sync_interval": 40}
     if strategy == "a-edit":
         pace = AEDIT | {"edit_sync_seconds": 1}
     run = run_edit(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness import Flags
 from tests.host.layouts import GATHER
 from tests.host.runs import run_edit
 from tests.host.test_checkpoints import STOP, made, manifest, newest
@@ -32,7 +33,7 @@ def test_a_stop_while_something_is_late(tmp_path: Path, name: str, step: str) ->
     """Replicas stop at steps of their own, some before a sync lands, some after it: each goes on as
     if nobody had stopped."""
     saves = tmp_path / "saves"
-    flags = {"train_iters": 30, "edit_sync_interval": 8, **DROPOUT, **LATE[name]}
+    flags: Flags = {"train_iters": 30, "edit_sync_interval": 8, **DROPOUT, **LATE[name]}
     run_edit(
         made(tmp_path / "a"), 4, 2, before=HOOK, env={**STOP, "SPY_STEP": step}, save=saves,
         save_interval=1000, exit_signal_handler=True, **flags,
@@ -49,7 +50,7 @@ def test_a_planned_exit_meets_a_stop(tmp_path: Path, step: str) -> None:
     """--exit-interval on all, a signal on one a step before, at or after it: all end with 0, and
     what is saved can be loaded."""
     saves = tmp_path / "saves"
-    flags = {"train_iters": 24, "edit_sync_interval": 20, **DROPOUT}
+    flags: Flags = {"train_iters": 24, "edit_sync_interval": 20, **DROPOUT}
     run_edit(
         made(tmp_path / "a"), 2, 2, before=HOOK, env={**STOP, "SPY_STEP": step}, save=saves,
         save_interval=1000, exit_signal_handler=True, exit_interval=16, **flags,
@@ -66,7 +67,7 @@ def test_a_stop_while_a_save_is_being_completed(tmp_path: Path) -> None:
     without its files.
     """
     saves = tmp_path / "saves"
-    flags = {"train_iters": 30, "edit_sync_interval": 20, **DROPOUT}
+    flags: Flags = {"train_iters": 30, "edit_sync_interval": 20, **DROPOUT}
     env = {**STOP, "SPY_HOOKS": f"{STOP['SPY_HOOKS']},hash_slowly"}
     run_edit(
         made(tmp_path / "a"), 2, 2, before=HOOK, env=env, save=saves, save_interval=8,
@@ -100,9 +101,9 @@ def test_a_stop_among_skipped_iterations(tmp_path: Path) -> None:
     """--iterations-to-skip between the steps at which the replicas stop: one name for both, and
     each goes on from its own. Would catch two halves of a checkpoint."""
     saves = tmp_path / "saves"
-    flags = {"train_iters": 40, "edit_sync_interval": 20, "save": saves, "load": saves,
-             "save_interval": 1000, "iterations_to_skip": [8, 9, 10, 11, 12, 13],
-             **DROPOUT}  # fmt: skip
+    flags: Flags = {"train_iters": 40, "edit_sync_interval": 20, "save": saves, "load": saves,
+                    "save_interval": 1000, "iterations_to_skip": [8, 9, 10, 11, 12, 13],
+                    **DROPOUT}  # fmt: skip
     env = {**STOP, "SPY_STEP": "7", "SPY_SLEEP": "[0, 0.3]"}
     run_edit(made(tmp_path / "a"), 2, 2, before=HOOK, env=env, exit_signal_handler=True, **flags)
     first, second = manifest(saves, newest(saves))["replicas"]

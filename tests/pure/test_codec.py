@@ -36,7 +36,7 @@ def round_trip(codec: Codec, values: Tensor) -> Tensor:
 
 def bits(values: Tensor) -> list[int]:
     """So that -0 and NaN differ from 0 and each other."""
-    return values.view(torch.int32).tolist()
+    return list(values.view(torch.int32).tolist())
 
 
 @ALL

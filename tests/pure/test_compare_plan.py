@@ -125,7 +125,7 @@ def test_hash_says_what_is_computed() -> None:
     """ddp does not depend on the interval; all else here changes what is computed."""
 
     def hashes(text: str, **changes: object) -> str:
-        setting = Setting(**{**vars(SETTING), **changes})  # type: ignore[arg-type]
+        setting = Setting(**{**vars(SETTING), **changes})
         return configuration_hash(plan(text, setting=setting)[0].configuration)
 
     longer = (*FLAGS, "--edit-sync-interval", "8")
@@ -159,7 +159,7 @@ def test_hash_says_what_is_computed() -> None:
     ],
 )
 def test_bad_plans(text: str, changes: dict[str, object], complaint: str) -> None:
-    setting = Setting(**{**vars(SETTING), **changes})  # type: ignore[arg-type]
+    setting = Setting(**{**vars(SETTING), **changes})
     with pytest.raises(UsageError) as refused:
         plan(text, setting=setting)
     assert complaint in str(refused.value) and "\n" not in str(refused.value)

@@ -228,10 +228,11 @@ def test_rows() -> None:
     rows = {row.label: row for row in make_rows(outcome())}
     assert rows["ideal"].loss is None
     edit, ddp = rows["edit"], rows["ddp"]
-    assert edit.difference == Spread(pytest.approx(0.5), None, 1)
-    assert edit.share == Spread(pytest.approx(0.9), None, 1)
+    near: Any = pytest.approx
+    assert edit.difference == Spread(near(0.5), None, 1)
+    assert edit.share == Spread(near(0.9), None, 1)
     assert ddp.share is not None and ddp.share.num == 2 and ddp.difference is None
-    assert ddp.loss == Spread(5.375, pytest.approx(0.25 / math.sqrt(2)), 2)
+    assert ddp.loss == Spread(5.375, near(0.25 / math.sqrt(2)), 2)
     assert edit.failed == ("2",)
 
 

@@ -98,8 +98,8 @@ def imports_of(source: Source) -> Iterator[tuple[ast.AST, str]]:
                 yield node, f"{base}.{alias.name}"
         elif isinstance(node, ast.Call) and _called(node) in ("import_module", "__import__"):
             first = node.args[0] if node.args else None
-            is_known = isinstance(first, ast.Constant) and isinstance(first.value, str)
-            yield node, first.value if is_known else "(computed)"
+            known = first.value if isinstance(first, ast.Constant) else None
+            yield node, known if isinstance(known, str) else "(computed)"
 
 
 def _called(node: ast.Call) -> str:
@@ -337,9 +337,9 @@ class _Groups(ast.NodeVisitor):
             return self.is_mapping(node.value)
         if isinstance(node, ast.Call):
             function = node.func
-            is_lookup = isinstance(function, ast.Attribute) and function.attr == "get"
-            is_made = ast.unparse(function) in ("Group.of", "stand_alone_group")
-            return is_made or (is_lookup and self.is_mapping(function.value))
+            if isinstance(function, ast.Attribute) and function.attr == "get":
+                return self.is_mapping(function.value)
+            return ast.unparse(function) in ("Group.of", "stand_alone_group")
         return False
 
     def is_mapping(self, node: ast.expr) -> bool:
@@ -356,11 +356,11 @@ class _Groups(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_For(self, node: ast.For) -> None:
-        call, target = node.iter, node.target
-        is_items = isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
-        if is_items and self.is_mapping(call.func.value):
+        target = node.target
+        function = node.iter.func if isinstance(node.iter, ast.Call) else None
+        if isinstance(function, ast.Attribute) and self.is_mapping(function.value):
             last = target.elts[-1] if isinstance(target, ast.Tuple) else target
-            if call.func.attr in ("items", "values") and isinstance(last, ast.Name):
+            if function.attr in ("items", "values") and isinstance(last, ast.Name):
                 self.names.add(last.id)
         self.generic_visit(node)
 

@@ -8,6 +8,7 @@ import math
 import struct
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,8 @@ ENTRIES = st.builds(  # every field, also those that have defaults; any losses
 def manifests(draw: st.DrawFn) -> Manifest:
     """Any manifest that a run can write."""
     num, units = draw(st.integers(1, 3)), draw(st.lists(st.text(max_size=5), max_size=2))
-    row = {"min_size": len(units), "max_size": len(units)}
-    table = {"min_size": num, "max_size": num}
+    row: dict[str, Any] = {"min_size": len(units), "max_size": len(units)}
+    table: dict[str, Any] = {"min_size": num, "max_size": num}
     names, values = ("mean", "variance", "updates", "accepted", "rejected"), (REAL, WHOLE)
     return Manifest(
         iteration=draw(WHOLE),
@@ -116,7 +117,7 @@ SMALL = Manifest(
     displaced=((8, 16),),
     files={"common.pt": FileRecord(5, "ab")},
 )
-PARTS = (
+PARTS: tuple[Callable[[Any], Any], ...] = (
     lambda body: body,
     lambda body: body["replicas"][0],
     lambda body: body["ledger"],
@@ -169,7 +170,9 @@ def test_round_trip(tmp_path: Path, manifest: Manifest) -> None:
 def test_strange_losses(tmp_path: Path) -> None:
     """JSON has no word for some of them; the text must still be JSON that any program reads."""
     losses = (math.nan, math.inf, -math.inf, -0.0, 5e-324, 1.7e308, 0.1)
-    manifest = replace(SMALL, replicas=[replace(entry, losses=losses) for entry in SMALL.replicas])
+    manifest = replace(
+        SMALL, replicas=tuple(replace(entry, losses=losses) for entry in SMALL.replicas)
+    )
     read = reading(tmp_path, manifest.text())
     assert [bits(entry.losses) for entry in read.replicas] == [bits(losses)] * 2
     json.loads(manifest.text(), parse_constant=pytest.fail)
@@ -243,7 +246,11 @@ def test_a_missing_field(tmp_path: Path, part: Callable[[Any], Any]) -> None:
     for name in set(part(json.loads(SMALL.text()))) - {"format", "version", *DEFAULTS}:
         if (part, name) != (PARTS[0], "sha256"):  # put back by `sealed`
             with pytest.raises(UsageError):
-                reading(tmp_path, sealed(lambda body, name=name: part(body).pop(name)))
+                reading(tmp_path, sealed(partial(_without, part, name)))
+
+
+def _without(part: Callable[[Any], Any], name: str, body: dict[str, Any]) -> None:
+    del part(body)[name]
 
 
 @pytest.mark.parametrize("part", PARTS, ids=["manifest", "replica", "ledger", "file"])
@@ -311,6 +318,7 @@ def test_files(tmp_path: Path) -> None:
     on_disk.check_sizes(tmp_path, records)
     with pytest.raises(UsageError, match=r"a\.pt.*checksum differs"):
         on_disk.check_content(tmp_path, "a.pt", records["a.pt"])
+    damage: Callable[[Path], object]
     for damage, size, content in (
         (lambda path: path.write_bytes(b"hell"), "must have 5 bytes, has 4", "checksum differs"),
         (lambda path: path.unlink(), "is missing", "cannot be read"),

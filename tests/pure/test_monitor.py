@@ -118,6 +118,7 @@ def test_numbers_of_a_run(tmp_path: Path) -> None:
     assert slow.speed_between_syncs < 0.75 * fast.speed_between_syncs
     assert slow.mean_speed == pytest.approx(fast.mean_speed, rel=0.05)
     tokens = 140 * BATCH * 4 * SEQ_LENGTH
+    assert run.speed is not None
     assert run.remaining_seconds == pytest.approx(tokens / run.speed)
     text = " ".join(finding.text for finding in findings_of(run))
     for part in ("Replica 2 is slow", "Replica 1 was left out", "1 roll-back:"):

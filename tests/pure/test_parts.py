@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -160,6 +161,7 @@ def test_the_patcher_puts_everything_back() -> None:
 def test_a_missing_symbol_is_an_error() -> None:
     """Never a silent no-op on a host that moved on."""
     patcher = Patcher("megatron-core 9.9")
+    attempt: Callable[[], None]
     for attempt in (
         lambda: patcher.replace(_Host, "gone", None),
         lambda: patcher.wrap(_Host, "gone", lambda inner: inner),

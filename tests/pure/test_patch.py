@@ -190,8 +190,13 @@ def test_not_writable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_activates_for_our_flags_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: a stock run that is launched, a script that is imported, a second launch."""
-    started = []
-    monkeypatch.setattr("megatron_edit.launcher.main", lambda argv: started.append(argv) or 7)
+    started: list[list[str]] = []
+
+    def main(argv: list[str]) -> int:
+        started.append(argv)
+        return 7
+
+    monkeypatch.setattr("megatron_edit.launcher.main", main)
     monkeypatch.setattr(sys, "argv", ["-c", "--lr", "1", "--use-edit"])
     activate("pretrain_gpt", "x.py")
     activate("__mp_main__", "x.py")

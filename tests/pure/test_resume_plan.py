@@ -260,7 +260,7 @@ def test_every_sample_once(chain: list[Any]) -> None:
 
 
 REALS, COUNTS = [[0.1, 1e300], [5e-324, 0.0], [1 / 3, 3.0]], [[3, 2**53 + 1], [0, 0], [1, 2]]
-TABLES = {"mean": REALS, "variance": REALS[::-1]} | {
+TABLES: dict[str, Any] = {"mean": REALS, "variance": REALS[::-1]} | {
     name: COUNTS[index:] + COUNTS[:index]
     for index, name in enumerate(("updates", "accepted", "rejected"))
 }

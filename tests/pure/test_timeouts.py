@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 
 import pytest
@@ -9,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_edit.comm import heartbeat as heartbeats
-from megatron_edit.comm import timeouts as module
 from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.heartbeat import HeartbeatMonitor, Place
 from megatron_edit.comm.timeouts import AdaptiveTimeout
@@ -25,7 +25,7 @@ def group() -> Group:
 def test_the_limit_follows_the_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four times the last round, ten minutes at least. Catches a limit that never moves."""
     now = [0.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     groups = (group(), group())
     adaptive_timeout = AdaptiveTimeout(groups, is_fixed=False)
     adaptive_timeout.begin()
@@ -105,7 +105,7 @@ def test_who_is_lost(
 ) -> None:
     """After a failure: who fell silent, else who did not come, else who began fewer exchanges."""
     now = [100.0]
-    monkeypatch.setattr(heartbeats.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     has_exchanges = any(" 9 3 " in text for texts in others.values() for text in texts)
     heartbeat = waiting(9 if has_exchanges else 0)
 
@@ -116,17 +116,17 @@ def test_who_is_lost(
         which = next(heard)
         heartbeat.hear({r: texts[which] for r, texts in others.items()})
 
-    monkeypatch.setattr(heartbeats.time, "sleep", listen)
+    monkeypatch.setattr(time, "sleep", listen)
     assert heartbeat.lost() == lost
 
 
 def test_who_gives_up_says_so_and_knows_whom(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a survivor that the others take for the lost one; and blame for who waits, too."""
     now = [100.0]
-    monkeypatch.setattr(heartbeats.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     store, told = dist.HashStore(), waiting()
     other = HeartbeatMonitor(2, 3, lambda: Place(5, 0, 7), is_telling=True)
-    monkeypatch.setattr(heartbeats.time, "sleep", lambda _: told.exchange(store))
+    monkeypatch.setattr(time, "sleep", lambda _: told.exchange(store))
     told.hear({1: said(4, 3), 2: said(5, 3)})
     assert told.give_up([1]) == [1]
     with other.waiting():
@@ -142,8 +142,8 @@ def test_who_gives_up_says_so_and_knows_whom(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_store_that_does_not_answer_is_its_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a launch per replica the store lives in replica 0: stopped, it answers nobody."""
     now = [100.0]
-    monkeypatch.setattr(heartbeats.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(heartbeats.time, "sleep", lambda s: now.__setitem__(0, now[0] + s))
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda s: now.__setitem__(0, now[0] + s))
     elsewhere = HeartbeatMonitor(1, 3, lambda: Place(5, 0, 1), is_telling=True, store_host=0)
     assert elsewhere.lost() == [0]
     assert waiting().lost() == []  # it is in the hands of the launch

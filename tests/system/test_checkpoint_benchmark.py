@@ -16,12 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from checkpoint_parts.analysis import Analysis, limit_bytes  # noqa: E402
-from checkpoint_parts.kinds import (  # noqa: E402
+from checkpoint_parts.analysis import Analysis, limit_bytes
+from checkpoint_parts.kinds import (
     ALL,
     AT_SYNC,
     KINDS,
@@ -33,8 +29,8 @@ from checkpoint_parts.kinds import (  # noqa: E402
     timed_cases,
     weighed_cases,
 )
-from checkpoint_parts.pretrain_saving import COMPLETE, Notes, WatchedOutput  # noqa: E402
-from checkpoint_parts.readings import (  # noqa: E402
+from checkpoint_parts.pretrain_saving import COMPLETE, Notes, WatchedOutput
+from checkpoint_parts.readings import (
     OTHERS,
     OUTER,
     OWN,
@@ -46,9 +42,10 @@ from checkpoint_parts.readings import (  # noqa: E402
     saves_of,
     weigh,
 )
-from checkpoint_parts.report import markdown  # noqa: E402
-from overlap_parts.kinds import Model  # noqa: E402
+from checkpoint_parts.report import markdown
+from overlap_parts.kinds import Model
 
+ROOT = Path(__file__).resolve().parents[2]
 BASE = Case(ALL, "bf16", False, 2, 1, Model(), interval=6, num_saves=2, pause=0.1, async_pause=1.0)
 PARAMETERS = 100
 
@@ -162,7 +159,12 @@ def test_spans_add_up() -> None:
     file = io.StringIO()
     notes = Notes(file)
     inner = notes.spanned(lambda: time.sleep(0.02), "inner")
-    outer = notes.spanned(lambda: (inner(), time.sleep(0.01)), "outer")
+
+    def inner_and_more() -> None:
+        inner()
+        time.sleep(0.01)
+
+    outer = notes.spanned(inner_and_more, "outer")
     inner()
     assert notes._spans == {}
     notes.spanned(outer, "")()

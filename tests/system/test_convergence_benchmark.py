@@ -21,12 +21,6 @@ from typing import Any
 
 import pytest
 import torch
-
-from megatron_edit.tools.compare.flags import canonical
-from tests.harness.launch import REPOSITORY
-
-sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-
 from convergence_parts.analysis import Find, make_backlog, make_lines
 from convergence_parts.bench import DONE, is_over
 from convergence_parts.cases import Case, Size, Stage
@@ -35,6 +29,9 @@ from convergence_parts.pretrain_corrupted import corrupt
 from convergence_parts.records import Record, Records, left_out, thinned
 from convergence_parts.report import draw, markdown
 from convergence_parts.study import Study
+
+from megatron_edit.tools.compare.flags import canonical
+from tests.harness.launch import REPOSITORY
 
 CORPUS = {"train": "a", "valid": "b"}
 SUMMARY = {"source": "a text", "train": {"tokens": 1000}}
@@ -206,7 +203,10 @@ def finished(losses: dict[str, list[float | None]], name: str) -> Find:
 
 def test_lines_pair_seeds() -> None:
     """A seed that only one of two has does not count in the difference."""
-    losses = {"ddp": [4.0, 4.2, None], "edit, warm-up 10 %": [4.1, 4.1, 9.0]}
+    losses: dict[str, list[float | None]] = {
+        "ddp": [4.0, 4.2, None],
+        "edit, warm-up 10 %": [4.1, 4.1, 9.0],
+    }
     find = finished(losses, "warm-up")
     question = next(q for q in STUDY.questions if q.name == "warm-up")
     lines = {line.member.label: line for line in make_lines(question, find)}

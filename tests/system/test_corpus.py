@@ -21,7 +21,7 @@ VOCAB_SIZE = 300
 FILES = ("corpus.bin", "corpus.idx", "corpus_valid.bin", "corpus_valid.idx", "tokenizer.json")
 
 
-def run_script(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def run_script(*arguments: str | float | Path) -> subprocess.CompletedProcess[str]:
     """Runs the script as a user would."""
     command = [sys.executable, str(SCRIPT), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)

@@ -13,7 +13,7 @@ Every command in a shell fence of README.md and docs/*.md is handled by exactly 
 | megatron-edit patch | run on a folder with what it needs of a clone |
 | megatron-edit doctor, also under torchrun | run by itself, without Megatron |
 | megatron-edit report, watch | run on the event files of a training that never was |
-| make_flags_doc, plan_check | run with --check |
+| make_flags_doc, make_api_doc, plan_check | run with --check |
 | quickstart.sh, test.sh | run with a stub of the environment that notes what it is told to do |
 | sbatch, submit.sh, scancel | run by test_slurm_docs.py and (with a real SLURM) test_slurm.py |
 | pip install, git clone | not run; extras and addresses are checked |
@@ -107,7 +107,8 @@ def kind_of(command: Command) -> str:
         return "launch" if "scripts/pretrain_gpt.py" in line else "check"
     if words[0] == "megatron-edit":
         return words[1] if words[1] in SUBCOMMANDS else ""
-    python_scripts = {"scripts/prepare_corpus.py": "corpus", "scripts/make_flags_doc.py": "flags",
+    python_scripts = {"scripts/prepare_corpus.py": "corpus", "scripts/make_flags_doc.py": "pages",
+                      "scripts/make_api_doc.py": "pages",
                       "benchmarks/plan_check.py": "plan tables"}  # fmt: skip
     return python_scripts.get(words[1], "") if words[0] == "python" else ""
 
@@ -180,9 +181,11 @@ def test_events_have_the_documented_fields(corpus: Path) -> None:
         assert missing == [], path.name
 
 
-def test_flags_table_is_current() -> None:
-    """Would catch: a change of config.py without `python scripts/make_flags_doc.py`."""
-    for command in of_kind("flags"):
+def test_pages_from_the_source_are_current() -> None:
+    """Would catch: a change of config.py without `python scripts/make_flags_doc.py`, of a public
+    signature or docstring without `python scripts/make_api_doc.py`."""
+    assert len(of_kind("pages")) == 2
+    for command in of_kind("pages"):
         run([sys.executable, *command.words[1:], "--check"])
 
 

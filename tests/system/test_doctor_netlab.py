@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from netlab import Lab
 
-from tests.harness.lab import Lab, need_lab, run_on_two_hosts
+from tests.harness.lab import need_lab, run_on_two_hosts
 
 RATE = 100_000_000
 TOLERANCE = 0.10  # headers take 4 %

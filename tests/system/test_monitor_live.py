@@ -18,6 +18,7 @@ import pytest
 
 from megatron_edit.tools.cli import main
 from megatron_edit.tools.monitor.run import Run
+from tests.harness import Flags
 from tests.harness.event_files import MadeUp
 from tests.harness.launch import REPOSITORY
 from tests.host.runs import run_edit
@@ -116,7 +117,7 @@ def test_watch_ends_on_ctrl_c(tmp_path: Path) -> None:
     ids=["edit", "ddp", "streaming-diloco", "a-edit"],
 )  # fmt: skip
 def test_report_of_a_real_training(
-    tmp_path: Path, flags: dict[str, object], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, flags: Flags, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Read again and again while it runs, and at its end. Would catch: a field of the event files
     that was renamed, a progress that does not come to its end."""

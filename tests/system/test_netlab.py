@@ -11,16 +11,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from netlab import INTERFACE, Lab, LabError, LabUnavailableError
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from netlab import INTERFACE, Lab, LabError, LabUnavailableError  # noqa: E402
-
-from tests.harness.lab import need_lab  # noqa: E402
+from tests.harness.lab import need_lab
+from tests.harness.launch import REPOSITORY
 
 RATE = 100_000_000
 TOLERANCE = 0.15  # headers take 4 % of what the bucket counts; the rest is for a busy machine
@@ -109,7 +105,7 @@ def test_a_failure_while_building_leaves_nothing() -> None:
 def test_nothing_is_left_after_a_signal(number: signal.Signals) -> None:
     """The usual ways to end a benchmark from outside."""
     with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(ROOT / "benchmarks")],
+        [sys.executable, "-c", HOLD, str(REPOSITORY / "benchmarks")],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,

@@ -17,14 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from overlap_parts.analysis import Analysis, Link  # noqa: E402
-from overlap_parts.kinds import IDEAL, Job, Model, Window  # noqa: E402
-from overlap_parts.readings import Measurement  # noqa: E402
-from overlap_parts.rivals import (  # noqa: E402
+from overlap_parts.analysis import Analysis, Link
+from overlap_parts.kinds import IDEAL, Job, Model, Window
+from overlap_parts.readings import Measurement
+from overlap_parts.rivals import (
     RIVALS,
     TORCHFT_DILOCO,
     TORCHFT_STREAMING,
@@ -34,8 +30,9 @@ from overlap_parts.rivals import (  # noqa: E402
     rival_versions,
 )
 
-from tests.harness.lab import need_lab  # noqa: E402
+from tests.harness.lab import need_lab
 
+ROOT = Path(__file__).resolve().parents[2]
 BENCHMARK = ROOT / "benchmarks" / "overlap.py"
 
 
@@ -52,8 +49,10 @@ def fake_python(folder: Path, **versions: str | None) -> str:
 
 def job(kind: str, **changes: Any) -> Job:
     """As the benchmark has it."""
-    return Job(kind, **{"model": Model(), "num_hosts": 2, "tau": 40, "rounds": 1,
-                        "stock_seconds": 3.0} | changes)  # fmt: skip
+    usual: dict[str, Any] = {
+        "model": Model(), "num_hosts": 2, "tau": 40, "rounds": 1, "stock_seconds": 3.0,
+    }  # fmt: skip
+    return Job(kind, **usual | changes)
 
 
 def measurement(kind: str, speed: float, syncs: list[dict[str, Any]]) -> Measurement:

@@ -22,7 +22,8 @@ from tests.harness import tiny_gpt
 from tests.harness.launch import REPOSITORY
 
 SOURCES = ("megatron_edit", "configs", "docs", "patches", "scripts")
-FILES = ("setup.py", "pyproject.toml", "README.md", "MANIFEST.in")
+ROOT_FILES = ("README.md", "LICENSE", "CONTRIBUTING.md", "SECURITY.md", "CITATION.cff")
+FILES = ("setup.py", "pyproject.toml", "MANIFEST.in", *ROOT_FILES)
 # Nothing of the tests' own environment, in which this repository is installed.
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
 
@@ -62,10 +63,12 @@ def test_all_files_are_in_both(distributions: tuple[Path, Path]) -> None:
         names = set(archive.namelist())
     assert package - names == set()
     assert {name.split("/")[0] for name in names} <= {"megatron_edit", *_info(names)}
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     with tarfile.open(sdist) as archive:
         members = {member.name.partition("/")[2] for member in archive.getmembers()}
     assert package - members == set()
     assert {"scripts/pretrain_gpt.py", "configs/tiny_cpu.args", "docs/flags.md"} <= members
+    assert set(ROOT_FILES) <= members
 
 
 def _info(names: set[str]) -> set[str]:
@@ -114,7 +117,7 @@ def _assert_works(python: Path, folder: Path) -> None:
     assert where.stdout.startswith(str(python.parent.parent)), where
     version = run([command, "--version"], folder)
     assert version.stdout == f"megatron_edit {_version()}\n", version
-    script = shutil.copy(REPOSITORY / "scripts" / "pretrain_gpt.py", folder)
+    script = str(shutil.copy(REPOSITORY / "scripts" / "pretrain_gpt.py", folder))
     tiny = tiny_gpt(global_batch_size=4)
     edit = ["--use-edit", "--edit-num-replicas", "2", "--world-size", "2"]
     checked = run([command, "check", script, *tiny, *edit], folder)
@@ -127,7 +130,7 @@ def _assert_works(python: Path, folder: Path) -> None:
 def _version() -> str:
     tree = ast.parse((REPOSITORY / "setup.py").read_text(encoding="utf-8"))
     call = next(n for n in ast.walk(tree) if isinstance(n, ast.Call) and _is_setup(n))
-    return next(ast.literal_eval(k.value) for k in call.keywords if k.arg == "version")
+    return str(next(ast.literal_eval(k.value) for k in call.keywords if k.arg == "version"))
 
 
 def _is_setup(call: ast.Call) -> bool:

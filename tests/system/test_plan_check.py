@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import plan_check  # noqa: E402
+import plan_check
 
 # More replicas than cores; docs/plan.md says why.
 MISSED = {

@@ -9,28 +9,25 @@ import sys
 from pathlib import Path
 
 import pytest
+from quickstart_parts.picture import Curve, draw
+from quickstart_parts.runs import launch_line
+from quickstart_parts.table import format_table, summarize
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from quickstart_parts.picture import Curve, draw  # noqa: E402
-from quickstart_parts.runs import launch_line  # noqa: E402
-from quickstart_parts.table import format_table, summarize  # noqa: E402
-
-from megatron_edit.tools.compare.console_log import (  # noqa: E402
+from megatron_edit.tools.compare.console_log import (
     RunLog,
     edit_losses,
     read_json_lines,
 )
-from megatron_edit.tools.compare.flags import int_flag, read_flags  # noqa: E402
-from megatron_edit.tools.compare.traffic import (  # noqa: E402
+from megatron_edit.tools.compare.flags import int_flag, read_flags
+from megatron_edit.tools.compare.traffic import (
     Layout,
     baseline_bytes,
     sync_bytes,
     warmup_bytes,
 )
-from megatron_edit.tools.pages.drawing import running_mean  # noqa: E402
+from megatron_edit.tools.pages.drawing import running_mean
 
+ROOT = Path(__file__).resolve().parents[2]
 LINE = (
     " [2026-01-02 03:04:05.678901] iteration {:8d}/      12 | consumed samples:           80 |"
     " elapsed time per iteration (ms): {:.1f} | learning rate: 1.000000E-03 |"

@@ -266,7 +266,7 @@ def test_bad_flags_end_the_job_before_any_rank(run: Run) -> None:
 
 def test_documented_commands_are_accepted(run: Run) -> None:
     """By the real sbatch, held, with as many nodes as there are and no GPUs."""
-    jobs = []
+    jobs: list[str] = []
     for command in of_kind("slurm"):
         if command.words[0] == "scancel":
             continue

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support_runs import probe
 
 from megatron_edit.tools.cli import main
 from megatron_edit.tools.patch.line import LINE
@@ -17,10 +18,6 @@ from megatron_edit.versions import RELEASES
 from tests.harness.launch import REPOSITORY
 from tests.host.runs import edit_flags
 from tests.system.test_launch import free_port
-
-sys.path.insert(0, str(REPOSITORY / "scripts"))
-
-from support_runs import probe
 
 CLONES = "MEGATRON_LM_DIRS"
 
