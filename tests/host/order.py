@@ -27,7 +27,7 @@ def record_order() -> None:
     finish, setup = EditEngine.finish, training.setup_model_and_optimizer
 
     def note(kind: str, unit: str) -> None:
-        log.append([kind, unit, engines[0].rounds.count if engines else 0, engines[0].step])
+        log.append([kind, unit, engines[0].num_syncs if engines else 0, engines[0].step])
 
     def spied_launch(self: UnitSync, *args: Any, **kwargs: Any) -> Any:
         note("start", self.shard.name)

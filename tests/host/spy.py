@@ -231,7 +231,7 @@ def count_sync_traffic() -> None:
         return engine.step if hasattr(engine, "state") else 0  # still being built
 
     def spied_build(self: EditEngine, *args: Any, **kwargs: Any) -> None:
-        groups = kwargs.get("groups", args[2] if len(args) > 2 else None)
+        groups: Any = kwargs.get("groups", args[2] if len(args) > 2 else None)
 
         def counting(inner: Any) -> _CountingGroup:
             return _CountingGroup(

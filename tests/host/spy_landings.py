@@ -87,9 +87,9 @@ def record_landings() -> None:
             facts = {"stage": stage, "groups": len(groups), "landings": landings}
             (out_dir() / f"landings-{rank}.json").write_text(json.dumps(facts))
 
-    def spied_land(self: SyncQueue, run: Any) -> None:
-        land(self, run)
-        landings.append(Landing(run.plan.round, places.where(), places.begun["gather"]))
+    def spied_land(self: SyncQueue, sync: Any) -> None:
+        land(self, sync)
+        landings.append(Landing(sync.plan.round, places.where(), places.begun["gather"]))
 
     def watched_schedule(*args: Any, **kwargs: Any) -> Any:
         return places.watched("schedule", schedule_of(*args, **kwargs))
