@@ -7,6 +7,7 @@ question are made with every seed; what is compared is compared seed by seed.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from .cases import Case, Size, Stage
 from .corruption import TEXT, Corruption
@@ -49,7 +50,7 @@ class Study:
 
     def member(
         self, label: str, strategy: str, *flags: str, base: str = "", size: Size | None = None,
-        num_replicas: int = NUM_REPLICAS, tau: int = TAUS[0], **changes: object,
+        num_replicas: int = NUM_REPLICAS, tau: int = TAUS[0], **changes: Any,
     ) -> Member:  # fmt: skip
         """A member with one case for each seed.
 
@@ -75,7 +76,7 @@ class Study:
             samples_per_step=num_replicas * size.micro_batch_size,
             flags=flags,
         )
-        first = replace(first, **changes)  # type: ignore[arg-type]
+        first = replace(first, **changes)
         return Member(label, tuple(replace(first, seed=seed) for seed in self.seeds), base)
 
     def corrupted(self, member: Member, kind: str = TEXT) -> Member:
@@ -105,7 +106,7 @@ class Study:
         members = [self.member(edit, "edit"), *self._parts(edit)]
         return Question("ablation", "Parts of the penalty, clean data, tau 16", tuple(members))
 
-    def _parts(self, base: str, **changes: object) -> list[Member]:
+    def _parts(self, base: str, **changes: Any) -> list[Member]:
         """EDiT without single parts of the penalty, with single parts, and without all."""
         off = {"elimination": "--edit-no-anomaly", "weights": "--edit-no-weighting",
                "clip": "--edit-no-clip"}  # fmt: skip
@@ -139,7 +140,7 @@ class Study:
         members = [self.member("auto", "edit"), *self._temperatures("auto")]
         return Question("temperature", "Temperature of the weights, clean data", tuple(members))
 
-    def _temperatures(self, base: str, **changes: object) -> list[Member]:
+    def _temperatures(self, base: str, **changes: Any) -> list[Member]:
         found = []
         for label, value in (("T = 1", "1"), ("one-hot", ONE_HOT)):
             words = ("--edit-weight-temperature", value)

@@ -21,8 +21,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from overlap_parts.analysis import Analysis, Link  # noqa: E402
-from overlap_parts.kinds import IDEAL, Job, Model, Window  # noqa: E402
+from frame.gpt import Link, Model, Window  # noqa: E402
+from frame.study import read_one  # noqa: E402
+from overlap_parts.analysis import Analysis  # noqa: E402
+from overlap_parts.kinds import IDEAL, Job  # noqa: E402
 from overlap_parts.readings import Measurement  # noqa: E402
 from overlap_parts.rivals import (  # noqa: E402
     RIVALS,
@@ -188,7 +190,7 @@ def test_it_sends_its_model_once_in_a_round(tmp_path: Path) -> None:
         timeout=500,
         check=True,
     )
-    found = {m["kind"]: m for m in json.loads(output.read_text())["measurements"]}
+    found = {m["kind"]: m for m in read_one(output)["runs"]}
     assert max(found[IDEAL]["window_bytes"]) < 1000  # the kernel says a word now and then
     # 8192 x 128 tokens, 128 x 128 positions, two layers of 12 x 128^2 weights and 13 x 128 others,
     # and the last norm; two replicas send each of it once per all-reduce.
