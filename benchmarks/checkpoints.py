@@ -19,18 +19,18 @@ most. Complete: from when the first rank came to a save until the line on the
 console says that it is there. Bytes: sizes of the files, by part; also, once each, in fp32, with
 more replicas, and for a save that `leader` puts off until the next sync.
 
-Prints Markdown tables; writes OUTPUT (all raw numbers) and a picture beside it.
+Prints Markdown tables; writes OUTPUT (their numbers), a picture beside it, and the folder of all
+runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import signal
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,18 @@ from checkpoint_parts.kinds import BF16, FP32, KINDS, MODES, Case, timed_cases, 
 from checkpoint_parts.readings import Measurement
 from checkpoint_parts.report import draw, markdown
 from checkpoint_parts.runs import Bench
-from overlap_parts.kinds import Model
-from overlap_parts.report import environment
-from straggler_parts.runs import RunFailedError
+from frame.gpt import Model
+from frame.study import (
+    ABOUT_FILES,
+    Study,
+    add_common,
+    common_flags,
+    parse_quick,
+    parts_of,
+    say,
+    there_and_back,
+)
+from netlab_tools import leaving_on_signals
 
 DISTURBED_SHARE = 0.5  # of the cores in use by others, right after a run
 QUICK: dict[str, Any] = {
@@ -54,21 +63,21 @@ QUICK: dict[str, Any] = {
 def main(argv: Sequence[str]) -> int:
     """Measure and report; the exit code is 1 where a run failed, not where a mark is missed."""
     args = parse(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the ranks
     results = Results(args)
-    measure_all(args, Bench(args.folder, args.time_limit), results)
+    with leaving_on_signals():  # which end the ranks
+        results.measure_all()
     analysis = Analysis(results.measurements)
     weights, timings = analysis.weights(), analysis.timings()
     print(markdown(weights, timings, analysis.verdicts()))
     draw(args.output.with_suffix(".png"), weights, timings)
-    return 1 if results.failures else 0
+    return 1 if results.study.failures else 0
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line; `--quick` changes defaults, so that other flags still count."""
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add_common(parser, repeats=2, time_limit=180.0, quick="small, short and once")
     add = parser.add_argument
-    add("--output", type=Path, required=True, help="JSON file of all numbers")
     add("--kinds", default=",".join(KINDS), help="of training (default: %(default)s)")
     add("--modes", default=",".join(MODES), help="of saving (default: %(default)s)")
     add("--replicas", type=int, default=2, help="N (default: 2)")
@@ -83,24 +92,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--pause-ms", type=float, default=50.0, help="each step sleeps so long (default: 50)")
     add("--async-pause-ms", type=float, default=1000.0, help="the same with --async-save; long "
         "enough for a checkpoint to be complete in half an interval (default: 1000)")  # fmt: skip
-    add("--repeats", type=int, default=2, help="turns of all runs (default: 2)")
     add("--folder", type=Path, help="where to write checkpoints (default: the system's for "
         "temporary files)")  # fmt: skip
     add("--patience", type=float, default=0.0, help="seconds to wait, all in all, for others to "
         "leave the machine alone (default: 0)")  # fmt: skip
-    add("--time-limit", type=float, default=180.0, help="seconds for one run (default: 180)")
-    add("--quick", action="store_true", help="a smoke test: small, short and once")
-    if "--quick" in argv:
-        parser.set_defaults(**QUICK)
-    args = parser.parse_args(argv)
+    args = parse_quick(parser, argv, QUICK)
     args.kinds = args.kinds.split(",")
     args.modes = args.modes.split(",")
     if unknown := set(args.kinds) - set(KINDS) | set(args.modes) - set(MODES):
         parser.error(f"{sorted(unknown)}: kinds are {KINDS}, modes {MODES}")
     if args.interval < 6 or args.interval % 6:
         parser.error(f"interval {args.interval}: must be a multiple of 6, to find like iterations")
-    args.more_precisions = [word for word in args.more_precisions.split(",") if word]
-    args.more_replicas = [int(word) for word in args.more_replicas.split(",") if word]
+    args.more_precisions = parts_of(args.more_precisions)
+    args.more_replicas = [int(word) for word in parts_of(args.more_replicas)]
     return args
 
 
@@ -130,92 +134,75 @@ def once_cases(args: argparse.Namespace) -> list[Case]:
 
 
 class Results:
-    """Everything measured so far; written after each run, so that nothing is lost."""
+    """Everything measured so far."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self._output: Path = args.output
-        settings = {name: value for name, value in vars(args).items() if name != "output"}
-        base = base_case(args)
-        cases = [*timed_cases(base, args.kinds, args.modes), *once_cases(args)]
-        self._record: dict[str, Any] = {
-            "versions": environment(),
-            "configuration": settings | {"folder": str(args.folder)},
-            "flags": {case.name: " ".join(case.flags("FOLDER")) for case in cases},
-        }
+        self._args = args
+        left_out = (*ABOUT_FILES, "folder", "patience")
+        settings = {name: value for name, value in vars(args).items() if name not in left_out}
+        self._timed = timed_cases(base_case(args), args.kinds, args.modes)
+        cases = [*self._timed, *once_cases(args)]
+        settings["flags"] = common_flags({case.name: case.flags("FOLDER") for case in cases})
+        self.study = Study("checkpoints", args, settings, self._summary)
         self.measurements: list[Measurement] = []
-        self.disk_speeds: list[float] = []
-        self.failures: list[str] = []
-        self.patience: float = args.patience
-        self.num_disturbed = 0  # runs that were thrown away
+        self._disk_speeds: list[float] = []
+        self._patience: float = args.patience
+        self._num_disturbed = 0  # runs that were thrown away
 
-    def write(self) -> None:
-        """Write all of it."""
+    def measure_all(self) -> None:
+        """Run all cases in turn, as often as asked. A failed run does not end all."""
+        args, study, once = self._args, self.study, once_cases(self._args)
+        bench = Bench(args.folder, args.time_limit)
+        with study.progress(args.repeats * len(self._timed) + len(once)):
+            for turn in range(args.repeats):
+                self._patience -= bench.wait_for_quiet(self._patience)
+                speed = study.once(f"turn {turn + 1}, disk", float, bench.disk_speed)
+                self._disk_speeds.append(speed)
+                say(f"turn {turn + 1}: the disk takes {speed / 1e6:.0f} MB/s")
+                for case in there_and_back(self._timed, turn):
+                    self._measure(bench, case, turn)
+            for case in once:
+                self._measure(bench, case, None)
+
+    def _measure(self, bench: Bench, case: Case, turn: int | None) -> None:
+        key = f"once, {case.name}" if turn is None else f"turn {turn + 1}, {case.name}"
+        make = partial(self._undisturbed, bench, case, turn)
+        found = self.study.measure(key, Measurement, make, _describe)
+        if found is not None:
+            self.measurements.append(found)
+        self.study.write()
+
+    def _undisturbed(self, bench: Bench, case: Case, turn: int | None) -> Measurement:
+        """A run into which nobody else came, as long as there is patience for another."""
+        while True:
+            self._patience -= bench.wait_for_quiet(self._patience)
+            began = time.monotonic()
+            found = bench.measure(case, turn)
+            seconds = time.monotonic() - began
+            if found.busy[1] < DISTURBED_SHARE or self._patience <= 0:
+                return found
+            self._num_disturbed += 1
+            self._patience -= seconds
+
+    def _summary(self) -> dict[str, Any]:
         analysis = Analysis(self.measurements)
-        record = self._record | {
-            "bytes": [asdict(weight) for weight in analysis.weights()],
-            "times": [asdict(timing) for timing in analysis.timings()],
+        return {
+            "bytes": analysis.weights(),
+            "times": analysis.timings(),
             "marks": [asdict(v) | {"passes": v.passes} for v in analysis.verdicts()],
-            "disk_bytes_per_second": self.disk_speeds,
-            "measurements": [asdict(measurement) for measurement in self.measurements],
-            "num_disturbed": self.num_disturbed,
-            "failures": self.failures,
+            "disk_bytes_per_second": self._disk_speeds,
+            "num_runs": len(self.measurements),
+            "num_disturbed": self._num_disturbed,
         }
-        self._output.parent.mkdir(parents=True, exist_ok=True)
-        self._output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def measure_all(args: argparse.Namespace, bench: Bench, results: Results) -> None:
-    """Run all cases in turn, as often as asked. A failed run does not end all."""
-    base = base_case(args)
-    cases = timed_cases(base, args.kinds, args.modes)
-    for turn in range(args.repeats):
-        results.patience -= bench.wait_for_quiet(results.patience)
-        results.disk_speeds.append(bench.disk_speed())
-        say(f"turn {turn + 1}: the disk takes {results.disk_speeds[-1] / 1e6:.0f} MB/s")
-        # There and back: a steady drift of the machine then hits all kinds alike.
-        for case in cases if turn % 2 == 0 else reversed(cases):
-            measure(bench, case, turn, results)
-    for case in once_cases(args):
-        measure(bench, case, None, results)
-
-
-def measure(bench: Bench, case: Case, turn: int | None, results: Results) -> None:
-    """One run."""
-    name = f"once, {case.name}" if turn is None else f"turn {turn + 1}, {case.name}"
-    try:
-        found, seconds = undisturbed(bench, case, turn, results)
-    except RunFailedError as error:
-        print(f"checkpoints: {error}", file=sys.stderr, flush=True)
-        results.failures.append(f"{name}: {error}")
-    else:
-        results.measurements.append(found)
-        stalls = " ".join(f"{save.stall:.2f}" for save in found.saves)
-        loop = " ".join("-" if s.loop is None else f"{s.loop:.2f}" for s in found.saves)
-        sizes = " ".join(f"{sum(s.num_bytes.values()) / found.parameters:.1f}" for s in found.saves)
-        others = " and ".join(f"{share:.0%}" for share in found.busy)
-        say(f"{name}: stalls {stalls} s, of the loop {loop} s; {sizes} bytes per parameter; "
-            f"{seconds:.0f} s; others used {others} of the cores before and after")  # fmt: skip
-    results.write()
-
-
-def undisturbed(
-    bench: Bench, case: Case, turn: int | None, results: Results
-) -> tuple[Measurement, float]:
-    """A run into which nobody else came, as long as there is patience for another; its seconds."""
-    while True:
-        results.patience -= bench.wait_for_quiet(results.patience)
-        began = time.monotonic()
-        found = bench.measure(case, turn)
-        seconds = time.monotonic() - began
-        if found.busy[1] < DISTURBED_SHARE or results.patience <= 0:
-            return found, seconds
-        results.num_disturbed += 1
-        results.patience -= seconds
-
-
-def say(text: str) -> None:
-    """A line of progress; the standard output is for the tables."""
-    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+def _describe(found: Measurement) -> str:
+    stalls = " ".join(f"{save.stall:.2f}" for save in found.saves)
+    loop = " ".join("-" if save.loop is None else f"{save.loop:.2f}" for save in found.saves)
+    sizes = " ".join(f"{sum(s.num_bytes.values()) / found.parameters:.1f}" for s in found.saves)
+    others = " and ".join(f"{share:.0%}" for share in found.busy)
+    return (f"stalls {stalls} s, of the loop {loop} s; {sizes} bytes per parameter; others used "
+            f"{others} of the cores before and after")  # fmt: skip
 
 
 if __name__ == "__main__":

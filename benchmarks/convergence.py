@@ -5,9 +5,9 @@
 
 A GPT of about a million parameters trains on Python's own library, with replicas of one rank on the
 cores of this machine. The questions, in order of priority, are in `convergence_parts/study.py`.
-Finished runs are kept as one small JSON file each, named by the hash of their configuration, in
-`benchmarks/results/convergence/`; whatever is there is not run again. Tables and a picture are made
-of what there is, beside that folder: `convergence.md` and `convergence.png`.
+Each finished run is kept as a JSON file, named by the hash of its configuration, in a folder that
+git ignores (`--records`). OUTPUT, `benchmarks/results/convergence.json`, has a row for each; runs
+that are in either are not made again. Page and picture beside OUTPUT are drawn from it alone.
 """
 
 from __future__ import annotations
@@ -23,17 +23,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from convergence_parts.analysis import Backlog, make_backlog
-from convergence_parts.bench import Bench, RunFailedError
+from convergence_parts.bench import Bench
 from convergence_parts.cases import Case, Size
 from convergence_parts.corpus import Corpus
-from convergence_parts.records import Record, Records, record_of
+from convergence_parts.records import Record, Records, RunTable, identity_of, record_of
 from convergence_parts.report import draw, markdown
 from convergence_parts.study import SEEDS, Study
+from frame.launch import BENCHMARKS, RunFailedError
+from frame.study import parse_quick, parts_of, say
 
 from megatron_edit.tools.compare.console_log import RunLog
 from megatron_edit.tools.compare.follow import Bar, progress_bar
 
-RESULTS = Path(__file__).with_name("results") / "convergence"
+OUTPUT = BENCHMARKS / "results" / "convergence.json"
+OUT = BENCHMARKS / "out"
 CORPUS = Path(tempfile.gettempdir()) / "megatron_edit_convergence_corpus"
 INTERRUPTED = 130
 # Two cores, nothing else on them: seconds of a run are about so many for a step of a replica.
@@ -49,28 +52,50 @@ def main(argv: Sequence[str]) -> int:
     """List, or run and report; 1 where a run failed, 130 where the study was broken off."""
     args = parse(argv)
     study = Study(QUICK if args.quick else Size(), seeds=args.seeds)
+    if args.report:
+        return report(study, args.output)
     megabytes = QUICK_MEGABYTES if args.quick else MEGABYTES
     corpus = Corpus.ensure(args.corpus, study.size.vocab_size, max_megabytes=megabytes)
-    records = Records(args.results, corpus.identity)
+    table, identity = RunTable.read(args.output), identity_of(corpus.summary)
+    if table.corpus and identity_of(table.corpus) != identity:
+        print(f"convergence: {args.output} is of another text ({table.corpus['source']}); "
+              "give another --output", file=sys.stderr)  # fmt: skip
+        return 1
+    records = Records(args.records, identity, table)
     backlog = make_backlog(study, records.find, args.only)
     if args.list:
         print(listing(backlog, records))
         return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the ranks, too
     code = 0
-    if not args.report:
-        runner = Runner(Bench(corpus.flags, args.time_limit), records, args.limit_minutes)
-        try:
-            runner.run(backlog)
-        except KeyboardInterrupt:
-            say("interrupted; the same command goes on")
-            code = INTERRUPTED
-        code = code or bool(runner.failures)
-    page, picture = (args.results.with_suffix(suffix) for suffix in (".md", ".png"))
-    draw(picture, study, records.find)
-    page.write_text(markdown(study, records.find, corpus.summary, picture.name), encoding="utf-8")
+    runner = Runner(Bench(corpus.flags, args.time_limit), records, args.limit_minutes)
+    try:
+        runner.run(backlog)
+    except KeyboardInterrupt:
+        say("interrupted; the same command goes on")
+        code = INTERRUPTED
+    labels = {
+        case: f"{question.name}: {member.label}, seed {case.seed}"
+        for question in reversed(study.questions)
+        for member in question.members
+        for case in member.cases
+    }
+    table.with_runs(corpus.summary, records, labels).write(args.output)
+    return report(study, args.output) or code or bool(runner.failures)
+
+
+def report(study: Study, output: Path) -> int:
+    """Make the page and the picture of OUTPUT, beside it; 1 where there is none."""
+    table = RunTable.read(output)
+    if not table.corpus:
+        print(f"convergence: there is no {output}", file=sys.stderr)
+        return 1
+    page, picture = (output.with_suffix(suffix) for suffix in (".md", ".png"))
+    draw(picture, study, table.find)
+    text = markdown(study, table.find, table.corpus, picture.name)
+    page.write_text(text, encoding="utf-8")
     say(f"page: {page}")
-    return code
+    return 0
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -78,18 +103,22 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--list", action="store_true", help="say what there is to do and how long it may take")
-    add("--report", action="store_true", help="only make the page of what there is")
+    add("--report", action="store_true", help="only make the page of OUTPUT again")
     add("--only", default="", help="names of questions, separated by commas (default: all)")
     add("--limit-minutes", type=float, default=math.inf, help="start no run that would not be done "
         "by then (default: no limit)")  # fmt: skip
     add("--seeds", default=",".join(map(str, SEEDS)), help="(default: %(default)s)")
-    add("--results", type=Path, default=RESULTS, help="folder of finished runs")
+    add("--output", type=Path, default=OUTPUT, help="JSON file with a row for each finished run, "
+        "page and picture beside it (default: benchmarks/results/convergence.json)")  # fmt: skip
+    add("--records", type=Path, default=OUT / "convergence", help="folder of finished runs "
+        "(default: benchmarks/out/convergence)")  # fmt: skip
     add("--corpus", type=Path, default=CORPUS, help="folder of the text; made if there is none")
     add("--time-limit", type=float, default=1800.0, help="seconds until a stage of a run is given "
         "up (default: %(default)g)")  # fmt: skip
     add("--quick", action="store_true", help="a smoke test: a tiny model and a few steps")
-    args = parser.parse_args(argv)
-    args.only = [word for word in args.only.split(",") if word]
+    quick = {"output": OUT / "convergence_quick.json", "records": OUT / "convergence_quick"}
+    args = parse_quick(parser, argv, quick)
+    args.only = parts_of(args.only)
     names = [question.name for question in Study().questions]
     if unknown := set(args.only) - set(names):
         parser.error(f"--only {','.join(sorted(unknown))}: must be of {', '.join(names)}")
@@ -105,11 +134,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def listing(backlog: Sequence[Backlog], records: Records) -> str:
     """What there is to do, question by question."""
     rate = seconds_per_step(backlog, records)
-    rows = [
+    rows: list[tuple[int, ...]] = [
         (each.planned, each.finished, each.refused, each.cost, each.refused_cost)
         for each in backlog
     ]
-    rows.append(tuple(map(sum, zip(*rows, strict=True))))  # type: ignore[arg-type]
+    rows.append(tuple(map(sum, zip(*rows, strict=True))))
     names = [*(each.question.name for each in backlog), "in all"]
     lines = [f"{'question':14} {'runs':>5} {'finished':>9} {'refused':>8} {'hours left':>11} "
              f"{'and refused':>12}"]  # fmt: skip
@@ -192,11 +221,6 @@ def _follower(case: Case, bar: Bar, start: float) -> Callable[[Path], None]:
             bar.update(reached - bar.n)
 
     return follow
-
-
-def say(text: str) -> None:
-    """A line of progress."""
-    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

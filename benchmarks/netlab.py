@@ -37,7 +37,7 @@ from netlab_tools import (
     tool,
 )
 
-__all__ = ["INTERFACE", "Lab", "LabError", "LabUnavailableError", "require_lab"]
+__all__ = ["INTERFACE", "Lab", "LabError", "LabUnavailableError", "burst_bytes", "require_lab"]
 
 INTERFACE = "link0"  # of every host
 MAX_HOSTS = 200
@@ -179,10 +179,15 @@ class Lab:
                 run("ip", "-n", name, "link", "set", interface, "up")
 
 
+def burst_bytes(rate: float | None) -> float:
+    """What a link that was idle lets through at once, beyond its rate (bits per second)."""
+    return 0.0 if rate is None else max(MIN_BURST_BYTES, rate / 8 * BURST_SECONDS)
+
+
 def _token_bucket(rate: float) -> list[str]:
-    burst = max(MIN_BURST_BYTES, round(rate / 8 * BURST_SECONDS))
     latency = f"{round(QUEUE_SECONDS * 1e3)}ms"
-    return ["tbf", "rate", f"{round(rate)}bit", "burst", str(burst), "latency", latency]
+    burst = str(round(burst_bytes(rate)))
+    return ["tbf", "rate", f"{round(rate)}bit", "burst", burst, "latency", latency]
 
 
 def _root_queue(name: str, action: str, *rest: str) -> None:

@@ -10,24 +10,26 @@ calls it with --check, and another one holds the marks.
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from netlab import BURST_SECONDS, MIN_BURST_BYTES
+from frame.gpt import link_name
+from frame.launch import BENCHMARKS, REPOSITORY
+from frame.page import table
+from frame.study import read_one
+from netlab import burst_bytes
 
 from megatron_edit.tools.plan.job import Job, read_job
 from megatron_edit.tools.plan.machine import CPU, Link
 from megatron_edit.tools.plan.timing import Setting, stock_cost, sync_cost
 from megatron_edit.tools.plan.traffic import sync_traffic
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-RESULTS = REPOSITORY / "benchmarks" / "results"
+# The series of each study that the planner is held to.
+SERIES = {"overlap": "all links, three turns", "delayed": "delay 30", "growth": "all"}
 TARGET = REPOSITORY / "docs" / "plan.md"
 BEGIN, END = "<!-- made by benchmarks/plan_check.py -->", "<!-- end -->"
 SPEED_MARK, BYTES_MARK = 0.20, 0.10
@@ -63,15 +65,9 @@ class Prediction:
         return abs(self.error) <= mark
 
 
-def link_name(rate: float | None) -> str:
-    """For people."""
-    return "no limit" if rate is None else f"{rate / 1e6:g} Mbit/s"
-
-
 def lab_link(rate: float | None, bandwidth: float) -> Link:
     """A link of the lab: `tc tbf` lets a bucket through at once."""
-    bucket = 0.0 if rate is None else max(MIN_BURST_BYTES, rate / 8 * BURST_SECONDS)
-    return Link(bandwidth, burst_seconds=8 * bucket / bandwidth)
+    return Link(bandwidth, burst_seconds=8 * burst_bytes(rate) / bandwidth)
 
 
 def lab_job(flags: str, num_replicas: int) -> Job:
@@ -94,7 +90,7 @@ def _shares_of(results: dict[str, Any]) -> Iterator[Prediction]:
     for (rate, kind), row in rows.items():
         if kind == "ideal" or kind.startswith("torchft"):
             continue
-        job = lab_job(results["configuration"]["flags"][kind], 2)
+        job = _job_of_kind(results, kind)
         setting = Setting(
             link=lab_link(rate, row["bandwidth"]["median"]),
             machine=CPU,
@@ -149,14 +145,19 @@ def sent_bytes() -> list[Prediction]:
 
 def _sent_in_window(results: dict[str, Any]) -> Iterator[Prediction]:
     """What a host sent in the measured rounds, where nothing but syncs is on the link."""
-    for run in results["measurements"]:
-        if not run["syncs"]:
+    for run in results["runs"]:
+        if not run["num_syncs"]:
             continue
-        job = lab_job(results["configuration"]["flags"][run["kind"]], 2)
+        job = _job_of_kind(results, run["kind"])
         config = job.config("edit")
-        predicted = sync_traffic(job, config, config.sync_interval).per_host * len(run["syncs"])
+        predicted = sync_traffic(job, config, config.sync_interval).per_host * run["num_syncs"]
         name = f"{link_name(run['rate'])}, {run['kind']}, turn {run['repeat'] + 1}"
         yield Prediction(f"{name}, interface", predicted, max(run["window_bytes"]))
+
+
+def _job_of_kind(results: dict[str, Any], kind: str) -> Job:
+    flags = results["configuration"]["flags"]
+    return lab_job(f"{flags['common']} {flags[kind]}", 2)
 
 
 def _job_of(results: dict[str, Any], case: dict[str, int]) -> Job:
@@ -176,9 +177,7 @@ def _case_name(row: dict[str, Any]) -> str:
 
 
 def _results(name: str) -> dict[str, Any]:
-    text = (RESULTS / f"{name}_2cpu_202611.json").read_text(encoding="utf-8")
-    results: dict[str, Any] = json.loads(text)
-    return results
+    return read_one(BENCHMARKS / "results" / f"{name}_2cpu_202611.json", SERIES[name])
 
 
 # ---- the tables
@@ -189,26 +188,24 @@ def tables() -> str:
     parts = [
         "Share of the ideal speed (`benchmarks/results/overlap_2cpu_202611.md`, the first of its "
         "two series; `delayed_2cpu_202611.md`), medians:",
-        _table("link and mode", shares(), "{:.3f}", 1.0),
+        _predictions("link and mode", shares(), "{:.3f}", 1.0),
         "Milliseconds of a blocking sync (`benchmarks/results/growth_2cpu_202611.md`), the least "
         "of 32:",
-        _table("link and model", syncs(), "{:.1f}", 1e3),
+        _predictions("link and model", syncs(), "{:.1f}", 1e3),
         _bytes_line(),
     ]
     return "\n\n".join(parts)
 
 
-def _table(head: str, found: Sequence[Prediction], form: str, factor: float) -> str:
-    lines = [f"| {head} | predicted | measured | difference | |", "|---|---|---|---|---|"]
+def _predictions(head: str, found: Sequence[Prediction], form: str, factor: float) -> str:
+    rows = []
     for each in found:
         note = "fitted" if each.is_fitted else ""
         if not each.is_within(SPEED_MARK):
             note = (note + " **missed**").strip()
-        lines.append(
-            f"| {each.what} | {form.format(each.predicted * factor)} "
-            f"| {form.format(each.measured * factor)} | {each.error:+.1%} | {note} |"
-        )
-    return "\n".join(lines)
+        numbers = (form.format(each.predicted * factor), form.format(each.measured * factor))
+        rows.append([each.what, *numbers, f"{each.error:+.1%}", note])
+    return table((head, "predicted", "measured", "difference", ""), rows)
 
 
 def _bytes_line() -> str:

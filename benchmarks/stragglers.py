@@ -20,27 +20,26 @@ and `stock` are measured over the whole steps in one span of time, the same for 
 are ended before their training would end. Waiting is `seconds.wait` of the event file, of replica
 0, which is never a consistent straggler.
 
-Prints a Markdown table; writes OUTPUT (all raw numbers) and a picture beside it.
+Prints a Markdown table; writes OUTPUT (its numbers), a picture beside it, and the folder of all
+runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import signal
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from overlap_parts.report import environment
+from frame.study import ABOUT_FILES, Study, add_common, common_flags, parse_quick, there_and_back
+from netlab_tools import leaving_on_signals
 from straggler_parts.analysis import Analysis
 from straggler_parts.kinds import KINDS, Job, Scenario
 from straggler_parts.readings import Measurement
 from straggler_parts.report import draw, markdown
-from straggler_parts.runs import Bench, RunFailedError
+from straggler_parts.runs import Bench
 
 QUICK: dict[str, Any] = {
     "scenarios": "random,4x", "replicas": 2, "tau": 16, "rounds": 1, "repeats": 1,
@@ -51,21 +50,21 @@ QUICK: dict[str, Any] = {
 def main(argv: Sequence[str]) -> int:
     """Measure and report; the exit code is 1 where a run failed, not where a target is missed."""
     args = parse(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the replicas
     results = Results(args)
-    measure_all(args, Bench(args.time_limit), results)
+    with leaving_on_signals():  # which end the replicas
+        results.measure_all()
     analysis = Analysis(results.measurements)
     rows, titles = analysis.rows(), {each.name: each.title for each in args.scenarios}
     print(markdown(rows, analysis.verdicts(), titles))
     draw(args.output.with_suffix(".png"), rows, titles)
-    return 1 if results.failures else 0
+    return 1 if results.study.failures else 0
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line; `--quick` changes defaults, so that other flags still count."""
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add_common(parser, repeats=3, time_limit=180.0, quick="few, short and once")
     add = parser.add_argument
-    add("--output", type=Path, required=True, help="JSON file of all numbers")
     add("--scenarios", default="random,2x,4x,equal", help="(default: %(default)s)")
     add("--kinds", default=",".join(KINDS), help="of training (default: %(default)s)")
     add("--replicas", type=int, default=4, help="each of one rank (default: 4)")
@@ -78,12 +77,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--seconds", type=float, default=5.0,
         help="how long ideal and stock are measured in a run (default: 5)")  # fmt: skip
     add("--seed", type=int, default=1234, help="of the draws in the first turn (default: 1234)")
-    add("--repeats", type=int, default=3, help="turns of all runs (default: 3)")
-    add("--time-limit", type=float, default=180.0, help="seconds for one run (default: 180)")
-    add("--quick", action="store_true", help="a smoke test: few, short and once")
-    if "--quick" in argv:
-        parser.set_defaults(**QUICK)
-    args = parser.parse_args(argv)
+    args = parse_quick(parser, argv, QUICK)
     try:
         names = args.scenarios.split(",")
         args.scenarios = [Scenario.named(name, args.rounds) for name in names]
@@ -96,56 +90,44 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 class Results:
-    """Everything measured so far; written after each run, so that nothing is lost."""
+    """Everything measured so far."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self._output: Path = args.output
+        self._args = args
+        settings = {name: value for name, value in vars(args).items() if name not in ABOUT_FILES}
         jobs = [_job(args, each, kind, 0) for each in args.scenarios for kind in args.kinds]
-        settings = vars(args) | {"scenarios": [asdict(each) for each in args.scenarios]}
-        del settings["output"]
-        self._record: dict[str, Any] = {
-            "versions": environment(),
-            "configuration": settings,
-            "jobs_of_the_first_turn": [
-                {"scenario": job.scenario.name, "kind": job.kind, "plan": asdict(job.plan),
-                 "flags": " ".join(job.flags("LOG_DIR"))}
-                for job in jobs
-            ],
-        }  # fmt: skip
-        self.measurements: list[Measurement] = []
-        self.failures: list[str] = []
-
-    def write(self) -> None:
-        """Write all of it."""
-        analysis = Analysis(self.measurements)
-        record = self._record | {
-            "summary": [asdict(row) for row in analysis.rows()],
-            "targets": [asdict(v) | {"passes": v.passes} for v in analysis.verdicts()],
-            "measurements": [asdict(measurement) for measurement in self.measurements],
-            "failures": self.failures,
+        flags = {f"{job.scenario.name}, {job.kind}": job.flags("LOG_DIR") for job in jobs}
+        settings |= {
+            "scenarios": args.scenarios,
+            "plans_of_the_first_turn": {job.scenario.name: job.plan for job in jobs},
+            "flags": common_flags(flags),
         }
-        self._output.parent.mkdir(parents=True, exist_ok=True)
-        self._output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        self.study = Study("stragglers", args, settings, self._summary)
+        self.measurements: list[Measurement] = []
 
+    def measure_all(self) -> None:
+        """Run all kinds in all scenarios in turn, as often as asked. One that fails does not end
+        the others."""
+        args, study, bench = self._args, self.study, Bench(self._args.time_limit)
+        with study.progress(args.repeats * len(args.scenarios) * len(args.kinds)):
+            for repeat in range(args.repeats):
+                for scenario in args.scenarios:
+                    for kind in there_and_back(args.kinds, repeat):
+                        job = _job(args, scenario, kind, repeat)
+                        key = f"turn {repeat + 1}, {scenario.name}, {kind}"
+                        make = partial(bench.measure, job, repeat)
+                        found = study.measure(key, Measurement, make, _describe)
+                        if found is not None:
+                            self.measurements.append(found)
+                        study.write()
 
-def measure_all(args: argparse.Namespace, bench: Bench, results: Results) -> None:
-    """Run all kinds in all scenarios in turn, as often as asked. A failed run does not end all."""
-    for repeat in range(args.repeats):
-        for scenario in args.scenarios:
-            # There and back: a steady drift of the machine then hits all kinds alike.
-            for kind in args.kinds if repeat % 2 == 0 else reversed(args.kinds):
-                name = f"turn {repeat + 1}, {scenario.name}, {kind}"
-                try:
-                    found = bench.measure(_job(args, scenario, kind, repeat), repeat)
-                except RunFailedError as error:
-                    print(f"stragglers: {error}", file=sys.stderr, flush=True)
-                    results.failures.append(f"{name}: {error}")
-                else:
-                    results.measurements.append(found)
-                    waits = " ".join(f"{s['seconds']['wait'] * 1e3:.0f}" for s in found.syncs)
-                    late = f", waited {waits} ms" if waits else ""
-                    say(f"{name}: {found.tokens_per_second:.0f} tokens/s{late}")
-                results.write()
+    def _summary(self) -> dict[str, Any]:
+        analysis = Analysis(self.measurements)
+        return {
+            "summary": analysis.rows(),
+            "targets": [asdict(v) | {"passes": v.passes} for v in analysis.verdicts()],
+            "runs": [run.short for run in self.measurements],
+        }
 
 
 def _job(args: argparse.Namespace, scenario: Scenario, kind: str, repeat: int) -> Job:
@@ -154,9 +136,9 @@ def _job(args: argparse.Namespace, scenario: Scenario, kind: str, repeat: int) -
     return Job(scenario, kind, plan, args.tau, args.seconds, phase)
 
 
-def say(text: str) -> None:
-    """A line of progress; the standard output is for the table."""
-    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+def _describe(found: Measurement) -> str:
+    waits = " ".join(f"{sync['seconds']['wait'] * 1e3:.0f}" for sync in found.syncs)
+    return f"{found.tokens_per_second:.0f} tokens/s" + (f", waited {waits} ms" if waits else "")
 
 
 if __name__ == "__main__":

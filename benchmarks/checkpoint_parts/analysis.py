@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from overlap_parts.analysis import Spread
+from frame.page import Spread
 
 from .kinds import ALL, BF16, LEADER, MID_ROUND, STOCK, STOCK_ALL, STOCK_ONE, WARMUP_SAVES
 from .readings import PARTS, Measurement, Save
@@ -167,8 +167,7 @@ class Analysis:
             for save in run.saves
             if save.position == position
         ]
-        total = Spread.of([sum(parts.values()) for parts in each])
-        assert total is not None
+        total = Spread.some([sum(parts.values()) for parts in each])
         stock = [
             sum(save.num_bytes.values()) / run.parameters
             for run in self._runs
@@ -176,7 +175,6 @@ class Analysis:
             for save in run.saves
         ]
         base = median(stock) if stock else None
-        ratio = Spread(total.min / base, total.median / base, total.max / base) if base else None
         return Weight(
             kind=kind,
             is_asked_late=is_asked_late,
@@ -186,7 +184,7 @@ class Analysis:
             parts={part: median(parts[part] for parts in each) for part in PARTS},
             total=total,
             limit=limit_bytes(kind, precision, num_replicas, position),
-            of_stock=ratio,
+            of_stock=total.over(base) if base else None,
         )
 
     def _timing(self, kind: str, is_async: bool, position: str) -> Timing:
@@ -206,27 +204,21 @@ class Analysis:
                     found.append(median(mine) / median(theirs))
             return Spread.of(found)
 
-        stall, complete = (
-            Spread.of([s.stall for s in saves]),
-            Spread.of([s.complete for s in saves]),
-        )
-        finalized = Spread.of([save.finalized for save in saves])
-        assert stall is not None and complete is not None and finalized is not None
         return Timing(
             kind=kind,
             is_async=is_async,
             position=position,
             num_saves=len(saves),
-            stall=stall,
+            stall=Spread.some([save.stall for save in saves]),
             of_one=ratio(STOCK_ONE, lambda save: save.stall),
             of_one_aside=ratio(STOCK_ONE, lambda save: save.aside),
             of_all=ratio(STOCK_ALL, lambda save: save.stall),
             loop=Spread.of(_known(lambda save: save.loop, saves)),
             loop_of_one=ratio(STOCK_ONE, lambda save: save.loop),
             loop_of_all=ratio(STOCK_ALL, lambda save: save.loop),
-            complete=complete,
+            complete=Spread.some([save.complete for save in saves]),
             complete_of_one=ratio(STOCK_ONE, lambda save: save.complete),
-            finalized=finalized,
+            finalized=Spread.some([save.finalized for save in saves]),
             spans={label: median(each.get(label, 0.0) for each in spans) for label in labels},
         )
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from overlap_parts.kinds import Model
+from frame.gpt import Model, edit_flags, flag_words
 
 STOCK_ONE = "stock-one"
 STOCK_ALL = "stock-all"
@@ -97,16 +97,13 @@ class Case:
 
     def flags(self, folder: str) -> list[str]:
         """All flags of the training script."""
-        flags = [
-            *self.model.flags(),
-            *("--edit-device", "cpu"),
-            *("--global-batch-size", str(self.model.micro_batch_size * self.world_size)),
-            *("--train-iters", str(TRAIN_ITERS)),
-            *("--log-interval", str(TRAIN_ITERS)),
-            *("--save", f"{folder}/checkpoints"),
-            *("--save-interval", str(self.interval)),
-            *("--ckpt-format", "torch_dist"),
-        ]
+        flags = self.model.flags(self.world_size, train_iters=TRAIN_ITERS, log_interval=TRAIN_ITERS)
+        values = {
+            "save": f"{folder}/checkpoints",
+            "save-interval": self.interval,
+            "ckpt-format": "torch_dist",
+        }
+        flags += flag_words(values)
         if self.precision == BF16:
             flags.append("--bf16")
         if self.is_async:
@@ -115,12 +112,9 @@ class Case:
             return flags
         return [
             *flags,
-            "--use-edit",
-            *("--edit-num-replicas", str(self.num_replicas)),
-            *("--edit-warmup-steps", str(self.warmup_steps)),
+            *edit_flags(self.num_replicas, warmup_steps=self.warmup_steps, log_dir=f"{folder}/log"),
             *("--edit-sync-interval", str(self.tau)),
             *("--edit-inner-state", self.kind),
-            *("--edit-log-dir", f"{folder}/log"),
         ]
 
 

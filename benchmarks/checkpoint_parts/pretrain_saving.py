@@ -29,7 +29,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, TextIO
 
-from straggler_parts.pretrain_slowed import SCRIPT, load
+from frame.launch import load_script
 
 from checkpoint_parts.runs import NOTES_VARIABLE, PAUSE_VARIABLE
 
@@ -169,7 +169,7 @@ def main() -> None:
     import megatron.training.training as training
 
     is_edit = "--use-edit" in sys.argv
-    script: Any = load(SCRIPT)
+    script: Any = load_script()
     serve_async_saves()
     with open(os.environ[NOTES_VARIABLE], "w", encoding="utf-8") as file:
         notes = Notes(file)

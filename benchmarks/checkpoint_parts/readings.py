@@ -12,7 +12,6 @@ from typing import Any
 
 from .kinds import AT_SYNC, MID_ROUND, Case
 
-NUM_TAIL_LINES = 30
 OWN, OUTER, OTHERS, REST = "replica 0", "outer state", "other replicas", "rest"
 PARTS = (OWN, OUTER, OTHERS, REST)
 LANDING = ("gather parameters", "save/settle")
@@ -72,12 +71,6 @@ class Measurement:
     parameters: int
     saves: list[Save]
     busy: list[float]
-
-
-def read_notes(path: Path) -> list[dict[str, Any]]:
-    """A rank's notes so far; a line that is still being written does not count."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    return [json.loads(line) for line in text.rpartition("\n")[0].splitlines()]
 
 
 def completed(notes: Sequence[Sequence[dict[str, Any]]]) -> dict[int, float]:
@@ -184,9 +177,3 @@ def part_of(path: Path) -> str:
     if more[0] == "outer":
         return OUTER
     return OTHERS if more[0].startswith("replica_") else REST
-
-
-def tail(log: Path) -> str:
-    """The end of a log, for a failed run."""
-    text = log.read_text(errors="replace") if log.exists() else ""
-    return "\n".join(text.splitlines()[-NUM_TAIL_LINES:])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from overlap_parts.analysis import Spread
+from frame.page import cells, draw_bars, mark_line, middle, picture, table
 
 from .analysis import Timing, Verdict, Weight
 from .kinds import BF16, STOCK
@@ -33,21 +33,16 @@ def markdown(
     weights: Sequence[Weight], timings: Sequence[Timing], verdicts: Sequence[Verdict]
 ) -> str:
     """Bytes; times; where the stalls went, in medians; then a line for each mark."""
-    tables = [_table(WEIGHT_HEADER, map(_weight, weights))]
+    tables = [table(WEIGHT_HEADER, map(_weight, weights))]
     if timings:
-        tables.append(_table(TIMING_HEADER, map(_timing, timings)))
+        tables.append(table(TIMING_HEADER, map(_timing, timings)))
         labels = [name for name in LABELS if any(name in timing.spans for timing in timings)]
         header = ("stall (ms) of the slowest rank", "mode", "saved", *labels)
         rows = ((*_names(t), *(_ms(t.spans.get(name)) for name in labels)) for t in timings)
-        tables.append(_table(header, rows))
+        tables.append(table(header, rows))
     if verdicts:
         tables.append("\n".join(_said(verdict) for verdict in verdicts))
     return "\n\n".join(tables)
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def _weight(weight: Weight) -> list[str]:
@@ -57,9 +52,9 @@ def _weight(weight: Weight) -> list[str]:
         "" if weight.kind in STOCK else str(weight.num_replicas),
         weight.position + (" (asked before)" if weight.is_asked_late else ""),
         *(f"{weight.parts[part]:.2f}" for part in PARTS),
-        f"{weight.total.median:.2f}",
+        middle(weight.total, "{:.2f}"),
         f"{weight.limit:g}",
-        f"{weight.of_stock.median:.3f}" if weight.of_stock else "",
+        middle(weight.of_stock, "{:.3f}"),
     ]
 
 
@@ -67,16 +62,15 @@ def _timing(timing: Timing) -> list[str]:
     return [
         *_names(timing),
         str(timing.num_saves),
-        *_all(timing.stall),
-        *_all(timing.of_one),
-        f"{timing.of_one_aside.median:.2f}" if timing.of_one_aside else "",
-        *_all(timing.of_all),
-        *_all(timing.loop),
-        *_all(timing.loop_of_one),
-        *_all(timing.loop_of_all),
-        f"{timing.complete.median:.2f}",
-        f"{timing.complete.max:.2f}",
-        f"{timing.complete_of_one.median:.2f}" if timing.complete_of_one else "",
+        *cells(timing.stall, "{:.2f}"),
+        *cells(timing.of_one, "{:.2f}"),
+        middle(timing.of_one_aside, "{:.2f}"),
+        *cells(timing.of_all, "{:.2f}"),
+        *cells(timing.loop, "{:.2f}"),
+        *cells(timing.loop_of_one, "{:.2f}"),
+        *cells(timing.loop_of_all, "{:.2f}"),
+        *cells(timing.complete, "{:.2f}", of=("median", "max")),
+        middle(timing.complete_of_one, "{:.2f}"),
         _ms(timing.finalized.median) if timing.is_async else "",
     ]
 
@@ -85,33 +79,19 @@ def _names(timing: Timing) -> list[str]:
     return [timing.kind, "async" if timing.is_async else "sync", timing.position]
 
 
-def _all(spread: Spread | None) -> list[str]:
-    return [f"{x:.2f}" for x in (spread.min, spread.median, spread.max)] if spread else [""] * 3
-
-
 def _ms(seconds: float | None) -> str:
     return "" if seconds is None else f"{seconds * 1e3:.0f}"
 
 
 def _said(verdict: Verdict) -> str:
-    return (
-        f"- {verdict.text}: {verdict.value:.3f}, wanted <= {verdict.bound:g}: "
-        f"{'pass' if verdict.passes else 'MISS'}"
-    )
+    return mark_line(verdict.text + ":", verdict.value, verdict.bound)
 
 
 def draw(path: Path, weights: Sequence[Weight], timings: Sequence[Timing]) -> None:
     """Writes the picture: bytes by part, and stalls."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.5), layout="constrained")
-    _draw_weights(left, [w for w in weights if not w.is_asked_late])
-    _draw_stalls(right, timings)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    with picture(path, ncols=2, figsize=(13, 5.5)) as (_, (left, right)):
+        _draw_weights(left, [w for w in weights if not w.is_asked_late])
+        _draw_stalls(right, timings)
 
 
 def _draw_weights(axes: Any, weights: Sequence[Weight]) -> None:
@@ -140,18 +120,13 @@ def _draw_weights(axes: Any, weights: Sequence[Weight]) -> None:
 
 def _draw_stalls(axes: Any, timings: Sequence[Timing]) -> None:
     sorts = list(dict.fromkeys((t.kind, t.position) for t in timings))
-    for number, is_async in enumerate((False, True)):
-        found = {(t.kind, t.position): t.stall for t in timings if t.is_async == is_async}
-        cases = [(x, s) for x, sort in enumerate(sorts) if (s := found.get(sort)) is not None]
-        errors = [[s.median - s.min for _, s in cases], [s.max - s.median for _, s in cases]]
-        shift = 0.2 if is_async else -0.2
-        bars = axes.bar([x + shift for x, _ in cases], [s.median for _, s in cases], 0.38,
-                        yerr=errors, capsize=3, label="--async-save" if number else "as ever"
-                        )  # fmt: skip
-        axes.bar_label(bars, fmt="%.2f", fontsize=8)
+    series = {
+        label: {(t.kind, t.position): t.stall for t in timings if t.is_async == is_async}
+        for label, is_async in (("as ever", False), ("--async-save", True))
+    }
+    draw_bars(axes, sorts, series)
     axes.set_xticks(range(len(sorts)), ["\n".join(sort) for sort in sorts])
     axes.set_ylabel("seconds of the rank that stalls longest")
     axes.set_title("Stall of training in a save: median, least and most")
-    axes.grid(axis="y", alpha=0.3)
     if timings:
         axes.legend(fontsize=8)

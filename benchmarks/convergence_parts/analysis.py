@@ -9,10 +9,10 @@ from megatron_edit.tools.compare.statistics import Spread, differences, quotient
 
 from .cases import Case
 from .questions import Member, Question
-from .records import Record
+from .records import RunSummary
 from .study import Study
 
-Find = Callable[[Case], Record | None]
+Find = Callable[[Case], RunSummary | None]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Line:
 
     member: Member
     planned: int
-    records: dict[int, Record]
+    records: dict[int, RunSummary]
     loss: Spread | None
     difference: Spread | None
     relative: Spread | None
@@ -63,7 +63,7 @@ def make_lines(question: Question, find: Find) -> list[Line]:
     return [_line(member, records) for member in question.members]
 
 
-def _line(member: Member, records: dict[str, dict[int, Record]]) -> Line:
+def _line(member: Member, records: dict[str, dict[int, RunSummary]]) -> Line:
     losses = _losses(records[member.label])
     base = _losses(records.get(member.base, {}))
     pairs = differences(losses, base)
@@ -79,12 +79,12 @@ def _line(member: Member, records: dict[str, dict[int, Record]]) -> Line:
     )
 
 
-def _finished(member: Member, find: Find) -> dict[int, Record]:
+def _finished(member: Member, find: Find) -> dict[int, RunSummary]:
     found = {case.seed: find(case) for case in member.cases}
     return {seed: record for seed, record in found.items() if record is not None}
 
 
-def _losses(records: dict[int, Record]) -> dict[int, float]:
+def _losses(records: dict[int, RunSummary]) -> dict[int, float]:
     return {seed: record.final_loss for seed, record in records.items()}
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
+
+from frame.gpt import flag_words
 
 from megatron_edit.command_line import config_from_argv
 from megatron_edit.errors import UsageError
@@ -124,8 +127,7 @@ class Case:
             "edit-warmup-steps": self.warmup_steps,
             "edit-sync-interval": self.tau,
         }
-        common = [word for name, value in values.items() for word in (f"--{name}", str(value))]
-        common += ["--disable-bias-linear", "--use-distributed-optimizer"]
+        common = flag_words(values, ("disable-bias-linear", "use-distributed-optimizer"))
         return Entry(self.strategy, self.flags).words(common)
 
     def configuration(self, corpus: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,13 +151,7 @@ class Case:
     @property
     def refusal(self) -> str:
         """Why this version of the package cannot run it; "" if it can."""
-        if self.strategy not in STRATEGIES:
-            return f"no strategy {self.strategy}"
-        try:
-            config_from_argv(self.words)
-        except UsageError as error:
-            return str(error)
-        return ""
+        return _refusal_of(self)
 
     def stage_words(self, number: int, saves: str) -> list[str]:
         """Flags of one stage: all, and those of its checkpoints.
@@ -171,3 +167,14 @@ class Case:
             end = str(self.stages[number].until)
             words += ["--save", saves, "--save-interval", end, "--exit-interval", end]
         return words
+
+
+@cache
+def _refusal_of(case: Case) -> str:
+    if case.strategy not in STRATEGIES:
+        return f"no strategy {case.strategy}"
+    try:
+        config_from_argv(case.words)
+    except UsageError as error:
+        return str(error)
+    return ""

@@ -39,11 +39,6 @@ class Corpus:
         return cls(folder, json.loads(file.read_text()))
 
     @property
-    def identity(self) -> dict[str, Any]:
-        """What tells it from other texts."""
-        return {part: self.summary[part]["sha256"] for part in ("train", "valid")}
-
-    @property
     def flags(self) -> list[str]:
         """Megatron's flags for it."""
         train, valid = (str(self.folder / name) for name in (PREFIX, VALID_PREFIX))

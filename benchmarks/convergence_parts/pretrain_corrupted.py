@@ -12,20 +12,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
-from straggler_parts.pretrain_slowed import load
+from frame.launch import load_script
 
 from convergence_parts.corruption import LABELS, PLAN_VARIABLE, REPLICA_VARIABLE, Corruption
-
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "pretrain_gpt.py"
 
 
 def main() -> None:
     """Put the bad data between the script and its reader, and run it."""
     plan = Corruption.from_json(os.environ[PLAN_VARIABLE])
-    script: Any = load(SCRIPT)
+    script: Any = load_script()
     corrupt(script, plan, int(os.environ[REPLICA_VARIABLE]))
     script.main()
 

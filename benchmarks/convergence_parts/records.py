@@ -1,14 +1,20 @@
-"""What is kept of a finished run: a small JSON file, named by the hash of its configuration."""
+"""What is kept of a finished run: a JSON file, named by the hash of its configuration.
+
+These files do not belong in the repository. What the page needs of them does: a row for each run,
+in a single file, from which the page is drawn, and whose runs are not made again, either.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
+
+from frame.study import read_one, write_series
 
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.compare.console_log import RunLog, edit_losses, read_json_lines
@@ -21,44 +27,111 @@ from .bench import StageFiles
 from .cases import Case
 
 NUM_BINS = 48  # of the training losses that are kept
+DIGITS = 9  # differences of losses are told with four decimals
 
 
 @dataclass(frozen=True)
-class Record:
-    """One finished run.
+class RunSummary:
+    """What the page needs of a finished run.
 
     Attributes:
         final_loss: of the last evaluation; nats per token.
-        validation: iteration, tokens and loss of each evaluation.
-        training: iteration, tokens and loss; means over as many iterations as there are between.
         bytes_per_step: sent by one replica after the warm-up.
-        num_syncs: counted.
         effective_replicas: median over syncs and units; None without syncs.
         left_out: share of syncs and units in which a replica was left out, by replica, of the
             last stage.
-        rollbacks: units rolled back, in all.
-        clipped: share of syncs and units in which the clip bound.
         seconds: from the first process to the end of the last.
-        cpu_seconds: of all ranks.
-        exit_codes: by stage and rank; other than 0 only after training was over.
-        load: of the machine, before and after.
         versions: of what it was trained with.
     """
 
     final_loss: float
-    validation: list[list[float]]
-    training: list[list[float]]
     bytes_per_step: float
-    num_syncs: int
     effective_replicas: float | None
     left_out: list[float]
+    seconds: float
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Record(RunSummary):
+    """One finished run.
+
+    Attributes:
+        validation: iteration, tokens and loss of each evaluation.
+        training: iteration, tokens and loss; means over as many iterations as there are between.
+        num_syncs: counted.
+        rollbacks: units rolled back, in all.
+        clipped: share of syncs and units in which the clip bound.
+        cpu_seconds: of all ranks.
+        exit_codes: by stage and rank; other than 0 only after training was over.
+        load: of the machine, before and after.
+    """
+
+    validation: list[list[float]]
+    training: list[list[float]]
+    num_syncs: int
     rollbacks: int
     clipped: float | None
-    seconds: float
     cpu_seconds: float
     exit_codes: list[list[int]]
     load: list[float]
-    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class RunTable:
+    """The small file: the text of the study, and a row for each finished run.
+
+    Attributes:
+        corpus: summary of the text; empty where there is no file yet.
+        runs: by the hash of their configuration.
+        labels: of them, for people.
+    """
+
+    corpus: dict[str, Any]
+    runs: dict[str, RunSummary]
+    labels: dict[str, str]
+
+    @classmethod
+    def read(cls, path: Path) -> RunTable:
+        """Of a file; nothing, if there is none."""
+        if not path.exists():
+            return cls({}, {}, {})
+        found = read_one(path)
+        names = [spec.name for spec in fields(RunSummary)]
+        runs = {row["hash"]: RunSummary(**{name: row.get(name) for name in names})
+                for row in found["runs"]}  # fmt: skip
+        return cls(found["corpus"], runs, {row["hash"]: row["what"] for row in found["runs"]})
+
+    def with_runs(
+        self, corpus: dict[str, Any], records: Records, labels: Mapping[Case, str]
+    ) -> RunTable:
+        """This, and what there is of the runs that have a label."""
+        names = {case.hash(identity_of(corpus)): label for case, label in labels.items()}
+        runs = self.runs | records.summaries(labels)
+        return RunTable(corpus, runs, self.labels | names)
+
+    def write(self, path: Path) -> None:
+        """Write the file."""
+        rows = [
+            {"hash": key, "what": self.labels[key], **vars(run)}
+            for key, run in sorted(self.runs.items(), key=lambda item: self.labels[item[0]])
+        ]
+        series = {"all": {"corpus": self.corpus, "runs": rows}}
+        write_series(path, "convergence", series, digits=DIGITS)
+
+    def find(self, case: Case) -> RunSummary | None:
+        """What there is of a run."""
+        return None if case.refusal else self.runs.get(case.hash(identity_of(self.corpus)))
+
+
+def identity_of(corpus: Mapping[str, Any]) -> dict[str, Any]:
+    """What tells a text from others, of its summary; nothing of an empty one."""
+    return {part: corpus[part]["sha256"] for part in ("train", "valid") if part in corpus}
+
+
+def summary_of(record: RunSummary) -> RunSummary:
+    """What the small file keeps of a record."""
+    return RunSummary(**{spec.name: getattr(record, spec.name) for spec in fields(RunSummary)})
 
 
 class Records:
@@ -67,24 +140,32 @@ class Records:
     Args:
         folder: where they are.
         corpus: what tells the text of the study from others.
+        results: where else a run may be found.
     """
 
-    def __init__(self, folder: Path, corpus: Mapping[str, Any]) -> None:
-        self._folder, self._corpus = folder, corpus
+    def __init__(
+        self, folder: Path, corpus: Mapping[str, Any], results: RunTable | None = None
+    ) -> None:
+        self._folder, self._corpus, self._results = folder, corpus, results
 
-    def find(self, case: Case) -> Record | None:
+    def find(self, case: Case) -> RunSummary | None:
         """What was kept of a run; None if it has to be made."""
         if case.refusal:
             return None
         configuration = case.configuration(self._corpus)
         found = find(self._path(case), configuration)
-        if found is None or set(found) != {spec.name for spec in fields(Record)}:
-            return None
-        return Record(**found)
+        if found is not None and set(found) == {spec.name for spec in fields(Record)}:
+            return Record(**found)
+        return self._results.find(case) if self._results is not None else None
 
     def keep(self, case: Case, record: Record) -> None:
         """Keep a run."""
         keep(self._path(case), case.configuration(self._corpus), vars(record))
+
+    def summaries(self, cases: Iterable[Case]) -> dict[str, RunSummary]:
+        """All that was kept of some runs, by hash."""
+        found = {case.hash(self._corpus): self.find(case) for case in cases}
+        return {key: summary_of(run) for key, run in found.items() if run is not None}
 
     def _path(self, case: Case) -> Path:
         return self._folder / f"{case.hash(self._corpus)}.json"

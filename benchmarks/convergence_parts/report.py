@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from frame.page import picture, table
 
 from megatron_edit.tools.compare.pictures import MARKS
 from megatron_edit.tools.pages.drawing import COLORS
@@ -27,14 +29,14 @@ over syncs and units. *Left out*: share of syncs and units in which a replica wa
 outlier, by replica."""
 
 
-def markdown(study: Study, find: Find, corpus: dict[str, Any], picture: str) -> str:
+def markdown(study: Study, find: Find, corpus: dict[str, Any], drawing: str) -> str:
     """The page.
 
     Args:
         study: all questions.
         find: finished runs.
         corpus: its summary.
-        picture: name of the picture's file.
+        drawing: name of the picture's file.
     """
     size = study.size
     intro = (
@@ -45,7 +47,7 @@ def markdown(study: Study, find: Find, corpus: dict[str, Any], picture: str) -> 
         f"tokens. Seeds {', '.join(map(str, study.seeds))}. Warm-up {size.train_iters // 10} "
         "steps, where nothing else is said."
     )
-    parts = ["# Convergence", intro, EXPLANATION, f"![Losses at the end]({picture})"]
+    parts = ["# Convergence", intro, EXPLANATION, f"![Losses at the end]({drawing})"]
     for question in study.questions:
         lines = make_lines(question, find)
         if any(line.records for line in lines):
@@ -61,8 +63,7 @@ def markdown(study: Study, find: Find, corpus: dict[str, Any], picture: str) -> 
 
 
 def _table(lines: Sequence[Line]) -> str:
-    found = (_cells(line) for line in lines if line.records)
-    return "\n".join([_row(HEADER), _row("---" for _ in HEADER), *map(_row, found)])
+    return table(HEADER, (_cells(line) for line in lines if line.records))
 
 
 def _rest(lines: Sequence[Line]) -> list[str]:
@@ -104,28 +105,19 @@ def _sweep(lines: Sequence[Line], axis: str) -> str:
     series = list(dict.fromkeys(line.member.series for line in lines if line.records))
     found = {(line.member.series, line.member.place): line.loss for line in lines}
     header = [axis, *(f"{place:g}" for place in places), "lowest at"]
-    rows = [_row(header), _row("---" for _ in header)]
+    rows = []
     for name in series:
         losses = {place: loss for place in places if (loss := found.get((name, place)))}
         texts = [losses[p].text("{:.4f}".format) if p in losses else "" for p in places]
         finite = {place: loss.mean for place, loss in losses.items() if math.isfinite(loss.mean)}
         lowest = min(finite, key=lambda place: finite[place], default=math.nan)
         is_whole = len(losses) == len(places)
-        rows.append(_row([name, *texts, f"{lowest:g}" if is_whole else ""]))
-    return "\n".join(rows)
-
-
-def _row(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+        rows.append([name, *texts, f"{lowest:g}" if is_whole else ""])
+    return table(header, rows)
 
 
 def draw(path: Path, study: Study, find: Find) -> bool:
     """Write the picture: a panel for each question with two finished lines; False if none has."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     answered = [(q, make_lines(q, find)) for q in study.questions]
     # A line alone compares nothing.
     answered = [(q, ls) for q, ls in answered if sum(bool(line.records) for line in ls) > 1]
@@ -133,20 +125,18 @@ def draw(path: Path, study: Study, find: Find) -> bool:
         return False
     rows = -(-len(answered) // 2)
     columns = min(2, len(answered))
-    figure, grid = plt.subplots(
-        rows, columns, figsize=(7 * columns, 4.5 * rows), layout="constrained", squeeze=False
-    )
-    for axes in grid.flat[len(answered) :]:
-        axes.set_axis_off()
-    for axes, (question, lines) in zip(grid.flat, answered, strict=False):
-        if question.axis:
-            _draw_sweep(axes, lines, question.axis)
-        else:
-            _draw_dots(axes, lines)
-        axes.set_title(question.title, fontsize=11)
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    with picture(
+        path, dpi=110, nrows=rows, ncols=columns, figsize=(7 * columns, 4.5 * rows), squeeze=False
+    ) as (_, grid):
+        for axes in grid.flat[len(answered) :]:
+            axes.set_axis_off()
+        for axes, (question, lines) in zip(grid.flat, answered, strict=False):
+            if question.axis:
+                _draw_sweep(axes, lines, question.axis)
+            else:
+                _draw_dots(axes, lines)
+            axes.set_title(question.title, fontsize=11)
+            axes.grid(alpha=0.3)
     return True
 
 

@@ -50,7 +50,7 @@ class Study:
 
     def member(
         self, label: str, strategy: str, *flags: str, base: str = "", size: Size | None = None,
-        num_replicas: int = NUM_REPLICAS, tau: int = TAUS[0], **changes: object,
+        num_replicas: int = NUM_REPLICAS, tau: int = TAUS[0], **changes: Any,
     ) -> Member:  # fmt: skip
         """A member with one case for each seed.
 
@@ -76,7 +76,7 @@ class Study:
             samples_per_step=num_replicas * size.micro_batch_size,
             flags=flags,
         )
-        first = replace(first, **changes)  # type: ignore[arg-type]
+        first = replace(first, **changes)
         return Member(label, tuple(replace(first, seed=seed) for seed in self.seeds), base)
 
     def corrupted(self, member: Member, kind: str = TEXT) -> Member:

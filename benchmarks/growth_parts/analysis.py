@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
-from netlab import BURST_SECONDS, MIN_BURST_BYTES
-from overlap_parts.analysis import Link, Spread
+from frame.gpt import Link
+from frame.page import Spread
+from netlab import burst_bytes
 
 from megatron_edit.comm.control import record_bytes
 
@@ -84,11 +85,6 @@ class Fit:
     residuals: dict[str, float]
 
 
-def burst_bytes(rate: float | None) -> float:
-    """What a link that was idle lets through at once, beyond its rate (see `netlab`)."""
-    return 0.0 if rate is None else max(MIN_BURST_BYTES, rate / 8 * BURST_SECONDS)
-
-
 def bound_seconds(wire_bytes: float, rate: float | None, bandwidth: float) -> float:
     """Least time in which a link can carry the bytes of a sync."""
     return max(0.0, wire_bytes - burst_bytes(rate)) * 8 / bandwidth
@@ -125,8 +121,6 @@ class Analysis:
         control = others * record_bytes(self._tau, one.units, 0)
         seconds = [s["exposed"] - s["wait"] for reading in readings for s in reading.seconds]
         counted = [n for reading in readings for n in reading.interface_bytes or ()]
-        spread = Spread.of(seconds)
-        assert spread is not None, f"{case}: a reading without a sync"
         return Row(
             case=case,
             rate=rate,
@@ -136,7 +130,7 @@ class Analysis:
             control_bytes=control,
             ring_factor=(wire_bytes - control) / (BYTES_PER_PARAMETER * one.parameters),
             interface_bytes=median(counted) if counted else None,
-            seconds=spread,
+            seconds=Spread.some(seconds),
             bound=bound_seconds(wire_bytes, rate, self._bandwidth[rate]),
         )
 

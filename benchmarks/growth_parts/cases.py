@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from overlap_parts.kinds import Job, Model
+from frame.gpt import Model, Window, edit_flags
 
 SEQ_LENGTH = 32
 VOCAB_SIZE = 512
@@ -30,15 +30,26 @@ class Case:
     hidden_size: int
     num_replicas: int
 
-    def job(self, mode: str, *, tau: int, rounds: int) -> Job:
-        """The training to run."""
-        model = Model(
+    @property
+    def model(self) -> Model:
+        """The GPT."""
+        return Model(
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
             seq_length=SEQ_LENGTH,
             vocab_size=VOCAB_SIZE,
         )
-        return Job(mode, model, self.num_replicas, tau, rounds, stock_seconds=0.0)
+
+    def flags(self, mode: str, *, tau: int, window: Window, log_dir: str) -> list[str]:
+        """Of the training to run. It has no warm-up, whose steps are those of stock Megatron."""
+        return [
+            *self.model.flags(
+                self.num_replicas, train_iters=window.train_iters, log_interval=window.log_interval
+            ),
+            *edit_flags(self.num_replicas, warmup_steps=0, log_dir=log_dir),
+            *("--edit-sync-interval", str(tau)),
+            *("--edit-sync-mode", mode),
+        ]
 
     def __str__(self) -> str:
         return f"{self.num_layers} layers, hidden {self.hidden_size}, N {self.num_replicas}"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from overlap_parts.kinds import link_name
+from frame.gpt import link_name
+from frame.page import cells, error_lengths, picture, table
 
 from .analysis import Fit, Row
 from .cases import Sweep
@@ -35,9 +36,9 @@ def markdown(all_sweeps: Sequence[Sweep], rows: Sequence[Row], fits: Sequence[Fi
     first = rows[0].rate if rows else None
     sent = [_sizes(name, row) + _bytes(row) for name, row in chosen if row.rate == first]
     took = [_seconds(name, row) for name, row in chosen]
-    tables = [_table(BYTES_HEADER, sent), _table(SECONDS_HEADER, took)]
+    tables = [table(BYTES_HEADER, sent), table(SECONDS_HEADER, took)]
     if fits:
-        tables.append(_table(FIT_HEADER, [_fit(one) for one in fits]))
+        tables.append(table(FIT_HEADER, [_fit(one) for one in fits]))
     return "\n\n".join(tables)
 
 
@@ -70,7 +71,8 @@ def _seconds(name: str, row: Row) -> list[str]:
     return [
         *_sizes(name, row),
         link_name(row.rate),
-        *(f"{1e3 * x:.1f}" for x in (spread.min, spread.median, spread.max, row.bound)),
+        *cells(spread, "{:.1f}", 1e3),
+        f"{1e3 * row.bound:.1f}",
         f"{spread.median / row.bound:.2f}" if row.bound else "",
         f"{1e3 * row.beyond_per_unit:.2f}",
     ]
@@ -89,41 +91,29 @@ def _fit(one: Fit) -> list[str]:
     ]
 
 
-def _table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    cells = [header, ["---"] * len(header), *lines]
-    return "\n".join("| " + " | ".join(line) + " |" for line in cells)
-
-
 def draw(path: Path, all_sweeps: Sequence[Sweep], rows: Sequence[Row]) -> None:
     """Writes the picture: seconds of a sync over each size, a colour per link; bounds dashed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(1, 3, figsize=(13, 4.4), layout="constrained", sharey=True)
-    for axes, sweep in zip(panels, all_sweeps, strict=True):
-        label, size = AXES[sweep.name]
-        _draw_sweep(axes, _of(sweep, rows), size)
-        axes.set(xscale="log", yscale="log", xlabel=label, title=_title(sweep))
-        sizes = sorted({size(row) for row in _of(sweep, rows)})
-        axes.set_xticks(sizes, [f"{x:.3g}" for x in sizes])
-        axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel("seconds per sync, without waiting")
-    entries = dict(zip(*reversed(panels[0].get_legend_handles_labels()), strict=True))
-    panels[0].legend([entries[name] for name in sorted(entries)], sorted(entries), fontsize=8)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with picture(path, ncols=3, figsize=(13, 4.4), sharey=True) as (_, panels):
+        for axes, sweep in zip(panels, all_sweeps, strict=True):
+            label, size = AXES[sweep.name]
+            _draw_sweep(axes, _of(sweep, rows), size)
+            axes.set(xscale="log", yscale="log", xlabel=label, title=_title(sweep))
+            sizes = sorted({size(row) for row in _of(sweep, rows)})
+            axes.set_xticks(sizes, [f"{x:.3g}" for x in sizes])
+            axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
+            axes.grid(alpha=0.3)
+        panels[0].set_ylabel("seconds per sync, without waiting")
+        entries = dict(zip(*reversed(panels[0].get_legend_handles_labels()), strict=True))
+        panels[0].legend([entries[name] for name in sorted(entries)], sorted(entries), fontsize=8)
 
 
 def _draw_sweep(axes: Any, rows: Sequence[Row], size: Callable[[Row], float]) -> None:
     for number, rate in enumerate(dict.fromkeys(row.rate for row in rows)):
         some = sorted((row for row in rows if row.rate == rate), key=size)
         places, spreads = [size(row) for row in some], [row.seconds for row in some]
-        errors = [[s.median - s.min for s in spreads], [s.max - s.median for s in spreads]]
+        middles, errors = [s.median for s in spreads], error_lengths(spreads)
         style: dict[str, Any] = {"color": f"C{number}"}
-        axes.errorbar(places, [s.median for s in spreads], errors, marker="o", capsize=3,
+        axes.errorbar(places, middles, errors, marker="o", capsize=3,
                       label=link_name(rate), **style)  # fmt: skip
         if rate is not None:  # without a limit there is no link to be bound by, only a copy
             axes.plot(places, [row.bound for row in some], linestyle="dashed",

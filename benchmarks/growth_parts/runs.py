@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -14,9 +12,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from frame.gpt import Window
+from frame.launch import Hosts, Rank, Training
 from netlab import INTERFACE, Lab
-from overlap_parts.kinds import Job
-from overlap_parts.runs import Bench, Run
+
+from megatron_edit.tools.compare.console_log import read_json_lines
+
+from .cases import Case
 
 # Small models step in 15 ms: the counters must be seen between two syncs. A look takes 0.1 ms.
 SAMPLE_SECONDS = 0.01
@@ -61,61 +63,70 @@ class Reading:
     exit_codes: list[int]
 
 
-class GrowthBench(Bench):
-    """Runs cases one after another and watches the interfaces all the time."""
+class Bench:
+    """Runs cases in a lab one after another, and watches the interfaces all the time.
 
-    def __init__(self, lab: Lab, time_limit: float) -> None:
-        super().__init__(lab, time_limit, sys.executable)
-        self._samples: list[Sample] = []
+    Args:
+        mode: EDiT's sync mode.
+        tau: sync interval.
+        rounds: measured in a run.
+        time_limit: seconds until a single run is given up.
+    """
 
-    def read(self, job: Job, rate: float | None, repeat: int) -> Reading:
-        """Run a job once.
+    def __init__(self, lab: Lab, mode: str, tau: int, rounds: int, time_limit: float) -> None:
+        self._lab, self._hosts = lab, Hosts(lab)
+        self._mode, self._tau = mode, tau
+        self._window = Window.of_rounds(tau, rounds)
+        self._time_limit = time_limit
+
+    def measure(self, case: Case, rate: float | None, repeat: int) -> Reading:
+        """Run a case once.
 
         Raises:
             RunFailedError: it failed or took too long.
         """
-        window, load = job.window(rate), os.getloadavg()[0]
+        load, window = os.getloadavg()[0], self._window
         with tempfile.TemporaryDirectory(prefix="growth-") as name:
-            run = Run(job, window, rate, Path(name))
-            self._run(run, job.flags(window, name))
-            lines = (run.folder / "sync.jsonl").read_text().splitlines()
-            count = _NUM_PARAMETERS.search(run.log(0).read_text(errors="replace"))
+            words = case.flags(self._mode, tau=self._tau, window=window, log_dir=name)
+            ranks = [Rank(words)] * case.num_replicas
+            with self._hosts.training(f"{case}", Path(name), ranks) as training:
+                samples, codes = self._follow(training, rate)
+            count = _NUM_PARAMETERS.search(training.log().read_text(errors="replace"))
             if count is None:
-                raise run.failed("Megatron did not tell the number of parameters", 0)
-            syncs = [json.loads(line) for line in lines]
+                raise training.failed("Megatron did not tell the number of parameters", 0)
+            syncs = read_json_lines(training.folder / "sync.jsonl")
             measured = [s for s in syncs if window.first < s["iteration"] <= window.last]
             return Reading(
-                num_layers=job.model.num_layers,
-                hidden_size=job.model.hidden_size,
-                num_replicas=job.num_hosts,
+                num_layers=case.num_layers,
+                hidden_size=case.hidden_size,
+                num_replicas=case.num_replicas,
                 rate=rate,
                 repeat=repeat,
                 units=len(syncs[0]["units"]),
                 parameters=int(count[1]),
                 wire_bytes=[sync["wire_bytes"] for sync in measured],
-                interface_bytes=bytes_per_sync(self._samples, syncs),
+                interface_bytes=bytes_per_sync(samples, syncs),
                 seconds=[sync["seconds"] for sync in measured],
                 load=[load, os.getloadavg()[0]],
-                exit_codes=[process.returncode for process in run.processes],
+                exit_codes=codes,
             )
 
-    def _follow(self, run: Run) -> list[int]:
-        """Sample the counters until all is over; returns nothing of use.
+    def _follow(self, training: Training, rate: float | None) -> tuple[list[Sample], list[int]]:
+        """Sample the counters until all is over; the samples, and the exit codes.
 
         The link is limited from the start: small models reach their first sync sooner than anyone
         could see it come.
         """
-        deadline = time.monotonic() + self._time_limit
-        self._samples = []
-        self._lab.set_rate(run.rate)
-        while any(process.poll() is None for process in run.processes):
-            self._check(run, deadline)
-            sent = [sent_bytes(process.pid) for process in run.processes]
+        samples: list[Sample] = []
+
+        def look() -> None:
+            sent = [sent_bytes(pid) for pid in training.pids]
             if all(count is not None for count in sent):
-                self._samples.append(Sample(time.time(), tuple(count or 0 for count in sent)))
-            time.sleep(SAMPLE_SECONDS)
-        self._check(run, deadline)
-        return []
+                samples.append(Sample(time.time(), tuple(count or 0 for count in sent)))
+
+        self._lab.set_rate(rate)
+        codes = training.to_end(look, limit=self._time_limit, poll=SAMPLE_SECONDS)
+        return samples, codes
 
 
 def sent_bytes(pid: int) -> int | None:

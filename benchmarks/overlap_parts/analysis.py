@@ -11,32 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from frame.gpt import Link
+from frame.page import Spread
+
 from .kinds import IDEAL, STOCK, sends_all_at_once
 from .readings import Measurement
 from .rivals import RIVALS
-
-
-@dataclass(frozen=True)
-class Link:
-    """A link in one repeat: the rate asked for, and the payload bits per second measured."""
-
-    rate: float | None
-    repeat: int
-    bandwidth: float
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Of several values."""
-
-    min: float
-    median: float
-    max: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread | None:
-        """None where there are no values."""
-        return cls(min(values), median(values), max(values)) if values else None
 
 
 @dataclass(frozen=True)

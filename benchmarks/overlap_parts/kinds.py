@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from frame.gpt import Model, Window, edit_flags
+
 from megatron_edit.flags import flag
 
 from .rivals import RIVALS, rival_flags
@@ -62,71 +64,6 @@ def sends_all_at_once(kind: str, tau: int) -> bool:
     return kind != "streaming-diloco" and parted.isdisjoint(flags)
 
 
-def link_name(rate: float | None) -> str:
-    """As people say it."""
-    if rate is None:
-        return "no limit"
-    return f"{rate / 1e9:g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:g} Mbit/s"
-
-
-@dataclass(frozen=True)
-class Model:
-    """Sizes of the GPT."""
-
-    num_layers: int = 4
-    hidden_size: int = 256
-    num_attention_heads: int = 4
-    seq_length: int = 128
-    vocab_size: int = 8192
-    micro_batch_size: int = 1
-    bucket_numel: int = 800_000
-
-    @property
-    def guessed_bytes(self) -> float:
-        """About what the fp32 parameters need; the number on the wire is measured."""
-        return 4.0 * self.hidden_size * (12 * self.num_layers * self.hidden_size + self.vocab_size)
-
-    def flags(self) -> list[str]:
-        """Megatron's flags."""
-        values = {
-            "num-layers": self.num_layers,
-            "hidden-size": self.hidden_size,
-            "num-attention-heads": self.num_attention_heads,
-            "seq-length": self.seq_length,
-            "max-position-embeddings": self.seq_length,
-            "micro-batch-size": self.micro_batch_size,
-            "ddp-bucket-size": self.bucket_numel,
-            "tokenizer-type": "NullTokenizer",
-            "vocab-size": self.vocab_size - 1,  # the tokenizer adds the end of a document
-            "attention-dropout": 0,
-            "hidden-dropout": 0,
-            "lr": 1e-4,
-            "lr-decay-style": "constant",
-            "num-workers": 0,
-            "eval-iters": 0,
-            "eval-interval": 1_000_000,
-        }
-        words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
-        switches = ("mock-data", "use-distributed-optimizer", "overlap-grad-reduce",
-                    "overlap-param-gather")  # fmt: skip
-        return words + [f"--{name}" for name in switches]
-
-
-@dataclass(frozen=True)
-class Window:
-    """The iterations first + 1 .. last of a run are measured.
-
-    Attributes:
-        log_interval: between two lines of Megatron; divides `first` and `last`.
-        train_iters: of the whole run: beyond `last`, so that its end is not measured.
-    """
-
-    first: int
-    last: int
-    log_interval: int
-    train_iters: int
-
-
 @dataclass(frozen=True)
 class Job:
     """One kind of training on a number of hosts.
@@ -148,7 +85,7 @@ class Job:
     @property
     def tokens_per_iteration(self) -> int:
         """Of all hosts together; the same for all kinds."""
-        return self.num_hosts * self.model.micro_batch_size * self.model.seq_length
+        return self.num_hosts * self.model.tokens_per_replica
 
     @property
     def is_apart(self) -> bool:
@@ -169,13 +106,7 @@ class Job:
         """Which iterations to measure on links of a rate (bits per second; None: no limit)."""
         if self.kind == STOCK:
             return self._stock_window(rate)
-        # From the middle of a round to the middle of another: there is nothing of an exchange in
-        # flight at either end, whichever mode it is, and as many syncs as rounds are inside. Not
-        # the first round: its sync waits for the host that started last.
-        every = self.tau // 4 if self.tau % 4 == 0 else 1
-        first = self.tau + (2 * every if every > 1 else self.tau // 2)
-        last = first + self.rounds * self.tau
-        return Window(first, last, every, last + every)
+        return Window.of_rounds(self.tau, self.rounds)
 
     def _stock_window(self, rate: float | None) -> Window:
         seconds = GUESSED_STEP_SECONDS
@@ -188,14 +119,9 @@ class Job:
 
     def flags(self, window: Window, log_dir: str) -> list[str]:
         """All flags of the training script."""
-        batch = self.model.micro_batch_size * self.world_size
-        flags = [
-            *self.model.flags(),
-            *("--edit-device", "cpu"),
-            *("--global-batch-size", str(batch)),
-            *("--train-iters", str(window.train_iters)),
-            *("--log-interval", str(window.log_interval)),
-        ]
+        flags = self.model.flags(
+            self.world_size, train_iters=window.train_iters, log_interval=window.log_interval
+        )
         if self.kind in (IDEAL, STOCK):
             return flags
         if self.kind in RIVALS:
@@ -205,12 +131,9 @@ class Job:
         # No warm-up: its steps are those of stock data parallelism, which is measured apart.
         return [
             *flags,
-            "--use-edit",
-            *("--edit-num-replicas", str(self.num_hosts)),
-            *("--edit-warmup-steps", "0"),
+            *edit_flags(self.num_hosts, warmup_steps=0, log_dir=log_dir),
             # A-EDiT's rounds are timed.
             *(() if self.kind == "a-edit" else ("--edit-sync-interval", str(self.tau))),
             *("--edit-sync-mode", mode),
-            *("--edit-log-dir", log_dir),
             *variants(self.tau, self.model.num_layers).get(self.kind, []),
         ]

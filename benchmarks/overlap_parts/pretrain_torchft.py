@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from megatron.core.utils import unwrap_model
 from megatron.training import get_args, training
-from rivals import even_cuts  # type: ignore[import-not-found]  # beside this file
 from torch.distributed import TCPStore
+
+from overlap_parts.rivals import even_cuts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import pretrain_gpt

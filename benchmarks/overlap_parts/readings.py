@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +10,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from .kinds import Window
+from frame.gpt import Window
 
-NUM_TAIL_LINES = 30
+from megatron_edit.tools.compare.console_log import read_json_lines
+
 _LINE = re.compile(
     r"^.*?\biteration\s+(\d+)/\s*\d+ \|.*?elapsed time per iteration \(ms\): ([\d.]+)", re.MULTILINE
 )
@@ -50,6 +50,19 @@ class Measurement:
     replica_seconds: list[float]
     load: list[float]
     exit_codes: list[int]
+
+    @property
+    def short(self) -> dict[str, Any]:
+        """A row of OUTPUT."""
+        return {
+            "kind": self.kind,
+            "rate": self.rate,
+            "repeat": self.repeat,
+            "tokens_per_second": self.tokens_per_second,
+            "window_bytes": self.window_bytes,
+            "num_syncs": len(self.syncs),
+            "exit_codes": self.exit_codes,
+        }
 
 
 class GrowingLog:
@@ -98,26 +111,12 @@ def syncs(folder: Path, window: Window) -> list[dict[str, Any]]:
     """What EDiT says of the syncs of the measured iterations."""
     return [
         {name: line[name] for name in _SYNC_FIELDS}
-        for line in _json_lines(folder / "sync.jsonl")
+        for line in read_json_lines(folder / "sync.jsonl")
         if window.first < line["iteration"] <= window.last
     ]
 
 
 def replica_seconds(folder: Path) -> list[float]:
     """Length of each inner step of replica 0, under EDiT."""
-    lines = _json_lines(folder / "replica-0.jsonl")
+    lines = read_json_lines(folder / "replica-0.jsonl")
     return [line["seconds"] for line in lines if "seconds" in line]
-
-
-def _json_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def is_over(log: Path) -> bool:
-    """Whether Megatron says that it has trained to the end."""
-    return "[after training is done]" in log.read_text(errors="replace")
-
-
-def tail(log: Path) -> str:
-    """The end of a log, for a failed run."""
-    return "\n".join(log.read_text(errors="replace").splitlines()[-NUM_TAIL_LINES:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from overlap_parts.analysis import Spread
+from frame.page import Spread
 
 from .kinds import A_EDIT, EDIT, IDEAL, RANDOM, STOCK
 from .readings import Measurement

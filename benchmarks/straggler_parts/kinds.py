@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from overlap_parts.kinds import Model
+from frame.gpt import Model, edit_flags
 
 from .plan import Plan
 
@@ -121,7 +121,7 @@ class Job:
     @property
     def tokens_per_step(self) -> int:
         """Of one replica."""
-        return self.model.micro_batch_size * self.model.seq_length
+        return self.model.tokens_per_replica
 
     @property
     def world_size(self) -> int:
@@ -130,22 +130,12 @@ class Job:
 
     def flags(self, log_dir: str) -> list[str]:
         """All flags of the training script."""
-        flags = [
-            *self.model.flags(),
-            *("--edit-device", "cpu"),
-            *("--global-batch-size", str(self.model.micro_batch_size * self.world_size)),
-            *("--train-iters", str(TRAIN_ITERS)),
-            *("--log-interval", str(TRAIN_ITERS)),  # a line of stock Megatron costs a barrier
-        ]
+        # A line of stock Megatron on the console costs a barrier.
+        flags = self.model.flags(self.world_size, train_iters=TRAIN_ITERS, log_interval=TRAIN_ITERS)
         if self.kind not in SYNCING:
             return flags
-        flags += [
-            "--use-edit",
-            *("--edit-num-replicas", str(self.num_replicas)),
-            *("--edit-strategy", self.kind),
-            *("--edit-warmup-steps", str(WARMUP_STEPS)),
-            *("--edit-log-dir", log_dir),
-        ]
+        flags += edit_flags(self.num_replicas, warmup_steps=WARMUP_STEPS, log_dir=log_dir)
+        flags += ["--edit-strategy", self.kind]
         if self.kind == EDIT:
             return [*flags, "--edit-sync-interval", str(self.interval)]
         # Rounds are long enough, and of the same length for all kinds.

@@ -15,38 +15,27 @@ when its forward pass began, and the seconds computed until then.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import time
 from collections.abc import Callable
 from functools import wraps
 from itertools import count
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TextIO
 
-from straggler_parts.plan import MARKS_VARIABLE, PLAN_VARIABLE, REPLICA_VARIABLE, Plan
+from frame.launch import load_script
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "pretrain_gpt.py"
+from straggler_parts.plan import MARKS_VARIABLE, PLAN_VARIABLE, REPLICA_VARIABLE, Plan
 
 
 def main() -> None:
     """Slow the script down and run it."""
     plan = Plan.from_json(os.environ[PLAN_VARIABLE])
     replica = int(os.environ[REPLICA_VARIABLE])
-    script: Any = load(SCRIPT)
+    script: Any = load_script()
     with Path(os.environ[MARKS_VARIABLE]).open("w", buffering=1) as marks:
         script.forward_step = slowed(script.forward_step, plan, replica, marks)
         script.main()
-
-
-def load(path: Path) -> ModuleType:
-    """A script as a module, not yet run."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None, f"no Python file: {path}"
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def slowed(

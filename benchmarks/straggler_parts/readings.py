@@ -6,7 +6,6 @@ as many whole steps, with all that belongs to them: data, sleep, sync, log.
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from typing import Any, NamedTuple
 from .kinds import SKIPPED_ROUNDS, WARMUP_STEPS
 
 SKIPPED_STEPS = 5  # of kinds without rounds: the first are slow
-NUM_TAIL_LINES = 30
 _SYNC_FIELDS = ("round", "iteration", "inner_steps", "samples", "seconds")
 
 
@@ -86,6 +84,17 @@ class Measurement:
     load: list[float]
 
     @property
+    def short(self) -> dict[str, Any]:
+        """A row of OUTPUT."""
+        return {
+            "scenario": self.scenario,
+            "kind": self.kind,
+            "repeat": self.repeat,
+            "tokens_per_second": self.tokens_per_second,
+            "load": self.load,
+        }
+
+    @property
     def computed_per_step(self) -> float:
         """Seconds of computing in a step, mean over all replicas."""
         computed = sum(stretch.computed for stretch in self.stretches)
@@ -103,12 +112,9 @@ def read_marks(path: Path) -> list[Mark]:
     return [Mark(*map(float, line.split())) for line in whole.splitlines()]
 
 
-def read_syncs(folder: Path) -> list[dict[str, Any]]:
-    """What EDiT has said so far of its syncs."""
-    path = folder / "sync.jsonl"
-    whole, _, _ = path.read_text().rpartition("\n") if path.exists() else ("", "", "")
-    lines = [json.loads(line) for line in whole.splitlines()]
-    return [{name: line[name] for name in _SYNC_FIELDS} for line in lines]
+def short_sync(line: dict[str, Any]) -> dict[str, Any]:
+    """What counts here of a line of `sync.jsonl`."""
+    return {name: line[name] for name in _SYNC_FIELDS}
 
 
 def stretches_by_time(marks: Sequence[Sequence[Mark]], seconds: float) -> list[Stretch] | None:
@@ -173,8 +179,3 @@ def rounds_of(marks: Sequence[Mark], syncs: Sequence[dict[str, Any]], rounds: in
 def tokens_per_second(stretches: Sequence[Stretch], tokens_per_step: int) -> float:
     """Of all replicas, each over its own stretch of time."""
     return sum(tokens_per_step / stretch.step_seconds for stretch in stretches)
-
-
-def tail(log: Path) -> str:
-    """The end of a log, for a failed run."""
-    return "\n".join(log.read_text(errors="replace").splitlines()[-NUM_TAIL_LINES:])

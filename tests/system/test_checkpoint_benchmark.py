@@ -16,8 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_parts.analysis import Analysis, limit_bytes
-from checkpoint_parts.kinds import (
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from checkpoint_parts.analysis import Analysis, limit_bytes  # noqa: E402
+from checkpoint_parts.kinds import (  # noqa: E402
     ALL,
     AT_SYNC,
     KINDS,
@@ -29,8 +33,8 @@ from checkpoint_parts.kinds import (
     timed_cases,
     weighed_cases,
 )
-from checkpoint_parts.pretrain_saving import COMPLETE, Notes, WatchedOutput
-from checkpoint_parts.readings import (
+from checkpoint_parts.pretrain_saving import COMPLETE, Notes, WatchedOutput  # noqa: E402
+from checkpoint_parts.readings import (  # noqa: E402
     OTHERS,
     OUTER,
     OWN,
@@ -38,14 +42,15 @@ from checkpoint_parts.readings import (
     Loop,
     Measurement,
     Save,
-    read_notes,
     saves_of,
     weigh,
 )
-from checkpoint_parts.report import markdown
-from overlap_parts.kinds import Model
+from checkpoint_parts.report import markdown  # noqa: E402
+from frame.gpt import Model  # noqa: E402
+from frame.study import read_one, read_runs  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
+from megatron_edit.tools.compare.console_log import read_json_lines  # noqa: E402
+
 BASE = Case(ALL, "bf16", False, 2, 1, Model(), interval=6, num_saves=2, pause=0.1, async_pause=1.0)
 PARAMETERS = 100
 
@@ -126,9 +131,9 @@ def test_saves_from_notes(tmp_path: Path) -> None:
     assert (found.complete, found.finalized, found.position) == (2.5, 0.2, MID_ROUND)
     assert found.loop is None
     file = tmp_path / "notes"
-    assert read_notes(file) == []
+    assert read_json_lines(file) == []
     file.write_text('{"complete": 6, "at": 1.0}\n{"complete"')
-    assert read_notes(file) == [{"complete": 6, "at": 1.0}]
+    assert read_json_lines(file) == [{"complete": 6, "at": 1.0}]
 
 
 def iterations(longer: dict[int, float]) -> list[dict[str, Any]]:
@@ -160,11 +165,11 @@ def test_spans_add_up() -> None:
     notes = Notes(file)
     inner = notes.spanned(lambda: time.sleep(0.02), "inner")
 
-    def inner_and_more() -> None:
+    def around() -> None:
         inner()
         time.sleep(0.01)
 
-    outer = notes.spanned(inner_and_more, "outer")
+    outer = notes.spanned(around, "outer")
     inner()
     assert notes._spans == {}
     notes.spanned(outer, "")()
@@ -242,15 +247,15 @@ def test_a_small_run(tmp_path: Path) -> None:
     done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     assert output.with_suffix(".png").stat().st_size > 10_000
-    record = json.loads(output.read_text())
-    assert not record["failures"]
+    record, runs = read_one(output), read_runs(output, Measurement)
+    assert not record["failures"] and len(runs) == record["num_runs"]
     assert not list(tmp_path.glob("checkpoints-*"))
     assert {(w["kind"], w["position"]) for w in record["bytes"]} == {
         (STOCK_ONE, ""), (ALL, AT_SYNC), (ALL, MID_ROUND)
     }  # fmt: skip
     for weight in record["bytes"]:
         assert weight["limit"] <= weight["total"]["median"] <= 1.1 * weight["limit"]
-    for one in record["measurements"]:
+    for one in runs:
         for each in one["saves"]:
             assert sum(each["spans"].values()) == pytest.approx(max(each["stalls"]), abs=0.1)
             handed = any(path.endswith("hand over") for path in each["spans"])

@@ -22,13 +22,13 @@ from typing import Any
 import pytest
 import torch
 from convergence_parts.analysis import Find, make_backlog, make_lines
-from convergence_parts.bench import DONE, is_over
 from convergence_parts.cases import Case, Size, Stage
 from convergence_parts.corruption import LABELS, TEXT, Corruption
 from convergence_parts.pretrain_corrupted import corrupt
-from convergence_parts.records import Record, Records, left_out, thinned
+from convergence_parts.records import Record, Records, RunSummary, RunTable, left_out, thinned
 from convergence_parts.report import draw, markdown
 from convergence_parts.study import Study
+from frame.launch import DONE, is_over
 
 from megatron_edit.tools.compare.flags import canonical
 from tests.harness.launch import REPOSITORY
@@ -224,7 +224,7 @@ def test_page_and_picture(tmp_path: Path) -> None:
     labels = [f"ddp, N = 1, {rate}" for rate in ("0.0005", "0.001", "0.002", "0.004", "0.008")]
     rates = finished({x: [5 - i, 5 - i] for i, x in enumerate(labels)}, "rates")
 
-    def find(each: Case) -> Record | None:
+    def find(each: Case) -> RunSummary | None:
         return two(each) or rates(each)
 
     text = markdown(STUDY, find, SUMMARY, "x.png")
@@ -236,6 +236,40 @@ def test_page_and_picture(tmp_path: Path) -> None:
     assert draw(tmp_path / "x.png", STUDY, find)
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     assert not draw(tmp_path / "y.png", STUDY, lambda each: None)
+
+
+def test_the_small_file_stands_for_the_runs(tmp_path: Path) -> None:
+    """What it has is not made again, and the page of it is that of the runs themselves."""
+    corpus: dict[str, Any] = {
+        part: {"sha256": text, "tokens": 1000} for part, text in CORPUS.items()
+    }
+    corpus["source"] = "a text"
+    records, path = Records(tmp_path / "runs", CORPUS), tmp_path / "runs.json"
+    warm_up = next(q for q in STUDY.questions if q.name == "warm-up")
+    labels = {each: f"seed {each.seed}" for each in warm_up.cases}
+    losses = [3.0830049, 3.1742, 3.21, 3.3]
+    for each, loss in zip(labels, losses, strict=False):
+        records.keep(each, record(loss, effective_replicas=None if loss > 3.2 else 3.5))
+    RunTable({}, {}, {}).with_runs(corpus, records, labels).write(path)
+    table = RunTable.read(path)
+    assert len(table.runs) == len(losses) and table.corpus == corpus
+    assert all(type(run) is RunSummary for run in table.runs.values())
+    texts = [markdown(STUDY, find, corpus, "x.png") for find in (table.find, records.find)]
+    assert texts[0] == texts[1] and "3.1915 ± " in texts[0]
+
+    elsewhere = Records(tmp_path / "none", CORPUS, table)
+    (backlog,) = make_backlog(STUDY, elsewhere.find, ["warm-up"])
+    assert backlog.finished == len(losses)
+    again = table.with_runs(corpus, elsewhere, {})  # no run of these seeds is asked for
+    assert again == table
+
+
+def test_the_committed_page_is_that_of_the_committed_file() -> None:
+    """Would catch: other tables or questions without `convergence.py --report`."""
+    path = REPOSITORY / "benchmarks" / "results" / "convergence.json"
+    table = RunTable.read(path)
+    text = markdown(STUDY, table.find, table.corpus, "convergence.png")
+    assert text == path.with_suffix(".md").read_text(encoding="utf-8")
 
 
 def test_a_rank_that_breaks_off_after_training_does_not_fail_a_run(tmp_path: Path) -> None:
@@ -265,8 +299,9 @@ def test_bad_arguments(words: list[str], capsys: pytest.CaptureFixture[str]) -> 
 
 def study(folder: Path, *words: str) -> subprocess.Popen[str]:
     """Start the study of a tiny model; its own group, so that nothing outlives the test."""
-    argv = [sys.executable, SCRIPT, "--quick", "--seeds", "1", "--results", str(folder / "runs"),
-            "--corpus", str(folder / "corpus"), *words]  # fmt: skip
+    argv = [sys.executable, SCRIPT, "--quick", "--seeds", "1", "--records", str(folder / "runs"),
+            "--output", str(folder / "runs.json"), "--corpus", str(folder / "corpus"),
+            *words]  # fmt: skip
     return subprocess.Popen(argv, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 

@@ -6,23 +6,27 @@ control traffic that grows, and a ring that sends more than a ring.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from growth_parts.analysis import Analysis, bound_seconds, burst_bytes
-from growth_parts.cases import Case, distinct, sweeps
-from growth_parts.report import markdown
-from growth_parts.runs import Reading, Sample, bytes_per_sync
-from overlap_parts.analysis import Link
-
-from megatron_edit.comm.control import record_bytes
-from tests.harness.lab import need_lab
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from frame.gpt import Link  # noqa: E402
+from frame.study import read_one  # noqa: E402
+from growth_parts.analysis import Analysis, bound_seconds  # noqa: E402
+from growth_parts.cases import Case, distinct, sweeps  # noqa: E402
+from growth_parts.report import markdown  # noqa: E402
+from growth_parts.runs import Reading, Sample, bytes_per_sync  # noqa: E402
+from netlab import burst_bytes  # noqa: E402
+
+from megatron_edit.comm.control import record_bytes  # noqa: E402
+from tests.harness.lab import need_lab  # noqa: E402
+
 TAU = 4
 RATE, BANDWIDTH = 100e6, 80e6
 PER_SYNC, PER_BYTE, PER_UNIT = 0.02, 1.5e-7, 0.003
@@ -129,7 +133,7 @@ def test_a_small_run(tmp_path: Path) -> None:
     done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("\n|") > 12 and output.with_suffix(".png").stat().st_size > 10_000
-    rows = json.loads(output.read_text())["rows"]
+    rows = read_one(output)["rows"]
     assert len(rows) == 4
     for row in rows:
         n = row["case"]["num_replicas"]

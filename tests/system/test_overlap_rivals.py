@@ -17,10 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from overlap_parts.analysis import Analysis, Link
-from overlap_parts.kinds import IDEAL, Job, Model, Window
-from overlap_parts.readings import Measurement
-from overlap_parts.rivals import (
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from frame.gpt import Link, Model, Window  # noqa: E402
+from frame.study import read_one  # noqa: E402
+from overlap_parts.analysis import Analysis  # noqa: E402
+from overlap_parts.kinds import IDEAL, Job  # noqa: E402
+from overlap_parts.readings import Measurement  # noqa: E402
+from overlap_parts.rivals import (  # noqa: E402
     RIVALS,
     TORCHFT_DILOCO,
     TORCHFT_STREAMING,
@@ -30,9 +36,8 @@ from overlap_parts.rivals import (
     rival_versions,
 )
 
-from tests.harness.lab import need_lab
+from tests.harness.lab import need_lab  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
 BENCHMARK = ROOT / "benchmarks" / "overlap.py"
 
 
@@ -49,10 +54,9 @@ def fake_python(folder: Path, **versions: str | None) -> str:
 
 def job(kind: str, **changes: Any) -> Job:
     """As the benchmark has it."""
-    usual: dict[str, Any] = {
-        "model": Model(), "num_hosts": 2, "tau": 40, "rounds": 1, "stock_seconds": 3.0,
-    }  # fmt: skip
-    return Job(kind, **usual | changes)
+    values: dict[str, Any] = {"model": Model(), "num_hosts": 2, "tau": 40, "rounds": 1,
+                              "stock_seconds": 3.0}  # fmt: skip
+    return Job(kind, **values | changes)
 
 
 def measurement(kind: str, speed: float, syncs: list[dict[str, Any]]) -> Measurement:
@@ -187,7 +191,7 @@ def test_it_sends_its_model_once_in_a_round(tmp_path: Path) -> None:
         timeout=500,
         check=True,
     )
-    found = {m["kind"]: m for m in json.loads(output.read_text())["measurements"]}
+    found = {m["kind"]: m for m in read_one(output)["runs"]}
     assert max(found[IDEAL]["window_bytes"]) < 1000  # the kernel says a word now and then
     # 8192 x 128 tokens, 128 x 128 positions, two layers of 12 x 128^2 weights and 13 x 128 others,
     # and the last norm; two replicas send each of it once per all-reduce.

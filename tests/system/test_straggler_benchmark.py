@@ -7,17 +7,21 @@ passes the wrong way round.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from straggler_parts.analysis import Analysis
-from straggler_parts.kinds import A_EDIT, EDIT, IDEAL, KINDS, STOCK, Job, Scenario
-from straggler_parts.plan import Plan
-from straggler_parts.readings import (
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from frame.study import read_one, read_runs  # noqa: E402
+from straggler_parts.analysis import Analysis  # noqa: E402
+from straggler_parts.kinds import A_EDIT, EDIT, IDEAL, KINDS, STOCK, Job, Scenario  # noqa: E402
+from straggler_parts.plan import Plan  # noqa: E402
+from straggler_parts.readings import (  # noqa: E402
     Mark,
     Measurement,
     Stretch,
@@ -28,9 +32,8 @@ from straggler_parts.readings import (
     stretches_by_time,
     tokens_per_second,
 )
-from straggler_parts.report import markdown
+from straggler_parts.report import markdown  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
 STEP = 0.05
 TOKENS = 64
 NO_SLOW = ("equal", "random")  # replicas; a round less is measured
@@ -199,9 +202,9 @@ def test_a_small_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("\n|") == 1 + 2 * len(KINDS)
     assert output.with_suffix(".png").stat().st_size > 10_000
-    record = json.loads(output.read_text())
-    assert not record["failures"]
-    runs = {(run["scenario"], run["kind"]): run for run in record["measurements"]}
+    record, found = read_one(output), read_runs(output, Measurement)
+    assert not record["failures"] and len(found) == len(record["runs"]) == 2 * len(KINDS)
+    runs = {(run["scenario"], run["kind"]): run for run in found}
     assert runs["4x", EDIT]["syncs"][0]["inner_steps"] == [4, 4]
     fast, slow = runs["4x", A_EDIT]["syncs"][0]["inner_steps"]
     assert fast >= 2 * slow >= 2

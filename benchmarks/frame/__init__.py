@@ -1,0 +1,12 @@
+"""What all benchmarks stand on.
+
+| module | |
+|---|---|
+| gpt | the model that is trained, its flags, which iterations count, links and their names |
+| launch | trainings on this machine or in the hosts of a lab: started, followed, ended |
+| study | command line, turns, what was measured so far and going on from it, the small JSON file |
+| page | spreads of repeats, Markdown tables, pictures |
+
+A benchmark is a script beside this package and a package of its parts; parts import this frame and
+never each other.
+"""
