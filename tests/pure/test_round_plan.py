@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import copy
+import math
+from dataclasses import FrozenInstanceError, replace
 from typing import Any, cast
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_edit.comm.control import ControlRecord
 from megatron_edit.comm.timeouts import AdaptiveTimeout
@@ -15,7 +20,7 @@ from megatron_edit.engine.rounds.trigger import ClockTrigger
 from megatron_edit.engine.state import MeanLoss, RunState
 from megatron_edit.method.clock import PhaseClock, TimeTrigger
 from megatron_edit.method.detector import DetectorConfig
-from megatron_edit.method.landing import DIRECT_COPY
+from megatron_edit.method.landing import DIRECT_COPY, LandingRule
 from megatron_edit.method.ledger import Dealing
 from megatron_edit.method.schedule import StepSchedule
 
@@ -63,3 +68,104 @@ def test_more_steps_loaded_than_asked_for() -> None:
     trigger.begin_together()
     assert trigger.dealing == Dealing(2, 120, 120) and trigger.is_over
     assert state.inner_steps == 0 and state.num_dealings == 2
+
+
+# ---- properties of the pure function
+
+NUM_UNITS = 3
+
+
+@st.composite
+def gathered(draw: st.DrawFn) -> tuple[RoundState, list[ControlRecord], list[int], RoundRules]:
+    """What replicas may come to a meeting with: counted or timed, some broken, some idle."""
+    replicas = draw(st.integers(1, 4))
+    is_timed = draw(st.booleans())
+    counts = draw(st.lists(st.integers(0, 6), min_size=replicas, max_size=replicas))
+    if not is_timed:
+        counts = [max(counts)] * replicas
+    blocks = draw(st.integers(40, 60))
+    dealing = Dealing(replicas, blocks) if is_timed else None
+    before = RoundState.fresh(replicas, NUM_UNITS, dealing)
+    size = st.one_of(st.floats(1e-6, 1e6), st.sampled_from([0.0, math.nan, math.inf, 1e38]))
+    row = st.lists(size, min_size=NUM_UNITS, max_size=NUM_UNITS)
+    records = [
+        ControlRecord(
+            round=0, step=count, inner_steps=count, samples=4 * count, schedule_position=count,
+            losses=(), norms=draw(row), is_leaving=int(draw(st.integers(0, 9)) == 0),
+            inner_lr=0.1 * count,
+        )
+        for count in counts
+    ]  # fmt: skip
+    units = sorted(draw(st.sets(st.integers(0, NUM_UNITS - 1), min_size=1)))
+    landing = draw(st.sampled_from([DIRECT_COPY, LandingRule(delay=2), LandingRule(mix=0.5)]))
+    rules = RoundRules(
+        PENALTY, landing, StepSchedule(0, 4), min_steps=float(draw(st.integers(0, 8)))
+    )
+    return before, records, units, rules
+
+
+def values_of(state: RoundState) -> list[Any]:
+    """Everything in it, comparable."""
+    tables = [tensor.tolist() for tensor in vars(state.detectors).values()]
+    rest = (state.count, state.replicas_identical, state.length, state.dealing, state.is_rejoined)
+    return [str(tables), state.unit_steps.tolist(), *rest]
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(meeting=gathered(), is_last=st.booleans())
+def test_a_plan_is_a_pure_function_of_what_was_gathered(
+    meeting: tuple[RoundState, list[ControlRecord], list[int], RoundRules], is_last: bool
+) -> None:
+    """Two ranks compute the same, and nothing that they knew before is written to."""
+    before, records, units, rules = meeting
+    kept = copy.deepcopy(values_of(before))
+    first, second = (plan_round(before, records, units, rules, is_last=is_last) for _ in range(2))
+    assert values_of(before) == kept
+    assert values_of(first.after) == values_of(second.after)
+    assert first.outcome is second.outcome and str(first.decision) == str(second.decision)
+    with pytest.raises(FrozenInstanceError):
+        first.outcome = Outcome.SYNC  # type: ignore[misc]
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(meeting=gathered(), is_last=st.booleans())
+def test_what_a_plan_may_and_may_not_do(
+    meeting: tuple[RoundState, list[ControlRecord], list[int], RoundRules], is_last: bool
+) -> None:
+    """A stop is no sync; an extension changes nothing that counts; a sync accounts for every step,
+    weighs only whom it accepts, to one in sum, and touches no other unit."""
+    before, records, units, rules = meeting
+    plan = plan_round(before, records, units, rules, is_last=is_last)
+    if any(record.is_leaving for record in records):
+        assert plan.outcome is Outcome.LEAVE and plan.after is before and plan.decision is None
+        return
+    total = sum(record.inner_steps for record in records)
+    if plan.outcome is Outcome.EXTEND:
+        assert before.dealing is not None and total < rules.min_steps
+        assert values_of(plan.after) == values_of(before)
+        return
+    decision, after = plan.decision, plan.after
+    assert decision is not None and plan.outcome is Outcome.SYNC and after.count == 1
+    others = [unit for unit in range(NUM_UNITS) if unit not in units]
+    assert bool((after.unit_steps[:, units] == 0).all())
+    steps = torch.tensor([[record.inner_steps] for record in records])
+    assert after.unit_steps[:, others].tolist() == steps.expand(-1, len(others)).tolist()
+    assert (
+        after.detectors.of_units(others).to_lists() == before.detectors.of_units(others).to_lists()
+    )
+    left_out = decision.verdict.anomalous
+    assert bool((decision.weights[left_out] == 0).all())
+    for unit in range(len(units)):
+        share = float(decision.weights[:, unit].sum())
+        assert share == pytest.approx(1.0) or bool(left_out[:, unit].all())
+        if bool(left_out[:, unit].all()):
+            assert bool(decision.rollback[unit])
+    idle = steps.flatten() == 0
+    assert bool(left_out[idle].all()) and not bool(after.detectors.accepted[idle].any())
+    is_whole = len(units) == NUM_UNITS
+    assert after.replicas_identical is (is_whole and plan.landing.is_direct_copy)
+    assert plan.landing == (DIRECT_COPY if is_last else rules.landing)
+    assert plan.inner_lr == max(record.inner_lr for record in records)
+    if before.dealing is not None:
+        assert plan.is_dealt and after.dealing is not None
+        assert after.dealing.frontier - len(after.dealing.holes) == total
