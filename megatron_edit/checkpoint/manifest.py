@@ -121,7 +121,8 @@ class Manifest:
         has_anchor: whether the anchor is there; at a sync it is the parameters.
         is_level: whether all replicas held the anchor in all units when the round began.
         unit_steps: lists [N][U], steps since a unit's own last sync, as of the last meeting.
-        wire: type on the wire. What a lossy one owes is kept for each replica in form `all`.
+        wire: type on the wire. Error-feedback residuals of a lossy one are kept for each replica
+            in form `all`.
         files: size and checksum by path, from the checkpoint's folder.
         written_by: versions.
     """

@@ -87,7 +87,8 @@ class Group:
         phases: transports of each phase of an exchange. A phase begins whenever the one before is
             over, which is at another moment on each rank; none where `runs_in_order`, or nobody
             needs them.
-        backlog: exchanges whose second phase has still to begin, oldest first; see `two_phase.py`.
+        backlog: exchanges whose second phase has still to begin, oldest first; see
+            `compressed_all_reduce.py`.
     """
 
     process_group: Any
@@ -122,9 +123,9 @@ class Group:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.SUM
         options.timeout = self.timeout
-        pending = self._start(lambda: [self.process_group.allreduce([tensor], options)])
+        work = self._start(lambda: [self.process_group.allreduce([tensor], options)])
         self.payload_bytes += all_reduce_payload(tensor.nbytes, self.size)
-        return pending
+        return work
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum `tensor` over the group, in place. Blocks the host on CPU tensors.
@@ -146,12 +147,12 @@ class Group:
         They may come only after work that waits for rank 0 (a later pipeline stage). Rank 0 must
         not change `tensor` afterwards.
         """
-        pending = self.start_broadcast(tensor)
+        work = self.start_broadcast(tensor)
         if self.rank > 0:
-            pending.wait()
+            work.wait()
             return
         self.reap()
-        self._unreaped.append((pending, tensor))
+        self._unreaped.append((work, tensor))
 
     def reap(self) -> None:
         """Keep no tensor alive that was given to the others and has reached them."""
@@ -167,9 +168,9 @@ class Group:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = self.timeout
-        pending = self._start(lambda: [self.process_group.broadcast([tensor], options)])
+        work = self._start(lambda: [self.process_group.broadcast([tensor], options)])
         self.payload_bytes += tensor.nbytes if self.rank == 0 else 0
-        return pending
+        return work
 
     def start_all_to_all(self, output: Tensor, rows: Tensor, phase: int) -> Work:
         """Begin to send row j to rank j; row i of `output` becomes what rank i sent here.
@@ -187,9 +188,9 @@ class Group:
         if self.size == 1 or rows.numel() == 0:
             output.copy_(rows)
             return Work(self.name)
-        pending = self._start(lambda: self._all_to_all(output, rows, phase))
+        work = self._start(lambda: self._all_to_all(output, rows, phase))
         self.payload_bytes += (self.size - 1) * rows[0].nbytes
-        return pending
+        return work
 
     def _all_to_all(self, output: Tensor, rows: Tensor, phase: int) -> Iterator[Any]:
         options = AllToAllOptions()
@@ -221,10 +222,10 @@ class Group:
         local, options = tensor.to(self.device).contiguous(), AllgatherOptions()
         parts = [torch.empty_like(local) for _ in range(self.size)]
         options.timeout = self.timeout if poll is None else UNLIMITED
-        pending = self._start(lambda: [self.process_group.allgather([parts], [local], options)])
+        work = self._start(lambda: [self.process_group.allgather([parts], [local], options)])
         if poll is not None:
-            wait_polling(pending, self.process_group, poll)
-        pending.wait()
+            wait_polling(work, self.process_group, poll)
+        work.wait()
         self.payload_bytes += (self.size - 1) * local.nbytes
         return torch.stack(parts).to(tensor.device)
 

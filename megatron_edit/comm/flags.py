@@ -52,7 +52,7 @@ class DelayedFlags:
             ReplicaLostError: a rank of the replica is gone.
         """
         if self._sent is not None:
-            pending, tensor = self._sent
-            pending.wait()
+            work, tensor = self._sent
+            work.wait()
             self.latest, self._sent = Flag(int(tensor)), None
         return self.latest

@@ -165,7 +165,7 @@ class HeartbeatMonitor:
         return list(overdue) if len(self._others) == 1 else self._absent(overdue)
 
     def lost(self) -> list[int]:
-        """After a collective with the others failed: who is to blame, as far as can be known.
+        """After a collective with the others failed: who was lost, as far as can be known.
 
         Blocks: the host, some seconds, in which whoever was not lost says so.
         """
@@ -174,7 +174,7 @@ class HeartbeatMonitor:
             return others  # a launch whose rank fails ends the other ranks soon: be quick
         self._is_over = self.is_listening = True
         time.sleep(FIRST_SECONDS)
-        said = [sign.text for sign in self.heartbeats]
+        said = [heartbeat.text for heartbeat in self.heartbeats]
         time.sleep(LISTEN_SECONDS)
         self.is_listening = False
         if self.is_closed:
@@ -185,9 +185,11 @@ class HeartbeatMonitor:
         if not self.is_telling:  # the rank that speaks for this replica may be gone, too
             others = list(range(len(self.heartbeats)))
         suspects = [r for r in others if not self.heartbeats[r].is_over]
-        return self._blamed(suspects, [r for r in suspects if self.heartbeats[r].text == said[r]])
+        return self._suspected(
+            suspects, [r for r in suspects if self.heartbeats[r].text == said[r]]
+        )
 
-    def _blamed(self, suspects: Sequence[int], silent: Sequence[int]) -> list[int]:
+    def _suspected(self, suspects: Sequence[int], silent: Sequence[int]) -> list[int]:
         mine = self._place() if self.is_telling else self.heartbeats[self._replica].place
         absent = self._absent(suspects)
         behind = [r for r in suspects if self.heartbeats[r].place[:2] < mine[:2]]

@@ -19,17 +19,17 @@ class Waitable(Protocol):
         """Whether it is over, well or badly."""
 
 
-def wait_polling(pending: Waitable, process_group: Any, idle: Callable[[], float]) -> None:
+def wait_polling(work: Waitable, process_group: Any, poll: Callable[[], float]) -> None:
     """Wait in short slices, in which the interpreter handles signals.
 
     Args:
-        pending: a collective that has no time-out of its own.
+        work: a collective that has no time-out of its own.
         process_group: that it runs on.
-        idle: called before each slice; gives its length in seconds, or raises.
+        poll: called before each slice; gives its length in seconds, or raises.
     """
     try:
-        while not pending.is_completed:
-            time.sleep(idle())
+        while not work.is_completed:
+            time.sleep(poll())
     except BaseException:
         # Whoever destroys a group waits for what runs on it, and that may never end.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(process_group))

@@ -2,7 +2,7 @@
 
     fp32              one all-reduce, in place
     bf16, int8, int4  encoded chunks to their owners, and their encoded sums back
-                      (`two_phase.py`)
+                      (`compressed_all_reduce.py`)
 
 Everybody decodes the same bytes, so that all ranks end with the same bits. A group of one rank
 encodes and decodes twice, too: it shows what the codec does to training.
@@ -21,7 +21,8 @@ from megatron_edit.comm.compressed_all_reduce import Chunks, CodedExchange, besi
 from megatron_edit.config import SYNC_DTYPES
 from megatron_edit.method.codec import BF16, INT4, INT8, Codec
 
-_CODECS: dict[str, Codec | None] = dict(zip(SYNC_DTYPES, (None, BF16, INT8, INT4), strict=True))
+_CODECS: dict[str, Codec | None] = {"fp32": None, "bf16": BF16, "int8": INT8, "int4": INT4}
+assert tuple(_CODECS) == SYNC_DTYPES, "a wire type without a codec, or the reverse"
 
 
 class Exchange(Protocol):
@@ -164,18 +165,18 @@ class Wire:
 class _Whole:
     """One collective that needs no second."""
 
-    pending: Work
+    work: Work
     _is_over: bool = False  # asked often: a delayed sync is polled at each bucket
 
     def advance(self) -> bool:
-        if not self._is_over and self.pending.is_completed:
+        if not self._is_over and self.work.is_completed:
             self.wait()
         return self._is_over
 
     def wait(self) -> None:
-        self.pending.wait()
+        self.work.wait()
         self._is_over = True
 
     @property
     def is_completed(self) -> bool:
-        return self._is_over or self.pending.is_completed
+        return self._is_over or self.work.is_completed

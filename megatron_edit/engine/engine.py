@@ -96,7 +96,7 @@ class EditEngine:
         broadcast_first_replica(self.host, self.groups)
         check_identical(self.host, self.groups, "at the start")
         if self.settings.schedule.is_warmup(step + 1):
-            self._trigger.begin_together()
+            self._trigger.begin_warmup()
         else:
             self._switch()
 
@@ -287,19 +287,20 @@ class EditEngine:
         if saved["is_warmup"]:
             self.start(saved["step"])
             return
-        outer = self._take_anchor()
+        outer, detectors = self._take_anchor(), saved["detectors"]
         outer.load(saved["outer"])
         if unfinished is not None:
             completion = Completion(self.settings, self.host, self.groups, outer, unfinished)
             with torch.no_grad():
-                saved["detectors"] = completion.run(saved["detectors"])
-        saved["detectors"] = saved["detectors"].for_replicas(self.groups.sync.size)
-        self.state.load_state_dict(saved, outer, self._round_length())
+                detectors = completion.run(detectors)
+        detectors = detectors.for_replicas(self.groups.sync.size)
+        self.state.load_state_dict(saved, outer, detectors, self._round_length())
         self._queue.load_state_dict(saved.get("pending", ()))
         self._attach(outer)
         if saved.get("is_at_sync", False):
             check_identical(self.host, self.groups, "after loading")
         self._flags.post(Flag.MEET if saved.get("is_asking", False) else Flag.NONE)
+        self.state.timeout.begin(saved.get("round_seconds", 0.0))
 
     # ---- where training stands
 

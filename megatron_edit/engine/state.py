@@ -1,4 +1,4 @@
-"""All run-long state of the engine: what a checkpoint must bring back, and nothing else.
+"""All run-long state of the engine: what a checkpoint brings back, and what ends with the process.
 
 It has one owner, `RunState`. What all replicas know alike is one immutable value (`RoundState`),
 which `apply` replaces by what a plan says; the rest is this rank's own. Things that live as long as
@@ -66,7 +66,7 @@ class UnitTensors(TypedDict, total=False):
         anchor: [numel]; missing where it is the parameters.
         momentum: [numel].
         sent: [numel], error-feedback residual of this replica's addends.
-        summed: [owned], the same of the sums of the chunk that this rank encodes.
+        summed: [>= owned], the same of the sums of the chunk that this rank encodes.
     """
 
     anchor: Tensor
@@ -345,7 +345,7 @@ class RunState:
         return not self.has_left
 
     def apply(self, plan: RoundPlan) -> None:
-        """Take over what a meeting has planned. The only place where a meeting changes state."""
+        """Take over the plan of a meeting. The only place where a plan changes run-long state."""
         self.rounds, self.records = plan.after, plan.records
         self.has_left = plan.outcome is Outcome.LEAVE
         if plan.outcome is not Outcome.SYNC:
@@ -394,19 +394,26 @@ class RunState:
             round_seconds=self.timeout.length,
         )
 
-    def load_state_dict(self, saved: EngineState, outer: OuterState, round_length: int) -> None:
+    def load_state_dict(
+        self,
+        saved: EngineState,
+        outer: OuterState,
+        detectors: DetectorState,
+        round_length: int,
+    ) -> None:
         """Stand where a checkpoint was written, after the switch.
 
         Args:
             saved: what `state_dict` told.
             outer: anchor, momentum and residuals as they were.
+            detectors: of the replicas of this run.
             round_length: of the round that is under way, where the checkpoint does not say it.
         """
         self.outer, self.step = outer, saved["step"]
         self.round_start = saved["step"] - saved["inner_steps"]
         self.rounds = RoundState(
             count=saved["round"],
-            detectors=saved["detectors"],
+            detectors=detectors,
             unit_steps=saved["unit_steps"],
             replicas_identical=saved["replicas_identical"],
             length=saved.get("round_length", 0) or round_length,
@@ -422,7 +429,6 @@ class RunState:
             self.timer.last = saved.get("last_step_seconds", 0.0)
         self.clock.set(saved.get("phase_seconds", 0.0))
         self.quiet_steps = saved.get("quiet_steps", 0)
-        self.timeout.begin(saved.get("round_seconds", 0.0))
 
 
 def _tensors_of(outer: OuterState | None) -> dict[str, UnitTensors]:

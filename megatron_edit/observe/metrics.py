@@ -58,7 +58,7 @@ TAGS = tuple(
         ("seconds/wait", "seconds", "at the meeting, for the other replicas"),
         ("seconds/exchange", "seconds", "waiting for the exchange of the averages"),
         ("seconds/outer", "seconds", "norms, clip, outer step, write-back"),
-        ("seconds/exposed", "seconds", "what training stood still for"),
+        ("seconds/exposed", "seconds", "exposed: in which training waited for the sync"),
         ("seconds/total", "seconds", "from the start of the sync to its last landing"),
         ("exposed-share", "", "of the time since the sync before"),
         ("bytes-between-replicas", "bytes", "sent by the ranks of one replica in the sync, "

@@ -55,7 +55,7 @@ def run_paced(
     step_seconds: Sequence[float],
     target: int,
 ) -> tuple[list[Record], list[tuple[int, tuple[int, ...]]]]:
-    """Move by `moves[replica][own step]`, each replica at its own trigger, until all is consumed.
+    """Move by `moves[replica][own step]`, each replica at its own speed, until all is consumed.
 
     Time is made here: a step of replica r lasts `step_seconds[r]`, and a meeting nothing.
 

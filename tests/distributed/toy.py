@@ -182,7 +182,7 @@ def build_engine(
         start: their values.
         starts: see `TableSchedule`.
         clock: of the inner phase, where a test makes the time.
-        target: steps of all replicas together, where they run at their own trigger.
+        target: steps of all replicas together, where they run at their own speeds.
     """
     placement = place(config, os.environ)
     world = join(config, placement)

@@ -106,7 +106,7 @@ def test_a_run_that_is_replaced_is_read_anew(tmp_path: Path) -> None:
 
 
 def test_the_line_of_a_sync_has_what_tuning_goes_by() -> None:
-    """Would catch: a console that does not say how long training stood still."""
+    """Would catch: a console that does not say how long syncs were exposed."""
     verdict = SimpleNamespace(anomalous=torch.zeros(3, 2, dtype=torch.bool))
     decision = SimpleNamespace(
         verdict=verdict, weights=torch.full((2, 3), 0.5), rollback=torch.zeros(3, dtype=torch.bool)

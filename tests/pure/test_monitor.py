@@ -236,7 +236,7 @@ def shrink_weights(line: dict[str, Any]) -> None:
         (MadeUp(change=shrink_weights), "stood on fewer than 2 replicas"),
         (MadeUp(change=shrink_weights), "clipped below 0.5"),
         (MadeUp(change=shrink_weights, rounds=9), ""),
-        (MadeUp(exposed=0.1), "stood still for syncs"),
+        (MadeUp(exposed=0.1), "Exposed syncs took"),
         (MadeUp(exposed=0.4), "waited for the others"),
         (MadeUp(), ""),
     ],

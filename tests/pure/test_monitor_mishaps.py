@@ -92,8 +92,8 @@ def test_speed_with_files_missing(
     if strategy == "edit":
         assert part.speed == pytest.approx(whole.speed, rel=0.05)
         assert part.remaining_seconds == pytest.approx(whole.remaining_seconds, rel=0.05)
-        assert "reckoned from 1 of 4" in shown and "all replicas, reckoned from 1 of 4" in page
-        assert "reckoned from the others" in missing
+        assert "estimated from 1 of 4" in shown and "all replicas, estimated from 1 of 4" in page
+        assert "estimated from the others" in missing
     else:
         assert part.speed is None and part.remaining_seconds is None
         assert "only 1 of 4 replicas are seen here" in page and "all replicas, at" not in page

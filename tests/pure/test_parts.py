@@ -192,7 +192,7 @@ def test_every_fragment_is_checked_for_drift(fragments: int) -> None:
     anything: Any = None
     schedule = SimpleNamespace(fragments=fragments)
     settings: Any = SimpleNamespace(digest_interval=10, schedule=schedule)
-    queue = SyncQueue(anything, anything, settings, anything, anything)
+    queue = SyncQueue(anything, anything, settings, anything, anything, anything)
     seen = [number for number in range(1, 20 * fragments + 1) if queue.is_checked(number)]
     assert len(seen) == 2 * fragments
     assert {(number - 1) % fragments for number in seen[:fragments]} == set(range(fragments))

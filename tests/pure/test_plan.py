@@ -24,8 +24,8 @@ from megatron_edit.tools.plan.names import NAMES
 from megatron_edit.tools.plan.plan import make_plan
 from megatron_edit.tools.plan.timing import (
     BEFORE,
-    Flight,
     Setting,
+    UnitExchange,
     exposed_seconds,
     sync_cost,
     synchronous_cost,
@@ -128,7 +128,7 @@ def test_synchronous_steps_agree_with_the_comparison() -> None:
      ("--edit-strategy co2", 12), ("--edit-strategy streaming-diloco", 12)],
 )  # fmt: skip
 def test_outer_state_per_parameter(flags: str, each: float) -> None:
-    """As docs/strategies.md says it; int8 owes 4 (1 + 1 / N) bytes with it."""
+    """As docs/strategies.md says it; int8 keeps residuals of 4 (1 + 1 / N) bytes with it."""
     job = job_of("llama_350m", 8, "--use-edit", *flags.split())
     strategy = flags.split()[1] if "strategy" in flags else "edit"
     held = persistent_bytes(job, job.config(strategy))
@@ -162,14 +162,14 @@ def test_stock_parts_of_7b() -> None:
 
 def test_an_exchange_hides_behind_what_runs_meanwhile() -> None:
     """By hand: three units of 2 s on the wire, no work, forward of 0, 3 and 3 s."""
-    flights = [Flight(2.0, 0.0, forward) for forward in (0.0, 3.0, 3.0)]
+    exchanges = [UnitExchange(2.0, 0.0, forward) for forward in (0.0, 3.0, 3.0)]
     # arrivals 2, 4, 6; the forward passes end at 2, 7, 10: 4 s more than 6.
-    assert exposed_seconds(flights, depth=3) == pytest.approx(4.0)
+    assert exposed_seconds(exchanges, depth=3) == pytest.approx(4.0)
     # One at a time: the next starts when the last has landed, and that is when it arrives.
-    assert exposed_seconds(flights, depth=1) == pytest.approx(4.0)
-    assert exposed_seconds(flights, depth=3, head_start=6.0) == pytest.approx(0.0)
-    assert exposed_seconds(flights, depth=3, head_start=1.0) == pytest.approx(3.0)
-    blocked = [Flight(2.0, 1.0, 0.0)] * 3
+    assert exposed_seconds(exchanges, depth=1) == pytest.approx(4.0)
+    assert exposed_seconds(exchanges, depth=3, head_start=6.0) == pytest.approx(0.0)
+    assert exposed_seconds(exchanges, depth=3, head_start=1.0) == pytest.approx(3.0)
+    blocked = [UnitExchange(2.0, 1.0, 0.0)] * 3
     assert exposed_seconds(blocked, depth=1) == pytest.approx(0.9 + 3 * 2.7)
 
 

@@ -14,7 +14,7 @@ from megatron_edit.tools.compare.flags import read_flags
 from megatron_edit.tools.plan.advice import advise, least_interval
 from megatron_edit.tools.plan.job import Job, read_job
 from megatron_edit.tools.plan.machine import GPU, Link
-from megatron_edit.tools.plan.timing import Flight, Setting, exposed_of_round, sync_cost
+from megatron_edit.tools.plan.timing import Setting, UnitExchange, exposed_of_round, sync_cost
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 STREAMING = ("--edit-strategy", "streaming-diloco", "--edit-delay-steps", "67")
@@ -73,12 +73,12 @@ def test_no_delay_is_suggested_for_more_than_a_round() -> None:
         assert cost.share_of_ideal >= 1 - GOAL_SHARE and cost.exchange < cost.round
 
 
-def flights(*wires: float) -> list[list[Flight]]:
+def exchanges(*wires: float) -> list[list[UnitExchange]]:
     """A group of one unit for each, without work and forward pass."""
-    return [[Flight(wire, 0.0, 0.0)] for wire in wires]
+    return [[UnitExchange(wire, 0.0, 0.0)] for wire in wires]
 
 
-def exposed(groups: list[list[Flight]], head_start: float, length: float) -> float:
+def exposed(groups: list[list[UnitExchange]], head_start: float, length: float) -> float:
     """Of a round of some seconds."""
     return exposed_of_round(groups, depth=1, head_start=head_start, length=length, burst=0.0)
 
@@ -87,11 +87,11 @@ def test_a_group_waits_for_those_before_it() -> None:
     """By hand: launches at 0, 10, 20, ...; groups of 15 and 3 s; 12 s until they must land."""
     # 15 s arrive at 15, 3 s late; then all is 3 s later: the second, launched at 10, has the link
     # from 15 on and arrives at 18, long before 22 + 3. The link is idle again at 20 + 3.
-    assert exposed(flights(15.0, 3.0), 12.0, 20.0) == pytest.approx(3.0)
+    assert exposed(exchanges(15.0, 3.0), 12.0, 20.0) == pytest.approx(3.0)
     # 11 s fit into 12, but the second has the link from 11 on, not from 10, and 11.5 s for 11.
-    assert exposed(flights(11.0, 11.5, 1.0), 12.0, 30.0) == pytest.approx(0.5)
+    assert exposed(exchanges(11.0, 11.5, 1.0), 12.0, 30.0) == pytest.approx(0.5)
     # One group at a time: nobody waits.
-    assert exposed(flights(11.0, 11.5, 1.0), 10.0, 30.0) == pytest.approx(2.5)
+    assert exposed(exchanges(11.0, 11.5, 1.0), 10.0, 30.0) == pytest.approx(2.5)
 
 
 @settings(max_examples=200, deadline=None)
@@ -102,7 +102,7 @@ def test_a_group_waits_for_those_before_it() -> None:
 )
 def test_between_the_link_and_no_hiding(wires: list[float], part: float, length: float) -> None:
     """A round takes at least as long as its bytes, and at most as if nothing were hidden."""
-    found = exposed(flights(*wires), part * length, length)
+    found = exposed(exchanges(*wires), part * length, length)
     total = sum(wires)
     assert max(0.0, total - length) - 1e-9 <= found <= total + 1e-9
     alone = sum(max(0.0, wire - part * length) for wire in wires)

@@ -62,10 +62,10 @@ def test_more_steps_loaded_than_asked_for() -> None:
     nobody: Any = None
     trigger = ClockTrigger(0, 1, 100, cast(Host, nobody), state)
     state.step = 30
-    trigger.begin_together()
+    trigger.begin_warmup()
     assert trigger.dealing == Dealing(2, 100, 60) and not trigger.is_over
     state.step = 60
-    trigger.begin_together()
+    trigger.begin_warmup()
     assert trigger.dealing == Dealing(2, 120, 120) and trigger.is_over
     assert state.inner_steps == 0 and state.num_dealings == 2
 

@@ -27,7 +27,7 @@ from megatron_edit.engine.rounds.trigger import SyncTrigger, trigger_of
 from megatron_edit.engine.state import RunState
 from megatron_edit.engine.sync.inflight import InflightSync, SyncPlan
 from megatron_edit.engine.sync.outer_state import squared_norms
-from megatron_edit.engine.sync.queue import SyncQueue
+from megatron_edit.engine.sync.queue import Footprint, SyncQueue
 from megatron_edit.engine.sync.units import FragmentPlan, Selection
 from megatron_edit.method.norms import sum_in_rank_order
 
@@ -80,7 +80,6 @@ class SyncController:
             state: of the run.
             board: where stops are announced and seen.
         """
-        queue = SyncQueue(host, groups, settings, reporter, state)
         meetings = Meetings(
             host,
             groups,
@@ -88,9 +87,10 @@ class SyncController:
             state,
             same_step=settings.timed is None,
             has_digests=not settings.landing.is_immediate,
-            poll_exchanges=queue.poll_if_busy,
+            poll_exchanges=lambda: queue.poll_if_busy(),
         )
-        queue.measure(meetings.record_bytes)
+        footprint = Footprint.measure(groups, host.plan, settings, meetings.record_bytes)
+        queue = SyncQueue(host, groups, settings, reporter, state, footprint)
         trigger = trigger_of(settings, host, groups.sync.rank, state)
         return cls(settings, host, groups, reporter, state, trigger, meetings, queue)
 
@@ -120,10 +120,10 @@ class SyncController:
             if takes_addends_first:
                 self._land_all(before)
                 if not before:  # nothing was sent a round ago: the next begins where this one did
-                    self.queue.go_back(sync)
+                    self.queue.restore_anchor(sync)
             self.state.timeout.after_round()
             self._start(sync)
-            if not (self.trigger.must_meet_again or self._must_equalize):
+            if not (self.trigger.has_empty_round or self._must_equalize):
                 return True
 
     def leave(self) -> None:
@@ -138,10 +138,10 @@ class SyncController:
         """Exchange the losses that no sync has carried; in vain where a replica has left."""
         if self.state.has_left:
             return
-        last, records = self.state.records, self.meetings.hold()
-        if self.state.note_meeting(records):
+        records = self.meetings.hold()  # kept by nobody: a save that follows is of the one before
+        self.state.has_left = any(record.is_leaving for record in records)
+        if not self.state.has_left:
             self.state.losses.report(records, self.reporter)
-        self.state.records = last  # a save that follows is of the meeting before
 
     # ---- landings
 
@@ -234,7 +234,7 @@ class SyncController:
             waited=waited,
         )
         if not settings.landing.is_immediate:  # also at the end: another may land before it
-            sync.take_snapshots()
+            sync.prepare_all()
         return sync
 
     def _start(self, sync: InflightSync) -> None:
@@ -256,7 +256,7 @@ class SyncController:
     def _land(self) -> None:
         """Land what lands now; in the forward pass, if nothing comes before it."""
         is_later = self.settings.overlap and self.host.lands_in_forward
-        if not is_later or self.trigger.must_meet_again or self._must_equalize:
+        if not is_later or self.trigger.has_empty_round or self._must_equalize:
             self.queue.settle()
 
     def _land_all(self, syncs: Sequence[InflightSync]) -> None:

@@ -225,13 +225,13 @@ def plan_round(
     if dealing is None:
         length = rules.schedule.round_length(max(record.next_lr for record in records))
     elif not dealing.is_over:  # else only units that have not landed brought the replicas here
-        if _goes_on(dealing, counts, rules.min_steps):
+        if _is_extended(dealing, counts, rules.min_steps):
             return RoundPlan(Outcome.EXTEND, records, replace(before, is_rejoined=False))
         dealing, is_dealt = dealing.settle(counts), True
-        idle = not dealing.is_over and any(
+        has_empty_share = not dealing.is_over and any(
             dealing.is_exhausted(replica, 0) for replica in range(len(records))
         )
-        is_followed = before.is_rejoined or idle
+        is_followed = before.is_rejoined or has_empty_share
     columns = list(units)
     unit_steps = before.unit_steps + torch.tensor([[count] for count in counts])
     norms = torch.tensor([record.norms for record in records], dtype=torch.float64)[:, columns]
@@ -247,7 +247,7 @@ def plan_round(
         replicas_identical=len(columns) == unit_steps.shape[1] and landing.is_direct_copy,
         length=length,
         dealing=dealing,
-        is_rejoined=before.is_rejoined and not is_dealt,
+        is_rejoined=before.is_rejoined and dealing is not None and not is_dealt,
     )
     return RoundPlan(
         Outcome.SYNC,
@@ -263,7 +263,7 @@ def plan_round(
     )
 
 
-def _goes_on(dealing: Dealing, counts: Sequence[int], min_steps: float) -> bool:
+def _is_extended(dealing: Dealing, counts: Sequence[int], min_steps: float) -> bool:
     """Whether a round is extended: too few steps, and nothing but the clock has cut it."""
     is_cut = dealing.is_final or any(
         dealing.is_exhausted(replica, count) for replica, count in enumerate(counts)

@@ -1,6 +1,6 @@
 """When replicas meet: after a count of steps (EDiT), or when the clock says so (A-EDiT).
 
-Triggers keep nothing: what they ask is in `RunState`.
+Triggers keep nothing themselves: what they ask, and change, is in `RunState`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_edit.method.schedule import Schedule
 class SyncTrigger(Protocol):
     """Decides when this replica meets the others. All ranks of a replica answer alike."""
 
-    def begin_together(self) -> None:
+    def begin_warmup(self) -> None:
         """Warm-up goes on after the last step."""
 
     def begin_rounds(self) -> None:
@@ -43,7 +43,7 @@ class SyncTrigger(Protocol):
         """After an inner step: whether this rank, if it is rank 0, asks for a meeting."""
 
     @property
-    def must_meet_again(self) -> bool:
+    def has_empty_round(self) -> bool:
         """Whether this replica has nothing to do in the round that begins."""
 
     @property
@@ -65,7 +65,7 @@ class StepTrigger:
     host: Host
     state: RunState
 
-    def begin_together(self) -> None:
+    def begin_warmup(self) -> None:
         """See `SyncTrigger`. Data come in Megatron's own order: nothing to do."""
 
     def begin_rounds(self) -> None:
@@ -91,7 +91,7 @@ class StepTrigger:
         return False
 
     @property
-    def must_meet_again(self) -> bool:
+    def has_empty_round(self) -> bool:
         """See `SyncTrigger`."""
         return False
 
@@ -126,7 +126,7 @@ class ClockTrigger:
         assert dealing is not None, "replicas at their own speeds without a ledger"
         return dealing
 
-    def begin_together(self) -> None:
+    def begin_warmup(self) -> None:
         """See `SyncTrigger`. In warm-up every replica consumed a block at each step; a run that
         loads more steps than it is to make is over."""
         replicas = self.dealing.num_replicas
@@ -135,7 +135,7 @@ class ClockTrigger:
 
     def begin_rounds(self) -> None:
         """See `SyncTrigger`."""
-        self.begin_together()
+        self.begin_warmup()
         self.host.begin_local(is_over=self.dealing.is_over)
 
     def fragments_after(self, step: int) -> Sequence[int]:
@@ -161,7 +161,7 @@ class ClockTrigger:
         return self.state.timer.after_step()
 
     @property
-    def must_meet_again(self) -> bool:
+    def has_empty_round(self) -> bool:
         """See `SyncTrigger`: the final round gives nothing to a replica that was very slow."""
         return not self.is_over and self.dealing.is_exhausted(self.replica, 0)
 

@@ -70,7 +70,7 @@ class InflightSync:
         waited: seconds spent at the meeting.
         exposed: seconds in which this rank did nothing but this sync.
         digests: of units that have landed, by position, for the drift check.
-        ended: when its last unit landed, or was stepped where that is later.
+        ended: when its last unit landed, or where that was earlier, took its outer step.
         is_reported: whether the reporter knows what became of it.
     """
 
@@ -115,7 +115,7 @@ class InflightSync:
         """Whether a unit among the first `num_shards` shards of the stage has not landed yet."""
         return not self.is_done and self.plan.selection.positions[self._num_landed] < num_shards
 
-    def take_snapshots(self) -> None:
+    def prepare_all(self) -> None:
         """Of a delayed sync: compute all addends, before training changes the parameters."""
         units, landing = self.state.units, self.plan.rules.landing
         for shard in self.units.shards:

@@ -78,10 +78,10 @@ class SyncQueue:
         settings: of the engine.
         reporter: learns of it.
         state: of the run: keeps digests of units that land late until these meet again.
+        footprint: sizes for reports.
         landing: the sync whose units land now; None when all have, and were checked.
         pending: syncs whose results land later, in the order of their starts.
         num_landings: begun so far, of syncs that have units of this rank's stage.
-        footprint: sizes for reports.
     """
 
     host: Host
@@ -89,21 +89,10 @@ class SyncQueue:
     settings: EngineSettings
     reporter: Reporter
     state: RunState
+    footprint: Footprint
     landing: InflightSync | None = None
     pending: list[InflightSync] = field(default_factory=list)
     num_landings: int = 0
-    footprint: Footprint = field(init=False)
-
-    def measure(self, record_bytes: int) -> None:
-        """Learn the sizes for reports. Set-up only.
-
-        Collective: the ranks of the replica.
-
-        Args:
-            record_bytes: size of this rank's control record.
-        """
-        plan = self.host.plan
-        self.footprint = Footprint.measure(self.groups, plan, self.settings, record_bytes)
 
     @property
     def has_pending_units(self) -> bool:
@@ -163,7 +152,7 @@ class SyncQueue:
             self._restore_if_broken(sync)
         self.poll()
 
-    def go_back(self, sync: InflightSync) -> None:
+    def restore_anchor(self, sync: InflightSync) -> None:
         """Give the parameters the anchor that a sync has begun from. All ranks of the replica."""
         for shard in sync.units.shards:
             shard.scatter(sync.state.units[shard.name].stage_anchor().ready())

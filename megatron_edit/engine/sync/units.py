@@ -51,13 +51,13 @@ class ParamShard:
 
 @dataclass(frozen=True)
 class UnitShard:
-    """This rank's shard of one unit: its params, end to end, in one flat range.
+    """This rank's shard of one unit: its parameter shards, end to end, in one flat range.
 
     Attributes:
         name: the unit.
         index: the unit's position in the replica's list of units.
         params: in the order of the optimizer's own shard map.
-        slices: where each param lies in the flat range.
+        slices: where each parameter shard lies in the flat range.
     """
 
     name: str
@@ -88,7 +88,7 @@ class UnitShard:
                 param.target.copy_(param.main)
 
     def squared_norm(self, flat: Tensor) -> Tensor:
-        """Sum of squares over the params that count, float64 scalar, in param order."""
+        """Sum of squares over the parameter shards that count, float64 scalar, in their order."""
         total = torch.zeros((), dtype=torch.float64, device=flat.device)
         for param, where in zip(self.params, self.slices, strict=True):
             if param.is_counted:
@@ -123,7 +123,7 @@ class UnitPlan:
 def plan_units(
     params: Iterable[ParamShard], names: Sequence[str], stage_units: Sequence[str]
 ) -> UnitPlan:
-    """Group params by unit.
+    """Group parameter shards by unit.
 
     Args:
         params: of this rank, in the order of the optimizer's shard map.
@@ -131,7 +131,7 @@ def plan_units(
         stage_units: units of which this rank's pipeline stage holds parameters.
 
     Raises:
-        SyncProtocolError: a param belongs to no unit of the stage.
+        SyncProtocolError: a parameter shard belongs to no unit of the stage.
     """
     by_unit: dict[str, list[ParamShard]] = {name: [] for name in names if name in stage_units}
     for param in params:
@@ -185,12 +185,12 @@ def select(plan: UnitPlan, indices: Iterable[int]) -> Selection:
 
 @dataclass(frozen=True)
 class FragmentPlan:
-    """The groups of a staggered sync: unit i belongs to group i mod F.
+    """Fragments of a staggered sync: unit i belongs to fragment i mod F.
 
     Attributes:
         plan: all units.
-        selections: by group.
-        whole: all groups together.
+        selections: by fragment.
+        whole: all fragments together.
     """
 
     plan: UnitPlan
@@ -198,26 +198,28 @@ class FragmentPlan:
     whole: Selection
 
     @classmethod
-    def of(cls, plan: UnitPlan, num_groups: int) -> FragmentPlan:
+    def of(cls, plan: UnitPlan, num_fragments: int) -> FragmentPlan:
         """Deal the units out.
 
         Raises:
-            UsageError: there are more groups than units.
+            UsageError: there are more fragments than units.
         """
         units = range(len(plan.names))
-        if num_groups > len(units):
+        if num_fragments > len(units):
             raise UsageError(
-                f"--edit-fragments {num_groups}",
+                f"--edit-fragments {num_fragments}",
                 f"the model has {len(units)} units, and every fragment needs one",
                 "give a smaller value",
             )
-        selections = tuple(select(plan, units[group::num_groups]) for group in range(num_groups))
+        selections = tuple(
+            select(plan, units[fragment::num_fragments]) for fragment in range(num_fragments)
+        )
         return cls(plan, selections, select(plan, units))
 
-    def union(self, groups: Sequence[int]) -> Selection:
-        """The units of some groups."""
-        if len(groups) == len(self.selections):
+    def union(self, fragments: Sequence[int]) -> Selection:
+        """The units of some fragments."""
+        if len(fragments) == len(self.selections):
             return self.whole
-        if len(groups) == 1:
-            return self.selections[groups[0]]
-        return select(self.plan, (i for g in groups for i in self.selections[g].indices))
+        if len(fragments) == 1:
+            return self.selections[fragments[0]]
+        return select(self.plan, (i for f in fragments for i in self.selections[f].indices))

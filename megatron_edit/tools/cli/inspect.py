@@ -120,7 +120,7 @@ def _outer(manifest: Manifest) -> str:
         return "none before the replicas part"
     what = "momentum and anchor" if manifest.has_anchor else "momentum (the anchor: the parameters)"
     if manifest.wire != "fp32":
-        what += f"; wire type {manifest.wire}, with what it owes"
+        what += f"; wire type {manifest.wire}, with its error-feedback residuals"
     late = [
         f"replica {replica}: round {sync.round} ({len(sync.units)} units)"
         for replica, entry in enumerate(manifest.replicas)

@@ -174,12 +174,12 @@ def _seconds(run: Run) -> Chart:
         axes.set_ylim(0, 1.05 * max(1e-9, float(max(below.max(), parts["total"].max()))))
         finish(axes, "sync", "milliseconds")
     share = run.syncs.share("exposed")
-    still = f"; training stood still for {percent(share)} of the time" if share is not None else ""
+    exposed = f"; exposed {percent(share)} of the time" if share is not None else ""
     text = (
         "Time of each sync: waiting for other replicas, for the exchange, and the outer step"
-        f"{still}."
+        f"{exposed}."
     )
-    note = "Bars: what training stood still for (replica 0). Points: start to last landing."
+    note = "Bars: exposed time (replica 0). Points: start to last landing."
     return Chart("Time of syncs", drawing.svg, text, note)
 
 

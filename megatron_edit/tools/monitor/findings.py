@@ -71,7 +71,7 @@ def _of_files(run: Run) -> Iterator[Finding]:
 def _reckoning(run: Run) -> str:
     if run.speed is None:
         return "cannot be told without it"
-    return "are reckoned from the others"
+    return "are estimated from the others"
 
 
 def _of_replicas(run: Run) -> Iterator[Finding]:
@@ -149,7 +149,7 @@ def _of_time(run: Run) -> Iterator[Finding]:
     elif exposed is not None and exposed > EXPOSED_SHARE:
         yield Finding(
             "warning",
-            f"Training stood still for syncs {percent(exposed)} of the time: "
+            f"Exposed syncs took {percent(exposed)} of the time: "
             "raise --edit-sync-interval, or hide the exchange (--edit-delay-steps, "
             "--overlap-param-gather).",
         )

@@ -113,7 +113,7 @@ def _syncs(run: Run) -> RenderableType:
     for cells in _sync_cells(run):
         table.add_row(*cells)
     table.caption = (
-        f"{run.syncs.count:,} syncs; training stood still {percent(run.syncs.share('exposed'))} of "
+        f"{run.syncs.count:,} syncs; exposed {percent(run.syncs.share('exposed'))} of "
         f"the time; {megabytes(run.syncs.sums['wire_bytes'])} MB between replicas in all"
     )
     table.caption_justify = "left"

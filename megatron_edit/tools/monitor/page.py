@@ -113,7 +113,7 @@ def whose_speed(run: Run) -> str:
         return "all replicas"
     if run.speed is None:
         return f"not known: only {heard} of {total} replicas are seen here"
-    return f"all replicas, reckoned from {heard} of {total}"
+    return f"all replicas, estimated from {heard} of {total}"
 
 
 def tiles(run: Run) -> Iterator[Tile]:

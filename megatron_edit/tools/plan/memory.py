@@ -68,11 +68,11 @@ def persistent_bytes(job: Job, config: EditConfig) -> int:
     wire, landing = Wire.of(config.sync_dtype), landing_of(config)
     kept = 2 + int(not landing.is_immediate) + int(landing.needs_snapshot)
     total = sum(sum(row) for row in job.held)
-    owed = 0
+    residuals = 0
     if wire.has_residual:
         size = job.mesh.num_replicas
-        owed = total + sum(wire.owner_numel(n, size) for row in job.held for n in row)
-    return FP32 * (kept * total + owed)
+        residuals = total + sum(wire.owner_numel(n, size) for row in job.held for n in row)
+    return FP32 * (kept * total + residuals)
 
 
 def published_diloco_parts(job: Job) -> tuple[Part, ...]:
@@ -94,7 +94,7 @@ def _parts(job: Job, config: EditConfig, *, overlaps: bool) -> Iterator[Part]:
     if wire.has_residual:
         row = max(job.held, key=sum)
         owned = sum(wire.owner_numel(numel, size) for numel in row)
-        yield Part(f"owed by {wire.name}", DEVICE, FP32 * (elements + owned))
+        yield Part(f"residuals of {wire.name}", DEVICE, FP32 * (elements + owned))
     if not landing.is_immediate:
         group = -(-elements // config.fragments)
         vectors = 1 + int(landing.needs_snapshot)

@@ -56,7 +56,7 @@ class Cost:
     Attributes:
         exchange: seconds on the wire.
         work: the rank's own seconds.
-        exposed: seconds that training stands still, work included.
+        exposed: seconds that a sync holds up training, work included.
         round: seconds of training between two exchanges.
         longest: the part of `exchange` that is launched at once: of one group of units.
     """
@@ -74,7 +74,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Flight:
+class UnitExchange:
     """One unit of a sync, as seconds.
 
     Attributes:
@@ -89,7 +89,7 @@ class Flight:
 
 
 def exposed_seconds(
-    flights: Sequence[Flight],
+    exchanges: Sequence[UnitExchange],
     *,
     depth: int,
     head_start: float = 0.0,
@@ -99,36 +99,36 @@ def exposed_seconds(
     """What a sync adds to a forward pass.
 
     Args:
-        flights: in forward order.
+        exchanges: in forward order.
         depth: units under way at most.
         head_start: seconds of training between the launch of all units and the first landing; then
             the depth does not count.
         queued: seconds from the launch on in which the link still carries others.
         burst: see `Link.burst_seconds`.
     """
-    now = sum(BEFORE * flight.work for flight in flights)
+    now = sum(BEFORE * exchange.work for exchange in exchanges)
     starts_at_once = head_start > 0
     now += head_start
     wire_free = now - head_start + queued  # when the link can take the next unit
     landed: list[float] = []
     # A shaped link that was idle begins with what it has saved up.
     idle_since = wire_free - (0.0 if queued else burst)
-    for number, flight in enumerate(flights):
+    for number, exchange in enumerate(exchanges):
         start = wire_free
         if not starts_at_once and number >= depth:
             start = max(start, landed[number - depth])
         saved = min(start - idle_since, burst)
-        arrived = start + max(0.0, flight.wire - saved)
-        idle_since = start + (flight.wire - saved if flight.wire > saved else 0.0)
+        arrived = start + max(0.0, exchange.wire - saved)
+        idle_since = start + (exchange.wire - saved if exchange.wire > saved else 0.0)
         wire_free = arrived
-        now = max(now, arrived) + (1 - BEFORE) * flight.work
+        now = max(now, arrived) + (1 - BEFORE) * exchange.work
         landed.append(now)
-        now += flight.forward
-    return now - head_start - sum(flight.forward for flight in flights)
+        now += exchange.forward
+    return now - head_start - sum(exchange.forward for exchange in exchanges)
 
 
 def exposed_of_round(
-    groups: Sequence[Sequence[Flight]],
+    groups: Sequence[Sequence[UnitExchange]],
     *,
     depth: int,
     head_start: float,
@@ -147,24 +147,24 @@ def exposed_of_round(
     spacing = length / len(groups)
     # A group lands before the launch that comes so many groups after its own.
     at_once = max(1, math.ceil(head_start / spacing - 1e-9))
-    under_way: deque[tuple[Sequence[Flight], float, float]] = deque()
+    under_way: deque[tuple[Sequence[UnitExchange], float, float]] = deque()
     exposed: list[float] = []
-    stalled = busy = 0.0  # training stood still so far; the link has to do from now on
+    stalled = busy = 0.0  # exposed so far; the link has to do from now on
     for number in range(ROUNDS * len(groups) + at_once):
         before = stalled
         if len(under_way) == at_once:
-            flights, queued, then = under_way.popleft()
+            exchanges, queued, then = under_way.popleft()
             head = head_start + stalled - then  # the link went on while others kept training
             exposed.append(
-                exposed_seconds(flights, depth=depth, head_start=head, queued=queued, burst=burst)
+                exposed_seconds(exchanges, depth=depth, head_start=head, queued=queued, burst=burst)
             )
             stalled += exposed[-1]
         busy = max(0.0, busy - spacing - (stalled - before))
-        flights = groups[number % len(groups)]
-        under_way.append((flights, busy, stalled))
-        busy += sum(flight.wire for flight in flights)
+        exchanges = groups[number % len(groups)]
+        under_way.append((exchanges, busy, stalled))
+        busy += sum(exchange.wire for exchange in exchanges)
     # What the link cannot carry in a round ends in a longer one, and be it after many rounds.
-    carried = sum(flight.wire for flights in groups for flight in flights)
+    carried = sum(exchange.wire for exchanges in groups for exchange in exchanges)
     return max(sum(exposed[-len(groups) :]), carried - length)
 
 
@@ -184,27 +184,27 @@ def sync_cost(job: Job, config: EditConfig, setting: Setting, *, blocks: bool = 
     head_start = min(config.delay_steps * setting.step, round_seconds)
     if landing.at_next_meeting:
         head_start = round_seconds
-    flights = _flights(job, config, setting, hides=overlaps)
+    exchanges = _exchanges(job, config, setting, hides=overlaps)
     depth = config.prefetch_units if overlaps else 1
     groups = [
-        [f if number % config.fragments == group else Flight(0.0, 0.0, f.forward)
-         for number, f in enumerate(flights)]
+        [f if number % config.fragments == group else UnitExchange(0.0, 0.0, f.forward)
+         for number, f in enumerate(exchanges)]
         for group in range(config.fragments)
     ]  # fmt: skip
     exposed = exposed_of_round(
         groups,
-        depth=depth if config.fragments == 1 else len(flights),
+        depth=depth if config.fragments == 1 else len(exchanges),
         head_start=0.0 if blocks else head_start,
         length=round_seconds,
         burst=setting.link.burst_seconds,
     )
     meeting = 2 * setting.link.latency * config.fragments
     return Cost(
-        exchange=sum(flight.wire for flight in flights),
-        work=sum(flight.work for flight in flights),
+        exchange=sum(exchange.wire for exchange in exchanges),
+        work=sum(exchange.work for exchange in exchanges),
         exposed=exposed + meeting,
         round=round_seconds,
-        longest=max(sum(flight.wire for flight in group) for group in groups),
+        longest=max(sum(exchange.wire for exchange in group) for group in groups),
     )
 
 
@@ -249,14 +249,16 @@ def forward_seconds(job: Job, setting: Setting) -> float:
     return setting.step / job.num_micro_batches * setting.forward_share
 
 
-def _flights(job: Job, config: EditConfig, setting: Setting, *, hides: bool) -> list[Flight]:
+def _exchanges(
+    job: Job, config: EditConfig, setting: Setting, *, hides: bool
+) -> list[UnitExchange]:
     machine, link, size = setting.machine, setting.link, job.mesh.num_replicas
     numels = job.architecture.unit_numels()
     on_host = job.mesh.ranks_per_host / job.mesh.ranks_per_replica
     forward = forward_seconds(job, setting) if hides else 0.0
     total = sum(numels[unit] for unit in job.unit_names[1:])
     ring_steps = _ring_steps(job, config.sync_dtype)
-    flights = []
+    exchanges = []
     for number, nbytes in enumerate(unit_bytes(job, config.sync_dtype)):
         largest = max(row[number] for row in job.held)
         slowest = machine.per_wire_byte * nbytes / job.mesh.ranks_per_replica
@@ -268,8 +270,8 @@ def _flights(job: Job, config: EditConfig, setting: Setting, *, hides: bool) -> 
             wire = max(wire, 16 * largest / machine.copy_bandwidth)
             work += 4 * largest / machine.copy_bandwidth
         share = numels[job.unit_names[number]] / total if number else 0.0  # a look-up is quick
-        flights.append(Flight(wire, work, forward * share))
-    return flights
+        exchanges.append(UnitExchange(wire, work, forward * share))
+    return exchanges
 
 
 def _ring_steps(job: Job, wire: str) -> int:
