@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,14 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from frame.gpt import Model, Window, edit_flags  # noqa: E402
-from frame.launch import DONE, RunFailedError, Training, free_ports  # noqa: E402
-from frame.page import Spread, cells, mark_line, middle, table  # noqa: E402
-from frame.study import (  # noqa: E402
+from frame.gpt import Model, Window, edit_flags
+from frame.launch import DONE, RunFailedError, Training, free_ports
+from frame.page import Spread, cells, mark_line, middle, table
+from frame.study import (
     Study,
     common_flags,
     from_json,
@@ -38,6 +33,7 @@ from frame.study import (  # noqa: E402
     write_series,
 )
 
+ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 RESULTS = BENCHMARKS / "results"
 MOST_BYTES = 31_000

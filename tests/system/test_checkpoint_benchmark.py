@@ -16,12 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from checkpoint_parts.analysis import Analysis, limit_bytes  # noqa: E402
-from checkpoint_parts.kinds import (  # noqa: E402
+from checkpoint_parts.analysis import Analysis, limit_bytes
+from checkpoint_parts.kinds import (
     ALL,
     AT_SYNC,
     KINDS,
@@ -33,8 +29,8 @@ from checkpoint_parts.kinds import (  # noqa: E402
     timed_cases,
     weighed_cases,
 )
-from checkpoint_parts.pretrain_saving import COMPLETE, Notes, WatchedOutput  # noqa: E402
-from checkpoint_parts.readings import (  # noqa: E402
+from checkpoint_parts.pretrain_saving import COMPLETE, Notes, WatchedOutput
+from checkpoint_parts.readings import (
     OTHERS,
     OUTER,
     OWN,
@@ -45,12 +41,13 @@ from checkpoint_parts.readings import (  # noqa: E402
     saves_of,
     weigh,
 )
-from checkpoint_parts.report import markdown  # noqa: E402
-from frame.gpt import Model  # noqa: E402
-from frame.study import read_one, read_runs  # noqa: E402
+from checkpoint_parts.report import markdown
+from frame.gpt import Model
+from frame.study import read_one, read_runs
 
-from megatron_edit.tools.compare.console_log import read_json_lines  # noqa: E402
+from megatron_edit.tools.compare.console_log import read_json_lines
 
+ROOT = Path(__file__).resolve().parents[2]
 BASE = Case(ALL, "bf16", False, 2, 1, Model(), interval=6, num_saves=2, pause=0.1, async_pause=1.0)
 PARAMETERS = 100
 

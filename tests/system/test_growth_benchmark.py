@@ -12,21 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from frame.gpt import Link
+from frame.study import read_one
+from growth_parts.analysis import Analysis, bound_seconds
+from growth_parts.cases import Case, distinct, sweeps
+from growth_parts.report import markdown
+from growth_parts.runs import Reading, Sample, bytes_per_sync
+from netlab import burst_bytes
+
+from megatron_edit.comm.control import record_bytes
+from tests.harness.lab import need_lab
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from frame.gpt import Link  # noqa: E402
-from frame.study import read_one  # noqa: E402
-from growth_parts.analysis import Analysis, bound_seconds  # noqa: E402
-from growth_parts.cases import Case, distinct, sweeps  # noqa: E402
-from growth_parts.report import markdown  # noqa: E402
-from growth_parts.runs import Reading, Sample, bytes_per_sync  # noqa: E402
-from netlab import burst_bytes  # noqa: E402
-
-from megatron_edit.comm.control import record_bytes  # noqa: E402
-from tests.harness.lab import need_lab  # noqa: E402
-
 TAU = 4
 RATE, BANDWIDTH = 100e6, 80e6
 PER_SYNC, PER_BYTE, PER_UNIT = 0.02, 1.5e-7, 0.003

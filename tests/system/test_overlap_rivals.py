@@ -17,16 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from frame.gpt import Link, Model, Window  # noqa: E402
-from frame.study import read_one  # noqa: E402
-from overlap_parts.analysis import Analysis  # noqa: E402
-from overlap_parts.kinds import IDEAL, Job  # noqa: E402
-from overlap_parts.readings import Measurement  # noqa: E402
-from overlap_parts.rivals import (  # noqa: E402
+from frame.gpt import Link, Model, Window
+from frame.study import read_one
+from overlap_parts.analysis import Analysis
+from overlap_parts.kinds import IDEAL, Job
+from overlap_parts.readings import Measurement
+from overlap_parts.rivals import (
     RIVALS,
     TORCHFT_DILOCO,
     TORCHFT_STREAMING,
@@ -36,8 +32,9 @@ from overlap_parts.rivals import (  # noqa: E402
     rival_versions,
 )
 
-from tests.harness.lab import need_lab  # noqa: E402
+from tests.harness.lab import need_lab
 
+ROOT = Path(__file__).resolve().parents[2]
 BENCHMARK = ROOT / "benchmarks" / "overlap.py"
 
 

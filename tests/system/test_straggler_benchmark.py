@@ -13,15 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from frame.study import read_one, read_runs  # noqa: E402
-from straggler_parts.analysis import Analysis  # noqa: E402
-from straggler_parts.kinds import A_EDIT, EDIT, IDEAL, KINDS, STOCK, Job, Scenario  # noqa: E402
-from straggler_parts.plan import Plan  # noqa: E402
-from straggler_parts.readings import (  # noqa: E402
+from frame.study import read_one, read_runs
+from straggler_parts.analysis import Analysis
+from straggler_parts.kinds import A_EDIT, EDIT, IDEAL, KINDS, STOCK, Job, Scenario
+from straggler_parts.plan import Plan
+from straggler_parts.readings import (
     Mark,
     Measurement,
     Stretch,
@@ -32,8 +28,9 @@ from straggler_parts.readings import (  # noqa: E402
     stretches_by_time,
     tokens_per_second,
 )
-from straggler_parts.report import markdown  # noqa: E402
+from straggler_parts.report import markdown
 
+ROOT = Path(__file__).resolve().parents[2]
 STEP = 0.05
 TOKENS = 64
 NO_SLOW = ("equal", "random")  # replicas; a round less is measured
