@@ -158,7 +158,9 @@ class Attachment:
         import megatron.training.arguments as arguments
         import megatron.training.initialize as initialize
 
-        def with_our_flags(add: Callable[..., Any]) -> Callable[..., Any]:
+        def with_our_flags(
+            add: Callable[[ArgumentParser], ArgumentParser],
+        ) -> Callable[[ArgumentParser], ArgumentParser]:
             @wraps(add)
             def added(parser: ArgumentParser) -> ArgumentParser:
                 return add_arguments(add(parser))

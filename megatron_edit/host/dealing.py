@@ -6,7 +6,6 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
 
 from torch.utils.data import DataLoader
 
@@ -72,10 +71,10 @@ class DealtLoader:
         engine: counts the dealings.
     """
 
-    loader: DataLoader[Any]
+    loader: DataLoader[object]
     engine: EditEngine
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         """Micro-batches of one round after another."""
         while True:
             epoch = self.engine.num_dealings
@@ -126,9 +125,9 @@ def deal_samples(
     import megatron.training.training as training
     from megatron.core.datasets.utils import Split
 
-    def around(build: Callable[..., Any]) -> Callable[..., Any]:
+    def around(build: Callable[..., DataLoader[object] | None]) -> Callable[..., object]:
         @wraps(build)
-        def dealt(dataset: Any, consumed_samples: int) -> Any:
+        def dealt(dataset: object, consumed_samples: int) -> object:
             loader = build(dataset, consumed_samples)
             built, places = engine(), order()
             is_dealt = built.dealing is not None
@@ -146,7 +145,7 @@ def deal_samples(
     patcher.wrap(training, "build_pretraining_data_loader", around)
 
 
-def _split_of(dataset: Any) -> Any:
+def _split_of(dataset: object) -> object:
     split = getattr(dataset, "split", getattr(dataset, "index_split", None))
     if split is None:
         raise UsageError(
@@ -170,8 +169,8 @@ def _share_of(args: Namespace) -> Share:
 
 
 def _with_sampler(
-    loader: DataLoader[Any], sampler: DealtSampler | ReorderedSampler
-) -> DataLoader[Any]:
+    loader: DataLoader[object], sampler: DealtSampler | ReorderedSampler
+) -> DataLoader[object]:
     """The same loader over another sampler; torch lets nobody exchange it later."""
     return DataLoader(
         loader.dataset,

@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields
 from functools import wraps
 from inspect import BoundArguments
 from pathlib import Path
-from typing import Any
 
 from megatron_edit.checkpoint.folder import (
     EDIT,
@@ -44,6 +43,7 @@ from megatron_edit.host.checkpoint.replica_local import (
 )
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.seams.describe import versions
+from megatron_edit.host.seams.megatron import AsyncRequest
 from megatron_edit.host.seams.patching import Patcher
 
 
@@ -96,8 +96,10 @@ class CheckpointWriter:
         )
         self._is_first_save = True
         # Of the outer state: they are handed over together with that of Megatron's own save.
-        self._outer: list[Any] = []
-        self._requests: list[Any] | None = None  # handed over, while a save is being prepared
+        self._outer: list[AsyncRequest] = []
+        self._requests: list[AsyncRequest] | None = (
+            None  # handed over, while a save is being prepared
+        )
         patcher.wrap(checkpointing, "schedule_async_save", self._around_schedule)
 
     def use(
@@ -115,7 +117,7 @@ class CheckpointWriter:
         """
         self._committer.wait()
 
-    def write(self, plan: SavePlan, save: Callable[[], Any], given: BoundArguments) -> None:
+    def write(self, plan: SavePlan, save: Callable[[], object], given: BoundArguments) -> None:
         """Write a checkpoint. Nothing of the last sync may be under way.
 
         Collective: the ranks of the replica.
@@ -274,9 +276,11 @@ class CheckpointWriter:
             written_by=versions(),
         )
 
-    def _around_schedule(self, schedule: Callable[[Any], None]) -> Callable[[Any], None]:
+    def _around_schedule(
+        self, schedule: Callable[[AsyncRequest], None]
+    ) -> Callable[[AsyncRequest], None]:
         @wraps(schedule)
-        def noted(request: Any) -> None:
+        def noted(request: AsyncRequest) -> None:
             from megatron_edit.host.checkpoint.together import joined
 
             before, self._outer = self._outer, []
