@@ -233,7 +233,9 @@ def resolve_sync_mode(config: EditConfig, args: Namespace) -> str:
     return "blocking"
 
 
-def global_arithmetic(args: Namespace, placement: Placement, validate: Callable[[], None]) -> None:
+def global_arithmetic(
+    args: Namespace, placement: Placement, validate: Callable[[], object]
+) -> None:
     """Run Megatron's validation as if all N*K ranks were one job, then restore the replica's.
 
     `args.data_parallel_size` stays N*D.

@@ -34,9 +34,9 @@ def joined(requests: Sequence[Request]) -> list[Request]:
     if not writing:
         return [requests[-1]._replace(finalize_fns=finalize)]
     calls = [
-        (each.async_fn, _without(each), each.async_fn_kwargs)
+        (write, _without(each), each.async_fn_kwargs)
         for each in writing
-        if each.async_fn is not None
+        if (write := each.async_fn) is not None
     ]
     return [
         AsyncRequest(

@@ -16,6 +16,8 @@ from torch.nn import Module, Parameter
 # these, what the caller collects beside them, and whether the time is over.
 type Losses = dict[str, Tensor]
 type Evaluation = tuple[Losses | None, *tuple[object, ...]]
+# What `step` of an optimizer returns: whether it was applied; gradient norm; zeros.
+type StepResult = tuple[bool, float | None, int | None]
 type ParamState = dict[str, Tensor]
 
 
@@ -141,8 +143,8 @@ class MixedOptimizer(InnerOptimizer, Protocol):
 class OptimizerOfLoop(Protocol):
     """Of `MegatronOptimizer` or `ChainedOptimizer`, which hides those that it chains."""
 
-    def step(self) -> tuple[bool, float | None, int | None]:
-        """Whether the step was applied; gradient norm; zeros."""
+    def step(self) -> StepResult:
+        """Step, unless a gradient is not finite."""
 
 
 class ShardOwner(Protocol):
