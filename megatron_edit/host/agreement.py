@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from argparse import Namespace
-from typing import Any
 
 from megatron_edit.comm.worlds import JOIN_TIMEOUT, ReplicaWorld
 from megatron_edit.config import EditConfig
@@ -53,7 +52,7 @@ def agree_on_settings(world: ReplicaWorld, config: EditConfig, args: Namespace) 
             )
 
 
-def comparable(config: EditConfig, args: Namespace) -> dict[str, Any]:
+def comparable(config: EditConfig, args: Namespace) -> dict[str, object]:
     """All that must be the same on every replica, by flag, as JSON gives it back."""
     ours = {
         flag(name): value
@@ -74,7 +73,9 @@ def _is_of_a_host(name: str) -> bool:
     return name in _HOST_NAMES or is_place or not _HOST_WORDS.isdisjoint(words)
 
 
-def _difference(first: dict[str, Any], mine: dict[str, Any]) -> tuple[str, Any, Any] | None:
+def _difference(
+    first: dict[str, object], mine: dict[str, object]
+) -> tuple[str, object, object] | None:
     for name in sorted(first.keys() | mine.keys()):
         theirs, value = first.get(name), mine.get(name)
         if theirs != value and not (theirs != theirs and value != value):  # NaN equals itself here

@@ -11,7 +11,6 @@ import os
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from megatron_edit.comm.placement import Placement
 from megatron_edit.config import EditConfig
@@ -20,7 +19,7 @@ from megatron_edit.method.strategy import STRATEGIES
 
 # Argument, value that is refused (None: any value but None or False), rule, remedy.
 _LATER = "is not supported together with --use-edit yet"
-REFUSED: tuple[tuple[str, Any, str, str], ...] = (
+REFUSED: tuple[tuple[str, object, str, str], ...] = (
     ("use_megatron_fsdp", True, "keeps its own parameter buffers", "use the distributed optimizer"),
     ("use_torch_fsdp2", True, "keeps its own parameter buffers", "use the distributed optimizer"),
     ("use_precision_aware_optimizer", True, "hides the fp32 parameters that EDiT reads",
@@ -64,7 +63,7 @@ REFUSED: tuple[tuple[str, Any, str, str], ...] = (
      "use --dataloader-type single or cyclic"),
 )  # fmt: skip
 # What is counted in steps that all replicas make alike, or reads the samples in another way.
-REFUSED_WHERE_TIMED: tuple[tuple[str, Any, str, str], ...] = (
+REFUSED_WHERE_TIMED: tuple[tuple[str, object, str, str], ...] = (
     ("rampup_batch_size", None, "changes what a step consumes", "use a fixed batch size"),
     ("step_batch_size_schedule", None, "changes what a step consumes", "use a fixed batch size"),
     ("decrease_batch_size_if_needed", True, "changes what a step consumes", "drop the flag"),
@@ -131,7 +130,7 @@ def _check_checkpoints(args: Namespace) -> None:
         raise UsageError(f"--save {args.save}", rule, "give another folder")
 
 
-def _is_refused(value: Any, refused: Any) -> bool:
+def _is_refused(value: object, refused: object) -> bool:
     if refused is None:
         return value not in (None, False, 0, 0.0, [], ())
     return value == refused or (isinstance(value, list | tuple) and refused in value)
@@ -234,7 +233,9 @@ def resolve_sync_mode(config: EditConfig, args: Namespace) -> str:
     return "blocking"
 
 
-def global_arithmetic(args: Namespace, placement: Placement, validate: Callable[[], None]) -> None:
+def global_arithmetic(
+    args: Namespace, placement: Placement, validate: Callable[[], object]
+) -> None:
     """Run Megatron's validation as if all N*K ranks were one job, then restore the replica's.
 
     `args.data_parallel_size` stays N*D.
@@ -272,7 +273,7 @@ def switch_reruns_off(args: Namespace) -> bool:
     return was_on
 
 
-def apply_cpu_defaults(args: Namespace, defaults: Mapping[str, Any]) -> list[str]:
+def apply_cpu_defaults(args: Namespace, defaults: Mapping[str, object]) -> list[str]:
     """Set what a CPU run must have; returns the flags that had another value."""
     changed = []
     for name, value in defaults.items():

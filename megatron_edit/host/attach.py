@@ -8,7 +8,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from functools import wraps
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,6 +23,9 @@ from megatron_edit.host.cpu.norm import serve_sequence_parallelism
 from megatron_edit.host.seams.patching import Patcher
 from megatron_edit.observe.console import MovedOutput, move_output_to, say
 from megatron_edit.observe.events import EventLog, prepare_log_dir
+
+if TYPE_CHECKING:  # it imports Megatron, which must be prepared before
+    from megatron_edit.host.training import TrainingLoop
 
 
 def choose_device(config: EditConfig) -> torch.device:
@@ -58,7 +61,7 @@ class Attachment:
         self._device = device
         self._patcher = Patcher("the host")
         self._world: ReplicaWorld | None = None
-        self._loop: Any = None
+        self._loop: TrainingLoop | None = None
         self._moved: MovedOutput | None = None
 
     def attach(self) -> None:
@@ -115,13 +118,14 @@ class Attachment:
     ) -> None:
         if error is not None and self._moved is not None:
             self._moved.record(error)
-        if self._world is not None and self._loop is not None and self._loop.engine is not None:
+        engine = None if self._loop is None else self._loop.engine
+        if self._world is not None and engine is not None:
             # Its thread asks the store, which may go once all have parted; and a process that ends
             # while it does may abort, with another exit code.
-            self._loop.engine.close()
+            engine.close()
             if error is None:
                 self._world.leave_together()
-                self._loop.engine.close(groups=True)
+                engine.close(groups=True)
         self.detach()
 
     def check_used(self) -> None:
@@ -158,7 +162,9 @@ class Attachment:
         import megatron.training.arguments as arguments
         import megatron.training.initialize as initialize
 
-        def with_our_flags(add: Callable[..., Any]) -> Callable[..., Any]:
+        def with_our_flags(
+            add: Callable[[ArgumentParser], ArgumentParser],
+        ) -> Callable[[ArgumentParser], ArgumentParser]:
             @wraps(add)
             def added(parser: ArgumentParser) -> ArgumentParser:
                 return add_arguments(add(parser))
@@ -172,42 +178,41 @@ class Attachment:
             if getattr(module, "validate_args", None) is validate:
                 self._patcher.replace(module, "validate_args", checked)
 
-    def _around_validation(self, validate: Callable[..., Any]) -> Callable[..., Any]:
+    def _around_validation(self, validate: Callable[..., object]) -> Callable[..., object]:
         @wraps(validate)
-        def checked(args: Namespace, *rest: Any, **kwargs: Any) -> Any:
+        def checked(args: Namespace, *rest: object, **kwargs: object) -> object:
             self._before_validation(args)
             if self._world is None:
                 return validate(args, *rest, **kwargs)
             from megatron_edit.host.arguments import global_arithmetic
 
             placement = self._world.placement
-            return global_arithmetic(args, placement, lambda: validate(args, *rest, **kwargs))
+            global_arithmetic(args, placement, lambda: validate(args, *rest, **kwargs))
+            return None
 
         return checked
 
     def _before_validation(self, args: Namespace) -> None:
         from megatron_edit.host import arguments
 
-        placement = None if self._world is None else self._world.placement
-        if placement is not None:
-            arguments.check_arguments(
-                args, placement, self._config
-            )  # before a CPU run would drop a flag
+        world = self._world
+        if world is not None:  # before a CPU run would drop a flag
+            arguments.check_arguments(args, world.placement, self._config)
             arguments.resolve_sync_mode(self._config, args)
         if self._device.type == "cpu":
             changed = arguments.apply_cpu_defaults(args, cpu_argument_defaults())
             if changed and args.rank == 0:
                 say(f"CPU run: set {', '.join(changed)}")
-        if placement is None:
+        if world is None:
             return
+        placement = world.placement
         arguments.separate_outputs(args, placement)
         has_reruns = arguments.switch_reruns_off(args)
         if placement.global_rank == 0:
             _say_what_is_chosen(self._config, placement, args)
             if has_reruns:
                 say("--rerun-mode disabled: one replica must not repeat a step by itself")
-        assert self._world is not None
-        agree_on_settings(self._world, self._config, args)
+        agree_on_settings(world, self._config, args)
 
 
 def _say_what_is_chosen(config: EditConfig, placement: Placement, args: Namespace) -> None:

@@ -8,11 +8,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 from megatron_edit.comm.placement import Placement
 from megatron_edit.comm.worlds import ReplicaWorld
+from megatron_edit.host.seams.megatron import ParallelState
 from megatron_edit.host.seams.patching import Patcher
 
 
@@ -27,22 +26,22 @@ class DataParallelView:
         placement: gives the replica and the number of replicas.
     """
 
-    def __init__(self, mpu: ModuleType, placement: Placement) -> None:
+    def __init__(self, mpu: ParallelState, placement: Placement) -> None:
         self._mpu = mpu
         self._placement = placement
 
-    def get_data_parallel_rank(self, *args: Any, **kwargs: Any) -> int:
+    def get_data_parallel_rank(self, *args: object, **kwargs: object) -> int:
         """r * D + rank: the replica's ranks are contiguous, as stock Megatron would number them."""
-        size: int = self._mpu.get_data_parallel_world_size(*args, **kwargs)
-        rank: int = self._mpu.get_data_parallel_rank(*args, **kwargs)
+        size = self._mpu.get_data_parallel_world_size(*args, **kwargs)
+        rank = self._mpu.get_data_parallel_rank(*args, **kwargs)
         return self._placement.replica * size + rank
 
-    def get_data_parallel_world_size(self, *args: Any, **kwargs: Any) -> int:
+    def get_data_parallel_world_size(self, *args: object, **kwargs: object) -> int:
         """N * D."""
-        size: int = self._mpu.get_data_parallel_world_size(*args, **kwargs)
+        size = self._mpu.get_data_parallel_world_size(*args, **kwargs)
         return self._placement.num_replicas * size
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._mpu, name)
 
 
@@ -60,10 +59,10 @@ def gate_dataset_index(patcher: Patcher, world: ReplicaWorld) -> None:
     """Build the dataset index cache on replica 0 first: its writes are in place and unlocked."""
     import megatron.training.training as training
 
-    def around(build: Callable[..., Any]) -> Callable[..., Any]:
+    def around[**P, R](build: Callable[P, R]) -> Callable[P, R]:
         calls = iter(range(sys.maxsize))
 
-        def gated(*args: Any, **kwargs: Any) -> Any:
+        def gated(*args: P.args, **kwargs: P.kwargs) -> R:
             event = f"datasets/{next(calls)}"  # once per virtual pipeline stage
             world.after_first_replica(event)
             built = build(*args, **kwargs)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any
 
 from torch.utils.data import DataLoader
 
 from megatron_edit.engine import EditEngine
 from megatron_edit.errors import UsageError
-from megatron_edit.host.seams.patching import Patcher
+from megatron_edit.host.model.megatron_host import MegatronHost
+from megatron_edit.host.seams.calls import Call
 from megatron_edit.method.ledger import samples_of
 from megatron_edit.method.order import SampleOrder
 
@@ -72,10 +71,10 @@ class DealtLoader:
         engine: counts the dealings.
     """
 
-    loader: DataLoader[Any]
+    loader: DataLoader[object]
     engine: EditEngine
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         """Micro-batches of one round after another."""
         while True:
             epoch = self.engine.num_dealings
@@ -105,48 +104,34 @@ class ReorderedSampler:
             yield [self.order.sample(number) for number in numbers]
 
 
-def deal_samples(
-    patcher: Patcher,
-    engine: Callable[[], EditEngine],
-    replica: int,
-    order: Callable[[], SampleOrder],
-    args: Callable[[], Namespace],
-) -> None:
+def dealt_loader(
+    call: Call[DataLoader[object] | None], engine: EditEngine, host: MegatronHost, replica: int
+) -> DataLoader[object] | DealtLoader | None:
     """Let Megatron's training split be read as the ledger deals it; the others as ever.
 
     Where steps are counted Megatron deals, perhaps in an order of ours.
 
     Args:
-        patcher: undoes it.
-        engine: the engine, once it is built; Megatron builds its loaders later.
+        call: of Megatron's `build_pretraining_data_loader`.
+        engine: holds the dealing.
+        host: knows the order of samples.
         replica: r.
-        order: of samples; the same holds.
-        args: Megatron's arguments.
     """
-    import megatron.training.training as training
     from megatron.core.datasets.utils import Split
 
-    def around(build: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(build)
-        def dealt(dataset: Any, consumed_samples: int) -> Any:
-            loader = build(dataset, consumed_samples)
-            built, places = engine(), order()
-            is_dealt = built.dealing is not None
-            if loader is None or not (is_dealt or consumed_samples < places.end):
-                return loader
-            if _split_of(dataset) is not Split.train:
-                return loader
-            if not is_dealt:
-                return _with_sampler(loader, ReorderedSampler(loader.batch_sampler, places))
-            sampler = DealtSampler(built, replica, _share_of(args()), places)
-            return DealtLoader(_with_sampler(loader, sampler), built)
-
-        return dealt
-
-    patcher.wrap(training, "build_pretraining_data_loader", around)
+    loader = call.proceed()
+    is_dealt, order = engine.dealing is not None, host.order
+    if loader is None or not (is_dealt or call.arguments["consumed_samples"] < order.end):
+        return loader
+    if _split_of(call.arguments["dataset"]) is not Split.train:
+        return loader
+    if not is_dealt:
+        return _with_sampler(loader, ReorderedSampler(loader.batch_sampler, order))
+    sampler = DealtSampler(engine, replica, _share_of(host.arguments), order)
+    return DealtLoader(_with_sampler(loader, sampler), engine)
 
 
-def _split_of(dataset: Any) -> Any:
+def _split_of(dataset: object) -> object:
     split = getattr(dataset, "split", getattr(dataset, "index_split", None))
     if split is None:
         raise UsageError(
@@ -170,8 +155,8 @@ def _share_of(args: Namespace) -> Share:
 
 
 def _with_sampler(
-    loader: DataLoader[Any], sampler: DealtSampler | ReorderedSampler
-) -> DataLoader[Any]:
+    loader: DataLoader[object], sampler: DealtSampler | ReorderedSampler
+) -> DataLoader[object]:
     """The same loader over another sampler; torch lets nobody exchange it later."""
     return DataLoader(
         loader.dataset,

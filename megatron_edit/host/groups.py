@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from megatron.core import parallel_state
 
@@ -24,7 +22,7 @@ def build_groups(world: ReplicaWorld, device: torch.device, wire: Wire) -> Engin
         wire: type on the wire.
     """
 
-    def wrap(group: Any, name: str) -> Group:
+    def wrap(group: torch.distributed.ProcessGroup, name: str) -> Group:
         return Group.of(group, device, world.timeout, name)
 
     ties = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -14,6 +13,7 @@ from megatron_edit.config import EditConfig
 from megatron_edit.engine import EditEngine
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.seams.describe import describe
+from megatron_edit.host.seams.megatron import TensorBoard, Wandb
 from megatron_edit.observe.events import EventLog
 from megatron_edit.observe.metrics import LOSS, SyncMetrics
 
@@ -33,7 +33,11 @@ class MegatronWriters:
     """
 
     def __init__(
-        self, tensorboard: Any, wandb: Any, engine: EditEngine, host: MegatronHost
+        self,
+        tensorboard: TensorBoard | None,
+        wandb: Wandb | None,
+        engine: EditEngine,
+        host: MegatronHost,
     ) -> None:
         self._tensorboard = tensorboard
         self._wandb = wandb

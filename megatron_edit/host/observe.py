@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from typing import SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -16,10 +15,29 @@ from torch import Tensor
 
 from megatron_edit.engine import EditEngine
 from megatron_edit.host.model.megatron_host import MegatronHost
+from megatron_edit.host.seams.calls import Call
+from megatron_edit.host.seams.megatron import Evaluation, Losses
 from megatron_edit.observe.events import EventLog
 from megatron_edit.observe.records import Iteration
 
 _LOSS = "lm loss"
+
+
+def with_own_world_size[R](start_time: Callable[[], R]) -> Callable[[], R]:
+    """Megatron's reading of the progress log, whose lines have the size of one replica."""
+
+    @wraps(start_time)
+    def of_this_replica() -> R:
+        from megatron.training import get_args
+
+        args = get_args()
+        whole, args.world_size = args.world_size, dist.get_world_size()
+        try:
+            return start_time()
+        finally:
+            args.world_size = whole
+
+    return of_this_replica
 
 
 @contextmanager
@@ -36,109 +54,64 @@ def _without_time_limit() -> Iterator[None]:
 
 
 class Observer:
-    """Wraps Megatron's calls that log and evaluate.
+    """Answers Megatron's calls that log and evaluate.
 
     Args:
         events: where iterations go.
-
-    Attributes:
-        engine: None until the model is built.
-        host: None until the model is built.
+        engine: knows the phase; gathers what is logged.
+        host: knows samples.
     """
 
-    def __init__(self, events: EventLog) -> None:
+    def __init__(self, events: EventLog, engine: EditEngine, host: MegatronHost) -> None:
         self._events = events
+        self._engine = engine
+        self._host = host
         self._step_began = time.monotonic()
-        self.engine: EditEngine | None = None
-        self.host: MegatronHost | None = None
 
     def begin_step(self) -> None:
         """A step begins now; a clock that stood still since a checkpoint goes on."""
-        if self.engine is not None:
-            self.engine.clock.resume()
+        self._engine.clock.resume()
         self._step_began = time.monotonic()
 
-    def around_log(self, training_log: Callable[..., Any]) -> Callable[..., Any]:
-        """Megatron's log call: event files, and the loss for the next meeting."""
-        signature = inspect.signature(training_log)
+    def log[R](self, call: Call[R]) -> R:
+        """Megatron's `training_log`: event files, and the loss for the next meeting."""
+        given = call.arguments
+        self._on_iteration(given["loss_dict"], given["learning_rate"], given["grad_norm"])
+        return call.proceed()
 
-        @wraps(training_log)
-        def with_events(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            self._on_iteration(
-                given["loss_dict"],
-                given["learning_rate"],
-                given["grad_norm"],
-            )
-            return training_log(*args, **kwargs)
+    def evaluate(self, call: Call[Evaluation]) -> Evaluation:
+        """Megatron's `evaluate`: its losses become means over the replicas."""
+        if self._engine.step > 0 and self._engine.is_quiet:
+            return None, None, True  # some replicas have passed this evaluation
+        self._engine.clock.pause()  # until all replicas are through: some are slower at it
+        if not self._engine.check_in():
+            return None, None, True  # as if the time were over: Megatron reports nothing
+        call.arguments["forward_step_func"] = self._counting(call.arguments["forward_step_func"])
+        with _without_time_limit():
+            losses, *rest = call.proceed()
+        self._average(losses, self._engine.gather_evaluation)
+        self._engine.clock.resume()
+        return (losses, *rest)
 
-        return with_events
-
-    def around_progress(self, start_time: Callable[[], Any]) -> Callable[[], Any]:
-        """Megatron's reading of the progress log, whose lines have the size of one replica."""
-
-        @wraps(start_time)
-        def of_this_replica() -> Any:
-            from megatron.training import get_args
-
-            args = get_args()
-            whole, args.world_size = args.world_size, dist.get_world_size()
-            try:
-                return start_time()
-            finally:
-                args.world_size = whole
-
-        return of_this_replica
-
-    def around_evaluate(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
-        """Megatron's evaluation: its losses become means over the replicas."""
-        signature = inspect.signature(evaluate)
-
-        @wraps(evaluate)
-        def over_replicas(*args: Any, **kwargs: Any) -> Any:
-            if self.engine is None:
-                return evaluate(*args, **kwargs)
-            if self.engine.step > 0 and self.engine.is_quiet:
-                return None, None, True  # some replicas have passed this evaluation
-            self.engine.clock.pause()  # until all replicas are through: some are slower at it
-            if not self.engine.check_in():
-                return None, None, True  # as if the time were over: Megatron reports nothing
-            given = signature.bind(*args, **kwargs)
-            step = given.arguments["forward_step_func"]
-            given.arguments["forward_step_func"] = self._counting(step)
-            with _without_time_limit():
-                losses, *rest = evaluate(*given.args, **given.kwargs)
-            self._average(losses, self.engine.gather_evaluation)
-            self.engine.clock.resume()
-            return (losses, *rest)
-
-        return over_replicas
-
-    def around_evaluation_report(self, report: Callable[..., Any]) -> Callable[..., Any]:
+    def report_evaluation[R](self, call: Call[R]) -> R:
         """Megatron's report of it: a result of replicas that have parted is labelled."""
-        signature = inspect.signature(report)
+        if self._engine.is_mid_round:
+            call.arguments["prefix"] += " (mid-round, mean over the replicas)"
+        return call.proceed()
 
-        @wraps(report)
-        def labelled(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs)
-            if self.engine is not None and self.engine.is_mid_round:
-                given.arguments["prefix"] += " (mid-round, mean over the replicas)"
-            return report(*given.args, **given.kwargs)
-
-        return labelled
-
-    def _on_iteration(self, losses: dict[str, Any], lr: float | None, grad_norm: Any) -> None:
+    def _on_iteration(
+        self, losses: Losses, lr: float | None, grad_norm: SupportsFloat | None
+    ) -> None:
         from megatron.training import get_args
 
-        assert self.engine is not None and self.host is not None
-        if self.engine.was_warmup_step and losses:
-            self._average(losses, self.engine.gather_step)  # Megatron logs the whole job's, too
+        if self._engine.was_warmup_step and losses:
+            self._average(losses, self._engine.gather_step)  # Megatron logs the whole job's, too
         loss = float(losses[_LOSS]) if _LOSS in losses else math.nan
-        self.engine.record_loss(loss)
-        samples = self.host.samples_per_step
+        self._engine.record_loss(loss)
+        samples = self._host.samples_per_step
         self._events.on_iteration(
             Iteration(
-                iteration=self.engine.step,
+                iteration=self._engine.step,
                 loss=loss,
                 grad_norm=None if grad_norm is None else float(grad_norm),
                 lr=lr,
@@ -148,20 +121,17 @@ class Observer:
             )
         )
 
-    def _counting(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+    def _counting[**P, R](self, forward_step: Callable[P, R]) -> Callable[P, R]:
         """The forward step of an evaluation, each call a sign of life."""
 
         @wraps(forward_step)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            assert self.engine is not None
-            self.engine.count_evaluation_batch()
+        def counted(*args: P.args, **kwargs: P.kwargs) -> R:
+            self._engine.count_evaluation_batch()
             return forward_step(*args, **kwargs)
 
         return counted
 
-    def _average(
-        self, losses: dict[str, Tensor] | None, gather: Callable[[Tensor], Tensor]
-    ) -> None:
+    def _average(self, losses: Losses | None, gather: Callable[[Tensor], Tensor]) -> None:
         """Replace each loss by its mean over the replicas, in place.
 
         Ranks that know no losses come all the same: no rank goes on before the others.

@@ -14,22 +14,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
-from typing import Any
 
 from torch.nn import Parameter
 
 from megatron_edit.engine import EditEngine, UnitPlan
+from megatron_edit.host.seams.megatron import BucketGroup, DdpChunk
 from megatron_edit.host.seams.patching import Patcher
 
 
-def bucket_groups(model: Sequence[Any]) -> Iterator[Any]:
+def bucket_groups(model: Sequence[DdpChunk]) -> Iterator[BucketGroup]:
     """All bucket groups of Megatron's DDP, dense and expert."""
     for chunk in model:
         yield from chunk.bucket_groups
         yield from chunk.expert_parallel_bucket_groups
 
 
-def shards_needed(group: Any, plan: UnitPlan, unit_of: Mapping[Parameter, str]) -> int:
+def shards_needed(group: BucketGroup, plan: UnitPlan, unit_of: Mapping[Parameter, str]) -> int:
     """How many shards of the plan, from the first on, must have landed before `group` is gathered.
 
     Units land in forward order, so a bucket needs all shards up to the last one that it touches.
@@ -43,7 +43,7 @@ def shards_needed(group: Any, plan: UnitPlan, unit_of: Mapping[Parameter, str]) 
 
 def land_before_gathers(
     patcher: Patcher,
-    model: Sequence[Any],
+    model: Sequence[DdpChunk],
     engine: EditEngine,
     plan: UnitPlan,
     unit_of: Mapping[Parameter, str],
@@ -71,12 +71,12 @@ def land_before_gathers(
     return can_hide
 
 
-def _landing_first(
+def _landing_first[**P, R](
     engine: EditEngine, needed: int
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def around(start: Callable[..., Any]) -> Callable[..., Any]:
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    def around(start: Callable[P, R]) -> Callable[P, R]:
         @wraps(start)
-        def landed(*args: Any, **kwargs: Any) -> Any:
+        def landed(*args: P.args, **kwargs: P.kwargs) -> R:
             engine.apply_up_to(needed)
             return start(*args, **kwargs)
 
@@ -85,10 +85,10 @@ def _landing_first(
     return around
 
 
-def _progressing(engine: EditEngine) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def around(start: Callable[..., Any]) -> Callable[..., Any]:
+def _progressing[**P, R](engine: EditEngine) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    def around(start: Callable[P, R]) -> Callable[P, R]:
         @wraps(start)
-        def watched(*args: Any, **kwargs: Any) -> Any:
+        def watched(*args: P.args, **kwargs: P.kwargs) -> R:
             result = start(*args, **kwargs)  # first: what reduces flies behind our own work
             engine.progress()
             return result
@@ -98,10 +98,10 @@ def _progressing(engine: EditEngine) -> Callable[[Callable[..., Any]], Callable[
     return around
 
 
-def _one_bucket_at_a_time(engine: EditEngine) -> Callable[[Callable[..., Any]], Any]:
-    def around(finish: Callable[..., Any]) -> Callable[..., Any]:
+def _one_bucket_at_a_time[R](engine: EditEngine) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    def around(finish: Callable[..., R]) -> Callable[..., R]:
         @wraps(finish)
-        def finished(skip_next_bucket_dispatch: bool = False) -> Any:
+        def finished(skip_next_bucket_dispatch: bool = False) -> R:
             # Asked before the landing: all ranks of the bucket's group answer alike.
             skip = skip_next_bucket_dispatch or engine.has_pending_units
             result = finish(skip_next_bucket_dispatch=skip)

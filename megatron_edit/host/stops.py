@@ -9,74 +9,59 @@ from __future__ import annotations
 
 import inspect
 from argparse import Namespace
-from collections.abc import Callable, Mapping
-from functools import wraps
-from inspect import BoundArguments
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from typing import NoReturn
 
 from megatron_edit.engine import EditEngine
 from megatron_edit.host.checkpoint.saving import SaveControl
+from megatron_edit.host.seams.calls import Call
 from megatron_edit.observe.console import say
 
 
 class StopControl:
-    """Wraps Megatron's decision to exit.
+    """Answers Megatron's decision to exit.
 
     Args:
+        engine: asked, and told.
         saves: what Megatron's saves become.
         is_first: whether this is the first rank of all, which speaks.
-
-    Attributes:
-        engine: None until the model is built.
     """
 
-    def __init__(self, saves: SaveControl, *, is_first: bool) -> None:
-        self._is_first = is_first
-        self.engine: EditEngine | None = None
+    def __init__(self, engine: EditEngine, saves: SaveControl, *, is_first: bool) -> None:
+        self._engine = engine
         self._saves = saves
+        self._is_first = is_first
         self._has_announced = False
 
-    def around_decision(self, decide: Callable[..., bool]) -> Callable[..., bool]:
+    def decide(self, call: Call[bool]) -> bool:
         """Megatron's `checkpoint_and_decide_exit`."""
-        signature = inspect.signature(decide)
+        if not self._engine.is_stopping:
+            exits = self._decide(call)
+            if exits is not None:
+                return exits
+        self._save_all(call.arguments)
+        return True
 
-        @wraps(decide)
-        def decided(*args: Any, **kwargs: Any) -> bool:
-            engine = self.engine
-            if engine is None:
-                return decide(*args, **kwargs)
-            given = signature.bind(*args, **kwargs)
-            if not engine.is_stopping:
-                exits = self._decide(engine, given, lambda: decide(*args, **kwargs))
-                if exits is not None:
-                    return exits
-            self._save_all(given)
-            return True
-
-        return decided
-
-    def _decide(
-        self, engine: EditEngine, given: BoundArguments, decide: Callable[[], bool]
-    ) -> bool | None:
+    def _decide(self, call: Call[bool]) -> bool | None:
         """Megatron's decision; None to end at once because a replica was asked to."""
         from megatron.training import get_args
 
-        megatron, iteration = get_args(), given.arguments["iteration"]
+        engine, megatron, iteration = self._engine, get_args(), call.arguments["iteration"]
         is_quiet = engine.is_quiet
         is_planned = _is_planned(megatron, iteration) and not is_quiet
         if is_planned and not engine.is_warmup and not engine.check_in():
             return None  # a replica has been stopped on its way here
         with self._saves.deciding(iteration, is_planned=is_planned, is_quiet=is_quiet):
-            wants_exit = decide()  # after an announcement, too: all replicas save alike
+            wants_exit = call.proceed()  # after an announcement, too: all replicas save alike
         if is_planned:
             return True
         if iteration >= megatron.train_iters:
             return False  # all replicas come to this end together
         if wants_exit and not self._has_announced:
-            self._announce(engine)
-        return None if self._obey(engine) else False
+            self._announce()
+        return None if self._obey() else False
 
-    def leave_before_training(self, arguments: Mapping[str, Any]) -> NoReturn:
+    def leave_before_training(self, arguments: Mapping[str, object]) -> NoReturn:
         """A stop has come before the first step after a checkpoint: save that once more, and end.
 
         Args:
@@ -93,12 +78,13 @@ class StopControl:
         training.maybe_finalize_async_save(blocking=True, terminate=True)
         raise SystemExit(0)
 
-    def _announce(self, engine: EditEngine) -> None:
+    def _announce(self) -> None:
         self._has_announced = True
-        engine.announce_stop()
+        self._engine.announce_stop()
 
-    def _obey(self, engine: EditEngine) -> bool:
+    def _obey(self) -> bool:
         """Whether to stop here. In warm-up replicas stop after the same step, a little later."""
+        engine = self._engine
         if engine.is_warmup or not (self._has_announced or engine.is_stop_seen):
             return engine.is_stopping
         engine.leave()
@@ -106,13 +92,13 @@ class StopControl:
             say(f"stopping after iteration {engine.step}, as a replica was asked to")
         return True
 
-    def _save_all(self, given: BoundArguments) -> None:
+    def _save_all(self, arguments: Mapping[str, object]) -> None:
         """Save where each replica stands, whatever the policy: nothing else will be left."""
         with self._saves.ending():
-            _save(given.arguments)
+            _save(arguments)
 
 
-def save_at_the_end(arguments: Mapping[str, Any], iteration: int, flops: float) -> None:
+def save_at_the_end(arguments: Mapping[str, object], iteration: int, flops: float) -> None:
     """Save after Megatron's loop, on every replica.
 
     Args:
@@ -124,7 +110,7 @@ def save_at_the_end(arguments: Mapping[str, Any], iteration: int, flops: float) 
     _save({**arguments, **ends})
 
 
-def _save(arguments: Mapping[str, Any]) -> None:
+def _save(arguments: Mapping[str, object]) -> None:
     """Megatron's `save_checkpoint_and_time`, with those of these arguments that it takes."""
     import megatron.training.training as training
 

@@ -6,12 +6,12 @@ measured anyway, so they cost nothing and nobody waits for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import Any
 
 from megatron.core.timers import TimerBase
 
+from megatron_edit.host.seams.megatron import Timers
 from megatron_edit.host.seams.patching import Patcher
 from megatron_edit.method.clock import PhaseClock
 
@@ -106,7 +106,7 @@ class EditTimers:
         patcher: undoes it.
     """
 
-    def __init__(self, timers: Any, clock: PhaseClock, log_level: int, patcher: Patcher) -> None:
+    def __init__(self, timers: Timers, clock: PhaseClock, log_level: int, patcher: Patcher) -> None:
         self._sums = {name: SumTimer(name) for name in (WAIT, EXCHANGE, OUTER)}
         if log_level < LOG_LEVEL:
             return
@@ -116,12 +116,13 @@ class EditTimers:
         levels = {**timers._log_levels, **dict.fromkeys(ours, LOG_LEVEL)}
         patcher.replace(timers, "_log_levels", levels)
 
-        def around(method: Callable[..., Any]) -> Callable[..., Any]:
+        def around[R](method: Callable[..., R]) -> Callable[..., R]:
             @wraps(method)
-            def with_ours(names: Any, *args: Any, **kwargs: Any) -> Any:
+            def with_ours(names: Sequence[str] | None, *args: object, **kwargs: object) -> R:
                 # The list of `training_log` is the one that asks for all steps' timers.
-                is_training_log = names is not None and "forward-backward" in names
-                return method([*names, *ours] if is_training_log else names, *args, **kwargs)
+                if names is not None and "forward-backward" in names:
+                    names = [*names, *ours]
+                return method(names, *args, **kwargs)
 
             return with_ours
 

@@ -10,44 +10,78 @@
 | `evaluate` | mean over the replicas |
 | `checkpoint_and_decide_exit` | an end from outside reaches all replicas |
 | `save_checkpoint`, `load_checkpoint` | each replica's part; what is beside Megatron's own |
+| `schedule_async_save` | outer state is written together with Megatron's own |
 | `build_pretraining_data_loader` | A-EDiT: samples as the ledger deals them |
 | `train` | at its end, the losses that no meeting has carried |
 """
 
 from __future__ import annotations
 
-import inspect
+from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import cache, partial, wraps
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from megatron_edit.comm.wire import Wire
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig, warning_of_endless_warmup
 from megatron_edit.engine import TIED_EMBEDDING, EditEngine, EngineGroups
+from megatron_edit.errors import SyncProtocolError
 from megatron_edit.host.arguments import resolve_sync_mode
 from megatron_edit.host.checkpoint.loading import LoadControl
-from megatron_edit.host.checkpoint.outer import pieces_of
+from megatron_edit.host.checkpoint.outer import Piece, pieces_of
 from megatron_edit.host.checkpoint.paths import Redirection
 from megatron_edit.host.checkpoint.saving import SaveControl
 from megatron_edit.host.checkpoint.writing import CheckpointWriter
-from megatron_edit.host.dealing import deal_samples
+from megatron_edit.host.dealing import DealtLoader, dealt_loader
 from megatron_edit.host.groups import build_groups
 from megatron_edit.host.metrics import tell_of_the_run
 from megatron_edit.host.model.megatron_host import MegatronHost
-from megatron_edit.host.observe import Observer
+from megatron_edit.host.observe import Observer, with_own_world_size
 from megatron_edit.host.overlap import land_before_gathers
+from megatron_edit.host.seams.calls import Call, answered_by
+from megatron_edit.host.seams.megatron import (
+    DdpChunk,
+    ModelConfig,
+    OptimizerOfLoop,
+    ParamScheduler,
+    StepResult,
+)
 from megatron_edit.host.seams.patching import Patcher
 from megatron_edit.host.settings import engine_settings
 from megatron_edit.host.stops import StopControl, save_at_the_end
 from megatron_edit.host.timers import EditTimers
-from megatron_edit.method.order import SampleOrder
 from megatron_edit.observe.console import say
 from megatron_edit.observe.events import EventLog
+
+# What Megatron's `setup_model_and_optimizer` returns.
+type Built = tuple[Sequence[DdpChunk], OptimizerOfLoop, ParamScheduler]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What there is from the moment that Megatron has built the model.
+
+    Attributes:
+        engine: of this rank.
+        host: of the engine.
+        observer: of logs and evaluations.
+        writer: of checkpoints.
+        saves: when and in which form it writes.
+        stops: ends from outside.
+    """
+
+    engine: EditEngine
+    host: MegatronHost
+    observer: Observer
+    writer: CheckpointWriter
+    saves: SaveControl
+    stops: StopControl
 
 
 class TrainingLoop:
@@ -74,106 +108,116 @@ class TrainingLoop:
         self._events = events
         self._device = device
         self._patcher = patcher
-        self._observer = Observer(events)
-        self.engine: EditEngine | None = None
-        self.host: MegatronHost | None = None
+        self._run: Run | None = None
+        self._cleanup = ExitStack()
+        self._cleanup.callback(events.close)
+
+    @property
+    def engine(self) -> EditEngine | None:
+        """None until the model is built."""
+        return None if self._run is None else self._run.engine
 
     def attach(self) -> None:
         """Wrap Megatron's training loop."""
         import megatron.training as package
+        import megatron.training.checkpointing as checkpointing
         import megatron.training.training as training
 
-        redirection = Redirection(self._patcher)
-        self._writer = CheckpointWriter(self._config, self._world, redirection, self._patcher)
-        policy, place = self._config.inner_state, self._world.placement
-        is_first = place.global_rank == 0
-        self._saves = SaveControl(policy, self._writer, place.num_replicas, is_first=is_first)
-        self._loads = LoadControl(self._config, self._world, redirection)
-        self._stops = StopControl(self._saves, is_first=is_first)
-        wrapped_pretrain = self._around_pretrain(training.pretrain)
+        self._redirection = Redirection(self._patcher)
+        self._loads = LoadControl(self._config, self._world, self._redirection)
+        wrapped_pretrain = answered_by(self._pretrain)(training.pretrain)
         for module in (package, training):
             self._patcher.replace(module, "pretrain", wrapped_pretrain)
         for name, around in (
-            ("setup_model_and_optimizer", self._around_setup),
-            ("train", self._around_train),
-            ("training_log", self._observer.around_log),
-            ("get_start_time_from_progress_log", self._observer.around_progress),
-            ("evaluate", self._observer.around_evaluate),
-            ("evaluate_and_print_results", self._observer.around_evaluation_report),
-            ("checkpoint_and_decide_exit", self._stops.around_decision),
-            ("save_checkpoint", self._saves.around_save),
-            ("load_checkpoint", self._loads.around_load),
+            ("setup_model_and_optimizer", answered_by(self._set_up)),
+            ("train", answered_by(self._train)),
+            ("training_log", self._in_run(lambda run, call: run.observer.log(call))),
+            ("get_start_time_from_progress_log", with_own_world_size),
+            ("evaluate", self._in_run(lambda run, call: run.observer.evaluate(call))),
+            (
+                "evaluate_and_print_results",
+                self._in_run(lambda run, call: run.observer.report_evaluation(call)),
+            ),
+            (
+                "checkpoint_and_decide_exit",
+                self._in_run(lambda run, call: run.stops.decide(call)),
+            ),
+            ("save_checkpoint", answered_by(self._save)),
+            ("load_checkpoint", answered_by(self._loads.load)),
+            ("build_pretraining_data_loader", self._in_run(self._deal)),
         ):
             self._patcher.wrap(training, name, around)
-        replica = self._world.placement.replica
-        deal_samples(self._patcher, self._built, replica, self._order, training.get_args)
+        schedule = self._in_run(lambda run, call: run.writer.schedule(call))
+        self._patcher.wrap(checkpointing, "schedule_async_save", schedule)
 
     def release(self) -> None:
         """Hand Megatron's objects back and close the event files."""
-        if self.engine is not None:
-            self.engine.close()
-        if self.host is not None:
-            self.host.loop.release()
-            self.host.release()
-        self._events.close()
+        self._cleanup.close()
 
     # ---- wrapped calls
 
-    def _around_pretrain(self, pretrain: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(pretrain)
+    def _in_run[R](
+        self, answer: Callable[[Run, Call[R]], R]
+    ) -> Callable[[Callable[..., R]], Callable[..., R]]:
+        """For calls that are Megatron's own as long as there is no run."""
 
-        @wraps(pretrain)
-        def with_store(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs)
-            if given.arguments.get("store") is None:
-                given.arguments["store"] = self._world.replica_store
-            try:
-                result = pretrain(*given.args, **given.kwargs)
-            except SystemExit as stop:
-                if not stop.code:
-                    self._writer.finish()
-                raise
-            self._writer.finish()
-            return result
+        def answered(call: Call[R]) -> R:
+            return call.proceed() if self._run is None else answer(self._run, call)
 
-        return with_store
+        return answered_by(answered)
 
-    def _around_setup(self, setup: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(setup)
-        def with_engine(*args: Any, **kwargs: Any) -> Any:
-            self._build_engine(*(built := setup(*args, **kwargs)))
-            return built
+    def _pretrain[R](self, call: Call[R]) -> R:
+        if call.arguments.get("store") is None:
+            call.arguments["store"] = self._world.replica_store
+        try:
+            result = call.proceed()
+        except SystemExit as stop:
+            if not stop.code:
+                self._finish_saves()
+            raise
+        self._finish_saves()
+        return result
 
-        return with_engine
+    def _set_up(self, call: Call[Built]) -> Built:
+        built = call.proceed()
+        self._begin(*built)
+        return built
 
-    def _around_train(self, train: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(train)
+    def _train(self, call: Call[tuple[int, float]]) -> tuple[int, float]:
+        run = self._run
+        try:
+            if run is not None:
+                if not run.engine.catch_up():
+                    run.stops.leave_before_training(call.arguments)
+                run.host.hold_back(0)  # no meeting is left that it waits at
+                run.engine.clock.pause()  # until the first step
+            result = call.proceed()
+        except SystemExit as stop:
+            if not stop.code:  # --exit-interval: all replicas come here, at the same step
+                self._finish()
+            raise
+        self._finish()
+        if run is not None and run.engine.settings.timed is not None:
+            # Megatron would ask each replica's own number of steps whether to save.
+            save_at_the_end(call.arguments, *result)
+        return result
 
-        @wraps(train)
-        def to_the_end(*args: Any, **kwargs: Any) -> Any:
-            try:
-                given = signature.bind(*args, **kwargs)
-                if self.engine is not None and self.host is not None:
-                    if not self.engine.catch_up():
-                        self._stops.leave_before_training(given.arguments)
-                    self.host.hold_back(0)  # no meeting is left that it waits at
-                    self.engine.clock.pause()  # until the first step
-                result = train(*args, **kwargs)
-            except SystemExit as stop:
-                if not stop.code:  # --exit-interval: all replicas come here, at the same step
-                    self._finish()
-                raise
-            self._finish()
-            if self.engine is not None and self.engine.settings.timed is not None:
-                # Megatron would ask each replica's own number of steps whether to save.
-                save_at_the_end(given.arguments, *result)
-            return result
+    def _save(self, call: Call[None]) -> None:
+        if self._run is None:
+            raise SyncProtocolError("a checkpoint is to be saved before training")
+        self._run.saves.save(call)
 
-        return to_the_end
+    def _deal(
+        self, run: Run, call: Call[DataLoader[object] | None]
+    ) -> DataLoader[object] | DealtLoader | None:
+        return dealt_loader(call, run.engine, run.host, self._world.placement.replica)
 
     # ---- what they lead to
 
-    def _build_engine(self, model: Sequence[Any], optimizer: Any, scheduler: Any) -> None:
+    def _begin(
+        self, model: Sequence[DdpChunk], optimizer: OptimizerOfLoop, scheduler: ParamScheduler
+    ) -> None:
+        """Build the engine and all that stands on it, and start."""
         from megatron.core.utils import get_model_config, unwrap_model
         from megatron.training import get_args, get_timers
 
@@ -181,53 +225,76 @@ class TrainingLoop:
         # From here on the number of ranks only appears in logs, which are about the whole job.
         args.world_size = self._world.placement.num_replicas * args.world_size
         groups = build_groups(self._world, self._device, Wire.of(self._config.sync_dtype))
-        self.host = MegatronHost(
+        host = MegatronHost(
             args, model, optimizer, scheduler, groups.replica, self._world.placement
         )
-        if not self.host.has_tied_stages:
+        self._cleanup.callback(host.release)
+        self._cleanup.callback(host.loop.release)
+        if not host.has_tied_stages:
             kept = {name: tie for name, tie in groups.ties.items() if name != TIED_EMBEDDING}
             groups = replace(groups, ties=kept)
         self._warn_of_endless_warmup(args)
         mode = resolve_sync_mode(self._config, args)
-        self.engine = EditEngine(
-            engine_settings(self._config, mode, self.host.target_blocks),
-            self.host,
+        engine = EditEngine(
+            engine_settings(self._config, mode, host.target_blocks),
+            host,
             groups,
             self._world,
             self._events,
         )
-        self._observer.engine, self._observer.host = self.engine, self.host
-        self._stops.engine = self.engine
+        self._cleanup.callback(engine.close)
         where = (self._world.placement, self._device)
-        tell_of_the_run(self._events, self._config, *where, self.engine, self.host, mode)
+        tell_of_the_run(self._events, self._config, *where, engine, host, mode)
+        observer = Observer(self._events, engine, host)
         if mode == "overlap":
-            self._hook_gathers(model, groups)
-        self._hook_step(optimizer)
-        self._hook_gradients(get_model_config(model[0]))
+            self._hook_gathers(engine, host, model, groups)
+        self._hook_step(engine, host, observer, optimizer)
+        self._hook_gradients(engine, get_model_config(model[0]))
         unwrapped = unwrap_model(model)
-        pieces = cache(partial(pieces_of, self.host, unwrapped))  # for a load and for all saves
+        pieces = cache(partial(pieces_of, host, unwrapped))  # for a load and for all saves
         if args.save:
             pieces()  # a model that cannot be saved is refused now
-        self._writer.use(self.engine, self.host, pieces)
-        self._saves.use(self.engine, self.host)
-        self._loads.begin(self.engine, self.host, pieces)
-        clock = self.engine.clock
-        clock.pause()  # until the first step: Megatron builds its data sets before that
-        self._events.timers = EditTimers(get_timers(), clock, args.timing_log_level, self._patcher)
+        self._run = self._run_of(engine, host, observer, pieces)
+        self._loads.begin(engine, host, pieces)
+        engine.clock.pause()  # until the first step: Megatron builds its data sets before that
+        self._events.timers = EditTimers(
+            get_timers(), engine.clock, args.timing_log_level, self._patcher
+        )
 
-    def _warn_of_endless_warmup(self, args: Any) -> None:
+    def _run_of(
+        self,
+        engine: EditEngine,
+        host: MegatronHost,
+        observer: Observer,
+        pieces: Callable[[], Sequence[Piece]],
+    ) -> Run:
+        place = self._world.placement
+        is_first = place.global_rank == 0
+        writer = CheckpointWriter(
+            self._config, self._world, self._redirection, engine, host, pieces
+        )
+        policy = self._config.inner_state
+        saves = SaveControl(policy, writer, engine, host, place.num_replicas, is_first=is_first)
+        stops = StopControl(engine, saves, is_first=is_first)
+        return Run(engine, host, observer, writer, saves, stops)
+
+    def _warn_of_endless_warmup(self, args: Namespace) -> None:
         text = warning_of_endless_warmup(self._config, args.train_iters)
         if text and self._world.placement.global_rank == 0:
             say(text)
 
-    def _hook_step(self, optimizer: Any) -> None:
+    def _hook_step(
+        self,
+        engine: EditEngine,
+        host: MegatronHost,
+        observer: Observer,
+        optimizer: OptimizerOfLoop,
+    ) -> None:
         """Override `step` and `zero_grad` on the instance that Megatron's loop calls."""
-        engine, host = self.engine, self.host
-        assert engine is not None and host is not None
 
-        def around_step(step: Callable[[], Any]) -> Callable[[], Any]:
+        def around_step(step: Callable[[], StepResult]) -> Callable[[], StepResult]:
             @wraps(step)
-            def counted() -> Any:
+            def counted() -> StepResult:
                 engine.before_step()
                 host.loop.begin_step()
                 host.defer_gather(engine.is_landing_due)
@@ -239,10 +306,10 @@ class TrainingLoop:
 
             return counted
 
-        def around_zero(zero_grad: Callable[..., None]) -> Callable[..., None]:
+        def around_zero[**P](zero_grad: Callable[P, None]) -> Callable[P, None]:
             @wraps(zero_grad)
-            def stamped(*args: Any, **kwargs: Any) -> None:
-                self._observer.begin_step()  # the first call of Megatron's train_step
+            def stamped(*args: P.args, **kwargs: P.kwargs) -> None:
+                observer.begin_step()  # the first call of Megatron's train_step
                 zero_grad(*args, **kwargs)
 
             return stamped
@@ -250,10 +317,15 @@ class TrainingLoop:
         self._patcher.wrap(optimizer, "step", around_step)
         self._patcher.wrap(optimizer, "zero_grad", around_zero)
 
-    def _hook_gathers(self, model: Sequence[Any], groups: EngineGroups) -> None:
-        assert self.engine is not None and self.host is not None
-        plan, unit_of = self.host.plan, self.host.unit_of
-        can_hide = land_before_gathers(self._patcher, model, self.engine, plan, unit_of)
+    def _hook_gathers(
+        self,
+        engine: EditEngine,
+        host: MegatronHost,
+        model: Sequence[DdpChunk],
+        groups: EngineGroups,
+    ) -> None:
+        plan = host.plan
+        can_hide = land_before_gathers(self._patcher, model, engine, plan, host.unit_of)
         if self._world.placement.global_rank > 0:
             return
         if not can_hide and len(plan.shards) > 1:
@@ -267,31 +339,26 @@ class TrainingLoop:
                 "cannot hide behind compute"
             )
 
-    def _hook_gradients(self, model_config: Any) -> None:
+    def _hook_gradients(self, engine: EditEngine, model_config: ModelConfig) -> None:
         """Preset the model's finalize hook, which Megatron's loop honours."""
         from megatron.core.distributed import finalize_model_grads
 
         finalize = model_config.finalize_model_grads_func or finalize_model_grads
 
         @wraps(finalize)
-        def averaging(model: Any, num_tokens: Tensor | None = None, **kwargs: Any) -> None:
-            assert self.engine is not None
-            self.engine.before_gradients()
+        def averaging(model: object, num_tokens: Tensor | None = None, **kwargs: object) -> None:
+            engine.before_gradients()
             finalize(model, num_tokens, **kwargs)
-            self.engine.average_gradients(num_tokens)
+            engine.average_gradients(num_tokens)
 
         self._patcher.replace(model_config, "finalize_model_grads_func", averaging)
 
-    def _built(self) -> EditEngine:
-        assert self.engine is not None
-        return self.engine
-
-    def _order(self) -> SampleOrder:
-        assert self.host is not None
-        return self.host.order
-
     def _finish(self) -> None:
-        if self.engine is not None and self.host is not None:
-            self.engine.finish()
-            self.host.loop.release()
+        if self._run is not None:
+            self._run.engine.finish()
+            self._run.host.loop.release()
         self._events.flush()
+
+    def _finish_saves(self) -> None:
+        if self._run is not None:
+            self._run.writer.finish()

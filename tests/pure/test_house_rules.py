@@ -290,6 +290,21 @@ def test_marks_of_the_engine() -> None:
     assert all(found[mark] <= most for mark, most in MAX_ENGINE.items()), found
 
 
+def test_host_knows_its_types() -> None:
+    """Would catch: `Any` again for what `host/seams/megatron.py` has a protocol for."""
+    found = {
+        source.name: number
+        for source in SOURCES
+        if source.part == "host"
+        and (
+            number := sum(
+                isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(source.tree)
+            )
+        )
+    }
+    assert sum(found.values()) <= MAX_ANY_IN_HOST, found
+
+
 def test_importing_the_package_changes_nothing() -> None:
     """Neither torch nor Megatron is imported, nor does the environment or the path change."""
     code = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from megatron_edit.errors import UsageError
 
@@ -24,7 +23,7 @@ _PARALLEL = (
 )  # fmt: skip
 
 
-def model_of(args: Namespace) -> dict[str, Any]:
+def model_of(args: Namespace) -> dict[str, object]:
     """Megatron's arguments that a checkpoint and a run must share."""
     found = {name: _plain(getattr(args, name, None)) for name in _MODEL}
     if not found["group_query_attention"]:
@@ -37,7 +36,7 @@ def layout_of(args: Namespace) -> dict[str, int]:
     return {name: int(getattr(args, name, None) or 0) for name in _PARALLEL}
 
 
-def check_same_model(checkpoint: Path, saved: Mapping[str, Any], args: Namespace) -> None:
+def check_same_model(checkpoint: Path, saved: Mapping[str, object], args: Namespace) -> None:
     """Refuse a checkpoint of another model.
 
     Raises:
@@ -54,5 +53,5 @@ def check_same_model(checkpoint: Path, saved: Mapping[str, Any], args: Namespace
             )
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     return value if isinstance(value, bool | int | float | str | None) else str(value)

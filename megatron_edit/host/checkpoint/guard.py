@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -19,7 +18,7 @@ _REMEDIES = (
 )  # fmt: skip
 
 
-def guarded(load: Callable[[], Any], path: Path | None, world: ReplicaWorld) -> Any:
+def guarded[R](load: Callable[[], R], path: Path | None, world: ReplicaWorld) -> R:
     """Megatron's load. It asserts, raises or exits with 0 on what it cannot use.
 
     Args:

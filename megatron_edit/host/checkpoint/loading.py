@@ -6,12 +6,10 @@ beyond Megatron's is brought back once the engine is there.
 
 from __future__ import annotations
 
-import inspect
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from functools import wraps
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_edit.checkpoint.folder import EDIT, RANDOM, STOCK_MARK, replica_folder
 from megatron_edit.checkpoint.manifest import ALL, Manifest
@@ -37,13 +35,41 @@ from megatron_edit.host.checkpoint.replica_local import Place, load_outer, load_
 from megatron_edit.host.checkpoint.summary import summary_of
 from megatron_edit.host.checkpoint.tables import detectors_of, saved_steps_of, unit_steps_of
 from megatron_edit.host.model.megatron_host import MegatronHost
+from megatron_edit.host.seams.calls import Call
 from megatron_edit.method.order import IN_ORDER, share_of
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.observe.console import say
 
+# What Megatron's `load_checkpoint` returns: iteration and floating-point operations so far.
+type Loaded = tuple[int, float]
+
+
+@dataclass(frozen=True)
+class _Resume:
+    """A checkpoint of replicas to go on from.
+
+    Attributes:
+        choice: the checkpoint.
+        iteration: in its name.
+        manifest: of it.
+        plan: what becomes of it in this run.
+        load: Megatron's call.
+    """
+
+    choice: Choice
+    iteration: int
+    manifest: Manifest
+    plan: ResumePlan
+    load: Call[Loaded]
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint's folder."""
+        return self.choice.path
+
 
 class LoadControl:
-    """Wraps Megatron's `load_checkpoint`.
+    """Answers Megatron's `load_checkpoint`.
 
     Args:
         config: settings.
@@ -56,33 +82,22 @@ class LoadControl:
         self._world = world
         self._redirection = redirection
         self._choice: Choice | None = None
-        self._plan: ResumePlan | None = None
-        self._load: Callable[[], Any] | None = None
+        self._resume: _Resume | None = None
         self._step = 0  # at which a run without a manifest starts
 
-    def around_load(self, load: Callable[..., Any]) -> Callable[..., Any]:
+    def load(self, call: Call[Loaded]) -> Loaded:
         """Megatron's `load_checkpoint`."""
-        signature = inspect.signature(load)
+        from megatron.training import get_args
 
-        @wraps(load)
-        def loaded(*args: Any, **kwargs: Any) -> Any:
-            from megatron.training import get_args
-
-            given = signature.bind(*args, **kwargs)
-            self._load = lambda: load(*given.args, **given.kwargs)
-            megatron = get_args()
-            self._choice = choose(self._world, megatron) if megatron.load else None
-            manifest = self._manifest(megatron)
-            if manifest is None:
-                self._step, flops = self._load_stock()
-                return self._step, flops
-            warmup = self._config.warmup_steps
-            self._plan = _planned(manifest, self._run(megatron), warmup, self._choice)
-            iteration, flops = self._load_replica(self._source(manifest))
-            planned = self._plan.iteration
-            return iteration if planned is None else planned, flops
-
-        return loaded
+        args = get_args()
+        self._choice = choose(self._world, args) if args.load else None
+        self._resume = self._resume_from(self._choice, args, call)
+        if self._resume is None:
+            self._step, flops = self._load_stock(call)
+            return self._step, flops
+        iteration, flops = self._load_replica(self._resume, self._source(self._resume.manifest))
+        planned = self._resume.plan.iteration
+        return iteration if planned is None else planned, flops
 
     def begin(
         self, engine: EditEngine, host: MegatronHost, pieces: Callable[[], Sequence[Piece]]
@@ -94,15 +109,15 @@ class LoadControl:
             host: its host.
             pieces: what this rank holds of the outer state.
         """
-        place, plan, choice = self._world.placement, self._plan, self._choice
+        place, resume, choice = self._world.placement, self._resume, self._choice
         if choice is not None:
             check_together(self._world, "load/fits", lambda: self._check(engine, host, choice))
-        if plan is None or choice is None or choice.manifest is None:
+        if resume is None:
             consumed = host.arguments.consumed_train_samples
             host.resume(share_of(consumed, place.replica, place.num_replicas), IN_ORDER)
             engine.start(self._step)
             return
-        manifest = choice.manifest
+        manifest, plan = resume.manifest, resume.plan
         entry = plan.entries[place.replica]
         host.resume(entry.samples, plan.order)
         if entry.is_waiting:
@@ -110,69 +125,69 @@ class LoadControl:
         if manifest.is_warmup:
             engine.start(entry.step)
         else:
-            self._load_engine(engine, host, pieces(), manifest, plan)
+            self._load_engine(engine, host, pieces(), resume)
             if engine.settings.timed is not None:
-                self._take_loop(engine, host, manifest, plan)
+                _take_loop(engine, host, plan)
         if not host.arguments.no_load_rng and _has_same_stages(manifest, host.arguments):
-            load_streams(choice.path / EDIT / RANDOM, place.replica % manifest.num_replicas)
+            load_streams(resume.path / EDIT / RANDOM, place.replica % manifest.num_replicas)
         if place.global_rank == 0:
-            say(summary_of(choice, manifest, plan, place.num_replicas))
+            say(summary_of(resume.choice, manifest, plan, place.num_replicas))
 
     def _check(self, engine: EditEngine, host: MegatronHost, choice: Choice) -> None:
         """Whether this run's settings go with the checkpoint."""
-        plan, manifest, args = self._plan, choice.manifest, host.arguments
-        if plan is not None and manifest is not None:
+        resume, args = self._resume, host.arguments
+        if resume is not None:
+            manifest, plan = resume.manifest, resume.plan
             check_schedule(choice.path, manifest, plan, engine.settings.schedule)
             check_samples(choice.path, plan, args)
             check_pending(choice.path, manifest, plan, engine.settings)
             check_rounds(choice.path, manifest, plan, engine.settings)
-        if engine.settings.timed is not None and (
-            plan is None or manifest is None or manifest.is_warmup
-        ):
-            step = self._step if plan is None else plan.entries[0].step
+        if engine.settings.timed is not None and (resume is None or resume.manifest.is_warmup):
+            step = self._step if resume is None else resume.plan.entries[0].step
             check_equal_steps(choice.path, step, args)
 
     # ---- Megatron's part
 
-    def _manifest(self, args: Namespace) -> Manifest | None:
-        """The manifest to go on from; None where only parameters are wanted, or there is none."""
-        if self._choice is None or args.finetune or args.no_load_optim:
+    def _resume_from(
+        self, choice: Choice | None, args: Namespace, call: Call[Loaded]
+    ) -> _Resume | None:
+        """How to go on; None where only parameters are wanted, or there is no manifest."""
+        if choice is None or args.finetune or args.no_load_optim or choice.manifest is None:
             return None
-        return self._choice.manifest
+        plan = _planned(choice, choice.manifest, self._run(args), self._config.warmup_steps)
+        assert choice.iteration is not None, "only a checkpoint of stock Megatron has no number"
+        return _Resume(choice, choice.iteration, choice.manifest, plan, call)
 
     def _source(self, manifest: Manifest) -> int:
         """The saved replica whose Megatron checkpoint this replica loads."""
         return self._world.placement.replica % manifest.num_replicas if manifest.form == ALL else 0
 
-    def _load_stock(self) -> Any:
+    def _load_stock(self, call: Call[Loaded]) -> Loaded:
         """A checkpoint of Megatron alone, or none at all: every replica loads the same."""
         choice = self._choice
-        assert self._load is not None
         if choice is None or choice.iteration is None or not (choice.path / STOCK_MARK).exists():
-            return guarded(self._load, None if choice is None else choice.path, self._world)
-        return self._load_from(choice.path, choice.iteration)
+            return guarded(call.proceed, None if choice is None else choice.path, self._world)
+        return self._load_from(choice.path, choice.iteration, call)
 
-    def _load_replica(self, replica: int) -> Any:
+    def _load_replica(self, resume: _Resume, replica: int) -> Loaded:
         from megatron.training import get_args
 
-        choice, plan = self._choice, self._plan
-        assert choice is not None and choice.iteration is not None and plan is not None
-        loaded = self._load_from(replica_folder(choice.path, replica), choice.iteration)
-        if plan.iteration is not None:
-            get_args().consumed_train_samples = plan.consumed  # Megatron took the replica's own
+        folder = replica_folder(resume.path, replica)
+        loaded = self._load_from(folder, resume.iteration, resume.load)
+        if resume.plan.iteration is not None:  # Megatron took the replica's own
+            get_args().consumed_train_samples = resume.plan.consumed
         return loaded
 
-    def _load_from(self, folder: Path, iteration: int) -> Any:
+    def _load_from(self, folder: Path, iteration: int, call: Call[Loaded]) -> Loaded:
         from megatron.training import get_args
 
-        assert self._load is not None
-        args, load = get_args(), self._load
+        args = get_args()
         step, args.ckpt_step = args.ckpt_step, iteration  # the tracker may name another one
         # Where Megatron sees no tracker in the folder, it would take this one instead.
         pretrained, args.pretrained_checkpoint = args.pretrained_checkpoint, None
         try:
             with self._redirection.to(folder):
-                return guarded(load, folder, self._world)
+                return guarded(call.proceed, folder, self._world)
         finally:
             args.ckpt_step, args.pretrained_checkpoint = step, pretrained
 
@@ -193,21 +208,19 @@ class LoadControl:
         engine: EditEngine,
         host: MegatronHost,
         pieces: Sequence[Piece],
-        manifest: Manifest,
-        plan: ResumePlan,
+        resume: _Resume,
     ) -> None:
         """Let the engine go on, after the switch; first the round of other replicas is completed.
 
         Collective: all ranks of all replicas.
         """
-        choice, where = self._choice, self._world.placement
-        assert choice is not None
+        manifest, plan, where = resume.manifest, resume.plan, self._world.placement
         place = Place(where.replica, where.num_replicas, engine.settings.wire, host.plan, pieces)
 
         def load(replica: int) -> list[PendingState]:
-            self._load_replica(replica)
+            self._load_replica(resume, replica)
             host.set_schedule(max(entry.schedule_position for entry in manifest.replicas))
-            return load_pending(choice.path, manifest, replica, place)
+            return load_pending(resume.path, manifest, replica, place)
 
         def begin_anew() -> None:
             if not plan.goes_on:
@@ -221,46 +234,46 @@ class LoadControl:
             unfinished = SavedRound(load, steps, self._source(manifest), begin_anew)
         else:
             begin_anew()
-        engine.load_state_dict(self._state_of(manifest, plan, place), unfinished)
+        engine.load_state_dict(_state_of(resume, place), unfinished)
 
-    def _state_of(self, manifest: Manifest, plan: ResumePlan, place: Place) -> EngineState:
-        """What a checkpoint holds of the engine's state, for this replica."""
-        assert self._choice is not None
-        entry, path, units = plan.entries[place.replica], self._choice.path, place.plan.names
-        outer, pending = load_outer(path, manifest, entry.pending if plan.goes_on else (), place)
-        is_completed = manifest.is_mid_round and not plan.goes_on
-        return EngineState(
-            step=entry.step,
-            inner_steps=entry.inner_steps,
-            round=manifest.round + is_completed,
-            is_warmup=False,
-            detectors=detectors_of(path, manifest, units),
-            unit_steps=unit_steps_of(manifest, units, place.num_replicas, is_same=plan.goes_on),
-            replicas_identical=manifest.is_level or not plan.goes_on,
-            round_length=entry.round_length,
-            dealing=plan.dealing,
-            is_rejoined=plan.is_rejoined,
-            outer=outer,
-            pending=pending,
-            losses=entry.losses,
-            last_loss_step=entry.last_loss_step,
-            phase_seconds=entry.phase_seconds,
-            last_step_seconds=entry.last_step_seconds,
-            is_asking=entry.is_asking,
-            is_waiting=entry.is_waiting,
-            quiet_steps=plan.quiet_steps,
-            round_seconds=manifest.round_seconds,
-            is_at_sync=not plan.goes_on or not manifest.is_mid_round,
-        )
 
-    def _take_loop(
-        self, engine: EditEngine, host: MegatronHost, manifest: Manifest, plan: ResumePlan
-    ) -> None:
-        """Megatron's loop in our hands again, as it was since the last sync."""
-        since = sum(entry.inner_steps for entry in plan.entries) * host.samples_per_step
-        dealing = engine.dealing
-        assert dealing is not None
-        host.loop.take(plan.consumed - since, is_over=dealing.is_over)
+def _state_of(resume: _Resume, place: Place) -> EngineState:
+    """What a checkpoint holds of the engine's state, for this replica."""
+    manifest, plan, path = resume.manifest, resume.plan, resume.path
+    entry, units = plan.entries[place.replica], place.plan.names
+    outer, pending = load_outer(path, manifest, entry.pending if plan.goes_on else (), place)
+    is_completed = manifest.is_mid_round and not plan.goes_on
+    return EngineState(
+        step=entry.step,
+        inner_steps=entry.inner_steps,
+        round=manifest.round + is_completed,
+        is_warmup=False,
+        detectors=detectors_of(path, manifest, units),
+        unit_steps=unit_steps_of(manifest, units, place.num_replicas, is_same=plan.goes_on),
+        replicas_identical=manifest.is_level or not plan.goes_on,
+        round_length=entry.round_length,
+        dealing=plan.dealing,
+        is_rejoined=plan.is_rejoined,
+        outer=outer,
+        pending=pending,
+        losses=entry.losses,
+        last_loss_step=entry.last_loss_step,
+        phase_seconds=entry.phase_seconds,
+        last_step_seconds=entry.last_step_seconds,
+        is_asking=entry.is_asking,
+        is_waiting=entry.is_waiting,
+        quiet_steps=plan.quiet_steps,
+        round_seconds=manifest.round_seconds,
+        is_at_sync=not plan.goes_on or not manifest.is_mid_round,
+    )
+
+
+def _take_loop(engine: EditEngine, host: MegatronHost, plan: ResumePlan) -> None:
+    """Megatron's loop in our hands again, as it was since the last sync."""
+    since = sum(entry.inner_steps for entry in plan.entries) * host.samples_per_step
+    dealing = engine.dealing
+    assert dealing is not None, "replicas at their own speeds without a ledger"
+    host.loop.take(plan.consumed - since, is_over=dealing.is_over)
 
 
 def _has_same_stages(manifest: Manifest, args: Namespace) -> bool:
@@ -270,11 +283,10 @@ def _has_same_stages(manifest: Manifest, args: Namespace) -> bool:
     return all(manifest.parallel.get(size) == layout[size] for size in sizes)
 
 
-def _planned(manifest: Manifest, run: Run, warmup_steps: int, choice: Choice | None) -> ResumePlan:
+def _planned(choice: Choice, manifest: Manifest, run: Run, warmup_steps: int) -> ResumePlan:
     try:
         return plan_resume(manifest, run, warmup_steps)
     except ValueError as error:
-        path = "" if choice is None else f" {choice.path}"
         raise UsageError(
-            f"--load{path}", str(error), "train longer, or load another one"
+            f"--load {choice.path}", str(error), "train longer, or load another one"
         ) from error

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
@@ -21,6 +20,7 @@ from megatron_edit.engine import PendingState, UnitTensors
 from megatron_edit.errors import UsageError
 from megatron_edit.host.checkpoint.parts import Part, Place, parse_name, places_of
 from megatron_edit.host.model.megatron_host import MegatronHost
+from megatron_edit.host.seams.megatron import ModelChunk
 
 ANCHOR, MOMENTUM, SENT, SUMMED = "anchor", "momentum", "sent", "summed"
 AVERAGE, SNAPSHOT = "average", "snapshot"
@@ -80,7 +80,7 @@ class Piece:
         return int(self.where.stop - self.where.start)
 
 
-def pieces_of(host: MegatronHost, model: Sequence[Any]) -> list[Piece]:
+def pieces_of(host: MegatronHost, model: Sequence[ModelChunk]) -> list[Piece]:
     """What this rank holds, in the order of the plan.
 
     Args:
@@ -196,7 +196,9 @@ def _overlapping(kind: str, part: Part, stored: dict[str, Part]) -> Iterator[str
             yield name
 
 
-def _assembled(kind: str, piece: Piece, stored: dict[str, Part], loaded: dict[str, Any]) -> Tensor:
+def _assembled(
+    kind: str, piece: Piece, stored: dict[str, Part], loaded: dict[str, Tensor]
+) -> Tensor:
     """This rank's piece of a part that was stored in other pieces."""
     part = piece.place.part
     whole = torch.zeros(part.shape)

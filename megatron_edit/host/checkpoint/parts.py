@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -20,6 +19,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import extract_sharded_ba
 from torch import Tensor
 
 from megatron_edit.errors import UsageError
+from megatron_edit.host.seams.megatron import ModelChunk
 
 _NAME = re.compile(r"^(?P<kind>\w+)/(?P<key>.+)@(?P<offset>[\d,]*):(?P<shape>[\d,]*)$")
 
@@ -89,7 +89,7 @@ class Place:
     replica_id: tuple[int, ...]
 
 
-def places_of(model: Sequence[Any]) -> dict[Tensor, tuple[Place, ...]]:
+def places_of(model: Sequence[ModelChunk]) -> dict[Tensor, tuple[Place, ...]]:
     """The parts of every parameter of this rank, in the order of its elements.
 
     Args:
@@ -109,7 +109,7 @@ def places_of(model: Sequence[Any]) -> dict[Tensor, tuple[Place, ...]]:
     return found
 
 
-def _places(base: Any) -> Iterator[Place]:
+def _places(base: ShardedTensor | ShardedTensorFactory) -> Iterator[Place]:
     if isinstance(base, ShardedTensor):
         yield Place(_part(base), 0, base.replica_id)
         return

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from megatron_edit.checkpoint.folder import TRACKER, final_of
 from megatron_edit.host.seams.patching import Patcher
@@ -47,16 +46,16 @@ class Redirection:
             self._target = None
             log.removeFilter(_not_of_an_old_checkpoint)
 
-    def _around_name(self, name: Callable[..., str]) -> Callable[..., str]:
+    def _around_name[**P](self, name: Callable[P, str]) -> Callable[P, str]:
         @wraps(name)
-        def redirected(*args: Any, **kwargs: Any) -> str:
+        def redirected(*args: P.args, **kwargs: P.kwargs) -> str:
             return name(*args, **kwargs) if self._target is None else str(self._target)
 
         return redirected
 
-    def _around_tracker(self, tracker: Callable[..., str]) -> Callable[..., str]:
+    def _around_tracker[**P](self, tracker: Callable[P, str]) -> Callable[P, str]:
         @wraps(tracker)
-        def redirected(*args: Any, **kwargs: Any) -> str:
+        def redirected(*args: P.args, **kwargs: P.kwargs) -> str:
             if self._target is None:
                 return tracker(*args, **kwargs)
             return str(self._target / TRACKER)

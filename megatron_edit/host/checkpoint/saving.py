@@ -5,75 +5,68 @@ Megatron asks for saves as ever; its call is wrapped. Every replica comes to eve
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
-from typing import Any
 
 from megatron_edit.checkpoint.manifest import ALL, LEADER
 from megatron_edit.engine import EditEngine
-from megatron_edit.errors import SyncProtocolError
 from megatron_edit.host.checkpoint.writing import CheckpointWriter, SavePlan
 from megatron_edit.host.model.megatron_host import MegatronHost
+from megatron_edit.host.seams.calls import Call
 from megatron_edit.observe.console import say
 
 
 class SaveControl:
-    """Wraps Megatron's `save_checkpoint`.
+    """Answers Megatron's `save_checkpoint`.
 
     Args:
         policy: `--edit-inner-state`.
         writer: writes what is decided here.
+        engine: knows where the round stands.
+        host: of the engine.
         num_replicas: N.
         is_first: whether this is the first rank of all, which speaks.
     """
 
     def __init__(
-        self, policy: str, writer: CheckpointWriter, num_replicas: int, *, is_first: bool
+        self,
+        policy: str,
+        writer: CheckpointWriter,
+        engine: EditEngine,
+        host: MegatronHost,
+        num_replicas: int,
+        *,
+        is_first: bool,
     ) -> None:
         self._policy = policy
         self._writer = writer
+        self._engine = engine
+        self._host = host
         self._num_replicas = num_replicas
         self._is_first = is_first
         self._is_ending = False  # what is saved now is all that will be left
         self._is_owed = False  # a save waits for the next sync
         self._asked_at: int | None = None  # iteration, while Megatron decides whether to exit
         self._saved_step: int | None = None
-        self._engine: EditEngine | None = None
 
-    def use(self, engine: EditEngine, host: MegatronHost) -> None:
-        """The engine is built."""
-        self._engine, self._host = engine, host
-
-    def around_save(self, save: Callable[..., Any]) -> Callable[..., Any]:
+    def save(self, call: Call[None]) -> None:
         """Megatron's `save_checkpoint`."""
-        signature = inspect.signature(save)
-
-        @wraps(save)
-        def saved(*args: Any, **kwargs: Any) -> None:
-            engine = self._engine
-            if engine is None:
-                raise SyncProtocolError("a checkpoint is to be saved before training")
-            if self._is_premature:
-                return  # every replica saves when it stops
-            if engine.is_quiet and not self._is_ending:
-                return  # some replicas have passed this save
-            is_leaving = self._is_ending and engine.has_replica_left
-            if engine.step == self._saved_step and not is_leaving:
-                return  # at the end of training; nothing has changed, on no replica
-            given = signature.bind(*args, **kwargs)
-            engine.clock.pause()
-            engine.settle()
-            if self._waits():
-                self._is_owed = True
-            else:
-                plan = self._plan(engine, given.arguments["iteration"])
-                self._writer.write(plan, lambda: save(*given.args, **given.kwargs), given)
-                self._saved_step, self._is_owed = engine.step, False
-            engine.clock.resume()
-
-        return saved
+        engine = self._engine
+        if self._is_premature:
+            return  # every replica saves when it stops
+        if engine.is_quiet and not self._is_ending:
+            return  # some replicas have passed this save
+        is_leaving = self._is_ending and engine.has_replica_left
+        if engine.step == self._saved_step and not is_leaving:
+            return  # at the end of training; nothing has changed, on no replica
+        engine.clock.pause()
+        engine.settle()
+        if self._waits():
+            self._is_owed = True
+        else:
+            self._writer.write(self._plan(call.arguments["iteration"]), call)
+            self._saved_step, self._is_owed = engine.step, False
+        engine.clock.resume()
 
     @contextmanager
     def deciding(
@@ -111,7 +104,7 @@ class SaveControl:
     @property
     def _is_payable(self) -> bool:
         """Whether a save is owed, and the replicas have just met."""
-        return self._is_owed and self._engine is not None and not self._engine.is_mid_round
+        return self._is_owed and not self._engine.is_mid_round
 
     @property
     def _is_premature(self) -> bool:
@@ -125,7 +118,6 @@ class SaveControl:
     def _waits(self) -> bool:
         """Whether a save between two syncs waits for the next: the policy keeps one inner state."""
         engine = self._engine
-        assert engine is not None
         if self._policy == ALL or self._is_ending or not engine.is_mid_round:
             return False
         if not self._is_owed and self._is_first:
@@ -135,7 +127,8 @@ class SaveControl:
             )
         return True
 
-    def _plan(self, engine: EditEngine, iteration: int) -> SavePlan:
+    def _plan(self, iteration: int) -> SavePlan:
+        engine = self._engine
         own, is_mid_round = iteration, engine.is_mid_round
         is_of_a_stop = self._is_ending and not engine.is_warmup and engine.has_replica_left
         if is_of_a_stop:
@@ -144,7 +137,7 @@ class SaveControl:
             has_steps = any(record.inner_steps for record in records)
             is_mid_round = has_steps or not engine.began_identical
             iteration = self._host.iteration_of(records[0].step, iteration, engine.step)
-        samples = self._samples(engine)
+        samples = self._samples()
         if samples is not None:  # Megatron takes 0 for no iteration
             own = iteration = max(1, samples // self._host.arguments.global_batch_size)
         is_all = not engine.is_warmup and (self._is_ending or self._policy == ALL)
@@ -159,8 +152,9 @@ class SaveControl:
             samples=samples,
         )
 
-    def _samples(self, engine: EditEngine) -> int | None:
+    def _samples(self) -> int | None:
         """Consumed by all replicas, where they make unequal steps; else None."""
+        engine = self._engine
         if engine.settings.timed is None or engine.is_warmup:
             return None
         if not (records := engine.records):  # they have just parted

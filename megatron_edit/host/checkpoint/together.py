@@ -6,17 +6,18 @@ until that process has taken it: the second of two would wait until the first is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
-_Call = tuple[Callable[..., None], list[Any], dict[str, Any]]
+from megatron_edit.host.seams.megatron import AsyncRequest as Request
+
+_Call = tuple[Callable[..., None], list[object], Mapping[str, object]]
 _BUCKETS = 1  # place of what is to be written among a writer's arguments
 
 
-def joined(requests: Sequence[Any]) -> list[Any]:
+def joined(requests: Sequence[Request]) -> list[Request]:
     """The same saves in as few requests as possible, in their order.
 
     What is handed over is copied to the host in one go; then it is written, and completed, one
@@ -32,7 +33,11 @@ def joined(requests: Sequence[Any]) -> list[Any]:
     writing = [request for request in requests if request.async_fn is not None]
     if not writing:
         return [requests[-1]._replace(finalize_fns=finalize)]
-    calls = [(each.async_fn, _without(each), each.async_fn_kwargs) for each in writing]
+    calls = [
+        (write, _without(each), each.async_fn_kwargs)
+        for each in writing
+        if (write := each.async_fn) is not None
+    ]
     return [
         AsyncRequest(
             async_fn=partial(_write, calls),
@@ -43,7 +48,7 @@ def joined(requests: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _without(request: Any) -> list[Any]:
+def _without(request: Request) -> list[object]:
     """Its arguments, but for what its own fetching brings: that need not be sent twice."""
     arguments = list(request.async_fn_args)
     if request.preload_fn is not None:
@@ -51,16 +56,16 @@ def _without(request: Any) -> list[Any]:
     return arguments
 
 
-def _fetcher(request: Any) -> Callable[[], Any]:
+def _fetcher(request: Request) -> Callable[[], object]:
     return request.preload_fn or partial(request.async_fn_args.__getitem__, _BUCKETS)
 
 
-def _fetch(fetchers: list[Callable[[], Any]]) -> list[Any]:
+def _fetch(fetchers: list[Callable[[], object]]) -> list[object]:
     """In the process that writes: bring the tensors of all to the host."""
     return [fetch() for fetch in fetchers]
 
 
-def _write(calls: list[_Call], _: str, fetched: list[Any]) -> None:
+def _write(calls: list[_Call], _: str, fetched: list[object]) -> None:
     """In the process that writes: what each request would have done there."""
     for (write, arguments, named), buckets in zip(calls, fetched, strict=True):
         arguments[_BUCKETS] = buckets

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import wraps
-from inspect import BoundArguments
 from pathlib import Path
-from typing import Any
 
 from megatron_edit.checkpoint.folder import (
     EDIT,
@@ -43,8 +40,9 @@ from megatron_edit.host.checkpoint.replica_local import (
     replica_local_kinds,
 )
 from megatron_edit.host.model.megatron_host import MegatronHost
+from megatron_edit.host.seams.calls import Call
 from megatron_edit.host.seams.describe import versions
-from megatron_edit.host.seams.patching import Patcher
+from megatron_edit.host.seams.megatron import AsyncRequest
 
 
 @dataclass(frozen=True)
@@ -80,31 +78,32 @@ class CheckpointWriter:
         config: names the strategy.
         world: this process's place, and the store.
         redirection: of the folders that Megatron writes to.
-        patcher: for a hook on Megatron's queue of asynchronous saves.
+        engine: whose state is written.
+        host: of the engine.
+        pieces: what this rank holds of the outer state.
     """
 
     def __init__(
-        self, config: EditConfig, world: ReplicaWorld, redirection: Redirection, patcher: Patcher
+        self,
+        config: EditConfig,
+        world: ReplicaWorld,
+        redirection: Redirection,
+        engine: EditEngine,
+        host: MegatronHost,
+        pieces: Callable[[], Sequence[Piece]],
     ) -> None:
-        import megatron.training.checkpointing as checkpointing
-
         self._config = config
         self._world = world
+        self._engine, self._host, self._pieces = engine, host, pieces
         self._redirection = redirection
         self._committer = Committer(
             world, max(LEAST_TIMEOUT_SECONDS, config.timeout_seconds or 0.0)
         )
         self._is_first_save = True
         # Of the outer state: they are handed over together with that of Megatron's own save.
-        self._outer: list[Any] = []
-        self._requests: list[Any] | None = None  # handed over, while a save is being prepared
-        patcher.wrap(checkpointing, "schedule_async_save", self._around_schedule)
-
-    def use(
-        self, engine: EditEngine, host: MegatronHost, pieces: Callable[[], Sequence[Piece]]
-    ) -> None:
-        """The engine is built. `pieces`: what this rank holds of the outer state."""
-        self._engine, self._host, self._pieces = engine, host, pieces
+        self._outer: list[AsyncRequest] = []
+        # Handed over, while a save is being prepared.
+        self._requests: list[AsyncRequest] | None = None
         self._job = self._world.shared_text("save/job", _job_name)
 
     def finish(self) -> None:
@@ -115,15 +114,14 @@ class CheckpointWriter:
         """
         self._committer.wait()
 
-    def write(self, plan: SavePlan, save: Callable[[], Any], given: BoundArguments) -> None:
+    def write(self, plan: SavePlan, call: Call[None]) -> None:
         """Write a checkpoint. Nothing of the last sync may be under way.
 
         Collective: the ranks of the replica.
 
         Args:
             plan: of the save.
-            save: Megatron's `save_checkpoint`, with the arguments of `given`.
-            given: its arguments; the iteration is replaced by the plan's own.
+            call: of Megatron's `save_checkpoint`; the iteration is replaced by the plan's own.
         """
         if plan.is_of_a_stop:
             self._committer.abandon()
@@ -143,12 +141,12 @@ class CheckpointWriter:
         streams = save_streams(partial / EDIT / RANDOM, place.replica)
         has_model = place.replica == 0 or plan.form == ALL
         if has_model:
-            given.arguments["iteration"] = plan.own_iteration
+            call.arguments["iteration"] = plan.own_iteration
             with (
                 self._host.counting(plan.samples),
                 self._redirection.to(replica_folder(partial, place.replica)),
             ):
-                save()
+                call.proceed()
         self._hand_over_outer()
         requests, self._requests = self._requests, None
         part = Part(
@@ -168,6 +166,16 @@ class CheckpointWriter:
             requests[-1].add_finalize_fn(lambda: self._committer.start(part))
         else:
             self._committer.start(part)
+
+    def schedule(self, call: Call[None]) -> None:
+        """Megatron's `schedule_async_save`: what waits of the outer state goes with it."""
+        from megatron_edit.host.checkpoint.together import joined
+
+        before, self._outer = self._outer, []
+        for each in joined([*before, call.arguments["async_request"]]):
+            if self._requests is not None:
+                self._requests.append(each)
+            call.function(each)
 
     def _entry_of(self, state: EngineState) -> ReplicaEntry:
         """Where this replica stands."""
@@ -273,19 +281,6 @@ class CheckpointWriter:
             wire=self._engine.settings.wire.name,
             written_by=versions(),
         )
-
-    def _around_schedule(self, schedule: Callable[[Any], None]) -> Callable[[Any], None]:
-        @wraps(schedule)
-        def noted(request: Any) -> None:
-            from megatron_edit.host.checkpoint.together import joined
-
-            before, self._outer = self._outer, []
-            for each in joined([*before, request]):
-                if self._requests is not None:
-                    self._requests.append(each)
-                schedule(each)
-
-        return noted
 
 
 def _job_name() -> str:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
+from torch.nn import Parameter
 from torch.utils.data import DataLoader
 
+from megatron_edit.host.seams.megatron import SavePlanner, ShardOwner
 from megatron_edit.host.seams.patching import Patcher
 
 
@@ -35,18 +36,14 @@ def serve_checkpoints(patcher: Patcher) -> None:
     if not hasattr(filesystem_async, "get_write_results_queue"):
         return  # megatron-core 0.16 leaves no choice: it spawns
     # A queue by `spawn` imports the training script once more in each rank: many seconds.
-    patcher.wrap(
-        filesystem_async,
-        "get_write_results_queue",
-        lambda queue: functools.partial(queue, mp_mode="fork"),
-    )
+    patcher.wrap(filesystem_async, "get_write_results_queue", _by_fork)
     # The process that writes asynchronous saves: a fork, in which this backend is on, too.
     patcher.wrap(async_utils.PersistentAsyncCaller, "_get_process", _forked)
 
 
-def _with_a_state(state_dict: Callable[..., Any]) -> Callable[..., Any]:
+def _with_a_state[R](state_dict: Callable[[ShardOwner], R]) -> Callable[[ShardOwner], R]:
     @functools.wraps(state_dict)
-    def wrapper(self: Any) -> Any:
+    def wrapper(self: ShardOwner) -> R:
         inner = self.optimizer
         for group in inner.param_groups:
             for parameter in group["params"]:
@@ -61,9 +58,11 @@ def _with_a_state(state_dict: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _with_steps_apart(load: Callable[..., Any]) -> Callable[..., Any]:
+def _with_steps_apart[T](
+    load: Callable[[ShardOwner, T], object],
+) -> Callable[[ShardOwner, T], None]:
     @functools.wraps(load)
-    def wrapper(self: Any, state_dict: Any) -> None:
+    def wrapper(self: ShardOwner, state_dict: T) -> None:
         with torch.no_grad():  # main shards are views of parameters
             load(self, state_dict)
         for state in self.optimizer.state.values():
@@ -79,7 +78,7 @@ def _without_steps(set_states: Callable[..., None]) -> Callable[..., None]:
     """
 
     @functools.wraps(set_states)
-    def wrapper(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+    def wrapper(self: ShardOwner, model_param: Parameter, tensors: dict[str, object]) -> None:
         group, place = self.model_param_group_index_map[model_param]
         main = self.optimizer.param_groups[group]["params"][place]
         step = self.optimizer.state[main].get("step")
@@ -88,7 +87,11 @@ def _without_steps(set_states: Callable[..., None]) -> Callable[..., None]:
     return wrapper
 
 
-def _forked(start: Callable[..., Any]) -> Any:
+def _by_fork[R](queue: Callable[..., R]) -> Callable[..., R]:
+    return functools.partial(queue, mp_mode="fork")
+
+
+def _forked(start: Callable[..., object]) -> object:
     """A class method, bound already, whose second argument is how to start a process."""
     return staticmethod(lambda rank, mp_mode="fork", *rest, **kw: start(rank, "fork", *rest, **kw))
 
@@ -98,7 +101,7 @@ def _with_snapshots(prepare: Callable[..., None]) -> Callable[..., None]:
     change before an asynchronous save is written."""
 
     @functools.wraps(prepare)
-    def wrapper(self: Any, plan: Any, planner: Any) -> None:
+    def wrapper(self: object, plan: object, planner: SavePlanner) -> None:
         from megatron.training import get_args
 
         prepare(self, plan, Snapshots(planner) if get_args().async_save else planner)
@@ -114,10 +117,10 @@ class Snapshots:
         planner: knows the tensors.
     """
 
-    def __init__(self, planner: Any) -> None:
+    def __init__(self, planner: SavePlanner) -> None:
         self._planner = planner
 
-    def resolve_data(self, item: Any) -> Any:
+    def resolve_data(self, item: object) -> object:
         """A copy of the tensor, or the bytes, that an item stands for."""
         data = self._planner.resolve_data(item)
         if not isinstance(data, torch.Tensor) or not data.numel():
@@ -132,7 +135,7 @@ def _with_own_generator(init: Callable[..., None]) -> Callable[..., None]:
     the dropout of a resumed run."""
 
     @functools.wraps(init)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+    def wrapper(self: DataLoader[object], *args: object, **kwargs: object) -> None:
         if kwargs.get("generator") is None:
             kwargs["generator"] = torch.Generator()
         init(self, *args, **kwargs)

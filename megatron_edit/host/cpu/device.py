@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -79,7 +78,7 @@ class _Stream:
 
     wait_stream = wait_event = synchronize = no_op
 
-    def record_event(self, event: Any = None) -> Any:
+    def record_event(self, event: object = None) -> object:
         """An event after all work so far."""
         return event or _Event()
 
@@ -97,10 +96,10 @@ def replace_streams(patcher: Patcher) -> None:
 def replace_random(patcher: Patcher) -> None:
     """Let the CPU generator play the device's."""
 
-    def get_rng_state(device: object = None) -> Any:
+    def get_rng_state(device: object = None) -> torch.Tensor:
         return torch.get_rng_state()
 
-    def set_rng_state(state: Any, device: object = None) -> None:
+    def set_rng_state(state: torch.Tensor, device: object = None) -> None:
         torch.set_rng_state(state)
 
     def manual_seed(seed: int) -> None:
@@ -120,7 +119,7 @@ def replace_random(patcher: Patcher) -> None:
         # A loader without a generator of its own draws a seed for each epoch from the CPU's:
         # a resumed run would draw once more than an uninterrupted one, and its dropout differ.
         @functools.wraps(init)
-        def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+        def wrapper(self: DataLoader[object], *args: object, **kwargs: object) -> None:
             if kwargs.get("generator") is None:
                 kwargs["generator"] = torch.Generator()
             init(self, *args, **kwargs | {"pin_memory": False})

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,7 +40,7 @@ def separate_gathers(patcher: Patcher) -> None:
 class _Gathers:
     """The handle of gathers that were issued together."""
 
-    def __init__(self, works: list[Any]) -> None:
+    def __init__(self, works: list[dist.Work]) -> None:
         self._works = works
 
     def wait(self) -> None:
@@ -50,14 +49,16 @@ class _Gathers:
             work.wait()
 
 
-def _one_by_one(single: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def around(coalesced: Callable[..., Any]) -> Callable[..., Any]:
+def _one_by_one(
+    single: Callable[..., dist.Work],
+) -> Callable[[Callable[..., object]], Callable[..., _Gathers]]:
+    def around(coalesced: Callable[..., object]) -> Callable[..., _Gathers]:
         @functools.wraps(coalesced)
         def gather(
-            group: Any,
+            group: dist.ProcessGroup,
             outputs: Sequence[torch.Tensor],
             inputs: Sequence[torch.Tensor],
-            *options: Any,
+            *options: object,
         ) -> _Gathers:
             pairs = zip(outputs, inputs, strict=True)
             return _Gathers([single(group, output, part, *options) for output, part in pairs])

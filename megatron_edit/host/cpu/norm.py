@@ -12,8 +12,10 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any
 
+from torch.nn import Module
+
+from megatron_edit.host.seams.megatron import NormConfig
 from megatron_edit.host.seams.patching import Patcher
 
 
@@ -28,13 +30,14 @@ def serve_sequence_parallelism(patcher: Patcher) -> None:
     """
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    # A function that stands for `__new__` must not bind to the class.
-    patcher.wrap(WrappedTorchNorm, "__new__", lambda new: staticmethod(_marking(new)))
+    patcher.wrap(WrappedTorchNorm, "__new__", _marking)
 
 
-def _marking(new: Callable[..., Any]) -> Callable[..., Any]:
+def _marking(new: Callable[..., Module]) -> staticmethod[..., Module]:
+    """A function that stands for `__new__`, so it must not bind to the class."""
+
     @functools.wraps(new)
-    def marked(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+    def marked(cls: type, config: NormConfig, *args: object, **kwargs: object) -> Module:
         if not config.sequence_parallel:
             return new(cls, config, *args, **kwargs)
         plain = copy.copy(config)  # Megatron's other checks still see what was asked for
@@ -44,4 +47,4 @@ def _marking(new: Callable[..., Any]) -> Callable[..., Any]:
             parameter.sequence_parallel = True
         return norm
 
-    return marked
+    return staticmethod(marked)

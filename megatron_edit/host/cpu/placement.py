@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_edit.host.cpu.device import asked_by_megatron, no_op
 from megatron_edit.host.seams.patching import Patcher
@@ -26,18 +26,18 @@ _FACTORIES = (
 )
 
 
-def _on_cpu(device: Any) -> Any:
+def _on_cpu(device: object) -> object:
     """`device`, or the CPU where it names a CUDA device (by an index, too)."""
     is_index = isinstance(device, int) and not isinstance(device, bool)
     is_cuda = isinstance(device, str | torch.device) and str(device).startswith("cuda")
     return _CPU if is_index or is_cuda else device
 
 
-def _with_device_argument(function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_device_argument[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     """`function`, with its ``device=`` sent to the CPU."""
 
     @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         if "device" in kwargs:
             kwargs["device"] = _on_cpu(kwargs["device"])
         return function(*args, **kwargs)
@@ -45,12 +45,12 @@ def _with_device_argument(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _with_leading_device(to: Callable[..., Any]) -> Callable[..., Any]:
+def _with_leading_device[R](to: Callable[..., R]) -> Callable[..., R]:
     """``Tensor.to`` or ``Module.to``, whose first argument may be a device."""
     to = _with_device_argument(to)
 
     @functools.wraps(to)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(self: object, *args: object, **kwargs: object) -> R:
         return to(self, *map(_on_cpu, args[:1]), *args[1:], **kwargs)
 
     return wrapper
@@ -60,7 +60,7 @@ def replace_placement(patcher: Patcher) -> None:
     """Send tensors and modules to the CPU, and let Megatron believe that they left it."""
     tensor_type = torch.Tensor.type
 
-    def type_(self: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def type_(self: Tensor, dtype: object = None, *args: object, **kwargs: object) -> object:
         # Megatron's optimizers sort parameters by the names of the CUDA tensor types.
         name = tensor_type(self, dtype, *args, **kwargs)
         if dtype is None and asked_by_megatron():
@@ -84,18 +84,18 @@ def replace_placement(patcher: Patcher) -> None:
 def replace_distributed(patcher: Patcher) -> None:
     """Map process groups from NCCL to gloo, which also knows no devices in a barrier."""
 
-    def on_gloo(function: Callable[..., Any]) -> Callable[..., Any]:
+    def on_gloo[R](function: Callable[..., R]) -> Callable[..., R]:
         @functools.wraps(function)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
+        def wrapper(*args: object, **kwargs: object) -> R:
             if kwargs.get("backend") == "nccl":
                 kwargs["backend"] = "gloo"
             return function(*("gloo" if arg == "nccl" else arg for arg in args), **kwargs)
 
         return wrapper
 
-    def without_devices(barrier: Callable[..., Any]) -> Callable[..., Any]:
+    def without_devices[R](barrier: Callable[..., R]) -> Callable[..., R]:
         @functools.wraps(barrier)
-        def wrapper(*args: Any, device_ids: object = None, **kwargs: Any) -> Any:
+        def wrapper(*args: object, device_ids: object = None, **kwargs: object) -> R:
             return barrier(*args, **kwargs)
 
         return wrapper
@@ -110,6 +110,6 @@ def replace_compiler(patcher: Patcher) -> None:
     patcher.replace(torch, "compile", _compile_nothing)
 
 
-def _compile_nothing(model: Any = None, **options: object) -> Any:
+def _compile_nothing(model: object = None, **options: object) -> object:
     """``torch.compile`` that gives back what it gets, as a function and as a decorator."""
     return (lambda function: function) if model is None else model

@@ -11,6 +11,8 @@ from argparse import Namespace
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_edit.host.seams.megatron import ParamScheduler
+
 _INTERVALS = ("eval_interval", "save_interval", "non_persistent_save_interval", "exit_interval")
 _FIRST_EVALUATION = "start_eval_at_iter"
 _TAKEN = (*_INTERVALS, _FIRST_EVALUATION, "train_iters")
@@ -26,7 +28,7 @@ class LoopControl:
     """
 
     args: Namespace
-    scheduler: Any
+    scheduler: ParamScheduler
     _given: dict[str, Any] = field(default_factory=dict)
     _samples: int = 0
     _has_begun: bool = False  # the loop, with its first step

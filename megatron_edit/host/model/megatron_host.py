@@ -5,7 +5,6 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
@@ -28,6 +27,12 @@ from megatron_edit.host.model.optimizer import (
 from megatron_edit.host.model.planning import plan_model
 from megatron_edit.host.model.rates import rate_at
 from megatron_edit.host.model.routers import Routers
+from megatron_edit.host.seams.megatron import (
+    DdpChunk,
+    InnerOptimizer,
+    OptimizerOfLoop,
+    ParamScheduler,
+)
 from megatron_edit.method.order import IN_ORDER, SampleOrder
 
 
@@ -50,9 +55,9 @@ class MegatronHost:
     def __init__(
         self,
         args: Namespace,
-        model: Sequence[Any],
-        optimizer: Any,
-        scheduler: Any,
+        model: Sequence[DdpChunk],
+        optimizer: OptimizerOfLoop,
+        scheduler: ParamScheduler,
         replica: Group,
         placement: Placement,
     ) -> None:
@@ -284,7 +289,7 @@ class MegatronHost:
         self._scheduler.step(increment=samples)
 
 
-def _adopt(inner: Any) -> ShardedOptimizer:
+def _adopt(inner: InnerOptimizer) -> ShardedOptimizer:
     if isinstance(inner, DistributedOptimizer):
         return EditDistributedOptimizer.adopt(inner)
     return PlainOptimizer(inner)

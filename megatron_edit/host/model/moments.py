@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_edit.host.seams.megatron import InnerOptimizer, ParamState
 
-def zero_nonfinite(optimizers: Sequence[Any], main: Tensor | None) -> int:
+
+def zero_nonfinite(optimizers: Sequence[InnerOptimizer], main: Tensor | None) -> int:
     """Zero the moments of a main shard that are not finite; returns how many elements."""
     zeroed = 0
     for inner in optimizers:
@@ -21,7 +22,7 @@ def zero_nonfinite(optimizers: Sequence[Any], main: Tensor | None) -> int:
     return zeroed
 
 
-def reset(optimizers: Sequence[Any]) -> None:
+def reset(optimizers: Sequence[InnerOptimizer]) -> None:
     """Forget all moments, and how many steps were made."""
     for inner in optimizers:
         if inner.optimizer is not None:
@@ -30,7 +31,7 @@ def reset(optimizers: Sequence[Any]) -> None:
                 group.pop("step", None)
 
 
-def _moments(state: dict[str, Any]) -> Iterator[Tensor]:
+def _moments(state: ParamState) -> Iterator[Tensor]:
     """Of one parameter: everything that has more than one element."""
     for value in state.values():
         if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
 from megatron_edit.engine import EMBEDDING, FINAL, LAYER, MTP
 from megatron_edit.errors import UsageError
+from megatron_edit.host.seams.megatron import ModelChunk
 
 _LAYER = re.compile(r"^(?:decoder|encoder)\.layers\.(\d+)\.")
 _MTP = re.compile(r"^mtp\.(?:layers\.)?(\d+)\.")
@@ -17,7 +17,7 @@ _FINAL = re.compile(r"^(?:(?:decoder|encoder)\.final_(?:layer)?norm|output_layer
 _EMBEDDING = re.compile(r"^(?:embedding|position_embedding)\.")
 
 
-def unit_of(name: str, parameter: torch.nn.Parameter, model: Any) -> str:
+def unit_of(name: str, parameter: torch.nn.Parameter, model: ModelChunk) -> str:
     """Name of the unit of a parameter.
 
     Layers are numbered as Megatron numbers them over all pipeline stages (`layer_number`, from 1).
@@ -47,7 +47,7 @@ def unit_of(name: str, parameter: torch.nn.Parameter, model: Any) -> str:
     )
 
 
-def named_units(model: Any) -> Iterator[tuple[str, torch.nn.Parameter, str]]:
+def named_units(model: ModelChunk) -> Iterator[tuple[str, torch.nn.Parameter, str]]:
     """Name, parameter and unit of every trainable parameter of an unwrapped model chunk."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol, cast
 
 import torch
 from megatron.core import parallel_state
@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from torch import Tensor
 
 from megatron_edit.engine import TIED_EMBEDDING, ParamShard, UnitPlan
+from megatron_edit.host.seams.megatron import InnerOptimizer, MixedOptimizer, ParamBuffer
 
 TIED_TP, TIED_EXPERT_TP = "tied-tp", "tied-expert-tp"
 
@@ -129,7 +130,7 @@ class EditDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
             if id(param.source) in mine
         }
 
-    def sharded_param_state_fully_reshardable(self, *args: Any, **kwargs: Any) -> Any:
+    def sharded_param_state_fully_reshardable(self, *args: object, **kwargs: object) -> object:
         """Megatron's, which reads its gathered buffers at places that count the padding of
         buckets, where there is none: with several buckets it would store other elements."""
         self.edit_keeps_padding = True
@@ -138,7 +139,7 @@ class EditDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
         finally:
             self.edit_keeps_padding = False
 
-    def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> Any:
+    def get_parameter_state_dp_zero(self, *args: object, **kwargs: object) -> object:
         """Megatron's; for the caller above with the padding of buckets."""
         state = super().get_parameter_state_dp_zero(*args, **kwargs)
         if state is not None and self.edit_keeps_padding:
@@ -165,24 +166,23 @@ class PlainOptimizer:
         optimizer: `FP32Optimizer` or `Float16OptimizerWithFloat16Params`.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: InnerOptimizer) -> None:
         self._optimizer = optimizer
-        self._is_mixed = hasattr(optimizer, "fp32_from_float16_groups")
+        is_mixed = hasattr(optimizer, "fp32_from_float16_groups")
+        self._mixed = cast(MixedOptimizer, optimizer) if is_mixed else None
 
     def main_shards(self) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
         """See `ShardedOptimizer`. Main shards have the parameter's shape."""
-        if not self._is_mixed:
+        if self._mixed is None:
             for group in self._optimizer.param_groups:
                 for parameter in group["params"]:
                     yield parameter, parameter
             return
-        groups = zip(
-            self._optimizer.float16_groups, self._optimizer.fp32_from_float16_groups, strict=True
-        )
+        groups = zip(self._mixed.float16_groups, self._mixed.fp32_from_float16_groups, strict=True)
         for models, mains in groups:
             yield from zip(models, mains, strict=True)
-        for group in self._optimizer.fp32_from_fp32_groups:
-            for parameter in group:
+        for parameters in self._mixed.fp32_from_fp32_groups:
+            for parameter in parameters:
                 yield parameter, parameter
 
     def is_first_holder(self, parameter: torch.nn.Parameter) -> bool:
@@ -207,7 +207,7 @@ class PlainOptimizer:
         return None
 
 
-def pad_buckets(tensors: dict[str, Any], buffer: Any) -> None:
+def pad_buckets(tensors: dict[str, object], buffer: ParamBuffer) -> None:
     """Put the gathered tensors of a buffer to the places that the padding of its buckets gives.
 
     Args:

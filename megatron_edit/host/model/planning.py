@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -14,6 +13,7 @@ from megatron_edit.engine import EMBEDDING, UnitPlan, forward_order, plan_units
 from megatron_edit.errors import UsageError
 from megatron_edit.host.model.naming import named_units
 from megatron_edit.host.model.optimizer import ShardedOptimizer, param_shards_of
+from megatron_edit.host.seams.megatron import ModelChunk
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ModelPlan:
 
 
 def plan_model(
-    chunks: Sequence[Any], optimizers: Sequence[ShardedOptimizer], replica: Group
+    chunks: Sequence[ModelChunk], optimizers: Sequence[ShardedOptimizer], replica: Group
 ) -> ModelPlan:
     """Agree with the other ranks of the replica on the list of units.
 

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+
+from megatron_edit.host.seams.megatron import InnerOptimizer, ParamScheduler
 
 
-def rate_at(optimizers: Iterable[Any], scheduler: Any, position: int, *, is_peak: bool) -> float:
+def rate_at(
+    optimizers: Iterable[InnerOptimizer],
+    scheduler: ParamScheduler,
+    position: int,
+    *,
+    is_peak: bool,
+) -> float:
     """The largest learning rate of all parameter groups.
 
     Args:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
+
+from megatron_edit.host.seams.megatron import ModelChunk, Router
 
 
 @dataclass(frozen=True)
@@ -20,10 +21,10 @@ class Routers:
         modules: Megatron's `TopKRouter`s, with their units.
     """
 
-    modules: tuple[tuple[str, Any], ...]
+    modules: tuple[tuple[str, Router], ...]
 
     @classmethod
-    def of(cls, chunks: Sequence[Any], unit_of: Mapping[Parameter, str]) -> Routers:
+    def of(cls, chunks: Sequence[ModelChunk], unit_of: Mapping[Parameter, str]) -> Routers:
         """Find them in unwrapped model chunks."""
         return cls(
             tuple(
@@ -56,6 +57,6 @@ class Routers:
         ]
 
 
-def _biases(module: Any) -> list[Tensor]:
+def _biases(module: Router) -> list[Tensor]:
     found = (getattr(module, name, None) for name in ("expert_bias", "qb_beta"))
     return [bias for bias in found if isinstance(bias, Tensor)]

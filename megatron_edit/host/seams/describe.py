@@ -6,7 +6,6 @@ import dataclasses
 import platform
 import socket
 import sys
-from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ from megatron_edit.host.seams.probes import megatron_version
 
 def describe(
     config: EditConfig, placement: Placement, device: torch.device, sync_mode: str
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The content of `run.json`.
 
     Args:

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from megatron_edit.errors import HostVersionError
 
-_ABSENT: Any = object()
+_ABSENT: object = object()
 
 
 @dataclass(frozen=True)
 class _Replaced:
-    owner: Any
+    owner: object
     name: str
-    original: Any  # `_ABSENT` where the owner's own `__dict__` did not hold the name
+    original: object  # `_ABSENT` where the owner's own `__dict__` did not hold the name
 
 
 @dataclass
@@ -34,7 +33,7 @@ class Patcher:
     host: str
     _undo: list[_Replaced] = field(default_factory=list)
 
-    def replace(self, owner: Any, name: str, new: Any) -> None:
+    def replace(self, owner: object, name: str, new: object) -> None:
         """Set ``owner.name = new`` and remember what was there.
 
         Raises:
@@ -44,13 +43,13 @@ class Patcher:
             raise missing_symbol(self.host, owner, name)
         self.add(owner, name, new)
 
-    def add(self, owner: Any, name: str, new: Any) -> None:
+    def add(self, owner: object, name: str, new: object) -> None:
         """Like `replace`, where the attribute may be absent; undone by deleting it again."""
         original = vars(owner).get(name, _ABSENT)
         self._undo.append(_Replaced(owner, name, original))
         setattr(owner, name, new)
 
-    def wrap(self, owner: Any, name: str, around: Callable[[Callable[..., Any]], Any]) -> None:
+    def wrap[F](self, owner: object, name: str, around: Callable[[F], object]) -> None:
         """Replace a callable by ``around(original)``."""
         if not hasattr(owner, name):
             raise missing_symbol(self.host, owner, name)
@@ -74,7 +73,7 @@ class Patcher:
                 setattr(entry.owner, entry.name, entry.original)
 
 
-def missing_symbol(host: str, owner: Any, name: str) -> HostVersionError:
+def missing_symbol(host: str, owner: object, name: str) -> HostVersionError:
     """The error for a host that lacks a symbol we stand on."""
     where = getattr(owner, "__name__", None) or type(owner).__name__
     return HostVersionError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_edit.errors import HostVersionError
 from megatron_edit.host.seams.patching import missing_symbol
@@ -149,7 +148,7 @@ def failed_probes() -> dict[Probe, str]:
 def _check(probe: Probe) -> None:
     module, _, inner = probe.path.partition(":")
     try:
-        owner: Any = importlib.import_module(module)
+        owner: object = importlib.import_module(module)
     except ImportError as error:
         rule = f"{module} cannot be imported ({error})"
         raise HostVersionError(host_name(), rule, "install what this version needs") from None

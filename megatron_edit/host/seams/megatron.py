@@ -1,0 +1,240 @@
+"""What we use of Megatron's objects, as protocols: nothing here exists at run time.
+
+Megatron has no type stubs. Each protocol names the class that it stands for and holds only what we
+read, write or call of it. Arguments stay `argparse.Namespace`: Megatron itself has no list of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Protocol, TypedDict
+
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+# Reduced losses of a log line or an evaluation, by name; and what Megatron's `evaluate` returns:
+# these, what the caller collects beside them, and whether the time is over.
+type Losses = dict[str, Tensor]
+type Evaluation = tuple[Losses | None, *tuple[object, ...]]
+# What `step` of an optimizer returns: whether it was applied; gradient norm; zeros.
+type StepResult = tuple[bool, float | None, int | None]
+type ParamState = dict[str, Tensor]
+
+
+# ---- the model in Megatron's DDP
+
+
+class DdpConfig(Protocol):
+    """Of `DistributedDataParallelConfig`."""
+
+    use_distributed_optimizer: bool
+
+
+class Bucket(Protocol):
+    """Of `_ParamAndGradBucket`."""
+
+    params_list: Sequence[Parameter]
+    param_data: Tensor
+    grad_data: Tensor
+    offset: int
+    numel_unpadded: int
+
+
+class ParamBuffer(Protocol):
+    """Of `_ParamAndGradBuffer`."""
+
+    numel: int
+    buckets: Sequence[Bucket]
+
+
+class BucketGroup(Protocol):
+    """Of `_ParamAndGradBucketGroup`."""
+
+    buckets: Sequence[Bucket]
+    intra_distributed_optimizer_instance_size: int
+    intra_distributed_optimizer_instance_rank: int
+
+
+class DdpChunk(Protocol):
+    """Of `DistributedDataParallel`, around one chunk of the model."""
+
+    ddp_config: DdpConfig
+    bucket_groups: list[BucketGroup]
+    expert_parallel_bucket_groups: list[BucketGroup]
+    remove_forward_pre_hook_handles: Mapping[Module, object]
+
+    def start_param_sync(self, *, force_sync: bool) -> None:
+        """Gather the parameters."""
+
+
+class ModelChunk(Protocol):
+    """Of `GPTModel`: a chunk of the model out of its wrappers."""
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """As torch's."""
+
+    def parameters(self) -> Iterator[Parameter]:
+        """As torch's."""
+
+    def buffers(self) -> Iterator[Tensor | None]:
+        """As torch's."""
+
+    def modules(self) -> Iterator[Module]:
+        """As torch's."""
+
+    def sharded_state_dict(self, *, metadata: Mapping[str, object]) -> Mapping[str, object]:
+        """What a checkpoint holds of it."""
+
+
+class ModelConfig(Protocol):
+    """Of `ModelParallelConfig`."""
+
+    finalize_model_grads_func: Callable[..., None] | None
+
+
+class NormConfig(Protocol):
+    """Of `TransformerConfig`, as norms read it."""
+
+    sequence_parallel: bool
+
+
+class Router(Protocol):
+    """Of `TopKRouter`. Each of the first two is there or not, or None, as the flags say."""
+
+    expert_bias: Tensor | None
+    qb_beta: Tensor | None
+    local_tokens_per_expert: Tensor
+    weight: Parameter
+
+
+# ---- optimizers
+
+
+class ParamGroup(TypedDict, total=False):
+    """A parameter group of torch's optimizers, as Megatron fills it."""
+
+    params: list[Parameter]
+    max_lr: float
+    step: int
+
+
+class TorchOptimizer(Protocol):
+    """Of `torch.optim.Optimizer`, or Apex's and Transformer Engine's."""
+
+    param_groups: list[ParamGroup]
+    state: MutableMapping[Tensor, ParamState]
+
+
+class InnerOptimizer(Protocol):
+    """Of `MegatronOptimizer`. What it steps is None where a rank has no parameters to step."""
+
+    optimizer: TorchOptimizer | None
+    param_groups: list[ParamGroup]
+
+
+class MixedOptimizer(InnerOptimizer, Protocol):
+    """Of `Float16OptimizerWithFloat16Params`: fp32 copies beside the model's parameters."""
+
+    float16_groups: list[list[Parameter]]
+    fp32_from_float16_groups: list[list[Tensor]]
+    fp32_from_fp32_groups: list[list[Parameter]]
+
+
+class OptimizerOfLoop(Protocol):
+    """Of `MegatronOptimizer` or `ChainedOptimizer`, which hides those that it chains."""
+
+    def step(self) -> StepResult:
+        """Step, unless a gradient is not finite."""
+
+
+class ShardOwner(Protocol):
+    """Of `DistributedOptimizer` over torch's Adam, where its class is patched."""
+
+    optimizer: TorchOptimizer
+    model_param_group_index_map: Mapping[Parameter, tuple[int, int]]
+
+
+class ParamScheduler(Protocol):
+    """Of `OptimizerParamScheduler`."""
+
+    num_steps: int
+    lr_warmup_steps: int
+    max_lr: float
+
+    def get_lr(self, param_group: ParamGroup) -> float:
+        """Learning rate at `num_steps`."""
+
+    def step(self, increment: int) -> None:
+        """Move on by some samples, and set the rates."""
+
+
+# ---- logs
+
+
+class Timers(Protocol):
+    """Of `Timers`."""
+
+    _timers: dict[str, object]
+    _log_levels: dict[str, int]
+
+
+class TensorBoard(Protocol):
+    """Of `SummaryWriter`."""
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        """Write a value."""
+
+    def flush(self) -> None:
+        """Bring all to the disk."""
+
+
+class Wandb(Protocol):
+    """Of the module `wandb`."""
+
+    run: object | None
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        """Write values."""
+
+
+# ---- data and checkpoints
+
+
+class ParallelState(Protocol):
+    """Of the module `parallel_state`."""
+
+    get_data_parallel_rank: Callable[..., int]
+    get_data_parallel_world_size: Callable[..., int]
+
+
+class SavePlanner(Protocol):
+    """Of torch's `SavePlanner`."""
+
+    def resolve_data(self, item: object) -> object:
+        """The tensor, or the bytes, that an item of a plan stands for."""
+
+
+class AsyncRequest(Protocol):
+    """Of `AsyncRequest`."""
+
+    async_fn: Callable[..., None] | None
+    async_fn_args: Sequence[object]
+    async_fn_kwargs: Mapping[str, object]
+    preload_fn: Callable[[], object] | None
+    finalize_fns: list[Callable[[], None]]
+
+    def add_finalize_fn(self, function: Callable[[], None]) -> None:
+        """Have a function called once the save is on the disk."""
+
+    def _replace(self, *, finalize_fns: Iterable[Callable[[], None]]) -> AsyncRequest:
+        """A copy with other functions to call."""
+
+
+class ShardedFactory(Protocol):
+    """Of `ShardedTensorFactory`: a parameter that is stored in several tensors."""
+
+    key: str
+    data: Tensor
+
+    def build(self) -> object:
+        """The tensors, in nested containers."""
