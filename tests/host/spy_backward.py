@@ -40,7 +40,8 @@ def record_backward() -> None:
         return inside
 
     def spied_train(*args: Any, **kwargs: Any) -> Any:
-        for group in bucket_groups(chunks):  # the plugin's overrides lie below
+        groups: list[Any] = list(bucket_groups(chunks))
+        for group in groups:  # the plugin's overrides lie below
             group.start_grad_sync = counted(group.start_grad_sync)
         try:
             return train(*args, **kwargs)

@@ -104,7 +104,7 @@ def _watch(chunks: list[Any], places: _Places) -> list[Any]:
 
     for chunk in chunks:
         chunk.forward = places.watched("forward", chunk.forward)
-    groups = list(bucket_groups(chunks))
+    groups: list[Any] = list(bucket_groups(chunks))
     for group in groups:
         group.start_param_sync = places.watched("gather", group.start_param_sync)
     return groups

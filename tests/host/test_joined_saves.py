@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
@@ -81,7 +81,7 @@ def test_others_are_left_alone(tmp_path: Path) -> None:
     class Foreign(AsyncRequest):  # type: ignore[misc]
         """Of the resiliency extension."""
 
-    alone = request("model", tmp_path, [])
+    alone: Any = request("model", tmp_path, [])
     assert joined([alone]) == [alone] and joined([alone])[0] is alone
-    both = [Foreign(*alone), alone]
+    both: Any = [Foreign(*cast(Any, alone)), alone]
     assert all(a is b for a, b in zip(joined(both), both, strict=True))

@@ -147,9 +147,13 @@ def test_the_patcher_puts_everything_back() -> None:
     """Class attributes, instance overrides and additions, in reverse order."""
     instance, module = _Host(), SimpleNamespace(value=1)
     patcher = Patcher("host 1.0")
+
+    def wrapped(inner: Callable[[], str]) -> Callable[[], str]:
+        return lambda: inner() + " wrapped"
+
     patcher.replace(module, "value", 2)
     patcher.replace(module, "value", 3)
-    patcher.wrap(instance, "method", lambda inner: lambda: inner() + " wrapped")
+    patcher.wrap(instance, "method", wrapped)
     patcher.add(module, "extra", 4)
     assert instance.method() == "original wrapped" and module.value == 3 and module.extra == 4
     patcher.undo()
@@ -180,7 +184,7 @@ def test_the_view_of_all_ranks() -> None:
         get_data_parallel_world_size=lambda **kw: 2 if not kw else 4,
         get_data_parallel_group=lambda: "the replica's",
     )
-    view = DataParallelView(mpu, Placement(3, 2, 4, 0, True))
+    view: Any = DataParallelView(mpu, Placement(3, 2, 4, 0, True))
     assert view.get_data_parallel_rank() == 5 and view.get_data_parallel_world_size() == 6
     assert view.get_data_parallel_world_size(with_context_parallel=True) == 12
     assert view.get_data_parallel_group() == "the replica's"
