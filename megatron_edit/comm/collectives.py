@@ -23,7 +23,7 @@ from megatron_edit.comm.polling import UNLIMITED, wait_polling
 from megatron_edit.errors import ReplicaLostError
 
 
-@dataclass(frozen=True)
+@dataclass
 class Work:
     """A collective that was started and not waited for.
 
@@ -34,6 +34,17 @@ class Work:
 
     name: str
     works: tuple[Any, ...] = ()
+    _is_over: bool = False  # asked often: a delayed sync is polled at each bucket
+
+    def advance(self) -> bool:
+        """Whether it is over; then the result may be used. Waits for nothing.
+
+        Raises:
+            ReplicaLostError: it failed or timed out.
+        """
+        if not self._is_over and self.is_completed:
+            self.wait()
+        return self._is_over
 
     def wait(self) -> None:
         """Wait until the result may be used: the host on CPU tensors, the stream on CUDA.
@@ -46,11 +57,12 @@ class Work:
                 work.wait()
         except RuntimeError as error:  # gloo and NCCL report a dead or late peer like this
             raise ReplicaLostError(f"{self.name}: a collective failed: {error}") from error
+        self._is_over = True
 
     @property
     def is_completed(self) -> bool:
         """Whether it is over, well or badly."""
-        return all(work.is_completed() for work in self.works)
+        return self._is_over or all(work.is_completed() for work in self.works)
 
 
 @dataclass(frozen=True)

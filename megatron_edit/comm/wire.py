@@ -146,9 +146,9 @@ class Wire:
         """
         if self.codec is None:
             assert residual is None, f"wire {self.name} loses nothing"
-            return _Whole(group.start_all_reduce(values.zero_() if is_left_out else values))
+            return group.start_all_reduce(values.zero_() if is_left_out else values)
         if values.numel() == 0:  # ZeRO cuts without regard to units: a shard may be empty
-            return _Whole(Work(group.name))
+            return Work(group.name)
         has_phases = group.runs_in_order or len(group.phases) == self.num_phases
         assert group.size == 1 or has_phases, f"{group.name}: not made for {self.name}"
         sent, summed = (None, None) if residual is None else (residual.sent, residual.summed)
@@ -159,24 +159,3 @@ class Wire:
             if group.runs_in_order:
                 exchange.start_second_phase()
         return exchange
-
-
-@dataclass
-class _Whole:
-    """One collective that needs no second."""
-
-    work: Work
-    _is_over: bool = False  # asked often: a delayed sync is polled at each bucket
-
-    def advance(self) -> bool:
-        if not self._is_over and self.work.is_completed:
-            self.wait()
-        return self._is_over
-
-    def wait(self) -> None:
-        self.work.wait()
-        self._is_over = True
-
-    @property
-    def is_completed(self) -> bool:
-        return self._is_over or self.work.is_completed

@@ -174,7 +174,7 @@ class EditEngine:
         state.step += 1
         self._home.remember()
         with self._context():
-            is_asking = not was_warmup and self._trigger.after_step() and not is_sync
+            is_asking = not was_warmup and self._asks_for_meeting() and not is_sync
             self._controller.land_due()
             if is_sync:
                 self._meet()
@@ -400,6 +400,11 @@ class EditEngine:
             return False
         is_asked = Flag.MEET in self._flags.read()
         return self._trigger.is_due(self.state.step + 1, is_asked=is_asked)
+
+    def _asks_for_meeting(self) -> bool:
+        """After an inner step: whether this rank, if it is rank 0, asks for a meeting."""
+        timer = self.state.timer
+        return timer is not None and timer.after_step()
 
     def _is_landing_due(self, is_sync: bool) -> bool:
         if self.state.is_warmup:

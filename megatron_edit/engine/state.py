@@ -262,7 +262,8 @@ class RunState:
         timer: asks for meetings where replicas run at their own speeds; else None.
         step: s, attempted optimizer steps so far.
         round_start: the own step after which the round began.
-        outer: anchor, momentum and residuals; None before the switch.
+        is_warmup: whether the replicas train in step: no anchor has been taken.
+        outer: anchor, momentum and residuals; None in warm-up.
         records: of the last meeting, by replica.
         landed_digests: of units that have landed late, by position, until they meet again.
         num_dealings: how often samples were dealt; data prefetched under another dealing is void.
@@ -279,6 +280,7 @@ class RunState:
     timer: TimeTrigger | None = None
     step: int = 0
     round_start: int = 0
+    is_warmup: bool = True
     outer: OuterState | None = None
     records: Sequence[ControlRecord] = ()
     landed_digests: dict[int, float] = field(default_factory=dict)
@@ -312,11 +314,6 @@ class RunState:
         )
 
     @property
-    def is_warmup(self) -> bool:
-        """Whether the replicas train in step: no anchor has been taken."""
-        return self.outer is None
-
-    @property
     def inner_steps(self) -> int:
         """Steps of this replica in the round that is under way."""
         return self.step - self.round_start
@@ -328,7 +325,7 @@ class RunState:
 
     def begin_rounds(self, outer: OuterState, round_length: int) -> None:
         """The anchor is taken: the first round begins."""
-        self.outer, self.round_start = outer, self.step
+        self.outer, self.is_warmup, self.round_start = outer, False, self.step
         self.records = ()  # of evaluations in warm-up
         self.rounds = replace(self.rounds, length=round_length)
 
@@ -409,7 +406,7 @@ class RunState:
             detectors: of the replicas of this run.
             round_length: of the round that is under way, where the checkpoint does not say it.
         """
-        self.outer, self.step = outer, saved["step"]
+        self.outer, self.is_warmup, self.step = outer, False, saved["step"]
         self.round_start = saved["step"] - saved["inner_steps"]
         self.rounds = RoundState(
             count=saved["round"],

@@ -32,6 +32,7 @@ def build_groups(world: ReplicaWorld, device: torch.device, wire: Wire) -> Engin
     embedding = parallel_state.get_embedding_group(check_initialized=False)
     if parallel_state.is_rank_in_embedding_group(ignore_virtual=True) and embedding is not None:
         ties[TIED_EMBEDDING] = wrap(embedding, TIED_EMBEDDING)
+    ties = {name: tie for name, tie in ties.items() if tie.size > 1}  # one copy is tied to none
     place, on_cpu = world.placement, Transport("gloo", torch.device("cpu"))
     world.after_all_replicas("groups")  # forming a group has a time-out, start-up has none
     sync, meeting = (

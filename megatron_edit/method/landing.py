@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -25,22 +26,22 @@ class LandingRule:
     keeps_progress: bool = True
     at_next_meeting: bool = False
 
-    @property
+    @cached_property
     def is_immediate(self) -> bool:
         """Whether nothing is trained between snapshot and landing."""
         return self.delay == 0 and not self.at_next_meeting
 
-    @property
+    @cached_property
     def is_direct_copy(self) -> bool:
         """Whether theta becomes the anchor at once: all replicas are equal after the sync."""
         return self.is_immediate and self.mix == 0.0
 
-    @property
+    @cached_property
     def merges(self) -> bool:
         """Whether something of theta is left when it lands."""
         return self.mix > 0.0 or (self.keeps_progress and not self.is_immediate)
 
-    @property
+    @cached_property
     def needs_snapshot(self) -> bool:
         """Whether the parameters at the start of the sync are needed when it lands."""
         return self.keeps_progress and not self.is_immediate

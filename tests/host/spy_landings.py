@@ -73,7 +73,7 @@ def record_landings() -> None:
     record()
     places, landings, chunks = _Places(), list[Landing](), built_chunks()
     rank = os.environ["RANK"]  # before the launcher gives the ranks new numbers
-    train, land = training.train, SyncQueue._land_next
+    train, land = training.train, SyncQueue._note_landing
     schedule_of = training.get_forward_backward_func
 
     def spied_train(*args: Any, **kwargs: Any) -> Any:
@@ -87,8 +87,8 @@ def record_landings() -> None:
             facts = {"stage": stage, "groups": len(groups), "landings": landings}
             (out_dir() / f"landings-{rank}.json").write_text(json.dumps(facts))
 
-    def spied_land(self: SyncQueue, sync: Any) -> None:
-        land(self, sync)
+    def spied_land(self: SyncQueue, sync: Any, shard: Any, has_bad_moments: bool) -> None:
+        land(self, sync, shard, has_bad_moments)
         landings.append(Landing(sync.plan.round, places.where(), places.begun["gather"]))
 
     def watched_schedule(*args: Any, **kwargs: Any) -> Any:
@@ -96,7 +96,7 @@ def record_landings() -> None:
 
     training.train = spied_train
     training.get_forward_backward_func = watched_schedule
-    SyncQueue._land_next = spied_land  # type: ignore[method-assign]
+    SyncQueue._note_landing = spied_land  # type: ignore[method-assign]
 
 
 def _watch(chunks: list[Any], places: _Places) -> list[Any]:

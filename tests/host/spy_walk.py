@@ -1,4 +1,4 @@
-"""A spy that counts calls from one file of the package into another, on the way to a landing."""
+"""A spy that lists the functions that one file of the package calls in another, up to a landing."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ LANDING = ("unit_sync.py", "land")
 
 
 def record_walk() -> None:
-    """Count from the return of the optimizer's step to the landing of the first unit, in each sync.
+    """List them from the return of the optimizer's step to the landing of the first unit.
 
-    Writes `walk-<rank>.json`: for each sync, how often which file called into which.
+    Writes `walk-<rank>.json`: for each sync, "file:function" and how often another file called it.
+    What the CPU backend puts around torch's functions is left out: on a GPU it is not there.
     """
     import megatron.training.training as training
 
@@ -29,25 +30,18 @@ def record_walk() -> None:
     setup = training.setup_model_and_optimizer
 
     def file_of(frame: FrameType | None) -> str | None:
-        name = None if frame is None else frame.f_code.co_filename
-        return None if name is None or not name.startswith(package) else name[len(package) + 1 :]
-
-    def caller_of(frame: FrameType) -> str | None:
-        """The nearest file of the package that this call comes from."""
-        above = frame.f_back
-        while above is not None and file_of(above) is None:
-            above = above.f_back
-        return file_of(above)
+        name = "" if frame is None else frame.f_code.co_filename
+        return name[len(package) + 1 :] if name.startswith(package) else None
 
     def watch() -> None:
         calls: Counter[str] = Counter()
 
         def profile(frame: FrameType, event: str, _: Any) -> None:
-            here = file_of(frame)
-            if here is None:
+            here, there = file_of(frame), file_of(frame.f_back)
+            if here is None or here.startswith("host/cpu/"):
                 return
-            if event == "call" and (there := caller_of(frame)) is not None and there != here:
-                calls[f"{there} -> {here}"] += 1
+            if event == "call" and there is not None and there != here:
+                calls[f"{here}:{frame.f_code.co_qualname}"] += 1
             is_landing = here.endswith(LANDING[0]) and frame.f_code.co_name == LANDING[1]
             if event == "return" and is_landing:
                 sys.setprofile(None)

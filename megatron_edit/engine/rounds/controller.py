@@ -7,6 +7,7 @@ One sync begins with each plan. What lands when is the queue's business.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -183,7 +184,7 @@ class SyncController:
         records = self.meetings.hold(dict(zip(selection.indices, norms, strict=True)))
         waited = time.monotonic() - waiting
         plan = plan_round(state.rounds, records, selection.indices, self._rules, is_last=is_last)
-        if plan.outcome is Outcome.SYNC:
+        if plan.outcome is Outcome.SYNC and self.meetings.has_digests:
             check_same_digests(records, self.host.plan.names, state.rounds.count)
         state.apply(plan)
         if plan.outcome is not Outcome.SYNC:
@@ -204,10 +205,11 @@ class SyncController:
                 self.host.advance_schedule(behind)
         self.state.losses.report(plan.records, self.reporter)
         norms = plan.decision.norms[self.groups.sync.rank].tolist()
-        zero_nonfinite_moments_of_excluded(self.host, selection.plan, norms, self.reporter)
-        rows = [record.buffers for record in plan.records]
-        accepted = ~plan.decision.verdict.anomalous
-        average_shared_values(self.host, rows, accepted, plan.units)
+        if not all(map(math.isfinite, norms)):
+            zero_nonfinite_moments_of_excluded(self.host, selection.plan, norms, self.reporter)
+        if rows := [record.buffers for record in plan.records if record.buffers]:
+            accepted = ~plan.decision.verdict.anomalous
+            average_shared_values(self.host, rows, accepted, plan.units)
 
     def _sync_of(
         self, plan: RoundPlan, selection: Selection, began: float, waited: float

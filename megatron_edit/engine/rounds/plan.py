@@ -87,7 +87,8 @@ def decide(
     weights = replica_weights(
         judged, verdict.anomalous, temperature=penalty.temperature, uniform=penalty.uniform
     )
-    weights = blend_step_weights(weights, ~verdict.anomalous, counts, penalty.step_share)
+    if penalty.step_share:
+        weights = blend_step_weights(weights, ~verdict.anomalous, counts, penalty.step_share)
     # ||sum w D|| <= sum w ||D||: below this bound no element of an average can overflow in fp32.
     bound = torch.where(weights > 0, weights * norms, torch.zeros_like(norms)).sum(dim=0)
     rollback = torch.all(verdict.anomalous, dim=0) | (bound > LARGEST_AVERAGE)

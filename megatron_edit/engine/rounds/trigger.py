@@ -32,15 +32,12 @@ class SyncTrigger(Protocol):
         """Whether training is over with the meeting that this replica comes to next, or is at."""
 
     def is_due(self, step: int, *, is_asked: bool) -> bool:
-        """Whether a meeting follows step `step`, the one being attempted.
+        """Whether a meeting follows step `step`, the one being attempted; not in warm-up.
 
         Args:
             step: s, from 1.
             is_asked: whether rank 0 of the replica asked for it after the step before.
         """
-
-    def after_step(self) -> bool:
-        """After an inner step: whether this rank, if it is rank 0, asks for a meeting."""
 
     @property
     def has_empty_round(self) -> bool:
@@ -84,11 +81,7 @@ class StepTrigger:
 
     def is_due(self, step: int, *, is_asked: bool) -> bool:
         """See `SyncTrigger`."""
-        return not self.schedule.is_warmup(step) and bool(self.fragments_after(step))
-
-    def after_step(self) -> bool:
-        """See `SyncTrigger`."""
-        return False
+        return bool(self.fragments_after(step))
 
     @property
     def has_empty_round(self) -> bool:
@@ -154,11 +147,6 @@ class ClockTrigger:
         round each replica makes the run that it was given (method 5): no clock cuts it."""
         is_cut = is_asked and not self.dealing.is_final
         return is_cut or self.dealing.is_exhausted(self.replica, self.state.inner_steps + 1)
-
-    def after_step(self) -> bool:
-        """See `SyncTrigger`."""
-        assert self.state.timer is not None
-        return self.state.timer.after_step()
 
     @property
     def has_empty_round(self) -> bool:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from megatron_edit.comm.wire import Wire
 from megatron_edit.engine.checks.finite import finite_units
@@ -72,6 +73,8 @@ class InflightSync:
         digests: of units that have landed, by position, for the drift check.
         ended: when its last unit landed, or where that was earlier, took its outer step.
         is_reported: whether the reporter knows what became of it.
+        units: the selected units, and this rank's shards of them.
+        launches_together: whether all units in flight are launched at once.
     """
 
     plan: SyncPlan
@@ -86,20 +89,20 @@ class InflightSync:
     ended: float = 0.0
     is_reported: bool = False
     _inflight: deque[UnitSync] = field(default_factory=deque)
-    _results: list[tuple[int, UnitResult]] = field(default_factory=list)
+    _results: dict[int, UnitResult] = field(default_factory=dict)
     _finite: list[bool] | None = None
     _num_landed: int = 0
     _started: int = 0
     _stages: Iterator[tuple[UnitShard, StagedUnit]] = field(init=False)
+    units: UnitPlan = field(init=False)
+    launches_together: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        self.units = self.plan.selection.plan
+        in_order = self.groups.sync.runs_in_order
+        self.launches_together = in_order or not self.plan.rules.landing.is_immediate
         self._stages = self.state.stages(self.units.shards)
         self.ended = self.began
-
-    @property
-    def units(self) -> UnitPlan:
-        """The selected units, and this rank's shards of them."""
-        return self.plan.selection.plan
 
     @property
     def inflight_units(self) -> Sequence[UnitSync]:
@@ -110,10 +113,6 @@ class InflightSync:
     def is_done(self) -> bool:
         """Whether every unit of this rank's stage has landed."""
         return self._num_landed == len(self.units.shards)
-
-    def needs(self, num_shards: int) -> bool:
-        """Whether a unit among the first `num_shards` shards of the stage has not landed yet."""
-        return not self.is_done and self.plan.selection.positions[self._num_landed] < num_shards
 
     def prepare_all(self) -> None:
         """Of a delayed sync: compute all addends, before training changes the parameters."""
@@ -150,18 +149,11 @@ class InflightSync:
         is_over = self._started == len(shards)
         for unit in self._inflight:
             with _naming(unit.shard):
-                if not unit.is_launched:
-                    unit.launch(self.groups, self.wire)
-                if not unit.advance():
+                if not unit.advance(self.groups, self.wire):
                     is_over = False
                     if not self.launches_together:
                         break
         return is_over
-
-    @property
-    def launches_together(self) -> bool:
-        """Whether all units in flight are launched at once."""
-        return self.groups.sync.runs_in_order or not self.plan.rules.landing.is_immediate
 
     def finish_exchange(self) -> None:
         """Wait until nothing of a delayed sync is on the wire. Its result lands later."""
@@ -205,6 +197,13 @@ class InflightSync:
         """Whether this replica's parameters of the units were finite at the meeting."""
         return bool(self.plan.decision.norms[self.groups.sync.rank].isfinite().all())
 
+    def land_up_to(self, num_shards: int) -> Iterator[tuple[UnitShard, bool]]:
+        """Land the units among the first `num_shards` shards of the stage that have not landed yet,
+        one after another as the caller asks for them; see `land_next`."""
+        positions = self.plan.selection.positions
+        while not self.is_done and positions[self._num_landed] < num_shards:
+            yield self.land_next()
+
     def land_next(self) -> tuple[UnitShard, bool]:
         """Land the next unit in forward order, and start another in its place.
 
@@ -217,7 +216,7 @@ class InflightSync:
         self._inflight.popleft()
         shard = unit.shard
         is_finite = self._finite is None or self._finite[shard.index]
-        with _naming(shard):
+        with _naming(shard), record_function("edit/landing"):
             has_bad_moments = unit.land(self.plan.rules.landing, is_finite=is_finite)
         self._num_landed += 1
         del unit  # its buffers make room for the unit that starts now
@@ -228,15 +227,15 @@ class InflightSync:
 
     def clip_factors(self) -> Tensor:
         """float64 [U] on the CPU; NaN for units of other stages. Waits for the device."""
-        return self._table([(index, result.clip) for index, result in self._results])
+        return self._table({index: result.clip for index, result in self._results.items()})
 
     def update_norms(self) -> Tensor:
         """Like `clip_factors`: norms of the weighted averages, before the clip."""
-        return self._table([(index, result.norm) for index, result in self._results])
+        return self._table({index: result.norm for index, result in self._results.items()})
 
     def seconds(self) -> dict[str, float]:
         """Durations for `sync.jsonl`."""
-        exchange = sum(result.exchange_seconds for _, result in self._results)
+        exchange = sum(result.exchange_seconds for result in self._results.values())
         return {
             "wait": self.waited,
             "exchange": exchange,
@@ -246,13 +245,13 @@ class InflightSync:
         }
 
     def _step(self, unit: UnitSync) -> None:
-        if not unit.is_stepped:
-            with _naming(unit.shard):
-                self._results.append((unit.shard.index, unit.step(self.groups, self.plan.rules)))
+        with _naming(unit.shard):
+            result = unit.step(self.groups, self.plan.rules)
+        self._results[unit.shard.index] = result
 
-    def _table(self, values: Sequence[tuple[int, Tensor]]) -> Tensor:
+    def _table(self, values: Mapping[int, Tensor]) -> Tensor:
         table = torch.full((len(self.units.names),), torch.nan, dtype=torch.float64)
-        for index, value in values:
+        for index, value in values.items():
             table[index] = value.cpu()
         return table
 

@@ -6,7 +6,7 @@ where tests run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -77,21 +77,6 @@ class OffloadStreams:
         with torch.cuda.stream(self._down):
             target.copy_(source, non_blocking=True)
         source.record_stream(self._down)
-
-
-def one_ahead[Item, Begun](
-    items: Iterable[Item], begin: Callable[[Item], Begun]
-) -> Iterator[tuple[Item, Begun]]:
-    """Each item with what `begin` began for it: begun while the item before it is in use."""
-    waiting: tuple[Item, Begun] | None = None
-    for item in items:
-        begun = (item, begin(item))
-        if waiting is not None:
-            yield waiting
-        waiting = begun
-        del begun  # or the tensors of the last item would live on beside the next two
-    if waiting is not None:
-        yield waiting
 
 
 class HomeStream:

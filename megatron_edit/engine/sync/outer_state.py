@@ -6,14 +6,14 @@ flight are staged on the device, each in buffers of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_edit.comm.wire import Residual, Wire
-from megatron_edit.engine.sync.offload import DeviceCopy, OffloadStreams, one_ahead
+from megatron_edit.engine.sync.offload import DeviceCopy, OffloadStreams
 from megatron_edit.engine.sync.units import UnitPlan, UnitShard
 
 
@@ -137,7 +137,7 @@ class OuterState:
 
     def stages(self, shards: Sequence[UnitShard]) -> Iterator[tuple[UnitShard, StagedUnit]]:
         """Shards with their staged state, each copy begun while the shard before is in use."""
-        return one_ahead(shards, lambda shard: self.units[shard.name].stage())
+        return _one_ahead(shards, lambda shard: self.units[shard.name].stage())
 
     def begin_sync(self) -> None:
         """Called before the units of a sync are staged: they are read as the last one left them."""
@@ -163,8 +163,23 @@ def squared_norms(plan: UnitPlan, state: OuterState, device: torch.device) -> Te
     scratch = torch.empty(plan.largest_numel, dtype=torch.float32, device=device)
     squares = torch.zeros(len(plan.names), dtype=torch.float64, device=device)
     state.begin_sync()
-    for shard, anchor in one_ahead(plan.shards, lambda s: state.units[s.name].stage_anchor()):
+    for shard, anchor in _one_ahead(plan.shards, lambda s: state.units[s.name].stage_anchor()):
         delta = pseudo_gradient(anchor.ready(), shard, scratch)
         squares[shard.index] = shard.squared_norm(delta)
         del anchor  # the next but one takes its place
     return squares
+
+
+def _one_ahead[Item, Begun](
+    items: Iterable[Item], begin: Callable[[Item], Begun]
+) -> Iterator[tuple[Item, Begun]]:
+    """Each item with what `begin` began for it: begun while the item before it is in use."""
+    waiting: tuple[Item, Begun] | None = None
+    for item in items:
+        begun = (item, begin(item))
+        if waiting is not None:
+            yield waiting
+        waiting = begun
+        del begun  # or the tensors of the last item would live on beside the next two
+    if waiting is not None:
+        yield waiting

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from megatron_edit.engine.checks import drift
 from megatron_edit.engine.checks.finite import (
@@ -19,7 +18,7 @@ from megatron_edit.engine.checks.finite import (
 from megatron_edit.engine.host import EngineGroups, EngineSettings, Host, Reporter, SyncReport
 from megatron_edit.engine.state import PendingState, RunState
 from megatron_edit.engine.sync.inflight import InflightSync, restore_sync, state_of
-from megatron_edit.engine.sync.units import Selection, UnitPlan
+from megatron_edit.engine.sync.units import Selection, UnitPlan, UnitShard
 from megatron_edit.method.digest import tensor_digest
 
 
@@ -168,8 +167,8 @@ class SyncQueue:
             return
         began = time.monotonic()
         sync.advance()
-        while sync.needs(num_shards):
-            self._land_next(sync)
+        for shard, has_bad_moments in sync.land_up_to(num_shards):
+            self._note_landing(sync, shard, has_bad_moments)
         sync.exposed += time.monotonic() - began
 
     def settle(self) -> None:
@@ -250,14 +249,13 @@ class SyncQueue:
                 sync.finish_steps()
                 self._report(sync)
 
-    def _land_next(self, sync: InflightSync) -> None:
-        with record_function("edit/landing"):
-            shard, has_bad_moments = sync.land_next()
-            if has_bad_moments:
-                zero_nonfinite_moments(self.host, shard, self.reporter)
-            shard.publish()
-            if self.is_checked(sync.plan.round) and sync.plan.rules.landing.is_direct_copy:
-                sync.digests[shard.index] = drift.shard_digest(shard)
+    def _note_landing(self, sync: InflightSync, shard: UnitShard, has_bad_moments: bool) -> None:
+        """A unit has landed: the model reads it from here on."""
+        if has_bad_moments:
+            zero_nonfinite_moments(self.host, shard, self.reporter)
+        shard.publish()
+        if self.is_checked(sync.plan.round) and sync.plan.rules.landing.is_direct_copy:
+            sync.digests[shard.index] = drift.shard_digest(shard)
 
     def _report(self, sync: InflightSync) -> None:
         """The outer step of all units is done: check for drift, and tell."""

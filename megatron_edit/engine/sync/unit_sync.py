@@ -140,11 +140,6 @@ class UnitSync:
         """Whether the outer step is done."""
         return self.result is not None
 
-    @property
-    def is_launched(self) -> bool:
-        """Whether the exchange has begun, where there is one."""
-        return self.average is None or self.is_exchanged or self._exchange is not None
-
     def launch(self, groups: EngineGroups, wire: Wire) -> None:
         """Begin the exchange. Waits for nothing.
 
@@ -156,11 +151,18 @@ class UnitSync:
                 groups.sync, self.average, self.home.residual, is_left_out=self.is_excluded
             )
 
-    def advance(self) -> bool:
-        """Do what needs no waiting; whether nothing of the unit is on the wire any more."""
+    def advance(self, groups: EngineGroups, wire: Wire) -> bool:
+        """Launch the exchange, if that has not been done, and do what needs no waiting.
+
+        Returns:
+            Whether nothing of the unit is on the wire any more.
+        """
         if self.average is None or self.is_exchanged:
             return True
-        return self._exchange is not None and self._exchange.advance()
+        if self._exchange is None:
+            self.launch(groups, wire)
+        assert self._exchange is not None
+        return self._exchange.advance()
 
     def await_average(self) -> None:
         """Wait until the average is there."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -65,7 +66,7 @@ class UnitShard:
     params: tuple[ParamShard, ...]
     slices: tuple[slice, ...]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the shard."""
         return self.slices[-1].stop if self.slices else 0
@@ -109,7 +110,7 @@ class UnitPlan:
     names: tuple[str, ...]
     shards: tuple[UnitShard, ...]
 
-    @property
+    @cached_property
     def largest_numel(self) -> int:
         """Elements of the largest shard: what a sync needs as scratch."""
         return max((shard.numel for shard in self.shards), default=0)
