@@ -1,0 +1,119 @@
+"""Groups whose ranks are in one thread: a transport in memory below the real `Group`.
+
+A test makes each rank's calls itself, in an order of its choice. Who would wait for a rank that
+has not come is told so by an `AssertionError`, as nobody else runs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_edit.comm.collectives import Duplex, Group
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Network:
+    """Messages by channel, number of the collective, sender and receiver."""
+
+    messages: dict[Any, Tensor] = field(default_factory=dict)
+    is_broken: bool = False
+
+
+@dataclass
+class Arrival:
+    """A collective of one rank, complete when all that it waits for was sent."""
+
+    network: Network
+    targets: list[tuple[Any, Tensor]]
+    sums: bool = False
+
+    def is_completed(self) -> bool:
+        """Whether all is there; it then lies where it should."""
+        if self.network.is_broken:
+            return True
+        if any(key not in self.network.messages for key, _ in self.targets):
+            return False
+        for key, target in self.targets:
+            target.copy_(self.network.messages[key])
+        if self.sums:  # in rank order; the first target is the tensor itself
+            self.targets[0][1].copy_(sum(self.network.messages[key] for key, _ in self.targets))
+        return True
+
+    def wait(self) -> None:
+        """There is no other thread to wait for."""
+        if self.network.is_broken:
+            raise RuntimeError("connection reset by peer")
+        assert self.is_completed(), "this rank waits for ever"
+
+
+@dataclass
+class End:
+    """A process group as one rank holds it."""
+
+    network: Network
+    channel: str
+    rank: int
+    size: int
+    _counts: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    def name(self) -> str:
+        """Collectives may run at once."""
+        return "gloo"
+
+    def alltoall_base(
+        self, incoming: Tensor, outgoing: Tensor, received: list[int], sent: list[int], _: Any
+    ) -> Arrival:
+        """Rows to some ranks, from others."""
+        number = self._number("alltoall")
+        targets = [r for r, is_target in enumerate(sent) if is_target]
+        sources = [r for r, is_source in enumerate(received) if is_source]
+        for row, target in zip(outgoing, targets, strict=True):
+            self.network.messages[self.channel, number, self.rank, target] = row.clone()
+        keys = [(self.channel, number, source, self.rank) for source in sources]
+        return Arrival(self.network, list(zip(keys, incoming, strict=True)))
+
+    def allreduce(self, tensors: list[Tensor], _: Any) -> Arrival:
+        """A sum over all ranks."""
+        number = self._number("allreduce")
+        self.network.messages[self.channel, number, self.rank] = tensors[0].clone()
+        keys = [(self.channel, number, rank) for rank in range(self.size)]
+        scratch = [tensors[0] if r == 0 else torch.empty_like(tensors[0]) for r in range(self.size)]
+        return Arrival(self.network, list(zip(keys, scratch, strict=True)), sums=True)
+
+    def broadcast(self, tensors: list[Tensor], _: Any) -> Arrival:
+        """From rank 0; that one is done when all have come."""
+        number = self._number("broadcast")
+        self.network.messages[self.channel, number, self.rank] = tensors[0].clone()
+        if self.rank > 0:
+            return Arrival(self.network, [((self.channel, number, 0), tensors[0])])
+        keys = [(self.channel, number, rank) for rank in range(1, self.size)]
+        return Arrival(self.network, [(key, torch.empty_like(tensors[0])) for key in keys])
+
+    def _number(self, kind: str) -> int:
+        self._counts[kind] += 1
+        return self._counts[kind]
+
+
+def groups_of(size: int, network: Network) -> list[Group]:
+    """The sync group as each replica holds it, made for two phases."""
+
+    def end(channel: str, rank: int) -> End:
+        return End(network, channel, rank, size)
+
+    return [
+        Group(
+            end("whole", rank), rank, size, CPU, timedelta(seconds=1), "sync group",
+            phases=tuple(
+                Duplex(end(f"up {phase}", rank), end(f"down {phase}", rank)) for phase in range(2)
+            ),
+        )
+        for rank in range(size)
+    ]  # fmt: skip
