@@ -97,3 +97,14 @@ def test_a_phase_is_never_longer_than_a_step_beyond(steps: list[float], length: 
             assert trigger.clock.seconds <= length + step
             return
     assert trigger.clock.seconds < length
+
+
+def test_a_new_phase_asks_anew() -> None:
+    """Catches a phase whose first step is measured from the end of the one before it."""
+    hands = Hands()
+    trigger = TimeTrigger(10.0, PhaseClock(hands))
+    hands.move(9)
+    assert trigger.after_step()
+    trigger.restart()
+    hands.move(6)
+    assert trigger.after_step()  # another one of six seconds would be beyond ten
