@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_edit.errors import UsageError
-from megatron_edit.host.checkpoint.refusals import check_pending, check_rounds
+from megatron_edit.host.checkpoint.refusals import check_pending, check_rounds, check_schedule
 
 UNITS = ("embedding", "layer.1", "layer.2", "final")
 
@@ -62,3 +62,19 @@ def test_a_round_keeps_its_kind_of_length(
         return
     with pytest.raises(UsageError, match="another --edit-interval"):
         check_rounds(Path("saves"), manifest, plan, settings)
+
+
+@pytest.mark.parametrize(
+    ("warmup", "is_refused"), [(0, False), (8, False), (9, True), (None, True)]
+)
+def test_replicas_that_parted_do_not_warm_up(warmup: int | None, is_refused: bool) -> None:
+    """They would share gradients, each with its own parameters. In warm-up anything goes."""
+    anything: Any = SimpleNamespace
+    plan = anything(entries=[anything(step=8), anything(step=11)])
+    schedule = anything(warmup_steps=warmup)
+    check_schedule(Path("saves"), anything(is_warmup=True), plan, schedule)
+    if not is_refused:
+        check_schedule(Path("saves"), anything(is_warmup=False), plan, schedule)
+        return
+    with pytest.raises(UsageError, match="have parted"):
+        check_schedule(Path("saves"), anything(is_warmup=False), plan, schedule)
