@@ -18,10 +18,10 @@ from megatron_edit.comm.worlds import ReplicaWorld
 SECONDS = timedelta(seconds=20)
 
 
-def world(store: dist.Store, replica: int) -> ReplicaWorld:
-    """A replica of one rank, of two."""
+def world(store: dist.Store, replica: int, rank: int = 0, ranks: int = 1) -> ReplicaWorld:
+    """A rank of a replica, of two."""
     placement = Placement(
-        num_replicas=2, replica=replica, ranks_per_replica=1, rank=0, is_single_launch=True
+        num_replicas=2, replica=replica, ranks_per_replica=ranks, rank=rank, is_single_launch=True
     )
     return ReplicaWorld(placement, store, store, SECONDS)
 
@@ -40,6 +40,26 @@ def test_who_is_first_waits_for_the_last() -> None:
     world(store, 1).leave_together(SECONDS)
     assert left.wait(5)
     thread.join()
+
+
+def test_all_ranks_of_all_replicas_are_waited_for() -> None:
+    """Not the first of each replica alone: the others may still be reading, too."""
+    store, left = dist.HashStore(), []
+
+    def leave(replica: int, rank: int) -> None:
+        world(store, replica, rank, ranks=2).leave_together(SECONDS)
+        left.append((replica, rank))
+
+    places = [(0, 0), (1, 0), (0, 1), (1, 1)]
+    threads = [threading.Thread(target=leave, args=place) for place in places]
+    for thread in threads[:-1]:
+        thread.start()
+    time.sleep(0.3)
+    assert left == []
+    threads[-1].start()
+    for thread in threads:
+        thread.join(10)
+    assert sorted(left) == sorted(places)
 
 
 def test_nobody_waits_for_ever() -> None:

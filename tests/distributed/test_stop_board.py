@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 
 import torch.distributed as dist
 
@@ -46,3 +47,22 @@ def test_close_ends_the_thread() -> None:
         board.close()
         assert not any(thread.name == "edit-stop-board" for thread in threading.enumerate())
         assert board.is_seen == is_stopped
+
+
+def test_a_stop_is_seen_by_the_other_replicas() -> None:
+    """By who watches, soon. Catches a replica that goes on alone, and one that stops by itself."""
+    store = dist.TCPStore("127.0.0.1", 0, 1, True)
+    heartbeats = [HeartbeatMonitor(r, 3, lambda: NOWHERE, is_telling=True) for r in range(3)]
+    boards = [
+        StopBoard(store, heartbeat, is_watching=replica < 2, poll_seconds=0.01)
+        for replica, heartbeat in enumerate(heartbeats)
+    ]
+    time.sleep(0.1)
+    assert not any(board.is_seen for board in boards)
+    boards[0].announce()
+    deadline = time.monotonic() + 5
+    while not boards[1].is_seen and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [board.is_seen for board in boards] == [True, True, False]
+    for board in boards:
+        board.close()

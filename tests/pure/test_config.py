@@ -104,6 +104,7 @@ BAD = [
     "--edit-num-replicas 2 --edit-replica-id -1 --edit-rendezvous localhost:29400",
     "--edit-num-replicas 2 --edit-replica-id 0 --edit-rendezvous localhost",
     "--edit-num-replicas 2 --edit-replica-id 0 --edit-rendezvous localhost:99999",
+    "--edit-num-replicas 2 --edit-replica-id 0 --edit-rendezvous localhost:0",
     "--edit-replica-id 0 --edit-rendezvous localhost:29400",
     "--edit-sync-intervall 3",
     "--edit-tau 3",
@@ -192,3 +193,11 @@ def test_any_value_of_any_flag(name: str, text: str) -> None:
         config_from_argv(["--use-edit", f"{flag(name)}={text}"])
     except UsageError as error:
         assert error.exit_code == 2
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_who_has_no_penalty_clips_nothing(strategy: str) -> None:
+    """Catches a DiLoCo whose averages are clipped, weighed or left out by EDiT's defaults."""
+    config, has_penalty = EditConfig(strategy=strategy), STRATEGIES[strategy].has_penalty
+    switches = (config.no_anomaly, config.no_weighting, config.no_clip)
+    assert switches == (not has_penalty,) * 3

@@ -7,6 +7,7 @@ renamed to different numbers, an earlier file that is overwritten.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,8 @@ import torch
 
 from megatron_edit.comm.placement import Placement
 from megatron_edit.observe.events import EventLog
-from megatron_edit.observe.records import Iteration, sync_summary
+from megatron_edit.observe.metrics import SyncMetrics
+from megatron_edit.observe.records import Iteration, sync_line, sync_summary
 from megatron_edit.tools.monitor.run import Run
 from tests.harness.event_files import MadeUp
 
@@ -105,16 +107,62 @@ def test_a_run_that_is_replaced_is_read_anew(tmp_path: Path) -> None:
     assert len(watched.replicas) == 3
 
 
-def test_the_line_of_a_sync_has_what_tuning_goes_by() -> None:
-    """Would catch: a console that does not say how long syncs were exposed."""
-    verdict = SimpleNamespace(anomalous=torch.zeros(3, 2, dtype=torch.bool))
+def report(**changes: Any) -> Any:
+    """Of a sync of two replicas and three units."""
+    table = torch.arange(6.0, dtype=torch.float64).view(2, 3)
     decision = SimpleNamespace(
-        verdict=verdict, weights=torch.full((2, 3), 0.5), rollback=torch.zeros(3, dtype=torch.bool)
-    )
-    report: Any = SimpleNamespace(
-        round=7, step=900, decision=decision, clip=torch.ones(3), wire_bytes=2_000_000,
-        seconds={"wait": 0.0012, "exchange": 1.0, "outer": 0.1, "exposed": 0.0346, "total": 1.5},
+        verdict=SimpleNamespace(anomalous=torch.zeros(2, 3, dtype=torch.bool), scores=table / 3),
+        norms=table, weights=torch.tensor([[0.5, 1.0, 0.25], [0.5, 0.0, 0.75]]).double(),
+        rollback=torch.zeros(3, dtype=torch.bool),
     )  # fmt: skip
-    parts = sync_summary(report).split(" | ")
+    records = [SimpleNamespace(inner_steps=n, samples=100 * n) for n in (4, 6)]
+    return SimpleNamespace(**{
+        "round": 7, "step": 900, "decision": decision, "clip": torch.ones(3),
+        "update_norm": torch.tensor([1.0, math.inf, math.nan]), "units": ("a", "b", "c"),
+        "records": records, "wire_bytes": 2_000_000, "state_bytes": 8, "seconds": {
+            "wait": 0.0012, "exchange": 1.0, "outer": 0.1, "exposed": 0.0346, "total": 1.5
+        }, **changes,
+    })  # fmt: skip
+
+
+def test_fields_of_a_sync() -> None:
+    """Tables are [unit][replica], and what is not finite is null: catches a table by replica, a
+    field under another's name, and lines that are no JSON."""
+    line = json.loads(json.dumps(sync_line(report()), allow_nan=False))
+    assert line["weights"] == [[0.5, 0.5], [1.0, 0.0], [0.25, 0.75]]
+    assert line["norms"] == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+    assert line["effective_replicas"] == pytest.approx([2.0, 1.0, 1.6])
+    assert line["update_norm"] == [1.0, None, None] and line["clip"] == [1.0] * 3
+    assert (line["inner_steps"], line["samples"]) == ([4, 6], [400, 600])
+    assert (line["round"], line["iteration"], line["units"]) == (7, 900, ["a", "b", "c"])
+
+
+def test_speeds_are_since_the_sync_before() -> None:
+    """Of all replicas and of each; bytes inside a replica are those of the round."""
+    metrics = SyncMetrics(seq_length=10, inside_bytes=3.0)
+    assert "edit/tokens-per-second" not in metrics.values(report(), now=100.0)
+    for now in (110.0, 120.0):  # 100 and 200 samples more each time
+        samples = [int(r.samples * now / 100) for r in report().records]
+        records = [SimpleNamespace(inner_steps=4, samples=n) for n in samples]
+        found = metrics.values(report(records=records), now=now)
+        assert found["edit/tokens-per-second"] == pytest.approx(100.0)
+        assert found["edit/replica-1/tokens-per-second"] == pytest.approx(60.0)
+        assert found["edit/exposed-share"] == pytest.approx(0.00346)
+        assert found["edit/bytes-inside-replica"] == 12.0
+
+
+def test_losses_stand_under_their_own_steps(tmp_path: Path) -> None:
+    """On replica 0 alone; an unknown one is null."""
+    for replica in range(2):
+        log = EventLog(tmp_path, Placement(2, replica, 1, 0, is_single_launch=True))
+        log.on_losses(5, [2.0, math.nan])
+        log.close()
+    lines = [json.loads(line) for line in (tmp_path / "loss.jsonl").read_text().splitlines()]
+    assert lines == [{"iteration": 5, "loss": 2.0}, {"iteration": 6, "loss": None}]
+
+
+def test_the_line_of_a_sync_has_what_tuning_goes_by() -> None:
+    """Would catch: a console that does not say how long training stood still."""
+    parts = sync_summary(report()).split(" | ")
     assert parts[0] == "sync 7 after iteration 900"
     assert parts[-3:] == ["wait (ms): 1.2", "exposed (ms): 34.6", "total (ms): 1500.0"]

@@ -5,11 +5,21 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from megatron_edit.command_line import asks_for_help
 from megatron_edit.config import EditConfig
+from megatron_edit.errors import (
+    DriftError,
+    EditError,
+    HostVersionError,
+    ReplicaLostError,
+    SyncProtocolError,
+    UsageError,
+)
 from megatron_edit.launcher import main
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.cli import SUBCOMMANDS
@@ -93,3 +103,62 @@ def test_a_script_comes_before_a_subcommand(
     (tmp_path / "check").write_text("")
     assert main(["check", "--help"]) == 0
     assert "usage: torchrun" in capsys.readouterr().out
+
+
+def test_exit_codes_are_frozen() -> None:
+    """Batch scripts start a job again by them. Catches drift or a lost replica told like a bug."""
+    codes: dict[type[EditError], int] = {
+        EditError: 1, UsageError: 2, HostVersionError: 2, DriftError: 3, ReplicaLostError: 4,
+        SyncProtocolError: 1,
+    }  # fmt: skip
+    assert {kind: kind.exit_code for kind in codes} == codes
+
+
+class Attached:
+    """In place of everything that is changed in Megatron."""
+
+    def __init__(self, *_: Any) -> None:
+        self.is_checked = False
+
+    def __enter__(self) -> Attached:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.is_checked == (Attached.ends == "return")
+
+    def check_used(self) -> None:
+        """After a script that has come to its end."""
+        self.is_checked = True
+
+    ends = "return"
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [("return", 0), ("sys.exit(0)", 0), ("sys.exit()", 0), ("sys.exit(7)", 7), ("drift", 3)],
+)
+def test_how_a_script_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str, code: int
+) -> None:
+    """Catches a failed training that ends with 0, and an error of ours that is a traceback."""
+    import megatron_edit.host.attach as attach
+
+    monkeypatch.setattr(attach, "Attachment", Attached)
+    monkeypatch.setattr(attach, "choose_device", lambda config: torch.device("cuda"))
+    monkeypatch.setattr(Attached, "ends", ends)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    lines = {"return": "pass", "drift": "from megatron_edit.errors import DriftError as E; raise E"}
+    script = tmp_path / "train.py"
+    script.write_text(f"import sys; {lines.get(ends, ends)}")
+    try:
+        ended: object = main([str(script), "--edit-device", "cpu"])
+    except SystemExit as stop:
+        ended = stop.code
+    assert ended == code
+
+
+def test_a_refusal_is_one_line_and_a_code(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a launcher that says what is wrong and then reports success."""
+    assert main(["no_such_script.py"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

@@ -299,6 +299,8 @@ def test_where_the_replicas_stood() -> None:
     assert SMALL.is_mid_round and SMALL.samples == 136
     assert not replace(SMALL, is_warmup=True).is_mid_round
     assert not replace(SMALL, replicas=SMALL.replicas[1:] * 2).is_mid_round
+    # At a sync that kept something of each replica's own, they differ all the same.
+    assert replace(SMALL, replicas=SMALL.replicas[1:] * 2, is_level=False).is_mid_round
 
 
 def test_files(tmp_path: Path) -> None:

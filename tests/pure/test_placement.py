@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_edit.comm.placement import Placement, place
+from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig
 from megatron_edit.errors import UsageError
 
@@ -24,7 +28,7 @@ def test_single_launch_numbers_replica_after_replica(replicas: int, ranks: int) 
     places = [place(config, env(rank, world)) for rank in range(world)]
     assert [p.global_rank for p in places] == list(range(world))
     assert [p.replica for p in places] == [r // ranks for r in range(world)]
-    assert sum(p.is_writer for p in places) == replicas
+    assert [p.rank for p in places if p.is_writer] == [ranks - 1] * replicas  # the loss is there
 
 
 def test_one_launch_per_replica() -> None:
@@ -63,3 +67,16 @@ def test_bad_launches(flags: dict[str, int], environment: dict[str, str]) -> Non
     with pytest.raises(UsageError) as caught:
         place(EditConfig(use_edit=True, **flags), environment)  # type: ignore[arg-type]
     assert caught.value.remedy and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("given", [{}, {"RANK": "5", "WORLD_SIZE": "8"}], ids=["none", "of-all"])
+def test_the_environment_is_the_replicas_and_then_as_it_was(given: dict[str, str]) -> None:
+    """Catches variables that stay after the detachment where the launch had not set them."""
+    store, now = dist.HashStore(), {**given, "OTHER": "1"}
+    world = ReplicaWorld(Placement(2, 1, 4, 1, True), store, store, timedelta(seconds=1))
+    world.enter_environment(now)
+    world.enter_environment(now)
+    assert (now["RANK"], now["WORLD_SIZE"]) == ("1", "4")
+    world.leave_environment(now)
+    world.leave_environment(now)
+    assert now == {**given, "OTHER": "1"}

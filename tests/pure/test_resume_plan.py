@@ -297,3 +297,22 @@ def test_the_ledger_comes_back() -> None:
     for dealing in (SETTLED, FINAL, Dealing(2, 0)):
         assert dealing_of(saved([0, 0], dealing=dealing)) == dealing
     assert FINAL.is_final and dealing_of(saved([0, 0])) is None
+
+
+def test_nothing_is_done_twice_after_unequal_stops() -> None:
+    """Up to the furthest replica's step, where replicas count; catches saves and evaluations that
+    some come to alone."""
+    assert plan_resume(saved([3, 1], before=4), run_of(2)).quiet_until == 7
+    assert plan_resume(saved([2, 2], before=4), run_of(2)).quiet_until == 0
+    clocks = saved([2, 0], before=3, dealing=SETTLED)
+    assert plan_resume(clocks, run_of(2, timed=True)).quiet_until == 0
+
+
+def test_the_learning_rate_of_others() -> None:
+    """Steps that fp16 skipped moved no schedule: others begin where the one that skipped fewest
+    stood."""
+    manifest = saved([2, 2], before=4)
+    first, second = manifest.replicas
+    behind = replace(second, schedule_position=second.schedule_position - BATCH)
+    plan = plan_resume(replace(manifest, replicas=(first, behind)), run_of(3))
+    assert {entry.schedule_position for entry in plan.entries} == {first.schedule_position}

@@ -98,6 +98,7 @@ def test_without_signs_the_limit_is_the_wait() -> None:
         ({1: [said(5, 3, 1), said(5, 3, 9)], 2: [said(5, 3, 1), said(5, 3, 9, 9)]}, [1]),  # behind
         ({1: [said(5, 3)] * 2, 2: [said(5, 3, 1), said(5, 3, 1, 0, 1)]}, [1]),  # 2 gave up, too
         ({1: [said(5, 3, 1), said(5, 3, 9)], 2: [said(5, 3, 1), said(5, 3, 9)]}, []),
+        ({1: [said(5, 3, 1), said(5, 3, 9)], 2: [said(5, 3, 9, 0, 1)] * 2}, []),  # 2 has gone
     ],
 )
 def test_who_is_lost(
