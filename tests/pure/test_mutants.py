@@ -1,0 +1,77 @@
+"""The list of mutants and what runs it (``tests/mutants``); the run of all is not a test."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.mutants.catalog import MUTANTS
+from tests.mutants.mutant import Mutant, SnippetError
+from tests.mutants.run import ERROR, KILLED, ROOT, SURVIVED, chosen, main, outcome_of
+
+SMALL = "pure/test_clock.py::test_it_asks_a_step_ahead"
+
+
+def test_the_list_is_of_the_present_sources() -> None:
+    """Every snippet is found once, every test is there; ids and bugs are told apart."""
+    for mutant in MUTANTS:
+        assert mutant.text(ROOT)
+        for node in filter(None, (mutant.test, mutant.full)):
+            file, _, name = node.partition("::")
+            text = (ROOT / "tests" / file).read_text(encoding="utf-8")
+            assert re.search(rf"^def {name or 'test_'}", text, re.MULTILINE), node
+        assert bool(mutant.full) == bool(mutant.why), f"{mutant.id}: a survivor says why"
+    assert max(Counter(mutant.id for mutant in MUTANTS).values()) == 1
+    assert max(Counter(mutant.bug for mutant in MUTANTS).values()) == 1
+    assert len(MUTANTS) >= 66
+    areas = {mutant.area for mutant in MUTANTS}
+    assert areas >= {"method", "comm", "host", "checkpoint", "observe", "config"}
+
+
+def test_a_snippet_that_is_gone(tmp_path: Path) -> None:
+    """Would catch a mutant that changes nothing, or more than one place, and counts as one."""
+    (tmp_path / "megatron_edit").mkdir()
+    (tmp_path / "megatron_edit" / "file.py").write_text("a = b + b\n")
+    mutant = Mutant("method/made-up", "none", "file.py", "a = b", "a = -b", SMALL)
+    assert mutant.text(tmp_path) == "a = -b + b\n"
+    for changes in ({"old": "c"}, {"old": "b"}, {"new": "a = b"}, {"file": "gone.py"}):
+        with pytest.raises(SnippetError, match="method/made-up"):
+            dataclasses.replace(mutant, **changes).text(tmp_path)
+
+
+def test_a_mutant_is_run_and_a_copy_put_back(tmp_path: Path) -> None:
+    """Killed where the test fails, in the copy; survived where it passes; an error where nothing
+    was run. Would catch a runner that tests the repository itself, and one that says killed where
+    pytest could not start."""
+    out = tmp_path / "out.json"
+    assert main(["method/clock-asks-late", "--out", str(out)]) == 0
+    (found,) = json.loads(out.read_text())
+    assert (found["id"], found["result"], found["test"]) == (
+        "method/clock-asks-late",
+        KILLED,
+        SMALL,
+    )
+    (mutant,) = chosen(["method/clock-asks-late"], "core")
+    copy = tmp_path / "copy"
+    for name in ("pyproject.toml", "tests/conftest.py", f"tests/{SMALL.partition(':')[0]}",
+                 "tests/harness/__init__.py", "megatron_edit/__init__.py",
+                 "megatron_edit/method/__init__.py", f"megatron_edit/{mutant.file}"):  # fmt: skip
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).write_bytes((ROOT / name).read_bytes())
+    (copy / "tests/harness/__init__.py").write_text("def shut_down() -> None: ...\n")
+    harmless = dataclasses.replace(mutant, new="return self.length <= now + step")
+    before = (copy / "megatron_edit" / mutant.file).read_text()
+    assert outcome_of(harmless, copy).result == SURVIVED
+    assert outcome_of(dataclasses.replace(mutant, test=f"{SMALL}_not"), copy).result == ERROR
+    assert outcome_of(dataclasses.replace(mutant, old="gone"), copy).result == ERROR
+    assert (copy / "megatron_edit" / mutant.file).read_text() == before
+
+
+def test_a_name_of_no_mutant() -> None:
+    with pytest.raises(SystemExit, match="no such mutant or area: methods"):
+        chosen(["methods"], "core")
