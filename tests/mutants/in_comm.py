@@ -123,7 +123,7 @@ COMM = (
         file="comm/heartbeat.py",
         old="moved = now if place != self.place else self.moved",
         new="moved = now",
-        test="pure/test_patience.py::test_progress_renews_the_limit",
+        test="pure/test_timeouts.py::test_progress_renews_the_limit",
     ),
     Mutant(
         id="comm/heartbeat-blames-the-present",
@@ -131,7 +131,7 @@ COMM = (
         file="comm/heartbeat.py",
         old=".place.meetings < meetings",
         new=".place.meetings <= meetings",
-        test="pure/test_patience.py::test_progress_renews_the_limit",
+        test="pure/test_timeouts.py::test_progress_renews_the_limit",
     ),
     Mutant(
         id="comm/heartbeat-from-last-progress",
@@ -139,7 +139,7 @@ COMM = (
         file="comm/heartbeat.py",
         old="now - max(began, ",
         new="now - min(began, ",
-        test="pure/test_patience.py::test_without_signs_the_limit_is_the_wait",
+        test="pure/test_timeouts.py::test_without_signs_the_limit_is_the_wait",
     ),
     Mutant(
         id="comm/heartbeat-over-is-lost",
@@ -147,7 +147,7 @@ COMM = (
         file="comm/heartbeat.py",
         old=".is_over]",
         new=".is_over or True]",
-        test="pure/test_patience.py::test_who_is_lost",
+        test="pure/test_timeouts.py::test_who_is_lost",
     ),
     Mutant(
         id="comm/stop-not-seen",
@@ -169,9 +169,9 @@ COMM = (
         id="comm/timeout-too-short",
         bug="the time-out is never above the minimum, however long the rounds are",
         file="comm/timeouts.py",
-        old="max(MIN_SECONDS, ROUNDS * length)",
-        new="min(MIN_SECONDS, ROUNDS * length)",
-        test="pure/test_patience.py::test_the_limit_follows_the_rounds",
+        old="max(LEAST_TIMEOUT_SECONDS, ROUNDS * length)",
+        new="min(LEAST_TIMEOUT_SECONDS, ROUNDS * length)",
+        test="pure/test_timeouts.py::test_the_limit_follows_the_rounds",
     ),
     Mutant(
         id="comm/timeout-grows",
@@ -179,7 +179,7 @@ COMM = (
         file="comm/timeouts.py",
         old="length, self._began = now - self._began, now",
         new="length = now - self._began",
-        test="pure/test_patience.py::test_the_limit_follows_the_rounds",
+        test="pure/test_timeouts.py::test_the_limit_follows_the_rounds",
     ),
     Mutant(
         id="comm/leaves-early",

@@ -8,7 +8,7 @@ CONFIG = (
     Mutant(
         id="config/momentum-one",
         bug="an outer momentum of 1 is accepted: it never decays",
-        file="config_checks.py",
+        file="config.py",
         old='"in [0, 1)", lambda x: 0 <= x < 1)',
         new='"in [0, 1)", lambda x: 0 <= x <= 1)',
         test="pure/test_config.py::test_bad_values_get_one_line",
@@ -16,7 +16,7 @@ CONFIG = (
     Mutant(
         id="config/infinite-value",
         bug="infinite settings are accepted",
-        file="config_checks.py",
+        file="config.py",
         old="(math.isfinite(value) and holds(value))",
         new="holds(value)",
         test="pure/test_config.py::test_bad_values_get_one_line",
@@ -24,7 +24,7 @@ CONFIG = (
     Mutant(
         id="config/delay-of-a-round",
         bug="a delay as long as the round is accepted: a unit would land after its next sync",
-        file="config_checks.py",
+        file="config.py",
         old="if value >= config.sync_interval:",
         new="if value > config.sync_interval:",
         test="pure/test_config.py::test_bad_values_get_one_line",
@@ -32,7 +32,7 @@ CONFIG = (
     Mutant(
         id="config/replica-beyond",
         bug="a launch with a replica id of N is accepted: all wait for it in vain",
-        file="config_checks.py",
+        file="config.py",
         old="config.replica_id >= (config.num_replicas or 0)",
         new="config.replica_id > (config.num_replicas or 0)",
         test="pure/test_config.py::test_bad_values_get_one_line",
@@ -40,7 +40,7 @@ CONFIG = (
     Mutant(
         id="config/inner-state-with-delay",
         bug="one inner state is accepted with delays, where replicas are never equal",
-        file="config_checks.py",
+        file="config.py",
         old='if config.inner_state != "all" and not is_whole:',
         new='if config.inner_state == "leader" and not is_whole:',
         test="pure/test_config.py::test_bad_values_get_one_line",
@@ -88,7 +88,7 @@ CONFIG = (
     Mutant(
         id="config/refusal-exits-zero",
         bug="a refused command line ends with 0",
-        file="__main__.py",
+        file="launcher.py",
         old='    sys.stderr.write(f"megatron_edit: {error}\\n")\n    sys.stderr.flush()\n'
         "    return error.exit_code",
         new='    sys.stderr.write(f"megatron_edit: {error}\\n")\n    sys.stderr.flush()\n'
@@ -98,7 +98,7 @@ CONFIG = (
     Mutant(
         id="config/script-exit-swallowed",
         bug="a training script that exits with a code ends the launcher with 0",
-        file="__main__.py",
+        file="launcher.py",
         old="            if stop.code:\n                raise",
         new="            if stop.code is None:\n                raise",
         test="pure/test_launcher.py::test_how_a_script_ends",

@@ -24,7 +24,7 @@ HOST = (
     Mutant(
         id="host/patcher-undo-order",
         bug="patches are undone oldest first: what was patched twice stays patched",
-        file="host/patching.py",
+        file="host/seams/patching.py",
         old="entry = self._undo.pop()",
         new="entry = self._undo.pop(0)",
         test="pure/test_parts.py::test_the_patcher_puts_everything_back",
@@ -32,7 +32,7 @@ HOST = (
     Mutant(
         id="host/patcher-instance-keeps",
         bug="an instance keeps its class's attribute as its own after a detachment",
-        file="host/patching.py",
+        file="host/seams/patching.py",
         old="original = vars(owner).get(name, _ABSENT)",
         new="original = getattr(owner, name, _ABSENT)",
         test="pure/test_parts.py::test_the_patcher_puts_everything_back",
@@ -40,7 +40,7 @@ HOST = (
     Mutant(
         id="host/patcher-silent",
         bug="what the host lacks is patched in silence: a hook that is never called",
-        file="host/patching.py",
+        file="host/seams/patching.py",
         old="        if not hasattr(owner, name):\n"
         "            raise missing_symbol(self.host, owner, name)\n"
         "        self.add(owner, name, new)",
@@ -98,7 +98,7 @@ HOST = (
     Mutant(
         id="host/probe-ignores-parameters",
         bug="a host whose function lost a parameter that we pass is accepted",
-        file="host/probes.py",
+        file="host/seams/probes.py",
         old="            if parameter not in known:",
         new="            if parameter not in probe.parameters:",
         test="pure/test_host_parts.py::test_a_lost_parameter_of_the_host_is_an_error",
@@ -130,7 +130,7 @@ HOST = (
     Mutant(
         id="host/duplicates-counted",
         bug="parameters that all tensor-parallel ranks hold enter the norms once for each",
-        file="host/optimizer.py",
+        file="host/model/optimizer.py",
         old="                is_unique\n                and not",
         new="                not",
         test="host/test_invariance.py::test_dense_layouts_agree_at_the_first_sync",
@@ -138,7 +138,7 @@ HOST = (
     Mutant(
         id="host/tied-embedding-counted",
         bug="under pipeline parallelism the tied embedding enters norm and clip twice",
-        file="host/optimizer.py",
+        file="host/model/optimizer.py",
         old='                and not getattr(parameter, "shared", False)\n',
         new="",
         test="host/test_invariance.py::test_dense_layouts_agree_at_the_first_sync",
@@ -146,7 +146,7 @@ HOST = (
     Mutant(
         id="host/copies-untied",
         bug="copies on tensor-parallel ranks are not made equal: with three replicas they part",
-        file="host/optimizer.py",
+        file="host/model/optimizer.py",
         old='    return TIED_TP if getattr(parameter, "allreduce", True) else TIED_EXPERT_TP',
         new='    return None if getattr(parameter, "allreduce", True) else TIED_EXPERT_TP',
         test="pure/test_host_parts.py::test_copies_are_tied_where_they_lie",
@@ -154,7 +154,7 @@ HOST = (
     Mutant(
         id="host/embedding-untied",
         bug="the embedding's copy on the last stage is not made equal to that on the first",
-        file="host/optimizer.py",
+        file="host/model/optimizer.py",
         old='if getattr(parameter, "shared_embedding", False):',
         new='if getattr(parameter, "is_shared_embedding", False):',
         test="pure/test_host_parts.py::test_copies_are_tied_where_they_lie",
@@ -162,7 +162,7 @@ HOST = (
     Mutant(
         id="host/optimizer-not-released",
         bug="after the detachment Megatron's optimizer is still of our class",
-        file="host/optimizer.py",
+        file="host/model/optimizer.py",
         old="        self.__class__ = DistributedOptimizer\n",
         new="",
         test="host/test_detach.py::test_detach_leaves_no_trace",
@@ -170,7 +170,7 @@ HOST = (
     Mutant(
         id="host/moments-of-padding",
         bug="gathered moments of a second bucket are stored at the places of the first",
-        file="host/optimizer.py",
+        file="host/model/optimizer.py",
         old="            start = stop\n",
         new="",
         test="pure/test_host_parts.py::test_gathered_moments_get_the_padding_of_their_buckets",
@@ -178,7 +178,7 @@ HOST = (
     Mutant(
         id="host/infinite-moments-stay",
         bug="moments that are infinite are not zeroed: the next inner step breaks the unit again",
-        file="host/moments.py",
+        file="host/model/moments.py",
         old="broken = ~torch.isfinite(moment)",
         new="broken = torch.isnan(moment)",
         test="pure/test_host_parts.py::test_moments_that_are_not_finite",
@@ -186,7 +186,7 @@ HOST = (
     Mutant(
         id="host/schedule-ahead",
         bug="after a sync of clocks the learning rate stands a step too far",
-        file="host/loop.py",
+        file="host/model/loop.py",
         old="self.scheduler.num_steps = samples - pending",
         new="self.scheduler.num_steps = samples",
         test="pure/test_host_parts.py::test_the_schedule_stands_where_the_samples_do",
@@ -194,7 +194,7 @@ HOST = (
     Mutant(
         id="host/interval-at-every-sync",
         bug="with clocks, evaluations and saves come at every sync",
-        file="host/loop.py",
+        file="host/model/loop.py",
         old="before // (interval * batch) < samples // (interval * batch)",
         new="before // (interval * batch) <= samples // (interval * batch)",
         test="pure/test_host_parts.py::test_intervals_are_of_the_samples_of_all",
@@ -202,7 +202,7 @@ HOST = (
     Mutant(
         id="host/skipped-not-consumed",
         bug="samples of iterations that the user skips are not counted as consumed",
-        file="host/model.py",
+        file="host/model/megatron_host.py",
         old="self._samples += self.samples_per_step * (self.iteration - last)",
         new="self._samples += self.samples_per_step",
         test="host/test_elastic.py::test_skipped_iterations_are_consumed",
@@ -210,7 +210,7 @@ HOST = (
     Mutant(
         id="host/last-round-not-synced",
         bug="where training ends with skipped iterations its last round is never synced",
-        file="host/model.py",
+        file="host/model/megatron_host.py",
         old="all(iteration in skipped for iteration in left[: len(skipped) + 1])",
         new="not left",
         test="host/test_layouts.py::test_the_last_round_is_synced_before_skipped_iterations",
@@ -285,7 +285,7 @@ HOST = (
         id="host/resumed-round-anew",
         bug="a resumed round of clocks reads its blocks from the first on: samples twice",
         file="host/dealing.py",
-        old="order, step = self._order, self._pace.steps",
+        old="order, step = self._order, self._engine.inner_steps",
         new="order, step = self._order, 0",
         test="pure/test_host_parts.py::test_a_resumed_round_goes_on_with_its_blocks",
     ),
@@ -351,7 +351,7 @@ HOST = (
         id="host/sum-residual-not-loaded",
         bug="what a lossy wire owes of its sums is zero after a resume",
         file="host/checkpoint/replica_local.py",
-        old="            own.take_owed()\n",
+        old='            outer[name]["summed"] = own[SUMMED][name][place.owned(sent.numel())]\n',
         new="",
         test="host/test_resume.py",
     ),
@@ -430,7 +430,7 @@ HOST = (
     Mutant(
         id="host/router-bias-in-warmup",
         bug="the bias of quantile balancing is not exchanged in the warm-up",
-        file="host/routers.py",
+        file="host/model/routers.py",
         old="            module.qb_beta\n            for _, module in self.modules",
         new="            module.qb_beta\n            for _, module in self.modules[:0]",
         test="pure/test_host_parts.py::test_router_biases_are_found_by_kind",

@@ -303,4 +303,28 @@ METHOD = (
         new='"mix": 0.5},\n            keeps_progress=True,',
         test="pure/test_outer_rules.py::test_landings_equal_the_reference",
     ),
+    Mutant(
+        id="method/digest-order",
+        bug="a digest sees values and not where they are: swapped elements are no drift",
+        file="method/digest.py",
+        old="factors = (index * 2 + 1) * _signed(_MIX) | 1",
+        new="factors = index * 0 + _signed(_MIX)",
+        test="pure/test_parts.py::test_digests_see_order_and_cuts_do_not_matter",
+    ),
+    Mutant(
+        id="method/digest-first-chunk",
+        bug="the second tensor of a digest has the positions of the first: the cut changes it",
+        file="method/digest.py",
+        old="            start += chunk.numel()\n",
+        new="",
+        test="pure/test_parts.py::test_digests_see_order_and_cuts_do_not_matter",
+    ),
+    Mutant(
+        id="method/norm-of-norms",
+        bug="norms of chunks are added, not their squares",
+        file="method/norms.py",
+        old="total += torch.linalg.vector_norm(chunk, dtype=torch.float64).square()",
+        new="total += torch.linalg.vector_norm(chunk, dtype=torch.float64)",
+        test="pure/test_norms.py::test_equal_to_float64",
+    ),
 )

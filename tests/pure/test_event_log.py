@@ -115,11 +115,11 @@ def report(**changes: Any) -> Any:
         norms=table, weights=torch.tensor([[0.5, 1.0, 0.25], [0.5, 0.0, 0.75]]).double(),
         rollback=torch.zeros(3, dtype=torch.bool),
     )  # fmt: skip
-    records = [SimpleNamespace(inner_steps=n, samples=100 * n) for n in (4, 6)]
     return SimpleNamespace(**{
         "round": 7, "step": 900, "decision": decision, "clip": torch.ones(3),
         "update_norm": torch.tensor([1.0, math.inf, math.nan]), "units": ("a", "b", "c"),
-        "records": records, "wire_bytes": 2_000_000, "state_bytes": 8, "seconds": {
+        "inner_steps": (4, 6), "samples": (400, 600), "wire_bytes": 2_000_000,
+        "state_bytes": 8, "seconds": {
             "wait": 0.0012, "exchange": 1.0, "outer": 0.1, "exposed": 0.0346, "total": 1.5
         }, **changes,
     })  # fmt: skip
@@ -142,9 +142,8 @@ def test_speeds_are_since_the_sync_before() -> None:
     metrics = SyncMetrics(seq_length=10, inside_bytes=3.0)
     assert "edit/tokens-per-second" not in metrics.values(report(), now=100.0)
     for now in (110.0, 120.0):  # 100 and 200 samples more each time
-        samples = [int(r.samples * now / 100) for r in report().records]
-        records = [SimpleNamespace(inner_steps=4, samples=n) for n in samples]
-        found = metrics.values(report(records=records), now=now)
+        samples = [int(n * now / 100) for n in report().samples]
+        found = metrics.values(report(samples=samples), now=now)
         assert found["edit/tokens-per-second"] == pytest.approx(100.0)
         assert found["edit/replica-1/tokens-per-second"] == pytest.approx(60.0)
         assert found["edit/exposed-share"] == pytest.approx(0.00346)

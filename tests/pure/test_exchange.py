@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from megatron_edit.comm.collectives import Group
-from megatron_edit.comm.wire import WIRE_NAMES, Exchange, Residual, Wire
+from megatron_edit.comm.wire import Exchange, Residual, Wire
+from megatron_edit.config import SYNC_DTYPES
 from megatron_edit.errors import ReplicaLostError
 from tests.harness.memory_network import CPU, Network, groups_of
 from tests.reference.wire import Lost, Round, cut
 
 SIZES = [0, 1, 7, 130, 1000, 3003]
-CODED = list(WIRE_NAMES[1:])
 NUM_ROUNDS = 3
 
 
@@ -44,7 +44,7 @@ def finish(exchanges: list[Exchange], dice: random.Random) -> None:
 
 @pytest.mark.parametrize("has_rest", [True, False], ids=["feedback", "plain"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", WIRE_NAMES)
+@pytest.mark.parametrize("name", SYNC_DTYPES)
 def test_sums_equal_the_reference(name: str, size: int, has_rest: bool) -> None:
     """Bit for bit, with somebody left out whose values are not finite. Catches a chunk off by one,
     a residual that is lost or is of somebody left out, and bytes that are not counted."""
@@ -92,7 +92,7 @@ def assert_residuals(rests: list[Residual | None], name: str, numel: int, lost: 
         assert not rest.summed[owned:].any()
 
 
-@pytest.mark.parametrize("name", WIRE_NAMES)
+@pytest.mark.parametrize("name", SYNC_DTYPES)
 @pytest.mark.parametrize("size", [2, 3])
 def test_many_in_flight(name: str, size: int) -> None:
     """Replicas advance their exchanges in orders of their own. Catches second phases that begin in

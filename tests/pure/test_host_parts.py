@@ -16,18 +16,18 @@ import torch
 
 from megatron_edit.comm.placement import Placement
 from megatron_edit.config import EditConfig
-from megatron_edit.engine.groups import TIED_EMBEDDING
+from megatron_edit.engine import TIED_EMBEDDING
 from megatron_edit.errors import HostVersionError, UsageError
 from megatron_edit.host.arguments import check_arguments, global_arithmetic
 from megatron_edit.host.checkpoint.fingerprint import check_same_model, model_of
 from megatron_edit.host.cpu.checkpoints import Snapshots
 from megatron_edit.host.dealing import DealtSampler, Share
-from megatron_edit.host.loop import LoopControl
-from megatron_edit.host.moments import zero_nonfinite
+from megatron_edit.host.model.loop import LoopControl
+from megatron_edit.host.model.moments import zero_nonfinite
+from megatron_edit.host.model.routers import Routers
 from megatron_edit.host.overlap import land_before_gathers
-from megatron_edit.host.patching import Patcher
-from megatron_edit.host.probes import Probe, _check
-from megatron_edit.host.routers import Routers
+from megatron_edit.host.seams.patching import Patcher
+from megatron_edit.host.seams.probes import Probe, _check
 from megatron_edit.method.clock import PhaseClock
 from megatron_edit.method.ledger import Dealing
 from megatron_edit.method.order import SampleOrder
@@ -42,7 +42,7 @@ class Engine:
         self.calls: list[Any] = []
         self.has_pending_units = has_pending_units
         shards = [anything(name=name) for name in ("embedding", "layer.1", "layer.2", "final")]
-        self.host = anything(plan=anything(shards=shards))
+        self.plan = anything(shards=shards)
 
     def apply_up_to(self, num_shards: int) -> None:
         """Land."""
@@ -84,7 +84,7 @@ def test_units_land_before_their_gather(has_pending_units: bool) -> None:
     model = [anything(bucket_groups=[last, first], expert_parallel_bucket_groups=[])]
     unit_of: Any = first.parameters | last.parameters
     patcher = Patcher("Megatron")
-    assert land_before_gathers(patcher, model, engine, unit_of)
+    assert land_before_gathers(patcher, model, engine, engine.plan, unit_of)
     first.start_param_sync(force_sync=False)
     first.finish_param_sync()
     first.finish_param_sync(skip_next_bucket_dispatch=True)
@@ -161,7 +161,7 @@ def test_timers_count_anew() -> None:
 
 def test_gathered_moments_get_the_padding_of_their_buckets() -> None:
     """Catches moments of the second bucket at the places of the first."""
-    from megatron_edit.host.optimizer import pad_buckets
+    from megatron_edit.host.model.optimizer import pad_buckets
 
     buckets = [anything(offset=0, numel_unpadded=3), anything(offset=4, numel_unpadded=2)]
     tensors: dict[str, Any] = {"exp_avg": torch.arange(1.0, 6.0), "step": 7}
@@ -171,7 +171,7 @@ def test_gathered_moments_get_the_padding_of_their_buckets() -> None:
 
 def test_copies_are_tied_where_they_lie() -> None:
     """Over the tensor-parallel ranks, those of the experts, or the first and last stage."""
-    from megatron_edit.host.optimizer import TIED_EXPERT_TP, TIED_TP, tie_of
+    from megatron_edit.host.model.optimizer import TIED_EXPERT_TP, TIED_TP, tie_of
 
     parameter: Any = anything
     assert tie_of(parameter()) == TIED_TP
@@ -183,10 +183,11 @@ def test_copies_are_tied_where_they_lie() -> None:
 def test_a_resumed_round_goes_on_with_its_blocks() -> None:
     """Catches a sampler that begins the round anew, or reads another replica's blocks."""
     dealing, order = Dealing(2, 5), SampleOrder(4)
-    trigger: Any = anything(dealing=dealing, replica=1, steps=1)
-    sampler = DealtSampler(trigger, Share(micro_batch=2, ranks=1, micro_batches=1, rank=0), order)
+    engine: Any = anything(dealing=dealing, inner_steps=1)
+    share = Share(micro_batch=2, ranks=1, micro_batches=1, rank=0)
+    sampler = DealtSampler(engine, 1, share, order)
     assert list(sampler) == [[4 + 6, 4 + 7]]  # blocks 1 and 3 are its own, and 1 is done
-    trigger.steps = 0
+    engine.inner_steps = 0
     assert list(sampler) == [[6, 7], [10, 11]]
 
 

@@ -1,0 +1,220 @@
+"""State of a run through meetings, and in and out of a checkpoint. Nobody communicates."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_edit.comm.control import ControlRecord
+from megatron_edit.comm.timeouts import AdaptiveTimeout
+from megatron_edit.engine import ParamShard, Penalty, plan_units
+from megatron_edit.engine.rounds.plan import Outcome, RoundPlan, RoundRules, RoundState, plan_round
+from megatron_edit.engine.rounds.synchronous import CommonStop
+from megatron_edit.engine.rounds.trigger import ClockTrigger, StepTrigger
+from megatron_edit.engine.state import MeanLoss, RunState, StepLosses
+from megatron_edit.engine.sync.outer_state import OuterState
+from megatron_edit.engine.sync.queue import SyncQueue
+from megatron_edit.method.clock import NANOSECONDS, PhaseClock, TimeTrigger
+from megatron_edit.method.detector import DetectorConfig
+from megatron_edit.method.landing import DIRECT_COPY, LandingRule
+from megatron_edit.method.ledger import Dealing
+from megatron_edit.method.schedule import QuadraticSchedule, StepSchedule
+from tests.harness.memory_network import CPU, Network, groups_of
+
+anything: Any = SimpleNamespace
+PENALTY = Penalty(DetectorConfig(3.0, 0.5, 0, 3), True, None, False)
+LATE = LandingRule(delay=3)
+
+
+def rules_with(landing: LandingRule = LATE, **fields: Any) -> RoundRules:
+    """Of rounds of four steps."""
+    return RoundRules(PENALTY, landing, **{"schedule": StepSchedule(0, 4), **fields})
+
+
+def record(norms: tuple[float, ...], **fields: Any) -> ControlRecord:
+    """Of a replica after four steps."""
+    usual = {"round": 0, "step": 4, "inner_steps": 4, "samples": 8, "schedule_position": 16}
+    return ControlRecord(**{**usual, "losses": (), "norms": norms, **fields})
+
+
+def meet(
+    before: RoundState, records: list[ControlRecord], units: tuple[int, ...] = (0, 1),
+    rules: RoundRules | None = None, *, is_last: bool = False,
+) -> RoundPlan:  # fmt: skip
+    """A meeting of two replicas about some of two units."""
+    return plan_round(before, records, units, rules or rules_with(), is_last=is_last)
+
+
+def test_a_meeting_of_a_fragment() -> None:
+    """Detectors, steps and equality are of its units: catches units that start anew with others,
+    steps that are counted twice, and replicas that are taken for equal after a part of a sync."""
+    before, records = RoundState.fresh(2, 2, None), [record((1.0, math.nan)), record((2.0, 0.0))]
+    first = meet(before, records, (0,), rules_with(DIRECT_COPY))
+    assert first.outcome is Outcome.SYNC and first.after.count == 1
+    assert first.after.unit_steps.tolist() == [[0, 4], [0, 4]]
+    assert first.after.detectors.accepted.tolist() == [[1, 0], [1, 0]]
+    assert not first.after.replicas_identical
+    assert before.unit_steps.tolist() == [[0, 0], [0, 0]] and before.count == 0
+    both = meet(
+        first.after, [record((1.0, 1.0)), record((2.0, 1.0))], rules=rules_with(DIRECT_COPY)
+    )
+    assert both.after.unit_steps.tolist() == [[0, 0], [0, 0]] and both.after.replicas_identical
+    assert both.after.detectors.accepted.tolist() == [[2, 1], [2, 1]]
+
+
+def test_rates_and_positions_are_the_furthest() -> None:
+    """Of any replica: who skipped steps is behind."""
+    schedule = QuadraticSchedule(0, 4, growth=0.02)
+    records = [
+        record((1.0, 1.0), inner_lr=1e-3, next_lr=1e-3, schedule_position=16),
+        record((1.0, 1.0), inner_lr=2e-3, next_lr=2e-3, schedule_position=24),
+    ]
+    plan = meet(RoundState.fresh(2, 2, None), records, rules=rules_with(schedule=schedule))
+    assert (plan.inner_lr, plan.schedule_position, plan.after.length) == (2e-3, 24, 100)
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_the_last_sync_lands_at_once(is_last: bool) -> None:
+    """Nothing comes after it: catches a round that is sent and never lands."""
+    records = [record((1.0, 1.0)), record((1.0, 1.0))]
+    plan = meet(RoundState.fresh(2, 2, None), records, is_last=is_last)
+    assert plan.landing == (DIRECT_COPY if is_last else LATE)
+    assert plan.after.replicas_identical is is_last
+
+
+def test_one_that_leaves_ends_the_round() -> None:
+    """Whatever the others bring; nothing is learned."""
+    before = RoundState.fresh(2, 2, None)
+    plan = meet(before, [record((1.0, 1.0)), record((1.0, 1.0), is_leaving=1)])
+    assert plan.outcome is Outcome.LEAVE and plan.after is before and plan.decision is None
+
+
+def test_who_is_rolled_back() -> None:
+    """A unit that every replica is left out of, or whose average could overflow; no other."""
+    records = [record((math.nan, math.nan)), record((math.nan, 1.0))]
+    plan = meet(RoundState.fresh(2, 2, None), records)
+    assert plan.decision is not None and plan.decision.rollback.tolist() == [True, False]
+    assert plan.decision.excludes(0, 0) and plan.decision.excludes(0, 1)
+    assert not plan.decision.excludes(1, 1)
+    huge = meet(RoundState.fresh(2, 2, None), [record((1e38, 1e30)), record((1e38, 1e30))])
+    assert huge.decision is not None and huge.decision.rollback.tolist() == [True, False]
+
+
+def test_a_round_of_clocks_is_extended() -> None:
+    """While it has too few steps, unless the ledger has cut it: catches a wait for steps that no
+    block of samples is left for."""
+    for target, counts, outcome in ((100, (3, 4), Outcome.EXTEND), (100, (6, 6), Outcome.SYNC),
+                                    (8, (4, 1), Outcome.SYNC)):  # fmt: skip
+        before = RoundState.fresh(2, 2, Dealing(2, target))
+        records = [record((1.0, 1.0), inner_steps=count) for count in counts]
+        plan = meet(before, records, rules=rules_with(min_steps=10))
+        assert plan.outcome is outcome, (target, counts)
+    final = Dealing(2, 24).settle([8, 2])
+    assert final.is_final
+    plan = meet(replace(before, dealing=final), records, rules=rules_with(min_steps=100))
+    assert plan.outcome is Outcome.SYNC
+
+
+def run_state(timer: TimeTrigger | None = None, dealing: Dealing | None = None) -> RunState:
+    """Of replica 0 of two, two units, four steps after the switch."""
+    clock = PhaseClock(lambda: 7 * NANOSECONDS) if timer is None else timer.clock
+    state = RunState(
+        RoundState.fresh(2, 2, dealing), StepLosses(4), clock, AdaptiveTimeout((), True), timer
+    )
+    params = [ParamShard(name, name, torch.zeros(2), True, None) for name in ("a", "b")]
+    state.step = 6
+    state.begin_rounds(OuterState.take(plan_units(params, ["a", "b"], ["a", "b"]), CPU), 4)
+    state.step = 10
+    return state
+
+
+def test_what_a_sync_changes() -> None:
+    """The round begins here, and of units that meet again nothing is to be compared any more."""
+    state = run_state()
+    state.landed_digests = {0: 1.0, 1: 2.0}
+    records = [record((1.0, 1.0)), record((1.0, 1.0))]
+    assert (state.inner_steps, state.replicas_identical) == (4, False)
+    state.apply(plan_round(state.rounds, records, [1], rules_with(), is_last=False))
+    assert (state.round_start, state.inner_steps, state.rounds.count) == (10, 0, 1)
+    assert state.landed_digests == {0: 1.0} and not state.has_left
+    leaving = [record((1.0, 1.0)), record((1.0, 1.0), is_leaving=1)]
+    state.step = 12
+    state.apply(plan_round(state.rounds, leaving, [1], rules_with(), is_last=False))
+    assert state.has_left and state.round_start == 10 and state.landed_digests == {0: 1.0}
+
+
+def test_all_of_it_comes_back() -> None:
+    """From what a checkpoint keeps, but what is of this process: catches a field that is dropped,
+    and a clock that begins its phase anew."""
+    now = [3 * NANOSECONDS]
+    state = run_state(TimeTrigger(10.0, PhaseClock(lambda: now[0])), Dealing(2, 100))
+    state.begin_phase()
+    now[0] += 4 * NANOSECONDS
+    assert state.timer is not None and state.timer.after_step() is False
+    state.is_waiting, state.quiet_steps = True, 17
+    state.rounds = replace(state.rounds, count=5, is_rejoined=True, length=4)
+    for step in (9, 10):
+        state.losses.note(step, float(step))
+    saved = state.state_dict(is_asking=True, pending=())
+    outer = state.outer
+    assert outer is not None and saved["inner_steps"] == 4 and saved["is_asking"]
+    later = PhaseClock(lambda: 1000 * NANOSECONDS)
+    fresh = RunState(
+        RoundState.fresh(2, 2, None), StepLosses(4), later, AdaptiveTimeout((), True),
+        TimeTrigger(10.0, later),
+    )  # fmt: skip
+    fresh.load_state_dict(saved, outer, 9)
+    again = fresh.state_dict(is_asking=True, pending=())
+    assert fresh.num_dealings == 1 and fresh.timer is not None and fresh.timer.last == 4.0
+    # The loss of the step before the meeting that it goes to belongs to the round after that.
+    assert (again.pop("losses"), again.pop("last_loss_step")) == ((9.0,), 9)
+    assert (saved.pop("losses"), saved.pop("last_loss_step")) == ((9.0, 10.0), 10)
+    assert again == saved
+    fresh.begin_phase()
+    assert fresh.losses.payload() == (9.0, 10.0) and fresh.clock.seconds == 0.0
+
+
+def test_partial_rounds_are_synced_at_the_end() -> None:
+    """All fragments, wherever the last step falls; before it, each at its own steps."""
+    state, progress = run_state(), anything(is_last_step=False)
+    trigger = StepTrigger(StepSchedule(6, 4, 2), anything(progress=lambda: progress), state)
+    assert [trigger.is_due(step, is_asked=False) for step in (6, 7, 8, 9, 10)] == [
+        False, False, True, False, True
+    ]  # fmt: skip
+    progress.is_last_step = True
+    assert list(trigger.fragments_after(9)) == [0, 1] and trigger.is_due(9, is_asked=False)
+
+
+def test_when_the_ledger_cuts_a_round() -> None:
+    """After the last block that was dealt; in a final round nothing else does."""
+    state = run_state(TimeTrigger(10.0, PhaseClock()), Dealing(2, 9))
+    state.losses = MeanLoss()
+    trigger = ClockTrigger(0, 1, 9, anything(), state)
+    due = []
+    for state.step in range(6, 11):  # blocks 0, 2, 4, 6 and 8
+        due.append(trigger.is_due(state.step + 1, is_asked=False))
+    assert due == [False, False, False, False, True]
+    state.step = 7
+    assert trigger.is_due(8, is_asked=True)
+    state.rounds = replace(state.rounds, dealing=Dealing(2, 9, 0, (), (5, 4)))
+    assert not trigger.is_due(8, is_asked=True)
+
+
+def test_delayed_syncs_land_after_their_step() -> None:
+    """Not one later; those that wait for a meeting are not due at all."""
+    syncs = [anything(plan=anything(due=due)) for due in (7, 8, None, 9)]
+    queue = SyncQueue(anything(), anything(), anything(), anything(), anything(), None, syncs)
+    assert [sync.plan.due for sync in queue.due(8)] == [7, 8]
+
+
+def test_a_stop_in_warm_up_is_common() -> None:
+    """All replicas hear of it a step later, whoever was asked: catches one that stops alone."""
+    replicas = [CommonStop(group) for group in groups_of(3, Network())]
+    for wanted, stops in ((None, False), (1, False), (None, True), (None, False)):
+        found = [stop.after_step(r == wanted) for r, stop in enumerate(replicas)]
+        assert found == [stops] * 3

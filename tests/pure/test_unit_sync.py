@@ -1,0 +1,216 @@
+"""One unit through a sync on one rank: what becomes of anchor, momentum and parameters.
+
+The other ranks of the stage, and copies elsewhere, are stand-ins that answer at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_edit.comm.wire import Wire
+from megatron_edit.engine import TIED_EMBEDDING, ParamShard, UnitPlan, plan_units
+from megatron_edit.engine.checks.drift import differing_units
+from megatron_edit.engine.checks.finite import restore_other_units
+from megatron_edit.engine.rounds.meeting import average_shared_values
+from megatron_edit.engine.rounds.plan import Decision, SyncRules
+from megatron_edit.engine.sync.outer_state import OuterState
+from megatron_edit.engine.sync.unit_sync import UnitSync
+from megatron_edit.method.detector import Verdict
+from megatron_edit.method.landing import DIRECT_COPY, LandingRule
+from megatron_edit.method.outer import CLIP_EPSILON, Nesterov
+from tests.harness.memory_network import CPU, Network, groups_of
+
+anything: Any = SimpleNamespace
+RULE = Nesterov(lr=0.5, momentum=0.8)
+DELAYED = LandingRule(delay=2)
+
+
+def plan_of(unit: str = "layer.1", tie: str | None = None) -> UnitPlan:
+    """A unit of two parameters, whose second one may be a copy; all zeros."""
+    params = [
+        ParamShard("a", unit, torch.zeros(2), True, None, target=torch.zeros(2)),
+        ParamShard("b", unit, torch.zeros(1), tie is None, tie),
+    ]
+    return plan_units(params, [unit], [unit])
+
+
+def groups_with(
+    gather: Callable[[Tensor], Tensor] = lambda mine: mine.unsqueeze(0), **ties: Any
+) -> Any:
+    """Of one replica, whose other ranks answer `gather`."""
+    others = anything(all_gather=gather)
+    return anything(sync=groups_of(1, Network())[0], stage=others, replica=others, ties=ties)
+
+
+def decision_of(
+    *, weight: float = 1.0, anomalous: bool = False, rollback: bool = False
+) -> Decision:
+    """Of one replica and one unit."""
+    verdict = Verdict(torch.tensor([[anomalous]]), torch.zeros(1, 1))
+    norms = torch.ones(1, 1, dtype=torch.float64)
+    return Decision(norms, verdict, torch.tensor([[weight]]), torch.tensor([rollback]))
+
+
+def begin(
+    plan: UnitPlan, outer: OuterState, groups: Any, decision: Decision, landing: LandingRule
+) -> UnitSync:
+    """Prepared, and its exchange begun; the parameters have moved by -1 since the anchor."""
+    (shard,) = plan.shards
+    shard.scatter(torch.full((3,), -1.0))
+    unit = UnitSync.prepare(shard, outer.units[shard.name], None, groups, decision, landing)
+    if not unit.is_launched:
+        unit.launch(groups, Wire.of("fp32"))
+    return unit
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("weight", [1.0, 0.25])
+def test_the_average_moves_anchor_and_momentum(weight: float, offload: bool) -> None:
+    """With its weight; also where both live elsewhere. Catches a state that is not put back."""
+    plan, groups = plan_of(), groups_with()
+    outer = OuterState.take(plan, CPU, offload=offload)
+    unit = begin(plan, outer, groups, decision_of(weight=weight), DIRECT_COPY)
+    result = unit.step(groups, SyncRules(RULE, None, DIRECT_COPY))
+    assert unit.land(DIRECT_COPY, is_finite=True) is False
+    moved = -0.5 * (weight + 0.8 * weight)
+    assert outer.units["layer.1"].momentum.tolist() == pytest.approx([weight] * 3)
+    assert outer.units["layer.1"].anchor.tolist() == pytest.approx([moved] * 3)
+    assert plan.shards[0].gather(torch.empty(3)).tolist() == pytest.approx([moved] * 3)
+    assert float(result.norm) == pytest.approx(weight * 3**0.5) and float(result.clip) == 1.0
+
+
+def test_a_roll_back_changes_neither() -> None:
+    """Every replica is left out: catches a momentum that decays, or remembers what is dropped."""
+    plan, groups = plan_of(), groups_with()
+    outer = OuterState.take(plan, CPU)
+    outer.units["layer.1"].momentum.fill_(3.0)
+    unit = begin(plan, outer, groups, decision_of(anomalous=True, rollback=True), DELAYED)
+    assert unit.is_launched and unit.advance()
+    unit.step(groups, SyncRules(RULE, 1.0, DELAYED))
+    assert unit.land(DELAYED, is_finite=True)
+    assert outer.units["layer.1"].momentum.tolist() == [3.0] * 3
+    assert outer.units["layer.1"].anchor.tolist() == [0.0] * 3
+    assert plan.shards[0].gather(torch.empty(3)).tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("is_anomalous", "is_finite"), [(False, True), (True, True), (False, False)]
+)
+def test_progress_is_kept_of_who_counted(is_anomalous: bool, is_finite: bool) -> None:
+    """A delayed landing: catches one that is left out, or broke since, and keeps what it had."""
+    plan, groups = plan_of(), groups_with()
+    outer = OuterState.take(plan, CPU)
+    decision = decision_of(weight=0.0 if is_anomalous else 1.0, anomalous=is_anomalous)
+    unit = begin(plan, outer, groups, decision, DELAYED)
+    plan.shards[0].scatter(torch.full((3,), -1.5))  # trained on
+    unit.step(groups, SyncRules(RULE, None, DELAYED))
+    has_bad_moments = unit.land(DELAYED, is_finite=is_finite)
+    anchor = outer.units["layer.1"].anchor.tolist()
+    assert anchor == pytest.approx([0.0 if is_anomalous else -0.9] * 3)
+    counted = is_finite and not is_anomalous
+    theta = plan.shards[0].gather(torch.empty(3)).tolist()
+    assert theta == pytest.approx([-1.4] * 3 if counted else anchor)
+    assert has_bad_moments is (not counted)
+
+
+def test_the_clip_is_of_the_whole_unit() -> None:
+    """Of all ranks of the stage: catches a clip of each shard by itself."""
+
+    def with_another(mine: Tensor) -> Tensor:
+        return torch.stack([mine, mine + 13.0])
+
+    plan, groups = plan_of(), groups_with(with_another)
+    outer = OuterState.take(plan, CPU)
+    unit = begin(plan, outer, groups, decision_of(), DIRECT_COPY)
+    result = unit.step(groups, SyncRules(RULE, 2.0, DIRECT_COPY))
+    norm = (3.0 + 16.0) ** 0.5
+    assert float(result.norm) == pytest.approx(norm)
+    assert float(result.clip) == pytest.approx(2.0 / (norm + CLIP_EPSILON))
+    assert outer.units["layer.1"].momentum.tolist() == pytest.approx([2.0 / norm] * 3)
+
+
+def test_copies_take_the_bits_of_the_first() -> None:
+    """On other tensor-parallel ranks or stages; they are not counted twice in the norm."""
+    first = anything(size=2, broadcast_nowait=lambda copies: copies.fill_(7.0))
+    other = anything(size=2, broadcast_nowait=lambda copies: copies.fill_(9.0))
+    plan, groups = plan_of(tie="tied-tp"), groups_with(**{"tied-tp": first, "other": other})
+    outer = OuterState.take(plan, CPU)
+    unit = begin(plan, outer, groups, decision_of(), DIRECT_COPY)
+    result = unit.step(groups, SyncRules(RULE, None, DIRECT_COPY))
+    assert outer.units["layer.1"].momentum.tolist() == pytest.approx([1.0, 1.0, 7.0])
+    assert float(result.norm) == pytest.approx(2.0**0.5)
+
+
+def test_a_stage_with_a_copy_alone_learns_the_norm() -> None:
+    """Of the tied embedding: catches stages that clip it by different factors, and drift."""
+    ties = {TIED_EMBEDDING: anything(size=2, broadcast_nowait=lambda squares: squares.fill_(25.0))}
+    for unit_name, norm in (("embedding", 5.0), ("final", 3.0**0.5)):
+        plan, groups = plan_of(unit_name), groups_with(**ties)
+        unit = begin(plan, OuterState.take(plan, CPU), groups, decision_of(), DIRECT_COPY)
+        result = unit.step(groups, SyncRules(RULE, None, DIRECT_COPY))
+        assert float(result.norm) == pytest.approx(norm)
+
+
+def test_the_model_reads_what_was_landed() -> None:
+    """In its own precision: catches parameters that stay as they were in the forward pass."""
+    (shard,) = plan_of().shards
+    shard.scatter(torch.tensor([1.0, 2.0, 3.0]))
+    assert shard.params[0].target is not None and shard.params[0].target.tolist() == [0.0, 0.0]
+    shard.publish()
+    assert shard.params[0].target.tolist() == [1.0, 2.0]
+
+
+def test_other_units_of_a_broken_replica_come_back() -> None:
+    """With their anchor, and progress counts from it; those that land or are finite are left."""
+    names = ["embedding", "layer.1", "layer.2", "final"]
+    values = [float("nan"), float("inf"), 5.0, float("nan")]
+    params = [
+        ParamShard(name, name, torch.tensor([value]), True, None)
+        for name, value in zip(names, values, strict=True)
+    ]
+    plan = plan_units(params, names, names)
+    outer = OuterState.take(plan, CPU)
+    for number, unit in enumerate(outer.units.values()):
+        unit.anchor.fill_(float(number))
+    zeroed: list[str] = []
+    host = anything(plan=plan, zero_nonfinite_moments=lambda shard: zeroed.append(shard.name) or 0)
+    snapshots = {"layer.1": torch.zeros(1), "layer.2": torch.zeros(1)}
+    reporter = anything(on_local_message=lambda text: None)
+    restore_other_units(host, groups_with(), outer, ["final"], snapshots, reporter)
+    assert [param.main.item() for param in params[:3]] == [0.0, 1.0, 5.0]
+    assert params[3].main.isnan() and zeroed == ["embedding", "layer.1"]
+    assert [snapshots[name].item() for name in ("layer.1", "layer.2")] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("where", [None, 1, 2])
+def test_one_replica_of_three_that_drifted_is_found(where: int | None) -> None:
+    """In the unit where it did: catches a check that wants all of them to differ."""
+
+    def meet(mine: Tensor) -> Tensor:
+        table = mine.repeat(3, 1)
+        if where is not None:
+            table[where, 1] ^= 1
+        return table
+
+    plan = plan_units([], ["embedding", "layer.1"], [])
+    groups = groups_with()
+    groups.meeting = anything(all_gather=meet)
+    digests = {0: torch.tensor(5), 1: torch.tensor(-7)}
+    names, _ = differing_units(plan, groups, digests)
+    assert names == ([] if where is None else ["layer.1"])
+
+
+def test_shared_state_is_of_who_was_accepted() -> None:
+    """By the unit that it belongs to; of all where none was; never of what is not finite."""
+    buffers = [torch.zeros(2), torch.zeros(1), torch.zeros(1)]
+    host = anything(shared_buffers=lambda: list(zip((3, 5, 7), buffers, strict=True)))
+    rows = [[1.0, 2.0, 10.0, 9.0], [3.0, 4.0, 20.0, 9.0], [50.0, 60.0, float("nan"), 9.0]]
+    accepted = torch.tensor([[True, False], [True, False], [False, False]])
+    average_shared_values(host, rows, accepted, [3, 5])
+    assert [buffer.tolist() for buffer in buffers] == [[2.0, 3.0], [15.0], [0.0]]
