@@ -1,12 +1,16 @@
-"""Groups whose ranks are in one thread: a transport in memory below the real `Group`.
+"""Groups whose ranks are in one process: a transport in memory below the real `Group`.
 
-A test makes each rank's calls itself, in an order of its choice. Who would wait for a rank that
-has not come is told so by an `AssertionError`, as nobody else runs.
+A test makes each rank's calls itself, in an order of its choice: who would wait for a rank that has
+not come is told so by an `AssertionError`, as nobody else runs. Or ranks are threads, which wait
+for each other for a while (`in_threads`).
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -21,10 +25,17 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Network:
-    """Messages by channel, number of the collective, sender and receiver."""
+    """Messages by channel, number of the collective, sender and receiver.
+
+    Attributes:
+        messages: sent so far.
+        is_broken: whether every wait fails, as where a peer is gone.
+        patience: seconds that a rank waits for the others.
+    """
 
     messages: dict[Any, Tensor] = field(default_factory=dict)
     is_broken: bool = False
+    patience: float = 0.0
 
 
 @dataclass
@@ -48,10 +59,13 @@ class Arrival:
         return True
 
     def wait(self) -> None:
-        """There is no other thread to wait for."""
+        """As long as the network does."""
         if self.network.is_broken:
             raise RuntimeError("connection reset by peer")
-        assert self.is_completed(), "this rank waits for ever"
+        deadline = time.monotonic() + self.network.patience
+        while not self.is_completed():
+            assert time.monotonic() < deadline, "this rank waits for ever"
+            time.sleep(0.0005)
 
 
 @dataclass
@@ -83,10 +97,17 @@ class End:
     def allreduce(self, tensors: list[Tensor], _: Any) -> Arrival:
         """A sum over all ranks."""
         number = self._number("allreduce")
-        self.network.messages[self.channel, number, self.rank] = tensors[0].clone()
-        keys = [(self.channel, number, rank) for rank in range(self.size)]
+        self.network.messages[self.channel, "sum", number, self.rank] = tensors[0].clone()
+        keys = [(self.channel, "sum", number, rank) for rank in range(self.size)]
         scratch = [tensors[0] if r == 0 else torch.empty_like(tensors[0]) for r in range(self.size)]
         return Arrival(self.network, list(zip(keys, scratch, strict=True)), sums=True)
+
+    def allgather(self, parts: list[list[Tensor]], tensors: list[Tensor], _: Any) -> Arrival:
+        """From all ranks to all."""
+        number = self._number("allgather")
+        self.network.messages[self.channel, "gather", number, self.rank] = tensors[0].clone()
+        keys = [(self.channel, "gather", number, rank) for rank in range(self.size)]
+        return Arrival(self.network, list(zip(keys, parts[0], strict=True)))
 
     def broadcast(self, tensors: list[Tensor], _: Any) -> Arrival:
         """From rank 0; that one is done when all have come."""
@@ -117,3 +138,24 @@ def groups_of(size: int, network: Network) -> list[Group]:
         )
         for rank in range(size)
     ]  # fmt: skip
+
+
+def in_threads[Result](calls: Sequence[Callable[[], Result]]) -> list[Result]:
+    """What the calls return, each made in a thread of its own; raises their first error."""
+    results: dict[int, Result] = {}
+    errors: list[BaseException] = []
+
+    def run(place: int) -> None:
+        try:
+            results[place] = calls[place]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(place,)) for place in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [results[place] for place in range(len(calls))]

@@ -126,7 +126,7 @@ ENGINE = (
         file="engine/state.py",
         old="first = self.last_step - losses.shape[1] + 1",
         new="first = self.last_step - losses.shape[1]",
-        test="pure/test_losses.py",
+        test="pure/test_losses.py::test_each_step_has_its_mean",
     ),
     Mutant(
         id="engine/unknown-loss-spreads",
@@ -134,7 +134,7 @@ ENGINE = (
         file="engine/state.py",
         old="torch.nanmean(losses, dim=0)",
         new="torch.mean(losses, dim=0)",
-        test="pure/test_losses.py",
+        test="pure/test_losses.py::test_each_step_has_its_mean",
     ),
     Mutant(
         id="engine/momentum-in-a-roll-back",
@@ -247,7 +247,7 @@ ENGINE = (
         file="engine/sync/queue.py",
         old="[:, units][:, ~sync.plan.decision.rollback]",
         new="[:, units]",
-        test="distributed/test_rounds.py::test_all_anomalous_rolls_back_and_keeps_the_momentum",
+        test=f"{_STATE}::test_bytes_are_of_what_was_sent",
     ),
     Mutant(
         id="engine/never-gathered",
@@ -303,7 +303,7 @@ ENGINE = (
         file="engine/rounds/synchronous.py",
         old="        shard.scatter(agreed)\n",
         new="",
-        test="distributed/test_rounds.py::test_replicas_start_from_replica_0",
+        test="pure/test_synchronous.py::test_all_start_from_replica_0",
     ),
     Mutant(
         id="engine/gradients-summed",
@@ -311,7 +311,31 @@ ENGINE = (
         file="engine/rounds/synchronous.py",
         old="share: Tensor | float = 1.0 / sync.size",
         new="share: Tensor | float = 1.0",
-        test="distributed/test_rounds.py::test_three_rounds_equal_the_oracle",
+        test="pure/test_synchronous.py::test_gradients_are_averaged",
+    ),
+    Mutant(
+        id="engine/tokens-ignored",
+        bug="with a loss per token, gradients are means over the replicas, not over their tokens",
+        file="engine/rounds/synchronous.py",
+        old="share = (num_tokens.double() / total.clamp(min=1)).float()",
+        new="share = 1.0 / sync.size",
+        test="pure/test_synchronous.py::test_gradients_are_averaged",
+    ),
+    Mutant(
+        id="engine/tied-gradients",
+        bug="three replicas leave copies of a plain DDP's gradient as each stage rounded it",
+        file="engine/rounds/synchronous.py",
+        old="if sync.size > 2:  # two addends",
+        new="if sync.size > 3:  # two addends",
+        test="pure/test_synchronous.py::test_tied_gradients_beyond_two_replicas",
+    ),
+    Mutant(
+        id="engine/switch-unequal",
+        bug="rounding that differed in the warm-up is left: replicas part from different anchors",
+        file="engine/rounds/synchronous.py",
+        old="    if drift.differing_units(host.plan, groups, drift.plan_digests(host.plan))[0]:",
+        new="    if not drift.differing_units(host.plan, groups, drift.plan_digests(host.plan)):",
+        test="pure/test_synchronous.py::test_after_the_warm_up_they_are_equal",
     ),
     Mutant(
         id="engine/counts-divided",
@@ -319,7 +343,7 @@ ENGINE = (
         file="engine/rounds/synchronous.py",
         old="_all_reduce_together(host.shared_counts(), groups, divisor=1)",
         new="_all_reduce_together(host.shared_counts(), groups, divisor=groups.sync.size)",
-        test="host/test_routers.py",
+        test="pure/test_synchronous.py::test_counts_are_summed_and_linear_state_is_averaged",
     ),
     Mutant(
         id="engine/stops-alone",

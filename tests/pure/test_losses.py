@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 from megatron_edit.engine.state import MeanLoss, StepLosses
 
@@ -35,3 +37,19 @@ def test_fixed_rounds_cannot_tell_a_mean() -> None:
     steps = StepLosses(4)
     steps.restore((5.0, 2.0), last_step=0)
     assert steps.payload() == ()
+
+
+def test_each_step_has_its_mean() -> None:
+    """Over the replicas that know it; unknown where none does. Catches losses under the steps next
+    to their own, and those that are reported twice."""
+    told: list[tuple[int, list[float]]] = []
+    reporter: Any = SimpleNamespace(on_losses=lambda first, losses: told.append((first, losses)))
+    mine = StepLosses(4)
+    for step, loss in ((7, 1.0), (8, math.nan), (9, math.nan)):
+        mine.note(step, loss)
+    other = (3.0, 5.0, math.nan)
+    records: Any = [SimpleNamespace(losses=losses) for losses in (mine.payload(), other)]
+    mine.report(records, reporter)
+    ((first, means),) = told
+    assert first == 7 and means[:2] == [2.0, 5.0] and math.isnan(means[2])
+    assert mine.payload() == ()

@@ -12,13 +12,14 @@ import torch
 
 from megatron_edit.comm.control import ControlRecord
 from megatron_edit.comm.timeouts import AdaptiveTimeout
+from megatron_edit.comm.wire import Wire
 from megatron_edit.engine import ParamShard, Penalty, plan_units
 from megatron_edit.engine.rounds.plan import Outcome, RoundPlan, RoundRules, RoundState, plan_round
 from megatron_edit.engine.rounds.synchronous import CommonStop
 from megatron_edit.engine.rounds.trigger import ClockTrigger, StepTrigger
 from megatron_edit.engine.state import MeanLoss, RunState, StepLosses
 from megatron_edit.engine.sync.outer_state import OuterState
-from megatron_edit.engine.sync.queue import SyncQueue
+from megatron_edit.engine.sync.queue import Footprint, SyncQueue
 from megatron_edit.method.clock import NANOSECONDS, PhaseClock, TimeTrigger
 from megatron_edit.method.detector import DetectorConfig
 from megatron_edit.method.landing import DIRECT_COPY, LandingRule
@@ -210,6 +211,18 @@ def test_delayed_syncs_land_after_their_step() -> None:
     syncs = [anything(plan=anything(due=due)) for due in (7, 8, None, 9)]
     queue = SyncQueue(anything(), anything(), anything(), anything(), anything(), None, syncs)
     assert [sync.plan.due for sync in queue.due(8)] == [7, 8]
+
+
+@pytest.mark.parametrize("wire", [Wire.of("fp32"), Wire.of("int8")])
+def test_bytes_are_of_what_was_sent(wire: Wire) -> None:
+    """By all ranks of a replica: records, and the units that sync and were not rolled back."""
+    groups = anything(sync=anything(size=3))
+    queue = SyncQueue(anything(), groups, anything(), anything(), anything())
+    queue.footprint = Footprint(torch.tensor([[100, 50, 7], [90, 40, 7]]), 80, 0)
+    rollback = torch.tensor([False, True])
+    plan = anything(selection=anything(indices=[0, 2]), decision=anything(rollback=rollback))
+    sent = [wire.payload_bytes(numel, 3) for numel in (100, 90)]
+    assert queue._wire_bytes(anything(plan=plan, wire=wire)) == 2 * 80 + sum(sent)
 
 
 def test_a_stop_in_warm_up_is_common() -> None:

@@ -1,0 +1,127 @@
+"""What replicas do in step, each in a thread of its own: an equal start, and the warm-up."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_edit.engine import ParamShard, plan_units
+from megatron_edit.engine.rounds.synchronous import (
+    average_gradients,
+    average_linear_buffers,
+    broadcast_first_replica,
+    broadcast_if_different,
+    sum_counts,
+)
+from tests.harness.memory_network import Network, groups_of, in_threads
+
+anything: Any = SimpleNamespace
+
+
+def replicas(count: int, **ties: Any) -> list[Any]:
+    """Groups of replicas of one rank each, that wait for each other."""
+    sync, meeting = (groups_of(count, Network(patience=20.0)) for _ in range(2))
+    alone = groups_of(1, Network())[0]
+    return [
+        anything(sync=one, meeting=two, replica=alone, stage=alone, ties=ties)
+        for one, two in zip(sync, meeting, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("tokens", [None, (1.0, 3.0)])
+def test_gradients_are_averaged(tokens: tuple[float, float] | None) -> None:
+    """Over the replicas, or over the tokens of all: catches sums, means that are divided twice, and
+    a replica with few tokens that counts as much as one with many."""
+    shards = [[torch.tensor([1.0, 2.0]), torch.tensor([4.0])],
+              [torch.tensor([3.0, 6.0]), torch.tensor([0.0])]]  # fmt: skip
+    given = [None if tokens is None else torch.tensor(number) for number in tokens or (0, 0)]
+
+    def average(replica: int) -> None:
+        host = anything(gradient_shards=lambda: shards[replica], tied_gradients=lambda: ())
+        average_gradients(host, groups[replica], given[replica])
+
+    groups = replicas(2)
+    in_threads([lambda r=r: average(r) for r in range(2)])  # type: ignore[misc]
+    wanted = [[2.0, 4.0], [2.0]] if tokens is None else [[2.5, 5.0], [1.0]]
+    assert [[shard.tolist() for shard in mine] for mine in shards] == [wanted] * 2
+
+
+def test_tied_gradients_beyond_two_replicas() -> None:
+    """Three addends may round by where they lie: the copies take the first one's."""
+    tie = anything(broadcast=lambda tensor: tensor.fill_(7.0))
+    groups, copies = replicas(3, tied=tie), [torch.ones(1) for _ in range(3)]
+
+    def average(replica: int) -> None:
+        host = anything(
+            gradient_shards=lambda: [copies[replica]],
+            tied_gradients=lambda: [("tied", copies[replica]), ("not here", torch.ones(1))],
+        )
+        average_gradients(host, groups[replica], None)
+
+    in_threads([lambda r=r: average(r) for r in range(3)])  # type: ignore[misc]
+    assert [copy.item() for copy in copies] == [7.0] * 3
+
+
+def test_counts_are_summed_and_linear_state_is_averaged() -> None:
+    """Catches integers that become fractions, and a mean that is a sum."""
+    groups = replicas(2)
+    counts, linear = ([torch.tensor([2.0, 4.0 + r]) for r in range(2)] for _ in range(2))
+
+    def exchange(replica: int) -> None:
+        host = anything(
+            shared_counts=lambda: [counts[replica]], linear_buffers=lambda: [linear[replica]]
+        )
+        sum_counts(host, groups[replica])
+        average_linear_buffers(host, groups[replica])
+
+    in_threads([lambda r=r: exchange(r) for r in range(2)])  # type: ignore[misc]
+    assert [count.tolist() for count in counts] == [[4.0, 9.0]] * 2
+    assert [value.tolist() for value in linear] == [[2.0, 4.5]] * 2
+
+
+def host_of(values: list[float], gathered: list[int]) -> Any:
+    """A replica's model of one unit, and a buffer that no optimizer owns."""
+    main = torch.tensor(values)
+    target, buffer = torch.zeros_like(main), torch.tensor(values[:1])
+    plan = plan_units([ParamShard("a", "a", main, True, None, target=target)], ["a"], ["a"])
+    return anything(
+        plan=plan, replicated_tensors=lambda: [buffer], buffer=buffer, main=main, target=target,
+        gather_parameters=lambda: gathered.append(1),
+    )  # fmt: skip
+
+
+def test_all_start_from_replica_0() -> None:
+    """Parameters, what the model reads, and the rest of it; how far they were apart is known."""
+    gathered: list[int] = []
+    hosts = [host_of([float(r), 2.0 * r], gathered) for r in range(3)]
+    groups = replicas(3)
+
+    def start(replica: int) -> float:
+        return broadcast_first_replica(hosts[replica], groups[replica])
+
+    apart = in_threads([lambda r=r: start(r) for r in range(3)])  # type: ignore[misc]
+    assert apart == [4.0] * 3 and len(gathered) == 3
+    for host in hosts:
+        assert host.main.tolist() == host.target.tolist() == [0.0, 0.0]
+        assert host.buffer.item() == 0.0
+
+
+@pytest.mark.parametrize("last", [2.0, 2.0 + 2.0**-22])
+def test_after_the_warm_up_they_are_equal(last: float) -> None:
+    """What was rounded differently is made equal, and said; what is equal is left alone."""
+    gathered: list[int] = []
+    hosts = [host_of([1.0, value], gathered) for value in (2.0, 2.0, last)]
+    groups, said = replicas(3), list[str]()
+
+    def switch(replica: int) -> None:
+        broadcast_if_different(
+            hosts[replica], groups[replica], anything(on_message=lambda text: said.append(text))
+        )
+
+    in_threads([lambda r=r: switch(r) for r in range(3)])  # type: ignore[misc]
+    assert [host.main.tolist() for host in hosts] == [[1.0, 2.0]] * 3
+    assert len(said) == len(gathered) == (3 if last > 2.0 else 0)
+    assert all("rounded differently" in text and "2.384e-07" in text for text in said)
