@@ -133,7 +133,7 @@ HOST = (
         file="host/model/optimizer.py",
         old="                is_unique\n                and not",
         new="                not",
-        test="host/test_invariance.py::test_dense_layouts_agree_at_the_first_sync",
+        test="pure/test_host_parts.py::test_copies_are_counted_once",
     ),
     Mutant(
         id="host/tied-embedding-counted",
@@ -141,7 +141,7 @@ HOST = (
         file="host/model/optimizer.py",
         old='                and not getattr(parameter, "shared", False)\n',
         new="",
-        test="host/test_invariance.py::test_dense_layouts_agree_at_the_first_sync",
+        test="pure/test_host_parts.py::test_copies_are_counted_once",
     ),
     Mutant(
         id="host/copies-untied",
@@ -205,7 +205,7 @@ HOST = (
         file="host/model/megatron_host.py",
         old="self._samples += self.samples_per_step * (self.iteration - last)",
         new="self._samples += self.samples_per_step",
-        test="host/test_elastic.py::test_skipped_iterations_are_consumed",
+        test="pure/test_megatron_host.py::test_iterations_that_the_user_skips_are_consumed",
     ),
     Mutant(
         id="host/last-round-not-synced",
@@ -213,15 +213,15 @@ HOST = (
         file="host/model/megatron_host.py",
         old="all(iteration in skipped for iteration in left[: len(skipped) + 1])",
         new="not left",
-        test="host/test_layouts.py::test_the_last_round_is_synced_before_skipped_iterations",
+        test="pure/test_megatron_host.py::test_iterations_that_the_user_skips_are_consumed",
     ),
     Mutant(
         id="host/skipped-step-scheduled",
         bug="a step that fp16 skipped counts as one that moves the schedule",
-        file="host/training.py",
-        old="host.count_step(was_applied=bool(result[0]))",
-        new="host.count_step(was_applied=True)",
-        test="host/test_sync.py::test_an_fp16_overflow_on_one_replica_desynchronises_nothing",
+        file="host/model/megatron_host.py",
+        old="self._placement.num_replicas if was_applied else 0",
+        new="self._placement.num_replicas",
+        test="pure/test_megatron_host.py::test_a_skipped_step_moves_no_schedule",
     ),
     Mutant(
         id="host/gradients-too-early",
@@ -239,7 +239,7 @@ HOST = (
         file="host/training.py",
         old="host.defer_gather(engine.is_landing_due)",
         new="host.defer_gather(False)",
-        test="host/test_overlap.py",
+        test="host/test_overlap.py::test_units_land_before_their_layer_and_fly_behind_the_one_before",
     ),
     Mutant(
         id="host/stop-not-announced",
@@ -247,7 +247,7 @@ HOST = (
         file="host/stops.py",
         old="if wants_exit and not self._has_announced:",
         new="if wants_exit and self._has_announced:",
-        test="host/test_stops.py::test_a_stop_on_one_replica_ends_all",
+        test="pure/test_stopping.py::test_a_stop_is_announced_obeyed_and_saved",
     ),
     Mutant(
         id="host/stop-not-saved",
@@ -255,7 +255,7 @@ HOST = (
         file="host/stops.py",
         old="            self._save_all(given)\n            return True",
         new="            return True",
-        test="host/test_checkpoints.py::test_a_stop_saves_everything",
+        test="pure/test_stopping.py::test_a_stop_is_announced_obeyed_and_saved",
     ),
     Mutant(
         id="host/timer-never-reset",
@@ -320,7 +320,7 @@ HOST = (
         file="host/checkpoint/committing.py",
         old="if before and before != iteration and not _is_kept(part, before):",
         new="if before and before != iteration and _is_kept(part, before):",
-        test="host/test_checkpoints.py::test_retained_and_removed",
+        test="pure/test_saving.py::test_retained_and_removed",
     ),
     Mutant(
         id="host/all-load-replica-0",
@@ -329,7 +329,7 @@ HOST = (
         old="return self._world.placement.replica % manifest.num_replicas "
         "if manifest.form == ALL else 0",
         new="return 0",
-        test="host/test_resume.py::test_resume_equals_the_uninterrupted_run",
+        test="pure/test_saving.py::test_each_replica_loads_its_own_inner_state",
     ),
     Mutant(
         id="host/streams-not-loaded",
@@ -337,7 +337,7 @@ HOST = (
         file="host/checkpoint/random.py",
         old='    torch.set_rng_state(streams["torch"])\n',
         new="",
-        test="host/test_resume.py::test_resume_equals_the_uninterrupted_run",
+        test="pure/test_saving.py::test_random_streams_come_back",
     ),
     Mutant(
         id="host/streams-of-tracker",
@@ -345,7 +345,7 @@ HOST = (
         file="host/checkpoint/random.py",
         old='for name, state in streams["tracker"].items()',
         new="for name, state in tracker.get_states().items()",
-        test="host/test_resume.py::test_resume_equals_the_uninterrupted_run",
+        test="pure/test_saving.py::test_random_streams_come_back",
     ),
     Mutant(
         id="host/sum-residual-not-loaded",
@@ -353,7 +353,7 @@ HOST = (
         file="host/checkpoint/replica_local.py",
         old='            outer[name]["summed"] = own[SUMMED][name][place.owned(sent.numel())]\n',
         new="",
-        test="host/test_resume.py",
+        test="host/test_resume.py::test_resume_with_a_sync_that_has_not_landed[int4-delay-pp2]",
     ),
     Mutant(
         id="host/anchor-not-saved",
@@ -361,7 +361,7 @@ HOST = (
         file="host/checkpoint/saving.py",
         old="has_anchor=is_mid_round and not engine.is_warmup,",
         new="has_anchor=False,",
-        test="host/test_resume.py::test_resume_equals_the_uninterrupted_run",
+        test="pure/test_saving.py::test_between_two_syncs_the_anchor_is_kept",
     ),
     Mutant(
         id="host/second-save-skipped",
@@ -369,7 +369,7 @@ HOST = (
         file="host/checkpoint/saving.py",
         old="if engine.step == self._saved_step and not is_leaving:",
         new="if engine.step == self._saved_step:",
-        test="host/test_stops_saved.py",
+        test="pure/test_saving.py::test_a_stop_right_after_a_save",
     ),
     Mutant(
         id="host/other-model-loaded",
@@ -385,7 +385,7 @@ HOST = (
         file="host/checkpoint/choosing.py",
         old="[place.global_rank :: everybody]",
         new="[place.global_rank + 1 :: everybody]",
-        test="host/test_checkpoint_bad.py",
+        test="pure/test_saving.py::test_every_file_is_read_by_one_rank",
     ),
     Mutant(
         id="host/parted-may-warm-up",

@@ -180,6 +180,35 @@ def test_copies_are_tied_where_they_lie() -> None:
     assert tie_of(parameter(tensor_model_parallel=True, shared_embedding=True)) == TIED_EMBEDDING
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_copies_are_counted_once(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In norms: by the first tensor-parallel rank, the first stage, the first of the holders."""
+    from megatron_edit.host.model import optimizer as module
+
+    group = anything(rank=lambda: rank)
+    groups = {
+        "get_tensor_model_parallel_group": lambda: group,
+        "get_expert_tensor_parallel_group": lambda: anything(rank=lambda: 1 - rank),
+    }
+    monkeypatch.setattr(module, "parallel_state", anything(**groups))
+    parameters: list[Any] = [
+        torch.nn.Parameter(torch.zeros(1))
+        for _ in ("copied", "cut", "expert's", "tied copy", "held twice")
+    ]
+    parameters[1].tensor_model_parallel = True
+    parameters[2].allreduce = False
+    parameters[3].tensor_model_parallel = parameters[3].shared = True
+    parameters[4].tensor_model_parallel = True
+    optimizer: Any = anything(
+        main_shards=lambda: [(parameter, torch.zeros(1)) for parameter in parameters],
+        is_first_holder=lambda parameter: parameter is not parameters[4],
+        target_of=lambda parameter, main: None,
+    )
+    names = {parameter: (str(number), "final") for number, parameter in enumerate(parameters)}
+    shards = list(module.param_shards_of(optimizer, names))
+    assert [shard.is_counted for shard in shards] == [rank == 0, True, rank == 1, False, False]
+
+
 def test_a_resumed_round_goes_on_with_its_blocks() -> None:
     """Catches a sampler that begins the round anew, or reads another replica's blocks."""
     dealing, order = Dealing(2, 5), SampleOrder(4)
