@@ -33,7 +33,7 @@ COMM = (
         id="comm/nowait-waits-for-nobody",
         bug="who receives without blocking the giver does not wait for the data itself",
         file="comm/collectives.py",
-        old="        if self.rank > 0:\n            pending.wait()\n            return",
+        old="        if self.rank > 0:\n            work.wait()\n            return",
         new="        if self.rank > 0:\n            return",
         test="pure/test_exchange.py::test_who_gives_does_not_wait_and_who_receives_does",
     ),

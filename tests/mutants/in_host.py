@@ -228,8 +228,8 @@ HOST = (
         bug="in warm-up gradients are averaged before Megatron has finalised them",
         file="host/training.py",
         old="            finalize(model, num_tokens, **kwargs)\n"
-        "            self.engine.average_gradients(num_tokens)",
-        new="            self.engine.average_gradients(num_tokens)\n"
+        "            engine.average_gradients(num_tokens)",
+        new="            engine.average_gradients(num_tokens)\n"
         "            finalize(model, num_tokens, **kwargs)",
         test="host/test_degenerate.py::test_endless_warmup_is_stock_on_all_ranks",
     ),
@@ -253,8 +253,8 @@ HOST = (
         id="host/stop-not-saved",
         bug="replicas that obey a stop save as at any step: those between two saves save nothing",
         file="host/stops.py",
-        old="            self._save_all(given)\n            return True",
-        new="            return True",
+        old="        self._save_all(call.arguments)\n        return True",
+        new="        return True",
         test="pure/test_stopping.py::test_a_stop_is_announced_obeyed_and_saved",
     ),
     Mutant(
@@ -277,8 +277,8 @@ HOST = (
         id="host/evaluation-is-training",
         bug="time in an evaluation counts as inner training: replicas with clocks meet too early",
         file="host/observe.py",
-        old="            self.engine.clock.pause()  # until all replicas are through",
-        new="            pass  # until all replicas are through",
+        old="self._engine.clock.pause()  # until all replicas are through",
+        new="pass  # until all replicas are through",
         test="host/test_aedit_edges.py::test_what_is_no_training_takes_no_time",
     ),
     Mutant(

@@ -30,7 +30,7 @@ from queue import SimpleQueue
 from typing import NoReturn
 
 import pytest
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from tests.mutants.catalog import MUTANTS
 from tests.mutants.mutant import PACKAGE, Mutant, SnippetError

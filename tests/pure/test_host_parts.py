@@ -224,7 +224,7 @@ def test_mean_losses_of_an_evaluation() -> None:
     """Over the replicas, by name and in the dtype that Megatron gave; in ranks without any, too."""
     from megatron_edit.host.observe import Observer
 
-    observer: Any = Observer(anything())
+    observer: Any = Observer(anything(), anything(), anything())
     losses = {"lm loss": torch.tensor(2.0), "aux": torch.tensor([4.0])}
     observer._average(losses, lambda mine: torch.stack([mine, 3 * mine]))
     assert {name: loss.tolist() for name, loss in losses.items()} == {"lm loss": 4.0, "aux": 8.0}
@@ -261,7 +261,7 @@ def test_a_lost_parameter_of_the_host_is_an_error() -> None:
 def test_what_a_save_writes_is_a_copy() -> None:
     """Of tensors on the host, which training goes on to change before they are written."""
     weights = torch.arange(6.0).view(2, 3)
-    planner = Snapshots(anything(resolve_data=lambda item: weights if item else b"bytes"))
+    planner: Any = Snapshots(anything(resolve_data=lambda item: weights if item else b"bytes"))
     kept = planner.resolve_data(True)
     weights.zero_()
     assert kept.tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]

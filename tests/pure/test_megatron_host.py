@@ -46,7 +46,8 @@ def host(monkeypatch: pytest.MonkeyPatch) -> MegatronHost:
     )  # fmt: skip
     inner = anything(param_groups=[{"max_lr": 0.5}, {"max_lr": 2.0}])
     nobody: Any = None
-    return MegatronHost(args, [], inner, Schedule(), nobody, Placement(2, 1, 1, 0, True))
+    schedule: Any = Schedule()
+    return MegatronHost(args, [], inner, schedule, nobody, Placement(2, 1, 1, 0, True))
 
 
 def step(host: MegatronHost, iteration: int, *, was_applied: bool = True) -> None:

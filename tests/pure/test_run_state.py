@@ -169,7 +169,7 @@ def test_all_of_it_comes_back() -> None:
         RoundState.fresh(2, 2, None), StepLosses(4), later, AdaptiveTimeout((), True),
         TimeTrigger(10.0, later),
     )  # fmt: skip
-    fresh.load_state_dict(saved, outer, 9)
+    fresh.load_state_dict(saved, outer, saved["detectors"], 9)
     again = fresh.state_dict(is_asking=True, pending=())
     assert fresh.num_dealings == 1 and fresh.timer is not None and fresh.timer.last == 4.0
     # The loss of the step before the meeting that it goes to belongs to the round after that.
@@ -209,7 +209,8 @@ def test_when_the_ledger_cuts_a_round() -> None:
 def test_delayed_syncs_land_after_their_step() -> None:
     """Not one later; those that wait for a meeting are not due at all."""
     syncs = [anything(plan=anything(due=due)) for due in (7, 8, None, 9)]
-    queue = SyncQueue(anything(), anything(), anything(), anything(), anything(), None, syncs)
+    nothing = anything()
+    queue = SyncQueue(nothing, nothing, nothing, nothing, nothing, nothing, pending=syncs)
     assert [sync.plan.due for sync in queue.due(8)] == [7, 8]
 
 
@@ -217,8 +218,8 @@ def test_delayed_syncs_land_after_their_step() -> None:
 def test_bytes_are_of_what_was_sent(wire: Wire) -> None:
     """By all ranks of a replica: records, and the units that sync and were not rolled back."""
     groups = anything(sync=anything(size=3))
-    queue = SyncQueue(anything(), groups, anything(), anything(), anything())
-    queue.footprint = Footprint(torch.tensor([[100, 50, 7], [90, 40, 7]]), 80, 0)
+    footprint = Footprint(torch.tensor([[100, 50, 7], [90, 40, 7]]), 80, 0)
+    queue = SyncQueue(anything(), groups, anything(), anything(), anything(), footprint)
     rollback = torch.tensor([False, True])
     plan = anything(selection=anything(indices=[0, 2]), decision=anything(rollback=rollback))
     sent = [wire.payload_bytes(numel, 3) for numel in (100, 90)]

@@ -40,17 +40,15 @@ class Saves:
             "settings": anything(timed=None), **engine,
         })  # fmt: skip
         self.args = Namespace(save_interval=5, exit_interval=None, global_batch_size=8)
-        writer: Any = anything(write=lambda plan, save, given: self.plans.append(plan))
-        self.control = SaveControl(policy, writer, 2, is_first=False)
+        writer: Any = anything(write=lambda plan, call: self.plans.append(plan))
         host = anything(
             arguments=self.args, iteration_of=lambda step, iteration, own: iteration + step - own
         )
-        self.control.use(self.engine, host)
-        self._save = self.control.around_save(lambda iteration: None)
+        self.control = SaveControl(policy, writer, self.engine, host, 2, is_first=False)
 
     def save(self, iteration: int) -> list[Any]:
         """Megatron asks for a save; the plans so far."""
-        self._save(iteration)
+        self.control.save(anything(arguments={"iteration": iteration}))
         return self.plans
 
 

@@ -28,9 +28,7 @@ class Replica:
             "leave": self._leave, "check_in": lambda: True, **engine,
         })  # fmt: skip
         saves: Any = anything(deciding=self._deciding, ending=self._ending)
-        self.control = StopControl(saves, is_first=False)
-        self.control.engine = self.engine
-        self._decide = self.control.around_decision(lambda model, iteration: self.wants_exit)
+        self.control = StopControl(self.engine, saves, is_first=False)
         package: Any = anything(get_args=lambda: self.args)
         package.training = anything(
             get_args=package.get_args, save_checkpoint_and_time=self._save_checkpoint_and_time
@@ -40,7 +38,8 @@ class Replica:
 
     def decide(self, iteration: int) -> bool:
         """After an iteration: whether this replica ends."""
-        return self._decide("model", iteration)
+        arguments = {"model": "model", "iteration": iteration}
+        return self.control.decide(anything(arguments=arguments, proceed=lambda: self.wants_exit))
 
     def _leave(self) -> None:
         self.done.append("leave")

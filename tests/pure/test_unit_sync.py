@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_edit.comm.wire import Wire
-from megatron_edit.engine import TIED_EMBEDDING, ParamShard, UnitPlan, plan_units
+from megatron_edit.engine import TIED_EMBEDDING, ParamShard, UnitPlan, UnitShard, plan_units
 from megatron_edit.engine.checks.drift import differing_units
 from megatron_edit.engine.checks.finite import restore_other_units
 from megatron_edit.engine.rounds.meeting import average_shared_values
@@ -179,7 +179,12 @@ def test_other_units_of_a_broken_replica_come_back() -> None:
     for number, unit in enumerate(outer.units.values()):
         unit.anchor.fill_(float(number))
     zeroed: list[str] = []
-    host = anything(plan=plan, zero_nonfinite_moments=lambda shard: zeroed.append(shard.name) or 0)
+
+    def zero(shard: UnitShard) -> int:
+        zeroed.append(shard.name)
+        return 0
+
+    host = anything(plan=plan, zero_nonfinite_moments=zero)
     snapshots = {"layer.1": torch.zeros(1), "layer.2": torch.zeros(1)}
     reporter = anything(on_local_message=lambda text: None)
     restore_other_units(host, groups_with(), outer, ["final"], snapshots, reporter)
