@@ -184,9 +184,9 @@ def test_the_view_of_all_ranks() -> None:
         get_data_parallel_world_size=lambda **kw: 2 if not kw else 4,
         get_data_parallel_group=lambda: "the replica's",
     )
-    middle = DataParallelView(mpu, Placement(3, 1, 4, 0, True))
+    middle: Any = DataParallelView(mpu, Placement(3, 1, 4, 0, True))
     assert middle.get_data_parallel_rank() == 3
-    view = DataParallelView(mpu, Placement(3, 2, 4, 0, True))
+    view: Any = DataParallelView(mpu, Placement(3, 2, 4, 0, True))
     assert view.get_data_parallel_rank() == 5 and view.get_data_parallel_world_size() == 6
     assert view.get_data_parallel_world_size(with_context_parallel=True) == 12
     assert view.get_data_parallel_group() == "the replica's"
