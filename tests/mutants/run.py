@@ -1,10 +1,12 @@
 """Puts mutants into a copy of the repository, one at a time, and runs the test named for each.
 
-    python -m tests.mutants.run [IDS ...] [--tier core|full] [--jobs N] [--out FILE.json]
+    python -m tests.mutants.run [IDS ...] [--tier core|full] [--control] [--jobs N]
+                                [--out FILE.json]
 
 IDS are ids of mutants, or areas (method, comm, ...); all without. `--tier full` runs, of mutants
-that the core tier misses, the test of the full tier. Exits with 1 where a mutant was not killed
-and its catalogue does not say so.
+that the core tier misses, the test of the full tier. `--control` runs the tests on the copy as it
+is: whoever fails there kills nothing. Exits with 1 where a mutant was not killed and its catalogue
+does not say so, or a test failed by itself.
 """
 
 from __future__ import annotations
@@ -159,11 +161,20 @@ def _counts(report: Path) -> tuple[int, int, float]:
     return passed, failed, seconds
 
 
-def outcome_of(mutant: Mutant, copy: Path, tier: str = "core") -> Outcome:
-    """Apply a mutant to a copy, run its test of the tier, and put the copy back."""
+def outcome_of(
+    mutant: Mutant, copy: Path, tier: str = "core", *, is_control: bool = False
+) -> Outcome:
+    """Apply a mutant to a copy, run its test of the tier, and put the copy back.
+
+    Args:
+        mutant: whose test is run.
+        copy: of the repository.
+        tier: `core` or `full`.
+        is_control: whether the copy is left as it is.
+    """
     test = mutant.test if tier == "core" else mutant.full
     try:
-        with applied(mutant, copy):
+        with applied(None if is_control else mutant, copy):
             outcome = run_test(copy, test, is_full=tier == "full")
     except SnippetError as error:
         outcome = Outcome("", test, ERROR, detail=str(error))
@@ -183,8 +194,11 @@ def chosen(words: Sequence[str], tier: str) -> list[Mutant]:
     return [mutant for mutant in named if tier == "core" or mutant.full]
 
 
-def run_all(mutants: Sequence[Mutant], tier: str, jobs: int) -> list[Outcome]:
+def run_all(
+    mutants: Sequence[Mutant], tier: str, jobs: int, *, is_control: bool = False
+) -> list[Outcome]:
     """Run them, `jobs` at a time, each job in a copy of its own; in the order of `mutants`."""
+    expected = SURVIVED if is_control else KILLED
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copies: SimpleQueue[Path] = SimpleQueue()
         for number in range(jobs):
@@ -195,7 +209,7 @@ def run_all(mutants: Sequence[Mutant], tier: str, jobs: int) -> list[Outcome]:
         def run(mutant: Mutant) -> Outcome:
             copy = copies.get()
             try:
-                return outcome_of(mutant, copy, tier)
+                return outcome_of(mutant, copy, tier, is_control=is_control)
             finally:
                 copies.put(copy)
 
@@ -206,7 +220,7 @@ def run_all(mutants: Sequence[Mutant], tier: str, jobs: int) -> list[Outcome]:
                 for future in as_completed(futures):
                     outcome = future.result()
                     found[outcome.id] = outcome
-                    if outcome.result != KILLED:
+                    if outcome.result != expected:
                         bar.write(f"{outcome.result}: {outcome.id} ({outcome.test})")
                     bar.update()
     return [found[mutant.id] for mutant in mutants]
@@ -230,19 +244,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("ids", nargs="*", metavar="IDS", help="ids or areas; all without")
     parser.add_argument("--tier", choices=("core", "full"), default="core")
+    parser.add_argument("--control", action="store_true", help="run the tests without mutants")
     parser.add_argument("--jobs", type=int, default=1, help="how many at a time (default: 1)")
     parser.add_argument("--out", type=Path, help="JSON file of the outcomes")
     options = parser.parse_args(argv)
-    mutants = chosen(options.ids, options.tier)
-    outcomes = run_all(mutants, options.tier, max(1, options.jobs))
+    mutants, tier = chosen(options.ids, options.tier), options.tier
+    if options.control:  # each test once
+        mutants = list({m.test if tier == "core" else m.full: m for m in mutants}.values())
+    outcomes = run_all(mutants, tier, max(1, options.jobs), is_control=options.control)
     if options.out is not None:
         body = [dataclasses.asdict(outcome) for outcome in outcomes]
         options.out.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
     print(table(mutants, outcomes))
-    killed = sum(outcome.result == KILLED for outcome in outcomes)
-    print(f"{killed} of {len(outcomes)} mutants killed by the {options.tier} tier")
-    expected = {m.id: SURVIVED if options.tier == "core" and m.full else KILLED for m in mutants}
-    return int(any(outcome.result != expected[outcome.id] for outcome in outcomes))
+    failed = sum(outcome.result == KILLED for outcome in outcomes)
+    if options.control:
+        print(f"{len(outcomes) - failed} of {len(outcomes)} tests pass without a mutant")
+        return int(any(outcome.result != SURVIVED for outcome in outcomes))
+    print(f"{failed} of {len(outcomes)} mutants killed by the {tier} tier")
+    missed = {mutant.id for mutant in mutants if tier == "core" and mutant.full}
+    return int(any((o.result != KILLED) is not (o.id in missed) for o in outcomes))
 
 
 if __name__ == "__main__":
