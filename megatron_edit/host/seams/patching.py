@@ -1,8 +1,9 @@
-"""Reversible attribute replacement: the only way in which this package changes its host.
+"""Reversible attribute replacement: how this package changes what its host's code does.
 
 Every wrapped symbol goes through a `Patcher`, which refuses to replace what is not there
 (a probe, so that a host that moved on is an error and never a silent no-op) and puts all of
-it back, newest first.
+it back, newest first. What is changed in another way (arguments, the environment, the class of an
+optimizer) is listed in docs/design.md.
 """
 
 from __future__ import annotations
