@@ -64,8 +64,7 @@ def begin(
     (shard,) = plan.shards
     shard.scatter(torch.full((3,), -1.0))
     unit = UnitSync.prepare(shard, outer.units[shard.name], None, groups, decision, landing)
-    if not unit.is_launched:
-        unit.launch(groups, Wire.of("fp32"))
+    unit.advance(groups, Wire.of("fp32"))
     return unit
 
 
@@ -91,7 +90,7 @@ def test_a_roll_back_changes_neither() -> None:
     outer = OuterState.take(plan, CPU)
     outer.units["layer.1"].momentum.fill_(3.0)
     unit = begin(plan, outer, groups, decision_of(anomalous=True, rollback=True), DELAYED)
-    assert unit.is_launched and unit.advance()
+    assert unit.advance(groups, Wire.of("fp32"))
     unit.step(groups, SyncRules(RULE, 1.0, DELAYED))
     assert unit.land(DELAYED, is_finite=True)
     assert outer.units["layer.1"].momentum.tolist() == [3.0] * 3
