@@ -60,7 +60,7 @@ class ResumePlan:
     iteration: int | None
 
     @property
-    def quiet_steps(self) -> int:
+    def suppressed_until_step(self) -> int:
         """The last step of replicas that were stopped at different steps; else 0."""
         steps = {entry.step for entry in self.entries}
         is_apart = self.dealing is None and (len(steps) > 1 or self.is_rejoined)

@@ -128,7 +128,7 @@ class EditEngine:
             self._queue.settle()
             self._controller.close()
             self._queue.finish_exchanges()
-        self.state.quiet_steps = 0  # all have come to the end
+        self.state.suppressed_until_step = 0  # all have come to the end
 
     def close(self, *, groups: bool = False) -> None:
         """Ask the store no more. Idempotent.
@@ -346,10 +346,10 @@ class EditEngine:
         return self.state.is_stopping
 
     @property
-    def is_quiet(self) -> bool:
+    def suppresses_joint_actions(self) -> bool:
         """Whether evaluations, saves and exits are suppressed at this step: replicas were stopped
         at different steps, and some have passed this one before."""
-        return self.state.step <= self.state.quiet_steps
+        return self.state.step <= self.state.suppressed_until_step
 
     @property
     def has_replica_left(self) -> bool:

@@ -91,7 +91,7 @@ class EngineState(TypedDict, total=False):
         phase_seconds, last_step_seconds: of the clock of the inner phase.
         is_asking: whether this replica has asked for a meeting.
         is_waiting: whether it had come to a meeting that never took place: it goes there first.
-        quiet_steps: the step up to which evaluations, saves and exits are suppressed, because
+        suppressed_until_step: up to which evaluations, saves and exits are suppressed, because
             replicas were stopped at different steps and some have passed them already.
         round_seconds: how long the last round was.
         is_at_sync: whether no replica has made a step since the last sync of all units.
@@ -115,7 +115,7 @@ class EngineState(TypedDict, total=False):
     last_step_seconds: float
     is_asking: bool
     is_waiting: bool
-    quiet_steps: int
+    suppressed_until_step: int
     round_seconds: float
     is_at_sync: bool
 
@@ -270,7 +270,7 @@ class RunState:
         has_left: whether a meeting was the last one, because a replica obeyed a stop.
         is_stopping: whether this replica must end here, because a replica obeys a stop.
         is_waiting: whether it came to a meeting that did not take place, as a replica left.
-        quiet_steps: see `EngineState`.
+        suppressed_until_step: see `EngineState`.
     """
 
     rounds: RoundState
@@ -288,7 +288,7 @@ class RunState:
     has_left: bool = False
     is_stopping: bool = False
     is_waiting: bool = False
-    quiet_steps: int = 0
+    suppressed_until_step: int = 0
 
     @classmethod
     def fresh(
@@ -387,7 +387,7 @@ class RunState:
             last_step_seconds=0.0 if self.timer is None else self.timer.last,
             is_asking=is_asking,
             is_waiting=self.is_waiting,
-            quiet_steps=self.quiet_steps,
+            suppressed_until_step=self.suppressed_until_step,
             round_seconds=self.timeout.length,
         )
 
@@ -425,7 +425,7 @@ class RunState:
         if self.timer is not None:
             self.timer.last = saved.get("last_step_seconds", 0.0)
         self.clock.set(saved.get("phase_seconds", 0.0))
-        self.quiet_steps = saved.get("quiet_steps", 0)
+        self.suppressed_until_step = saved.get("suppressed_until_step", 0)
 
 
 def _tensors_of(outer: OuterState | None) -> dict[str, UnitTensors]:

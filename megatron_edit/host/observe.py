@@ -81,7 +81,7 @@ class Observer:
 
     def evaluate(self, call: Call[Evaluation]) -> Evaluation:
         """Megatron's `evaluate`: its losses become means over the replicas."""
-        if self._engine.step > 0 and self._engine.is_quiet:
+        if self._engine.step > 0 and self._engine.suppresses_joint_actions:
             return None, None, True  # some replicas have passed this evaluation
         self._engine.clock.pause()  # until all replicas are through: some are slower at it
         if not self._engine.check_in():

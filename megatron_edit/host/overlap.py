@@ -89,7 +89,7 @@ def _progressing[**P, R](engine: EditEngine) -> Callable[[Callable[P, R]], Calla
     def around(start: Callable[P, R]) -> Callable[P, R]:
         @wraps(start)
         def watched(*args: P.args, **kwargs: P.kwargs) -> R:
-            result = start(*args, **kwargs)  # first: what reduces flies behind our own work
+            result = start(*args, **kwargs)  # first: what reduces is in flight behind our own work
             engine.progress()
             return result
 

@@ -47,11 +47,11 @@ class StopControl:
         from megatron.training import get_args
 
         engine, megatron, iteration = self._engine, get_args(), call.arguments["iteration"]
-        is_quiet = engine.is_quiet
-        is_planned = _is_planned(megatron, iteration) and not is_quiet
+        is_suppressed = engine.suppresses_joint_actions
+        is_planned = _is_planned(megatron, iteration) and not is_suppressed
         if is_planned and not engine.is_warmup and not engine.check_in():
             return None  # a replica has been stopped on its way here
-        with self._saves.deciding(iteration, is_planned=is_planned, is_quiet=is_quiet):
+        with self._saves.deciding(iteration, is_planned=is_planned, is_suppressed=is_suppressed):
             wants_exit = call.proceed()  # after an announcement, too: all replicas save alike
         if is_planned:
             return True

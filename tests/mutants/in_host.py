@@ -351,7 +351,7 @@ HOST = (
         id="host/sum-residual-not-loaded",
         bug="what a lossy wire owes of its sums is zero after a resume",
         file="host/checkpoint/replica_local.py",
-        old='            outer[name]["summed"] = own[SUMMED][name][place.owned(sent.numel())]\n',
+        old='            outer[name]["summed"] = own[SUMMED][name][shards.owned(sent.numel())]\n',
         new="",
         test="host/test_resume.py::test_resume_with_a_sync_that_has_not_landed[int4-delay-pp2]",
     ),

@@ -34,7 +34,7 @@ def part(folder: Path, *, iteration: int = 8, retain: int | None = None, **more:
     )
     return Part(
         name="8/1", folder=CheckpointFolder(folder), job="job", manifest=manifest, entry=entry(0),
-        has_model=False, has_outer=False, has_own=False, own_file=folder / "file",
+        has_model=False, has_outer=False, has_replica_local=False, random_file=folder / "file",
         is_of_a_stop=False, retain_interval=retain,
     )  # fmt: skip
 

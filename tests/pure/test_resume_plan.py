@@ -302,10 +302,10 @@ def test_the_ledger_comes_back() -> None:
 def test_nothing_is_done_twice_after_unequal_stops() -> None:
     """Up to the furthest replica's step, where replicas count; catches saves and evaluations that
     some come to alone."""
-    assert plan_resume(saved([3, 1], before=4), run_of(2)).quiet_steps == 7
-    assert plan_resume(saved([2, 2], before=4), run_of(2)).quiet_steps == 0
+    assert plan_resume(saved([3, 1], before=4), run_of(2)).suppressed_until_step == 7
+    assert plan_resume(saved([2, 2], before=4), run_of(2)).suppressed_until_step == 0
     clocks = saved([2, 0], before=3, dealing=SETTLED)
-    assert plan_resume(clocks, run_of(2, timed=True)).quiet_steps == 0
+    assert plan_resume(clocks, run_of(2, timed=True)).suppressed_until_step == 0
 
 
 def test_the_learning_rate_of_others() -> None:

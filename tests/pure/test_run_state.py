@@ -157,7 +157,7 @@ def test_all_of_it_comes_back() -> None:
     state.begin_phase()
     now[0] += 4 * NANOSECONDS
     assert state.timer is not None and state.timer.after_step() is False
-    state.is_waiting, state.quiet_steps = True, 17
+    state.is_waiting, state.suppressed_until_step = True, 17
     state.rounds = replace(state.rounds, count=5, is_rejoined=True, length=4)
     for step in (9, 10):
         state.losses.note(step, float(step))

@@ -34,7 +34,7 @@ class Saves:
         clock = anything(pause=lambda: None, resume=lambda: None)
         records = [anything(step=12, inner_steps=2), anything(step=10, inner_steps=0)]
         self.engine = anything(**{
-            "step": 15, "is_quiet": False, "is_warmup": False, "is_mid_round": True,
+            "step": 15, "suppresses_joint_actions": False, "is_warmup": False, "is_mid_round": True,
             "has_replica_left": False, "records": records, "began_identical": True,
             "num_syncs": 3, "settle": lambda: None, "clock": clock,
             "settings": anything(timed=None), **engine,
@@ -69,7 +69,7 @@ def test_nothing_is_saved_twice() -> None:
     assert len(saves.save(15)) == len(saves.save(15)) == 1
     saves.engine.step = 16
     assert len(saves.save(16)) == 2
-    assert Saves(is_quiet=True).save(15) == []
+    assert Saves(suppresses_joint_actions=True).save(15) == []
 
 
 def test_a_stop_right_after_a_save() -> None:

@@ -23,7 +23,7 @@ class Replica:
         self.wants_exit = False
         self.args = anything(save="saves", exit_interval=None, train_iters=100)
         self.engine = anything(**{
-            "step": 7, "is_quiet": False, "is_warmup": False, "is_stopping": False,
+            "step": 7, "suppresses_joint_actions": False, "is_warmup": False, "is_stopping": False,
             "is_stop_seen": False, "announce_stop": lambda: self.done.append("announce"),
             "leave": self._leave, "check_in": lambda: True, **engine,
         })  # fmt: skip
@@ -46,7 +46,7 @@ class Replica:
         self.engine.is_stopping = True
 
     @contextmanager
-    def _deciding(self, iteration: int, *, is_planned: bool, is_quiet: bool) -> Iterator[None]:
+    def _deciding(self, iteration: int, *, is_planned: bool, is_suppressed: bool) -> Iterator[None]:
         self.done.append(("planned" if is_planned else "decide", iteration))
         yield
 

@@ -56,8 +56,8 @@ class Part:
         entry: of this replica.
         has_model: whether this replica wrote a Megatron checkpoint.
         has_outer: whether it wrote the outer state.
-        has_own: whether it wrote outer state of its own.
-        own_file: of this rank alone.
+        has_replica_local: whether it wrote outer state of its own.
+        random_file: of this rank alone.
         is_of_a_stop: whether replicas leave: it is the last of the run.
         retain_interval: Megatron's `--save-retain-interval`.
     """
@@ -69,8 +69,8 @@ class Part:
     entry: ReplicaEntry
     has_model: bool
     has_outer: bool
-    has_own: bool
-    own_file: Path
+    has_replica_local: bool
+    random_file: Path
     is_of_a_stop: bool
     retain_interval: int | None
 
@@ -249,9 +249,9 @@ def _files_of(part: Part, replica: int, rank: int) -> list[Path]:
         folders.append(files_under(folder_of(part.partial, replica), leave_out=leave_out))
     if part.has_outer:
         folders.append(files_under(part.partial / EDIT / OUTER))
-    if part.has_own:
+    if part.has_replica_local:
         folders.append(files_under(own_folder(part.partial, replica)))
-    return [part.own_file] + [
+    return [part.random_file] + [
         path for files in folders for path in files if _writer_of(path.name) == rank
     ]
 

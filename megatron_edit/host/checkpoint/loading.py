@@ -31,7 +31,7 @@ from megatron_edit.host.checkpoint.refusals import (
     check_samples,
     check_schedule,
 )
-from megatron_edit.host.checkpoint.replica_local import Place, load_outer, load_pending
+from megatron_edit.host.checkpoint.replica_local import RankShards, load_outer, load_pending
 from megatron_edit.host.checkpoint.summary import summary_of
 from megatron_edit.host.checkpoint.tables import detectors_of, saved_steps_of, unit_steps_of
 from megatron_edit.host.model.megatron_host import MegatronHost
@@ -215,12 +215,14 @@ class LoadControl:
         Collective: all ranks of all replicas.
         """
         manifest, plan, where = resume.manifest, resume.plan, self._world.placement
-        place = Place(where.replica, where.num_replicas, engine.settings.wire, host.plan, pieces)
+        shards = RankShards(
+            where.replica, where.num_replicas, engine.settings.wire, host.plan, pieces
+        )
 
         def load(replica: int) -> list[PendingState]:
             self._load_replica(resume, replica)
             host.set_schedule(max(entry.schedule_position for entry in manifest.replicas))
-            return load_pending(resume.path, manifest, replica, place)
+            return load_pending(resume.path, manifest, replica, shards)
 
         def begin_anew() -> None:
             if not plan.goes_on:
@@ -234,14 +236,14 @@ class LoadControl:
             unfinished = SavedRound(load, steps, self._source(manifest), begin_anew)
         else:
             begin_anew()
-        engine.load_state_dict(_state_of(resume, place), unfinished)
+        engine.load_state_dict(_state_of(resume, shards), unfinished)
 
 
-def _state_of(resume: _Resume, place: Place) -> EngineState:
+def _state_of(resume: _Resume, shards: RankShards) -> EngineState:
     """What a checkpoint holds of the engine's state, for this replica."""
     manifest, plan, path = resume.manifest, resume.plan, resume.path
-    entry, units = plan.entries[place.replica], place.plan.names
-    outer, pending = load_outer(path, manifest, entry.pending if plan.goes_on else (), place)
+    entry, units = plan.entries[shards.replica], shards.plan.names
+    outer, pending = load_outer(path, manifest, entry.pending if plan.goes_on else (), shards)
     is_completed = manifest.is_mid_round and not plan.goes_on
     return EngineState(
         step=entry.step,
@@ -249,7 +251,7 @@ def _state_of(resume: _Resume, place: Place) -> EngineState:
         round=manifest.round + is_completed,
         is_warmup=False,
         detectors=detectors_of(path, manifest, units),
-        unit_steps=unit_steps_of(manifest, units, place.num_replicas, is_same=plan.goes_on),
+        unit_steps=unit_steps_of(manifest, units, shards.num_replicas, is_same=plan.goes_on),
         replicas_identical=manifest.is_level or not plan.goes_on,
         round_length=entry.round_length,
         dealing=plan.dealing,
@@ -262,7 +264,7 @@ def _state_of(resume: _Resume, place: Place) -> EngineState:
         last_step_seconds=entry.last_step_seconds,
         is_asking=entry.is_asking,
         is_waiting=entry.is_waiting,
-        quiet_steps=plan.quiet_steps,
+        suppressed_until_step=plan.suppressed_until_step,
         round_seconds=manifest.round_seconds,
         is_at_sync=not plan.goes_on or not manifest.is_mid_round,
     )

@@ -30,7 +30,7 @@ from megatron_edit.host.checkpoint.outer import (
 
 
 @dataclass(frozen=True)
-class Place:
+class RankShards:
     """Whose outer state it is.
 
     Attributes:
@@ -66,26 +66,26 @@ def is_replica_local(pending: Sequence[PendingSync], wire: Wire) -> bool:
 
 
 def replica_local_kinds(
-    outer: Mapping[str, UnitTensors], pending: Sequence[PendingState], place: Place
+    outer: Mapping[str, UnitTensors], pending: Sequence[PendingState], shards: RankShards
 ) -> Kinds:
     """Snapshots of syncs that have not landed, and error-feedback residuals, to be written.
 
     Args:
         outer: of this rank.
         pending: that have not landed.
-        place: whose it is.
+        shards: whose it is.
     """
     kinds: dict[str, dict[str, Tensor]] = {}
     if snapshots := _snapshots_of(pending):
         kinds[SNAPSHOT] = snapshots
-    if place.wire.has_residual:
+    if shards.wire.has_residual:
         kinds[SENT] = {name: unit["sent"] for name, unit in outer.items()}
-        kinds[SUMMED] = {name: _spread(unit, place) for name, unit in outer.items()}
+        kinds[SUMMED] = {name: _spread(unit, shards) for name, unit in outer.items()}
     return kinds
 
 
 def load_outer(
-    checkpoint: Path, manifest: Manifest, pending: Sequence[PendingSync], place: Place
+    checkpoint: Path, manifest: Manifest, pending: Sequence[PendingSync], shards: RankShards
 ) -> tuple[dict[str, UnitTensors], list[PendingState]]:
     """Outer state of this rank, and its syncs that had not landed, from a checkpoint.
 
@@ -93,33 +93,36 @@ def load_outer(
         checkpoint: its folder.
         manifest: of it.
         pending: that had not landed on this replica; none, where other replicas go on.
-        place: whose it is.
+        shards: whose it is.
 
     Raises:
         UsageError: the checkpoint lacks a part of a parameter.
     """
-    outer, syncs = _room(place.plan, has_anchor=manifest.has_anchor), _pending(pending, place.plan)
-    has_residuals = place.wire.name == manifest.wire and manifest.form == ALL
-    is_same = place.num_replicas == manifest.num_replicas and not manifest.is_warmup
-    wire = place.wire if has_residuals and is_same else Wire.of("fp32")
+    outer, syncs = (
+        _room(shards.plan, has_anchor=manifest.has_anchor),
+        _pending(pending, shards.plan),
+    )
+    has_residuals = shards.wire.name == manifest.wire and manifest.form == ALL
+    is_same = shards.num_replicas == manifest.num_replicas and not manifest.is_warmup
+    wire = shards.wire if has_residuals and is_same else Wire.of("fp32")
     kinds = shared_kinds(outer, syncs, has_anchor=manifest.has_anchor)
-    load_outer_state(checkpoint / EDIT / OUTER, place.pieces, kinds)
+    load_outer_state(checkpoint / EDIT / OUTER, shards.pieces, kinds)
     if is_replica_local(pending, wire):
         own: dict[str, dict[str, Tensor]] = {}
         if snapshots := _snapshots_of(syncs):
             own[SNAPSHOT] = snapshots
         if wire.has_residual:
             for kind in (SENT, SUMMED):
-                own[kind] = {s.name: torch.zeros(s.numel) for s in place.plan.shards}
-        load_outer_state(own_folder(checkpoint, place.replica), place.pieces, own)
+                own[kind] = {s.name: torch.zeros(s.numel) for s in shards.plan.shards}
+        load_outer_state(own_folder(checkpoint, shards.replica), shards.pieces, own)
         for name, sent in own.get(SENT, {}).items():
             outer[name]["sent"] = sent
-            outer[name]["summed"] = own[SUMMED][name][place.owned(sent.numel())]
+            outer[name]["summed"] = own[SUMMED][name][shards.owned(sent.numel())]
     return outer, syncs
 
 
 def load_pending(
-    checkpoint: Path, manifest: Manifest, replica: int, place: Place
+    checkpoint: Path, manifest: Manifest, replica: int, shards: RankShards
 ) -> list[PendingState]:
     """What had not landed on a saved replica, to land on its parameters in this rank.
 
@@ -127,14 +130,14 @@ def load_pending(
         checkpoint: its folder.
         manifest: of it.
         replica: of those that saved.
-        place: this rank's.
+        shards: this rank's.
     """
     saved = manifest.replicas[replica].pending
-    syncs = _pending(saved, place.plan)
+    syncs = _pending(saved, shards.plan)
     if is_replica_local(saved, Wire.of("fp32")):
         averages = {name: t for sync in syncs for name, t in sync["averages"].items()}
         kinds = {AVERAGE: averages, SNAPSHOT: _snapshots_of(syncs)}
-        load_outer_state(own_folder(checkpoint, replica), place.pieces, kinds)
+        load_outer_state(own_folder(checkpoint, replica), shards.pieces, kinds)
     return syncs
 
 
@@ -142,10 +145,10 @@ def _snapshots_of(pending: Sequence[PendingState]) -> dict[str, Tensor]:
     return {name: tensor for sync in pending for name, tensor in sync["snapshots"].items()}
 
 
-def _spread(unit: UnitTensors, place: Place) -> Tensor:
+def _spread(unit: UnitTensors, shards: RankShards) -> Tensor:
     """What this rank has lost of the sums that it encodes, in its place in the whole shard."""
     numel = unit["momentum"].numel()
-    where = place.owned(numel)
+    where = shards.owned(numel)
     spread = torch.zeros(numel)
     spread[where] = unit["summed"][: where.stop - where.start].cpu()
     return spread

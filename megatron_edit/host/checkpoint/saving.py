@@ -45,7 +45,7 @@ class SaveControl:
         self._num_replicas = num_replicas
         self._is_first = is_first
         self._is_ending = False  # what is saved now is all that will be left
-        self._is_owed = False  # a save waits for the next sync
+        self._is_deferred = False  # a save waits for the next sync
         self._asked_at: int | None = None  # iteration, while Megatron decides whether to exit
         self._saved_step: int | None = None
 
@@ -54,7 +54,7 @@ class SaveControl:
         engine = self._engine
         if self._is_premature:
             return  # every replica saves when it stops
-        if engine.is_quiet and not self._is_ending:
+        if engine.suppresses_joint_actions and not self._is_ending:
             return  # some replicas have passed this save
         is_leaving = self._is_ending and engine.has_replica_left
         if engine.step == self._saved_step and not is_leaving:
@@ -62,28 +62,28 @@ class SaveControl:
         engine.clock.pause()
         engine.settle()
         if self._waits():
-            self._is_owed = True
+            self._is_deferred = True
         else:
             self._writer.write(self._plan(call.arguments["iteration"]), call)
-            self._saved_step, self._is_owed = engine.step, False
+            self._saved_step, self._is_deferred = engine.step, False
         engine.clock.resume()
 
     @contextmanager
     def deciding(
-        self, iteration: int, *, is_planned: bool, is_quiet: bool = False
+        self, iteration: int, *, is_planned: bool, is_suppressed: bool = False
     ) -> Iterator[None]:
         """Inside, Megatron saves at its intervals, and decides whether to exit.
 
         Args:
             iteration: that is over.
             is_planned: whether it will exit, on all replicas.
-            is_quiet: whether some replicas have passed this iteration before.
+            is_suppressed: whether some replicas have passed this iteration before.
         """
         args = self._host.arguments
         interval, exit_interval = args.save_interval, args.exit_interval
-        if self._is_payable:
+        if self._is_deferred_save_due:
             args.save_interval = iteration  # for Megatron to save now
-        if is_quiet:
+        if is_suppressed:
             args.exit_interval = None
         self._asked_at, self._is_ending = iteration, is_planned
         try:
@@ -102,9 +102,9 @@ class SaveControl:
             self._is_ending = False
 
     @property
-    def _is_payable(self) -> bool:
+    def _is_deferred_save_due(self) -> bool:
         """Whether a save is owed, and the replicas have just met."""
-        return self._is_owed and not self._engine.is_mid_round
+        return self._is_deferred and not self._engine.is_mid_round
 
     @property
     def _is_premature(self) -> bool:
@@ -120,7 +120,7 @@ class SaveControl:
         engine = self._engine
         if self._policy == ALL or self._is_ending or not engine.is_mid_round:
             return False
-        if not self._is_owed and self._is_first:
+        if not self._is_deferred and self._is_first:
             say(
                 f"the checkpoint of iteration {engine.step} waits for the next sync "
                 f"(--edit-inner-state {self._policy})"

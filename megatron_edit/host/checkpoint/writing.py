@@ -35,7 +35,7 @@ from megatron_edit.host.checkpoint.outer import (
 from megatron_edit.host.checkpoint.paths import Redirection
 from megatron_edit.host.checkpoint.random import save_streams
 from megatron_edit.host.checkpoint.replica_local import (
-    Place,
+    RankShards,
     is_replica_local,
     replica_local_kinds,
 )
@@ -137,7 +137,7 @@ class CheckpointWriter:
         entry = self._entry_of(state)
         self._requests = []
         has_outer = plan.has_outer and place.replica == place.num_replicas - 1
-        has_own = self._save_outer(partial, plan, state, entry.pending)
+        has_replica_local = self._save_outer(partial, plan, state, entry.pending)
         streams = save_streams(partial / EDIT / RANDOM, place.replica)
         has_model = place.replica == 0 or plan.form == ALL
         if has_model:
@@ -157,8 +157,8 @@ class CheckpointWriter:
             entry=entry,
             has_model=has_model,
             has_outer=has_outer,
-            has_own=has_own,
-            own_file=streams,
+            has_replica_local=has_replica_local,
+            random_file=streams,
             is_of_a_stop=plan.is_of_a_stop,
             retain_interval=getattr(args, "save_retain_interval", None),
         )
@@ -222,7 +222,7 @@ class CheckpointWriter:
             self._save_kinds(partial / EDIT / OUTER, kinds)
         if plan.form != ALL or not is_replica_local(pending, wire):
             return False
-        mine = Place(place.replica, place.num_replicas, wire, self._host.plan, self._pieces())
+        mine = RankShards(place.replica, place.num_replicas, wire, self._host.plan, self._pieces())
         own = replica_local_kinds(outer, syncs, mine)
         self._save_kinds(own_folder(partial, place.replica), own)
         return True

@@ -34,7 +34,7 @@ class LoopControl:
     _has_begun: bool = False  # the loop, with its first step
 
     def take(self, samples: int, *, is_over: bool) -> None:
-        """The replicas part. What is due at the very step of the switch still happens as ever.
+        """Local training begins. What is due at the very step of the switch still happens as ever.
 
         Args:
             samples: consumed by all replicas so far.
