@@ -1,4 +1,11 @@
-"""The syncs that are under way on this rank: one that lands, and others in flight until they do."""
+"""The syncs that are under way on this rank: one that lands, and others in flight until they do.
+
+Note: the order of syncs. All ranks of a sync group must begin the same exchanges in the same order,
+though each comes to it at moments of its own. So syncs advance in the order of their starts
+(`poll`), units of one sync in forward order (`InflightSync.advance`), and nothing begins whose
+predecessor has not begun. Landing is another matter: it communicates inside a replica only, and is
+asked for by the host at the same places on all ranks of the replica (`apply_up_to`, `settle`).
+"""
 
 from __future__ import annotations
 
@@ -104,7 +111,7 @@ class SyncQueue:
         return self.has_pending_units or bool(self.pending)
 
     def poll(self) -> None:
-        """Let exchanges go on, in the order of their starts. Waits for nothing."""
+        """Let exchanges go on. Waits for nothing. See the note on the order of syncs."""
         for group in self.groups.ties.values():
             group.reap()
         for sync in self._all():
