@@ -1,4 +1,5 @@
-"""What the engine learns of Megatron's loop: steps, samples, the schedule. No model is built."""
+"""What the engine learns of Megatron's loop, and when: steps, samples, the schedule. No model is
+built."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ import pytest
 from megatron_edit.comm.placement import Placement
 from megatron_edit.host.model import megatron_host as module
 from megatron_edit.host.model.megatron_host import MegatronHost
+from megatron_edit.host.seams.patching import Patcher
+from megatron_edit.host.training import TrainingLoop
 
 anything: Any = SimpleNamespace
 
@@ -101,3 +104,45 @@ def test_a_replica_that_goes_back_to_its_meeting(host: MegatronHost) -> None:
     assert (progress.schedule_position, progress.pending_schedule) == (32, 8)
     step(host, 1)
     assert host.progress().schedule_position == 40
+
+
+@pytest.mark.parametrize("is_landing_due", [False, True])
+def test_a_step_in_its_order(is_landing_due: bool) -> None:
+    """The sync that lands is closed first, the gather is left to one that replaces parameters, and
+    a step counts before the engine is told. Catches a gather of what is replaced at once, and one
+    that is left out for ever."""
+    calls: list[Any] = []
+
+    def note(name: str) -> Any:
+        return lambda *_, **given: calls.append((name, *given.values()) if given else name)
+
+    class Optimizer:
+        """Of Megatron."""
+
+        def step(self) -> tuple[bool, float, None]:
+            """It was applied."""
+            calls.append("step")
+            return True, 1.0, None
+
+        def zero_grad(self) -> None:
+            """The first call of a training step."""
+            calls.append("zero")
+
+    engine = anything(
+        before_step=note("close"), after_step=note("meet"), is_landing_due=is_landing_due
+    )
+    host = anything(
+        loop=anything(begin_step=note("begin")), count_step=note("count"),
+        defer_gather=lambda is_deferred: calls.append(("defer", is_deferred)),
+    )  # fmt: skip
+    optimizer: Any = Optimizer()
+    hooks: Any = anything(_patcher=Patcher("Megatron"))
+    TrainingLoop._hook_step(hooks, engine, host, anything(begin_step=note("stamp")), optimizer)
+    optimizer.zero_grad()
+    assert optimizer.step() == (True, 1.0, None)
+    assert calls == [
+        "stamp", "zero", "close", "begin", ("defer", is_landing_due), "step", ("defer", False),
+        ("count", True), "meet",
+    ]  # fmt: skip
+    hooks._patcher.undo()
+    assert vars(optimizer) == {}
