@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import itertools
 import os
 import pickle
 import select
@@ -24,6 +25,7 @@ from tests.harness.jobs import Job, Report, resolve
 
 _POLL_SECONDS = 0.01
 _PR_SET_PDEATHSIG = 1
+_PORTS = (15_000 + (101 * os.getpid() + n) % 17_000 for n in itertools.count())
 
 
 def main(fd: int) -> None:
@@ -148,10 +150,16 @@ def _settle(job: Job, rank: int, port: int) -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nobody listens on, below those that the system gives to clients: with files of
+    tests side by side one of these may be taken again before the ranks come to it."""
+    while True:
+        port = next(_PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 if __name__ == "__main__":

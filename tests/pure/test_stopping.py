@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import megatron
 import pytest
 
 from megatron_edit.host.stops import StopControl
@@ -33,6 +34,8 @@ class Replica:
         package.training = anything(
             get_args=package.get_args, save_checkpoint_and_time=self._save_checkpoint_and_time
         )
+        # `import a.b.c as x` asks the packages first, where a test before has imported them.
+        monkeypatch.setattr(megatron, "training", package, raising=False)
         monkeypatch.setitem(sys.modules, "megatron.training", package)
         monkeypatch.setitem(sys.modules, "megatron.training.training", package.training)
 
