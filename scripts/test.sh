@@ -23,14 +23,9 @@ check() {
     echo "== $*" >&2
     "$python" -m "$@" || failed+=("$1")
 }
-case " $* " in
-    *" --system "*) ;; # the core tier has looked
-    *)
-        check ruff check .
-        check ruff format --check .
-        check mypy
-        ;;
-esac
+check ruff check .
+check ruff format --check .
+check mypy
 jobs=()
 case " $* " in
     *" --system "* | *" --full "* | *" -n "* | *" -x "* | *.py*) ;;
