@@ -28,7 +28,7 @@ check ruff format --check .
 check mypy
 jobs=()
 case " $* " in
-    *" --system "* | *" --full "* | *" -n "* | *" -x "* | *.py*) ;;
+    *" --system "* | *" --full "* | *" -n "* | *.py*) ;;
     *) jobs=(-n "${MEGATRON_EDIT_TEST_JOBS:-2}" --dist loadfile) ;;
 esac
 status=0

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import itertools
 import os
 import pickle
 import select
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -22,10 +20,10 @@ from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from tests.harness.jobs import Job, Report, resolve
+from tests.harness.ports import free_ports
 
 _POLL_SECONDS = 0.01
 _PR_SET_PDEATHSIG = 1
-_PORTS = (15_000 + (101 * os.getpid() + n) % 17_000 for n in itertools.count())
 
 
 def main(fd: int) -> None:
@@ -57,7 +55,7 @@ def _warm_up() -> None:
 
 def _run(job: Job, requests: Connection) -> Report:
     """Fork the ranks and wait for them, or for the end of their time."""
-    port = _free_port()
+    (port,) = free_ports(1)
     others_done, still_running = os.pipe()
     pids = []
     for rank in range(job.world_size):
@@ -147,19 +145,6 @@ def _settle(job: Job, rank: int, port: int) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-
-
-def _free_port() -> int:
-    """A port that nobody listens on, below those that the system gives to clients: with files of
-    tests side by side one of these may be taken again before the ranks come to it."""
-    while True:
-        port = next(_PORTS)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
 
 
 if __name__ == "__main__":

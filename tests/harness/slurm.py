@@ -9,7 +9,6 @@ from __future__ import annotations
 import getpass
 import os
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +16,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
+
+from tests.harness.ports import free_ports
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue",
             "setpriv")  # fmt: skip
@@ -116,9 +117,7 @@ class Cluster:
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
         (self.folder / "state").mkdir()
-        text = CONFIGURATION.format(
-            folder=self.folder, user=getpass.getuser(), ports=list(_free_ports(3))
-        )
+        text = CONFIGURATION.format(folder=self.folder, user=getpass.getuser(), ports=free_ports(3))
         self.config.write_text(text, encoding="utf-8")
         names = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log",
                  "seed-file": "seed"}  # fmt: skip
@@ -211,12 +210,3 @@ class Cluster:
 def _kill(process: psutil.Process) -> None:
     with suppress(psutil.NoSuchProcess):
         process.kill()
-
-
-def _free_ports(count: int) -> Iterator[int]:
-    """Ports that were free a moment ago, each another one."""
-    with ExitStack() as stack:
-        for _ in range(count):
-            probe = stack.enter_context(socket.socket())
-            probe.bind(("127.0.0.1", 0))
-            yield int(probe.getsockname()[1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -13,17 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.harness.launch import REPOSITORY
+from tests.harness.ports import free_ports
 from tests.host.runs import edit_flags
 
 SCRIPT = REPOSITORY / "scripts/pretrain_gpt.py"
 FLAGS = {"train_iters": 8, "global_batch_size": 4}
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass
@@ -47,7 +40,7 @@ class Launch:
 def start(argv: list[str], ranks: int, log: Path) -> Launch:
     """torchrun with `ranks` processes on this machine."""
     command = [
-        sys.executable, "-m", "torch.distributed.run", f"--master-port={free_port()}",
+        sys.executable, "-m", "torch.distributed.run", f"--master-port={free_ports(1)[0]}",
         f"--nproc-per-node={ranks}", "-m", "megatron_edit", *argv,
     ]  # fmt: skip
     env = os.environ | {
@@ -71,7 +64,7 @@ def test_single_launch_and_one_launch_per_replica_are_the_same(tmp_path: Path) -
     argv = [str(SCRIPT), *edit_flags(2, edit_log_dir=single, **FLAGS)]
     code, output = start(argv, 2, tmp_path / "single.out").finish()
     assert code == 0, output[-3000:]
-    rendezvous = f"127.0.0.1:{free_port()}"
+    rendezvous = f"127.0.0.1:{free_ports(1)[0]}"
     launches = [
         start(
             [

@@ -16,8 +16,8 @@ from megatron_edit.tools.cli import main
 from megatron_edit.tools.patch.line import LINE
 from megatron_edit.versions import RELEASES
 from tests.harness.launch import REPOSITORY
+from tests.harness.ports import free_ports
 from tests.host.runs import edit_flags
-from tests.system.test_launch import free_port
 
 CLONES = "MEGATRON_LM_DIRS"
 
@@ -122,7 +122,7 @@ def test_a_patched_clone_trains_without_the_launcher(tmp_path: Path, megatron_cl
     for name, launcher in (("patched", []), ("both", ["-m", "megatron_edit"])):
         flags = edit_flags(2, edit_log_dir=tmp_path / name, train_iters=20, global_batch_size=4)
         command = [
-            sys.executable, "-m", "torch.distributed.run", f"--master-port={free_port()}",
+            sys.executable, "-m", "torch.distributed.run", f"--master-port={free_ports(1)[0]}",
             "--nproc-per-node=2", *launcher, str(copy / "pretrain_gpt.py"), *flags,
         ]  # fmt: skip
         added = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

@@ -1,0 +1,44 @@
+"""Ports for what tests start."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+
+# Below those that the system gives to outgoing connections, which could take one of these before
+# the ranks come to it. Processes side by side must not find the same port free, either: each holds
+# the first port of a block as long as it lives, and gives out the others.
+_FIRST, _BLOCK, _LAST = 15_000, 500, 32_000
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of this machine that nobody listens on now, each another one."""
+    found: list[int] = []
+    while len(found) < count:
+        port = next(_candidates())
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            found.append(port)
+    return found
+
+
+@functools.cache
+def _candidates() -> Iterator[int]:
+    """The ports of this process's block, again and again."""
+    for first in range(_FIRST, _LAST, _BLOCK):
+        claim = socket.socket()
+        try:
+            claim.bind(("", first))
+        except OSError:
+            claim.close()
+            continue
+        return _of_block(claim, first)
+    raise RuntimeError(f"every block of ports from {_FIRST} to {_LAST} is taken")
+
+
+def _of_block(claim: socket.socket, first: int) -> Iterator[int]:
+    with claim:
+        yield from itertools.cycle(range(first + 1, first + _BLOCK))
