@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -120,7 +121,7 @@ class Group:
         """Wrap a group that exists already, such as one of Megatron's."""
         return cls(process_group, process_group.rank(), process_group.size(), device, timeout, name)
 
-    @property
+    @cached_property
     def runs_in_order(self) -> bool:
         """Whether collectives run one after another, as on NCCL's stream; on gloo, all at once."""
         return self.process_group is not None and str(self.process_group.name()) == "nccl"

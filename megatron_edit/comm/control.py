@@ -94,6 +94,29 @@ class ControlRecord:
         )
 
 
+def unpack_meeting(
+    rows: Tensor, capacity: int, num_units: int, *, has_digests: bool, same_step: bool
+) -> list[ControlRecord]:
+    """The records of a meeting, by replica.
+
+    Args:
+        rows: float64 [N, ...], what the replicas have packed.
+        capacity: room for losses, as packed.
+        num_units: U.
+        has_digests: whether there are digests.
+        same_step: whether all replicas come after the same step.
+
+    Raises:
+        SyncProtocolError: nobody leaves, and the replicas are not in the same round.
+    """
+    records = [
+        ControlRecord.unpack(row, capacity, num_units, has_digests=has_digests) for row in rows
+    ]
+    if not any(record.is_leaving for record in records):
+        check_same_meeting(records, same_step=same_step)
+    return records
+
+
 def record_bytes(
     capacity: int, num_units: int, num_buffers: int, *, has_digests: bool = False
 ) -> int:

@@ -22,7 +22,7 @@ from megatron_edit.comm.stop import StopBoard
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.engine.host import EngineGroups, EngineSettings, Host, Reporter
 from megatron_edit.engine.rounds.completion import Completion, SavedRound
-from megatron_edit.engine.rounds.controller import SyncController
+from megatron_edit.engine.rounds.controller import MeetingPlan, StepPlan, SyncController
 from megatron_edit.engine.rounds.synchronous import (
     CommonStop,
     average_gradients,
@@ -83,6 +83,7 @@ class EditEngine:
         self._home = HomeStream(groups.sync.device)
         self._flags = DelayedFlags(groups.control)
         self._common_stop = CommonStop(groups.sync)
+        self._after: StepPlan | None = None  # what follows the step being attempted
 
     # ---- start and end
 
@@ -105,7 +106,7 @@ class EditEngine:
         if self.state.is_waiting:
             self.state.is_waiting = False
             with self._context():
-                self._meet()
+                self._meet(self._controller.plan_meeting(self.step))
                 # The host's loop has not begun, and takes the parameters as gathered when it does.
                 self._queue.settle()
         return not self.state.is_stopping
@@ -161,28 +162,31 @@ class EditEngine:
                 average_gradients(self.host, self.groups, num_tokens)
 
     def before_step(self) -> None:
-        """Close the sync that lands: it may not once the inner optimizer has moved on."""
+        """Close the sync that lands: it may not once the inner optimizer has moved on. Then settle
+        what follows the step."""
+        self._home.remember()
         with self._context():
             self._queue.settle()
             self._queue.poll()
+            self._after = self._plan_step()
 
     def after_step(self) -> None:
         """Count an attempted step, whether it was applied or skipped, and do what is due."""
-        state, queue = self.state, self._queue
-        was_warmup, is_sync = state.is_warmup, self._is_sync_due
-        is_landing, landings = self._is_landing_due(is_sync), queue.num_landings
+        state, queue, plan, self._after = self.state, self._queue, self._after, None
+        assert plan is not None, "a step that was not announced by `before_step`"
+        landings, meeting = queue.num_landings, plan.meeting
         state.step += 1
-        self._home.remember()
         with self._context():
-            is_asking = not was_warmup and self._asks_for_meeting() and not is_sync
-            self._controller.land_due()
-            if is_sync:
-                self._meet()
-            elif was_warmup:
+            is_asking = not plan.is_warmup and self._asks_for_meeting() and meeting is None
+            if plan.landing:
+                self._controller.land_due(plan.landing)
+            if meeting is not None:
+                self._meet(meeting)
+            elif plan.is_warmup:
                 state.is_stopping = self._common_stop.after_step(self.is_stop_seen)
                 if self.settings.schedule.is_switch(state.step):
                     self._switch()
-            if is_landing and queue.num_landings == landings:
+            if plan.is_landing_due and queue.num_landings == landings:
                 self.host.gather_parameters()  # the step left that to a sync, which there was not
             queue.poll()
             self._flags.post(
@@ -295,12 +299,12 @@ class EditEngine:
                 detectors = completion.run(detectors)
         detectors = detectors.for_replicas(self.groups.sync.size)
         self.state.load_state_dict(saved, outer, detectors, self._round_length())
-        self._queue.load_state_dict(saved.get("pending", ()))
+        self._queue.load_state_dict(saved["pending"])
         self._attach(outer)
         if saved.get("is_at_sync", False):
             check_identical(self.host, self.groups, "after loading")
-        self._flags.post(Flag.MEET if saved.get("is_asking", False) else Flag.NONE)
-        self.state.timeout.begin(saved.get("round_seconds", 0.0))
+        self._flags.post(Flag.MEET if saved["is_asking"] else Flag.NONE)
+        self.state.timeout.begin(saved["round_seconds"])
 
     # ---- where training stands
 
@@ -312,7 +316,7 @@ class EditEngine:
     @property
     def is_warmup(self) -> bool:
         """Whether the replicas train in step: no anchor has been taken yet."""
-        return self.state.is_warmup
+        return self.state.outer is None
 
     @property
     def was_warmup_step(self) -> bool:
@@ -328,7 +332,7 @@ class EditEngine:
     @property
     def is_landing_due(self) -> bool:
         """Whether the result of a sync replaces parameters right after the step being attempted."""
-        return self._is_landing_due(self._is_sync_due)
+        return self._after is not None and self._after.is_landing_due
 
     @property
     def has_pending_units(self) -> bool:
@@ -393,23 +397,15 @@ class EditEngine:
 
     # ---- phases
 
-    @property
-    def _is_sync_due(self) -> bool:
-        """Whether a meeting follows the step being attempted now."""
-        if self.state.is_warmup:
-            return False
-        is_asked = Flag.MEET in self._flags.read()
-        return self._trigger.is_due(self.state.step + 1, is_asked=is_asked)
+    def _plan_step(self) -> StepPlan:
+        if self.is_warmup:
+            return StepPlan(is_warmup=True)
+        return self._controller.plan_step(is_asked=Flag.MEET in self._flags.read())
 
     def _asks_for_meeting(self) -> bool:
         """After an inner step: whether this rank, if it is rank 0, asks for a meeting."""
         timer = self.state.timer
         return timer is not None and timer.after_step()
-
-    def _is_landing_due(self, is_sync: bool) -> bool:
-        if self.state.is_warmup:
-            return False
-        return self._controller.replaces_parameters(self.state.step + 1, is_meeting=is_sync)
 
     def _switch(self) -> None:
         """End the warm-up: make sure that the replicas agree, then take the anchor (method 2.3)."""
@@ -424,9 +420,9 @@ class EditEngine:
         step = self.state.step
         self.reporter.on_message(f"warm-up is over after step {step}: each replica trains alone")
 
-    def _meet(self) -> None:
+    def _meet(self, meeting: MeetingPlan) -> None:
         self.clock.pause()  # to wait for others is no inner training
-        self.state.is_stopping = self.state.is_waiting = not self._controller.meet()
+        self.state.is_stopping = self.state.is_waiting = not self._controller.meet(meeting)
         self.state.begin_phase()
 
     def _take_anchor(self) -> OuterState:

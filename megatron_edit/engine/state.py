@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Required, TypedDict
+from typing import Any, NotRequired, Protocol, Required, TypedDict
 
 import torch
 from torch import Tensor
 
 from megatron_edit.comm.control import ControlRecord
 from megatron_edit.comm.timeouts import AdaptiveTimeout
-from megatron_edit.engine.host import EngineGroups, EngineSettings, Reporter
+from megatron_edit.engine.host import EngineGroups, EngineSettings, Progress, Reporter
 from megatron_edit.engine.rounds.plan import Outcome, RoundPlan, RoundState
 from megatron_edit.engine.sync.outer_state import OuterState
 from megatron_edit.method.clock import PhaseClock, TimeTrigger
@@ -75,7 +75,7 @@ class UnitTensors(TypedDict, total=False):
     summed: Tensor
 
 
-class EngineState(TypedDict, total=False):
+class EngineState(TypedDict):
     """Everything that `EditEngine.load_state_dict` needs to go on. Tensors are not copied.
 
     Keys:
@@ -94,20 +94,21 @@ class EngineState(TypedDict, total=False):
         suppressed_until_step: up to which evaluations, saves and exits are suppressed, because
             replicas were stopped at different steps and some have passed them already.
         round_seconds: how long the last round was.
-        is_at_sync: whether no replica has made a step since the last sync of all units.
+        is_at_sync: whether no replica has made a step since the last sync of all units: what a
+            checkpoint knows of them all, and `state_dict` does not say.
     """
 
-    step: Required[int]
-    inner_steps: Required[int]
-    round: Required[int]
-    is_warmup: Required[bool]
-    detectors: Required[DetectorState]
-    unit_steps: Required[Tensor]
-    replicas_identical: Required[bool]
+    step: int
+    inner_steps: int
+    round: int
+    is_warmup: bool
+    detectors: DetectorState
+    unit_steps: Tensor
+    replicas_identical: bool
     round_length: int
     dealing: Dealing | None
     is_rejoined: bool
-    outer: Required[Mapping[str, UnitTensors]]
+    outer: Mapping[str, UnitTensors]
     pending: Sequence[PendingState]
     losses: tuple[float, ...]
     last_loss_step: int
@@ -117,7 +118,7 @@ class EngineState(TypedDict, total=False):
     is_waiting: bool
     suppressed_until_step: int
     round_seconds: float
-    is_at_sync: bool
+    is_at_sync: NotRequired[bool]
 
 
 class Losses(Protocol):
@@ -262,8 +263,7 @@ class RunState:
         timer: asks for meetings where replicas run at their own speeds; else None.
         step: s, attempted optimizer steps so far.
         round_start: the own step after which the round began.
-        is_warmup: whether the replicas train in step: no anchor has been taken.
-        outer: anchor, momentum and residuals; None in warm-up.
+        outer: anchor, momentum and residuals; None in warm-up, as no anchor has been taken.
         records: of the last meeting, by replica.
         landed_digests: of units that have landed late, by position, until they meet again.
         num_dealings: how often samples were dealt; data prefetched under another dealing is void.
@@ -280,7 +280,6 @@ class RunState:
     timer: TimeTrigger | None = None
     step: int = 0
     round_start: int = 0
-    is_warmup: bool = True
     outer: OuterState | None = None
     records: Sequence[ControlRecord] = ()
     landed_digests: dict[int, float] = field(default_factory=dict)
@@ -325,7 +324,7 @@ class RunState:
 
     def begin_rounds(self, outer: OuterState, round_length: int) -> None:
         """The anchor is taken: the first round begins."""
-        self.outer, self.is_warmup, self.round_start = outer, False, self.step
+        self.outer, self.round_start = outer, self.step
         self.records = ()  # of evaluations in warm-up
         self.rounds = replace(self.rounds, length=round_length)
 
@@ -335,14 +334,39 @@ class RunState:
         self.num_dealings += 1
         self.round_start = self.step
 
+    def record(self, progress: Progress, **rest: Any) -> ControlRecord:
+        """What this replica tells at a meeting now.
+
+        Args:
+            progress: where training stands.
+            rest: fields of the record that the engine does not keep.
+        """
+        return ControlRecord(
+            round=self.rounds.count,
+            step=self.step,
+            inner_steps=self.inner_steps,
+            samples=progress.samples,
+            schedule_position=progress.schedule_position,
+            # A round that was resumed may have been longer than a record has room for.
+            losses=self.losses.payload()[-self.losses.capacity :],
+            inner_lr=progress.inner_lr,
+            next_lr=progress.next_lr,
+            **rest,
+        )
+
     def note_meeting(self, records: Sequence[ControlRecord]) -> bool:
         """A meeting without a sync is over; whether nobody obeys a stop."""
         self.records = records
         self.has_left = any(record.is_leaving for record in records)
         return not self.has_left
 
-    def apply(self, plan: RoundPlan) -> None:
-        """Take over the plan of a meeting. The only place where a plan changes run-long state."""
+    def apply(self, plan: RoundPlan, reporter: Reporter) -> None:
+        """Take over the plan of a meeting. The only place where a plan changes run-long state.
+
+        Args:
+            plan: of the meeting.
+            reporter: learns of the losses that its records told.
+        """
         self.rounds, self.records = plan.after, plan.records
         self.has_left = plan.outcome is Outcome.LEAVE
         if plan.outcome is not Outcome.SYNC:
@@ -351,6 +375,7 @@ class RunState:
         self.num_dealings += plan.is_dealt
         for unit in plan.units:
             self.landed_digests.pop(unit, None)
+        self.losses.report(plan.records, reporter)
 
     def begin_phase(self) -> None:
         """Inner training goes on: a meeting and what it led to are over."""
@@ -367,17 +392,17 @@ class RunState:
             is_asking: whether rank 0 of the replica has asked for a meeting.
             pending: syncs that have not landed.
         """
-        rounds = self.rounds
+        rounds, is_warmup = self.rounds, self.outer is None
         return EngineState(
             step=self.step,
-            inner_steps=0 if self.is_warmup else self.inner_steps,
+            inner_steps=0 if is_warmup else self.inner_steps,
             round=rounds.count,
-            is_warmup=self.is_warmup,
+            is_warmup=is_warmup,
             detectors=rounds.detectors,
             unit_steps=rounds.unit_steps,
             replicas_identical=rounds.replicas_identical,
             round_length=rounds.length,
-            dealing=None if self.is_warmup else rounds.dealing,
+            dealing=None if is_warmup else rounds.dealing,
             is_rejoined=rounds.is_rejoined,
             outer=_tensors_of(self.outer),
             pending=pending,
@@ -406,26 +431,24 @@ class RunState:
             detectors: of the replicas of this run.
             round_length: of the round that is under way, where the checkpoint does not say it.
         """
-        self.outer, self.is_warmup, self.step = outer, False, saved["step"]
+        self.outer, self.step = outer, saved["step"]
         self.round_start = saved["step"] - saved["inner_steps"]
         self.rounds = RoundState(
             count=saved["round"],
             detectors=detectors,
             unit_steps=saved["unit_steps"],
             replicas_identical=saved["replicas_identical"],
-            length=saved.get("round_length", 0) or round_length,
-            dealing=saved.get("dealing"),
-            is_rejoined=saved.get("is_rejoined", False),
+            length=saved["round_length"] or round_length,
+            dealing=saved["dealing"],
+            is_rejoined=saved["is_rejoined"],
         )
         self.num_dealings += 1
-        self.is_waiting = saved.get("is_waiting", False)
-        self.losses.restore(
-            saved.get("losses", ()), saved.get("last_loss_step", 0), is_waiting=self.is_waiting
-        )
+        self.is_waiting = saved["is_waiting"]
+        self.losses.restore(saved["losses"], saved["last_loss_step"], is_waiting=self.is_waiting)
         if self.timer is not None:
-            self.timer.last = saved.get("last_step_seconds", 0.0)
-        self.clock.set(saved.get("phase_seconds", 0.0))
-        self.suppressed_until_step = saved.get("suppressed_until_step", 0)
+            self.timer.last = saved["last_step_seconds"]
+        self.clock.set(saved["phase_seconds"])
+        self.suppressed_until_step = saved["suppressed_until_step"]
 
 
 def _tensors_of(outer: OuterState | None) -> dict[str, UnitTensors]:

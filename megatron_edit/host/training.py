@@ -296,11 +296,7 @@ class TrainingLoop:
             @wraps(step)
             def counted() -> StepResult:
                 engine.before_step()
-                host.loop.begin_step()
-                host.defer_gather(engine.is_landing_due)
-                result = step()
-                host.defer_gather(False)
-                host.count_step(was_applied=bool(result[0]))
+                result = host.attempt_step(step, defers_gather=engine.is_landing_due)
                 engine.after_step()
                 return result
 

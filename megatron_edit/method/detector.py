@@ -144,6 +144,30 @@ def judge(
     )
 
 
+def judge_units(
+    norms: Tensor,
+    state: DetectorState,
+    units: Sequence[int],
+    config: DetectorConfig,
+    *,
+    enabled: bool = True,
+) -> tuple[Verdict, DetectorState]:
+    """Like `judge`, of some units.
+
+    Args:
+        norms: float64 [N, len(units)].
+        state: statistics of all units; not changed.
+        units: their positions, in the order of the columns of `norms`.
+        config: thresholds.
+        enabled: see `judge`.
+
+    Returns:
+        The verdict on these units, and the statistics of all.
+    """
+    verdict, learned = judge(norms, state.of_units(units), config, enabled=enabled)
+    return verdict, state.with_units(units, learned)
+
+
 def _scale(state: DetectorState, config: DetectorConfig) -> Tensor:
     """max(sigma, 0.01 mu), with sigma corrected for a young history."""
     # 1 - (1 - alpha)^k is the weight that k updates have given to real values: without it the

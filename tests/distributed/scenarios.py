@@ -32,6 +32,7 @@ def run_rounds(
     records = []
     for moves in displacements:
         host.move(moves[replica])
+        engine.before_step()
         engine.after_step()
         report = reporter.syncs[-1]
         assert engine.state.outer is not None
@@ -69,6 +70,7 @@ def lag_in_schedule(behind: int) -> int:
     engine, host, _ = build_engine(config, {"final": 3}, {"final": [0.0, 0.0, 0.0]})
     engine.start()
     host.schedule_position = 100 - (behind if engine.groups.sync.rank else 0)
+    engine.before_step()
     engine.after_step()
     return host.schedule_position
 
@@ -86,6 +88,7 @@ def one_never_comes() -> None:
 
         time.sleep(20)
         return
+    engine.before_step()
     engine.after_step()
 
 
@@ -107,6 +110,7 @@ def rounding_at_switch() -> tuple[list[str], list[float]]:
     engine.start()
     if engine.groups.sync.rank == 1:
         host.full["final"][1] = torch.nextafter(torch.tensor(2.0), torch.tensor(3.0))
+    engine.before_step()
     engine.after_step()
     return reporter.messages, host.full["final"].tolist()
 
@@ -145,6 +149,7 @@ def count_messages(num_replicas: int, num_layers: int, unit_numel: int) -> Recor
         group.process_group = counters[name] = _Counter(group.process_group)
     host.move(dict.fromkeys(names, torch.ones(unit_numel) * (1 + engine.groups.sync.rank)))
     before = _payload(engine)
+    engine.before_step()
     engine.after_step()
     table = engine._controller.meetings.record_bytes * (num_replicas - 1)
     return {

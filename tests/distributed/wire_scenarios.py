@@ -6,6 +6,7 @@ import os
 import random
 import time
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -173,7 +174,7 @@ def lose_rank_1(name: str, when: str) -> tuple[str, float] | None:
 class _InOrder(Group):
     """A group that queues everything in order on one connection, as NCCL does."""
 
-    @property
+    @cached_property
     def runs_in_order(self) -> bool:
         return True
 

@@ -34,8 +34,8 @@ def measure() -> None:
         before.update(_storages())
         switch(self)
 
-    def spied_sync(self: EditEngine) -> None:
-        sync(self)
+    def spied_sync(self: EditEngine, meeting: Any) -> None:
+        sync(self, meeting)
         gc.collect()
         now = _storages()
         (out_dir() / f"memory-{rank}.json").write_text(json.dumps(_facts(self, before, now)))
@@ -48,8 +48,8 @@ def measure_stock() -> None:
     """What Megatron keeps without EDiT, at a sync: of all ranks, sharded or not."""
     sync = EditEngine._meet
 
-    def spied_sync(self: EditEngine) -> None:
-        sync(self)
+    def spied_sync(self: EditEngine, meeting: Any) -> None:
+        sync(self, meeting)
         host: Any = self.host
         held = host.optimizers[0]
         optimizer = getattr(held, "_optimizer", held)  # one that is not sharded is behind our own

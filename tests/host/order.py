@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from megatron_edit.engine import EditEngine
-from megatron_edit.engine.sync.unit_sync import UnitSync
+from megatron_edit.engine.sync.inflight import UnitSync
 from tests.host.spy import out_dir
 
 Event = list[Any]

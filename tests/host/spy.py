@@ -124,7 +124,7 @@ def damage_before_sync() -> None:
     replica = _replica()
     meet: Callable[..., Any] = SyncController._hold_sync_meeting
 
-    def damaged(self: SyncController, selection: Any) -> Any:
+    def damaged(self: SyncController, meeting: Any) -> Any:
         outer = self.state.outer
         assert outer is not None
         for round_, replicas, unit, what in plan:
@@ -135,7 +135,7 @@ def damage_before_sync() -> None:
                     _damage(shard, outer.units[unit].anchor, what)
                     if what == "nan":
                         _break_moments(self.host, shard)
-        return meet(self, selection)
+        return meet(self, meeting)
 
     SyncController._hold_sync_meeting = damaged  # type: ignore[method-assign]
 
@@ -181,7 +181,7 @@ def overflow_one_replica() -> None:
 
 def drift_after_sync() -> None:
     """Let one number of replica 1 drift by one ulp when its layer.2 lands in round 2."""
-    from megatron_edit.engine.sync.unit_sync import UnitSync
+    from megatron_edit.engine.sync.inflight import UnitSync
 
     land = UnitSync.land
     landed = {"layer.2": 0}

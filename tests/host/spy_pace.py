@@ -179,7 +179,7 @@ def freeze_in_evaluation() -> None:
 
 def freeze_in_exchange() -> None:
     """Freeze replica 1 when it is about to send its first unit."""
-    from megatron_edit.engine.sync.unit_sync import UnitSync
+    from megatron_edit.engine.sync.inflight import UnitSync
 
     if _replica() == 1:
         UnitSync.launch = lambda *_: freeze()  # type: ignore[method-assign]

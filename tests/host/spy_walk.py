@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.host.spy import out_dir
 
-LANDING = ("unit_sync.py", "land")
+LANDING = ("inflight.py", "land")
 
 
 def record_walk() -> None:

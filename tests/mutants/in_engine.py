@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 _UNIT, _STATE = "pure/test_unit_sync.py", "pure/test_run_state.py"
-_PLAN, _SYNC = "engine/rounds/plan.py", "engine/sync/unit_sync.py"
+_PLAN, _SYNC = "engine/rounds/plan.py", "engine/sync/inflight.py"
 
 ENGINE = (
     Mutant(
@@ -52,7 +52,7 @@ ENGINE = (
         id="engine/detectors-never-learn",
         bug="what detectors learn at a sync is dropped: none is ever armed",
         file=_PLAN,
-        old="detectors=before.detectors.with_units(columns, learned),",
+        old="detectors=detectors,",
         new="detectors=before.detectors,",
         test=f"{_STATE}::test_a_meeting_of_a_fragment",
     ),
@@ -108,7 +108,7 @@ ENGINE = (
         id="engine/forgets-to-wait",
         bug="a replica that was stopped at a meeting does not go there first when it resumes",
         file="engine/state.py",
-        old='self.is_waiting = saved.get("is_waiting", False)',
+        old='self.is_waiting = saved["is_waiting"]',
         new="self.is_waiting = False",
         test=f"{_STATE}::test_all_of_it_comes_back",
     ),
@@ -116,7 +116,7 @@ ENGINE = (
         id="engine/phase-begins-anew",
         bug="a resumed replica with a clock trains for a whole phase before it meets",
         file="engine/state.py",
-        old='        self.clock.set(saved.get("phase_seconds", 0.0))\n',
+        old='        self.clock.set(saved["phase_seconds"])\n',
         new="",
         test=f"{_STATE}::test_all_of_it_comes_back",
     ),
@@ -253,8 +253,8 @@ ENGINE = (
         id="engine/never-gathered",
         bug="a stage without units of the fragment trains on parameters that nobody gathered",
         file="engine/engine.py",
-        old="if is_landing and queue.num_landings == landings:",
-        new="if is_landing and queue.num_landings < landings:",
+        old="if plan.is_landing_due and queue.num_landings == landings:",
+        new="if plan.is_landing_due and queue.num_landings < landings:",
         test="host/test_every_strategy.py::test_a_stage_without_units_of_a_fragment_gathers_too",
     ),
     Mutant(

@@ -237,8 +237,8 @@ HOST = (
         id="host/gather-not-deferred",
         bug="the step before a sync gathers parameters that the sync replaces",
         file="host/training.py",
-        old="host.defer_gather(engine.is_landing_due)",
-        new="host.defer_gather(False)",
+        old="defers_gather=engine.is_landing_due",
+        new="defers_gather=False",
         test="pure/test_megatron_host.py::test_a_step_in_its_order",
     ),
     Mutant(

@@ -18,7 +18,7 @@ PENALTY = Penalty(DetectorConfig(3.0, 0.02, 20, 3), True, None, False)
 def test_who_made_no_step_has_no_weight_and_teaches_nothing() -> None:
     """Its pseudo-gradient is zero: softmax(-norm) would give it the most."""
     norms = torch.tensor([[1.0, 2.0], [0.0, 0.0], [1.0, 2.0]], dtype=torch.float64)
-    decision, learned = decide(norms, DetectorState.fresh(3, 2), PENALTY, STEPS)
+    decision, learned = decide(norms, DetectorState.fresh(3, 2), PENALTY, STEPS, range(2))
     assert decision.weights.tolist() == [[0.5, 0.5], [0.0, 0.0], [0.5, 0.5]]
     assert learned.accepted.tolist() == [[1, 1], [0, 0], [1, 1]]
     assert not bool(decision.rollback.any())
@@ -42,7 +42,8 @@ def test_an_accepted_replica_of_no_weight_keeps_its_share_by_steps() -> None:
     """Would catch: taking weight 0 for a replica that was left out."""
     norms = torch.tensor([[10.0], [900.0]], dtype=torch.float64)  # exp(-890 / T) is 0 at T = 1
     penalty = replace(PENALTY, temperature=1.0, step_share=0.5)
-    decision, _ = decide(norms, DetectorState.fresh(2, 1), penalty, torch.tensor([[7], [7]]))
+    steps = torch.tensor([[7], [7]])
+    decision, _ = decide(norms, DetectorState.fresh(2, 1), penalty, steps, [0])
     assert decision.weights.tolist() == [[0.75], [0.25]]
 
 

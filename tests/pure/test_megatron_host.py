@@ -4,6 +4,7 @@ built."""
 from __future__ import annotations
 
 from argparse import Namespace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -133,8 +134,9 @@ def test_a_step_in_its_order(is_landing_due: bool) -> None:
     )
     host = anything(
         loop=anything(begin_step=note("begin")), count_step=note("count"),
-        defer_gather=lambda is_deferred: calls.append(("defer", is_deferred)),
+        _defer_gather=lambda is_deferred: calls.append(("defer", is_deferred)),
     )  # fmt: skip
+    host.attempt_step = partial(MegatronHost.attempt_step, host)
     optimizer: Any = Optimizer()
     hooks: Any = anything(_patcher=Patcher("Megatron"))
     TrainingLoop._hook_step(hooks, engine, host, anything(begin_step=note("stamp")), optimizer)

@@ -19,8 +19,8 @@ from megatron_edit.engine.checks.drift import differing_units
 from megatron_edit.engine.checks.finite import restore_other_units
 from megatron_edit.engine.rounds.meeting import average_shared_values
 from megatron_edit.engine.rounds.plan import Decision, SyncRules
+from megatron_edit.engine.sync.inflight import UnitSync
 from megatron_edit.engine.sync.outer_state import OuterState
-from megatron_edit.engine.sync.unit_sync import UnitSync
 from megatron_edit.method.detector import Verdict
 from megatron_edit.method.landing import DIRECT_COPY, LandingRule
 from megatron_edit.method.outer import CLIP_EPSILON, Nesterov

@@ -6,7 +6,6 @@ inner moments that are not finite are zeroed, so that the next inner step does n
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -81,22 +80,6 @@ def restore_other_units(
         zero_nonfinite_moments(host, shard, reporter)
         if shard.name in snapshots:
             snapshots[shard.name].copy_(anchor)
-
-
-def zero_nonfinite_moments_of_excluded(
-    host: Host, plan: UnitPlan, norms: Sequence[float], reporter: Reporter
-) -> None:
-    """Zero the moments of the units that this replica was left out of as not finite.
-
-    Args:
-        host: has the moments.
-        plan: the units that sync.
-        norms: of this replica's pseudo-gradients, by their positions in the plan.
-        reporter: learns of it.
-    """
-    for shard in plan.shards:
-        if not math.isfinite(norms[shard.index]):
-            zero_nonfinite_moments(host, shard, reporter)
 
 
 def zero_nonfinite_moments(host: Host, shard: UnitShard, reporter: Reporter) -> None:

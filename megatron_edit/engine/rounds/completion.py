@@ -13,12 +13,10 @@ from megatron_edit.engine.host import EngineGroups, EngineSettings, Host
 from megatron_edit.engine.rounds.meeting import average_shared_values, shared_values
 from megatron_edit.engine.rounds.plan import Decision, SyncRules, decide
 from megatron_edit.engine.state import PendingState
-from megatron_edit.engine.sync.inflight import restore_sync
-from megatron_edit.engine.sync.outer_state import OuterState, pseudo_gradient, squared_norms
-from megatron_edit.engine.sync.unit_sync import UnitSync
+from megatron_edit.engine.sync.inflight import UnitSync, restore_sync
+from megatron_edit.engine.sync.outer_state import OuterState, replica_norms
 from megatron_edit.method.detector import DetectorState
 from megatron_edit.method.landing import DIRECT_COPY
-from megatron_edit.method.norms import sum_in_rank_order
 from megatron_edit.method.outer import weighted_contribution_
 
 
@@ -70,7 +68,8 @@ class Completion:
             What they have learned.
         """
         norms, buffers = self._gather()
-        decision, learned = decide(norms, detectors, self.settings.penalty, self.saved.steps)
+        units = range(len(self.host.plan.names))
+        decision, learned = decide(norms, detectors, self.settings.penalty, self.saved.steps, units)
         averages = self._average(decision)
         own = self.saved.inner_state_of
         self._load(own)
@@ -85,9 +84,7 @@ class Completion:
             unit.step(self.groups, rules)
             unit.land(DIRECT_COPY, is_finite=True)
             shard.publish()
-        average_shared_values(
-            self.host, buffers, ~decision.verdict.anomalous, range(len(self.host.plan.names))
-        )
+        average_shared_values(self.host, buffers, ~decision.verdict.anomalous, units)
         self.host.gather_parameters()
         self.saved.finish()
         return learned
@@ -110,9 +107,9 @@ class Completion:
         norms, buffers = [], []
         for replica in range(len(self.saved.steps)):
             self._load(replica)
-            squares = squared_norms(self.host.plan, self.outer, self.groups.sync.device)
-            total = sum_in_rank_order(self.groups.replica.all_gather(squares))
-            norms.append(total.sqrt().cpu())
+            device = self.groups.sync.device
+            found = replica_norms(self.host.plan, self.outer, self.groups.replica, device)
+            norms.append(found.cpu())
             buffers.append(shared_values(self.host))
         return torch.stack(norms), buffers
 
@@ -136,6 +133,6 @@ class Completion:
                     weight = float(decision.weights[replica, shard.index])
                     anchor = self.outer.units[shard.name].stage_anchor().ready()
                     buffer = torch.empty(shard.numel, device=device)
-                    delta = pseudo_gradient(anchor, shard, buffer)
+                    delta = shard.pseudo_gradient(anchor, buffer)
                     total += weighted_contribution_(delta, weight)
         return sums

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from megatron_edit.comm.control import check_same_digests
 from megatron_edit.comm.stop import StopBoard
-from megatron_edit.engine.checks.finite import zero_nonfinite_moments_of_excluded
+from megatron_edit.engine.checks.finite import zero_nonfinite_moments
 from megatron_edit.engine.host import EngineGroups, EngineSettings, Host, Reporter
 from megatron_edit.engine.rounds.meeting import Meetings, average_shared_values
 from megatron_edit.engine.rounds.plan import (
@@ -27,10 +27,39 @@ from megatron_edit.engine.rounds.plan import (
 from megatron_edit.engine.rounds.trigger import SyncTrigger, trigger_of
 from megatron_edit.engine.state import RunState
 from megatron_edit.engine.sync.inflight import InflightSync, SyncPlan
-from megatron_edit.engine.sync.outer_state import squared_norms
+from megatron_edit.engine.sync.outer_state import replica_norms
 from megatron_edit.engine.sync.queue import Footprint, SyncQueue
 from megatron_edit.engine.sync.units import FragmentPlan, Selection
-from megatron_edit.method.norms import sum_in_rank_order
+
+
+@dataclass(frozen=True)
+class MeetingPlan:
+    """A meeting that replicas come to.
+
+    Attributes:
+        selection: the units that sync.
+        is_last: whether training is over with it.
+    """
+
+    selection: Selection
+    is_last: bool
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What follows an optimizer step. Settled before the step, so that the host can obey it.
+
+    Attributes:
+        is_warmup: whether replicas train in step: there is no round.
+        landing: syncs whose time has come with the step, oldest first.
+        meeting: of all replicas right after it; None where there is none.
+        is_landing_due: whether the result of a sync replaces parameters right after it.
+    """
+
+    is_warmup: bool = False
+    landing: tuple[InflightSync, ...] = ()
+    meeting: MeetingPlan | None = None
+    is_landing_due: bool = False
 
 
 @dataclass
@@ -103,29 +132,54 @@ class SyncController:
 
     # ---- meetings
 
-    def meet(self) -> bool:
+    def plan_step(self, *, is_asked: bool) -> StepPlan:
+        """What follows the step being attempted, one of a round.
+
+        Args:
+            is_asked: whether rank 0 of the replica asked for a meeting after the step before.
+        """
+        step = self.state.step + 1
+        landing = tuple(self.queue.due(step))
+        if not self.trigger.is_due(step, is_asked=is_asked):
+            return StepPlan(landing=landing, is_landing_due=bool(landing))
+        meeting, rule = self.plan_meeting(step), self.settings.landing
+        is_landing_due = (
+            bool(landing)
+            or rule.is_immediate
+            or rule.at_next_meeting
+            or meeting.is_last
+            or bool(self.queue.of_units(meeting.selection))
+        )
+        return StepPlan(landing=landing, meeting=meeting, is_landing_due=is_landing_due)
+
+    def plan_meeting(self, step: int) -> MeetingPlan:
+        """The meeting after step `step`."""
+        selection = self._fragments.union(self.trigger.fragments_after(step))
+        return MeetingPlan(selection, self.trigger.is_last)
+
+    def meet(self, meeting: MeetingPlan) -> bool:
         """Come to a meeting and do what it decides; to the next at once, where nothing is left.
 
         Returns:
             Whether nobody obeys a stop there.
         """
         while True:
-            selection = self._selection(self.state.step)
-            before = self.queue.of_units(selection)
+            before = self.queue.of_units(meeting.selection)
             takes_addends_first = self.settings.landing.at_next_meeting
             if not takes_addends_first:
-                self._land_all(before)
-            sync = self._hold_sync_meeting(selection)
+                self.land(before)
+            sync = self._hold_sync_meeting(meeting)
             if sync is None:
                 return not self.state.has_left
             if takes_addends_first:
-                self._land_all(before)
+                self.land(before)
                 if not before:  # nothing was sent a round ago: the next begins where this one did
                     self.queue.restore_anchor(sync)
             self.state.timeout.after_round()
             self._start(sync)
             if not (self.trigger.has_empty_round or self._must_equalize):
                 return True
+            meeting = self.plan_meeting(self.state.step)
 
     def leave(self) -> None:
         """Tell the others, who may wait at a meeting, that this replica obeys a stop."""
@@ -146,47 +200,35 @@ class SyncController:
 
     # ---- landings
 
-    def land_due(self) -> None:
-        """Land the syncs whose time has come with the step that is over."""
-        for sync in self.queue.due(self.state.step):
+    def land_due(self, syncs: Sequence[InflightSync]) -> None:
+        """Land the syncs whose time has come; in the forward pass, if nothing comes before it."""
+        for sync in syncs:
             self.queue.begin_landing(sync)
             self._land()
 
-    def replaces_parameters(self, step: int, *, is_meeting: bool) -> bool:
-        """Whether the result of a sync comes right after step `step`.
-
-        Args:
-            step: s.
-            is_meeting: whether replicas meet after it.
-        """
-        if self.queue.due(step):
-            return True
-        if not is_meeting:
-            return False
-        landing = self.settings.landing
-        is_immediate = landing.is_immediate or landing.at_next_meeting or self.trigger.is_last
-        return is_immediate or bool(self.queue.of_units(self._selection(step)))
+    def land(self, syncs: Sequence[InflightSync]) -> None:
+        """Land syncs now."""
+        for sync in syncs:
+            self.queue.begin_landing(sync)
+            self.queue.settle()
 
     # ---- one round
 
-    def _selection(self, step: int) -> Selection:
-        """The units that sync at a meeting after step `step`."""
-        return self._fragments.union(self.trigger.fragments_after(step))
-
-    def _hold_sync_meeting(self, selection: Selection) -> InflightSync | None:
+    def _hold_sync_meeting(self, meeting: MeetingPlan) -> InflightSync | None:
         """The sync that a meeting begins; None where it is none: the round goes on, or ends."""
-        state, began = self.state, time.monotonic()
+        state, selection, began = self.state, meeting.selection, time.monotonic()
         assert state.outer is not None, "a meeting before the switch"
-        squares = squared_norms(selection.plan, state.outer, self.groups.sync.device)
-        norms = sum_in_rank_order(self.groups.replica.all_gather(squares)).sqrt().tolist()
-        is_last = self.trigger.is_last
+        groups, device = self.groups, self.groups.sync.device
+        norms = replica_norms(selection.plan, state.outer, groups.replica, device).tolist()
         waiting = time.monotonic()
         records = self.meetings.hold(dict(zip(selection.indices, norms, strict=True)))
         waited = time.monotonic() - waiting
-        plan = plan_round(state.rounds, records, selection.indices, self._rules, is_last=is_last)
+        plan = plan_round(
+            state.rounds, records, selection.indices, self._rules, is_last=meeting.is_last
+        )
         if plan.outcome is Outcome.SYNC and self.meetings.has_digests:
             check_same_digests(records, self.host.plan.names, state.rounds.count)
-        state.apply(plan)
+        state.apply(plan, self.reporter)
         if plan.outcome is not Outcome.SYNC:
             return None
         self._apply_to_host(plan, selection)
@@ -203,10 +245,10 @@ class SyncController:
             behind = plan.schedule_position - self.host.progress().schedule_position
             if behind:  # it skipped steps: it catches up with the learning rate of the others
                 self.host.advance_schedule(behind)
-        self.state.losses.report(plan.records, self.reporter)
         norms = plan.decision.norms[self.groups.sync.rank].tolist()
-        if not all(map(math.isfinite, norms)):
-            zero_nonfinite_moments_of_excluded(self.host, selection.plan, norms, self.reporter)
+        for shard in selection.plan.shards:
+            if not math.isfinite(norms[shard.index]):  # every replica has left this one out
+                zero_nonfinite_moments(self.host, shard, self.reporter)
         if rows := [record.buffers for record in plan.records if record.buffers]:
             accepted = ~plan.decision.verdict.anomalous
             average_shared_values(self.host, rows, accepted, plan.units)
@@ -259,9 +301,4 @@ class SyncController:
         """Land what lands now; in the forward pass, if nothing comes before it."""
         is_later = self.settings.overlap and self.host.lands_in_forward
         if not is_later or self.trigger.has_empty_round or self._must_equalize:
-            self.queue.settle()
-
-    def _land_all(self, syncs: Sequence[InflightSync]) -> None:
-        for sync in syncs:
-            self.queue.begin_landing(sync)
             self.queue.settle()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from megatron_edit.comm.control import ControlRecord, check_same_meeting, record_bytes
+from megatron_edit.comm.control import ControlRecord, record_bytes, unpack_meeting
 from megatron_edit.comm.stop import StopBoard
 from megatron_edit.engine.host import EngineGroups, Host
 from megatron_edit.engine.state import RunState
@@ -69,30 +69,19 @@ class Meetings:
         """
         with record_function("edit/meeting"):
             state, units = self.state, len(self.host.plan.names)
-            progress, capacity = self.host.progress(), state.losses.capacity
+            capacity = state.losses.capacity
             late = {i: state.landed_digests[i] for i in norms or () if i in state.landed_digests}
-            mine = ControlRecord(
-                round=state.rounds.count,
-                step=state.step,
-                inner_steps=state.inner_steps,
-                samples=progress.samples,
-                schedule_position=progress.schedule_position,
-                losses=state.losses.payload()[-capacity:],  # a resumed round may have been longer
+            mine = state.record(
+                self.host.progress(),
                 norms=_row(norms or {}, units),
                 buffers=shared_values(self.host),
                 is_leaving=int(is_leaving),
-                inner_lr=progress.inner_lr,
-                next_lr=progress.next_lr,
                 digests=_row(late, units) if self.has_digests else (),
             )
             rows = self.gather(mine.pack(capacity))
-            records = [
-                ControlRecord.unpack(row, capacity, units, has_digests=self.has_digests)
-                for row in rows
-            ]
-            if not any(record.is_leaving for record in records):
-                check_same_meeting(records, same_step=self.same_step)
-            return records
+            return unpack_meeting(
+                rows, capacity, units, has_digests=self.has_digests, same_step=self.same_step
+            )
 
     def gather(self, row: Tensor) -> Tensor:
         """The rows of all replicas, in their order, however late they come.

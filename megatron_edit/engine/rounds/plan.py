@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_edit.comm.control import ControlRecord
-from megatron_edit.method.detector import DetectorConfig, DetectorState, Verdict, judge
+from megatron_edit.method.detector import DetectorConfig, DetectorState, Verdict, judge_units
 from megatron_edit.method.landing import DIRECT_COPY, LandingRule
 from megatron_edit.method.ledger import Dealing
 from megatron_edit.method.outer import OuterRule
@@ -61,29 +61,36 @@ class Decision:
     weights: Tensor
     rollback: Tensor
 
-    def excludes(self, replica: int, unit: int) -> bool:
-        """Whether a replica takes the unit's anchor as it is: it was left out, or all were."""
-        return bool(self.rollback[unit]) or bool(self.verdict.anomalous[replica, unit])
+    def excluded(self, replica: int) -> Tensor:
+        """bool [U]: whether a replica takes a unit's anchor as it is: it was left out, or all."""
+        return self.rollback | self.verdict.anomalous[replica]
 
 
 def decide(
-    norms: Tensor, detectors: DetectorState, penalty: Penalty, steps: Tensor
+    norms: Tensor,
+    detectors: DetectorState,
+    penalty: Penalty,
+    steps: Tensor,
+    units: Sequence[int],
 ) -> tuple[Decision, DetectorState]:
     """Judge the gathered norms and weigh the replicas; method 3.2, 3.3, 3.6 and 5.
 
     Args:
-        norms: float64 [N, U].
-        detectors: statistics before this sync.
+        norms: float64 [N, U] of the units that sync.
+        detectors: statistics of all units before this sync.
         penalty: settings.
         steps: int64 [N, U], inner steps of each replica since the unit's own last sync. Who made
             none has weight 0 and teaches no detector: it is judged like a norm that is not finite.
+        units: positions of the units that sync, among all.
 
     Returns:
-        The decision, and the statistics after this sync.
+        The decision, and the statistics of all units after this sync.
     """
     counts = steps.double()
     judged = torch.where(steps == 0, torch.full_like(norms, torch.nan), norms)
-    verdict, learned = judge(judged, detectors, penalty.detector, enabled=penalty.eliminate)
+    verdict, learned = judge_units(
+        judged, detectors, units, penalty.detector, enabled=penalty.eliminate
+    )
     weights = replica_weights(
         judged, verdict.anomalous, temperature=penalty.temperature, uniform=penalty.uniform
     )
@@ -236,14 +243,14 @@ def plan_round(
     columns = list(units)
     unit_steps = before.unit_steps + torch.tensor([[count] for count in counts])
     norms = torch.tensor([record.norms for record in records], dtype=torch.float64)[:, columns]
-    decision, learned = decide(
-        norms, before.detectors.of_units(columns), rules.penalty, unit_steps[:, columns]
+    decision, detectors = decide(
+        norms, before.detectors, rules.penalty, unit_steps[:, columns], columns
     )
     unit_steps[:, columns] = 0
     landing = DIRECT_COPY if is_last else rules.landing
     after = RoundState(
         count=before.count + 1,
-        detectors=before.detectors.with_units(columns, learned),
+        detectors=detectors,
         unit_steps=unit_steps,
         replicas_identical=len(columns) == unit_steps.shape[1] and landing.is_direct_copy,
         length=length,

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.wire import Residual, Wire
 from megatron_edit.engine.sync.offload import DeviceCopy, OffloadStreams
 from megatron_edit.engine.sync.units import UnitPlan, UnitShard
+from megatron_edit.method.norms import sum_in_rank_order
 
 
 @dataclass(frozen=True)
@@ -65,12 +67,6 @@ class StagedUnit:
         if (streams := self.home.offload_streams) is not None:
             streams.download(self.anchor.tensor, self.home.anchor)
             streams.download(self.momentum.tensor, self.home.momentum)
-
-
-def pseudo_gradient(anchor: Tensor, shard: UnitShard, out: Tensor) -> Tensor:
-    """D = A - theta, fp32 [numel], into `out`; `anchor` is on the device of `out`."""
-    delta = shard.gather(out)
-    return torch.sub(anchor, delta, out=delta)
 
 
 @dataclass(frozen=True)
@@ -137,7 +133,7 @@ class OuterState:
 
     def stages(self, shards: Sequence[UnitShard]) -> Iterator[tuple[UnitShard, StagedUnit]]:
         """Shards with their staged state, each copy begun while the shard before is in use."""
-        return _one_ahead(shards, lambda shard: self.units[shard.name].stage())
+        yield from _one_ahead(shards, lambda shard: self.units[shard.name].stage())
 
     def begin_sync(self) -> None:
         """Called before the units of a sync are staged: they are read as the last one left them."""
@@ -158,16 +154,27 @@ class OuterState:
         return sum(int(tensor.nbytes) for tensor in tensors)
 
 
-def squared_norms(plan: UnitPlan, state: OuterState, device: torch.device) -> Tensor:
-    """This rank's share of every unit's squared pseudo-gradient norm, float64 [U] on `device`."""
+def replica_norms(
+    plan: UnitPlan, state: OuterState, replica: Group, device: torch.device
+) -> Tensor:
+    """||A - theta|| of every unit of this replica, float64 [U], the same bits on all its ranks.
+
+    Collective: the ranks of the replica.
+
+    Args:
+        plan: the units.
+        state: has their anchors.
+        replica: all its ranks.
+        device: of the parameters.
+    """
     scratch = torch.empty(plan.largest_numel, dtype=torch.float32, device=device)
     squares = torch.zeros(len(plan.names), dtype=torch.float64, device=device)
     state.begin_sync()
     for shard, anchor in _one_ahead(plan.shards, lambda s: state.units[s.name].stage_anchor()):
-        delta = pseudo_gradient(anchor.ready(), shard, scratch)
+        delta = shard.pseudo_gradient(anchor.ready(), scratch)
         squares[shard.index] = shard.squared_norm(delta)
         del anchor  # the next but one takes its place
-    return squares
+    return sum_in_rank_order(replica.all_gather(squares)).sqrt()
 
 
 def _one_ahead[Item, Begun](

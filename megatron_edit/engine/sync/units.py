@@ -77,6 +77,11 @@ class UnitShard:
             out[where].copy_(param.main)
         return out[: self.numel]
 
+    def pseudo_gradient(self, anchor: Tensor, out: Tensor) -> Tensor:
+        """D = A - theta, fp32 [numel], into `out`, which is on the device of `anchor`."""
+        theta = self.gather(out)
+        return torch.sub(anchor, theta, out=theta)
+
     def scatter(self, flat: Tensor) -> None:
         """Copy `flat`, fp32 [numel], into the main shards."""
         for param, where in zip(self.params, self.slices, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -32,6 +32,7 @@ from megatron_edit.host.seams.megatron import (
     InnerOptimizer,
     OptimizerOfLoop,
     ParamScheduler,
+    StepResult,
 )
 from megatron_edit.method.order import IN_ORDER, SampleOrder
 
@@ -99,8 +100,22 @@ class MegatronHost:
         for optimizer in self._edit_optimizers():
             optimizer.release()
 
-    def defer_gather(self, is_deferred: bool) -> None:
-        """Whether the next optimizer step leaves the gather of the parameters to `publish`."""
+    def attempt_step(self, step: Callable[[], StepResult], *, defers_gather: bool) -> StepResult:
+        """Let Megatron attempt an optimizer step, and count it.
+
+        Args:
+            step: of Megatron's optimizer.
+            defers_gather: whether it leaves the gather of the parameters to `gather_parameters`:
+                the result of a sync replaces them first.
+        """
+        self.loop.begin_step()
+        self._defer_gather(defers_gather)
+        result = step()
+        self._defer_gather(False)
+        self.count_step(was_applied=bool(result[0]))
+        return result
+
+    def _defer_gather(self, is_deferred: bool) -> None:
         for optimizer in self._edit_optimizers():
             optimizer.edit_defers_gather = is_deferred
 
