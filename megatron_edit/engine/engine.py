@@ -162,13 +162,13 @@ class EditEngine:
                 average_gradients(self.host, self.groups, num_tokens)
 
     def before_step(self) -> None:
-        """Close the sync that lands: it may not once the inner optimizer has moved on. Then settle
+        """Close the sync that lands: it may not once the inner optimizer has moved on. Then plan
         what follows the step."""
         self._home.remember()
         with self._context():
             self._queue.settle()
             self._queue.poll()
-            self._after = self._plan_step()
+        self._after = self._plan_step()
 
     def after_step(self) -> None:
         """Count an attempted step, whether it was applied or skipped, and do what is due."""
@@ -331,7 +331,8 @@ class EditEngine:
 
     @property
     def is_landing_due(self) -> bool:
-        """Whether the result of a sync replaces parameters right after the step being attempted."""
+        """Whether the result of a sync replaces parameters right after the step being attempted.
+        Known between `before_step` and `after_step`; False elsewhere."""
         return self._after is not None and self._after.is_landing_due
 
     @property

@@ -31,8 +31,8 @@ def run_rounds(
     replica = engine.groups.sync.rank
     records = []
     for moves in displacements:
-        host.move(moves[replica])
         engine.before_step()
+        host.move(moves[replica])
         engine.after_step()
         report = reporter.syncs[-1]
         assert engine.state.outer is not None
@@ -69,8 +69,8 @@ def lag_in_schedule(behind: int) -> int:
     config = EditConfig(use_edit=True, num_replicas=2, warmup_steps=0, sync_interval=1)
     engine, host, _ = build_engine(config, {"final": 3}, {"final": [0.0, 0.0, 0.0]})
     engine.start()
-    host.schedule_position = 100 - (behind if engine.groups.sync.rank else 0)
     engine.before_step()
+    host.schedule_position = 100 - (behind if engine.groups.sync.rank else 0)
     engine.after_step()
     return host.schedule_position
 
@@ -108,9 +108,9 @@ def rounding_at_switch() -> tuple[list[str], list[float]]:
     config = EditConfig(use_edit=True, num_replicas=2, warmup_steps=1, sync_interval=1)
     engine, host, reporter = build_engine(config, {"final": 3}, {"final": [1.0, 2.0, 3.0]})
     engine.start()
+    engine.before_step()
     if engine.groups.sync.rank == 1:
         host.full["final"][1] = torch.nextafter(torch.tensor(2.0), torch.tensor(3.0))
-    engine.before_step()
     engine.after_step()
     return reporter.messages, host.full["final"].tolist()
 
@@ -147,9 +147,9 @@ def count_messages(num_replicas: int, num_layers: int, unit_numel: int) -> Recor
     for name in ("sync", "meeting", "replica"):
         group = getattr(engine.groups, name)
         group.process_group = counters[name] = _Counter(group.process_group)
+    engine.before_step()
     host.move(dict.fromkeys(names, torch.ones(unit_numel) * (1 + engine.groups.sync.rank)))
     before = _payload(engine)
-    engine.before_step()
     engine.after_step()
     table = engine._controller.meetings.record_bytes * (num_replicas - 1)
     return {

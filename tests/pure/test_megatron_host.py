@@ -57,7 +57,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> MegatronHost:
 def step(host: MegatronHost, iteration: int, *, was_applied: bool = True) -> None:
     """Megatron makes an iteration, counted from 1; its schedule moves on after the count."""
     host.arguments.curr_iteration = iteration - 1
-    host.count_step(was_applied=was_applied)
+    host._count_step(was_applied=was_applied)
 
 
 def test_a_skipped_step_moves_no_schedule(host: MegatronHost) -> None:
@@ -133,7 +133,7 @@ def test_a_step_in_its_order(is_landing_due: bool) -> None:
         before_step=note("close"), after_step=note("meet"), is_landing_due=is_landing_due
     )
     host = anything(
-        loop=anything(begin_step=note("begin")), count_step=note("count"),
+        loop=anything(begin_step=note("begin")), _count_step=note("count"),
         _defer_gather=lambda is_deferred: calls.append(("defer", is_deferred)),
     )  # fmt: skip
     host.attempt_step = partial(MegatronHost.attempt_step, host)

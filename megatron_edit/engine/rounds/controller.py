@@ -1,8 +1,9 @@
 """The rounds of this rank: come to meetings, apply their plans, land what they began.
 
+    plan_step                                                   (before the optimizer step)
     meeting (records) -> plan_round (pure) -> check drift -> apply -> exchange -> land
 
-One sync begins with each plan. What lands when is the queue's business.
+One sync begins with each plan of a round. What lands when is the queue's business.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class MeetingPlan:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What follows an optimizer step. Settled before the step, so that the host can obey it.
+    """What follows an optimizer step. Planned before the step, so that the host can obey it.
 
     Attributes:
         is_warmup: whether replicas train in step: there is no round.
@@ -167,12 +168,12 @@ class SyncController:
             before = self.queue.of_units(meeting.selection)
             takes_addends_first = self.settings.landing.at_next_meeting
             if not takes_addends_first:
-                self.land(before)
+                self._land_all(before)
             sync = self._hold_sync_meeting(meeting)
             if sync is None:
                 return not self.state.has_left
             if takes_addends_first:
-                self.land(before)
+                self._land_all(before)
                 if not before:  # nothing was sent a round ago: the next begins where this one did
                     self.queue.restore_anchor(sync)
             self.state.timeout.after_round()
@@ -205,12 +206,6 @@ class SyncController:
         for sync in syncs:
             self.queue.begin_landing(sync)
             self._land()
-
-    def land(self, syncs: Sequence[InflightSync]) -> None:
-        """Land syncs now."""
-        for sync in syncs:
-            self.queue.begin_landing(sync)
-            self.queue.settle()
 
     # ---- one round
 
@@ -247,7 +242,7 @@ class SyncController:
                 self.host.advance_schedule(behind)
         norms = plan.decision.norms[self.groups.sync.rank].tolist()
         for shard in selection.plan.shards:
-            if not math.isfinite(norms[shard.index]):  # every replica has left this one out
+            if not math.isfinite(norms[shard.index]):  # all have left this replica out of the unit
                 zero_nonfinite_moments(self.host, shard, self.reporter)
         if rows := [record.buffers for record in plan.records if record.buffers]:
             accepted = ~plan.decision.verdict.anomalous
@@ -301,4 +296,9 @@ class SyncController:
         """Land what lands now; in the forward pass, if nothing comes before it."""
         is_later = self.settings.overlap and self.host.lands_in_forward
         if not is_later or self.trigger.has_empty_round or self._must_equalize:
+            self.queue.settle()
+
+    def _land_all(self, syncs: Sequence[InflightSync]) -> None:
+        for sync in syncs:
+            self.queue.begin_landing(sync)
             self.queue.settle()

@@ -318,7 +318,7 @@ class InflightSync:
         self.units = self.plan.selection.plan
         in_order = self.groups.sync.runs_in_order
         self.launches_together = in_order or not self.plan.rules.landing.is_immediate
-        self._stages = self.state.stages(self.units.shards)
+        self._stages = self.state.stages(self.units.shards, UnitState.stage)
         self.ended = self.began
 
     @property

@@ -6,7 +6,7 @@ flight are staged on the device, each in buffers of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -131,9 +131,19 @@ class OuterState:
                 if kind in targets:
                     targets[kind][: tensor.numel()].copy_(tensor)
 
-    def stages(self, shards: Sequence[UnitShard]) -> Iterator[tuple[UnitShard, StagedUnit]]:
-        """Shards with their staged state, each copy begun while the shard before is in use."""
-        yield from _one_ahead(shards, lambda shard: self.units[shard.name].stage())
+    def stages[Begun](
+        self, shards: Iterable[UnitShard], begin: Callable[[UnitState], Begun]
+    ) -> Iterator[tuple[UnitShard, Begun]]:
+        """Shards with what `begin` begins for each: while the shard before it is in use."""
+        waiting: tuple[UnitShard, Begun] | None = None
+        for shard in shards:
+            begun = (shard, begin(self.units[shard.name]))
+            if waiting is not None:
+                yield waiting
+            waiting = begun
+            del begun  # or the tensors of the last shard would live on beside the next two
+        if waiting is not None:
+            yield waiting
 
     def begin_sync(self) -> None:
         """Called before the units of a sync are staged: they are read as the last one left them."""
@@ -170,23 +180,8 @@ def replica_norms(
     scratch = torch.empty(plan.largest_numel, dtype=torch.float32, device=device)
     squares = torch.zeros(len(plan.names), dtype=torch.float64, device=device)
     state.begin_sync()
-    for shard, anchor in _one_ahead(plan.shards, lambda s: state.units[s.name].stage_anchor()):
+    for shard, anchor in state.stages(plan.shards, UnitState.stage_anchor):
         delta = shard.pseudo_gradient(anchor.ready(), scratch)
         squares[shard.index] = shard.squared_norm(delta)
         del anchor  # the next but one takes its place
     return sum_in_rank_order(replica.all_gather(squares)).sqrt()
-
-
-def _one_ahead[Item, Begun](
-    items: Iterable[Item], begin: Callable[[Item], Begun]
-) -> Iterator[tuple[Item, Begun]]:
-    """Each item with what `begin` began for it: begun while the item before it is in use."""
-    waiting: tuple[Item, Begun] | None = None
-    for item in items:
-        begun = (item, begin(item))
-        if waiting is not None:
-            yield waiting
-        waiting = begun
-        del begun  # or the tensors of the last item would live on beside the next two
-    if waiting is not None:
-        yield waiting

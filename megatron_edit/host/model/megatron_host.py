@@ -112,7 +112,7 @@ class MegatronHost:
         self._defer_gather(defers_gather)
         result = step()
         self._defer_gather(False)
-        self.count_step(was_applied=bool(result[0]))
+        self._count_step(was_applied=bool(result[0]))
         return result
 
     def _defer_gather(self, is_deferred: bool) -> None:
@@ -244,7 +244,7 @@ class MegatronHost:
             own_step += iteration not in skipped
         return iteration
 
-    def count_step(self, *, was_applied: bool) -> None:
+    def _count_step(self, *, was_applied: bool) -> None:
         """Note that a step has consumed its samples; one that was skipped moves no schedule."""
         self._held_back = 0
         last, self.iteration = self.iteration, int(self._args.curr_iteration) + 1
