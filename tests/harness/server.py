@@ -7,7 +7,9 @@ started and goes. The fork happens before any process group or thread exists.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
+import gc
 import importlib
 import os
 import pickle
@@ -17,13 +19,31 @@ import sys
 import time
 import traceback
 from multiprocessing.connection import Connection
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from tests.harness.jobs import Job, Report, resolve
 from tests.harness.ports import free_ports
 
 _POLL_SECONDS = 0.01
+_STORE_SECONDS = 30
 _PR_SET_PDEATHSIG = 1
+# What ranks import. Those of ours stand for the packages that they import in turn.
+_WARM = (
+    "megatron.training.training",
+    "megatron.training.argument_utils",
+    "megatron.core.datasets.gpt_dataset",
+    "megatron.core.datasets.blended_megatron_dataset_builder",
+    "megatron.core.datasets.helpers",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.tokenizers.utils.build_tokenizer",
+    "megatron.core.tokenizers.text",
+    "megatron.core.tokenizers.text.libraries",
+    "megatron.core.tokenizers.text.models",
+    "megatron_edit.launcher",
+    "megatron_edit.host.attach",
+    "megatron_edit.host.training",
+)
+_MOCK_DOCUMENTS = 2000
 
 
 def main(fd: int) -> None:
@@ -40,17 +60,66 @@ def main(fd: int) -> None:
 
 
 def _warm_up() -> None:
+    """What every run of a training script would do again: the imports, and more."""
     from megatron_edit.host.cpu import enable_cpu_backend
     from megatron_edit.host.seams.patching import Patcher
 
     enable_cpu_backend(Patcher("Megatron-LM"))
-    for module in (
-        "megatron.training.training",
-        "megatron.training.argument_utils",
-        "megatron.core.datasets.gpt_dataset",
-        "megatron.core.models.gpt.gpt_layer_specs",
-    ):
+    for module in _WARM:
         importlib.import_module(module)
+    _remember_help_texts()
+    _shorten_mock_data()
+    gc.collect()
+    gc.freeze()  # or each rank's first collection would copy all of this
+
+
+def _remember_help_texts() -> None:
+    """Megatron parses the sources of its configurations anew whenever it makes its parser."""
+    from megatron.training import arguments
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    read = ArgumentGroupFactory._get_field_docstrings
+    texts: dict[type, dict[str, str]] = {}
+
+    def remembered(factory: Any, config: type) -> dict[str, str]:
+        if config not in texts:
+            texts[config] = read(factory, config)
+        return dict(texts[config])
+
+    ArgumentGroupFactory._get_field_docstrings = remembered
+    arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
+def _shorten_mock_data() -> None:
+    """An epoch of millions of samples is shuffled before the few that a test takes."""
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+
+    MockGPTLowLevelDataset.size = _MOCK_DOCUMENTS
+
+
+def _wait_for_the_store(port: int) -> None:
+    """Let a rank knock only once rank 0 listens: who finds nobody waits a second or so."""
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
+    store = rendezvous.TCPStore
+
+    def opened(*args: Any, **kwargs: Any) -> Any:
+        deadline = time.monotonic() + _STORE_SECONDS
+        while not _is_listened_on(port) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        return store(*args, **kwargs)
+
+    rendezvous.TCPStore = opened
+
+
+def _is_listened_on(port: int) -> bool:
+    """Whether a process of this machine listens on a port; it does not notice."""
+    local, listening = f":{port:04X}", "0A"
+    for table in ("/proc/net/tcp6", "/proc/net/tcp"):
+        with open(table) as lines:
+            fields = (line.split(maxsplit=4) for line in lines)
+            if any(f[1].endswith(local) and f[3] == listening for f in fields):
+                return True
+    return False
 
 
 def _run(job: Job, requests: Connection) -> Report:
@@ -140,6 +209,8 @@ def _settle(job: Job, rank: int, port: int) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+    if rank > 0:
+        _wait_for_the_store(port)
     for name, value in job.env.items():
         if value is None:
             os.environ.pop(name, None)
