@@ -35,12 +35,14 @@ _WARM = (
     "megatron.core.datasets.blended_megatron_dataset_builder",
     "megatron.core.datasets.helpers",
     "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.models.mimo.optimizer",
     "megatron.core.tokenizers.utils.build_tokenizer",
     "megatron.core.tokenizers.text",
     "megatron.core.tokenizers.text.libraries",
     "megatron.core.tokenizers.text.models",
     "megatron_edit.launcher",
     "megatron_edit.host.attach",
+    "megatron_edit.host.data",
     "megatron_edit.host.training",
 )
 _MOCK_DOCUMENTS = 2000
