@@ -25,7 +25,7 @@ from tests.harness.jobs import Job, Report, resolve
 from tests.harness.ports import free_ports
 
 _POLL_SECONDS = 0.01
-_STORE_SECONDS = 30
+_STORE_SECONDS = 5
 _PR_SET_PDEATHSIG = 1
 # What ranks import. Those of ours stand for the packages that they import in turn.
 _WARM = (
@@ -71,6 +71,7 @@ def _warm_up() -> None:
         importlib.import_module(module)
     _remember_help_texts()
     _shorten_mock_data()
+    _let_clients_wait_for_their_store()
     gc.collect()
     gc.freeze()  # or each rank's first collection would copy all of this
 
@@ -99,18 +100,20 @@ def _shorten_mock_data() -> None:
     MockGPTLowLevelDataset.size = _MOCK_DOCUMENTS
 
 
-def _wait_for_the_store(port: int) -> None:
-    """Let a rank knock only once rank 0 listens: who finds nobody waits a second or so."""
-    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
-    store = rendezvous.TCPStore
+def _let_clients_wait_for_their_store() -> None:
+    """Who knocks before the host listens sleeps for a second or so, and each rank with it."""
+    import torch.distributed as dist
 
-    def opened(*args: Any, **kwargs: Any) -> Any:
-        deadline = time.monotonic() + _STORE_SECONDS
-        while not _is_listened_on(port) and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
-        return store(*args, **kwargs)
+    class PatientStore(dist.TCPStore):  # type: ignore[misc]
+        def __init__(self, host_name: str, port: int, *args: Any, **kwargs: Any) -> None:
+            is_master = kwargs.get("is_master", args[1] if len(args) > 1 else False)
+            deadline = time.monotonic() + _STORE_SECONDS
+            while not is_master and not _is_listened_on(port) and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+            super().__init__(host_name, port, *args, **kwargs)
 
-    rendezvous.TCPStore = opened
+    for module in ("torch.distributed", "torch.distributed.rendezvous"):
+        importlib.import_module(module).TCPStore = PatientStore  # type: ignore[attr-defined]
 
 
 def _is_listened_on(port: int) -> bool:
@@ -142,25 +145,41 @@ def _run(job: Job, requests: Connection) -> Report:
 
 
 def _wait(job: Job, pids: list[int], requests: Connection) -> Report:
-    """Collect exit codes. As under torchrun, one failed rank ends the others after a while."""
+    """Collect exit codes. As under torchrun, one failed rank ends the others after a while; at
+    once, where all that are left are frozen and will never end."""
     codes: dict[int, int] = {}
+    frozen: set[int] = set()
     deadline = time.monotonic() + job.timeout
     failed = timed_out = False
     while len(codes) < len(pids):
         for pid in pids:
-            if pid not in codes and (ended := os.waitpid(pid, os.WNOHANG))[0]:
-                codes[pid] = os.waitstatus_to_exitcode(ended[1])
+            status = _change_of(pid) if pid not in codes else None
+            if status is None:
+                continue
+            if os.WIFSTOPPED(status):
+                frozen.add(pid)
+            elif os.WIFCONTINUED(status):
+                frozen.discard(pid)
+            else:
+                codes[pid] = os.waitstatus_to_exitcode(status)
                 _kill_group(pid)  # what it started and left behind
         if not failed and any(codes.values()):
             failed = True
             deadline = min(deadline, time.monotonic() + job.grace)
         client_gone = requests.poll(_POLL_SECONDS)
-        if client_gone or time.monotonic() > deadline:
+        is_hopeless = failed and frozen.union(codes) == set(pids)
+        if client_gone or is_hopeless or time.monotonic() > deadline:
             timed_out = timed_out or not failed
             for pid in pids:
                 if pid not in codes:
                     _kill_group(pid)
     return Report(tuple(codes[pid] for pid in pids), timed_out)
+
+
+def _change_of(pid: int) -> int | None:
+    """The status of a rank that has ended, stopped or gone on since the last call."""
+    changed, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+    return status if changed else None
 
 
 def _kill_group(leader: int) -> None:
@@ -211,8 +230,6 @@ def _settle(job: Job, rank: int, port: int) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    if rank > 0:
-        _wait_for_the_store(port)
     for name, value in job.env.items():
         if value is None:
             os.environ.pop(name, None)
