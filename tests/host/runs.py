@@ -101,6 +101,11 @@ def kept_run(run: Callable[..., EditRun], *args: Any, **flags: Any) -> EditRun:
     return _KEPT[key]
 
 
+def stock_run(folder: Path, world_size: int, **flags: Any) -> EditRun:
+    """`run_stock`, for `kept_run`."""
+    return EditRun(run_stock(folder, world_size, **flags), folder)
+
+
 def run_stock(folder: Path, world_size: int, **flags: Any) -> TrainResult:
     """Train the same GPT through the launcher, without `--use-edit`, recording it."""
     return train(
