@@ -87,10 +87,10 @@ def test_a_save_after_one_that_failed(tmp_path: Path, hooks: str) -> None:
     Would catch a checkpoint that is written and thrown away, because of the one before.
     """
     saves = tmp_path / "saves"
+    env = {**STOP, "SPY_HOOKS": f"{hooks},lose_a_part", "SPY_SLEEP": "[0.01, 0.2]"}
     run = run_edit(
-        made(tmp_path / "a"), 2, 2, before=HOOK, env={**STOP, "SPY_HOOKS": f"{hooks},lose_a_part"},
-        save=saves, save_interval=8, exit_signal_handler=True, train_iters=30,
-        edit_sync_interval=20,
+        made(tmp_path / "a"), 2, 2, before=HOOK, env=env, save=saves, save_interval=8,
+        exit_signal_handler=True, train_iters=30, edit_sync_interval=20,
     )  # fmt: skip
     assert newest(saves) >= 9 and manifest(saves, newest(saves))["form"] == "all"
     assert not (saves / "iter_0000008").exists()
