@@ -27,22 +27,36 @@ QUICK = {
 }
 # Files that take longest, first: where files run side by side, none should begin last.
 LONGEST = (
-    "test_resume.py",
-    "test_stops_saved.py",
     "test_checkpoints.py",
+    "test_resume.py",
     "test_lost.py",
+    "test_stops_saved.py",
     "test_overlap.py",
-    "test_sync.py",
-    "test_wrong_inputs.py",
     "test_stops.py",
-    "test_elastic.py",
+    "test_every_strategy.py",
+    "test_cpu_backend.py",
+    "test_strategies.py",
     "test_aedit.py",
+    "test_wire.py",
+    "test_sync.py",
+    "test_elastic.py",
+    "test_degenerate.py",
+    "test_wrong_inputs.py",
+    "test_strategies_wire.py",
+    "test_monitor_mishaps.py",
+    "test_monitor.py",
 )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run all tests, also those marked `full`")
     parser.addoption("--system", action="store_true", help="run the system tier alone")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let pytest-xdist keep our order of files, which knows more than the number of their tests."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
 
 
 def is_system(path: Path) -> bool:

@@ -183,6 +183,6 @@ def test_schedules_are_aligned_at_a_sync() -> None:
 
 def test_a_replica_that_never_comes_is_named() -> None:
     """A silent replica is an error with its number and the round, not a hang."""
-    results = run_ranks("tests.distributed.scenarios:one_never_comes", 2, timeout=60)
+    results = run_ranks("tests.distributed.scenarios:one_never_comes", 2, timeout=60, grace=1)
     assert results[0].returncode == 1
     assert "replica 1 did not come to the sync of round 1" in results[0].stderr

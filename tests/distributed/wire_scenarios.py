@@ -158,7 +158,7 @@ def lose_rank_1(name: str, when: str) -> tuple[str, float] | None:
             wire.start(group, values)
             time.sleep(0.5)  # phase (a) goes through, (b) never begins here
         if when.startswith("silent"):
-            time.sleep(6.0)
+            time.sleep(4.0)
         os._exit(0)
     exchange = wire.start(group, values)
     began = time.monotonic()

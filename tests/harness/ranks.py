@@ -47,6 +47,13 @@ def _run_plain(script: str, argv: list[str]) -> int:
     return 0
 
 
+def shuffle_as_megatron() -> None:
+    """A `before` hook: Megatron's own mock data, of which the server has cut most (for time)."""
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+
+    MockGPTLowLevelDataset.size = 100_000
+
+
 def print_exact_losses() -> None:
     """A `before` hook: print each step's loss in full, where Megatron rounds to seven digits."""
     from megatron.training import training

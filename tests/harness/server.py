@@ -7,7 +7,10 @@ started and goes. The fork happens before any process group or thread exists.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
+import functools
+import gc
 import importlib
 import os
 import pickle
@@ -16,14 +19,35 @@ import signal
 import sys
 import time
 import traceback
+from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from tests.harness.jobs import Job, Report, resolve
 from tests.harness.ports import free_ports
 
 _POLL_SECONDS = 0.01
+_STORE_SECONDS = 5
 _PR_SET_PDEATHSIG = 1
+# What ranks import. Those of ours stand for the packages that they import in turn.
+_WARM = (
+    "megatron.training.training",
+    "megatron.training.argument_utils",
+    "megatron.core.datasets.gpt_dataset",
+    "megatron.core.datasets.blended_megatron_dataset_builder",
+    "megatron.core.datasets.helpers",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.models.mimo.optimizer",
+    "megatron.core.tokenizers.utils.build_tokenizer",
+    "megatron.core.tokenizers.text",
+    "megatron.core.tokenizers.text.libraries",
+    "megatron.core.tokenizers.text.models",
+    "megatron_edit.launcher",
+    "megatron_edit.host.attach",
+    "megatron_edit.host.data",
+    "megatron_edit.host.training",
+)
+_MOCK_DOCUMENTS = 2000
 
 
 def main(fd: int) -> None:
@@ -40,17 +64,88 @@ def main(fd: int) -> None:
 
 
 def _warm_up() -> None:
+    """What every run of a training script would do again: the imports, and more."""
     from megatron_edit.host.cpu import enable_cpu_backend
     from megatron_edit.host.seams.patching import Patcher
 
     enable_cpu_backend(Patcher("Megatron-LM"))
-    for module in (
-        "megatron.training.training",
-        "megatron.training.argument_utils",
-        "megatron.core.datasets.gpt_dataset",
-        "megatron.core.models.gpt.gpt_layer_specs",
-    ):
+    for module in _WARM:
         importlib.import_module(module)
+    _remember_help_texts()
+    _shorten_mock_data()
+    _let_clients_wait_for_their_store()
+    _let_groups_share_a_device()
+    gc.collect()
+    gc.freeze()  # or each rank's first collection would copy all of this
+
+
+def _remember_help_texts() -> None:
+    """Megatron parses the sources of its configurations anew whenever it makes its parser."""
+    from megatron.training import arguments
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    read = ArgumentGroupFactory._get_field_docstrings
+    texts: dict[type, dict[str, str]] = {}
+
+    def remembered(factory: Any, config: type) -> dict[str, str]:
+        if config not in texts:
+            texts[config] = read(factory, config)
+        return dict(texts[config])
+
+    ArgumentGroupFactory._get_field_docstrings = remembered
+    arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
+def _shorten_mock_data() -> None:
+    """An epoch of millions of samples is shuffled before the few that a test takes."""
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+
+    MockGPTLowLevelDataset.size = _MOCK_DOCUMENTS
+
+
+def _let_clients_wait_for_their_store() -> None:
+    """Who knocks before the host listens sleeps for a second or so, and each rank with it."""
+    import torch.distributed as dist
+
+    class PatientStore(dist.TCPStore):  # type: ignore[misc]
+        def __init__(self, host_name: str, port: int, *args: Any, **kwargs: Any) -> None:
+            is_master = kwargs.get("is_master", args[1] if len(args) > 1 else False)
+            deadline = time.monotonic() + _STORE_SECONDS
+            while not is_master and not _is_listened_on(port) and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+            super().__init__(host_name, port, *args, **kwargs)
+
+    for module in ("torch.distributed", "torch.distributed.rendezvous"):
+        importlib.import_module(module).TCPStore = PatientStore  # type: ignore[attr-defined]
+
+
+def _let_groups_share_a_device() -> None:
+    """A rank has dozens of gloo groups. Each would have a device of its own, whose thread wakes up
+    a hundred times a second: where ranks wait, that is most of what they cost."""
+    from torch.distributed import ProcessGroupGloo
+
+    begin = ProcessGroupGloo.__init__
+    device = functools.cache(ProcessGroupGloo.create_default_device)  # first called in a rank
+
+    def shared(
+        self: Any, store: Any, rank: int, size: int, timeout: timedelta = timedelta(minutes=30)
+    ) -> None:
+        options = ProcessGroupGloo._Options()
+        options._devices, options._threads, options._timeout = [device()], 2, timeout
+        begin(self, store, rank, size, options)
+
+    ProcessGroupGloo.__init__ = shared
+
+
+def _is_listened_on(port: int) -> bool:
+    """Whether a process of this machine listens on a port; it does not notice."""
+    local, listening = f":{port:04X}", "0A"
+    for table in ("/proc/net/tcp6", "/proc/net/tcp"):
+        with open(table) as lines:
+            fields = (line.split(maxsplit=4) for line in lines)
+            if any(f[1].endswith(local) and f[3] == listening for f in fields):
+                return True
+    return False
 
 
 def _run(job: Job, requests: Connection) -> Report:
@@ -71,25 +166,41 @@ def _run(job: Job, requests: Connection) -> Report:
 
 
 def _wait(job: Job, pids: list[int], requests: Connection) -> Report:
-    """Collect exit codes. As under torchrun, one failed rank ends the others after a while."""
+    """Collect exit codes. As under torchrun, one failed rank ends the others after a while; at
+    once, where all that are left are frozen and will never end."""
     codes: dict[int, int] = {}
+    frozen: set[int] = set()
     deadline = time.monotonic() + job.timeout
     failed = timed_out = False
     while len(codes) < len(pids):
         for pid in pids:
-            if pid not in codes and (ended := os.waitpid(pid, os.WNOHANG))[0]:
-                codes[pid] = os.waitstatus_to_exitcode(ended[1])
+            status = _change_of(pid) if pid not in codes else None
+            if status is None:
+                continue
+            if os.WIFSTOPPED(status):
+                frozen.add(pid)
+            elif os.WIFCONTINUED(status):
+                frozen.discard(pid)
+            else:
+                codes[pid] = os.waitstatus_to_exitcode(status)
                 _kill_group(pid)  # what it started and left behind
         if not failed and any(codes.values()):
             failed = True
             deadline = min(deadline, time.monotonic() + job.grace)
         client_gone = requests.poll(_POLL_SECONDS)
-        if client_gone or time.monotonic() > deadline:
+        is_hopeless = failed and frozen.union(codes) == set(pids)
+        if client_gone or is_hopeless or time.monotonic() > deadline:
             timed_out = timed_out or not failed
             for pid in pids:
                 if pid not in codes:
                     _kill_group(pid)
     return Report(tuple(codes[pid] for pid in pids), timed_out)
+
+
+def _change_of(pid: int) -> int | None:
+    """The status of a rank that has ended, stopped or gone on since the last call."""
+    changed, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+    return status if changed else None
 
 
 def _kill_group(leader: int) -> None:

@@ -76,6 +76,7 @@ def train(
     script: str | Path = "scripts/pretrain_gpt.py",
     before: str | None = None,
     timeout: float = 120,
+    grace: float = 15,
     env: dict[str, str | None] | None = None,
     check: bool = True,
 ) -> TrainResult:
@@ -85,6 +86,7 @@ def train(
         argv: the script's flags; `tiny_gpt` makes them.
         script: a path, from the top of the repository where it is relative.
         before: ``"module:function"``, called first in every rank.
+        grace: seconds that the others get once a rank has failed.
         check: fail where a rank does not exit with 0.
     """
     ranks = run_ranks(
@@ -93,6 +95,7 @@ def train(
         (str(REPOSITORY / script), argv, before),
         env=env,
         timeout=timeout,
+        grace=grace,
         check=check,
     )
     return parse_console(ranks)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +59,7 @@ def run_edit(
     env: dict[str, str] | None = None,
     check: bool = True,
     timeout: float = 120,
+    grace: float = 15,
     **flags: Any,
 ) -> EditRun:
     """Train a tiny GPT with EDiT; event files and spies' records go to `folder`."""
@@ -64,8 +69,41 @@ def run_edit(
         **(env or {}),
     }
     argv = edit_flags(num_replicas, edit_log_dir=folder, **flags)
-    result = train(argv, world_size, before=before, env=environment, check=check, timeout=timeout)
+    result = train(
+        argv, world_size, before=before, env=environment, check=check, timeout=timeout, grace=grace
+    )
     return EditRun(result, folder)
+
+
+@functools.cache
+def _kept() -> Path:
+    """Where this process keeps runs."""
+    folder = tempfile.TemporaryDirectory(prefix="kept-runs-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
+
+
+_KEPT: dict[str, EditRun] = {}
+
+
+def kept_run(run: Callable[..., EditRun], *args: Any, **flags: Any) -> EditRun:
+    """``run(folder, *args, **flags)``, once in this process: tests compare theirs with it.
+
+    Nobody may change what it left. With `save_interval` it saves to the folder `saves` in its own.
+    """
+    key = repr((run.__qualname__, args, sorted(flags.items())))
+    if key not in _KEPT:
+        folder = _kept() / str(len(_KEPT))
+        folder.mkdir()
+        if "save_interval" in flags:
+            flags["save"] = folder / "saves"
+        _KEPT[key] = run(folder, *args, **flags)
+    return _KEPT[key]
+
+
+def stock_run(folder: Path, world_size: int, **flags: Any) -> EditRun:
+    """`run_stock`, for `kept_run`."""
+    return EditRun(run_stock(folder, world_size, **flags), folder)
 
 
 def run_stock(folder: Path, world_size: int, **flags: Any) -> TrainResult:

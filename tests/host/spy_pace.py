@@ -215,7 +215,7 @@ def pause_one() -> None:
 
 
 def hash_slowly() -> None:
-    """Let the first rank of all take 8 seconds for each file of a save that is not a stop's."""
+    """Let the first rank of all take a second for each file of a save that is not a stop's."""
     import megatron_edit.host.checkpoint.committing as committing
     from megatron_edit.checkpoint.folder import STOP
 
@@ -223,7 +223,7 @@ def hash_slowly() -> None:
 
     def slowed(path: Path) -> Any:
         if int(os.environ["RANK"]) == 0 and f"{STOP}.partial" not in str(path):
-            time.sleep(8)
+            time.sleep(1)
         return record_of(path)
 
     committing.record_of = slowed  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@ import json
 import os
 from typing import Any
 
+from tests.harness.ranks import shuffle_as_megatron
 from tests.host.spy import out_dir
 
 
@@ -14,6 +15,7 @@ def record_biases() -> None:
     from megatron_edit.engine import EditEngine
     from megatron_edit.engine.rounds.meeting import Meetings, shared_values
 
+    shuffle_as_megatron()  # steps are few and biases coarse: with other samples they may meet
     rank, log = os.environ["RANK"], dict[str, dict[int, list[float]]](before={}, after={})
     hold, after_step = Meetings.hold, EditEngine.after_step
 

@@ -11,7 +11,7 @@ import pytest
 from megatron_edit.tools.cli import main
 from tests.harness import Flags, tiny_gpt, train
 from tests.host.layouts import GATHER
-from tests.host.runs import EditRun, run_edit, run_stock
+from tests.host.runs import EditRun, kept_run, run_edit, run_stock
 from tests.host.test_aedit import AEDIT
 from tests.host.test_elastic import consumed
 from tests.host.test_resume import DROPOUT, HOOK, assert_continues, facts, records
@@ -80,8 +80,8 @@ def test_a_stop_saves_everything(tmp_path: Path, policy: str, step: str) -> None
     kept = manifest(saves, newest(saves))
     assert kept["is_warmup"] or kept["form"] == "all"
     run_edit(made(tmp_path / "b"), 4, 2, before=HOOK, load=saves, **flags)
-    run_edit(made(tmp_path / "whole"), 4, 2, before=HOOK, **flags)
-    assert facts(tmp_path / "b", 4) == facts(tmp_path / "whole", 4)
+    whole = kept_run(run_edit, 4, 2, before=HOOK, **flags)
+    assert facts(tmp_path / "b", 4) == facts(whole.folder, 4)
 
 
 def run_clocked(folder: Path, hooks: str, **flags: Any) -> EditRun:
@@ -92,7 +92,8 @@ def run_clocked(folder: Path, hooks: str, **flags: Any) -> EditRun:
         **AEDIT, "edit_sync_seconds": 7, "global_batch_size": 8, "train_iters": 40,
         "lr_decay_style": "cosine", **DROPOUT, **flags,
     }  # fmt: skip
-    return run_edit(made(folder), 2, 2, before=HOOK, env=env, **settings)
+    folder.mkdir(exist_ok=True)
+    return run_edit(folder, 2, 2, before=HOOK, env=env, **settings)
 
 
 @pytest.mark.parametrize("moment", ["at-a-sync", "at-a-stop"])
@@ -107,11 +108,11 @@ def test_clocks_go_on(tmp_path: Path, moment: str) -> None:
     kept = manifest(saves, first)
     assert any(r["inner_steps"] for r in kept["replicas"]) == (moment == "at-a-stop")
     run_clocked(tmp_path / "b", "", load=saves, ckpt_step=first)
-    run_clocked(tmp_path / "whole", "")
-    assert facts(tmp_path / "b", 2) == facts(tmp_path / "whole", 2)
+    whole = kept_run(run_clocked, "")
+    assert facts(tmp_path / "b", 2) == facts(whole.folder, 2)
     if moment == "at-a-stop":
         both = consumed(tmp_path / "a") + consumed(tmp_path / "b")
-        assert sorted(both) == sorted(consumed(tmp_path / "whole")) == list(range(40 * 8))
+        assert sorted(both) == sorted(consumed(whole.folder)) == list(range(40 * 8))
 
 
 def test_clocks_save_at_the_end(tmp_path: Path) -> None:
@@ -298,15 +299,13 @@ RESHAPES: dict[str, tuple[int, Flags, int, Flags]] = {
 def test_another_layout_goes_on(tmp_path: Path, reshape: str, step: int) -> None:
     """Momentum and anchor are found whatever the shards: later norms and losses are the same."""
     old_ranks, old, new_ranks, new = RESHAPES[reshape]
-    saves = tmp_path / "saves"
     flags: Flags = {"train_iters": 12, "dist_ckpt_optim_fully_reshardable": True, "swiglu": True,
                     "lr": 1e-4}  # fmt: skip
-    whole = run_edit(
-        made(tmp_path / "a"), 2 * old_ranks, 2, save=saves, save_interval=step, **flags, **old
-    )
+    whole = kept_run(run_edit, 2 * old_ranks, 2, save_interval=1, **flags, **old)
     resumed = run_edit(
-        made(tmp_path / "b"), 2 * new_ranks, 2, load=saves, ckpt_step=step, **flags, **new
-    )
+        made(tmp_path / "b"), 2 * new_ranks, 2, load=whole.folder / "saves", ckpt_step=step,
+        **flags, **new,
+    )  # fmt: skip
     before = {line["round"]: line for line in whole.syncs}
     assert len(resumed.syncs) >= 2
     for line in resumed.syncs:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.harness import Flags, run_ranks, tiny_gpt
 from tests.harness.launch import REPOSITORY
-from tests.host.runs import PENALTY_OFF, run_edit, run_stock
+from tests.host.runs import PENALTY_OFF, kept_run, run_edit, run_stock, stock_run
 from tests.host.spy import read_records
 
 RECORD = "tests.host.spy:record"
@@ -68,18 +68,15 @@ def test_endless_warmup_is_stock_on_all_ranks(
 ) -> None:
     """N replicas of D ranks in warm-up are one job of N*D: catches wrong gradient scales, sample
     shares, random streams and schedules."""
-    (tmp_path / "stock").mkdir()
-    run_stock(tmp_path / "stock", 4, **flags)
+    stock = kept_run(stock_run, 4, **flags).folder
     run = run_edit(tmp_path, 4, num_replicas, before=RECORD, edit_strategy="ddp", **flags)
     tolerance = 2e-3 if {"bf16", "fp16"} & flags.keys() else 2e-6
-    expected = losses(tmp_path / "stock", 4)
+    expected = losses(stock, 4)
     assert [line["loss"] for line in run.lines("loss.jsonl")] == pytest.approx(
         expected, rel=tolerance
     )
     assert len(expected) == 10 and expected[-1] < expected[0] - 0.1
-    assert grad_norms(tmp_path, 4) == pytest.approx(
-        grad_norms(tmp_path / "stock", 4), rel=100 * tolerance
-    )
+    assert grad_norms(tmp_path, 4) == pytest.approx(grad_norms(stock, 4), rel=100 * tolerance)
     assert run.result.consumed_samples[10] == 10 * int(str(flags.get("global_batch_size", 8)))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.harness import Flags
-from tests.host.runs import EditRun, run_edit
+from tests.host.runs import EditRun, kept_run, run_edit
 from tests.host.test_aedit import AEDIT
 from tests.host.test_metrics import scalars_of
 
@@ -149,17 +149,18 @@ LATE: dict[str, dict[str, Any]] = {
 def test_late_syncs_land_before_others_go_on(tmp_path: Path, name: str, replicas: int) -> None:
     """Saved while syncs fly. What others begin with is what the same replicas would have ended
     with, had training been over there: everything lands, and the round is synced."""
-    saves, step = tmp_path / "saves", 6
+    step = 6
     flags: Flags = {**FLAGS, "edit_sync_interval": 3, **LATE[name], "train_iters": 9}
-    run_edit(_made(tmp_path / "a"), 2, 2, before=HOOK, save=saves, save_interval=step, **flags)
+    saved = kept_run(run_edit, 2, 2, before=HOOK, save_interval=step, **flags)
     over = {**flags, "train_iters": step, "lr_decay_iters": 9}
-    run_edit(_made(tmp_path / "over"), 2, 2, before=HOOK, **over)
+    ended = kept_run(run_edit, 2, 2, before=HOOK, **over)
     run_edit(
-        _made(tmp_path / "b"), replicas, replicas, before=HOOK, load=saves, ckpt_step=step,
-        **{**over, "override_opt_param_scheduler": True},
+        _made(tmp_path / "b"), replicas, replicas, before=HOOK, load=saved.folder / "saves",
+        ckpt_step=step, **{**over, "override_opt_param_scheduler": True},
     )  # fmt: skip
     expected, found = (
-        json.loads((tmp_path / run / "outer-0.json").read_text()) for run in ("over", "b")
+        json.loads((folder / "outer-0.json").read_text())
+        for folder in (ended.folder, tmp_path / "b")
     )
     anchors = [key for key in expected if key.startswith(("anchor", "momentum"))]
     assert len(anchors) == 8

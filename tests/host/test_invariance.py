@@ -10,7 +10,7 @@ import pytest
 
 from tests.harness import Flags
 from tests.host.layouts import GATHER, LAYOUTS, PLAIN_DDP, Layout
-from tests.host.runs import run_edit
+from tests.host.runs import EditRun, kept_run, run_edit
 
 # One learning-rate step moves a parameter by about lr: a clip of this size binds.
 SETTINGS: Flags = {"edit_warmup_steps": 0, "edit_sync_interval": 4, "train_iters": 5,
@@ -18,14 +18,12 @@ SETTINGS: Flags = {"edit_warmup_steps": 0, "edit_sync_interval": 4, "train_iters
 SPLIT = {"m2", "ep2", "tp2-ep2-etp2", "two-instances", "two-instances-m2", "m2-plain-ddp"}
 
 
-def first_sync(folder: Path, ranks: int, flags: Flags) -> dict[str, Any]:
-    """The first line of sync.jsonl of two replicas."""
-    folder.mkdir()
-    run = run_edit(
+def train_until_first_sync(folder: Path, ranks: int, **flags: Any) -> EditRun:
+    """Two replicas, from weights that are the same on every layout."""
+    return run_edit(
         folder, 2 * ranks, 2, before="tests.host.spy:start_from_seeded_weights",
         **{**GATHER, **SETTINGS, **flags},
     )  # fmt: skip
-    return run.syncs[0]
 
 
 @pytest.mark.parametrize(
@@ -59,9 +57,9 @@ def _compare(tmp_path: Path, one: str, other: str, more: Flags) -> None:
     # Megatron deals micro-batches to data-parallel ranks: where one rank takes the place of two,
     # a micro-batch twice as large gives the replica the same samples; of four, four times.
     whole: Flags = {**LAYOUTS[one].flags, **more, "micro_batch_size": 4 if other in SPLIT else 2}
-    expected = first_sync(tmp_path / one, LAYOUTS[one].ranks, whole)
+    expected = kept_run(train_until_first_sync, LAYOUTS[one].ranks, **whole).syncs[0]
     ranks, flags = LAYOUTS[other] if other != "m2-plain-ddp" else Layout(2, PLAIN_DDP)
-    ours = first_sync(tmp_path / other, ranks, {**flags, **more})
+    ours = train_until_first_sync(tmp_path, ranks, **{**flags, **more}).syncs[0]
     assert ours["units"] == expected["units"]
     for key in ("norms", "weights", "clip", "update_norm"):
         np.testing.assert_allclose(ours[key], expected[key], rtol=1e-4, err_msg=key)

@@ -61,7 +61,7 @@ def test_the_first_to_give_up_is_not_blamed(tmp_path: Path) -> None:
     run = run_edit(
         tmp_path, 3, 3, before=HOOKS, check=False, train_iters=500, global_batch_size=6,
         env={"SPY_HOOKS": "slow,hang_one", "SPY_SLEEP": "[0.01, 0.01, 0.15]", "SPY_STEP": "6"},
-        edit_timeout_seconds=4, edit_sync_interval=20,
+        edit_timeout_seconds=4, edit_sync_interval=20, grace=8,
     )  # fmt: skip
     assert [rank.returncode for rank in run.result.ranks][::2] == [4, 4]
     for text in (run.result.ranks[0].stderr, (tmp_path / "replica-2.log").read_text()):
@@ -69,10 +69,10 @@ def test_the_first_to_give_up_is_not_blamed(tmp_path: Path) -> None:
 
 
 def test_a_slow_evaluation_is_waited_for(tmp_path: Path) -> None:
-    """Eight batches of a second each against a time-out of three: each is a sign of life."""
+    """Five batches of a second each against a time-out of three: each is a sign of life."""
     run_timed(
         tmp_path, 2, 2, "slow,evaluate_slowly", {"SPY_SLEEP": "[0.01, 0.01]"}, train_iters=6,
-        global_batch_size=4, eval_interval=4, eval_iters=8, edit_sync_seconds=30,
+        global_batch_size=4, eval_interval=4, eval_iters=5, edit_sync_seconds=30,
         edit_timeout_seconds=3,
     )  # fmt: skip
 

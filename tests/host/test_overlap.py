@@ -168,8 +168,15 @@ def _check_order(log: list[tuple[str, str, int, int]], round_: int, *, is_lazy: 
             assert first["land", following] > first["forward", unit]
 
 
-@pytest.mark.parametrize("offload", [False, True], ids=["near", "offload"])
-@pytest.mark.parametrize("prefetch_units", [1, 3])
+@pytest.mark.parametrize(
+    ("prefetch_units", "offload"),
+    [
+        pytest.param(1, False, id="1-near"),
+        pytest.param(3, True, id="3-offload"),
+        pytest.param(1, True, id="1-offload", marks=pytest.mark.full),
+        pytest.param(3, False, id="3-near", marks=pytest.mark.full),
+    ],
+)
 def test_staging_is_bounded(tmp_path: Path, prefetch_units: int, offload: bool) -> None:
     """At most D + 1 units are staged: 4 bytes an element, 12 with offload; counted as the engine
     allocates them. Catches flights that are kept after landing, and a staging of everything at

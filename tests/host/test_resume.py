@@ -11,7 +11,7 @@ import pytest
 from megatron_edit.checkpoint.manifest import Manifest, read_manifest
 from tests.harness import Flags
 from tests.host.layouts import GATHER, LAYOUTS
-from tests.host.runs import EditRun, run_edit
+from tests.host.runs import EditRun, kept_run, run_edit
 
 HOOK = "tests.host.spy_resume:record_all"
 ITERATIONS = 12
@@ -60,8 +60,13 @@ def assert_same_syncs(whole: EditRun, resumed: EditRun) -> None:
     assert resumed.digests(0) == whole.digests(0)[-len(after) :]
 
 
-def both_runs(folder: Path, step: int, ranks: int, replicas: int, **flags: Any) -> Manifest:
-    """Train with saves at every step; train again from the checkpoint of `step`; compare.
+def both_runs(
+    folder: Path, step: int, ranks: int, replicas: int, *, is_shared: bool = False, **flags: Any
+) -> Manifest:
+    """Train with saves; train again from the checkpoint of `step`; compare.
+
+    Args:
+        is_shared: whether others resume the same run elsewhere; then it is saved at every step.
 
     Returns:
         What the checkpoint says of itself.
@@ -71,16 +76,13 @@ def both_runs(folder: Path, step: int, ranks: int, replicas: int, **flags: Any) 
     }  # fmt: skip
     if "edit_strategy" not in flags:  # the others have no detectors
         settings["edit_anomaly_warmup_syncs"] = 1
-    whole, resumed, saves = folder / "whole", folder / "resumed", folder / "saves"
-    for path in (whole, resumed):
-        path.mkdir()
     world = ranks * replicas
-    first = run_edit(
-        whole, world, replicas, before=HOOK, save=saves, save_interval=step,
-        save_retain_interval=None, **settings,
-    )  # fmt: skip
-    second = run_edit(resumed, world, replicas, before=HOOK, load=saves, ckpt_step=step, **settings)
-    assert_continues(whole, resumed, step, world)
+    first = kept_run(
+        run_edit, world, replicas, before=HOOK, save_interval=1 if is_shared else step, **settings
+    )
+    saves = first.folder / "saves"
+    second = run_edit(folder, world, replicas, before=HOOK, load=saves, ckpt_step=step, **settings)
+    assert_continues(first.folder, folder, step, world)
     assert_same_syncs(first, second)
     return read_manifest(saves / f"iter_{step:07d}")
 
@@ -88,7 +90,7 @@ def both_runs(folder: Path, step: int, ranks: int, replicas: int, **flags: Any) 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_resume_equals_the_uninterrupted_run(tmp_path: Path, moment: str) -> None:
     """With dropout and a schedule: catches any state that a checkpoint forgets, at any moment."""
-    both_runs(tmp_path, MOMENTS[moment], 1, 2, **DROPOUT)
+    both_runs(tmp_path, MOMENTS[moment], 1, 2, is_shared=True, **DROPOUT)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +107,8 @@ def test_resume_on_every_layout(tmp_path: Path, layout: str) -> None:
 def test_resume_in_overlap_with_offload(tmp_path: Path, moment: str) -> None:
     """Units that have not landed when the save begins, and state that lives on the host."""
     both_runs(
-        tmp_path, MOMENTS[moment], 2, 2, edit_sync_mode="overlap", edit_offload=True,
-        bf16=True, **DROPOUT, **GATHER,
+        tmp_path, MOMENTS[moment], 2, 2, is_shared=True, edit_sync_mode="overlap",
+        edit_offload=True, bf16=True, **DROPOUT, **GATHER,
     )  # fmt: skip
 
 

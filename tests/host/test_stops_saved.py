@@ -9,7 +9,7 @@ import pytest
 
 from tests.harness import Flags
 from tests.host.layouts import GATHER
-from tests.host.runs import run_edit
+from tests.host.runs import kept_run, run_edit
 from tests.host.test_checkpoints import STOP, made, manifest, newest
 from tests.host.test_resume import DROPOUT, HOOK, facts
 
@@ -41,8 +41,8 @@ def test_a_stop_while_something_is_late(tmp_path: Path, name: str, step: str) ->
     kept = manifest(saves, newest(saves))
     assert kept["form"] == "all" and any(entry["inner_steps"] for entry in kept["replicas"])
     run_edit(made(tmp_path / "b"), 4, 2, before=HOOK, load=saves, **flags)
-    run_edit(made(tmp_path / "whole"), 4, 2, before=HOOK, **flags)
-    assert facts(tmp_path / "b", 4) == facts(tmp_path / "whole", 4)
+    whole = kept_run(run_edit, 4, 2, before=HOOK, **flags)
+    assert facts(tmp_path / "b", 4) == facts(whole.folder, 4)
 
 
 @pytest.mark.parametrize("step", ["15", "16", "17"])
@@ -56,8 +56,8 @@ def test_a_planned_exit_meets_a_stop(tmp_path: Path, step: str) -> None:
         save_interval=1000, exit_signal_handler=True, exit_interval=16, **flags,
     )  # fmt: skip
     run_edit(made(tmp_path / "b"), 2, 2, before=HOOK, load=saves, **flags)
-    run_edit(made(tmp_path / "whole"), 2, 2, before=HOOK, **flags)
-    assert facts(tmp_path / "b", 2) == facts(tmp_path / "whole", 2)
+    whole = kept_run(run_edit, 2, 2, before=HOOK, **flags)
+    assert facts(tmp_path / "b", 2) == facts(whole.folder, 2)
 
 
 def test_a_stop_while_a_save_is_being_completed(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_stop_while_a_save_is_being_completed(tmp_path: Path) -> None:
     without its files.
     """
     saves = tmp_path / "saves"
-    flags: Flags = {"train_iters": 30, "edit_sync_interval": 20, **DROPOUT}
+    flags: Flags = {"train_iters": 24, "edit_sync_interval": 20, **DROPOUT}
     env = {**STOP, "SPY_HOOKS": f"{STOP['SPY_HOOKS']},hash_slowly"}
     run_edit(
         made(tmp_path / "a"), 2, 2, before=HOOK, env=env, save=saves, save_interval=8,
@@ -76,8 +76,8 @@ def test_a_stop_while_a_save_is_being_completed(tmp_path: Path) -> None:
     assert newest(saves) > 8 and manifest(saves, newest(saves))["form"] == "all"
     assert [path.name for path in saves.iterdir() if path.name.startswith(".")] == []
     run_edit(made(tmp_path / "b"), 2, 2, before=HOOK, load=saves, **flags)
-    run_edit(made(tmp_path / "whole"), 2, 2, before=HOOK, **flags)
-    assert facts(tmp_path / "b", 2) == facts(tmp_path / "whole", 2)
+    whole = kept_run(run_edit, 2, 2, before=HOOK, **flags)
+    assert facts(tmp_path / "b", 2) == facts(whole.folder, 2)
 
 
 @pytest.mark.parametrize("hooks", [STOP["SPY_HOOKS"], "slow"], ids=["a-stop", "a-save"])
@@ -87,10 +87,10 @@ def test_a_save_after_one_that_failed(tmp_path: Path, hooks: str) -> None:
     Would catch a checkpoint that is written and thrown away, because of the one before.
     """
     saves = tmp_path / "saves"
+    env = {**STOP, "SPY_HOOKS": f"{hooks},lose_a_part", "SPY_SLEEP": "[0.01, 0.2]"}
     run = run_edit(
-        made(tmp_path / "a"), 2, 2, before=HOOK, env={**STOP, "SPY_HOOKS": f"{hooks},lose_a_part"},
-        save=saves, save_interval=8, exit_signal_handler=True, train_iters=30,
-        edit_sync_interval=20,
+        made(tmp_path / "a"), 2, 2, before=HOOK, env=env, save=saves, save_interval=8,
+        exit_signal_handler=True, train_iters=30, edit_sync_interval=20,
     )  # fmt: skip
     assert newest(saves) >= 9 and manifest(saves, newest(saves))["form"] == "all"
     assert not (saves / "iter_0000008").exists()
