@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import functools
 import gc
 import importlib
 import os
@@ -19,7 +18,6 @@ import signal
 import sys
 import time
 import traceback
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
@@ -74,7 +72,6 @@ def _warm_up() -> None:
     _remember_help_texts()
     _shorten_mock_data()
     _let_clients_wait_for_their_store()
-    _let_groups_share_a_device()
     gc.collect()
     gc.freeze()  # or each rank's first collection would copy all of this
 
@@ -117,24 +114,6 @@ def _let_clients_wait_for_their_store() -> None:
 
     for module in ("torch.distributed", "torch.distributed.rendezvous"):
         importlib.import_module(module).TCPStore = PatientStore  # type: ignore[attr-defined]
-
-
-def _let_groups_share_a_device() -> None:
-    """A rank has dozens of gloo groups. Each would have a device of its own, whose thread wakes up
-    a hundred times a second: where ranks wait, that is most of what they cost."""
-    from torch.distributed import ProcessGroupGloo
-
-    begin = ProcessGroupGloo.__init__
-    device = functools.cache(ProcessGroupGloo.create_default_device)  # first called in a rank
-
-    def shared(
-        self: Any, store: Any, rank: int, size: int, timeout: timedelta = timedelta(minutes=30)
-    ) -> None:
-        options = ProcessGroupGloo._Options()
-        options._devices, options._threads, options._timeout = [device()], 2, timeout
-        begin(self, store, rank, size, options)
-
-    ProcessGroupGloo.__init__ = shared
 
 
 def _is_listened_on(port: int) -> bool:
