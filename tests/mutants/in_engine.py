@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 _UNIT, _STATE = "pure/test_unit_sync.py", "pure/test_run_state.py"
+_STEP = "pure/test_step_plan.py"
 _PLAN, _SYNC = "engine/rounds/plan.py", "engine/sync/inflight.py"
 
 ENGINE = (
@@ -119,6 +120,30 @@ ENGINE = (
         old='        self.clock.set(saved["phase_seconds"])\n',
         new="",
         test=f"{_STATE}::test_all_of_it_comes_back",
+    ),
+    Mutant(
+        id="engine/landing-not-planned",
+        bug="a sync whose time comes inside of a round never lands",
+        file="engine/rounds/controller.py",
+        old="            return StepPlan(landing=landing, is_landing_due=bool(landing))",
+        new="            return StepPlan()",
+        test=f"{_STEP}::test_a_step_inside_of_a_round",
+    ),
+    Mutant(
+        id="engine/last-gathered-twice",
+        bug="the last step gathers parameters that its sync replaces",
+        file="engine/rounds/controller.py",
+        old="            or meeting.is_last\n",
+        new="",
+        test=f"{_STEP}::test_a_step_before_a_meeting",
+    ),
+    Mutant(
+        id="engine/old-sync-gathered-twice",
+        bug="a step gathers parameters that an older sync of its units replaces",
+        file="engine/rounds/controller.py",
+        old="            or bool(self.queue.of_units(meeting.selection))\n",
+        new="",
+        test=f"{_STEP}::test_a_step_before_a_meeting",
     ),
     Mutant(
         id="engine/losses-one-early",
