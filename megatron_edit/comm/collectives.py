@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from megatron_edit.comm.polling import UNLIMITED, wait_polling
+from megatron_edit.comm.streams import Stream, Streams, streams_of
 from megatron_edit.errors import ReplicaLostError
 
 
@@ -102,6 +103,7 @@ class Group:
             needs them.
         backlog: exchanges whose second phase has still to begin, oldest first; see
             `compressed_all_reduce.py`.
+        make_streams: makes `streams`; tests write down what these are told.
     """
 
     process_group: Any
@@ -114,6 +116,7 @@ class Group:
     num_started: int = 0
     phases: tuple[Duplex, ...] = ()
     backlog: deque[Any] = field(default_factory=deque)
+    make_streams: Callable[[torch.device], Streams] = streams_of
     _unreaped: list[tuple[Work, Tensor]] = field(default_factory=list)
 
     @classmethod
@@ -125,6 +128,16 @@ class Group:
     def runs_in_order(self) -> bool:
         """Whether collectives run one after another, as on NCCL's stream; on gloo, all at once."""
         return self.process_group is not None and str(self.process_group.name()) == "nccl"
+
+    @cached_property
+    def streams(self) -> Streams:
+        """Of the device."""
+        return self.make_streams(self.device)
+
+    @cached_property
+    def side_stream(self) -> Stream:
+        """One for all exchanges of the group: each stream has a memory pool of its own."""
+        return self.streams.new()
 
     def start_all_reduce(self, tensor: Tensor) -> Work:
         """Begin to sum `tensor` over the group, in place; it must not be touched until waited for.

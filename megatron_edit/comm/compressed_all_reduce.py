@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -158,16 +157,9 @@ class CodedExchange:
 
 
 def beside_compute(group: Group) -> AbstractContextManager[Any]:
-    """The stream of exchanges, behind what computes now; nothing where there are no streams."""
-    if not group.runs_in_order or group.device.type != "cuda":
+    """The stream of exchanges, behind what computes now; nothing where they run all at once."""
+    if not group.runs_in_order:
         return nullcontext()
-    stream = _stream(group.device)
-    stream.wait_stream(torch.cuda.current_stream(group.device))
-    context: AbstractContextManager[Any] = torch.cuda.stream(stream)
-    return context
-
-
-@cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all exchanges of a device: each stream has a memory pool of its own."""
-    return torch.cuda.Stream(device)
+    streams, side = group.streams, group.side_stream
+    streams.wait(side, streams.record(streams.current()))
+    return streams.use(side)

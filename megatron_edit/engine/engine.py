@@ -80,7 +80,7 @@ class EditEngine:
             settings, host, groups, reporter, self.state, self._board
         )
         self._queue, self._trigger = self._controller.queue, self._controller.trigger
-        self._home = HomeStream(groups.sync.device)
+        self._home = HomeStream(groups.sync.streams)
         self._flags = DelayedFlags(groups.control)
         self._common_stop = CommonStop(groups.sync)
         self._after: StepPlan | None = None  # what follows the step being attempted
@@ -433,6 +433,7 @@ class EditEngine:
             offload=self.settings.offload,
             wire=self.settings.wire,
             num_replicas=self.groups.sync.size,
+            streams=self.groups.sync.streams,
         )
 
     def _attach(self, outer: OuterState) -> None:

@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megatron_edit"
 COLLECTIVES = "comm/collectives.py"
+STREAMS = "comm/streams.py"
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 80
 
 # From the bottom to the top: what stands on a line may import what stands on lines above it in this
@@ -203,6 +204,19 @@ def distributed_in_method(source: Source) -> list[str]:
     return [source.at(n, f"{m}: method/ knows no distributed code") for n, m in named + reached]
 
 
+def raw_streams(source: Source) -> list[str]:
+    """`torch.cuda` in comm/ and engine/, apart from the file that is there for it."""
+    if source.part not in ("comm", "engine") or source.name == STREAMS:
+        return []
+    named = [(n, m) for n, m in imports_of(source) if is_in(m, "torch.cuda")]
+    reached = [
+        (n, ast.unparse(n))
+        for n in ast.walk(source.tree)
+        if isinstance(n, ast.Attribute) and ast.unparse(n) == "torch.cuda"
+    ]
+    return [source.at(n, f"{m}: streams are the business of {STREAMS}") for n, m in named + reached]
+
+
 RULES = [
     host_imports,
     wrong_directions,
@@ -210,6 +224,7 @@ RULES = [
     behind_the_face,
     reached_through,
     foreign_formats,
+    raw_streams,
 ]
 
 
@@ -218,6 +233,21 @@ def test_imports(rule: object) -> None:
     """Would catch: `import megatron` in the engine, torch.distributed in the mathematics."""
     assert callable(rule)
     assert [c for source in SOURCES for c in rule(source)] == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch\ndef f(d):\n    return torch.cuda.Stream(d)",
+        "from torch import cuda",
+        "from torch.cuda import Event",
+        "import torch\ndef f(x: torch.cuda.Stream): ...",
+    ],
+)
+def test_the_rule_for_streams_sees(code: str) -> None:
+    """The rule itself: each of these is a breach in the engine, and none where streams are made."""
+    assert raw_streams(source_of(code))
+    assert not raw_streams(source_of(code, STREAMS))
 
 
 def _edges(sources: list[Source]) -> dict[str, set[str]]:

@@ -1,7 +1,7 @@
-"""Streams: copies between host and device beside compute, and the one that a sync computes on.
+"""Copies between host and device beside compute, and the stream that a sync computes on.
 
-On the CPU there are no streams: the same calls copy at once, so that their memory can be counted
-where tests run.
+On the CPU there are no streams (`comm/streams.py`): the same calls copy at once, so that their
+memory can be counted where tests run.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from megatron_edit.comm.streams import Event, Stream, Streams
 
 
 @dataclass(frozen=True)
@@ -21,18 +22,20 @@ class DeviceCopy:
 
     Attributes:
         tensor: where it arrives.
-        event: when it has; None where it is there already.
+        streams: of the device; None where the tensor is there already.
+        event: when it has arrived.
     """
 
     tensor: Tensor
-    event: Any = None
+    streams: Streams | None = None
+    event: Event = None
 
     def ready(self) -> Tensor:
         """The tensor; the current stream waits for it, the host does not."""
-        if self.event is not None:
-            compute = torch.cuda.current_stream(self.tensor.device)
-            compute.wait_event(self.event)
-            self.tensor.record_stream(compute)  # the memory belongs to the copying stream
+        if self.streams is not None:
+            compute = self.streams.current()
+            self.streams.wait(compute, self.event)
+            self.streams.keep(self.tensor, compute)  # the memory belongs to the copying stream
         return self.tensor
 
 
@@ -41,42 +44,34 @@ class OffloadStreams:
 
     Args:
         device: of the parameters.
+        streams: of the device.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._up, self._down = None, None
-        if device.type == "cuda":
-            self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    def __init__(self, device: torch.device, streams: Streams) -> None:
+        self.device, self._streams = device, streams
+        self._up, self._down = streams.new(), streams.new()
 
     def fence(self) -> None:
         """Let uploads from here on see all that was downloaded before."""
-        if self._up is not None:
-            self._up.wait_stream(self._down)
+        self._streams.wait(self._up, self._streams.record(self._down))
 
     def wait(self) -> None:
         """Let the host wait for all that was downloaded."""
-        if self._down is not None:
-            self._down.synchronize()
+        self._streams.synchronize(self._streams.record(self._down))
 
     def upload(self, source: Tensor) -> DeviceCopy:
         """Begin to copy `source`, pinned, to a new tensor on the device."""
-        if self._up is None:
-            return DeviceCopy(torch.empty_like(source, device=self.device).copy_(source))
-        with torch.cuda.stream(self._up):
+        with self._streams.use(self._up):
             target = torch.empty_like(source, device=self.device, pin_memory=False)
             target.copy_(source, non_blocking=True)
-            return DeviceCopy(target, self._up.record_event())
+            return DeviceCopy(target, self._streams, self._streams.record(self._up))
 
     def download(self, source: Tensor, target: Tensor) -> None:
         """Begin to copy `source` to `target`, pinned, after what computes it now."""
-        if self._down is None:
-            target.copy_(source)
-            return
-        self._down.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._down):
+        self._streams.wait(self._down, self._streams.record(self._streams.current()))
+        with self._streams.use(self._down):
             target.copy_(source, non_blocking=True)
-        source.record_stream(self._down)
+        self._streams.keep(source, self._down)
 
 
 class HomeStream:
@@ -87,26 +82,25 @@ class HomeStream:
     training computes on and go back there, so that is where they must be read.
 
     Args:
-        device: of the parameters; on a CPU there is nothing to do.
+        streams: of the device.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream: torch.cuda.Stream | None = None
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._stream: Stream = None
 
     def remember(self) -> None:
         """The current stream is the one."""
-        if self._device.type == "cuda":
-            self._stream = torch.cuda.current_stream(self._device)
+        self._stream = self._streams.current()
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Work on it; what came before on the current stream is seen, and what follows sees it."""
-        if self._stream is None or self._stream == torch.cuda.current_stream(self._device):
+        streams, current = self._streams, self._streams.current()
+        if self._stream is None or self._stream == current:
             yield
             return
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        streams.wait(self._stream, streams.record(current))
+        with streams.use(self._stream):
             yield
-        current.wait_stream(self._stream)
+        streams.wait(current, streams.record(self._stream))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_edit.comm.collectives import Group
+from megatron_edit.comm.streams import Streams, streams_of
 from megatron_edit.comm.wire import Residual, Wire
 from megatron_edit.engine.sync.offload import DeviceCopy, OffloadStreams
 from megatron_edit.engine.sync.units import UnitPlan, UnitShard
@@ -92,6 +93,7 @@ class OuterState:
         offload: bool = False,
         wire: Wire | None = None,
         num_replicas: int = 1,
+        streams: Streams | None = None,
     ) -> OuterState:
         """Take the anchor from the parameters as they are; momentum starts at zero.
 
@@ -101,10 +103,11 @@ class OuterState:
             offload: whether anchor and momentum are to live in host memory.
             wire: type on the wire, which may lose something that it sends later.
             num_replicas: N.
+            streams: of the device; None makes them.
         """
         home = torch.device("cpu") if offload else device
         is_pinned = offload and device.type == "cuda"
-        streams = OffloadStreams(device) if offload else None
+        copies = OffloadStreams(device, streams or streams_of(device)) if offload else None
         units = {}
         for shard in plan.shards:
             anchor = torch.empty(shard.numel, device=home, pin_memory=is_pinned)
@@ -113,8 +116,8 @@ class OuterState:
             residual = None
             if wire is not None and wire.has_residual:
                 residual = wire.new_residual(shard.numel, num_replicas, device)
-            units[shard.name] = UnitState(anchor, momentum, streams, residual)
-        return cls(units, streams)
+            units[shard.name] = UnitState(anchor, momentum, copies, residual)
+        return cls(units, copies)
 
     def load(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Take over what a checkpoint holds; what is missing stays as it is.

@@ -1,0 +1,130 @@
+"""Streams of a device: the only place that calls `torch.cuda` for them.
+
+Work is given to a stream and runs in the order in which it was given; streams run beside each
+other, unless one waits for an event of another. Whoever needs streams is handed an object that has
+these operations, by its `Group` or by who made it, so that a test can hand out another one that
+writes down what it is told.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+type Stream = Any  # whatever `current` and `new` return; None on the CPU
+type Event = Any  # whatever `record` returns; None on the CPU
+
+
+class Streams(Protocol):
+    """The streams of one device. Nothing but `synchronize` lets the host wait."""
+
+    def current(self) -> Stream:
+        """The stream that work of this thread is given to."""
+
+    def new(self) -> Stream:
+        """Another stream."""
+
+    def use(self, stream: Stream) -> AbstractContextManager[Any]:
+        """Inside, `stream` is the current one: work and new tensors are its own."""
+
+    def record(self, stream: Stream) -> Event:
+        """An event behind all that `stream` was given so far."""
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """What `stream` is given from here on runs after `event`."""
+
+    def keep(self, tensor: Tensor, stream: Stream) -> None:
+        """Memory of `tensor`, once free, is given out again only after what `stream` was given.
+
+        Needed where `stream` is not the one that was current when the tensor was made.
+        """
+
+    def synchronize(self, event: Event) -> None:
+        """Let the host wait for `event`. Blocks: the host."""
+
+    def is_done(self, event: Event) -> bool:
+        """Whether `event` has come to pass. Waits for nothing."""
+
+
+class CudaStreams:
+    """Those of CUDA.
+
+    Args:
+        device: whose.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def current(self) -> Stream:
+        """See `Streams`."""
+        return torch.cuda.current_stream(self._device)
+
+    def new(self) -> Stream:
+        """See `Streams`."""
+        return torch.cuda.Stream(self._device)
+
+    def use(self, stream: Stream) -> AbstractContextManager[Any]:
+        """See `Streams`."""
+        return torch.cuda.stream(stream)
+
+    def record(self, stream: Stream) -> Event:
+        """See `Streams`."""
+        return stream.record_event()
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """See `Streams`."""
+        stream.wait_event(event)
+
+    def keep(self, tensor: Tensor, stream: Stream) -> None:
+        """See `Streams`."""
+        tensor.record_stream(stream)
+
+    def synchronize(self, event: Event) -> None:
+        """See `Streams`."""
+        event.synchronize()
+
+    def is_done(self, event: Event) -> bool:
+        """See `Streams`."""
+        return bool(event.query())
+
+
+class NoStreams:
+    """On the CPU: all work is done at once, by the host."""
+
+    def current(self) -> Stream:
+        """See `Streams`."""
+        return None
+
+    def new(self) -> Stream:
+        """See `Streams`."""
+        return None
+
+    def use(self, stream: Stream) -> AbstractContextManager[Any]:
+        """See `Streams`."""
+        return nullcontext()
+
+    def record(self, stream: Stream) -> Event:
+        """See `Streams`."""
+        return None
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """See `Streams`."""
+
+    def keep(self, tensor: Tensor, stream: Stream) -> None:
+        """See `Streams`."""
+
+    def synchronize(self, event: Event) -> None:
+        """See `Streams`."""
+
+    def is_done(self, event: Event) -> bool:
+        """See `Streams`."""
+        return True
+
+
+def streams_of(device: torch.device) -> Streams:
+    """The streams of a device."""
+    return CudaStreams(device) if device.type == "cuda" else NoStreams()
