@@ -25,6 +25,7 @@ from megatron_edit.flags import (
 )
 from megatron_edit.method.strategy import STRATEGIES
 
+SYNC_BACKENDS = ("nccl", "gloo")
 SYNC_DTYPES = ("fp32", "bf16", "int8", "int4")
 # The largest share of the time that syncs should take: what all advice about settings aims at.
 GOAL_SHARE = 0.02
@@ -156,6 +157,13 @@ class EditConfig:
     offload: bool = _setting(False, "keep anchor and momentum in (pinned) host memory")
     sync_dtype: str = _setting(
         "fp32", "type of the exchanged updates on the wire", kind=str, only=SYNC_DTYPES
+    )
+    sync_backend: str = _setting(
+        AUTO,
+        "what carries updates between replicas; auto takes nccl where every rank has a GPU of its "
+        "own, else gloo",
+        kind=str,
+        only=(AUTO, *SYNC_BACKENDS),
     )
     digest_interval: int = _setting(10, "syncs of a unit between two drift checks; >= 1", kind=int)
     log_dir: str | None = _setting(None, "folder of the event files", kind=str)

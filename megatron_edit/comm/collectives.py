@@ -66,6 +66,11 @@ class Work:
         """Whether it is over, well or badly."""
         return self._is_over or all(work.is_completed() for work in self.works)
 
+    @property
+    def on_wire(self) -> Work | None:
+        """Itself, until it is known to be over."""
+        return None if self._is_over else self
+
 
 @dataclass(frozen=True)
 class Duplex:

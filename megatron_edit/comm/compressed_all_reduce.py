@@ -148,6 +148,13 @@ class CodedExchange:
         """As `wire.Exchange` has it."""
         return self.second is not None and self.second.is_completed
 
+    @property
+    def on_wire(self) -> Work | None:
+        """As `wire.Exchange` has it; that may be of an exchange before this one."""
+        if self.is_decoded:
+            return None
+        return self.group.backlog[0].first if self.second is None else self.second
+
     def _encode(self, values: Tensor, rest: Tensor | None, where: slice, row: Tensor) -> None:
         used = self.codec.encoded_bytes(where.stop - where.start)
         kept = None if rest is None else rest[where]

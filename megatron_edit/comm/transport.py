@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -10,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_edit.comm.collectives import Duplex, Group
-from megatron_edit.errors import ReplicaLostError
+from megatron_edit.comm.staging import StagedProcessGroup
+from megatron_edit.errors import ReplicaLostError, UsageError
+from megatron_edit.flags import AUTO
 
 
 @dataclass(frozen=True)
@@ -18,12 +21,68 @@ class Transport:
     """How stand-alone groups communicate.
 
     Attributes:
-        backend: "gloo" or "nccl", as Megatron's own default group has it.
-        device: where tensors on the wire live.
+        backend: "gloo" or "nccl".
+        device: of the tensors. Gloo takes those of a GPU through host memory (`staging.py`).
     """
 
     backend: str
     device: torch.device
+
+
+ON_CPU = Transport("gloo", torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank computes.
+
+    Attributes:
+        host: name of the machine.
+        gpu: of its GPUs; empty is the CPU.
+        has_nccl: whether torch was built with it.
+    """
+
+    host: str
+    gpu: str
+    has_nccl: bool
+
+
+def choose_backend(wanted: str, seats: Sequence[Sequence[Seat]]) -> str:
+    """What carries exchanges: the same answer on all ranks, which know the same seats.
+
+    Args:
+        wanted: "auto", "nccl" or "gloo".
+        seats: of all ranks of all replicas.
+
+    Raises:
+        UsageError: NCCL is wanted and some rank cannot use it.
+    """
+    if wanted == "gloo":
+        return wanted
+    hindrance = _hindrance_to_nccl(seats)
+    if hindrance is None:
+        return "nccl"
+    if wanted == AUTO:
+        return "gloo"
+    rule, remedy = hindrance
+    raise UsageError(f"--edit-sync-backend {wanted}", rule, f"{remedy}, or use auto or gloo")
+
+
+def _hindrance_to_nccl(seats: Sequence[Sequence[Seat]]) -> tuple[str, str] | None:
+    """Why NCCL cannot be used, and what to do about it; None where it can."""
+    taken: dict[tuple[str, str], str] = {}
+    for replica, ranks in enumerate(seats):
+        for rank, seat in enumerate(ranks):
+            who = f"rank {rank} of replica {replica}"
+            if not seat.gpu:
+                return f"needs CUDA, and {who} trains on the CPU", "train on GPUs"
+            if not seat.has_nccl:
+                return f"torch of {who} was built without NCCL", "install one with it"
+            other = taken.setdefault((seat.host, seat.gpu), who)
+            if other != who:
+                rule = f"needs a GPU for each rank, and {other} and {who} share one"
+                return rule, "launch fewer ranks on a machine"
+    return None
 
 
 def stand_alone_group(
@@ -74,4 +133,7 @@ def _process_group(store: dist.Store, group: Group, transport: Transport, prefix
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = group.timeout
         return dist.ProcessGroupNCCL(prefixed, group.rank, group.size, options)
-    return dist.ProcessGroupGloo(prefixed, group.rank, group.size, group.timeout)
+    gloo = dist.ProcessGroupGloo(prefixed, group.rank, group.size, group.timeout)
+    if transport.device.type == "cpu":
+        return gloo
+    return StagedProcessGroup(gloo, group.streams, pin=transport.device.type == "cuda")

@@ -46,6 +46,10 @@ class Exchange(Protocol):
     def is_completed(self) -> bool:
         """Whether nothing of it is on the wire any more, or ever will be. Asking does nothing."""
 
+    @property
+    def on_wire(self) -> Work | None:
+        """What must be over before `advance` can do more; None where the sum is there."""
+
 
 @dataclass
 class Residual:

@@ -3,8 +3,7 @@
 The host calls `start` or `load_state_dict` once; `before_gradients` and `average_gradients` around
 each reduction of gradients; `before_step` and `after_step` around each attempted optimizer step;
 `apply_up_to` before it gathers parameters; `leave` to obey a stop from outside; `finish` and
-`close` at the end. All ranks of a replica make the same calls in the same order; only `progress` is
-called whenever it suits.
+`close` at the end. All ranks of a replica make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -80,6 +79,7 @@ class EditEngine:
             settings, host, groups, reporter, self.state, self._board
         )
         self._queue, self._trigger = self._controller.queue, self._controller.trigger
+        self._queue.begin_thread(self._context)
         self._home = HomeStream(groups.sync.streams)
         self._flags = DelayedFlags(groups.control)
         self._common_stop = CommonStop(groups.sync)
@@ -132,15 +132,25 @@ class EditEngine:
         self.state.suppressed_until_step = 0  # all have come to the end
 
     def close(self, *, groups: bool = False) -> None:
-        """Ask the store no more. Idempotent.
+        """Ask the store no more, and let no exchange go on. Idempotent.
 
         Args:
             groups: whether to give up the transports, too: at a good end, when nothing is on its
                 way and all replicas are through.
         """
+        self._queue.close()
         self._board.close()
         if groups:
             self.groups.close()
+
+    def loss_beside(self) -> ReplicaLostError | None:
+        """The loss of a replica that the exchanges beside compute have seen, and training not yet.
+
+        Where the host's own communication fails, that is why: other ranks have ended by it.
+        """
+        thread = self._queue.thread
+        failure = None if thread is None else thread.failure
+        return failure if isinstance(failure, ReplicaLostError) else None
 
     # ---- steps
 
@@ -199,12 +209,6 @@ class EditEngine:
         if self._queue.is_busy:
             with self._context(), self._home.entered():
                 self._queue.apply_up_to(num_shards)
-                self._queue.poll()
-
-    def progress(self) -> None:
-        """Begin what exchanges can begin now; in order, all has begun. Waits for nothing."""
-        if self._queue.is_busy and not self.groups.sync.runs_in_order:
-            with self._context(), self._home.entered():
                 self._queue.poll()
 
     # ---- what replicas do together besides syncs

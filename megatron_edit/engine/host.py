@@ -237,3 +237,8 @@ class EngineSettings:
     overlap: bool = False
     prefetch_units: int = 2
     offload: bool = False
+
+    @property
+    def goes_on_beside_compute(self) -> bool:
+        """Whether exchanges may be under way while the host computes."""
+        return self.overlap or not self.landing.is_immediate

@@ -15,7 +15,7 @@ import torch
 from megatron_edit.comm.placement import Placement, place
 from megatron_edit.comm.worlds import ReplicaWorld, join
 from megatron_edit.config import EditConfig, add_arguments
-from megatron_edit.errors import UsageError
+from megatron_edit.errors import EditError, UsageError
 from megatron_edit.host.agreement import agree_on_settings
 from megatron_edit.host.cpu import cpu_argument_defaults, enable_cpu_backend
 from megatron_edit.host.cpu.checkpoints import serve_checkpoints
@@ -116,9 +116,12 @@ class Attachment:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is not None and self._moved is not None:
-            self._moved.record(error)
         engine = None if self._loop is None else self._loop.engine
+        loss = None
+        if engine is not None and isinstance(error, Exception) and not isinstance(error, EditError):
+            loss = engine.loss_beside()
+        if error is not None and self._moved is not None:
+            self._moved.record(loss or error)
         if self._world is not None and engine is not None:
             # Its thread asks the store, which may go once all have parted; and a process that ends
             # while it does may abort, with another exit code.
@@ -127,6 +130,8 @@ class Attachment:
                 self._world.leave_together()
                 engine.close(groups=True)
         self.detach()
+        if loss is not None:
+            raise loss from error
 
     def check_used(self) -> None:
         """After the script: was there anything to train with EDiT?

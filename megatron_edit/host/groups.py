@@ -2,41 +2,48 @@
 
 from __future__ import annotations
 
+import socket
+from dataclasses import dataclass
+
 import torch
 from megatron.core import parallel_state
 
 from megatron_edit.comm.collectives import Group
-from megatron_edit.comm.transport import Transport, stand_alone_group
+from megatron_edit.comm.transport import (
+    ON_CPU,
+    Seat,
+    Transport,
+    choose_backend,
+    stand_alone_group,
+)
 from megatron_edit.comm.wire import Wire
 from megatron_edit.comm.worlds import ReplicaWorld
+from megatron_edit.config import EditConfig
 from megatron_edit.engine import TIED_EMBEDDING, EngineGroups
 from megatron_edit.host.model.optimizer import TIED_EXPERT_TP, TIED_TP
+from megatron_edit.observe.console import say
 
 
-def build_groups(world: ReplicaWorld, device: torch.device, wire: Wire) -> EngineGroups:
+def build_groups(
+    world: ReplicaWorld, device: torch.device, config: EditConfig, *, overlap: bool
+) -> EngineGroups:
     """Wrap Megatron's groups of this replica, and join those with the other replicas.
 
     Args:
         world: this process's place, and the stores.
         device: of the parameters.
-        wire: type on the wire.
+        config: says what travels between replicas, and over what.
+        overlap: whether syncs go on beside the forward pass.
+
+    Raises:
+        UsageError: the replicas cannot use the backend that was asked for.
     """
-
-    def wrap(group: torch.distributed.ProcessGroup, name: str) -> Group:
-        return Group.of(group, device, world.timeout, name)
-
-    ties = {
-        TIED_TP: wrap(parallel_state.get_tensor_model_parallel_group(), TIED_TP),
-        TIED_EXPERT_TP: wrap(parallel_state.get_expert_tensor_parallel_group(), TIED_EXPERT_TP),
-    }
-    embedding = parallel_state.get_embedding_group(check_initialized=False)
-    if parallel_state.is_rank_in_embedding_group(ignore_virtual=True) and embedding is not None:
-        ties[TIED_EMBEDDING] = wrap(embedding, TIED_EMBEDDING)
-    ties = {name: tie for name, tie in ties.items() if tie.size > 1}  # one copy is tied to none
-    place, on_cpu = world.placement, Transport("gloo", torch.device("cpu"))
     world.after_all_replicas("groups")  # forming a group has a time-out, start-up has none
-    sync, meeting = (
-        stand_alone_group(
+    place = world.placement
+
+    def across(transport: Transport, name: str, num_phases: int = 0) -> Group:
+        """The ranks of all replicas that hold the same shard as this one."""
+        return stand_alone_group(
             world.shared_store,
             place.replica,
             place.num_replicas,
@@ -45,25 +52,82 @@ def build_groups(world: ReplicaWorld, device: torch.device, wire: Wire) -> Engin
             f"{name} group {place.rank}",
             num_phases=num_phases,
         )
-        for name, transport, num_phases in (
-            ("sync", Transport(torch.distributed.get_backend(), device), wire.num_phases),
-            ("meeting", on_cpu, 0),
-        )
-    )
-    stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+
     control = stand_alone_group(
         world.shared_store,
         place.rank,
         place.ranks_per_replica,
-        on_cpu,
+        ON_CPU,
         world.timeout,
         f"control group of replica {place.replica}",
     )
+    meeting: Group = across(ON_CPU, "meeting")
+    seats = meeting.all_gather_objects(control.all_gather_objects(_seat(device)))
+    backend = choose_backend(config.sync_backend, seats)
+    if place.global_rank == 0:
+        say(f"exchanges over {backend} (--edit-sync-backend {config.sync_backend})")
+    transport, wire = Transport(backend, device), Wire.of(config.sync_dtype)
+    inside = _Inside(world, transport, has_thread=overlap and backend == "gloo")
     return EngineGroups(
         control=control,
-        sync=sync,
+        sync=across(transport, "sync", wire.num_phases),
         meeting=meeting,
-        replica=wrap(torch.distributed.group.WORLD, "replica"),
-        stage=wrap(stage, "pipeline stage"),
-        ties=ties,
+        replica=Group.of(torch.distributed.group.WORLD, device, world.timeout, "replica"),
+        stage=inside.stage(),
+        ties=inside.ties(),
     )
+
+
+def _seat(device: torch.device) -> Seat:
+    """Where this rank computes. A GPU has the same name for all that see it."""
+    gpu = ""
+    if device.type == "cuda":
+        number = torch.cuda.current_device()
+        gpu = str(getattr(torch.cuda.get_device_properties(number), "uuid", number))
+    return Seat(socket.gethostname(), gpu, torch.distributed.is_nccl_available())
+
+
+@dataclass(frozen=True)
+class _Inside:
+    """Groups inside a replica that outer steps communicate on.
+
+    Attributes:
+        world: this process's place, and the stores.
+        transport: between the replicas.
+        has_thread: whether a thread takes outer steps: then Megatron may be in the middle of a
+            collective, on some ranks before it and on some after, and its groups cannot be used.
+    """
+
+    world: ReplicaWorld
+    transport: Transport
+    has_thread: bool
+
+    def stage(self) -> Group:
+        """The ranks of this pipeline stage."""
+        stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        return self._group(stage, "pipeline stage")
+
+    def ties(self) -> dict[str, Group]:
+        """By name, where there are several copies."""
+        ties = {
+            TIED_TP: parallel_state.get_tensor_model_parallel_group(),
+            TIED_EXPERT_TP: parallel_state.get_expert_tensor_parallel_group(),
+        }
+        embedding = parallel_state.get_embedding_group(check_initialized=False)
+        if parallel_state.is_rank_in_embedding_group(ignore_virtual=True) and embedding is not None:
+            ties[TIED_EMBEDDING] = embedding
+        return {name: self._group(tie, name) for name, tie in ties.items() if tie.size() > 1}
+
+    def _group(self, group: torch.distributed.ProcessGroup, name: str) -> Group:
+        """Megatron's, or another of the same ranks."""
+        if not self.has_thread or group.size() == 1:
+            return Group.of(group, self.transport.device, self.world.timeout, name)
+        first = torch.distributed.get_process_group_ranks(group)[0]
+        return stand_alone_group(
+            self.world.replica_store,
+            group.rank(),
+            group.size(),
+            self.transport,
+            self.world.timeout,
+            f"{name} group of rank {first}",
+        )

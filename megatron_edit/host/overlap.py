@@ -5,9 +5,6 @@ forced by evaluation or saving, recomputation, interleaved schedules. It is over
 the instances. Stock `finish_param_sync` of one bucket starts the gather of the next before the
 layer computes; while units are pending that would expose the next unit's exchange, so the next
 gather is then left to the next bucket's own first use.
-
-In the backward pass of the last micro-batch each bucket group's `start_grad_sync` is a moment to
-look after exchanges that go on in a second phase: a slow link would idle for the rest of the step.
 """
 
 from __future__ import annotations
@@ -67,7 +64,6 @@ def land_before_gathers(
         can_hide |= 0 < needed < len(plan.shards)
         patcher.wrap(group, "start_param_sync", _landing_first(engine, needed))
         patcher.wrap(group, "finish_param_sync", _one_bucket_at_a_time(engine))
-        patcher.wrap(group, "start_grad_sync", _progressing(engine))
     return can_hide
 
 
@@ -85,28 +81,13 @@ def _landing_first[**P, R](
     return around
 
 
-def _progressing[**P, R](engine: EditEngine) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    def around(start: Callable[P, R]) -> Callable[P, R]:
-        @wraps(start)
-        def watched(*args: P.args, **kwargs: P.kwargs) -> R:
-            result = start(*args, **kwargs)  # first: what reduces is in flight behind our own work
-            engine.progress()
-            return result
-
-        return watched
-
-    return around
-
-
 def _one_bucket_at_a_time[R](engine: EditEngine) -> Callable[[Callable[..., R]], Callable[..., R]]:
     def around(finish: Callable[..., R]) -> Callable[..., R]:
         @wraps(finish)
         def finished(skip_next_bucket_dispatch: bool = False) -> R:
             # Asked before the landing: all ranks of the bucket's group answer alike.
             skip = skip_next_bucket_dispatch or engine.has_pending_units
-            result = finish(skip_next_bucket_dispatch=skip)
-            engine.progress()  # later micro-batches gather nothing, but come by
-            return result
+            return finish(skip_next_bucket_dispatch=skip)
 
         return finished
 

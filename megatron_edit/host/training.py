@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from megatron_edit.comm.wire import Wire
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig, warning_of_endless_warmup
 from megatron_edit.engine import TIED_EMBEDDING, EditEngine, EngineGroups
@@ -224,7 +223,8 @@ class TrainingLoop:
         args = get_args()
         # From here on the number of ranks only appears in logs, which are about the whole job.
         args.world_size = self._world.placement.num_replicas * args.world_size
-        groups = build_groups(self._world, self._device, Wire.of(self._config.sync_dtype))
+        mode = resolve_sync_mode(self._config, args)
+        groups = build_groups(self._world, self._device, self._config, overlap=mode == "overlap")
         host = MegatronHost(
             args, model, optimizer, scheduler, groups.replica, self._world.placement
         )
@@ -234,7 +234,6 @@ class TrainingLoop:
             kept = {name: tie for name, tie in groups.ties.items() if name != TIED_EMBEDDING}
             groups = replace(groups, ties=kept)
         self._warn_of_endless_warmup(args)
-        mode = resolve_sync_mode(self._config, args)
         engine = EditEngine(
             engine_settings(self._config, mode, host.target_blocks),
             host,

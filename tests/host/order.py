@@ -112,21 +112,22 @@ def measure_staging() -> None:
     EditEngine.finish = spied_finish  # type: ignore[method-assign]
 
 
-def fail_while_landing() -> None:
-    """Rank `SPY_VICTIM` raises when it is to land layer.2 in round 2; all note when they end."""
+def fail_in_a_unit() -> None:
+    """Rank `SPY_VICTIM` raises when it is to `SPY_MOMENT` layer.2 in round 2, its launch or its
+    landing; all note when they end."""
     from megatron_edit import launcher
 
     rank = os.environ["RANK"]
-    land, main = UnitSync.land, launcher.main
-    landings = {"n": 0}
+    moment, main = os.environ["SPY_MOMENT"], launcher.main
+    stock, times = getattr(UnitSync, moment), {"n": 0}
 
     def failing(self: UnitSync, *args: Any, **kwargs: Any) -> Any:
         if self.shard.name == "layer.2":
-            landings["n"] += 1
-            if rank == os.environ["SPY_VICTIM"] and landings["n"] == 2:
+            times["n"] += 1
+            if rank == os.environ["SPY_VICTIM"] and times["n"] == 2:
                 (out_dir() / "failed").write_text(str(time.time()))
                 raise RuntimeError("this rank fails on purpose")
-        return land(self, *args, **kwargs)
+        return stock(self, *args, **kwargs)
 
     def timed(argv: Sequence[str]) -> int:
         try:
@@ -134,5 +135,5 @@ def fail_while_landing() -> None:
         finally:
             (out_dir() / f"ended-{rank}").write_text(str(time.time()))
 
-    UnitSync.land = failing  # type: ignore[method-assign]
+    setattr(UnitSync, moment, failing)
     launcher.main = timed

@@ -15,13 +15,16 @@ from tests.harness import Flags
 from tests.host.layouts import GATHER, LAYOUTS
 from tests.host.runs import run_edit
 from tests.host.spy import read_records
-from tests.host.spy_backward import read_backward
+from tests.host.spy_beside import read_beside
 from tests.host.spy_landings import read_landings
 
 CORE = {"bf16", "pp2"}
 TIMEOUT_SECONDS = 5
 SCALARS_BYTES = 4096  # norms, clips and gathered scalars
-LOST = re.compile(r"the sync of round 2 \(step 8\): unit (embedding|layer\.\d|final): ")
+LOST = {  # at a landing all exchanges may be over
+    "launch": re.compile(r"the sync of round 2 \(step 8\): unit (embedding|layer\.\d|final): "),
+    "land": re.compile(r"the sync of round 2 \(step 8\): "),
+}
 
 
 def layouts(core: set[str]) -> list[object]:
@@ -194,32 +197,41 @@ def test_staging_is_bounded(tmp_path: Path, prefetch_units: int, offload: bool) 
         assert facts["live_after"] == 0
 
 
-def test_exchanges_go_on_in_the_backward_pass(tmp_path: Path) -> None:
-    """While a delayed sync flies, each bucket's gradient sync looks after it. Catches a second
-    phase that waits for the next forward pass, while a slow link is idle."""
-    tau, delay, steps = 4, 3, 14
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        pytest.param(2, {}, id="overlapped"),
+        pytest.param(2, {"edit_sync_dtype": "int8", "edit_delay_steps": 3}, id="late-int8"),
+        pytest.param(4, {"tensor_model_parallel_size": 2}, id="overlapped-tp2"),
+    ],
+)
+def test_exchanges_go_on_beside_the_main_thread(
+    tmp_path: Path, ranks: int, flags: dict[str, Any]
+) -> None:
+    """While the main threads of all ranks stand still in a forward or backward pass: catches units
+    and second phases that wait for one to come by, while a slow link is idle."""
     run_edit(
-        tmp_path, 2, 2, before="tests.host.spy_backward:record_backward", train_iters=steps,
-        edit_warmup_steps=2, edit_sync_interval=tau, edit_delay_steps=delay,
-        edit_sync_mode="overlap", edit_sync_dtype="int8", **GATHER,
+        tmp_path, ranks, 2, before="tests.host.spy_beside:hold_main_thread", train_iters=14,
+        edit_warmup_steps=2, edit_sync_interval=4, edit_sync_mode="overlap",
+        **{**GATHER, "num_layers": 4, **flags},
     )  # fmt: skip
-    for rank in range(2):
-        reduces, polls = read_backward(tmp_path, rank)
-        buckets, rest = divmod(reduces, steps)
-        assert buckets > 1 and rest == 0
-        assert polls == buckets * delay * ((steps - 2) // tau - 1)  # the last lands at once
+    for rank in range(ranks):
+        assert read_beside(tmp_path, rank) == [True] * 3
 
 
 @pytest.mark.parametrize("layout", ["m2", pytest.param("pp2", marks=pytest.mark.full)])
-def test_a_failure_in_an_overlapped_sync_ends_all_ranks(tmp_path: Path, layout: str) -> None:
+@pytest.mark.parametrize("moment", list(LOST))
+def test_a_failure_in_an_overlapped_sync_ends_all_ranks(
+    tmp_path: Path, layout: str, moment: str
+) -> None:
     """One rank raises in the middle of a forward pass: it says in which unit and round, its
     counterparts in which they lost it, and all end by themselves soon. Catches a rank that hangs
     until the launch is killed."""
     ranks, flags = LAYOUTS[layout]
     run = run_edit(
-        tmp_path, 2 * ranks, 2, before="tests.host.order:fail_while_landing",
-        env={"SPY_VICTIM": str(ranks)}, edit_sync_mode="overlap", train_iters=20, check=False,
-        edit_timeout_seconds=TIMEOUT_SECONDS, timeout=60,
+        tmp_path, 2 * ranks, 2, before="tests.host.order:fail_in_a_unit",
+        env={"SPY_VICTIM": str(ranks), "SPY_MOMENT": moment}, edit_sync_mode="overlap",
+        train_iters=20, check=False, edit_timeout_seconds=TIMEOUT_SECONDS, timeout=60,
         **{**GATHER, "num_layers": 4, **flags},
     )  # fmt: skip
     codes = [rank.returncode for rank in run.result.ranks]
@@ -230,9 +242,9 @@ def test_a_failure_in_an_overlapped_sync_ends_all_ranks(tmp_path: Path, layout: 
     victim = run.result.ranks[ranks].stderr
     assert "in the exchange of unit layer.2" in victim and "in round 2 of EDiT" in victim
     # The others see it in the sync, or where Megatron itself communicates. Later units fly by then.
-    assert layout != "m2" or codes[0] == 4
+    assert (layout, moment) != ("m2", "launch") or codes[0] == 4, run.result.ranks[0].stderr
     for rank in run.result.ranks:
         if rank.returncode == 4:
-            assert LOST.search(rank.stderr)
+            assert LOST[moment].search(rank.stderr)
         else:
             assert rank.returncode == 1

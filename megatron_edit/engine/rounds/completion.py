@@ -13,8 +13,9 @@ from megatron_edit.engine.host import EngineGroups, EngineSettings, Host
 from megatron_edit.engine.rounds.meeting import average_shared_values, shared_values
 from megatron_edit.engine.rounds.plan import Decision, SyncRules, decide
 from megatron_edit.engine.state import PendingState
-from megatron_edit.engine.sync.inflight import UnitSync, restore_sync
+from megatron_edit.engine.sync.inflight import UnitSync
 from megatron_edit.engine.sync.outer_state import OuterState, replica_norms
+from megatron_edit.engine.sync.queue import restore_sync
 from megatron_edit.method.detector import DetectorState
 from megatron_edit.method.landing import DIRECT_COPY
 from megatron_edit.method.outer import weighted_contribution_

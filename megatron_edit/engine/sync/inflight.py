@@ -16,7 +16,6 @@ later. All do the same arithmetic on the same messages.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,15 +26,14 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from megatron_edit.comm.collectives import Work
 from megatron_edit.comm.wire import Exchange, Wire
 from megatron_edit.engine.checks.finite import finite_units
-from megatron_edit.engine.host import TIED_EMBEDDING, EngineGroups, EngineSettings
+from megatron_edit.engine.host import TIED_EMBEDDING, EngineGroups
 from megatron_edit.engine.rounds.plan import Decision, SyncRules
-from megatron_edit.engine.state import PendingState
 from megatron_edit.engine.sync.outer_state import OuterState, StagedUnit, UnitState
-from megatron_edit.engine.sync.units import EMBEDDING, Selection, UnitPlan, UnitShard, select
+from megatron_edit.engine.sync.units import EMBEDDING, Selection, UnitPlan, UnitShard
 from megatron_edit.errors import ReplicaLostError
-from megatron_edit.method.detector import Verdict
 from megatron_edit.method.landing import LandingRule
 from megatron_edit.method.norms import sum_in_rank_order
 from megatron_edit.method.outer import clip_factor, weighted_contribution_
@@ -202,6 +200,11 @@ class UnitSync:
         assert self._exchange is not None
         return self._exchange.advance()
 
+    @property
+    def on_wire(self) -> Work | None:
+        """What must be over before the exchange can go on; None where there is nothing."""
+        return None if self._exchange is None else self._exchange.on_wire
+
     def await_average(self) -> None:
         """Wait until the average is there."""
         if self.average is not None and not self.is_exchanged:
@@ -283,7 +286,7 @@ class InflightSync:
         state: anchor and momentum.
         groups: who communicates.
         wire: type on the wire.
-        depth: units in flight at most, where it lands at once.
+        depth: units at most whose outer steps are not done, where it lands at once.
         began: when, seconds on a monotonic clock.
         waited: seconds spent at the meeting.
         exposed: seconds in which this rank did nothing but this sync.
@@ -353,7 +356,7 @@ class InflightSync:
             Whether nothing of this sync is, or will be, on the wire.
         """
         plan, shards = self.plan, self.units.shards
-        while self._started < len(shards) and len(self._inflight) < self.depth:
+        while self._started < len(shards) and self._num_open < self.depth:
             shard, staged = next(self._stages)
             home = self.state.units[shard.name]
             self._inflight.append(
@@ -371,6 +374,28 @@ class InflightSync:
                     if not self.launches_together:
                         break
         return is_over
+
+    def step_exchanged(self) -> None:
+        """Take the outer step of each unit whose average is there, in forward order, and start
+        others in their place.
+
+        Collective: the ranks of the pipeline stage.
+        """
+        self.advance()
+        while (unit := self._first_open) is not None:
+            with _naming(unit.shard):
+                if not unit.advance(self.groups, self.wire):
+                    return
+            self._step(unit)
+            if unit.home.offload_streams is not None:
+                unit.unstage()
+            self.advance()
+
+    @property
+    def on_wire(self) -> Work | None:
+        """What must be over before `advance` can do more; None where it can do nothing more."""
+        works = (unit.on_wire for unit in self._inflight)
+        return next((work for work in works if work is not None), None)
 
     def finish_exchange(self) -> None:
         """Wait until nothing of a delayed sync is on the wire. Its result lands later."""
@@ -432,6 +457,8 @@ class InflightSync:
         self._step(unit)
         self._inflight.popleft()
         shard = unit.shard
+        if unit.staged is None:  # stepped before: what it became may still be on its way home
+            self.state.begin_sync()
         is_finite = self._finite is None or self._finite[shard.index]
         with _naming(shard), record_function("edit/landing"):
             has_bad_moments = unit.land(self.plan.rules.landing, is_finite=is_finite)
@@ -460,6 +487,15 @@ class InflightSync:
             "exposed": self.exposed,
             "total": self.ended - self.began,
         }
+
+    @property
+    def _first_open(self) -> UnitSync | None:
+        """The first unit, of those under way, whose outer step is not done."""
+        return next((unit for unit in self._inflight if not unit.is_stepped), None)
+
+    @property
+    def _num_open(self) -> int:
+        return sum(not unit.is_stepped for unit in self._inflight)
 
     def _step(self, unit: UnitSync) -> None:
         with _naming(unit.shard):
@@ -514,86 +550,3 @@ def _naming(shard: UnitShard) -> Iterator[None]:
     except Exception as error:
         error.add_note(f"in the exchange of unit {shard.name}")
         raise
-
-
-def state_of(sync: InflightSync) -> PendingState:
-    """What a checkpoint keeps of a sync. Nothing of it may be on the wire; no tensor is copied."""
-    plan, decision = sync.plan, sync.plan.decision
-    units = sync.inflight_units
-    return PendingState(
-        round=plan.round,
-        step=plan.step,
-        due=plan.due,
-        units=sync.units.names,
-        excluded=tuple(decision.excluded(sync.groups.sync.rank).tolist()),
-        is_stepped=plan.due is not None,
-        has_snapshot=plan.rules.landing.needs_snapshot,
-        landing=dataclasses.asdict(plan.rules.landing),
-        inner_lr=plan.rules.inner_lr,
-        tables={
-            "norms": decision.norms.tolist(),
-            "scores": decision.verdict.scores.tolist(),
-            "anomalous": decision.verdict.anomalous.tolist(),
-            "weights": decision.weights.tolist(),
-            "rollback": decision.rollback.tolist(),
-        },
-        inner_steps=plan.inner_steps,
-        samples=plan.samples,
-        averages={u.shard.name: u.average for u in units if u.average is not None},
-        snapshots={u.shard.name: u.snapshot for u in units if u.snapshot is not None},
-    )
-
-
-def restore_sync(
-    saved: PendingState,
-    whole: UnitPlan,
-    outer: OuterState,
-    groups: EngineGroups,
-    settings: EngineSettings,
-) -> InflightSync:
-    """A sync that had not landed when a checkpoint was written.
-
-    Args:
-        saved: what `state_of` told on this replica; units may be numbered in another order here.
-        whole: all units of this rank.
-        outer: anchor and momentum.
-        groups: who communicates.
-        settings: of this run.
-    """
-    selection = select(whole, [whole.names.index(name) for name in saved["units"]])
-    order = [saved["units"].index(name) for name in selection.plan.names]
-
-    def table(name: str) -> Tensor:
-        return torch.tensor(saved["tables"][name], dtype=torch.float64)[..., order]
-
-    verdict = Verdict(table("anomalous").bool(), table("scores"))
-    decision = Decision(table("norms"), verdict, table("weights"), table("rollback").bool())
-    landing = LandingRule(**saved["landing"])
-    rules = SyncRules(settings.outer, settings.max_norm, landing, saved["inner_lr"])
-    plan = SyncPlan(
-        saved["round"],
-        saved["step"],
-        saved["due"],
-        selection,
-        decision,
-        rules,
-        tuple(saved["inner_steps"]),
-        tuple(saved["samples"]),
-    )
-    depth, began = settings.prefetch_units, time.monotonic()
-    sync = InflightSync(plan, outer, groups, settings.wire, depth, began, waited=0.0)
-    sync.is_reported = saved["is_stepped"]  # when the checkpoint was written
-    for shard in sync.units.shards:
-        sync._inflight.append(
-            UnitSync.restore(
-                shard,
-                outer.units[shard.name],
-                groups.sync.device,
-                saved["averages"].get(shard.name),
-                saved["snapshots"].get(shard.name),
-                is_excluded=saved["excluded"][saved["units"].index(shard.name)],
-                is_stepped=saved["is_stepped"],
-            )
-        )
-    sync._started = len(sync.units.shards)
-    return sync

@@ -7,8 +7,9 @@ memory can be counted where tests run.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,11 +84,12 @@ class HomeStream:
 
     Args:
         streams: of the device.
+        stream: another stream for it, where a thread of its own does that work.
     """
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: Streams, stream: Stream = None) -> None:
         self._streams = streams
-        self._stream: Stream = None
+        self._stream = stream
 
     def remember(self) -> None:
         """The current stream is the one."""
@@ -104,3 +106,7 @@ class HomeStream:
         with streams.use(self._stream):
             yield
         streams.wait(current, streams.record(self._stream))
+
+    def alone(self) -> AbstractContextManager[Any]:
+        """Work on it, behind what it was given; nobody waits. For the thread."""
+        return self._streams.use(self._stream)

@@ -5,17 +5,27 @@ though each comes to it at moments of its own. So syncs advance in the order of 
 (`poll`), units of one sync in forward order (`InflightSync.advance`), and nothing begins whose
 predecessor has not begun. Landing is another matter: it communicates inside a replica only, and is
 asked for by the host at the same places on all ranks of the replica (`apply_up_to`, `settle`).
+
+Note: two threads. Over sockets a thread lets exchanges go on beside compute, and takes the outer
+steps of the sync that lands at once, unit by unit (`_drive`). It takes the same turns in the same
+order as the main thread would, and the two never at once; parameters are written by the main thread
+alone. What `step` communicates runs on groups that nothing else uses (`host/groups.py`), so it does
+not matter which thread comes first on which rank.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from megatron_edit.comm.collectives import Work
+from megatron_edit.comm.progress import ProgressThread
 from megatron_edit.engine.checks import drift
 from megatron_edit.engine.checks.finite import (
     is_finite_on_all_stages,
@@ -23,10 +33,15 @@ from megatron_edit.engine.checks.finite import (
     zero_nonfinite_moments,
 )
 from megatron_edit.engine.host import EngineGroups, EngineSettings, Host, Reporter, SyncReport
+from megatron_edit.engine.rounds.plan import Decision, SyncRules
 from megatron_edit.engine.state import PendingState, RunState
-from megatron_edit.engine.sync.inflight import InflightSync, restore_sync, state_of
-from megatron_edit.engine.sync.units import Selection, UnitPlan, UnitShard
+from megatron_edit.engine.sync.inflight import InflightSync, SyncPlan, UnitSync
+from megatron_edit.engine.sync.offload import HomeStream
+from megatron_edit.engine.sync.outer_state import OuterState
+from megatron_edit.engine.sync.units import Selection, UnitPlan, UnitShard, select
+from megatron_edit.method.detector import Verdict
 from megatron_edit.method.digest import tensor_digest
+from megatron_edit.method.landing import LandingRule
 
 
 @dataclass(frozen=True)
@@ -88,6 +103,7 @@ class SyncQueue:
         landing: the sync whose units land now; None when all have, and were checked.
         pending: syncs whose results land later, in the order of their starts.
         num_landings: begun so far, of syncs that have units of this rank's stage.
+        thread: goes on with exchanges; None where the main thread alone does.
     """
 
     host: Host
@@ -99,6 +115,25 @@ class SyncQueue:
     landing: InflightSync | None = None
     pending: list[InflightSync] = field(default_factory=list)
     num_landings: int = 0
+    thread: ProgressThread | None = None
+    _home: HomeStream = field(init=False)
+
+    def begin_thread(self, context: Callable[[], AbstractContextManager[None]]) -> None:
+        """Let a thread go on with exchanges from here on, where they may need one.
+
+        Args:
+            context: around all that it does.
+        """
+        sync = self.groups.sync
+        if not self.settings.goes_on_beside_compute or sync.runs_in_order:
+            return
+
+        def drive() -> Work | None:
+            with context(), self._home.alone():
+                return self._drive()
+
+        self.thread = ProgressThread(drive)
+        self._home = HomeStream(sync.streams, sync.streams.new())
 
     @property
     def has_pending_units(self) -> bool:
@@ -112,14 +147,11 @@ class SyncQueue:
 
     def poll(self) -> None:
         """Let exchanges go on. Waits for nothing. See the note on the order of syncs."""
-        for group in self.groups.ties.values():
-            group.reap()
-        for sync in self._all():
-            if not (sync.advance() or sync.launches_together):
-                return
+        with self._turn():
+            self._poll()
 
     def poll_if_busy(self) -> bool:
-        """Let exchanges go on; whether there are any."""
+        """Let exchanges go on; whether there are any that need it."""
         if not self.is_busy:
             return False
         self.poll()
@@ -136,8 +168,9 @@ class SyncQueue:
 
     def add(self, sync: InflightSync) -> None:
         """A sync begins that lands later."""
-        self.pending.append(sync)
-        self.poll()
+        with self._turn():
+            self.pending.append(sync)
+            self._poll()
 
     def begin_landing(self, sync: InflightSync) -> None:
         """From here on the units of a sync land, each when it is needed or when all are settled.
@@ -147,16 +180,17 @@ class SyncQueue:
         if sync is self.landing:
             return
         self.settle()
-        if sync in self.pending:
-            self.pending.remove(sync)
-        sync.state.begin_sync()  # what was computed since may still be on its way home
-        self.landing = sync
-        # A stage that holds none of these units gathers what its own step has left to be gathered.
-        self.num_landings += bool(sync.units.shards)
-        sync.check_finite()
-        if not sync.plan.selection.is_whole:
-            self._restore_if_broken(sync)
-        self.poll()
+        with self._turn():
+            if sync in self.pending:
+                self.pending.remove(sync)
+            sync.state.begin_sync()  # what was computed since may still be on its way home
+            self.landing = sync
+            # A stage that holds none of these units gathers what its own step left to be gathered.
+            self.num_landings += bool(sync.units.shards)
+            sync.check_finite()
+            if not sync.plan.selection.is_whole:
+                self._restore_if_broken(sync)
+            self._poll()
 
     def restore_anchor(self, sync: InflightSync) -> None:
         """Give the parameters the anchor that a sync has begun from. All ranks of the replica."""
@@ -173,9 +207,10 @@ class SyncQueue:
         if (sync := self.landing) is None or sync.is_done:
             return
         began = time.monotonic()
-        sync.advance()
-        for shard, has_bad_moments in sync.land_up_to(num_shards):
-            self._note_landing(sync, shard, has_bad_moments)
+        with self._turn():
+            sync.advance()
+            for shard, has_bad_moments in sync.land_up_to(num_shards):
+                self._note_landing(sync, shard, has_bad_moments)
         sync.exposed += time.monotonic() - began
 
     def settle(self) -> None:
@@ -199,12 +234,20 @@ class SyncQueue:
 
         Collective: the ranks of the pipeline stage.
         """
-        for sync in self.pending:
-            if sync.plan.due is None:
-                sync.finish_exchange()  # the next pseudo-gradient needs the anchor as it is
-        self._finish_steps()
-        for sync in self.pending:
-            sync.state.wait()
+        if not self.pending:
+            return
+        with self._turn():
+            for sync in self.pending:
+                if sync.plan.due is None:
+                    sync.finish_exchange()  # the next pseudo-gradient needs the anchor as it is
+            self._finish_steps()
+            for sync in self.pending:
+                sync.state.wait()
+
+    def close(self) -> None:
+        """Let nothing go on any more."""
+        if self.thread is not None:
+            self.thread.close()
 
     def is_checked(self, round: int) -> bool:
         """Whether drift is looked for after a sync: one of each group, then none for a while."""
@@ -223,6 +266,29 @@ class SyncQueue:
             restore_sync(pending, self.host.plan, outer, self.groups, self.settings)
             for pending in saved
         )
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Inside, the main thread alone touches what is under way."""
+        if self.thread is None:
+            yield
+            return
+        with self.thread.turn(), self._home.entered():
+            yield
+
+    def _drive(self) -> Work | None:
+        """What the thread does at its turn; then it waits for what this returns."""
+        if self.landing is not None and self.landing.plan.rules.landing.is_immediate:
+            self.landing.step_exchanged()
+        self._poll()
+        return next((work for sync in self._all() if (work := sync.on_wire) is not None), None)
+
+    def _poll(self) -> None:
+        for group in self.groups.ties.values():
+            group.reap()
+        for sync in self._all():
+            if not (sync.advance() or sync.launches_together):
+                return
 
     def _all(self) -> list[InflightSync]:
         return self.pending if self.landing is None else [self.landing, *self.pending]
@@ -324,3 +390,86 @@ class SyncQueue:
         rows = self.groups.replica.all_gather(values)
         known = torch.where(rows.isnan(), -torch.inf, rows).max(dim=0).values
         return torch.where(known.isinf(), torch.nan, known)
+
+
+def state_of(sync: InflightSync) -> PendingState:
+    """What a checkpoint keeps of a sync. Nothing of it may be on the wire; no tensor is copied."""
+    plan, decision = sync.plan, sync.plan.decision
+    units = sync.inflight_units
+    return PendingState(
+        round=plan.round,
+        step=plan.step,
+        due=plan.due,
+        units=sync.units.names,
+        excluded=tuple(decision.excluded(sync.groups.sync.rank).tolist()),
+        is_stepped=plan.due is not None,
+        has_snapshot=plan.rules.landing.needs_snapshot,
+        landing=dataclasses.asdict(plan.rules.landing),
+        inner_lr=plan.rules.inner_lr,
+        tables={
+            "norms": decision.norms.tolist(),
+            "scores": decision.verdict.scores.tolist(),
+            "anomalous": decision.verdict.anomalous.tolist(),
+            "weights": decision.weights.tolist(),
+            "rollback": decision.rollback.tolist(),
+        },
+        inner_steps=plan.inner_steps,
+        samples=plan.samples,
+        averages={u.shard.name: u.average for u in units if u.average is not None},
+        snapshots={u.shard.name: u.snapshot for u in units if u.snapshot is not None},
+    )
+
+
+def restore_sync(
+    saved: PendingState,
+    whole: UnitPlan,
+    outer: OuterState,
+    groups: EngineGroups,
+    settings: EngineSettings,
+) -> InflightSync:
+    """A sync that had not landed when a checkpoint was written.
+
+    Args:
+        saved: what `state_of` told on this replica; units may be numbered in another order here.
+        whole: all units of this rank.
+        outer: anchor and momentum.
+        groups: who communicates.
+        settings: of this run.
+    """
+    selection = select(whole, [whole.names.index(name) for name in saved["units"]])
+    order = [saved["units"].index(name) for name in selection.plan.names]
+
+    def table(name: str) -> Tensor:
+        return torch.tensor(saved["tables"][name], dtype=torch.float64)[..., order]
+
+    verdict = Verdict(table("anomalous").bool(), table("scores"))
+    decision = Decision(table("norms"), verdict, table("weights"), table("rollback").bool())
+    landing = LandingRule(**saved["landing"])
+    rules = SyncRules(settings.outer, settings.max_norm, landing, saved["inner_lr"])
+    plan = SyncPlan(
+        saved["round"],
+        saved["step"],
+        saved["due"],
+        selection,
+        decision,
+        rules,
+        tuple(saved["inner_steps"]),
+        tuple(saved["samples"]),
+    )
+    depth, began = settings.prefetch_units, time.monotonic()
+    sync = InflightSync(plan, outer, groups, settings.wire, depth, began, waited=0.0)
+    sync.is_reported = saved["is_stepped"]  # when the checkpoint was written
+    for shard in sync.units.shards:
+        sync._inflight.append(
+            UnitSync.restore(
+                shard,
+                outer.units[shard.name],
+                groups.sync.device,
+                saved["averages"].get(shard.name),
+                saved["snapshots"].get(shard.name),
+                is_excluded=saved["excluded"][saved["units"].index(shard.name)],
+                is_stepped=saved["is_stepped"],
+            )
+        )
+    sync._started = len(sync.units.shards)
+    return sync

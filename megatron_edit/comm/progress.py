@@ -1,0 +1,98 @@
+"""A thread that goes on with exchanges while the main thread computes.
+
+Over sockets an exchange is over when the sockets say so, and the next one should begin then, not
+when the forward pass comes by: between replicas of unequal speed all would wait for the slowest
+one's pass. NCCL needs no such thread, as its collectives queue on the device.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from megatron_edit.comm.collectives import Work
+
+POLL_SECONDS = 0.0002  # between two looks at what is on the wire, at least
+POLL_SHARE = 0.01  # of the time waited so far: who waits long need not look so often
+LONGEST_POLL_SECONDS = 0.005
+
+
+class ProgressThread:
+    """Calls `drive` again and again: when what is on the wire is over, and after each turn.
+
+    One lock guards what both threads touch. The main thread holds it in a `turn`, this one while it
+    drives. It looks at the wire without the lock, and never blocks in the transport, so that a
+    process which fails may end at once.
+
+    Args:
+        drive: does all that needs no waiting; tells what to wait for, None where there is nothing.
+
+    Attributes:
+        failure: what has ended the thread; None where it has not failed.
+    """
+
+    def __init__(self, drive: Callable[[], Work | None]) -> None:
+        self._drive = drive
+        self._changed = threading.Condition(threading.RLock())
+        self.failure: Exception | None = None
+        self._thread: threading.Thread | None = None
+        self._has_news = False
+        self._is_closed = False
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Inside, the thread does nothing; afterwards it looks anew for what it can do.
+
+        Raises:
+            Exception: what has ended the thread.
+        """
+        with self._changed:
+            if self.failure is not None:
+                raise self.failure
+            if self._thread is None:
+                self._start()
+            yield
+            self._has_news = True
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End the thread. Idempotent; there is no turn afterwards."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="edit-progress", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closed:
+                self._look(self._do_turn())
+        except Exception as error:
+            with self._changed:
+                self.failure = error
+
+    def _do_turn(self) -> Work | None:
+        """Drive, once there is something new."""
+        with self._changed:
+            while not (self._has_news or self._is_closed):
+                self._changed.wait()
+            if self._is_closed:
+                return None
+            self._has_news = False
+            return self._drive()
+
+    def _look(self, work: Work | None) -> None:
+        """Look at the wire until something is over there: then there is something new."""
+        if work is None:
+            return
+        began = time.monotonic()
+        while not (work.is_completed or self._is_closed):
+            share = POLL_SHARE * (time.monotonic() - began)
+            time.sleep(min(max(POLL_SECONDS, share), LONGEST_POLL_SECONDS))
+        self._has_news = True

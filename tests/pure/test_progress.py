@@ -1,0 +1,271 @@
+"""The thread that goes on with exchanges: alone, and under a queue of syncs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_edit.comm.collectives import Work
+from megatron_edit.comm.progress import ProgressThread
+from megatron_edit.comm.wire import Wire
+from megatron_edit.engine import ParamShard, UnitPlan, plan_units
+from megatron_edit.engine.rounds.plan import Decision, SyncRules
+from megatron_edit.engine.sync.inflight import InflightSync, SyncPlan
+from megatron_edit.engine.sync.outer_state import OuterState
+from megatron_edit.engine.sync.queue import SyncQueue
+from megatron_edit.engine.sync.units import select
+from megatron_edit.errors import ReplicaLostError
+from megatron_edit.method.detector import Verdict
+from megatron_edit.method.landing import DIRECT_COPY
+from megatron_edit.method.outer import Nesterov
+from tests.harness.memory_network import CPU, Network, groups_of
+
+anything: Any = SimpleNamespace
+UNITS = [f"layer.{number}" for number in range(6)]
+SOON = 5.0
+
+
+def in_time(condition: Callable[[], object]) -> bool:
+    """Whether it comes true."""
+    deadline = time.monotonic() + SOON
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
+    return True
+
+
+@contextmanager
+def running(drive: Callable[[], Work | None]) -> Iterator[ProgressThread]:
+    """A thread, which ends with the test."""
+    thread = ProgressThread(drive)
+    try:
+        yield thread
+    finally:
+        thread.close()
+
+
+class Message:
+    """Something on the wire, until a test says that it is over."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
+    def is_completed(self) -> bool:
+        """Asked by `Work`."""
+        return self.over.is_set()
+
+
+def test_it_drives_when_the_wire_is_free() -> None:
+    """And not before: catches a thread that spins, and one that waits for the next turn."""
+    messages = [Message() for _ in range(3)]
+    waiting, drives = list(messages), []
+
+    def drive() -> Work | None:
+        drives.append(len(waiting))
+        while waiting and waiting[0].is_completed():
+            waiting.pop(0)
+        return Work("a group", (waiting[0],)) if waiting else None
+
+    with running(drive) as thread:
+        with thread.turn():
+            pass
+        for message in messages:
+            time.sleep(0.02)
+            message.over.set()
+        assert in_time(lambda: not waiting)
+        assert drives == [3, 3, 2, 1]
+
+
+def test_a_turn_is_undisturbed() -> None:
+    """Catches a thread that changes what the main thread is in the middle of."""
+    inside, seen = [False], []
+
+    with running(lambda: seen.append(inside[0])) as thread:
+        for _ in range(50):
+            with thread.turn():
+                inside[0] = True
+                time.sleep(0.0005)
+                inside[0] = False
+        assert in_time(lambda: seen)
+        assert not any(seen)
+
+
+def test_what_ends_it_is_heard() -> None:
+    """At the next turn, whatever it was. Catches an error that nobody learns of."""
+
+    def drive() -> Work | None:
+        raise ReplicaLostError("sync group: a collective failed")
+
+    with running(drive) as thread:
+        with thread.turn():
+            pass
+        assert thread._thread is not None
+        thread._thread.join(SOON)
+        with pytest.raises(ReplicaLostError, match="a collective failed"), thread.turn():
+            pass
+
+
+def test_it_ends_beside_what_never_comes() -> None:
+    """A peer that is gone keeps no process alive: catches a wait in the transport."""
+    message = Message()
+    with running(lambda: Work("a group", (message,))) as thread:
+        with thread.turn():
+            pass
+        time.sleep(0.01)
+        threading.Timer(2.0, message.over.set).start()
+        began = time.monotonic()
+    assert time.monotonic() - began < 1.0
+
+
+# ---- a queue of syncs
+
+
+def plan_of(start: float) -> UnitPlan:
+    """Six units of two elements."""
+    return plan_units(
+        [ParamShard(name, name, torch.full((2,), start), True, None) for name in UNITS],
+        UNITS,
+        UNITS,
+    )
+
+
+class Replica:
+    """A queue with one sync that lands at once, two units in flight."""
+
+    def __init__(self, rank: int, groups: Any, wire: Wire, *, offload: bool) -> None:
+        plan = plan_of(0.0)
+        outer = OuterState.take(plan, CPU, offload=offload, wire=wire, num_replicas=2)
+        for shard in plan.shards:
+            shard.scatter(torch.full((2,), -1.0 - rank))
+        shape = (2, len(UNITS))
+        verdict = Verdict(torch.zeros(shape, dtype=torch.bool), torch.zeros(shape))
+        norms = torch.ones(shape, dtype=torch.float64)
+        none = torch.zeros(len(UNITS), dtype=torch.bool)
+        decision = Decision(norms, verdict, torch.full(shape, 0.5), none)
+        sync_plan = SyncPlan(
+            1, 1, 1, select(plan, range(len(UNITS))), decision,
+            SyncRules(Nesterov(1.0, 0.5), None, DIRECT_COPY), (1, 1), (1, 1),
+        )  # fmt: skip
+        self.plan, self.outer = plan, outer
+        self.sync = InflightSync(sync_plan, outer, groups, wire, 2, 0.0, 0.0)
+        settings = anything(
+            goes_on_beside_compute=True,
+            digest_interval=10,
+            schedule=anything(fragments=1),
+        )
+        state = anything(outer=outer)
+        self.queue = SyncQueue(anything(), groups, settings, anything(), state, anything())
+        self.queue.begin_thread(torch.no_grad)
+
+    def land(self, num_shards: int) -> list[float]:
+        """Land some units; the parameters then."""
+        with torch.no_grad():
+            self.queue.apply_up_to(num_shards)
+        return [float(shard.params[0].main[0]) for shard in self.plan.shards]
+
+
+def replicas_of(network: Network, wire: Wire, *, offload: bool = False) -> list[Replica]:
+    """Two of one rank each."""
+    alone = anything(all_gather=lambda mine: mine.unsqueeze(0), size=1)
+    return [
+        Replica(
+            rank, anything(sync=group, stage=alone, replica=alone, ties={}), wire, offload=offload
+        )
+        for rank, group in enumerate(groups_of(2, network))
+    ]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+def test_nobody_waits_for_a_forward_pass(wire: str, offload: bool) -> None:
+    """One replica lands all units while the other is still before its first: catches exchanges
+    that begin only when the slower one comes by, and buffers that only a landing frees."""
+    fast, slow = replicas = replicas_of(Network(patience=SOON), Wire.of(wire), offload=offload)
+    try:
+        for replica in replicas:
+            replica.queue.begin_landing(replica.sync)
+        # D = 1.5 in the mean; A <- 0 - (1.5 + 0.5 x 1.5)
+        assert fast.land(len(UNITS)) == [-2.25] * len(UNITS)
+        assert slow.land(0) == [-2.0] * len(UNITS)
+        assert slow.land(4) == [-2.25] * 4 + [-2.0] * 2
+        assert slow.land(len(UNITS)) == [-2.25] * len(UNITS)
+        for replica in replicas:
+            assert [u.momentum[0] for u in replica.outer.units.values()] == [1.5] * len(UNITS)
+    finally:
+        for replica in replicas:
+            replica.queue.close()
+
+
+def test_no_more_units_are_open_than_allowed() -> None:
+    """Catches a thread that takes the memory of all units at once."""
+    network = Network(patience=SOON)
+    fast, slow = replicas_of(network, Wire.of("fp32"))
+    try:
+        fast.queue.begin_landing(fast.sync)
+        time.sleep(0.05)
+        assert [unit.shard.name for unit in fast.sync.inflight_units] == UNITS[:2]
+        slow.queue.begin_landing(slow.sync)
+        assert in_time(lambda: all(unit.is_stepped for unit in fast.sync.inflight_units))
+        assert in_time(lambda: len(fast.sync.inflight_units) == len(UNITS))
+        assert all(unit.average is None for unit in fast.sync.inflight_units)
+    finally:
+        fast.queue.close()
+        slow.queue.close()
+
+
+def test_landings_are_the_main_threads_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread does nothing while one is under way: catches two that change a sync at once."""
+    network = Network(patience=SOON)
+    fast, slow = replicas_of(network, Wire.of("fp32"))
+    driving: set[int] = set()
+    seen: list[bool] = []
+    drive, land = SyncQueue._drive, InflightSync.land_next
+
+    def slow_drive(self: SyncQueue) -> Work | None:
+        driving.add(id(self.landing))
+        time.sleep(0.01)
+        try:
+            return drive(self)
+        finally:
+            driving.remove(id(self.landing))
+
+    def watched(self: InflightSync) -> Any:
+        time.sleep(0.005)
+        seen.append(id(self) in driving)
+        return land(self)
+
+    monkeypatch.setattr(SyncQueue, "_drive", slow_drive)
+    monkeypatch.setattr(InflightSync, "land_next", watched)
+    try:
+        for replica in (fast, slow):
+            replica.queue.begin_landing(replica.sync)
+        for count in range(1, len(UNITS) + 1):
+            in_time(lambda: driving)
+            fast.land(count)
+            slow.land(count)
+        assert seen == [False] * 2 * len(UNITS)
+    finally:
+        fast.queue.close()
+        slow.queue.close()
+
+
+def test_a_lost_peer_is_told_of_at_the_landing() -> None:
+    """With the unit in which it was: catches a thread that dies in silence, and a hang."""
+    network = Network(patience=SOON)
+    fast, slow = replicas_of(network, Wire.of("fp32"))
+    try:
+        fast.queue.begin_landing(fast.sync)
+        network.is_broken = True
+        with pytest.raises(ReplicaLostError, match=r"unit layer\.0: .*connection reset"):
+            fast.land(1)
+    finally:
+        fast.queue.close()
+        slow.queue.close()

@@ -1,0 +1,191 @@
+"""Gloo for tensors of a device, with streams whose copies end when the test says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_edit.comm.collectives import Group
+from megatron_edit.comm.staging import StagedProcessGroup
+from megatron_edit.comm.transport import Seat, choose_backend
+from megatron_edit.errors import ReplicaLostError, UsageError
+from tests.harness.memory_network import CPU, End, Network
+
+
+@dataclass
+class SlowStreams:
+    """Streams of a device on which nothing is done before the test says so.
+
+    Attributes:
+        log: what was asked for.
+        is_free: whether events come to pass.
+    """
+
+    log: list[str] = field(default_factory=list)
+    is_free: bool = False
+    _current: str = "compute"
+    _count: int = 0
+
+    def current(self) -> str:
+        return self._current
+
+    def new(self) -> str:
+        return "side"
+
+    @contextmanager
+    def use(self, stream: str) -> Iterator[None]:
+        before, self._current = self._current, stream
+        yield
+        self._current = before
+
+    def record(self, stream: str) -> str:
+        self._count += 1
+        return f"{stream} {self._count}"
+
+    def wait(self, stream: str, event: str) -> None:
+        self.log.append(f"{stream} waits for {event.split()[0]}")
+
+    def keep(self, tensor: Tensor, stream: str) -> None:
+        self.log.append(f"kept for {stream}")
+
+    def synchronize(self, event: str) -> None:
+        self.log.append("host waits")
+        self.is_free = True
+
+    def is_done(self, event: str) -> bool:
+        return self.is_free
+
+
+def staged(network: Network, rank: int, streams: SlowStreams) -> Group:
+    """The group of one of two ranks."""
+    transport = StagedProcessGroup(End(network, "whole", rank, 2), streams, pin=False)
+    return Group(transport, rank, 2, CPU, timedelta(seconds=1), "sync group")
+
+
+def pair() -> tuple[Network, list[SlowStreams], list[Group]]:
+    """Two ranks."""
+    network, streams = Network(), [SlowStreams(), SlowStreams()]
+    return network, streams, [staged(network, rank, streams[rank]) for rank in range(2)]
+
+
+def test_nothing_crosses_before_it_is_down() -> None:
+    """And the host waits for nothing meanwhile. Catches what sends memory that is not written."""
+    network, streams, groups = pair()
+    values = [torch.full((3,), 1.0 + rank) for rank in range(2)]
+    works = [group.start_all_reduce(value) for group, value in zip(groups, values, strict=True)]
+    assert not any(work.advance() for work in works) and not network.messages
+    for each in streams:
+        each.is_free = True
+    assert not works[0].advance()  # it crosses now; the other has still to look
+    assert works[1].advance() and works[0].advance()
+    assert [value.tolist() for value in values] == [[3.0] * 3] * 2
+    assert not any("host waits" in each.log for each in streams)
+
+
+def test_the_streams_of_a_sum() -> None:
+    """Catches a copy that does not wait for what it copies, memory that is given out again too
+    early, and a result that is read before it is up."""
+    _, streams, groups = pair()
+    works = [group.start_all_reduce(torch.ones(2)) for group in groups]
+    streams[0].is_free = streams[1].is_free = True
+    works[1].advance()
+    assert works[0].advance()
+    assert streams[0].log == [
+        "side waits for compute", "kept for side",  # down
+        "side waits for compute", "kept for side",  # up
+        "compute waits for side",
+    ]  # fmt: skip
+
+
+def test_collectives_cross_in_order() -> None:
+    """Whoever is asked first: catches ranks that begin the second one first."""
+    network, streams, groups = pair()
+    first = [group.start_all_reduce(torch.ones(1)) for group in groups]
+    second = [group.start_all_reduce(torch.full((1,), 5.0)) for group in groups]
+    for each in streams:
+        each.is_free = True
+    second[0].advance()
+    assert float(network.messages["whole", "sum", 1, 0]) == 1.0
+    assert float(network.messages["whole", "sum", 2, 0]) == 5.0
+    for work in (second[1], first[1], first[0], second[0]):
+        assert work.advance()
+
+
+def test_who_needs_the_result_waits() -> None:
+    """For the copy, too: catches a wait for something that nobody has begun."""
+    network, streams, groups = pair()
+    values = [torch.full((1,), 1.0 + rank) for rank in range(2)]
+    early = [group.start_broadcast(value) for group, value in zip(groups, values, strict=True)]
+    works = [group.start_all_reduce(value) for group, value in zip(groups, values, strict=True)]
+    streams[1].is_free = True
+    works[1].advance()
+    works[0].wait()
+    assert streams[0].log.count("host waits") >= 1 and float(values[0]) == 3.0
+    assert all(work.advance() for work in early)
+    network.is_broken = True
+    lost = groups[0].start_all_reduce(torch.ones(1))
+    with pytest.raises(ReplicaLostError, match="connection reset"):
+        lost.wait()
+
+
+def test_gathered_rows() -> None:
+    """All parts come up: catches one that stays on the host."""
+    _, streams, groups = pair()
+    for each in streams:
+        each.is_free = True
+    started: list[Any] = []
+    for group, value in zip(groups, (1.0, 2.0), strict=True):
+        parts = [torch.zeros(2), torch.zeros(2)]
+        work = group.process_group.allgather([parts], [torch.full((2,), value)], None)
+        started.append((work, parts))
+    for work, parts in started:
+        work.wait()
+        assert [part.tolist() for part in parts] == [[1.0] * 2, [2.0] * 2]
+
+
+# ---- what carries exchanges
+
+
+def seats(*gpus: tuple[str, ...], has_nccl: bool = True) -> list[list[Seat]]:
+    """Of replicas on one machine each, by the GPUs of their ranks."""
+    return [[Seat("a", gpu, has_nccl) for gpu in replica] for replica in gpus]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "places", "chosen"),
+    [
+        ("auto", seats(("0",), ("1",)), "nccl"),
+        ("nccl", seats(("0", "1"), ("2", "3")), "nccl"),
+        ("gloo", seats(("0",), ("1",)), "gloo"),
+        ("auto", seats(("0",), ("0",)), "gloo"),
+        ("auto", seats(("",), ("",)), "gloo"),
+        ("auto", seats(("0",), ("1",), has_nccl=False), "gloo"),
+        ("auto", [[Seat("a", "0", True)], [Seat("b", "0", True)]], "nccl"),
+    ],
+)
+def test_auto_takes_nccl_where_it_can(wanted: str, places: list[list[Seat]], chosen: str) -> None:
+    """A GPU belongs to its machine. Catches two ranks on one GPU, which NCCL refuses."""
+    assert choose_backend(wanted, places) == chosen
+
+
+@pytest.mark.parametrize(
+    ("places", "rule"),
+    [
+        (seats(("0",), ("",)), "needs CUDA, and rank 0 of replica 1 trains on the CPU"),
+        (seats(("0", "1"), ("2", "1")), "rank 1 of replica 0 and rank 1 of replica 1 share one"),
+        (seats(("0",), has_nccl=False), "torch of rank 0 of replica 0 was built without NCCL"),
+    ],
+)
+def test_nccl_that_cannot_be(places: list[list[Seat]], rule: str) -> None:
+    """One line: the value, the rule, the remedy."""
+    with pytest.raises(UsageError, match=rule) as caught:
+        choose_backend("nccl", places)
+    assert str(caught.value).startswith("--edit-sync-backend nccl: ")
+    assert str(caught.value).endswith("or use auto or gloo")
