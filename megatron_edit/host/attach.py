@@ -164,10 +164,11 @@ class Attachment:
             self._before_validation(args)
             if self._world is None:
                 return validate(args, *rest, **kwargs)
-            from megatron_edit.host.arguments import global_arithmetic
+            from megatron_edit.host.arguments import check_graphs, global_arithmetic
 
             placement = self._world.placement
             global_arithmetic(args, placement, lambda: validate(args, *rest, **kwargs))
+            check_graphs(args)
             return None
 
         return checked

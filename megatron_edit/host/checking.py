@@ -58,6 +58,7 @@ def check_command_line(
             _validate(args)
         else:
             arguments.global_arithmetic(args, placement, lambda: _validate(args))
+            arguments.check_graphs(args)
     finally:
         patcher.undo()
     return unknown
