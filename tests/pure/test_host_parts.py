@@ -25,7 +25,7 @@ from megatron_edit.host.dealing import DealtSampler, Share
 from megatron_edit.host.model.loop import LoopControl
 from megatron_edit.host.model.moments import zero_nonfinite
 from megatron_edit.host.model.routers import Routers
-from megatron_edit.host.overlap import land_before_gathers
+from megatron_edit.host.overlap import keep_sends_asynchronous, land_before_gathers
 from megatron_edit.host.seams.patching import Patcher
 from megatron_edit.host.seams.probes import Probe, _check
 from megatron_edit.method.clock import PhaseClock
@@ -96,6 +96,27 @@ def test_units_land_before_their_gather(has_pending_units: bool) -> None:
     ]  # fmt: skip
     patcher.undo()
     assert "start_param_sync" not in vars(first)
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "is_kept"),
+    [
+        ("cuda", {}, False),
+        ("cuda", {"use_ring_exchange_p2p": True}, True),
+        ("cuda", {"batch_p2p_comm": False}, True),
+        ("cpu", {}, True),
+    ],
+)
+def test_sends_do_not_stop_the_device(device: str, changes: dict[str, bool], is_kept: bool) -> None:
+    """Where that is safe, and as long as we are attached: a sync of the device after each send
+    between stages would end every overlap."""
+    config = anything(batch_p2p_comm=True, batch_p2p_sync=True, use_ring_exchange_p2p=False)
+    vars(config).update(changes)
+    patcher = Patcher("Megatron")
+    keep_sends_asynchronous(patcher, config, torch.device(device))
+    assert config.batch_p2p_sync == is_kept
+    patcher.undo()
+    assert config.batch_p2p_sync
 
 
 def test_moments_that_are_not_finite() -> None:

@@ -90,6 +90,9 @@ class ModelConfig(Protocol):
     """Of `ModelParallelConfig`."""
 
     finalize_model_grads_func: Callable[..., None] | None
+    batch_p2p_comm: bool
+    batch_p2p_sync: bool
+    use_ring_exchange_p2p: bool
 
 
 class NormConfig(Protocol):
