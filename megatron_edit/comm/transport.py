@@ -12,6 +12,10 @@ import torch.distributed as dist
 from megatron_edit.comm.collectives import Duplex, Group
 from megatron_edit.errors import ReplicaLostError
 
+# NCCL holds its blocks of the GPU, up to 32, as long as an exchange lasts, and one over a slow link
+# lasts long. Few can feed any link between machines; NCCL_MAX_CTAS overrides it.
+MAX_CTAS = 8
+
 
 @dataclass(frozen=True)
 class Transport:
@@ -20,10 +24,13 @@ class Transport:
     Attributes:
         backend: "gloo" or "nccl", as Megatron's own default group has it.
         device: where tensors on the wire live.
+        members: ranks in the whole job of the group's ranks, for NCCL's logs and flight recorder;
+            empty where nobody knows.
     """
 
     backend: str
     device: torch.device
+    members: tuple[int, ...] = ()
 
 
 def stand_alone_group(
@@ -54,7 +61,7 @@ def stand_alone_group(
     Raises:
         ReplicaLostError: they did not all come within `timeout`.
     """
-    group = Group(None, rank, size, transport.device, timeout, name)
+    group = Group(None, rank, size, transport.device, timeout, name, is_own=True)
     if size == 1:
         return group
     try:
@@ -68,10 +75,24 @@ def stand_alone_group(
     return group
 
 
+def set_timeout(group: Group, timeout: timedelta) -> None:
+    """Let collectives that begin from now on wait so long.
+
+    Gloo is told with each call; NCCL knows only the group's own time-out, after which its watchdog
+    ends the process.
+    """
+    group.timeout = timeout
+    if group.runs_in_order:
+        group.process_group._set_default_timeout(timeout)
+
+
 def _process_group(store: dist.Store, group: Group, transport: Transport, prefix: str) -> Any:
     prefixed = dist.PrefixStore(prefix, store)
     if transport.backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = group.timeout
+        options.config.max_ctas = MAX_CTAS
+        options.group_name = prefix
+        options.global_ranks_in_group = list(transport.members)
         return dist.ProcessGroupNCCL(prefixed, group.rank, group.size, options)
     return dist.ProcessGroupGloo(prefixed, group.rank, group.size, group.timeout)

@@ -35,6 +35,8 @@ def build_groups(world: ReplicaWorld, device: torch.device, wire: Wire) -> Engin
     ties = {name: tie for name, tie in ties.items() if tie.size > 1}  # one copy is tied to none
     place, on_cpu = world.placement, Transport("gloo", torch.device("cpu"))
     world.after_all_replicas("groups")  # forming a group has a time-out, start-up has none
+    members = tuple(r * place.ranks_per_replica + place.rank for r in range(place.num_replicas))
+    on_device = Transport(torch.distributed.get_backend(), device, members)
     sync, meeting = (
         stand_alone_group(
             world.shared_store,
@@ -46,7 +48,7 @@ def build_groups(world: ReplicaWorld, device: torch.device, wire: Wire) -> Engin
             num_phases=num_phases,
         )
         for name, transport, num_phases in (
-            ("sync", Transport(torch.distributed.get_backend(), device), wire.num_phases),
+            ("sync", on_device, wire.num_phases),
             ("meeting", on_cpu, 0),
         )
     )
