@@ -23,16 +23,13 @@ _LATER = "is not supported together with --use-edit yet"
 REFUSED: tuple[tuple[str, object, str, str], ...] = (
     ("use_megatron_fsdp", True, "keeps its own parameter buffers", "use the distributed optimizer"),
     ("use_torch_fsdp2", True, "keeps its own parameter buffers", "use the distributed optimizer"),
-    ("use_precision_aware_optimizer", True, "hides the fp32 parameters that EDiT reads",
-     "drop the flag"),
-    ("optimizer_cpu_offload", True, "keeps the fp32 parameters on the CPU", "drop the flag"),
+    ("main_params_dtype", "fp16", "cannot hold what a sync gives", "use --main-params-dtype fp32"),
     ("overlap_param_gather_with_optimizer_step", True, "gathers parameters before a sync",
      "drop the flag"),
     ("optimizer_cuda_graph", True, "fixes the optimizer step before a sync is known",
      "drop the flag"),
     ("reuse_grad_buf_for_mxfp8_param_ag", True, "gathers parameters from the gradient buffer",
      "drop the flag"),
-    ("fp8_param_gather", True, _LATER, "drop the flag"),
     ("fp4_param_gather", True, _LATER, "drop the flag"),
     ("moe_expert_rank_capacity_factor", None, "can repeat a step on one replica alone",
      "use --moe-expert-capacity-factor"),
@@ -119,6 +116,7 @@ def check_arguments(args: Namespace, placement: Placement, config: EditConfig) -
             "add --tensorboard-dir DIR (or --wandb-project NAME)",
         )
     check_graphs(args)
+    _check_eight_bits(args)
     _check_layout(args, placement)
     _check_batch(args, placement)
     _check_checkpoints(args)
@@ -144,18 +142,37 @@ def check_graphs(args: Namespace) -> None:
 def full_iteration_graph(args: Namespace) -> str | None:
     """The flag that asks for a CUDA graph of the whole iteration; None where there is none."""
     for name, given in _GRAPHS.items():
-        if FULL_ITERATION in _scopes(getattr(args, name, None)):
+        if FULL_ITERATION in _words_of(getattr(args, name, None)):
             return given
     return None
 
 
-def _scopes(value: object) -> list[str]:
+def _words_of(value: object) -> list[str]:
     """Words of a value: a string with commas, an enum, or a list of these."""
     if isinstance(value, list | tuple | set | frozenset):
-        return [word for one in value for word in _scopes(one)]
+        return [word for one in value for word in _words_of(one)]
     if isinstance(value, Enum):
         return [value.name]
     return [] if value is None else str(value).split(",")
+
+
+def _check_eight_bits(args: Namespace) -> None:
+    """Allow `--fp8-param-gather` where Megatron can write such parameters from main shards."""
+    if not getattr(args, "fp8_param_gather", False):
+        return
+    recipe = _words_of(getattr(args, "fp8_recipe", None))
+    if not {"delayed", "tensorwise", "blockwise"}.issuperset(recipe):
+        raise UsageError(
+            f"--fp8-param-gather with --fp8-recipe {' '.join(recipe)}",
+            _LATER,
+            "use --fp8-recipe delayed, tensorwise or blockwise",
+        )
+    if getattr(args, "use_precision_aware_optimizer", False) and "delayed" in recipe:
+        raise UsageError(
+            "--fp8-param-gather with --use-precision-aware-optimizer and --fp8-recipe delayed",
+            "Adam's own kernel then writes the parameters, from main shards that nobody else has",
+            "use --fp8-recipe tensorwise, or drop one of the first two flags",
+        )
 
 
 def _check_checkpoints(args: Namespace) -> None:

@@ -238,7 +238,7 @@ ENGINE = (
         id="engine/model-not-published",
         bug="landed parameters do not reach the model's own precision: it computes with old ones",
         file="engine/sync/units.py",
-        old="                param.target.copy_(param.main)",
+        old="                param.target.copy_(param.read())",
         new="                pass",
         test=f"{_UNIT}::test_the_model_reads_what_was_landed",
     ),

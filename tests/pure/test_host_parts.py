@@ -223,6 +223,7 @@ def test_copies_are_counted_once(rank: int, monkeypatch: pytest.MonkeyPatch) -> 
     optimizer: Any = anything(
         main_shards=lambda: [(parameter, torch.zeros(1)) for parameter in parameters],
         is_first_holder=lambda parameter: parameter is not parameters[4],
+        main_of=lambda parameter, main: main,
         target_of=lambda parameter, main: None,
     )
     names = {parameter: (str(number), "final") for number, parameter in enumerate(parameters)}

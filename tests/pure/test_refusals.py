@@ -17,9 +17,10 @@ from megatron_edit.comm.placement import Placement
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig
 from megatron_edit.errors import UsageError
-from megatron_edit.host.arguments import check_graphs, resolve_sync_mode
+from megatron_edit.host.arguments import check_arguments, check_graphs, resolve_sync_mode
 from megatron_edit.host.attach import Attachment
 from megatron_edit.host.checkpoint.refusals import check_pending, check_rounds, check_schedule
+from tests.pure.test_host_parts import arguments
 
 UNITS = ("embedding", "layer.1", "layer.2", "final")
 
@@ -88,6 +89,42 @@ def test_replicas_that_parted_do_not_warm_up(warmup: int | None, is_refused: boo
         return
     with pytest.raises(UsageError, match="have parted"):
         check_schedule(Path("saves"), anything(is_warmup=False), plan, schedule)
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({"fp8_param_gather": True, "fp8_recipe": "delayed"}, None),
+        ({"fp8_param_gather": True, "fp8_recipe": "tensorwise"}, None),
+        ({"use_precision_aware_optimizer": True, "fp8_recipe": "delayed"}, None),
+        ({"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}, None),
+        (
+            {"fp8_param_gather": True, "use_precision_aware_optimizer": True,
+             "fp8_recipe": "tensorwise"},
+            None,
+        ),
+        ({"fp8_param_gather": True, "fp8_recipe": "mxfp8"}, "--fp8-recipe mxfp8"),
+        ({"fp4_param_gather": True}, "--fp4-param-gather"),
+        (
+            {"fp8_param_gather": True, "use_precision_aware_optimizer": True,
+             "fp8_recipe": "delayed"},
+            "--use-precision-aware-optimizer and --fp8-recipe delayed",
+        ),
+        ({"main_params_dtype": "fp16"}, "--main-params-dtype fp16"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_parameters_in_few_bits(changes: dict[str, Any], flag: str | None) -> None:
+    """Accepted where main shards can be read and written rightly. Catches a combination in which
+    the model would go on with parameters of before a sync."""
+    args = arguments(**changes)
+    config, place = EditConfig(use_edit=True, num_replicas=2), Placement(2, 0, 1, 0, True)
+    if flag is None:
+        check_arguments(args, place, config)
+        return
+    with pytest.raises(UsageError) as caught:
+        check_arguments(args, place, config)
+    assert flag in str(caught.value)
 
 
 class Scope(Enum):

@@ -19,6 +19,7 @@ def cpu_argument_defaults() -> dict[str, object]:
         "transformer_impl": "local",
         "te_rng_tracker": False,
         "use_precision_aware_optimizer": False,
+        "optimizer_cpu_offload": False,  # stands on it, and all is on the CPU
         "fp8": None,
         "fp8_param_gather": False,
         "fp4": None,
