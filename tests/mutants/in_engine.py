@@ -243,6 +243,14 @@ ENGINE = (
         test=f"{_UNIT}::test_the_model_reads_what_was_landed",
     ),
     Mutant(
+        id="engine/rest-not-published",
+        bug="parameters in eight bits are left as the last step made them",
+        file="engine/sync/units.py",
+        old="            self.publish_rest()\n",
+        new="            pass\n",
+        test="pure/test_held_shards.py::test_parameters_in_eight_bits",
+    ),
+    Mutant(
         id="engine/copies-counted",
         bug="copies of a parameter enter the norms once for each",
         file="engine/sync/units.py",

@@ -83,6 +83,16 @@ def test_options_of_a_group(group: Group) -> None:
     assert group.phases == ()  # its stream has an order
 
 
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="a torch without NCCL")
+def test_torch_takes_these_options() -> None:
+    """The real ones: catches a name that torch does not have, which a stand-in cannot."""
+    options = dist.ProcessGroupNCCL.Options()
+    assert hasattr(options.config, "max_ctas")
+    assert hasattr(options, "group_name") and hasattr(options, "global_ranks_in_group")
+    assert hasattr(dist.ProcessGroupNCCL, "_set_default_timeout")
+    assert hasattr(dist.ProcessGroupNCCL, "shutdown")
+
+
 def test_the_timeout_that_follows_the_rounds(group: Group) -> None:
     """NCCL takes none with a call. Catches a watchdog that ends a job after the first ten minutes
     of a sync whose rounds take hours."""
