@@ -278,8 +278,8 @@ class Group:
         communicators of NCCL are freed where they are ours."""
         if self.runs_in_order:
             if self.is_own and self.process_group is not None:
-                self.process_group.shutdown()
-                self.process_group = None
+                own, self.process_group = self.process_group, None
+                (own.shutdown if hasattr(own, "shutdown") else own._shutdown)()  # torch 2.6
             return
         self.process_group, self.phases = None, ()
 

@@ -26,7 +26,6 @@ def cpu_argument_defaults() -> dict[str, object]:
         "fp4_param_gather": False,
         "tp_comm_overlap": False,
         "cuda_graph_impl": "none",
-        "cuda_graph_scope": [],
         "cuda_graph_scope_deprecated": None,
         "cuda_graph_modules": [],
         "enable_cuda_graph": False,
