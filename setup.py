@@ -4,7 +4,9 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-TORCH = "torch==2.13.0"  # the one place where torch is pinned
+# The oldest that megatron-core 0.19 accepts is 2.6; `megatron_edit.versions` has the same number.
+# constraints.txt pins what our own tests run with.
+TORCH = "torch>=2.6"
 
 setup(
     name="megatron_edit",

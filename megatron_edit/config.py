@@ -198,7 +198,7 @@ class EditConfig:
     )
     device: str = _setting(
         AUTO,
-        "where to train; auto takes CUDA where there is one",
+        "where to train; auto takes CUDA, and the CPU only where the machine has no GPU",
         kind=str,
         only=(AUTO, "cpu", "cuda"),
     )

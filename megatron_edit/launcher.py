@@ -79,7 +79,8 @@ def _run(script: Path, arguments: list[str], config: EditConfig) -> None:
     # The script's folder comes first, before Megatron is imported: a clone must win over a wheel.
     sys.path.insert(0, str(script.resolve().parent))
     sys.argv = [str(script), *arguments]
-    from megatron_edit.host.attach import Attachment, choose_device
+    from megatron_edit.host.attach import Attachment
+    from megatron_edit.host.devices import choose_device
     from megatron_edit.observe.console import say
 
     device = choose_device(config)

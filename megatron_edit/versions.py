@@ -1,7 +1,8 @@
-"""The releases of Megatron-LM that this package works with. Nothing is imported."""
+"""The releases of Megatron-LM and torch that this package works with. Nothing is imported."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from megatron_edit.errors import HostVersionError
@@ -34,6 +35,30 @@ RELEASES = (
     Release(0, 19, "core_v0.19.0"),
     Release(0, 20, "main", "d98e8a64ddf34856e74b24714e3bedb2f5a39553"),
 )
+
+
+# setup.py has the same number.
+OLDEST_TORCH = (2, 6)
+
+
+def check_torch(version: str) -> None:
+    """Is this torch new enough?
+
+    Args:
+        version: as torch says it. Only its first two numbers count: by the order of Python's
+            packages ``"2.13.0a0+x.nv26.9"``, as NVIDIA's containers have it, is older than 2.13.0.
+
+    Raises:
+        HostVersionError: it is not, or is no version.
+    """
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is None or (int(numbers[1]), int(numbers[2])) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        raise HostVersionError(
+            f"torch {version}",
+            f"megatron_edit needs torch {oldest} or newer",
+            "install a newer torch, or use a newer container",
+        )
 
 
 def release_of(version: str) -> Release:

@@ -4,8 +4,9 @@
 #   scripts/setup.sh                  makes or updates it; quick when nothing changed
 #   scripts/setup.sh --print-python   the same, and prints the path of its interpreter on stdout
 #
-# Environment: MEGATRON_EDIT_VENV  where it goes (default: .venv in the repository)
-#              PYTHON              the interpreter to make it with (default: any >= 3.12 found)
+# Environment: MEGATRON_EDIT_VENV   where it goes (default: .venv in the repository)
+#              MEGATRON_EDIT_TORCH  the version of torch (default: the one that constraints.txt pins)
+#              PYTHON               the interpreter to make it with (default: any >= 3.12 found)
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -49,11 +50,12 @@ find_python() {
 # What was installed, and for which clone: an editable install points to a folder.
 fingerprint() {
     "$venv/bin/python" - "$root" <<'PY'
-import hashlib, pathlib, sys
+import hashlib, os, pathlib, sys
 root = pathlib.Path(sys.argv[1])
 digest = hashlib.sha256(str(root).encode())
-for name in ("setup.py", "pyproject.toml"):
+for name in ("setup.py", "pyproject.toml", "constraints.txt"):
     digest.update((root / name).read_bytes())
+digest.update(os.environ.get("MEGATRON_EDIT_TORCH", "").encode())
 print(digest.hexdigest())
 PY
 }
@@ -65,9 +67,14 @@ install() {
         say "making $venv with $("$python" --version)"
         "$python" -m venv --clear "$venv"
     fi
+    if [ -n "${MEGATRON_EDIT_TORCH:-}" ]; then
+        echo "torch==$MEGATRON_EDIT_TORCH"
+    else
+        cat "$root/constraints.txt"
+    fi >"$venv/constraints.txt"
     say "installing the requirements (a minute or two; log: $log)"
     if ! (cd "$root" && PIP_DISABLE_PIP_VERSION_CHECK=1 \
-        "$venv/bin/python" -m pip install -e '.[test,report]') >"$log" 2>&1; then
+        "$venv/bin/python" -m pip install -e '.[test,report]' -c "$venv/constraints.txt") >"$log" 2>&1; then
         tail -n 20 "$log" >&2
         say "pip failed; all of its output: $log"
         exit 1
@@ -84,7 +91,7 @@ print_python=false
 case "${1:-}" in
     "") ;;
     --print-python) print_python=true ;;
-    -h | --help) sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;;
+    -h | --help) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;;
     *) say "$1: unknown option; the only one is --print-python" && exit 2 ;;
 esac
 is_current || install

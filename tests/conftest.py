@@ -54,7 +54,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let pytest-xdist keep our order of files, which knows more than the number of their tests."""
+    """All tests run on the CPU; pytest-xdist keeps our order of files, which knows more than the
+    number of their tests."""
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # else a GPU that torch cannot use is refused
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
 

@@ -109,6 +109,7 @@ class Group:
         backlog: exchanges whose second phase has still to begin, oldest first; see
             `compressed_all_reduce.py`.
         make_streams: makes `streams`; tests write down what these are told.
+        is_own: whether the transport is ours to shut down, and not Megatron's.
     """
 
     process_group: Any
@@ -122,6 +123,7 @@ class Group:
     phases: tuple[Duplex, ...] = ()
     backlog: deque[Any] = field(default_factory=deque)
     make_streams: Callable[[torch.device], Streams] = streams_of
+    is_own: bool = False
     _unreaped: list[tuple[Work, Tensor]] = field(default_factory=list)
 
     @classmethod
@@ -269,10 +271,35 @@ class Group:
         rows = self.all_gather(padded)
         return [pickle.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, sizes, strict=True)]
 
+    def warm_up(self, *, has_exchanges: bool = False) -> None:
+        """Use the group once, so that NCCL connects and allocates its buffers, which lie outside of
+        torch's pool, now and not in the middle of training. On gloo nothing: it has connected.
+
+        Collective: all ranks of the group.
+
+        Args:
+            has_exchanges: whether exchanges in phases will run on it.
+        """
+        if not self.runs_in_order or self.size == 1:
+            return
+        counts = self.payload_bytes, self.num_started
+        token = torch.zeros(self.size, 1, device=self.device)
+        self.all_reduce(token)
+        self.broadcast(token)
+        self.all_gather(token)
+        if has_exchanges:
+            self.start_all_to_all(torch.empty_like(token), token, 0).wait()
+        self.payload_bytes, self.num_started = counts  # it is nobody's payload
+
     def close(self) -> None:
-        """Give up the transport; nothing may be on its way. Threads of gloo are joined here."""
-        if not self.runs_in_order:  # NCCL's goes with its communicator
-            self.process_group, self.phases = None, ()
+        """Give up the transport; nothing may be on its way. Threads of gloo are joined here, and
+        communicators of NCCL are freed where they are ours."""
+        if self.runs_in_order:
+            if self.is_own and self.process_group is not None:
+                own, self.process_group = self.process_group, None
+                (own.shutdown if hasattr(own, "shutdown") else own._shutdown)()  # torch 2.6
+            return
+        self.process_group, self.phases = None, ()
 
     def _start(self, start: Callable[[], Iterable[Any]]) -> Work:
         self.num_started += 1

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from megatron_edit.comm.collectives import Group
+from megatron_edit.comm.transport import set_timeout
 from megatron_edit.config import LEAST_TIMEOUT_SECONDS
 
 ROUNDS = 4
@@ -49,4 +50,4 @@ class AdaptiveTimeout:
         self.length = length
         if not self.is_fixed:
             for group in self.groups:
-                group.timeout = timedelta(seconds=max(LEAST_TIMEOUT_SECONDS, ROUNDS * length))
+                set_timeout(group, timedelta(seconds=max(LEAST_TIMEOUT_SECONDS, ROUNDS * length)))

@@ -15,6 +15,10 @@ from megatron_edit.comm.staging import StagedProcessGroup
 from megatron_edit.errors import ReplicaLostError, UsageError
 from megatron_edit.flags import AUTO
 
+# NCCL holds its blocks of the GPU, up to 32, as long as an exchange lasts, and one over a slow link
+# lasts long. Few can feed any link between machines; NCCL_MAX_CTAS overrides it.
+MAX_CTAS = 8
+
 
 @dataclass(frozen=True)
 class Transport:
@@ -23,10 +27,13 @@ class Transport:
     Attributes:
         backend: "gloo" or "nccl".
         device: of the tensors. Gloo takes those of a GPU through host memory (`staging.py`).
+        members: ranks in the whole job of the group's ranks, for NCCL's logs and flight recorder;
+            empty where nobody knows.
     """
 
     backend: str
     device: torch.device
+    members: tuple[int, ...] = ()
 
 
 ON_CPU = Transport("gloo", torch.device("cpu"))
@@ -113,7 +120,7 @@ def stand_alone_group(
     Raises:
         ReplicaLostError: they did not all come within `timeout`.
     """
-    group = Group(None, rank, size, transport.device, timeout, name)
+    group = Group(None, rank, size, transport.device, timeout, name, is_own=True)
     if size == 1:
         return group
     try:
@@ -127,11 +134,25 @@ def stand_alone_group(
     return group
 
 
+def set_timeout(group: Group, timeout: timedelta) -> None:
+    """Let collectives that begin from now on wait so long.
+
+    Gloo is told with each call; NCCL knows only the group's own time-out, after which its watchdog
+    ends the process.
+    """
+    group.timeout = timeout
+    if group.runs_in_order:
+        group.process_group._set_default_timeout(timeout)
+
+
 def _process_group(store: dist.Store, group: Group, transport: Transport, prefix: str) -> Any:
     prefixed = dist.PrefixStore(prefix, store)
     if transport.backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = group.timeout
+        options.config.max_ctas = MAX_CTAS
+        options.group_name = prefix
+        options.global_ranks_in_group = list(transport.members)
         return dist.ProcessGroupNCCL(prefixed, group.rank, group.size, options)
     gloo = dist.ProcessGroupGloo(prefixed, group.rank, group.size, group.timeout)
     if transport.device.type == "cpu":

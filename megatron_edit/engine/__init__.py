@@ -21,6 +21,7 @@ from megatron_edit.engine.sync.units import EMBEDDING as EMBEDDING
 from megatron_edit.engine.sync.units import FINAL as FINAL
 from megatron_edit.engine.sync.units import LAYER as LAYER
 from megatron_edit.engine.sync.units import MTP as MTP
+from megatron_edit.engine.sync.units import HeldShard as HeldShard
 from megatron_edit.engine.sync.units import ParamShard as ParamShard
 from megatron_edit.engine.sync.units import UnitPlan as UnitPlan
 from megatron_edit.engine.sync.units import UnitShard as UnitShard

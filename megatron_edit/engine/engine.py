@@ -94,6 +94,7 @@ class EditEngine:
             step: steps that all replicas, or stock Megatron, have made together before.
         """
         self.state.step = step
+        self.groups.warm_up(self.settings.wire)
         broadcast_first_replica(self.host, self.groups)
         check_identical(self.host, self.groups, "at the start")
         if self.settings.schedule.is_warmup(step + 1):
@@ -295,6 +296,7 @@ class EditEngine:
         if saved["is_warmup"]:
             self.start(saved["step"])
             return
+        self.groups.warm_up(self.settings.wire)
         outer, detectors = self._take_anchor(), saved["detectors"]
         outer.load(saved["outer"])
         if unfinished is not None:

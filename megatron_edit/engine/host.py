@@ -182,13 +182,30 @@ class EngineGroups:
     control: Group
     ties: Mapping[str, Group]
 
+    def warm_up(self, wire: Wire) -> None:
+        """Use every group of the device once, in the same order on all ranks: NCCL's buffers are
+        then there before training takes the memory.
+
+        Collective: all ranks of all replicas.
+
+        Args:
+            wire: type on the wire of the sync group.
+        """
+        self.sync.warm_up(has_exchanges=wire.num_phases > 0)
+        for group in self._inside:
+            group.warm_up()
+
     def close(self) -> None:
         """At a good end: give up the transports, so that the threads of gloo are joined here and
         not in an interpreter that ends, which may abort (exit code -6). Nothing may be on its way.
         """
-        inside = (self.replica, self.stage, *self.ties.values())
-        for group in (self.sync, self.meeting, self.control, *inside):
+        for group in (self.sync, self.meeting, self.control, *self._inside):
             group.close()
+
+    @property
+    def _inside(self) -> tuple[Group, ...]:
+        """Megatron's own, in an order that is the same on all ranks."""
+        return (self.replica, self.stage, *(self.ties[name] for name in sorted(self.ties)))
 
 
 @dataclass(frozen=True)

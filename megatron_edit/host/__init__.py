@@ -4,6 +4,7 @@
 |---|---|
 | attach, seams/ | what is wrapped, how it is undone, and what we use of Megatron: is it there? |
 | arguments, checking, agreement, settings | flags: beside Megatron's, checked, alike everywhere |
+| devices | CUDA or CPU, and GPUs that cannot be used |
 | training, stops | Megatron's training loop and its ends |
 | model/ | one replica's model, optimizers and schedule as the engine's host |
 | overlap, groups | landing units before Megatron gathers them; Megatron's process groups |

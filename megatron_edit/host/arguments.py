@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from enum import Enum
 from pathlib import Path
 
 from megatron_edit.comm.placement import Placement
@@ -22,22 +23,17 @@ _LATER = "is not supported together with --use-edit yet"
 REFUSED: tuple[tuple[str, object, str, str], ...] = (
     ("use_megatron_fsdp", True, "keeps its own parameter buffers", "use the distributed optimizer"),
     ("use_torch_fsdp2", True, "keeps its own parameter buffers", "use the distributed optimizer"),
-    ("use_precision_aware_optimizer", True, "hides the fp32 parameters that EDiT reads",
-     "drop the flag"),
-    ("optimizer_cpu_offload", True, "keeps the fp32 parameters on the CPU", "drop the flag"),
+    ("main_params_dtype", "fp16", "cannot hold what a sync gives", "use --main-params-dtype fp32"),
     ("overlap_param_gather_with_optimizer_step", True, "gathers parameters before a sync",
      "drop the flag"),
     ("optimizer_cuda_graph", True, "fixes the optimizer step before a sync is known",
      "drop the flag"),
     ("reuse_grad_buf_for_mxfp8_param_ag", True, "gathers parameters from the gradient buffer",
      "drop the flag"),
-    ("fp8_param_gather", True, _LATER, "drop the flag"),
     ("fp4_param_gather", True, _LATER, "drop the flag"),
     ("moe_expert_rank_capacity_factor", None, "can repeat a step on one replica alone",
      "use --moe-expert-capacity-factor"),
     ("qk_clip", True, "changes weights after a sync, on each replica by itself", "drop the flag"),
-    ("cuda_graph_impl", "full_iteration", "would freeze the warm-up's averaging into the graph",
-     "use another --cuda-graph-impl"),
     ("hybrid_context_parallel", True, _LATER, "drop the flag"),
     ("ddp_param_name_patterns_for_fp32_local_accumulation", None,
      "keeps gradients where the warm-up does not average them", "drop the flag"),
@@ -72,6 +68,15 @@ REFUSED_WHERE_TIMED: tuple[tuple[str, object, str, str], ...] = (
     ("dataloader_type", "cyclic", "does not let blocks be dealt", "use --dataloader-type single"),
 )
 SUPPORTED_OPTIMIZERS = ("adam", "sgd")
+# Where Megatron 0.16 to main let a user ask for one graph of the whole iteration; validation moves
+# what the later ones say into the first.
+FULL_ITERATION = "full_iteration"
+_GRAPHS = {
+    "cuda_graph_impl": "--cuda-graph-impl",
+    "cuda_graph_scope": "--cuda-graph-scope",
+    "cuda_graph_scope_deprecated": "--cuda-graph-scope",
+    "cuda_graph_modules": "--cuda-graph-modules",
+}
 
 # What rank 0 or the last rank of every replica would write. Replica 0 keeps it; the others do
 # without the writers, and get other names for the files.
@@ -110,9 +115,64 @@ def check_arguments(args: Namespace, placement: Placement, config: EditConfig) -
             "needs a writer of Megatron's",
             "add --tensorboard-dir DIR (or --wandb-project NAME)",
         )
+    check_graphs(args)
+    _check_eight_bits(args)
     _check_layout(args, placement)
     _check_batch(args, placement)
     _check_checkpoints(args)
+
+
+def check_graphs(args: Namespace) -> None:
+    """Refuse a CUDA graph of the whole iteration: before Megatron's validation, and again after it,
+    which moves what old flags say into new arguments.
+
+    The graph would hold the averaging of the warm-up, or its absence, for ever.
+
+    Raises:
+        UsageError: there is one.
+    """
+    if (given := full_iteration_graph(args)) is not None:
+        raise UsageError(
+            f"{given} {FULL_ITERATION}",
+            "would freeze the warm-up's averaging into the graph",
+            "use --cuda-graph-impl local or transformer_engine, with another scope",
+        )
+
+
+def full_iteration_graph(args: Namespace) -> str | None:
+    """The flag that asks for a CUDA graph of the whole iteration; None where there is none."""
+    for name, given in _GRAPHS.items():
+        if FULL_ITERATION in _words_of(getattr(args, name, None)):
+            return given
+    return None
+
+
+def _words_of(value: object) -> list[str]:
+    """Words of a value: a string with commas, an enum, or a list of these."""
+    if isinstance(value, list | tuple | set | frozenset):
+        return [word for one in value for word in _words_of(one)]
+    if isinstance(value, Enum):
+        return [value.name]
+    return [] if value is None else str(value).split(",")
+
+
+def _check_eight_bits(args: Namespace) -> None:
+    """Allow `--fp8-param-gather` where Megatron can write such parameters from main shards."""
+    if not getattr(args, "fp8_param_gather", False):
+        return
+    recipe = _words_of(getattr(args, "fp8_recipe", None))
+    if not {"delayed", "tensorwise", "blockwise"}.issuperset(recipe):
+        raise UsageError(
+            f"--fp8-param-gather with --fp8-recipe {' '.join(recipe)}",
+            _LATER,
+            "use --fp8-recipe delayed, tensorwise or blockwise",
+        )
+    if getattr(args, "use_precision_aware_optimizer", False) and "delayed" in recipe:
+        raise UsageError(
+            "--fp8-param-gather with --use-precision-aware-optimizer and --fp8-recipe delayed",
+            "Adam's own kernel then writes the parameters, from main shards that nobody else has",
+            "use --fp8-recipe tensorwise, or drop one of the first two flags",
+        )
 
 
 def _check_checkpoints(args: Namespace) -> None:
@@ -133,7 +193,7 @@ def _check_checkpoints(args: Namespace) -> None:
 def _is_refused(value: object, refused: object) -> bool:
     if refused is None:
         return value not in (None, False, 0, 0.0, [], ())
-    return value == refused or (isinstance(value, list | tuple) and refused in value)
+    return value == refused
 
 
 def _check_layout(args: Namespace, placement: Placement) -> None:
@@ -213,7 +273,7 @@ def resolve_sync_mode(config: EditConfig, args: Namespace) -> str:
     Raises:
         UsageError: `overlap` was asked for and cannot be had.
     """
-    is_graph = getattr(args, "cuda_graph_impl", "none") == "full_iteration"
+    is_graph = full_iteration_graph(args) is not None
     if config.sync_mode == "blocking":
         return "blocking"
     if args.overlap_param_gather and not is_graph:
@@ -225,7 +285,7 @@ def resolve_sync_mode(config: EditConfig, args: Namespace) -> str:
             else ("units can only land where Megatron gathers parameters in the forward pass")
         )
         remedy = (
-            "use another --cuda-graph-impl"
+            "use another scope of CUDA graphs"
             if is_graph
             else ("add --overlap-param-gather (and --overlap-grad-reduce)")
         )

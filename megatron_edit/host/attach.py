@@ -28,32 +28,12 @@ if TYPE_CHECKING:  # it imports Megatron, which must be prepared before
     from megatron_edit.host.training import TrainingLoop
 
 
-def choose_device(config: EditConfig) -> torch.device:
-    """CPU or CUDA, as asked; `auto` takes CUDA where there is one.
-
-    Asking for the CPU hides the GPUs from this process, which must not have used them yet.
-
-    Raises:
-        UsageError: CUDA was asked for and there is none.
-    """
-    if config.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        return torch.device("cpu")
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    if config.device == "cuda":
-        raise UsageError(
-            "--edit-device cuda", "no CUDA device was found", "use --edit-device auto or cpu"
-        )
-    return torch.device("cpu")
-
-
 class Attachment:
     """Everything that was changed in the host, and the way back. A context manager.
 
     Args:
         config: settings; without `use_edit` only what a stock run needs on this machine is changed.
-        device: of the parameters, from `choose_device`.
+        device: of the parameters, from `host.devices.choose_device`.
     """
 
     def __init__(self, config: EditConfig, device: torch.device) -> None:
@@ -189,10 +169,11 @@ class Attachment:
             self._before_validation(args)
             if self._world is None:
                 return validate(args, *rest, **kwargs)
-            from megatron_edit.host.arguments import global_arithmetic
+            from megatron_edit.host.arguments import check_graphs, global_arithmetic
 
             placement = self._world.placement
             global_arithmetic(args, placement, lambda: validate(args, *rest, **kwargs))
+            check_graphs(args)
             return None
 
         return checked
@@ -217,7 +198,7 @@ class Attachment:
             _say_what_is_chosen(self._config, placement, args)
             if has_reruns:
                 say("--rerun-mode disabled: one replica must not repeat a step by itself")
-        agree_on_settings(world, self._config, args)
+        agree_on_settings(world, self._config, args, self._device)
 
 
 def _say_what_is_chosen(config: EditConfig, placement: Placement, args: Namespace) -> None:

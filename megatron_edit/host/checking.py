@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from megatron_edit.comm.placement import Placement
 from megatron_edit.config import EditConfig, add_arguments
 from megatron_edit.errors import UsageError
-from megatron_edit.host.attach import choose_device
 from megatron_edit.host.cpu import cpu_argument_defaults, enable_cpu_backend
+from megatron_edit.host.devices import choose_device
 from megatron_edit.host.seams.patching import Patcher
 
 
@@ -58,6 +58,7 @@ def check_command_line(
             _validate(args)
         else:
             arguments.global_arithmetic(args, placement, lambda: _validate(args))
+            arguments.check_graphs(args)
     finally:
         patcher.undo()
     return unknown

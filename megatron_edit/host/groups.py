@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from megatron.core import parallel_state
@@ -66,7 +66,8 @@ def build_groups(
     backend = choose_backend(config.sync_backend, seats)
     if place.global_rank == 0:
         say(f"exchanges over {backend} (--edit-sync-backend {config.sync_backend})")
-    transport, wire = Transport(backend, device), Wire.of(config.sync_dtype)
+    members = tuple(r * place.ranks_per_replica + place.rank for r in range(place.num_replicas))
+    transport, wire = Transport(backend, device, members), Wire.of(config.sync_dtype)
     inside = _Inside(world, transport, has_thread=overlap and backend == "gloo")
     return EngineGroups(
         control=control,
@@ -127,7 +128,7 @@ class _Inside:
             self.world.replica_store,
             group.rank(),
             group.size(),
-            self.transport,
+            replace(self.transport, members=()),
             self.world.timeout,
             f"{name} group of rank {first}",
         )

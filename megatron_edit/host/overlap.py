@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 
+import torch
 from torch.nn import Parameter
 
 from megatron_edit.engine import EditEngine, UnitPlan
-from megatron_edit.host.seams.megatron import BucketGroup, DdpChunk
+from megatron_edit.host.seams.megatron import BucketGroup, DdpChunk, ModelConfig
 from megatron_edit.host.seams.patching import Patcher
 
 
@@ -65,6 +66,25 @@ def land_before_gathers(
         patcher.wrap(group, "start_param_sync", _landing_first(engine, needed))
         patcher.wrap(group, "finish_param_sync", _one_bucket_at_a_time(engine))
     return can_hide
+
+
+def keep_sends_asynchronous(patcher: Patcher, config: ModelConfig, device: torch.device) -> None:
+    """Stop Megatron from synchronising the device after each send between pipeline stages.
+
+    `batch_p2p_sync`, on by default, would wait for the exchanges behind the forward pass, too: no
+    sync would hide. It works around a race of old torch. Since torch 2 `wait` orders the stream
+    that receives behind NCCL's, Megatron waits for every request of a batch before it hands its
+    tensors on, and frees what it sent on that same stream: nothing is left to guard. That does not
+    hold for the custom ring exchange, whose handles are not torch's; on the CPU, and where sends
+    are not batched, the flag does nothing.
+
+    Args:
+        patcher: undoes it.
+        config: of the model's first chunk, which Megatron's schedules read.
+        device: of the parameters.
+    """
+    if device.type == "cuda" and config.batch_p2p_comm and not config.use_ring_exchange_p2p:
+        patcher.replace(config, "batch_p2p_sync", False)
 
 
 def _landing_first[**P, R](

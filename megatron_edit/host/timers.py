@@ -1,7 +1,8 @@
 """EDiT's timers in Megatron's `Timers`, for its log and its TensorBoard (`--timing-log-level 1`).
 
-Megatron's own timers stop the device at every start and stop. These count what the engine
-measured anyway, so they cost nothing and nobody waits for them.
+Megatron's own timers stop the device at every start and stop, and with it an overlap: on GPUs this
+level is for looking, not for training. These count what the engine measured anyway, so they cost
+nothing and nobody waits for them.
 """
 
 from __future__ import annotations

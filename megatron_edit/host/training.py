@@ -42,7 +42,7 @@ from megatron_edit.host.groups import build_groups
 from megatron_edit.host.metrics import tell_of_the_run
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.observe import Observer, with_own_world_size
-from megatron_edit.host.overlap import land_before_gathers
+from megatron_edit.host.overlap import keep_sends_asynchronous, land_before_gathers
 from megatron_edit.host.seams.calls import Call, answered_by
 from megatron_edit.host.seams.megatron import (
     DdpChunk,
@@ -247,6 +247,7 @@ class TrainingLoop:
         observer = Observer(self._events, engine, host)
         if mode == "overlap":
             self._hook_gathers(engine, host, model, groups)
+            keep_sends_asynchronous(self._patcher, get_model_config(model[0]), self._device)
         self._hook_step(engine, host, observer, optimizer)
         self._hook_gradients(engine, get_model_config(model[0]))
         unwrapped = unwrap_model(model)

@@ -42,7 +42,8 @@ def train_and_detach(argv: list[str]) -> dict[str, Any]:
     from megatron.training import training
 
     from megatron_edit.command_line import config_from_argv
-    from megatron_edit.host.attach import Attachment, choose_device
+    from megatron_edit.host.attach import Attachment
+    from megatron_edit.host.devices import choose_device
 
     kept: dict[str, Any] = {}
     setup = training.setup_model_and_optimizer

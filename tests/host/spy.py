@@ -193,7 +193,7 @@ def drift_after_sync() -> None:
             landed["layer.2"] += 1
             for param in self.shard.params[:1]:  # a ZeRO rank may hold nothing of a unit
                 if landed["layer.2"] == 2:
-                    main = param.main
+                    main = param.read()
                     main[0] = torch.nextafter(main[0], torch.tensor(torch.inf))
         return landing
 

@@ -6,6 +6,22 @@ from tests.mutants.mutant import Mutant
 
 COMM = (
     Mutant(
+        id="comm/nccl-timeout-stays",
+        bug="NCCL's watchdog keeps the first time-out: it ends a job whose rounds take hours",
+        file="comm/transport.py",
+        old="        group.process_group._set_default_timeout(timeout)\n",
+        new="        pass\n",
+        test="pure/test_nccl_groups.py::test_the_timeout_that_follows_the_rounds",
+    ),
+    Mutant(
+        id="comm/megatrons-shut-down",
+        bug="NCCL communicators of Megatron's own are freed at our end",
+        file="comm/collectives.py",
+        old="if self.is_own and self.process_group is not None",
+        new="if self.process_group is not None",
+        test="pure/test_nccl_groups.py::test_a_communicator_is_freed_by_its_owner",
+    ),
+    Mutant(
         id="comm/payload-half",
         bug="an all-reduce is counted as if a ring went round once",
         file="comm/collectives.py",

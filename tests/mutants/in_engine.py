@@ -238,9 +238,17 @@ ENGINE = (
         id="engine/model-not-published",
         bug="landed parameters do not reach the model's own precision: it computes with old ones",
         file="engine/sync/units.py",
-        old="                param.target.copy_(param.main)",
+        old="                param.target.copy_(param.read())",
         new="                pass",
         test=f"{_UNIT}::test_the_model_reads_what_was_landed",
+    ),
+    Mutant(
+        id="engine/rest-not-published",
+        bug="parameters in eight bits are left as the last step made them",
+        file="engine/sync/units.py",
+        old="            self.publish_rest()\n",
+        new="            pass\n",
+        test="pure/test_held_shards.py::test_parameters_in_eight_bits",
     ),
     Mutant(
         id="engine/copies-counted",

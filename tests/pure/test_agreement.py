@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import threading
 from argparse import Namespace
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_edit.comm.placement import Placement
@@ -16,6 +18,7 @@ from megatron_edit.errors import UsageError
 from megatron_edit.host.agreement import agree_on_settings, comparable
 
 CONFIG = EditConfig(use_edit=True, num_replicas=2)
+CPU = torch.device("cpu")
 # Each is a part of a name that a host may have for itself.
 OF_THE_TRAINING = ("q_lora_rank", "kv_lora_rank", "logits_load_kd_loss_alpha",
                    "num_virtual_stages_per_pipeline_rank", "offset_sampling_seed_by_dp_rank",
@@ -59,9 +62,47 @@ def test_a_setting_that_differs_is_told(mine: dict[str, float | None], said: str
     first = comparable(CONFIG, Namespace(**args)) | {"ranks per replica": 1}
     store.set("settings", json.dumps(first))
     store.set("agreed/0", "null")
+    store.set("device of rank 0 of replica 0", "cpu on host0")
     if said is None:
-        agree_on_settings(worlds[1], CONFIG, Namespace(**args | mine))
+        agree_on_settings(worlds[1], CONFIG, Namespace(**args | mine), CPU)
         return
     with pytest.raises(UsageError) as caught:
-        agree_on_settings(worlds[1], CONFIG, Namespace(**args | mine))
+        agree_on_settings(worlds[1], CONFIG, Namespace(**args | mine), CPU)
     assert str(caught.value).startswith(said)
+
+
+def test_a_rank_on_another_device_is_told() -> None:
+    """Of any rank, before the settings that follow from it; all ranks raise the same line.
+
+    Catches CPU ranks that wait over gloo for GPU ranks, which wait over NCCL.
+    """
+    store, errors = dist.HashStore(), {}
+
+    def join(rank: int) -> None:
+        replica, inner = divmod(rank, 2)
+        place = Placement(2, replica, 2, inner, True)
+        world = ReplicaWorld(place, store, store, timedelta(seconds=1))
+        device = torch.device("cpu" if rank == 3 else "cuda")
+        backend = {"distributed_backend": "gloo" if rank == 2 else "nccl"}
+        try:
+            agree_on_settings(world, CONFIG, Namespace(**backend), device)
+        except UsageError as error:
+            errors[rank] = str(error)
+
+    threads = [threading.Thread(target=join, args=(rank,), daemon=True) for rank in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(errors) == [0, 1, 2, 3] and len(set(errors.values())) == 1
+    assert errors[0].startswith("device of rank 1 of replica 1: cpu on ")
+    assert "rank 0 of replica 0, which has cuda on " in errors[0]
+    assert "--edit-device cpu" in errors[0]
+
+
+def test_equal_devices_agree() -> None:
+    """One replica of one rank asks nobody; of two ranks, each other."""
+    store = dist.HashStore()
+    world = ReplicaWorld(Placement(1, 0, 1, 0, True), store, store, timedelta(seconds=1))
+    agree_on_settings(world, CONFIG, Namespace(), CPU)
+    assert store.num_keys() == 0

@@ -25,7 +25,7 @@ from megatron_edit.host.dealing import DealtSampler, Share
 from megatron_edit.host.model.loop import LoopControl
 from megatron_edit.host.model.moments import zero_nonfinite
 from megatron_edit.host.model.routers import Routers
-from megatron_edit.host.overlap import land_before_gathers
+from megatron_edit.host.overlap import keep_sends_asynchronous, land_before_gathers
 from megatron_edit.host.seams.patching import Patcher
 from megatron_edit.host.seams.probes import Probe, _check
 from megatron_edit.method.clock import PhaseClock
@@ -96,6 +96,27 @@ def test_units_land_before_their_gather(has_pending_units: bool) -> None:
     ]  # fmt: skip
     patcher.undo()
     assert "start_param_sync" not in vars(first)
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "is_kept"),
+    [
+        ("cuda", {}, False),
+        ("cuda", {"use_ring_exchange_p2p": True}, True),
+        ("cuda", {"batch_p2p_comm": False}, True),
+        ("cpu", {}, True),
+    ],
+)
+def test_sends_do_not_stop_the_device(device: str, changes: dict[str, bool], is_kept: bool) -> None:
+    """Where that is safe, and as long as we are attached: a sync of the device after each send
+    between stages would end every overlap."""
+    config = anything(batch_p2p_comm=True, batch_p2p_sync=True, use_ring_exchange_p2p=False)
+    vars(config).update(changes)
+    patcher = Patcher("Megatron")
+    keep_sends_asynchronous(patcher, config, torch.device(device))
+    assert config.batch_p2p_sync == is_kept
+    patcher.undo()
+    assert config.batch_p2p_sync
 
 
 def test_moments_that_are_not_finite() -> None:
@@ -202,6 +223,7 @@ def test_copies_are_counted_once(rank: int, monkeypatch: pytest.MonkeyPatch) -> 
     optimizer: Any = anything(
         main_shards=lambda: [(parameter, torch.zeros(1)) for parameter in parameters],
         is_first_holder=lambda parameter: parameter is not parameters[4],
+        main_of=lambda parameter, main: main,
         target_of=lambda parameter, main: None,
     )
     names = {parameter: (str(number), "final") for number, parameter in enumerate(parameters)}
@@ -308,8 +330,7 @@ def arguments(**changes: Any) -> Namespace:
         ({"yaml_cfg": "x.yaml"}, "--yaml-cfg x.yaml"),
         ({"error_injection_rate": 5}, "--error-injection-rate 5"),
         ({"qk_clip": True}, "--qk-clip"),
-        ({"cuda_graph_impl": "full_iteration"}, "--cuda-graph-impl"),
-        ({"cuda_graph_impl": ["local", "full_iteration"]}, "--cuda-graph-impl"),
+        ({"cuda_graph_impl": "full_iteration"}, "--cuda-graph-impl full_iteration"),
         ({"global_batch_size": 9}, "must be a multiple of --edit-num-replicas 2"),
         ({"global_batch_size": 6}, "micro-batch size x data-parallel ranks of all replicas"),
         ({"eval_global_batch_size": 7}, "--eval-global-batch-size 7"),

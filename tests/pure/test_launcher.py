@@ -142,9 +142,10 @@ def test_how_a_script_ends(
 ) -> None:
     """Catches a failed training that ends with 0, and an error of ours that is a traceback."""
     import megatron_edit.host.attach as attach
+    import megatron_edit.host.devices as devices
 
     monkeypatch.setattr(attach, "Attachment", Attached)
-    monkeypatch.setattr(attach, "choose_device", lambda config: torch.device("cuda"))
+    monkeypatch.setattr(devices, "choose_device", lambda config: torch.device("cuda"))
     monkeypatch.setattr(Attached, "ends", ends)
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", [*sys.path])

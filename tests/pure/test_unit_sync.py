@@ -187,8 +187,8 @@ def test_other_units_of_a_broken_replica_come_back() -> None:
     snapshots = {"layer.1": torch.zeros(1), "layer.2": torch.zeros(1)}
     reporter = anything(on_local_message=lambda text: None)
     restore_other_units(host, groups_with(), outer, ["final"], snapshots, reporter)
-    assert [param.main.item() for param in params[:3]] == [0.0, 1.0, 5.0]
-    assert params[3].main.isnan() and zeroed == ["embedding", "layer.1"]
+    assert [param.read().item() for param in params[:3]] == [0.0, 1.0, 5.0]
+    assert params[3].read().isnan() and zeroed == ["embedding", "layer.1"]
     assert [snapshots[name].item() for name in ("layer.1", "layer.2")] == [1.0, 0.0]
 
 

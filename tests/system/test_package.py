@@ -23,7 +23,7 @@ from tests.harness.launch import REPOSITORY
 
 SOURCES = ("megatron_edit", "configs", "docs", "patches", "scripts")
 ROOT_FILES = ("README.md", "LICENSE", "CONTRIBUTING.md", "SECURITY.md", "CITATION.cff")
-FILES = ("setup.py", "pyproject.toml", "MANIFEST.in", *ROOT_FILES)
+FILES = ("setup.py", "pyproject.toml", "MANIFEST.in", "constraints.txt", *ROOT_FILES)
 # Nothing of the tests' own environment, in which this repository is installed.
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
 
@@ -68,6 +68,7 @@ def test_all_files_are_in_both(distributions: tuple[Path, Path]) -> None:
         members = {member.name.partition("/")[2] for member in archive.getmembers()}
     assert package - members == set()
     assert {"scripts/pretrain_gpt.py", "configs/tiny_cpu.args", "docs/flags.md"} <= members
+    assert "constraints.txt" in members  # of scripts/setup.sh
     assert set(ROOT_FILES) <= members
 
 

@@ -123,6 +123,8 @@ CHECKED = [
     "--num-layers many",
     "--tensor-model-parallel-size 3",
     "--use-megatron-fsdp",
+    "--cuda-graph-impl full_iteration",
+    "--cuda-graph-scope full_iteration",
     "--optimizer sgdd",
     "--lr -1 --edit-timeout-seconds 0",
 ]

@@ -17,7 +17,7 @@ _EXACT = (1 << 52) - 1  # bits of a digest that a float64 of a record holds
 
 def shard_digest(shard: UnitShard) -> Tensor:
     """Digest of this rank's main shards of a unit, int64 scalar. No communication."""
-    return tensor_digest(param.main for param in shard.params)
+    return tensor_digest(param.read() for param in shard.params)
 
 
 def plan_digests(plan: UnitPlan) -> dict[int, Tensor]:

@@ -26,7 +26,7 @@ def finite_units(plan: UnitPlan, groups: EngineGroups) -> list[bool]:
     for shard in plan.shards:
         for param in shard.params:
             # It cannot overflow, and takes a quarter of the time of looking at each element.
-            bad[shard.index] += ~torch.isfinite(sum_of_squares(param.main))
+            bad[shard.index] += ~torch.isfinite(sum_of_squares(param.read()))
     total = sum_in_rank_order(groups.stage.all_gather(bad))
     stages = groups.ties.get(TIED_EMBEDDING)
     held = [shard.index for shard in plan.shards if shard.name == EMBEDDING]

@@ -263,7 +263,7 @@ class UnitSync:
             return is_dropped and not landing.is_direct_copy
         for param, where in zip(self.shard.params, self.shard.slices, strict=True):
             before = None if self.snapshot is None else self.snapshot[where]
-            landing.merge_(param.main, anchor[where], before)
+            param.write(landing.merge_(param.read(), anchor[where], before))
         self.snapshot = None
         return False
 

@@ -5,9 +5,10 @@ Immutable data, planned once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +26,19 @@ def forward_order(name: str) -> tuple[int, int]:
     return _ORDER[kind], int(number or 0)
 
 
+class HeldShard(Protocol):
+    """A main shard that its optimizer keeps in a form, or a place, of its own."""
+
+    def numel(self) -> int:
+        """Elements."""
+
+    def read(self) -> Tensor:
+        """fp32 [numel], on the device of the parameter; it may be the optimizer's own."""
+
+    def write(self, values: Tensor) -> None:
+        """Take `values`, fp32 [numel], and show the model what it reads of them."""
+
+
 @dataclass(frozen=True)
 class ParamShard:
     """The part of one parameter that this rank's optimizer owns.
@@ -32,7 +46,8 @@ class ParamShard:
     Attributes:
         parameter: the parameter's name in the model.
         unit: name of the unit that it belongs to.
-        main: fp32 [numel], a view of the optimizer's own main shard; read and written in place.
+        main: fp32 [numel], a view of the optimizer's own main shard; read and written in place. Or
+            what reads and writes it where the optimizer keeps it in another way.
         is_counted: whether this copy enters the unit's norms. TP-replicated and tied copies, and
             copies held by several data-parallel ranks, count once.
         tie: name of the group over which copies must stay bit-identical, or None.
@@ -43,11 +58,22 @@ class ParamShard:
 
     parameter: str
     unit: str
-    main: Tensor
+    main: Tensor | HeldShard
     is_counted: bool
     tie: str | None
     source: Tensor | None = None
     target: Tensor | None = None
+
+    def read(self) -> Tensor:
+        """theta, fp32 [numel]: the main shard itself, where it is a tensor."""
+        return self.main if isinstance(self.main, Tensor) else self.main.read()
+
+    def write(self, values: Tensor) -> None:
+        """Make theta `values`, fp32 [numel]; they may be what `read` gave, changed in place."""
+        if not isinstance(self.main, Tensor):
+            self.main.write(values)
+        elif values is not self.main:
+            self.main.copy_(values)
 
 
 @dataclass(frozen=True)
@@ -59,12 +85,15 @@ class UnitShard:
         index: the unit's position in the replica's list of units.
         params: in the order of the optimizer's own shard map.
         slices: where each parameter shard lies in the flat range.
+        publish_rest: the host's own way to what the model reads of the unit without a target, as
+            parameters in eight bits; collective over the ranks that share its shards.
     """
 
     name: str
     index: int
     params: tuple[ParamShard, ...]
     slices: tuple[slice, ...]
+    publish_rest: Callable[[], None] | None = None
 
     @cached_property
     def numel(self) -> int:
@@ -74,7 +103,7 @@ class UnitShard:
     def gather(self, out: Tensor) -> Tensor:
         """Copy the main shards into `out`, fp32 [>= numel], and return the part that was filled."""
         for param, where in zip(self.params, self.slices, strict=True):
-            out[where].copy_(param.main)
+            out[where].copy_(param.read())
         return out[: self.numel]
 
     def pseudo_gradient(self, anchor: Tensor, out: Tensor) -> Tensor:
@@ -85,13 +114,16 @@ class UnitShard:
     def scatter(self, flat: Tensor) -> None:
         """Copy `flat`, fp32 [numel], into the main shards."""
         for param, where in zip(self.params, self.slices, strict=True):
-            param.main.copy_(flat[where])
+            param.write(flat[where])
 
     def publish(self) -> None:
-        """Copy the main shards to where the model reads them."""
+        """Copy the main shards to where the model reads them. All ranks of the stage come, also
+        those whose shard is empty."""
         for param in self.params:
             if param.target is not None:
-                param.target.copy_(param.main)
+                param.target.copy_(param.read())
+        if self.publish_rest is not None:
+            self.publish_rest()
 
     def squared_norm(self, flat: Tensor) -> Tensor:
         """Sum of squares over the parameter shards that count, float64 scalar, in their order."""
@@ -127,7 +159,10 @@ class UnitPlan:
 
 
 def plan_units(
-    params: Iterable[ParamShard], names: Sequence[str], stage_units: Sequence[str]
+    params: Iterable[ParamShard],
+    names: Sequence[str],
+    stage_units: Sequence[str],
+    publish_rest: Mapping[str, Callable[[], None]] | None = None,
 ) -> UnitPlan:
     """Group parameter shards by unit.
 
@@ -135,6 +170,7 @@ def plan_units(
         params: of this rank, in the order of the optimizer's shard map.
         names: units of the whole replica, in forward order.
         stage_units: units of which this rank's pipeline stage holds parameters.
+        publish_rest: by unit, see `UnitShard`.
 
     Raises:
         SyncProtocolError: a parameter shard belongs to no unit of the stage.
@@ -145,7 +181,13 @@ def plan_units(
             raise SyncProtocolError(f"{param.parameter}: unit {param.unit} is not planned")
         by_unit[param.unit].append(param)
     shards = tuple(
-        UnitShard(name, names.index(name), tuple(parts), _end_to_end(parts))
+        UnitShard(
+            name,
+            names.index(name),
+            tuple(parts),
+            _end_to_end(parts),
+            (publish_rest or {}).get(name),
+        )
         for name, parts in by_unit.items()
     )
     return UnitPlan(tuple(names), shards)

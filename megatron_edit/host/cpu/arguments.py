@@ -19,12 +19,17 @@ def cpu_argument_defaults() -> dict[str, object]:
         "transformer_impl": "local",
         "te_rng_tracker": False,
         "use_precision_aware_optimizer": False,
+        "optimizer_cpu_offload": False,  # stands on it, and all is on the CPU
         "fp8": None,
         "fp8_param_gather": False,
         "fp4": None,
         "fp4_param_gather": False,
         "tp_comm_overlap": False,
         "cuda_graph_impl": "none",
+        "cuda_graph_scope_deprecated": None,
+        "cuda_graph_modules": [],
+        "enable_cuda_graph": False,
+        "external_cuda_graph": False,
         # Apex, or Megatron's CUDA extensions
         "no_persist_layer_norm": True,
         "gradient_accumulation_fusion": False,

@@ -17,7 +17,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from torch import Tensor
 
-from megatron_edit.engine import TIED_EMBEDDING, ParamShard, UnitPlan
+from megatron_edit.engine import TIED_EMBEDDING, HeldShard, ParamShard, UnitPlan
+from megatron_edit.host.model.held import AdamShard, HybridShard
+from megatron_edit.host.model.quantized import is_quantized
 from megatron_edit.host.seams.megatron import InnerOptimizer, MixedOptimizer, ParamBuffer
 
 TIED_TP, TIED_EXPERT_TP = "tied-tp", "tied-expert-tp"
@@ -28,12 +30,12 @@ class OuterShard:
     """Outer state of one parameter's shard on this rank, aligned with Megatron's main shard.
 
     Attributes:
-        main: fp32 [n], Megatron's own.
+        main: fp32 [n], Megatron's own, or what reads and writes it.
         anchor: fp32 [n], a view of the outer state.
         momentum: fp32 [n], a view of the outer state.
     """
 
-    main: Tensor
+    main: Tensor | HeldShard
     anchor: Tensor
     momentum: Tensor
 
@@ -42,7 +44,11 @@ class ShardedOptimizer(Protocol):
     """What the engine's host needs of each of Megatron's optimizers."""
 
     def main_shards(self) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
-        """Model parameter and fp32 main shard, in the order of the optimizer's shard map."""
+        """Model parameter and what is stepped of it, in the order of the optimizer's shard map:
+        the fp32 main shard, or what the optimizer keeps its main shard by."""
+
+    def main_of(self, parameter: torch.nn.Parameter, key: Tensor) -> Tensor | HeldShard:
+        """The main shard of what `main_shards` gives: flat, fp32."""
 
     def is_first_holder(self, parameter: torch.nn.Parameter) -> bool:
         """Whether this rank's copy of its shard is the one that norms count."""
@@ -83,22 +89,48 @@ class EditDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
         self.__class__ = DistributedOptimizer
 
     def main_shards(self) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
-        """See `ShardedOptimizer`. Main shards are 1-D."""
+        """See `ShardedOptimizer`. They are 1-D."""
         if self.is_stub_optimizer:
             return
+        halves = (
+            self.shard_float16_groups
+            if self.holds_main_shards
+            else self.shard_fp32_from_float16_groups
+        )
         for models, mains in (
-            (self.model_float16_groups, self.shard_fp32_from_float16_groups),
+            (self.model_float16_groups, halves),
             (self.model_fp32_groups, self.shard_fp32_groups),
         ):
             for model_group, main_group in zip(models, mains, strict=True):
                 yield from zip(model_group, main_group, strict=True)
+
+    @property
+    def has_eight_bits(self) -> bool:
+        """Whether parameters may be stored, and gathered, in eight bits."""
+        return not self.is_stub_optimizer and bool(self.ddp_config.fp8_param_gather)
+
+    @property
+    def holds_main_shards(self) -> bool:
+        """Whether the inner optimizer keeps the main shards of 16-bit parameters."""
+        return bool(getattr(self.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
+
+    def main_of(self, parameter: torch.nn.Parameter, key: Tensor) -> Tensor | HeldShard:
+        """See `ShardedOptimizer`."""
+        if hasattr(self.optimizer, "param_to_inner_param"):
+            return HybridShard(self.optimizer, key)
+        if self.holds_main_shards and key.dtype != torch.float32:
+            return AdamShard(self.optimizer, key)
+        return key.detach().view(-1)
 
     def is_first_holder(self, parameter: torch.nn.Parameter) -> bool:
         """Several optimizer instances inside a replica hold equal shards; the first counts."""
         return bool(self.distributed_optimizer_instance_id == 0)
 
     def target_of(self, parameter: torch.nn.Parameter, main: Tensor) -> Tensor | None:
-        """The shard's place in the parameter buffer that Megatron gathers from."""
+        """The shard's place in the parameter buffer that Megatron gathers from; None also where
+        other hands write it."""
+        if is_quantized(parameter) or not isinstance(self.main_of(parameter, main), Tensor):
+            return None
         where = self._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
         buffer_index, _, bucket_index = self.model_param_gbuf_map[parameter]
         bucket = self.buffers[buffer_index].buckets[bucket_index]
@@ -185,6 +217,10 @@ class PlainOptimizer:
             for parameter in parameters:
                 yield parameter, parameter
 
+    def main_of(self, parameter: torch.nn.Parameter, key: Tensor) -> Tensor | HeldShard:
+        """See `ShardedOptimizer`."""
+        return key.detach().view(-1)
+
     def is_first_holder(self, parameter: torch.nn.Parameter) -> bool:
         """All data-parallel ranks hold equal copies; the first counts."""
         if getattr(parameter, "allreduce", True):
@@ -247,7 +283,7 @@ def param_shards_of(
         yield ParamShard(
             parameter=name,
             unit=unit,
-            main=main.detach().view(-1),
+            main=optimizer.main_of(parameter, main),
             is_counted=(
                 is_unique
                 and not getattr(parameter, "shared", False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,12 @@ from megatron_edit.comm.collectives import Group
 from megatron_edit.engine import EMBEDDING, UnitPlan, forward_order, plan_units
 from megatron_edit.errors import UsageError
 from megatron_edit.host.model.naming import named_units
-from megatron_edit.host.model.optimizer import ShardedOptimizer, param_shards_of
+from megatron_edit.host.model.optimizer import (
+    EditDistributedOptimizer,
+    ShardedOptimizer,
+    param_shards_of,
+)
+from megatron_edit.host.model.quantized import is_quantized, quantizers_of
 from megatron_edit.host.seams.megatron import ModelChunk
 
 
@@ -45,8 +50,10 @@ def plan_model(
         replica: all ranks of this replica.
 
     Raises:
-        UsageError: a unit's parameters lie on several pipeline stages.
+        UsageError: a unit's parameters lie on several pipeline stages, or a frozen one is in eight
+            bits.
     """
+    _check_frozen(chunks)
     named = [
         (parameter, (name, unit))
         for chunk in chunks
@@ -60,7 +67,12 @@ def plan_model(
     _check_one_stage_each(everywhere, {(place, frozenset(own)) for place, _, own in stages})
     params = [f for optimizer in optimizers for f in param_shards_of(optimizer, dict(named))]
     return ModelPlan(
-        units=plan_units(params, sorted(everywhere, key=forward_order), stage_units),
+        units=plan_units(
+            params,
+            sorted(everywhere, key=forward_order),
+            stage_units,
+            quantizers_of(_with_eight_bits(optimizers), dict(named)),
+        ),
         unit_of={parameter: unit for parameter, (_, unit) in named},
         origins={
             id(main): (parameter, optimizer.start_of(parameter), optimizer.copy_index)
@@ -69,6 +81,24 @@ def plan_model(
         },
         has_tied_stages=len({place for place, units, _ in stages if EMBEDDING in units}) > 1,
     )
+
+
+def _with_eight_bits(optimizers: Sequence[ShardedOptimizer]) -> Iterator[EditDistributedOptimizer]:
+    for optimizer in optimizers:
+        if isinstance(optimizer, EditDistributedOptimizer) and optimizer.has_eight_bits:
+            yield optimizer
+
+
+def _check_frozen(chunks: Sequence[ModelChunk]) -> None:
+    """What no optimizer owns is broadcast as it is at the start."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if not parameter.requires_grad and is_quantized(parameter):
+                raise UsageError(
+                    f"--fp8-param-gather with the frozen parameter {name}",
+                    "frozen parameters in eight bits are not supported together with --use-edit",
+                    "drop --fp8-param-gather",
+                )
 
 
 def _check_one_stage_each(units: set[str], stages: set[tuple[int, frozenset[str]]]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from typing import Protocol, TypedDict
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 
 # Reduced losses of a log line or an evaluation, by name; and what Megatron's `evaluate` returns:
@@ -28,6 +29,7 @@ class DdpConfig(Protocol):
     """Of `DistributedDataParallelConfig`."""
 
     use_distributed_optimizer: bool
+    fp8_param_gather: bool
 
 
 class Bucket(Protocol):
@@ -90,6 +92,9 @@ class ModelConfig(Protocol):
     """Of `ModelParallelConfig`."""
 
     finalize_model_grads_func: Callable[..., None] | None
+    batch_p2p_comm: bool
+    batch_p2p_sync: bool
+    use_ring_exchange_p2p: bool
 
 
 class NormConfig(Protocol):
@@ -138,6 +143,39 @@ class MixedOptimizer(InnerOptimizer, Protocol):
     float16_groups: list[list[Parameter]]
     fp32_from_float16_groups: list[list[Tensor]]
     fp32_from_fp32_groups: list[list[Parameter]]
+
+
+class FusedAdam(TorchOptimizer, Protocol):
+    """Of Transformer Engine's `FusedAdam`, whose state has precisions and scales of its own."""
+
+    def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
+        """A tensor of the state, in fp32; int16 for the remainders of main parameters."""
+
+    def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
+        """Store one in its own precision."""
+
+
+class HybridOptimizer(TorchOptimizer, Protocol):
+    """Of `HybridDeviceOptimizer`: its parameters are stepped by optimizers of two devices."""
+
+    param_to_inner_param: Mapping[Tensor, Tensor]
+    sub_optimizers: Sequence[TorchOptimizer]
+
+
+class QuantizingOptimizer(Protocol):
+    """Of `DistributedOptimizer`, where parameters are in eight bits."""
+
+    data_parallel_group: ProcessGroup
+
+    def _get_fp8_params_and_shard_fp32_from_fp8(
+        self,
+    ) -> tuple[list[Parameter], list[Tensor | None], list[int | None]]:
+        """All such parameters, with this rank's main shard and where it begins; None without."""
+
+    def _expand_quantized_param_shard_for_cast(
+        self, model_param: Parameter, shard_main_param: Tensor | None, start_offset: int | None
+    ) -> tuple[list[Tensor], list[Tensor | None], list[int | None]]:
+        """The same for the members of a parameter that is a group of them."""
 
 
 class OptimizerOfLoop(Protocol):

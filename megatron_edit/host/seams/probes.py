@@ -6,9 +6,11 @@ import importlib
 import inspect
 from dataclasses import dataclass
 
+import torch
+
 from megatron_edit.errors import HostVersionError
 from megatron_edit.host.seams.patching import missing_symbol
-from megatron_edit.versions import release_of
+from megatron_edit.versions import check_torch, release_of
 
 _TRAINING = "megatron.training.training"
 _DISTOPT = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
@@ -122,12 +124,13 @@ def host_name() -> str:
 
 
 def check_host() -> None:
-    """Check version and symbols.
+    """Check versions and symbols.
 
     Raises:
-        HostVersionError: the version is outside the supported range, or a symbol or one of the
+        HostVersionError: a version is outside the supported range, or a symbol or one of the
             parameters that we rely on is missing.
     """
+    check_torch(str(torch.__version__))
     release_of(megatron_version())
     for probe in PROBES:
         if not probe.needed_for:

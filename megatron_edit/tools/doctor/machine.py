@@ -13,6 +13,7 @@ import psutil
 import torch
 
 from megatron_edit import __version__
+from megatron_edit.host.devices import unusable_gpus
 from megatron_edit.tools.doctor.finding import Finding, Level
 
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
@@ -38,6 +39,10 @@ def versions() -> dict[str, str]:
 
 def device_findings(env: Mapping[str, str]) -> Iterator[Finding]:
     """CUDA devices, NCCL, and the variable that Megatron's overlap needs."""
+    if (unusable := unusable_gpus(env)) is not None:
+        remedy = "install a torch that can use them, or train with --edit-device cpu"
+        yield Finding("CUDA devices", f"none, but {unusable}", Level.BAD, remedy)
+        return
     if not torch.cuda.is_available():
         remedy = "" if torch.version.cuda is None else "check the driver, CUDA_VISIBLE_DEVICES"
         yield Finding(
