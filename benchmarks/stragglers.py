@@ -36,7 +36,7 @@ from typing import Any
 from frame.study import ABOUT_FILES, Study, add_common, common_flags, parse_quick, there_and_back
 from netlab_tools import leaving_on_signals
 from straggler_parts.analysis import Analysis
-from straggler_parts.kinds import KINDS, Job, Scenario
+from straggler_parts.kinds import ALL_KINDS, KINDS, Job, Scenario
 from straggler_parts.readings import Measurement
 from straggler_parts.report import draw, markdown
 from straggler_parts.runs import Bench
@@ -84,8 +84,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     args.kinds = args.kinds.split(",")
-    if unknown := set(args.kinds) - set(KINDS):
-        parser.error(f"kinds {sorted(unknown)}: of {KINDS}")
+    if unknown := set(args.kinds) - set(ALL_KINDS):
+        parser.error(f"kinds {sorted(unknown)}: of {ALL_KINDS}")
     return args
 
 

@@ -6,6 +6,7 @@
 | stock | one stock Megatron job over all replicas, with the overlaps of its distributed optimizer |
 | edit | EDiT: the replicas meet after tau steps |
 | a-edit | A-EDiT: the replicas meet by the clock, after as long as a round of `edit` takes |
+| a-edit-blocking | the same with syncs that do not overlap (not measured by default) |
 
 All kinds are slowed alike and have the same Megatron flags, so that they differ in their waiting
 and their exchange alone. Warm-up, whose steps are those of `stock`, is a single step; the replicas
@@ -14,7 +15,7 @@ then part together, however long each needed to start.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from frame.gpt import Model, edit_flags
 
@@ -24,11 +25,15 @@ IDEAL = "ideal"
 STOCK = "stock"
 EDIT = "edit"
 A_EDIT = "a-edit"
+A_EDIT_BLOCKING = "a-edit-blocking"
 KINDS = (IDEAL, STOCK, EDIT, A_EDIT)
-SYNCING = (EDIT, A_EDIT)
+ALL_KINDS = (*KINDS, A_EDIT_BLOCKING)
+SYNCING = (EDIT, A_EDIT, A_EDIT_BLOCKING)
 
 RANDOM = "random"
 EQUAL = "equal"
+IN_FORWARD = "-forward"
+FORWARD_SHARE = 1 / 3  # of a step, as of one that computes
 WARMUP_STEPS = 1
 SKIPPED_ROUNDS = 1  # not measured: some replicas are still getting going
 # Never reached: a run is ended as soon as it has been measured. The end of training is no part of
@@ -36,6 +41,7 @@ SKIPPED_ROUNDS = 1  # not measured: some replicas are still getting going
 TRAIN_ITERS = 20_000
 # As little to compute as can be: the replicas share a few cores.
 MODEL = Model(num_layers=1, hidden_size=64, seq_length=64, vocab_size=1024, bucket_numel=60_000)
+DEEP_MODEL = replace(MODEL, num_layers=4)  # layers whose exchanges can hide behind others
 
 
 @dataclass(frozen=True)
@@ -43,34 +49,51 @@ class Scenario:
     """Which replicas are slow.
 
     Attributes:
-        name: `random`, `equal`, or like `4x`: the last replica takes four times as long.
+        name: `random`, `equal`, or like `4x`: the last replica takes four times as long. With
+            `-forward` behind it a third of a step's sleep is in the layers' forward passes.
         factor: of the last replica.
         rounds: measured in a run, after the first.
+        in_forward: see `name`.
     """
 
     name: str
     factor: int = 1
     rounds: int = 3
+    in_forward: bool = False
 
     @classmethod
     def named(cls, name: str, rounds: int) -> Scenario:
         """The scenario of a name; a round less where nobody is slow in every step."""
-        factor = int(name.removesuffix("x")) if name.endswith("x") else 1
-        if factor < 1 or (factor == 1 and name not in (RANDOM, EQUAL)):
-            raise ValueError(f"scenario {name}: one of random, equal, 2x, 3x, 4x, ...")
-        return cls(name, factor, rounds if factor > 1 else max(1, rounds - 1))
+        kind = name.removesuffix(IN_FORWARD)
+        factor = int(kind.removesuffix("x")) if kind.endswith("x") else 1
+        if factor < 1 or (factor == 1 and kind not in (RANDOM, EQUAL)):
+            raise ValueError(f"scenario {name}: one of random, equal, 2x, 3x, 4x, ..., 4x-forward")
+        rounds = rounds if factor > 1 else max(1, rounds - 1)
+        return cls(name, factor, rounds, in_forward=kind != name)
 
     @property
     def title(self) -> str:
         """For people."""
+        where = ", in its layers" if self.in_forward else ""
         if self.factor > 1:
-            return f"one {self.factor}x slower"
-        return "random stragglers" if self.name == RANDOM else "all equal"
+            return f"one {self.factor}x slower{where}"
+        return ("random stragglers" if self.is_random else "all equal") + where
+
+    @property
+    def is_random(self) -> bool:
+        """Whether another replica is slow in each step."""
+        return self.name.removesuffix(IN_FORWARD) == RANDOM
+
+    @property
+    def model(self) -> Model:
+        """What is trained."""
+        return DEEP_MODEL if self.in_forward else MODEL
 
     def plan(self, num_replicas: int, *, step: float, seed: int) -> Plan:
         """How long steps last; seconds."""
         factors = (*[1.0] * (num_replicas - 1), float(self.factor))
-        return Plan(step, factors, is_random=self.name == RANDOM, seed=seed)
+        share = FORWARD_SHARE if self.in_forward else 0.0
+        return Plan(step, factors, is_random=self.is_random, seed=seed, forward_share=share)
 
 
 @dataclass(frozen=True)
@@ -93,7 +116,11 @@ class Job:
     tau: int
     seconds: float
     phase: float = 0.5
-    model: Model = MODEL
+
+    @property
+    def model(self) -> Model:
+        """What is trained."""
+        return self.scenario.model
 
     @property
     def num_replicas(self) -> int:
@@ -135,7 +162,9 @@ class Job:
         if self.kind not in SYNCING:
             return flags
         flags += edit_flags(self.num_replicas, warmup_steps=WARMUP_STEPS, log_dir=log_dir)
-        flags += ["--edit-strategy", self.kind]
+        flags += ["--edit-strategy", EDIT if self.kind == EDIT else A_EDIT]
+        if self.kind == A_EDIT_BLOCKING:
+            flags += ["--edit-sync-mode", "blocking"]
         if self.kind == EDIT:
             return [*flags, "--edit-sync-interval", str(self.interval)]
         # Rounds are long enough, and of the same length for all kinds.

@@ -22,12 +22,14 @@ class Plan:
         factors: per replica, how many such steps one of its steps takes; 1 is not slow.
         is_random: whether in each step one replica, drawn anew, takes a mean step more.
         seed: of the draws.
+        forward_share: part of a step that the layers' forward passes sleep; the rest follows.
     """
 
     step: float
     factors: tuple[float, ...]
     is_random: bool = False
     seed: int = 0
+    forward_share: float = 0.0
 
     def step_seconds(self, replica: int, step: int) -> float:
         """Of a replica in a step, which counts from 0."""

@@ -9,15 +9,17 @@ less, as if it had a core of its own. To wait for another replica, or for a mess
 compute; it comes on top.
 
 The sleep follows the forward pass of the model, so that no exchange of parameters can hide behind
-it. FILE gets a line for every step: the monotonic time, which all processes of a machine share,
-when its forward pass began, and the seconds computed until then.
+it; with a `forward_share` that part of it is spread over the layers' forward passes. FILE gets a
+line for every step: the monotonic time, which all processes of a machine share, when its forward
+pass began, and the seconds computed until then.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from itertools import count
 from pathlib import Path
@@ -46,16 +48,39 @@ def slowed(
     woken = computed_seconds()
 
     @wraps(forward_step)
-    def sleeping(*args: Any, **kwargs: Any) -> Any:
+    def sleeping(data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal woken
         marks.write(f"{time.monotonic():.6f} {computed_seconds():.6f}\n")
-        result = forward_step(*args, **kwargs)
-        left = plan.step_seconds(replica, next(steps)) - (computed_seconds() - woken)
+        whole = plan.step_seconds(replica, next(steps))
+        with layers_asleep(model, whole * plan.forward_share):
+            result = forward_step(data, model, *args, **kwargs)
+        left = whole * (1.0 - plan.forward_share) - (computed_seconds() - woken)
         time.sleep(max(0.0, left))
         woken = computed_seconds()
         return result
 
     return sleeping
+
+
+@contextmanager
+def layers_asleep(model: Any, seconds: float) -> Iterator[None]:
+    """Inside, the layers sleep so long in a forward pass of the model, each after its own."""
+    if not seconds:
+        yield
+        return
+    while hasattr(model, "module"):
+        model = model.module
+    layers = list(model.decoder.layers)
+
+    def sleep(*_: Any) -> None:
+        time.sleep(seconds / len(layers))
+
+    hooks = [layer.register_forward_hook(sleep) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def computed_seconds() -> float:

@@ -8,14 +8,19 @@ from pathlib import Path
 from frame.page import cells, draw_bars, mark_line, middle, picture, table
 
 from .analysis import Row, Verdict
-from .kinds import A_EDIT, EDIT, IDEAL, STOCK
+from .kinds import A_EDIT, A_EDIT_BLOCKING, EDIT, IDEAL, STOCK
 
 HEADER = (
     "stragglers", "training", "tokens/s", "of ideal: min", "median", "max", "x stock",
     "round (s)", "waited per round (ms): median", "max", "in slow steps: median", "max",
     "rest of a sync (ms)", "computing (ms / step)",
 )  # fmt: skip
-NAMES = {STOCK: "stock DistOpt", EDIT: "EDiT", A_EDIT: "A-EDiT"}
+NAMES = {
+    STOCK: "stock DistOpt",
+    EDIT: "EDiT",
+    A_EDIT: "A-EDiT",
+    A_EDIT_BLOCKING: "A-EDiT, blocking",
+}
 
 
 def markdown(rows: Sequence[Row], verdicts: Sequence[Verdict], titles: Mapping[str, str]) -> str:

@@ -87,8 +87,8 @@ def test_units_land_before_their_gather(has_pending_units: bool) -> None:
     last.start_param_sync()
     first.start_grad_sync()
     assert engine.calls == [
-        ("land", 3), "gather", ("finish", has_pending_units), ("finish", True), ("land", 4), "gather",
-        "reduce",
+        ("land", 3), "gather", ("finish", has_pending_units), ("finish", True), ("land", 4),
+        "gather", "reduce",
     ]  # fmt: skip
     patcher.undo()
     assert "start_param_sync" not in vars(first)

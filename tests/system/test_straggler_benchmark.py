@@ -15,7 +15,16 @@ from typing import Any
 import pytest
 from frame.study import read_one, read_runs
 from straggler_parts.analysis import Analysis
-from straggler_parts.kinds import A_EDIT, EDIT, IDEAL, KINDS, STOCK, Job, Scenario
+from straggler_parts.kinds import (
+    A_EDIT,
+    A_EDIT_BLOCKING,
+    EDIT,
+    IDEAL,
+    KINDS,
+    STOCK,
+    Job,
+    Scenario,
+)
 from straggler_parts.plan import Plan
 from straggler_parts.readings import (
     Mark,
@@ -41,6 +50,19 @@ def job(name: str, kind: str, *, phase: float = 0.0, seed: int = 1) -> Job:
     scenario = Scenario.named(name, rounds=2)
     plan = scenario.plan(4, step=STEP, seed=seed)
     return Job(scenario, kind, plan, tau=128, seconds=6.0, phase=phase)
+
+
+def test_slow_layers() -> None:
+    """The plan is told where to sleep, and a model that has layers to sleep in is trained."""
+    slow = job("4x-forward", A_EDIT)
+    assert slow.plan.factors == job("4x", A_EDIT).plan.factors
+    assert 0 < slow.plan.forward_share < 1 and job("4x", A_EDIT).plan.forward_share == 0
+    assert slow.model.num_layers > job("4x", A_EDIT).model.num_layers
+    assert job("random-forward", EDIT).plan.is_random
+    blocking = job("4x-forward", A_EDIT_BLOCKING).flags("LOG")
+    where = blocking.index("--edit-sync-mode")
+    assert blocking[:where] + blocking[where + 2 :] == slow.flags("LOG")
+    assert blocking[where + 1] == "blocking"
 
 
 def steady(start: float, step: float, count: int) -> list[Mark]:
