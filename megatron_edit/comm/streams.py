@@ -69,7 +69,8 @@ class CudaStreams:
 
     def use(self, stream: Stream) -> AbstractContextManager[Any]:
         """See `Streams`."""
-        return torch.cuda.stream(stream)
+        context: AbstractContextManager[Any] = torch.cuda.stream(stream)
+        return context
 
     def record(self, stream: Stream) -> Event:
         """See `Streams`."""
