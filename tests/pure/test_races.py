@@ -174,6 +174,10 @@ MISTAKES: dict[str, tuple[str, Mistake]] = {
     "copy home of memory not kept": ("offload", Mistake("keep", "OffloadStreams.download")),
     "no event before the way home": ("offload", Mistake("record", "OffloadStreams.download")),
     "no fence before norms": ("offload", Mistake("wait", "replica_norms", "begin_sync")),
+    "no fence before other units": (
+        "broken offload-delayed",
+        Mistake("wait", "SyncQueue._restore_others", "begin_sync"),
+    ),
     "host reads too early": ("offload", Mistake("synchronize", "OffloadStreams.wait")),
     "sync not after the stream beside": (
         "overlap",
@@ -202,3 +206,10 @@ def test_a_mistake_is_found(name: str) -> None:
     found = races(mode, made, saves_after=7 if is_of_host else 0)
     assert made.num_made, "the code has left this mistake behind"
     assert found
+
+
+@pytest.mark.parametrize("mode", ["broken delayed", "broken offload-delayed", "broken mix-offload"])
+def test_a_broken_replica_comes_back_without_a_race(mode: str) -> None:
+    """Units of one group land while those of another are in flight, and all come back with their
+    anchor. Would catch an upload of anchors that are still on their way home."""
+    assert races(mode) == []

@@ -160,6 +160,7 @@ class SyncQueue:
 
     def restore_anchor(self, sync: InflightSync) -> None:
         """Give the parameters the anchor that a sync has begun from. All ranks of the replica."""
+        sync.state.begin_sync()
         for shard in sync.units.shards:
             shard.scatter(sync.state.units[shard.name].stage_anchor().ready())
             shard.publish()
@@ -241,6 +242,7 @@ class SyncQueue:
     def _restore_others(self, sync: InflightSync) -> None:
         """All units but those of a sync, where they are not finite."""
         self._finish_steps()  # so that a save before this, which does the same, changes nothing
+        sync.state.begin_sync()  # the anchors that these steps moved may still be on their way home
         snapshots = {
             unit.shard.name: unit.snapshot
             for other in self.pending
