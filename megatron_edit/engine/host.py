@@ -237,3 +237,8 @@ class EngineSettings:
     overlap: bool = False
     prefetch_units: int = 2
     offload: bool = False
+
+    @property
+    def depth(self) -> int:
+        """Units in flight at most, of a sync that lands at once."""
+        return self.prefetch_units if self.overlap else 1

@@ -88,7 +88,6 @@ class RaceDetector(TorchDispatchMode):  # type: ignore[misc]
 
     def on_record(self, event: int, stream: int | None) -> None:
         """See `Listener`."""
-        self._sweep()
         self._handler._handle_event_creation(event)
         if stream is not None:
             self._handler._handle_event_record(event, stream)

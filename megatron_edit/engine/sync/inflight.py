@@ -136,6 +136,8 @@ class UnitSync:
             else:
                 delta = torch.sub(anchor.ready(), unit.snapshot, out=buffer)
             unit.average = weighted_contribution_(delta, weight)
+            if staged is None:
+                anchor.release()
         return unit
 
     @classmethod
@@ -252,20 +254,24 @@ class UnitSync:
             moments may be broken, too.
         """
         assert self.is_stepped, f"unit {self.shard.name}: landed before its outer step"
-        anchor = self._stage().anchor.ready()
-        self.staged = None
+        staged, self.staged = self._stage(), None
+        anchor = staged.anchor.ready()
         is_dropped = self.is_excluded or not is_finite
         if is_dropped or not landing.merges:
             self.shard.scatter(anchor)
+            staged.release()
             return is_dropped and not landing.is_direct_copy
         for param, where in zip(self.shard.params, self.shard.slices, strict=True):
             before = None if self.snapshot is None else self.snapshot[where]
             landing.merge_(param.main, anchor[where], before)
+        staged.release()
         self.snapshot = None
         return False
 
     def unstage(self) -> None:
         """After the outer step, long before the landing: keep nothing on the device."""
+        if self.staged is not None:
+            self.staged.release()
         self.staged = None
 
     def _stage(self) -> StagedUnit:
@@ -389,6 +395,7 @@ class InflightSync:
             self.advance()
             self._step(unit)
             unit.unstage()
+        self.state.end_sync()
         self.ended = time.monotonic()
 
     def check_finite(self) -> None:
@@ -439,6 +446,7 @@ class InflightSync:
         del unit  # its buffers make room for the unit that starts now
         self.advance()
         if self.is_done:
+            self.state.end_sync()
             self.ended = time.monotonic()
         return shard, has_bad_moments
 

@@ -162,7 +162,9 @@ class SyncQueue:
         """Give the parameters the anchor that a sync has begun from. All ranks of the replica."""
         sync.state.begin_sync()
         for shard in sync.units.shards:
-            shard.scatter(sync.state.units[shard.name].stage_anchor().ready())
+            anchor = sync.state.units[shard.name].stage_anchor()
+            shard.scatter(anchor.ready())
+            anchor.release()
             shard.publish()
         if not sync.plan.selection.is_whole and not sync.had_finite_norms:
             self._restore_others(sync)
