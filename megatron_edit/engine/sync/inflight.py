@@ -29,15 +29,15 @@ from torch.profiler import record_function
 
 from megatron_edit.comm.wire import Exchange, Wire
 from megatron_edit.engine.checks.finite import finite_units
-from megatron_edit.engine.host import TIED_EMBEDDING, EngineGroups, EngineSettings
+from megatron_edit.engine.host import EngineGroups, EngineSettings
 from megatron_edit.engine.rounds.plan import Decision, SyncRules
 from megatron_edit.engine.state import PendingState
+from megatron_edit.engine.sync.averages import norm_over_stage, tie_copies
 from megatron_edit.engine.sync.outer_state import OuterState, StagedUnit, UnitState
-from megatron_edit.engine.sync.units import EMBEDDING, Selection, UnitPlan, UnitShard, select
+from megatron_edit.engine.sync.units import Selection, UnitPlan, UnitShard, select
 from megatron_edit.errors import ReplicaLostError
 from megatron_edit.method.detector import Verdict
 from megatron_edit.method.landing import LandingRule
-from megatron_edit.method.norms import sum_in_rank_order
 from megatron_edit.method.outer import clip_factor, weighted_contribution_
 
 
@@ -225,8 +225,8 @@ class UnitSync:
         began = time.monotonic()
         self.await_average()
         waited = time.monotonic() - began
-        _tie_copies(self.shard, self.average, groups)
-        norm = _norm_over_stage(self.shard, self.average, groups)
+        tie_copies(self.shard, self.average, groups)
+        norm = norm_over_stage(self.shard, self.average, groups)
         clip = clip_factor(norm, rules.max_norm)
         staged = self._stage()
         with record_function("edit/outer-step"):
@@ -479,37 +479,6 @@ class InflightSync:
         for index, value in values.items():
             table[index] = value.cpu()
         return table
-
-
-def _tie_copies(shard: UnitShard, average: Tensor, groups: EngineGroups) -> None:
-    """Give all copies of a parameter the bits of the first one.
-
-    Copies on several TP ranks or stages are averaged by different sync groups, whose sums may
-    round differently; after this, equal anchors stay equal.
-    """
-    for tie, group in groups.ties.items():
-        chosen = [
-            where
-            for param, where in zip(shard.params, shard.slices, strict=True)
-            if param.tie == tie
-        ]
-        if not chosen or group.size == 1:
-            continue
-        copies = torch.cat([average[where] for where in chosen])
-        group.broadcast_nowait(copies)
-        parts = copies.split([where.stop - where.start for where in chosen])
-        for where, part in zip(chosen, parts, strict=True):
-            average[where].copy_(part)
-
-
-def _norm_over_stage(shard: UnitShard, average: Tensor, groups: EngineGroups) -> Tensor:
-    """||average|| of the whole unit, float64 scalar, the same bits on all ranks that hold it."""
-    squares = sum_in_rank_order(groups.stage.all_gather(shard.squared_norm(average)))
-    stages = groups.ties.get(TIED_EMBEDDING)
-    if stages is not None and shard.name == EMBEDDING:
-        # A stage that holds only a tied copy counts nothing of the unit: the first stage knows.
-        stages.broadcast_nowait(squares)
-    return squares.sqrt()
 
 
 @contextmanager
