@@ -191,6 +191,11 @@ MISTAKES: dict[str, tuple[str, Mistake]] = {
     "encoding not after compute": ("int8", Mistake("wait", "beside_compute")),
     "sum of chunks not awaited": ("int8", Mistake("work", "CodedExchange.start_second_phase")),
     "encoded sums not awaited": ("int8", Mistake("work", "CodedExchange.wait")),
+    "sums of a batch not awaited": (
+        "int8-delayed",
+        Mistake("work", "CodedExchange.start_second_phase"),
+    ),
+    "encoded batch not awaited": ("int8-delayed", Mistake("work", "CodedExchange.wait")),
     "norms not awaited": ("overlap", Mistake("work", "Group.all_gather")),
     "copies not awaited": ("overlap", Mistake("work", "Group.broadcast_nowait")),
 }

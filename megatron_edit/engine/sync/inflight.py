@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from megatron_edit.comm.compressed_all_reduce import Addend
 from megatron_edit.comm.wire import Exchange, Wire
 from megatron_edit.engine.checks.finite import finite_units
 from megatron_edit.engine.host import EngineGroups, EngineSettings
@@ -204,6 +205,15 @@ class UnitSync:
         assert self._exchange is not None
         return self._exchange.advance()
 
+    @property
+    def addend(self) -> Addend | None:
+        """What is still to be launched; None where nothing is."""
+        if self.average is None or self.is_exchanged or self._exchange is not None:
+            return None
+        residual = self.home.residual
+        sent, summed = (None, None) if residual is None else (residual.sent, residual.summed)
+        return Addend(self.average, sent, summed, self.is_excluded)
+
     def await_average(self) -> None:
         """Wait until the average is there."""
         if self.average is not None and not self.is_exchanged:
@@ -369,6 +379,9 @@ class InflightSync:
             )
             del staged  # it lives as long as its unit is in flight
             self._started += 1
+        if self.groups.sync.runs_in_order and not plan.rules.landing.is_immediate:
+            # One behind the other they would block a device that has a single hardware queue.
+            self._launch_as_one()
         is_over = self._started == len(shards)
         for unit in self._inflight:
             with _naming(unit.shard):
@@ -377,6 +390,15 @@ class InflightSync:
                     if not self.launches_together:
                         break
         return is_over
+
+    def _launch_as_one(self) -> None:
+        """Begin the exchanges of all units. Collective: the sync group, in the order of syncs."""
+        units = [(unit, unit.addend) for unit in self._inflight]
+        if addends := [addend for _, addend in units if addend is not None]:
+            with record_function("edit/exchange"):
+                exchange = self.wire.start_together(self.groups.sync, addends)
+            for unit, addend in units:
+                unit._exchange = unit._exchange if addend is None else exchange
 
     def finish_exchange(self) -> None:
         """Wait until nothing of a delayed sync is on the wire. Its result lands later."""
@@ -444,6 +466,7 @@ class InflightSync:
             has_bad_moments = unit.land(self.plan.rules.landing, is_finite=is_finite)
         self._num_landed += 1
         del unit  # its buffers make room for the unit that starts now
+        self.wire.go_on(self.groups.sync)  # units that were launched before this one landed
         self.advance()
         if self.is_done:
             self.state.end_sync()
