@@ -232,3 +232,10 @@ def test_uploads_wait_for_room(mode: str) -> None:
     assert streams is not None
     most = 2 * ((settings.prefetch_units if settings.overlap else 1) + 1)
     assert 2 <= detector.peak_blocks[streams._up] <= most
+
+
+@pytest.mark.parametrize("mode", ["offload-delayed", "offload-co2", "offload"])
+def test_the_host_computes_nothing_of_offloaded_state(mode: str) -> None:
+    """Not even its digest: on the CPU that takes seconds. A save would read it, and is left out."""
+    detector, _ = watched(mode, saves_after=0)
+    assert detector.num_host_accesses == 0

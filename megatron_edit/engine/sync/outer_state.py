@@ -17,6 +17,7 @@ from megatron_edit.comm.streams import Streams, streams_of
 from megatron_edit.comm.wire import Residual, Wire
 from megatron_edit.engine.sync.offload import DeviceCopy, OffloadStreams
 from megatron_edit.engine.sync.units import UnitPlan, UnitShard
+from megatron_edit.method.digest import tensor_digest
 from megatron_edit.method.norms import sum_in_rank_order
 
 
@@ -171,6 +172,20 @@ class OuterState:
         """Wait until what was offloaded is home, for the host to read it."""
         if self.offload_streams is not None:
             self.offload_streams.wait()
+
+    def digests(self, shards: Iterable[UnitShard]) -> dict[int, Tensor]:
+        """Of anchor and momentum, int64 scalars by the units' position; the host does not wait.
+
+        They are computed on the device, offloaded or not: a CPU would take seconds for them.
+        """
+        self.begin_sync()
+        found = {}
+        for shard, staged in self.stages(shards, UnitState.stage):
+            found[shard.index] = tensor_digest([staged.anchor.ready(), staged.momentum.ready()])
+            staged.release()
+            del staged  # as in `stages`
+        self.end_sync()
+        return found
 
     @property
     def nbytes(self) -> int:

@@ -26,7 +26,6 @@ from megatron_edit.engine.host import EngineGroups, EngineSettings, Host, Report
 from megatron_edit.engine.state import PendingState, RunState
 from megatron_edit.engine.sync.inflight import InflightSync, restore_sync, state_of
 from megatron_edit.engine.sync.units import Selection, UnitPlan, UnitShard
-from megatron_edit.method.digest import tensor_digest
 
 
 @dataclass(frozen=True)
@@ -295,10 +294,7 @@ class SyncQueue:
         """Compare digests now, or where replicas land at different times, at the next meeting."""
         landing = sync.plan.rules.landing
         if not landing.is_direct_copy:
-            sync.state.wait()
-            for shard in sync.units.shards:
-                home = sync.state.units[shard.name]
-                sync.digests[shard.index] = tensor_digest([home.anchor, home.momentum])
+            sync.digests.update(sync.state.digests(sync.units.shards))
         if landing.is_immediate:
             when = f"after the sync of round {sync.plan.round}"
             return drift.check(sync.units, self.groups, sync.digests, when)
