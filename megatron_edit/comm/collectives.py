@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -158,6 +158,25 @@ class Group:
         options.timeout = self.timeout
         work = self._start(lambda: [self.process_group.allreduce([tensor], options)])
         self.payload_bytes += all_reduce_payload(tensor.nbytes, self.size)
+        return work
+
+    def start_all_reduce_together(self, tensors: Sequence[Tensor]) -> Work:
+        """`start_all_reduce` of several tensors in one launch, where collectives run in order.
+
+        Several launches would wait for each other in the device's queue, and block what is
+        launched behind them.
+
+        Collective: all ranks of the group, same numels, one dtype.
+        """
+        assert self.size == 1 or self.runs_in_order, f"{self.name}: they run at once anyway"
+        tensors = [tensor for tensor in tensors if tensor.numel()]
+        if self.size == 1 or not tensors:
+            return Work(self.name)
+        options = dist.AllreduceCoalescedOptions()
+        options.reduceOp = dist.ReduceOp.SUM
+        options.timeout = self.timeout
+        work = self._start(lambda: [self.process_group.allreduce_coalesced(tensors, options)])
+        self.payload_bytes += sum(all_reduce_payload(t.nbytes, self.size) for t in tensors)
         return work
 
     def all_reduce(self, tensor: Tensor) -> None:

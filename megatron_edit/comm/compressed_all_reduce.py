@@ -8,12 +8,18 @@ Note: order. Phase (b) begins when (a) is over, which is at another moment on ea
 connections of its own, so that it may fall between any other collectives, and a backlog in which
 it waits until the phases (b) of all earlier exchanges have begun. Hence all ranks issue the
 collectives of a phase in the same order, however often each of them advances its exchanges.
-Where collectives run in order anyway (NCCL), both phases are queued at once, on a stream beside
-compute, and the host waits for neither.
+Where collectives run in order (NCCL) both phases share one connection, and a phase (b) begins
+before the phase (a) of any later exchange: again the same order on all ranks, whoever begins it
+when. It begins where (a) is found to be over, or another exchange begins, or its sum is waited for,
+and not at once: its first kernel waits for (a), and on a device with one hardware queue it would
+block all that is launched behind it. Encoding runs on a stream beside compute, and the host waits
+for nothing. For the same reason sums that begin together are one exchange: launched one behind the
+other, each would block the queue until the one before is over.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -48,30 +54,94 @@ class Chunks:
         return slice(*(min(edge * self.numel, self.total) for edge in (rank, rank + 1)))
 
 
-@dataclass
-class CodedExchange:
-    """An exchange in two phases.
+@dataclass(frozen=True)
+class Addend:
+    """What a rank gives to a sum; see `wire.Wire.start`.
 
     Attributes:
-        group: who adds.
-        codec: what encodes.
         values: fp32 [n], this rank's addend, later the sum.
         sent: fp32 [n], residual of the addend; None loses it.
         summed: fp32 [chunks.numel], residual of the sum of this rank's chunk; None loses it.
-        chunks: which rank adds up what.
-        outgoing: uint8 [size, bytes]: this rank's chunks; then, in all rows, the sum of its own.
-        incoming: uint8 [size, bytes]: everybody's chunk of this rank; then the sums of all.
-        first: phase (a); None before it has begun.
-        second: phase (b); None before it has begun.
-        is_decoded: whether `values` is the sum.
+        is_left_out: whether this rank adds exact zeros.
     """
 
-    group: Group
-    codec: Codec
     values: Tensor
     sent: Tensor | None
     summed: Tensor | None
+    is_left_out: bool
+
+
+@dataclass(frozen=True)
+class CodedPart:
+    """One of the sums of an exchange.
+
+    Attributes:
+        rank: of this rank.
+        codec: what encodes.
+        addend: this rank's.
+        chunks: which rank adds up what.
+        outgoing: uint8 [size, bytes]: this rank's chunks; then, in all rows, the sum of its own.
+        incoming: uint8 [size, bytes]: everybody's chunk of this rank; then the sums of all.
+    """
+
+    rank: int
+    codec: Codec
+    addend: Addend
     chunks: Chunks
+    outgoing: Tensor
+    incoming: Tensor
+
+    def encode_addend(self) -> None:
+        """Into `outgoing`, a row for the owner of each chunk."""
+        values, sent = self.addend.values, self.addend.sent
+        if self.addend.is_left_out:
+            self.outgoing.zero_()  # zero bytes are exact zeros in every codec
+        else:
+            for rank, row in enumerate(self.outgoing):
+                self._encode(values, sent, self.chunks.of(rank), row)
+
+    def encode_sum(self) -> None:
+        """Add up this rank's chunk of `incoming`; its encoded sum fills all rows of `outgoing`."""
+        where = self.chunks.of(self.rank)
+        own = slice(0, where.stop - where.start)
+        total = torch.zeros(own.stop, dtype=torch.float32, device=self.incoming.device)
+        used = self.codec.encoded_bytes(own.stop)
+        for row in self.incoming:
+            self.codec.add_decoded(row[:used], total)
+        self._encode(total, self.addend.summed, own, self.outgoing[0])
+        self.outgoing[1:] = self.outgoing[0]  # a row for each receiver
+
+    def decode(self) -> None:
+        """Everybody's sums, into the addend's values."""
+        for rank, row in enumerate(self.incoming):
+            where = self.chunks.of(rank)
+            used = self.codec.encoded_bytes(where.stop - where.start)
+            self.codec.decode(row[:used], self.addend.values[where])
+
+    def _encode(self, values: Tensor, rest: Tensor | None, where: slice, row: Tensor) -> None:
+        used = self.codec.encoded_bytes(where.stop - where.start)
+        kept = None if rest is None else rest[where]
+        self.codec.encode(values[where], residual=kept, out=row[:used])
+        if used < row.numel():
+            row[used:].zero_()  # nobody reads it, but nothing else should leave this machine
+
+
+@dataclass
+class CodedExchange:
+    """An exchange in two phases, of one sum or of several that travel together.
+
+    Attributes:
+        group: who adds.
+        parts: the sums; their rows lie side by side. None are left when all is decoded.
+        outgoing: uint8 [size, bytes of all parts].
+        incoming: of the same shape.
+        first: phase (a); None before it has begun.
+        second: phase (b); None before it has begun.
+        is_decoded: whether the sums are there.
+    """
+
+    group: Group
+    parts: Sequence[CodedPart]
     outgoing: Tensor
     incoming: Tensor
     first: Work | None = None
@@ -79,52 +149,39 @@ class CodedExchange:
     is_decoded: bool = False
 
     @classmethod
-    def prepare(
-        cls,
-        group: Group,
-        codec: Codec,
-        values: Tensor,
-        *,
-        sent: Tensor | None,
-        summed: Tensor | None,
-    ) -> CodedExchange:
+    def prepare(cls, group: Group, codec: Codec, addends: Sequence[Addend]) -> CodedExchange:
         """Allocate, on the stream that will also wait for the end and so may free."""
-        chunks = Chunks.cut(values.numel(), group.size, codec)
-        shape = (group.size, codec.encoded_bytes(chunks.numel))
+        chunks = [Chunks.cut(addend.values.numel(), group.size, codec) for addend in addends]
+        widths = [codec.encoded_bytes(chunk.numel) for chunk in chunks]
+        shape, device = (group.size, sum(widths)), addends[0].values.device
         outgoing, incoming = (
-            torch.empty(shape, dtype=torch.uint8, device=values.device) for _ in range(2)
+            torch.empty(shape, dtype=torch.uint8, device=device) for _ in range(2)
         )
-        return cls(group, codec, values, sent, summed, chunks, outgoing, incoming)
+        rows = (outgoing.split(widths, dim=1), incoming.split(widths, dim=1))
+        parts = [
+            CodedPart(group.rank, codec, *part) for part in zip(addends, chunks, *rows, strict=True)
+        ]
+        return cls(group, parts, outgoing, incoming)
 
-    def begin(self, *, is_left_out: bool) -> None:
-        """Encode the addend and begin phase (a)."""
-        if is_left_out:
-            self.outgoing.zero_()  # zero bytes are exact zeros in every codec
-        else:
-            for rank in range(self.group.size):
-                self._encode(self.values, self.sent, self.chunks.of(rank), self.outgoing[rank])
+    def begin(self) -> None:
+        """Encode the addends and begin phase (a)."""
+        for part in self.parts:
+            part.encode_addend()
         self.first = self.group.start_all_to_all(self.incoming, self.outgoing, 0)
 
     def start_second_phase(self) -> None:
-        """Add up this rank's chunk and begin phase (b); it must be the next in the backlog."""
+        """Add up this rank's chunks and begin phase (b); it must be the next in the backlog."""
         assert self.first is not None and self.group.backlog[0] is self
-        self.first.wait()
-        where = self.chunks.of(self.group.rank)
-        own = slice(0, where.stop - where.start)
-        total = torch.zeros(own.stop, dtype=torch.float32, device=self.values.device)
-        used = self.codec.encoded_bytes(own.stop)
-        for row in self.incoming:
-            self.codec.add_decoded(row[:used], total)
-        self._encode(total, self.summed, own, self.outgoing[0])
-        self.outgoing[1:] = self.outgoing[0]  # a row for each receiver
-        self.second = self.group.start_all_to_all(self.incoming, self.outgoing, 1)
+        with beside(self.group):
+            self.first.wait()
+            for part in self.parts:
+                part.encode_sum()
+            self.second = self.group.start_all_to_all(self.incoming, self.outgoing, 1)
         self.group.backlog.popleft()
 
     def advance(self) -> bool:
         """As `wire.Exchange` has it; advances the exchanges before this one, too."""
-        backlog = self.group.backlog
-        while backlog and backlog[0].first.is_completed:
-            backlog[0].start_second_phase()
+        start_second_phases(self.group)
         if self.is_completed:
             self.wait()
         return self.is_decoded
@@ -136,12 +193,12 @@ class CodedExchange:
         if self.is_decoded:
             return
         self.second.wait()
-        for rank, row in enumerate(self.incoming):
-            where = self.chunks.of(rank)
-            used = self.codec.encoded_bytes(where.stop - where.start)
-            self.codec.decode(row[:used], self.values[where])
+        for part in self.parts:
+            part.decode()
         self.is_decoded = True
-        self.outgoing = self.incoming = self.outgoing[:0].clone()  # whoever keeps this keeps little
+        # Whoever keeps this keeps little.
+        self.parts, self.outgoing = (), self.outgoing[:0].clone()
+        self.incoming = self.outgoing
 
     @property
     def is_completed(self) -> bool:
@@ -155,18 +212,26 @@ class CodedExchange:
             return None
         return self.group.backlog[0].first if self.second is None else self.second
 
-    def _encode(self, values: Tensor, rest: Tensor | None, where: slice, row: Tensor) -> None:
-        used = self.codec.encoded_bytes(where.stop - where.start)
-        kept = None if rest is None else rest[where]
-        self.codec.encode(values[where], residual=kept, out=row[:used])
-        if used < row.numel():
-            row[used:].zero_()  # nobody reads it, but nothing else should leave this machine
+
+def start_second_phases(group: Group, *, also_pending: bool = False) -> None:
+    """Begin second phases, oldest first, up to one whose first phase is not over.
+
+    Args:
+        group: who adds.
+        also_pending: the device may wait for first phases: begin all.
+    """
+    while group.backlog and (also_pending or group.backlog[0].first.is_completed):
+        group.backlog[0].start_second_phase()
 
 
 def beside_compute(group: Group) -> AbstractContextManager[Any]:
     """The stream of exchanges, behind what computes now; nothing where they run all at once."""
-    if not group.runs_in_order:
-        return nullcontext()
-    streams, side = group.streams, group.side_stream
-    streams.wait(side, streams.record(streams.current()))
-    return streams.use(side)
+    if group.runs_in_order:
+        streams = group.streams
+        streams.wait(group.side_stream, streams.record(streams.current()))
+    return beside(group)
+
+
+def beside(group: Group) -> AbstractContextManager[Any]:
+    """The stream of exchanges; nothing where they run all at once."""
+    return group.streams.use(group.side_stream) if group.runs_in_order else nullcontext()

@@ -10,6 +10,7 @@ encodes and decodes twice, too: it shows what the codec does to training.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +18,13 @@ import torch
 from torch import Tensor
 
 from megatron_edit.comm.collectives import Group, Work, all_reduce_payload
-from megatron_edit.comm.compressed_all_reduce import Chunks, CodedExchange, beside_compute
+from megatron_edit.comm.compressed_all_reduce import (
+    Addend,
+    Chunks,
+    CodedExchange,
+    beside_compute,
+    start_second_phases,
+)
 from megatron_edit.config import SYNC_DTYPES
 from megatron_edit.method.codec import BF16, INT4, INT8, Codec
 
@@ -148,18 +155,41 @@ class Wire:
             is_left_out: this rank adds exact zeros, whatever `values` holds, and what it has
                 lost before stays as it is.
         """
+        sent, summed = (None, None) if residual is None else (residual.sent, residual.summed)
         if self.codec is None:
             assert residual is None, f"wire {self.name} loses nothing"
             return group.start_all_reduce(values.zero_() if is_left_out else values)
         if values.numel() == 0:  # ZeRO cuts without regard to units: a shard may be empty
             return Work(group.name)
+        return self._start_coded(group, self.codec, [Addend(values, sent, summed, is_left_out)])
+
+    def start_together(self, group: Group, addends: Sequence[Addend]) -> Exchange:
+        """Begin several exchanges as one, where collectives run in order; see `start`.
+
+        Collective: all ranks of the group, same numels and wire.
+        """
+        addends = [addend for addend in addends if addend.values.numel()]
+        if self.codec is None:
+            for addend in addends:
+                if addend.is_left_out:
+                    addend.values.zero_()
+            return group.start_all_reduce_together([addend.values for addend in addends])
+        if not addends:
+            return Work(group.name)
+        return self._start_coded(group, self.codec, addends)
+
+    def _start_coded(self, group: Group, codec: Codec, addends: Sequence[Addend]) -> Exchange:
         has_phases = group.runs_in_order or len(group.phases) == self.num_phases
         assert group.size == 1 or has_phases, f"{group.name}: not made for {self.name}"
-        sent, summed = (None, None) if residual is None else (residual.sent, residual.summed)
-        exchange = CodedExchange.prepare(group, self.codec, values, sent=sent, summed=summed)
+        exchange = CodedExchange.prepare(group, codec, addends)
         with beside_compute(group):
-            exchange.begin(is_left_out=is_left_out)
+            self.go_on(group)
+            exchange.begin()
             group.backlog.append(exchange)
-            if group.runs_in_order:
-                exchange.start_second_phase()
         return exchange
+
+    def go_on(self, group: Group) -> None:
+        """Where collectives run in order: let the device go on with all exchanges that have begun,
+        though it may have to wait for them. Waits for nothing."""
+        if group.runs_in_order:
+            start_second_phases(group, also_pending=True)

@@ -440,6 +440,7 @@ class EditEngine:
             wire=self.settings.wire,
             num_replicas=self.groups.sync.size,
             streams=self.groups.sync.streams,
+            max_staged=self.settings.depth + 1,  # those in flight, and the next one
         )
 
     def _attach(self, outer: OuterState) -> None:

@@ -259,3 +259,8 @@ class EngineSettings:
     def goes_on_beside_compute(self) -> bool:
         """Whether exchanges may be under way while the host computes."""
         return self.overlap or not self.landing.is_immediate
+
+    @property
+    def depth(self) -> int:
+        """Units in flight at most, of a sync that lands at once."""
+        return self.prefetch_units if self.overlap else 1

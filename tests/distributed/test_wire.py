@@ -132,10 +132,10 @@ def test_a_lost_peer_is_an_error(name: str, when: str) -> None:
 
 
 @pytest.mark.parametrize("name", CODED)
-def test_both_phases_are_queued_at_once_where_they_run_in_order(name: str) -> None:
-    """The order of calls that NCCL sees, and the same numbers; its streams need a GPU."""
-    for result in run_ranks(SCENARIOS + "both_phases_at_once", 3, (name, SIZES), check=True):
-        assert all(at_once == apart for at_once, apart in result.value)
+def test_second_phases_come_before_the_next_exchange_where_they_run_in_order(name: str) -> None:
+    """The order of calls that NCCL sees, and the same numbers."""
+    for result in run_ranks(SCENARIOS + "phases_in_order", 3, (name, SIZES), check=True):
+        assert all(in_order == apart for in_order, apart in result.value)
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -179,20 +179,24 @@ class _InOrder(Group):
         return True
 
 
-def both_phases_at_once(name: str, sizes: list[int]) -> list[tuple[bytes, bytes]]:
-    """Exchanges on a group on which phases run in order, and on one on which they do not."""
+def phases_in_order(name: str, sizes: list[int]) -> list[tuple[bytes, bytes]]:
+    """Exchanges on a group on which phases run in order, and on one on which they do not; on the
+    former each is waited for only when the next has begun."""
     group, wire = join(), Wire.of(name)
     ordered = _InOrder(
         group.process_group, group.rank, group.size, CPU, group.timeout, "ordered group"
     )
-    pairs = []
+    flying, values = [], []
     for numel in sizes:
         one, other = mine(numel, 0, group), mine(numel, 0, group)
-        exchange = wire.start(ordered, one)
-        assert not ordered.backlog
+        flying.append(wire.start(ordered, one))
+        assert len(ordered.backlog) <= 1  # that of the exchange before has begun
         wire.start(group, other).wait()
+        values.append((one, other))
+    for exchange in flying:
         exchange.wait()
-        pairs.append((one.numpy().tobytes(), other.numpy().tobytes()))
+    assert not ordered.backlog
+    pairs = [(one.numpy().tobytes(), other.numpy().tobytes()) for one, other in values]
     assert ordered.payload_bytes == group.payload_bytes
     return pairs
 

@@ -123,6 +123,48 @@ class End:
         return self._counts[kind]
 
 
+class InOrderEnd(End):
+    """Like NCCL's: collectives run in the order in which they are begun."""
+
+    def name(self) -> str:
+        """See above."""
+        return "nccl"
+
+    def alltoall_base(
+        self, incoming: Tensor, outgoing: Tensor, received: list[int], sent: list[int], _: Any
+    ) -> Arrival:
+        """A row to each rank."""
+        everybody = [1] * self.size
+        return super().alltoall_base(incoming, outgoing, everybody, everybody, _)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], _: Any) -> Any:
+        """Several sums in one."""
+        return Several([self.allreduce([tensor], _) for tensor in tensors])
+
+
+@dataclass
+class Several:
+    """Collectives that are one."""
+
+    arrivals: list[Arrival]
+
+    def is_completed(self) -> bool:
+        """Whether all are there."""
+        return all([arrival.is_completed() for arrival in self.arrivals])
+
+    def wait(self) -> None:
+        """As long as the network does."""
+        for arrival in self.arrivals:
+            arrival.wait()
+
+
+def groups_in_order(size: int, network: Network) -> list[Group]:
+    """The sync group as each replica holds it where collectives run in order."""
+    ends = [InOrderEnd(network, "whole", rank, size) for rank in range(size)]
+    second = timedelta(seconds=1)
+    return [Group(end, end.rank, size, CPU, second, "sync group") for end in ends]
+
+
 def groups_of(size: int, network: Network) -> list[Group]:
     """The sync group as each replica holds it, made for two phases."""
 

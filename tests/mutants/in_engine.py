@@ -7,6 +7,7 @@ from tests.mutants.mutant import Mutant
 _UNIT, _STATE = "pure/test_unit_sync.py", "pure/test_run_state.py"
 _STEP = "pure/test_step_plan.py"
 _PLAN, _SYNC = "engine/rounds/plan.py", "engine/sync/inflight.py"
+_AVERAGES = "engine/sync/averages.py"
 
 ENGINE = (
     Mutant(
@@ -173,7 +174,7 @@ ENGINE = (
     Mutant(
         id="engine/clip-of-a-shard",
         bug="each rank clips by the norm of its own shard: anchors of a unit part",
-        file=_SYNC,
+        file=_AVERAGES,
         old="squares = sum_in_rank_order(groups.stage.all_gather(shard.squared_norm(average)))",
         new="squares = shard.squared_norm(average)",
         test=f"{_UNIT}::test_the_clip_is_of_the_whole_unit",
@@ -181,16 +182,16 @@ ENGINE = (
     Mutant(
         id="engine/tied-embedding-clip",
         bug="stages clip the tied embedding by different norms: its copies part",
-        file=_SYNC,
-        old="        stages.broadcast_nowait(squares)\n",
-        new="        pass\n",
+        file=_AVERAGES,
+        old="        squares = _tie_embedding(shard, average, squares, stages)\n",
+        new="        _tie_embedding(shard, average, squares, stages)\n",
         test=f"{_UNIT}::test_a_stage_with_a_copy_alone_learns_the_norm",
     ),
     Mutant(
         id="engine/copies-not-equal",
         bug="copies of a parameter keep the rounding of their own sync groups",
         file=_SYNC,
-        old="        _tie_copies(self.shard, self.average, groups)\n",
+        old="        tie_copies(self.shard, self.average, groups)\n",
         new="",
         test=f"{_UNIT}::test_copies_take_the_bits_of_the_first",
     ),

@@ -148,12 +148,39 @@ def test_copies_take_the_bits_of_the_first() -> None:
 
 def test_a_stage_with_a_copy_alone_learns_the_norm() -> None:
     """Of the tied embedding: catches stages that clip it by different factors, and drift."""
-    ties = {TIED_EMBEDDING: anything(size=2, broadcast_nowait=lambda squares: squares.fill_(25.0))}
-    for unit_name, norm in (("embedding", 5.0), ("final", 3.0**0.5)):
+    told = torch.tensor([2.0**-60 + 25.0 / 3.0], dtype=torch.float64)  # all its bits count
+
+    def first_stage(message: Tensor) -> None:
+        message[-2:] = told.view(torch.int32)
+        messages.append(message)
+
+    ties = {TIED_EMBEDDING: anything(size=2, broadcast_nowait=first_stage)}
+    for unit_name, square in (("embedding", told.item()), ("final", 3.0)):
+        messages: list[Tensor] = []
         plan, groups = plan_of(unit_name), groups_with(**ties)
         unit = begin(plan, OuterState.take(plan, CPU), groups, decision_of(), DIRECT_COPY)
         result = unit.step(groups, SyncRules(RULE, None, DIRECT_COPY))
-        assert float(result.norm) == pytest.approx(norm)
+        assert float(result.norm) == pytest.approx(square**0.5, rel=1e-15)
+        assert len(messages) == (unit_name == "embedding")
+
+
+def test_a_copy_of_the_embedding_comes_with_its_norm() -> None:
+    """In one message, bit for bit, NaN too. Catches two in a row, and copies that stay as they
+    were rounded here."""
+    copied, squares = torch.tensor([torch.nan, 7.0]), torch.tensor([9.0], dtype=torch.float64)
+    messages: list[Tensor] = []
+
+    def first_stage(message: Tensor) -> None:
+        message.copy_(torch.cat([copied.view(torch.int32)[-1:], squares.view(torch.int32)]))
+        messages.append(message)
+
+    ties = {TIED_EMBEDDING: anything(size=2, broadcast_nowait=first_stage)}
+    plan, groups = plan_of("embedding", tie=TIED_EMBEDDING), groups_with(**ties)
+    outer = OuterState.take(plan, CPU)
+    unit = begin(plan, outer, groups, decision_of(), DIRECT_COPY)
+    result = unit.step(groups, SyncRules(RULE, None, DIRECT_COPY))
+    assert outer.units["embedding"].momentum.tolist() == pytest.approx([1.0, 1.0, 7.0])
+    assert float(result.norm) == 3.0 and len(messages) == 1
 
 
 def test_the_model_reads_what_was_landed() -> None:

@@ -74,12 +74,14 @@ def restore_other_units(
     for shard in host.plan.shards:
         if finite[shard.index] or shard.name in landing:
             continue
-        anchor = state.units[shard.name].stage_anchor().ready()
+        staged = state.units[shard.name].stage_anchor()
+        anchor = staged.ready()
         shard.scatter(anchor)
         shard.publish()
         zero_nonfinite_moments(host, shard, reporter)
         if shard.name in snapshots:
             snapshots[shard.name].copy_(anchor)
+        staged.release()
 
 
 def zero_nonfinite_moments(host: Host, shard: UnitShard, reporter: Reporter) -> None:

@@ -268,7 +268,7 @@ class SyncController:
             self.state.outer,
             self.groups,
             settings.wire,
-            depth=settings.prefetch_units if settings.overlap else 1,
+            depth=settings.depth,
             began=began,
             waited=waited,
         )

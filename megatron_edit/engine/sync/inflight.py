@@ -27,15 +27,16 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from megatron_edit.comm.collectives import Work
+from megatron_edit.comm.compressed_all_reduce import Addend
 from megatron_edit.comm.wire import Exchange, Wire
 from megatron_edit.engine.checks.finite import finite_units
-from megatron_edit.engine.host import TIED_EMBEDDING, EngineGroups
+from megatron_edit.engine.host import EngineGroups
 from megatron_edit.engine.rounds.plan import Decision, SyncRules
+from megatron_edit.engine.sync.averages import norm_over_stage, tie_copies
 from megatron_edit.engine.sync.outer_state import OuterState, StagedUnit, UnitState
-from megatron_edit.engine.sync.units import EMBEDDING, Selection, UnitPlan, UnitShard
+from megatron_edit.engine.sync.units import Selection, UnitPlan, UnitShard
 from megatron_edit.errors import ReplicaLostError
 from megatron_edit.method.landing import LandingRule
-from megatron_edit.method.norms import sum_in_rank_order
 from megatron_edit.method.outer import clip_factor, weighted_contribution_
 
 
@@ -134,6 +135,8 @@ class UnitSync:
             else:
                 delta = torch.sub(anchor.ready(), unit.snapshot, out=buffer)
             unit.average = weighted_contribution_(delta, weight)
+            if staged is None:
+                anchor.release()
         return unit
 
     @classmethod
@@ -205,6 +208,15 @@ class UnitSync:
         """What must be over before the exchange can go on; None where there is nothing."""
         return None if self._exchange is None else self._exchange.on_wire
 
+    @property
+    def addend(self) -> Addend | None:
+        """What is still to be launched; None where nothing is."""
+        if self.average is None or self.is_exchanged or self._exchange is not None:
+            return None
+        residual = self.home.residual
+        sent, summed = (None, None) if residual is None else (residual.sent, residual.summed)
+        return Addend(self.average, sent, summed, self.is_excluded)
+
     def await_average(self) -> None:
         """Wait until the average is there."""
         if self.average is not None and not self.is_exchanged:
@@ -226,8 +238,8 @@ class UnitSync:
         began = time.monotonic()
         self.await_average()
         waited = time.monotonic() - began
-        _tie_copies(self.shard, self.average, groups)
-        norm = _norm_over_stage(self.shard, self.average, groups)
+        tie_copies(self.shard, self.average, groups)
+        norm = norm_over_stage(self.shard, self.average, groups)
         clip = clip_factor(norm, rules.max_norm)
         staged = self._stage()
         with record_function("edit/outer-step"):
@@ -255,20 +267,24 @@ class UnitSync:
             moments may be broken, too.
         """
         assert self.is_stepped, f"unit {self.shard.name}: landed before its outer step"
-        anchor = self._stage().anchor.ready()
-        self.staged = None
+        staged, self.staged = self._stage(), None
+        anchor = staged.anchor.ready()
         is_dropped = self.is_excluded or not is_finite
         if is_dropped or not landing.merges:
             self.shard.scatter(anchor)
+            staged.release()
             return is_dropped and not landing.is_direct_copy
         for param, where in zip(self.shard.params, self.shard.slices, strict=True):
             before = None if self.snapshot is None else self.snapshot[where]
             param.write(landing.merge_(param.read(), anchor[where], before))
+        staged.release()
         self.snapshot = None
         return False
 
     def unstage(self) -> None:
         """After the outer step, long before the landing: keep nothing on the device."""
+        if self.staged is not None:
+            self.staged.release()
         self.staged = None
 
     def _stage(self) -> StagedUnit:
@@ -366,6 +382,9 @@ class InflightSync:
             )
             del staged  # it lives as long as its unit is in flight
             self._started += 1
+        if self.groups.sync.runs_in_order and not plan.rules.landing.is_immediate:
+            # One behind the other they would block a device that has a single hardware queue.
+            self._launch_as_one()
         is_over = self._started == len(shards)
         for unit in self._inflight:
             with _naming(unit.shard):
@@ -397,6 +416,15 @@ class InflightSync:
         works = (unit.on_wire for unit in self._inflight)
         return next((work for work in works if work is not None), None)
 
+    def _launch_as_one(self) -> None:
+        """Begin the exchanges of all units. Collective: the sync group, in the order of syncs."""
+        units = [(unit, unit.addend) for unit in self._inflight]
+        if addends := [addend for _, addend in units if addend is not None]:
+            with record_function("edit/exchange"):
+                exchange = self.wire.start_together(self.groups.sync, addends)
+            for unit, addend in units:
+                unit._exchange = unit._exchange if addend is None else exchange
+
     def finish_exchange(self) -> None:
         """Wait until nothing of a delayed sync is on the wire. Its result lands later."""
         for unit in self._inflight:
@@ -414,6 +442,7 @@ class InflightSync:
             self.advance()
             self._step(unit)
             unit.unstage()
+        self.state.end_sync()
         self.ended = time.monotonic()
 
     def check_finite(self) -> None:
@@ -464,8 +493,10 @@ class InflightSync:
             has_bad_moments = unit.land(self.plan.rules.landing, is_finite=is_finite)
         self._num_landed += 1
         del unit  # its buffers make room for the unit that starts now
+        self.wire.go_on(self.groups.sync)  # units that were launched before this one landed
         self.advance()
         if self.is_done:
+            self.state.end_sync()
             self.ended = time.monotonic()
         return shard, has_bad_moments
 
@@ -507,37 +538,6 @@ class InflightSync:
         for index, value in values.items():
             table[index] = value.cpu()
         return table
-
-
-def _tie_copies(shard: UnitShard, average: Tensor, groups: EngineGroups) -> None:
-    """Give all copies of a parameter the bits of the first one.
-
-    Copies on several TP ranks or stages are averaged by different sync groups, whose sums may
-    round differently; after this, equal anchors stay equal.
-    """
-    for tie, group in groups.ties.items():
-        chosen = [
-            where
-            for param, where in zip(shard.params, shard.slices, strict=True)
-            if param.tie == tie
-        ]
-        if not chosen or group.size == 1:
-            continue
-        copies = torch.cat([average[where] for where in chosen])
-        group.broadcast_nowait(copies)
-        parts = copies.split([where.stop - where.start for where in chosen])
-        for where, part in zip(chosen, parts, strict=True):
-            average[where].copy_(part)
-
-
-def _norm_over_stage(shard: UnitShard, average: Tensor, groups: EngineGroups) -> Tensor:
-    """||average|| of the whole unit, float64 scalar, the same bits on all ranks that hold it."""
-    squares = sum_in_rank_order(groups.stage.all_gather(shard.squared_norm(average)))
-    stages = groups.ties.get(TIED_EMBEDDING)
-    if stages is not None and shard.name == EMBEDDING:
-        # A stage that holds only a tied copy counts nothing of the unit: the first stage knows.
-        stages.broadcast_nowait(squares)
-    return squares.sqrt()
 
 
 @contextmanager

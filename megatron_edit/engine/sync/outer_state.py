@@ -17,6 +17,7 @@ from megatron_edit.comm.streams import Streams, streams_of
 from megatron_edit.comm.wire import Residual, Wire
 from megatron_edit.engine.sync.offload import DeviceCopy, OffloadStreams
 from megatron_edit.engine.sync.units import UnitPlan, UnitShard
+from megatron_edit.method.digest import tensor_digest
 from megatron_edit.method.norms import sum_in_rank_order
 
 
@@ -69,6 +70,11 @@ class StagedUnit:
             streams.download(self.anchor.tensor, self.home.anchor)
             streams.download(self.momentum.tensor, self.home.momentum)
 
+    def release(self) -> None:
+        """It is used no more; see `DeviceCopy.release`."""
+        self.anchor.release()
+        self.momentum.release()
+
 
 @dataclass(frozen=True)
 class OuterState:
@@ -94,6 +100,7 @@ class OuterState:
         wire: Wire | None = None,
         num_replicas: int = 1,
         streams: Streams | None = None,
+        max_staged: int = 2,
     ) -> OuterState:
         """Take the anchor from the parameters as they are; momentum starts at zero.
 
@@ -104,10 +111,13 @@ class OuterState:
             wire: type on the wire, which may lose something that it sends later.
             num_replicas: N.
             streams: of the device; None makes them.
+            max_staged: units of an offloaded state that are on the device at once.
         """
         home = torch.device("cpu") if offload else device
         is_pinned = offload and device.type == "cuda"
-        copies = OffloadStreams(device, streams or streams_of(device)) if offload else None
+        copies = None
+        if offload:  # anchor and momentum of each unit
+            copies = OffloadStreams(device, streams or streams_of(device), 2 * max_staged)
         units = {}
         for shard in plan.shards:
             anchor = torch.empty(shard.numel, device=home, pin_memory=is_pinned)
@@ -153,10 +163,29 @@ class OuterState:
         if self.offload_streams is not None:
             self.offload_streams.fence()
 
+    def end_sync(self) -> None:
+        """No unit is staged for a while: none keeps memory on the device."""
+        if self.offload_streams is not None:
+            self.offload_streams.free()
+
     def wait(self) -> None:
         """Wait until what was offloaded is home, for the host to read it."""
         if self.offload_streams is not None:
             self.offload_streams.wait()
+
+    def digests(self, shards: Iterable[UnitShard]) -> dict[int, Tensor]:
+        """Of anchor and momentum, int64 scalars by the units' position; the host does not wait.
+
+        They are computed on the device, offloaded or not: a CPU would take seconds for them.
+        """
+        self.begin_sync()
+        found = {}
+        for shard, staged in self.stages(shards, UnitState.stage):
+            found[shard.index] = tensor_digest([staged.anchor.ready(), staged.momentum.ready()])
+            staged.release()
+            del staged  # as in `stages`
+        self.end_sync()
+        return found
 
     @property
     def nbytes(self) -> int:
@@ -186,5 +215,7 @@ def replica_norms(
     for shard, anchor in state.stages(plan.shards, UnitState.stage_anchor):
         delta = shard.pseudo_gradient(anchor.ready(), scratch)
         squares[shard.index] = shard.squared_norm(delta)
+        anchor.release()
         del anchor  # the next but one takes its place
+    state.end_sync()
     return sum_in_rank_order(replica.all_gather(squares)).sqrt()

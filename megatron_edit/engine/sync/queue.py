@@ -40,7 +40,6 @@ from megatron_edit.engine.sync.offload import HomeStream
 from megatron_edit.engine.sync.outer_state import OuterState
 from megatron_edit.engine.sync.units import Selection, UnitPlan, UnitShard, select
 from megatron_edit.method.detector import Verdict
-from megatron_edit.method.digest import tensor_digest
 from megatron_edit.method.landing import LandingRule
 
 
@@ -194,8 +193,11 @@ class SyncQueue:
 
     def restore_anchor(self, sync: InflightSync) -> None:
         """Give the parameters the anchor that a sync has begun from. All ranks of the replica."""
+        sync.state.begin_sync()
         for shard in sync.units.shards:
-            shard.scatter(sync.state.units[shard.name].stage_anchor().ready())
+            anchor = sync.state.units[shard.name].stage_anchor()
+            shard.scatter(anchor.ready())
+            anchor.release()
             shard.publish()
         if not sync.plan.selection.is_whole and not sync.had_finite_norms:
             self._restore_others(sync)
@@ -307,6 +309,7 @@ class SyncQueue:
     def _restore_others(self, sync: InflightSync) -> None:
         """All units but those of a sync, where they are not finite."""
         self._finish_steps()  # so that a save before this, which does the same, changes nothing
+        sync.state.begin_sync()  # the anchors that these steps moved may still be on their way home
         snapshots = {
             unit.shard.name: unit.snapshot
             for other in self.pending
@@ -357,10 +360,7 @@ class SyncQueue:
         """Compare digests now, or where replicas land at different times, at the next meeting."""
         landing = sync.plan.rules.landing
         if not landing.is_direct_copy:
-            sync.state.wait()
-            for shard in sync.units.shards:
-                home = sync.state.units[shard.name]
-                sync.digests[shard.index] = tensor_digest([home.anchor, home.momentum])
+            sync.digests.update(sync.state.digests(sync.units.shards))
         if landing.is_immediate:
             when = f"after the sync of round {sync.plan.round}"
             return drift.check(sync.units, self.groups, sync.digests, when)

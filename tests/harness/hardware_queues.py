@@ -1,0 +1,280 @@
+"""What a device with few hardware queues makes of the work that ranks give to their streams.
+
+A rank's commands are recorded while the real engine runs on stand-ins (`in_order.py`), in the order
+in which its host launches them. All ranks are then replayed together:
+
+* streams map to hardware queues round robin; a queue takes its commands in the order in which they
+  were launched, and a command whose dependency is pending blocks all behind it. That is how
+  `CUDA_DEVICE_MAX_CONNECTIONS` works, as far as it is known: this is a model, not a measurement;
+* what was taken from a queue runs on its stream, beside other streams;
+* a collective begins when all its ranks have come to it;
+* hosts are fast: they wait for events and for each other, and nothing else takes them time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.harness.in_order import InOrderGroup, TracedStreams
+
+LAUNCH = 1e-4  # seconds of a kernel of the engine
+COMPUTE = 0
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a host launches, or waits for.
+
+    Attributes:
+        kind: "kernel", "wait", "record", "collective"; of the host: "synchronize", "meet".
+        stream: that it is given to.
+        seconds: that it runs.
+        event: that it waits for, or records.
+        group: of a collective: its name.
+        number: of a collective or a meeting, in its group.
+        is_host_framework: whether the training framework launched it, not the engine.
+    """
+
+    kind: str
+    stream: int = COMPUTE
+    seconds: float = 0.0
+    event: int = 0
+    group: str = ""
+    number: int = 0
+    is_host_framework: bool = False
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[misc]
+    """Writes down what one rank launches.
+
+    Args:
+        seconds_of: time of a collective, of its group's name and bytes.
+        lag_seconds: of the framework's compute after which the host finds an event done.
+
+    Attributes:
+        commands: so far.
+        streams: for the rank.
+    """
+
+    def __init__(self, seconds_of: Callable[[str, int], float], lag_seconds: float) -> None:
+        super().__init__()
+        self.commands: list[Command] = []
+        self.streams = TracedStreams(self)
+        self._seconds_of, self._lag_seconds = seconds_of, lag_seconds
+        self._computed, self._recorded_at = 0.0, dict[int, float]()
+        self._framework, self._is_muted, self._num_meetings = False, False, 0
+
+    def _note(self, kind: str, stream: int = COMPUTE, **rest: Any) -> None:
+        self.commands.append(Command(kind, stream, is_host_framework=self._framework, **rest))
+
+    @contextmanager
+    def framework(self) -> Iterator[None]:
+        """Inside, the training framework launches. Nothing but `kernel` and collectives counts."""
+        before, self._framework = self._framework, True
+        yield
+        self._framework = before
+
+    def kernel(self, seconds: float) -> None:
+        """Compute of the training framework, on the current stream."""
+        self._computed += seconds
+        with self.framework():
+            self._note("kernel", self.streams.current(), seconds=seconds)
+
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """An exchange of records: hosts wait for their devices' norms, then for each other."""
+        self._num_meetings += 1
+        self.streams.synchronize(self.streams.record(self.streams.current()))
+        self._note("meet", group="sync", number=self._num_meetings)
+        yield
+
+    def on_new(self, stream: int) -> None:
+        """See `Listener`."""
+
+    def on_record(self, event: int, stream: int | None) -> None:
+        """See `Listener`."""
+        assert stream is not None
+        self._recorded_at[event] = self._computed
+        self._note("record", stream, event=event)
+
+    def on_wait(self, stream: int, event: int) -> None:
+        """See `Listener`."""
+        self._note("wait", stream, event=event)
+
+    def on_keep(self, tensor: Tensor, stream: int) -> None:
+        """See `Listener`."""
+
+    def on_synchronize(self, event: int) -> None:
+        """See `Listener`."""
+        self._note("synchronize", event=event)
+
+    def is_done(self, event: int) -> bool:
+        """See `Listener`: the host is ahead of the device, but not by any length of time."""
+        return self._computed - self._recorded_at[event] >= self._lag_seconds
+
+    @contextmanager
+    def collective(self, group: InOrderGroup, nbytes: int) -> Iterator[None]:
+        """See `Listener`."""
+        self._note(
+            "collective",
+            group.stream,
+            seconds=self._seconds_of(group.name_, nbytes),
+            group=group.name_,
+            number=group.num_launched,
+        )
+        before, self._is_muted = self._is_muted, True
+        yield
+        self._is_muted = before
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """A kernel of the engine, unless it only makes a view."""
+        result = func(*args, **(kwargs or {}))
+        is_view = all(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
+        is_launched = not is_view and not func._schema.name.startswith("aten::empty")
+        if is_launched and not self._is_muted and not self._framework:
+            self._note("kernel", self.streams.current(), seconds=LAUNCH)
+        return result
+
+
+@dataclass(eq=False)
+class Running:
+    """A command on its way through a device."""
+
+    command: Command
+    launched: float
+    before: Running | None  # on its stream
+    event: Running | None = None  # that it waits for
+    end: float | None = None
+
+
+@dataclass
+class Device:
+    """One rank while it is replayed."""
+
+    commands: Sequence[Command]
+    num_queues: int
+    place: int = 0
+    host_seconds: float = 0.0
+    queues: dict[int, deque[Running]] = field(default_factory=lambda: defaultdict(deque))
+    taken: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    tails: dict[int, Running] = field(default_factory=dict)
+    events: dict[int, Running | None] = field(default_factory=dict)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all was launched and taken."""
+        return self.place == len(self.commands) and not any(self.queues.values())
+
+
+class DeadlockError(Exception):
+    """No rank can go on."""
+
+
+@dataclass
+class Replay:
+    """All ranks together.
+
+    Args:
+        ranks: what each launches, by rank.
+        members: the ranks of a group, of its name and one of its ranks.
+        num_queues: of a device.
+    """
+
+    ranks: Mapping[Any, Sequence[Command]]
+    members: Callable[[str, Any], frozenset[Any]]
+    num_queues: int
+    _come: dict[Any, dict[Any, float]] = field(default_factory=lambda: defaultdict(dict))
+    _waiting: dict[Any, list[Running]] = field(default_factory=lambda: defaultdict(list))
+
+    def seconds(self) -> float:
+        """Until the last command is over.
+
+        Raises:
+            DeadlockError: that is never.
+        """
+        devices = {rank: Device(commands, self.num_queues) for rank, commands in self.ranks.items()}
+        has_moved = True
+        while has_moved:
+            has_moved = False
+            for rank, device in devices.items():
+                while self._launch(rank, device) or self._take(rank, device):
+                    has_moved = True
+        ends = [tail.end for device in devices.values() for tail in device.tails.values()]
+        if None in ends or not all(device.is_over for device in devices.values()):
+            raise DeadlockError(f"{self.num_queues} queues: " + self._stuck(devices))
+        seconds = [device.host_seconds for device in devices.values()]
+        return max(end for end in (*ends, *seconds) if end is not None)
+
+    def _launch(self, rank: Any, device: Device) -> bool:
+        """The host's next command; whether it could go on."""
+        if device.place == len(device.commands):
+            return False
+        command = device.commands[device.place]
+        if command.kind == "record":
+            device.events[command.event] = device.tails.get(command.stream)
+        elif command.kind == "synchronize":
+            event = device.events.get(command.event)
+            if event is not None and event.end is None:
+                return False
+            device.host_seconds = max(device.host_seconds, 0.0 if event is None else event.end or 0)
+        elif command.kind == "meet":
+            come = self._come[self._key(rank, command, "meet")]
+            come[rank] = device.host_seconds
+            if len(come) < len(self.members(command.group, rank)):
+                return False
+            device.host_seconds = max(come.values())
+        else:
+            before = device.tails.get(command.stream)
+            running = Running(command, device.host_seconds, before)
+            running.event = device.events.get(command.event) if command.kind == "wait" else None
+            device.tails[command.stream] = running
+            device.queues[command.stream % device.num_queues].append(running)
+        device.place += 1
+        return True
+
+    def _take(self, rank: Any, device: Device) -> bool:
+        """Commands at the heads of the queues; whether there was one without pending dependency."""
+        has_taken = False
+        for number, queue in device.queues.items():
+            if not queue:
+                continue
+            head, command = queue[0], queue[0].command
+            needs = [need for need in (head.before, head.event) if need is not None]
+            if any(need.end is None for need in needs):
+                continue
+            queue.popleft()
+            has_taken = True
+            began = max(device.taken[number], head.launched, *(n.end or 0.0 for n in needs), 0.0)
+            device.taken[number] = began
+            if command.kind != "collective":
+                head.end = began + command.seconds
+                continue
+            key = self._key(rank, command, "collective")
+            self._come[key][rank] = began
+            self._waiting[key].append(head)
+            if len(self._come[key]) == len(self.members(command.group, rank)):
+                for running in self._waiting[key]:
+                    running.end = max(self._come[key].values()) + command.seconds
+        return has_taken
+
+    def _key(self, rank: Any, command: Command, kind: str) -> Any:
+        return kind, command.group, self.members(command.group, rank), command.number
+
+    def _stuck(self, devices: Mapping[Any, Device]) -> str:
+        heads = [
+            f"rank {rank}: {queue[0].command.kind} {queue[0].command.group} on stream "
+            f"{queue[0].command.stream}"
+            for rank, device in devices.items()
+            for queue in device.queues.values()
+            if queue
+        ]
+        return "; ".join(heads)

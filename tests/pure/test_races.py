@@ -1,0 +1,240 @@
+"""No stream reads or writes what another may still be at work on, in any mode of a sync.
+
+The real engine runs on streams that only write down what they are told (`tests/harness/races.py`).
+That the detector would see a mistake is shown with mistakes: each leaves out one wait, record,
+fence, or one note that memory is in use, of the real code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_edit.config import EditConfig
+from tests.harness.in_order import Mistake, Rank, plan_of
+from tests.harness.races import RaceDetector
+
+UNITS = {"embedding": (6, 2), "layer.1": (5, 3), "layer.2": (4, 4), "final": (3,)}
+NUM_STEPS = 10
+BREAKS = 8  # a step after which one group of units lands and another is in flight
+
+
+def config_of(**changes: Any) -> EditConfig:
+    """Of a run."""
+    usual = {"num_replicas": 2, "warmup_steps": 1, "sync_interval": 4, "digest_interval": 1}
+    return EditConfig(**usual | changes)
+
+
+DELAYED: dict[str, Any] = {"fragments": 2, "delay_steps": 3}
+CO2: dict[str, Any] = {"strategy": "co2"}
+MODES: dict[str, tuple[dict[str, Any], bool]] = {
+    "overlap": ({}, True),
+    "blocking": ({}, False),
+    "offload": ({"offload": True}, True),
+    "offload-blocking": ({"offload": True}, False),
+    "delayed": (DELAYED, True),
+    "offload-delayed": ({**DELAYED, "offload": True}, True),
+    "co2": (CO2, True),
+    "offload-co2": ({**CO2, "offload": True}, True),
+    "bf16": ({"sync_dtype": "bf16"}, True),
+    "int8": ({"sync_dtype": "int8"}, True),
+    "int8-delayed": ({**DELAYED, "sync_dtype": "int8"}, True),
+    "int8-offload": ({"sync_dtype": "int8", "offload": True}, True),
+    "mix": ({**DELAYED, "mix": 0.5}, True),
+    "mix-offload": ({**DELAYED, "mix": 0.5, "offload": True}, True),
+    "three-in-flight": ({"prefetch_units": 3, "offload": True}, True),
+}
+
+
+class Training:
+    """Steps as a framework makes them, with part of a layer on a stream beside compute."""
+
+    def __init__(self, rank: Rank, breaks_after: int | None, saves_after: int) -> None:
+        self.rank, self.breaks_after, self.saves_after = rank, breaks_after, saves_after
+        self.beside = rank.streams.new()
+        self.saved: list[Tensor] = []
+
+    def run(self, num_steps: int) -> None:
+        """All steps, to a good end."""
+        engine = self.rank.engine
+        engine.start()
+        for step in range(1, num_steps + 1):
+            self.forward()
+            self.step(step)
+            if step == self.saves_after:
+                self.save()
+        engine.finish()
+        engine.close()
+
+    def forward(self) -> None:
+        """Each unit lands, is gathered and read."""
+        rank = self.rank
+        for place, shard in enumerate(rank.host.plan.shards):
+            targets = [p.target for p in shard.params if p.target is not None]
+            if place % 2 == 0:
+                self.land_and_read(place, targets)
+                continue
+            streams = rank.streams
+            streams.wait(self.beside, streams.record(streams.current()))
+            with streams.use(self.beside):
+                sum(target.sum() for target in targets)  # read beside compute, then replaced
+                self.land_and_read(place, targets)
+            streams.wait(streams.current(), streams.record(self.beside))
+
+    def land_and_read(self, place: int, targets: list[Tensor]) -> None:
+        """Of one unit."""
+        self.rank.engine.apply_up_to(place + 1)
+        self.rank.host.gather(place)
+        sum(target.sum() for target in targets)
+
+    def step(self, number: int) -> None:
+        """Of the inner optimizer."""
+        engine, host = self.rank.engine, self.rank.host
+        engine.before_gradients()
+        engine.average_gradients()
+        engine.before_step()
+        for shard in host.plan.shards:
+            for param in shard.params:
+                param.read().mul_(1.01)
+                if number == self.breaks_after:
+                    param.read().fill_(torch.nan)
+            if not engine.is_landing_due:
+                shard.publish()
+        engine.after_step()
+
+    def save(self) -> None:
+        """What a checkpoint reads on the host."""
+        self.rank.engine.settle()
+        outer = self.rank.engine.state_dict()["outer"]
+        self.saved += [
+            unit[key].clone() for unit in outer.values() for key in ("anchor", "momentum")
+        ]
+
+
+def watched(
+    mode: str,
+    mistake: Mistake | None = None,
+    *,
+    units: Mapping[str, Sequence[int]] = UNITS,
+    breaks_after: int | None = None,
+    saves_after: int = 7,
+    num_steps: int = NUM_STEPS,
+    is_fast: bool = False,
+) -> tuple[RaceDetector, Rank]:
+    """A run that the detector has watched."""
+    changes, is_overlapped = MODES[mode.removeprefix("broken ")]
+    if mode.startswith("broken "):  # and nothing lets the host wait for the device before
+        breaks_after, saves_after, changes = BREAKS, 0, {**changes, "digest_interval": 100}
+    with torch.no_grad(), RaceDetector(is_fast=is_fast) as detector:
+        detector.streams.mistake = mistake
+        rank = Rank.build(
+            detector.streams,
+            config_of(**changes),
+            plan_of(units),
+            is_overlapped=is_overlapped,
+            tie=(1, 2),
+            on_outer_state=detector.pin if changes.get("offload") else lambda tensors: None,
+        )
+        try:
+            Training(rank, breaks_after, saves_after).run(num_steps)
+        finally:
+            rank.engine.close()
+    assert detector.num_accesses > 1000
+    return detector, rank
+
+
+def races(mode: str, mistake: Mistake | None = None, **rest: Any) -> list[str]:
+    """What the detector finds in a run."""
+    return watched(mode, mistake, **rest)[0].findings
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_races(mode: str) -> None:
+    """The host never finds a collective done when it asks. Would catch a wait that is missing
+    where, on most machines, it makes no difference most of the time."""
+    assert races(mode) == []
+
+
+@pytest.mark.parametrize("mode", ["overlap", "offload-delayed", "int8", "int8-delayed"])
+def test_no_races_where_the_device_is_fast(mode: str) -> None:
+    """The host finds every collective done when it asks, and takes that for a wait."""
+    assert races(mode, is_fast=True) == []
+
+
+MISTAKES: dict[str, tuple[str, Mistake]] = {
+    "copy not awaited": ("offload", Mistake("wait", "DeviceCopy.ready")),
+    "copy recorded too early": ("offload", Mistake("record", "OffloadStreams.upload")),
+    "copy home not after compute": ("offload", Mistake("wait", "OffloadStreams.download")),
+    "no event before the way home": ("offload", Mistake("record", "OffloadStreams.download")),
+    "memory given out too early": ("offload", Mistake("wait", "OffloadStreams._free_oldest")),
+    "last use recorded too early": (
+        "offload",
+        Mistake("record", "OffloadStreams.take_back.<locals>.<genexpr>"),
+    ),
+    "host reads too early": ("offload", Mistake("synchronize", "OffloadStreams.wait")),
+    "sync not after the stream beside": (
+        "overlap",
+        Mistake("wait", "HomeStream.entered", "wait(self._stream"),
+    ),
+    "stream beside not after the sync": (
+        "overlap",
+        Mistake("wait", "HomeStream.entered", "wait(current"),
+    ),
+    "exchange not awaited": ("overlap", Mistake("work", "UnitSync.await_average")),
+    "delayed exchange not awaited": ("delayed", Mistake("work", "UnitSync.await_average")),
+    "encoding not after compute": ("int8", Mistake("wait", "beside_compute")),
+    "sum of chunks not awaited": ("int8", Mistake("work", "CodedExchange.start_second_phase")),
+    "encoded sums not awaited": ("int8", Mistake("work", "CodedExchange.wait")),
+    "sums of a batch not awaited": (
+        "int8-delayed",
+        Mistake("work", "CodedExchange.start_second_phase"),
+    ),
+    "encoded batch not awaited": ("int8-delayed", Mistake("work", "CodedExchange.wait")),
+    "norms not awaited": ("overlap", Mistake("work", "Group.all_gather")),
+    "copies not awaited": ("overlap", Mistake("work", "Group.broadcast_nowait")),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_found(name: str) -> None:
+    """The detector itself, on the real code less one call."""
+    mode, mistake = MISTAKES[name]
+    made = replace(mistake)
+    is_of_host = mistake.operation == "synchronize"  # a save, in which the host waits, hides others
+    found = races(mode, made, saves_after=7 if is_of_host else 0)
+    assert made.num_made, "the code has left this mistake behind"
+    assert found
+
+
+@pytest.mark.parametrize("mode", ["broken delayed", "broken offload-delayed", "broken mix-offload"])
+def test_a_broken_replica_comes_back_without_a_race(mode: str) -> None:
+    """Units of one group land while those of another are in flight, and all come back with their
+    anchor. Would catch an upload of anchors that are still on their way home."""
+    assert races(mode) == []
+
+
+@pytest.mark.parametrize(
+    "mode", ["offload", "offload-blocking", "offload-delayed", "three-in-flight"]
+)
+def test_uploads_wait_for_room(mode: str) -> None:
+    """The host is ahead of the device all the time. Would catch uploads of one unit after the other
+    that wait for nothing, until the device holds the whole outer state."""
+    units = {"embedding": (6, 2), **{f"layer.{n + 1}": (5, 3) for n in range(6)}, "final": (3,)}
+    detector, rank = watched(mode, units=units, num_steps=6)
+    assert rank.engine.state.outer is not None
+    streams, settings = rank.engine.state.outer.offload_streams, rank.engine.settings
+    assert streams is not None
+    most = 2 * ((settings.prefetch_units if settings.overlap else 1) + 1)
+    assert 2 <= detector.peak_blocks[streams._up] <= most
+
+
+@pytest.mark.parametrize("mode", ["offload-delayed", "offload-co2", "offload"])
+def test_the_host_computes_nothing_of_offloaded_state(mode: str) -> None:
+    """Not even its digest: on the CPU that takes seconds. A save would read it, and is left out."""
+    detector, _ = watched(mode, saves_after=0)
+    assert detector.num_host_accesses == 0
