@@ -64,7 +64,7 @@ def quantize() -> None:
     record()
 
     def is_matrix(parameter: torch.nn.Parameter) -> bool:
-        return parameter.dim() == 2 and parameter.requires_grad
+        return bool(parameter.dim() == 2 and parameter.requires_grad)
 
     def write(models: list[Any], mains: list[Any], starts: list[Any], group: Any) -> None:
         count = torch.tensor([float(len(models))])

@@ -221,7 +221,7 @@ def draws_alike() -> bool:
     for dtype in (torch.float16, torch.float32):
         generator = torch.Generator().manual_seed(1)
         drawn.append(torch.empty(64, dtype=dtype).normal_(generator=generator).float())
-    return torch.allclose(*drawn, atol=1e-2)
+    return bool(torch.allclose(*drawn, atol=1e-2))
 
 
 def test_fp16_trains_and_scales_its_loss() -> None:
