@@ -5,11 +5,13 @@
 #
 # VERSION is 2.11.0 where it is not given. The environment is .venv-torch-VERSION in the repository:
 # some gigabytes, made once. Without pytest arguments: tests/pure, tests/distributed, tests/host.
+# With torch 2.6 on a machine without a GPU, uninstall its triton there: Megatron's kernels ask that
+# version of triton for a device when they are imported. Its gloo needs twice a time-out to time out.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 case "${1:-}" in
-    -h | --help) sed -n '2,7s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;;
+    -h | --help) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;;
 esac
 version=${1:-2.11.0}
 shift || true

@@ -8,10 +8,20 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from megatron_edit.comm.collectives import Group
-from megatron_edit.comm.transport import set_timeout
 from megatron_edit.config import LEAST_TIMEOUT_SECONDS
 
 ROUNDS = 4
+
+
+def set_timeout(group: Group, timeout: timedelta) -> None:
+    """Let collectives that begin from now on wait so long.
+
+    Gloo is told with each call; NCCL knows only the group's own time-out, after which its watchdog
+    ends the process.
+    """
+    group.timeout = timeout
+    if group.runs_in_order:
+        group.process_group._set_default_timeout(timeout)
 
 
 @dataclass

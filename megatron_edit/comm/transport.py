@@ -134,17 +134,6 @@ def stand_alone_group(
     return group
 
 
-def set_timeout(group: Group, timeout: timedelta) -> None:
-    """Let collectives that begin from now on wait so long.
-
-    Gloo is told with each call; NCCL knows only the group's own time-out, after which its watchdog
-    ends the process.
-    """
-    group.timeout = timeout
-    if group.runs_in_order:
-        group.process_group._set_default_timeout(timeout)
-
-
 def _process_group(store: dist.Store, group: Group, transport: Transport, prefix: str) -> Any:
     prefixed = dist.PrefixStore(prefix, store)
     if transport.backend == "nccl":

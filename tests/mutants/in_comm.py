@@ -8,7 +8,7 @@ COMM = (
     Mutant(
         id="comm/nccl-timeout-stays",
         bug="NCCL's watchdog keeps the first time-out: it ends a job whose rounds take hours",
-        file="comm/transport.py",
+        file="comm/timeouts.py",
         old="        group.process_group._set_default_timeout(timeout)\n",
         new="        pass\n",
         test="pure/test_nccl_groups.py::test_the_timeout_that_follows_the_rounds",

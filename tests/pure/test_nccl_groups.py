@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_edit.comm.collectives import Group
-from megatron_edit.comm.timeouts import AdaptiveTimeout
-from megatron_edit.comm.transport import MAX_CTAS, Transport, set_timeout, stand_alone_group
+from megatron_edit.comm.timeouts import AdaptiveTimeout, set_timeout
+from megatron_edit.comm.transport import MAX_CTAS, Transport, stand_alone_group
 from megatron_edit.comm.wire import Wire
 from megatron_edit.engine import EngineGroups
 from tests.harness.memory_network import Network, groups_of

@@ -92,7 +92,7 @@ def test_a_clean_environment_gets_all_it_needs(
 ) -> None:
     """`pip install` with its requirements from the index, and nothing else."""
     python = _environment(tmp_path / "clean")
-    _install(python, distributions[1])
+    _install(python, distributions[1], "-c", str(REPOSITORY / "constraints.txt"))
     _assert_works(python, tmp_path)
 
 
