@@ -272,14 +272,19 @@ class Group:
         if self.size == 1:
             return tensor.unsqueeze(0).clone()
         local, options = tensor.to(self.device).contiguous(), AllgatherOptions()
-        parts = [torch.empty_like(local) for _ in range(self.size)]
+        rows = torch.empty((self.size, *local.shape), dtype=local.dtype, device=self.device)
         options.timeout = self.timeout if poll is None else UNLIMITED
-        work = self._start(lambda: [self.process_group.allgather([parts], [local], options)])
+        work = self._start(lambda: [self._all_gather(rows, local, options)])
         if poll is not None:
             wait_polling(work, self.process_group, poll)
         work.wait()
         self.payload_bytes += (self.size - 1) * local.nbytes
-        return torch.stack(parts).to(tensor.device)
+        return rows.to(tensor.device)
+
+    def _all_gather(self, rows: Tensor, local: Tensor, options: AllgatherOptions) -> Any:
+        if self.runs_in_order:  # one launch; of a list it would copy every part by itself
+            return self.process_group._allgather_base(rows.flatten(), local.flatten(), options)
+        return self.process_group.allgather([list(rows.unbind())], [local], options)
 
     def all_gather_objects(self, value: Any) -> list[Any]:
         """The picklable values of all ranks, in rank order. For set-up, not for the hot path."""
