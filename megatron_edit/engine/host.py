@@ -7,7 +7,7 @@ tests answer with plain tensors.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -223,6 +223,7 @@ class EngineSettings:
         overlap: whether units land in the forward pass, where the host can.
         prefetch_units: units in flight in overlap mode.
         offload: whether the outer state lives in host memory.
+        depth: units in flight at most, of a sync that lands at once.
     """
 
     schedule: Schedule
@@ -237,8 +238,7 @@ class EngineSettings:
     overlap: bool = False
     prefetch_units: int = 2
     offload: bool = False
+    depth: int = field(init=False)
 
-    @property
-    def depth(self) -> int:
-        """Units in flight at most, of a sync that lands at once."""
-        return self.prefetch_units if self.overlap else 1
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "depth", self.prefetch_units if self.overlap else 1)
