@@ -7,7 +7,7 @@ tests answer with plain tensors.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -240,6 +240,7 @@ class EngineSettings:
         overlap: whether units land in the forward pass, where the host can.
         prefetch_units: units in flight in overlap mode.
         offload: whether the outer state lives in host memory.
+        depth: units in flight at most, of a sync that lands at once.
     """
 
     schedule: Schedule
@@ -254,13 +255,12 @@ class EngineSettings:
     overlap: bool = False
     prefetch_units: int = 2
     offload: bool = False
+    depth: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "depth", self.prefetch_units if self.overlap else 1)
 
     @property
     def goes_on_beside_compute(self) -> bool:
         """Whether exchanges may be under way while the host computes."""
         return self.overlap or not self.landing.is_immediate
-
-    @property
-    def depth(self) -> int:
-        """Units in flight at most, of a sync that lands at once."""
-        return self.prefetch_units if self.overlap else 1

@@ -190,8 +190,8 @@ ENGINE = (
     Mutant(
         id="engine/copies-not-equal",
         bug="copies of a parameter keep the rounding of their own sync groups",
-        file=_SYNC,
-        old="        tie_copies(self.shard, self.average, groups)\n",
+        file=_AVERAGES,
+        old="    _tie_copies(shard, average, groups)\n",
         new="",
         test=f"{_UNIT}::test_copies_take_the_bits_of_the_first",
     ),

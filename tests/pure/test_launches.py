@@ -1,4 +1,4 @@
-"""How much a rank launches for a unit that lands in its forward pass, however many ranks there are."""
+"""How much a rank launches for a unit that lands in its forward pass, with however many ranks."""
 
 from __future__ import annotations
 

@@ -11,14 +11,11 @@ from megatron_edit.engine.sync.units import EMBEDDING, UnitShard
 from megatron_edit.method.norms import sum_in_rank_order
 
 
-def tie_copies(shard: UnitShard, average: Tensor, groups: EngineGroups) -> None:
+def _tie_copies(shard: UnitShard, average: Tensor, groups: EngineGroups) -> None:
     """Give all copies of a parameter the bits of the first one.
 
     Copies on several TP ranks or stages are averaged by different sync groups, whose sums may
     round differently; after this, equal anchors stay equal.
-
-    Collective: the ranks that hold copies.
-    Mutates: `average`, fp32 [numel].
     """
     for tie, group in groups.ties.items():
         chosen = [
@@ -35,11 +32,16 @@ def tie_copies(shard: UnitShard, average: Tensor, groups: EngineGroups) -> None:
             average[where].copy_(part)
 
 
-def norm_over_stage(shard: UnitShard, average: Tensor, groups: EngineGroups) -> Tensor:
-    """||average|| of the whole unit, float64 scalar, the same bits on all ranks that hold it.
+def agree_on_average(shard: UnitShard, average: Tensor, groups: EngineGroups) -> Tensor:
+    """Make copies of a parameter equal in the average of a unit, and take its norm.
 
-    Collective: the ranks of the pipeline stage, and for the embedding the stages with a copy.
+    Collective: the ranks of the pipeline stage, and those that hold copies.
+    Mutates: `average`, fp32 [numel].
+
+    Returns:
+        ||average|| of the whole unit, float64 scalar, the same bits on all ranks that hold it.
     """
+    _tie_copies(shard, average, groups)
     squares = sum_in_rank_order(groups.stage.all_gather(shard.squared_norm(average)))
     stages = groups.ties.get(TIED_EMBEDDING)
     if stages is not None and _is_told_with_norm(shard, TIED_EMBEDDING):

@@ -32,7 +32,7 @@ from megatron_edit.comm.wire import Exchange, Wire
 from megatron_edit.engine.checks.finite import finite_units
 from megatron_edit.engine.host import EngineGroups
 from megatron_edit.engine.rounds.plan import Decision, SyncRules
-from megatron_edit.engine.sync.averages import norm_over_stage, tie_copies
+from megatron_edit.engine.sync.averages import agree_on_average
 from megatron_edit.engine.sync.outer_state import OuterState, StagedUnit, UnitState
 from megatron_edit.engine.sync.units import Selection, UnitPlan, UnitShard
 from megatron_edit.errors import ReplicaLostError
@@ -238,8 +238,7 @@ class UnitSync:
         began = time.monotonic()
         self.await_average()
         waited = time.monotonic() - began
-        tie_copies(self.shard, self.average, groups)
-        norm = norm_over_stage(self.shard, self.average, groups)
+        norm = agree_on_average(self.shard, self.average, groups)
         clip = clip_factor(norm, rules.max_norm)
         staged = self._stage()
         with record_function("edit/outer-step"):
@@ -267,23 +266,22 @@ class UnitSync:
             moments may be broken, too.
         """
         assert self.is_stepped, f"unit {self.shard.name}: landed before its outer step"
-        staged, self.staged = self._stage(), None
-        anchor = staged.anchor.ready()
+        anchor = self._stage().anchor.ready()
         is_dropped = self.is_excluded or not is_finite
         if is_dropped or not landing.merges:
             self.shard.scatter(anchor)
-            staged.release()
+            self.unstage()
             return is_dropped and not landing.is_direct_copy
         for param, where in zip(self.shard.params, self.shard.slices, strict=True):
             before = None if self.snapshot is None else self.snapshot[where]
             param.write(landing.merge_(param.read(), anchor[where], before))
-        staged.release()
+        self.unstage()
         self.snapshot = None
         return False
 
     def unstage(self) -> None:
-        """After the outer step, long before the landing: keep nothing on the device."""
-        if self.staged is not None:
+        """After the landing, or the outer step long before it: keep nothing on the device."""
+        if self.staged is not None and self.home.offload_streams is not None:
             self.staged.release()
         self.staged = None
 
@@ -486,17 +484,19 @@ class InflightSync:
         self._step(unit)
         self._inflight.popleft()
         shard = unit.shard
-        if unit.staged is None:  # stepped before: what it became may still be on its way home
-            self.state.begin_sync()
+        if unit.staged is None and self.state.offload_streams is not None:
+            self.state.begin_sync()  # stepped before: what it became may be on its way home
         is_finite = self._finite is None or self._finite[shard.index]
         with _naming(shard), record_function("edit/landing"):
             has_bad_moments = unit.land(self.plan.rules.landing, is_finite=is_finite)
         self._num_landed += 1
         del unit  # its buffers make room for the unit that starts now
-        self.wire.go_on(self.groups.sync)  # units that were launched before this one landed
+        if self.groups.sync.runs_in_order:
+            self.wire.go_on(self.groups.sync)  # units that were launched before this one landed
         self.advance()
         if self.is_done:
-            self.state.end_sync()
+            if self.state.offload_streams is not None:
+                self.state.end_sync()
             self.ended = time.monotonic()
         return shard, has_bad_moments
 

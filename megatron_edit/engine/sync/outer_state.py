@@ -215,7 +215,8 @@ def replica_norms(
     for shard, anchor in state.stages(plan.shards, UnitState.stage_anchor):
         delta = shard.pseudo_gradient(anchor.ready(), scratch)
         squares[shard.index] = shard.squared_norm(delta)
-        anchor.release()
+        if state.offload_streams is not None:
+            anchor.release()
         del anchor  # the next but one takes its place
     state.end_sync()
     return sum_in_rank_order(replica.all_gather(squares)).sqrt()

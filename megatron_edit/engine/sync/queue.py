@@ -182,7 +182,8 @@ class SyncQueue:
         with self._turn():
             if sync in self.pending:
                 self.pending.remove(sync)
-            sync.state.begin_sync()  # what was computed since may still be on its way home
+            if sync.state.offload_streams is not None:
+                sync.state.begin_sync()  # what was computed since may still be on its way home
             self.landing = sync
             # A stage that holds none of these units gathers what its own step left to be gathered.
             self.num_landings += bool(sync.units.shards)
