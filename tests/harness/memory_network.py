@@ -45,9 +45,16 @@ class Arrival:
     network: Network
     targets: list[tuple[Any, Tensor]]
     sums: bool = False
+    _is_there: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def is_completed(self) -> bool:
-        """Whether all is there; it then lies where it should."""
+        """Whether all is there; it then lies where it should. Any thread may ask."""
+        with self._lock:
+            self._is_there = self._is_there or self._arrives()
+        return self._is_there
+
+    def _arrives(self) -> bool:
         if self.network.is_broken:
             return True
         if any(key not in self.network.messages for key, _ in self.targets):
