@@ -3,8 +3,9 @@
 #
 #   scripts/gpu_check.sh [--python INTERPRETER] [--output-dir DIR]
 #
-# One GPU: several replicas share it, over gloo groups with CUDA tensors (NCCL refuses two ranks on
-# one device). Two GPUs or more: a replica each, over NCCL. Exit code 0 where all checks pass.
+# One GPU: two replicas share it. Each is a world of NCCL by itself; between them goes gloo, through
+# pinned host memory, as NCCL refuses two ranks on one device. Two GPUs or more: a replica each, over
+# NCCL, and once over gloo. Exit code 0 where all checks pass.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -80,15 +81,16 @@ gather=(--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 500000)
 hidden=("${gather[@]}" --edit-sync-mode overlap)
 late=("${gather[@]}" --edit-delay-steps 5)
 if [ "$gpus" -eq 1 ]; then
-    one=(train_apart --distributed-backend gloo)
-    check one-gpu-gloo "${one[@]}"
-    check one-gpu-overlap "${one[@]}" "${hidden[@]}"
-    check one-gpu-overlap-offload "${one[@]}" "${hidden[@]}" --edit-offload
-    check one-gpu-delayed "${one[@]}" "${late[@]}"
+    check one-gpu-gloo train_apart
+    check one-gpu-overlap train_apart "${hidden[@]}"
+    check one-gpu-overlap-offload train_apart "${hidden[@]}" --edit-offload
+    check one-gpu-delayed train_apart "${late[@]}"
+    check one-gpu-delayed-int8 train_apart "${late[@]}" --edit-sync-dtype int8
 else
     check nccl-replica-each train 2
     check nccl-overlap train 2 "${hidden[@]}"
     check nccl-overlap-offload train 2 "${hidden[@]}" --edit-offload
     check nccl-delayed-int8 train 2 "${late[@]}" --edit-sync-dtype int8
+    check gloo-overlap train 2 "${hidden[@]}" --edit-sync-backend gloo
     if [ "$gpus" -ge 4 ]; then check nccl-two-ranks-each train 4; fi
 fi
