@@ -17,6 +17,7 @@ from megatron_edit.comm.collectives import Work
 POLL_SECONDS = 0.0002  # between two looks at what is on the wire, at least
 POLL_SHARE = 0.01  # of the time waited so far: who waits long need not look so often
 LONGEST_POLL_SECONDS = 0.005
+CLOSE_SECONDS = 5.0
 
 
 class ProgressThread:
@@ -58,12 +59,17 @@ class ProgressThread:
             self._changed.notify()
 
     def close(self) -> None:
-        """End the thread. Idempotent; there is no turn afterwards."""
-        with self._changed:
-            self._is_closed = True
+        """End the thread. Idempotent; there is no turn afterwards.
+
+        Blocks: the host, for a while at most, where ranks of the replica that do not answer keep
+        the thread: then it is left behind.
+        """
+        self._is_closed = True
+        if self._changed.acquire(timeout=CLOSE_SECONDS):
             self._changed.notify()
+            self._changed.release()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(CLOSE_SECONDS)
 
     def _start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="edit-progress", daemon=True)

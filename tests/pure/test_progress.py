@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_edit.comm import progress
 from megatron_edit.comm.collectives import Work
 from megatron_edit.comm.progress import ProgressThread
 from megatron_edit.comm.wire import Wire
@@ -123,6 +124,25 @@ def test_it_ends_beside_what_never_comes() -> None:
         threading.Timer(2.0, message.over.set).start()
         began = time.monotonic()
     assert time.monotonic() - began < 1.0
+
+
+def test_it_is_left_behind_where_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank of the replica hangs while this one waits for it: catches an end that waits, too."""
+    monkeypatch.setattr(progress, "CLOSE_SECONDS", 0.1)
+    answer = threading.Event()
+
+    def drive() -> Work | None:
+        answer.wait(SOON)
+        return None
+
+    thread = ProgressThread(drive)
+    with thread.turn():
+        pass
+    time.sleep(0.02)
+    began = time.monotonic()
+    thread.close()
+    assert time.monotonic() - began < SOON / 2
+    answer.set()
 
 
 # ---- a queue of syncs
