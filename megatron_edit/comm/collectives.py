@@ -64,7 +64,13 @@ class Work:
     @property
     def is_completed(self) -> bool:
         """Whether it is over, well or badly."""
-        return self._is_over or all(work.is_completed() for work in self.works)
+        if self._is_over:
+            return True
+        try:
+            # All are asked: over host memory that is what lets them begin.
+            return all([work.is_completed() for work in self.works])
+        except RuntimeError as error:
+            raise ReplicaLostError(f"{self.name}: a collective failed: {error}") from error
 
     @property
     def on_wire(self) -> Work | None:
@@ -324,6 +330,8 @@ class Group:
                 (own.shutdown if hasattr(own, "shutdown") else own._shutdown)()  # torch 2.6
             return
         self.process_group, self.phases = None, ()
+        self._unreaped.clear()
+        self.backlog.clear()
 
     def _start(self, start: Callable[[], Iterable[Any]]) -> Work:
         self.num_started += 1

@@ -29,13 +29,18 @@ class ProgressThread:
 
     Args:
         drive: does all that needs no waiting; tells what to wait for, None where there is nothing.
+        explain: what is to be said of an error that ends the thread. It may take a while.
 
     Attributes:
         failure: what has ended the thread; None where it has not failed.
     """
 
-    def __init__(self, drive: Callable[[], Work | None]) -> None:
-        self._drive = drive
+    def __init__(
+        self,
+        drive: Callable[[], Work | None],
+        explain: Callable[[Exception], Exception] = lambda error: error,
+    ) -> None:
+        self._drive, self._explain = drive, explain
         self._changed = threading.Condition(threading.RLock())
         self.failure: Exception | None = None
         self._thread: threading.Thread | None = None
@@ -80,8 +85,8 @@ class ProgressThread:
             while not self._is_closed:
                 self._look(self._do_turn())
         except Exception as error:
-            with self._changed:
-                self.failure = error
+            self.failure = error  # heard at the next turn
+            self.failure = self._explain(error)
 
     def _do_turn(self) -> Work | None:
         """Drive, once there is something new."""

@@ -32,7 +32,7 @@ class StagedWork:
     Attributes:
         owner: the process group.
         downloaded: event behind the copies down.
-        start: begins it on host memory.
+        start: begins it on host memory; None when it has begun.
         results: what goes up.
         work: gloo's handle; None before it crosses.
         uploaded: event behind the copies up; None before them.
@@ -40,7 +40,7 @@ class StagedWork:
 
     owner: StagedProcessGroup
     downloaded: Event
-    start: Callable[[], Any]
+    start: Callable[[], Any] | None
     results: Sequence[Pair]
     work: Any = None
     uploaded: Event = None
@@ -49,7 +49,14 @@ class StagedWork:
     def is_completed(self) -> bool:
         """Whether it has crossed, well or badly. Waits for nothing."""
         self.owner.begin_ready()
-        return self.work is not None and bool(self.work.is_completed())
+        return self._is_up or (self.work is not None and bool(self.work.is_completed()))
+
+    def begin(self) -> None:
+        """Let it cross: it is down, and the next in order."""
+        with self.owner.lock:
+            if self.start is not None:
+                self.work = self.start()
+                self.start = None  # host memory lives as long as gloo needs it
 
     def wait(self) -> None:
         """Let the host wait until it has crossed, and the current stream until all is up.
@@ -57,12 +64,12 @@ class StagedWork:
         Raises:
             RuntimeError: it failed or timed out.
         """
-        self.owner.begin_until(self)
-        self.work.wait()
-        streams = self.owner.streams
         if not self._is_up:
+            self.owner.begin_until(self)
+            self.work.wait()
             self.uploaded = self.owner.upload(self.results)
-            self._is_up, self.results = True, ()
+            self._is_up, self.results, self.work = True, (), None
+        streams = self.owner.streams
         streams.wait(streams.current(), self.uploaded)
 
 
@@ -80,7 +87,7 @@ class StagedProcessGroup:
         self._gloo, self._pin = gloo, pin
         self._side: Stream = streams.new()
         self._waiting: deque[StagedWork] = deque()
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
 
     def name(self) -> str:
         """Collectives run all at once."""
@@ -93,10 +100,13 @@ class StagedProcessGroup:
         return self._begin(pairs, pairs, lambda: self._gloo.allreduce(host, options))
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> StagedWork:
-        """As torch's."""
+        """As torch's; the host waits for the copy down. Who gives something away may never ask for
+        it again, and what nobody asks for would not cross."""
         pairs = [(tensor, self._room(tensor)) for tensor in tensors]
         host = [place for _, place in pairs]
-        return self._begin(pairs, pairs, lambda: self._gloo.broadcast(host, options))
+        work = self._begin(pairs, pairs, lambda: self._gloo.broadcast(host, options))
+        self.begin_until(work)
+        return work
 
     def allgather(
         self, parts: list[list[Tensor]], tensors: list[Tensor], options: Any
@@ -126,14 +136,14 @@ class StagedProcessGroup:
 
     def begin_ready(self) -> None:
         """Let cross, in order, what has come down. Waits for nothing."""
-        with self._lock:
+        with self.lock:
             while self._waiting and self.streams.is_done(self._waiting[0].downloaded):
                 self._begin_next()
 
     def begin_until(self, work: StagedWork) -> None:
         """Let cross all up to `work`. The host waits for the copies down."""
-        with self._lock:
-            while work.work is None:
+        with self.lock:
+            while work.start is not None:
                 self.streams.synchronize(self._waiting[0].downloaded)
                 self._begin_next()
 
@@ -157,14 +167,14 @@ class StagedProcessGroup:
                 place.copy_(tensor, non_blocking=True)
                 streams.keep(tensor, self._side)
         work = StagedWork(self, streams.record(self._side), start, results)
-        with self._lock:
+        with self.lock:
             self._waiting.append(work)
             self.begin_ready()
         return work
 
     def _begin_next(self) -> None:
-        work = self._waiting.popleft()
-        work.work = work.start()
+        self._waiting[0].begin()  # it stays the next where that fails
+        self._waiting.popleft()
 
     def _room(self, tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pin)

@@ -27,6 +27,9 @@ class Streams(Protocol):
     def new(self) -> Stream:
         """Another stream."""
 
+    def serve_thread(self) -> None:
+        """Make the device that of this thread: a thread begins on the first one."""
+
     def use(self, stream: Stream) -> AbstractContextManager[Any]:
         """Inside, `stream` is the current one: work and new tensors are its own."""
 
@@ -58,6 +61,8 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        if device.index is None:  # that of the thread that makes this
+            self._device = torch.device(device.type, torch.cuda.current_device())
 
     def current(self) -> Stream:
         """See `Streams`."""
@@ -66,6 +71,10 @@ class CudaStreams:
     def new(self) -> Stream:
         """See `Streams`."""
         return torch.cuda.Stream(self._device)
+
+    def serve_thread(self) -> None:
+        """See `Streams`."""
+        torch.cuda.set_device(self._device)
 
     def use(self, stream: Stream) -> AbstractContextManager[Any]:
         """See `Streams`."""
@@ -103,6 +112,9 @@ class NoStreams:
     def new(self) -> Stream:
         """See `Streams`."""
         return None
+
+    def serve_thread(self) -> None:
+        """See `Streams`."""
 
     def use(self, stream: Stream) -> AbstractContextManager[Any]:
         """See `Streams`."""

@@ -79,7 +79,7 @@ class EditEngine:
             settings, host, groups, reporter, self.state, self._board
         )
         self._queue, self._trigger = self._controller.queue, self._controller.trigger
-        self._queue.begin_thread(self._context)
+        self._queue.begin_thread(self._placed)
         self._home = HomeStream(groups.sync.streams)
         self._flags = DelayedFlags(groups.control)
         self._common_stop = CommonStop(groups.sync)
@@ -151,7 +151,9 @@ class EditEngine:
         """
         thread = self._queue.thread
         failure = None if thread is None else thread.failure
-        return failure if isinstance(failure, ReplicaLostError) else None
+        if failure is None or not isinstance(placed := self._placed(failure), ReplicaLostError):
+            return None
+        return placed
 
     # ---- steps
 
@@ -453,6 +455,16 @@ class EditEngine:
         if self.settings.timed is not None:
             return 0
         return self.settings.schedule.round_length(self.host.progress().next_lr)
+
+    def _placed(self, error: Exception) -> Exception:
+        """An error of the thread: of a lost replica, with who that was and where."""
+        if not isinstance(error, ReplicaLostError):
+            return error
+        try:
+            with self._context():
+                raise error
+        except ReplicaLostError as placed:
+            return placed
 
     @contextmanager
     def _context(self, what: str = "") -> Iterator[None]:

@@ -122,6 +122,9 @@ class TracedStreams:
         self.listener.on_new(stream)
         return stream
 
+    def serve_thread(self) -> None:
+        """See `Streams`."""
+
     @contextmanager
     def use(self, stream: int) -> Iterator[None]:
         """See `Streams`."""

@@ -183,7 +183,7 @@ class Replica:
         )
         state = anything(outer=outer)
         self.queue = SyncQueue(anything(), groups, settings, anything(), state, anything())
-        self.queue.begin_thread(torch.no_grad)
+        self.queue.begin_thread()
 
     def land(self, num_shards: int) -> list[float]:
         """Land some units; the parameters then."""
@@ -194,7 +194,7 @@ class Replica:
 
 def replicas_of(network: Network, wire: Wire, *, offload: bool = False) -> list[Replica]:
     """Two of one rank each."""
-    alone = anything(all_gather=lambda mine: mine.unsqueeze(0), size=1)
+    alone = anything(all_gather=lambda mine: mine.unsqueeze(0), size=1, is_own=False)
     return [
         Replica(
             rank, anything(sync=group, stage=alone, replica=alone, ties={}), wire, offload=offload

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_edit.comm.collectives import Group
+from megatron_edit.comm.collectives import Group, Work
 from megatron_edit.comm.staging import StagedProcessGroup
 from megatron_edit.comm.transport import Seat, choose_backend
 from megatron_edit.errors import ReplicaLostError, UsageError
@@ -38,6 +38,9 @@ class SlowStreams:
 
     def new(self) -> str:
         return "side"
+
+    def serve_thread(self) -> None:
+        pass
 
     @contextmanager
     def use(self, stream: str) -> Iterator[None]:
@@ -133,6 +136,28 @@ def test_who_needs_the_result_waits() -> None:
     lost = groups[0].start_all_reduce(torch.ones(1))
     with pytest.raises(ReplicaLostError, match="connection reset"):
         lost.wait()
+
+
+def test_what_is_given_away_crosses() -> None:
+    """Though nobody asks for it again, and another group is waited for: catches ranks of a replica
+    that wait for a message which is still on its device."""
+    network, streams, groups = pair()
+    groups[0].broadcast_nowait(torch.full((1,), 7.0))
+    received = torch.zeros(1)
+    streams[1].is_free = True
+    groups[1].start_broadcast(received).wait()
+    assert float(received) == 7.0 and network.messages
+
+
+def test_both_ways_begin() -> None:
+    """Each way of a phase is a group of its own: catches one that begins when the other is over."""
+    network, streams = Network(), SlowStreams()
+    ways = [staged(network, 0, streams), staged(network, 0, streams)]
+    ways[1].process_group._gloo.channel = "other"
+    works = [way.start_all_reduce(torch.ones(1)).works[0] for way in ways]
+    streams.is_free = True
+    assert not Work("both", tuple(works)).is_completed
+    assert {key[0] for key in network.messages} == {"whole", "other"}
 
 
 def test_gathered_rows() -> None:

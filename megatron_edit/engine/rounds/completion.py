@@ -132,8 +132,9 @@ class Completion:
             for shard, total in zip(plan.shards, sums, strict=True):
                 if total is not None:
                     weight = float(decision.weights[replica, shard.index])
-                    anchor = self.outer.units[shard.name].stage_anchor().ready()
+                    anchor = self.outer.units[shard.name].stage_anchor()
                     buffer = torch.empty(shard.numel, device=device)
-                    delta = shard.pseudo_gradient(anchor, buffer)
+                    delta = shard.pseudo_gradient(anchor.ready(), buffer)
+                    anchor.release()
                     total += weighted_contribution_(delta, weight)
         return sums

@@ -393,11 +393,13 @@ class InflightSync:
         return is_over
 
     def step_exchanged(self) -> None:
-        """Take the outer step of each unit whose average is there, in forward order, and start
-        others in their place.
+        """Of a sync that lands at once: take the outer step of each unit whose average is there, in
+        forward order, and start others in their place.
 
         Collective: the ranks of the pipeline stage.
         """
+        if not self.plan.rules.landing.is_immediate:
+            return
         self.advance()
         while (unit := self._first_open) is not None:
             with _naming(unit.shard):

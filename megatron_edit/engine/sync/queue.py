@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -116,22 +116,29 @@ class SyncQueue:
     num_landings: int = 0
     thread: ProgressThread | None = None
     _home: HomeStream = field(init=False)
+    _steps_beside: bool = False
 
-    def begin_thread(self, context: Callable[[], AbstractContextManager[None]]) -> None:
+    def begin_thread(self, explain: Callable[[Exception], Exception] = lambda error: error) -> None:
         """Let a thread go on with exchanges from here on, where they may need one.
 
         Args:
-            context: around all that it does.
+            explain: see `ProgressThread`.
         """
-        sync = self.groups.sync
+        sync, inside = self.groups.sync, (self.groups.stage, *self.groups.ties.values())
         if not self.settings.goes_on_beside_compute or sync.runs_in_order:
             return
+        # On a GPU they would come behind compute that waits for Megatron's own collectives: ranks
+        # that wait for each other could wait for ever. There the main thread takes the steps.
+        on_cpu = sync.device.type == "cpu"
+        self._steps_beside = on_cpu or all(group.size == 1 for group in inside)
 
-        def drive() -> Work | None:
-            with context(), self._home.alone():
-                return self._drive()
+        def ended(error: Exception) -> Exception:
+            for group in inside:  # the other ranks wait there for this one
+                if group.is_own:
+                    group.close()
+            return explain(error)
 
-        self.thread = ProgressThread(drive)
+        self.thread = ProgressThread(self._drive, ended)
         self._home = HomeStream(sync.streams, sync.streams.new())
 
     @property
@@ -194,14 +201,15 @@ class SyncQueue:
 
     def restore_anchor(self, sync: InflightSync) -> None:
         """Give the parameters the anchor that a sync has begun from. All ranks of the replica."""
-        sync.state.begin_sync()
-        for shard in sync.units.shards:
-            anchor = sync.state.units[shard.name].stage_anchor()
-            shard.scatter(anchor.ready())
-            anchor.release()
-            shard.publish()
-        if not sync.plan.selection.is_whole and not sync.had_finite_norms:
-            self._restore_others(sync)
+        with self._turn():
+            sync.state.begin_sync()
+            for shard in sync.units.shards:
+                anchor = sync.state.units[shard.name].stage_anchor()
+                shard.scatter(anchor.ready())
+                anchor.release()
+                shard.publish()
+            if not sync.plan.selection.is_whole and not sync.had_finite_norms:
+                self._restore_others(sync)
         self.num_landings += 1
         self.host.gather_parameters()
 
@@ -281,9 +289,11 @@ class SyncQueue:
 
     def _drive(self) -> Work | None:
         """What the thread does at its turn; then it waits for what this returns."""
-        if self.landing is not None and self.landing.plan.rules.landing.is_immediate:
-            self.landing.step_exchanged()
-        self._poll()
+        self.groups.sync.streams.serve_thread()
+        with torch.no_grad(), self._home.alone():
+            if self.landing is not None and self._steps_beside:
+                self.landing.step_exchanged()
+            self._poll()
         return next((work for sync in self._all() if (work := sync.on_wire) is not None), None)
 
     def _poll(self) -> None:
