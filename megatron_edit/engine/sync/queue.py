@@ -218,10 +218,8 @@ class SyncQueue:
         if (sync := self.landing) is None or sync.is_done:
             return
         began = time.monotonic()
-        with self._turn():
-            sync.advance()
-            for shard, has_bad_moments in sync.land_up_to(num_shards):
-                self._note_landing(sync, shard, has_bad_moments)
+        while (landed := self._land_next(sync, num_shards)) is not None:
+            self._note_landing(sync, *landed)
         sync.exposed += time.monotonic() - began
 
     def settle(self) -> None:
@@ -277,6 +275,14 @@ class SyncQueue:
             restore_sync(pending, self.host.plan, outer, self.groups, self.settings)
             for pending in saved
         )
+
+    def _land_next(self, sync: InflightSync, num_shards: int) -> tuple[UnitShard, bool] | None:
+        """Land a unit; see `InflightSync.land_up_to`. What follows a landing may communicate inside
+        the replica, and the others' threads may wait for this one's there: it is no part of the
+        turn."""
+        with self._turn():
+            sync.advance()
+            return next(sync.land_up_to(num_shards), None)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
