@@ -216,7 +216,8 @@ def test_exchanges_go_on_beside_the_main_thread(
         **{**GATHER, "num_layers": 4, **flags},
     )  # fmt: skip
     for rank in range(ranks):
-        assert read_beside(tmp_path, rank) == [True] * 3
+        seen = read_beside(tmp_path, rank)
+        assert len(seen) >= 2 and all(seen)
 
 
 @pytest.mark.parametrize("layout", ["m2", pytest.param("pp2", marks=pytest.mark.full)])
