@@ -57,8 +57,8 @@ class Work:
         try:
             for work in self.works:
                 work.wait()
-        except RuntimeError as error:  # gloo and NCCL report a dead or late peer like this
-            raise ReplicaLostError(f"{self.name}: a collective failed: {error}") from error
+        except RuntimeError as error:
+            raise _lost(self.name, error) from error
         self._is_over = True
 
     @property
@@ -70,7 +70,7 @@ class Work:
             # All are asked: over host memory that is what lets them begin.
             return all([work.is_completed() for work in self.works])
         except RuntimeError as error:
-            raise ReplicaLostError(f"{self.name}: a collective failed: {error}") from error
+            raise _lost(self.name, error) from error
 
     @property
     def on_wire(self) -> Work | None:
@@ -338,7 +338,12 @@ class Group:
         try:
             return Work(self.name, tuple(start()))
         except RuntimeError as error:
-            raise ReplicaLostError(f"{self.name}: a collective failed: {error}") from error
+            raise _lost(self.name, error) from error
+
+
+def _lost(name: str, error: RuntimeError) -> ReplicaLostError:
+    """Gloo and NCCL report a dead or late peer of a group as a `RuntimeError`."""
+    return ReplicaLostError(f"{name}: a collective failed: {error}")
 
 
 def all_reduce_payload(nbytes: int, size: int) -> int:

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 
 from megatron_edit.comm.collectives import Work
 
-POLL_SECONDS = 0.0002  # between two looks at what is on the wire, at least
-POLL_SHARE = 0.01  # of the time waited so far: who waits long need not look so often
+POLL_SECONDS = 0.0002  # between two polls of what is on the wire, at least
+POLL_SHARE = 0.01  # of the time waited so far: who waits long need not poll so often
 LONGEST_POLL_SECONDS = 0.005
 CLOSE_SECONDS = 5.0
 
@@ -24,8 +24,8 @@ class ProgressThread:
     """Calls `drive` again and again: when what is on the wire is over, and after each turn.
 
     One lock guards what both threads touch. The main thread holds it in a `turn`, this one while it
-    drives. It looks at the wire without the lock, and never blocks in the transport, so that a
-    process which fails may end at once.
+    drives. It polls the wire without the lock, and never blocks in the transport, so that a process
+    which fails may end at once.
 
     Args:
         drive: does all that needs no waiting; tells what to wait for, None where there is nothing.
@@ -49,19 +49,23 @@ class ProgressThread:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Inside, the thread does nothing; afterwards it looks anew for what it can do.
+        """Inside, the thread does nothing; afterwards it drives.
 
         Raises:
             Exception: what has ended the thread.
         """
         with self._changed:
-            if self.failure is not None:
-                raise self.failure
+            self.raise_failure()
             if self._thread is None:
                 self._start()
             yield
             self._has_news = True
             self._changed.notify()
+
+    def raise_failure(self) -> None:
+        """Raise what has ended the thread, if anything has."""
+        if self.failure is not None:
+            raise self.failure
 
     def close(self) -> None:
         """End the thread. Idempotent; there is no turn afterwards.
@@ -83,7 +87,7 @@ class ProgressThread:
     def _run(self) -> None:
         try:
             while not self._is_closed:
-                self._look(self._do_turn())
+                self._poll_wire(self._do_turn())
         except Exception as error:
             self.failure = error  # heard at the next turn
             self.failure = self._explain(error)
@@ -98,8 +102,8 @@ class ProgressThread:
             self._has_news = False
             return self._drive()
 
-    def _look(self, work: Work | None) -> None:
-        """Look at the wire until something is over there: then there is something new."""
+    def _poll_wire(self, work: Work | None) -> None:
+        """Poll what is on the wire until it is over: then there is something new."""
         if work is None:
             return
         began = time.monotonic()

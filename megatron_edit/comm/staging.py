@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,16 +95,12 @@ class StagedProcessGroup:
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> StagedWork:
         """As torch's."""
-        pairs = [(tensor, self._room(tensor)) for tensor in tensors]
-        host = [place for _, place in pairs]
-        return self._begin(pairs, pairs, lambda: self._gloo.allreduce(host, options))
+        return self._begin_in_place(self._gloo.allreduce, tensors, options)
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> StagedWork:
         """As torch's; the host waits for the copy down. Who gives something away may never ask for
         it again, and what nobody asks for would not cross."""
-        pairs = [(tensor, self._room(tensor)) for tensor in tensors]
-        host = [place for _, place in pairs]
-        work = self._begin(pairs, pairs, lambda: self._gloo.broadcast(host, options))
+        work = self._begin_in_place(self._gloo.broadcast, tensors, options)
         self.begin_until(work)
         return work
 
@@ -149,28 +145,34 @@ class StagedProcessGroup:
 
     def upload(self, pairs: Sequence[Pair]) -> Event:
         """Begin to copy back to the device; the event behind it."""
-        streams = self.streams
-        streams.wait(self._side, streams.record(streams.current()))
-        with streams.use(self._side):
-            for tensor, place in pairs:
-                tensor.copy_(place, non_blocking=True)
-                streams.keep(tensor, self._side)
-        return streams.record(self._side)
+        return self._copy((tensor, place, tensor) for tensor, place in pairs)
+
+    def _begin_in_place(
+        self, collective: Callable[..., Any], tensors: Sequence[Tensor], options: Any
+    ) -> StagedWork:
+        pairs = [(tensor, self._room(tensor)) for tensor in tensors]
+        host = [place for _, place in pairs]
+        return self._begin(pairs, pairs, lambda: collective(host, options))
 
     def _begin(
         self, sources: Sequence[Pair], results: Sequence[Pair], start: Callable[[], Any]
     ) -> StagedWork:
-        streams = self.streams
-        streams.wait(self._side, streams.record(streams.current()))
-        with streams.use(self._side):
-            for tensor, place in sources:
-                place.copy_(tensor, non_blocking=True)
-                streams.keep(tensor, self._side)
-        work = StagedWork(self, streams.record(self._side), start, results)
+        downloaded = self._copy((place, tensor, tensor) for tensor, place in sources)
+        work = StagedWork(self, downloaded, start, results)
         with self.lock:
             self._waiting.append(work)
             self.begin_ready()
         return work
+
+    def _copy(self, copies: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Event:
+        """Begin to copy, beside compute: target, source, and which of them is on the device."""
+        streams = self.streams
+        streams.wait(self._side, streams.record(streams.current()))
+        with streams.use(self._side):
+            for target, source, on_device in copies:
+                target.copy_(source, non_blocking=True)
+                streams.keep(on_device, self._side)
+        return streams.record(self._side)
 
     def _begin_next(self) -> None:
         self._waiting[0].begin()  # it stays the next where that fails

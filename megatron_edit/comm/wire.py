@@ -71,6 +71,12 @@ class Residual:
     summed: Tensor
 
 
+def addend_of(values: Tensor, residual: Residual | None, is_left_out: bool) -> Addend:
+    """What a rank adds, with what it has lost before; see `Wire.start`."""
+    sent, summed = (None, None) if residual is None else (residual.sent, residual.summed)
+    return Addend(values, sent, summed, is_left_out)
+
+
 @dataclass(frozen=True)
 class Wire:
     """How sums travel.
@@ -155,13 +161,12 @@ class Wire:
             is_left_out: this rank adds exact zeros, whatever `values` holds, and what it has
                 lost before stays as it is.
         """
-        sent, summed = (None, None) if residual is None else (residual.sent, residual.summed)
         if self.codec is None:
             assert residual is None, f"wire {self.name} loses nothing"
             return group.start_all_reduce(values.zero_() if is_left_out else values)
         if values.numel() == 0:  # ZeRO cuts without regard to units: a shard may be empty
             return Work(group.name)
-        return self._start_coded(group, self.codec, [Addend(values, sent, summed, is_left_out)])
+        return self._start_coded(group, self.codec, [addend_of(values, residual, is_left_out)])
 
     def start_together(self, group: Group, addends: Sequence[Addend]) -> Exchange:
         """Begin several exchanges as one, where collectives run in order; see `start`.
@@ -183,12 +188,12 @@ class Wire:
         assert group.size == 1 or has_phases, f"{group.name}: not made for {self.name}"
         exchange = CodedExchange.prepare(group, codec, addends)
         with beside_compute(group):
-            self.go_on(group)
+            self.progress(group)
             exchange.begin()
             group.backlog.append(exchange)
         return exchange
 
-    def go_on(self, group: Group) -> None:
+    def progress(self, group: Group) -> None:
         """Where collectives run in order: let the device go on with all exchanges that have begun,
         though it may have to wait for them. Waits for nothing."""
         if group.runs_in_order:

@@ -7,7 +7,8 @@ tests answer with plain tensors.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from torch import Tensor
@@ -204,7 +205,7 @@ class EngineGroups:
 
     @property
     def _inside(self) -> tuple[Group, ...]:
-        """Megatron's own, in an order that is the same on all ranks."""
+        """Inside the replica, in an order that is the same on all ranks."""
         return (self.replica, self.stage, *(self.ties[name] for name in sorted(self.ties)))
 
 
@@ -240,7 +241,6 @@ class EngineSettings:
         overlap: whether units land in the forward pass, where the host can.
         prefetch_units: units in flight in overlap mode.
         offload: whether the outer state lives in host memory.
-        depth: units in flight at most, of a sync that lands at once.
     """
 
     schedule: Schedule
@@ -255,12 +255,13 @@ class EngineSettings:
     overlap: bool = False
     prefetch_units: int = 2
     offload: bool = False
-    depth: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "depth", self.prefetch_units if self.overlap else 1)
+    @cached_property
+    def depth(self) -> int:
+        """Units in flight at most, of a sync that lands at once."""
+        return self.prefetch_units if self.overlap else 1
 
     @property
-    def goes_on_beside_compute(self) -> bool:
+    def overlaps_compute(self) -> bool:
         """Whether exchanges may be under way while the host computes."""
         return self.overlap or not self.landing.is_immediate

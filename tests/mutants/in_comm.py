@@ -41,8 +41,9 @@ COMM = (
         id="comm/lost-peer-unnamed",
         bug="a collective that failed is a bare RuntimeError: exit code 1 instead of 4",
         file="comm/collectives.py",
-        old="except RuntimeError as error:  # gloo and NCCL",
-        new="except ZeroDivisionError as error:  # gloo and NCCL",
+        old="except RuntimeError as error:\n            raise _lost(self.name, error) from error\n"
+        "        self._is_over",
+        new="except ZeroDivisionError as error:\n            raise\n        self._is_over",
         test="pure/test_exchange.py::test_a_broken_connection_is_a_lost_replica",
     ),
     Mutant(
@@ -241,7 +242,7 @@ COMM = (
         id="comm/thread-dies-in-silence",
         bug="nobody learns what has ended the thread: training waits for ever",
         file="comm/progress.py",
-        old="            if self.failure is not None:\n                raise self.failure\n",
+        old="            self.raise_failure()\n",
         new="",
         test="pure/test_progress.py::test_what_ends_it_is_heard",
     ),

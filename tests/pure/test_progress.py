@@ -177,7 +177,8 @@ class Replica:
         self.plan, self.outer = plan, outer
         self.sync = InflightSync(sync_plan, outer, groups, wire, 2, 0.0, 0.0)
         settings = anything(
-            goes_on_beside_compute=True,
+            overlaps_compute=True,
+            overlap=True,
             digest_interval=10,
             schedule=anything(fragments=1),
         )
@@ -192,15 +193,21 @@ class Replica:
         return [float(shard.gather(torch.empty(2))[0]) for shard in self.plan.shards]
 
 
-def replicas_of(network: Network, wire: Wire, *, offload: bool = False) -> list[Replica]:
-    """Two of one rank each."""
+@contextmanager
+def replicas_of(
+    network: Network, wire: str = "fp32", *, offload: bool = False
+) -> Iterator[list[Replica]]:
+    """Two of one rank each, whose threads end with the test."""
     alone = anything(all_gather=lambda mine: mine.unsqueeze(0), size=1, is_own=False)
-    return [
-        Replica(
-            rank, anything(sync=group, stage=alone, replica=alone, ties={}), wire, offload=offload
-        )
-        for rank, group in enumerate(groups_of(2, network))
-    ]
+    replicas = []
+    for rank, group in enumerate(groups_of(2, network)):
+        groups = anything(sync=group, stage=alone, replica=alone, ties={})
+        replicas.append(Replica(rank, groups, Wire.of(wire), offload=offload))
+    try:
+        yield replicas
+    finally:
+        for replica in replicas:
+            replica.queue.close()
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -208,27 +215,21 @@ def replicas_of(network: Network, wire: Wire, *, offload: bool = False) -> list[
 def test_nobody_waits_for_a_forward_pass(wire: str, offload: bool) -> None:
     """One replica lands all units while the other is still before its first: catches exchanges
     that begin only when the slower one comes by, and buffers that only a landing frees."""
-    fast, slow = replicas = replicas_of(Network(patience=SOON), Wire.of(wire), offload=offload)
-    try:
-        for replica in replicas:
+    with replicas_of(Network(patience=SOON), wire, offload=offload) as (fast, slow):
+        for replica in (fast, slow):
             replica.queue.begin_landing(replica.sync)
         # D = 1.5 in the mean; A <- 0 - (1.5 + 0.5 x 1.5)
         assert fast.land(len(UNITS)) == [-2.25] * len(UNITS)
         assert slow.land(0) == [-2.0] * len(UNITS)
         assert slow.land(4) == [-2.25] * 4 + [-2.0] * 2
         assert slow.land(len(UNITS)) == [-2.25] * len(UNITS)
-        for replica in replicas:
+        for replica in (fast, slow):
             assert [u.momentum[0] for u in replica.outer.units.values()] == [1.5] * len(UNITS)
-    finally:
-        for replica in replicas:
-            replica.queue.close()
 
 
 def test_no_more_units_are_open_than_allowed() -> None:
     """Catches a thread that takes the memory of all units at once."""
-    network = Network(patience=SOON)
-    fast, slow = replicas_of(network, Wire.of("fp32"))
-    try:
+    with replicas_of(Network(patience=SOON)) as (fast, slow):
         fast.queue.begin_landing(fast.sync)
         time.sleep(0.05)
         assert [unit.shard.name for unit in fast.sync.inflight_units] == UNITS[:2]
@@ -236,15 +237,10 @@ def test_no_more_units_are_open_than_allowed() -> None:
         assert in_time(lambda: all(unit.is_stepped for unit in fast.sync.inflight_units))
         assert in_time(lambda: len(fast.sync.inflight_units) == len(UNITS))
         assert all(unit.average is None for unit in fast.sync.inflight_units)
-    finally:
-        fast.queue.close()
-        slow.queue.close()
 
 
 def test_landings_are_the_main_threads_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread does nothing while one is under way: catches two that change a sync at once."""
-    network = Network(patience=SOON)
-    fast, slow = replicas_of(network, Wire.of("fp32"))
     driving: set[int] = set()
     seen: list[bool] = []
     drive, land = SyncQueue._drive, InflightSync.land_next
@@ -264,7 +260,7 @@ def test_landings_are_the_main_threads_turns(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(SyncQueue, "_drive", slow_drive)
     monkeypatch.setattr(InflightSync, "land_next", watched)
-    try:
+    with replicas_of(Network(patience=SOON)) as (fast, slow):
         for replica in (fast, slow):
             replica.queue.begin_landing(replica.sync)
         for count in range(1, len(UNITS) + 1):
@@ -272,20 +268,13 @@ def test_landings_are_the_main_threads_turns(monkeypatch: pytest.MonkeyPatch) ->
             fast.land(count)
             slow.land(count)
         assert seen == [False] * 2 * len(UNITS)
-    finally:
-        fast.queue.close()
-        slow.queue.close()
 
 
 def test_a_lost_peer_is_told_of_at_the_landing() -> None:
     """With the unit in which it was: catches a thread that dies in silence, and a hang."""
     network = Network(patience=SOON)
-    fast, slow = replicas_of(network, Wire.of("fp32"))
-    try:
+    with replicas_of(network) as (fast, _):
         fast.queue.begin_landing(fast.sync)
         network.is_broken = True
         with pytest.raises(ReplicaLostError, match=r"unit layer\.0: .*connection reset"):
             fast.land(1)
-    finally:
-        fast.queue.close()
-        slow.queue.close()

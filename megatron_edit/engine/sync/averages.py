@@ -18,11 +18,7 @@ def _tie_copies(shard: UnitShard, average: Tensor, groups: EngineGroups) -> None
     round differently; after this, equal anchors stay equal.
     """
     for tie, group in groups.ties.items():
-        chosen = [
-            where
-            for param, where in zip(shard.params, shard.slices, strict=True)
-            if param.tie == tie
-        ]
+        chosen = _places_of(shard, tie)
         if not chosen or group.size == 1 or _is_told_with_norm(shard, tie):
             continue
         copies = torch.cat([average[where] for where in chosen])
@@ -30,6 +26,12 @@ def _tie_copies(shard: UnitShard, average: Tensor, groups: EngineGroups) -> None
         parts = copies.split([where.stop - where.start for where in chosen])
         for where, part in zip(chosen, parts, strict=True):
             average[where].copy_(part)
+
+
+def _places_of(shard: UnitShard, tie: str) -> list[slice]:
+    """Where the copies of a tie lie in the shard."""
+    params = zip(shard.params, shard.slices, strict=True)
+    return [where for param, where in params if param.tie == tie]
 
 
 def agree_on_average(shard: UnitShard, average: Tensor, groups: EngineGroups) -> Tensor:
@@ -67,12 +69,8 @@ def _tie_embedding(shard: UnitShard, average: Tensor, squares: Tensor, stages: G
         squares: float64 scalar, of this stage.
         stages: that hold a copy; rank 0 is the first stage.
     """
-    chosen = [
-        where
-        for param, where in zip(shard.params, shard.slices, strict=True)
-        if param.tie == TIED_EMBEDDING
-    ]
-    parts = [average[where].view(torch.int32) for where in chosen]
+    places = _places_of(shard, TIED_EMBEDDING)
+    parts = [average[where].view(torch.int32) for where in places]
     parts.append(squares.reshape(1).view(torch.int32))
     message = torch.cat(parts)
     stages.broadcast_nowait(message)

@@ -28,7 +28,7 @@ from torch.profiler import record_function
 
 from megatron_edit.comm.collectives import Work
 from megatron_edit.comm.compressed_all_reduce import Addend
-from megatron_edit.comm.wire import Exchange, Wire
+from megatron_edit.comm.wire import Exchange, Wire, addend_of
 from megatron_edit.engine.checks.finite import finite_units
 from megatron_edit.engine.host import EngineGroups
 from megatron_edit.engine.rounds.plan import Decision, SyncRules
@@ -213,9 +213,7 @@ class UnitSync:
         """What is still to be launched; None where nothing is."""
         if self.average is None or self.is_exchanged or self._exchange is not None:
             return None
-        residual = self.home.residual
-        sent, summed = (None, None) if residual is None else (residual.sent, residual.summed)
-        return Addend(self.average, sent, summed, self.is_excluded)
+        return addend_of(self.average, self.home.residual, self.is_excluded)
 
     def await_average(self) -> None:
         """Wait until the average is there."""
@@ -494,7 +492,7 @@ class InflightSync:
         self._num_landed += 1
         del unit  # its buffers make room for the unit that starts now
         if self.groups.sync.runs_in_order:
-            self.wire.go_on(self.groups.sync)  # units that were launched before this one landed
+            self.wire.progress(self.groups.sync)  # units that were launched before this one landed
         self.advance()
         if self.is_done:
             if self.state.offload_streams is not None:

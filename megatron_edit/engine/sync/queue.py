@@ -125,12 +125,12 @@ class SyncQueue:
             explain: see `ProgressThread`.
         """
         sync, inside = self.groups.sync, (self.groups.stage, *self.groups.ties.values())
-        if not self.settings.goes_on_beside_compute or sync.runs_in_order:
+        if not self.settings.overlaps_compute or sync.runs_in_order:
             return
         # On a GPU they would come behind compute that waits for Megatron's own collectives: ranks
         # that wait for each other could wait for ever. There the main thread takes the steps.
-        on_cpu = sync.device.type == "cpu"
-        self._steps_beside = on_cpu or all(group.size == 1 for group in inside)
+        is_safe = sync.device.type == "cpu" or all(group.size == 1 for group in inside)
+        self._steps_beside = self.settings.overlap and is_safe
 
         def ended(error: Exception) -> Exception:
             for group in inside:  # the other ranks wait there for this one
@@ -153,15 +153,17 @@ class SyncQueue:
 
     def poll(self) -> None:
         """Let exchanges go on. Waits for nothing. See the note on the order of syncs."""
-        with self._turn():
+        if self.thread is None:
             self._poll()
+        else:
+            self.thread.raise_failure()
 
     def poll_if_busy(self) -> bool:
-        """Let exchanges go on; whether there are any that need it."""
+        """Let exchanges go on; whether there are any, and nobody else does."""
         if not self.is_busy:
             return False
         self.poll()
-        return True
+        return self.thread is None
 
     def due(self, step: int) -> list[InflightSync]:
         """Syncs that land after step `step`."""
@@ -473,8 +475,8 @@ def restore_sync(
         tuple(saved["inner_steps"]),
         tuple(saved["samples"]),
     )
-    depth, began = settings.prefetch_units, time.monotonic()
-    sync = InflightSync(plan, outer, groups, settings.wire, depth, began, waited=0.0)
+    began = time.monotonic()
+    sync = InflightSync(plan, outer, groups, settings.wire, settings.depth, began, waited=0.0)
     sync.is_reported = saved["is_stepped"]  # when the checkpoint was written
     for shard in sync.units.shards:
         sync._inflight.append(

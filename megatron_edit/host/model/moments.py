@@ -36,24 +36,19 @@ def zero_nonfinite(optimizers: Sequence[InnerOptimizer], main: Tensor | None) ->
 def reset(optimizers: Sequence[InnerOptimizer]) -> None:
     """Forget all moments, and how many steps were made. Main shards that lie among them stay."""
     for inner in optimizers:
-        if inner.optimizer is None:
+        optimizer = inner.optimizer
+        if optimizer is None:
             continue
-        for optimizer in _with_parts(inner.optimizer):
-            if any(MASTER in state for state in optimizer.state.values()):
-                _zero_beside_main(optimizer)
-            else:
-                optimizer.state.clear()
-            for group in optimizer.param_groups:
-                group.pop("step", None)
-
-
-def _with_parts(optimizer: TorchOptimizer) -> Iterator[TorchOptimizer]:
-    """An optimizer, after those that it hands its parameters to."""
-    if hasattr(optimizer, "sub_optimizers"):
-        for part in cast(HybridOptimizer, optimizer).sub_optimizers:
-            part.state.clear()  # their main shards are their parameters, and stay
-        optimizer.state.clear()
-    yield optimizer
+        if hasattr(optimizer, "sub_optimizers"):
+            for part in cast(HybridOptimizer, optimizer).sub_optimizers:
+                part.state.clear()  # their main shards are their parameters, and stay
+            optimizer.state.clear()
+        elif any(MASTER in state for state in optimizer.state.values()):
+            _zero_beside_main(optimizer)
+        else:
+            optimizer.state.clear()
+        for group in optimizer.param_groups:
+            group.pop("step", None)
 
 
 def _zero_beside_main(optimizer: TorchOptimizer) -> None:
