@@ -2,7 +2,7 @@
 
 `Forks` starts ranks as children of a process that has imported already what takes long;
 `Hosts` starts each in a host of a network lab, on a core of its own. Both give a `Training`, which
-waits for what is to be measured, or for the end. Nothing here uses a GPU.
+waits for what is to be measured, or for the end. Nothing uses a GPU that is not asked to.
 """
 
 from __future__ import annotations
@@ -159,16 +159,24 @@ class Forks:
     Args:
         first_port: where to look for ports that are free.
         time_limit: seconds of a training; ranks end themselves some time after it.
-        preload: modules that are imported once, in a process from which all ranks are forked.
+        preload: modules that are imported once, in a process from which all ranks are forked. It
+            never uses a device, so that what is forked from it may.
+        gpus: whether ranks may use this machine's.
     """
 
     def __init__(
-        self, first_port: int, time_limit: float, preload: Sequence[str] = PRELOADED
+        self,
+        first_port: int,
+        time_limit: float,
+        preload: Sequence[str] = PRELOADED,
+        *,
+        gpus: bool = False,
     ) -> None:
         self._last_port = first_port - 1
         self._limit_seconds = int(time_limit) + GRACE_SECONDS
         os.environ["OMP_NUM_THREADS"] = "1"  # the ranks share this machine's cores
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        if not gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ["PYTHONPATH"] = _python_path()  # of the process below
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(preload))

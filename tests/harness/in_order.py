@@ -402,6 +402,7 @@ class Rank:
         tie: tuple[int, int] | None = None,
         on_outer_state: Callable[[Iterable[Tensor]], None] = lambda tensors: None,
         on_meeting: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        sync: Group | None = None,
     ) -> Rank:
         """A rank of the first replica, the training of which has not begun.
 
@@ -415,6 +416,7 @@ class Rank:
             tie: its rank in the group of stages with a copy of the embedding, and their number.
             on_outer_state: told the anchors and momenta.
             on_meeting: around each exchange of records.
+            sync: over which averages travel; None is one like NCCL's.
         """
         assert config.num_replicas is not None
 
@@ -426,7 +428,7 @@ class Rank:
         def in_order(name: str, rank: int, size: int) -> Group:
             return group(InOrderGroup(streams, name, rank, size), rank, size, name)
 
-        sync = in_order("sync", 0, config.num_replicas)
+        sync = sync or in_order("sync", 0, config.num_replicas)
         meeting = group(HostGroup(sync.size, on_meeting), 0, sync.size, "meeting")
         groups = EngineGroups(
             sync, meeting, in_order("replica", 0, ranks * stages), in_order("stage", 0, ranks),

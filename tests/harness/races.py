@@ -128,6 +128,12 @@ class RaceDetector(TorchDispatchMode):  # type: ignore[misc]
             for key in memory.edges.values():
                 self._infos[key] = TensorInfo(None)
 
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """`Tensor.cpu` as it is for a tensor of a device: the host waits for the copy."""
+        room = torch.empty_like(tensor)
+        self.pin([room])
+        return room.copy_(tensor)
+
     # ---- what operations do
 
     def __torch_dispatch__(

@@ -7,17 +7,24 @@ fence, or one note that memory is in use, of the real code.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_edit.config import EditConfig
+from megatron_edit.engine import EditEngine
+from megatron_edit.engine.rounds import controller
+from megatron_edit.engine.rounds.plan import RoundPlan, plan_round
+from megatron_edit.engine.sync import queue
 from tests.harness.in_order import Mistake, Rank, plan_of
 from tests.harness.races import RaceDetector
+from tests.harness.sockets import ThreadInTurns, staged_group
 
 UNITS = {"embedding": (6, 2), "layer.1": (5, 3), "layer.2": (4, 4), "final": (3,)}
 NUM_STEPS = 10
@@ -49,6 +56,11 @@ MODES: dict[str, tuple[dict[str, Any], bool]] = {
     "mix-offload": ({**DELAYED, "mix": 0.5, "offload": True}, True),
     "three-in-flight": ({"prefetch_units": 3, "offload": True}, True),
 }
+
+
+# Over gloo the same, with copies through host memory and the turns of the progress thread.
+SOCKETS = ["overlap", "blocking", "offload", "delayed", "offload-delayed", "co2", "bf16", "int8",
+           "int8-delayed", "int8-offload", "mix"]  # fmt: skip
 
 
 class Training:
@@ -125,27 +137,61 @@ def watched(
     saves_after: int = 7,
     num_steps: int = NUM_STEPS,
     is_fast: bool = False,
+    ranks: int = 2,
 ) -> tuple[RaceDetector, Rank]:
     """A run that the detector has watched."""
-    changes, is_overlapped = MODES[mode.removeprefix("broken ")]
+    over_sockets = mode.startswith("sockets ")
+    changes, is_overlapped = MODES[mode.removeprefix("broken ").removeprefix("sockets ")]
     if mode.startswith("broken "):  # and nothing lets the host wait for the device before
         breaks_after, saves_after, changes = BREAKS, 0, {**changes, "digest_interval": 100}
     with torch.no_grad(), RaceDetector(is_fast=is_fast) as detector:
         detector.streams.mistake = mistake
-        rank = Rank.build(
-            detector.streams,
-            config_of(**changes),
-            plan_of(units),
-            is_overlapped=is_overlapped,
-            tie=(1, 2),
-            on_outer_state=detector.pin if changes.get("offload") else lambda tensors: None,
-        )
+        in_turns = ThreadInTurns(detector.streams)
+        with mock.patch.object(queue, "ProgressThread", in_turns.made):
+            rank = Rank.build(
+                detector.streams,
+                config_of(**changes),
+                plan_of(units),
+                is_overlapped=is_overlapped,
+                ranks=ranks,
+                tie=None if over_sockets else (1, 2),
+                on_outer_state=detector.pin if changes.get("offload") else lambda tensors: None,
+                sync=staged_group(2, detector.streams, detector.pin) if over_sockets else None,
+            )
+        if over_sockets and ranks > 1:  # on GPUs the main thread takes the steps then
+            rank.engine._queue._steps_beside = False
         try:
-            Training(rank, breaks_after, saves_after).run(num_steps)
+            with seen_on_host(detector, rank.engine) if over_sockets else nullcontext():
+                Training(rank, breaks_after, saves_after).run(num_steps)
         finally:
             rank.engine.close()
     assert detector.num_accesses > 1000
+    assert bool(in_turns.num_turns) == (over_sockets and mode != "sockets blocking")
     return detector, rank
+
+
+@contextmanager
+def seen_on_host(detector: RaceDetector, engine: EditEngine) -> Iterator[None]:
+    """Where two streams are at work it counts which tensors are the host's: sizes, those of
+    decisions, and those that `cpu` waits for."""
+    detector.pin([engine._queue.footprint.unit_numels])
+
+    def planned(*args: Any, **kwargs: Any) -> RoundPlan:
+        plan = plan_round(*args, **kwargs)
+        if (decided := plan.decision) is not None:
+            verdict = decided.verdict
+            tables = (decided.norms, decided.weights, decided.rollback, verdict.anomalous)
+            detector.pin((*tables, verdict.scores))
+        return plan
+
+    def fetched(tensor: Tensor) -> Tensor:
+        return detector.fetch(tensor)
+
+    with (
+        mock.patch.object(controller, "plan_round", planned),
+        mock.patch.object(torch.Tensor, "cpu", fetched),
+    ):
+        yield
 
 
 def races(mode: str, mistake: Mistake | None = None, **rest: Any) -> list[str]:
@@ -164,6 +210,21 @@ def test_no_races(mode: str) -> None:
 def test_no_races_where_the_device_is_fast(mode: str) -> None:
     """The host finds every collective done when it asks, and takes that for a wait."""
     assert races(mode, is_fast=True) == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("mode", SOCKETS)
+def test_no_races_over_sockets(mode: str, ranks: int) -> None:
+    """Copies go through host memory, and the progress thread takes outer steps, or, with several
+    ranks in a replica, exchanges alone. Would catch gloo on memory that a copy is still at work on,
+    and work of the thread that the main thread's stream does not wait for."""
+    assert races(f"sockets {mode}", ranks=ranks) == []
+
+
+@pytest.mark.parametrize("mode", ["overlap", "offload-delayed", "int8"])
+def test_no_races_over_sockets_where_the_device_is_fast(mode: str) -> None:
+    """The host finds every copy done when it asks, so that more is done in the thread's turns."""
+    assert races(f"sockets {mode}", ranks=1, is_fast=True) == []
 
 
 MISTAKES: dict[str, tuple[str, Mistake]] = {
@@ -197,6 +258,24 @@ MISTAKES: dict[str, tuple[str, Mistake]] = {
     "encoded batch not awaited": ("int8-delayed", Mistake("work", "CodedExchange.wait")),
     "norms not awaited": ("overlap", Mistake("work", "Group.all_gather")),
     "copies not awaited": ("overlap", Mistake("work", "Group.broadcast_nowait")),
+    "down before it is computed": ("sockets overlap", Mistake("wait", "StagedProcessGroup._copy")),
+    "no event behind the way down": (
+        "sockets overlap",
+        Mistake("record", "StagedProcessGroup._copy", "record(self._side"),
+    ),
+    "sent before it is down": (
+        "sockets overlap",
+        Mistake("synchronize", "StagedProcessGroup.begin_until"),
+    ),
+    "read before it is up": ("sockets overlap", Mistake("wait", "StagedWork.wait")),
+    "thread not after the main thread": (
+        "sockets overlap",
+        Mistake("wait", "HomeStream.entered", "wait(self._stream"),
+    ),
+    "main thread not after the thread": (
+        "sockets overlap",
+        Mistake("wait", "HomeStream.entered", "wait(current"),
+    ),
 }
 
 

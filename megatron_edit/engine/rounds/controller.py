@@ -273,7 +273,7 @@ class SyncController:
             waited=waited,
         )
         if not settings.landing.is_immediate:  # also at the end: another may land before it
-            sync.prepare_all()
+            self.queue.prepare(sync)
         return sync
 
     def _start(self, sync: InflightSync) -> None:

@@ -130,11 +130,12 @@ class UnitSync:
             buffer = torch.empty(shard.numel, dtype=torch.float32, device=device)
             anchor = home.stage_anchor() if staged is None else staged.anchor
             weight = float(decision.weights[replica, shard.index])
-            if unit.snapshot is None:
-                delta = shard.pseudo_gradient(anchor.ready(), buffer)
-            else:
-                delta = torch.sub(anchor.ready(), unit.snapshot, out=buffer)
-            unit.average = weighted_contribution_(delta, weight)
+            with record_function("edit/addend"):
+                if unit.snapshot is None:
+                    delta = shard.pseudo_gradient(anchor.ready(), buffer)
+                else:
+                    delta = torch.sub(anchor.ready(), unit.snapshot, out=buffer)
+                unit.average = weighted_contribution_(delta, weight)
             if staged is None:
                 anchor.release()
         return unit
@@ -236,8 +237,9 @@ class UnitSync:
         began = time.monotonic()
         self.await_average()
         waited = time.monotonic() - began
-        norm = agree_on_average(self.shard, self.average, groups)
-        clip = clip_factor(norm, rules.max_norm)
+        with record_function("edit/norms"):
+            norm = agree_on_average(self.shard, self.average, groups)
+            clip = clip_factor(norm, rules.max_norm)
         staged = self._stage()
         with record_function("edit/outer-step"):
             rules.outer.step_(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.streams import Streams, streams_of
@@ -212,11 +213,12 @@ def replica_norms(
     scratch = torch.empty(plan.largest_numel, dtype=torch.float32, device=device)
     squares = torch.zeros(len(plan.names), dtype=torch.float64, device=device)
     state.begin_sync()
-    for shard, anchor in state.stages(plan.shards, UnitState.stage_anchor):
-        delta = shard.pseudo_gradient(anchor.ready(), scratch)
-        squares[shard.index] = shard.squared_norm(delta)
-        if state.offload_streams is not None:
-            anchor.release()
-        del anchor  # the next but one takes its place
+    with record_function("edit/norms"):
+        for shard, anchor in state.stages(plan.shards, UnitState.stage_anchor):
+            delta = shard.pseudo_gradient(anchor.ready(), scratch)
+            squares[shard.index] = shard.squared_norm(delta)
+            if state.offload_streams is not None:
+                anchor.release()
+            del anchor  # the next but one takes its place
     state.end_sync()
     return sum_in_rank_order(replica.all_gather(squares)).sqrt()

@@ -174,6 +174,12 @@ class SyncQueue:
         wanted = set(selection.indices)
         return [s for s in self._all() if wanted & set(s.plan.selection.indices)]
 
+    def prepare(self, sync: InflightSync) -> None:
+        """Compute the addends of a sync that lands later, on the stream that will work on them: to
+        that one their memory goes back."""
+        with self._turn():
+            sync.prepare_all()
+
     def add(self, sync: InflightSync) -> None:
         """A sync begins that lands later."""
         with self._turn():
@@ -273,10 +279,11 @@ class SyncQueue:
         """Go on with syncs that had not landed when a checkpoint was written."""
         outer = self.state.outer
         assert outer is not None, "syncs in flight before the switch"
-        self.pending.extend(
-            restore_sync(pending, self.host.plan, outer, self.groups, self.settings)
-            for pending in saved
-        )
+        with self._turn():  # see `prepare`
+            self.pending.extend(
+                restore_sync(pending, self.host.plan, outer, self.groups, self.settings)
+                for pending in saved
+            )
 
     def _land_next(self, sync: InflightSync, num_shards: int) -> tuple[UnitShard, bool] | None:
         """Land a unit; see `InflightSync.land_up_to`. What follows a landing may communicate inside

@@ -1,0 +1,155 @@
+"""Whether EDiT trains rightly on this machine's GPUs, and what its syncs cost there.
+
+    scripts/gpu_check.sh --output benchmarks/results/gpu_check.json
+
+Small trainings in every mode: replicas are equal after every sync, and losses are those of the
+same training on the CPU. Larger ones, on GPUs only: launches and device time of a sync by the
+engine's marks in a trace of torch's profiler, beside the time in which the device would copy the
+bytes that a sync cannot do without; the time of training that syncs take; the device memory beyond
+that of stock Megatron. On one GPU two replicas share it: each is a world of NCCL by itself, and
+between them goes gloo, through pinned host memory, as NCCL refuses two ranks on one device. On
+several GPUs each rank has its own, with NCCL between the replicas, and once gloo.
+
+Prints Markdown; writes OUTPUT (its numbers), the page and a picture beside it, the traces, and the
+folder of all runs. `--device cpu` writes the losses that others are compared with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from frame.launch import REPOSITORY, RunFailedError
+from frame.study import (
+    ABOUT_FILES,
+    Study,
+    add_common,
+    common_flags,
+    parse_quick,
+    parts_of,
+    read_one,
+)
+from gpu_parts.analysis import Analysis
+from gpu_parts.cases import Case, cases_for, chosen
+from gpu_parts.report import draw, markdown
+from gpu_parts.runs import Bench, DeviceError, Reading, copy_rate, device_of
+
+from megatron_edit.tools.cli.one_line import OneLineParser
+
+REFERENCE = REPOSITORY / "benchmarks" / "results" / "gpu_check_cpu.json"
+QUICK: dict[str, Any] = {"cases": "stock,overlap"}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check and report; the exit code is 1 where a check failed."""
+    args = parse(argv)
+    results = Results(args)
+    results.measure_all()
+    results.study.write()
+    summary, failures = results.summary(), results.failures()
+    page = markdown(summary, failures)
+    print(page)
+    args.output.with_suffix(".md").write_text(f"# GPU check\n\n{page}\n", encoding="utf-8")
+    if summary["rows"]:
+        draw(args.output.with_suffix(".png"), summary["rows"])
+    return 1 if failures else 0
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    description = __doc__.partition("\n")[0]
+    parser = OneLineParser(prog="gpu_check", description=description, allow_abbrev=False)
+    add_common(parser, repeats=1, time_limit=120.0, quick="two cases")
+    add = parser.add_argument
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="(default: %(default)s)")
+    add("--devices", type=int, help="how many to use (default: all; on the CPU as many ranks)")
+    add("--cases", default="", help="names, separated by commas (default: all that can run here)")
+    add("--reference", type=Path, default=REFERENCE, help="OUTPUT of `--device cpu` "
+        "(default: that of the repository)")  # fmt: skip
+    add("--budget", type=float, default=500.0, help="seconds after which no case is begun "
+        "(default: %(default)g)")  # fmt: skip
+    args = parse_quick(parser, argv, QUICK)
+    try:
+        args.name, there, args.versions = device_of(args.device)
+    except DeviceError as error:
+        parser.error(f"--device {args.device}: {error}")
+    if args.devices is None:
+        args.devices = there
+    if not args.devices >= 1 or (args.device == "cuda" and args.devices > there):
+        parser.error(f"--devices {args.devices}: this machine has {there}")
+    try:
+        args.chosen = chosen(cases_for(args.device, args.devices), parts_of(args.cases))
+    except ValueError as error:
+        parser.error(f"--cases {error}")
+    args.chosen = args.chosen or cases_for(args.device, args.devices)
+    return args
+
+
+class Results:
+    """Everything found so far."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        flags = {case.name: case.flags(args.device, "LOG_DIR") for case in args.chosen}
+        left_out = (*ABOUT_FILES, "chosen", "versions", "budget", "reference")
+        settings = {name: value for name, value in vars(args).items() if name not in left_out}
+        settings |= {"flags": common_flags(flags)}
+        self.study = Study("gpu_check", args, settings, self._parts, args.versions)
+        self._copy_rate = self.study.once("copy rate", float, partial(copy_rate, args.device))
+        self.readings: list[Reading] = []
+
+    def measure_all(self) -> None:
+        """Run all cases. One that fails does not end the rest, nor does one that hangs."""
+        args, began = self._args, time.monotonic()
+        bench = Bench(args.device, args.devices, args.time_limit, args.output.parent)
+        with self.study.progress(len(args.chosen)):
+            for case in args.chosen:
+                make = partial(self._measure, bench, case, began)
+                found = self.study.measure(case.name, Reading, make, _describe)
+                if found is not None:
+                    self.readings.append(found)
+                self.study.write()
+
+    def summary(self) -> dict[str, Any]:
+        """What OUTPUT has."""
+        args = self._args
+        known: dict[str, Any] = {}
+        if args.reference.exists() and args.reference != args.output:
+            known = read_one(args.reference)["losses"]
+        cases = {case.name: case for case in args.chosen}
+        analysis = Analysis(cases, self.readings, known, self._copy_rate)
+        return {
+            "device": args.name,
+            "num_devices": args.devices,
+            "copy_rate": self._copy_rate,
+            "complaints": analysis.complaints(),
+            "rows": analysis.rows(),
+            "sync_costs": analysis.sync_costs(),
+            "marks": analysis.marks(),
+            "losses": analysis.losses(),
+        }
+
+    def failures(self) -> list[str]:
+        """Of runs and of checks."""
+        return [*self.study.failures, *self.summary()["complaints"]]
+
+    def _parts(self) -> dict[str, Any]:
+        return self.summary()
+
+    def _measure(self, bench: Bench, case: Case, began: float) -> Reading:
+        if time.monotonic() - began > self._args.budget:
+            raise RunFailedError(f"not begun after {self._args.budget:g} s (--budget)")
+        return bench.measure(case)
+
+
+def _describe(found: Reading) -> str:
+    return f"loss {found.losses[0]:.3f} -> {found.losses[-1]:.3f} in {found.seconds:.0f} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

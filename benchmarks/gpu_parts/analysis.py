@@ -1,0 +1,171 @@
+"""Whether cases passed, and what syncs cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+from typing import Any
+
+from .cases import MODELS, TAU, TRACED, WARMUP, Case
+from .runs import Reading
+
+LEAST_SYNCS = 2  # where a clock tells how many there are
+# Bytes per element that the arithmetic of a sync cannot do without, each tensor read and written
+# once: norm 8, addend 12, norm of the average 4, outer step and parameters 26.
+LEAST_BYTES = 50
+OUTSIDE = 2  # units besides the layers: embedding and final norm
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """Of all cases that ran.
+
+    Attributes:
+        cases: by name.
+        readings: of those that came to their end.
+        reference: losses of the cases on the CPU, by name: iterations and values.
+        copy_rate: bytes per second that the device's memory reads and writes.
+    """
+
+    cases: Mapping[str, Case]
+    readings: Sequence[Reading]
+    reference: Mapping[str, Sequence[Sequence[float]]]
+    copy_rate: float
+
+    def complaints(self) -> list[str]:
+        """One line for everything that is wrong."""
+        return [
+            f"{reading.case}: {line}"
+            for reading in self.readings
+            for line in self._complaints_of(reading)
+        ]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each case."""
+        return [self._row(reading) for reading in self.readings]
+
+    def losses(self) -> dict[str, list[list[float]]]:
+        """By case: iterations and losses; of cases that have a reference to compare with."""
+        return {
+            reading.case: [[float(i) for i in reading.iterations], reading.losses]
+            for reading in self.readings
+            if self.cases[reading.case].tolerance is not None
+        }
+
+    def marks(self) -> list[dict[str, Any]]:
+        """What the engine's marks have in each trace, one sync."""
+        return [
+            {
+                "case": reading.case,
+                "mark": mark.mark,
+                "count": mark.count,
+                "launches": mark.launches,
+                "host_ms": mark.host_ms,
+                "device_ms": mark.device_ms,
+                "collective_ms": mark.collective_ms,
+                "bytes_per_element": self._bytes_per_element(reading, mark.device_ms),
+            }
+            for reading in self.readings
+            for mark in reading.marks
+        ]
+
+    def sync_costs(self) -> list[dict[str, Any]]:
+        """All marks of a trace together, beside the least."""
+        found = []
+        for reading in self.readings:
+            if not reading.marks:
+                continue
+            units = MODELS[self.cases[reading.case].size].num_layers + OUTSIDE
+            times = [mark.device_ms for mark in reading.marks if mark.device_ms is not None]
+            total = sum(times) if times else None
+            launches = sum(mark.launches for mark in reading.marks)
+            least = LEAST_BYTES * reading.num_parameters / self.copy_rate * 1e3
+            found.append({
+                "case": reading.case,
+                "launches": launches,
+                "launches_per_unit": launches / units,
+                "device_ms": total,
+                "least_ms": least,
+                "bytes_per_element": self._bytes_per_element(reading, total),
+                "least_bytes_per_element": LEAST_BYTES,
+            })  # fmt: skip
+        return found
+
+    def _row(self, reading: Reading) -> dict[str, Any]:
+        steady = self._steady(reading)
+        syncs = reading.digests[0]
+        return {
+            "case": reading.case,
+            "backend": reading.backend,
+            "syncs": len(syncs),
+            "are_equal": all(each == syncs for each in reading.digests),
+            "first_loss": reading.losses[0],
+            "last_loss": reading.losses[-1],
+            "distance": self.distance(reading),
+            "step_ms": median(steady),
+            "exposed_ms": median(reading.exposed_ms[1:] or reading.exposed_ms or [0.0]),
+            "share_beyond_median_step": 1 - median(steady) / mean(steady),
+            "peak_bytes": reading.peak_bytes,
+            "bytes_per_parameter": self._peak_per_parameter(reading),
+            "bytes_beyond_stock": self._beyond_stock(reading),
+            "seconds": reading.seconds,
+        }
+
+    def distance(self, reading: Reading) -> float | None:
+        """Mean distance from the losses of the CPU, relative to them; None without any."""
+        if (found := self.reference.get(reading.case)) is None:
+            return None
+        if self.cases[reading.case].tolerance is None:
+            return None
+        iterations, losses = found
+        if [float(i) for i in reading.iterations] != list(iterations):
+            return math.inf
+        pairs = zip(reading.losses, losses, strict=True)
+        return mean(abs(here - there) / there for here, there in pairs)
+
+    def _complaints_of(self, reading: Reading) -> list[str]:
+        case, found = self.cases[reading.case], []
+        first, wanted = reading.digests[0], case.num_syncs
+        if any(each != first for each in reading.digests):
+            found.append("replicas differ after a sync")
+        if wanted is not None and len(first) != wanted:
+            found.append(f"{len(first)} syncs, not {wanted}")
+        if wanted is None and len(first) < LEAST_SYNCS:
+            found.append(f"{len(first)} syncs, fewer than {LEAST_SYNCS}")
+        if not all(map(math.isfinite, reading.losses)):
+            found.append("a loss is not finite")
+        elif reading.losses[-1] >= reading.losses[0]:
+            found.append(f"loss {reading.losses[0]:.3f} -> {reading.losses[-1]:.3f}")
+        distance = self.distance(reading)
+        if distance is not None and case.tolerance is not None and distance > case.tolerance:
+            found.append(f"losses {distance:.4f} from the CPU's, more than {case.tolerance:g}")
+        return found
+
+    def _steady(self, reading: Reading) -> list[float]:
+        """Steps after the first sync; not those that a profiler slowed down."""
+        traced = range(*TRACED) if self.cases[reading.case].is_traced else range(0)
+        numbered = enumerate(reading.step_ms, start=1)
+        return [ms for step, ms in numbered if step > WARMUP + TAU + 1 and step not in traced]
+
+    def _peak_per_parameter(self, reading: Reading) -> float | None:
+        if reading.peak_bytes is None:
+            return None
+        return reading.peak_bytes / reading.num_parameters
+
+    def _beyond_stock(self, reading: Reading) -> float | None:
+        """Device bytes per parameter beyond those of stock Megatron with the same model."""
+        size = self.cases[reading.case].size
+        known = ((each, self.cases[each.case]) for each in self.readings)
+        stock = [each for each, case in known if case.is_stock and case.size == size]
+        if not stock or self.cases[reading.case].ranks > 1:
+            return None
+        mine, theirs = self._peak_per_parameter(reading), self._peak_per_parameter(stock[0])
+        return None if mine is None or theirs is None else mine - theirs
+
+    def _bytes_per_element(self, reading: Reading, device_ms: float | None) -> float | None:
+        """Of memory traffic, as long as it takes at the rate of a copy."""
+        if device_ms is None:
+            return None
+        return device_ms / 1e3 * self.copy_rate / reading.num_parameters

@@ -1,0 +1,61 @@
+"""scripts/pretrain_gpt.py, with what a sync does written down, and the device memory at the end.
+
+    GPU_CHECK_MEMORY=FILE GPU_CHECK_TRACE=FILE GPU_CHECK_STEPS=39,42 \
+        python -m megatron_edit benchmarks/gpu_parts/pretrain_measured.py --num-layers 2 ...
+
+Without GPU_CHECK_TRACE nothing is written down. A step has one micro-batch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from functools import wraps
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from frame.launch import load_script
+from torch.profiler import profile
+
+MEMORY, TRACE, STEPS = "GPU_CHECK_MEMORY", "GPU_CHECK_TRACE", "GPU_CHECK_STEPS"
+
+
+def main() -> None:
+    """Run the script."""
+    script: Any = load_script()
+    if path := os.environ.get(TRACE):
+        first, last = map(int, os.environ[STEPS].split(","))
+        script.forward_step = traced(script.forward_step, Path(path), first, last)
+    script.main()
+    Path(os.environ[MEMORY]).write_text(json.dumps(peak_bytes()), encoding="utf-8")
+
+
+def traced(
+    forward_step: Callable[..., Any], path: Path, first: int, last: int
+) -> Callable[..., Any]:
+    """A forward step that profiles from that of step `first` to that of step `last`."""
+    steps, profiler = count(1), profile()
+
+    @wraps(forward_step)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        step = next(steps)
+        if step == first:
+            profiler.start()
+        elif step == last:
+            profiler.stop()  # which waits for the device
+            profiler.export_chrome_trace(str(path))
+        return forward_step(*args, **kwargs)
+
+    return watched
+
+
+def peak_bytes() -> int | None:
+    """The most that tensors took of the device; None on the CPU."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""One case: its ranks train to the end, and what they leave behind is read."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from frame.launch import Forks, Rank, free_ports
+
+from megatron_edit.tools.compare.console_log import RunLog, edit_losses, read_json_lines
+
+from .cases import TRACED, Case
+from .pretrain_measured import MEMORY, STEPS, TRACE
+from .trace import MarkReading, read_trace
+
+SCRIPT = Path(__file__).with_name("pretrain_measured.py")
+FIRST_PORT, FIRST_RENDEZVOUS = 28000, 28500
+POLL_SECONDS = 0.25
+_BACKEND = re.compile(r"exchanges over (\w+) \(")
+COPIED_NUMEL, NUM_COPIES = 1 << 26, 10  # 256 MiB
+
+
+class DeviceError(Exception):
+    """There is no such device."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a case left behind.
+
+    Attributes:
+        case: its name.
+        losses: nats per token, mean over the replicas, by iteration or, under A-EDiT, by round.
+        iterations: of these.
+        digests: of the parameters after each sync, a list for each replica.
+        step_ms: length of every step, of replica 0.
+        exposed_ms: of every sync, in which training waited for it, by the engine's own account.
+        backend: between the replicas; None for stock Megatron.
+        peak_bytes: of device memory, the first rank's; None on the CPU.
+        num_parameters: of a replica.
+        marks: of the first rank's trace.
+        seconds: of the whole, start included.
+    """
+
+    case: str
+    losses: list[float]
+    iterations: list[int]
+    digests: list[list[str]]
+    step_ms: list[float]
+    exposed_ms: list[float]
+    backend: str | None
+    peak_bytes: int | None
+    num_parameters: int
+    marks: list[MarkReading]
+    seconds: float
+
+
+class Bench:
+    """Runs cases one after another.
+
+    Args:
+        device: `cuda` or `cpu`.
+        count: devices; where there is one, the replicas share it, each in a launch of its own.
+        time_limit: seconds until a single case is given up.
+        traces: takes traces, `NAME.trace.json.gz` each.
+    """
+
+    def __init__(self, device: str, count: int, time_limit: float, traces: Path) -> None:
+        self._device, self._count, self._limit = device, count, time_limit
+        self._traces = traces
+        self._forks = Forks(FIRST_PORT, time_limit, gpus=device == "cuda")
+        self._port = FIRST_RENDEZVOUS
+
+    def measure(self, case: Case) -> Reading:
+        """Run a case once.
+
+        Raises:
+            RunFailedError: it failed or took too long.
+        """
+        began = time.monotonic()
+        apart = self._count == 1
+        with tempfile.TemporaryDirectory(prefix="gpu-check-") as name:
+            folder = Path(name)
+            ranks = self._ranks(case, folder, apart=apart)
+            with self._forks.training(case.name, folder, ranks, apart=apart) as training:
+                training.to_end(lambda: None, limit=self._limit, poll=POLL_SECONDS)
+            if case.is_traced:
+                self._traces.mkdir(parents=True, exist_ok=True)
+                shutil.copy(trace_file(folder), self._traces / f"{case.name}.trace.json.gz")
+            return read(case, folder, time.monotonic() - began)
+
+    def _ranks(self, case: Case, folder: Path, *, apart: bool) -> list[Rank]:
+        words = case.flags(self._device, str(folder))
+        if not apart or case.is_stock:
+            return [Rank(words, self._environment(case, folder, rank), SCRIPT)
+                    for rank in range(case.num_ranks)]  # fmt: skip
+        (self._port,) = free_ports(self._port, 1)
+        words += ["--edit-rendezvous", f"127.0.0.1:{self._port}"]
+        return [
+            Rank([*words, "--edit-replica-id", str(rank)],
+                 self._environment(case, folder, rank), SCRIPT)
+            for rank in range(case.num_replicas)
+        ]  # fmt: skip
+
+    def _environment(self, case: Case, folder: Path, rank: int) -> Mapping[str, str]:
+        found = {
+            MEMORY: str(folder / f"memory{rank}.json"),
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        }
+        if case.is_traced and rank == 0:
+            found |= {TRACE: str(trace_file(folder)), STEPS: ",".join(map(str, TRACED))}
+        return found
+
+
+def trace_file(folder: Path) -> Path:
+    """Where the first rank leaves its trace."""
+    return folder / "trace.json.gz"
+
+
+def read(case: Case, folder: Path, seconds: float) -> Reading:
+    """What a case left in its folder."""
+    consoles = sorted(folder.glob("console*.log"))
+    lines = [line for path in consoles for line in path.read_text(errors="replace").splitlines()]
+    log = RunLog.of(lines)
+    losses = log.losses() if case.is_stock else edit_losses(folder, log)
+    syncs = read_json_lines(folder / "sync.jsonl")
+    return Reading(
+        case=case.name,
+        losses=list(losses.values()),
+        iterations=list(losses),
+        digests=[digests(folder, replica) for replica in range(case.num_replicas)],
+        step_ms=step_ms(case, folder, log),
+        exposed_ms=[1e3 * line["seconds"]["exposed"] for line in syncs],
+        backend=backend(lines),
+        peak_bytes=json.loads((folder / "memory0.json").read_text()),
+        num_parameters=log.num_parameters,
+        marks=read_trace(trace_file(folder)) if case.is_traced else [],
+        seconds=seconds,
+    )
+
+
+def digests(folder: Path, replica: int) -> list[str]:
+    """What a replica said of its parameters after every sync."""
+    lines = read_json_lines(folder / f"replica-{replica}.jsonl")
+    return [line["digest"] for line in lines if "digest" in line]
+
+
+def step_ms(case: Case, folder: Path, log: RunLog) -> list[float]:
+    """Of every step of replica 0."""
+    if case.is_stock:
+        return list(log.milliseconds().values())
+    lines = read_json_lines(folder / "replica-0.jsonl")
+    return [1e3 * line["seconds"] for line in lines if "seconds" in line]
+
+
+def backend(lines: Sequence[str]) -> str | None:
+    """What the averages travelled by, as the first replica said it."""
+    found = (_BACKEND.search(line) for line in lines)
+    return next((match[1] for match in found if match), None)
+
+
+def copy_rate(device: str) -> float:
+    """Bytes per second that the device reads and writes when it copies within its memory."""
+    source = torch.ones(COPIED_NUMEL, device=device)
+    target = torch.empty_like(source)
+    seconds = [_seconds_of_copy(source, target) for _ in range(NUM_COPIES)]
+    return 2 * float(source.nbytes) / min(seconds)
+
+
+def _seconds_of_copy(source: torch.Tensor, target: torch.Tensor) -> float:
+    if source.device.type != "cuda":
+        began = time.perf_counter()
+        target.copy_(source)
+        return time.perf_counter() - began
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    target.copy_(source)
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+def device_of(device: str) -> tuple[str, int, dict[str, str]]:
+    """Its name, how many there are, and versions of what belongs to it.
+
+    Raises:
+        DeviceError: there is none that torch can use.
+    """
+    if device == "cpu":
+        return "CPU", 1, {}
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise DeviceError(f"torch finds no GPU ({reason}); without one: --device cpu") from None
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    name, count = torch.cuda.get_device_name(0), torch.cuda.device_count()
+    return name, count, {"cuda": str(torch.version.cuda), "nccl": nccl}
