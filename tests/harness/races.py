@@ -16,10 +16,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.cuda import _sanitizer
 from torch.cuda._sanitizer import Access, EventHandler, TensorInfo, zip_arguments
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,7 +32,35 @@ from tests.harness.in_order import InOrderGroup, TracedStreams
 
 HOST = -1
 COMPUTE = 0
+NUM_FRAMES = 12  # of the callers of an operation that are remembered
 COPIES = ("aten::copy_", "aten::_to_copy")
+
+
+class Frame(NamedTuple):
+    """Where an access was made, as `traceback.FrameSummary` has it."""
+
+    filename: str
+    lineno: int
+    name: str
+
+
+class _ShortTraces:
+    """Stands for `traceback` in the sanitizer: whole stacks take most of its time."""
+
+    walk_stack = staticmethod(lambda frame: frame)
+    StackSummary: type[_ShortTraces]
+
+    @staticmethod
+    def extract(frame: FrameType | None, lookup_lines: bool) -> list[Frame]:
+        """The innermost frames, innermost first."""
+        found: list[Frame] = []
+        while frame is not None and len(found) < NUM_FRAMES:
+            found.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+            frame = frame.f_back
+        return found
+
+
+_ShortTraces.StackSummary = _ShortTraces
 
 
 @dataclass
@@ -180,7 +211,8 @@ class RaceDetector(TorchDispatchMode):  # type: ignore[misc]
         read = {key for tensor in reads for key in self._keys(tensor)} - written
         self.num_accesses += len(reads) + len(writes)
         aliases: dict[int, list[str]] = defaultdict(list)
-        found = self._handler._handle_kernel_launch(stream, read, written, set(), name, aliases)
+        with mock.patch.object(_sanitizer, "traceback", _ShortTraces):
+            found = self._handler._handle_kernel_launch(stream, read, written, set(), name, aliases)
         for error in found:
             mine, other = error.current_access, error.previous_access
             self.findings.append(f"{_said(mine)} is not ordered after: {_said(other)}")
@@ -236,7 +268,8 @@ class RaceDetector(TorchDispatchMode):  # type: ignore[misc]
 
     def _sweep(self) -> None:
         """Look for memory that was freed: its own stream may be given it again at once."""
-        for number in [n for n, memory in self._memory.items() if memory.ref.expired()]:
+        is_freed = torch.UntypedStorage._expired
+        for number in [n for n, memory in self._memory.items() if is_freed(memory.ref.cdata)]:
             memory, states = self._memory.pop(number), self._handler.syncs.current_sync_states
             if memory.kept:
                 users = {user: states[user].get(user, -1) for user in memory.kept}

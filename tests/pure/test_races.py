@@ -212,8 +212,10 @@ def test_no_races_where_the_device_is_fast(mode: str) -> None:
     assert races(mode, is_fast=True) == []
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("mode", SOCKETS)
+@pytest.mark.parametrize(
+    ("mode", "ranks"),
+    [*((mode, 1) for mode in SOCKETS), ("overlap", 2), ("offload-delayed", 2), ("int8", 2)],
+)
 def test_no_races_over_sockets(mode: str, ranks: int) -> None:
     """Copies go through host memory, and the progress thread takes outer steps, or, with several
     ranks in a replica, exchanges alone. Would catch gloo on memory that a copy is still at work on,
