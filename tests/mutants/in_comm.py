@@ -295,4 +295,28 @@ COMM = (
         new="has_come=",
         test="pure/test_absence.py::test_who_was_lost_and_in_what",
     ),
+    Mutant(
+        id="comm/nccl-takes-the-device",
+        bug="an exchange over a slow link may hold 32 SMs",
+        file="comm/transport.py",
+        old="        options.config.max_ctas = MAX_CTAS\n",
+        new="",
+        test="pure/test_nccl_groups.py::test_options_of_a_group",
+    ),
+    Mutant(
+        id="comm/nccl-without-members",
+        bug="logs and the flight recorder do not say whose group it is",
+        file="comm/transport.py",
+        old="        options.global_ranks_in_group = list(transport.members)\n",
+        new="",
+        test="pure/test_nccl_groups.py::test_options_of_a_group",
+    ),
+    Mutant(
+        id="comm/nccl-connects-late",
+        bug="NCCL takes memory in the middle of training",
+        file="comm/collectives.py",
+        old="        token = torch.zeros(self.size, 1, device=self.device)\n",
+        new="        return\n        token = torch.zeros(self.size, 1, device=self.device)\n",
+        test="pure/test_nccl_groups.py::test_a_group_is_used_once_before_training",
+    ),
 )

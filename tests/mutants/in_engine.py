@@ -435,4 +435,20 @@ ENGINE = (
         new="            return ()\n",
         test=f"{_STATE}::test_partial_rounds_are_synced_at_the_end",
     ),
+    Mutant(
+        id="engine/groups-connect-late",
+        bug="no group is used before training",
+        file="engine/engine.py",
+        old="        self.groups.warm_up(self.settings.wire)\n        broadcast_first_replica(",
+        new="        broadcast_first_replica(",
+        test="pure/test_nccl_groups.py::test_training_begins_with_groups_that_were_used",
+    ),
+    Mutant(
+        id="engine/addends-on-compute",
+        bug="memory of a delayed sync goes back to another stream than the thread's",
+        file="engine/sync/queue.py",
+        old="        with self._turn():\n            sync.prepare_all()",
+        new="        sync.prepare_all()",
+        test="pure/test_races.py::test_no_races_over_sockets[delayed-1]",
+    ),
 )

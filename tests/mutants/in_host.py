@@ -483,4 +483,12 @@ HOST = (
         new="            module.qb_beta\n            for _, module in self.modules[:0]",
         test="pure/test_host_parts.py::test_router_biases_are_found_by_kind",
     ),
+    Mutant(
+        id="host/sends-stop-the-device",
+        bug="Megatron waits for the device after each send between stages: no sync hides",
+        file="host/overlap.py",
+        old='patcher.replace(config, "batch_p2p_sync", False)',
+        new='patcher.replace(config, "batch_p2p_sync", True)',
+        test="pure/test_host_parts.py::test_sends_do_not_stop_the_device",
+    ),
 )

@@ -14,8 +14,11 @@ from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.timeouts import AdaptiveTimeout, set_timeout
 from megatron_edit.comm.transport import MAX_CTAS, Transport, stand_alone_group
 from megatron_edit.comm.wire import Wire
+from megatron_edit.config import EditConfig
 from megatron_edit.engine import EngineGroups
+from tests.harness.in_order import InOrderGroup, Rank, plan_of
 from tests.harness.memory_network import Network, groups_of
+from tests.harness.races import RaceDetector
 
 CPU = torch.device("cpu")
 
@@ -135,6 +138,23 @@ def test_all_groups_are_used_in_one_order(group: Group, name: str, is_phased: bo
     groups.warm_up(Wire.of(name))
     sync = "sync!" if is_phased else "sync"
     assert order == [sync, "replica", "stage", "tied-embedding", "tied-tp"]
+
+
+def test_training_begins_with_groups_that_were_used() -> None:
+    """By the engine itself. Catches buffers that NCCL takes when training has the memory."""
+    with torch.no_grad(), RaceDetector() as detector:
+        rank = Rank.build(
+            detector.streams,
+            EditConfig(num_replicas=2, warmup_steps=2),
+            plan_of({"embedding": (4,), "final": (2,)}),
+            is_overlapped=True,
+            tie=(0, 2),
+        )
+        rank.engine.start()
+        groups = (rank.groups.sync, rank.groups.stage, *rank.groups.ties.values())
+        used = [group.process_group for group in groups]
+        rank.engine.close()
+    assert all(isinstance(g, InOrderGroup) and g.num_launched >= 3 for g in used), used
 
 
 def test_a_communicator_is_freed_by_its_owner(group: Group) -> None:
