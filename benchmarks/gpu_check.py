@@ -81,7 +81,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if args.devices is None:
         args.devices = there
     if not args.devices >= 1 or (args.device == "cuda" and args.devices > there):
-        parser.error(f"--devices {args.devices}: this machine has {there}")
+        most = "" if args.device == "cpu" else f" and at most {there}, which this machine has"
+        parser.error(f"--devices {args.devices}: must be at least 1{most}")
     try:
         args.chosen = chosen(cases_for(args.device, args.devices), parts_of(args.cases))
     except ValueError as error:

@@ -61,9 +61,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.loadscopereorder = False
 
 
-def is_system(path: Path) -> bool:
-    """Whether a file belongs to the system tier."""
-    return path.parent == SYSTEM and path.name not in QUICK
+def is_system(item: pytest.Item) -> bool:
+    """Whether a test belongs to the system tier: by its file, or by its mark."""
+    is_there = item.path.parent == SYSTEM and item.path.name not in QUICK
+    return is_there or item.get_closest_marker("system") is not None
 
 
 def _rank(item: pytest.Item) -> int:
@@ -77,9 +78,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     is_named = any(".py" in argument for argument in config.invocation_params.args)
     if not (is_named or config.getoption("--full")):
         wanted = config.getoption("--system")
-        other = [item for item in items if is_system(item.path) != wanted]
+        other = [item for item in items if is_system(item) != wanted]
         config.hook.pytest_deselected(items=other)
-        items[:] = [item for item in items if is_system(item.path) == wanted]
+        items[:] = [item for item in items if is_system(item) == wanted]
     items.sort(key=_rank)
     for item in items:
         is_full = item.get_closest_marker("full") is not None

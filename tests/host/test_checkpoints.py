@@ -38,7 +38,7 @@ def made(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("policy", ["leader", "reset"])
+@pytest.mark.parametrize("policy", ["leader", pytest.param("reset", marks=pytest.mark.system)])
 def test_one_inner_state_waits_for_a_sync(tmp_path: Path, policy: str) -> None:
     """Asked for after 6, in mid-round; saved after 8, once, and said so. Others take the leader's
     moments, or begin anew."""
@@ -61,7 +61,13 @@ def test_one_inner_state_waits_for_a_sync(tmp_path: Path, policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["leader", pytest.param("all", marks=pytest.mark.full)])
-@pytest.mark.parametrize("step", ["2", "9"], ids=["in-warm-up", "in-a-round"])
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param("2", id="in-warm-up", marks=pytest.mark.system),
+        pytest.param("9", id="in-a-round"),
+    ],
+)
 def test_a_stop_saves_everything(tmp_path: Path, policy: str, step: str) -> None:
     """Whatever the policy: replicas stop at steps of their own, and each goes on from its own, as
     if nobody had stopped."""
@@ -96,7 +102,9 @@ def run_clocked(folder: Path, hooks: str, **flags: Any) -> EditRun:
     return run_edit(folder, 2, 2, before=HOOK, env=env, **settings)
 
 
-@pytest.mark.parametrize("moment", ["at-a-sync", "at-a-stop"])
+@pytest.mark.parametrize(
+    "moment", [pytest.param("at-a-sync", marks=pytest.mark.system), "at-a-stop"]
+)
 def test_clocks_go_on(tmp_path: Path, moment: str) -> None:
     """A-EDiT, scripted: resumed at a sync, and where each replica was stopped in a round."""
     saves = tmp_path / "saves"
@@ -127,7 +135,9 @@ def test_clocks_save_at_the_end(tmp_path: Path) -> None:
     assert sorted(int(path.name[5:]) for path in saves.glob("iter_*")) == [12, 22, 40]
 
 
-@pytest.mark.parametrize("pace", ["edit", "overlap", "a-edit"])
+@pytest.mark.parametrize(
+    "pace", ["a-edit", *(pytest.param(x, marks=pytest.mark.system) for x in ("edit", "overlap"))]
+)
 def test_a_replica_that_waited_goes_back_to_its_meeting(tmp_path: Path, pace: str) -> None:
     """The slow replica is signalled while the fast one waits at a meeting, where an evaluation and
     a save are due, too: the meeting takes place after the resume, before any step. Catches a step
@@ -209,6 +219,7 @@ def test_a_stop_in_warm_up_between_saves(tmp_path: Path) -> None:
     assert sorted(names) == [f"iter_{i + 1:07d}" for i in range(newest(saves))]
 
 
+@pytest.mark.system
 def test_a_second_stop_while_catching_up(tmp_path: Path) -> None:
     """The fast replica is back at its meeting when the slow one is signalled again: it makes no
     step in between. Then everything as if nobody had stopped."""
@@ -295,7 +306,10 @@ RESHAPES: dict[str, tuple[int, Flags, int, Flags]] = {
 @pytest.mark.parametrize(
     "reshape", ["tp2-to-tp1", *(pytest.param(x, marks=pytest.mark.full) for x in RESHAPES)]
 )
-@pytest.mark.parametrize("step", [5, 7], ids=["at-a-sync", "in-mid-round"])
+@pytest.mark.parametrize(
+    "step",
+    [pytest.param(5, id="at-a-sync", marks=pytest.mark.system), pytest.param(7, id="in-mid-round")],
+)
 def test_another_layout_goes_on(tmp_path: Path, reshape: str, step: int) -> None:
     """Momentum and anchor are found whatever the shards: later norms and losses are the same."""
     old_ranks, old, new_ranks, new = RESHAPES[reshape]
@@ -335,7 +349,10 @@ def test_debts_of_the_wire_in_another_layout(tmp_path: Path, tensor: int) -> Non
             assert mine == pytest.approx(theirs, rel=0.02)
 
 
-@pytest.mark.parametrize("step", [5, 7], ids=["at-a-sync", "in-mid-round"])
+@pytest.mark.parametrize(
+    "step",
+    [pytest.param(5, id="at-a-sync", marks=pytest.mark.system), pytest.param(7, id="in-mid-round")],
+)
 def test_asynchronous_saves(tmp_path: Path, step: int) -> None:
     """Written by another process while training goes on: what was saved is of the save's moment."""
     saves = tmp_path / "saves"
@@ -367,6 +384,7 @@ def test_inspect_tells_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["inspect", str(tmp_path)]) == 2
 
 
+@pytest.mark.system
 def test_the_same_command_with_a_pretrained_checkpoint(tmp_path: Path) -> None:
     """It is for the first start. Would catch a run that cannot go on, or begins anew from it."""
     base, saves = tmp_path / "base", tmp_path / "saves"
@@ -379,6 +397,7 @@ def test_the_same_command_with_a_pretrained_checkpoint(tmp_path: Path) -> None:
     assert_continues(tmp_path / "d", tmp_path / "c", 4, 2)
 
 
+@pytest.mark.system
 def test_a_edit_saves_at_the_switch_and_retains(tmp_path: Path) -> None:
     """Evaluated in warm-up, saved at the switch and at the syncs beyond multiples of 5, of which
     the first beyond multiples of 10 stay.

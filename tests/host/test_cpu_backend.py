@@ -196,7 +196,7 @@ def test_gathers_one_by_one(tmp_path: Path, precision: dict[str, object]) -> Non
         folder = tmp_path / hook.__name__
         folder.mkdir()
         result = train(
-            tiny_gpt(**OVERLAP, **precision), 2,
+            tiny_gpt(train_iters=3, **OVERLAP, **precision), 2,
             before=f"tests.host.test_cpu_backend:{hook.__name__}", env={"SPY_DIR": str(folder)},
         )  # fmt: skip
         records.append(read_records(folder, 2))

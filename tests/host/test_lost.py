@@ -55,6 +55,7 @@ def test_a_replica_that_hangs_is_named(tmp_path: Path, where: str, pace: str) ->
         assert said in text, text
 
 
+@pytest.mark.system
 def test_the_first_to_give_up_is_not_blamed(tmp_path: Path) -> None:
     """Replica 1 hangs, but its look-out thread does not; replica 0 comes to the meeting, and gives
     up, seconds before replica 2, whose connection to it then breaks."""
@@ -77,6 +78,7 @@ def test_a_slow_evaluation_is_waited_for(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.system
 def test_a_first_round_that_one_replica_exhausts(tmp_path: Path) -> None:
     """The whole run is shorter than the round: the fast replica waits longer than the time-out for
     one that goes on all the while."""

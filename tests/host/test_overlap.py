@@ -105,7 +105,7 @@ def test_overlap_equals_blocking_over_100_iterations(tmp_path: Path, layout: str
     assert seen[0] == seen[1] == seen[2] and len(seen[0][0]) == 15
 
 
-@pytest.mark.parametrize("mode", ["blocking", "overlap"])
+@pytest.mark.parametrize("mode", [pytest.param("blocking", marks=pytest.mark.system), "overlap"])
 @pytest.mark.parametrize("layout", layouts({"m2"}))
 def test_offload_changes_no_bit(tmp_path: Path, layout: str, mode: str) -> None:
     """Anchor and momentum in host memory: the same numbers."""

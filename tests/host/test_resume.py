@@ -18,7 +18,7 @@ ITERATIONS = 12
 # Two steps of warm-up, a sync every three: 1 is in warm-up, 2 the switch, 5 a sync, 6 and 7 not.
 MOMENTS = {"in-warm-up": 1, "at-the-switch": 2, "at-a-sync": 5, "in-mid-round": 7}
 DROPOUT: Flags = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
-CORE = ("plain", "tp2-pp2")
+CORE = ("tp2-pp2",)
 
 
 def facts(folder: Path, world_size: int) -> list[dict[str, Any]]:
@@ -87,7 +87,14 @@ def both_runs(
     return read_manifest(saves / f"iter_{step:07d}")
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "at-the-switch",
+        "in-mid-round",
+        *(pytest.param(x, marks=pytest.mark.system) for x in ("in-warm-up", "at-a-sync")),
+    ],
+)
 def test_resume_equals_the_uninterrupted_run(tmp_path: Path, moment: str) -> None:
     """With dropout and a schedule: catches any state that a checkpoint forgets, at any moment."""
     both_runs(tmp_path, MOMENTS[moment], 1, 2, is_shared=True, **DROPOUT)
@@ -103,7 +110,9 @@ def test_resume_on_every_layout(tmp_path: Path, layout: str) -> None:
     both_runs(tmp_path, MOMENTS["in-mid-round"], ranks, 2, **flags)
 
 
-@pytest.mark.parametrize("moment", ["at-a-sync", "in-mid-round"])
+@pytest.mark.parametrize(
+    "moment", [pytest.param("at-a-sync", marks=pytest.mark.system), "in-mid-round"]
+)
 def test_resume_in_overlap_with_offload(tmp_path: Path, moment: str) -> None:
     """Units that have not landed when the save begins, and state that lives on the host."""
     both_runs(
@@ -119,7 +128,9 @@ SAVING: dict[str, tuple[int, dict[str, Any]]] = {  # ranks of a replica, and fla
 }
 
 
-@pytest.mark.parametrize("name", SAVING)
+@pytest.mark.parametrize(
+    "name", [pytest.param("blocking", marks=pytest.mark.system), "overlap", "int4-delay"]
+)
 def test_saving_and_evaluating_changes_nothing(tmp_path: Path, name: str) -> None:
     """At every step, in mid-round and while something is on the wire: the same run as without.
     Catches: a sync that lands early, or twice, because somebody wants the parameters."""

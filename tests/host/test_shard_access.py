@@ -32,7 +32,9 @@ def trained(folder: Path, spy: str, mode: str) -> tuple[object, ...]:
     return run.digests(0), [sync["norms"] for sync in run.syncs], finals
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(m, marks=pytest.mark.system) if m == "blocking" else m for m in MODES]
+)
 def test_accessors_come_to_the_same_bits(mode: str, tmp_path: Path) -> None:
     """Catches a place that reads or writes a main shard past its accessor, a parameter that the
     model reads as the last step left it, and a rank that stays away from a quantisation."""

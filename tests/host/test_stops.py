@@ -55,8 +55,15 @@ def test_a_stop_that_comes_to_who_waits(tmp_path: Path, pace: str, how: str) -> 
     assert len(steps[0]) < 10 < len(steps[1]) <= 22
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("step", ["2", "17"], ids=["in-warm-up", "in-a-round"])
+@pytest.mark.parametrize(
+    ("step", "how"),
+    [
+        pytest.param("2", "signal", id="in-warm-up-signal", marks=pytest.mark.system),
+        pytest.param("2", "duration", id="in-warm-up-duration"),
+        pytest.param("17", "signal", id="in-a-round-signal"),
+        pytest.param("17", "duration", id="in-a-round-duration", marks=pytest.mark.system),
+    ],
+)
 def test_a_stop_between_evaluations(tmp_path: Path, how: str, step: str) -> None:
     """Evaluated at every step: catches a replica that waits in an evaluation for one that left,
     and a time limit that ends an evaluation on one replica alone."""
@@ -82,7 +89,7 @@ def test_a_stop_at_the_last_step_changes_nothing(tmp_path: Path, pace: str) -> N
         assert "on validation set" in run.result.ranks[0].stdout
 
 
-@pytest.mark.parametrize("strategy", ["a-edit", "edit"])
+@pytest.mark.parametrize("strategy", [pytest.param("a-edit", marks=pytest.mark.system), "edit"])
 def test_a_replica_that_dies_is_named(tmp_path: Path, strategy: str) -> None:
     """Killed in the middle of a round: the other comes to the meeting and says who did not."""
     pace: Flags = {"edit_sync_interval": 40}

@@ -22,13 +22,20 @@ LATE: dict[str, dict[str, Any]] = {
     "async": ASYNC,
     "async-delay": {**ASYNC, "edit_delay_steps": 6, "edit_sync_dtype": "int4"},
 }
-CORE = {"fragments", "async"}
+CORE: dict[tuple[str, str], list[pytest.MarkDecorator]] = {
+    ("14", "fragments"): [], ("9", "async"): [],
+    ("9", "fragments"): [pytest.mark.system], ("14", "async"): [pytest.mark.system],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in CORE else [pytest.mark.full]) for n in LATE]
+    ("step", "name"),
+    [
+        pytest.param(step, name, marks=CORE.get((step, name), [pytest.mark.full]))
+        for step in ("9", "14")
+        for name in LATE
+    ],
 )
-@pytest.mark.parametrize("step", ["9", "14"])
 def test_a_stop_while_something_is_late(tmp_path: Path, name: str, step: str) -> None:
     """Replicas stop at steps of their own, some before a sync lands, some after it: each goes on as
     if nobody had stopped."""
@@ -45,7 +52,9 @@ def test_a_stop_while_something_is_late(tmp_path: Path, name: str, step: str) ->
     assert facts(tmp_path / "b", 4) == facts(whole.folder, 4)
 
 
-@pytest.mark.parametrize("step", ["15", "16", "17"])
+@pytest.mark.parametrize(
+    "step", ["15", *(pytest.param(step, marks=pytest.mark.system) for step in ("16", "17"))]
+)
 def test_a_planned_exit_meets_a_stop(tmp_path: Path, step: str) -> None:
     """--exit-interval on all, a signal on one a step before, at or after it: all end with 0, and
     what is saved can be loaded."""
@@ -80,7 +89,13 @@ def test_a_stop_while_a_save_is_being_completed(tmp_path: Path) -> None:
     assert facts(tmp_path / "b", 2) == facts(whole.folder, 2)
 
 
-@pytest.mark.parametrize("hooks", [STOP["SPY_HOOKS"], "slow"], ids=["a-stop", "a-save"])
+@pytest.mark.parametrize(
+    "hooks",
+    [
+        pytest.param(STOP["SPY_HOOKS"], id="a-stop", marks=pytest.mark.system),
+        pytest.param("slow", id="a-save"),
+    ],
+)
 def test_a_save_after_one_that_failed(tmp_path: Path, hooks: str) -> None:
     """A disk that fails once: that is told, and what is saved next is complete.
 
@@ -97,6 +112,7 @@ def test_a_save_after_one_that_failed(tmp_path: Path, hooks: str) -> None:
     assert "iteration 8: a checkpoint could not be completed: " in run.result.ranks[0].stderr
 
 
+@pytest.mark.system
 def test_a_stop_among_skipped_iterations(tmp_path: Path) -> None:
     """--iterations-to-skip between the steps at which the replicas stop: one name for both, and
     each goes on from its own. Would catch two halves of a checkpoint."""

@@ -13,19 +13,26 @@ DAMAGE = "tests.host.spy:damage_before_sync"
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.full)])
-def test_digests_equal_after_every_sync_over_200_iterations(tmp_path: Path, precision: str) -> None:
+@pytest.mark.parametrize(
+    ("precision", "steps"),
+    [
+        ("bf16", 80),
+        pytest.param("bf16", 200, marks=pytest.mark.full),
+        pytest.param("fp32", 200, marks=pytest.mark.full),
+    ],
+)
+def test_digests_equal_after_every_sync(tmp_path: Path, precision: str, steps: int) -> None:
     """With dropout on. Catches any rounding that depends on the replica: replicas would drift."""
     run = run_edit(
-        tmp_path, 4, 2, train_iters=200, edit_warmup_steps=20, edit_sync_interval=6,
+        tmp_path, 4, 2, train_iters=steps, edit_warmup_steps=20, edit_sync_interval=6,
         hidden_dropout=0.1, attention_dropout=0.1, bf16=precision == "bf16", timeout=220,
     )  # fmt: skip
     first, second = run.digests(0), run.digests(1)
-    assert len(first) == len(run.syncs) == 30
+    assert len(first) == len(run.syncs) == (steps - 20) // 6
     assert first == second and None not in first
-    assert len(set(first)) == 30  # and they do move
+    assert len(set(first)) == len(first)  # and they do move
     losses = [line["loss"] for line in run.lines("loss.jsonl")]
-    assert len(losses) == 200 and losses[-1] < losses[0] - 0.5
+    assert len(losses) == steps and losses[-1] < losses[0] - 0.5
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
@@ -46,7 +53,14 @@ def test_three_replicas_stay_equal(tmp_path: Path, num_replicas: int) -> None:
     assert digests[0] == digests[1] == digests[2] and len(digests[0]) == 4
 
 
-@pytest.mark.parametrize("what", [100.0, "nan", "inf"], ids=["x100", "nan", "inf"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param(100.0, id="x100", marks=pytest.mark.system),
+        pytest.param("nan", id="nan"),
+        pytest.param("inf", id="inf", marks=pytest.mark.system),
+    ],
+)
 def test_a_bad_replica_is_left_out_and_comes_back(tmp_path: Path, what: float | str) -> None:
     """On real shards, one ZeRO rank of the replica damaged: the whole replica is judged."""
     run = run_edit(

@@ -14,7 +14,7 @@ Every command in a shell fence of README.md and docs/*.md is handled by exactly 
 | megatron-edit doctor, also under torchrun | run by itself, without Megatron |
 | megatron-edit report, watch | run on the event files of a training that never was |
 | make_flags_doc, make_api_doc, plan_check | run with --check |
-| quickstart.sh, test.sh | run with a stub of the environment that notes what it is told to do |
+| quickstart.sh, test.sh, gpu_check.sh | run with a stub of the environment, which notes its task |
 | sbatch, submit.sh, scancel | run by test_slurm_docs.py and (with a real SLURM) test_slurm.py |
 | pip install, git clone | not run; extras and addresses are checked |
 """
@@ -57,7 +57,7 @@ ENVIRONMENT = os.environ | {
 STUB = """\
 #!/bin/bash
 case "$*" in
-    "-m ruff"*|"-m mypy"*|"-m pytest"*|*quickstart.py*) echo "$*" >>"$CALLS" ;;
+    "-m ruff"*|"-m mypy"*|"-m pytest"*|*quickstart.py*|*gpu_check.py*) echo "$*" >>"$CALLS" ;;
     *) exec {python} "$@" ;;
 esac
 """
@@ -304,6 +304,8 @@ def test_shell_scripts_run(tmp_path: Path) -> None:
         if command.words[1] == "scripts/test.sh":
             assert {line.split()[1] for line in made} == {"ruff", "mypy", "pytest"}
             assert made[-1].startswith("-m pytest") and made[-1].endswith(extra)
+        elif command.words[1] == "scripts/gpu_check.sh":
+            assert made == [f"{REPOSITORY}/benchmarks/gpu_check.py {extra}"]
         else:
             assert made == [f"{REPOSITORY}/scripts/quickstart.py {extra}".strip()]
 
