@@ -100,7 +100,7 @@ class Results:
         left_out = (*ABOUT_FILES, "chosen", "versions", "budget", "reference")
         settings = {name: value for name, value in vars(args).items() if name not in left_out}
         settings |= {"flags": common_flags(flags)}
-        self.study = Study("gpu_check", args, settings, self._parts, args.versions)
+        self.study = Study("gpu_check", args, settings, self.summary, args.versions)
         self._copy_rate = self.study.once("copy rate", float, partial(copy_rate, args.device))
         self.readings: list[Reading] = []
 
@@ -138,9 +138,6 @@ class Results:
     def failures(self) -> list[str]:
         """Of runs and of checks."""
         return [*self.study.failures, *self.summary()["complaints"]]
-
-    def _parts(self) -> dict[str, Any]:
-        return self.summary()
 
     def _measure(self, bench: Bench, case: Case, began: float) -> Reading:
         if time.monotonic() - began > self._args.budget:

@@ -23,7 +23,6 @@ QUICK = {
     "test_slurm_parts.py",
     "test_support.py",
     "test_unreadable_paths.py",
-    "test_wrong_inputs.py",
 }
 # Files that take longest, first: where files run side by side, none should begin last.
 LONGEST = (
@@ -41,7 +40,6 @@ LONGEST = (
     "test_sync.py",
     "test_elastic.py",
     "test_degenerate.py",
-    "test_wrong_inputs.py",
     "test_strategies_wire.py",
     "test_monitor_mishaps.py",
     "test_monitor.py",

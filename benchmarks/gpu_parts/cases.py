@@ -118,7 +118,7 @@ def cases_of_several_devices(count: int) -> list[Case]:
 
 def large_cases() -> list[Case]:
     """What a sync takes: 134 million parameters, most of them in matrices."""
-    words = (*BF16, "--train-iters", "45")
+    words = (*BF16, "--train-iters", "45", "--lr", "1e-4")
     stock = Case("large-stock", words, LARGE, num_replicas=1, num_syncs=0, tolerance=None)
     edit = replace(stock, num_replicas=2, num_syncs=3)
     blocking, overlap = ("--edit-sync-mode", "blocking"), OVERLAP

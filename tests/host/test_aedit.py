@@ -59,7 +59,7 @@ def test_no_clock_cuts_the_final_round(tmp_path: Path) -> None:
     assert_equal_replicas(run, 2)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.system)])
 def test_unequal_speeds_consume_every_sample_once(tmp_path: Path, workers: int) -> None:
     """Replicas 1x, 2x and 5x: catches a block dealt twice, lost, or read ahead and never used."""
     run = run_timed(

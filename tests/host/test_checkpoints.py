@@ -191,6 +191,7 @@ def test_a_stop_of_one_that_waits_at_the_last_meeting(tmp_path: Path) -> None:
     assert facts(tmp_path / "b", 2) == facts(tmp_path / "whole", 2)
 
 
+@pytest.mark.system
 def test_a_edit_goes_on_in_its_warm_up(tmp_path: Path) -> None:
     """The data ledger begins where the warm-up stands. Would catch samples that come twice."""
     saves, flags = tmp_path / "saves", {"edit_warmup_steps": 6, "edit_sync_seconds": 5}

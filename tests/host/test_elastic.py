@@ -84,7 +84,8 @@ def test_unequal_stops_leave_no_sample_behind(tmp_path: Path) -> None:
     assert len(left) < BATCH and min(left, default=40 * BATCH) >= 39 * BATCH
 
 
-@pytest.mark.parametrize("stop", [pytest.param("sync", marks=pytest.mark.system), "mid-round"])
+@pytest.mark.system
+@pytest.mark.parametrize("stop", ["sync", "mid-round"])
 def test_replicas_with_clocks_change_their_number(tmp_path: Path, stop: str) -> None:
     """A-EDiT at 1x and 3x, then three replicas, then two: the ledger goes on."""
     saves, flags = tmp_path / "saves", {**AEDIT, "train_iters": 30, "edit_sync_seconds": 6}

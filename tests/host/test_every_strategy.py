@@ -34,17 +34,23 @@ VARIANTS: dict[str, Flags] = {
     },
     "qsr": {"edit_strategy": "diloco", "edit_interval": "qsr", "edit_qsr_a": 0.002},
 }  # fmt: skip
-CORE = {"co2", "edit-all", "edit-int8", "streaming-diloco"}
+CORE = {"edit-all": "pp2", "streaming-diloco": "m2"}
+SYSTEM = {"co2": "m2", "edit-int8": "m2"}
 NUM_LAYERS = 4
 
 
 def cases() -> list[object]:
-    """All variants on two layouts; the core tier takes a sample."""
+    """All variants on three layouts; the core tier takes a sample, the system tier another."""
+
+    def marks(name: str, layout: str) -> list[pytest.MarkDecorator]:
+        if CORE.get(name) == layout:
+            return []
+        return [pytest.mark.system if SYSTEM.get(name) == layout else pytest.mark.full]
+
     return [
-        pytest.param(name, layout, marks=[] if is_core else [pytest.mark.full])
+        pytest.param(name, layout, marks=marks(name, layout))
         for name in VARIANTS
         for layout in ("m2", "pp2", "tp2")
-        for is_core in [name in CORE and layout == ("pp2" if name == "edit-all" else "m2")]
     ]
 
 

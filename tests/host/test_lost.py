@@ -18,7 +18,6 @@ PACES: dict[str, Flags] = {
     "edit": {"edit_sync_interval": 20},
     "a-edit": AEDIT | {"edit_sync_seconds": 1},
 }
-FULL = [pytest.mark.full]
 EVALUATIONS = {"eval_interval": 10, "eval_iters": 2}
 # When replica 1 freezes, and where the others say that they lost it.
 FREEZES = {
@@ -30,13 +29,15 @@ FREEZES = {
 }  # fmt: skip
 
 
+def _tier(where: str, pace: str) -> list[pytest.MarkDecorator]:
+    if "meeting" in where or (where, pace) == ("in-an-exchange", "edit"):
+        return []
+    return [pytest.mark.system if pace == "edit" else pytest.mark.full]
+
+
 @pytest.mark.parametrize(
     ("where", "pace"),
-    [
-        pytest.param(where, pace, marks=[] if pace == "edit" or "meeting" in where else FULL)
-        for where in FREEZES
-        for pace in PACES
-    ],
+    [pytest.param(where, pace, marks=_tier(where, pace)) for where in FREEZES for pace in PACES],
 )
 def test_a_replica_that_hangs_is_named(tmp_path: Path, where: str, pace: str) -> None:
     """Wherever it does. Catches an error without a number, and a survivor that does not end, for
@@ -69,6 +70,7 @@ def test_the_first_to_give_up_is_not_blamed(tmp_path: Path) -> None:
         assert "replica 1 did not come to the sync of round 1" in text, text
 
 
+@pytest.mark.system
 def test_a_slow_evaluation_is_waited_for(tmp_path: Path) -> None:
     """Five batches of a second each against a time-out of three: each is a sign of life."""
     run_timed(

@@ -202,7 +202,9 @@ def test_staging_is_bounded(tmp_path: Path, prefetch_units: int, offload: bool) 
     [
         pytest.param(2, {}, id="overlapped"),
         pytest.param(2, {"edit_sync_dtype": "int8", "edit_delay_steps": 3}, id="late-int8"),
-        pytest.param(4, {"tensor_model_parallel_size": 2}, id="overlapped-tp2"),
+        pytest.param(
+            4, {"tensor_model_parallel_size": 2}, id="overlapped-tp2", marks=pytest.mark.system
+        ),
     ],
 )
 def test_exchanges_go_on_beside_the_main_thread(
@@ -221,7 +223,7 @@ def test_exchanges_go_on_beside_the_main_thread(
 
 
 @pytest.mark.parametrize("layout", ["m2", pytest.param("pp2", marks=pytest.mark.full)])
-@pytest.mark.parametrize("moment", list(LOST))
+@pytest.mark.parametrize("moment", [pytest.param("launch", marks=pytest.mark.system), "land"])
 def test_a_failure_in_an_overlapped_sync_ends_all_ranks(
     tmp_path: Path, layout: str, moment: str
 ) -> None:

@@ -129,7 +129,8 @@ SAVING: dict[str, tuple[int, dict[str, Any]]] = {  # ranks of a replica, and fla
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("blocking", marks=pytest.mark.system), "overlap", "int4-delay"]
+    "name",
+    ["int4-delay", *(pytest.param(n, marks=pytest.mark.system) for n in ("blocking", "overlap"))],
 )
 def test_saving_and_evaluating_changes_nothing(tmp_path: Path, name: str) -> None:
     """At every step, in mid-round and while something is on the wire: the same run as without.

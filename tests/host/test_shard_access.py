@@ -33,7 +33,7 @@ def trained(folder: Path, spy: str, mode: str) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize(
-    "mode", [pytest.param(m, marks=pytest.mark.system) if m == "blocking" else m for m in MODES]
+    "mode", [m if m == "overlap" else pytest.param(m, marks=pytest.mark.system) for m in MODES]
 )
 def test_accessors_come_to_the_same_bits(mode: str, tmp_path: Path) -> None:
     """Catches a place that reads or writes a main shard past its accessor, a parameter that the

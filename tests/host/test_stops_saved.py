@@ -52,9 +52,8 @@ def test_a_stop_while_something_is_late(tmp_path: Path, name: str, step: str) ->
     assert facts(tmp_path / "b", 4) == facts(whole.folder, 4)
 
 
-@pytest.mark.parametrize(
-    "step", ["15", *(pytest.param(step, marks=pytest.mark.system) for step in ("16", "17"))]
-)
+@pytest.mark.system
+@pytest.mark.parametrize("step", ["15", "16", "17"])
 def test_a_planned_exit_meets_a_stop(tmp_path: Path, step: str) -> None:
     """--exit-interval on all, a signal on one a step before, at or after it: all end with 0, and
     what is saved can be loaded."""
@@ -89,13 +88,8 @@ def test_a_stop_while_a_save_is_being_completed(tmp_path: Path) -> None:
     assert facts(tmp_path / "b", 2) == facts(whole.folder, 2)
 
 
-@pytest.mark.parametrize(
-    "hooks",
-    [
-        pytest.param(STOP["SPY_HOOKS"], id="a-stop", marks=pytest.mark.system),
-        pytest.param("slow", id="a-save"),
-    ],
-)
+@pytest.mark.system
+@pytest.mark.parametrize("hooks", [STOP["SPY_HOOKS"], "slow"], ids=["a-stop", "a-save"])
 def test_a_save_after_one_that_failed(tmp_path: Path, hooks: str) -> None:
     """A disk that fails once: that is told, and what is saved next is complete.
 
