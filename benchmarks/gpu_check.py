@@ -38,6 +38,7 @@ from gpu_parts.analysis import Analysis
 from gpu_parts.cases import Case, cases_for, chosen
 from gpu_parts.report import draw, markdown
 from gpu_parts.runs import Bench, DeviceError, Reading, copy_rate, device_of
+from netlab_tools import leaving_on_signals
 
 from megatron_edit.tools.cli.one_line import OneLineParser
 
@@ -49,7 +50,8 @@ def main(argv: Sequence[str]) -> int:
     """Check and report; the exit code is 1 where a check failed."""
     args = parse(argv)
     results = Results(args)
-    results.measure_all()
+    with leaving_on_signals():  # which end the ranks
+        results.measure_all()
     results.study.write()
     summary, failures = results.summary(), results.failures()
     page = markdown(summary, failures)
@@ -120,7 +122,7 @@ class Results:
         """What OUTPUT has."""
         args = self._args
         known: dict[str, Any] = {}
-        if args.reference.exists() and args.reference != args.output:
+        if args.reference.exists() and args.reference.resolve() != args.output.resolve():
             known = read_one(args.reference)["losses"]
         cases = {case.name: case for case in args.chosen}
         analysis = Analysis(cases, self.readings, known, self._copy_rate)

@@ -103,7 +103,7 @@ class Training:
     def failed(self, reason: str, rank: int) -> RunFailedError:
         """The error to raise."""
         logs = [self.log(rank), *sorted(self.folder.rglob("replica-*.log"))]
-        said = "\n".join(filter(None, map(tail, logs)))
+        said = "\n".join(filter(None, map(tail, logs))) or tail(self.log())  # one speaks for all
         return RunFailedError(f"{self._name}: {reason}; rank {rank} said last:\n{said}")
 
     def until[T](self, look: Callable[[], T | None], *, limit: float, poll: float) -> T:

@@ -154,7 +154,8 @@ class Study:
             found = self.once(key, form, make)
         except RunFailedError as error:
             say(f"{self._name}: {key}: {error}")
-            self.failures.append(f"{key}: {error}".partition("\n")[0])
+            first, *_, last = f"{key}: {error}".strip().splitlines() * 2
+            self.failures.append(first if first == last else f"{first} {last}")
             return None
         else:
             say(f"{key}: {describe(found)}")

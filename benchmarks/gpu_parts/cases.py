@@ -14,7 +14,9 @@ NUM_SYNCS = (STEPS - WARMUP) // TAU
 TRACED = (39, 42)
 SMALL, LARGE = "small", "large"
 MODELS = {
-    SMALL: Model(bucket_numel=500_000, vocab_size=1024),
+    SMALL: Model(
+        hidden_size=128, seq_length=64, vocab_size=1024, micro_batch_size=2, bucket_numel=200_000
+    ),
     LARGE: Model(
         num_layers=8, hidden_size=1024, num_attention_heads=16, seq_length=512, vocab_size=32768,
         micro_batch_size=4, bucket_numel=20_000_000,
@@ -83,8 +85,10 @@ class Case:
         if self.is_stock:
             return [*words, *self.words]
         edit = edit_flags(self.num_replicas, warmup_steps=WARMUP, log_dir=log_dir)
-        every = flag_words({"edit-sync-interval": TAU, "edit-digest-interval": 1})
-        return [*words, *edit, *every, *self.words]
+        every = {"edit-digest-interval": 1}
+        if self.num_syncs is not None:
+            every |= {"edit-sync-interval": TAU}
+        return [*words, *edit, *flag_words(every), *self.words]
 
 
 def small_cases() -> list[Case]:

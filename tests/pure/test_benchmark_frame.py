@@ -113,7 +113,7 @@ def test_a_run_that_fails_does_not_end_the_others(
         assert each.measure("turn 1", float, fail, str) is None
         assert each.measure("turn 2", float, lambda: 2.0, str) == 2.0
     each.write()
-    assert each.failures == ["turn 1: rank 0 exited with 1; it said last:"]
+    assert each.failures == ["turn 1: rank 0 exited with 1; it said last: no room"]
     assert "no room" in capsys.readouterr().err
     assert read_one(tmp_path / "study.json")["failures"] == each.failures
     again = study(tmp_path, resume=True)
