@@ -3,11 +3,11 @@
 #
 #   scripts/test.sh [--system | --full] [pytest arguments]
 #
-# Without an option the core tier, which runs on a laptop in ten minutes, three files side by side.
+# Without an option the core tier, which runs on a laptop in ten minutes, two files side by side.
 # --system: SLURM, a browser, a network lab, launches, documents, benchmarks' smoke tests, where the
 # machine has what they need. --full: everything. Makes the environment first.
 #
-# Environment: MEGATRON_EDIT_TEST_JOBS  files of the core tier that run side by side (default: 3)
+# Environment: MEGATRON_EDIT_TEST_JOBS  files of the core tier that run side by side (default: 2)
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -29,7 +29,7 @@ check mypy
 jobs=()
 case " $* " in
     *" --system "* | *" --full "* | *" -n "* | *.py*) ;;
-    *) jobs=(-n "${MEGATRON_EDIT_TEST_JOBS:-3}" --dist loadfile) ;;
+    *) jobs=(-n "${MEGATRON_EDIT_TEST_JOBS:-2}" --dist loadfile) ;;
 esac
 status=0
 "$python" -m pytest "${jobs[@]}" "$@" || status=$?

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class Allocations(TorchDispatchMode):  # type: ignore[misc]
-    """Follows the storages that operations in watched calls make, until they are freed.
+    """Follows the storages that operations in watched calls make until they are freed; a thread's
+    calls, too.
 
     Attributes:
         peak: most bytes that were alive at the same time.
@@ -23,19 +25,21 @@ class Allocations(TorchDispatchMode):  # type: ignore[misc]
         super().__init__()
         self.peak = 0
         self._made: list[tuple[StorageWeakRef, int]] = []
-        self._is_on = False
+        self._watched = threading.local()  # as torch has modes
+        self._lock = threading.Lock()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = {storage._cdata for storage in _storages((args, kwargs))}
         result = func(*args, **(kwargs or {}))
-        known = given | {ref.cdata for ref, _ in self._alive()}
-        for storage in _storages(result):
-            if storage._cdata not in known:
-                known.add(storage._cdata)
-                self._made.append((StorageWeakRef(storage), storage.nbytes()))
-        self.peak = max(self.peak, self.live)
+        with self._lock:
+            known = given | {ref.cdata for ref, _ in self._alive()}
+            for storage in _storages(result):
+                if storage._cdata not in known:
+                    known.add(storage._cdata)
+                    self._made.append((StorageWeakRef(storage), storage.nbytes()))
+            self.peak = max(self.peak, self.live)
         return result
 
     @property
@@ -58,15 +62,15 @@ class Allocations(TorchDispatchMode):  # type: ignore[misc]
 
     @contextmanager
     def _once(self) -> Iterator[None]:
-        if self._is_on:
+        if getattr(self._watched, "is_on", False):
             yield
             return
-        self._is_on = True
+        self._watched.is_on = True
         try:
             with self:
                 yield
         finally:
-            self._is_on = False
+            self._watched.is_on = False
 
 
 def _storages(tree: Any) -> Iterable[torch.UntypedStorage]:

@@ -107,7 +107,7 @@ def measure_staging() -> None:
         }
         (out_dir() / f"staging-{rank}.json").write_text(json.dumps(facts))
 
-    for name in ("begin_landing", "apply_up_to"):
+    for name in ("begin_landing", "apply_up_to", "_drive"):  # the last on the thread
         setattr(SyncQueue, name, allocations.watching(getattr(SyncQueue, name)))
     EditEngine.finish = spied_finish  # type: ignore[method-assign]
 

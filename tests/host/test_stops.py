@@ -78,10 +78,11 @@ def test_a_stop_between_evaluations(tmp_path: Path, how: str, step: str) -> None
 
 @pytest.mark.parametrize("pace", PACES)
 def test_a_stop_at_the_last_step_changes_nothing(tmp_path: Path, pace: str) -> None:
-    """Training is over anyway: everyone evaluates and ends with 0."""
+    """Training is over anyway: everyone evaluates and ends with 0. It comes to the slower replica,
+    when the other has made its last step."""
     last = {"edit": "20", "a-edit": "20"}[pace]
     run = run_timed(
-        tmp_path, 2, 2, "slow,signal_one", {"SPY_SLEEP": "[0.01, 0.01]", "SPY_STEP": last},
+        tmp_path, 2, 2, "slow,signal_one", {"SPY_SLEEP": "[0.01, 0.1]", "SPY_STEP": last},
         train_iters=20, eval_iters=1, global_batch_size=4, exit_signal_handler=True,
         **PACES[pace],
     )  # fmt: skip
