@@ -36,8 +36,9 @@ from frame.study import (
 )
 from gpu_parts.analysis import Analysis
 from gpu_parts.cases import Case, cases_for, chosen
+from gpu_parts.device import DeviceError, look
 from gpu_parts.report import draw, markdown
-from gpu_parts.runs import Bench, DeviceError, Reading, copy_rate, device_of
+from gpu_parts.runs import Bench, Reading
 from netlab_tools import leaving_on_signals
 
 from megatron_edit.tools.cli.one_line import OneLineParser
@@ -71,15 +72,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--device", choices=("cuda", "cpu"), default="cuda", help="(default: %(default)s)")
     add("--devices", type=int, help="how many to use (default: all; on the CPU as many ranks)")
     add("--cases", default="", help="names, separated by commas (default: all that can run here)")
-    add("--reference", type=Path, default=REFERENCE, help="OUTPUT of `--device cpu` "
+    add("--reference", type=Path, help="OUTPUT of `--device cpu` "
         "(default: that of the repository)")  # fmt: skip
-    add("--budget", type=float, default=500.0, help="seconds after which no case is begun "
-        "(default: %(default)g)")  # fmt: skip
+    add("--budget", type=float, default=500.0, help="seconds for all of it (default: %(default)g)")
     args = parse_quick(parser, argv, QUICK)
+    if args.repeats != 1:
+        parser.error(f"--repeats {args.repeats}: must be 1; run it again with another --output")
+    if args.reference is not None and not args.reference.exists():
+        parser.error(f"--reference {args.reference}: is not there; make it with --device cpu")
     try:
-        args.name, there, args.versions = device_of(args.device)
+        args.found = look(args.device)
     except DeviceError as error:
         parser.error(f"--device {args.device}: {error}")
+    there = args.found.count
     if args.devices is None:
         args.devices = there
     if not args.devices >= 1 or (args.device == "cuda" and args.devices > there):
@@ -99,20 +104,19 @@ class Results:
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
         flags = {case.name: case.flags(args.device, "LOG_DIR") for case in args.chosen}
-        left_out = (*ABOUT_FILES, "chosen", "versions", "budget", "reference")
+        left_out = (*ABOUT_FILES, "chosen", "found", "budget", "reference", "repeats")
         settings = {name: value for name, value in vars(args).items() if name not in left_out}
         settings |= {"flags": common_flags(flags)}
-        self.study = Study("gpu_check", args, settings, self.summary, args.versions)
-        self._copy_rate = self.study.once("copy rate", float, partial(copy_rate, args.device))
+        self.study = Study("gpu_check", args, settings, self.summary, args.found.versions)
         self.readings: list[Reading] = []
 
     def measure_all(self) -> None:
         """Run all cases. One that fails does not end the rest, nor does one that hangs."""
-        args, began = self._args, time.monotonic()
-        bench = Bench(args.device, args.devices, args.time_limit, args.output.parent)
+        args, end = self._args, time.monotonic() + self._args.budget
+        bench = Bench(args.device, args.devices, args.time_limit, args.output)
         with self.study.progress(len(args.chosen)):
             for case in args.chosen:
-                make = partial(self._measure, bench, case, began)
+                make = partial(self._measure, bench, case, end)
                 found = self.study.measure(case.name, Reading, make, _describe)
                 if found is not None:
                     self.readings.append(found)
@@ -120,31 +124,41 @@ class Results:
 
     def summary(self) -> dict[str, Any]:
         """What OUTPUT has."""
-        args = self._args
-        known: dict[str, Any] = {}
-        if args.reference.exists() and args.reference.resolve() != args.output.resolve():
-            known = read_one(args.reference)["losses"]
+        args, found = self._args, self._args.found
         cases = {case.name: case for case in args.chosen}
-        analysis = Analysis(cases, self.readings, known, self._copy_rate)
+        analysis = Analysis(cases, self.readings, self._reference(), found.copy_rate)
         return {
-            "device": args.name,
+            "device": found.name,
             "num_devices": args.devices,
-            "copy_rate": self._copy_rate,
+            "copy_rate": found.copy_rate,
             "complaints": analysis.complaints(),
             "rows": analysis.rows(),
             "sync_costs": analysis.sync_costs(),
             "marks": analysis.marks(),
             "losses": analysis.losses(),
+            "times": analysis.times(),
         }
+
+    def _reference(self) -> dict[str, Any]:
+        """Losses to compare with; none for those that others are to be compared with."""
+        path = self._args.reference or REFERENCE
+        if not path.exists() or path.resolve() == self._args.output.resolve():
+            return {}
+        known: dict[str, Any] = read_one(path)["losses"]
+        return known
 
     def failures(self) -> list[str]:
         """Of runs and of checks."""
-        return [*self.study.failures, *self.summary()["complaints"]]
+        failures = [*self.study.failures, *self.summary()["complaints"]]
+        if self._args.device != "cpu" and not self._reference():
+            failures.append(f"no losses of the CPU to compare with: {REFERENCE} is not there")
+        return failures
 
-    def _measure(self, bench: Bench, case: Case, began: float) -> Reading:
-        if time.monotonic() - began > self._args.budget:
-            raise RunFailedError(f"not begun after {self._args.budget:g} s (--budget)")
-        return bench.measure(case)
+    def _measure(self, bench: Bench, case: Case, end: float) -> Reading:
+        left = end - time.monotonic()
+        if left <= 0:
+            raise RunFailedError(f"not begun in {self._args.budget:g} s (--budget)")
+        return bench.measure(case, min(left, self._args.time_limit))
 
 
 def _describe(found: Reading) -> str:

@@ -103,8 +103,10 @@ class Training:
     def failed(self, reason: str, rank: int) -> RunFailedError:
         """The error to raise."""
         logs = [self.log(rank), *sorted(self.folder.rglob("replica-*.log"))]
-        said = "\n".join(filter(None, map(tail, logs))) or tail(self.log())  # one speaks for all
-        return RunFailedError(f"{self._name}: {reason}; rank {rank} said last:\n{said}")
+        said, speaker = "\n".join(filter(None, map(tail, logs))), rank
+        if not said:  # one may speak for all
+            said, speaker = tail(self.log()), 0
+        return RunFailedError(f"{self._name}: {reason}; rank {speaker} said last:\n{said}")
 
     def until[T](self, look: Callable[[], T | None], *, limit: float, poll: float) -> T:
         """What `look` finds, once it finds anything; asked every `poll` seconds.

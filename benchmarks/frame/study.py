@@ -154,8 +154,8 @@ class Study:
             found = self.once(key, form, make)
         except RunFailedError as error:
             say(f"{self._name}: {key}: {error}")
-            first, *_, last = f"{key}: {error}".strip().splitlines() * 2
-            self.failures.append(first if first == last else f"{first} {last}")
+            lines = f"{key}: {error}".strip().splitlines()
+            self.failures.append(" ".join([lines[0], *lines[1:][-1:]]))
             return None
         else:
             say(f"{key}: {describe(found)}")

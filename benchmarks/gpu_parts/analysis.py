@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
-from .cases import MODELS, TAU, TRACED, WARMUP, Case
+from .cases import BF16, MODELS, TAU, TRACED, WARMUP, Case
 from .runs import Reading
 
 LEAST_SYNCS = 2  # where a clock tells how many there are
@@ -47,12 +47,15 @@ class Analysis:
         return [self._row(reading) for reading in self.readings]
 
     def losses(self) -> dict[str, list[list[float]]]:
-        """By case: iterations and losses; of cases that have a reference to compare with."""
+        """By case: iterations and losses."""
         return {
             reading.case: [[float(i) for i in reading.iterations], reading.losses]
             for reading in self.readings
-            if self.cases[reading.case].tolerance is not None
         }
+
+    def times(self) -> dict[str, list[list[float]]]:
+        """By case, milliseconds: of every step, and exposed of every sync."""
+        return {reading.case: [reading.step_ms, reading.exposed_ms] for reading in self.readings}
 
     def marks(self) -> list[dict[str, Any]]:
         """What the engine's marks have in each trace, one sync."""
@@ -64,7 +67,7 @@ class Analysis:
                 "launches": mark.launches,
                 "host_ms": mark.host_ms,
                 "device_ms": mark.device_ms,
-                "collective_ms": mark.collective_ms,
+                "transfer_ms": mark.transfer_ms,
                 "bytes_per_element": self._bytes_per_element(reading, mark.device_ms),
             }
             for reading in self.readings
@@ -105,7 +108,7 @@ class Analysis:
             "last_loss": _ends(reading.losses)[1],
             "distance": self.distance(reading),
             "step_ms": median(steady),
-            "exposed_ms": median(reading.exposed_ms[1:] or reading.exposed_ms or [0.0]),
+            "exposed_ms": median(self._usual_exposed(reading) or [0.0]),
             "share_beyond_median_step": 1 - median(steady) / mean(steady),
             "peak_bytes": reading.peak_bytes,
             "bytes_per_parameter": self._peak_per_parameter(reading),
@@ -145,9 +148,21 @@ class Analysis:
 
     def _steady(self, reading: Reading) -> list[float]:
         """Steps after the first sync; not those that a profiler slowed down."""
-        traced = range(*TRACED) if self.cases[reading.case].is_traced else range(0)
         numbered = enumerate(reading.step_ms, start=1)
-        return [ms for step, ms in numbered if step > WARMUP + TAU + 1 and step not in traced]
+        slowed = self._slowed(reading)
+        return [ms for step, ms in numbered if step > WARMUP + TAU + 1 and step not in slowed]
+
+    def _usual_exposed(self, reading: Reading) -> list[float]:
+        """Of syncs but the first, which allocates, and the last, which lands at once; not of one
+        that a profiler slowed down."""
+        slowed = self._slowed(reading)
+        pairs = list(zip(reading.sync_steps, reading.exposed_ms, strict=True))[1:-1]
+        return [ms for step, ms in pairs if step not in slowed]
+
+    def _slowed(self, reading: Reading) -> range:
+        """Steps in which a profiler was at work, or wrote its file."""
+        first, last = TRACED
+        return range(first, last + 1) if self.cases[reading.case].is_traced else range(0)
 
     def _peak_per_parameter(self, reading: Reading) -> float | None:
         if reading.peak_bytes is None:
@@ -156,10 +171,10 @@ class Analysis:
 
     def _beyond_stock(self, reading: Reading) -> float | None:
         """Device bytes per parameter beyond those of stock Megatron with the same model."""
-        size = self.cases[reading.case].size
+        own = self.cases[reading.case]
         known = ((each, self.cases[each.case]) for each in self.readings)
-        stock = [each for each, case in known if case.is_stock and case.size == size]
-        if not stock or self.cases[reading.case].ranks > 1:
+        stock = [each for each, case in known if case.is_stock and case.size == own.size]
+        if not stock or own.ranks > 1 or not set(BF16) <= set(own.words):
             return None
         mine, theirs = self._peak_per_parameter(reading), self._peak_per_parameter(stock[0])
         return None if mine is None or theirs is None else mine - theirs

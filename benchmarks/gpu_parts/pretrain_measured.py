@@ -3,7 +3,7 @@
     GPU_CHECK_MEMORY=FILE GPU_CHECK_TRACE=FILE GPU_CHECK_STEPS=39,42 \
         python -m megatron_edit benchmarks/gpu_parts/pretrain_measured.py --num-layers 2 ...
 
-Without GPU_CHECK_TRACE nothing is written down. A step has one micro-batch.
+Without GPU_CHECK_TRACE nothing is written down. A traced step has one micro-batch.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from frame.launch import load_script
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import profile
 
 MEMORY, TRACE, STEPS = "GPU_CHECK_MEMORY", "GPU_CHECK_TRACE", "GPU_CHECK_STEPS"
@@ -37,7 +38,9 @@ def traced(
     forward_step: Callable[..., Any], path: Path, first: int, last: int
 ) -> Callable[..., Any]:
     """A forward step that profiles from that of step `first` to that of step `last`."""
-    steps, profiler = count(1), profile()
+    # The engine's thread, too: outer steps may be taken there.
+    config = _ExperimentalConfig(profile_all_threads=True)
+    steps, profiler = count(1), profile(experimental_config=config)
 
     @wraps(forward_step)
     def watched(*args: Any, **kwargs: Any) -> Any:

@@ -62,7 +62,7 @@ def _costs(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _marks(rows: Sequence[Mapping[str, Any]]) -> str:
-    header = ["case", "mark", "count", "launches", "host (ms)", "device (ms)", "collectives (ms)",
+    header = ["case", "mark", "count", "launches", "host (ms)", "device (ms)", "transfers (ms)",
               "bytes per element"]  # fmt: skip
     lines = [
         [
@@ -72,7 +72,7 @@ def _marks(rows: Sequence[Mapping[str, Any]]) -> str:
             str(row["launches"]),
             f"{row['host_ms']:.2f}",
             _cell(row["device_ms"], "{:.2f}"),
-            _cell(row["collective_ms"], "{:.2f}"),
+            _cell(row["transfer_ms"], "{:.2f}"),
             _cell(row["bytes_per_element"], "{:.0f}"),
         ]
         for row in rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -11,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from frame.launch import Forks, Rank, free_ports
+from frame.launch import Forks, Rank, RunFailedError, free_ports
 
 from megatron_edit.tools.compare.console_log import RunLog, edit_losses, read_json_lines
 
@@ -24,11 +24,6 @@ SCRIPT = Path(__file__).with_name("pretrain_measured.py")
 FIRST_PORT, FIRST_RENDEZVOUS = 28000, 28500
 POLL_SECONDS = 0.25
 _BACKEND = re.compile(r"exchanges over (\w+) \(")
-COPIED_NUMEL, NUM_COPIES = 1 << 26, 10  # 256 MiB
-
-
-class DeviceError(Exception):
-    """There is no such device."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +36,7 @@ class Reading:
         iterations: of these.
         digests: of the parameters after each sync, a list for each replica.
         step_ms: length of every step, of replica 0.
+        sync_steps: after which the syncs began.
         exposed_ms: of every sync, in which training waited for it, by the engine's own account.
         backend: between the replicas; None for stock Megatron.
         peak_bytes: of device memory, the first rank's; None on the CPU.
@@ -54,6 +50,7 @@ class Reading:
     iterations: list[int]
     digests: list[list[str]]
     step_ms: list[float]
+    sync_steps: list[int]
     exposed_ms: list[float]
     backend: str | None
     peak_bytes: int | None
@@ -68,33 +65,52 @@ class Bench:
     Args:
         device: `cuda` or `cpu`.
         count: devices; where there is one, the replicas share it, each in a launch of its own.
-        time_limit: seconds until a single case is given up.
-        traces: takes traces, `NAME.trace.json.gz` each.
+        time_limit: most seconds of a single case.
+        output: beside it go traces, and what ranks said that failed.
     """
 
-    def __init__(self, device: str, count: int, time_limit: float, traces: Path) -> None:
-        self._device, self._count, self._limit = device, count, time_limit
-        self._traces = traces
+    def __init__(self, device: str, count: int, time_limit: float, output: Path) -> None:
+        self._device, self._count, self._output = device, count, output
+        # Megatron compiles a few small functions in each rank: it takes longer than the training.
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"
         self._forks = Forks(FIRST_PORT, time_limit, gpus=device == "cuda")
         self._port = FIRST_RENDEZVOUS
 
-    def measure(self, case: Case) -> Reading:
+    def measure(self, case: Case, limit: float) -> Reading:
         """Run a case once.
 
+        Args:
+            case: which.
+            limit: seconds until it is given up.
+
         Raises:
-            RunFailedError: it failed or took too long.
+            RunFailedError: it failed, took too long, or left not all behind that it should.
         """
         began = time.monotonic()
         apart = self._count == 1
         with tempfile.TemporaryDirectory(prefix="gpu-check-") as name:
             folder = Path(name)
             ranks = self._ranks(case, folder, apart=apart)
-            with self._forks.training(case.name, folder, ranks, apart=apart) as training:
-                training.to_end(lambda: None, limit=self._limit, poll=POLL_SECONDS)
-            if case.is_traced:
-                self._traces.mkdir(parents=True, exist_ok=True)
-                shutil.copy(trace_file(folder), self._traces / f"{case.name}.trace.json.gz")
-            return read(case, folder, time.monotonic() - began)
+            try:
+                with self._forks.training(case.name, folder, ranks, apart=apart) as training:
+                    training.to_end(lambda: None, limit=limit, poll=POLL_SECONDS)
+                if case.is_traced:
+                    shutil.copy(trace_file(folder), self._beside(f"{case.name}.trace.json.gz"))
+                return read(case, folder, time.monotonic() - began)
+            except RunFailedError:
+                self._keep_logs(case, folder)
+                raise
+            except (OSError, EOFError, ValueError, KeyError) as error:
+                self._keep_logs(case, folder)
+                raise RunFailedError(f"it left no whole readings: {error!r}") from error
+
+    def _beside(self, name: str) -> Path:
+        self._output.parent.mkdir(parents=True, exist_ok=True)
+        return self._output.with_name(f"{self._output.stem}.{name}")
+
+    def _keep_logs(self, case: Case, folder: Path) -> None:
+        for path in [*folder.glob("console*.log"), *folder.glob("replica-*.log")]:
+            shutil.copy(path, self._beside(f"{case.name}.{path.name}"))
 
     def _ranks(self, case: Case, folder: Path, *, apart: bool) -> list[Rank]:
         words = case.flags(self._device, str(folder))
@@ -125,18 +141,27 @@ def trace_file(folder: Path) -> Path:
 
 
 def read(case: Case, folder: Path, seconds: float) -> Reading:
-    """What a case left in its folder."""
+    """What a case left in its folder.
+
+    Raises:
+        OSError, ValueError, KeyError: not all that it should.
+    """
     consoles = sorted(folder.glob("console*.log"))
     lines = [line for path in consoles for line in path.read_text(errors="replace").splitlines()]
     log = RunLog.of(lines)
     losses = log.losses() if case.is_stock else edit_losses(folder, log)
     syncs = read_json_lines(folder / "sync.jsonl")
+    steps = step_ms(case, folder, log)
+    if not losses or len(steps) < case.steps or not log.num_parameters:
+        found = f"{len(losses)} losses, {len(steps)} steps, {log.num_parameters} parameters"
+        raise ValueError(f"it says too little: {found}")
     return Reading(
         case=case.name,
         losses=list(losses.values()),
         iterations=list(losses),
         digests=[digests(folder, replica) for replica in range(case.num_replicas)],
-        step_ms=step_ms(case, folder, log),
+        step_ms=steps,
+        sync_steps=[line["iteration"] for line in syncs],
         exposed_ms=[1e3 * line["seconds"]["exposed"] for line in syncs],
         backend=backend(lines),
         peak_bytes=json.loads((folder / "memory0.json").read_text()),
@@ -164,42 +189,3 @@ def backend(lines: Sequence[str]) -> str | None:
     """What the averages travelled by, as the first replica said it."""
     found = (_BACKEND.search(line) for line in lines)
     return next((match[1] for match in found if match), None)
-
-
-def copy_rate(device: str) -> float:
-    """Bytes per second that the device reads and writes when it copies within its memory."""
-    source = torch.ones(COPIED_NUMEL, device=device)
-    target = torch.empty_like(source)
-    seconds = [_seconds_of_copy(source, target) for _ in range(NUM_COPIES)]
-    return 2 * float(source.nbytes) / min(seconds)
-
-
-def _seconds_of_copy(source: torch.Tensor, target: torch.Tensor) -> float:
-    if source.device.type != "cuda":
-        began = time.perf_counter()
-        target.copy_(source)
-        return time.perf_counter() - began
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    target.copy_(source)
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
-
-
-def device_of(device: str) -> tuple[str, int, dict[str, str]]:
-    """Its name, how many there are, and versions of what belongs to it.
-
-    Raises:
-        DeviceError: there is none that torch can use.
-    """
-    if device == "cpu":
-        return "CPU", 1, {}
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise DeviceError(f"torch finds no GPU ({reason}); without one: --device cpu") from None
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    name, count = torch.cuda.get_device_name(0), torch.cuda.device_count()
-    return name, count, {"cuda": str(torch.version.cuda), "nccl": nccl}

@@ -19,7 +19,7 @@ from typing import Any
 PREFIX = "edit/"
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-COLLECTIVE = "nccl"  # in the names of its kernels
+TRANSFERS = ("nccl", "dtoh", "htod")  # in the names of what carries data between ranks
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,11 @@ class MarkReading:
     Attributes:
         mark: its name.
         count: how often it was set.
-        host_ms: of the outermost marks of this name.
+        host_ms: of all marks of this name.
         launches: of kernels, copies and fills; of operators, without a device.
-        device_ms: sum over kernels, copies and fills, collectives left out; None without a device.
-        collective_ms: of collectives, waiting for other ranks included.
+        device_ms: sum over kernels, copies and fills, transfers left out; None without a device.
+        transfer_ms: of collectives, waiting for other ranks included, and of copies from and to the
+            host, which gloo needs.
     """
 
     mark: str
@@ -40,7 +41,7 @@ class MarkReading:
     host_ms: float
     launches: int
     device_ms: float | None
-    collective_ms: float | None
+    transfer_ms: float | None
 
 
 @dataclass(frozen=True)
@@ -95,15 +96,17 @@ def _reading(
 ) -> MarkReading:
     own = [span for span in spans if span.name == name]
     kernels = [each for event in launches for each in on_device.get(_correlation(event), [])]
-    collectives = [each for each in kernels if COLLECTIVE in each["name"].lower()]
-    total, wire = (sum(each["dur"] for each in some) / 1e3 for some in (kernels, collectives))
+    transfers = [
+        each for each in kernels if any(name in each["name"].lower() for name in TRANSFERS)
+    ]
+    total, wire = (sum(each["dur"] for each in some) / 1e3 for some in (kernels, transfers))
     return MarkReading(
         mark=name,
         count=len(own),
         host_ms=sum(span.end - span.begin for span in own) / 1e3,
         launches=len(launches),
         device_ms=total - wire if on_device else None,
-        collective_ms=wire if on_device else None,
+        transfer_ms=wire if on_device else None,
     )
 
 

@@ -49,6 +49,7 @@ _WARM = (
 )
 _MOCK_DOCUMENTS = 2000
 _NUM_PARSERS = 3  # that a rank makes
+_FROM_ENVIRONMENT = {"local_rank": "LOCAL_RANK", "inprocess_active_world_size": "WORLD_SIZE"}
 
 
 def main(fd: int) -> None:
@@ -108,14 +109,24 @@ def _make_parsers_ahead() -> None:
 
     @functools.wraps(make)
     def take(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        if not made or vars(parser).keys() != vars(_parser()).keys() or len(parser._actions) > 1:
-            return make(parser)  # somebody has been there before
+        if not made or not _is_plain(parser):
+            return make(parser)
         name, description = parser.prog, parser.description
         vars(parser).update(vars(made.pop()))
         parser.prog, parser.description = name, description
+        for dest, variable in _FROM_ENVIRONMENT.items():  # read when it was made, by the server
+            parser.set_defaults(**{dest: int(os.environ[variable])})
         return parser
 
     arguments.add_megatron_arguments = take
+
+
+def _is_plain(parser: argparse.ArgumentParser) -> bool:
+    """Whether nobody has added anything to it, or made it in another way."""
+    plain, values = vars(_parser()), vars(parser)
+    names = ("formatter_class", "allow_abbrev", "prefix_chars", "add_help", "argument_default")
+    is_same = values.keys() == plain.keys() and all(values[name] == plain[name] for name in names)
+    return is_same and len(parser._actions) == len(plain["_actions"])
 
 
 def _parser() -> argparse.ArgumentParser:

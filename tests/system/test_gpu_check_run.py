@@ -7,6 +7,7 @@ the CPU belong to.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,8 +21,8 @@ SCRIPT = ROOT / "scripts" / "gpu_check.sh"
 FAKE = """
 import sys
 import gpu_check
-gpu_check.device_of = lambda device: ("A GPU", 1, {"cuda": "13.0", "nccl": "2.27"})
-gpu_check.copy_rate = lambda device: 1e12
+from gpu_parts.device import Devices
+gpu_check.look = lambda device: Devices("A GPU", 1, {"cuda": "13.0", "nccl": "2.27"}, 1e12)
 if __name__ == "__main__":
     sys.exit(gpu_check.main(sys.argv[1:]))
 """
@@ -30,7 +31,8 @@ if __name__ == "__main__":
 def run(*words: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
     """The script, with this interpreter."""
     argv = ["bash", str(SCRIPT), "--python", sys.executable, *words]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=timeout, cwd=ROOT)
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(argv, capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=env)
 
 
 @pytest.mark.parametrize(
@@ -39,6 +41,8 @@ def run(*words: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
         ((), "gpu_check: --device cuda: torch finds no GPU"),
         (("--device", "cpu", "--cases", "overlop"), "gpu_check: --cases overlop: must be of stock"),
         (("--device", "cpu", "--devices", "0"), "gpu_check: --devices 0: must be at least 1"),
+        (("--device", "cpu", "--repeats", "2"), "gpu_check: --repeats 2: must be 1"),
+        (("--device", "cpu", "--reference", "none"), "gpu_check: --reference none: is not there"),
         (("--device", "tpu"), "gpu_check: argument --device: invalid choice: 'tpu'"),
     ],
 )

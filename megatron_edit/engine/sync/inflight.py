@@ -235,7 +235,8 @@ class UnitSync:
             self.result = UnitResult(one, torch.zeros_like(one))
             return self.result
         began = time.monotonic()
-        self.await_average()
+        with record_function("edit/exchange"):
+            self.await_average()
         waited = time.monotonic() - began
         with record_function("edit/norms"):
             norm = agree_on_average(self.shard, self.average, groups)
