@@ -319,4 +319,12 @@ COMM = (
         new="        return\n        token = torch.zeros(self.size, 1, device=self.device)\n",
         test="pure/test_nccl_groups.py::test_a_group_is_used_once_before_training",
     ),
+    Mutant(
+        id="comm/gloo-gets-gpu-tensors",
+        bug="gloo is given tensors of a GPU",
+        file="comm/transport.py",
+        old='    if transport.device.type == "cpu":\n        return gloo\n',
+        new="    if True:\n        return gloo\n",
+        test="pure/test_staging.py::test_gloo_is_staged_on_gpus",
+    ),
 )

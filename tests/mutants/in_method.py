@@ -327,4 +327,12 @@ METHOD = (
         new="total += torch.linalg.vector_norm(chunk, dtype=torch.float64)",
         test="pure/test_norms.py::test_equal_to_float64",
     ),
+    Mutant(
+        id="method/norms-in-many-launches",
+        bug="a GPU launches a norm for each million elements",
+        file="method/norms.py",
+        old="_CHUNK_ELSEWHERE = 1 << 24",
+        new="_CHUNK_ELSEWHERE = 1 << 20",
+        test="pure/test_norms.py::test_launches_of_a_device",
+    ),
 )

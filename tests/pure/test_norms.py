@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_edit.method.norms import sum_of_squares
 
@@ -33,3 +36,24 @@ def test_no_float64_copy_of_the_whole() -> None:
         sum_of_squares(values)
     largest = max(event.cpu_memory_usage for event in recorded.events())
     assert 0 < largest <= 8 * MEBIBYTE
+
+
+@pytest.mark.parametrize(("device", "chunks"), [("cpu", 40), ("meta", 3)])
+def test_launches_of_a_device(device: str, chunks: int) -> None:
+    """Where launches cost more than memory there are few: of 40 Mi elements three chunks. Catches
+    thousands of launches for the norms of a large model. `meta` stands for a GPU."""
+    found = Counting()
+    with found:
+        sum_of_squares(torch.empty(40 * MEBIBYTE, device=device))
+    assert found.num_norms == chunks
+
+
+class Counting(TorchDispatchMode):  # type: ignore[misc]
+    """Counts norms."""
+
+    num_norms = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Any operation."""
+        self.num_norms += "vector_norm" in str(func)
+        return func(*args, **(kwargs or {}))

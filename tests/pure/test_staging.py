@@ -6,15 +6,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megatron_edit.comm import transport
 from megatron_edit.comm.collectives import Group, Work
 from megatron_edit.comm.staging import StagedProcessGroup
-from megatron_edit.comm.transport import Seat, choose_backend
+from megatron_edit.comm.transport import Seat, Transport, choose_backend, stand_alone_group
 from megatron_edit.errors import ReplicaLostError, UsageError
 from tests.harness.memory_network import CPU, End, Network
 
@@ -214,3 +217,22 @@ def test_nccl_that_cannot_be(places: list[list[Seat]], rule: str) -> None:
         choose_backend("nccl", places)
     assert str(caught.value).startswith("--edit-sync-backend nccl: ")
     assert str(caught.value).endswith("or use auto or gloo")
+
+
+@pytest.mark.parametrize(("device", "is_staged"), [("cuda", True), ("cpu", False)])
+def test_gloo_is_staged_on_gpus(
+    device: str, is_staged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gloo has no coalesced gather of a GPU's tensors, and waits for the device: catches a group
+    that hands it some."""
+    monkeypatch.setattr(dist, "ProcessGroupGloo", lambda *args: SimpleNamespace(name=lambda: "gloo"))
+    monkeypatch.setattr(transport, "Group", _group_with_slow_streams)
+    where = Transport("gloo", torch.device(device))
+    group = stand_alone_group(dist.HashStore(), 0, 2, where, timedelta(seconds=1), "sync group")
+    assert isinstance(group.process_group, StagedProcessGroup) == is_staged
+    if is_staged:
+        assert group.process_group._pin
+
+
+def _group_with_slow_streams(*args: Any, **kwargs: Any) -> Group:
+    return Group(*args, **kwargs, make_streams=lambda device: SlowStreams())
