@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -225,14 +226,12 @@ def test_gloo_is_staged_on_gpus(
 ) -> None:
     """Gloo has no coalesced gather of a GPU's tensors, and waits for the device: catches a group
     that hands it some."""
-    monkeypatch.setattr(dist, "ProcessGroupGloo", lambda *args: SimpleNamespace(name=lambda: "gloo"))
-    monkeypatch.setattr(transport, "Group", _group_with_slow_streams)
+    gloo = SimpleNamespace(name=lambda: "gloo")
+    monkeypatch.setattr(dist, "ProcessGroupGloo", lambda *args: gloo)
+    with_streams = partial(Group, make_streams=lambda device: SlowStreams())
+    monkeypatch.setattr(transport, "Group", with_streams)
     where = Transport("gloo", torch.device(device))
     group = stand_alone_group(dist.HashStore(), 0, 2, where, timedelta(seconds=1), "sync group")
     assert isinstance(group.process_group, StagedProcessGroup) == is_staged
     if is_staged:
         assert group.process_group._pin
-
-
-def _group_with_slow_streams(*args: Any, **kwargs: Any) -> Group:
-    return Group(*args, **kwargs, make_streams=lambda device: SlowStreams())
