@@ -53,8 +53,8 @@ def main(argv: Sequence[str]) -> int:
     results = Results(args)
     with leaving_on_signals():  # which end the ranks
         results.measure_all()
-    results.study.write()
-    summary, failures = results.summary(), results.failures()
+    summary = results.summary()
+    failures = results.failures(summary["complaints"])
     page = markdown(summary, failures)
     print(page)
     args.output.with_suffix(".md").write_text(f"# GPU check\n\n{page}\n", encoding="utf-8")
@@ -90,11 +90,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if not args.devices >= 1 or (args.device == "cuda" and args.devices > there):
         most = "" if args.device == "cpu" else f" and at most {there}, which this machine has"
         parser.error(f"--devices {args.devices}: must be at least 1{most}")
+    cases = cases_for(args.device, args.devices)
     try:
-        args.chosen = chosen(cases_for(args.device, args.devices), parts_of(args.cases))
+        args.chosen = chosen(cases, parts_of(args.cases)) or cases
     except ValueError as error:
         parser.error(f"--cases {error}")
-    args.chosen = args.chosen or cases_for(args.device, args.devices)
     return args
 
 
@@ -147,9 +147,9 @@ class Results:
         known: dict[str, Any] = read_one(path)["losses"]
         return known
 
-    def failures(self) -> list[str]:
-        """Of runs and of checks."""
-        failures = [*self.study.failures, *self.summary()["complaints"]]
+    def failures(self, complaints: Sequence[str]) -> list[str]:
+        """Of runs and of checks, whose complaints are given."""
+        failures = [*self.study.failures, *complaints]
         if self._args.device != "cpu" and not self._reference():
             failures.append(f"no losses of the CPU to compare with: {REFERENCE} is not there")
         return failures

@@ -114,16 +114,13 @@ class Bench:
 
     def _ranks(self, case: Case, folder: Path, *, apart: bool) -> list[Rank]:
         words = case.flags(self._device, str(folder))
-        if not apart or case.is_stock:
-            return [Rank(words, self._environment(case, folder, rank), SCRIPT)
-                    for rank in range(case.num_ranks)]  # fmt: skip
-        (self._port,) = free_ports(self._port, 1)
-        words += ["--edit-rendezvous", f"127.0.0.1:{self._port}"]
-        return [
-            Rank([*words, "--edit-replica-id", str(rank)],
-                 self._environment(case, folder, rank), SCRIPT)
-            for rank in range(case.num_replicas)
-        ]  # fmt: skip
+        own: list[list[str]] = [[] for _ in range(case.num_ranks)]
+        if apart and not case.is_stock:  # each rank is a replica
+            (self._port,) = free_ports(self._port, 1)
+            words += ["--edit-rendezvous", f"127.0.0.1:{self._port}"]
+            own = [["--edit-replica-id", str(rank)] for rank in range(case.num_ranks)]
+        return [Rank([*words, *more], self._environment(case, folder, rank), SCRIPT)
+                for rank, more in enumerate(own)]  # fmt: skip
 
     def _environment(self, case: Case, folder: Path, rank: int) -> Mapping[str, str]:
         found = {

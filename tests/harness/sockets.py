@@ -18,8 +18,7 @@ from torch import Tensor
 from megatron_edit.comm.collectives import Duplex, Group, Work
 from megatron_edit.comm.staging import StagedProcessGroup
 from tests.harness.in_order import CPU, TIMEOUT, TracedStreams
-
-COMPUTE = 0
+from tests.harness.races import COMPUTE
 
 
 @dataclass

@@ -234,6 +234,9 @@ def test_no_races_over_sockets_where_the_device_is_fast(mode: str) -> None:
     assert races(f"sockets {mode}", ranks=1, is_fast=True) == []
 
 
+# The stream of a sync does not wait for the current one; the current one not for that of a sync.
+HOME_DOES_NOT_WAIT = Mistake("wait", "HomeStream.entered", "wait(self._stream")
+NOBODY_WAITS_FOR_HOME = Mistake("wait", "HomeStream.entered", "wait(current")
 MISTAKES: dict[str, tuple[str, Mistake]] = {
     "copy not awaited": ("offload", Mistake("wait", "DeviceCopy.ready")),
     "copy recorded too early": ("offload", Mistake("record", "OffloadStreams.upload")),
@@ -245,14 +248,8 @@ MISTAKES: dict[str, tuple[str, Mistake]] = {
         Mistake("record", "OffloadStreams.take_back.<locals>.<genexpr>"),
     ),
     "host reads too early": ("offload", Mistake("synchronize", "OffloadStreams.wait")),
-    "sync not after the stream beside": (
-        "overlap",
-        Mistake("wait", "HomeStream.entered", "wait(self._stream"),
-    ),
-    "stream beside not after the sync": (
-        "overlap",
-        Mistake("wait", "HomeStream.entered", "wait(current"),
-    ),
+    "sync not after the stream beside": ("overlap", HOME_DOES_NOT_WAIT),
+    "stream beside not after the sync": ("overlap", NOBODY_WAITS_FOR_HOME),
     "exchange not awaited": ("overlap", Mistake("work", "UnitSync.await_average")),
     "delayed exchange not awaited": ("delayed", Mistake("work", "UnitSync.await_average")),
     "encoding not after compute": ("int8", Mistake("wait", "beside_compute")),
@@ -275,14 +272,8 @@ MISTAKES: dict[str, tuple[str, Mistake]] = {
         Mistake("synchronize", "StagedProcessGroup.begin_until"),
     ),
     "read before it is up": ("sockets overlap", Mistake("wait", "StagedWork.wait")),
-    "thread not after the main thread": (
-        "sockets overlap",
-        Mistake("wait", "HomeStream.entered", "wait(self._stream"),
-    ),
-    "main thread not after the thread": (
-        "sockets overlap",
-        Mistake("wait", "HomeStream.entered", "wait(current"),
-    ),
+    "thread not after the main thread": ("sockets overlap", HOME_DOES_NOT_WAIT),
+    "main thread not after the thread": ("sockets overlap", NOBODY_WAITS_FOR_HOME),
 }
 
 
