@@ -64,16 +64,20 @@ class _Places:
 
 
 def record_landings() -> None:
-    """`record`, and for each rank its stage, its number of bucket groups, and its landings."""
+    """`record`, and for each rank its stage, its number of bucket groups, its landings, and on
+    which devices it keeps the sends of its own model from synchronising."""
     import megatron.training.training as training
     from megatron.core import parallel_state
+    from megatron.core.utils import get_model_config
 
     from megatron_edit.engine.sync.queue import SyncQueue
+    from megatron_edit.host import training as ours
 
     record()
     places, landings, chunks = _Places(), list[Landing](), built_chunks()
     rank = os.environ["RANK"]  # before the launcher gives the ranks new numbers
     train, land = training.train, SyncQueue._note_landing
+    keep, sends = vars(ours)["keep_sends_asynchronous"], list[str]()
     schedule_of = training.get_forward_backward_func
 
     def spied_train(*args: Any, **kwargs: Any) -> Any:
@@ -84,12 +88,19 @@ def record_landings() -> None:
             for group in groups:
                 group.start_param_sync = group.start_param_sync.__wrapped__
             stage = parallel_state.get_pipeline_model_parallel_rank()
-            facts = {"stage": stage, "groups": len(groups), "landings": landings}
+            facts = {
+                "stage": stage, "groups": len(groups), "landings": landings, "sends": sends,
+            }  # fmt: skip
             (out_dir() / f"landings-{rank}.json").write_text(json.dumps(facts))
 
     def spied_land(self: SyncQueue, sync: Any, shard: Any, has_bad_moments: bool) -> None:
         land(self, sync, shard, has_bad_moments)
         landings.append(Landing(sync.plan.round, places.where(), places.begun["gather"]))
+
+    def spied_keep(patcher: Any, config: Any, device: Any) -> None:
+        keep(patcher, config, device)
+        if config is get_model_config(chunks[0]):
+            sends.append(device.type)
 
     def watched_schedule(*args: Any, **kwargs: Any) -> Any:
         return places.watched("schedule", schedule_of(*args, **kwargs))
@@ -97,6 +108,7 @@ def record_landings() -> None:
     training.train = spied_train
     training.get_forward_backward_func = watched_schedule
     SyncQueue._note_landing = spied_land  # type: ignore[method-assign]
+    vars(ours)["keep_sends_asynchronous"] = spied_keep
 
 
 def _watch(chunks: list[Any], places: _Places) -> list[Any]:
@@ -110,8 +122,9 @@ def _watch(chunks: list[Any], places: _Places) -> list[Any]:
     return groups
 
 
-def read_landings(folder: Path, rank: int) -> tuple[int, int, list[Landing]]:
-    """A rank's stage, its number of bucket groups, and its landings, in their order."""
+def read_landings(folder: Path, rank: int) -> tuple[int, int, list[Landing], list[str]]:
+    """Of a rank: its stage, its number of bucket groups, its landings in their order, and the
+    devices on which it keeps sends asynchronous."""
     facts = json.loads((folder / f"landings-{rank}.json").read_text())
     landings = [Landing(*landing) for landing in facts["landings"]]
-    return facts["stage"], facts["groups"], landings
+    return facts["stage"], facts["groups"], landings, facts["sends"]

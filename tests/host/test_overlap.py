@@ -58,8 +58,9 @@ def train_in_mode(
 def _check_places(folder: Path, rank: int, layout: str, mode: str) -> None:
     """In overlap mode units land in the forward pass, as Megatron gathers their buckets, and not
     all at once where it makes several buckets: on the first stage. Catches a fall-back to
-    blocking."""
-    stage, num_groups, landings = read_landings(folder, rank)
+    blocking, and sends between stages that would end it on GPUs."""
+    stage, num_groups, landings, sends = read_landings(folder, rank)
+    assert sends == (["cpu"] if mode == "overlap" else [])
     if stage == 0:
         assert (num_groups == 1) == (layout == "one-bucket")
     last = max(landing.round for landing in landings)

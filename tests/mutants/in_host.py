@@ -491,4 +491,12 @@ HOST = (
         new='patcher.replace(config, "batch_p2p_sync", True)',
         test="pure/test_host_parts.py::test_sends_do_not_stop_the_device",
     ),
+    Mutant(
+        id="host/sends-are-not-kept",
+        bug="nobody keeps sends between stages from synchronising the device",
+        file="host/training.py",
+        old="            keep_sends_asynchronous(self._patcher",
+        new="            print(self._patcher",
+        test="host/test_overlap.py::test_overlap_equals_blocking_bit_for_bit[bf16]",
+    ),
 )

@@ -140,21 +140,29 @@ def test_all_groups_are_used_in_one_order(group: Group, name: str, is_phased: bo
     assert order == [sync, "replica", "stage", "tied-embedding", "tied-tp"]
 
 
-def test_training_begins_with_groups_that_were_used() -> None:
-    """By the engine itself. Catches buffers that NCCL takes when training has the memory."""
+@pytest.mark.parametrize(("warmup_steps", "is_resumed"), [(2, False), (0, True)])
+def test_training_begins_with_groups_that_were_used(warmup_steps: int, is_resumed: bool) -> None:
+    """By the engine itself, at a start and where it goes on from a checkpoint. Catches buffers that
+    NCCL takes when training has the memory."""
+    config = EditConfig(num_replicas=2, warmup_steps=warmup_steps)
     with torch.no_grad(), RaceDetector() as detector:
-        rank = Rank.build(
-            detector.streams,
-            EditConfig(num_replicas=2, warmup_steps=2),
-            plan_of({"embedding": (4,), "final": (2,)}),
-            is_overlapped=True,
-            tie=(0, 2),
-        )
+        rank = built(detector, config)
         rank.engine.start()
+        saved = rank.engine.state_dict()
+        if is_resumed:
+            rank.engine.close()
+            rank = built(detector, config)
+            rank.engine.load_state_dict(saved)
         groups = (rank.groups.sync, rank.groups.stage, *rank.groups.ties.values())
         used = [group.process_group for group in groups]
         rank.engine.close()
     assert all(isinstance(g, InOrderGroup) and g.num_launched >= 3 for g in used), used
+
+
+def built(detector: RaceDetector, config: EditConfig) -> Rank:
+    """A rank with copies of the embedding, the groups of which nobody has used."""
+    plan = plan_of({"embedding": (4,), "final": (2,)})
+    return Rank.build(detector.streams, config, plan, is_overlapped=True, tie=(0, 2))
 
 
 def test_a_communicator_is_freed_by_its_owner(group: Group) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -18,10 +19,12 @@ import torch
 from torch import Tensor
 
 from megatron_edit.config import EditConfig
-from megatron_edit.engine import EditEngine
+from megatron_edit.engine import EditEngine, EngineState
 from megatron_edit.engine.rounds import controller
-from megatron_edit.engine.rounds.plan import RoundPlan, plan_round
+from megatron_edit.engine.rounds.plan import Decision, RoundPlan, plan_round
 from megatron_edit.engine.sync import queue
+from megatron_edit.engine.sync.inflight import InflightSync
+from megatron_edit.engine.sync.queue import restore_sync
 from tests.harness.in_order import Mistake, Rank, plan_of
 from tests.harness.races import RaceDetector
 from tests.harness.sockets import ThreadInTurns, staged_group
@@ -69,13 +72,16 @@ class Training:
     def __init__(self, rank: Rank, breaks_after: int | None, saves_after: int) -> None:
         self.rank, self.breaks_after, self.saves_after = rank, breaks_after, saves_after
         self.beside = rank.streams.new()
-        self.saved: list[Tensor] = []
+        self.saved: EngineState | None = None
 
-    def run(self, num_steps: int) -> None:
-        """All steps, to a good end."""
+    def run(self, num_steps: int, resumed: EngineState | None) -> None:
+        """All steps, to a good end; those after the save where a run is resumed."""
         engine = self.rank.engine
-        engine.start()
-        for step in range(1, num_steps + 1):
+        if resumed is None:
+            engine.start()
+        else:
+            engine.load_state_dict(resumed)
+        for step in range(engine.step + 1, num_steps + 1):
             self.forward()
             self.step(step)
             if step == self.saves_after:
@@ -122,10 +128,7 @@ class Training:
     def save(self) -> None:
         """What a checkpoint reads on the host."""
         self.rank.engine.settle()
-        outer = self.rank.engine.state_dict()["outer"]
-        self.saved += [
-            unit[key].clone() for unit in outer.values() for key in ("anchor", "momentum")
-        ]
+        self.saved = deepcopy(self.rank.engine.state_dict())
 
 
 def watched(
@@ -138,7 +141,8 @@ def watched(
     num_steps: int = NUM_STEPS,
     is_fast: bool = False,
     ranks: int = 2,
-) -> tuple[RaceDetector, Rank]:
+    resumed: EngineState | None = None,
+) -> tuple[RaceDetector, Training]:
     """A run that the detector has watched."""
     over_sockets = mode.startswith("sockets ")
     changes, is_overlapped = MODES[mode.removeprefix("broken ").removeprefix("sockets ")]
@@ -160,14 +164,22 @@ def watched(
             )
         if over_sockets and ranks > 1:  # on GPUs the main thread takes the steps then
             rank.engine._queue._steps_beside = False
+        training = Training(rank, breaks_after, saves_after)
         try:
             with seen_on_host(detector, rank.engine) if over_sockets else nullcontext():
-                Training(rank, breaks_after, saves_after).run(num_steps)
+                with mock.patch.object(torch.Tensor, "to", sent):
+                    training.run(num_steps, resumed)
         finally:
             rank.engine.close()
-    assert detector.num_accesses > 1000
+    assert detector.num_accesses > (1000 if resumed is None else 300)
     assert bool(in_turns.num_turns) == (over_sockets and mode != "sockets blocking")
-    return detector, rank
+    return detector, training
+
+
+def sent(tensor: Tensor, *args: Any, to: Any = torch.Tensor.to) -> Tensor:
+    """`Tensor.to` as it is for a tensor of the host: a device gets a copy."""
+    moved: Tensor = tensor.clone() if isinstance(args[0], torch.device) else to(tensor, *args)
+    return moved
 
 
 @contextmanager
@@ -175,20 +187,37 @@ def seen_on_host(detector: RaceDetector, engine: EditEngine) -> Iterator[None]:
     """Where two streams are at work it counts which tensors are the host's: sizes, those of
     decisions, and those that `cpu` waits for."""
     detector.pin([engine._queue.footprint.unit_numels])
+    from_list = torch.tensor
+
+    def pin(decided: Decision) -> None:
+        verdict = decided.verdict
+        tables = (decided.norms, decided.weights, decided.rollback, verdict.anomalous)
+        detector.pin((*tables, verdict.scores))
 
     def planned(*args: Any, **kwargs: Any) -> RoundPlan:
         plan = plan_round(*args, **kwargs)
-        if (decided := plan.decision) is not None:
-            verdict = decided.verdict
-            tables = (decided.norms, decided.weights, decided.rollback, verdict.anomalous)
-            detector.pin((*tables, verdict.scores))
+        if plan.decision is not None:
+            pin(plan.decision)
         return plan
+
+    def restored(*args: Any) -> InflightSync:
+        sync = restore_sync(*args)
+        pin(sync.plan.decision)
+        return sync
+
+    def listed(*args: Any, **kwargs: Any) -> Tensor:
+        made = from_list(*args, **kwargs)
+        if "device" not in kwargs:
+            detector.pin([made])
+        return made
 
     def fetched(tensor: Tensor) -> Tensor:
         return detector.fetch(tensor)
 
     with (
         mock.patch.object(controller, "plan_round", planned),
+        mock.patch.object(queue, "restore_sync", restored),
+        mock.patch.object(torch, "tensor", listed),
         mock.patch.object(torch.Tensor, "cpu", fetched),
     ):
         yield
@@ -296,15 +325,27 @@ def test_a_broken_replica_comes_back_without_a_race(mode: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "mode", ["delayed", "offload-delayed", "sockets delayed", "sockets int8-delayed"]
+)
+def test_no_races_after_a_resume(mode: str) -> None:
+    """With a sync that had not landed. Would catch what is made of it beside the stream, or the
+    thread's turns, that then work on it."""
+    saved = watched(mode, ranks=1)[1].saved
+    assert saved is not None and saved["pending"]
+    assert watched(mode, ranks=1, saves_after=0, resumed=saved)[0].findings == []
+
+
+@pytest.mark.parametrize(
     "mode", ["offload", "offload-blocking", "offload-delayed", "three-in-flight"]
 )
 def test_uploads_wait_for_room(mode: str) -> None:
     """The host is ahead of the device all the time. Would catch uploads of one unit after the other
     that wait for nothing, until the device holds the whole outer state."""
     units = {"embedding": (6, 2), **{f"layer.{n + 1}": (5, 3) for n in range(6)}, "final": (3,)}
-    detector, rank = watched(mode, units=units, num_steps=6)
-    assert rank.engine.state.outer is not None
-    streams, settings = rank.engine.state.outer.offload_streams, rank.engine.settings
+    detector, training = watched(mode, units=units, num_steps=6)
+    engine = training.rank.engine
+    assert engine.state.outer is not None
+    streams, settings = engine.state.outer.offload_streams, engine.settings
     assert streams is not None
     most = 2 * ((settings.prefetch_units if settings.overlap else 1) + 1)
     assert 2 <= detector.peak_blocks[streams._up] <= most
