@@ -166,9 +166,11 @@ def watched(
             rank.engine._queue._steps_beside = False
         training = Training(rank, breaks_after, saves_after)
         try:
-            with seen_on_host(detector, rank.engine) if over_sockets else nullcontext():
-                with mock.patch.object(torch.Tensor, "to", sent):
-                    training.run(num_steps, resumed)
+            with (
+                seen_on_host(detector, rank.engine) if over_sockets else nullcontext(),
+                mock.patch.object(torch.Tensor, "to", sent),
+            ):
+                training.run(num_steps, resumed)
         finally:
             rank.engine.close()
     assert detector.num_accesses > (1000 if resumed is None else 300)
