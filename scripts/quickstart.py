@@ -28,7 +28,13 @@ from script_errors import OneLineParser, exit_code_of
 from megatron_edit.errors import UsageError
 from megatron_edit.tools.compare.console_log import RunLog, edit_losses, read_json_lines
 from megatron_edit.tools.compare.flags import int_flag, read_flags
-from megatron_edit.tools.compare.traffic import Layout, baseline_bytes, sync_bytes, warmup_bytes
+from megatron_edit.tools.compare.traffic import (
+    ElementBytes,
+    Layout,
+    baseline_bytes,
+    sync_bytes,
+    warmup_bytes,
+)
 
 RANKS_PER_REPLICA = 2
 CONFIGS = REPOSITORY / "configs"
@@ -117,9 +123,10 @@ def report(plan: Plan, edit: tuple[RunLog, float], baseline: tuple[RunLog, float
     seq_length = int_flag(plan.flags, "--seq-length")
     warmup = int_flag(plan.edit_flags, "--edit-warmup-steps")
     layout = Layout(plan.num_replicas, RANKS_PER_REPLICA, base_log.num_parameters)
+    element = ElementBytes.of_flags(plan.flags.__contains__)
     syncs = read_json_lines(plan.edit_dir / "sync.jsonl")
     edit_bytes = sync_bytes(layout, syncs) + warmup_bytes(
-        layout, num_steps=min(warmup, edit_log.last_iteration)
+        layout, num_steps=min(warmup, edit_log.last_iteration), element=element
     )
     results = [
         summarize(
@@ -133,7 +140,7 @@ def report(plan: Plan, edit: tuple[RunLog, float], baseline: tuple[RunLog, float
             f"Megatron, {plan.num_ranks} ranks",
             base_log,
             seq_length=seq_length,
-            bytes_total=baseline_bytes(layout, num_steps=base_log.last_iteration),
+            bytes_total=baseline_bytes(layout, num_steps=base_log.last_iteration, element=element),
             seconds=base_seconds,
         ),
     ]

@@ -10,7 +10,7 @@ their own (CPU, gloo); it needs nothing of the package but flags, event files an
     git worktree add ../before 00d2a33
 
 `compare` holds the event files of two records against each other, line by line, floats digit by
-digit; what depends on time and place is left out (`LEFT_OUT`), and nothing else. It prints the
+digit; what depends on time and place, or is new, is left out (`LEFT_OUT`). It prints the
 first difference of each file and exits with 1 if there is any. Two records of one checkout are
 equal; those of two machines may not be, as torch's CPU kernels round as the processor lets them.
 That is why the repository keeps no record.
@@ -39,7 +39,8 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
     "sync.jsonl": ("time", "seconds"),
     "replica": ("seconds",),
     "loss.jsonl": (),
-    "run.json": ("versions", "topology.host", "argv.0"),  # argv.0: where the script lies
+    # argv.0: where the script lies; sync_backend: a flag that came later than the first record
+    "run.json": ("versions", "topology.host", "argv.0", "config.sync_backend"),
 }
 
 TINY: dict[str, object] = {

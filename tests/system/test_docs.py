@@ -1,6 +1,7 @@
 """The documents: their commands run, their links lead somewhere, their flags exist.
 
-Every command in a shell fence of README.md and docs/*.md is handled by exactly one of:
+Every command in a shell fence of README.md, of those in configs/ and patches/, and of docs/*.md is
+handled by exactly one of:
 
 | kind | what is done with it |
 |---|---|
@@ -11,6 +12,7 @@ Every command in a shell fence of README.md and docs/*.md is handled by exactly 
 | megatron-edit plan | run |
 | megatron-edit inspect | run on a folder with a checkpoint of no files |
 | megatron-edit patch | run on a folder with what it needs of a clone |
+| git apply | git reads the patches; that they apply is tests/pure/test_patch.py's |
 | megatron-edit doctor, also under torchrun | run by itself, without Megatron |
 | megatron-edit report, watch | run on the event files of a training that never was |
 | make_flags_doc, make_api_doc, plan_check | run with --check |
@@ -44,7 +46,10 @@ from tests.harness import tiny_gpt
 from tests.harness.event_files import MadeUp
 from tests.harness.launch import REPOSITORY
 
-DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+DOCUMENTS = [
+    *(REPOSITORY / place / "README.md" for place in (".", "configs", "patches")),
+    *sorted((REPOSITORY / "docs").glob("*.md")),
+]
 SHELLS = ("sh", "bash", "shell", "console")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -89,7 +94,7 @@ def commands() -> Iterator[Command]:
             if language in SHELLS:
                 for line in body.replace("\\\n", " ").splitlines():
                     if line.strip() and not line.startswith("#"):
-                        yield Command(path.name, line.strip())
+                        yield Command(str(path.relative_to(REPOSITORY)), line.strip())
 
 
 def kind_of(command: Command) -> str:
@@ -97,6 +102,8 @@ def kind_of(command: Command) -> str:
     words, line = command.words, command.line
     if words[:2] == ["pip", "install"] or words[:2] == ["git", "clone"]:
         return "install"
+    if words[0] == "git" and "apply" in words:
+        return "git apply"
     if words[0] in ("sbatch", "scancel") or "scripts/slurm/submit.sh" in words:
         return "slurm"
     if words[0] == "bash":
@@ -208,6 +215,11 @@ def as_check(command: Command) -> list[str]:
         words += ["--world-size", str(ranks[0] * (ranks[1] if len(ranks) > 1 else 1))]
     else:
         words = words[2:]
+    if "$FLAGS" not in words:  # files of flags, in place of them
+        _, script, flags = command.line.partition("pretrain_gpt.py")
+        given = run(["bash", "-c", f"printf '%s\\n' {flags}"]).splitlines()
+        size = words[words.index("--world-size") :]
+        return ["check", str(REPOSITORY / "scripts" / script), *given, *size]
     return _on_tiny_model(["check"], words)
 
 
@@ -267,6 +279,15 @@ def test_patches_run(tmp_path: Path) -> None:
     for command in of_kind("patch"):
         words = [str(tmp_path) if x == "PATH_TO_MEGATRON_LM" else x for x in command.words[1:]]
         assert str(tmp_path) in words and main(words) == 0, command
+
+
+def test_patches_are_read_by_git() -> None:
+    """Would catch: a folder of patches that is not there, or one that git cannot read."""
+    for command in of_kind("git apply"):
+        words = command.words
+        assert words[:4] == ["git", "-C", "PATH_TO_MEGATRON_LM", "apply"]
+        line = shlex.join(["git", "apply", "--numstat", *words[4:-1]]) + " " + words[-1]
+        assert "pretrain_gpt.py" in run(["bash", "-c", line])
 
 
 def test_doctors_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,7 +366,7 @@ def _name(call: ast.Call) -> str:
 # ---- words and links
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
 def test_links_and_flags(path: Path) -> None:
     """Relative links lead to files; every `--edit-*` flag that is named is one of ours."""
     text = path.read_text(encoding="utf-8")
