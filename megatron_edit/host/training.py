@@ -107,6 +107,8 @@ class TrainingLoop:
         self._events = events
         self._device = device
         self._patcher = patcher
+        self._redirection = Redirection()
+        self._loads = LoadControl(config, world, self._redirection)
         self._run: Run | None = None
         self._cleanup = ExitStack()
         self._cleanup.callback(events.close)
@@ -122,8 +124,7 @@ class TrainingLoop:
         import megatron.training.checkpointing as checkpointing
         import megatron.training.training as training
 
-        self._redirection = Redirection(self._patcher)
-        self._loads = LoadControl(self._config, self._world, self._redirection)
+        self._redirection.attach(self._patcher)
         wrapped_pretrain = answered_by(self._pretrain)(training.pretrain)
         for module in (package, training):
             self._patcher.replace(module, "pretrain", wrapped_pretrain)
@@ -257,8 +258,8 @@ class TrainingLoop:
         self._run = self._run_of(engine, host, observer, pieces)
         self._loads.begin(engine, host, pieces)
         engine.clock.pause()  # until the first step: Megatron builds its data sets before that
-        self._events.timers = EditTimers(
-            get_timers(), engine.clock, args.timing_log_level, self._patcher
+        self._events.connect_timers(
+            EditTimers(get_timers(), engine.clock, args.timing_log_level, self._patcher)
         )
 
     def _run_of(

@@ -50,9 +50,6 @@ class EventLog:
         log_dir: `--edit-log-dir`, which is there; None keeps the console lines only.
         placement: decides which files this rank writes.
         flush_interval: iterations between two flushes.
-
-    Attributes:
-        timers: the host's, where it shows what syncs took.
     """
 
     def __init__(self, log_dir: Path | None, placement: Placement, flush_interval: int = 1) -> None:
@@ -63,7 +60,7 @@ class EventLog:
         self._files: dict[str, IO[str]] = {}
         # Taken now, moved in `begin`: replicas meet in between, so that all find the same number.
         self._number_of_earlier = 0 if self._dir is None else next_number(self._dir)
-        self.timers: SyncTimers | None = None
+        self._timers: SyncTimers | None = None
         self._metrics: tuple[SyncMetrics, MetricSink] | None = None
         self._health: deque[tuple[float, float]] = deque(maxlen=WATCHED_SYNCS)
 
@@ -75,6 +72,14 @@ class EventLog:
             sink: the host's writers.
         """
         self._metrics = metrics, sink
+
+    def connect_timers(self, timers: SyncTimers) -> None:
+        """Also show there what syncs take, from here on.
+
+        Args:
+            timers: the host's.
+        """
+        self._timers = timers
 
     def begin(self, run: Mapping[str, Any]) -> None:
         """Move an earlier run's files of this rank out of the way, and write `run.json`.
@@ -97,8 +102,8 @@ class EventLog:
 
     def on_sync(self, report: SyncReport) -> None:
         """A sync is over."""
-        if self.timers is not None:
-            self.timers.add_sync(report.seconds)
+        if self._timers is not None:
+            self._timers.add_sync(report.seconds)
         self._append(f"replica-{self._placement.replica}.jsonl", digest_line(report))
         if self._is_first:
             self._append("sync.jsonl", sync_line(report))

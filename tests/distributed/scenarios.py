@@ -8,6 +8,7 @@ import torch
 
 from megatron_edit.config import EditConfig
 from megatron_edit.engine import EditEngine
+from megatron_edit.engine.rounds.meeting import size_of_record
 from tests.distributed.toy import build_engine
 
 Record = dict[str, Any]
@@ -151,7 +152,8 @@ def count_messages(num_replicas: int, num_layers: int, unit_numel: int) -> Recor
     host.move(dict.fromkeys(names, torch.ones(unit_numel) * (1 + engine.groups.sync.rank)))
     before = _payload(engine)
     engine.after_step()
-    table = engine._controller.meetings.record_bytes * (num_replicas - 1)
+    nbytes = size_of_record(engine.host, engine.state, has_digests=False)
+    table = nbytes * (num_replicas - 1)
     return {
         **{name: counter.counts for name, counter in counters.items()},
         "bytes": _payload(engine) - before,

@@ -17,7 +17,7 @@ from megatron_edit.comm.control import check_same_digests
 from megatron_edit.comm.stop import StopBoard
 from megatron_edit.engine.checks.finite import zero_nonfinite_moments
 from megatron_edit.engine.host import EngineGroups, EngineSettings, Host, Reporter
-from megatron_edit.engine.rounds.meeting import Meetings, average_shared_values
+from megatron_edit.engine.rounds.meeting import Meetings, average_shared_values, size_of_record
 from megatron_edit.engine.rounds.plan import (
     Outcome,
     RoundPlan,
@@ -111,17 +111,19 @@ class SyncController:
             state: of the run.
             board: where stops are announced and seen.
         """
+        has_digests = not settings.landing.is_immediate
+        nbytes = size_of_record(host, state, has_digests=has_digests)
+        footprint = Footprint.measure(groups, host.plan, settings, nbytes)
+        queue = SyncQueue(host, groups, settings, reporter, state, footprint)
         meetings = Meetings(
             host,
             groups,
             board,
             state,
             same_step=settings.timed is None,
-            has_digests=not settings.landing.is_immediate,
-            poll_exchanges=lambda: queue.poll_if_busy(),
+            has_digests=has_digests,
+            poll_exchanges=queue.poll_if_busy,
         )
-        footprint = Footprint.measure(groups, host.plan, settings, meetings.record_bytes)
-        queue = SyncQueue(host, groups, settings, reporter, state, footprint)
         trigger = trigger_of(settings, host, groups.sync.rank, state)
         return cls(settings, host, groups, reporter, state, trigger, meetings, queue)
 

@@ -46,13 +46,6 @@ class Meetings:
     has_digests: bool
     poll_exchanges: Callable[[], bool]
 
-    @property
-    def record_bytes(self) -> int:
-        """Size of a record on the wire."""
-        units, buffers = len(self.host.plan.names), len(shared_values(self.host))
-        capacity = self.state.losses.capacity
-        return record_bytes(capacity, units, buffers, has_digests=self.has_digests)
-
     def hold(
         self, norms: Mapping[int, float] | None = None, *, is_leaving: bool = False
     ) -> list[ControlRecord]:
@@ -114,6 +107,18 @@ class Meetings:
             return min(max(POLL_SECONDS, POLL_SHARE * (now - began)), LONGEST_POLL_SECONDS)
 
         return poll
+
+
+def size_of_record(host: Host, state: RunState, *, has_digests: bool) -> int:
+    """Bytes of this replica's record at a meeting.
+
+    Args:
+        host: has units and shared values.
+        state: of the run.
+        has_digests: see `Meetings`.
+    """
+    units, buffers = len(host.plan.names), len(shared_values(host))
+    return record_bytes(state.losses.capacity, units, buffers, has_digests=has_digests)
 
 
 def shared_values(host: Host) -> list[float]:

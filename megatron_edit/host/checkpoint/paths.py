@@ -19,17 +19,20 @@ def _not_of_an_old_checkpoint(record: logging.LogRecord) -> bool:
 
 
 class Redirection:
-    """Gives Megatron other names for the folder of a checkpoint and for the tracker.
+    """Gives Megatron other names for the folder of a checkpoint and for the tracker."""
 
-    Args:
-        patcher: undoes it.
-    """
+    def __init__(self) -> None:
+        self._target: Path | None = None
 
-    def __init__(self, patcher: Patcher) -> None:
+    def attach(self, patcher: Patcher) -> None:
+        """Wrap what Megatron asks for the names.
+
+        Args:
+            patcher: undoes it.
+        """
         import megatron.training.checkpointing as checkpointing
         from megatron.training import wandb_utils
 
-        self._target: Path | None = None
         patcher.wrap(checkpointing, "get_checkpoint_name", self._around_name)
         patcher.wrap(checkpointing, "get_checkpoint_tracker_filename", self._around_tracker)
         patcher.wrap(wandb_utils, "on_save_checkpoint_success", _around_artifact)
