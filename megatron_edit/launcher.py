@@ -1,8 +1,7 @@
 """The launcher: ``torchrun ... -m megatron_edit SCRIPT [Megatron's arguments] --use-edit``.
 
 It attaches the plugin and runs SCRIPT as `python SCRIPT` would. Without `--use-edit` the script
-runs as stock Megatron. Where SCRIPT is the name of a subcommand of `megatron-edit`, and no file, it
-is that command.
+runs as stock Megatron.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from megatron_edit.errors import EditError, UsageError
 USAGE = "torchrun [...] -m megatron_edit SCRIPT [Megatron's arguments] --use-edit [--edit-...]"
 GRACE_SECONDS = 5.0
 _IS_LAUNCHED: ContextVar[bool] = ContextVar("is_launched", default=False)
-DOCTOR = "doctor"  # the one command that looks at all ranks of a launch
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,13 +33,7 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit code, where the script itself does not exit.
     """
-    is_first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
-    if argv and not argv[0].startswith("-") and not os.path.isfile(argv[0]):
-        from megatron_edit.tools.cli import SUBCOMMANDS
-        from megatron_edit.tools.cli import main as command
-
-        if argv[0] in SUBCOMMANDS:  # all but one are for a single process
-            return command(argv) if is_first or argv[0] == DOCTOR else 0
+    is_first = is_first_rank()
     if asks_for_help(argv):
         if is_first:
             sys.stdout.write(help_text(USAGE))
@@ -52,6 +44,11 @@ def main(argv: Sequence[str]) -> int:
     except EditError as error:
         return _refuse(error, is_first=is_first)
     return 0
+
+
+def is_first_rank() -> bool:
+    """Whether this process speaks for a launch; one by itself does."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 def is_launched() -> bool:

@@ -17,7 +17,7 @@ _SECONDS = 110
 # Imports come before the change of user: they may lie where nobody else may look.
 _RUNNER = """
 import contextlib, io, json, os, sys
-import megatron_edit.launcher as launcher
+import megatron_edit.__main__ as launcher
 from megatron_edit.tools.cli import main
 import megatron_edit.tools.doctor.launch, megatron_edit.tools.plan.plan
 import megatron_edit.tools.compare.flags

@@ -29,8 +29,7 @@ LAYERS = (
     ("engine",),
     ("observe",),
     ("host",),
-    ("tools",),
-    ("launcher.py",),  # starts a training or a command
+    ("launcher.py", "tools"),
     ("__main__.py", "activation.py"),
 )
 # Entry points of the engine: what other packages may name of it.

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_edit.__main__ import main
 from megatron_edit.command_line import asks_for_help
 from megatron_edit.config import EditConfig
 from megatron_edit.errors import (
@@ -20,7 +21,6 @@ from megatron_edit.errors import (
     SyncProtocolError,
     UsageError,
 )
-from megatron_edit.launcher import main
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.cli import SUBCOMMANDS
 from tests.harness.launch import REPOSITORY
@@ -73,7 +73,7 @@ def test_words_after_two_dashes_are_not_ours() -> None:
 def test_help_imports_neither_torch_nor_megatron() -> None:
     """Would catch: seconds of waiting, or an error of theirs, before a page of text."""
     code = (
-        "import sys; from megatron_edit.launcher import main; code = main(['a.py', '-h']);"
+        "import sys; from megatron_edit.__main__ import main; code = main(['a.py', '-h']);"
         "sys.exit(code or not {'torch', 'megatron'}.isdisjoint(sys.modules))"
     )
     done = subprocess.run(
