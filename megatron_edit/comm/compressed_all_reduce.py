@@ -180,14 +180,16 @@ class CodedExchange:
         self.group.backlog.popleft()
 
     def advance(self) -> bool:
-        """As `wire.Exchange` has it; advances the exchanges before this one, too."""
+        """Do what can be done without waiting, for the exchanges before this one, too; whether the
+        sum is there."""
         start_second_phases(self.group)
         if self.is_completed:
             self.wait()
         return self.is_decoded
 
     def wait(self) -> None:
-        """As `wire.Exchange` has it."""
+        """Finish it; second phases before its own begin first. The host waits on CPU tensors, the
+        current stream on CUDA."""
         while self.second is None:
             self.group.backlog[0].start_second_phase()
         if self.is_decoded:
@@ -202,12 +204,13 @@ class CodedExchange:
 
     @property
     def is_completed(self) -> bool:
-        """As `wire.Exchange` has it."""
+        """Whether nothing of it is on the wire any more. Asking does nothing."""
         return self.second is not None and self.second.is_completed
 
     @property
     def on_wire(self) -> Work | None:
-        """As `wire.Exchange` has it; that may be of an exchange before this one."""
+        """What must be over before `advance` can do more, also of an exchange before this one; None
+        where the sum is there."""
         if self.is_decoded:
             return None
         return self.group.backlog[0].first if self.second is None else self.second

@@ -94,12 +94,15 @@ class StagedProcessGroup:
         return "gloo"
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> StagedWork:
-        """As torch's."""
+        """Begin to reduce tensors of the device over the group, in place."""
         return self._begin_in_place(self._gloo.allreduce, tensors, options)
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> StagedWork:
-        """As torch's; the host waits for the copy down. Who gives something away may never ask for
-        it again, and what nobody asks for would not cross."""
+        """Begin to give tensors of one rank to all, in place; the host waits for the copy down.
+
+        Who gives something away may never ask for it again, and what nobody asks for would not
+        cross.
+        """
         work = self._begin_in_place(self._gloo.broadcast, tensors, options)
         self.begin_until(work)
         return work
@@ -107,7 +110,7 @@ class StagedProcessGroup:
     def allgather(
         self, parts: list[list[Tensor]], tensors: list[Tensor], options: Any
     ) -> StagedWork:
-        """As torch's."""
+        """Begin to gather the tensors of all ranks into `parts`, a list of N for each tensor."""
         mine = [(tensor, self._room(tensor)) for tensor in tensors]
         theirs = [[(part, self._room(part)) for part in row] for row in parts]
         host, rows = [place for _, place in mine], [[p for _, p in row] for row in theirs]
@@ -122,7 +125,8 @@ class StagedProcessGroup:
         sent: list[int],
         options: Any,
     ) -> StagedWork:
-        """As torch's."""
+        """Begin to send rows of `outgoing`, `sent[j]` to rank j, and to fill `incoming` with
+        `received[i]` rows of rank i."""
         mine, theirs = (outgoing, self._room(outgoing)), (incoming, self._room(incoming))
         return self._begin(
             [mine],
