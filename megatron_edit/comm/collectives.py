@@ -1,4 +1,4 @@
-"""The only module that issues collectives.
+"""Where collectives are issued: nowhere else, but for `staging.py`, a process group below it.
 
 A `Group` wraps a `torch.distributed.ProcessGroup`: the stand-alone groups between replicas and
 Megatron's groups inside one alike. It counts the payload it sends, and turns a collective that

@@ -531,7 +531,7 @@ def test_habits() -> None:
             elif isinstance(node, ast.ExceptHandler) and node.type is None:
                 found.append(source.at(node, "bare except"))
             elif isinstance(node, ast.Name) and node.id == "print":
-                found.append(source.at(node, "print; use report.console"))
+                found.append(source.at(node, "print; use observe.console"))
     assert found == []
 
 
