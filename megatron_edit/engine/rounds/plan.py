@@ -193,7 +193,7 @@ class RoundPlan:
     """
 
     outcome: Outcome
-    records: Sequence[ControlRecord]
+    records: tuple[ControlRecord, ...]
     after: RoundState
     decision: Decision | None = None
     units: tuple[int, ...] = ()
@@ -226,6 +226,7 @@ def plan_round(
         rules: settings.
         is_last: whether training ends with this meeting: what syncs lands at once.
     """
+    records = tuple(records)
     if any(record.is_leaving for record in records):
         return RoundPlan(Outcome.LEAVE, records, before)
     counts = [record.inner_steps for record in records]
