@@ -112,8 +112,8 @@ class Group:
         phases: transports of each phase of an exchange. A phase begins whenever the one before is
             over, which is at another moment on each rank; none where `runs_in_order`, or nobody
             needs them.
-        backlog: exchanges whose second phase has still to begin, oldest first; see
-            `compressed_all_reduce.py`.
+        backlog: exchanges whose second phase has still to begin, oldest first; see the note on the
+            order of phases (`compressed_all_reduce.py`).
         make_streams: makes `streams`; tests write down what these are told.
         is_own: whether the transport is ours to shut down, and not Megatron's.
     """

@@ -183,7 +183,7 @@ class UnitSync:
     def launch(self, groups: EngineGroups, wire: Wire) -> None:
         """Begin the exchange. Waits for nothing.
 
-        Collective: the sync group, in the order of the syncs and of their units.
+        Collective: the sync group; see the note on the order of syncs (`queue.py`).
         """
         assert self.average is not None, f"unit {self.shard.name}: a roll-back is not exchanged"
         with record_function("edit/exchange"):
@@ -418,7 +418,10 @@ class InflightSync:
         return next((work for work in works if work is not None), None)
 
     def _launch_as_one(self) -> None:
-        """Begin the exchanges of all units. Collective: the sync group, in the order of syncs."""
+        """Begin the exchanges of all units, as one.
+
+        Collective: the sync group; see the note on the order of syncs (`queue.py`).
+        """
         units = [(unit, unit.addend) for unit in self._inflight]
         if addends := [addend for _, addend in units if addend is not None]:
             with record_function("edit/exchange"):
