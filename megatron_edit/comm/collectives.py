@@ -67,7 +67,8 @@ class Work:
         if self._is_over:
             return True
         try:
-            # All are asked: over host memory that is what lets them begin.
+            # All are asked, not only up to one that is not over: a collective of `staging.py`
+            # begins when it is asked.
             return all([work.is_completed() for work in self.works])
         except RuntimeError as error:
             raise _lost(self.name, error) from error
@@ -288,7 +289,7 @@ class Group:
         return rows.to(tensor.device)
 
     def _all_gather(self, rows: Tensor, local: Tensor, options: AllgatherOptions) -> Any:
-        if self.runs_in_order:  # one launch; of a list it would copy every part by itself
+        if self.runs_in_order:  # one launch; into a list NCCL would copy each part by a launch more
             return self.process_group._allgather_base(rows.flatten(), local.flatten(), options)
         return self.process_group.allgather([list(rows.unbind())], [local], options)
 
@@ -319,7 +320,7 @@ class Group:
         self.all_gather(token)
         if has_exchanges:
             self.start_all_to_all(torch.empty_like(token), token, 0).wait()
-        self.payload_bytes, self.num_started = counts  # it is nobody's payload
+        self.payload_bytes, self.num_started = counts  # no sync has sent it
 
     def close(self) -> None:
         """Give up the transport; nothing may be on its way. Threads of gloo are joined here, and

@@ -200,7 +200,7 @@ class CodedExchange:
         for part in self.parts:
             part.decode()
         self.is_decoded = True
-        # Whoever keeps this keeps little.
+        # Give the buffers back: the units keep this object until their outer steps.
         self.parts, self.outgoing = (), self.outgoing[:0].clone()
         self.incoming = self.outgoing
 

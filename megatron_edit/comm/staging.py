@@ -56,7 +56,7 @@ class StagedWork:
         with self.owner.lock:
             if self.start is not None:
                 self.work = self.start()
-                self.start = None  # host memory lives as long as gloo needs it
+                self.start = None  # it holds host memory, which gloo keeps as long as it needs it
 
     def wait(self) -> None:
         """Let the host wait until it has crossed, and the current stream until all is up.
@@ -179,7 +179,7 @@ class StagedProcessGroup:
         return streams.record(self._side)
 
     def _begin_next(self) -> None:
-        self._waiting[0].begin()  # it stays the next where that fails
+        self._waiting[0].begin()  # where that raises it stays the first
         self._waiting.popleft()
 
     def _room(self, tensor: Tensor) -> Tensor:

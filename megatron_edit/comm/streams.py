@@ -61,7 +61,7 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        if device.index is None:  # that of the thread that makes this
+        if device.index is None:  # "cuda": the current device of the thread that calls this
             self._device = torch.device(device.type, torch.cuda.current_device())
 
     def current(self) -> Stream:

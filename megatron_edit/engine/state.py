@@ -327,7 +327,7 @@ class RunState:
     def begin_rounds(self, outer: OuterState, round_length: int) -> None:
         """The anchor is taken: the first round begins."""
         self.outer, self.round_start = outer, self.step
-        self.records = ()  # of evaluations in warm-up
+        self.records = ()  # those of evaluations in warm-up are of no meeting of the rounds
         self.rounds = replace(self.rounds, length=round_length)
 
     def deal(self, dealing: Dealing) -> None:
