@@ -50,7 +50,6 @@ Letters are those of [how-it-works.md](how-it-works.md).
 """
 SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises):")
 REMARK = re.compile(r"(Collective|Blocks|Mutates|Scratch): ")
-ELSEWHERE = re.compile(r"See `\w+`\.")  # a method of a protocol, which is shown there
 ENTRY = re.compile(r"(\*{0,2}[\w.]+): (.*)")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Definition = ast.ClassDef | Function
@@ -115,8 +114,6 @@ def _definition(node: Definition, source: str, owner: str = "") -> Iterator[str]
     yield from _prose(ast.get_docstring(node) or "")
     if isinstance(node, ast.ClassDef):
         for method in _public(node.body):
-            if ELSEWHERE.fullmatch(ast.get_docstring(method) or ""):
-                continue
             yield f"#### `{owner}{node.name}.{method.name}`"
             yield from _definition(method, source, f"{owner}{node.name}.")
 

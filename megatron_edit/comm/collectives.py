@@ -1,4 +1,4 @@
-"""The only module that issues collectives.
+"""Where collectives are issued: nowhere else, but for `staging.py`, a process group below it.
 
 A `Group` wraps a `torch.distributed.ProcessGroup`: the stand-alone groups between replicas and
 Megatron's groups inside one alike. It counts the payload it sends, and turns a collective that
@@ -67,7 +67,8 @@ class Work:
         if self._is_over:
             return True
         try:
-            # All are asked: over host memory that is what lets them begin.
+            # All are asked, not only up to one that is not over: a collective of `staging.py`
+            # begins when it is asked.
             return all([work.is_completed() for work in self.works])
         except RuntimeError as error:
             raise _lost(self.name, error) from error
@@ -112,8 +113,8 @@ class Group:
         phases: transports of each phase of an exchange. A phase begins whenever the one before is
             over, which is at another moment on each rank; none where `runs_in_order`, or nobody
             needs them.
-        backlog: exchanges whose second phase has still to begin, oldest first; see
-            `compressed_all_reduce.py`.
+        backlog: exchanges whose second phase has still to begin, oldest first; see the note on the
+            order of phases (`compressed_all_reduce.py`).
         make_streams: makes `streams`; tests write down what these are told.
         is_own: whether the transport is ours to shut down, and not Megatron's.
     """
@@ -288,7 +289,7 @@ class Group:
         return rows.to(tensor.device)
 
     def _all_gather(self, rows: Tensor, local: Tensor, options: AllgatherOptions) -> Any:
-        if self.runs_in_order:  # one launch; of a list it would copy every part by itself
+        if self.runs_in_order:  # one launch; into a list NCCL would copy each part by a launch more
             return self.process_group._allgather_base(rows.flatten(), local.flatten(), options)
         return self.process_group.allgather([list(rows.unbind())], [local], options)
 
@@ -319,7 +320,7 @@ class Group:
         self.all_gather(token)
         if has_exchanges:
             self.start_all_to_all(torch.empty_like(token), token, 0).wait()
-        self.payload_bytes, self.num_started = counts  # it is nobody's payload
+        self.payload_bytes, self.num_started = counts  # no sync has sent it
 
     def close(self) -> None:
         """Give up the transport; nothing may be on its way. Threads of gloo are joined here, and

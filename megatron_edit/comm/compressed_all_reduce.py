@@ -4,10 +4,12 @@
         order in fp32;
     (b) rank j encodes the sum of its chunk and sends it to all ranks, which decode it.
 
-Note: order. Phase (b) begins when (a) is over, which is at another moment on each rank. It has
-connections of its own, so that it may fall between any other collectives, and a backlog in which
-it waits until the phases (b) of all earlier exchanges have begun. Hence all ranks issue the
-collectives of a phase in the same order, however often each of them advances its exchanges.
+Note: the order of phases. Exchanges begin in the same order on all ranks: for those of syncs the
+note on the order of syncs says why (`engine/sync/queue.py`). Phase (b) begins when (a) is over,
+which is at another moment on each rank. It has connections of its own, so that it may fall between
+any other collectives, and a backlog in which it waits until the phases (b) of all earlier exchanges
+have begun. Hence all ranks issue the collectives of a phase in the same order, however often each
+of them advances its exchanges.
 Where collectives run in order (NCCL) both phases share one connection, and a phase (b) begins
 before the phase (a) of any later exchange: again the same order on all ranks, whoever begins it
 when. It begins where (a) is found to be over, or another exchange begins, or its sum is waited for,
@@ -180,14 +182,16 @@ class CodedExchange:
         self.group.backlog.popleft()
 
     def advance(self) -> bool:
-        """As `wire.Exchange` has it; advances the exchanges before this one, too."""
+        """Do what can be done without waiting, for the exchanges before this one, too; whether the
+        sum is there."""
         start_second_phases(self.group)
         if self.is_completed:
             self.wait()
         return self.is_decoded
 
     def wait(self) -> None:
-        """As `wire.Exchange` has it."""
+        """Finish it; second phases before its own begin first. The host waits on CPU tensors, the
+        current stream on CUDA."""
         while self.second is None:
             self.group.backlog[0].start_second_phase()
         if self.is_decoded:
@@ -196,18 +200,19 @@ class CodedExchange:
         for part in self.parts:
             part.decode()
         self.is_decoded = True
-        # Whoever keeps this keeps little.
+        # Give the buffers back: the units keep this object until their outer steps.
         self.parts, self.outgoing = (), self.outgoing[:0].clone()
         self.incoming = self.outgoing
 
     @property
     def is_completed(self) -> bool:
-        """As `wire.Exchange` has it."""
+        """Whether nothing of it is on the wire any more. Asking does nothing."""
         return self.second is not None and self.second.is_completed
 
     @property
     def on_wire(self) -> Work | None:
-        """As `wire.Exchange` has it; that may be of an exchange before this one."""
+        """What must be over before `advance` can do more, also of an exchange before this one; None
+        where the sum is there."""
         if self.is_decoded:
             return None
         return self.group.backlog[0].first if self.second is None else self.second

@@ -117,7 +117,7 @@ class HeartbeatMonitor:
             values = (meetings, exchanges, work + self.batches, self._ticks, int(self._is_over))
             store.set(keys[self._replica], " ".join(map(str, values)))
         if self.is_listening:
-            if not store.check(keys):  # soon after the start
+            if not store.check(keys):  # at the start some have said nothing yet
                 keys = [key for key in keys if store.check([key])]
             said = zip(keys, store.multi_get(keys) if keys else (), strict=True)
             self.hear({int(key.rpartition("/")[2]): text.decode() for key, text in said})
@@ -137,7 +137,7 @@ class HeartbeatMonitor:
         self.is_waiting = self.is_listening = True
         try:
             yield
-            self.is_waiting = False  # where that failed somebody has still not come
+            self.is_waiting = False  # but not after an error: then somebody has still not come
         finally:
             self.is_listening = False
 
@@ -149,7 +149,8 @@ class HeartbeatMonitor:
             limit: seconds without progress.
             now: on the same clock.
         """
-        awaited = self._absent(self._others) or self._others  # all came, and yet it is not over
+        # Where all have come and the meeting is still not over, any of them may hold it up.
+        awaited = self._absent(self._others) or self._others
         return [r for r in awaited if now - max(began, self.heartbeats[r].moved) > limit]
 
     def give_up(self, overdue: Sequence[int]) -> list[int]:
@@ -161,7 +162,7 @@ class HeartbeatMonitor:
         self._is_over = True
         time.sleep(LEAVE_SECONDS)
         if not self._is_fresh(STALE_SECONDS):
-            return []  # nothing is known of anybody
+            return []  # the store did not answer of late: this rank knows nothing of the others
         return list(overdue) if len(self._others) == 1 else self._absent(overdue)
 
     def lost(self) -> list[int]:

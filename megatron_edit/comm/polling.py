@@ -31,6 +31,7 @@ def wait_polling(work: Waitable, process_group: Any, poll: Callable[[], float]) 
         while not work.is_completed:
             time.sleep(poll())
     except BaseException:
-        # Whoever destroys a group waits for what runs on it, and that may never end.
+        # The group must never be destroyed: that would wait for this collective, which may never
+        # end. So one reference to it is leaked.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(process_group))
         raise

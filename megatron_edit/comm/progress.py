@@ -89,7 +89,7 @@ class ProgressThread:
             while not self._is_closed:
                 self._poll_wire(self._do_turn())
         except Exception as error:
-            self.failure = error  # heard at the next turn
+            self.failure = error  # at once, for the next turn to raise: `explain` may take a while
             self.failure = self._explain(error)
 
     def _do_turn(self) -> Work | None:

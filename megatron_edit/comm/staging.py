@@ -56,7 +56,7 @@ class StagedWork:
         with self.owner.lock:
             if self.start is not None:
                 self.work = self.start()
-                self.start = None  # host memory lives as long as gloo needs it
+                self.start = None  # it holds host memory, which gloo keeps as long as it needs it
 
     def wait(self) -> None:
         """Let the host wait until it has crossed, and the current stream until all is up.
@@ -94,12 +94,15 @@ class StagedProcessGroup:
         return "gloo"
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> StagedWork:
-        """As torch's."""
+        """Begin to reduce tensors of the device over the group, in place."""
         return self._begin_in_place(self._gloo.allreduce, tensors, options)
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> StagedWork:
-        """As torch's; the host waits for the copy down. Who gives something away may never ask for
-        it again, and what nobody asks for would not cross."""
+        """Begin to give tensors of one rank to all, in place; the host waits for the copy down.
+
+        Who gives something away may never ask for it again, and what nobody asks for would not
+        cross.
+        """
         work = self._begin_in_place(self._gloo.broadcast, tensors, options)
         self.begin_until(work)
         return work
@@ -107,7 +110,7 @@ class StagedProcessGroup:
     def allgather(
         self, parts: list[list[Tensor]], tensors: list[Tensor], options: Any
     ) -> StagedWork:
-        """As torch's."""
+        """Begin to gather the tensors of all ranks into `parts`, a list of N for each tensor."""
         mine = [(tensor, self._room(tensor)) for tensor in tensors]
         theirs = [[(part, self._room(part)) for part in row] for row in parts]
         host, rows = [place for _, place in mine], [[p for _, p in row] for row in theirs]
@@ -122,7 +125,8 @@ class StagedProcessGroup:
         sent: list[int],
         options: Any,
     ) -> StagedWork:
-        """As torch's."""
+        """Begin to send rows of `outgoing`, `sent[j]` to rank j, and to fill `incoming` with
+        `received[i]` rows of rank i."""
         mine, theirs = (outgoing, self._room(outgoing)), (incoming, self._room(incoming))
         return self._begin(
             [mine],
@@ -175,7 +179,7 @@ class StagedProcessGroup:
         return streams.record(self._side)
 
     def _begin_next(self) -> None:
-        self._waiting[0].begin()  # it stays the next where that fails
+        self._waiting[0].begin()  # where that raises it stays the first
         self._waiting.popleft()
 
     def _room(self, tensor: Tensor) -> Tensor:

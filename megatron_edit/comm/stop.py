@@ -116,7 +116,7 @@ class StopBoard:
                 store = store or self._store.clone()
                 self._look(store)
             except dist.DistNetworkError:
-                return  # the store is gone with its host: training itself will tell
+                return  # the store is gone with its host: training fails, and says so, by itself
             except RuntimeError:
                 store = None  # it took too long: ask again, over a new connection
 

@@ -61,44 +61,44 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        if device.index is None:  # that of the thread that makes this
+        if device.index is None:  # "cuda": the current device of the thread that calls this
             self._device = torch.device(device.type, torch.cuda.current_device())
 
     def current(self) -> Stream:
-        """See `Streams`."""
+        """The CUDA stream that is current in this thread."""
         return torch.cuda.current_stream(self._device)
 
     def new(self) -> Stream:
-        """See `Streams`."""
+        """Another CUDA stream of the device."""
         return torch.cuda.Stream(self._device)
 
     def serve_thread(self) -> None:
-        """See `Streams`."""
+        """Make the device the current one of this thread; a new thread begins on device 0."""
         torch.cuda.set_device(self._device)
 
     def use(self, stream: Stream) -> AbstractContextManager[Any]:
-        """See `Streams`."""
+        """Inside, `stream` is the current one: kernels and memory of new tensors are its own."""
         context: AbstractContextManager[Any] = torch.cuda.stream(stream)
         return context
 
     def record(self, stream: Stream) -> Event:
-        """See `Streams`."""
+        """A CUDA event behind all that `stream` was given so far."""
         return stream.record_event()
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """See `Streams`."""
+        """Let `stream` do later work only after `event`; the host goes on."""
         stream.wait_event(event)
 
     def keep(self, tensor: Tensor, stream: Stream) -> None:
-        """See `Streams`."""
+        """Tell the allocator that `stream` uses the memory of `tensor`."""
         tensor.record_stream(stream)
 
     def synchronize(self, event: Event) -> None:
-        """See `Streams`."""
+        """Let the host wait for `event`. Blocks: the host."""
         event.synchronize()
 
     def is_done(self, event: Event) -> bool:
-        """See `Streams`."""
+        """Whether the device has come past `event`. Waits for nothing."""
         return bool(event.query())
 
 
@@ -106,35 +106,35 @@ class NoStreams:
     """On the CPU: all work is done at once, by the host."""
 
     def current(self) -> Stream:
-        """See `Streams`."""
+        """None: there are no streams."""
         return None
 
     def new(self) -> Stream:
-        """See `Streams`."""
+        """None: there are no streams."""
         return None
 
     def serve_thread(self) -> None:
-        """See `Streams`."""
+        """Do nothing: a thread has no device of its own."""
 
     def use(self, stream: Stream) -> AbstractContextManager[Any]:
-        """See `Streams`."""
+        """A context that changes nothing."""
         return nullcontext()
 
     def record(self, stream: Stream) -> Event:
-        """See `Streams`."""
+        """None: all work before it is done."""
         return None
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """See `Streams`."""
+        """Do nothing: all work before `event` is done."""
 
     def keep(self, tensor: Tensor, stream: Stream) -> None:
-        """See `Streams`."""
+        """Do nothing: no work is left that could use the memory."""
 
     def synchronize(self, event: Event) -> None:
-        """See `Streams`."""
+        """Return at once: all work before `event` is done."""
 
     def is_done(self, event: Event) -> bool:
-        """See `Streams`."""
+        """True: all work before `event` is done."""
         return True
 
 

@@ -108,7 +108,8 @@ class EditEngine:
             self.state.is_waiting = False
             with self._context():
                 self._meet(self._controller.plan_meeting(self.step))
-                # The host's loop has not begun, and takes the parameters as gathered when it does.
+                # Not in the forward pass: the host's loop has not begun, and when it does it takes
+                # the parameters for gathered.
                 self._queue.settle()
         return not self.state.is_stopping
 
@@ -130,7 +131,8 @@ class EditEngine:
             self._queue.settle()
             self._controller.close()
             self._queue.finish_exchanges()
-        self.state.suppressed_until_step = 0  # all have come to the end
+        # All replicas have come here, so that nothing is suppressed at the end: none is ahead.
+        self.state.suppressed_until_step = 0
 
     def close(self, *, groups: bool = False) -> None:
         """Ask the store no more, and let no exchange go on. Idempotent.
@@ -200,7 +202,10 @@ class EditEngine:
                 if self.settings.schedule.is_switch(state.step):
                     self._switch()
             if plan.is_landing_due and queue.num_landings == landings:
-                self.host.gather_parameters()  # the step left that to a sync, which there was not
+                # The host has left out the gather of this step, as a landing would replace what it
+                # gathers. But nothing landed here: the meeting began no sync, or this stage holds
+                # none of its units.
+                self.host.gather_parameters()
             queue.poll()
             self._flags.post(
                 (Flag.MEET if is_asking else Flag.NONE)

@@ -130,7 +130,7 @@ class Losses(Protocol):
 
     @property
     def capacity(self) -> int:
-        """See above."""
+        """How many numbers a record has room for, the same in all records of a run."""
 
     def note(self, step: int, loss: float) -> None:
         """Keep the loss of a step; NaN where this rank does not know it."""
@@ -175,26 +175,26 @@ class StepLosses:
     _held_back: tuple[int, float] | None = None
 
     def note(self, step: int, loss: float) -> None:
-        """See `Losses`."""
+        """Append the loss, NaN too: every step has its place."""
         self._losses.append(loss)
         self.last_step = step
 
     def payload(self) -> tuple[float, ...]:
-        """See `Losses`."""
+        """The losses since the last meeting, oldest first."""
         return tuple(self._losses)
 
     def restore(
         self, payload: Sequence[float], last_step: int, *, is_waiting: bool = False
     ) -> None:
-        """See `Losses`. A mean, which has no last step, cannot be told step by step. The loss of
-        the step before a meeting belongs to the round after it."""
+        """Take over losses that were kept step by step; a mean, which has no last step, cannot be
+        told so. The loss of the step before a meeting belongs to the round after it."""
         losses = list(payload) if last_step else []
         if is_waiting and losses:
             self._held_back, last_step = (last_step, losses.pop()), last_step - 1
         self._losses, self.last_step = losses, last_step
 
     def begin_phase(self) -> None:
-        """See `Losses`."""
+        """Append the loss that `restore` has kept for the round that begins now."""
         if self._held_back is not None:
             (step, loss), self._held_back = self._held_back, None
             self.note(step, loss)
@@ -221,19 +221,21 @@ class MeanLoss:
         return 2
 
     def note(self, step: int, loss: float) -> None:
-        """See `Losses`. A step without a loss (fp16 skipped it, or another rank knows) is none."""
+        """Add the loss to the mean. A step without one (fp16 skipped it, or another rank knows it)
+        does not count."""
         if not math.isnan(loss):
             self._total += loss
             self._count += 1
 
     def payload(self) -> tuple[float, ...]:
-        """See `Losses`."""
+        """The sum of the losses since the last meeting, and how many they are."""
         return (self._total, float(self._count))
 
     def restore(
         self, payload: Sequence[float], last_step: int, *, is_waiting: bool = False
     ) -> None:
-        """See `Losses`. A run with rounds of fixed length has left a loss for each step."""
+        """Take over a sum and a count; a run with rounds of fixed length has left a loss for each
+        step."""
         if last_step:
             for loss in payload:
                 self.note(last_step, loss)
@@ -241,7 +243,7 @@ class MeanLoss:
             self._total, self._count = payload[0], int(payload[1])
 
     def begin_phase(self) -> None:
-        """See `Losses`. A mean holds all of them."""
+        """Do nothing: no loss was kept apart, a mean holds all of them."""
 
     def report(self, records: Sequence[ControlRecord], reporter: Reporter) -> None:
         """One line: the step of replica 0, and the mean over all steps of all replicas."""
@@ -325,7 +327,7 @@ class RunState:
     def begin_rounds(self, outer: OuterState, round_length: int) -> None:
         """The anchor is taken: the first round begins."""
         self.outer, self.round_start = outer, self.step
-        self.records = ()  # of evaluations in warm-up
+        self.records = ()  # those of evaluations in warm-up are of no meeting of the rounds
         self.rounds = replace(self.rounds, length=round_length)
 
     def deal(self, dealing: Dealing) -> None:
@@ -386,7 +388,7 @@ class RunState:
         self.losses.begin_phase()
 
     def state_dict(self, *, is_asking: bool, pending: Sequence[PendingState]) -> EngineState:
-        """See `EngineState`. Waits until what was offloaded is on the host.
+        """All run-long state of this rank. Waits until what was offloaded is on the host.
 
         Args:
             is_asking: whether rank 0 of the replica has asked for a meeting.

@@ -46,7 +46,8 @@ class MegatronWriters:
         self._loss_interval = max(1, host.arguments.tensorboard_log_interval)
 
     def write(self, values: Mapping[str, float], step: int, samples: int) -> None:
-        """See `MetricSink`. Like Megatron's, the scalars of all are there by samples, too."""
+        """Write the scalars of one sync; those of no single replica or unit also by samples, like
+        Megatron's."""
         step = self._iteration_of(step)
         if self._tensorboard is not None:
             for name, value in values.items():
@@ -56,7 +57,8 @@ class MegatronWriters:
         self._log(values)
 
     def write_losses(self, first_step: int, losses: Sequence[float]) -> None:
-        """See `MetricSink`. W&B gets the mean of those that come together."""
+        """Write mean losses: TensorBoard gets them at its interval, W&B the mean of those that come
+        together."""
         known = [(step, loss) for step, loss in enumerate(losses, first_step) if loss == loss]
         if self._tensorboard is not None:
             for step, loss in ((self._iteration_of(step), loss) for step, loss in known):
@@ -66,7 +68,7 @@ class MegatronWriters:
             self._log({LOSS: sum(loss for _, loss in known) / len(known)})
 
     def flush(self) -> None:
-        """See `MetricSink`."""
+        """Bring what TensorBoard's writer was given to the disk."""
         if self._tensorboard is not None:
             self._tensorboard.flush()
 

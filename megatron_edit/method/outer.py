@@ -82,7 +82,7 @@ class Nesterov:
         clip: float | Tensor,
         inner_lr: float,
     ) -> None:
-        """See `OuterRule`."""
+        """Move anchor and momentum, fp32 [n], in place; the average is used as scratch."""
         average.mul_(clip)
         momentum.mul_(self.momentum).add_(average)
         anchor.sub_(average.add_(momentum, alpha=self.momentum), alpha=self.lr)
@@ -111,7 +111,7 @@ class SlowMomentum:
         clip: float | Tensor,
         inner_lr: float,
     ) -> None:
-        """See `OuterRule`."""
+        """Move anchor and momentum, fp32 [n], in place; at `inner_lr` 0 the anchor alone."""
         average.mul_(clip)
         if inner_lr == 0.0:
             anchor.sub_(average)
@@ -145,7 +145,7 @@ class StaleMomentum:
         clip: float | Tensor,
         inner_lr: float,
     ) -> None:
-        """See `OuterRule`."""
+        """Move anchor and momentum, fp32 [n], in place; `inner_lr` is not used."""
         average.mul_(clip)
         momentum.mul_(self.momentum).add_(average, alpha=1.0 / self.gap)
         if self.bound is not None:

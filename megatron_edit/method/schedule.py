@@ -25,11 +25,11 @@ class Schedule(Protocol):
 
     @property
     def interval(self) -> int:
-        """See above."""
+        """tau, steps between two syncs of a unit."""
 
     @property
     def fragments(self) -> int:
-        """See above."""
+        """F, number of fragments that sync at steps of their own."""
 
     def is_warmup(self, step: int) -> bool:
         """Whether the gradients of step `step` (from 1) are averaged over the replicas."""
@@ -66,15 +66,15 @@ class StepSchedule:
     has_fixed_rounds = True
 
     def is_warmup(self, step: int) -> bool:
-        """See `Schedule`."""
+        """Whether `step` is one of the first W, or warm-up never ends."""
         return self.warmup_steps is None or step <= self.warmup_steps
 
     def is_switch(self, step: int) -> bool:
-        """See `Schedule`."""
+        """Whether `step` is W, the last step of the warm-up."""
         return self.warmup_steps is not None and step == self.warmup_steps
 
     def groups_after(self, step: int, start: int, length: int) -> Sequence[int]:
-        """See `Schedule`."""
+        """The f for which s - W - floor(f tau / F) is a multiple of tau; none in warm-up."""
         if self.warmup_steps is None or step <= self.warmup_steps:
             return ()
         count = step - self.warmup_steps
@@ -85,7 +85,7 @@ class StepSchedule:
         ]
 
     def round_length(self, inner_lr: float) -> int:
-        """See `Schedule`."""
+        """tau steps, at any learning rate."""
         return self.interval
 
 
@@ -101,11 +101,11 @@ class QuadraticSchedule(StepSchedule):
     has_fixed_rounds = False
 
     def groups_after(self, step: int, start: int, length: int) -> Sequence[int]:
-        """See `Schedule`."""
+        """Fragment 0, the only one, after the last step of a round; else none."""
         return [0] if not self.is_warmup(step) and step - start == length else []
 
     def round_length(self, inner_lr: float) -> int:
-        """See `Schedule`. At lr 0 the round lasts to the end."""
+        """max(tau, floor((a / lr)^2)) steps; at lr 0 the round lasts to the end."""
         if inner_lr * math.isqrt(LONGEST) <= self.growth:  # also 0; the square could overflow
             return LONGEST
         return max(self.interval, math.floor((self.growth / inner_lr) ** 2))

@@ -258,7 +258,7 @@ COMM = (
         id="comm/staged-out-of-order",
         bug="what is asked first crosses first: ranks begin collectives in other orders",
         file="comm/staging.py",
-        old="        self._waiting[0].begin()  # it stays the next where that fails\n"
+        old="        self._waiting[0].begin()  # where that raises it stays the first\n"
         "        self._waiting.popleft()",
         new="        self._waiting[-1].begin()\n        self._waiting.pop()",
         test="pure/test_staging.py::test_collectives_cross_in_order",

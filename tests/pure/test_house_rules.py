@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -40,6 +41,8 @@ MAX_ANY_IN_HOST = 120
 # Of what the engine shows, host/ may reach one step further into these alone.
 SHOWN = {"clock", "settings"}
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+# How a docstring begins that sends its reader elsewhere: "See `X`.", "As torch's.", "As X has it."
+REFERENCE = re.compile(r"see\b|(as|like) \S+('s[.;,]| has it\b)", re.IGNORECASE)
 
 # `Group`'s own methods; `broadcast` is a raw process group's, too, so the receiver decides.
 OURS = {"all_reduce", "broadcast", "all_gather", "all_gather_objects"}
@@ -527,7 +530,7 @@ def test_habits() -> None:
             elif isinstance(node, ast.ExceptHandler) and node.type is None:
                 found.append(source.at(node, "bare except"))
             elif isinstance(node, ast.Name) and node.id == "print":
-                found.append(source.at(node, "print; use report.console"))
+                found.append(source.at(node, "print; use observe.console"))
     assert found == []
 
 
@@ -546,3 +549,39 @@ def test_docstrings() -> None:
     for source in SOURCES:
         missing += [source.at(n, n.name) for n in _public(source.tree) if not ast.get_docstring(n)]
     assert missing == []
+
+
+def references(source: Source) -> list[str]:
+    """Docstrings that send their reader elsewhere instead of saying what the thing does."""
+    return [
+        source.at(node, getattr(node, "name", "module"))
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Module | ast.ClassDef | FUNCTIONS)
+        and REFERENCE.match(ast.get_docstring(node) or "")
+    ]
+
+
+def test_docstrings_are_no_references() -> None:
+    """Would catch: an implementation of a protocol that says "See `Protocol`." and no more."""
+    assert [place for source in SOURCES for place in references(source)] == []
+
+
+@pytest.mark.parametrize(
+    ("docstring", "is_reference"),
+    [
+        ("See `Streams`.", True),
+        ("See above.", True),
+        ("See `Losses`. A mean holds all of them.", True),
+        ("As torch's.", True),
+        ("As torch's; the host waits.", True),
+        ("As `wire.Exchange` has it.", True),
+        ("The current stream. See `Streams`.", False),
+        ("As JSON.", False),
+        ("Like `clip_factors`: norms of the averages.", False),
+        ("Seeds of all ranks.", False),
+    ],
+)
+def test_the_rule_for_references_sees(docstring: str, is_reference: bool) -> None:
+    """The rule itself, on classes and on functions that nobody else calls."""
+    for code in (f'class A:\n    """{docstring}"""', f'def _f():\n    """{docstring}"""'):
+        assert bool(references(source_of(code))) == is_reference

@@ -70,6 +70,20 @@ def test_more_steps_loaded_than_asked_for() -> None:
     assert state.inner_steps == 0 and state.num_dealings == 2
 
 
+@pytest.mark.parametrize("steps", [(6, 6), (1, 1), (6, 0)])
+def test_a_plan_keeps_its_own_records(steps: tuple[int, int]) -> None:
+    """Would catch: a frozen plan around the caller's list, which may still change."""
+    is_leaving = not all(steps)
+    records = [
+        ControlRecord(0, n, n, 2 * n, 0, (), norms=(1.0,), is_leaving=int(is_leaving and not n))
+        for n in steps
+    ]
+    plan = plan_round(fresh(), records, [0], RULES, is_last=False)
+    before = plan.samples
+    records.clear()
+    assert plan.samples == before and len(plan.records) == 2
+
+
 # ---- properties of the pure function
 
 NUM_UNITS = 3

@@ -16,6 +16,7 @@ handled by exactly one of:
 | megatron-edit doctor, also under torchrun | run by itself, without Megatron |
 | megatron-edit report, watch | run on the event files of a training that never was |
 | make_flags_doc, make_api_doc, plan_check | run with --check |
+| event_runs | run, with one made-up run instead of trainings |
 | quickstart.sh, test.sh, gpu_check.sh | run with a stub of the environment, which notes its task |
 | sbatch, submit.sh, scancel | run by test_slurm_docs.py and (with a real SLURM) test_slurm.py |
 | pip install, git clone | not run; extras and addresses are checked |
@@ -42,6 +43,7 @@ from megatron_edit.checkpoint.manifest import Manifest, ReplicaEntry
 from megatron_edit.config import EditConfig
 from megatron_edit.flags import flag
 from megatron_edit.tools.cli import SUBCOMMANDS, main
+from tests.behaviour import event_runs
 from tests.harness import tiny_gpt
 from tests.harness.event_files import MadeUp
 from tests.harness.launch import REPOSITORY
@@ -116,6 +118,7 @@ def kind_of(command: Command) -> str:
         return words[1] if words[1] in SUBCOMMANDS else ""
     python_scripts = {"scripts/prepare_corpus.py": "corpus", "scripts/make_flags_doc.py": "pages",
                       "scripts/make_api_doc.py": "pages",
+                      "tests/behaviour/event_runs.py": "event runs",
                       "benchmarks/plan_check.py": "plan tables"}  # fmt: skip
     return python_scripts.get(words[1], "") if words[0] == "python" else ""
 
@@ -306,6 +309,24 @@ def test_runs_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for command in [*of_kind("report"), *of_kind("watch")]:
         assert main(command.words[1:]) == 0
     assert (tmp_path / "log" / "report.html").is_file()
+
+
+def test_event_runs_are_recorded_and_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch: an argument of event_runs.py that was renamed. Real runs take minutes."""
+
+    def train(package: Path, run: event_runs.Run, folder: Path, extra: object) -> int:
+        MadeUp(rounds=1).write(folder / event_runs.EVENTS)
+        return 0
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(event_runs, "train", train)
+    monkeypatch.setattr(event_runs, "check_package", lambda package: None)
+    commands = of_kind("event runs")
+    assert [command.words[2] for command in commands] == ["record", "record", "compare"]
+    for command in commands:
+        assert event_runs.main(command.words[2:]) == 0
 
 
 def test_shell_scripts_run(tmp_path: Path) -> None:

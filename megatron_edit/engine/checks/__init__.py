@@ -1,1 +1,1 @@
-"""What is verified: equal replicas, finite numbers, norms."""
+"""What is verified: that replicas hold the same (drift), and that numbers are finite."""

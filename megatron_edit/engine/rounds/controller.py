@@ -176,7 +176,9 @@ class SyncController:
                 return not self.state.has_left
             if takes_addends_first:
                 self._land_all(before)
-                if not before:  # nothing was sent a round ago: the next begins where this one did
+                if not before:
+                    # The first meeting of these units: there is no earlier result to land. The next
+                    # round begins from the anchor all the same, not from what this one has trained.
                     self.queue.restore_anchor(sync)
             self.state.timeout.after_round()
             self._start(sync)
@@ -196,7 +198,9 @@ class SyncController:
         """Exchange the losses that no sync has carried; in vain where a replica has left."""
         if self.state.has_left:
             return
-        records = self.meetings.hold()  # kept by nobody: a save that follows is of the one before
+        # Not kept as `state.records`: a save after the end of training is to know the records of
+        # the last meeting in it.
+        records = self.meetings.hold()
         self.state.has_left = any(record.is_leaving for record in records)
         if not self.state.has_left:
             self.state.losses.report(records, self.reporter)
@@ -274,7 +278,10 @@ class SyncController:
             began=began,
             waited=waited,
         )
-        if not settings.landing.is_immediate:  # also at the end: another may land before it
+        if not settings.landing.is_immediate:
+            # The addends are of the parameters whose norms were gathered. That holds for the last
+            # sync of training, too, which lands at once: with CO2 the sync before it lands first,
+            # and changes the parameters.
             self.queue.prepare(sync)
         return sync
 
@@ -284,7 +291,9 @@ class SyncController:
             self.queue.add(sync)
             sync.exposed = time.monotonic() - sync.began
             return
-        sync.exposed = time.monotonic() - sync.began  # where a replica broke it is reported now
+        # Set twice: where a unit is not finite on this replica, `begin_landing` lands and reports
+        # the sync itself, and its report must have the time until then.
+        sync.exposed = time.monotonic() - sync.began
         self.queue.begin_landing(sync)
         sync.exposed = time.monotonic() - sync.began
         self._land()

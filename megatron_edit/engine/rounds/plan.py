@@ -193,7 +193,7 @@ class RoundPlan:
     """
 
     outcome: Outcome
-    records: Sequence[ControlRecord]
+    records: tuple[ControlRecord, ...]
     after: RoundState
     decision: Decision | None = None
     units: tuple[int, ...] = ()
@@ -226,13 +226,16 @@ def plan_round(
         rules: settings.
         is_last: whether training ends with this meeting: what syncs lands at once.
     """
+    records = tuple(records)
     if any(record.is_leaving for record in records):
         return RoundPlan(Outcome.LEAVE, records, before)
     counts = [record.inner_steps for record in records]
     dealing, length, is_dealt, is_followed = before.dealing, before.length, False, False
     if dealing is None:
         length = rules.schedule.round_length(max(record.next_lr for record in records))
-    elif not dealing.is_over:  # else only units that have not landed brought the replicas here
+    elif not dealing.is_over:
+        # Once it is over there is no round to settle: the replicas meet again only because they do
+        # not hold the same in all units yet.
         if _is_extended(dealing, counts, rules.min_steps):
             return RoundPlan(Outcome.EXTEND, records, replace(before, is_rejoined=False))
         dealing, is_dealt = dealing.settle(counts), True

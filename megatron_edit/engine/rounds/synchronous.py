@@ -94,7 +94,9 @@ def average_gradients(host: Host, groups: EngineGroups, num_tokens: Tensor | Non
     for gradients in host.gradient_shards():
         gradients.mul_(share)
         sync.all_reduce(gradients)
-    if sync.size > 2:  # two addends have one sum; more may round by where they lie
+    # Copies of a parameter are summed by several sync groups. Two addends have one sum; that of
+    # more depends on the order of adding, which depends on where they lie in a group's buffers.
+    if sync.size > 2:
         for tie, gradient in host.tied_gradients():
             if tie in groups.ties:
                 groups.ties[tie].broadcast(gradient)

@@ -63,34 +63,34 @@ class StepTrigger:
     state: RunState
 
     def begin_warmup(self) -> None:
-        """See `SyncTrigger`. Data come in Megatron's own order: nothing to do."""
+        """Do nothing: data come in Megatron's own order."""
 
     def begin_rounds(self) -> None:
-        """See `SyncTrigger`. Replicas have been in step so far: their schedules stand alike."""
+        """Do nothing: replicas were in step so far, and so are their schedules."""
 
     def fragments_after(self, step: int) -> Sequence[int]:
-        """See `SyncTrigger`. A partial round is synced at the end, so that it is not lost."""
+        """Those whose turn it is; all of them at the end, so that no partial round is lost."""
         if self.is_last:
             return range(self.schedule.fragments)
         return self.schedule.groups_after(step, self.state.round_start, self.state.rounds.length)
 
     @property
     def is_last(self) -> bool:
-        """See `SyncTrigger`."""
+        """Whether training ends with the step being attempted."""
         return self.host.progress().is_last_step
 
     def is_due(self, step: int, *, is_asked: bool) -> bool:
-        """See `SyncTrigger`."""
+        """Whether a fragment's turn comes after step `step`; nobody has to ask for it."""
         return bool(self.fragments_after(step))
 
     @property
     def has_empty_round(self) -> bool:
-        """See `SyncTrigger`."""
+        """False: every replica makes all steps of a round."""
         return False
 
     @property
     def is_over(self) -> bool:
-        """See `SyncTrigger`: the meeting of the last step is the last."""
+        """False: the meeting after the last step syncs all units at once, and no other follows."""
         return False
 
 
@@ -120,42 +120,42 @@ class ClockTrigger:
         return dealing
 
     def begin_warmup(self) -> None:
-        """See `SyncTrigger`. In warm-up every replica consumed a block at each step; a run that
-        loads more steps than it is to make is over."""
+        """Deal the blocks of samples that are left: in warm-up every replica consumed one at each
+        step. A run that loads more steps than it is to make is over."""
         replicas = self.dealing.num_replicas
         consumed = self.state.step * replicas
         self.state.deal(Dealing(replicas, max(self.target, consumed), consumed))
 
     def begin_rounds(self) -> None:
-        """See `SyncTrigger`."""
+        """Deal the blocks that warm-up has left; the host goes on at its own speed."""
         self.begin_warmup()
         self.host.begin_local(is_over=self.dealing.is_over)
 
     def fragments_after(self, step: int) -> Sequence[int]:
-        """See `SyncTrigger`: in turn; meetings j = 1, 2, ... are for the fragments j mod F."""
+        """In turn: meetings j = 1, 2, ... are for the fragments j mod F, the last one for all."""
         if self.is_last:
             return range(self.fragments)
         return [(self.state.rounds.count + 1) % self.fragments]
 
     @property
     def is_last(self) -> bool:
-        """See `SyncTrigger`: after a final round, or where its share was nothing."""
+        """Whether the round under way is the final one, or every block has been consumed."""
         return self.dealing.is_final or self.dealing.is_over
 
     def is_due(self, step: int, *, is_asked: bool) -> bool:
-        """See `SyncTrigger`: the clock says so, or no block is left for another step. In the final
-        round each replica makes the run that it was given (method 5): no clock cuts it."""
+        """Whether the clock says so, or no block is left for another step. In the final round each
+        replica makes the run that it was given (method 5): no clock cuts it."""
         is_cut = is_asked and not self.dealing.is_final
         return is_cut or self.dealing.is_exhausted(self.replica, self.state.inner_steps + 1)
 
     @property
     def has_empty_round(self) -> bool:
-        """See `SyncTrigger`: the final round gives nothing to a replica that was very slow."""
+        """Whether the ledger has no block for it: a final round gives none to a very slow one."""
         return not self.is_over and self.dealing.is_exhausted(self.replica, 0)
 
     @property
     def is_over(self) -> bool:
-        """See `SyncTrigger`."""
+        """Whether every block of the training has been consumed."""
         return self.dealing.is_over
 
 

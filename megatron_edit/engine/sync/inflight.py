@@ -183,7 +183,7 @@ class UnitSync:
     def launch(self, groups: EngineGroups, wire: Wire) -> None:
         """Begin the exchange. Waits for nothing.
 
-        Collective: the sync group, in the order of the syncs and of their units.
+        Collective: the sync group; see the note on the order of syncs (`queue.py`).
         """
         assert self.average is not None, f"unit {self.shard.name}: a roll-back is not exchanged"
         with record_function("edit/exchange"):
@@ -230,7 +230,7 @@ class UnitSync:
         if self.result is not None:
             return self.result
         device = groups.sync.device
-        if self.average is None:  # the momentum has no update to remember
+        if self.average is None:  # a roll-back: anchor and momentum stay as they are
             one = torch.ones((), dtype=torch.float64, device=device)
             self.result = UnitResult(one, torch.zeros_like(one))
             return self.result
@@ -382,7 +382,8 @@ class InflightSync:
             del staged  # it lives as long as its unit is in flight
             self._started += 1
         if self.groups.sync.runs_in_order and not plan.rules.landing.is_immediate:
-            # One behind the other they would block a device that has a single hardware queue.
+            # Launched one by one, each would wait in the device's queue until the one before is
+            # over, and with a single hardware queue so would all work behind it.
             self._launch_as_one()
         is_over = self._started == len(shards)
         for unit in self._inflight:
@@ -418,7 +419,10 @@ class InflightSync:
         return next((work for work in works if work is not None), None)
 
     def _launch_as_one(self) -> None:
-        """Begin the exchanges of all units. Collective: the sync group, in the order of syncs."""
+        """Begin the exchanges of all units, as one.
+
+        Collective: the sync group; see the note on the order of syncs (`queue.py`).
+        """
         units = [(unit, unit.addend) for unit in self._inflight]
         if addends := [addend for _, addend in units if addend is not None]:
             with record_function("edit/exchange"):
@@ -488,14 +492,17 @@ class InflightSync:
         self._inflight.popleft()
         shard = unit.shard
         if unit.staged is None and self.state.offload_streams is not None:
-            self.state.begin_sync()  # stepped before: what it became may be on its way home
+            # Its outer step was taken earlier: the new anchor may still be on its way to the host
+            # memory that the landing reads it from.
+            self.state.begin_sync()
         is_finite = self._finite is None or self._finite[shard.index]
         with _naming(shard), record_function("edit/landing"):
             has_bad_moments = unit.land(self.plan.rules.landing, is_finite=is_finite)
         self._num_landed += 1
         del unit  # its buffers make room for the unit that starts now
         if self.groups.sync.runs_in_order:
-            self.wire.progress(self.groups.sync)  # units that were launched before this one landed
+            # Second phases of units that were launched before this landing begin behind it.
+            self.wire.progress(self.groups.sync)
         self.advance()
         if self.is_done:
             if self.state.offload_streams is not None:

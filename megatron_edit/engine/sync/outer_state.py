@@ -184,7 +184,7 @@ class OuterState:
         for shard, staged in self.stages(shards, UnitState.stage):
             found[shard.index] = tensor_digest([staged.anchor.ready(), staged.momentum.ready()])
             staged.release()
-            del staged  # as in `stages`
+            del staged  # the next but one takes its place
         self.end_sync()
         return found
 

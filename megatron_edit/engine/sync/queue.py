@@ -127,8 +127,9 @@ class SyncQueue:
         sync, inside = self.groups.sync, (self.groups.stage, *self.groups.ties.values())
         if not self.settings.overlaps_compute or sync.runs_in_order:
             return
-        # On a GPU they would come behind compute that waits for Megatron's own collectives: ranks
-        # that wait for each other could wait for ever. There the main thread takes the steps.
+        # Outer steps communicate inside the replica. On a GPU these collectives of the thread would
+        # queue behind compute that waits for Megatron's own: ranks that wait for each other could
+        # wait for ever. There the main thread takes the steps.
         is_safe = sync.device.type == "cpu" or all(group.size == 1 for group in inside)
         self._steps_beside = self.settings.overlap and is_safe
 
@@ -198,9 +199,11 @@ class SyncQueue:
             if sync in self.pending:
                 self.pending.remove(sync)
             if sync.state.offload_streams is not None:
-                sync.state.begin_sync()  # what was computed since may still be on its way home
+                # Outer state that was computed earlier may still be on its way to host memory.
+                sync.state.begin_sync()
             self.landing = sync
-            # A stage that holds none of these units gathers what its own step left to be gathered.
+            # Whoever counts a landing may leave the gather of parameters to it. A stage that holds
+            # none of these units lands nothing and gathers nothing here: it must not count one.
             self.num_landings += bool(sync.units.shards)
             sync.check_finite()
             if not sync.plan.selection.is_whole:
@@ -242,7 +245,8 @@ class SyncQueue:
             self.apply_up_to(len(self.host.plan.shards))
             self.host.gather_parameters()
         self._report(sync)
-        self.landing = None  # only now: who is lost in the check is lost in this round
+        # After the report, which checks for drift: an error in it names the round of `landing`.
+        self.landing = None
 
     def finish_exchanges(self) -> None:
         """Wait until nothing is on the wire. Nothing lands early.
@@ -256,7 +260,9 @@ class SyncQueue:
         with self._turn():
             for sync in self.pending:
                 if sync.plan.due is None:
-                    sync.finish_exchange()  # the next pseudo-gradient needs the anchor as it is
+                    # CO2: not its outer steps, too. They move the anchor that the pseudo-gradient
+                    # of the round under way is to be taken from.
+                    sync.finish_exchange()
             self._finish_steps()
             for sync in self.pending:
                 sync.state.wait()
@@ -279,7 +285,7 @@ class SyncQueue:
         """Go on with syncs that had not landed when a checkpoint was written."""
         outer = self.state.outer
         assert outer is not None, "syncs in flight before the switch"
-        with self._turn():  # see `prepare`
+        with self._turn():  # memory of the stream of syncs, as in `prepare`
             self.pending.extend(
                 restore_sync(pending, self.host.plan, outer, self.groups, self.settings)
                 for pending in saved
@@ -334,8 +340,10 @@ class SyncQueue:
 
     def _restore_others(self, sync: InflightSync) -> None:
         """All units but those of a sync, where they are not finite."""
-        self._finish_steps()  # so that a save before this, which does the same, changes nothing
-        sync.state.begin_sync()  # the anchors that these steps moved may still be on their way home
+        # Broken units take their anchor as it is after the outer steps of delayed syncs. A save
+        # finishes these steps, too: without this, the anchor would depend on whether there was one.
+        self._finish_steps()
+        sync.state.begin_sync()  # anchors that these steps moved may be on their way to host memory
         snapshots = {
             unit.shard.name: unit.snapshot
             for other in self.pending
@@ -484,7 +492,7 @@ def restore_sync(
     )
     began = time.monotonic()
     sync = InflightSync(plan, outer, groups, settings.wire, settings.depth, began, waited=0.0)
-    sync.is_reported = saved["is_stepped"]  # when the checkpoint was written
+    sync.is_reported = saved["is_stepped"]  # its report came with the outer steps, before the save
     for shard in sync.units.shards:
         sync._inflight.append(
             UnitSync.restore(

@@ -35,18 +35,19 @@ class AdamShard:
     model: Tensor
 
     def numel(self) -> int:
-        """See `HeldShard`."""
+        """Elements of the shard."""
         return int(self.model.numel())
 
     def read(self) -> Tensor:
-        """See `HeldShard`."""
+        """theta, fp32 [n]: Adam's master copy, joined where it is a remainder; the model's values
+        before the first step."""
         if MASTER not in self.optimizer.state.get(self.model, {}):
             return self.model.detach().float()
         main = self.optimizer.get_unscaled_state(self.model, MASTER)
         return joined(self.model.detach(), main) if main.dtype == torch.int16 else main
 
     def write(self, values: Tensor) -> None:
-        """See `HeldShard`. The model's part is rounded as Adam's kernels round it."""
+        """Make theta `values`, fp32 [n]. The model's part is rounded as Adam's kernels round it."""
         state, model = self.optimizer.state.get(self.model, {}), self.model.detach()
         if MASTER in state and state[MASTER].dtype == torch.int16:
             rounded, remainder = parted(values)
@@ -73,15 +74,15 @@ class HybridShard:
     model: Tensor
 
     def numel(self) -> int:
-        """See `HeldShard`."""
+        """Elements of the shard."""
         return int(self.model.numel())
 
     def read(self) -> Tensor:
-        """See `HeldShard`."""
+        """theta, fp32 [n], on the device of the parameter: a copy, where it lives elsewhere."""
         return self._main.to(device=self.model.device, dtype=torch.float32)
 
     def write(self, values: Tensor) -> None:
-        """See `HeldShard`."""
+        """Make theta `values`, fp32 [n], in the optimizer's copy and in what the model reads."""
         self._main.copy_(values)
         self.model.detach().copy_(values)
 

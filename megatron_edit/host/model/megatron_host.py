@@ -163,15 +163,15 @@ class MegatronHost:
                     yield buffer.data
 
     def shared_buffers(self) -> Sequence[tuple[int, Tensor]]:
-        """See `engine.host.Host`: the biases of MoE routers."""
+        """Position of the unit and bias, fp32 [experts], of MoE routers that move their biases."""
         return [(self.plan.names.index(unit), bias) for unit, bias in self._routers.biases()]
 
     def shared_counts(self) -> Sequence[Tensor]:
-        """See `engine.host.Host`: tokens per expert."""
+        """Tokens per expert, fp32 [experts], which the next move of the routers' biases goes by."""
         return self._routers.token_counts()
 
     def linear_buffers(self) -> Sequence[Tensor]:
-        """See `engine.host.Host`."""
+        """The routers' biases of quantile balancing, fp32 [experts]."""
         return self._routers.quantile_biases()
 
     def gather_parameters(self) -> None:
@@ -189,7 +189,7 @@ class MegatronHost:
         return all(bool(chunk.remove_forward_pre_hook_handles) for chunk in self._model)
 
     def zero_nonfinite_moments(self, shard: UnitShard) -> int:
-        """See `engine.host.Host`."""
+        """Zero what is not finite in the inner moments of a shard; returns how many elements."""
         return sum(zero_nonfinite(self._inner, param.source) for param in shard.params)
 
     def reset_moments(self) -> None:
@@ -270,11 +270,11 @@ class MegatronHost:
 
     @property
     def is_end_asked(self) -> bool:
-        """See `Host`."""
+        """Whether this process got a signal to end, or its time is over. Communicates nothing."""
         return is_end_asked(self._args)
 
     def progress(self) -> Progress:
-        """See `engine.host.Host`."""
+        """Where training stands now, by Megatron's iteration and its learning-rate schedule."""
         # Counts from 0, and is of no use before Megatron's loop; skipped iterations make no step.
         current = max(getattr(self._args, "curr_iteration", -1), self._args.iteration - 1)
         left = range(current + 2, self._args.train_iters + 1)
@@ -292,15 +292,15 @@ class MegatronHost:
         )
 
     def begin_local(self, *, is_over: bool) -> None:
-        """See `engine.host.Host`."""
+        """Let Megatron's loop make steps at this replica's own speed from here on."""
         self.loop.take(self._samples * self._placement.num_replicas, is_over=is_over)
 
     def end_round(self, samples: int, *, is_over: bool, is_followed: bool) -> None:
-        """See `engine.host.Host`."""
+        """Put Megatron's counters and schedule to `samples`, consumed by all replicas so far."""
         self.loop.end_round(samples, self._pending, is_over=is_over, is_followed=is_followed)
 
     def advance_schedule(self, samples: int) -> None:
-        """See `engine.host.Host`."""
+        """Move Megatron's learning-rate schedule forward by `samples` of all replicas."""
         self._scheduler.step(increment=samples)
 
 

@@ -89,7 +89,8 @@ class EditDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
         self.__class__ = DistributedOptimizer
 
     def main_shards(self) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
-        """See `ShardedOptimizer`. They are 1-D."""
+        """Model parameter and 1-D shard of this rank: the fp32 main shard, or the 16-bit one that
+        the inner optimizer keeps it by."""
         if self.is_stub_optimizer:
             return
         halves = (
@@ -115,7 +116,7 @@ class EditDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
         return bool(getattr(self.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
 
     def main_of(self, parameter: torch.nn.Parameter, key: Tensor) -> Tensor | HeldShard:
-        """See `ShardedOptimizer`."""
+        """The main shard, fp32 [n]: itself, or what reads and writes it in the inner optimizer."""
         if hasattr(self.optimizer, "param_to_inner_param"):
             return HybridShard(self.optimizer, key)
         if self.holds_main_shards and key.dtype != torch.float32:
@@ -138,12 +139,12 @@ class EditDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
         return None if target.data_ptr() == main.data_ptr() else target
 
     def start_of(self, parameter: torch.nn.Parameter) -> int:
-        """See `ShardedOptimizer`."""
+        """First element of the parameter that is in this rank's ZeRO shard."""
         return int(self._get_model_param_range_map(parameter)["param"].start)
 
     @property
     def copy_index(self) -> int | None:
-        """See `ShardedOptimizer`: copies are held by several optimizer instances."""
+        """Number of this optimizer instance: several of them hold copies of the same shards."""
         return int(self.distributed_optimizer_instance_id)
 
     def attach_outer_state(
@@ -204,7 +205,8 @@ class PlainOptimizer:
         self._mixed = cast(MixedOptimizer, optimizer) if is_mixed else None
 
     def main_shards(self) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
-        """See `ShardedOptimizer`. Main shards have the parameter's shape."""
+        """Model parameter and main copy, fp32 of the parameter's shape; the same tensor where the
+        parameter is fp32."""
         if self._mixed is None:
             for group in self._optimizer.param_groups:
                 for parameter in group["params"]:
@@ -218,7 +220,7 @@ class PlainOptimizer:
                 yield parameter, parameter
 
     def main_of(self, parameter: torch.nn.Parameter, key: Tensor) -> Tensor | HeldShard:
-        """See `ShardedOptimizer`."""
+        """The main copy, flat: a view, fp32 [n]."""
         return key.detach().view(-1)
 
     def is_first_holder(self, parameter: torch.nn.Parameter) -> bool:
@@ -234,12 +236,12 @@ class PlainOptimizer:
         return None if parameter is main else parameter.detach().view(-1)
 
     def start_of(self, parameter: torch.nn.Parameter) -> int:
-        """See `ShardedOptimizer`: all of it."""
+        """0: the main copy holds all of the parameter."""
         return 0
 
     @property
     def copy_index(self) -> int | None:
-        """See `ShardedOptimizer`: its data-parallel rank."""
+        """None: the data-parallel rank says which copy this is."""
         return None
 
 

@@ -73,16 +73,16 @@ class ModelChunk(Protocol):
     """Of `GPTModel`: a chunk of the model out of its wrappers."""
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """As torch's."""
+        """Name and parameter, of all modules inside."""
 
     def parameters(self) -> Iterator[Parameter]:
-        """As torch's."""
+        """The parameters of all modules inside, each once."""
 
     def buffers(self) -> Iterator[Tensor | None]:
-        """As torch's."""
+        """The buffers of all modules inside, each once."""
 
     def modules(self) -> Iterator[Module]:
-        """As torch's."""
+        """All modules inside, itself first."""
 
     def sharded_state_dict(self, *, metadata: Mapping[str, object]) -> Mapping[str, object]:
         """What a checkpoint holds of it."""
