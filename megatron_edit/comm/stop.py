@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from megatron_edit.comm.collectives import Group
-from megatron_edit.comm.heartbeat import HeartbeatMonitor, Place
+from megatron_edit.comm.heartbeat import HeartbeatMonitor, ReplicaProgress
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.errors import ReplicaLostError
 
@@ -67,8 +67,8 @@ class StopBoard:
         """
         place, is_first = world.placement, control.rank == 0
 
-        def where() -> Place:
-            return Place(meeting.num_started, sync.num_started, step())
+        def where() -> ReplicaProgress:
+            return ReplicaProgress(meeting.num_started, sync.num_started, step())
 
         heartbeat = HeartbeatMonitor(
             place.replica,

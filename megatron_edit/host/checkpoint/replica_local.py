@@ -23,7 +23,7 @@ from megatron_edit.host.checkpoint.outer import (
     SNAPSHOT,
     SUMMED,
     Kinds,
-    Piece,
+    LocalPiece,
     load_outer_state,
     shared_kinds,
 )
@@ -44,7 +44,7 @@ class RankShards:
     num_replicas: int
     wire: Wire
     plan: UnitPlan
-    pieces: Sequence[Piece]
+    pieces: Sequence[LocalPiece]
 
     def owned(self, numel: int) -> slice:
         """The elements of a shard whose sum this rank encodes."""

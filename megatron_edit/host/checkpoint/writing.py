@@ -24,11 +24,11 @@ from megatron_edit.checkpoint.resume import ledger_of
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import LEAST_TIMEOUT_SECONDS, EditConfig
 from megatron_edit.engine import EditEngine, EngineState
-from megatron_edit.host.checkpoint.committing import Committer, Part
+from megatron_edit.host.checkpoint.committing import Committer, RankSave
 from megatron_edit.host.checkpoint.fingerprint import layout_of, model_of
 from megatron_edit.host.checkpoint.outer import (
     Kinds,
-    Piece,
+    LocalPiece,
     sharded_outer_state,
     shared_kinds,
 )
@@ -90,7 +90,7 @@ class CheckpointWriter:
         redirection: Redirection,
         engine: EditEngine,
         host: MegatronHost,
-        pieces: Callable[[], Sequence[Piece]],
+        pieces: Callable[[], Sequence[LocalPiece]],
     ) -> None:
         self._config = config
         self._world = world
@@ -149,7 +149,7 @@ class CheckpointWriter:
                 call.proceed()
         self._hand_over_outer()
         requests, self._requests = self._requests, None
-        part = Part(
+        part = RankSave(
             name=plan.name,
             folder=folder,
             job=job,
