@@ -86,7 +86,7 @@ def assert_equal_to_oracle(
 
 @pytest.mark.parametrize(("num_replicas", "ranks"), [(2, 1), (3, 1), (2, 2), (1, 2)])
 def test_three_rounds_equal_the_oracle(num_replicas: int, ranks: int) -> None:
-    """Catches: norms or clip over one rank's fragment, wrong weights, order of the outer step."""
+    """Catches: norms or clip over one rank's shard, wrong weights, order of the outer step."""
     start, moves = make_moves(3, num_replicas, seed=num_replicas)
     results, _, records, anchors = run_both(num_replicas, ranks, moves, start, clip=0.5)
     assert_equal_to_oracle(results, records, anchors)

@@ -72,7 +72,7 @@ class StepTrigger:
         """See `SyncTrigger`. A partial round is synced at the end, so that it is not lost."""
         if self.is_last:
             return range(self.schedule.fragments)
-        return self.schedule.groups_after(step, self.state.round_start, self.state.rounds.length)
+        return self.schedule.fragments_after(step, self.state.round_start, self.state.rounds.length)
 
     @property
     def is_last(self) -> bool:
