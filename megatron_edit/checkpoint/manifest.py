@@ -110,7 +110,7 @@ class Manifest:
         parallel: sizes of Megatron's parallel groups of a replica.
         model: what makes another model of it (`host.checkpoint.fingerprint`).
         units: names, in forward order.
-        is_warmup: whether the replicas had not parted yet: there is no outer state.
+        is_warmup: whether local training had not begun yet: there is no outer state.
         round: syncs so far.
         replicas: by replica.
         detectors: fields of `method.detector.DetectorState`, lists [N][U].

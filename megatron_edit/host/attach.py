@@ -103,7 +103,7 @@ class Attachment:
         if error is not None and self._moved is not None:
             self._moved.record(loss or error)
         if self._world is not None and engine is not None:
-            # Its thread asks the store, which may go once all have parted; and a process that ends
+            # Its thread asks the store, which may go once all have left; and a process that ends
             # while it does may abort, with another exit code.
             engine.close()
             if error is None:

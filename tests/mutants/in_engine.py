@@ -173,7 +173,7 @@ ENGINE = (
     ),
     Mutant(
         id="engine/clip-of-a-shard",
-        bug="each rank clips by the norm of its own shard: anchors of a unit part",
+        bug="each rank clips by the norm of its own shard: anchors of a unit differ",
         file=_AVERAGES,
         old="squares = sum_in_rank_order(groups.stage.all_gather(shard.squared_norm(average)))",
         new="squares = shard.squared_norm(average)",
@@ -181,7 +181,7 @@ ENGINE = (
     ),
     Mutant(
         id="engine/tied-embedding-clip",
-        bug="stages clip the tied embedding by different norms: its copies part",
+        bug="stages clip the tied embedding by different norms: its copies differ",
         file=_AVERAGES,
         old="        squares = _tie_embedding(shard, average, squares, stages)\n",
         new="        _tie_embedding(shard, average, squares, stages)\n",
@@ -381,7 +381,7 @@ ENGINE = (
     ),
     Mutant(
         id="engine/switch-unequal",
-        bug="rounding that differed in the warm-up is left: replicas part from different anchors",
+        bug="rounding that differed in the warm-up is left: rounds begin from different anchors",
         file="engine/rounds/synchronous.py",
         old="    if drift.differing_units(host.plan, groups, drift.plan_digests(host.plan))[0]:",
         new="    if not drift.differing_units(host.plan, groups, drift.plan_digests(host.plan)):",

@@ -13,7 +13,7 @@ from megatron_edit.method.schedule import Schedule
 
 
 def check_schedule(path: Path, manifest: Manifest, plan: ResumePlan, schedule: Schedule) -> None:
-    """Replicas that have parted cannot go back to the warm-up.
+    """Replicas that have begun local training cannot go back to the warm-up.
 
     Raises:
         UsageError: this run's warm-up is not over where the checkpoint was written.
@@ -22,12 +22,12 @@ def check_schedule(path: Path, manifest: Manifest, plan: ResumePlan, schedule: S
         return
     least = min(entry.step for entry in plan.entries)
     if schedule.warmup_steps is None:
-        rule = "strategy ddp averages gradients of replicas that are equal; these have parted"
+        rule = "strategy ddp averages gradients of replicas that are equal; these train locally"
         raise UsageError(f"--load {path}", rule, "use the strategy that saved, or --finetune")
     if least < schedule.warmup_steps:
         raise UsageError(
             f"--edit-warmup-steps {schedule.warmup_steps}",
-            f"the replicas of {path} have parted, at step {least}",
+            f"the replicas of {path} have begun local training, at step {least}",
             f"use {least} or less",
         )
 

@@ -157,6 +157,6 @@ class SaveControl:
         engine = self._engine
         if engine.settings.timed is None or engine.is_warmup:
             return None
-        if not (records := engine.records):  # they have just parted
+        if not (records := engine.records):  # local training has just begun
             return self._host.progress().samples * self._num_replicas
         return sum(record.samples for record in records)

@@ -117,7 +117,7 @@ def _where(manifest: Manifest) -> str:
 
 def _outer(manifest: Manifest) -> str:
     if manifest.is_warmup:
-        return "none before the replicas part"
+        return "none before the first local step"
     what = "momentum and anchor" if manifest.has_anchor else "momentum (the anchor: the parameters)"
     if manifest.wire != "fp32":
         what += f"; wire type {manifest.wire}, with its error-feedback residuals"

@@ -121,7 +121,7 @@ def examine(launch: Launch, *, folder: Path | None, parameters: int, step_second
         if everybody is not None and folder is not None:
             _look(folder, everybody, report)
         world.leave_together()
-        world.let_all_read("doctor/parted", world.timeout)  # the first rank may host the store
+        world.let_all_read("doctor/left", world.timeout)  # the first rank may host the store
     except ReplicaLostError as error:
         if not launch.is_first:
             raise
