@@ -15,14 +15,14 @@ from tests.host.spy import out_dir, record
 def record_all() -> None:
     """Losses, norms, batches, parameters; and momentum, anchor, detectors, moments, schedule.
 
-    With `SPY_HOOKS`, the hooks of `spy_pace` that it names, too.
+    With `SPY_HOOKS`, the hooks of `spy_speeds` that it names, too.
     """
     from megatron_edit.engine import EditEngine
 
     record()
     record_fetched()
     if os.environ.get("SPY_HOOKS"):
-        from tests.host.spy_pace import hooks
+        from tests.host.spy_speeds import hooks
 
         hooks()
     rank = os.environ["RANK"]

@@ -136,26 +136,26 @@ def test_clocks_save_at_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "pace", ["a-edit", *(pytest.param(x, marks=pytest.mark.system) for x in ("edit", "overlap"))]
+    "kind", ["a-edit", *(pytest.param(x, marks=pytest.mark.system) for x in ("edit", "overlap"))]
 )
-def test_a_replica_that_waited_goes_back_to_its_meeting(tmp_path: Path, pace: str) -> None:
+def test_a_replica_that_waited_goes_back_to_its_meeting(tmp_path: Path, kind: str) -> None:
     """The slow replica is signalled while the fast one waits at a meeting, where an evaluation and
     a save are due, too: the meeting takes place after the resume, before any step. Catches a step
     too many, a meeting missed, a schedule that has run ahead, units that have not landed when
     Megatron's loop begins."""
     saves = tmp_path / "saves"
-    every = 3 if pace == "a-edit" else 12
+    every = 3 if kind == "a-edit" else 12
     flags: dict[str, Any] = {
         "global_batch_size": 8, "train_iters": 24, "lr_decay_style": "cosine", **DROPOUT,
         "eval_interval": every, "eval_iters": 1, "exit_signal_handler": True,
     }  # fmt: skip
     env = {"SPY_FACTORS": "[1, 1]", "SPY_STEP": "7", "SPY_SLEEP": "[0, 0.3]"}
-    clock = "script_clock," if pace == "a-edit" else ""
-    if pace == "a-edit":
+    clock = "script_clock," if kind == "a-edit" else ""
+    if kind == "a-edit":
         flags |= {**AEDIT, "edit_sync_seconds": 10}
     else:
         flags["edit_sync_interval"] = 10
-    if pace == "overlap":
+    if kind == "overlap":
         flags |= GATHER
     variants: tuple[tuple[str, str, Flags], ...] = (
         ("a", f"{clock}slow,signal_one", {"save": saves, "save_interval": every}),
@@ -169,7 +169,7 @@ def test_a_replica_that_waited_goes_back_to_its_meeting(tmp_path: Path, pace: st
     assert first["is_waiting"] and not second["is_waiting"] and first["step"] > second["step"]
     assert facts(tmp_path / "b", 2) == facts(tmp_path / "whole", 2)
     losses = [(tmp_path / name / "loss.jsonl").read_text() for name in ("b", "whole")]
-    assert pace == "a-edit" or losses[0].splitlines() == losses[1].splitlines()[-22:]
+    assert kind == "a-edit" or losses[0].splitlines() == losses[1].splitlines()[-22:]
 
 
 def test_a_stop_of_one_that_waits_at_the_last_meeting(tmp_path: Path) -> None:
