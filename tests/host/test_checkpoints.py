@@ -331,8 +331,8 @@ def test_another_layout_goes_on(tmp_path: Path, reshape: str, step: int) -> None
 
 
 @pytest.mark.parametrize("tensor", [2, pytest.param(1, marks=pytest.mark.full)])
-def test_debts_of_the_wire_in_another_layout(tmp_path: Path, tensor: int) -> None:
-    """Copies of a parameter that had no debt of their own take that of the first one."""
+def test_residuals_in_another_layout(tmp_path: Path, tensor: int) -> None:
+    """Copies of a parameter that had no residual of their own take that of the first one."""
     saves = tmp_path / "saves"
     flags: Flags = {"train_iters": 12, "edit_sync_dtype": "int8", "lr": 1e-4}
     reshapes: Flags = {"dist_ckpt_optim_fully_reshardable": True}

@@ -397,7 +397,7 @@ HOST = (
     ),
     Mutant(
         id="host/sum-residual-not-loaded",
-        bug="what a lossy wire owes of its sums is zero after a resume",
+        bug="the error-feedback residual of the sums is zero after a resume",
         file="host/checkpoint/replica_local.py",
         old='            outer[name]["summed"] = own[SUMMED][name][shards.owned(sent.numel())]\n',
         new="",

@@ -26,7 +26,7 @@ from megatron_edit.checkpoint.folder import (
     TRACKER,
     CheckpointFolder,
     manifest_of,
-    own_folder,
+    replica_local_folder,
     write_durably,
 )
 from megatron_edit.checkpoint.folder import replica_folder as folder_of
@@ -250,7 +250,7 @@ def _files_of(part: RankSave, replica: int, rank: int) -> list[Path]:
     if part.has_outer:
         folders.append(files_under(part.partial / EDIT / OUTER))
     if part.has_replica_local:
-        folders.append(files_under(own_folder(part.partial, replica)))
+        folders.append(files_under(replica_local_folder(part.partial, replica)))
     return [part.random_file] + [
         path for files in folders for path in files if _writer_of(path.name) == rank
     ]

@@ -103,7 +103,7 @@ class SaveControl:
 
     @property
     def _is_deferred_save_due(self) -> bool:
-        """Whether a save is owed, and the replicas have just met."""
+        """Whether a save is due, and the replicas have just met."""
         return self._is_deferred and not self._engine.is_mid_round
 
     @property

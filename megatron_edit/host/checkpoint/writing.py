@@ -16,8 +16,8 @@ from megatron_edit.checkpoint.folder import (
     RANDOM,
     STOP,
     CheckpointFolder,
-    own_folder,
     replica_folder,
+    replica_local_folder,
 )
 from megatron_edit.checkpoint.manifest import ALL, Manifest, PendingSync, ReplicaEntry
 from megatron_edit.checkpoint.resume import ledger_of
@@ -224,7 +224,7 @@ class CheckpointWriter:
             return False
         mine = RankShards(place.replica, place.num_replicas, wire, self._host.plan, self._pieces())
         own = replica_local_kinds(outer, syncs, mine)
-        self._save_kinds(own_folder(partial, place.replica), own)
+        self._save_kinds(replica_local_folder(partial, place.replica), own)
         return True
 
     def _save_kinds(self, folder: Path, kinds: Kinds) -> None:
