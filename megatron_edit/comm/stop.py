@@ -114,13 +114,13 @@ class StopBoard:
                 continue
             try:
                 store = store or self._store.clone()
-                self._look(store)
+                self._poll(store)
             except dist.DistNetworkError:
                 return  # the store is gone with its host: training itself will tell
             except RuntimeError:
                 store = None  # it took too long: ask again, over a new connection
 
-    def _look(self, store: dist.Store) -> None:
+    def _poll(self, store: dist.Store) -> None:
         if self._is_watching and not self.is_seen and store.check([KEY]):
             self._seen.set()
         self.heartbeat.exchange(store)

@@ -63,7 +63,7 @@ class Attachment:
         self._patcher.host = host_name()
         if placement is not None:
             self._attach_edit(placement)
-        data.mend_helper_compilation(self._patcher, self._world)
+        data.compile_helpers_once(self._patcher, self._world)
         if self._device.type == "cpu":
             serve_sequence_parallelism(self._patcher)
             serve_checkpoints(self._patcher)

@@ -11,12 +11,12 @@ _AVERAGES = "engine/sync/averages.py"
 
 ENGINE = (
     Mutant(
-        id="engine/idle-is-judged",
+        id="engine/no-steps-is-judged",
         bug="a replica that made no step counts in the average and teaches its detector",
         file=_PLAN,
         old="judged = torch.where(steps == 0, torch.full_like(norms, torch.nan), norms)",
         new="judged = norms",
-        test="pure/test_idle.py::test_who_made_no_step_has_no_weight_and_teaches_nothing",
+        test="pure/test_step_weights.py::test_who_made_no_step_has_no_weight_and_teaches_nothing",
     ),
     Mutant(
         id="engine/overflow-averaged",

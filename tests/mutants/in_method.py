@@ -293,7 +293,7 @@ METHOD = (
         file="method/weights.py",
         old="counted = torch.where(accepted, steps, torch.zeros_like(weights))",
         new="counted = steps.clone()",
-        test="pure/test_idle.py::test_step_weights_are_blended_over_the_accepted",
+        test="pure/test_step_weights.py::test_step_weights_are_blended_over_the_accepted",
     ),
     Mutant(
         id="method/strategy-streaming-progress",

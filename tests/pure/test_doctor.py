@@ -68,8 +68,8 @@ def test_links_in_words() -> None:
 
 
 def test_table() -> None:
-    text = table([DoctorFinding("a", "1"), DoctorFinding("long", "2", Level.BAD, "mend it")])
-    assert text == "ok    a     1\nbad   long  2\n            -> mend it\n"
+    text = table([DoctorFinding("a", "1"), DoctorFinding("long", "2", Level.BAD, "fix it")])
+    assert text == "ok    a     1\nbad   long  2\n            -> fix it\n"
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def test_losses_stand_under_their_own_steps(tmp_path: Path) -> None:
 
 
 def test_the_line_of_a_sync_has_what_tuning_goes_by() -> None:
-    """Would catch: a console that does not say how long training stood still."""
+    """Would catch: a console that does not say what of a sync is exposed."""
     parts = sync_summary(report()).split(" | ")
     assert parts[0] == "sync 7 after iteration 900"
     assert parts[-3:] == ["wait (ms): 1.2", "exposed (ms): 34.6", "total (ms): 1500.0"]

@@ -226,7 +226,7 @@ def test_no_manifest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [VERSION + 1, 99, None, "1", 1.5, [], -1, 0])
 def test_another_version(tmp_path: Path, version: Any) -> None:
-    """A newer one says so even where its checksum is reckoned otherwise: what to install."""
+    """A newer one says so even where its checksum is computed otherwise: what to install."""
     body = json.loads(SMALL.text()) | {"version": version, "sha256": "of a newer program"}
     is_newer = isinstance(version, int) and version > VERSION
     words = "install a newer megatron_edit" if is_newer else None

@@ -108,7 +108,7 @@ def examine(launch: Launch, *, folder: Path | None, parameters: int, step_second
     if placement is None:
         if folder is not None:
             alone = Group(None, 0, 1, torch.device("cpu"), timedelta(seconds=1), "alone")
-            _look(folder, alone, report)
+            _check_folder(folder, alone, report)
         return report
     transport = _transport(launch.config)
     world = join(launch.config, placement)
@@ -119,7 +119,7 @@ def examine(launch: Launch, *, folder: Path | None, parameters: int, step_second
             shape = placement.num_replicas, placement.ranks_per_replica
             report.findings += sync_findings(together, *shape, parameters, step_seconds)
         if everybody is not None and folder is not None:
-            _look(folder, everybody, report)
+            _check_folder(folder, everybody, report)
         world.leave_together()
         world.let_all_read("doctor/left", world.timeout)  # the first rank may host the store
     except ReplicaLostError as error:
@@ -176,7 +176,7 @@ def _measure(
     return together
 
 
-def _look(folder: Path, everybody: Group, report: Report) -> None:
+def _check_folder(folder: Path, everybody: Group, report: Report) -> None:
     sights = watch(folder, everybody)
     report.findings.append(_sight(folder, sights))
     report.numbers["shared_dir"] = [dataclasses.asdict(sight) for sight in sights]

@@ -60,7 +60,7 @@ def _of_files(run: MonitoredRun) -> Iterator[MonitorFinding]:
             "warning",
             f"No file of replica {shown} in this folder: with one launch per "
             "replica, --edit-log-dir must be a folder that all machines share. "
-            f"Tokens/s and time left {_reckoning(run)}.",
+            f"Tokens/s and time left {_estimates(run)}.",
         )
     if run.state == "silent":
         yield MonitorFinding(
@@ -68,7 +68,7 @@ def _of_files(run: MonitoredRun) -> Iterator[MonitorFinding]:
         )
 
 
-def _reckoning(run: MonitoredRun) -> str:
+def _estimates(run: MonitoredRun) -> str:
     if run.speed is None:
         return "cannot be told without it"
     return "are estimated from the others"
