@@ -117,7 +117,7 @@ CHECKPOINT = (
         id="checkpoint/unequal-at-a-sync",
         bug="replicas that kept a share of their parameters at the sync are loaded as if equal",
         file="checkpoint/manifest.py",
-        old="(has_steps or not self.is_level)",
+        old="(has_steps or not self.replicas_identical)",
         new="has_steps",
         test=f"{_MANIFEST}::test_where_the_replicas_stood",
     ),

@@ -252,7 +252,7 @@ def _state_of(resume: _Resume, shards: RankShards) -> EngineState:
         is_warmup=False,
         detectors=detectors_of(path, manifest, units),
         unit_steps=unit_steps_of(manifest, units, shards.num_replicas, is_same=plan.goes_on),
-        replicas_identical=manifest.is_level or not plan.goes_on,
+        replicas_identical=manifest.replicas_identical or not plan.goes_on,
         round_length=entry.round_length,
         dealing=plan.dealing,
         is_rejoined=plan.is_rejoined,

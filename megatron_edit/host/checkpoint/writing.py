@@ -276,7 +276,7 @@ class CheckpointWriter:
             order_start=order.start,
             displaced=order.displaced,
             has_anchor=plan.has_anchor and plan.has_outer,
-            is_level=state["replicas_identical"],
+            replicas_identical=state["replicas_identical"],
             unit_steps=tuple(map(tuple, state["unit_steps"].tolist())),
             wire=self._engine.settings.wire.name,
             written_by=versions(),
