@@ -25,7 +25,7 @@ from netlab import burst_bytes
 
 from megatron_edit.tools.plan.job import Job, read_job
 from megatron_edit.tools.plan.machine import CPU, Link
-from megatron_edit.tools.plan.timing import Setting, stock_cost, sync_cost
+from megatron_edit.tools.plan.timing import TimingSetting, stock_cost, sync_cost
 from megatron_edit.tools.plan.traffic import sync_traffic
 
 # The series of each study that the planner is held to.
@@ -91,7 +91,7 @@ def _shares_of(results: dict[str, Any]) -> Iterator[Prediction]:
         if kind == "ideal" or kind.startswith("torchft"):
             continue
         job = _job_of_kind(results, kind)
-        setting = Setting(
+        setting = TimingSetting(
             link=lab_link(rate, row["bandwidth"]["median"]),
             machine=CPU,
             step=rows[rate, "ideal"]["step_seconds"]["median"],
@@ -115,7 +115,7 @@ def syncs() -> list[Prediction]:
         case, rate = row["case"], row["rate"]
         job = _job_of(results, case)
         crowd = max(1.0, case["num_replicas"] / CORES)
-        setting = Setting(
+        setting = TimingSetting(
             link=lab_link(rate, median(bandwidths[rate])),
             machine=CPU.crowded(crowd),
             step=STEP_OF_GROWTH,

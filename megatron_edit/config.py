@@ -100,7 +100,7 @@ class EditConfig:
     )
     strategy: str = _setting("edit", "how replicas are synchronised", kind=str, only=STRATEGIES)
     warmup_steps: int = _preset(
-        1000, "W, synchronous steps before the replicas part; >= 0", kind=int
+        1000, "W, synchronous steps before the first local step; >= 0", kind=int
     )
     sync_interval: int = _setting(128, "tau, inner steps between two syncs; >= 1", kind=int)
     sync_seconds: float = _setting(
@@ -255,7 +255,7 @@ def check_all(config: EditConfig) -> None:
 
 
 def warning_of_endless_warmup(config: EditConfig, num_iterations: int) -> str | None:
-    """What to say of a training that ends before its replicas part; None where they do part.
+    """What to say of a training that ends before its first local step; None where there is one.
 
     Args:
         config: settings.
@@ -266,7 +266,7 @@ def warning_of_endless_warmup(config: EditConfig, num_iterations: int) -> str | 
         return None
     return (
         f"WARNING: {num_iterations} iterations (--train-iters, --train-samples) <= "
-        f"{flag('warmup_steps')} {config.warmup_steps}: training ends before the replicas part, "
+        f"{flag('warmup_steps')} {config.warmup_steps}: training ends before the first local step, "
         "EDiT never starts"
     )
 

@@ -108,14 +108,14 @@ class Training:
             said, speaker = tail(self.log()), 0
         return RunFailedError(f"{self._name}: {reason}; rank {speaker} said last:\n{said}")
 
-    def until[T](self, look: Callable[[], T | None], *, limit: float, poll: float) -> T:
-        """What `look` finds, once it finds anything; asked every `poll` seconds.
+    def until[T](self, probe: Callable[[], T | None], *, limit: float, poll: float) -> T:
+        """What `probe` finds, once it finds anything; asked every `poll` seconds.
 
         Raises:
             RunFailedError: a rank has ended before, or `limit` seconds were over.
         """
         deadline = time.monotonic() + limit
-        while (found := look()) is None:
+        while (found := probe()) is None:
             for rank, code in enumerate(self.exit_codes()):
                 if code is not None:
                     raise self.failed(f"rank {rank} exited with {code}", rank)
@@ -124,8 +124,8 @@ class Training:
             time.sleep(poll)
         return found
 
-    def to_end(self, look: Callable[[], None], *, limit: float, poll: float) -> list[int]:
-        """Wait until all ranks have ended, and `look` every `poll` seconds until then.
+    def to_end(self, callback: Callable[[], None], *, limit: float, poll: float) -> list[int]:
+        """Wait until all ranks have ended, and call `callback` every `poll` seconds until then.
 
         Returns:
             The exit codes. An interpreter that crashes while it shuts down has trained all the
@@ -143,7 +143,7 @@ class Training:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
             if time.monotonic() > deadline:
                 raise self.failed(f"not done after {limit:.0f} s", 0)
-            look()
+            callback()
             time.sleep(poll)
         return [code or 0 for code in self._checked_codes()]
 

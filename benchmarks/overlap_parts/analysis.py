@@ -29,7 +29,7 @@ class Row:
         limit: of the exact method, as a part of the ideal; None where no EDiT run told the bytes.
         of_limit: `of_ideal` over `limit`; EDiT only.
         of_stock: tokens/s over those of `stock`.
-        exposed: seconds per sync during which training stood still, by EDiT's own clock.
+        exposed: exposed seconds per sync, by EDiT's own clock.
         waited: of these, until all replicas had come; on a busy machine they drift apart.
         lost: seconds per round beyond the ideal ones; EDiT and rivals.
         link_bytes: bytes on the link, with headers, over the payload of the syncs; EDiT only.

@@ -24,7 +24,7 @@ class Row:
         round_seconds: from sync to sync.
         waited: seconds per sync that replica 0, which is not slow, waited for the others.
         waited_steps: the same in steps that the slowest replica makes in `ideal`.
-        synced: seconds per sync, besides, during which training stood still on replica 0.
+        synced: further exposed seconds per sync, on replica 0.
     """
 
     scenario: str

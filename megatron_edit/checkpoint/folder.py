@@ -45,7 +45,7 @@ def replica_folder(checkpoint: Path, replica: int) -> Path:
     return checkpoint if replica == 0 else checkpoint / EDIT / f"replica_{replica}"
 
 
-def own_folder(checkpoint: Path, replica: int) -> Path:
+def replica_local_folder(checkpoint: Path, replica: int) -> Path:
     """Where a replica keeps what is its own of the outer state."""
     return checkpoint / EDIT / f"own_{replica}"
 
@@ -156,12 +156,12 @@ class CheckpointFolder:
         """Remove a checkpoint, never leaving half of it under its name."""
         self._remove(self.final(iteration), job)
 
-    def heal(self) -> list[Path]:
+    def repair(self) -> list[Path]:
         """Finish what a crash between two renames has left; the checkpoints that came back.
 
         Does nothing in a folder that cannot be written to.
         """
-        healed = []
+        repaired = []
         for pattern in (_PARTIAL, _REPLACED):  # in this order: the newer copy wins
             left = [p for p in self._entries() if pattern.match(p.name)]
             whole = [path for path in left if manifest_of(path).is_file()]
@@ -169,8 +169,8 @@ class CheckpointFolder:
                 final = self.root / path.name[1:].partition(".")[0]
                 if not final.exists() and os.access(self.root, os.W_OK):
                     path.rename(final)
-                    healed.append(final)
-        return healed
+                    repaired.append(final)
+        return repaired
 
     def newest(self) -> Found | None:
         """The checkpoint to load where the user names none.

@@ -19,6 +19,7 @@ from megatron_edit.checkpoint.folder import manifest_of
 from megatron_edit.errors import UsageError
 
 FORMAT, VERSION = "megatron_edit checkpoint", 2  # 2: syncs that land late, wire types
+KEYS = {"replicas_identical": "is_level"}  # fields that have another name in the file
 ALL, LEADER = "all", "leader"  # forms: inner state of every replica, or of replica 0 alone
 
 
@@ -110,7 +111,7 @@ class Manifest:
         parallel: sizes of Megatron's parallel groups of a replica.
         model: what makes another model of it (`host.checkpoint.fingerprint`).
         units: names, in forward order.
-        is_warmup: whether the replicas had not parted yet: there is no outer state.
+        is_warmup: whether local training had not begun yet: there is no outer state.
         round: syncs so far.
         replicas: by replica.
         detectors: fields of `method.detector.DetectorState`, lists [N][U].
@@ -119,7 +120,7 @@ class Manifest:
         batch: samples of one step of all replicas; `chunk`: of one micro-batch of a replica.
         order_start: fields of `method.order.SampleOrder`, with `displaced`.
         has_anchor: whether the anchor is there; at a sync it is the parameters.
-        is_level: whether all replicas held the anchor in all units when the round began.
+        replicas_identical: whether all replicas held the anchor in all units when the round began.
         unit_steps: lists [N][U], steps since a unit's own last sync, as of the last meeting.
         wire: type on the wire. Error-feedback residuals of a lossy one are kept for each replica
             in form `all`.
@@ -146,7 +147,7 @@ class Manifest:
     displaced: tuple[tuple[int, int], ...] = ()
     has_anchor: bool = False
     round_seconds: float = 0.0
-    is_level: bool = True
+    replicas_identical: bool = True
     unit_steps: tuple[tuple[int, ...], ...] = ()
     wire: str = "fp32"
     files: Mapping[str, FileRecord] = field(default_factory=dict)
@@ -157,16 +158,20 @@ class Manifest:
         """Whether the replicas differed: they had made steps since the last sync of all units, or
         it had kept something of their parameters."""
         has_steps = any(entry.inner_steps for entry in self.replicas)
-        return not self.is_warmup and (has_steps or not self.is_level)
+        return not self.is_warmup and (has_steps or not self.replicas_identical)
 
     @property
     def samples(self) -> int:
         """Consumed by all replicas together."""
         return sum(entry.samples for entry in self.replicas)
 
+    def as_dict(self) -> dict[str, Any]:
+        """Fields under the names that they have in the file."""
+        return {KEYS.get(name, name): value for name, value in dataclasses.asdict(self).items()}
+
     def text(self) -> str:
         """As JSON."""
-        body = _without_nan({"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)})
+        body = _without_nan({"format": FORMAT, "version": VERSION, **self.as_dict()})
         return json.dumps({**body, "sha256": _checksum(body)}, indent=1) + "\n"
 
 
@@ -209,6 +214,9 @@ def _manifest(body: dict[str, Any]) -> Manifest:
             | {"holes": tuple(ledger["holes"]), "quotas": None if quotas is None else tuple(quotas)}
         )
     body = {k: v for k, v in body.items() if k not in ("pending", "residuals")}  # of version 1
+    if unknown := KEYS.keys() & body.keys():
+        raise ValueError(f"unknown fields: {', '.join(unknown)}")
+    body |= {name: body.pop(key) for name, key in KEYS.items() if key in body}
     replicas = tuple(
         ReplicaEntry(
             **entry

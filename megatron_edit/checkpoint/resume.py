@@ -15,7 +15,7 @@ from megatron_edit.method.order import (
 
 
 @dataclass(frozen=True)
-class Run:
+class ResumingRun:
     """What a run is, as far as it matters here.
 
     Attributes:
@@ -90,7 +90,7 @@ def dealing_of(manifest: Manifest) -> Dealing | None:
     )
 
 
-def plan_resume(manifest: Manifest, run: Run, warmup_steps: int = 0) -> ResumePlan:
+def plan_resume(manifest: Manifest, run: ResumingRun, warmup_steps: int = 0) -> ResumePlan:
     """Plan it.
 
     Args:
@@ -114,7 +114,7 @@ def plan_resume(manifest: Manifest, run: Run, warmup_steps: int = 0) -> ResumePl
     return _begin_anew(manifest, run, order, warmup_steps)
 
 
-def _is_same(manifest: Manifest, run: Run) -> bool:
+def _is_same(manifest: Manifest, run: ResumingRun) -> bool:
     """Whether the replicas may go on from where each was: they share the samples as before."""
     was_timed = manifest.ledger is not None
     if manifest.num_replicas != run.num_replicas or (
@@ -126,7 +126,7 @@ def _is_same(manifest: Manifest, run: Run) -> bool:
     return manifest.batch == run.batch if was_timed else shares or is_together
 
 
-def _same_dealing(manifest: Manifest, run: Run, order: SampleOrder) -> Dealing | None:
+def _same_dealing(manifest: Manifest, run: ResumingRun, order: SampleOrder) -> Dealing | None:
     """The dealing that was under way, if it can go on: with another target, a final one cannot."""
     if (dealing := dealing_of(manifest)) is None:
         return None
@@ -139,7 +139,9 @@ def _same_dealing(manifest: Manifest, run: Run, order: SampleOrder) -> Dealing |
     return dealing
 
 
-def _begin_anew(manifest: Manifest, run: Run, order: SampleOrder, warmup_steps: int) -> ResumePlan:
+def _begin_anew(
+    manifest: Manifest, run: ResumingRun, order: SampleOrder, warmup_steps: int
+) -> ResumePlan:
     """The saved replicas' round is over; N replicas, perhaps others, begin the next."""
     counts = [entry.inner_steps for entry in manifest.replicas]
     block = manifest.batch // manifest.num_replicas
@@ -169,7 +171,7 @@ def _begin_anew(manifest: Manifest, run: Run, order: SampleOrder, warmup_steps: 
     )
 
 
-def _entries(run: Run, step: int, samples: int, position: int) -> tuple[ReplicaEntry, ...]:
+def _entries(run: ResumingRun, step: int, samples: int, position: int) -> tuple[ReplicaEntry, ...]:
     return tuple(
         ReplicaEntry(
             step=step,

@@ -23,7 +23,7 @@ STALE_SECONDS = 5.0
 LEAVE_SECONDS = 1.0  # in which the thread says that this rank gives up
 
 
-class Place(NamedTuple):
+class ReplicaProgress(NamedTuple):
     """How far a replica has come. It only grows.
 
     Attributes:
@@ -37,7 +37,7 @@ class Place(NamedTuple):
     work: int
 
 
-NOWHERE = Place(-1, -1, -1)
+NOWHERE = ReplicaProgress(-1, -1, -1)
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Heartbeat:
         moved: when it was last seen to have come farther.
     """
 
-    place: Place = NOWHERE
+    place: ReplicaProgress = NOWHERE
     text: str = ""
     is_over: bool = False
     moved: float = float("-inf")
@@ -61,7 +61,7 @@ class Heartbeat:
         if text == self.text:
             return self
         *numbers, _, is_over = map(int, text.split())
-        place = Place(*numbers)
+        place = ReplicaProgress(*numbers)
         moved = now if place != self.place else self.moved
         return Heartbeat(place, text, bool(is_over), moved)
 
@@ -89,7 +89,7 @@ class HeartbeatMonitor:
         self,
         replica: int,
         num_replicas: int,
-        place: Callable[[], Place],
+        place: Callable[[], ReplicaProgress],
         *,
         is_telling: bool,
         store_host: int | None = None,

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from megatron_edit.comm.collectives import Group
-from megatron_edit.comm.heartbeat import HeartbeatMonitor, Place
+from megatron_edit.comm.heartbeat import HeartbeatMonitor, ReplicaProgress
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.errors import ReplicaLostError
 
@@ -67,8 +67,8 @@ class StopBoard:
         """
         place, is_first = world.placement, control.rank == 0
 
-        def where() -> Place:
-            return Place(meeting.num_started, sync.num_started, step())
+        def where() -> ReplicaProgress:
+            return ReplicaProgress(meeting.num_started, sync.num_started, step())
 
         heartbeat = HeartbeatMonitor(
             place.replica,
@@ -114,13 +114,13 @@ class StopBoard:
                 continue
             try:
                 store = store or self._store.clone()
-                self._look(store)
+                self._poll(store)
             except dist.DistNetworkError:
                 return  # the store is gone with its host: training fails, and says so, by itself
             except RuntimeError:
                 store = None  # it took too long: ask again, over a new connection
 
-    def _look(self, store: dist.Store) -> None:
+    def _poll(self, store: dist.Store) -> None:
         if self._is_watching and not self.is_seen and store.check([KEY]):
             self._seen.set()
         self.heartbeat.exchange(store)

@@ -128,8 +128,8 @@ class ReplicaWorld:
             timeout: after which this rank leaves alone. Whoever failed never comes.
         """
         try:
-            self._count_rank("parting")
-            self.shared_store.wait(["parting/all"], timeout)
+            self._count_rank("leaving")
+            self.shared_store.wait(["leaving/all"], timeout)
         except RuntimeError:
             return  # somebody failed; or the store has gone with its host, which had waited for all
 

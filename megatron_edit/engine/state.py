@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_edit.comm.control import ControlRecord
 from megatron_edit.comm.timeouts import AdaptiveTimeout
 from megatron_edit.engine.host import EngineGroups, EngineSettings, Progress, Reporter
-from megatron_edit.engine.rounds.plan import Outcome, RoundPlan, RoundState
+from megatron_edit.engine.rounds.plan import MeetingOutcome, RoundPlan, RoundState
 from megatron_edit.engine.sync.outer_state import OuterState
 from megatron_edit.method.clock import PhaseClock, TimeTrigger
 from megatron_edit.method.detector import DetectorState
@@ -370,8 +370,8 @@ class RunState:
             reporter: learns of the losses that its records told.
         """
         self.rounds, self.records = plan.after, plan.records
-        self.has_left = plan.outcome is Outcome.LEAVE
-        if plan.outcome is not Outcome.SYNC:
+        self.has_left = plan.outcome is MeetingOutcome.LEAVE
+        if plan.outcome is not MeetingOutcome.SYNC:
             return
         self.round_start = self.step
         self.num_dealings += plan.is_dealt

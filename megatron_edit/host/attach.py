@@ -63,7 +63,7 @@ class Attachment:
         self._patcher.host = host_name()
         if placement is not None:
             self._attach_edit(placement)
-        data.mend_helper_compilation(self._patcher, self._world)
+        data.compile_helpers_once(self._patcher, self._world)
         if self._device.type == "cpu":
             serve_sequence_parallelism(self._patcher)
             serve_checkpoints(self._patcher)
@@ -103,7 +103,7 @@ class Attachment:
         if error is not None and self._moved is not None:
             self._moved.record(loss or error)
         if self._world is not None and engine is not None:
-            # Its thread asks the store, which may go once all have parted; and a process that ends
+            # Its thread asks the store, which may go once all have left; and a process that ends
             # while it does may abort, with another exit code.
             engine.close()
             if error is None:

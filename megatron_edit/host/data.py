@@ -74,7 +74,7 @@ def gate_dataset_index(patcher: Patcher, world: ReplicaWorld) -> None:
     patcher.wrap(training, "build_train_valid_test_datasets", around)
 
 
-def mend_helper_compilation(patcher: Patcher, world: ReplicaWorld | None = None) -> None:
+def compile_helpers_once(patcher: Patcher, world: ReplicaWorld | None = None) -> None:
     """Compile the host's dataset helper once, and not at all where it cannot be compiled.
 
     The wheel of megatron-core brings the helper built but no Makefile; the host would run make

@@ -94,7 +94,7 @@ class Observer:
         return (losses, *rest)
 
     def report_evaluation[R](self, call: Call[R]) -> R:
-        """Megatron's report of it: a result of replicas that have parted is labelled."""
+        """Megatron's report of it: a result in the middle of a round is labelled."""
         if self._engine.is_mid_round:
             call.arguments["prefix"] += " (mid-round, mean over the replicas)"
         return call.proceed()

@@ -33,7 +33,7 @@ from megatron_edit.engine import TIED_EMBEDDING, EditEngine, EngineGroups
 from megatron_edit.errors import SyncProtocolError
 from megatron_edit.host.arguments import resolve_sync_mode
 from megatron_edit.host.checkpoint.loading import LoadControl
-from megatron_edit.host.checkpoint.outer import Piece, pieces_of
+from megatron_edit.host.checkpoint.outer import LocalPiece, pieces_of
 from megatron_edit.host.checkpoint.paths import Redirection
 from megatron_edit.host.checkpoint.saving import SaveControl
 from megatron_edit.host.checkpoint.writing import CheckpointWriter
@@ -63,7 +63,7 @@ type Built = tuple[Sequence[DdpChunk], OptimizerOfLoop, ParamScheduler]
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """What there is from the moment that Megatron has built the model.
 
     Attributes:
@@ -109,7 +109,7 @@ class TrainingLoop:
         self._patcher = patcher
         self._redirection = Redirection()
         self._loads = LoadControl(config, world, self._redirection)
-        self._run: Run | None = None
+        self._run: TrainingRun | None = None
         self._cleanup = ExitStack()
         self._cleanup.callback(events.close)
 
@@ -157,7 +157,7 @@ class TrainingLoop:
     # ---- wrapped calls
 
     def _in_run[R](
-        self, answer: Callable[[Run, Call[R]], R]
+        self, answer: Callable[[TrainingRun, Call[R]], R]
     ) -> Callable[[Callable[..., R]], Callable[..., R]]:
         """For calls that are Megatron's own as long as there is no run."""
 
@@ -208,7 +208,7 @@ class TrainingLoop:
         self._run.saves.save(call)
 
     def _deal(
-        self, run: Run, call: Call[DataLoader[object] | None]
+        self, run: TrainingRun, call: Call[DataLoader[object] | None]
     ) -> DataLoader[object] | DealtLoader | None:
         return dealt_loader(call, run.engine, run.host, self._world.placement.replica)
 
@@ -267,8 +267,8 @@ class TrainingLoop:
         engine: EditEngine,
         host: MegatronHost,
         observer: Observer,
-        pieces: Callable[[], Sequence[Piece]],
-    ) -> Run:
+        pieces: Callable[[], Sequence[LocalPiece]],
+    ) -> TrainingRun:
         place = self._world.placement
         is_first = place.global_rank == 0
         writer = CheckpointWriter(
@@ -277,7 +277,7 @@ class TrainingLoop:
         policy = self._config.inner_state
         saves = SaveControl(policy, writer, engine, host, place.num_replicas, is_first=is_first)
         stops = StopControl(engine, saves, is_first=is_first)
-        return Run(engine, host, observer, writer, saves, stops)
+        return TrainingRun(engine, host, observer, writer, saves, stops)
 
     def _warn_of_endless_warmup(self, args: Namespace) -> None:
         text = warning_of_endless_warmup(self._config, args.train_iters)

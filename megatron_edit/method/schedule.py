@@ -37,8 +37,8 @@ class Schedule(Protocol):
     def is_switch(self, step: int) -> bool:
         """Whether the anchor is taken after step `step`; step 0 is the start of training."""
 
-    def groups_after(self, step: int, start: int, length: int) -> Sequence[int]:
-        """The groups that begin a sync after step `step`; none in warm-up.
+    def fragments_after(self, step: int, start: int, length: int) -> Sequence[int]:
+        """The fragments that begin a sync after step `step`; none in warm-up.
 
         Args:
             step: s, from 1.
@@ -52,12 +52,12 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True)
 class StepSchedule:
-    """A synchronous warm-up, then a sync of each group every `interval` steps.
+    """A synchronous warm-up, then a sync of each fragment every `interval` steps.
 
     Attributes:
         warmup_steps: W; None is a warm-up that never ends (strategy `ddp`).
-        interval: tau, inner steps between two syncs of a group.
-        fragments: F; group f is late by floor(f tau / F) steps.
+        interval: tau, inner steps between two syncs of a fragment.
+        fragments: F; fragment f is late by floor(f tau / F) steps.
     """
 
     warmup_steps: int | None
@@ -73,15 +73,15 @@ class StepSchedule:
         """Whether `step` is W, the last step of the warm-up."""
         return self.warmup_steps is not None and step == self.warmup_steps
 
-    def groups_after(self, step: int, start: int, length: int) -> Sequence[int]:
+    def fragments_after(self, step: int, start: int, length: int) -> Sequence[int]:
         """The f for which s - W - floor(f tau / F) is a multiple of tau; none in warm-up."""
         if self.warmup_steps is None or step <= self.warmup_steps:
             return ()
         count = step - self.warmup_steps
         return [
-            group
-            for group in range(self.fragments)
-            if (count - group * self.interval // self.fragments) % self.interval == 0
+            fragment
+            for fragment in range(self.fragments)
+            if (count - fragment * self.interval // self.fragments) % self.interval == 0
         ]
 
     def round_length(self, inner_lr: float) -> int:
@@ -100,7 +100,7 @@ class QuadraticSchedule(StepSchedule):
     growth: float = 0.0
     has_fixed_rounds = False
 
-    def groups_after(self, step: int, start: int, length: int) -> Sequence[int]:
+    def fragments_after(self, step: int, start: int, length: int) -> Sequence[int]:
         """Fragment 0, the only one, after the last step of a round; else none."""
         return [0] if not self.is_warmup(step) and step - start == length else []
 

@@ -27,8 +27,8 @@ def doctor(*words: str, clock_of: int | None = None, blind: int | None = None) -
     if rank == clock_of:
         time.time = lambda: now() + AHEAD_SECONDS
     if rank == blind:
-        look = folder._look
-        folder._look = lambda path, content: look(Path("/nowhere") / path.name, content)
+        poll = folder._poll
+        folder._poll = lambda path, content: poll(Path("/nowhere") / path.name, content)
     code = main(["doctor", "--no-host", *words])
     if code:
         raise SystemExit(code)

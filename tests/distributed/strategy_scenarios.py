@@ -47,7 +47,7 @@ def run_steps(
     return records
 
 
-def run_paced(
+def run_timed(
     settings: dict[str, Any],
     sizes: dict[str, int],
     start: dict[str, Any],

@@ -86,7 +86,7 @@ def assert_equal_to_oracle(
 
 @pytest.mark.parametrize(("num_replicas", "ranks"), [(2, 1), (3, 1), (2, 2), (1, 2)])
 def test_three_rounds_equal_the_oracle(num_replicas: int, ranks: int) -> None:
-    """Catches: norms or clip over one rank's fragment, wrong weights, order of the outer step."""
+    """Catches: norms or clip over one rank's shard, wrong weights, order of the outer step."""
     start, moves = make_moves(3, num_replicas, seed=num_replicas)
     results, _, records, anchors = run_both(num_replicas, ranks, moves, start, clip=0.5)
     assert_equal_to_oracle(results, records, anchors)
@@ -110,7 +110,7 @@ def test_a_bad_replica_is_left_out_and_comes_back(what: float) -> None:
     )
     left_out = [record.anomalous[:, 1].tolist() for record in records]
     assert left_out == [[False] * 3] * 5 + [[False, True, False]] + [[False] * 3] * 2
-    # an infinite theta is healed by theta <- A, so even the victim equals the oracle afterwards
+    # theta <- A overwrites an infinite theta, so even the victim equals the oracle afterwards
     assert_equal_to_oracle(results, records, anchors)
 
 
@@ -166,7 +166,7 @@ def test_replicas_start_from_replica_0() -> None:
     assert values == [[0.0] * 3, [1.0] * 2, [0.0] * 3, [1.0] * 2]
 
 
-def test_rounding_in_warmup_is_healed_at_the_switch() -> None:
+def test_rounding_in_warmup_is_removed_at_the_switch() -> None:
     """Different hardware may round differently: replica 0's state wins, and it is said."""
     results = run_ranks("tests.distributed.scenarios:rounding_at_switch", 2, check=True)
     for result in results:

@@ -65,13 +65,13 @@ class ToyHost:
     next_lr: float = 1.0
     is_last: bool = False
     is_end_asked: bool = False
-    arrivals: list[tuple[int, bool]] = field(default_factory=list)
+    ended_rounds: list[tuple[int, bool]] = field(default_factory=list)
     moments: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
     def build(cls, sizes: dict[str, int], rank: int, ranks: int, start: dict[str, Any]) -> ToyHost:
         """This rank's cut of every unit, starting from `start` (name -> array of the unit)."""
-        full, slices, fragments = {}, {}, []
+        full, slices, shards = {}, {}, []
         for name, size in sizes.items():
             slices[name] = cut(size, ranks)[rank]
             mine = torch.tensor(start[name], dtype=torch.float32)[slices[name]].clone()
@@ -79,8 +79,8 @@ class ToyHost:
             half = mine.numel() // 2
             for part, view in (("a", mine[:half]), ("b", mine[half:])):
                 if view.numel():
-                    fragments.append(ParamShard(f"{name}.{part}", name, view, True, None, view))
-        plan = plan_units(fragments, list(sizes), list(sizes))
+                    shards.append(ParamShard(f"{name}.{part}", name, view, True, None, view))
+        plan = plan_units(shards, list(sizes), list(sizes))
         return cls(full, plan, slices)
 
     def move(self, displacement: dict[str, Any]) -> None:
@@ -125,10 +125,10 @@ class ToyHost:
         return Progress(0, self.schedule_position, 0, self.is_last, self.lr, self.next_lr)
 
     def begin_local(self, *, is_over: bool) -> None:
-        self.arrivals.append((0, is_over))
+        self.ended_rounds.append((0, is_over))
 
     def end_round(self, samples: int, *, is_over: bool, is_followed: bool) -> None:
-        self.arrivals.append((samples, is_over))
+        self.ended_rounds.append((samples, is_over))
 
     def advance_schedule(self, samples: int) -> None:
         self.schedule_position += samples
@@ -157,11 +157,11 @@ class Collector:
 
 @dataclass(frozen=True)
 class TableSchedule(StepSchedule):
-    """A schedule of rounds without warm-up that a test writes down: step -> groups that start."""
+    """A schedule of rounds without warm-up that a test writes down: step -> fragments."""
 
     starts: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
-    def groups_after(self, step: int, start: int, length: int) -> Sequence[int]:
+    def fragments_after(self, step: int, start: int, length: int) -> Sequence[int]:
         """See `Schedule`."""
         return self.starts.get(step, ())
 

@@ -27,7 +27,7 @@ class MadeUp:
         slow: replicas that are, by how much.
         sick: a replica that is left out now and then.
         rollbacks: rounds with one.
-        exposed: seconds that training stands still at a sync.
+        exposed: seconds of a sync that compute does not hide.
         change: may alter a line of sync.jsonl.
     """
 

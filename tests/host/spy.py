@@ -294,7 +294,7 @@ def hurry() -> None:
     launcher.GRACE_SECONDS = 0.2
 
 
-def note_parting() -> None:
+def note_leaving() -> None:
     """Leave a file for each rank that waits for the others at the end."""
     from megatron_edit.comm.worlds import ReplicaWorld
 
@@ -303,7 +303,7 @@ def note_parting() -> None:
     @wraps(leave_together)
     def noted(self: ReplicaWorld, *args: Any, **kwargs: Any) -> None:
         leave_together(self, *args, **kwargs)
-        (out_dir() / f"parted-{self.placement.global_rank}").touch()
+        (out_dir() / f"left-{self.placement.global_rank}").touch()
 
     ReplicaWorld.leave_together = noted  # type: ignore[method-assign]
 

@@ -15,14 +15,14 @@ from tests.host.spy import out_dir, record
 def record_all() -> None:
     """Losses, norms, batches, parameters; and momentum, anchor, detectors, moments, schedule.
 
-    With `SPY_HOOKS`, the hooks of `spy_pace` that it names, too.
+    With `SPY_HOOKS`, the hooks of `spy_speeds` that it names, too.
     """
     from megatron_edit.engine import EditEngine
 
     record()
     record_fetched()
     if os.environ.get("SPY_HOOKS"):
-        from tests.host.spy_pace import hooks
+        from tests.host.spy_speeds import hooks
 
         hooks()
     rank = os.environ["RANK"]
@@ -43,9 +43,9 @@ def _state_of(engine: Any) -> dict[str, Any]:
         for name, unit in engine.state.outer.units.items():
             state[f"anchor {name}"] = _digest([unit.anchor])
             state[f"momentum {name}"] = _digest([unit.momentum])
-            # A tied copy takes the bits of the first one: what its own exchange owes moves nothing.
+            # A tied copy takes the bits of the first one: its own residual moves nothing.
             if unit.residual is not None and name in counted:
-                state[f"owed {name}"] = _digest([unit.residual.sent, unit.residual.summed])
+                state[f"residual {name}"] = _digest([unit.residual.sent, unit.residual.summed])
         state["unit steps"] = engine.state.rounds.unit_steps.tolist()
         state["detectors"] = _digest(vars(engine.state.rounds.detectors).values())
     state["moments"] = [_moments(inner) for inner in engine.host._inner]

@@ -14,7 +14,7 @@ from tests.harness import Flags
 from tests.harness.launch import REPOSITORY
 from tests.host.runs import EditRun, run_edit
 
-HOOKS = "tests.host.spy_pace:hooks"
+HOOKS = "tests.host.spy_speeds:hooks"
 AEDIT: Flags = {"edit_strategy": "a-edit", "edit_sync_interval": 128, "edit_min_round_steps": 0,
                 "num_workers": 0}  # fmt: skip
 

@@ -63,7 +63,7 @@ def test_the_time_of_one_replica_is_over(tmp_path: Path) -> None:
 @pytest.mark.parametrize("warmup", [100, 5])
 def test_a_target_that_has_passed(tmp_path: Path, strategy: str, warmup: int) -> None:
     """Ten steps of warm-up are saved, five are wanted: training is over, and ends with 0. With
-    a warm-up of five the replicas part when they load, and nothing follows."""
+    a warm-up of five local training begins when they load, and nothing follows."""
     flags: Flags = {"global_batch_size": 4, "lr_decay_iters": 10} | (
         AEDIT if strategy == "a-edit" else {}
     )

@@ -9,6 +9,6 @@ from tests.host.runs import run_edit
 
 def test_every_rank_waits_for_the_others(tmp_path: Path) -> None:
     """Would catch: a launcher that ends its ranks without `ReplicaWorld.leave_together`
-    (test_parting.py)."""
-    run_edit(tmp_path, 4, 2, before="tests.host.spy:note_parting")
-    assert {path.name for path in tmp_path.glob("parted-*")} == {f"parted-{r}" for r in range(4)}
+    (test_leave_together.py)."""
+    run_edit(tmp_path, 4, 2, before="tests.host.spy:note_leaving")
+    assert {path.name for path in tmp_path.glob("left-*")} == {f"left-{r}" for r in range(4)}

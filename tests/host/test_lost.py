@@ -14,7 +14,7 @@ from tests.harness import Flags
 from tests.host.runs import run_edit
 from tests.host.test_aedit import AEDIT, HOOKS, run_timed
 
-PACES: dict[str, Flags] = {
+TRIGGERS: dict[str, Flags] = {
     "edit": {"edit_sync_interval": 20},
     "a-edit": AEDIT | {"edit_sync_seconds": 1},
 }
@@ -29,24 +29,28 @@ FREEZES = {
 }  # fmt: skip
 
 
-def _tier(where: str, pace: str) -> list[pytest.MarkDecorator]:
-    if "meeting" in where or (where, pace) == ("in-an-exchange", "edit"):
+def _tier(where: str, trigger: str) -> list[pytest.MarkDecorator]:
+    if "meeting" in where or (where, trigger) == ("in-an-exchange", "edit"):
         return []
-    return [pytest.mark.system if pace == "edit" else pytest.mark.full]
+    return [pytest.mark.system if trigger == "edit" else pytest.mark.full]
 
 
 @pytest.mark.parametrize(
-    ("where", "pace"),
-    [pytest.param(where, pace, marks=_tier(where, pace)) for where in FREEZES for pace in PACES],
+    ("where", "trigger"),
+    [
+        pytest.param(where, trigger, marks=_tier(where, trigger))
+        for where in FREEZES
+        for trigger in TRIGGERS
+    ],
 )
-def test_a_replica_that_hangs_is_named(tmp_path: Path, where: str, pace: str) -> None:
+def test_a_replica_that_hangs_is_named(tmp_path: Path, where: str, trigger: str) -> None:
     """Wherever it does. Catches an error without a number, and a survivor that does not end, for
     example because its own collective is still under way."""
     hook, step, flags, said = FREEZES[where]
     run = run_edit(
         tmp_path, 3, 3, before=HOOKS, check=False, train_iters=500, global_batch_size=6,
         env={"SPY_HOOKS": f"slow,{hook}", "SPY_SLEEP": "[0.01, 0.01, 0.01]", "SPY_STEP": step},
-        edit_timeout_seconds=4, **{**PACES[pace], **flags},
+        edit_timeout_seconds=4, **{**TRIGGERS[trigger], **flags},
     )  # fmt: skip
     codes = [rank.returncode for rank in run.result.ranks]
     assert codes == [4, -9, 4]

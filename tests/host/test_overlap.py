@@ -183,7 +183,7 @@ def _check_order(log: list[tuple[str, str, int, int]], round_: int, *, is_lazy: 
 )
 def test_staging_is_bounded(tmp_path: Path, prefetch_units: int, offload: bool) -> None:
     """At most D + 1 units are staged: 4 bytes an element, 12 with offload; counted as the engine
-    allocates them. Catches flights that are kept after landing, and a staging of everything at
+    allocates them. Catches units that are kept after landing, and a staging of everything at
     once. Digests, whose scratch has a bound of its own, are off."""
     run_edit(
         tmp_path, 4, 2, before="tests.host.order:measure_staging", edit_sync_mode="overlap",

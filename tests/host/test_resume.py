@@ -192,7 +192,7 @@ PENDING_CORE = {
     ],
 )
 def test_resume_with_a_sync_that_has_not_landed(tmp_path: Path, name: str, layout: str) -> None:
-    """Catches a sync that lands twice, early or never, and a debt of the wire that is forgotten."""
+    """Catches a sync that lands twice, early or never, and a residual that is forgotten."""
     step, flags = PENDING[name]
     ranks, more = LAYOUTS[layout]
     mode = "overlap" if layout == "m2" else "blocking"

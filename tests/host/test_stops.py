@@ -10,7 +10,7 @@ from tests.harness import Flags
 from tests.host.runs import run_edit
 from tests.host.test_aedit import AEDIT, HOOKS, run_timed
 
-PACES: dict[str, Flags] = {
+TRIGGERS: dict[str, Flags] = {
     "a-edit": {"edit_sync_seconds": 0.5},
     "edit": {"edit_strategy": "edit", "edit_sync_interval": 10, "edit_min_round_steps": 100},
 }
@@ -20,35 +20,35 @@ HOW: dict[str, tuple[str, Flags]] = {
 }
 
 
-@pytest.mark.parametrize("pace", PACES)
+@pytest.mark.parametrize("trigger", TRIGGERS)
 @pytest.mark.parametrize("how", ["signal", pytest.param("duration", marks=pytest.mark.full)])
 @pytest.mark.parametrize("step", ["2", "17"], ids=["in-warm-up", "in-a-round"])
-def test_a_stop_on_one_replica_ends_all(tmp_path: Path, pace: str, how: str, step: str) -> None:
+def test_a_stop_on_one_replica_ends_all(tmp_path: Path, trigger: str, how: str, step: str) -> None:
     """In the middle of a round, while the others may wait at a meeting: everyone ends with 0."""
     hook, flags = HOW[how]
     run = run_timed(
         tmp_path, 4, 2, f"slow,{hook}", {"SPY_SLEEP": "[0.01, 0.05]", "SPY_STEP": step},
-        train_iters=5000, **flags, **PACES[pace],
+        train_iters=5000, **flags, **TRIGGERS[trigger],
     )  # fmt: skip
     lines = run.lines("replica-0.jsonl")
     assert 0 < len([x for x in lines if "loss" in x]) < 1000
 
 
 @pytest.mark.parametrize("how", ["signal", pytest.param("duration", marks=pytest.mark.full)])
-@pytest.mark.parametrize("pace", PACES)
-def test_a_stop_that_comes_to_who_waits(tmp_path: Path, pace: str, how: str) -> None:
+@pytest.mark.parametrize("trigger", TRIGGERS)
+def test_a_stop_that_comes_to_who_waits(tmp_path: Path, trigger: str, how: str) -> None:
     """Replica 1 is at the meeting long before the other: catches one that is deaf there. The other
     stops at its next step, and the meeting does not take place."""
     hook = {"signal": "signal_soon", "duration": "expire_soon"}[how]
     env = {"SPY_SLEEP": "[0.5, 0.01]", "SPY_STEP": "21"}
     flags: Flags = {"edit_sync_interval": 20}
-    if pace == "a-edit":  # the clock of replica 1 alone is over soon
+    if trigger == "a-edit":  # the clock of replica 1 alone is over soon
         hook += ",script_clock"
         env["SPY_FACTORS"] = "[0.001, 1]"
         flags = {"edit_sync_seconds": 20}
     run = run_timed(
         tmp_path, 2, 2, f"slow,{hook}", env, train_iters=500, global_batch_size=4,
-        **{**HOW[how][1], **PACES[pace], **flags},
+        **{**HOW[how][1], **TRIGGERS[trigger], **flags},
     )  # fmt: skip
     assert not (tmp_path / "sync.jsonl").exists() or not run.syncs
     steps = [[x for x in run.lines(f"replica-{r}.jsonl") if "loss" in x] for r in (0, 1)]
@@ -71,35 +71,35 @@ def test_a_stop_between_evaluations(tmp_path: Path, how: str, step: str) -> None
     run = run_timed(
         tmp_path, 4, 2, f"slow,{hook}", {"SPY_SLEEP": "[0, 0.02]", "SPY_STEP": step},
         train_iters=3000, eval_interval=1, eval_iters=2, pipeline_model_parallel_size=2,
-        **flags, **PACES["edit"],
+        **flags, **TRIGGERS["edit"],
     )  # fmt: skip
     assert "validation loss at iteration 1 " in run.result.ranks[1].stdout
 
 
-@pytest.mark.parametrize("pace", PACES)
-def test_a_stop_at_the_last_step_changes_nothing(tmp_path: Path, pace: str) -> None:
+@pytest.mark.parametrize("trigger", TRIGGERS)
+def test_a_stop_at_the_last_step_changes_nothing(tmp_path: Path, trigger: str) -> None:
     """Training is over anyway: everyone evaluates and ends with 0. It comes to the slower replica,
     when the other has made its last step."""
-    last = {"edit": "20", "a-edit": "20"}[pace]
+    last = {"edit": "20", "a-edit": "20"}[trigger]
     run = run_timed(
         tmp_path, 2, 2, "slow,signal_one", {"SPY_SLEEP": "[0.01, 0.1]", "SPY_STEP": last},
         train_iters=20, eval_iters=1, global_batch_size=4, exit_signal_handler=True,
-        **PACES[pace],
+        **TRIGGERS[trigger],
     )  # fmt: skip
-    if pace == "edit":
+    if trigger == "edit":
         assert "on validation set" in run.result.ranks[0].stdout
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("a-edit", marks=pytest.mark.system), "edit"])
 def test_a_replica_that_dies_is_named(tmp_path: Path, strategy: str) -> None:
     """Killed in the middle of a round: the other comes to the meeting and says who did not."""
-    pace: Flags = {"edit_sync_interval": 40}
+    flags: Flags = {"edit_sync_interval": 40}
     if strategy == "a-edit":
-        pace = AEDIT | {"edit_sync_seconds": 1}
+        flags = AEDIT | {"edit_sync_seconds": 1}
     run = run_edit(
         tmp_path, 2, 2, before=HOOKS, check=False, global_batch_size=4, train_iters=500,
         env={"SPY_HOOKS": "slow,kill_one", "SPY_SLEEP": "[0.01, 0.01]", "SPY_STEP": "30"},
-        edit_timeout_seconds=20, **pace,
+        edit_timeout_seconds=20, **flags,
     )  # fmt: skip
     survivor = run.result.ranks[0]
     assert survivor.returncode == 4

@@ -103,8 +103,8 @@ def test_an_fp16_overflow_on_one_replica_desynchronises_nothing(tmp_path: Path) 
         {x["iteration"]: x["lr"] for x in run.lines(f"replica-{r}.jsonl") if "lr" in x}
         for r in (0, 1)
     ]
-    parted = [i for i in lr[0] if lr[0][i] != lr[1][i]]
-    assert parted == [7]  # the skipped step itself; the sync after step 8 brings them together
+    different = [i for i in lr[0] if lr[0][i] != lr[1][i]]
+    assert different == [7]  # the skipped step itself; the sync after step 8 brings them together
 
 
 @pytest.mark.parametrize("wire", ["fp32", "int8"])

@@ -55,7 +55,7 @@ CHECKPOINT = (
         file="checkpoint/folder.py",
         old="if named is None or not _is_listed(f)]",
         new="if True]",
-        test=f"{_FOLDER}::test_a_roll_back_after_a_healed_crash",
+        test=f"{_FOLDER}::test_a_roll_back_after_a_repaired_crash",
     ),
     Mutant(
         id="checkpoint/older-copy-wins",
@@ -63,7 +63,7 @@ CHECKPOINT = (
         file="checkpoint/folder.py",
         old="for pattern in (_PARTIAL, _REPLACED):  # in this order",
         new="for pattern in (_REPLACED, _PARTIAL):  # in this order",
-        test=f"{_FOLDER}::test_heal_between_two_renames",
+        test=f"{_FOLDER}::test_repair_between_two_renames",
     ),
     Mutant(
         id="checkpoint/sweeps-the-stop",
@@ -117,7 +117,7 @@ CHECKPOINT = (
         id="checkpoint/unequal-at-a-sync",
         bug="replicas that kept a share of their parameters at the sync are loaded as if equal",
         file="checkpoint/manifest.py",
-        old="(has_steps or not self.is_level)",
+        old="(has_steps or not self.replicas_identical)",
         new="has_steps",
         test=f"{_MANIFEST}::test_where_the_replicas_stood",
     ),

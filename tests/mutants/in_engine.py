@@ -11,12 +11,12 @@ _AVERAGES = "engine/sync/averages.py"
 
 ENGINE = (
     Mutant(
-        id="engine/idle-is-judged",
+        id="engine/no-steps-is-judged",
         bug="a replica that made no step counts in the average and teaches its detector",
         file=_PLAN,
         old="judged = torch.where(steps == 0, torch.full_like(norms, torch.nan), norms)",
         new="judged = norms",
-        test="pure/test_idle.py::test_who_made_no_step_has_no_weight_and_teaches_nothing",
+        test="pure/test_step_weights.py::test_who_made_no_step_has_no_weight_and_teaches_nothing",
     ),
     Mutant(
         id="engine/overflow-averaged",
@@ -173,7 +173,7 @@ ENGINE = (
     ),
     Mutant(
         id="engine/clip-of-a-shard",
-        bug="each rank clips by the norm of its own shard: anchors of a unit part",
+        bug="each rank clips by the norm of its own shard: anchors of a unit differ",
         file=_AVERAGES,
         old="squares = sum_in_rank_order(groups.stage.all_gather(shard.squared_norm(average)))",
         new="squares = shard.squared_norm(average)",
@@ -181,7 +181,7 @@ ENGINE = (
     ),
     Mutant(
         id="engine/tied-embedding-clip",
-        bug="stages clip the tied embedding by different norms: its copies part",
+        bug="stages clip the tied embedding by different norms: its copies differ",
         file=_AVERAGES,
         old="        squares = _tie_embedding(shard, average, squares, stages)\n",
         new="        _tie_embedding(shard, average, squares, stages)\n",
@@ -381,7 +381,7 @@ ENGINE = (
     ),
     Mutant(
         id="engine/switch-unequal",
-        bug="rounding that differed in the warm-up is left: replicas part from different anchors",
+        bug="rounding that differed in the warm-up is left: rounds begin from different anchors",
         file="engine/rounds/synchronous.py",
         old="    if drift.differing_units(host.plan, groups, drift.plan_digests(host.plan))[0]:",
         new="    if not drift.differing_units(host.plan, groups, drift.plan_digests(host.plan)):",

@@ -185,7 +185,7 @@ HOST = (
     ),
     Mutant(
         id="host/copies-untied",
-        bug="copies on tensor-parallel ranks are not made equal: with three replicas they part",
+        bug="copies on tensor-parallel ranks are not made equal: with three replicas they differ",
         file="host/model/optimizer.py",
         old='    return TIED_TP if getattr(parameter, "allreduce", True) else TIED_EXPERT_TP',
         new='    return None if getattr(parameter, "allreduce", True) else TIED_EXPERT_TP',
@@ -397,7 +397,7 @@ HOST = (
     ),
     Mutant(
         id="host/sum-residual-not-loaded",
-        bug="what a lossy wire owes of its sums is zero after a resume",
+        bug="the error-feedback residual of the sums is zero after a resume",
         file="host/checkpoint/replica_local.py",
         old='            outer[name]["summed"] = own[SUMMED][name][shards.owned(sent.numel())]\n',
         new="",
@@ -436,12 +436,12 @@ HOST = (
         test="pure/test_saving.py::test_every_file_is_read_by_one_rank",
     ),
     Mutant(
-        id="host/parted-may-warm-up",
-        bug="replicas that have parted go back to the warm-up, each with its own parameters",
+        id="host/local-may-warm-up",
+        bug="replicas that train locally go back to the warm-up, each with its own parameters",
         file="host/checkpoint/refusals.py",
         old="if least < schedule.warmup_steps:",
         new="if least > schedule.warmup_steps:",
-        test="pure/test_refusals.py::test_replicas_that_parted_do_not_warm_up",
+        test="pure/test_refusals.py::test_no_warm_up_after_local_training",
     ),
     Mutant(
         id="host/qsr-mid-round",

@@ -249,7 +249,7 @@ METHOD = (
     ),
     Mutant(
         id="method/schedule-warmup-end",
-        bug="the last step of the warm-up is a local one: replicas part unequal",
+        bug="the last step of the warm-up is a local one: replicas begin unequal",
         file="method/schedule.py",
         old="return self.warmup_steps is None or step <= self.warmup_steps",
         new="return self.warmup_steps is None or step < self.warmup_steps",
@@ -259,9 +259,9 @@ METHOD = (
         id="method/schedule-fragment-steps",
         bug="fragments sync at steps that are not spread over the interval: two at once at the end",
         file="method/schedule.py",
-        old="group * self.interval // self.fragments)",
-        new="group * (self.interval // self.fragments))",
-        test="pure/test_parts.py::test_every_group_syncs_once_an_interval",
+        old="fragment * self.interval // self.fragments)",
+        new="fragment * (self.interval // self.fragments))",
+        test="pure/test_parts.py::test_every_fragment_syncs_once_an_interval",
     ),
     Mutant(
         id="method/schedule-qsr-floor",
@@ -293,7 +293,7 @@ METHOD = (
         file="method/weights.py",
         old="counted = torch.where(accepted, steps, torch.zeros_like(weights))",
         new="counted = steps.clone()",
-        test="pure/test_idle.py::test_step_weights_are_blended_over_the_accepted",
+        test="pure/test_step_weights.py::test_step_weights_are_blended_over_the_accepted",
     ),
     Mutant(
         id="method/strategy-streaming-progress",

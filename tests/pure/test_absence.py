@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_edit.comm import worlds as module
 from megatron_edit.comm.error_context import located
-from megatron_edit.comm.heartbeat import HeartbeatMonitor, Place
+from megatron_edit.comm.heartbeat import HeartbeatMonitor, ReplicaProgress
 from megatron_edit.comm.placement import Placement
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.errors import ReplicaLostError
@@ -67,7 +67,7 @@ def test_who_did_not_write_its_part() -> None:
     alone = world(is_single_launch=False)
     committer = Committer(alone, last_wait=0.0)
     committer.wait()  # training is over: there is no time left
-    part: Any = type("Part", (), {"name": "500/3", "is_of_a_stop": False})
+    part: Any = type("RankSave", (), {"name": "500/3", "is_of_a_stop": False})
     with pytest.raises(ReplicaLostError) as caught:
         committer._take(alone.shared_store, part, 1, 0)
     said = str(caught.value)
@@ -86,7 +86,7 @@ def test_times_in_words(time: timedelta, words: str) -> None:
 @pytest.mark.parametrize("is_waiting", [True, False])
 def test_who_was_lost_and_in_what(is_waiting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has not come is told from who came and was lost; who is known already is not sought."""
-    heartbeat = HeartbeatMonitor(0, 3, lambda: Place(1, 0, 0), is_telling=True)
+    heartbeat = HeartbeatMonitor(0, 3, lambda: ReplicaProgress(1, 0, 0), is_telling=True)
     heartbeat.is_waiting = is_waiting
     monkeypatch.setattr(heartbeat, "lost", lambda: [1])
     place, how = "the warm-up (step 7)", "did not come to" if is_waiting else "was lost in"

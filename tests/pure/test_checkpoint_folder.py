@@ -93,7 +93,7 @@ def hidden(folder: CheckpointFolder) -> list[str]:
 def test_a_crash_anywhere_in_a_commit(tmp_path: Path, iteration: int, how: str) -> None:
     """Every operation the last one: once its manifest is there, the new checkpoint is loaded.
 
-    Would catch a rename, a removal or a tracker in another order, and a heal that brings back
+    Would catch a rename, a removal or a tracker in another order, and a repair that brings back
     what was replaced.
     """
     for last in count():
@@ -104,11 +104,11 @@ def test_a_crash_anywhere_in_a_commit(tmp_path: Path, iteration: int, how: str) 
         if iteration < 200:
             (folder.root / TRACKER).write_text("100")
         was_cut_off = is_cut_off(folder, iteration, "new", last, how)
-        folder.heal()
+        folder.repair()
         is_untouched = iteration == 200 and last == 0  # the old one is still there
         assert label_of(folder.newest()) == ("old 200" if is_untouched else f"new {iteration}")
         assert label_of(folder.at(100)) == "old 100"
-        assert folder.heal() == []
+        assert folder.repair() == []
         if not was_cut_off:
             assert last >= 4 and hidden(folder) == []
             return
@@ -118,16 +118,16 @@ def test_a_crash_anywhere_in_a_commit(tmp_path: Path, iteration: int, how: str) 
 def test_a_crash_after_a_crash(tmp_path: Path, again: bool) -> None:
     """Two jobs in a row are cut off, each anywhere; the third comes through and tidies up.
 
-    Would catch leftovers of one crash that mislead the heal after the next.
+    Would catch leftovers of one crash that mislead the repair after the next.
     """
     for first, second in product(range(6), range(6)):
         folder = CheckpointFolder(tmp_path / f"{first}{second}")
         iterations = (100, 100, 100) if again else (100, 200, 300)
         saved(folder, iterations[0])
         is_cut_off(folder, iterations[1], "a", first, "from start")
-        folder.heal()
+        folder.repair()
         is_cut_off(folder, iterations[2], "b", second, "from end")
-        folder.heal()
+        folder.repair()
         label = label_of(folder.newest())  # of an iteration that is saved again: any
         assert label == f"b {iterations[2]}" or (again and label.endswith(" 100"))
         assert saved(folder, iterations[2], "c") == label_of(folder.newest())
@@ -135,21 +135,21 @@ def test_a_crash_after_a_crash(tmp_path: Path, again: bool) -> None:
 
 
 def test_a_save_without_manifest_does_not_count(tmp_path: Path) -> None:
-    """Would catch a heal that completes a save whose files are not all there."""
+    """Would catch a repair that completes a save whose files are not all there."""
     folder = CheckpointFolder(tmp_path)
     label = saved(folder, 100)
     write(folder.partial(200, "new"), "new 200", FILES[:-1])
-    assert folder.heal() == [] and label_of(folder.newest()) == label
+    assert folder.repair() == [] and label_of(folder.newest()) == label
     assert folder.at(200) is None and not folder.is_broken_off(200)
 
 
 @pytest.mark.parametrize("kinds", [["replaced"], ["partial"], ["replaced", "partial"]])
-def test_heal_between_two_renames(tmp_path: Path, kinds: list[str]) -> None:
-    """Would catch the loss of both copies, and a heal that undoes a save."""
+def test_repair_between_two_renames(tmp_path: Path, kinds: list[str]) -> None:
+    """Would catch the loss of both copies, and a repair that undoes a save."""
     folder = CheckpointFolder(tmp_path)
     for kind in kinds:
         write(tmp_path / f".iter_0000200.job.{kind}", kind)
-    assert folder.heal() == [folder.final(200)] and label_of(folder.newest()) == kinds[-1]
+    assert folder.repair() == [folder.final(200)] and label_of(folder.newest()) == kinds[-1]
 
 
 def test_a_commit_says_what_the_tracker_named(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_the_sweep(tmp_path: Path) -> None:
 
 
 def test_the_sweep_before_the_first_save(tmp_path: Path) -> None:
-    """Would catch a disk that stays full, and the removal of what a heal would bring back."""
+    """Would catch a disk that stays full, and the removal of what a repair would bring back."""
     folder = CheckpointFolder(tmp_path)
     write(folder.partial(200, "dead"), "dead", FILES[:-1])
     write(folder.partial(300, "whole"), "whole")
@@ -312,16 +312,16 @@ def test_release(tmp_path: Path) -> None:
     assert saved(folder, 200, "next") == label_of(folder.newest())
 
 
-def test_a_roll_back_after_a_healed_crash(tmp_path: Path) -> None:
-    """Cut off before the tracker, healed, trained on: the tracker must still win afterwards.
+def test_a_roll_back_after_a_repaired_crash(tmp_path: Path) -> None:
+    """Cut off before the tracker, repaired, trained on: the tracker must still win afterwards.
 
-    Would catch a healed checkpoint that counts as just cut off for ever after.
+    Would catch a repaired checkpoint that counts as just cut off for ever after.
     """
     for last in range(3):
         folder = CheckpointFolder(tmp_path / str(last))
         saved(folder, 100)
         assert is_cut_off(folder, 200, "a", last, "before")
-        folder.heal()
+        folder.repair()
         saved(folder, 300, "b")
         (folder.root / TRACKER).write_text("100")
         assert label_of(folder.newest()) == "old 100", last
@@ -330,7 +330,7 @@ def test_a_roll_back_after_a_healed_crash(tmp_path: Path) -> None:
 def test_no_folder(tmp_path: Path) -> None:
     """A first start: nothing is there, nothing fails, nothing is made."""
     folder = CheckpointFolder(tmp_path / "none")
-    assert folder.newest() is None and folder.heal() == [] and folder.tracked() is None
+    assert folder.newest() is None and folder.repair() == [] and folder.tracked() is None
     assert folder.at(100) is None and not folder.is_broken_off(100)
     assert not folder.root.exists()
 

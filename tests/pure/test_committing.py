@@ -16,7 +16,7 @@ from megatron_edit.checkpoint.manifest import ALL, Manifest, ReplicaEntry
 from megatron_edit.comm.placement import Placement
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.errors import EditError
-from megatron_edit.host.checkpoint.committing import Committer, Part, _is_kept, _key
+from megatron_edit.host.checkpoint.committing import Committer, RankSave, _is_kept, _key
 
 REPLICAS, RANKS = 2, 2
 
@@ -27,12 +27,12 @@ def world() -> ReplicaWorld:
     return ReplicaWorld(Placement(REPLICAS, 0, RANKS, 0, True), store, store, timedelta(seconds=1))
 
 
-def part(folder: Path, *, iteration: int = 8, retain: int | None = None, **more: Any) -> Part:
+def part(folder: Path, *, iteration: int = 8, retain: int | None = None, **more: Any) -> RankSave:
     """Of that rank."""
     manifest = Manifest(
         iteration, ALL, "edit", REPLICAS, RANKS, {}, {}, ("final",), False, 1, (), {}, 8, 4, **more
     )
-    return Part(
+    return RankSave(
         name="8/1", folder=CheckpointFolder(folder), job="job", manifest=manifest, entry=entry(0),
         has_model=False, has_outer=False, has_replica_local=False, random_file=folder / "file",
         is_of_a_stop=False, retain_interval=retain,

@@ -21,7 +21,7 @@ from megatron_edit.tools.cli import main
 from megatron_edit.tools.compare.entries import IDEAL, STOCK, Entry, parse_entries
 from megatron_edit.tools.compare.finished import configuration_hash, find, keep
 from megatron_edit.tools.compare.flags import canonical, groups, int_flag, without
-from megatron_edit.tools.compare.plan import FORM, RunPlan, Setting, make_plan
+from megatron_edit.tools.compare.plan import FORM, ComparisonSetting, RunPlan, make_plan
 
 SCRIPT = Path(__file__)
 FLAGS = (
@@ -29,11 +29,11 @@ FLAGS = (
     "--edit-num-replicas", "2", "--edit-warmup-steps", "6", "--edit-sync-interval", "4",
     "--edit-sync-seconds", "2.5", "--edit-device", "cpu",
 )  # fmt: skip
-SETTING = Setting(SCRIPT, FLAGS, num_ranks=4)
+SETTING = ComparisonSetting(SCRIPT, FLAGS, num_ranks=4)
 
 
 def plan(text: str, *, seeds: tuple[int, ...] = (), with_ideal: bool = False,
-         setting: Setting = SETTING) -> tuple[RunPlan, ...]:  # fmt: skip
+         setting: ComparisonSetting = SETTING) -> tuple[RunPlan, ...]:  # fmt: skip
     """All runs of a comparison."""
     return make_plan(setting, parse_entries(text, with_ideal=with_ideal), seeds)
 
@@ -125,7 +125,7 @@ def test_hash_says_what_is_computed() -> None:
     """ddp does not depend on the interval; all else here changes what is computed."""
 
     def hashes(text: str, **changes: object) -> str:
-        setting = Setting(**{**vars(SETTING), **changes})
+        setting = ComparisonSetting(**{**vars(SETTING), **changes})
         return configuration_hash(plan(text, setting=setting)[0].configuration)
 
     longer = (*FLAGS, "--edit-sync-interval", "8")
@@ -159,7 +159,7 @@ def test_hash_says_what_is_computed() -> None:
     ],
 )
 def test_bad_plans(text: str, changes: dict[str, object], complaint: str) -> None:
-    setting = Setting(**{**vars(SETTING), **changes})
+    setting = ComparisonSetting(**{**vars(SETTING), **changes})
     with pytest.raises(UsageError) as refused:
         plan(text, setting=setting)
     assert complaint in str(refused.value) and "\n" not in str(refused.value)

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from megatron_edit.tools.compare.analysis import Outcome, make_rows
+from megatron_edit.tools.compare.analysis import ComparisonResult, make_rows
 from megatron_edit.tools.compare.console_log import RunLog
 from megatron_edit.tools.compare.entries import parse_entries
 from megatron_edit.tools.compare.follow import Limits, RunFailedError, follow, tail
 from megatron_edit.tools.compare.page import write_report
-from megatron_edit.tools.compare.plan import RunPlan, Setting, make_plan
+from megatron_edit.tools.compare.plan import ComparisonSetting, RunPlan, make_plan
 from megatron_edit.tools.compare.readings import Kind, Point, Reading, make_reading
 from megatron_edit.tools.compare.runs import carry_out, folder_of, kind_of
 from megatron_edit.tools.compare.statistics import Spread, differences, quotients
@@ -38,7 +38,7 @@ VALIDATION = " validation loss at iteration {} | lm loss value: {} | lm loss PPL
 PARAMETERS = " > number of parameters on (tensor, pipeline) model parallel rank (0, {}): {}"
 KIND = Kind(Layout(2, 2, 0), seq_length=SEQ, warmup_steps=0)
 RUN = {"config": {"warmup_steps": 6}, "versions": {"torch": "2"}}
-SETTING = Setting(
+SETTING = ComparisonSetting(
     Path(__file__), ("--seq-length", "10", "--train-iters", "12", "--edit-num-replicas", "2"), 4
 )
 FAILING = """
@@ -212,7 +212,7 @@ def made_up(loss: float, speed: float, *, seed: int | None = None) -> Reading:
     )  # fmt: skip
 
 
-def outcome() -> Outcome:
+def outcome() -> ComparisonResult:
     """Three entries with two seeds; one run has failed."""
     entries = parse_entries("ddp,edit,edit:no-clip:lr=<b>", with_ideal=True)[:3]
     runs = make_plan(SETTING, entries, (1, 2))
@@ -220,7 +220,7 @@ def outcome() -> Outcome:
     readings = {run: made_up(*values[run.entry.name], seed=run.seed) for run in runs}
     failed = next(run for run in runs if run.name == "edit, seed 2")
     del readings[failed]
-    return Outcome(runs, readings, {failed: "ended with <exit code> 3"})
+    return ComparisonResult(runs, readings, {failed: "ended with <exit code> 3"})
 
 
 def test_rows() -> None:
@@ -241,7 +241,7 @@ def test_a_run_that_diverged(tmp_path: Path) -> None:
     entries = parse_entries("edit,diloco", with_ideal=False)
     runs = make_plan(SETTING, entries, (1, 2))
     readings = {run: made_up(math.nan if run.seed == 2 else 5.0, 80.0, seed=1) for run in runs}
-    found = Outcome(runs, readings, {})
+    found = ComparisonResult(runs, readings, {})
     loss = make_rows(found)[0].loss
     assert loss is not None and math.isnan(loss.mean) and loss.deviation is None
     write_report(tmp_path, found)
@@ -302,7 +302,7 @@ def test_report(tmp_path: Path) -> None:
 def test_report_of_nothing(tmp_path: Path) -> None:
     """All runs have failed: there is a page all the same."""
     runs = make_plan(SETTING, parse_entries("edit", with_ideal=False), ())
-    page = write_report(tmp_path, Outcome(runs, {}, {runs[0]: "was not done"}))
+    page = write_report(tmp_path, ComparisonResult(runs, {}, {runs[0]: "was not done"}))
     assert "edit was not done" in page.read_text(encoding="utf-8")
     assert not list(tmp_path.glob("*.png"))
 
@@ -352,7 +352,7 @@ def test_a_failure_does_not_end_the_others_and_what_is_finished_is_kept(tmp_path
     lines = "\n".join(LINE.format(i=i, samples=4 * i, ms=10, loss=8) for i in range(1, 4))
     stub = tmp_path / "stub.py"
     stub.write_text(STUB.format(lines=lines))
-    setting = Setting(SETTING.script, SETTING.flags, 4, (sys.executable, str(stub)))
+    setting = ComparisonSetting(SETTING.script, SETTING.flags, 4, (sys.executable, str(stub)))
     plan: tuple[RunPlan, ...] = make_plan(setting, parse_entries("ddp,edit", with_ideal=False), ())
     said: list[str] = []
     for _ in range(2):

@@ -8,14 +8,14 @@ import pytest
 
 from megatron_edit.tools.cli import main
 from megatron_edit.tools.doctor.advice import link_findings, sync_findings
-from megatron_edit.tools.doctor.finding import Finding, Level, table
-from megatron_edit.tools.doctor.links import Link, Together
+from megatron_edit.tools.doctor.finding import DoctorFinding, Level, table
+from megatron_edit.tools.doctor.links import MeasuredLink, Together
 from megatron_edit.tools.doctor.machine import interface_findings
 
 THERE = {"lo": ["127.0.0.1"], "docker0": ["172.17.0.1"], "eth0": ["10.0.0.2"], "ib0": ["10.1.0.2"]}
 
 
-def of(env: dict[str, str], address: str, *, is_alone: bool = False) -> dict[str, Finding]:
+def of(env: dict[str, str], address: str, *, is_alone: bool = False) -> dict[str, DoctorFinding]:
     """Findings by name."""
     found = interface_findings(env, THERE, address, is_alone=is_alone)
     return {finding.name: finding for finding in found}
@@ -62,14 +62,14 @@ def test_a_slow_link_is_told_what_to_do() -> None:
 
 
 def test_links_in_words() -> None:
-    link, clock = link_findings([Link(0, 1, 0.01, 12.5e6, 2.5e9, -2.0, 0.005)])
+    link, clock = link_findings([MeasuredLink(0, 1, 0.01, 12.5e6, 2.5e9, -2.0, 0.005)])
     assert link.value == "100.0 Mbit/s there, 20.00 Gbit/s back, round trip 10.00 ms"
     assert clock.level is Level.HINT and clock.value == "-2000.00 ms (+-5.00)"
 
 
 def test_table() -> None:
-    text = table([Finding("a", "1"), Finding("long", "2", Level.BAD, "mend it")])
-    assert text == "ok    a     1\nbad   long  2\n            -> mend it\n"
+    text = table([DoctorFinding("a", "1"), DoctorFinding("long", "2", Level.BAD, "fix it")])
+    assert text == "ok    a     1\nbad   long  2\n            -> fix it\n"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from megatron_edit.comm.placement import Placement
 from megatron_edit.observe.events import EventLog
 from megatron_edit.observe.metrics import SyncMetrics
 from megatron_edit.observe.records import Iteration, sync_line, sync_summary
-from megatron_edit.tools.monitor.run import Run
+from megatron_edit.tools.monitor.run import MonitoredRun
 from tests.harness.event_files import MadeUp
 
 pytest.importorskip("rich")
@@ -51,7 +51,7 @@ def texts(folder: Path) -> dict[str, str]:
 def test_a_new_run_is_read_alone(tmp_path: Path, strategy: str) -> None:
     """In the warm-up, before it has a sync or a loss of its own, nothing is the earlier run's."""
     MadeUp(rounds=5).write(tmp_path)
-    watched, later = Run(tmp_path), MadeUp(rounds=5, strategy=strategy)
+    watched, later = MonitoredRun(tmp_path), MadeUp(rounds=5, strategy=strategy)
     watched.poll()
     assert watched.syncs.count == 5
     logs = start(tmp_path, later)
@@ -59,7 +59,7 @@ def test_a_new_run_is_read_alone(tmp_path: Path, strategy: str) -> None:
     assert watched.syncs.count == 0 and watched.iteration == 0
     step(logs, 1)
     watched.poll()
-    for run in (watched, Run(tmp_path)):
+    for run in (watched, MonitoredRun(tmp_path)):
         run.poll()
         assert run.syncs.count == 0 and run.iteration == 1
         assert not run.losses.curve()[0].size
@@ -98,7 +98,7 @@ def test_other_replicas_write_no_run(tmp_path: Path) -> None:
 
 def test_a_run_that_is_replaced_is_read_anew(tmp_path: Path) -> None:
     """By run.json alone: nothing else of the earlier run was there, or has come yet."""
-    watched = Run(tmp_path)
+    watched = MonitoredRun(tmp_path)
     (tmp_path / "run.json").write_text(json.dumps(MadeUp(replicas=2).run()))
     watched.poll()
     assert len(watched.replicas) == 2
@@ -161,7 +161,7 @@ def test_losses_stand_under_their_own_steps(tmp_path: Path) -> None:
 
 
 def test_the_line_of_a_sync_has_what_tuning_goes_by() -> None:
-    """Would catch: a console that does not say how long training stood still."""
+    """Would catch: a console that does not say what of a sync is exposed."""
     parts = sync_summary(report()).split(" | ")
     assert parts[0] == "sync 7 after iteration 900"
     assert parts[-3:] == ["wait (ms): 1.2", "exposed (ms): 34.6", "total (ms): 1500.0"]

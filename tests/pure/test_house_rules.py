@@ -505,6 +505,30 @@ def test_the_rule_for_collectives_accepts_our_groups() -> None:
 # ---- shape and habits
 
 
+def repeated_classes(sources: list[Source]) -> list[str]:
+    """Public classes of one name, nested ones too: whoever reads it cannot know which it is."""
+    places: dict[str, list[str]] = {}
+    for source in sources:
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(source.at(node, node.name))
+    return [place for same in places.values() if len(same) > 1 for place in same]
+
+
+def test_class_names_are_told_apart() -> None:
+    """Every public class name is there once in the package."""
+    assert repeated_classes(SOURCES) == []
+
+
+def test_the_rule_for_class_names_sees() -> None:
+    """Twice at the top, or in a class; a private one is its file's own."""
+    twice = [source_of("class Run: ...", name) for name in ("engine/one.py", "host/two.py")]
+    assert repeated_classes(twice) == ["engine/one.py:1: Run", "host/two.py:1: Run"]
+    nested = [source_of("class Outer:\n    class Run: ..."), twice[0]]
+    assert len(repeated_classes(nested)) == 2
+    assert repeated_classes([source_of("class _Run: ...")] * 2 + twice[:1]) == []
+
+
 def test_size() -> None:
     """Files and functions that fit in a head."""
     long = [

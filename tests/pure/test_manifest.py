@@ -89,7 +89,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         order_start=draw(WHOLE),
         displaced=draw(RANGES),
         has_anchor=draw(st.booleans()),
-        is_level=draw(st.booleans()),
+        replicas_identical=draw(st.booleans()),
         unit_steps=tuple(draw(st.lists(st.lists(WHOLE, max_size=2).map(tuple), max_size=2))),
         wire=draw(st.text(max_size=4)),
         files={"a/b": FileRecord(draw(WHOLE), "00ff")},
@@ -226,7 +226,7 @@ def test_no_manifest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [VERSION + 1, 99, None, "1", 1.5, [], -1, 0])
 def test_another_version(tmp_path: Path, version: Any) -> None:
-    """A newer one says so even where its checksum is reckoned otherwise: what to install."""
+    """A newer one says so even where its checksum is computed otherwise: what to install."""
     body = json.loads(SMALL.text()) | {"version": version, "sha256": "of a newer program"}
     is_newer = isinstance(version, int) and version > VERSION
     words = "install a newer megatron_edit" if is_newer else None
@@ -258,6 +258,16 @@ def test_an_unknown_field(tmp_path: Path, part: Callable[[Any], Any]) -> None:
     """What is not understood is refused, never ignored."""
     with pytest.raises(UsageError, match="momentum"):
         reading(tmp_path, sealed(lambda body: part(body).update(momentum=1)))
+
+
+def test_a_name_of_its_own_in_the_file(tmp_path: Path) -> None:
+    """Would catch checkpoints that others cannot read, and one that is read as the default."""
+    unequal = replace(SMALL, replicas_identical=False)
+    body = json.loads(unequal.text())
+    assert body["is_level"] is False and "replicas_identical" not in body
+    assert not reading(tmp_path, unequal.text()).replicas_identical
+    with pytest.raises(UsageError, match="replicas_identical"):
+        reading(tmp_path, sealed(lambda body: body.update(replicas_identical=True)))
 
 
 JSON = st.recursive(
@@ -300,7 +310,7 @@ def test_where_the_replicas_stood() -> None:
     assert not replace(SMALL, is_warmup=True).is_mid_round
     assert not replace(SMALL, replicas=SMALL.replicas[1:] * 2).is_mid_round
     # At a sync that kept something of each replica's own, they differ all the same.
-    assert replace(SMALL, replicas=SMALL.replicas[1:] * 2, is_level=False).is_mid_round
+    assert replace(SMALL, replicas=SMALL.replicas[1:] * 2, replicas_identical=False).is_mid_round
 
 
 def test_files(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import pytest
 from megatron_edit.tools.cli import main
 from megatron_edit.tools.monitor.findings import findings_of
 from megatron_edit.tools.monitor.lines import LineFile
-from megatron_edit.tools.monitor.run import Run
+from megatron_edit.tools.monitor.run import MonitoredRun
 from megatron_edit.tools.monitor.series import MAX_POINTS, Bins, Rows
 from megatron_edit.tools.monitor.texts import duration
 from tests.harness.event_files import BATCH, SEQ_LENGTH, MadeUp
@@ -28,9 +28,9 @@ from tests.harness.event_files import BATCH, SEQ_LENGTH, MadeUp
 pytest.importorskip("rich")
 
 
-def read(folder: Path) -> Run:
+def read(folder: Path) -> MonitoredRun:
     """A run, read once."""
-    run = Run(folder)
+    run = MonitoredRun(folder)
     run.poll()
     return run
 
@@ -128,7 +128,7 @@ def test_numbers_of_a_run(tmp_path: Path) -> None:
 def test_a_run_is_read_as_it_grows(tmp_path: Path) -> None:
     """In pieces of any size it comes to the same; and a newer run in the folder begins anew."""
     MadeUp(rounds=6).write(tmp_path / "whole")
-    whole, growing = read(tmp_path / "whole"), Run(tmp_path / "growing")
+    whole, growing = read(tmp_path / "whole"), MonitoredRun(tmp_path / "growing")
     growing.poll()
     assert growing.state == "waiting"
     (tmp_path / "growing").mkdir()

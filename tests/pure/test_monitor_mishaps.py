@@ -17,15 +17,15 @@ import pytest
 
 from megatron_edit.tools.cli import main
 from megatron_edit.tools.monitor.findings import findings_of
-from megatron_edit.tools.monitor.run import Run
+from megatron_edit.tools.monitor.run import MonitoredRun
 from tests.harness.event_files import BATCH, MadeUp
 
 pytest.importorskip("rich")
 
 
-def read(folder: Path) -> Run:
+def read(folder: Path) -> MonitoredRun:
     """A run, read once."""
-    run = Run(folder)
+    run = MonitoredRun(folder)
     run.poll()
     return run
 

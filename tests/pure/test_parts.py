@@ -28,26 +28,26 @@ def test_phases_cover_every_step(warmup: int, interval: int) -> None:
     """H1, H2, H15: the gate is W, the switch is once, the first sync is W + tau."""
     schedule = StepSchedule(warmup, interval)
     assert [s for s in range(60) if schedule.is_switch(s)] == [warmup]
-    syncs = [s for s in range(1, 60) if schedule.groups_after(s, 0, 0)]
+    syncs = [s for s in range(1, 60) if schedule.fragments_after(s, 0, 0)]
     assert syncs == list(range(warmup + interval, 60, interval))
     assert [s for s in range(1, 60) if schedule.is_warmup(s)] == list(range(1, warmup + 1))
 
 
 @given(st.integers(0, 20), st.integers(1, 40), st.data())
-def test_every_group_syncs_once_an_interval(
+def test_every_fragment_syncs_once_an_interval(
     warmup: int, interval: int, data: st.DataObject
 ) -> None:
-    """Staggered: group f after W + floor(f tau / F), never two at a step, none in the warm-up."""
-    groups = data.draw(st.integers(1, interval))
-    schedule = StepSchedule(warmup, interval, groups)
-    seen: dict[int, list[int]] = {group: [] for group in range(groups)}
+    """Staggered: fragment f after W + floor(f tau / F), never two at a step, none in warm-up."""
+    fragments = data.draw(st.integers(1, interval))
+    schedule = StepSchedule(warmup, interval, fragments)
+    seen: dict[int, list[int]] = {fragment: [] for fragment in range(fragments)}
     for step in range(1, warmup + 4 * interval + 1):
-        due = schedule.groups_after(step, 0, 0)
+        due = schedule.fragments_after(step, 0, 0)
         assert len(due) <= 1
-        for group in due:
-            seen[group].append(step - warmup)
-    for group, steps in seen.items():
-        first = group * interval // groups
+        for fragment in due:
+            seen[fragment].append(step - warmup)
+    for fragment, steps in seen.items():
+        first = fragment * interval // fragments
         assert steps[:1] == [first or interval]
         assert all(b - a == interval for a, b in pairwise(steps)) and len(steps) >= 3
 
@@ -57,8 +57,8 @@ def test_rounds_grow_as_the_learning_rate_falls() -> None:
     schedule = QuadraticSchedule(4, 10, growth=0.02)
     assert [schedule.round_length(lr) for lr in (1e-2, 4e-3, 1e-3)] == [10, 25, 400]
     assert schedule.round_length(0.0) == schedule.round_length(1e-300) == LONGEST
-    assert schedule.groups_after(39, 14, 25) == [0]
-    assert not schedule.groups_after(38, 14, 25) and not schedule.groups_after(4, 0, 4)
+    assert schedule.fragments_after(39, 14, 25) == [0]
+    assert not schedule.fragments_after(38, 14, 25) and not schedule.fragments_after(4, 0, 4)
 
 
 @given(st.integers(1, 300), st.integers(0, 10**6), st.integers(0, 31))

@@ -24,7 +24,7 @@ from megatron_edit.tools.plan.names import NAMES
 from megatron_edit.tools.plan.plan import make_plan
 from megatron_edit.tools.plan.timing import (
     BEFORE,
-    Setting,
+    TimingSetting,
     UnitExchange,
     exposed_seconds,
     sync_cost,
@@ -44,9 +44,9 @@ def job_of(
     return read_job(argv, num_replicas=replicas, world_size=world, ranks_per_host=None)
 
 
-def at(rate: float, step: float = 2.0, **more: Any) -> Setting:
+def at(rate: float, step: float = 2.0, **more: Any) -> TimingSetting:
     """A link without latency."""
-    return Setting(Link(rate, more.pop("latency", 0.0)), GPU, step, 1 / 3, **more)
+    return TimingSetting(Link(rate, more.pop("latency", 0.0)), GPU, step, 1 / 3, **more)
 
 
 # ---- who holds what

@@ -14,7 +14,7 @@ from megatron_edit.tools.compare.flags import read_flags
 from megatron_edit.tools.plan.advice import advise, least_interval
 from megatron_edit.tools.plan.job import Job, read_job
 from megatron_edit.tools.plan.machine import GPU, Link
-from megatron_edit.tools.plan.timing import Setting, UnitExchange, exposed_of_round, sync_cost
+from megatron_edit.tools.plan.timing import TimingSetting, UnitExchange, exposed_of_round, sync_cost
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 STREAMING = ("--edit-strategy", "streaming-diloco", "--edit-delay-steps", "67")
@@ -29,9 +29,9 @@ def planned(*own: str) -> tuple[Job, EditConfig]:
     return job, job.config(own[1] if own[0] == "--edit-strategy" else "edit")
 
 
-def at(rate: float) -> Setting:
+def at(rate: float) -> TimingSetting:
     """Steps of 4 s."""
-    return Setting(Link(rate), GPU, 4.0, 1 / 3)
+    return TimingSetting(Link(rate), GPU, 4.0, 1 / 3)
 
 
 @pytest.mark.parametrize("own", [STREAMING, FRAGMENTS])

@@ -12,7 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_edit.checkpoint.manifest import Ledger, Manifest, ReplicaEntry
-from megatron_edit.checkpoint.resume import ResumePlan, Run, dealing_of, ledger_of, plan_resume
+from megatron_edit.checkpoint.resume import (
+    ResumePlan,
+    ResumingRun,
+    dealing_of,
+    ledger_of,
+    plan_resume,
+)
 from megatron_edit.method.detector import DetectorState
 from megatron_edit.method.ledger import Dealing
 from megatron_edit.method.order import IN_ORDER, SampleOrder
@@ -23,9 +29,9 @@ repeatable = settings(deadline=None, derandomize=True, max_examples=150)
 
 def run_of(
     num: int, *, timed: bool = False, batch: int = BATCH, chunk: int = 1, target: int = TARGET
-) -> Run:
+) -> ResumingRun:
     """A run with another number of replicas, perhaps."""
-    return Run(num, timed, batch, chunk, target)
+    return ResumingRun(num, timed, batch, chunk, target)
 
 
 def saved(
@@ -182,7 +188,7 @@ class Job:
     def __init__(self) -> None:
         self.consumed, self.manifest = set[int](), saved([0], is_warmup=True)
 
-    def resume(self, run: Run) -> ResumePlan:
+    def resume(self, run: ResumingRun) -> ResumePlan:
         """The next run: nothing has been lost or counted twice."""
         plan = plan_resume(self.manifest, run)
         assert plan.consumed == len(self.consumed) == sum(e.samples for e in plan.entries)
@@ -193,7 +199,7 @@ class Job:
             return replace(plan, dealing=Dealing(run.num_replicas, TARGET // run.block))
         return plan
 
-    def train(self, run: Run, rounds: Sequence[Sequence[int]]) -> None:
+    def train(self, run: ResumingRun, rounds: Sequence[Sequence[int]]) -> None:
         """Resume, make rounds with a sync after each but the last, save in the middle of it."""
         plan = self.resume(run)
         entries, dealing, order = list(plan.entries), plan.dealing, plan.order

@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 from megatron_edit.comm.control import ControlRecord
 from megatron_edit.comm.timeouts import AdaptiveTimeout
 from megatron_edit.engine import Host, Penalty
-from megatron_edit.engine.rounds.plan import Outcome, RoundPlan, RoundRules, RoundState, plan_round
+from megatron_edit.engine.rounds.plan import (
+    MeetingOutcome,
+    RoundPlan,
+    RoundRules,
+    RoundState,
+    plan_round,
+)
 from megatron_edit.engine.rounds.trigger import ClockTrigger
 from megatron_edit.engine.state import MeanLoss, RunState
 from megatron_edit.method.clock import PhaseClock, TimeTrigger
@@ -46,10 +52,10 @@ def test_what_is_due_is_put_off_once(is_extended: bool) -> None:
     state = replace(fresh(), is_rejoined=True)
     if is_extended:
         plan = meet(state, 4, 4)
-        assert plan.outcome is Outcome.EXTEND and plan.after.count == 0
+        assert plan.outcome is MeetingOutcome.EXTEND and plan.after.count == 0
         state = plan.after
     plan = meet(state, 6, 6)
-    assert plan.outcome is Outcome.SYNC and plan.is_dealt and plan.after.count == 1
+    assert plan.outcome is MeetingOutcome.SYNC and plan.is_dealt and plan.after.count == 1
     assert plan.is_followed is (not is_extended) and not plan.after.is_rejoined
 
 
@@ -138,7 +144,7 @@ def test_a_plan_is_a_pure_function_of_what_was_gathered(
     assert values_of(first.after) == values_of(second.after)
     assert first.outcome is second.outcome and str(first.decision) == str(second.decision)
     with pytest.raises(FrozenInstanceError):
-        first.outcome = Outcome.SYNC  # type: ignore[misc]
+        first.outcome = MeetingOutcome.SYNC  # type: ignore[misc]
 
 
 @settings(deadline=None, derandomize=True, max_examples=300)
@@ -151,15 +157,17 @@ def test_what_a_plan_may_and_may_not_do(
     before, records, units, rules = meeting
     plan = plan_round(before, records, units, rules, is_last=is_last)
     if any(record.is_leaving for record in records):
-        assert plan.outcome is Outcome.LEAVE and plan.after is before and plan.decision is None
+        assert (
+            plan.outcome is MeetingOutcome.LEAVE and plan.after is before and plan.decision is None
+        )
         return
     total = sum(record.inner_steps for record in records)
-    if plan.outcome is Outcome.EXTEND:
+    if plan.outcome is MeetingOutcome.EXTEND:
         assert before.dealing is not None and total < rules.min_steps
         assert values_of(plan.after) == values_of(before)
         return
     decision, after = plan.decision, plan.after
-    assert decision is not None and plan.outcome is Outcome.SYNC and after.count == 1
+    assert decision is not None and plan.outcome is MeetingOutcome.SYNC and after.count == 1
     others = [unit for unit in range(NUM_UNITS) if unit not in units]
     assert bool((after.unit_steps[:, units] == 0).all())
     steps = torch.tensor([[record.inner_steps] for record in records])

@@ -14,7 +14,13 @@ from megatron_edit.comm.control import ControlRecord
 from megatron_edit.comm.timeouts import AdaptiveTimeout
 from megatron_edit.comm.wire import Wire
 from megatron_edit.engine import ParamShard, Penalty, plan_units
-from megatron_edit.engine.rounds.plan import Outcome, RoundPlan, RoundRules, RoundState, plan_round
+from megatron_edit.engine.rounds.plan import (
+    MeetingOutcome,
+    RoundPlan,
+    RoundRules,
+    RoundState,
+    plan_round,
+)
 from megatron_edit.engine.rounds.synchronous import CommonStop
 from megatron_edit.engine.rounds.trigger import ClockTrigger, StepTrigger
 from megatron_edit.engine.state import MeanLoss, RunState, StepLosses
@@ -56,7 +62,7 @@ def test_a_meeting_of_a_fragment() -> None:
     steps that are counted twice, and replicas that are taken for equal after a part of a sync."""
     before, records = RoundState.fresh(2, 2, None), [record((1.0, math.nan)), record((2.0, 0.0))]
     first = meet(before, records, (0,), rules_with(DIRECT_COPY))
-    assert first.outcome is Outcome.SYNC and first.after.count == 1
+    assert first.outcome is MeetingOutcome.SYNC and first.after.count == 1
     assert first.after.unit_steps.tolist() == [[0, 4], [0, 4]]
     assert first.after.detectors.accepted.tolist() == [[1, 0], [1, 0]]
     assert not first.after.replicas_identical
@@ -92,7 +98,7 @@ def test_one_that_leaves_ends_the_round() -> None:
     """Whatever the others bring; nothing is learned."""
     before = RoundState.fresh(2, 2, None)
     plan = meet(before, [record((1.0, 1.0)), record((1.0, 1.0), is_leaving=1)])
-    assert plan.outcome is Outcome.LEAVE and plan.after is before and plan.decision is None
+    assert plan.outcome is MeetingOutcome.LEAVE and plan.after is before and plan.decision is None
 
 
 def test_who_is_rolled_back() -> None:
@@ -109,8 +115,11 @@ def test_who_is_rolled_back() -> None:
 def test_a_round_of_clocks_is_extended() -> None:
     """While it has too few steps, unless the ledger has cut it: catches a wait for steps that no
     block of samples is left for."""
-    for target, counts, outcome in ((100, (3, 4), Outcome.EXTEND), (100, (6, 6), Outcome.SYNC),
-                                    (8, (4, 1), Outcome.SYNC)):  # fmt: skip
+    for target, counts, outcome in (
+        (100, (3, 4), MeetingOutcome.EXTEND),
+        (100, (6, 6), MeetingOutcome.SYNC),
+        (8, (4, 1), MeetingOutcome.SYNC),
+    ):
         before = RoundState.fresh(2, 2, Dealing(2, target))
         records = [record((1.0, 1.0), inner_steps=count) for count in counts]
         plan = meet(before, records, rules=rules_with(min_steps=10))
@@ -118,7 +127,7 @@ def test_a_round_of_clocks_is_extended() -> None:
     final = Dealing(2, 24).settle([8, 2])
     assert final.is_final
     plan = meet(replace(before, dealing=final), records, rules=rules_with(min_steps=100))
-    assert plan.outcome is Outcome.SYNC
+    assert plan.outcome is MeetingOutcome.SYNC
 
 
 def run_state(timer: TimeTrigger | None = None, dealing: Dealing | None = None) -> RunState:

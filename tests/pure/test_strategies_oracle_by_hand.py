@@ -238,10 +238,10 @@ def test_end_with_fragments_syncs_every_group_once() -> None:
         assert (float(theta["a"][0]), float(theta["b"][0])) == (-8.0, -8.0)
 
 
-# ---- replicas at their own pace
+# ---- replicas at their own speeds
 
 
-def test_own_pace_and_step_weights() -> None:
+def test_own_speeds_and_step_weights() -> None:
     """Catches: steps counted since the start, a replica without a step that counts or is judged."""
     penalty = OracleSettings(weighting=False, max_norm=None)
     settings = settings_for(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_edit.comm import heartbeat as heartbeats
 from megatron_edit.comm.collectives import Group
-from megatron_edit.comm.heartbeat import HeartbeatMonitor, Place
+from megatron_edit.comm.heartbeat import HeartbeatMonitor, ReplicaProgress
 from megatron_edit.comm.timeouts import AdaptiveTimeout
 
 LIMIT = 600.0
@@ -52,7 +52,7 @@ def test_a_limit_that_the_user_gave_stays() -> None:
 
 def waiting(exchanges: int = 0) -> HeartbeatMonitor:
     """Replica 0 of three at its fifth meeting."""
-    heartbeat = HeartbeatMonitor(0, 3, lambda: Place(5, exchanges, 40), is_telling=True)
+    heartbeat = HeartbeatMonitor(0, 3, lambda: ReplicaProgress(5, exchanges, 40), is_telling=True)
     heartbeat.is_waiting = True
     return heartbeat
 
@@ -126,7 +126,7 @@ def test_who_gives_up_says_so_and_knows_whom(monkeypatch: pytest.MonkeyPatch) ->
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     store, told = dist.HashStore(), waiting()
-    other = HeartbeatMonitor(2, 3, lambda: Place(5, 0, 7), is_telling=True)
+    other = HeartbeatMonitor(2, 3, lambda: ReplicaProgress(5, 0, 7), is_telling=True)
     monkeypatch.setattr(time, "sleep", lambda _: told.exchange(store))
     told.hear({1: said(4, 3), 2: said(5, 3)})
     assert told.give_up([1]) == [1]
@@ -145,7 +145,9 @@ def test_a_store_that_does_not_answer_is_its_hosts(monkeypatch: pytest.MonkeyPat
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(time, "sleep", lambda s: now.__setitem__(0, now[0] + s))
-    elsewhere = HeartbeatMonitor(1, 3, lambda: Place(5, 0, 1), is_telling=True, store_host=0)
+    elsewhere = HeartbeatMonitor(
+        1, 3, lambda: ReplicaProgress(5, 0, 1), is_telling=True, store_host=0
+    )
     assert elsewhere.lost() == [0]
     assert waiting().lost() == []  # it is in the hands of the launch
 
@@ -164,7 +166,10 @@ def test_a_wait_that_failed_is_still_one() -> None:
 def test_what_is_told_is_heard() -> None:
     """Over a store; in part, as long as not all have told."""
     store = dist.HashStore()
-    mine, other = waiting(), HeartbeatMonitor(2, 3, lambda: Place(4, 1, 9), is_telling=True)
+    mine, other = (
+        waiting(),
+        HeartbeatMonitor(2, 3, lambda: ReplicaProgress(4, 1, 9), is_telling=True),
+    )
     other.batches = 3
     other.exchange(store)
     mine.exchange(store)
@@ -172,7 +177,7 @@ def test_what_is_told_is_heard() -> None:
     with mine.waiting():
         mine.exchange(store)
     assert [sign.place for sign in mine.heartbeats] == [
-        Place(5, 0, 40),
+        ReplicaProgress(5, 0, 40),
         heartbeats.NOWHERE,
-        Place(4, 1, 12),
+        ReplicaProgress(4, 1, 12),
     ]

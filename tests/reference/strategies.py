@@ -22,7 +22,7 @@ Units = Mapping[str, NDArray[np.floating]]
 @dataclass
 class Simulation:
     """All replicas of one run. `step` is a step of all of them; `advance` and `meet` are its parts,
-    for replicas that step at their own pace.
+    for replicas that step at their own speeds.
 
     Attributes:
         settings: the strategy.

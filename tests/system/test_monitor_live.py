@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from megatron_edit.tools.cli import main
-from megatron_edit.tools.monitor.run import Run
+from megatron_edit.tools.monitor.run import MonitoredRun
 from tests.harness import Flags
 from tests.harness.event_files import MadeUp
 from tests.harness.launch import REPOSITORY
@@ -125,7 +125,7 @@ def test_report_of_a_real_training(
     over = threading.Event()
 
     def look() -> None:
-        watched = Run(tmp_path)
+        watched = MonitoredRun(tmp_path)
         while not over.wait(0.05):
             watched.poll()
             states.append(watched.state)
@@ -138,7 +138,7 @@ def test_report_of_a_real_training(
         over.set()
         looking.join()
     assert {"waiting", "running"} <= set(states) and "silent" not in states
-    run = Run(tmp_path)
+    run = MonitoredRun(tmp_path)
     run.poll()
     assert run.state == "finished" and run.num_damaged == {} and run.drift is None
     assert main(["report", str(tmp_path)]) == 0 and main(["watch", str(tmp_path)]) == 0
@@ -160,7 +160,7 @@ def test_a_training_after_another(tmp_path: Path) -> None:
     run_edit(tmp_path, 2, 2, train_iters=2)
     renamed = {path.name for path in tmp_path.glob("*.4.json*")}
     assert renamed == {name.replace(".json", ".4.json") for name in names}
-    run = Run(tmp_path)
+    run = MonitoredRun(tmp_path)
     run.poll()
     assert run.syncs.count == 0 and run.iteration == 2 and run.state == "finished"
     assert run.losses.curve()[0].tolist() == [1, 2]

@@ -19,7 +19,7 @@ from megatron_edit.engine.checks.finite import zero_nonfinite_moments
 from megatron_edit.engine.host import EngineGroups, EngineSettings, Host, Reporter
 from megatron_edit.engine.rounds.meeting import Meetings, average_shared_values, size_of_record
 from megatron_edit.engine.rounds.plan import (
-    Outcome,
+    MeetingOutcome,
     RoundPlan,
     RoundRules,
     SyncRules,
@@ -227,10 +227,10 @@ class SyncController:
         plan = plan_round(
             state.rounds, records, selection.indices, self._rules, is_last=meeting.is_last
         )
-        if plan.outcome is Outcome.SYNC and self.meetings.has_digests:
+        if plan.outcome is MeetingOutcome.SYNC and self.meetings.has_digests:
             check_same_digests(records, self.host.plan.names, state.rounds.count)
         state.apply(plan, self.reporter)
-        if plan.outcome is not Outcome.SYNC:
+        if plan.outcome is not MeetingOutcome.SYNC:
             return None
         self._apply_to_host(plan, selection)
         return self._sync_of(plan, selection, began, waited)

@@ -119,7 +119,7 @@ class SyncRules:
     inner_lr: float = 0.0
 
 
-class Outcome(Enum):
+class MeetingOutcome(Enum):
     """What follows from a meeting."""
 
     SYNC = auto()
@@ -192,7 +192,7 @@ class RoundPlan:
         is_followed: whether a replica then goes on to the next meeting without a step.
     """
 
-    outcome: Outcome
+    outcome: MeetingOutcome
     records: tuple[ControlRecord, ...]
     after: RoundState
     decision: Decision | None = None
@@ -228,7 +228,7 @@ def plan_round(
     """
     records = tuple(records)
     if any(record.is_leaving for record in records):
-        return RoundPlan(Outcome.LEAVE, records, before)
+        return RoundPlan(MeetingOutcome.LEAVE, records, before)
     counts = [record.inner_steps for record in records]
     dealing, length, is_dealt, is_followed = before.dealing, before.length, False, False
     if dealing is None:
@@ -237,7 +237,7 @@ def plan_round(
         # Once it is over there is no round to settle: the replicas meet again only because they do
         # not hold the same in all units yet.
         if _is_extended(dealing, counts, rules.min_steps):
-            return RoundPlan(Outcome.EXTEND, records, replace(before, is_rejoined=False))
+            return RoundPlan(MeetingOutcome.EXTEND, records, replace(before, is_rejoined=False))
         dealing, is_dealt = dealing.settle(counts), True
         has_empty_share = not dealing.is_over and any(
             dealing.is_exhausted(replica, 0) for replica in range(len(records))
@@ -261,7 +261,7 @@ def plan_round(
         is_rejoined=before.is_rejoined and dealing is not None and not is_dealt,
     )
     return RoundPlan(
-        Outcome.SYNC,
+        MeetingOutcome.SYNC,
         records,
         after,
         decision,

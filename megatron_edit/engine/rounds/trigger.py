@@ -72,7 +72,7 @@ class StepTrigger:
         """Those whose turn it is; all of them at the end, so that no partial round is lost."""
         if self.is_last:
             return range(self.schedule.fragments)
-        return self.schedule.groups_after(step, self.state.round_start, self.state.rounds.length)
+        return self.schedule.fragments_after(step, self.state.round_start, self.state.rounds.length)
 
     @property
     def is_last(self) -> bool:

@@ -93,7 +93,7 @@ def _describe(args: Namespace) -> str:
 def _find(folder: CheckpointFolder, step: int | None) -> Found | None:
     if folder.root.exists() and not folder.root.is_dir():
         raise UsageError(f"--load {folder.root}", "is a file", "give the folder that --save named")
-    for path in folder.heal():
+    for path in folder.repair():
         say(f"{path} was cut off in its last moment; it is complete")
     if step:
         if (found := folder.at(step)) is not None:

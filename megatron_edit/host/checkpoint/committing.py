@@ -26,7 +26,7 @@ from megatron_edit.checkpoint.folder import (
     TRACKER,
     CheckpointFolder,
     manifest_of,
-    own_folder,
+    replica_local_folder,
     write_durably,
 )
 from megatron_edit.checkpoint.folder import replica_folder as folder_of
@@ -45,7 +45,7 @@ class _Abandoned(Exception):
 
 
 @dataclass(frozen=True)
-class Part:
+class RankSave:
     """What one rank of one replica has to do with a checkpoint.
 
     Attributes:
@@ -96,7 +96,7 @@ class Committer:
         self._errors: list[EditError] = []  # since the last checkpoint that was completed
         self._until = math.inf  # on the monotonic clock
 
-    def start(self, part: Part) -> None:
+    def start(self, part: RankSave) -> None:
         """Begin to complete a checkpoint of which this rank's part is written.
 
         Waits for nobody: a replica that waited here could not come to those it waits for. One that
@@ -143,7 +143,7 @@ class Committer:
         if self._errors:
             raise self._errors[-1]
 
-    def _complete(self, part: Part, store: dist.Store) -> None:
+    def _complete(self, part: RankSave, store: dist.Store) -> None:
         place = self._world.placement
         key = _key(part.name, place.replica, place.rank)
         try:
@@ -163,7 +163,7 @@ class Committer:
             write_durably(manifest_of(part.partial), manifest.text())
             _finish(part)
 
-    def _gather(self, part: Part, store: dist.Store) -> Manifest:
+    def _gather(self, part: RankSave, store: dist.Store) -> Manifest:
         """The manifest with what all ranks have told."""
         place = self._world.placement
         files: dict[str, FileRecord] = {}
@@ -180,7 +180,7 @@ class Committer:
             entries.append(ReplicaEntry(**entry | losses))
         return replace(part.manifest, replicas=tuple(entries), files=dict(sorted(files.items())))
 
-    def _take(self, store: dist.Store, part: Part, replica: int, rank: int) -> dict[str, Any]:
+    def _take(self, store: dist.Store, part: RankSave, replica: int, rank: int) -> dict[str, Any]:
         """What a rank of a replica has told of its part."""
         key = _key(part.name, replica, rank)
         try:
@@ -210,7 +210,7 @@ def _told(error: Exception) -> EditError:
     return EditError(f"a checkpoint could not be completed: {error}")
 
 
-def _finish(part: Part) -> None:
+def _finish(part: RankSave) -> None:
     iteration = part.manifest.iteration
     before = part.folder.commit(iteration, part.job)
     say(
@@ -229,7 +229,7 @@ def _finish(part: Part) -> None:
             say(f"removed the checkpoint of iteration {before} ({flag})")
 
 
-def _is_kept(part: Part, iteration: int) -> bool:
+def _is_kept(part: RankSave, iteration: int) -> bool:
     """Whether `--save-retain-interval` keeps a checkpoint: multiples of it, as Megatron does.
 
     Replicas with clocks save at the first sync beyond one: there the first checkpoint counts.
@@ -241,7 +241,7 @@ def _is_kept(part: Part, iteration: int) -> bool:
     return is_timed and part.folder.last_before(iteration) // keep < iteration // keep
 
 
-def _files_of(part: Part, replica: int, rank: int) -> list[Path]:
+def _files_of(part: RankSave, replica: int, rank: int) -> list[Path]:
     """The files that this rank has written."""
     folders = []
     if part.has_model:
@@ -250,7 +250,7 @@ def _files_of(part: Part, replica: int, rank: int) -> list[Path]:
     if part.has_outer:
         folders.append(files_under(part.partial / EDIT / OUTER))
     if part.has_replica_local:
-        folders.append(files_under(own_folder(part.partial, replica)))
+        folders.append(files_under(replica_local_folder(part.partial, replica)))
     return [part.random_file] + [
         path for files in folders for path in files if _writer_of(path.name) == rank
     ]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_edit.checkpoint.folder import EDIT, RANDOM, STOCK_MARK, replica_folder
 from megatron_edit.checkpoint.manifest import ALL, Manifest
-from megatron_edit.checkpoint.resume import ResumePlan, Run, plan_resume
+from megatron_edit.checkpoint.resume import ResumePlan, ResumingRun, plan_resume
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig
 from megatron_edit.engine import EditEngine, EngineState, PendingState, SavedRound
@@ -21,7 +21,7 @@ from megatron_edit.errors import UsageError
 from megatron_edit.host.checkpoint.choosing import Choice, check_together, choose
 from megatron_edit.host.checkpoint.fingerprint import layout_of
 from megatron_edit.host.checkpoint.guard import guarded
-from megatron_edit.host.checkpoint.outer import Piece
+from megatron_edit.host.checkpoint.outer import LocalPiece
 from megatron_edit.host.checkpoint.paths import Redirection
 from megatron_edit.host.checkpoint.random import load_streams
 from megatron_edit.host.checkpoint.refusals import (
@@ -100,7 +100,7 @@ class LoadControl:
         return iteration if planned is None else planned, flops
 
     def begin(
-        self, engine: EditEngine, host: MegatronHost, pieces: Callable[[], Sequence[Piece]]
+        self, engine: EditEngine, host: MegatronHost, pieces: Callable[[], Sequence[LocalPiece]]
     ) -> None:
         """Start the engine, or let it go on where the checkpoint was written.
 
@@ -193,9 +193,9 @@ class LoadControl:
 
     # ---- our part
 
-    def _run(self, args: Namespace) -> Run:
+    def _run(self, args: Namespace) -> ResumingRun:
         replicas = self._world.placement.num_replicas
-        return Run(
+        return ResumingRun(
             num_replicas=replicas,
             is_timed=STRATEGIES[self._config.strategy].is_timed,
             batch=args.global_batch_size,
@@ -207,7 +207,7 @@ class LoadControl:
         self,
         engine: EditEngine,
         host: MegatronHost,
-        pieces: Sequence[Piece],
+        pieces: Sequence[LocalPiece],
         resume: _Resume,
     ) -> None:
         """Let the engine go on, after the switch; first the round of other replicas is completed.
@@ -252,7 +252,7 @@ def _state_of(resume: _Resume, shards: RankShards) -> EngineState:
         is_warmup=False,
         detectors=detectors_of(path, manifest, units),
         unit_steps=unit_steps_of(manifest, units, shards.num_replicas, is_same=plan.goes_on),
-        replicas_identical=manifest.is_level or not plan.goes_on,
+        replicas_identical=manifest.replicas_identical or not plan.goes_on,
         round_length=entry.round_length,
         dealing=plan.dealing,
         is_rejoined=plan.is_rejoined,
@@ -285,7 +285,7 @@ def _has_same_stages(manifest: Manifest, args: Namespace) -> bool:
     return all(manifest.parallel.get(size) == layout[size] for size in sizes)
 
 
-def _planned(choice: Choice, manifest: Manifest, run: Run, warmup_steps: int) -> ResumePlan:
+def _planned(choice: Choice, manifest: Manifest, run: ResumingRun, warmup_steps: int) -> ResumePlan:
     try:
         return plan_resume(manifest, run, warmup_steps)
     except ValueError as error:

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_edit.checkpoint.files import REMEDY
 from megatron_edit.engine import PendingState, UnitTensors
 from megatron_edit.errors import UsageError
-from megatron_edit.host.checkpoint.parts import Part, Place, parse_name, places_of
+from megatron_edit.host.checkpoint.parts import PartLocation, TensorPart, parse_name, places_of
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.seams.megatron import ModelChunk
 
@@ -51,7 +51,7 @@ def shared_kinds(
 
 
 @dataclass(frozen=True)
-class Piece:
+class LocalPiece:
     """What this rank holds of a part.
 
     Attributes:
@@ -62,7 +62,7 @@ class Piece:
         copy: 0 where this rank's copy is the one to write.
     """
 
-    place: Place
+    place: PartLocation
     start: int
     unit: str
     where: slice
@@ -80,7 +80,7 @@ class Piece:
         return int(self.where.stop - self.where.start)
 
 
-def pieces_of(host: MegatronHost, model: Sequence[ModelChunk]) -> list[Piece]:
+def pieces_of(host: MegatronHost, model: Sequence[ModelChunk]) -> list[LocalPiece]:
     """What this rank holds, in the order of the plan.
 
     Args:
@@ -100,11 +100,11 @@ def pieces_of(host: MegatronHost, model: Sequence[ModelChunk]) -> list[Piece]:
                     begin = where.start + low - first
                     held = slice(begin, begin + high - low)
                     ids = place.replica_id if copy is None else (*place.replica_id[:2], copy)
-                    pieces.append(Piece(place, low - place.start, shard.name, held, ids))
+                    pieces.append(LocalPiece(place, low - place.start, shard.name, held, ids))
     return pieces
 
 
-def sharded_outer_state(pieces: Sequence[Piece], kinds: Kinds) -> dict[str, ShardedTensor]:
+def sharded_outer_state(pieces: Sequence[LocalPiece], kinds: Kinds) -> dict[str, ShardedTensor]:
     """What Megatron is to write. The tensors are views: they must not change before it has.
 
     Args:
@@ -118,7 +118,7 @@ def sharded_outer_state(pieces: Sequence[Piece], kinds: Kinds) -> dict[str, Shar
     }
 
 
-def load_outer_state(folder: Path, pieces: Sequence[Piece], kinds: Kinds) -> None:
+def load_outer_state(folder: Path, pieces: Sequence[LocalPiece], kinds: Kinds) -> None:
     """Fill tensors from a checkpoint, whatever layout it was written in.
 
     Mutates: the tensors of `kinds`.
@@ -148,13 +148,13 @@ def load_outer_state(folder: Path, pieces: Sequence[Piece], kinds: Kinds) -> Non
             values.copy_(_assembled(kind, piece, stored, loaded))
 
 
-def _values(piece: Piece, kinds: Kinds) -> Iterator[tuple[str, Tensor]]:
+def _values(piece: LocalPiece, kinds: Kinds) -> Iterator[tuple[str, Tensor]]:
     for kind, units in kinds.items():
         if piece.unit in units:
             yield kind, units[piece.unit][piece.where]
 
 
-def _sharded(kind: str, piece: Piece, values: Tensor) -> ShardedTensor:
+def _sharded(kind: str, piece: LocalPiece, values: Tensor) -> ShardedTensor:
     part, copy = piece.place.part, piece.copy
     if kind in APART and piece.copy_label:
         kind, copy = kind + piece.copy_label, (0, 0, *copy[2:])
@@ -162,7 +162,7 @@ def _sharded(kind: str, piece: Piece, values: Tensor) -> ShardedTensor:
 
 
 def _flat(
-    name: str, values: Tensor, part: Part, start: int = 0, copy: tuple[int, ...] = (0,)
+    name: str, values: Tensor, part: TensorPart, start: int = 0, copy: tuple[int, ...] = (0,)
 ) -> ShardedTensor:
     """A range of a part, from element `start` on, as Megatron writes and reads it."""
     return ShardedTensor(
@@ -177,27 +177,27 @@ def _flat(
     )
 
 
-def _stored_parts(folder: Path) -> dict[str, Part]:
+def _stored_parts(folder: Path) -> dict[str, TensorPart]:
     names = dist_checkpointing.load_tensors_metadata(str(folder))
     found = {name: parse_name(name) for name in names}
     return {name: parsed[1] for name, parsed in found.items() if parsed is not None}
 
 
-def _stored_kind(kind: str, piece: Piece, stored: dict[str, Part]) -> str:
+def _stored_kind(kind: str, piece: LocalPiece, stored: dict[str, TensorPart]) -> str:
     """Under which kind this copy finds its own; in another layout it takes the first one's."""
     own = kind + piece.copy_label
     is_there = kind in APART and any(_overlapping(own, piece.place.part, stored))
     return own if is_there else kind
 
 
-def _overlapping(kind: str, part: Part, stored: dict[str, Part]) -> Iterator[str]:
+def _overlapping(kind: str, part: TensorPart, stored: dict[str, TensorPart]) -> Iterator[str]:
     for name, other in stored.items():
         if name.startswith(f"{kind}/") and part.overlap(other) is not None:
             yield name
 
 
 def _assembled(
-    kind: str, piece: Piece, stored: dict[str, Part], loaded: dict[str, Tensor]
+    kind: str, piece: LocalPiece, stored: dict[str, TensorPart], loaded: dict[str, Tensor]
 ) -> Tensor:
     """This rank's piece of a part that was stored in other pieces."""
     part = piece.place.part

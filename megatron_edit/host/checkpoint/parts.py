@@ -25,7 +25,7 @@ _NAME = re.compile(r"^(?P<kind>\w+)/(?P<key>.+)@(?P<offset>[\d,]*):(?P<shape>[\d
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A box of a global tensor.
 
     Attributes:
@@ -48,7 +48,7 @@ class Part:
         offset, shape = (",".join(map(str, axis)) for axis in (self.offset, self.shape))
         return f"{kind}/{self.key}@{offset}:{shape}"
 
-    def overlap(self, other: Part) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    def overlap(self, other: TensorPart) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
         """Where the elements that both have lie, in this box and in the other; None for none."""
         if self.key != other.key:
             return None
@@ -64,18 +64,18 @@ class Part:
         return tuple(here), tuple(there)
 
 
-def parse_name(name: str) -> tuple[str, Part] | None:
-    """Inverse of `Part.name`: kind and part; None for a name of something else."""
+def parse_name(name: str) -> tuple[str, TensorPart] | None:
+    """Inverse of `TensorPart.name`: kind and part; None for a name of something else."""
     if (found := _NAME.match(name)) is None:
         return None
     offset, shape = (
         tuple(int(word) for word in found[axis].split(",") if word) for axis in ("offset", "shape")
     )
-    return found["kind"], Part(found["key"], offset, shape)
+    return found["kind"], TensorPart(found["key"], offset, shape)
 
 
 @dataclass(frozen=True)
-class Place:
+class PartLocation:
     """Where a part lies in a parameter of this rank.
 
     Attributes:
@@ -84,18 +84,18 @@ class Place:
         replica_id: tells copies of it apart; Megatron writes the one with zeros.
     """
 
-    part: Part
+    part: TensorPart
     start: int
     replica_id: tuple[int, ...]
 
 
-def places_of(model: Sequence[ModelChunk]) -> dict[Tensor, tuple[Place, ...]]:
+def places_of(model: Sequence[ModelChunk]) -> dict[Tensor, tuple[PartLocation, ...]]:
     """The parts of every parameter of this rank, in the order of its elements.
 
     Args:
         model: unwrapped model chunks.
     """
-    found: dict[Tensor, tuple[Place, ...]] = {}
+    found: dict[Tensor, tuple[PartLocation, ...]] = {}
     metadata = {
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "singleton_local_shards": False,
@@ -109,9 +109,9 @@ def places_of(model: Sequence[ModelChunk]) -> dict[Tensor, tuple[Place, ...]]:
     return found
 
 
-def _places(base: ShardedTensor | ShardedTensorFactory) -> Iterator[Place]:
+def _places(base: ShardedTensor | ShardedTensorFactory) -> Iterator[PartLocation]:
     if isinstance(base, ShardedTensor):
-        yield Place(_part(base), 0, base.replica_id)
+        yield PartLocation(_part(base), 0, base.replica_id)
         return
     # A parameter that Megatron stores in several tensors (gated MLPs): let it cut the numbers of
     # the elements, to learn where each tensor's elements lie.
@@ -125,9 +125,9 @@ def _places(base: ShardedTensor | ShardedTensorFactory) -> Iterator[Place]:
                 "Megatron stores it in an order that megatron_edit does not know",
                 "train without --save, or report this model as unsupported",
             )
-        yield Place(_part(piece), start, piece.replica_id)
+        yield PartLocation(_part(piece), start, piece.replica_id)
 
 
-def _part(tensor: ShardedTensor) -> Part:
+def _part(tensor: ShardedTensor) -> TensorPart:
     shape = (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
-    return Part(tensor.key, tuple(tensor.global_offset), shape)
+    return TensorPart(tensor.key, tuple(tensor.global_offset), shape)

@@ -13,7 +13,7 @@ from megatron_edit.method.schedule import Schedule
 
 
 def check_schedule(path: Path, manifest: Manifest, plan: ResumePlan, schedule: Schedule) -> None:
-    """Replicas that have parted cannot go back to the warm-up.
+    """Replicas that have begun local training cannot go back to the warm-up.
 
     Raises:
         UsageError: this run's warm-up is not over where the checkpoint was written.
@@ -22,12 +22,12 @@ def check_schedule(path: Path, manifest: Manifest, plan: ResumePlan, schedule: S
         return
     least = min(entry.step for entry in plan.entries)
     if schedule.warmup_steps is None:
-        rule = "strategy ddp averages gradients of replicas that are equal; these have parted"
+        rule = "strategy ddp averages gradients of replicas that are equal; these train locally"
         raise UsageError(f"--load {path}", rule, "use the strategy that saved, or --finetune")
     if least < schedule.warmup_steps:
         raise UsageError(
             f"--edit-warmup-steps {schedule.warmup_steps}",
-            f"the replicas of {path} have parted, at step {least}",
+            f"the replicas of {path} have begun local training, at step {least}",
             f"use {least} or less",
         )
 
@@ -47,12 +47,12 @@ def check_pending(
             f"strategy {manifest.strategy} had sent a round that has not landed yet",
             "go on with the same strategy, or load what it saved at the end of its training",
         )
-    names, num_groups = manifest.units, settings.schedule.fragments
-    groups = [set(names[group::num_groups]) for group in range(num_groups)]
-    if any(sync.due is None and set(sync.units) not in groups for sync in pending):
+    names, num_fragments = manifest.units, settings.schedule.fragments
+    fragments = [set(names[index::num_fragments]) for index in range(num_fragments)]
+    if any(sync.due is None and set(sync.units) not in fragments for sync in pending):
         raise UsageError(
-            f"--edit-fragments {num_groups}",
-            f"{path} has rounds on their way (co2), of other groups of units",
+            f"--edit-fragments {num_fragments}",
+            f"{path} has rounds on their way (co2), of other fragments",
             "use the number of fragments that saved it",
         )
     if not plan.goes_on and not all(sync.is_stepped for sync in pending):

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_edit.checkpoint.folder import EDIT, OUTER, own_folder
+from megatron_edit.checkpoint.folder import EDIT, OUTER, replica_local_folder
 from megatron_edit.checkpoint.manifest import ALL, Manifest, PendingSync
 from megatron_edit.comm.wire import Wire
 from megatron_edit.engine import PendingState, UnitPlan, UnitTensors
@@ -23,7 +23,7 @@ from megatron_edit.host.checkpoint.outer import (
     SNAPSHOT,
     SUMMED,
     Kinds,
-    Piece,
+    LocalPiece,
     load_outer_state,
     shared_kinds,
 )
@@ -44,7 +44,7 @@ class RankShards:
     num_replicas: int
     wire: Wire
     plan: UnitPlan
-    pieces: Sequence[Piece]
+    pieces: Sequence[LocalPiece]
 
     def owned(self, numel: int) -> slice:
         """The elements of a shard whose sum this rank encodes."""
@@ -114,7 +114,7 @@ def load_outer(
         if wire.has_residual:
             for kind in (SENT, SUMMED):
                 own[kind] = {s.name: torch.zeros(s.numel) for s in shards.plan.shards}
-        load_outer_state(own_folder(checkpoint, shards.replica), shards.pieces, own)
+        load_outer_state(replica_local_folder(checkpoint, shards.replica), shards.pieces, own)
         for name, sent in own.get(SENT, {}).items():
             outer[name]["sent"] = sent
             outer[name]["summed"] = own[SUMMED][name][shards.owned(sent.numel())]
@@ -137,7 +137,7 @@ def load_pending(
     if is_replica_local(saved, Wire.of("fp32")):
         averages = {name: t for sync in syncs for name, t in sync["averages"].items()}
         kinds = {AVERAGE: averages, SNAPSHOT: _snapshots_of(syncs)}
-        load_outer_state(own_folder(checkpoint, replica), shards.pieces, kinds)
+        load_outer_state(replica_local_folder(checkpoint, replica), shards.pieces, kinds)
     return syncs
 
 

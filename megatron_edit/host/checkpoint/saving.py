@@ -103,7 +103,7 @@ class SaveControl:
 
     @property
     def _is_deferred_save_due(self) -> bool:
-        """Whether a save is owed, and the replicas have just met."""
+        """Whether a save is due, and the replicas have just met."""
         return self._is_deferred and not self._engine.is_mid_round
 
     @property
@@ -157,6 +157,6 @@ class SaveControl:
         engine = self._engine
         if engine.settings.timed is None or engine.is_warmup:
             return None
-        if not (records := engine.records):  # they have just parted
+        if not (records := engine.records):  # local training has just begun
             return self._host.progress().samples * self._num_replicas
         return sum(record.samples for record in records)

@@ -16,19 +16,19 @@ from megatron_edit.checkpoint.folder import (
     RANDOM,
     STOP,
     CheckpointFolder,
-    own_folder,
     replica_folder,
+    replica_local_folder,
 )
 from megatron_edit.checkpoint.manifest import ALL, Manifest, PendingSync, ReplicaEntry
 from megatron_edit.checkpoint.resume import ledger_of
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import LEAST_TIMEOUT_SECONDS, EditConfig
 from megatron_edit.engine import EditEngine, EngineState
-from megatron_edit.host.checkpoint.committing import Committer, Part
+from megatron_edit.host.checkpoint.committing import Committer, RankSave
 from megatron_edit.host.checkpoint.fingerprint import layout_of, model_of
 from megatron_edit.host.checkpoint.outer import (
     Kinds,
-    Piece,
+    LocalPiece,
     sharded_outer_state,
     shared_kinds,
 )
@@ -90,7 +90,7 @@ class CheckpointWriter:
         redirection: Redirection,
         engine: EditEngine,
         host: MegatronHost,
-        pieces: Callable[[], Sequence[Piece]],
+        pieces: Callable[[], Sequence[LocalPiece]],
     ) -> None:
         self._config = config
         self._world = world
@@ -149,7 +149,7 @@ class CheckpointWriter:
                 call.proceed()
         self._hand_over_outer()
         requests, self._requests = self._requests, None
-        part = Part(
+        part = RankSave(
             name=plan.name,
             folder=folder,
             job=job,
@@ -224,7 +224,7 @@ class CheckpointWriter:
             return False
         mine = RankShards(place.replica, place.num_replicas, wire, self._host.plan, self._pieces())
         own = replica_local_kinds(outer, syncs, mine)
-        self._save_kinds(own_folder(partial, place.replica), own)
+        self._save_kinds(replica_local_folder(partial, place.replica), own)
         return True
 
     def _save_kinds(self, folder: Path, kinds: Kinds) -> None:
@@ -276,7 +276,7 @@ class CheckpointWriter:
             order_start=order.start,
             displaced=order.displaced,
             has_anchor=plan.has_anchor and plan.has_outer,
-            is_level=state["replicas_identical"],
+            replicas_identical=state["replicas_identical"],
             unit_steps=tuple(map(tuple, state["unit_steps"].tolist())),
             wire=self._engine.settings.wire.name,
             written_by=versions(),

@@ -1,4 +1,4 @@
-"""Megatron's optimizers as the engine sees them: fragments of parameters, and how to write back.
+"""Megatron's optimizers as the engine sees them: shards of parameters, and how to write back.
 
 `EditDistributedOptimizer` is Megatron's `DistributedOptimizer` with the outer state beside its
 shards. Megatron constructs its optimizers by name, so an instance is adopted after construction
@@ -267,7 +267,7 @@ def param_shards_of(
     optimizer: ShardedOptimizer,
     names: Mapping[torch.nn.Parameter, tuple[str, str]],
 ) -> Iterator[ParamShard]:
-    """The optimizer's main shards as fragments of units.
+    """The optimizer's main shards, with their units.
 
     Args:
         optimizer: whose shards.

@@ -32,7 +32,7 @@ class DdpConfig(Protocol):
     fp8_param_gather: bool
 
 
-class Bucket(Protocol):
+class ParamBucket(Protocol):
     """Of `_ParamAndGradBucket`."""
 
     params_list: Sequence[Parameter]
@@ -46,13 +46,13 @@ class ParamBuffer(Protocol):
     """Of `_ParamAndGradBuffer`."""
 
     numel: int
-    buckets: Sequence[Bucket]
+    buckets: Sequence[ParamBucket]
 
 
 class BucketGroup(Protocol):
     """Of `_ParamAndGradBucketGroup`."""
 
-    buckets: Sequence[Bucket]
+    buckets: Sequence[ParamBucket]
     intra_distributed_optimizer_instance_size: int
     intra_distributed_optimizer_instance_rank: int
 

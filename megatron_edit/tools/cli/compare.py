@@ -18,7 +18,7 @@ from megatron_edit.tools.cli.needs import check_installed
 from megatron_edit.tools.compare.entries import parse_entries
 from megatron_edit.tools.compare.follow import Limits
 from megatron_edit.tools.compare.page import summary, write_report
-from megatron_edit.tools.compare.plan import RunPlan, Setting, make_plan
+from megatron_edit.tools.compare.plan import ComparisonSetting, RunPlan, make_plan
 from megatron_edit.tools.compare.runs import carry_out, reading_of
 
 NEEDED = ("matplotlib", "jinja2", "tqdm")  # the extra `report`
@@ -88,7 +88,7 @@ def _checked_plan(options: Namespace, rest: Sequence[str]) -> tuple[RunPlan, ...
     script = training_script(options.script)
     entries = parse_entries(options.strategies, with_ideal=options.with_ideal)
     launcher = _launcher(options.launcher)
-    setting = Setting(script, tuple(rest), options.nproc_per_node, launcher, options.link)
+    setting = ComparisonSetting(script, tuple(rest), options.nproc_per_node, launcher, options.link)
     plan = make_plan(setting, entries, _seeds(options.seeds))
     check_installed(*NEEDED)
     for each in {run.entry: run for run in plan}.values():  # seeds cannot be wrong alone

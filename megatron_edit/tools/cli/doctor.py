@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_edit.errors import ReplicaLostError, UsageError
-from megatron_edit.tools.doctor.finding import Finding, Level, table
+from megatron_edit.tools.doctor.finding import DoctorFinding, Level, table
 
 FOUND_BAD = 1
 GRACE_SECONDS = 5.0
@@ -106,20 +106,20 @@ def _words(options: Namespace) -> list[str]:
     return words
 
 
-def _here() -> list[Finding]:
+def _here() -> list[DoctorFinding]:
     from megatron_edit.tools.doctor.machine import device_findings, versions
 
-    found = [Finding(name, version) for name, version in versions().items()]
+    found = [DoctorFinding(name, version) for name, version in versions().items()]
     return [*found, *device_findings(os.environ)]
 
 
-def _interfaces(*, is_alone: bool) -> Iterator[Finding]:
+def _interfaces(*, is_alone: bool) -> Iterator[DoctorFinding]:
     from megatron_edit.tools.doctor.machine import interface_findings, interfaces, own_address
 
     return interface_findings(os.environ, interfaces(), own_address(), is_alone=is_alone)
 
 
-def _host(folder: str | None) -> Iterator[Finding]:
+def _host(folder: str | None) -> Iterator[DoctorFinding]:
     """Megatron's version and symbols. Imports it, with the CPU backend where it needs that."""
     from megatron_edit.host.cpu import enable_cpu_backend
     from megatron_edit.host.seams.patching import Patcher
@@ -134,14 +134,16 @@ def _host(folder: str | None) -> Iterator[Finding]:
             warnings.simplefilter("ignore")  # Megatron's, on what is not installed here
             enable_cpu_backend(patcher)
             release = release_of(megatron_version())
-            yield Finding("megatron-core", f"{megatron_version()}, supported as {release.tag}")
+            yield DoctorFinding(
+                "megatron-core", f"{megatron_version()}, supported as {release.tag}"
+            )
             failed = failed_probes()
     except (UsageError, ImportError) as error:
-        yield Finding("megatron-core", str(error), Level.BAD, "see docs/support.md")
+        yield DoctorFinding("megatron-core", str(error), Level.BAD, "see docs/support.md")
         return
     finally:
         patcher.undo()
-    yield Finding("symbols of Megatron", f"{len(PROBES) - len(failed)} of {len(PROBES)}")
+    yield DoctorFinding("symbols of Megatron", f"{len(PROBES) - len(failed)} of {len(PROBES)}")
     for probe, reason in failed.items():
         level = Level.HINT if probe.needed_for else Level.BAD
-        yield Finding("missing", f"{reason} ({probe.needed_for or 'training'})", level)
+        yield DoctorFinding("missing", f"{reason} ({probe.needed_for or 'training'})", level)

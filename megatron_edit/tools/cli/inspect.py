@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 from argparse import Namespace
@@ -41,7 +40,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     if options.verify:
         _verify(found.path, manifest)
     if options.json:
-        sys.stdout.write(json.dumps(dataclasses.asdict(manifest), indent=1) + "\n")
+        sys.stdout.write(json.dumps(manifest.as_dict(), indent=1) + "\n")
     else:
         sys.stdout.write("\n".join(_lines(found, manifest, is_verified=options.verify)) + "\n")
     return 0
@@ -117,7 +116,7 @@ def _where(manifest: Manifest) -> str:
 
 def _outer(manifest: Manifest) -> str:
     if manifest.is_warmup:
-        return "none before the replicas part"
+        return "none before the first local step"
     what = "momentum and anchor" if manifest.has_anchor else "momentum (the anchor: the parameters)"
     if manifest.wire != "fp32":
         what += f"; wire type {manifest.wire}, with its error-feedback residuals"

@@ -60,7 +60,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
         make_plan,  # torch, which no other subcommand should wait for
     )
     from megatron_edit.tools.plan.table import lines
-    from megatron_edit.tools.plan.timing import Setting
+    from megatron_edit.tools.plan.timing import TimingSetting
 
     argv = [word for name in options.config for word in _flags_of(name)] + list(rest)
     _check_numbers(options)
@@ -77,7 +77,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
         parse_rate("--link", options.link), parse_seconds("--latency", options.latency, least=-1)
     )
     share = options.forward_share or (1 / 4 if job.recomputes else 1 / 3)
-    setting = Setting(link, machine, _step_seconds(options, job), share)
+    setting = TimingSetting(link, machine, _step_seconds(options, job), share)
     text = options.device_memory
     memory = None if text is None else parse_bytes("--device-memory", text)
     names = [name.strip() for name in options.strategies.split(",")]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_edit.errors import UsageError, on_one_line
 from megatron_edit.tools.cli.needs import check_installed
-from megatron_edit.tools.monitor.run import Run, open_run
+from megatron_edit.tools.monitor.run import MonitoredRun, open_run
 from megatron_edit.whole_files import write_whole
 
 BAR_BYTES = 20e6  # less is read before a bar is seen
@@ -49,7 +49,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
-def read_all(training: Run) -> None:
+def read_all(training: MonitoredRun) -> None:
     """Read everything there is, with a progress bar where it is much."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_edit.errors import UsageError
 from megatron_edit.tools.cli.needs import check_installed
 from megatron_edit.tools.cli.report import read_all
-from megatron_edit.tools.monitor.run import Run, check_folder
+from megatron_edit.tools.monitor.run import MonitoredRun, check_folder
 
 SECONDS = 2.0
 
@@ -51,7 +51,7 @@ def _watch(options: Namespace) -> None:
 
     from megatron_edit.tools.monitor.frame import frame_of
 
-    training = Run(options.folder)
+    training = MonitoredRun(options.folder)
     read_all(training)
     console = Console()
     if options.once or not console.is_terminal or training.state == "finished":
@@ -67,7 +67,7 @@ def _watch(options: Namespace) -> None:
             live.update(frame_of(training, options.folder), refresh=True)
 
 
-def _until_finished(training: Run) -> Iterator[None]:
+def _until_finished(training: MonitoredRun) -> Iterator[None]:
     """Once more after it has ended."""
     is_over = False
     while not is_over:

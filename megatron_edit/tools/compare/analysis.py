@@ -14,7 +14,7 @@ Seed = int | None
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """One entry of the comparison. None where nothing is known.
 
     Attributes:
@@ -43,7 +43,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ComparisonResult:
     """Everything that became of a comparison.
 
     Attributes:
@@ -71,7 +71,7 @@ class Outcome:
         return [label for label in self.labels if label != IDEAL]
 
 
-def make_rows(outcome: Outcome) -> list[Row]:
+def make_rows(outcome: ComparisonResult) -> list[ComparisonRow]:
     """A row for each entry, in the order in which they are listed."""
     first = next((label for label in outcome.compared if outcome.of_label(label)), None)
     base = _losses(outcome, first) if first is not None else {}
@@ -80,15 +80,15 @@ def make_rows(outcome: Outcome) -> list[Row]:
 
 
 def _row(
-    outcome: Outcome, label: str, base: Mapping[Seed, float], ideal: Mapping[Seed, float]
-) -> Row:
+    outcome: ComparisonResult, label: str, base: Mapping[Seed, float], ideal: Mapping[Seed, float]
+) -> ComparisonRow:
     found = outcome.of_label(label)
     losses = _losses(outcome, label) if label in outcome.compared else {}
     speeds = _values(found, lambda r: r.tokens_per_second)
     readings = list(found.values())
     states = [r.state_bytes for r in readings if r.state_bytes is not None]
     failed = [str(run.seed) for run in outcome.failures if run.entry.label == label]
-    return Row(
+    return ComparisonRow(
         label=label,
         loss=Spread.of(list(losses.values())),
         difference=Spread.of(differences(losses, base)),
@@ -102,7 +102,7 @@ def _row(
     )
 
 
-def _losses(outcome: Outcome, label: str) -> dict[Seed, float]:
+def _losses(outcome: ComparisonResult, label: str) -> dict[Seed, float]:
     return _values(outcome.of_label(label), lambda r: r.final_loss)
 
 

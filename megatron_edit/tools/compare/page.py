@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_edit.tools.compare.analysis import Outcome, make_rows
+from megatron_edit.tools.compare.analysis import ComparisonResult, make_rows
 from megatron_edit.tools.compare.pictures import draw
 from megatron_edit.tools.compare.table import COLUMNS, cells, markdown_table
 from megatron_edit.tools.pages.rendering import render
@@ -20,12 +20,12 @@ TEMPLATE = Path(__file__).with_name("page.html")
 CURVES = "Curves are of the first seed; training losses are smoothed."
 
 
-def summary(outcome: Outcome) -> str:
+def summary(outcome: ComparisonResult) -> str:
     """For the console."""
     return f"{_subtitle(outcome)}\n\n{markdown_table(make_rows(outcome))}"
 
 
-def write_report(folder: Path, outcome: Outcome) -> Path:
+def write_report(folder: Path, outcome: ComparisonResult) -> Path:
     """Write compare.md, compare.json, compare.html and the pictures; the path of the page."""
     pictures = draw(folder, outcome)
     rows = make_rows(outcome)
@@ -50,11 +50,11 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def _title(outcome: Outcome) -> str:
+def _title(outcome: ComparisonResult) -> str:
     return f"Comparison: {', '.join(outcome.compared)}"
 
 
-def _subtitle(outcome: Outcome) -> str:
+def _subtitle(outcome: ComparisonResult) -> str:
     """Model, layout and length, as far as they are known."""
     setting, place = outcome.plan[0].setting, outcome.plan[0].placement
     ranks = place.ranks_per_replica
@@ -74,7 +74,7 @@ def _subtitle(outcome: Outcome) -> str:
     return "; ".join(parts) + "."
 
 
-def _versions(outcome: Outcome) -> str:
+def _versions(outcome: ComparisonResult) -> str:
     """Of the plugin and what is below it; more than one line where runs differ."""
     found = {
         ", ".join(f"{name} {text}" for name, text in sorted(reading.versions.items()))
@@ -86,7 +86,7 @@ def _versions(outcome: Outcome) -> str:
     return (found.pop() if found else "versions: not known") + "."
 
 
-def _commands(outcome: Outcome) -> list[str]:
+def _commands(outcome: ComparisonResult) -> list[str]:
     """One for each entry, without seed and folders."""
     lines = {
         run.entry.label: shlex.join([str(run.setting.script), *run.entry.words(run.setting.flags)])
@@ -95,11 +95,11 @@ def _commands(outcome: Outcome) -> list[str]:
     return [f"# {label}\n{line}" for label, line in lines.items()]
 
 
-def _failures(outcome: Outcome) -> list[str]:
+def _failures(outcome: ComparisonResult) -> list[str]:
     return [f"{run.name} {text}" for run, text in outcome.failures.items()]
 
 
-def _markdown(outcome: Outcome, pictures: Mapping[str, Path]) -> str:
+def _markdown(outcome: ComparisonResult, pictures: Mapping[str, Path]) -> str:
     parts = [f"# {_title(outcome)}", _subtitle(outcome)]
     if failures := _failures(outcome):
         parts.append("Failed:\n\n" + "\n".join(f"- {text}" for text in failures))
@@ -111,7 +111,7 @@ def _markdown(outcome: Outcome, pictures: Mapping[str, Path]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _html(outcome: Outcome, pictures: Mapping[str, Path]) -> str:
+def _html(outcome: ComparisonResult, pictures: Mapping[str, Path]) -> str:
     """The page; it needs no other file and no network."""
     values: dict[str, Any] = {
         "title": _title(outcome),

@@ -7,7 +7,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_edit.tools.compare.analysis import Outcome, is_synchronous
+from megatron_edit.tools.compare.analysis import ComparisonResult, is_synchronous
 from megatron_edit.tools.compare.readings import Point, Reading
 from megatron_edit.tools.pages.drawing import COLORS, png_axes, running_mean
 
@@ -18,7 +18,7 @@ WIDTH_SHARE = 25  # a running mean takes that part of a curve
 MARKS = "osD^vPX*<>hd"
 
 
-def draw(folder: Path, outcome: Outcome) -> dict[str, Path]:
+def draw(folder: Path, outcome: ComparisonResult) -> dict[str, Path]:
     """Write the pictures; their files by what they show. Without any reading there are none.
 
     Args:
@@ -41,24 +41,27 @@ def draw(folder: Path, outcome: Outcome) -> dict[str, Path]:
     return files
 
 
-def _first_seeds(outcome: Outcome) -> dict[str, Reading]:
+def _first_seeds(outcome: ComparisonResult) -> dict[str, Reading]:
     """For each entry the reading of the first seed that has one."""
     found = {label: list(outcome.of_label(label).values()) for label in outcome.labels}
     return {label: readings[0] for label, readings in found.items() if readings}
 
 
-def _loss_by_tokens(axes: Axes, outcome: Outcome, shown: dict[str, Reading]) -> None:
+def _loss_by_tokens(axes: Axes, outcome: ComparisonResult, shown: dict[str, Reading]) -> None:
     _losses(axes, outcome, shown, lambda point: point.tokens / 1e6)
     axes.set_xlabel("million tokens of all replicas")
 
 
-def _loss_by_time(axes: Axes, outcome: Outcome, shown: dict[str, Reading]) -> None:
+def _loss_by_time(axes: Axes, outcome: ComparisonResult, shown: dict[str, Reading]) -> None:
     _losses(axes, outcome, shown, lambda point: point.seconds)
     axes.set_xlabel("seconds of training, without evaluations")
 
 
 def _losses(
-    axes: Axes, outcome: Outcome, shown: dict[str, Reading], place: Callable[[Point], float]
+    axes: Axes,
+    outcome: ComparisonResult,
+    shown: dict[str, Reading],
+    place: Callable[[Point], float],
 ) -> None:
     """Training as thin lines, smoothed; validation as marks."""
     for label in outcome.compared:
@@ -75,7 +78,7 @@ def _losses(
     axes.set_ylabel("loss per token (nats); marks: validation")
 
 
-def _bytes_by_step(axes: Axes, outcome: Outcome, shown: dict[str, Reading]) -> None:
+def _bytes_by_step(axes: Axes, outcome: ComparisonResult, shown: dict[str, Reading]) -> None:
     """Stairs, a stair for each exchange; on a scale on which equal factors look alike."""
     by_label = {run.entry.label: run for run in outcome.plan}
     for label in outcome.compared:
@@ -99,6 +102,6 @@ def _bytes_by_step(axes: Axes, outcome: Outcome, shown: dict[str, Reading]) -> N
         axes.set_yscale("log")
 
 
-def _style(outcome: Outcome, label: str) -> tuple[str, str]:
+def _style(outcome: ComparisonResult, label: str) -> tuple[str, str]:
     number = outcome.compared.index(label)
     return COLORS[number % len(COLORS)], MARKS[number % len(MARKS)]

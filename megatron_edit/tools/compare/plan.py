@@ -31,7 +31,7 @@ _RESERVED = {
 
 
 @dataclass(frozen=True)
-class Setting:
+class ComparisonSetting:
     """What all runs have in common.
 
     Attributes:
@@ -69,7 +69,7 @@ class RunPlan:
 
     entry: Entry
     seed: int | None
-    setting: Setting
+    setting: ComparisonSetting
 
     @property
     def name(self) -> str:
@@ -125,7 +125,7 @@ class RunPlan:
 
 
 def make_plan(
-    setting: Setting, entries: Sequence[Entry], seeds: Sequence[int]
+    setting: ComparisonSetting, entries: Sequence[Entry], seeds: Sequence[int]
 ) -> tuple[RunPlan, ...]:
     """All runs: every entry with the first seed, then all with the next.
 
@@ -148,7 +148,7 @@ def make_plan(
     return tuple(runs)
 
 
-def _check_setting(setting: Setting) -> None:
+def _check_setting(setting: ComparisonSetting) -> None:
     if setting.num_ranks < 1:
         raise UsageError(
             f"--nproc-per-node {setting.num_ranks}",

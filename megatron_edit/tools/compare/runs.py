@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_edit.method.strategy import STRATEGIES
-from megatron_edit.tools.compare.analysis import Outcome, is_synchronous
+from megatron_edit.tools.compare.analysis import ComparisonResult, is_synchronous
 from megatron_edit.tools.compare.entries import IDEAL, STOCK
 from megatron_edit.tools.compare.finished import find, keep
 from megatron_edit.tools.compare.flags import canonical, int_flag
@@ -41,7 +41,7 @@ def reading_of(run: RunPlan, output_dir: Path) -> Reading | None:
 
 def carry_out(
     plan: Sequence[RunPlan], output_dir: Path, limits: Limits, say: Callable[[str], None]
-) -> Outcome:
+) -> ComparisonResult:
     """Make every run that is not finished. One that fails does not end the others.
 
     Args:
@@ -63,7 +63,7 @@ def carry_out(
         except RunFailedError as error:
             failures[run] = error.reason
             say("".join(["\n", *error.tail]).rstrip() + f"\n{error}\n")
-    return Outcome(plan, readings, failures)
+    return ComparisonResult(plan, readings, failures)
 
 
 def train(name: str, run: RunPlan, output_dir: Path, limits: Limits) -> Reading:

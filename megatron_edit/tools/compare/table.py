@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from megatron_edit.tools.compare.analysis import Row
+from megatron_edit.tools.compare.analysis import ComparisonRow
 from megatron_edit.tools.compare.statistics import Spread
 
 UNKNOWN = "–"  # noqa: RUF001 - a dash for people
@@ -23,7 +23,7 @@ class Column:
 
     title: str
     meaning: str
-    cell: Callable[[Row], str]
+    cell: Callable[[ComparisonRow], str]
 
 
 def _spread(spread: Spread | None, shown: Callable[[float], str]) -> str:
@@ -41,14 +41,14 @@ def _mean(spread: Spread | None, form: str, factor: float = 1.0) -> str:
     return UNKNOWN if spread is None else form.format(spread.mean * factor)
 
 
-def _memory(row: Row) -> str:
+def _memory(row: ComparisonRow) -> str:
     if not row.state_bytes:
         return UNKNOWN if row.state_bytes is None else "0"
     each = row.state_bytes / max(1, row.num_parameters)
     return f"{row.state_bytes / 1e6:.1f} ({each:.1f})"
 
 
-def _name(row: Row) -> str:
+def _name(row: ComparisonRow) -> str:
     failed = [seed for seed in row.failed if seed != "None"]
     note = f" (failed: seed {', '.join(failed)})" if failed else " (failed)" if row.failed else ""
     return row.label + note
@@ -100,12 +100,12 @@ COLUMNS = (
 )
 
 
-def cells(rows: Sequence[Row]) -> list[list[str]]:
+def cells(rows: Sequence[ComparisonRow]) -> list[list[str]]:
     """The table without its head; columns that nobody has anything for are there, too."""
     return [[column.cell(row) for column in COLUMNS] for row in rows]
 
 
-def markdown_table(rows: Sequence[Row]) -> str:
+def markdown_table(rows: Sequence[ComparisonRow]) -> str:
     """The table; what its columns mean is below it."""
     head = [column.title for column in COLUMNS]
     lines = [_line(head), _line("---" for _ in head), *map(_line, cells(rows))]

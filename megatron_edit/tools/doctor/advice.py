@@ -6,23 +6,23 @@ from collections.abc import Iterator
 
 from megatron_edit.comm.collectives import all_reduce_payload
 from megatron_edit.config import GOAL_SHARE, EditConfig
-from megatron_edit.tools.doctor.finding import Finding, Level
-from megatron_edit.tools.doctor.links import Link, Together
+from megatron_edit.tools.doctor.finding import DoctorFinding, Level
+from megatron_edit.tools.doctor.links import MeasuredLink, Together
 
 MOST_SKEW_SECONDS = 1.0
 _FP32, _INT8 = 4, 1
 
 
-def link_findings(links: list[Link]) -> Iterator[Finding]:
+def link_findings(links: list[MeasuredLink]) -> Iterator[DoctorFinding]:
     """Lines about the ways between replicas, and their clocks."""
     for link in links:
         name = f"replica {link.source} to {link.target}"
         rates = link.forward_bytes_per_second, link.backward_bytes_per_second
         text = f"{_rate(rates[0])} there, {_rate(rates[1])} back, "
-        yield Finding(name, text + f"round trip {link.round_trip_seconds * 1e3:.2f} ms")
+        yield DoctorFinding(name, text + f"round trip {link.round_trip_seconds * 1e3:.2f} ms")
         skew = f"{link.clock_offset_seconds * 1e3:+.2f} ms (+-{link.clock_error_seconds * 1e3:.2f})"
         is_far = abs(link.clock_offset_seconds) > MOST_SKEW_SECONDS
-        yield Finding(
+        yield DoctorFinding(
             f"clock of replica {link.target} against {link.source}",
             skew,
             Level.HINT if is_far else Level.OK,
@@ -32,7 +32,7 @@ def link_findings(links: list[Link]) -> Iterator[Finding]:
 
 def sync_findings(
     together: Together, num_replicas: int, ranks: int, parameters: int, step_seconds: float
-) -> Iterator[Finding]:
+) -> Iterator[DoctorFinding]:
     """Lines about a sync among all replicas.
 
     Args:
@@ -43,7 +43,7 @@ def sync_findings(
         step_seconds: of one inner step.
     """
     rate = together.bytes_per_second * ranks
-    yield Finding(
+    yield DoctorFinding(
         "all-reduce among the replicas",
         f"{_rate(rate)} sent per replica, latency {together.latency_seconds * 1e3:.2f} ms",
     )
@@ -52,11 +52,11 @@ def sync_findings(
     usual = EditConfig().sync_interval
     value = f"{seconds:.1f} s ({parameters / 1e9:g} billion parameters, fp32, {ranks} ranks each)"
     if interval <= usual:
-        yield Finding("a sync", value)
+        yield DoctorFinding("a sync", value)
         return
     coded = max(1, round(interval * _INT8 / _FP32))
     delay = max(1, round(seconds * _INT8 / _FP32 / step_seconds))
-    yield Finding(
+    yield DoctorFinding(
         "a sync",
         value,
         Level.HINT,

@@ -16,7 +16,7 @@ class Level(StrEnum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class DoctorFinding:
     """One line.
 
     Attributes:
@@ -32,7 +32,7 @@ class Finding:
     remedy: str = ""
 
 
-def table(findings: Iterable[Finding]) -> str:
+def table(findings: Iterable[DoctorFinding]) -> str:
     """The findings as aligned lines, each with its remedy below it."""
     rows = list(findings)
     width = max((len(row.name) for row in rows), default=0)

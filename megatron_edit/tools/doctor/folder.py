@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_edit.comm.collectives import Group
 
 PATIENCE_SECONDS = 10.0
-LOOK_SECONDS = 0.005
+POLL_SECONDS = 0.005
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def watch(folder: Path, everybody: Group) -> list[Sight]:
     written = _write(folder / f".doctor-{content}", content) if everybody.rank == 0 else None
     content, error = everybody.all_gather_objects((content, written))[0]
     path = folder / f".doctor-{content}"
-    sight = Sight(error=error) if error else _look(path, content)
+    sight = Sight(error=error) if error else _poll(path, content)
     sights: list[Sight] = everybody.all_gather_objects(sight)
     if everybody.rank == 0:
         path.unlink(missing_ok=True)
@@ -53,7 +53,7 @@ def _write(path: Path, content: str) -> str | None:
     return None
 
 
-def _look(path: Path, content: str) -> Sight:
+def _poll(path: Path, content: str) -> Sight:
     began = time.monotonic()
     while time.monotonic() - began < PATIENCE_SECONDS:
         try:
@@ -61,5 +61,5 @@ def _look(path: Path, content: str) -> Sight:
                 return Sight(time.monotonic() - began)
         except OSError:
             pass  # not there yet
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
     return Sight(error=f"not seen within {PATIENCE_SECONDS:.0f} s")

@@ -21,9 +21,9 @@ from megatron_edit.command_line import config_from_argv
 from megatron_edit.config import EditConfig
 from megatron_edit.errors import ReplicaLostError, UsageError
 from megatron_edit.tools.doctor.advice import link_findings, sync_findings
-from megatron_edit.tools.doctor.finding import Finding, Level
+from megatron_edit.tools.doctor.finding import DoctorFinding, Level
 from megatron_edit.tools.doctor.folder import Sight, watch
-from megatron_edit.tools.doctor.links import Link, Together, measure_links, measure_together
+from megatron_edit.tools.doctor.links import MeasuredLink, Together, measure_links, measure_together
 from megatron_edit.tools.doctor.machine import facts, unusable_interfaces
 
 _UNUSABLE = "correct the lines about interfaces first: the ranks could not be connected"
@@ -40,7 +40,7 @@ class Report:
         is_alone: whether all ranks are on this machine.
     """
 
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[DoctorFinding] = field(default_factory=list)
     numbers: dict[str, Any] = field(default_factory=dict)
     is_alone: bool = True
 
@@ -108,7 +108,7 @@ def examine(launch: Launch, *, folder: Path | None, parameters: int, step_second
     if placement is None:
         if folder is not None:
             alone = Group(None, 0, 1, torch.device("cpu"), timedelta(seconds=1), "alone")
-            _look(folder, alone, report)
+            _check_folder(folder, alone, report)
         return report
     transport = _transport(launch.config)
     world = join(launch.config, placement)
@@ -119,14 +119,14 @@ def examine(launch: Launch, *, folder: Path | None, parameters: int, step_second
             shape = placement.num_replicas, placement.ranks_per_replica
             report.findings += sync_findings(together, *shape, parameters, step_seconds)
         if everybody is not None and folder is not None:
-            _look(folder, everybody, report)
+            _check_folder(folder, everybody, report)
         world.leave_together()
-        world.let_all_read("doctor/parted", world.timeout)  # the first rank may host the store
+        world.let_all_read("doctor/left", world.timeout)  # the first rank may host the store
     except ReplicaLostError as error:
         if not launch.is_first:
             raise
         reason = str(error).partition("\n")[0]
-        report.findings.append(Finding("between the ranks", reason, Level.BAD, _BLOCKED))
+        report.findings.append(DoctorFinding("between the ranks", reason, Level.BAD, _BLOCKED))
     return report
 
 
@@ -149,12 +149,14 @@ def _introduce(world: ReplicaWorld, report: Report) -> Group | None:
     shape = f"{place.num_replicas} replicas x {place.ranks_per_replica} ranks"
     unusable = [unusable_interfaces(entry, is_alone=report.is_alone) for entry in everyone]
     report.findings += [
-        Finding("ranks", f"{size} on {len(hosts)} machines, {shape}"),
+        DoctorFinding("ranks", f"{size} on {len(hosts)} machines, {shape}"),
         *_different_versions(everyone),
         *_elsewhere([entry["host"] for entry in everyone], unusable),
     ]
     if any(unusable):
-        report.findings.append(Finding("between the ranks", "not measured", Level.HINT, _UNUSABLE))
+        report.findings.append(
+            DoctorFinding("between the ranks", "not measured", Level.HINT, _UNUSABLE)
+        )
         return None
     return _everybody(world)
 
@@ -165,7 +167,7 @@ def _measure(
     """The ways between the replicas; all-reduces among them, of the same rate on all ranks."""
     together = measure_together(_sync_group(world, transport), everybody)
     found = everybody.all_gather_objects(measure_links(world, transport))
-    links: list[Link] = [link for one in found for link in one]
+    links: list[MeasuredLink] = [link for one in found for link in one]
     report.findings += link_findings(links)
     report.numbers = {
         "links": [dataclasses.asdict(link) for link in links],
@@ -174,7 +176,7 @@ def _measure(
     return together
 
 
-def _look(folder: Path, everybody: Group, report: Report) -> None:
+def _check_folder(folder: Path, everybody: Group, report: Report) -> None:
     sights = watch(folder, everybody)
     report.findings.append(_sight(folder, sights))
     report.numbers["shared_dir"] = [dataclasses.asdict(sight) for sight in sights]
@@ -209,7 +211,7 @@ def _sync_group(world: ReplicaWorld, transport: Transport) -> Group:
     )
 
 
-def _elsewhere(hosts: list[str], unusable: list[list[Finding]]) -> Iterator[Finding]:
+def _elsewhere(hosts: list[str], unusable: list[list[DoctorFinding]]) -> Iterator[DoctorFinding]:
     """What the first rank, which speaks for all, does not see on its own machine."""
     found = [(host, one) for host, several in zip(hosts, unusable, strict=True) for one in several]
     for host, one in dict.fromkeys(found):
@@ -217,20 +219,20 @@ def _elsewhere(hosts: list[str], unusable: list[list[Finding]]) -> Iterator[Find
             yield dataclasses.replace(one, name=f"{one.name} on {host}")
 
 
-def _different_versions(everyone: list[dict[str, Any]]) -> Iterator[Finding]:
+def _different_versions(everyone: list[dict[str, Any]]) -> Iterator[DoctorFinding]:
     first = everyone[0]
     for entry in everyone:
         for name, version in entry["versions"].items():
             if version != first["versions"][name]:
                 value = f"{version} on {entry['host']}, {first['versions'][name]} on the first"
-                yield Finding(name, value, Level.BAD, "install the same everywhere")
+                yield DoctorFinding(name, value, Level.BAD, "install the same everywhere")
 
 
-def _sight(folder: Path, sights: list[Sight]) -> Finding:
+def _sight(folder: Path, sights: list[Sight]) -> DoctorFinding:
     name = f"shared folder {folder}"
     for rank, sight in enumerate(sights):
         if sight.error is not None:
             remedy = "give --save and --edit-log-dir a folder that all machines mount"
-            return Finding(name, f"rank {rank}: {sight.error}", Level.BAD, remedy)
+            return DoctorFinding(name, f"rank {rank}: {sight.error}", Level.BAD, remedy)
     slowest = max(sight.delay_seconds for sight in sights)
-    return Finding(name, f"seen by all ranks ({len(sights)}) within {slowest * 1e3:.0f} ms")
+    return DoctorFinding(name, f"seen by all ranks ({len(sights)}) within {slowest * 1e3:.0f} ms")

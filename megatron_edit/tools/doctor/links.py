@@ -27,7 +27,7 @@ Exchange = Callable[[torch.Tensor], None]
 
 
 @dataclass(frozen=True)
-class Link:
+class MeasuredLink:
     """The way between the first ranks of two replicas.
 
     Attributes:
@@ -62,7 +62,7 @@ class Together:
     bytes_per_second: float
 
 
-def measure_links(world: ReplicaWorld, transport: Transport) -> list[Link]:
+def measure_links(world: ReplicaWorld, transport: Transport) -> list[MeasuredLink]:
     """Measure the ways from each replica to the next, one after the other.
 
     Collective: the first ranks of all replicas; other ranks come and go at once.
@@ -108,7 +108,7 @@ def measure_together(group: Group, everybody: Group) -> Together:
     return Together(latency, all_reduce_payload(nbytes, group.size) / statistics.median(times))
 
 
-def _measure(world: ReplicaWorld, source: int, target: int, transport: Transport) -> Link:
+def _measure(world: ReplicaWorld, source: int, target: int, transport: Transport) -> MeasuredLink:
     small = Transport("gloo", torch.device("cpu"))
     there, back = (_pair(world, a, b, small) for a, b in ((source, target), (target, source)))
     is_source = world.placement.replica == source
@@ -118,7 +118,7 @@ def _measure(world: ReplicaWorld, source: int, target: int, transport: Transport
             _pair(world, a, b, transport) for a, b in ((source, target), (target, source))
         )
     shortest = min(trips)
-    return Link(
+    return MeasuredLink(
         source,
         target,
         round_trip_seconds=statistics.median(seconds for seconds, _ in trips),

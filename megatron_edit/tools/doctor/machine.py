@@ -14,7 +14,7 @@ import torch
 
 from megatron_edit import __version__
 from megatron_edit.host.devices import unusable_gpus
-from megatron_edit.tools.doctor.finding import Finding, Level
+from megatron_edit.tools.doctor.finding import DoctorFinding, Level
 
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -37,28 +37,28 @@ def versions() -> dict[str, str]:
     return found
 
 
-def device_findings(env: Mapping[str, str]) -> Iterator[Finding]:
+def device_findings(env: Mapping[str, str]) -> Iterator[DoctorFinding]:
     """CUDA devices, NCCL, and the variable that Megatron's overlap needs."""
     if (unusable := unusable_gpus(env)) is not None:
         remedy = "install a torch that can use them, or train with --edit-device cpu"
-        yield Finding("CUDA devices", f"none, but {unusable}", Level.BAD, remedy)
+        yield DoctorFinding("CUDA devices", f"none, but {unusable}", Level.BAD, remedy)
         return
     if not torch.cuda.is_available():
         remedy = "" if torch.version.cuda is None else "check the driver, CUDA_VISIBLE_DEVICES"
-        yield Finding(
+        yield DoctorFinding(
             "CUDA devices", "none: Megatron would run on CPU and gloo", Level.HINT, remedy
         )
         return
     count = torch.cuda.device_count()
-    yield Finding("CUDA devices", f"{count} x {torch.cuda.get_device_name(0)}")
-    yield Finding("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
+    yield DoctorFinding("CUDA devices", f"{count} x {torch.cuda.get_device_name(0)}")
+    yield DoctorFinding("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
     major, _ = torch.cuda.get_device_capability(0)
     value = env.get(_CONNECTIONS, "not set")
     if major < 10 and value != "1":
         remedy = f"export {_CONNECTIONS}=1 where Megatron overlaps communication"
-        yield Finding(_CONNECTIONS, value, Level.HINT, remedy)
+        yield DoctorFinding(_CONNECTIONS, value, Level.HINT, remedy)
     else:
-        yield Finding(_CONNECTIONS, value)
+        yield DoctorFinding(_CONNECTIONS, value)
 
 
 def interfaces() -> dict[str, list[str]]:
@@ -81,7 +81,7 @@ def own_address() -> str:
 
 def interface_findings(
     env: Mapping[str, str], there: Mapping[str, list[str]], address: str, *, is_alone: bool
-) -> Iterator[Finding]:
+) -> Iterator[DoctorFinding]:
     """Interfaces that gloo and NCCL would use.
 
     Args:
@@ -91,7 +91,7 @@ def interface_findings(
         is_alone: whether all ranks are on one machine, where the loopback will do.
     """
     shown = ", ".join(f"{name} {' '.join(found)}" for name, found in there.items() if found)
-    yield Finding("interfaces", shown or "none")
+    yield DoctorFinding("interfaces", shown or "none")
     outer = [name for name, found in there.items() if found and not _is_inner(name)]
     wanted = outer[0] if outer else "eth0"
     for variable in (_GLOO, _NCCL):
@@ -101,7 +101,7 @@ def interface_findings(
         name = next((name for name, found in there.items() if address in found), "")
         value = f"{name or 'none'}, where this machine's name leads ({address or 'nowhere'})"
         is_good = bool(name) and (is_alone or not address.startswith("127."))
-        yield Finding(
+        yield DoctorFinding(
             "gloo's interface",
             value,
             Level.OK if is_good else Level.HINT if is_alone else Level.BAD,
@@ -109,19 +109,19 @@ def interface_findings(
         )
     if not env.get(_NCCL) and torch.cuda.is_available() and len(outer) > 1 and not is_alone:
         remedy = f"export {_NCCL}={wanted} to be sure"
-        yield Finding("NCCL's interface", f"one of {', '.join(outer)}", Level.HINT, remedy)
+        yield DoctorFinding("NCCL's interface", f"one of {', '.join(outer)}", Level.HINT, remedy)
 
 
-def _chosen(variable: str, chosen: str, there: Mapping[str, list[str]]) -> Finding:
+def _chosen(variable: str, chosen: str, there: Mapping[str, list[str]]) -> DoctorFinding:
     """NCCL takes prefixes, with ^ for all others and = for the whole name; gloo takes names."""
     if chosen.startswith("^"):
-        return Finding(variable, chosen)
+        return DoctorFinding(variable, chosen)
     names = [name.removeprefix("=") for name in chosen.split(",")]
     missing = [name for name in names if not any(_is_meant(name, x, variable) for x in there)]
     if missing:
         remedy = f"use one of {', '.join(there)}"
-        return Finding(variable, f"{chosen}: there is no {missing[0]}", Level.BAD, remedy)
-    return Finding(variable, chosen)
+        return DoctorFinding(variable, f"{chosen}: there is no {missing[0]}", Level.BAD, remedy)
+    return DoctorFinding(variable, chosen)
 
 
 def _is_meant(word: str, name: str, variable: str) -> bool:
@@ -143,7 +143,7 @@ def facts() -> dict[str, Any]:
     }
 
 
-def unusable_interfaces(machine: Mapping[str, Any], *, is_alone: bool) -> list[Finding]:
+def unusable_interfaces(machine: Mapping[str, Any], *, is_alone: bool) -> list[DoctorFinding]:
     """Why gloo or NCCL could not connect a rank there with others; empty if they can.
 
     Args:

@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_edit.tools.monitor.curves import loss_chart, speed_chart
 from megatron_edit.tools.monitor.heat import anomalies_by_replica, norms_by_unit
-from megatron_edit.tools.monitor.run import Run
+from megatron_edit.tools.monitor.run import MonitoredRun
 from megatron_edit.tools.monitor.series import Array
 from megatron_edit.tools.monitor.strokes import (
     MANY_REPLICAS,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 MOST_BARS = 64
 
 
-def charts_of(run: Run) -> Iterator[Chart]:
+def charts_of(run: MonitoredRun) -> Iterator[Chart]:
     """All pictures that the run has something for."""
     curves = [replica.losses.curve() for replica in run.replicas]
     if any(x.size for x, _ in curves):
@@ -48,7 +48,7 @@ def charts_of(run: Run) -> Iterator[Chart]:
 # ---- by sync
 
 
-def _norms(run: Run) -> Chart:
+def _norms(run: MonitoredRun) -> Chart:
     svg, low, high = norms_by_unit(run.syncs)
     text = (
         "Norm of the pseudo-gradient of each unit, mean over the replicas, by sync: from "
@@ -58,7 +58,7 @@ def _norms(run: Run) -> Chart:
     return Chart("Pseudo-gradient norms by unit", svg, text, note)
 
 
-def _relative_norms(run: Run) -> Chart | None:
+def _relative_norms(run: MonitoredRun) -> Chart | None:
     norms = run.syncs.rows.column("replica_norm")
     known = np.isfinite(norms).any(axis=1)
     if len(run.replicas) < 2 or not known.any():
@@ -84,7 +84,7 @@ def _relative_norms(run: Run) -> Chart | None:
     return Chart("Pseudo-gradient norms by replica", drawing.svg, text, band_note(run, "replica"))
 
 
-def _scores(run: Run) -> Chart | None:
+def _scores(run: MonitoredRun) -> Chart | None:
     assert run.facts is not None
     scores = run.syncs.rows.column("replica_z")
     if not run.facts.has_anomaly or not np.isfinite(scores).any():
@@ -105,7 +105,7 @@ def _scores(run: Run) -> Chart | None:
     return Chart("Anomaly scores", drawing.svg, text, note)
 
 
-def _anomalies(run: Run) -> Chart | None:
+def _anomalies(run: MonitoredRun) -> Chart | None:
     if not run.syncs.sums["anomalies"]:
         return None
     svg = anomalies_by_replica(run.syncs)
@@ -117,7 +117,7 @@ def _anomalies(run: Run) -> Chart | None:
     return Chart("Left out as anomalous", svg, text)
 
 
-def _weights(run: Run) -> Chart | None:
+def _weights(run: MonitoredRun) -> Chart | None:
     count = len(run.replicas)
     if count < 2:
         return None
@@ -141,7 +141,7 @@ def _weights(run: Run) -> Chart | None:
     return Chart("Effective number of replicas", drawing.svg, text, note)
 
 
-def _clips(run: Run) -> Chart | None:
+def _clips(run: MonitoredRun) -> Chart | None:
     assert run.facts is not None
     rows, x = run.syncs.rows, _syncs(run)
     low, middle = rows.column("clip_min")[:, 0], rows.column("clip")[:, 0]
@@ -160,7 +160,7 @@ def _clips(run: Run) -> Chart | None:
     return Chart("Clip factors", drawing.svg, text, "1 is no clip.")
 
 
-def _seconds(run: Run) -> Chart:
+def _seconds(run: MonitoredRun) -> Chart:
     x, table = _bars(_syncs(run), run.syncs.rows.column("seconds") * 1e3)
     parts = {name: table[:, place] for place, name in enumerate(SECONDS)}
     width = 0.85 * (x[1] - x[0] if x.size > 1 else 1)
@@ -183,7 +183,7 @@ def _seconds(run: Run) -> Chart:
     return Chart("Time of syncs", drawing.svg, text, note)
 
 
-def _bytes(run: Run) -> Chart:
+def _bytes(run: MonitoredRun) -> Chart:
     x, table = _bars(_syncs(run), run.syncs.rows.column("wire_bytes") / 1e6)
     width = 0.85 * (x[1] - x[0] if x.size > 1 else 1)
     with svg_drawing("bytes") as drawing:
@@ -198,7 +198,7 @@ def _bytes(run: Run) -> Chart:
     return Chart("Bytes between replicas", drawing.svg, text, "Payload; 1 MB = 10^6 bytes.")
 
 
-def _by_sync(axes: Axes, run: Run, table: Array) -> None:
+def _by_sync(axes: Axes, run: MonitoredRun, table: Array) -> None:
     """A line for each replica, or a band."""
     x = _syncs(run)
     if table.shape[1] > MANY_REPLICAS:
@@ -209,7 +209,7 @@ def _by_sync(axes: Axes, run: Run, table: Array) -> None:
                   label=f"replica {replica}", **marker(x))  # fmt: skip
 
 
-def _syncs(run: Run) -> Array:
+def _syncs(run: MonitoredRun) -> Array:
     """Numbers of the syncs, one for each row; the last one where a row stands for several."""
     rounds: Array = run.syncs.rows.column("round")[:, 0]
     return rounds
@@ -225,7 +225,7 @@ def _bars(x: Array, table: Array) -> tuple[Array, Array]:
     )
 
 
-def _mark_rollbacks(axes: Axes, run: Run) -> None:
+def _mark_rollbacks(axes: Axes, run: MonitoredRun) -> None:
     counts = run.syncs.rows.column("rollbacks")[:, 0]
     for number_, place in enumerate(_syncs(run)[counts > 0]):
         axes.axvline(place, color=COLORS[3], linewidth=1, alpha=0.7,

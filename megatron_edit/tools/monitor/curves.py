@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_edit.tools.monitor.run import Run
+from megatron_edit.tools.monitor.run import MonitoredRun
 from megatron_edit.tools.monitor.series import Array
 from megatron_edit.tools.monitor.strokes import Chart, band_note, finish, replica_curves
 from megatron_edit.tools.monitor.texts import number
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SMOOTH_SHARE = 50  # a running mean takes that part of a curve
 
 
-def loss_chart(run: Run, curves: Sequence[tuple[Array, Array]]) -> Chart:
+def loss_chart(run: MonitoredRun, curves: Sequence[tuple[Array, Array]]) -> Chart:
     """Training loss of each replica, and the mean.
 
     Args:
@@ -43,7 +43,7 @@ def loss_chart(run: Run, curves: Sequence[tuple[Array, Array]]) -> Chart:
     return Chart("Training loss", drawing.svg, text, note)
 
 
-def speed_chart(run: Run, curves: Sequence[tuple[Array, Array]]) -> Chart:
+def speed_chart(run: MonitoredRun, curves: Sequence[tuple[Array, Array]]) -> Chart:
     """Speed of each replica.
 
     Args:
@@ -70,7 +70,7 @@ def _smooth(values: Array) -> Array:
     return np.array(running_mean(values.tolist(), max(1, values.size // SMOOTH_SHARE)))
 
 
-def _mark_warmup(axes: Axes, run: Run) -> None:
+def _mark_warmup(axes: Axes, run: MonitoredRun) -> None:
     assert run.facts is not None
     warmup = run.facts.warmup_steps
     if 0 < warmup < run.iteration:

@@ -11,7 +11,7 @@ from megatron_edit.errors import on_one_line
 from megatron_edit.tools.monitor.findings import findings_of
 from megatron_edit.tools.monitor.page import layout, loss_of, rhythm, whose_speed
 from megatron_edit.tools.monitor.replicas import Replica
-from megatron_edit.tools.monitor.run import Run
+from megatron_edit.tools.monitor.run import MonitoredRun
 from megatron_edit.tools.monitor.texts import (
     UNKNOWN,
     duration,
@@ -31,7 +31,7 @@ STATE_STYLES = {"running": "green", "finished": "green", "silent": "yellow", "wa
 STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
 
-def frame_of(run: Run, folder: Path) -> RenderableType:
+def frame_of(run: MonitoredRun, folder: Path) -> RenderableType:
     """One frame.
 
     Args:
@@ -51,7 +51,7 @@ def frame_of(run: Run, folder: Path) -> RenderableType:
     return Group(*parts)
 
 
-def _head(run: Run) -> RenderableType:
+def _head(run: MonitoredRun) -> RenderableType:
     from rich.text import Text
 
     facts = run.facts
@@ -62,7 +62,7 @@ def _head(run: Run) -> RenderableType:
     )  # fmt: skip
 
 
-def _progress(run: Run) -> RenderableType:
+def _progress(run: MonitoredRun) -> RenderableType:
     from rich.progress_bar import ProgressBar
     from rich.table import Table
 
@@ -82,7 +82,7 @@ def _progress(run: Run) -> RenderableType:
     return row
 
 
-def _replicas(run: Run) -> RenderableType:
+def _replicas(run: MonitoredRun) -> RenderableType:
     """The slowest ones, where there are many."""
     table = _table("replica", "iteration", "loss", "tokens/s", "between syncs", "left out")
     shown = sorted(run.replicas, key=_slowness)[:MOST_REPLICAS]
@@ -107,7 +107,7 @@ def _slowness(replica: Replica) -> float:
     return math.inf
 
 
-def _syncs(run: Run) -> RenderableType:
+def _syncs(run: MonitoredRun) -> RenderableType:
     table = _table("sync", "iteration", "norms", "effective", "clip", "left out", "rolled back",
                    "wait ms", "exposed ms", "MB")  # fmt: skip
     for cells in _sync_cells(run):
@@ -120,7 +120,7 @@ def _syncs(run: Run) -> RenderableType:
     return table
 
 
-def _sync_cells(run: Run) -> Iterator[list[str]]:
+def _sync_cells(run: MonitoredRun) -> Iterator[list[str]]:
     for sync in list(run.syncs.recent)[-LAST_SYNCS:]:
         yield [
             f"{sync.round:,}", f"{sync.iteration:,}",

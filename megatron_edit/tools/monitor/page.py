@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from megatron_edit.tools.monitor.charts import charts_of
 from megatron_edit.tools.monitor.facts import Facts
 from megatron_edit.tools.monitor.findings import findings_of
-from megatron_edit.tools.monitor.run import Run
+from megatron_edit.tools.monitor.run import MonitoredRun
 from megatron_edit.tools.monitor.texts import (
     UNKNOWN,
     duration,
@@ -42,7 +42,7 @@ class Tile(NamedTuple):
     more: str = ""
 
 
-def page_of(run: Run) -> str:
+def page_of(run: MonitoredRun) -> str:
     """The page.
 
     Args:
@@ -75,7 +75,7 @@ def page_of(run: Run) -> str:
     return render(TEMPLATE, values)
 
 
-def subtitle(run: Run) -> str:
+def subtitle(run: MonitoredRun) -> str:
     """Strategy, layout and the newest news, in a sentence."""
     assert run.facts is not None
     parts = [layout(run.facts), rhythm(run.facts)]
@@ -106,7 +106,7 @@ def rhythm(facts: Facts) -> str:
     return f"warm-up {facts.warmup_steps} steps, then a sync every {apart}{delayed}"
 
 
-def whose_speed(run: Run) -> str:
+def whose_speed(run: MonitoredRun) -> str:
     """Which replicas the speed is of, and how that is known."""
     heard, total = run.num_heard, len(run.replicas)
     if heard in (0, total):
@@ -116,7 +116,7 @@ def whose_speed(run: Run) -> str:
     return f"all replicas, estimated from {heard} of {total}"
 
 
-def tiles(run: Run) -> Iterator[Tile]:
+def tiles(run: MonitoredRun) -> Iterator[Tile]:
     """The numbers at the top."""
     facts, syncs = run.facts, run.syncs
     assert facts is not None
@@ -145,7 +145,7 @@ def tiles(run: Run) -> Iterator[Tile]:
         yield Tile("outer state, MB", megabytes(syncs.state_bytes), "of a replica")
 
 
-def loss_of(run: Run) -> float:
+def loss_of(run: MonitoredRun) -> float:
     """The newest mean over the replicas, else of those that said one."""
     if math.isfinite(run.loss):
         return run.loss
@@ -153,7 +153,7 @@ def loss_of(run: Run) -> float:
     return sum(known) / len(known) if known else math.nan
 
 
-def replica_rows(run: Run) -> Iterator[list[str]]:
+def replica_rows(run: MonitoredRun) -> Iterator[list[str]]:
     """A line for each replica."""
     weights = run.syncs.rows.column("replica_weight")
     for replica in run.replicas:
@@ -171,7 +171,7 @@ def replica_rows(run: Run) -> Iterator[list[str]]:
         ]
 
 
-def sync_rows(run: Run) -> Iterator[list[str]]:
+def sync_rows(run: MonitoredRun) -> Iterator[list[str]]:
     """The newest syncs, newest first."""
     for sync in reversed(run.syncs.recent):
         yield [

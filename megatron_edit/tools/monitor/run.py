@@ -23,7 +23,7 @@ SILENT_STEPS = 10  # of the slowest replica's longest steps
 State = Literal["waiting", "running", "silent", "finished"]
 
 
-class Run:
+class MonitoredRun:
     """Everything that the event files of a run say, so far.
 
     Args:
@@ -263,7 +263,7 @@ def check_folder(folder: Path, *, may_come: bool = False) -> None:
         raise UsageError(str(folder), "is not a folder", "give the folder of --edit-log-dir")
 
 
-def open_run(folder: Path) -> Run:
+def open_run(folder: Path) -> MonitoredRun:
     """A folder that holds a run.
 
     Raises:
@@ -275,7 +275,7 @@ def open_run(folder: Path) -> Run:
         raise UsageError(
             str(folder), "holds no run.json", "give the folder of --edit-log-dir of a run"
         )
-    return Run(folder)
+    return MonitoredRun(folder)
 
 
 def _version(found: os.stat_result) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from megatron_edit.tools.monitor.run import Run
+from megatron_edit.tools.monitor.run import MonitoredRun
 from megatron_edit.tools.monitor.series import Array
 from megatron_edit.tools.pages.drawing import COLORS
 
@@ -55,7 +55,7 @@ def band(axes: Axes, x: Array, table: Array) -> None:
     axes.plot(x, np.nanmedian(table, axis=0), color=COLORS[0], label="median replica")
 
 
-def band_note(run: Run, what: str) -> str:
+def band_note(run: MonitoredRun, what: str) -> str:
     """How a band is to be read; empty where there is none."""
     many = len(run.replicas) > MANY_REPLICAS
     return f"The band goes from the lowest {what} to the highest." if many else ""

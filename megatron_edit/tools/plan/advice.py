@@ -13,7 +13,7 @@ from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.plan.job import Job
 from megatron_edit.tools.plan.memory import edit_parts, stock_parts
 from megatron_edit.tools.plan.quantities import show_bytes, show_seconds
-from megatron_edit.tools.plan.timing import Setting, sync_cost
+from megatron_edit.tools.plan.timing import TimingSetting, sync_cost
 
 SLACK = 1.1  # an exchange should be over a little before it must be
 MAX_DEPTH = 8
@@ -38,7 +38,7 @@ class Advice:
 
 
 def advise(
-    job: Job, config: EditConfig, setting: Setting, device_memory: float | None
+    job: Job, config: EditConfig, setting: TimingSetting, device_memory: float | None
 ) -> tuple[Advice, ...]:
     """Everything there is to say of a strategy with rounds.
 
@@ -55,7 +55,7 @@ def advise(
     return (*found, *_ladder(job, config, setting))
 
 
-def least_interval(job: Job, config: EditConfig, setting: Setting) -> int:
+def least_interval(job: Job, config: EditConfig, setting: TimingSetting) -> int:
     """The smallest tau whose syncs take at most `GOAL_SHARE` of the time, at the delay as it is.
 
     A round of it is also at least as long as its exchange: the link would be late for ever.
@@ -85,7 +85,7 @@ def _with_round(config: EditConfig, steps: int, step: float) -> EditConfig:
     return replace(config, sync_interval=steps)
 
 
-def _interval(job: Job, config: EditConfig, setting: Setting) -> Advice:
+def _interval(job: Job, config: EditConfig, setting: TimingSetting) -> Advice:
     least = least_interval(job, config, setting)
     if STRATEGIES[config.strategy].is_timed:
         length = least * setting.step
@@ -97,7 +97,7 @@ def _interval(job: Job, config: EditConfig, setting: Setting) -> Advice:
     return Advice("interval", length, text)
 
 
-def _hiding(job: Job, config: EditConfig, setting: Setting) -> Advice:
+def _hiding(job: Job, config: EditConfig, setting: TimingSetting) -> Advice:
     """What hides the exchange: a coarser wire type, before a delay, as only delays were seen to
     cost loss (docs/results.md); then the shortest delay, of the finest wire type that has it."""
     if sync_cost(job, config, setting).share_of_ideal >= 1 - GOAL_SHARE:
@@ -120,7 +120,7 @@ def _hiding(job: Job, config: EditConfig, setting: Setting) -> Advice:
     return Advice("hiding", flags, f"{flags} brings {share:.1%} of the ideal speed{loss}")
 
 
-def _hidden(job: Job, config: EditConfig, setting: Setting, wire: str) -> EditConfig | None:
+def _hidden(job: Job, config: EditConfig, setting: TimingSetting, wire: str) -> EditConfig | None:
     """With this wire type and no more delay than it takes; None where a round is too short."""
     coarser = replace(config, sync_dtype=wire)
     cost = sync_cost(job, coarser, setting)
@@ -134,7 +134,7 @@ def _hidden(job: Job, config: EditConfig, setting: Setting, wire: str) -> EditCo
     return None
 
 
-def _depth(job: Job, config: EditConfig, setting: Setting) -> Advice:
+def _depth(job: Job, config: EditConfig, setting: TimingSetting) -> Advice:
     """The smallest prefetch that is as good as any."""
     exposed = {
         depth: sync_cost(job, replace(config, prefetch_units=depth), setting).exposed
@@ -146,7 +146,7 @@ def _depth(job: Job, config: EditConfig, setting: Setting) -> Advice:
     return Advice("prefetch", depth, text)
 
 
-def _memory(job: Job, config: EditConfig, setting: Setting, device_memory: float) -> Advice:
+def _memory(job: Job, config: EditConfig, setting: TimingSetting, device_memory: float) -> Advice:
     """Whether it fits, beside what a training needs for activations."""
     room = device_memory * setting.machine.memory_share
 
@@ -168,7 +168,7 @@ def _memory(job: Job, config: EditConfig, setting: Setting, device_memory: float
     return Advice("offload", None, text)
 
 
-def _ladder(job: Job, config: EditConfig, setting: Setting) -> Iterator[Advice]:
+def _ladder(job: Job, config: EditConfig, setting: TimingSetting) -> Iterator[Advice]:
     """Who gives up when: each must be longer than the one before."""
     cost = sync_cost(job, config, setting)
     length = cost.round + cost.exposed

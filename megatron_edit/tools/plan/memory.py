@@ -16,7 +16,7 @@ DEVICE, HOST = "device", "host"
 
 
 @dataclass(frozen=True)
-class Part:
+class MemoryItem:
     """One part of the memory of a rank.
 
     Attributes:
@@ -42,18 +42,18 @@ def landing_of(config: EditConfig) -> LandingRule:
     )
 
 
-def stock_parts(job: Job) -> tuple[Part, ...]:
+def stock_parts(job: Job) -> tuple[MemoryItem, ...]:
     """What Megatron keeps of the parameters. Activations are not counted."""
     storage = job.storage
     elements = _busiest(job) if job.is_sharded else job.on_rank
     return (
-        Part("parameters", DEVICE, job.on_rank * storage.parameter_bytes, is_stock=True),
-        Part("gradients", DEVICE, job.on_rank * storage.gradient_bytes, is_stock=True),
-        Part("optimizer state", DEVICE, elements * storage.num_vectors * FP32, is_stock=True),
+        MemoryItem("parameters", DEVICE, job.on_rank * storage.parameter_bytes, is_stock=True),
+        MemoryItem("gradients", DEVICE, job.on_rank * storage.gradient_bytes, is_stock=True),
+        MemoryItem("optimizer state", DEVICE, elements * storage.num_vectors * FP32, is_stock=True),
     )
 
 
-def edit_parts(job: Job, config: EditConfig, *, overlaps: bool) -> tuple[Part, ...]:
+def edit_parts(job: Job, config: EditConfig, *, overlaps: bool) -> tuple[MemoryItem, ...]:
     """What a strategy adds."""
     if STRATEGIES[config.strategy].endless_warmup:
         return ()
@@ -75,37 +75,37 @@ def persistent_bytes(job: Job, config: EditConfig) -> int:
     return FP32 * (kept * total + residuals)
 
 
-def published_diloco_parts(job: Job) -> tuple[Part, ...]:
+def published_diloco_parts(job: Job) -> tuple[MemoryItem, ...]:
     """DiLoCo as published: every rank keeps anchor and momentum of all that it computes with."""
     return (
-        Part("anchor, whole", DEVICE, FP32 * job.on_rank),
-        Part("outer momentum, whole", DEVICE, FP32 * job.on_rank),
-        Part("average, whole", DEVICE, FP32 * job.on_rank, is_persistent=False),
+        MemoryItem("anchor, whole", DEVICE, FP32 * job.on_rank),
+        MemoryItem("outer momentum, whole", DEVICE, FP32 * job.on_rank),
+        MemoryItem("average, whole", DEVICE, FP32 * job.on_rank, is_persistent=False),
     )
 
 
-def _parts(job: Job, config: EditConfig, *, overlaps: bool) -> Iterator[Part]:
+def _parts(job: Job, config: EditConfig, *, overlaps: bool) -> Iterator[MemoryItem]:
     elements, largest = _busiest(job), max(max(row) for row in job.held)
     home = HOST if config.offload else DEVICE
     landing, wire = landing_of(config), Wire.of(config.sync_dtype)
     size, depth = job.mesh.num_replicas, config.prefetch_units if overlaps else 1
-    yield Part("anchor", home, FP32 * elements)
-    yield Part("outer momentum", home, FP32 * elements)
+    yield MemoryItem("anchor", home, FP32 * elements)
+    yield MemoryItem("outer momentum", home, FP32 * elements)
     if wire.has_residual:
         row = max(job.held, key=sum)
         owned = sum(wire.owner_numel(numel, size) for numel in row)
-        yield Part(f"residuals of {wire.name}", DEVICE, FP32 * (elements + owned))
+        yield MemoryItem(f"residuals of {wire.name}", DEVICE, FP32 * (elements + owned))
     if not landing.is_immediate:
         group = -(-elements // config.fragments)
         vectors = 1 + int(landing.needs_snapshot)
         what = "average and snapshot" if vectors == 2 else "average"
-        yield Part(f"{what} in flight", DEVICE, FP32 * vectors * group, is_persistent=False)
+        yield MemoryItem(f"{what} in flight", DEVICE, FP32 * vectors * group, is_persistent=False)
     units = depth if landing.is_immediate else 1
     staged = max(_staged(row, units, is_offloaded=config.offload) for row in job.held)
-    yield Part("staging", DEVICE, FP32 * staged, is_persistent=False)
+    yield MemoryItem("staging", DEVICE, FP32 * staged, is_persistent=False)
     if wire.codec is not None:
         coded = 2 * wire.payload_bytes(largest, size) + FP32 * -(-largest // size)
-        yield Part("encoded units", DEVICE, coded * units, is_persistent=False)
+        yield MemoryItem("encoded units", DEVICE, coded * units, is_persistent=False)
 
 
 def _staged(row: Sequence[int], depth: int, *, is_offloaded: bool) -> int:

@@ -10,11 +10,16 @@ from megatron_edit.errors import UsageError
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.plan.advice import Advice, advise
 from megatron_edit.tools.plan.job import Job
-from megatron_edit.tools.plan.memory import Part, edit_parts, published_diloco_parts, stock_parts
+from megatron_edit.tools.plan.memory import (
+    MemoryItem,
+    edit_parts,
+    published_diloco_parts,
+    stock_parts,
+)
 from megatron_edit.tools.plan.names import NAMES, PUBLISHED_DILOCO, STOCK
 from megatron_edit.tools.plan.timing import (
     Cost,
-    Setting,
+    TimingSetting,
     forward_seconds,
     stock_cost,
     sync_cost,
@@ -24,7 +29,7 @@ from megatron_edit.tools.plan.traffic import Traffic, gradient_traffic, stock_tr
 
 
 @dataclass(frozen=True)
-class Row:
+class PlanRow:
     """One strategy.
 
     Attributes:
@@ -39,7 +44,7 @@ class Row:
     every: float
     traffic: Traffic
     cost: Cost
-    parts: tuple[Part, ...]
+    parts: tuple[MemoryItem, ...]
 
     def added(self, place: str) -> int:
         """Bytes beside stock Megatron's, on the device or in host memory."""
@@ -59,9 +64,9 @@ class Plan:
     """
 
     job: Job
-    setting: Setting
-    stock: tuple[Part, ...]
-    rows: tuple[Row, ...]
+    setting: TimingSetting
+    stock: tuple[MemoryItem, ...]
+    rows: tuple[PlanRow, ...]
     advice: tuple[Advice, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -85,7 +90,7 @@ class Plan:
 
 
 def make_plan(
-    job: Job, setting: Setting, names: Sequence[str], *, device_memory: float | None = None
+    job: Job, setting: TimingSetting, names: Sequence[str], *, device_memory: float | None = None
 ) -> Plan:
     """Plan some strategies.
 
@@ -113,24 +118,24 @@ def make_plan(
     return Plan(job, setting, stock_parts(job), rows, advice)
 
 
-def _row(job: Job, setting: Setting, name: str) -> Row:
+def _row(job: Job, setting: TimingSetting, name: str) -> PlanRow:
     if name == STOCK:
         by_all_reduce = setting.machine.reduces_by_all_reduce
         traffic, _ = stock_traffic(job, reduces_by_all_reduce=by_all_reduce)
-        return Row(name, 1, traffic, stock_cost(job, setting), ())
+        return PlanRow(name, 1, traffic, stock_cost(job, setting), ())
     if name == PUBLISHED_DILOCO:
         return _published_diloco(job, setting)
     config = job.config(name)
     if STRATEGIES[name].endless_warmup:
-        return Row(name, 1, gradient_traffic(job), synchronous_cost(job, setting), ())
+        return PlanRow(name, 1, gradient_traffic(job), synchronous_cost(job, setting), ())
     cost = sync_cost(job, config, setting)
     every = cost.round / setting.step
     overlaps = setting.overlaps and job.overlaps_gather and config.sync_mode != "blocking"
     parts = edit_parts(job, config, overlaps=overlaps)
-    return Row(name, every, sync_traffic(job, config, every), cost, parts)
+    return PlanRow(name, every, sync_traffic(job, config, every), cost, parts)
 
 
-def _published_diloco(job: Job, setting: Setting) -> Row:
+def _published_diloco(job: Job, setting: TimingSetting) -> PlanRow:
     """DiLoCo as its paper has it: one blocking exchange, outer state not sharded."""
     config = job.config("diloco")
     config = replace(config, sync_dtype="fp32", fragments=1, delay_steps=0, mix=0.0, offload=False)
@@ -140,10 +145,10 @@ def _published_diloco(job: Job, setting: Setting) -> Row:
     work = cost.work + setting.machine.per_element * (job.on_rank - max(map(sum, job.held)))
     cost = replace(cost, work=work, exposed=cost.exposed + work - cost.work)
     traffic = sync_traffic(job, config, every)
-    return Row(PUBLISHED_DILOCO, every, traffic, cost, published_diloco_parts(job))
+    return PlanRow(PUBLISHED_DILOCO, every, traffic, cost, published_diloco_parts(job))
 
 
-def _row_as_json(row: Row) -> dict[str, Any]:
+def _row_as_json(row: PlanRow) -> dict[str, Any]:
     return {
         "steps_between_exchanges": row.every,
         "bytes_per_exchange": {

@@ -19,7 +19,7 @@ USUAL_BUCKET_PER_RANK = 1_000_000
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParamRange:
     """Where a parameter lies.
 
     Attributes:
@@ -45,7 +45,7 @@ class Bucket:
 
     start: int
     stop: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ParamRange, ...]
 
 
 def bucket_size(
@@ -87,7 +87,7 @@ def lay_out(
     """
     divisor = lcm(num_shards, BUCKET_ALIGNMENT)
     buckets: list[Bucket] = []
-    pieces: list[Piece] = []
+    pieces: list[ParamRange] = []
     place = start = 0
 
     def close() -> None:
@@ -104,7 +104,7 @@ def lay_out(
             close()
         first = _aligned(place, PARAMETER_ALIGNMENT)
         place = first + parameter.on_rank(tensor_parallel)
-        pieces.append(Piece(parameter.unit, first, place))
+        pieces.append(ParamRange(parameter.unit, first, place))
         is_full = size is not None and place - start >= size
         if is_full or is_alone or number == 0:
             close()

@@ -31,7 +31,7 @@ ROUNDS = 3  # are followed; what they find repeats itself, unless the link falls
 
 
 @dataclass(frozen=True)
-class Setting:
+class TimingSetting:
     """What the clock needs to know.
 
     Attributes:
@@ -168,7 +168,9 @@ def exposed_of_round(
     return max(sum(exposed[-len(groups) :]), carried - length)
 
 
-def sync_cost(job: Job, config: EditConfig, setting: Setting, *, blocks: bool = False) -> Cost:
+def sync_cost(
+    job: Job, config: EditConfig, setting: TimingSetting, *, blocks: bool = False
+) -> Cost:
     """Of a round of a strategy with outer steps.
 
     Args:
@@ -214,7 +216,7 @@ def round_of(config: EditConfig, step: float) -> float:
     return config.sync_seconds if is_timed else config.sync_interval * step
 
 
-def synchronous_cost(job: Job, setting: Setting) -> Cost:
+def synchronous_cost(job: Job, setting: TimingSetting) -> Cost:
     """Of a step of `ddp`, and of the warm-up: gradients are averaged after the backward pass."""
     traffic = gradient_traffic(job)
     num_units = len(job.unit_names)
@@ -224,7 +226,7 @@ def synchronous_cost(job: Job, setting: Setting) -> Cost:
     return Cost(wire, 0.0, wire, setting.step, wire)
 
 
-def stock_cost(job: Job, setting: Setting) -> Cost:
+def stock_cost(job: Job, setting: TimingSetting) -> Cost:
     """Of a step of stock Megatron over all ranks, with what its overlaps can hide at most.
 
     Gradients hide behind the backward pass of the last micro-batch, parameters behind the forward
@@ -244,13 +246,13 @@ def stock_cost(job: Job, setting: Setting) -> Cost:
     return Cost(reduce + gather, work, max(exposed, work), setting.step, longest)
 
 
-def forward_seconds(job: Job, setting: Setting) -> float:
+def forward_seconds(job: Job, setting: TimingSetting) -> float:
     """Of the forward pass that a sync can hide behind: that of the first micro-batch."""
     return setting.step / job.num_micro_batches * setting.forward_share
 
 
 def _exchanges(
-    job: Job, config: EditConfig, setting: Setting, *, hides: bool
+    job: Job, config: EditConfig, setting: TimingSetting, *, hides: bool
 ) -> list[UnitExchange]:
     machine, link, size = setting.machine, setting.link, job.mesh.num_replicas
     numels = job.architecture.unit_numels()

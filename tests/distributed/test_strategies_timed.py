@@ -13,7 +13,7 @@ from tests.harness import run_ranks
 from tests.reference.outer_rules import settings_for
 from tests.reference.strategies import Simulation
 
-SCENARIO = "tests.distributed.strategy_scenarios:run_paced"
+SCENARIO = "tests.distributed.strategy_scenarios:run_timed"
 TARGET = 60
 NAMES = list(SIZES)
 # Seconds of a step of each replica.
@@ -58,9 +58,10 @@ def replay(
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", CASES)
-def test_own_pace_equals_the_oracle(name: str, ranks: int) -> None:
-    """Catches: steps of another round in the weights, a detector that hears of nobody, a group out
-    of turn, a sync that is not of the pseudo-gradient at the meeting, samples lost at the end."""
+def test_own_speeds_equal_the_oracle(name: str, ranks: int) -> None:
+    """Catches: steps of another round in the weights, a detector that hears of nobody, a
+    fragment out of turn, a sync that is not of the pseudo-gradient at the meeting, samples lost
+    at the end."""
     speeds, more = CASES[name]
     step_seconds = SPEEDS[speeds]
     config: Settings = {
