@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_edit.constants import SYNC_BACKENDS, SYNC_DTYPES
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import (
     AUTO,
@@ -25,12 +26,8 @@ from megatron_edit.flags import (
 )
 from megatron_edit.method.strategy import STRATEGIES
 
-SYNC_BACKENDS = ("nccl", "gloo")
-SYNC_DTYPES = ("fp32", "bf16", "int8", "int4")
 # The largest share of the time that syncs should take: what all advice about settings aims at.
 GOAL_SHARE = 0.02
-# Seconds: nobody is given up sooner, unless the user says so (`--edit-timeout-seconds auto`).
-LEAST_TIMEOUT_SECONDS = 600.0
 _WITHOUT_DEFAULT = ("num_replicas", "replica_id")
 # Settings that strategies with the clock do not look at, those of syncs, and of the penalty.
 _ONLY_COUNTED = ("sync_interval", "interval", "qsr_a")

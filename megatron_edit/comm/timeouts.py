@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from megatron_edit.comm.collectives import Group
-from megatron_edit.config import LEAST_TIMEOUT_SECONDS
+from megatron_edit.constants import LEAST_TIMEOUT_SECONDS
 
 ROUNDS = 4
 

@@ -50,7 +50,10 @@ class Attachment:
         Raises:
             UsageError: the host or the launch cannot be used.
         """
-        placement = place(self._config, os.environ) if self._config.use_edit else None
+        config = self._config
+        placement = None
+        if config.use_edit:
+            placement = place(config.num_replicas, config.replica_id, os.environ)
         with warnings.catch_warnings():
             if self._device.type == "cpu":
                 # Megatron warns at import of every GPU package that is missing: here they are.
@@ -132,7 +135,11 @@ class Attachment:
         from megatron_edit.host.training import TrainingLoop
 
         log_dir = prepare_log_dir(self._config.log_dir)
-        self._world = join(self._config, placement)
+        self._world = join(
+            placement,
+            rendezvous=self._config.rendezvous,
+            timeout_seconds=self._config.timeout_seconds,
+        )
         self._world.enter_environment(os.environ)
         if placement.replica > 0:
             file = log_dir / f"replica-{placement.replica}.log" if log_dir else None

@@ -21,13 +21,12 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 80
 # From the bottom to the top: what stands on a line may import what stands on lines above it in this
 # list (so: below it in the house), and its own package.
 LAYERS = (
-    ("errors.py", "whole_files.py"),
+    ("constants.py", "errors.py", "whole_files.py"),
     ("versions.py", "method"),
     ("flags.py",),
-    ("config.py",),
-    ("command_line.py", "comm", "checkpoint"),
-    ("engine",),
-    ("observe",),
+    ("comm", "checkpoint"),
+    ("engine", "config.py"),  # neither knows the other: host/settings.py stands between
+    ("command_line.py", "observe"),
     ("host",),
     ("tools",),
     ("launcher.py",),  # starts a training or a command
@@ -38,6 +37,9 @@ FACE = "megatron_edit.engine"
 # Marks of the engine: files with definitions, longest chain of imports, imports between its files.
 MAX_ENGINE = {"files": 18, "floors": 7, "arrows": 60}
 MAX_ANY_IN_HOST = 120
+# All that the engine may load of the package, with what that loads in turn. `flags` is there to
+# spell a flag's name in what comm/ complains of: the engine itself does without.
+BELOW_ENGINE = {"constants", "errors", "flags", "method", "comm", "engine"}
 # Of what the engine shows, host/ may reach one step further into these alone.
 SHOWN = {"clock", "settings"}
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
@@ -305,6 +307,63 @@ def test_no_cycle() -> None:
                     if here != there:
                         folders.setdefault(here, set()).add(there)
     _floors(folders)
+
+
+def reached_from(start: str, edges: dict[str, set[str]]) -> set[str]:
+    """The modules that a file or a package imports, and what these import, and so on."""
+    reached: set[str] = set()
+    ahead = [name for name in edges if is_in(name, start)]
+    while ahead:
+        name = ahead.pop()
+        if name not in reached:
+            reached.add(name)
+            ahead += edges[name]
+    return reached
+
+
+def beyond_the_engine(sources: list[Source]) -> list[str]:
+    """What the engine reaches through others: settings, the command line, the disk format."""
+    reached = reached_from(FACE, _edges(sources))
+    complaints = [
+        f"the engine reaches {name}"
+        for name in sorted(reached)
+        if name.split(".")[1] not in BELOW_ENGINE
+    ]
+    for source in sources:
+        if "megatron_edit." + source.name.removesuffix(".py").replace("/", ".") in reached:
+            complaints += [
+                source.at(node, "argparse, and the engine reaches it")
+                for node, module in imports_of(source)
+                if is_in(module, "argparse")
+            ]
+    return complaints
+
+
+def test_the_engine_reaches_no_settings() -> None:
+    """Would catch: a constant of `config` that comm/ imports, and with it argparse."""
+    assert beyond_the_engine(SOURCES) == []
+
+
+def test_the_rule_for_reach_sees() -> None:
+    """The rule itself, on files that are not there: through two others, also inside a function."""
+    chain = [
+        source_of("from megatron_edit.comm.near import x\ny = x", "engine/made_up.py"),
+        source_of("def x():\n    from megatron_edit.comm import far", "comm/near.py"),
+        source_of("import argparse\nfrom megatron_edit.config import y\nx = y", "comm/far.py"),
+        source_of("y = 1", "config.py"),
+    ]
+    assert len(beyond_the_engine(chain)) == 2
+    assert beyond_the_engine(chain[:2]) == []
+
+
+def test_importing_the_engine_loads_no_settings() -> None:
+    """The same, as the interpreter sees it."""
+    code = (
+        "import sys, megatron_edit.engine;"
+        "own = {m.split('.')[1] for m in sys.modules if m.startswith('megatron_edit.')};"
+        f"assert own <= {BELOW_ENGINE!r}, own"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 
 def test_marks_of_the_engine() -> None:

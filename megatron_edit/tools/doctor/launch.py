@@ -73,12 +73,12 @@ class Launch:
         if world == "1" and config.replica_id is None:
             return cls(config, None)
         try:
-            return cls(config, place(config, env))
+            return cls(config, place(config.num_replicas, config.replica_id, env))
         except UsageError:
             if config.num_replicas is not None:
                 raise
         config = config_from_argv([*words, "--edit-num-replicas", world])
-        return cls(config, place(config, env))
+        return cls(config, place(config.num_replicas, config.replica_id, env))
 
     @property
     def is_first(self) -> bool:
@@ -111,7 +111,8 @@ def examine(launch: Launch, *, folder: Path | None, parameters: int, step_second
             _look(folder, alone, report)
         return report
     transport = _transport(launch.config)
-    world = join(launch.config, placement)
+    config = launch.config
+    world = join(placement, rendezvous=config.rendezvous, timeout_seconds=config.timeout_seconds)
     try:
         everybody = _introduce(world, report)
         if everybody is not None and placement.num_replicas > 1:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron_edit.comm.timeouts import ROUNDS
-from megatron_edit.config import GOAL_SHARE, LEAST_TIMEOUT_SECONDS, SYNC_DTYPES, EditConfig
+from megatron_edit.config import GOAL_SHARE, EditConfig
+from megatron_edit.constants import LEAST_TIMEOUT_SECONDS, SYNC_DTYPES
 from megatron_edit.flags import flag
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.plan.job import Job
