@@ -16,10 +16,10 @@ from typing import Any
 
 from megatron_edit.checkpoint.files import REMEDY, FileRecord
 from megatron_edit.checkpoint.folder import manifest_of
+from megatron_edit.constants import CHECKPOINT_FORMS, FP32
 from megatron_edit.errors import UsageError
 
 FORMAT, VERSION = "megatron_edit checkpoint", 2  # 2: syncs that land late, wire types
-ALL, LEADER = "all", "leader"  # forms: inner state of every replica, or of replica 0 alone
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Manifest:
     round_seconds: float = 0.0
     is_level: bool = True
     unit_steps: tuple[tuple[int, ...], ...] = ()
-    wire: str = "fp32"
+    wire: str = FP32
     files: Mapping[str, FileRecord] = field(default_factory=dict)
     written_by: Mapping[str, str] = field(default_factory=dict)
 
@@ -230,7 +230,7 @@ def _manifest(body: dict[str, Any]) -> Manifest:
             "files": {name: FileRecord(**record) for name, record in body["files"].items()},
         }
     )
-    if manifest.form not in (ALL, LEADER) or len(replicas) != manifest.num_replicas:
+    if manifest.form not in CHECKPOINT_FORMS or len(replicas) != manifest.num_replicas:
         raise ValueError(
             f"form {manifest.form}, {len(replicas)} of {manifest.num_replicas} replicas"
         )

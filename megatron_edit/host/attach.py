@@ -16,6 +16,7 @@ from megatron_edit.comm.placement import Placement, place
 from megatron_edit.comm.worlds import ReplicaWorld, join
 from megatron_edit.config import EditConfig, add_arguments
 from megatron_edit.errors import EditError, UsageError
+from megatron_edit.flags import USE_EDIT
 from megatron_edit.host.agreement import agree_on_settings
 from megatron_edit.host.cpu import cpu_argument_defaults, enable_cpu_backend
 from megatron_edit.host.cpu.checkpoints import serve_checkpoints
@@ -125,7 +126,7 @@ class Attachment:
         """
         if self._loop is not None and self._loop.engine is None:
             raise UsageError(
-                "--use-edit",
+                USE_EDIT,
                 "the script did not train through megatron.training.pretrain",
                 "use a script like pretrain_gpt.py, or drop --use-edit",
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -557,6 +558,102 @@ def test_the_rule_for_collectives_accepts_our_groups() -> None:
         "    for _, tie in groups.ties.items():\n        tie.broadcast(t)\n"
     )
     assert foreign_collectives(source_of(code)) == []
+
+
+# ---- what is written once
+
+FLAG_BEGINNINGS = {"--use-edit", "--edit-", "--use_edit", "--edit_"}
+
+
+def values_of(tree: ast.Module) -> Iterator[tuple[ast.stmt, str, object]]:
+    """Names that a file gives a number, a text or a list of these, at its top."""
+    for node in tree.body:
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        pairs: list[tuple[ast.expr, ast.expr]] = []
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            pairs.append((target, node.value))
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs += zip(target.elts, node.value.elts, strict=True)
+        for target, value in pairs:
+            if isinstance(target, ast.Name):
+                try:
+                    yield node, target.id, ast.literal_eval(value)
+                except ValueError:
+                    continue  # computed, or other names
+
+
+def _are_similar(one: str, other: str, value: object) -> bool:
+    """Whether two names may well stand for one thing: numbers are alike by chance more often."""
+    if isinstance(value, int | float):
+        return one.strip("_") == other.strip("_")
+    words = [set(name.strip("_").split("_")) for name in (one, other)]
+    return words[0] <= words[1] or words[1] <= words[0]
+
+
+def constants_again(sources: list[Source]) -> list[str]:
+    """Constants of one value and of one name, or nearly, in two files."""
+    found = [(source, *entry) for source in sources for entry in values_of(source.tree)]
+    return [
+        later.at(node, f"{name} is {other} of {earlier.name}")
+        for (earlier, _, other, value), (later, node, name, same) in itertools.combinations(
+            found, 2
+        )
+        if later is not earlier
+        and type(same) is type(value)
+        and same == value
+        and _are_similar(other, name, value)
+    ]
+
+
+def lists_again(sources: list[Source]) -> list[str]:
+    """The same texts, two or more, listed in two files."""
+    complaints, seen = [], dict[frozenset[str], Source]()
+    for source in sources:
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Tuple | ast.List | ast.Set):
+                texts = [e.value for e in node.elts if isinstance(e, ast.Constant)]
+                words = frozenset(text for text in texts if isinstance(text, str))
+                if len(words) < 2 or len(words) < len(node.elts):
+                    continue
+                if (first := seen.setdefault(words, source)) is not source:
+                    complaints.append(source.at(node, f"{sorted(words)}, as in {first.name}"))
+    return complaints
+
+
+def beginnings_again(sources: list[Source]) -> list[str]:
+    """How flags of ours begin, outside of the file that says so."""
+    return [
+        source.at(node, f"{node.value!r}; flags.py has it")
+        for source in sources
+        if source.name != "flags.py"
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Constant) and node.value in FLAG_BEGINNINGS
+    ]
+
+
+@pytest.mark.parametrize("rule", [constants_again, lists_again, beginnings_again])
+def test_what_is_decided_is_written_once(rule: object) -> None:
+    """Would catch: a wait, a list of choices or a flag's beginning that two files write down."""
+    assert callable(rule)
+    assert rule(SOURCES) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "one", "other"),
+    [
+        (constants_again, "GRACE_SECONDS = 5.0", "_GRACE_SECONDS: float = 5.0"),
+        (constants_again, "A, FINAL = 1, 'final'", "FINAL = 'final'"),
+        (constants_again, "OPTIMIZERS = ('adam',)", "SUPPORTED_OPTIMIZERS = ('adam',)"),
+        (lists_again, "X = ('a', 'b')", "def f(x):\n    return x in {'b', 'a'}"),
+        (beginnings_again, "", "def f(x):\n    return f'--edit-{x}'"),
+    ],
+)
+def test_the_rules_for_once_see(rule: object, one: str, other: str) -> None:
+    """The rules themselves, on files that are not there."""
+    assert callable(rule)
+    first, second = source_of(one, "comm/one.py"), source_of(other, "tools/other.py")
+    assert rule([first, second]) and not rule([first])
 
 
 # ---- shape and habits

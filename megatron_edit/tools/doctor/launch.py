@@ -19,6 +19,7 @@ from megatron_edit.comm.transport import Transport, stand_alone_group
 from megatron_edit.comm.worlds import ReplicaWorld, join
 from megatron_edit.command_line import config_from_argv
 from megatron_edit.config import EditConfig
+from megatron_edit.constants import CPU, CUDA
 from megatron_edit.errors import ReplicaLostError, UsageError
 from megatron_edit.tools.doctor.advice import link_findings, sync_findings
 from megatron_edit.tools.doctor.finding import Finding, Level
@@ -183,10 +184,10 @@ def _look(folder: Path, everybody: Group, report: Report) -> None:
 
 def _transport(config: EditConfig) -> Transport:
     """What a training's sync would run over."""
-    if config.device == "cuda" and not torch.cuda.is_available():
+    if config.device == CUDA and not torch.cuda.is_available():
         remedy = "use --edit-device auto or cpu"
         raise UsageError("--edit-device cuda", "no CUDA device was found", remedy, is_local=True)
-    if config.device == "cpu" or not torch.cuda.is_available():
+    if config.device == CPU or not torch.cuda.is_available():
         return Transport("gloo", torch.device("cpu"))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
