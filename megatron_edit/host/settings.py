@@ -53,7 +53,7 @@ def schedule_of(config: EditConfig) -> Schedule:
     is_endless = STRATEGIES[config.strategy].endless_warmup
     warmup = None if is_endless else config.warmup_steps
     if config.qsr_a is not None:
-        return QuadraticSchedule(warmup, config.sync_interval, growth=config.qsr_a)
+        return QuadraticSchedule(warmup, config.sync_interval, config.fragments, config.qsr_a)
     return StepSchedule(warmup, config.sync_interval, config.fragments)
 
 

@@ -656,6 +656,81 @@ def test_the_rules_for_once_see(rule: object, one: str, other: str) -> None:
     assert rule([first, second]) and not rule([first])
 
 
+def fields_of(tree: ast.Module) -> Iterator[tuple[str, ast.AnnAssign, str]]:
+    """Fields of all classes of a file: class, statement, name."""
+    for owner in ast.walk(tree):
+        if isinstance(owner, ast.ClassDef):
+            for node in owner.body:
+                if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                    yield owner.name, node, node.target.id
+
+
+def parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
+    """The parameters of a function that have a default."""
+    given = function.args
+    places = [*given.posonlyargs, *given.args]
+    yield from (arg.arg for arg in places[len(places) - len(given.defaults) :])
+    pairs = zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    yield from (arg.arg for arg, default in pairs if default is not None)
+
+
+def defaults_of_settings(sources: list[Source]) -> list[str]:
+    """A default, below or beside `config.py`, of what has one there already."""
+    config = next(source for source in sources if source.name == "config.py")
+    settings = {name for owner, _, name in fields_of(config.tree) if owner == "EditConfig"}
+    complaints = []
+    for source in sources:
+        if source.part not in ("method", "comm", "engine", "checkpoint"):
+            continue
+        for owner, node, name in fields_of(source.tree):
+            if node.value is not None and name in settings:
+                complaints.append(source.at(node, f"{owner}.{name} has a default"))
+        for function in ast.walk(source.tree):
+            if isinstance(function, FUNCTIONS):
+                again = settings & set(parameters_of(function))
+                complaints += [
+                    source.at(function, f"{function.name}({name}=...)") for name in again
+                ]
+    return complaints
+
+
+def defaults_of_what_is_made(sources: list[Source]) -> list[str]:
+    """Defaults, under whatever name, in the classes that host/settings.py makes of the settings."""
+    maker = next(source for source in sources if source.name == "host/settings.py")
+    made = {_called(node) for node in ast.walk(maker.tree) if isinstance(node, ast.Call)}
+    return [
+        source.at(node, f"{owner}.{name} has a default; settings give it a value")
+        for source in sources
+        for owner, node, name in fields_of(source.tree)
+        if owner in made and node.value is not None
+    ]
+
+
+@pytest.mark.parametrize("rule", [defaults_of_settings, defaults_of_what_is_made])
+def test_a_default_of_a_setting_is_there_once(rule: object) -> None:
+    """Would catch: `EngineSettings.prefetch_units = 2`, when the default of the flag changes."""
+    assert callable(rule)
+    assert rule(SOURCES) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "code"),
+    [
+        (defaults_of_settings, "class Made:\n    clip: float = 10.0"),
+        (defaults_of_settings, "def f(a, *, clip=10.0): ..."),
+        (defaults_of_settings, "def f(a, clip=10.0): ..."),
+        (defaults_of_what_is_made, "class Made:\n    max_norm: float = 10.0"),
+    ],
+)
+def test_the_rules_for_defaults_see(rule: object, code: str) -> None:
+    """The rules themselves, on files that are not there."""
+    assert callable(rule)
+    config = source_of("class EditConfig:\n    clip: float = _setting(10.0, '')", "config.py")
+    settings = source_of("def made_of(config):\n    return Made(config.clip)", "host/settings.py")
+    assert rule([config, settings, source_of(code)])
+    assert not rule([config, settings])
+
+
 # ---- shape and habits
 
 
