@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-_OURS = ("--use-edit", "--edit-", "--use_edit", "--edit_")
+from megatron_edit.flags import BEGINNINGS_TO_REFUSE
 
 
 def activate(module: str, file: str) -> None:
@@ -34,4 +34,4 @@ def activate(module: str, file: str) -> None:
 
 def is_asked_for(words: Sequence[str]) -> bool:
     """Whether a command line holds a flag of ours; stock Megatron would refuse any of them."""
-    return any(word.startswith(_OURS) for word in words)
+    return any(word.startswith(BEGINNINGS_TO_REFUSE) for word in words)

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from megatron_edit.config import EditConfig, add_arguments
 from megatron_edit.errors import UsageError
-from megatron_edit.flags import attribute, flag, preset_of, shown
+from megatron_edit.flags import BEGINNINGS_TO_REFUSE, attribute, flag, preset_of, shown
 
 _OTHERS = (
     "Megatron's own flags: python SCRIPT --help, without the plugin (where that fails, as with "
@@ -89,7 +89,7 @@ def training_script(name: str) -> Path:
 
 
 def _refuse_unknown(word: str) -> None:
-    if not word.startswith(("--edit-", "--use-edit", "--edit_", "--use_edit")):
+    if not word.startswith(BEGINNINGS_TO_REFUSE):
         return
     names = [flag(spec.name) for spec in dataclasses.fields(EditConfig)]
     close = difflib.get_close_matches(word, names, n=1)

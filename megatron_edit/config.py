@@ -13,6 +13,21 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_edit.constants import (
+    ALL,
+    DEVICES,
+    FEW_REPLICAS,
+    FIXED,
+    FP32,
+    INNER_STATES,
+    INTERVALS,
+    LEAST_TIMEOUT_SECONDS,
+    QSR,
+    SYNC_BACKENDS,
+    SYNC_DTYPES,
+    SYNC_MODES,
+    TIMEOUT_ROUNDS,
+)
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import (
     AUTO,
@@ -25,16 +40,12 @@ from megatron_edit.flags import (
 )
 from megatron_edit.method.strategy import STRATEGIES
 
-SYNC_BACKENDS = ("nccl", "gloo")
-SYNC_DTYPES = ("fp32", "bf16", "int8", "int4")
 # The largest share of the time that syncs should take: what all advice about settings aims at.
 GOAL_SHARE = 0.02
-# Seconds: nobody is given up sooner, unless the user says so (`--edit-timeout-seconds auto`).
-LEAST_TIMEOUT_SECONDS = 600.0
 _WITHOUT_DEFAULT = ("num_replicas", "replica_id")
 # Settings that strategies with the clock do not look at, those of syncs, and of the penalty.
 _ONLY_COUNTED = ("sync_interval", "interval", "qsr_a")
-_ONLY_LANDING = ("fragments", "delay_steps", "mix")
+ONLY_LANDING = ("fragments", "delay_steps", "mix")
 _ONLY_PENALTY = (
     "anomaly_threshold", "anomaly_alpha", "anomaly_warmup_syncs", "anomaly_patience", "clip",
     "weight_temperature",
@@ -141,7 +152,7 @@ class EditConfig:
         AUTO,
         "where the exchange happens; overlap: in the forward pass",
         kind=str,
-        only=(AUTO, "overlap", "blocking"),
+        only=(AUTO, *SYNC_MODES),
     )
     prefetch_units: int = _setting(2, "units staged ahead (gloo sends one at a time)", kind=int)
     fragments: int = _preset(1, "F, groups of units synced at staggered steps; >= 1", kind=int)
@@ -156,7 +167,7 @@ class EditConfig:
     )
     offload: bool = _setting(False, "keep anchor and momentum in (pinned) host memory")
     sync_dtype: str = _setting(
-        "fp32", "type of the exchanged updates on the wire", kind=str, only=SYNC_DTYPES
+        FP32, "type of the exchanged updates on the wire", kind=str, only=SYNC_DTYPES
     )
     sync_backend: str = _setting(
         AUTO,
@@ -168,26 +179,27 @@ class EditConfig:
     digest_interval: int = _setting(10, "syncs of a unit between two drift checks; >= 1", kind=int)
     log_dir: str | None = _setting(None, "folder of the event files", kind=str)
     log_units_to_tensorboard: bool = _setting(
-        False, "also scalars of each unit, and of each replica where there are more than 8"
+        False,
+        f"also scalars of each unit, and of each replica where there are more than {FEW_REPLICAS}",
     )
     inner_state: str = _setting(
-        "all",
+        ALL,
         "whose inner optimizer state a checkpoint holds; all: every replica's (resume is exact), "
         "leader: replica 0's (saves wait for a sync), reset: like leader (moments start anew)",
         kind=str,
-        only=("all", "leader", "reset"),
+        only=INNER_STATES,
     )
     timeout_seconds: float | None = _setting(
         None,
         "longest wait for a replica without progress, seconds; > 0, or auto = "
-        "max(600, 4 x the last round)",
+        f"max({LEAST_TIMEOUT_SECONDS:g}, {TIMEOUT_ROUNDS} x the last round)",
         kind=number_or_auto,
     )
     interval: str = _setting(
-        "fixed",
+        FIXED,
         "schedule of the sync interval; qsr = max(tau, (a / lr)^2)",
         kind=str,
-        only=("fixed", "qsr"),
+        only=INTERVALS,
     )
     qsr_a: float | None = _setting(
         None, "a of the qsr schedule, in units of the learning rate; > 0", kind=number_or_none
@@ -200,7 +212,7 @@ class EditConfig:
         AUTO,
         "where to train; auto takes CUDA, and the CPU only where the machine has no GPU",
         kind=str,
-        only=(AUTO, "cpu", "cuda"),
+        only=(AUTO, *DEVICES),
     )
 
     def __post_init__(self) -> None:
@@ -320,7 +332,7 @@ def check_strategy(config: EditConfig) -> None:
         for name in _ONLY_PENALTY:
             _refuse_unless_default(config, name, "edit")
     if strategy.endless_warmup:
-        for name in _ONLY_LANDING:
+        for name in ONLY_LANDING:
             _refuse_unless_default(config, name, "edit")
 
 
@@ -351,13 +363,13 @@ def check_landing(config: EditConfig) -> None:
                 )
     is_whole = config.fragments == 1 and config.delay_steps == 0 and config.mix == 0.0
     is_whole = is_whole and not strategy.lands_at_next_meeting
-    if config.inner_state != "all" and not is_whole:
+    if config.inner_state != ALL and not is_whole:
         raise UsageError(
             f"{flag('inner_state')} {config.inner_state}",
             "with fragments, a delay or a mix there is no step at which replicas are equal",
-            f"use {flag('inner_state')} all",
+            f"use {flag('inner_state')} {ALL}",
         )
-    if strategy.endless_warmup and config.sync_dtype != "fp32":
+    if strategy.endless_warmup and config.sync_dtype != FP32:
         raise UsageError(
             f"{flag('sync_dtype')} {config.sync_dtype}",
             f"has no effect with {flag('strategy')} {config.strategy}: gradients cross, no syncs",
@@ -367,13 +379,13 @@ def check_landing(config: EditConfig) -> None:
 
 def check_interval(config: EditConfig) -> None:
     """The schedule of the interval has what it needs."""
-    if (config.interval == "qsr") != (config.qsr_a is not None):
+    if (config.interval == QSR) != (config.qsr_a is not None):
         raise UsageError(
             f"{flag('interval')} {config.interval}, {flag('qsr_a')} {config.qsr_a}",
             "the qsr schedule needs its a, and no other schedule has one",
             f"give both {flag('interval')} qsr and {flag('qsr_a')}, or none of them",
         )
-    if config.interval == "qsr" and config.fragments > 1:
+    if config.interval == QSR and config.fragments > 1:
         raise UsageError(
             f"{flag('fragments')} {config.fragments}",
             f"{flag('interval')} qsr has rounds of changing length, and no places between",

@@ -9,11 +9,15 @@ from megatron_edit.errors import UsageError
 from megatron_edit.method.strategy import STRATEGIES
 
 AUTO, NONE = "auto", "none"
+USE_EDIT, PREFIX = "--use-edit", "--edit-"
+BEGINNINGS = (USE_EDIT, PREFIX)  # of our flags
+# With those of a flag that is written with underscores, which there is not.
+BEGINNINGS_TO_REFUSE = (*BEGINNINGS, *("--" + b[2:].replace("-", "_") for b in BEGINNINGS))
 
 
 def flag(name: str) -> str:
     """The command-line flag of a field of `EditConfig`."""
-    return "--use-edit" if name == "use_edit" else "--edit-" + name.replace("_", "-")
+    return USE_EDIT if name == "use_edit" else PREFIX + name.replace("_", "-")
 
 
 def attribute(name: str) -> str:

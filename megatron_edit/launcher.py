@@ -17,10 +17,11 @@ from pathlib import Path
 
 from megatron_edit.command_line import asks_for_help, config_from_argv, help_text, training_script
 from megatron_edit.config import EditConfig
+from megatron_edit.constants import GRACE_SECONDS
 from megatron_edit.errors import EditError, UsageError
+from megatron_edit.flags import AUTO
 
 USAGE = "torchrun [...] -m megatron_edit SCRIPT [Megatron's arguments] --use-edit [--edit-...]"
-GRACE_SECONDS = 5.0
 _IS_LAUNCHED: ContextVar[bool] = ContextVar("is_launched", default=False)
 
 
@@ -81,7 +82,7 @@ def _run(script: Path, arguments: list[str], config: EditConfig) -> None:
     from megatron_edit.observe.console import say
 
     device = choose_device(config)
-    if os.environ.get("RANK", "0") == "0" and config.device == "auto":
+    if os.environ.get("RANK", "0") == "0" and config.device == AUTO:
         say(f"device {device.type} (auto)")
     with Attachment(config, device) as attachment:
         try:

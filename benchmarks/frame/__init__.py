@@ -8,7 +8,7 @@
 | page | spreads of repeats, Markdown tables, pictures |
 
 Studies measure in turns, so that all runs of a turn meet the same machine. `convergence` does not:
-its losses are the same on a slow machine, and its questions share runs, which it knows by their hash.
+its losses are the same on a slow machine, and its questions share runs, known by their hash.
 
 A benchmark is a script beside this package and a package of its parts; parts import this frame and
 never each other.

@@ -16,11 +16,11 @@ from typing import Any
 
 from megatron_edit.checkpoint.files import REMEDY, FileRecord
 from megatron_edit.checkpoint.folder import manifest_of
+from megatron_edit.constants import CHECKPOINT_FORMS, FP32
 from megatron_edit.errors import UsageError
 
 FORMAT, VERSION = "megatron_edit checkpoint", 2  # 2: syncs that land late, wire types
 KEYS = {"replicas_identical": "is_level"}  # fields that have another name in the file
-ALL, LEADER = "all", "leader"  # forms: inner state of every replica, or of replica 0 alone
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Manifest:
     round_seconds: float = 0.0
     replicas_identical: bool = True
     unit_steps: tuple[tuple[int, ...], ...] = ()
-    wire: str = "fp32"
+    wire: str = FP32
     files: Mapping[str, FileRecord] = field(default_factory=dict)
     written_by: Mapping[str, str] = field(default_factory=dict)
 
@@ -238,7 +238,7 @@ def _manifest(body: dict[str, Any]) -> Manifest:
             "files": {name: FileRecord(**record) for name, record in body["files"].items()},
         }
     )
-    if manifest.form not in (ALL, LEADER) or len(replicas) != manifest.num_replicas:
+    if manifest.form not in CHECKPOINT_FORMS or len(replicas) != manifest.num_replicas:
         raise ValueError(
             f"form {manifest.form}, {len(replicas)} of {manifest.num_replicas} replicas"
         )

@@ -90,7 +90,7 @@ def dealing_of(manifest: Manifest) -> Dealing | None:
     )
 
 
-def plan_resume(manifest: Manifest, run: ResumingRun, warmup_steps: int = 0) -> ResumePlan:
+def plan_resume(manifest: Manifest, run: ResumingRun, warmup_steps: int) -> ResumePlan:
     """Plan it.
 
     Args:

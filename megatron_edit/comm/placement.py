@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_edit.config import EditConfig
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import flag
 
@@ -42,11 +41,12 @@ class Placement:
         return self.rank == self.ranks_per_replica - 1
 
 
-def place(config: EditConfig, env: Mapping[str, str]) -> Placement:
+def place(wanted_replicas: int | None, replica_id: int | None, env: Mapping[str, str]) -> Placement:
     """Find this process's replica.
 
     Args:
-        config: number of replicas, and the replica's id where each has its own launch.
+        wanted_replicas: N, where the user gave it.
+        replica_id: r, where each replica has its own launch; else None.
         env: `RANK` and `WORLD_SIZE` as torchrun or the batch system set them (0 and 1 if not).
 
     Raises:
@@ -60,15 +60,15 @@ def place(config: EditConfig, env: Mapping[str, str]) -> Placement:
             "MASTER_ADDR=... MASTER_PORT=... in each task, or launch with torchrun",
         )
     rank, world = _whole(env, "RANK", 0), _whole(env, "WORLD_SIZE", 1)
-    num_replicas = config.num_replicas or _number_of_nodes(env, world)
+    num_replicas = wanted_replicas or _number_of_nodes(env, world)
     if num_replicas is None:
         raise UsageError(
             f"{flag('num_replicas')} (not given)",
             "must be given where the launch has a single node",
             f"add {flag('num_replicas')} N, where N divides the {world} ranks of the launch",
         )
-    if config.replica_id is not None:
-        return Placement(num_replicas, config.replica_id, world, rank, is_single_launch=False)
+    if replica_id is not None:
+        return Placement(num_replicas, replica_id, world, rank, is_single_launch=False)
     if world % num_replicas:
         raise UsageError(
             f"{flag('num_replicas')} {num_replicas}",

@@ -9,6 +9,8 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 UNLIMITED = timedelta(days=365)
+POLL_SECONDS = 0.0002  # between two polls, at least
+POLL_SHARE = 0.01  # of the time waited so far: who waits long need not poll so often
 
 
 class Waitable(Protocol):
@@ -17,6 +19,11 @@ class Waitable(Protocol):
     @property
     def is_completed(self) -> bool:
         """Whether it is over, well or badly."""
+
+
+def poll_interval(waited: float, longest: float) -> float:
+    """Seconds until the next poll, `longest` at most, after `waited` seconds."""
+    return min(max(POLL_SECONDS, POLL_SHARE * waited), longest)
 
 
 def wait_polling(work: Waitable, process_group: Any, poll: Callable[[], float]) -> None:

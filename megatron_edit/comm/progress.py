@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from megatron_edit.comm.collectives import Work
+from megatron_edit.comm.polling import poll_interval
 
-POLL_SECONDS = 0.0002  # between two polls of what is on the wire, at least
-POLL_SHARE = 0.01  # of the time waited so far: who waits long need not poll so often
 LONGEST_POLL_SECONDS = 0.005
 CLOSE_SECONDS = 5.0
 
@@ -108,6 +107,5 @@ class ProgressThread:
             return
         began = time.monotonic()
         while not (work.is_completed or self._is_closed):
-            share = POLL_SHARE * (time.monotonic() - began)
-            time.sleep(min(max(POLL_SECONDS, share), LONGEST_POLL_SECONDS))
+            time.sleep(poll_interval(time.monotonic() - began, LONGEST_POLL_SECONDS))
         self._has_news = True

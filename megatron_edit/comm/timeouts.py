@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from megatron_edit.comm.collectives import Group
-from megatron_edit.config import LEAST_TIMEOUT_SECONDS
-
-ROUNDS = 4
+from megatron_edit.constants import LEAST_TIMEOUT_SECONDS, TIMEOUT_ROUNDS
 
 
 def set_timeout(group: Group, timeout: timedelta) -> None:
@@ -51,7 +49,7 @@ class AdaptiveTimeout:
         self._allow(length)
 
     def after_round(self) -> None:
-        """A round is over: the next may take four times as long."""
+        """A round is over: the next may take `TIMEOUT_ROUNDS` times as long."""
         now = time.monotonic()
         length, self._began = now - self._began, now
         self._allow(length)
@@ -60,4 +58,6 @@ class AdaptiveTimeout:
         self.length = length
         if not self.is_fixed:
             for group in self.groups:
-                set_timeout(group, timedelta(seconds=max(LEAST_TIMEOUT_SECONDS, ROUNDS * length)))
+                set_timeout(
+                    group, timedelta(seconds=max(LEAST_TIMEOUT_SECONDS, TIMEOUT_ROUNDS * length))
+                )

@@ -25,11 +25,10 @@ from megatron_edit.comm.compressed_all_reduce import (
     beside_compute,
     start_second_phases,
 )
-from megatron_edit.config import SYNC_DTYPES
+from megatron_edit.constants import FP32, SYNC_DTYPES
 from megatron_edit.method.codec import BF16, INT4, INT8, Codec
 
-_CODECS: dict[str, Codec | None] = {"fp32": None, "bf16": BF16, "int8": INT8, "int4": INT4}
-assert tuple(_CODECS) == SYNC_DTYPES, "a wire type without a codec, or the reverse"
+_CODECS: dict[str, Codec | None] = {FP32: None, **{c.name: c for c in (BF16, INT8, INT4)}}
 
 
 class Exchange(Protocol):
@@ -82,7 +81,7 @@ class Wire:
     """How sums travel.
 
     Attributes:
-        name: how settings call it, one of `config.SYNC_DTYPES`.
+        name: how settings call it, one of `constants.SYNC_DTYPES`.
     """
 
     name: str

@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megatron_edit.comm.placement import Placement
-from megatron_edit.config import LEAST_TIMEOUT_SECONDS, EditConfig
+from megatron_edit.constants import LEAST_TIMEOUT_SECONDS
 from megatron_edit.errors import ReplicaLostError, UsageError
 from megatron_edit.flags import flag, parse_endpoint
 
@@ -201,20 +201,27 @@ def _in_words(time: timedelta) -> str:
     return f"{seconds:.3g} s"
 
 
-def join(config: EditConfig, placement: Placement) -> ReplicaWorld:
+def join(
+    placement: Placement, *, rendezvous: str | None, timeout_seconds: float | None
+) -> ReplicaWorld:
     """Open the stores. Blocks until the store's host is there.
+
+    Args:
+        placement: this process's place.
+        rendezvous: HOST:PORT of the shared store, where each replica has its own launch.
+        timeout_seconds: longest wait at a sync; None is the least that `auto` comes to.
 
     Raises:
         UsageError: the launch has no store, or the rendezvous cannot be reached.
     """
     launch_store = _store_of_launch(placement)
-    timeout = timedelta(seconds=config.timeout_seconds or LEAST_TIMEOUT_SECONDS)
+    timeout = timedelta(seconds=timeout_seconds or LEAST_TIMEOUT_SECONDS)
     if placement.is_single_launch:
         replica_store = dist.PrefixStore(f"edit/replica{placement.replica}", launch_store)
         shared_store: dist.Store = dist.PrefixStore("edit/shared", launch_store)
     else:
         replica_store = launch_store
-        shared_store = dist.PrefixStore("edit/shared", _rendezvous_store(config, placement))
+        shared_store = dist.PrefixStore("edit/shared", _rendezvous_store(rendezvous, placement))
     return ReplicaWorld(placement, replica_store, shared_store, timeout)
 
 
@@ -240,15 +247,15 @@ def _no_master() -> UsageError:
     )
 
 
-def _rendezvous_store(config: EditConfig, placement: Placement) -> dist.Store:
-    host, port = parse_endpoint(config.rendezvous or "")
+def _rendezvous_store(rendezvous: str | None, placement: Placement) -> dist.Store:
+    host, port = parse_endpoint(rendezvous or "")
     is_host = placement.replica == 0 and placement.rank == 0
     try:
         return dist.TCPStore(host, port, None, is_host, JOIN_TIMEOUT, wait_for_workers=False)
     except RuntimeError as error:
         action = "listen on it" if is_host else "reach replica 0 there"
         raise UsageError(
-            f"{flag('rendezvous')} {config.rendezvous}",
+            f"{flag('rendezvous')} {rendezvous}",
             f"replica {placement.replica} on {socket.gethostname()} could not {action} "
             f"({str(error).splitlines()[0]})",
             "check the address, that the port is free and open, and that replica 0 was started",

@@ -3,6 +3,10 @@
 `EditEngine` is the only face. What is named here is all that other packages may use of the engine.
 """
 
+from megatron_edit.constants import EMBEDDING as EMBEDDING
+from megatron_edit.constants import FINAL as FINAL
+from megatron_edit.constants import LAYER as LAYER
+from megatron_edit.constants import MTP as MTP
 from megatron_edit.engine.engine import EditEngine as EditEngine
 from megatron_edit.engine.host import TIED_EMBEDDING as TIED_EMBEDDING
 from megatron_edit.engine.host import EngineGroups as EngineGroups
@@ -17,10 +21,6 @@ from megatron_edit.engine.rounds.plan import Penalty as Penalty
 from megatron_edit.engine.state import EngineState as EngineState
 from megatron_edit.engine.state import PendingState as PendingState
 from megatron_edit.engine.state import UnitTensors as UnitTensors
-from megatron_edit.engine.sync.units import EMBEDDING as EMBEDDING
-from megatron_edit.engine.sync.units import FINAL as FINAL
-from megatron_edit.engine.sync.units import LAYER as LAYER
-from megatron_edit.engine.sync.units import MTP as MTP
 from megatron_edit.engine.sync.units import HeldShard as HeldShard
 from megatron_edit.engine.sync.units import ParamShard as ParamShard
 from megatron_edit.engine.sync.units import UnitPlan as UnitPlan

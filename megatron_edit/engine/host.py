@@ -251,10 +251,10 @@ class EngineSettings:
     wire: Wire
     digest_interval: int
     fixed_timeout: bool
-    timed: TimedRounds | None = None
-    overlap: bool = False
-    prefetch_units: int = 2
-    offload: bool = False
+    timed: TimedRounds | None
+    overlap: bool
+    prefetch_units: int
+    offload: bool
 
     @cached_property
     def depth(self) -> int:

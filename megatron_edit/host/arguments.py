@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megatron_edit.comm.placement import Placement
 from megatron_edit.config import EditConfig
+from megatron_edit.constants import BLOCKING, OVERLAP, SUPPORTED_OPTIMIZERS
 from megatron_edit.errors import UsageError
 from megatron_edit.method.strategy import STRATEGIES
 
@@ -67,7 +68,6 @@ REFUSED_WHERE_TIMED: tuple[tuple[str, object, str, str], ...] = (
     ("phase_transition_iterations", None, "is counted in one replica's steps", "drop the flag"),
     ("dataloader_type", "cyclic", "does not let blocks be dealt", "use --dataloader-type single"),
 )
-SUPPORTED_OPTIMIZERS = ("adam", "sgd")
 # Where Megatron 0.16 to main let a user ask for one graph of the whole iteration; validation moves
 # what the later ones say into the first.
 FULL_ITERATION = "full_iteration"
@@ -274,11 +274,11 @@ def resolve_sync_mode(config: EditConfig, args: Namespace) -> str:
         UsageError: `overlap` was asked for and cannot be had.
     """
     is_graph = full_iteration_graph(args) is not None
-    if config.sync_mode == "blocking":
-        return "blocking"
+    if config.sync_mode == BLOCKING:
+        return BLOCKING
     if args.overlap_param_gather and not is_graph:
-        return "overlap"
-    if config.sync_mode == "overlap":
+        return OVERLAP
+    if config.sync_mode == OVERLAP:
         rule = (
             "a full-iteration CUDA graph fixes the gathers"
             if is_graph
@@ -290,7 +290,7 @@ def resolve_sync_mode(config: EditConfig, args: Namespace) -> str:
             else ("add --overlap-param-gather (and --overlap-grad-reduce)")
         )
         raise UsageError("--edit-sync-mode overlap", rule, f"{remedy}, or use auto")
-    return "blocking"
+    return BLOCKING
 
 
 def global_arithmetic(

@@ -16,6 +16,7 @@ from megatron_edit.comm.placement import Placement, place
 from megatron_edit.comm.worlds import ReplicaWorld, join
 from megatron_edit.config import EditConfig, add_arguments
 from megatron_edit.errors import EditError, UsageError
+from megatron_edit.flags import USE_EDIT
 from megatron_edit.host.agreement import agree_on_settings
 from megatron_edit.host.cpu import cpu_argument_defaults, enable_cpu_backend
 from megatron_edit.host.cpu.checkpoints import serve_checkpoints
@@ -50,7 +51,10 @@ class Attachment:
         Raises:
             UsageError: the host or the launch cannot be used.
         """
-        placement = place(self._config, os.environ) if self._config.use_edit else None
+        config = self._config
+        placement = None
+        if config.use_edit:
+            placement = place(config.num_replicas, config.replica_id, os.environ)
         with warnings.catch_warnings():
             if self._device.type == "cpu":
                 # Megatron warns at import of every GPU package that is missing: here they are.
@@ -122,7 +126,7 @@ class Attachment:
         """
         if self._loop is not None and self._loop.engine is None:
             raise UsageError(
-                "--use-edit",
+                USE_EDIT,
                 "the script did not train through megatron.training.pretrain",
                 "use a script like pretrain_gpt.py, or drop --use-edit",
             )
@@ -132,7 +136,11 @@ class Attachment:
         from megatron_edit.host.training import TrainingLoop
 
         log_dir = prepare_log_dir(self._config.log_dir)
-        self._world = join(self._config, placement)
+        self._world = join(
+            placement,
+            rendezvous=self._config.rendezvous,
+            timeout_seconds=self._config.timeout_seconds,
+        )
         self._world.enter_environment(os.environ)
         if placement.replica > 0:
             file = log_dir / f"replica-{placement.replica}.log" if log_dir else None

@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 
 from megatron_edit.config import EditConfig
+from megatron_edit.constants import CPU
 from megatron_edit.errors import UsageError
-from megatron_edit.flags import flag
+from megatron_edit.flags import AUTO, flag
 
 ROOT = Path("/")
 # What a driver shows of its GPUs, and the variables by which a user hides them.
@@ -77,13 +78,13 @@ def choose_device(config: EditConfig, root: Path = ROOT) -> torch.device:
     Raises:
         UsageError: CUDA was asked for and there is none, or the machine's GPUs cannot be used.
     """
-    if config.device == "cpu":
+    if config.device == CPU:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return torch.device("cpu")
     if torch.cuda.is_available():
         return torch.device("cuda")
     unusable = unusable_gpus(os.environ, root)
-    if config.device == "auto" and unusable is None:
+    if config.device == AUTO and unusable is None:
         return torch.device("cpu")
     raise UsageError(
         f"{flag('device')} {config.device}",

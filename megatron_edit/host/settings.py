@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_edit.comm.wire import Wire
 from megatron_edit.config import EditConfig
+from megatron_edit.constants import OVERLAP
 from megatron_edit.engine import EngineSettings, Penalty, TimedRounds
 from megatron_edit.method.detector import DetectorConfig
 from megatron_edit.method.landing import LandingRule
@@ -41,7 +42,7 @@ def engine_settings(config: EditConfig, sync_mode: str, target_blocks: int) -> E
         digest_interval=config.digest_interval,
         fixed_timeout=config.timeout_seconds is not None,
         timed=timed if strategy.is_timed else None,
-        overlap=sync_mode == "overlap",
+        overlap=sync_mode == OVERLAP,
         prefetch_units=config.prefetch_units,
         offload=config.offload,
     )
@@ -52,7 +53,7 @@ def schedule_of(config: EditConfig) -> Schedule:
     is_endless = STRATEGIES[config.strategy].endless_warmup
     warmup = None if is_endless else config.warmup_steps
     if config.qsr_a is not None:
-        return QuadraticSchedule(warmup, config.sync_interval, growth=config.qsr_a)
+        return QuadraticSchedule(warmup, config.sync_interval, config.fragments, config.qsr_a)
     return StepSchedule(warmup, config.sync_interval, config.fragments)
 
 

@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig, warning_of_endless_warmup
+from megatron_edit.constants import OVERLAP
 from megatron_edit.engine import TIED_EMBEDDING, EditEngine, EngineGroups
 from megatron_edit.errors import SyncProtocolError
 from megatron_edit.host.arguments import resolve_sync_mode
@@ -225,7 +226,7 @@ class TrainingLoop:
         # From here on the number of ranks only appears in logs, which are about the whole job.
         args.world_size = self._world.placement.num_replicas * args.world_size
         mode = resolve_sync_mode(self._config, args)
-        groups = build_groups(self._world, self._device, self._config, overlap=mode == "overlap")
+        groups = build_groups(self._world, self._device, self._config, overlap=mode == OVERLAP)
         host = MegatronHost(
             args, model, optimizer, scheduler, groups.replica, self._world.placement
         )
@@ -246,7 +247,7 @@ class TrainingLoop:
         where = (self._world.placement, self._device)
         tell_of_the_run(self._events, self._config, *where, engine, host, mode)
         observer = Observer(self._events, engine, host)
-        if mode == "overlap":
+        if mode == OVERLAP:
             self._hook_gathers(engine, host, model, groups)
             keep_sends_asynchronous(self._patcher, get_model_config(model[0]), self._device)
         self._hook_step(engine, host, observer, optimizer)

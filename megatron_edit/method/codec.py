@@ -22,6 +22,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_edit import constants
+
 # A slab's numbers pass several times through a core's second-level cache, not through memory;
 # on a GPU it is the launches that should be few.
 _SLAB_NUMEL = {"cpu": 1 << 17}
@@ -88,7 +90,7 @@ class Codec(Protocol):
 class _BFloat16:
     """The upper half of the fp32 bits, rounded to even; beyond 3.39e38 it is infinity."""
 
-    name: str = "bf16"
+    name: str = constants.BF16
     has_residual: bool = False
     block_numel: int = 1
 
@@ -270,5 +272,5 @@ def _target(codec: Codec, values: Tensor, out: Tensor | None) -> Tensor:
 
 
 BF16: Codec = _BFloat16()
-INT8: Codec = _Blocks("int8", 256, 127, torch.float32, spare_bits=8, values_per_byte=1)
-INT4: Codec = _Blocks("int4", 128, 7, torch.bfloat16, spare_bits=16, values_per_byte=2)
+INT8: Codec = _Blocks(constants.INT8, 256, 127, torch.float32, spare_bits=8, values_per_byte=1)
+INT4: Codec = _Blocks(constants.INT4, 128, 7, torch.bfloat16, spare_bits=16, values_per_byte=2)

@@ -21,10 +21,10 @@ class LandingRule:
             pseudo-gradient was taken.
     """
 
-    delay: int = 0
-    mix: float = 0.0
-    keeps_progress: bool = True
-    at_next_meeting: bool = False
+    delay: int
+    mix: float
+    keeps_progress: bool
+    at_next_meeting: bool
 
     @cached_property
     def is_immediate(self) -> bool:
@@ -63,4 +63,4 @@ class LandingRule:
         return theta.mul_(self.mix).add_(target, alpha=1.0 - self.mix)
 
 
-DIRECT_COPY = LandingRule()
+DIRECT_COPY = LandingRule(delay=0, mix=0.0, keeps_progress=True, at_next_meeting=False)

@@ -62,7 +62,7 @@ class StepSchedule:
 
     warmup_steps: int | None
     interval: int
-    fragments: int = 1
+    fragments: int
     has_fixed_rounds = True
 
     def is_warmup(self, step: int) -> bool:
@@ -97,7 +97,7 @@ class QuadraticSchedule(StepSchedule):
         growth: a.
     """
 
-    growth: float = 0.0
+    growth: float
     has_fixed_rounds = False
 
     def fragments_after(self, step: int, start: int, length: int) -> Sequence[int]:

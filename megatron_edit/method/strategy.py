@@ -79,13 +79,13 @@ class Strategy:
 
 _AVERAGING = {"outer_lr": 1.0, "outer_momentum": 0.0}
 _DILOCO = {"outer_lr": 0.7, "outer_momentum": 0.9}
-_TIMED = ("sync_seconds", "min_round_steps", "step_weight")
+TIMED_SETTINGS = ("sync_seconds", "min_round_steps", "step_weight")
 
 STRATEGIES = {
     strategy.name: strategy
     for strategy in (
         Strategy("edit", has_penalty=True),
-        Strategy("a-edit", is_timed=True, has_penalty=True, own_settings=_TIMED),
+        Strategy("a-edit", is_timed=True, has_penalty=True, own_settings=TIMED_SETTINGS),
         Strategy("ddp", endless_warmup=True, has_penalty=True),
         Strategy("local-sgd", {**_AVERAGING, "warmup_steps": 0}),
         Strategy("post-local-sgd", _AVERAGING),

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from megatron_edit.comm.placement import Placement
+from megatron_edit.constants import LOW_CLIP, WATCHED_SYNCS
 from megatron_edit.engine import SyncReport
 from megatron_edit.errors import UsageError
 from megatron_edit.method.weights import effective_replicas
@@ -31,9 +32,6 @@ from megatron_edit.observe.records import (
     sync_summary,
 )
 from megatron_edit.whole_files import write_whole
-
-WATCHED_SYNCS = 10  # how long a sick sign must last before it is worth a warning
-LOW_CLIP = 0.5
 
 
 class SyncTimers(Protocol):

@@ -15,12 +15,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from megatron_edit.constants import FEW_REPLICAS, SYNC_TIMES
 from megatron_edit.engine import SyncReport
 from megatron_edit.method.weights import effective_replicas
 
 PREFIX = "edit/"
 LOSS = "edit/lm-loss"
-FEW_REPLICAS = 8  # so many have scalars of their own without being asked for
 
 
 class Tag(NamedTuple):
@@ -169,7 +169,7 @@ def _of_all(report: SyncReport) -> Iterator[tuple[str, float]]:
     yield from _mean_and(report.clip, "clip-factor", "min")
     yield "inner-steps/min", min(report.inner_steps)
     yield "inner-steps/max", max(report.inner_steps)
-    for name in ("wait", "exchange", "outer", "exposed", "total"):
+    for name in SYNC_TIMES:
         yield f"seconds/{name}", report.seconds[name]
     yield "bytes-between-replicas", report.wire_bytes
 

@@ -48,7 +48,7 @@ def with_interface(words: list[str], name: str, ranks: list[int]) -> None:
 
 def with_one_that_leaves(words: list[str], leaver: int) -> None:
     """See `doctor`: a rank is gone when the others connect to each other."""
-    vars(world)["LEAST_TIMEOUT_SECONDS"], command.GRACE_SECONDS = 4.0, 0.5
+    vars(world)["LEAST_TIMEOUT_SECONDS"], vars(command)["GRACE_SECONDS"] = 4.0, 0.5
     if int(os.environ["RANK"]) == leaver:
         launch._everybody = lambda world: os._exit(0)
     doctor(*words)

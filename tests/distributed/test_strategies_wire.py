@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_edit.comm.wire import Wire
-from megatron_edit.config import SYNC_DTYPES
+from megatron_edit.constants import SYNC_DTYPES
 from tests.distributed.strategy_runs import Frame, Settings, run_both
 from tests.distributed.test_rounds import SIZES, make_moves
 from tests.distributed.toy import cut

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_edit.comm.wire import Wire
-from megatron_edit.config import SYNC_DTYPES
+from megatron_edit.constants import SYNC_DTYPES
 from tests.distributed.wire_scenarios import addend, is_left_out
 from tests.harness import RankResult, run_ranks
 from tests.reference.wire import Lost, Round, cut

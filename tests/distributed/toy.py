@@ -184,8 +184,8 @@ def build_engine(
         clock: of the inner phase, where a test makes the time.
         target: steps of all replicas together, where they run at their own speeds.
     """
-    placement = place(config, os.environ)
-    world = join(config, placement)
+    placement = place(config.num_replicas, config.replica_id, os.environ)
+    world = join(placement, rendezvous=config.rendezvous, timeout_seconds=config.timeout_seconds)
     dist.init_process_group(
         "gloo",
         store=world.replica_store,

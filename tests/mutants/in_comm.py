@@ -186,8 +186,8 @@ COMM = (
         id="comm/timeout-too-short",
         bug="the time-out is never above the minimum, however long the rounds are",
         file="comm/timeouts.py",
-        old="max(LEAST_TIMEOUT_SECONDS, ROUNDS * length)",
-        new="min(LEAST_TIMEOUT_SECONDS, ROUNDS * length)",
+        old="max(LEAST_TIMEOUT_SECONDS, TIMEOUT_ROUNDS * length)",
+        new="min(LEAST_TIMEOUT_SECONDS, TIMEOUT_ROUNDS * length)",
         test="pure/test_timeouts.py::test_the_limit_follows_the_rounds",
     ),
     Mutant(

@@ -41,7 +41,7 @@ CONFIG = (
         id="config/inner-state-with-delay",
         bug="one inner state is accepted with delays, where replicas are never equal",
         file="config.py",
-        old='if config.inner_state != "all" and not is_whole:',
+        old="if config.inner_state != ALL and not is_whole:",
         new='if config.inner_state == "leader" and not is_whole:',
         test="pure/test_config.py::test_bad_values_get_one_line",
     ),

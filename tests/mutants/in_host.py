@@ -67,8 +67,8 @@ HOST = (
         id="host/silent-cpu",
         bug="a machine whose GPUs torch cannot use trains on its CPU, and nobody says so",
         file="host/devices.py",
-        old='    if config.device == "auto" and unusable is None:',
-        new='    if config.device == "auto":',
+        old="    if config.device == AUTO and unusable is None:",
+        new="    if config.device == AUTO:",
         test="pure/test_devices.py::test_a_gpu_that_torch_cannot_use_is_refused",
     ),
     Mutant(

@@ -12,9 +12,10 @@ import pytest
 import torch.distributed as dist
 
 from megatron_edit.checkpoint.folder import CheckpointFolder
-from megatron_edit.checkpoint.manifest import ALL, Manifest, ReplicaEntry
+from megatron_edit.checkpoint.manifest import Manifest, ReplicaEntry
 from megatron_edit.comm.placement import Placement
 from megatron_edit.comm.worlds import ReplicaWorld
+from megatron_edit.constants import ALL
 from megatron_edit.errors import EditError
 from megatron_edit.host.checkpoint.committing import Committer, RankSave, _is_kept, _key
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,7 +15,7 @@ from hypothesis import strategies as st
 from megatron_edit.command_line import config_from_argv
 from megatron_edit.config import EditConfig, add_arguments, warning_of_endless_warmup
 from megatron_edit.errors import UsageError
-from megatron_edit.flags import attribute, flag, parse_endpoint, preset_of
+from megatron_edit.flags import AUTO, attribute, flag, parse_endpoint, preset_of
 from megatron_edit.method.strategy import STRATEGIES
 
 # The flags of design section 4. Scripts of users rely on them: adding is fine, renaming is not.
@@ -28,6 +31,18 @@ FROZEN = {
     "log_units_to_tensorboard": False, "inner_state": "all", "timeout_seconds": None,
     "interval": "fixed", "qsr_a": None, "co2_gap": 1.0, "co2_clip": None, "device": "auto",
 }  # fmt: skip
+
+PACKAGE = Path(__file__).resolve().parents[2] / "megatron_edit"
+TREES = {
+    path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+# What settings can be, where that is a few words.
+CHOICES = {
+    f.name: set(f.metadata["only"]) - {AUTO}
+    for f in dataclasses.fields(EditConfig)
+    if f.metadata["only"] is not None
+}
 
 BAD = [
     "--edit-sync-interval 0",
@@ -126,6 +141,51 @@ def test_a_default_exists_once() -> None:
     for strategy in STRATEGIES.values():
         again = [name for name, value in strategy.presets.items() if usual[name] == value]
         assert again == [], strategy.name
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_choices_are_listed_once(name: str) -> None:
+    """Would catch: two of a setting's choices written out beside the list that has them all."""
+    lists = [
+        f"{file}:{node.lineno}"
+        for file, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Tuple | ast.List | ast.Set | ast.Dict)
+        for words in [node.keys if isinstance(node, ast.Dict) else node.elts]
+        if len({w.value for w in words if isinstance(w, ast.Constant)} & CHOICES[name]) > 1
+    ]
+    assert len(lists) <= 1, lists
+
+
+def test_a_setting_is_compared_with_names() -> None:
+    """Would catch: `config.inner_state == "reset"`, a choice that no list knows of."""
+    written = [
+        f"{file}:{node.lineno}: {ast.unparse(node)}"
+        for file, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare)
+        for sides in [[node.left, *node.comparators]]
+        if any(isinstance(side, ast.Attribute) and side.attr in CHOICES for side in sides)
+        and any(isinstance(s, ast.Constant) and isinstance(s.value, str) for s in sides)
+    ]
+    assert written == []
+
+
+def test_numbers_in_help_are_those_of_constants() -> None:
+    """Would catch: a text of help that goes on to name a number that has changed since.
+
+    The ends of ranges, 0 and 1, and exponents are no such numbers.
+    """
+    makers = ("_setting", "_preset")
+    texts = [
+        part.value
+        for node in ast.walk(TREES["config.py"])
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in makers
+        for part in ast.walk(node.args[1])
+        if isinstance(part, ast.Constant) and isinstance(part.value, str)
+    ]
+    assert len(texts) >= len(FROZEN)
+    assert [text for text in texts if set(re.findall(r"(?<![\^\w.])\d+", text)) - {"0", "1"}] == []
 
 
 def test_a_training_that_ends_in_the_warmup_is_told_of() -> None:

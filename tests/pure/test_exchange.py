@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.compressed_all_reduce import Addend
 from megatron_edit.comm.wire import Exchange, Residual, Wire
-from megatron_edit.config import SYNC_DTYPES
+from megatron_edit.constants import SYNC_DTYPES
 from megatron_edit.errors import ReplicaLostError
 from tests.harness.memory_network import CPU, Network, groups_in_order, groups_of
 from tests.reference.wire import Lost, Round, cut

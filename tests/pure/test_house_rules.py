@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import re
 import subprocess
 import sys
@@ -22,13 +23,12 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 80
 # From the bottom to the top: what stands on a line may import what stands on lines above it in this
 # list (so: below it in the house), and its own package.
 LAYERS = (
-    ("errors.py", "whole_files.py"),
+    ("constants.py", "errors.py", "whole_files.py"),
     ("versions.py", "method"),
     ("flags.py",),
-    ("config.py",),
-    ("command_line.py", "comm", "checkpoint"),
-    ("engine",),
-    ("observe",),
+    ("comm", "checkpoint"),
+    ("engine", "config.py"),  # neither knows the other: host/settings.py stands between
+    ("command_line.py", "observe"),
     ("host",),
     ("launcher.py", "tools"),
     ("__main__.py", "activation.py"),
@@ -38,6 +38,9 @@ FACE = "megatron_edit.engine"
 # Marks of the engine: files with definitions, longest chain of imports, imports between its files.
 MAX_ENGINE = {"files": 18, "floors": 7, "arrows": 60}
 MAX_ANY_IN_HOST = 120
+# All that the engine may load of the package, with what that loads in turn. `flags` is there to
+# spell a flag's name in what comm/ complains of: the engine itself does without.
+BELOW_ENGINE = {"constants", "errors", "flags", "method", "comm", "engine"}
 # Of what the engine shows, host/ may reach one step further into these alone.
 SHOWN = {"clock", "settings"}
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
@@ -309,6 +312,63 @@ def test_no_cycle() -> None:
     _floors(folders)
 
 
+def reached_from(start: str, edges: dict[str, set[str]]) -> set[str]:
+    """The modules that a file or a package imports, and what these import, and so on."""
+    reached: set[str] = set()
+    ahead = [name for name in edges if is_in(name, start)]
+    while ahead:
+        name = ahead.pop()
+        if name not in reached:
+            reached.add(name)
+            ahead += edges[name]
+    return reached
+
+
+def beyond_the_engine(sources: list[Source]) -> list[str]:
+    """What the engine reaches through others: settings, the command line, the disk format."""
+    reached = reached_from(FACE, _edges(sources))
+    complaints = [
+        f"the engine reaches {name}"
+        for name in sorted(reached)
+        if name.split(".")[1] not in BELOW_ENGINE
+    ]
+    for source in sources:
+        if "megatron_edit." + source.name.removesuffix(".py").replace("/", ".") in reached:
+            complaints += [
+                source.at(node, "argparse, and the engine reaches it")
+                for node, module in imports_of(source)
+                if is_in(module, "argparse")
+            ]
+    return complaints
+
+
+def test_the_engine_reaches_no_settings() -> None:
+    """Would catch: a constant of `config` that comm/ imports, and with it argparse."""
+    assert beyond_the_engine(SOURCES) == []
+
+
+def test_the_rule_for_reach_sees() -> None:
+    """The rule itself, on files that are not there: through two others, also inside a function."""
+    chain = [
+        source_of("from megatron_edit.comm.near import x\ny = x", "engine/made_up.py"),
+        source_of("def x():\n    from megatron_edit.comm import far", "comm/near.py"),
+        source_of("import argparse\nfrom megatron_edit.config import y\nx = y", "comm/far.py"),
+        source_of("y = 1", "config.py"),
+    ]
+    assert len(beyond_the_engine(chain)) == 2
+    assert beyond_the_engine(chain[:2]) == []
+
+
+def test_importing_the_engine_loads_no_settings() -> None:
+    """The same, as the interpreter sees it."""
+    code = (
+        "import sys, megatron_edit.engine;"
+        "own = {m.split('.')[1] for m in sys.modules if m.startswith('megatron_edit.')};"
+        f"assert own <= {BELOW_ENGINE!r}, own"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
 def test_marks_of_the_engine() -> None:
     """Would catch an engine whose rooms multiply again: each number is at most what it is here."""
     prefix = "megatron_edit.engine."
@@ -500,6 +560,177 @@ def test_the_rule_for_collectives_accepts_our_groups() -> None:
         "    for _, tie in groups.ties.items():\n        tie.broadcast(t)\n"
     )
     assert foreign_collectives(source_of(code)) == []
+
+
+# ---- what is written once
+
+FLAG_BEGINNINGS = {"--use-edit", "--edit-", "--use_edit", "--edit_"}
+
+
+def values_of(tree: ast.Module) -> Iterator[tuple[ast.stmt, str, object]]:
+    """Names that a file gives a number, a text or a list of these, at its top."""
+    for node in tree.body:
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        pairs: list[tuple[ast.expr, ast.expr]] = []
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            pairs.append((target, node.value))
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs += zip(target.elts, node.value.elts, strict=True)
+        for target, value in pairs:
+            if isinstance(target, ast.Name):
+                try:
+                    yield node, target.id, ast.literal_eval(value)
+                except ValueError:
+                    continue  # computed, or other names
+
+
+def _are_similar(one: str, other: str, value: object) -> bool:
+    """Whether two names may well stand for one thing: numbers are alike by chance more often."""
+    if isinstance(value, int | float):
+        return one.strip("_") == other.strip("_")
+    words = [set(name.strip("_").split("_")) for name in (one, other)]
+    return words[0] <= words[1] or words[1] <= words[0]
+
+
+def constants_again(sources: list[Source]) -> list[str]:
+    """Constants of one value and of one name, or nearly, in two files."""
+    found = [(source, *entry) for source in sources for entry in values_of(source.tree)]
+    return [
+        later.at(node, f"{name} is {other} of {earlier.name}")
+        for (earlier, _, other, value), (later, node, name, same) in itertools.combinations(
+            found, 2
+        )
+        if later is not earlier
+        and type(same) is type(value)
+        and same == value
+        and _are_similar(other, name, value)
+    ]
+
+
+def lists_again(sources: list[Source]) -> list[str]:
+    """The same texts, two or more, listed in two files."""
+    complaints, seen = [], dict[frozenset[str], Source]()
+    for source in sources:
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Tuple | ast.List | ast.Set):
+                texts = [e.value for e in node.elts if isinstance(e, ast.Constant)]
+                words = frozenset(text for text in texts if isinstance(text, str))
+                if len(words) < 2 or len(words) < len(node.elts):
+                    continue
+                if (first := seen.setdefault(words, source)) is not source:
+                    complaints.append(source.at(node, f"{sorted(words)}, as in {first.name}"))
+    return complaints
+
+
+def beginnings_again(sources: list[Source]) -> list[str]:
+    """How flags of ours begin, outside of the file that says so."""
+    return [
+        source.at(node, f"{node.value!r}; flags.py has it")
+        for source in sources
+        if source.name != "flags.py"
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Constant) and node.value in FLAG_BEGINNINGS
+    ]
+
+
+@pytest.mark.parametrize("rule", [constants_again, lists_again, beginnings_again])
+def test_what_is_decided_is_written_once(rule: object) -> None:
+    """Would catch: a wait, a list of choices or a flag's beginning that two files write down."""
+    assert callable(rule)
+    assert rule(SOURCES) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "one", "other"),
+    [
+        (constants_again, "GRACE_SECONDS = 5.0", "_GRACE_SECONDS: float = 5.0"),
+        (constants_again, "A, FINAL = 1, 'final'", "FINAL = 'final'"),
+        (constants_again, "OPTIMIZERS = ('adam',)", "SUPPORTED_OPTIMIZERS = ('adam',)"),
+        (lists_again, "X = ('a', 'b')", "def f(x):\n    return x in {'b', 'a'}"),
+        (beginnings_again, "", "def f(x):\n    return f'--edit-{x}'"),
+    ],
+)
+def test_the_rules_for_once_see(rule: object, one: str, other: str) -> None:
+    """The rules themselves, on files that are not there."""
+    assert callable(rule)
+    first, second = source_of(one, "comm/one.py"), source_of(other, "tools/other.py")
+    assert rule([first, second]) and not rule([first])
+
+
+def fields_of(tree: ast.Module) -> Iterator[tuple[str, ast.AnnAssign, str]]:
+    """Fields of all classes of a file: class, statement, name."""
+    for owner in ast.walk(tree):
+        if isinstance(owner, ast.ClassDef):
+            for node in owner.body:
+                if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                    yield owner.name, node, node.target.id
+
+
+def parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
+    """The parameters of a function that have a default."""
+    given = function.args
+    places = [*given.posonlyargs, *given.args]
+    yield from (arg.arg for arg in places[len(places) - len(given.defaults) :])
+    pairs = zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    yield from (arg.arg for arg, default in pairs if default is not None)
+
+
+def defaults_of_settings(sources: list[Source]) -> list[str]:
+    """A default, below or beside `config.py`, of what has one there already."""
+    config = next(source for source in sources if source.name == "config.py")
+    settings = {name for owner, _, name in fields_of(config.tree) if owner == "EditConfig"}
+    complaints = []
+    for source in sources:
+        if source.part not in ("method", "comm", "engine", "checkpoint"):
+            continue
+        for owner, node, name in fields_of(source.tree):
+            if node.value is not None and name in settings:
+                complaints.append(source.at(node, f"{owner}.{name} has a default"))
+        for function in ast.walk(source.tree):
+            if isinstance(function, FUNCTIONS):
+                again = settings & set(parameters_of(function))
+                complaints += [
+                    source.at(function, f"{function.name}({name}=...)") for name in again
+                ]
+    return complaints
+
+
+def defaults_of_what_is_made(sources: list[Source]) -> list[str]:
+    """Defaults, under whatever name, in the classes that host/settings.py makes of the settings."""
+    maker = next(source for source in sources if source.name == "host/settings.py")
+    made = {_called(node) for node in ast.walk(maker.tree) if isinstance(node, ast.Call)}
+    return [
+        source.at(node, f"{owner}.{name} has a default; settings give it a value")
+        for source in sources
+        for owner, node, name in fields_of(source.tree)
+        if owner in made and node.value is not None
+    ]
+
+
+@pytest.mark.parametrize("rule", [defaults_of_settings, defaults_of_what_is_made])
+def test_a_default_of_a_setting_is_there_once(rule: object) -> None:
+    """Would catch: `EngineSettings.prefetch_units = 2`, when the default of the flag changes."""
+    assert callable(rule)
+    assert rule(SOURCES) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "code"),
+    [
+        (defaults_of_settings, "class Made:\n    clip: float = 10.0"),
+        (defaults_of_settings, "def f(a, *, clip=10.0): ..."),
+        (defaults_of_settings, "def f(a, clip=10.0): ..."),
+        (defaults_of_what_is_made, "class Made:\n    max_norm: float = 10.0"),
+    ],
+)
+def test_the_rules_for_defaults_see(rule: object, code: str) -> None:
+    """The rules themselves, on files that are not there."""
+    assert callable(rule)
+    config = source_of("class EditConfig:\n    clip: float = _setting(10.0, '')", "config.py")
+    settings = source_of("def made_of(config):\n    return Made(config.clip)", "host/settings.py")
+    assert rule([config, settings, source_of(code)])
+    assert not rule([config, settings])
 
 
 # ---- shape and habits

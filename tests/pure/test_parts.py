@@ -26,7 +26,7 @@ from megatron_edit.method.schedule import LONGEST, QuadraticSchedule, StepSchedu
 @given(st.integers(0, 20), st.integers(1, 9))
 def test_phases_cover_every_step(warmup: int, interval: int) -> None:
     """H1, H2, H15: the gate is W, the switch is once, the first sync is W + tau."""
-    schedule = StepSchedule(warmup, interval)
+    schedule = StepSchedule(warmup, interval, 1)
     assert [s for s in range(60) if schedule.is_switch(s)] == [warmup]
     syncs = [s for s in range(1, 60) if schedule.fragments_after(s, 0, 0)]
     assert syncs == list(range(warmup + interval, 60, interval))
@@ -54,7 +54,7 @@ def test_every_fragment_syncs_once_an_interval(
 
 def test_rounds_grow_as_the_learning_rate_falls() -> None:
     """QSR: max(tau, (a / lr)^2); at lr 0 to the end, and nothing overflows on the way."""
-    schedule = QuadraticSchedule(4, 10, growth=0.02)
+    schedule = QuadraticSchedule(4, 10, 1, growth=0.02)
     assert [schedule.round_length(lr) for lr in (1e-2, 4e-3, 1e-3)] == [10, 25, 400]
     assert schedule.round_length(0.0) == schedule.round_length(1e-300) == LONGEST
     assert schedule.fragments_after(39, 14, 25) == [0]

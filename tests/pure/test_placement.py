@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from megatron_edit.comm.placement import Placement, place
 from megatron_edit.comm.worlds import ReplicaWorld
-from megatron_edit.config import EditConfig
 from megatron_edit.errors import UsageError
 
 
@@ -23,9 +22,8 @@ def env(rank: int, world: int, **more: int) -> dict[str, str]:
 @given(st.integers(1, 8), st.integers(1, 8))
 def test_single_launch_numbers_replica_after_replica(replicas: int, ranks: int) -> None:
     """Catches ranks dealt round robin: stock's sample order needs contiguous replicas."""
-    config = EditConfig(use_edit=True, num_replicas=replicas)
     world = replicas * ranks
-    places = [place(config, env(rank, world)) for rank in range(world)]
+    places = [place(replicas, None, env(rank, world)) for rank in range(world)]
     assert [p.global_rank for p in places] == list(range(world))
     assert [p.replica for p in places] == [r // ranks for r in range(world)]
     assert [p.rank for p in places if p.is_writer] == [ranks - 1] * replicas  # the loss is there
@@ -33,8 +31,7 @@ def test_single_launch_numbers_replica_after_replica(replicas: int, ranks: int) 
 
 def test_one_launch_per_replica() -> None:
     """Rank and world are those of the launch; the id comes from the flag."""
-    config = EditConfig(use_edit=True, num_replicas=3, replica_id=2, rendezvous="h:1")
-    assert place(config, env(1, 4)) == Placement(3, 2, 4, 1, is_single_launch=False)
+    assert place(3, 2, env(1, 4)) == Placement(3, 2, 4, 1, is_single_launch=False)
 
 
 @pytest.mark.parametrize(
@@ -48,24 +45,24 @@ def test_one_launch_per_replica() -> None:
 )
 def test_default_is_one_replica_per_node(nodes: dict[str, int]) -> None:
     """torchrun's agents first, then SLURM's nodes, then the local size."""
-    assert place(EditConfig(use_edit=True), env(5, 8, **nodes)).num_replicas == 4
+    assert place(None, None, env(5, 8, **nodes)).num_replicas == 4
 
 
 @pytest.mark.parametrize(
-    ("flags", "environment"),
+    ("num_replicas", "environment"),
     [
-        ({}, env(0, 8)),
-        ({}, env(0, 8, GROUP_WORLD_SIZE=1)),
-        ({"num_replicas": 3}, env(0, 8)),
-        ({"num_replicas": 16}, env(0, 8)),
-        ({"num_replicas": 2}, {"RANK": "first", "WORLD_SIZE": "8"}),
+        (None, env(0, 8)),
+        (None, env(0, 8, GROUP_WORLD_SIZE=1)),
+        (3, env(0, 8)),
+        (16, env(0, 8)),
+        (2, {"RANK": "first", "WORLD_SIZE": "8"}),
     ],
     ids=["one-node", "one-agent", "not-a-divisor", "more-than-ranks", "no-number"],
 )
-def test_bad_launches(flags: dict[str, int], environment: dict[str, str]) -> None:
+def test_bad_launches(num_replicas: int | None, environment: dict[str, str]) -> None:
     """One line with a remedy, before anything is imported or joined."""
     with pytest.raises(UsageError) as caught:
-        place(EditConfig(use_edit=True, **flags), environment)  # type: ignore[arg-type]
+        place(num_replicas, None, environment)
     assert caught.value.remedy and "\n" not in str(caught.value)
 
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from megatron_edit.comm.control import record_bytes
 from megatron_edit.comm.wire import Wire
-from megatron_edit.config import GOAL_SHARE, SYNC_DTYPES
+from megatron_edit.config import GOAL_SHARE
+from megatron_edit.constants import SYNC_DTYPES
 from megatron_edit.tools.compare.flags import read_flags
 from megatron_edit.tools.compare.traffic import Layout, baseline_bytes, warmup_bytes
 from megatron_edit.tools.plan.advice import advise, least_interval

@@ -162,7 +162,7 @@ class Replica:
 
     def __init__(self, rank: int, groups: Any, wire: Wire, *, offload: bool) -> None:
         plan = plan_of(0.0)
-        outer = OuterState.take(plan, CPU, offload=offload, wire=wire, num_replicas=2)
+        outer = OuterState.take(plan, CPU, offload=offload, wire=wire, num_replicas=2, max_staged=2)
         for shard in plan.shards:
             shard.scatter(torch.full((2,), -1.0 - rank))
         shape = (2, len(UNITS))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,20 +12,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_edit.checkpoint import resume
 from megatron_edit.checkpoint.manifest import Ledger, Manifest, ReplicaEntry
-from megatron_edit.checkpoint.resume import (
-    ResumePlan,
-    ResumingRun,
-    dealing_of,
-    ledger_of,
-    plan_resume,
-)
+from megatron_edit.checkpoint.resume import ResumePlan, ResumingRun, dealing_of, ledger_of
 from megatron_edit.method.detector import DetectorState
 from megatron_edit.method.ledger import Dealing
 from megatron_edit.method.order import IN_ORDER, SampleOrder
 
 BATCH, TARGET = 24, 24 * 12  # samples of a step of all replicas, and of the whole training
 repeatable = settings(deadline=None, derandomize=True, max_examples=150)
+
+plan_resume = partial(resume.plan_resume, warmup_steps=0)
 
 
 def run_of(

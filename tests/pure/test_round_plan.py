@@ -26,12 +26,12 @@ from megatron_edit.engine.rounds.trigger import ClockTrigger
 from megatron_edit.engine.state import MeanLoss, RunState
 from megatron_edit.method.clock import PhaseClock, TimeTrigger
 from megatron_edit.method.detector import DetectorConfig
-from megatron_edit.method.landing import DIRECT_COPY, LandingRule
+from megatron_edit.method.landing import DIRECT_COPY
 from megatron_edit.method.ledger import Dealing
 from megatron_edit.method.schedule import StepSchedule
 
-PENALTY = Penalty(DetectorConfig(3.0, 0.02, 20, 3), True, None, False)
-RULES = RoundRules(PENALTY, DIRECT_COPY, StepSchedule(0, 4), min_steps=10)  # rounds of 10 steps
+PENALTY = Penalty(DetectorConfig(3.0, 0.02, 20, 3), True, None, False, step_share=0.0)
+RULES = RoundRules(PENALTY, DIRECT_COPY, StepSchedule(0, 4, 1), min_steps=10)  # rounds of 10 steps
 
 
 def fresh(target: int = 100) -> RoundState:
@@ -117,9 +117,11 @@ def gathered(draw: st.DrawFn) -> tuple[RoundState, list[ControlRecord], list[int
         for count in counts
     ]  # fmt: skip
     units = sorted(draw(st.sets(st.integers(0, NUM_UNITS - 1), min_size=1)))
-    landing = draw(st.sampled_from([DIRECT_COPY, LandingRule(delay=2), LandingRule(mix=0.5)]))
+    landing = draw(
+        st.sampled_from([DIRECT_COPY, replace(DIRECT_COPY, delay=2), replace(DIRECT_COPY, mix=0.5)])
+    )
     rules = RoundRules(
-        PENALTY, landing, StepSchedule(0, 4), min_steps=float(draw(st.integers(0, 8)))
+        PENALTY, landing, StepSchedule(0, 4, 1), min_steps=float(draw(st.integers(0, 8)))
     )
     return before, records, units, rules
 

@@ -34,13 +34,13 @@ from megatron_edit.method.schedule import QuadraticSchedule, StepSchedule
 from tests.harness.memory_network import CPU, Network, groups_of
 
 anything: Any = SimpleNamespace
-PENALTY = Penalty(DetectorConfig(3.0, 0.5, 0, 3), True, None, False)
-LATE = LandingRule(delay=3)
+PENALTY = Penalty(DetectorConfig(3.0, 0.5, 0, 3), True, None, False, step_share=0.0)
+LATE = replace(DIRECT_COPY, delay=3)
 
 
 def rules_with(landing: LandingRule = LATE, **fields: Any) -> RoundRules:
     """Of rounds of four steps."""
-    return RoundRules(PENALTY, landing, **{"schedule": StepSchedule(0, 4), **fields})
+    return RoundRules(PENALTY, landing, **{"schedule": StepSchedule(0, 4, 1), **fields})
 
 
 def record(norms: tuple[float, ...], **fields: Any) -> ControlRecord:
@@ -76,7 +76,7 @@ def test_a_meeting_of_a_fragment() -> None:
 
 def test_rates_and_positions_are_the_furthest() -> None:
     """Of any replica: who skipped steps is behind."""
-    schedule = QuadraticSchedule(0, 4, growth=0.02)
+    schedule = QuadraticSchedule(0, 4, 1, growth=0.02)
     records = [
         record((1.0, 1.0), inner_lr=1e-3, next_lr=1e-3, schedule_position=16),
         record((1.0, 1.0), inner_lr=2e-3, next_lr=2e-3, schedule_position=24),
@@ -138,7 +138,16 @@ def run_state(timer: TimeTrigger | None = None, dealing: Dealing | None = None) 
     )
     params = [ParamShard(name, name, torch.zeros(2), True, None) for name in ("a", "b")]
     state.step = 6
-    state.begin_rounds(OuterState.take(plan_units(params, ["a", "b"], ["a", "b"]), CPU), 4)
+    state.begin_rounds(
+        OuterState.take(
+            plan_units(params, ["a", "b"], ["a", "b"]),
+            CPU,
+            offload=False,
+            num_replicas=1,
+            max_staged=2,
+        ),
+        4,
+    )
     state.step = 10
     return state
 

@@ -14,8 +14,9 @@ import torch
 
 from megatron_edit.checkpoint.files import record_of
 from megatron_edit.checkpoint.folder import CheckpointFolder, manifest_of
-from megatron_edit.checkpoint.manifest import ALL, LEADER, Manifest, ReplicaEntry
+from megatron_edit.checkpoint.manifest import Manifest, ReplicaEntry
 from megatron_edit.comm.placement import Placement
+from megatron_edit.constants import ALL, LEADER
 from megatron_edit.host.checkpoint import choosing
 from megatron_edit.host.checkpoint import random as streams
 from megatron_edit.host.checkpoint.committing import _finish

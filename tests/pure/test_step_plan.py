@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,8 @@ from megatron_edit.engine.rounds.controller import MeetingPlan, StepPlan, SyncCo
 from megatron_edit.method.landing import DIRECT_COPY, LandingRule
 
 anything: Any = SimpleNamespace
-LATE, NEXT = LandingRule(delay=2), LandingRule(keeps_progress=False, at_next_meeting=True)
+LATE = replace(DIRECT_COPY, delay=2)
+NEXT = replace(DIRECT_COPY, keeps_progress=False, at_next_meeting=True)
 OLD: Any = anything(name="a sync that has not landed")
 
 

@@ -6,6 +6,7 @@ The other ranks of the stage, and copies elsewhere, are stand-ins that answer at
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +29,7 @@ from tests.harness.memory_network import CPU, Network, groups_of
 
 anything: Any = SimpleNamespace
 RULE = Nesterov(lr=0.5, momentum=0.8)
-DELAYED = LandingRule(delay=2)
+DELAYED = replace(DIRECT_COPY, delay=2)
 
 
 def plan_of(unit: str = "layer.1", tie: str | None = None) -> UnitPlan:
@@ -38,6 +39,11 @@ def plan_of(unit: str = "layer.1", tie: str | None = None) -> UnitPlan:
         ParamShard("b", unit, torch.zeros(1), tie is None, tie),
     ]
     return plan_units(params, [unit], [unit])
+
+
+def outer_of(plan: UnitPlan, *, offload: bool = False) -> OuterState:
+    """Of one replica, taken from the parameters as they are."""
+    return OuterState.take(plan, CPU, offload=offload, num_replicas=1, max_staged=2)
 
 
 def groups_with(
@@ -73,7 +79,7 @@ def begin(
 def test_the_average_moves_anchor_and_momentum(weight: float, offload: bool) -> None:
     """With its weight; also where both live elsewhere. Catches a state that is not put back."""
     plan, groups = plan_of(), groups_with()
-    outer = OuterState.take(plan, CPU, offload=offload)
+    outer = outer_of(plan, offload=offload)
     unit = begin(plan, outer, groups, decision_of(weight=weight), DIRECT_COPY)
     result = unit.step(groups, SyncRules(RULE, None, DIRECT_COPY))
     assert unit.land(DIRECT_COPY, is_finite=True) is False
@@ -87,7 +93,7 @@ def test_the_average_moves_anchor_and_momentum(weight: float, offload: bool) -> 
 def test_a_roll_back_changes_neither() -> None:
     """Every replica is left out: catches a momentum that decays, or remembers what is dropped."""
     plan, groups = plan_of(), groups_with()
-    outer = OuterState.take(plan, CPU)
+    outer = outer_of(plan)
     outer.units["layer.1"].momentum.fill_(3.0)
     unit = begin(plan, outer, groups, decision_of(anomalous=True, rollback=True), DELAYED)
     assert unit.advance(groups, Wire.of("fp32"))
@@ -104,7 +110,7 @@ def test_a_roll_back_changes_neither() -> None:
 def test_progress_is_kept_of_who_counted(is_anomalous: bool, is_finite: bool) -> None:
     """A delayed landing: catches one that is left out, or broke since, and keeps what it had."""
     plan, groups = plan_of(), groups_with()
-    outer = OuterState.take(plan, CPU)
+    outer = outer_of(plan)
     decision = decision_of(weight=0.0 if is_anomalous else 1.0, anomalous=is_anomalous)
     unit = begin(plan, outer, groups, decision, DELAYED)
     plan.shards[0].scatter(torch.full((3,), -1.5))  # trained on
@@ -125,7 +131,7 @@ def test_the_clip_is_of_the_whole_unit() -> None:
         return torch.stack([mine, mine + 13.0])
 
     plan, groups = plan_of(), groups_with(with_another)
-    outer = OuterState.take(plan, CPU)
+    outer = outer_of(plan)
     unit = begin(plan, outer, groups, decision_of(), DIRECT_COPY)
     result = unit.step(groups, SyncRules(RULE, 2.0, DIRECT_COPY))
     norm = (3.0 + 16.0) ** 0.5
@@ -139,7 +145,7 @@ def test_copies_take_the_bits_of_the_first() -> None:
     first = anything(size=2, broadcast_nowait=lambda copies: copies.fill_(7.0))
     other = anything(size=2, broadcast_nowait=lambda copies: copies.fill_(9.0))
     plan, groups = plan_of(tie="tied-tp"), groups_with(**{"tied-tp": first, "other": other})
-    outer = OuterState.take(plan, CPU)
+    outer = outer_of(plan)
     unit = begin(plan, outer, groups, decision_of(), DIRECT_COPY)
     result = unit.step(groups, SyncRules(RULE, None, DIRECT_COPY))
     assert outer.units["layer.1"].momentum.tolist() == pytest.approx([1.0, 1.0, 7.0])
@@ -158,7 +164,7 @@ def test_a_stage_with_a_copy_alone_learns_the_norm() -> None:
     for unit_name, square in (("embedding", told.item()), ("final", 3.0)):
         messages: list[Tensor] = []
         plan, groups = plan_of(unit_name), groups_with(**ties)
-        unit = begin(plan, OuterState.take(plan, CPU), groups, decision_of(), DIRECT_COPY)
+        unit = begin(plan, outer_of(plan), groups, decision_of(), DIRECT_COPY)
         result = unit.step(groups, SyncRules(RULE, None, DIRECT_COPY))
         assert float(result.norm) == pytest.approx(square**0.5, rel=1e-15)
         assert len(messages) == (unit_name == "embedding")
@@ -176,7 +182,7 @@ def test_a_copy_of_the_embedding_comes_with_its_norm() -> None:
 
     ties = {TIED_EMBEDDING: anything(size=2, broadcast_nowait=first_stage)}
     plan, groups = plan_of("embedding", tie=TIED_EMBEDDING), groups_with(**ties)
-    outer = OuterState.take(plan, CPU)
+    outer = outer_of(plan)
     unit = begin(plan, outer, groups, decision_of(), DIRECT_COPY)
     result = unit.step(groups, SyncRules(RULE, None, DIRECT_COPY))
     assert outer.units["embedding"].momentum.tolist() == pytest.approx([1.0, 1.0, 7.0])
@@ -201,7 +207,7 @@ def test_other_units_of_a_broken_replica_come_back() -> None:
         for name, value in zip(names, values, strict=True)
     ]
     plan = plan_units(params, names, names)
-    outer = OuterState.take(plan, CPU)
+    outer = outer_of(plan)
     for number, unit in enumerate(outer.units.values()):
         unit.anchor.fill_(float(number))
     zeroed: list[str] = []

@@ -12,14 +12,13 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from megatron_edit.comm.control import ControlRecord, record_bytes, unpack_meeting
+from megatron_edit.comm.polling import POLL_SECONDS, poll_interval
 from megatron_edit.comm.stop import StopBoard
 from megatron_edit.engine.host import EngineGroups, Host
 from megatron_edit.engine.state import RunState
 from megatron_edit.errors import ReplicaLostError
 
-POLL_SECONDS = 0.0002  # between two polls of a meeting that others have not come to, at least
-LONGEST_POLL_SECONDS = 0.02
-POLL_SHARE = 0.01  # of the time waited so far: who waits long need not poll so often
+LONGEST_POLL_SECONDS = 0.02  # between two polls of a meeting that others have not come to
 
 
 @dataclass
@@ -104,7 +103,7 @@ class Meetings:
                 self.board.announce()
             if self.poll_exchanges():
                 return POLL_SECONDS
-            return min(max(POLL_SECONDS, POLL_SHARE * (now - began)), LONGEST_POLL_SECONDS)
+            return poll_interval(now - began, LONGEST_POLL_SECONDS)
 
         return poll
 

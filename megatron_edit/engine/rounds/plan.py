@@ -41,7 +41,7 @@ class Penalty:
     eliminate: bool
     temperature: float | None
     uniform: bool
-    step_share: float = 0.0
+    step_share: float
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from megatron_edit.comm.collectives import Group
+from megatron_edit.constants import EMBEDDING
 from megatron_edit.engine.host import TIED_EMBEDDING, EngineGroups
-from megatron_edit.engine.sync.units import EMBEDDING, UnitShard
+from megatron_edit.engine.sync.units import UnitShard
 from megatron_edit.method.norms import sum_in_rank_order
 
 

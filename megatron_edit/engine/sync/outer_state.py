@@ -97,11 +97,11 @@ class OuterState:
         plan: UnitPlan,
         device: torch.device,
         *,
-        offload: bool = False,
+        offload: bool,
+        num_replicas: int,
+        max_staged: int,
         wire: Wire | None = None,
-        num_replicas: int = 1,
         streams: Streams | None = None,
-        max_staged: int = 2,
     ) -> OuterState:
         """Take the anchor from the parameters as they are; momentum starts at zero.
 
@@ -109,10 +109,10 @@ class OuterState:
             plan: this rank's shards.
             device: of the parameters.
             offload: whether anchor and momentum are to live in host memory.
-            wire: type on the wire, which may lose something that it sends later.
             num_replicas: N.
-            streams: of the device; None makes them.
             max_staged: units of an offloaded state that are on the device at once.
+            wire: type on the wire, which may lose something that it sends later.
+            streams: of the device; None makes them.
         """
         home = torch.device("cpu") if offload else device
         is_pinned = offload and device.type == "cuda"

@@ -40,7 +40,7 @@ from megatron_edit.engine.sync.offload import HomeStream
 from megatron_edit.engine.sync.outer_state import OuterState
 from megatron_edit.engine.sync.units import Selection, UnitPlan, UnitShard, select
 from megatron_edit.method.detector import Verdict
-from megatron_edit.method.landing import LandingRule
+from megatron_edit.method.landing import DIRECT_COPY
 
 
 @dataclass(frozen=True)
@@ -478,7 +478,8 @@ def restore_sync(
 
     verdict = Verdict(table("anomalous").bool(), table("scores"))
     decision = Decision(table("norms"), verdict, table("weights"), table("rollback").bool())
-    landing = LandingRule(**saved["landing"])
+    # Checkpoints may be older than a field of the rule.
+    landing = dataclasses.replace(DIRECT_COPY, **saved["landing"])
     rules = SyncRules(settings.outer, settings.max_norm, landing, saved["inner_lr"])
     plan = SyncPlan(
         saved["round"],

@@ -13,10 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_edit.constants import EMBEDDING, FINAL, LAYER, MTP
 from megatron_edit.errors import SyncProtocolError, UsageError
 from megatron_edit.method.norms import sum_of_squares
 
-EMBEDDING, LAYER, FINAL, MTP = "embedding", "layer", "final", "mtp"
 _ORDER = {EMBEDDING: 0, LAYER: 1, FINAL: 2, MTP: 3}
 
 

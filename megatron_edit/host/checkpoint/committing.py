@@ -32,7 +32,7 @@ from megatron_edit.checkpoint.folder import (
 from megatron_edit.checkpoint.folder import replica_folder as folder_of
 from megatron_edit.checkpoint.manifest import Manifest, ReplicaEntry
 from megatron_edit.comm.worlds import ReplicaWorld
-from megatron_edit.config import LEAST_TIMEOUT_SECONDS
+from megatron_edit.constants import LEAST_TIMEOUT_SECONDS
 from megatron_edit.errors import EditError, ReplicaLostError
 from megatron_edit.observe.console import say, warn
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_edit.checkpoint.folder import EDIT, RANDOM, STOCK_MARK, replica_folder
-from megatron_edit.checkpoint.manifest import ALL, Manifest
+from megatron_edit.checkpoint.manifest import Manifest
 from megatron_edit.checkpoint.resume import ResumePlan, ResumingRun, plan_resume
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig
+from megatron_edit.constants import ALL, RESET
 from megatron_edit.engine import EditEngine, EngineState, PendingState, SavedRound
 from megatron_edit.errors import UsageError
 from megatron_edit.host.checkpoint.choosing import Choice, check_together, choose
@@ -227,7 +228,7 @@ class LoadControl:
         def begin_anew() -> None:
             if not plan.goes_on:
                 host.set_schedule(plan.entries[0].schedule_position)
-            if self._config.inner_state == "reset" and not (manifest.is_mid_round and plan.goes_on):
+            if self._config.inner_state == RESET and not (manifest.is_mid_round and plan.goes_on):
                 host.reset_moments()
 
         unfinished = None

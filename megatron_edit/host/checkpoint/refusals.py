@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_edit.checkpoint.manifest import Manifest
 from megatron_edit.checkpoint.resume import ResumePlan
+from megatron_edit.constants import FIXED, QSR
 from megatron_edit.engine import EngineSettings
 from megatron_edit.errors import UsageError
 from megatron_edit.method.schedule import Schedule
@@ -78,7 +79,7 @@ def check_rounds(
     # Rounds of varying length keep a mean of the losses, which has no last step.
     was_varying = any(e.losses and not e.last_loss_step for e in entries)
     if was_varying == settings.schedule.has_fixed_rounds:
-        was = "qsr" if was_varying else "fixed"
+        was = QSR if was_varying else FIXED
         raise UsageError(
             f"--load {path}",
             "its replicas stopped at different steps of a round of another --edit-interval",

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from megatron_edit.checkpoint.folder import EDIT, OUTER, replica_local_folder
-from megatron_edit.checkpoint.manifest import ALL, Manifest, PendingSync
+from megatron_edit.checkpoint.manifest import Manifest, PendingSync
 from megatron_edit.comm.wire import Wire
+from megatron_edit.constants import ALL, FP32
 from megatron_edit.engine import PendingState, UnitPlan, UnitTensors
 from megatron_edit.host.checkpoint.outer import (
     AVERAGE,
@@ -104,7 +105,7 @@ def load_outer(
     )
     has_residuals = shards.wire.name == manifest.wire and manifest.form == ALL
     is_same = shards.num_replicas == manifest.num_replicas and not manifest.is_warmup
-    wire = shards.wire if has_residuals and is_same else Wire.of("fp32")
+    wire = shards.wire if has_residuals and is_same else Wire.of(FP32)
     kinds = shared_kinds(outer, syncs, has_anchor=manifest.has_anchor)
     load_outer_state(checkpoint / EDIT / OUTER, shards.pieces, kinds)
     if is_replica_local(pending, wire):
@@ -134,7 +135,7 @@ def load_pending(
     """
     saved = manifest.replicas[replica].pending
     syncs = _pending(saved, shards.plan)
-    if is_replica_local(saved, Wire.of("fp32")):
+    if is_replica_local(saved, Wire.of(FP32)):
         averages = {name: t for sync in syncs for name, t in sync["averages"].items()}
         kinds = {AVERAGE: averages, SNAPSHOT: _snapshots_of(syncs)}
         load_outer_state(replica_local_folder(checkpoint, replica), shards.pieces, kinds)

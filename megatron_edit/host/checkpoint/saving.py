@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megatron_edit.checkpoint.manifest import ALL, LEADER
+from megatron_edit.constants import ALL, LEADER
 from megatron_edit.engine import EditEngine
 from megatron_edit.host.checkpoint.writing import CheckpointWriter, SavePlan
 from megatron_edit.host.model.megatron_host import MegatronHost

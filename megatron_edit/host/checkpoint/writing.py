@@ -19,10 +19,11 @@ from megatron_edit.checkpoint.folder import (
     replica_folder,
     replica_local_folder,
 )
-from megatron_edit.checkpoint.manifest import ALL, Manifest, PendingSync, ReplicaEntry
+from megatron_edit.checkpoint.manifest import Manifest, PendingSync, ReplicaEntry
 from megatron_edit.checkpoint.resume import ledger_of
 from megatron_edit.comm.worlds import ReplicaWorld
-from megatron_edit.config import LEAST_TIMEOUT_SECONDS, EditConfig
+from megatron_edit.config import EditConfig
+from megatron_edit.constants import ALL, LEAST_TIMEOUT_SECONDS
 from megatron_edit.engine import EditEngine, EngineState
 from megatron_edit.host.checkpoint.committing import Committer, RankSave
 from megatron_edit.host.checkpoint.fingerprint import layout_of, model_of

@@ -99,7 +99,9 @@ def check_script(
             f"add {flag('num_replicas')} N: where the launch has several nodes, their number",
         )
     environment = {**os.environ, "RANK": "0", "WORLD_SIZE": str(world_size)}
-    placement = place(config, environment) if config.use_edit else None
+    placement = None
+    if config.use_edit:
+        placement = place(config.num_replicas, config.replica_id, environment)
     # The script's folder first, as in a launch: a clone must win over a wheel.
     folder = str(script.resolve().parent)
     if folder not in sys.path:

@@ -13,11 +13,12 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatron_edit.constants import GRACE_SECONDS
 from megatron_edit.errors import ReplicaLostError, UsageError
+from megatron_edit.flags import USE_EDIT
 from megatron_edit.tools.doctor.finding import DoctorFinding, Level, table
 
 FOUND_BAD = 1
-GRACE_SECONDS = 5.0
 _PASSED_ON = ("edit_num_replicas", "edit_replica_id", "edit_rendezvous", "edit_device")
 
 
@@ -99,7 +100,7 @@ def _check(options: Namespace, rest: Sequence[str]) -> None:
 
 def _words(options: Namespace) -> list[str]:
     """Flags of a training that say where this process is."""
-    words = ["--use-edit"]
+    words = [USE_EDIT]
     for name in _PASSED_ON:
         if getattr(options, name) is not None:
             words += ["--" + name.replace("_", "-"), getattr(options, name)]

@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron_edit.checkpoint.files import check_content, check_sizes
 from megatron_edit.checkpoint.folder import EDIT, OUTER, RANDOM, CheckpointFolder, Found
 from megatron_edit.checkpoint.manifest import Manifest, read_manifest
+from megatron_edit.constants import ALL, FP32
 from megatron_edit.errors import UsageError
 
 
@@ -86,7 +87,7 @@ def _lines(found: Found, manifest: Manifest, *, is_verified: bool) -> Iterator[s
     yield (
         f"  strategy {manifest.strategy}: {manifest.num_replicas} replicas x "
         f"{manifest.ranks_per_replica} ranks, form {manifest.form} "
-        f"({'inner state of every replica' if manifest.form == 'all' else 'of replica 0'})"
+        f"({'inner state of every replica' if manifest.form == ALL else 'of replica 0'})"
     )
     parallel = ", ".join(f"{name} {size}" for name, size in manifest.parallel.items() if size > 1)
     yield f"  inside a replica: {parallel or 'data parallel only'}"
@@ -118,7 +119,7 @@ def _outer(manifest: Manifest) -> str:
     if manifest.is_warmup:
         return "none before the first local step"
     what = "momentum and anchor" if manifest.has_anchor else "momentum (the anchor: the parameters)"
-    if manifest.wire != "fp32":
+    if manifest.wire != FP32:
         what += f"; wire type {manifest.wire}, with its error-feedback residuals"
     late = [
         f"replica {replica}: round {sync.round} ({len(sync.units)} units)"

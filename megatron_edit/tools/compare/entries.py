@@ -6,9 +6,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_edit.config import ONLY_LANDING
 from megatron_edit.errors import UsageError
-from megatron_edit.flags import flag
-from megatron_edit.method.strategy import STRATEGIES
+from megatron_edit.flags import BEGINNINGS, PREFIX, flag
+from megatron_edit.method.strategy import STRATEGIES, TIMED_SETTINGS
 from megatron_edit.tools.compare.flags import canonical, int_flag, without
 
 STOCK = "stock"  # Megatron without the plugin, on all ranks
@@ -16,9 +17,8 @@ IDEAL = "ideal"  # replicas that part after the warm-up and never meet again
 
 _IDEAL_STRATEGY = "edit"
 _OF_ROUNDS = frozenset((flag("warmup_steps"), flag("sync_interval")))
-_OF_SYNCS = frozenset(map(flag, ("fragments", "delay_steps", "mix", "sync_dtype")))
-_OF_THE_CLOCK = frozenset(map(flag, ("sync_seconds", "min_round_steps", "step_weight")))
-_PREFIXES = ("--edit-", "--use-edit")
+_OF_SYNCS = frozenset(map(flag, (*ONLY_LANDING, "sync_dtype")))
+_OF_THE_CLOCK = frozenset(map(flag, TIMED_SETTINGS))
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Entry:
         words: list[str] = []
         for word in self.own_flags:
             if word.startswith("--"):
-                words.append(word.removeprefix("--edit-"))
+                words.append(word.removeprefix(PREFIX))
             else:
                 words[-1] += f"={word}"
         return " ".join([self.name, *words])
@@ -78,7 +78,7 @@ class Entry:
         """
         strategy = self.strategy
         if strategy is None:
-            ours = {w.partition("=")[0] for w in common if w.startswith(_PREFIXES)}
+            ours = {w.partition("=")[0] for w in common if w.startswith(BEGINNINGS)}
             return [*without(common, ours - {flag("device")}), *self.own_flags]
         rule = STRATEGIES[strategy]
         unused = frozenset({flag("sync_interval")}) if rule.is_timed else _OF_THE_CLOCK
@@ -151,5 +151,5 @@ def _own_flag(part: str, setting: str) -> list[str]:
             "a colon is followed by the name of a flag",
             "write for example edit:delay-steps=8:no-clip",
         )
-    word = name if name.startswith("--") else f"--edit-{name}"
+    word = name if name.startswith("--") else PREFIX + name
     return [word, value] if has_value else [word]

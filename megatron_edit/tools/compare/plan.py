@@ -121,7 +121,8 @@ class RunPlan:
         """
         words = self.words if self.entry.strategy else Entry("edit").words(self.setting.flags)
         environment = {"RANK": "0", "WORLD_SIZE": str(self.setting.num_ranks)}
-        return place(config_from_argv(words), environment)
+        config = config_from_argv(words)
+        return place(config.num_replicas, config.replica_id, environment)
 
 
 def make_plan(

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from megatron_edit.tools.compare.analysis import ComparisonRow
 from megatron_edit.tools.compare.statistics import Spread
-
-UNKNOWN = "–"  # noqa: RUF001 - a dash for people
+from megatron_edit.tools.monitor.texts import UNKNOWN
 
 
 @dataclass(frozen=True)

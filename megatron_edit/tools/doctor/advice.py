@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 from megatron_edit.comm.collectives import all_reduce_payload
 from megatron_edit.config import GOAL_SHARE, EditConfig
+from megatron_edit.constants import FP32_BYTES
 from megatron_edit.tools.doctor.finding import DoctorFinding, Level
 from megatron_edit.tools.doctor.links import MeasuredLink, Together
 
 MOST_SKEW_SECONDS = 1.0
-_FP32, _INT8 = 4, 1
+_INT8_BYTES = 1
 
 
 def link_findings(links: list[MeasuredLink]) -> Iterator[DoctorFinding]:
@@ -47,15 +48,15 @@ def sync_findings(
         "all-reduce among the replicas",
         f"{_rate(rate)} sent per replica, latency {together.latency_seconds * 1e3:.2f} ms",
     )
-    seconds = all_reduce_payload(_FP32 * parameters, num_replicas) / rate
+    seconds = all_reduce_payload(FP32_BYTES * parameters, num_replicas) / rate
     interval = max(1, round(seconds / (GOAL_SHARE * step_seconds)))
     usual = EditConfig().sync_interval
     value = f"{seconds:.1f} s ({parameters / 1e9:g} billion parameters, fp32, {ranks} ranks each)"
     if interval <= usual:
         yield DoctorFinding("a sync", value)
         return
-    coded = max(1, round(interval * _INT8 / _FP32))
-    delay = max(1, round(seconds * _INT8 / _FP32 / step_seconds))
+    coded = max(1, round(interval * _INT8_BYTES / FP32_BYTES))
+    delay = max(1, round(seconds * _INT8_BYTES / FP32_BYTES / step_seconds))
     yield DoctorFinding(
         "a sync",
         value,

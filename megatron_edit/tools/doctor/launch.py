@@ -19,6 +19,7 @@ from megatron_edit.comm.transport import Transport, stand_alone_group
 from megatron_edit.comm.worlds import ReplicaWorld, join
 from megatron_edit.command_line import config_from_argv
 from megatron_edit.config import EditConfig
+from megatron_edit.constants import CPU, CUDA
 from megatron_edit.errors import ReplicaLostError, UsageError
 from megatron_edit.tools.doctor.advice import link_findings, sync_findings
 from megatron_edit.tools.doctor.finding import DoctorFinding, Level
@@ -73,12 +74,12 @@ class Launch:
         if world == "1" and config.replica_id is None:
             return cls(config, None)
         try:
-            return cls(config, place(config, env))
+            return cls(config, place(config.num_replicas, config.replica_id, env))
         except UsageError:
             if config.num_replicas is not None:
                 raise
         config = config_from_argv([*words, "--edit-num-replicas", world])
-        return cls(config, place(config, env))
+        return cls(config, place(config.num_replicas, config.replica_id, env))
 
     @property
     def is_first(self) -> bool:
@@ -111,7 +112,8 @@ def examine(launch: Launch, *, folder: Path | None, parameters: int, step_second
             _check_folder(folder, alone, report)
         return report
     transport = _transport(launch.config)
-    world = join(launch.config, placement)
+    config = launch.config
+    world = join(placement, rendezvous=config.rendezvous, timeout_seconds=config.timeout_seconds)
     try:
         everybody = _introduce(world, report)
         if everybody is not None and placement.num_replicas > 1:
@@ -184,10 +186,10 @@ def _check_folder(folder: Path, everybody: Group, report: Report) -> None:
 
 def _transport(config: EditConfig) -> Transport:
     """What a training's sync would run over."""
-    if config.device == "cuda" and not torch.cuda.is_available():
+    if config.device == CUDA and not torch.cuda.is_available():
         remedy = "use --edit-device auto or cpu"
         raise UsageError("--edit-device cuda", "no CUDA device was found", remedy, is_local=True)
-    if config.device == "cpu" or not torch.cuda.is_available():
+    if config.device == CPU or not torch.cuda.is_available():
         return Transport("gloo", torch.device("cpu"))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_edit.constants import SYNC_TIMES
 from megatron_edit.tools.monitor.curves import loss_chart, speed_chart
 from megatron_edit.tools.monitor.heat import anomalies_by_replica, norms_by_unit
 from megatron_edit.tools.monitor.run import MonitoredRun
@@ -20,7 +21,6 @@ from megatron_edit.tools.monitor.strokes import (
     finish,
     marker,
 )
-from megatron_edit.tools.monitor.syncs import SECONDS
 from megatron_edit.tools.monitor.texts import number, percent
 from megatron_edit.tools.pages.drawing import COLORS, INK, svg_drawing
 
@@ -162,7 +162,7 @@ def _clips(run: MonitoredRun) -> Chart | None:
 
 def _seconds(run: MonitoredRun) -> Chart:
     x, table = _bars(_syncs(run), run.syncs.rows.column("seconds") * 1e3)
-    parts = {name: table[:, place] for place, name in enumerate(SECONDS)}
+    parts = {name: table[:, place] for place, name in enumerate(SYNC_TIMES)}
     width = 0.85 * (x[1] - x[0] if x.size > 1 else 1)
     with svg_drawing("seconds") as drawing:
         axes = drawing.axes

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from statistics import median_high
 from typing import Literal, NamedTuple
 
+from megatron_edit.constants import LOW_CLIP, WATCHED_SYNCS
 from megatron_edit.tools.monitor.run import MonitoredRun
 from megatron_edit.tools.monitor.texts import duration, percent
 
-WATCHED_SYNCS = 10  # how long a sick sign must last
 EXPOSED_SHARE = 0.05
 WAIT_SHARE = 0.10
 ANOMALY_SHARE = 0.05
@@ -120,7 +120,7 @@ def _of_weights(run: MonitoredRun) -> Iterator[MonitorFinding]:
         yield MonitorFinding(
             "warning",
             f"For {syncs.low_clip} syncs in a row the median unit was clipped "
-            "below 0.5: raise --edit-clip, or lower the learning rate.",
+            f"below {LOW_CLIP:g}: raise --edit-clip, or lower the learning rate.",
         )
     for replica, share in enumerate(syncs.anomaly_shares().tolist()):
         if share > ANOMALY_SHARE:

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron_edit.constants import LOW_CLIP, SYNC_TIMES
 from megatron_edit.tools.monitor.series import Array, Merge, Rows
 from megatron_edit.tools.monitor.values import LARGEST_NUMBER, finite, whole
 
 NUM_RECENT = 10
-LOW_CLIP = 0.5
-SECONDS = ("wait", "exchange", "outer", "exposed", "total")
 _NAME = re.compile(r"[\w.-]+", re.ASCII)
 _MERGES: Mapping[str, Merge] = {
     "round": "last", "iteration": "last", "wire_bytes": "mean", "seconds": "mean",
@@ -54,12 +53,12 @@ class Syncs:
 
     Attributes:
         num_replicas: N.
-        rows: what is drawn. Columns are vectors: of one number, [5] (`SECONDS`), [N], or [U].
+        rows: what is drawn. Columns are vectors: of one number, [5] (`SYNC_TIMES`), [N], or [U].
         units: names in the order in which they were met first; the unit columns follow it.
         recent: the newest ones.
         samples: of each replica, at the newest.
         state_bytes: outer state of one replica; None where nobody says.
-        sums: of `SECONDS`, of bytes (`wire_bytes`), and of `anomalies` and `rollbacks`.
+        sums: of `SYNC_TIMES`, of bytes (`wire_bytes`), and of `anomalies` and `rollbacks`.
         first_time: Unix seconds of the first one; None before it.
         last_time: of the newest.
         low_effective: longest run of syncs whose median unit stood on less than half of the
@@ -100,7 +99,7 @@ class Syncs:
         self.state_bytes = state_bytes
         self.first_time = time if self.first_time is None else self.first_time
         self.last_time = time
-        counted = dict(zip(SECONDS, row["seconds"].tolist(), strict=True))
+        counted = dict(zip(SYNC_TIMES, row["seconds"].tolist(), strict=True))
         counted |= {n: float(getattr(brief, n)) for n in ("wire_bytes", "anomalies", "rollbacks")}
         if self.rows.count == 1:  # the time before the first one is not known
             counted["first_exposed"], counted["first_wait"] = counted["exposed"], counted["wait"]
@@ -145,7 +144,7 @@ class Syncs:
         )
         clip, rollback = (_table(line[name], shape[:1]) for name in ("clip", "rollback"))
         effective = _effective(weights)
-        seconds = np.array([finite(line["seconds"][name]) for name in SECONDS])
+        seconds = np.array([finite(line["seconds"][name]) for name in SYNC_TIMES])
         brief = SyncBrief(
             whole(line["round"]), whole(line["iteration"]),
             *_spread(norms),

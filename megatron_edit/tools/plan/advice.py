@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron_edit.comm.timeouts import ROUNDS
-from megatron_edit.config import GOAL_SHARE, LEAST_TIMEOUT_SECONDS, SYNC_DTYPES, EditConfig
+from megatron_edit.config import GOAL_SHARE, EditConfig
+from megatron_edit.constants import LEAST_TIMEOUT_SECONDS, SYNC_DTYPES, TIMEOUT_ROUNDS
 from megatron_edit.flags import flag
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.plan.job import Job
@@ -172,10 +172,11 @@ def _ladder(job: Job, config: EditConfig, setting: TimingSetting) -> Iterator[Ad
     """Who gives up when: each must be longer than the one before."""
     cost = sync_cost(job, config, setting)
     length = cost.round + cost.exposed
-    wait = config.timeout_seconds or max(LEAST_TIMEOUT_SECONDS, ROUNDS * length)
+    wait = config.timeout_seconds or max(LEAST_TIMEOUT_SECONDS, TIMEOUT_ROUNDS * length)
     # To be copied: in the flag's own unit, and no less than what it stands for.
     value = f"{config.timeout_seconds:g}" if config.timeout_seconds else str(math.ceil(wait))
-    how = "given" if config.timeout_seconds else f"auto: max(600 s, {ROUNDS} rounds)"
+    auto = f"auto: max({LEAST_TIMEOUT_SECONDS:g} s, {TIMEOUT_ROUNDS} rounds)"
+    how = "given" if config.timeout_seconds else auto
     ok = "" if wait > cost.exchange + setting.step else "; too short for one exchange"
     text = f"{flag('timeout_seconds')} {value} ({show_seconds(wait)}; {how}){ok}"
     yield Advice("timeout-seconds", wait, text)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron_edit.command_line import config_from_argv
 from megatron_edit.config import EditConfig
 from megatron_edit.errors import UsageError
-from megatron_edit.flags import flag
+from megatron_edit.flags import BEGINNINGS, flag
 from megatron_edit.tools.compare.entries import num_iterations
 from megatron_edit.tools.compare.flags import groups, without
 from megatron_edit.tools.plan.limits import check_ranks, check_rounds, check_shards
@@ -16,8 +16,6 @@ from megatron_edit.tools.plan.model import Architecture
 from megatron_edit.tools.plan.shards import bucket_size, lay_out, shard_numels
 from megatron_edit.tools.plan.storage import Storage
 from megatron_edit.tools.plan.words import Words
-
-_OURS = ("--use-edit", "--edit-")
 
 
 @dataclass(frozen=True)
@@ -249,7 +247,7 @@ def _num_steps(argv: Sequence[str]) -> int:
 
 
 def _own_part(argv: Sequence[str]) -> list[str]:
-    own = (group for group in groups(argv) if group[0].startswith(_OURS))
+    own = (group for group in groups(argv) if group[0].startswith(BEGINNINGS))
     return [word for name, values in own for word in (name, *values)]
 
 

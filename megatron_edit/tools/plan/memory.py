@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from megatron_edit.comm.wire import Wire
 from megatron_edit.config import EditConfig
+from megatron_edit.constants import FP32_BYTES
 from megatron_edit.method.landing import LandingRule
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.plan.job import Job
 
-FP32 = 4
 DEVICE, HOST = "device", "host"
 
 
@@ -49,7 +49,9 @@ def stock_parts(job: Job) -> tuple[MemoryItem, ...]:
     return (
         MemoryItem("parameters", DEVICE, job.on_rank * storage.parameter_bytes, is_stock=True),
         MemoryItem("gradients", DEVICE, job.on_rank * storage.gradient_bytes, is_stock=True),
-        MemoryItem("optimizer state", DEVICE, elements * storage.num_vectors * FP32, is_stock=True),
+        MemoryItem(
+            "optimizer state", DEVICE, elements * storage.num_vectors * FP32_BYTES, is_stock=True
+        ),
     )
 
 
@@ -72,15 +74,15 @@ def persistent_bytes(job: Job, config: EditConfig) -> int:
     if wire.has_residual:
         size = job.mesh.num_replicas
         residuals = total + sum(wire.owner_numel(n, size) for row in job.held for n in row)
-    return FP32 * (kept * total + residuals)
+    return FP32_BYTES * (kept * total + residuals)
 
 
 def published_diloco_parts(job: Job) -> tuple[MemoryItem, ...]:
     """DiLoCo as published: every rank keeps anchor and momentum of all that it computes with."""
     return (
-        MemoryItem("anchor, whole", DEVICE, FP32 * job.on_rank),
-        MemoryItem("outer momentum, whole", DEVICE, FP32 * job.on_rank),
-        MemoryItem("average, whole", DEVICE, FP32 * job.on_rank, is_persistent=False),
+        MemoryItem("anchor, whole", DEVICE, FP32_BYTES * job.on_rank),
+        MemoryItem("outer momentum, whole", DEVICE, FP32_BYTES * job.on_rank),
+        MemoryItem("average, whole", DEVICE, FP32_BYTES * job.on_rank, is_persistent=False),
     )
 
 
@@ -89,22 +91,24 @@ def _parts(job: Job, config: EditConfig, *, overlaps: bool) -> Iterator[MemoryIt
     home = HOST if config.offload else DEVICE
     landing, wire = landing_of(config), Wire.of(config.sync_dtype)
     size, depth = job.mesh.num_replicas, config.prefetch_units if overlaps else 1
-    yield MemoryItem("anchor", home, FP32 * elements)
-    yield MemoryItem("outer momentum", home, FP32 * elements)
+    yield MemoryItem("anchor", home, FP32_BYTES * elements)
+    yield MemoryItem("outer momentum", home, FP32_BYTES * elements)
     if wire.has_residual:
         row = max(job.held, key=sum)
         owned = sum(wire.owner_numel(numel, size) for numel in row)
-        yield MemoryItem(f"residuals of {wire.name}", DEVICE, FP32 * (elements + owned))
+        yield MemoryItem(f"residuals of {wire.name}", DEVICE, FP32_BYTES * (elements + owned))
     if not landing.is_immediate:
         group = -(-elements // config.fragments)
         vectors = 1 + int(landing.needs_snapshot)
         what = "average and snapshot" if vectors == 2 else "average"
-        yield MemoryItem(f"{what} in flight", DEVICE, FP32 * vectors * group, is_persistent=False)
+        yield MemoryItem(
+            f"{what} in flight", DEVICE, FP32_BYTES * vectors * group, is_persistent=False
+        )
     units = depth if landing.is_immediate else 1
     staged = max(_staged(row, units, is_offloaded=config.offload) for row in job.held)
-    yield MemoryItem("staging", DEVICE, FP32 * staged, is_persistent=False)
+    yield MemoryItem("staging", DEVICE, FP32_BYTES * staged, is_persistent=False)
     if wire.codec is not None:
-        coded = 2 * wire.payload_bytes(largest, size) + FP32 * -(-largest // size)
+        coded = 2 * wire.payload_bytes(largest, size) + FP32_BYTES * -(-largest // size)
         yield MemoryItem("encoded units", DEVICE, coded * units, is_persistent=False)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_edit.constants import EMBEDDING, FINAL
 from megatron_edit.errors import UsageError
 from megatron_edit.tools.plan.limits import MOST_LAYERS
 from megatron_edit.tools.plan.words import Words
@@ -18,7 +19,6 @@ REFUSED = (
     "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
     "--num-distributed-optimizer-instances", "--attention-output-gate",
 )  # fmt: skip
-EMBEDDING, FINAL = "embedding", "final"
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from megatron_edit.method.strategy import STRATEGIES
+from megatron_edit.tools.compare.entries import STOCK
 
-STOCK, PUBLISHED_DILOCO = "stock", "published-diloco"
+PUBLISHED_DILOCO = "published-diloco"
 NAMES = (*STRATEGIES, STOCK, PUBLISHED_DILOCO)
 USUAL = ("edit", PUBLISHED_DILOCO, "ddp", STOCK)

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_edit.constants import BLOCKING, FP32
 from megatron_edit.errors import UsageError
 from megatron_edit.method.strategy import STRATEGIES
+from megatron_edit.tools.compare.entries import STOCK
 from megatron_edit.tools.plan.advice import Advice, advise
 from megatron_edit.tools.plan.job import Job
 from megatron_edit.tools.plan.memory import (
@@ -16,7 +18,7 @@ from megatron_edit.tools.plan.memory import (
     published_diloco_parts,
     stock_parts,
 )
-from megatron_edit.tools.plan.names import NAMES, PUBLISHED_DILOCO, STOCK
+from megatron_edit.tools.plan.names import NAMES, PUBLISHED_DILOCO
 from megatron_edit.tools.plan.timing import (
     Cost,
     TimingSetting,
@@ -130,7 +132,7 @@ def _row(job: Job, setting: TimingSetting, name: str) -> PlanRow:
         return PlanRow(name, 1, gradient_traffic(job), synchronous_cost(job, setting), ())
     cost = sync_cost(job, config, setting)
     every = cost.round / setting.step
-    overlaps = setting.overlaps and job.overlaps_gather and config.sync_mode != "blocking"
+    overlaps = setting.overlaps and job.overlaps_gather and config.sync_mode != BLOCKING
     parts = edit_parts(job, config, overlaps=overlaps)
     return PlanRow(name, every, sync_traffic(job, config, every), cost, parts)
 
@@ -138,7 +140,7 @@ def _row(job: Job, setting: TimingSetting, name: str) -> PlanRow:
 def _published_diloco(job: Job, setting: TimingSetting) -> PlanRow:
     """DiLoCo as its paper has it: one blocking exchange, outer state not sharded."""
     config = job.config("diloco")
-    config = replace(config, sync_dtype="fp32", fragments=1, delay_steps=0, mix=0.0, offload=False)
+    config = replace(config, sync_dtype=FP32, fragments=1, delay_steps=0, mix=0.0, offload=False)
     cost = sync_cost(job, config, setting, blocks=True)
     every = cost.round / setting.step
     # Every rank does the outer step of all that it computes with.

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
 
-from megatron_edit.tools.plan.model import EMBEDDING, Parameter
+from megatron_edit.constants import EMBEDDING
+from megatron_edit.tools.plan.model import Parameter
 
 PARAMETER_ALIGNMENT = 64
 BUCKET_ALIGNMENT = 128

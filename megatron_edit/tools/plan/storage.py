@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_edit.constants import SUPPORTED_OPTIMIZERS
 from megatron_edit.errors import UsageError
 from megatron_edit.tools.compare.traffic import gradient_bytes
 from megatron_edit.tools.plan.words import Words
@@ -13,7 +14,6 @@ REFUSED = (
     "--use-megatron-fsdp", "--use-torch-fsdp2", "--use-precision-aware-optimizer",
     "--optimizer-cpu-offload", "--fp8-param-gather", "--fp4-param-gather",
 )  # fmt: skip
-OPTIMIZERS = ("adam", "sgd")
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ class Storage:
 def _num_moments(words: Words) -> int:
     """Vectors of the optimizer's own state."""
     optimizer = words.text("--optimizer", "adam")
-    if optimizer not in OPTIMIZERS:
+    if optimizer not in SUPPORTED_OPTIMIZERS:
         raise UsageError(
             f"--optimizer {optimizer}",
-            f"the planner knows the state of {' and '.join(OPTIMIZERS)} only",
+            f"the planner knows the state of {' and '.join(SUPPORTED_OPTIMIZERS)} only",
             "use one of these",
         )
     if optimizer == "adam":

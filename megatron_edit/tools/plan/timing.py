@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from megatron_edit.comm.collectives import all_reduce_payload
 from megatron_edit.comm.wire import Wire
 from megatron_edit.config import EditConfig
+from megatron_edit.constants import BLOCKING, FP32
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.plan.job import Job
 from megatron_edit.tools.plan.machine import Link, Machine
@@ -180,7 +181,7 @@ def sync_cost(
         blocks: whether nothing is hidden, whatever the settings say.
     """
     landing = landing_of(config)
-    overlaps = setting.overlaps and job.overlaps_gather and config.sync_mode != "blocking"
+    overlaps = setting.overlaps and job.overlaps_gather and config.sync_mode != BLOCKING
     overlaps = overlaps and not blocks
     round_seconds = round_of(config, setting.step)
     head_start = min(config.delay_steps * setting.step, round_seconds)
@@ -220,7 +221,7 @@ def synchronous_cost(job: Job, setting: TimingSetting) -> Cost:
     """Of a step of `ddp`, and of the warm-up: gradients are averaged after the backward pass."""
     traffic = gradient_traffic(job)
     num_units = len(job.unit_names)
-    steps = _ring_steps(job, "fp32") * num_units
+    steps = _ring_steps(job, FP32) * num_units
     slowest = setting.machine.per_wire_byte * traffic.per_rank
     wire = max(setting.link.seconds(traffic.per_host), slowest) + steps * setting.link.latency
     return Cost(wire, 0.0, wire, setting.step, wire)
