@@ -60,8 +60,8 @@ def variants(tau: int, num_layers: int = 4) -> dict[str, list[str]]:
 def sends_all_at_once(kind: str, tau: int) -> bool:
     """Whether a sync of one of EDiT's kinds is of all units, in fp32."""
     flags = variants(tau).get(kind, [])
-    parted = {flag("fragments"), flag("sync_dtype")}
-    return kind != "streaming-diloco" and parted.isdisjoint(flags)
+    own_flags = {flag("fragments"), flag("sync_dtype")}
+    return kind != "streaming-diloco" and own_flags.isdisjoint(flags)
 
 
 @dataclass(frozen=True)

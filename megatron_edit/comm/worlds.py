@@ -22,7 +22,7 @@ from megatron_edit.flags import flag, parse_endpoint
 
 JOIN_TIMEOUT = timedelta(minutes=10)
 SOON = timedelta(seconds=3)
-PARTING_TIMEOUT = timedelta(minutes=1)
+LEAVING_TIMEOUT = timedelta(minutes=1)
 # Building the index of a large data set, or compiling, may take a replica hours.
 SETUP_TIMEOUT = timedelta(hours=6)
 
@@ -118,7 +118,7 @@ class ReplicaWorld:
             return False
         return True
 
-    def leave_together(self, timeout: timedelta = PARTING_TIMEOUT) -> None:
+    def leave_together(self, timeout: timedelta = LEAVING_TIMEOUT) -> None:
         """Training is over: wait until it is for all ranks of all replicas, or for a while.
 
         Who closes a connection takes back what its other end has not read yet, and the ranks of

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_edit.engine import ParamShard, plan_units
 from megatron_edit.errors import UsageError
-from megatron_edit.host.model.held import AdamShard, HybridShard, joined, parted
+from megatron_edit.host.model.held import AdamShard, HybridShard, joined, split_fp32
 from megatron_edit.host.model.moments import reset, zero_nonfinite
 
 anything: Any = SimpleNamespace
@@ -63,7 +63,7 @@ def numbers() -> Tensor:
 def test_remainders_lose_no_bit() -> None:
     """Catches a main parameter that loses its low half at each sync, or is off by a rounding."""
     values = numbers()
-    rounded, remainder = parted(values)
+    rounded, remainder = split_fp32(values)
     assert rounded.dtype == torch.bfloat16 and remainder.dtype == torch.int16
     assert torch.equal(joined(rounded, remainder).view(torch.int32), values.view(torch.int32))
     is_tie = (values.view(torch.int32) & 0xFFFF) == 0x8000  # the kernels round these up
@@ -83,7 +83,7 @@ def test_a_unit_through_adam(main: torch.dtype) -> None:
     shard.scatter(values)
     shard.publish()
     assert torch.equal(shard.gather(torch.empty(4)), values)
-    assert torch.equal(model, parted(values)[0] if main == torch.int16 else values.bfloat16())
+    assert torch.equal(model, split_fp32(values)[0] if main == torch.int16 else values.bfloat16())
     param.write(param.read().mul_(0.5))  # as a mix lands: what was read may be Adam's own
     assert torch.equal(shard.gather(torch.empty(4)), values * 0.5)
 

@@ -50,7 +50,7 @@ class AdamShard:
         """Make theta `values`, fp32 [n]. The model's part is rounded as Adam's kernels round it."""
         state, model = self.optimizer.state.get(self.model, {}), self.model.detach()
         if MASTER in state and state[MASTER].dtype == torch.int16:
-            rounded, remainder = parted(values)
+            rounded, remainder = split_fp32(values)
             model.copy_(rounded)
             self.optimizer.set_scaled_state(self.model, MASTER, remainder)
             return
@@ -91,7 +91,7 @@ class HybridShard:
         return self.optimizer.param_to_inner_param[self.model].detach()
 
 
-def parted(values: Tensor) -> tuple[Tensor, Tensor]:
+def split_fp32(values: Tensor) -> tuple[Tensor, Tensor]:
     """fp32 as the nearest bf16 and an int16 remainder, bit for bit as Adam's kernels store it.
 
     Args:
@@ -104,7 +104,7 @@ def parted(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def joined(rounded: Tensor, remainder: Tensor) -> Tensor:
-    """fp32 [n] from what `parted` made of it, exactly.
+    """fp32 [n] from what `split_fp32` made of it, exactly.
 
     Args:
         rounded: bf16 [n].
