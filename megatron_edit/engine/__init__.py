@@ -3,10 +3,6 @@
 `EditEngine` is the only face. What is named here is all that other packages may use of the engine.
 """
 
-from megatron_edit.constants import EMBEDDING as EMBEDDING
-from megatron_edit.constants import FINAL as FINAL
-from megatron_edit.constants import LAYER as LAYER
-from megatron_edit.constants import MTP as MTP
 from megatron_edit.engine.engine import EditEngine as EditEngine
 from megatron_edit.engine.host import TIED_EMBEDDING as TIED_EMBEDDING
 from megatron_edit.engine.host import EngineGroups as EngineGroups

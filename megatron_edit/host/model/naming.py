@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_edit.engine import EMBEDDING, FINAL, LAYER, MTP
+from megatron_edit.constants import EMBEDDING, FINAL, LAYER, MTP
 from megatron_edit.errors import UsageError
 from megatron_edit.host.seams.megatron import ModelChunk
 

@@ -9,7 +9,8 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_edit.comm.collectives import Group
-from megatron_edit.engine import EMBEDDING, UnitPlan, forward_order, plan_units
+from megatron_edit.constants import EMBEDDING
+from megatron_edit.engine import UnitPlan, forward_order, plan_units
 from megatron_edit.errors import UsageError
 from megatron_edit.host.model.naming import named_units
 from megatron_edit.host.model.optimizer import (
