@@ -7,12 +7,13 @@
 # --system: SLURM, a browser, a network lab, launches, documents, benchmarks' smoke tests, where the
 # machine has what they need. --full: everything. Makes the environment first.
 #
-# Environment: MEGATRON_EDIT_TEST_JOBS  files of the core tier that run side by side (default: 2)
+# Environment: MEGATRON_EDIT_TEST_JOBS  files that run side by side, outside of tests/system
+#                                       (default: 2)
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 case "${1:-}" in
-    -h | --help) sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;;
+    -h | --help) sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;;
 esac
 cd "$root"
 python=$(bash scripts/setup.sh --print-python)
@@ -26,13 +27,18 @@ check() {
 check ruff check .
 check ruff format --check .
 check mypy
-jobs=()
-case " $* " in
-    *" --system "* | *" --full "* | *" -n "* | *.py*) ;;
-    *) jobs=(-n "${MEGATRON_EDIT_TEST_JOBS:-2}" --dist loadfile) ;;
-esac
 status=0
-"$python" -m pytest "${jobs[@]}" "$@" || status=$?
+run() { "$python" -m pytest "$@" || status=$?; }
+beside=(-n "${MEGATRON_EDIT_TEST_JOBS:-2}" --dist loadfile)
+case " $* " in
+    *" --full "* | *" -n "* | *" tests/"* | *.py*) run "$@" ;;
+    *" --system "*)
+        # A cluster, a browser, a network lab: one at a time. The rest is as in the core tier.
+        run "${beside[@]}" "$@" tests/pure tests/distributed tests/host
+        run "$@" tests/system
+        ;;
+    *) run "${beside[@]}" "$@" ;;
+esac
 if [ ${#failed[@]} -gt 0 ]; then
     echo "test: these complained before pytest: ${failed[*]}" >&2
     [ "$status" -ne 0 ] || status=1

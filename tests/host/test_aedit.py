@@ -222,6 +222,7 @@ def _of_rank(folder: Path, rank: int) -> list[int]:
     return [index for batch in batches for index in batch]
 
 
+@pytest.mark.system
 def test_a_paused_replica_and_clocks_an_hour_apart(tmp_path: Path) -> None:
     """SIGSTOP for 10 s in the middle of a round: the others wait for it, and nothing breaks."""
     run = run_timed(

@@ -17,7 +17,7 @@ ROUND = 3
 FULL = pytest.mark.full
 
 
-@pytest.mark.parametrize("mode", ["blocking", "overlap"])
+@pytest.mark.parametrize("mode", [pytest.param("blocking", marks=pytest.mark.system), "overlap"])
 @pytest.mark.parametrize(
     ("layout", "flags", "late"),
     [

@@ -142,7 +142,9 @@ class Chain:
 @pytest.mark.parametrize(
     ("world", "seeds", "flags"),
     [
-        pytest.param(2, range(3), {}, marks=pytest.mark.timeout(300), id="few"),
+        pytest.param(
+            2, range(3), {}, marks=[pytest.mark.system, pytest.mark.timeout(300)], id="few"
+        ),
         pytest.param(2, range(100, 125), {}, marks=pytest.mark.full, id="many"),
         pytest.param(
             2, range(200, 205), {"save_retain_interval": 8}, marks=pytest.mark.full, id="retain"

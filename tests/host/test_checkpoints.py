@@ -60,14 +60,9 @@ def test_one_inner_state_waits_for_a_sync(tmp_path: Path, policy: str) -> None:
     assert None not in again.digests(0) and again.digests(0) == again.digests(1)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("policy", ["leader", pytest.param("all", marks=pytest.mark.full)])
-@pytest.mark.parametrize(
-    "step",
-    [
-        pytest.param("2", id="in-warm-up", marks=pytest.mark.system),
-        pytest.param("9", id="in-a-round"),
-    ],
-)
+@pytest.mark.parametrize("step", ["2", "9"], ids=["in-warm-up", "in-a-round"])
 def test_a_stop_saves_everything(tmp_path: Path, policy: str, step: str) -> None:
     """Whatever the policy: replicas stop at steps of their own, and each goes on from its own, as
     if nobody had stopped."""
@@ -102,9 +97,8 @@ def run_clocked(folder: Path, hooks: str, **flags: Any) -> EditRun:
     return run_edit(folder, 2, 2, before=HOOK, env=env, **settings)
 
 
-@pytest.mark.parametrize(
-    "moment", [pytest.param("at-a-sync", marks=pytest.mark.system), "at-a-stop"]
-)
+@pytest.mark.system
+@pytest.mark.parametrize("moment", ["at-a-sync", "at-a-stop"])
 def test_clocks_go_on(tmp_path: Path, moment: str) -> None:
     """A-EDiT, scripted: resumed at a sync, and where each replica was stopped in a round."""
     saves = tmp_path / "saves"
@@ -123,6 +117,7 @@ def test_clocks_go_on(tmp_path: Path, moment: str) -> None:
         assert sorted(both) == sorted(consumed(whole.folder)) == list(range(40 * 8))
 
 
+@pytest.mark.system
 def test_clocks_save_at_the_end(tmp_path: Path) -> None:
     """Replicas end after 55 and 25 steps of their own, which Megatron would ask whether 11 goes
     into them: one would save, the other not, and nobody would end."""
@@ -172,6 +167,7 @@ def test_a_replica_that_waited_goes_back_to_its_meeting(tmp_path: Path, kind: st
     assert kind == "a-edit" or losses[0].splitlines() == losses[1].splitlines()[-22:]
 
 
+@pytest.mark.system
 def test_a_stop_of_one_that_waits_at_the_last_meeting(tmp_path: Path) -> None:
     """It catches up before Megatron's loop begins: it must know there that it is the last one.
 
@@ -256,6 +252,7 @@ def test_no_warm_up_after_local_training(tmp_path: Path, flags: Flags) -> None:
     assert len(lines) == 1 and ("begun local training" in lines[0] or "train locally" in lines[0])
 
 
+@pytest.mark.system
 def test_real_clocks_lose_no_sample(tmp_path: Path) -> None:
     """A-EDiT with the real clock, stopped and resumed: the ledger is exact, the digests equal."""
     flags: Flags = {**AEDIT, "edit_sync_seconds": 0.4, "train_iters": 60, "global_batch_size": 8,

@@ -208,7 +208,13 @@ def test_gathers_one_by_one(tmp_path: Path, precision: dict[str, object]) -> Non
     assert records[0] == records[1]
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "precision",
+    [
+        pytest.param({}, id="fp32"),
+        pytest.param({"bf16": True}, id="bf16", marks=pytest.mark.system),
+    ],
+)
 def test_plain_ddp_agrees_with_distributed_optimizer(precision: Flags) -> None:
     sharded = train(tiny_gpt(**precision), 2)
     plain = train(tiny_gpt(use_distributed_optimizer=False, **precision), 2)

@@ -69,6 +69,7 @@ def test_two_three_one_two(tmp_path: Path, ranks: int) -> None:
         assert abs(losses[step + 1] - losses[step]) < 2 * noise
 
 
+@pytest.mark.system
 def test_unequal_stops_leave_no_sample_behind(tmp_path: Path) -> None:
     """A signal stops two replicas at different steps of a round; three go on, then one."""
     saves, flags = tmp_path / "saves", {"train_iters": 40, "edit_sync_interval": 100}
@@ -147,7 +148,7 @@ LATE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n == "all" else [pytest.mark.full]) for n in LATE]
 )
-@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.system), 3])
 def test_late_syncs_land_before_others_go_on(tmp_path: Path, name: str, replicas: int) -> None:
     """Saved while syncs fly. What others begin with is what the same replicas would have ended
     with, had training been over there: everything lands, and the round is synced."""

@@ -34,8 +34,8 @@ VARIANTS: dict[str, Flags] = {
     },
     "qsr": {"edit_strategy": "diloco", "edit_interval": "qsr", "edit_qsr_a": 0.002},
 }  # fmt: skip
-CORE = {"edit-all": "pp2", "streaming-diloco": "m2"}
-SYSTEM = {"co2": "m2", "edit-int8": "m2"}
+CORE = {"streaming-diloco": "m2"}
+SYSTEM = {"co2": "m2", "edit-int8": "m2", "edit-all": "pp2"}
 NUM_LAYERS = 4
 
 

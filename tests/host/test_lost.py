@@ -30,9 +30,9 @@ FREEZES = {
 
 
 def _tier(where: str, trigger: str) -> list[pytest.MarkDecorator]:
-    if "meeting" in where or (where, trigger) == ("in-an-exchange", "edit"):
-        return []
-    return [pytest.mark.system if trigger == "edit" else pytest.mark.full]
+    if trigger == "edit":
+        return [] if where in ("before-a-meeting", "in-an-exchange") else [pytest.mark.system]
+    return [pytest.mark.system if where == "before-a-meeting" else pytest.mark.full]
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,7 @@ def test_wandb_hears_of_every_sync(tmp_path: Path, delay: int) -> None:
     assert any("lm loss" in values for values, _ in calls), "Megatron's own are there, too"
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("is_async", [True, False])
 def test_wandb_hears_of_checkpoints(tmp_path: Path, is_async: bool) -> None:
     """By the names that they will have. Would catch the hidden folder that a save is written to."""

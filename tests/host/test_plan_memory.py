@@ -86,8 +86,8 @@ def test_what_megatron_keeps(tmp_path: Path, flags: Flags) -> None:
 
 @pytest.mark.parametrize(
     ("depth", "offload"),
-    [(1, False), pytest.param(3, True, marks=pytest.mark.full),
-     pytest.param(3, False, marks=pytest.mark.full), pytest.param(1, True, marks=pytest.mark.full)],
+    [pytest.param(1, False, marks=pytest.mark.system),
+     *(pytest.param(*x, marks=pytest.mark.full) for x in ((3, True), (3, False), (1, True)))],
 )  # fmt: skip
 def test_staging(tmp_path: Path, depth: int, offload: bool) -> None:
     """What is in flight at most, on the rank that has most of it."""

@@ -18,7 +18,7 @@ ITERATIONS = 12
 # Two steps of warm-up, a sync every three: 1 is in warm-up, 2 the switch, 5 a sync, 6 and 7 not.
 MOMENTS = {"in-warm-up": 1, "at-the-switch": 2, "at-a-sync": 5, "in-mid-round": 7}
 DROPOUT: Flags = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
-CORE = ("tp2-pp2",)
+SYSTEM = ("tp2-pp2",)
 
 
 def facts(folder: Path, world_size: int) -> list[dict[str, Any]]:
@@ -102,7 +102,10 @@ def test_resume_equals_the_uninterrupted_run(tmp_path: Path, moment: str) -> Non
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(x, marks=[] if x in CORE else [pytest.mark.full]) for x in LAYOUTS],
+    [
+        pytest.param(x, marks=pytest.mark.system if x in SYSTEM else pytest.mark.full)
+        for x in LAYOUTS
+    ],
 )
 def test_resume_on_every_layout(tmp_path: Path, layout: str) -> None:
     """In mid-round, where everything is needed: shards, stages, experts, buffers."""
@@ -110,9 +113,8 @@ def test_resume_on_every_layout(tmp_path: Path, layout: str) -> None:
     both_runs(tmp_path, MOMENTS["in-mid-round"], ranks, 2, **flags)
 
 
-@pytest.mark.parametrize(
-    "moment", [pytest.param("at-a-sync", marks=pytest.mark.system), "in-mid-round"]
-)
+@pytest.mark.system
+@pytest.mark.parametrize("moment", ["at-a-sync", "in-mid-round"])
 def test_resume_in_overlap_with_offload(tmp_path: Path, moment: str) -> None:
     """Units that have not landed when the save begins, and state that lives on the host."""
     both_runs(

@@ -62,7 +62,13 @@ def test_expert_biases_under_ep_and_pp_stay_equal(tmp_path: Path) -> None:
     assert run.digests(0) == run.digests(1)
 
 
-@pytest.mark.parametrize("flags", [EXPERT_BIAS, QUANTILES], ids=["expert-bias", "quantiles"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(EXPERT_BIAS, id="expert-bias"),
+        pytest.param(QUANTILES, id="quantiles", marks=pytest.mark.system),
+    ],
+)
 def test_endless_warmup_with_router_biases_is_stock(tmp_path: Path, flags: Flags) -> None:
     """The token counts of all replicas move a bias: catches a replica that counts only its own."""
     (tmp_path / "stock").mkdir()

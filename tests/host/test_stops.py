@@ -35,7 +35,7 @@ def test_a_stop_on_one_replica_ends_all(tmp_path: Path, trigger: str, how: str, 
 
 
 @pytest.mark.parametrize("how", ["signal", pytest.param("duration", marks=pytest.mark.full)])
-@pytest.mark.parametrize("trigger", TRIGGERS)
+@pytest.mark.parametrize("trigger", ["edit", pytest.param("a-edit", marks=pytest.mark.system)])
 def test_a_stop_that_comes_to_who_waits(tmp_path: Path, trigger: str, how: str) -> None:
     """Replica 1 is at the meeting long before the other: catches one that is deaf there. The other
     stops at its next step, and the meeting does not take place."""

@@ -22,10 +22,11 @@ LATE: dict[str, dict[str, Any]] = {
     "async": ASYNC,
     "async-delay": {**ASYNC, "edit_delay_steps": 6, "edit_sync_dtype": "int4"},
 }
+SYSTEM = pytest.mark.system
 CORE: dict[tuple[str, str], list[pytest.MarkDecorator]] = {
-    ("14", "fragments"): [], ("9", "async"): [],
-    ("9", "fragments"): [pytest.mark.system], ("14", "async"): [pytest.mark.system],
-}  # fmt: skip
+    ("9", "async"): [],
+    **{case: [SYSTEM] for case in (("9", "fragments"), ("14", "fragments"), ("14", "async"))},
+}
 
 
 @pytest.mark.parametrize(
@@ -68,6 +69,7 @@ def test_a_planned_exit_meets_a_stop(tmp_path: Path, step: str) -> None:
     assert facts(tmp_path / "b", 2) == facts(whole.folder, 2)
 
 
+@pytest.mark.system
 def test_a_stop_while_a_save_is_being_completed(tmp_path: Path) -> None:
     """The others write the stop's checkpoint while the first rank still reads back the one before.
 
@@ -124,6 +126,7 @@ def test_a_stop_among_skipped_iterations(tmp_path: Path) -> None:
     assert facts(tmp_path / "b", 2) == facts(tmp_path / "whole", 2)
 
 
+@pytest.mark.system
 def test_saves_that_go_on_failing(tmp_path: Path) -> None:
     """Two in a row end the run, and what was complete stays: nobody trains for days unsaved."""
     saves = tmp_path / "saves"
