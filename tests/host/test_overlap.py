@@ -249,6 +249,6 @@ def test_a_failure_in_an_overlapped_sync_ends_all_ranks(
     assert (layout, moment) != ("m2", "launch") or codes[0] == 4, run.result.ranks[0].stderr
     for rank in run.result.ranks:
         if rank.returncode == 4:
-            assert LOST[moment].search(rank.stderr)
+            assert LOST[moment].search(rank.stderr), rank.stderr
         else:
             assert rank.returncode == 1
