@@ -452,6 +452,15 @@ ENGINE = (
         test="pure/test_races.py::test_no_races_over_sockets[delayed-1]",
     ),
     Mutant(
+        id="engine/arrives-unseen",
+        bug="a unit that arrives while the thread looks elsewhere waits for the main thread",
+        file="engine/sync/queue.py",
+        old="            is_over = sync.step_exchanged() if is_stepped else sync.advance()",
+        new="            if is_stepped:\n                sync.step_exchanged()\n"
+        "            is_over = sync.advance()",
+        test="pure/test_progress.py::test_no_arrival_is_missed",
+    ),
+    Mutant(
         id="engine/groups-connect-late-at-a-resume",
         bug="no group is used before training goes on from a checkpoint",
         file="engine/engine.py",

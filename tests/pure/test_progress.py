@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from megatron_edit.comm import progress
-from megatron_edit.comm.collectives import Work
+from megatron_edit.comm.collectives import Group, Work
 from megatron_edit.comm.progress import ProgressThread
 from megatron_edit.comm.wire import Wire
 from megatron_edit.engine import ParamShard, UnitPlan, plan_units
@@ -158,9 +159,11 @@ def plan_of(start: float) -> UnitPlan:
 
 
 class Replica:
-    """A queue with one sync that lands at once, two units in flight."""
+    """A queue with one sync that lands at once, `depth` units in flight."""
 
-    def __init__(self, rank: int, groups: Any, wire: Wire, *, offload: bool) -> None:
+    def __init__(
+        self, rank: int, groups: Any, wire: Wire, *, offload: bool = False, depth: int = 2
+    ) -> None:
         plan = plan_of(0.0)
         outer = OuterState.take(plan, CPU, offload=offload, wire=wire, num_replicas=2, max_staged=2)
         for shard in plan.shards:
@@ -175,7 +178,7 @@ class Replica:
             SyncRules(Nesterov(1.0, 0.5), None, DIRECT_COPY), (1, 1), (1, 1),
         )  # fmt: skip
         self.plan, self.outer = plan, outer
-        self.sync = InflightSync(sync_plan, outer, groups, wire, 2, 0.0, 0.0)
+        self.sync = InflightSync(sync_plan, outer, groups, wire, depth, 0.0, 0.0)
         settings = anything(
             overlaps_compute=True,
             overlap=True,
@@ -237,6 +240,38 @@ def test_no_more_units_are_open_than_allowed() -> None:
         assert in_time(lambda: all(unit.is_stepped for unit in fast.sync.inflight_units))
         assert in_time(lambda: len(fast.sync.inflight_units) == len(UNITS))
         assert all(unit.average is None for unit in fast.sync.inflight_units)
+
+
+class Impatient:
+    """A transport whose messages are over when they are asked for the n-th time."""
+
+    def __init__(self, num_asks: int) -> None:
+        self._num_asks = num_asks
+
+    def name(self) -> str:
+        """As a process group's."""
+        return "gloo"
+
+    def allreduce(self, *_: Any) -> Any:
+        """Nothing is added."""
+        asks = iter([False] * (self._num_asks - 1))
+        return anything(is_completed=lambda: next(asks, True), wait=lambda: None)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_asks", range(1, 9))
+def test_no_arrival_is_missed(num_asks: int, depth: int) -> None:
+    """Whenever a unit arrives, and whoever asks then: the thread takes its step without a turn of
+    the main thread. Catches one that stands still with nothing on the wire."""
+    group = Group(Impatient(num_asks), 0, 2, CPU, timedelta(seconds=SOON), "sync")
+    alone = anything(all_gather=lambda mine: mine.unsqueeze(0), size=1, is_own=False)
+    groups = anything(sync=group, stage=alone, replica=alone, ties={})
+    replica = Replica(0, groups, Wire.of("fp32"), depth=depth)
+    replica.queue.begin_landing(replica.sync)
+    try:
+        assert in_time(lambda: [u.is_stepped for u in replica.sync.inflight_units] == [True] * 6)
+    finally:
+        replica.queue.close()
 
 
 def test_landings_are_the_main_threads_turns(monkeypatch: pytest.MonkeyPatch) -> None:

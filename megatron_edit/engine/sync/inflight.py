@@ -394,23 +394,28 @@ class InflightSync:
                         break
         return is_over
 
-    def step_exchanged(self) -> None:
-        """Of a sync that lands at once: take the outer step of each unit whose average is there, in
-        forward order, and start others in their place.
+    def step_exchanged(self) -> bool:
+        """Like `advance`; and of a sync that lands at once, take the outer step of each unit whose
+        average is there, in forward order, and start others in their place.
 
         Collective: the ranks of the pipeline stage.
+
+        Returns:
+            As `advance`. Where more of a sync that lands at once can only be done later, something
+            of it is `on_wire`: no average has arrived unseen.
         """
+        is_over = self.advance()
         if not self.plan.rules.landing.is_immediate:
-            return
-        self.advance()
+            return is_over
         while (unit := self._first_open) is not None:
             with _naming(unit.shard):
                 if not unit.advance(self.groups, self.wire):
-                    return
+                    return False
             self._step(unit)
             if unit.home.offload_streams is not None:
                 unit.unstage()
-            self.advance()
+            is_over = self.advance()
+        return is_over
 
     @property
     def on_wire(self) -> Work | None:

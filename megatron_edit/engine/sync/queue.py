@@ -312,16 +312,18 @@ class SyncQueue:
         """What the thread does at its turn; then it waits for what this returns."""
         self.groups.sync.streams.serve_thread()
         with torch.no_grad(), self._home.alone():
-            if self.landing is not None and self._steps_beside:
-                self.landing.step_exchanged()
-            self._poll()
+            self._poll(takes_steps=self._steps_beside)
         return next((work for sync in self._all() if (work := sync.on_wire) is not None), None)
 
-    def _poll(self) -> None:
+    def _poll(self, *, takes_steps: bool = False) -> None:
         for group in self.groups.ties.values():
             group.reap()
         for sync in self._all():
-            if not (sync.advance() or sync.launches_together):
+            # One or the other: what arrived between the two would wait for its outer step,
+            # with nothing on the wire, until the main thread comes by.
+            is_stepped = takes_steps and sync is self.landing
+            is_over = sync.step_exchanged() if is_stepped else sync.advance()
+            if not (is_over or sync.launches_together):
                 return
 
     def _all(self) -> list[InflightSync]:
