@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,32 +19,7 @@ from megatron_edit.observe import line_files
 from megatron_edit.observe.events import EventLog
 from megatron_edit.observe.line_files import LineWriter
 from megatron_edit.observe.records import Iteration
-
-DISK_BYTES = 1 << 20
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own with little room."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("no file system can be mounted here")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def fill(folder: Path) -> Path:
-    """Leave no byte of room."""
-    path = folder / "filler"
-    with path.open("wb", buffering=0) as file:
-        try:
-            while file.write(bytes(4096)):
-                pass
-        except OSError:
-            return path
-    raise AssertionError("a disk without an end")
+from tests.harness.disk import fill_disk
 
 
 def log_in(folder: Path, replica: int = 0) -> EventLog:
@@ -66,15 +39,17 @@ def iterations_in(path: Path) -> list[int]:
     return [json.loads(line)["iteration"] for line in path.read_text().splitlines()]
 
 
-def test_lines_wait_while_a_disk_is_full(disk: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_lines_wait_while_a_disk_is_full(
+    small_disk: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """There is one warning, and all lines are there in the end, each as a whole."""
-    log = log_in(disk / "log")
+    log = log_in(small_disk / "log")
     step(log, 1)
-    filler = fill(disk)
+    filler = fill_disk(small_disk)
     last = 200  # more than the rest of the page that the file has
     for iteration in range(2, last):
         step(log, iteration)
-    path = disk / "log" / "replica-0.jsonl"
+    path = small_disk / "log" / "replica-0.jsonl"
     assert path.read_bytes().endswith(b"}\n")
     assert len(iterations_in(path)) < last - 1
     filler.unlink()
@@ -84,20 +59,20 @@ def test_lines_wait_while_a_disk_is_full(disk: Path, capfd: pytest.CaptureFixtur
     assert capfd.readouterr().err.count("\n") == 1
 
 
-def test_a_run_that_begins_on_a_full_disk(disk: Path) -> None:
+def test_a_run_that_begins_on_a_full_disk(small_disk: Path) -> None:
     """An earlier run's files are moved all the same, and nothing is written among them."""
-    first = log_in(disk)
+    first = log_in(small_disk)
     step(first, 1)
     first.close()
-    filler = fill(disk)
-    log = log_in(disk)
+    filler = fill_disk(small_disk)
+    log = log_in(small_disk)
     step(log, 7)
     filler.unlink()
     step(log, 8)
     log.close()
-    assert iterations_in(disk / "replica-0.1.jsonl") == [1]
-    assert iterations_in(disk / "replica-0.jsonl") == [7, 8]
-    assert json.loads((disk / "run.json").read_text()) == {"config": {}}
+    assert iterations_in(small_disk / "replica-0.1.jsonl") == [1]
+    assert iterations_in(small_disk / "replica-0.jsonl") == [7, 8]
+    assert json.loads((small_disk / "run.json").read_text()) == {"config": {}}
 
 
 @pytest.mark.parametrize("replica", [0, 1])
