@@ -12,7 +12,7 @@ import pytest
 
 @contextmanager
 def mounted(folder: Path, num_bytes: int) -> Iterator[Path]:
-    """A file system of its own in a new folder; without the right to mount one, the test is skipped.
+    """A file system of its own in a new folder; where none can be mounted, the test is skipped.
 
     Args:
         folder: is made.

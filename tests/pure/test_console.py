@@ -65,11 +65,11 @@ sys.stderr.write("finished\\n")
 """
 
 
-def start(*argv: str, **streams: int | TextIO) -> subprocess.Popen[str]:
+def start(*argv: str, stdout: int | TextIO) -> subprocess.Popen[str]:
     """The script above."""
     return subprocess.Popen(
         [sys.executable, "-c", TOLERANT, *argv],
-        cwd=REPOSITORY, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **streams,
+        cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=stdout, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
 
