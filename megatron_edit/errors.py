@@ -82,3 +82,20 @@ class ReplicaLostError(EditError):
 
 class SyncProtocolError(EditError):
     """Our own ranks disagree about what to do next: a bug, never the user's mistake."""
+
+
+def outcome_of(error: BaseException | None) -> tuple[int, str | None]:
+    """Exit code of a process that ends with an error, and the reason on one line.
+
+    Args:
+        error: None, or `SystemExit` without a code, is a good end without a reason.
+    """
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        return 0, None
+    if isinstance(error, EditError):
+        return error.exit_code, str(error)
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else 1
+        return code, f"the script exited with {error.code}"
+    code = 130 if isinstance(error, KeyboardInterrupt) else 1
+    return code, on_one_line(f"{type(error).__name__}: {error}")

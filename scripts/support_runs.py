@@ -85,7 +85,7 @@ def _losses(folder: Path, words: list[str], ranks: int = 2) -> dict[int, float]:
         print(log.read_text(errors="replace")[-5000:], file=sys.stderr)
         return {}
     lines = map(json.loads, (folder / "loss.jsonl").read_text().splitlines())
-    return {line["iteration"]: line["loss"] for line in lines}
+    return {line["iteration"]: line["loss"] for line in lines if "loss" in line}
 
 
 def _verdict(

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.harness import shut_down
-from tests.harness.disk import mounted
 
 CLONE = "MEGATRON_LM_DIR"
 SECONDS = 120
@@ -107,6 +106,8 @@ def server_of_ranks() -> Iterator[None]:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own with 1 MiB of room."""
+    from tests.harness.disk import mounted
+
     with mounted(tmp_path / "disk", 1 << 20) as folder:
         yield folder
 

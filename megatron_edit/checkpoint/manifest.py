@@ -19,7 +19,7 @@ from megatron_edit.checkpoint.folder import manifest_of
 from megatron_edit.constants import CHECKPOINT_FORMS, FP32
 from megatron_edit.errors import UsageError
 
-FORMAT, VERSION = "megatron_edit checkpoint", 2  # 2: syncs that land late, wire types
+FORMAT, VERSION = "megatron_edit checkpoint", 3  # 2: syncs that land late, wire types; 3: settings
 KEYS = {"replicas_identical": "is_level"}  # fields that have another name in the file
 
 
@@ -126,6 +126,8 @@ class Manifest:
             in form `all`.
         files: size and checksum by path, from the checkpoint's folder.
         written_by: versions.
+        settings: of the run that wrote it, by the names of `EditConfig`'s fields; only for people,
+            who are told what has changed. Empty where an older version wrote it.
     """
 
     iteration: int
@@ -152,6 +154,7 @@ class Manifest:
     wire: str = FP32
     files: Mapping[str, FileRecord] = field(default_factory=dict)
     written_by: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_mid_round(self) -> bool:
@@ -233,6 +236,7 @@ def _manifest(body: dict[str, Any]) -> Manifest:
             "ledger": ledger,
             "replicas": replicas,
             "units": tuple(body["units"]),
+            "settings": dict(body.get("settings", {})),
             "displaced": tuple((int(a), int(b)) for a, b in body["displaced"]),
             "unit_steps": tuple(map(tuple, body.get("unit_steps", ()))),
             "files": {name: FileRecord(**record) for name, record in body["files"].items()},

@@ -151,8 +151,17 @@ class Reporter(Protocol):
     def on_sync(self, report: SyncReport) -> None:
         """A sync is over."""
 
-    def on_losses(self, first_step: int, losses: Sequence[float]) -> None:
-        """Mean losses over the replicas, of steps `first_step`, `first_step` + 1, ..."""
+    def on_losses(
+        self, first_step: int, losses: Sequence[float], samples: int | None = None
+    ) -> None:
+        """Mean losses over the replicas, of steps `first_step`, `first_step` + 1, ...
+
+        Args:
+            first_step: of the first loss.
+            losses: one for each step, or one for a whole round.
+            samples: consumed by all replicas at the end of that round; None where each step has its
+                loss.
+        """
 
     def on_message(self, text: str) -> None:
         """A line for people, which all ranks say alike."""

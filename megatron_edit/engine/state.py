@@ -249,7 +249,8 @@ class MeanLoss:
         """One line: the step of replica 0, and the mean over all steps of all replicas."""
         total, count = (sum(column) for column in zip(*(r.losses for r in records), strict=True))
         if count:
-            reporter.on_losses(records[0].step, [total / count])
+            samples = sum(record.samples for record in records)
+            reporter.on_losses(records[0].step, [total / count], samples)
         self._total, self._count = 0.0, 0
 
 

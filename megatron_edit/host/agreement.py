@@ -14,6 +14,7 @@ from megatron_edit.comm.worlds import JOIN_TIMEOUT, ReplicaWorld
 from megatron_edit.config import EditConfig
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import flag
+from megatron_edit.observe.folder_lock import FolderLock
 
 _OURS_APART = ("replica_id", "rendezvous", "log_dir", "log_units_to_tensorboard", "device")
 # Megatron's arguments that may differ from host to host, or say where and what is written: by
@@ -60,6 +61,24 @@ def agree_on_settings(
     for finding in found:
         if finding is not None:
             raise UsageError(*finding)
+
+
+def lock_log_dir(world: ReplicaWorld, lock: FolderLock | None) -> None:
+    """Let this run alone write into its folder of event files; all ranks learn if it may not.
+
+    Blocks: until the rank that locks has tried.
+
+    Args:
+        world: this process's place, and the store that all share.
+        lock: of the rank that writes `run.json`, where it writes; else None.
+
+    Raises:
+        UsageError: another run writes there; on every rank of every replica.
+    """
+    found = None if lock is None else lock.take()
+    complaint = None if found is None else json.dumps([found.value, found.rule, found.remedy])
+    if (heard := world.agree("log folder", complaint)) is not None:
+        raise UsageError(*json.loads(heard))
 
 
 def _device_key(replica: int, rank: int) -> str:

@@ -7,6 +7,7 @@ while its process groups are those of one replica; nothing has to be divided and
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from argparse import Namespace
 from collections.abc import Callable, Mapping
@@ -14,9 +15,10 @@ from enum import Enum
 from pathlib import Path
 
 from megatron_edit.comm.placement import Placement
-from megatron_edit.config import EditConfig
+from megatron_edit.config import EditConfig, number_or_auto
 from megatron_edit.constants import BLOCKING, OVERLAP, SUPPORTED_OPTIMIZERS
 from megatron_edit.errors import UsageError
+from megatron_edit.flags import AUTO, attribute
 from megatron_edit.method.strategy import STRATEGIES
 
 # Argument, value that is refused (None: any value but None or False), rule, remedy.
@@ -291,6 +293,19 @@ def resolve_sync_mode(config: EditConfig, args: Namespace) -> str:
         )
         raise UsageError("--edit-sync-mode overlap", rule, f"{remedy}, or use auto")
     return BLOCKING
+
+
+def show_settings(args: Namespace, config: EditConfig, placement: Placement) -> None:
+    """Put our settings as used among Megatron's arguments, which it prints and saves.
+
+    Megatron's parser does not know the presets of a strategy.
+    """
+    for spec in dataclasses.fields(config):
+        value = getattr(config, spec.name)
+        is_auto = value is None and spec.metadata["kind"] is number_or_auto
+        setattr(args, attribute(spec.name), AUTO if is_auto else value)
+    setattr(args, attribute("num_replicas"), placement.num_replicas)
+    setattr(args, attribute("sync_mode"), resolve_sync_mode(config, args))
 
 
 def global_arithmetic(

@@ -18,7 +18,7 @@ from megatron_edit.comm.worlds import ReplicaWorld, join
 from megatron_edit.config import EditConfig, add_arguments
 from megatron_edit.errors import EditError, UsageError
 from megatron_edit.flags import USE_EDIT
-from megatron_edit.host.agreement import agree_on_settings
+from megatron_edit.host.agreement import agree_on_settings, lock_log_dir
 from megatron_edit.host.cpu import cpu_argument_defaults, enable_cpu_backend
 from megatron_edit.host.cpu.checkpoints import serve_checkpoints
 from megatron_edit.host.cpu.norm import serve_sequence_parallelism
@@ -30,6 +30,7 @@ from megatron_edit.observe.console import (
     tolerate_broken_output,
 )
 from megatron_edit.observe.events import EventLog, prepare_log_dir
+from megatron_edit.observe.folder_lock import FolderLock
 
 if TYPE_CHECKING:  # it imports Megatron, which must be prepared before
     from megatron_edit.host.training import TrainingLoop
@@ -50,6 +51,7 @@ class Attachment:
         self._world: ReplicaWorld | None = None
         self._loop: TrainingLoop | None = None
         self._moved: MovedOutput | None = None
+        self._lock: FolderLock | None = None
         self._output = ExitStack()
 
     def attach(self) -> None:
@@ -93,6 +95,9 @@ class Attachment:
         if self._moved is not None:
             self._moved.restore()
             self._moved = None
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
         self._output.close()
 
     def __enter__(self) -> Attachment:
@@ -122,6 +127,8 @@ class Attachment:
             if error is None:
                 self._world.leave_together()
                 engine.close(groups=True)
+        if self._loop is not None:
+            self._loop.end(loss or error)
         self.detach()
         if loss is not None:
             raise loss from error
@@ -154,6 +161,8 @@ class Attachment:
         if placement.replica > 0:
             file = log_dir / f"replica-{placement.replica}.log" if log_dir else None
             self._moved = move_output_to(file)
+        if log_dir is not None and placement.replica == 0 and placement.is_writer:
+            self._lock = FolderLock(log_dir)
         events = EventLog(log_dir, placement)
         self._loop = TrainingLoop(self._config, self._world, events, self._device, self._patcher)
         self._loop.attach()
@@ -209,6 +218,7 @@ class Attachment:
         if world is None:
             return
         placement = world.placement
+        arguments.show_settings(args, self._config, placement)
         arguments.separate_outputs(args, placement)
         has_reruns = arguments.switch_reruns_off(args)
         if placement.global_rank == 0:
@@ -216,6 +226,7 @@ class Attachment:
             if has_reruns:
                 say("--rerun-mode disabled: one replica must not repeat a step by itself")
         agree_on_settings(world, self._config, args, self._device)
+        lock_log_dir(world, self._lock)
 
 
 def _say_what_is_chosen(config: EditConfig, placement: Placement, args: Namespace) -> None:

@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 
 from megatron_edit.comm.placement import Placement
 from megatron_edit.config import EditConfig
+from megatron_edit.constants import BLOCKING, OVERLAP
 from megatron_edit.engine import EditEngine
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.seams.describe import describe
@@ -88,7 +89,7 @@ def tell_of_the_run(
     device: torch.device,
     engine: EditEngine,
     host: MegatronHost,
-    sync_mode: str,
+    resumed_from: Mapping[str, object] | None,
 ) -> None:
     """Begin the event files, and connect them to Megatron's writers where this rank has them.
 
@@ -99,11 +100,12 @@ def tell_of_the_run(
         device: of the parameters.
         engine: newly built.
         host: its host.
-        sync_mode: what `--edit-sync-mode` came to.
+        resumed_from: where the run goes on; None where it begins.
     """
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
     args = host.arguments
+    sync_mode = OVERLAP if engine.settings.overlap else BLOCKING
     run = describe(config, placement, device, sync_mode)
     inside = inside_bytes(engine, args)
     run["training"] = {
@@ -112,6 +114,7 @@ def tell_of_the_run(
         "seq_length": args.seq_length,
         "inside_bytes_per_step": inside,
     }
+    run["segment"] = {"number": events.segment_number, "resumed_from": resumed_from}
     events.begin(run)
     tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
     if tensorboard is None and wandb is None:

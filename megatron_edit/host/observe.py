@@ -17,6 +17,7 @@ from megatron_edit.engine import EditEngine
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.seams.calls import Call
 from megatron_edit.host.seams.megatron import Evaluation, Losses
+from megatron_edit.observe import records
 from megatron_edit.observe.events import EventLog
 from megatron_edit.observe.records import Iteration
 
@@ -67,6 +68,8 @@ class Observer:
         self._engine = engine
         self._host = host
         self._step_began = time.monotonic()
+        self._split: str | None = None  # of the evaluation under way that Megatron reports
+        self._num_sets = 0  # evaluated in it so far
 
     def begin_step(self) -> None:
         """A step begins now; a clock that stood still since a checkpoint goes on."""
@@ -90,14 +93,37 @@ class Observer:
         with _without_time_limit():
             losses, *rest = call.proceed()
         self._average(losses, self._engine.gather_evaluation)
+        self._on_evaluation(losses)
         self._engine.clock.resume()
         return (losses, *rest)
 
     def report_evaluation[R](self, call: Call[R]) -> R:
         """Megatron's report of it: a result in the middle of a round is labelled."""
+        self._split = "test" if call.arguments["prefix"].endswith(" on test set") else "validation"
+        self._num_sets = 0
         if self._engine.is_mid_round:
             call.arguments["prefix"] += " (mid-round, mean over the replicas)"
-        return call.proceed()
+        try:
+            return call.proceed()
+        finally:
+            self._split = None
+
+    def _on_evaluation(self, losses: Losses | None) -> None:
+        from megatron.training import get_args
+
+        index, self._num_sets = self._num_sets, self._num_sets + 1
+        if self._split is None or not losses or _LOSS not in losses:
+            return
+        args, name = get_args(), None
+        if getattr(args, "multiple_validation_sets", False):
+            names = getattr(args, "validation_set_names", None)
+            name = names[index] if names else str(index)
+        loss = float(losses[_LOSS])
+        self._events.on_evaluation(
+            records.Evaluation(
+                self._engine.step, int(args.consumed_train_samples), self._split, loss, name
+            )
+        )
 
     def _on_iteration(
         self, losses: Losses, lr: float | None, grad_norm: SupportsFloat | None
@@ -107,6 +133,7 @@ class Observer:
         if self._engine.was_warmup_step and losses:
             self._average(losses, self._engine.gather_step)  # Megatron logs the whole job's, too
         loss = float(losses[_LOSS]) if _LOSS in losses else math.nan
+        self._events.count_samples(self._engine.step, int(get_args().consumed_train_samples))
         self._engine.record_loss(loss)
         samples = self._host.samples_per_step
         self._events.on_iteration(

@@ -31,7 +31,7 @@ from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig, warning_of_endless_warmup
 from megatron_edit.constants import OVERLAP
 from megatron_edit.engine import TIED_EMBEDDING, EditEngine, EngineGroups
-from megatron_edit.errors import SyncProtocolError
+from megatron_edit.errors import SyncProtocolError, outcome_of
 from megatron_edit.host.arguments import resolve_sync_mode
 from megatron_edit.host.checkpoint.loading import LoadControl
 from megatron_edit.host.checkpoint.outer import LocalPiece, pieces_of
@@ -41,6 +41,7 @@ from megatron_edit.host.checkpoint.writing import CheckpointWriter
 from megatron_edit.host.dealing import DealtLoader, dealt_loader
 from megatron_edit.host.groups import build_groups
 from megatron_edit.host.metrics import tell_of_the_run
+from megatron_edit.host.model.ends import reason_of_end
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.observe import Observer, with_own_world_size
 from megatron_edit.host.overlap import keep_sends_asynchronous, land_before_gathers
@@ -59,6 +60,7 @@ from megatron_edit.host.timers import EditTimers
 from megatron_edit.host.writers import SafeWriter, guard_writers
 from megatron_edit.observe.console import say
 from megatron_edit.observe.events import EventLog
+from megatron_edit.observe.records import Ending
 
 # What Megatron's `setup_model_and_optimizer` returns.
 type Built = tuple[Sequence[DdpChunk], OptimizerOfLoop, ParamScheduler]
@@ -112,6 +114,7 @@ class TrainingLoop:
         self._redirection = Redirection()
         self._loads = LoadControl(config, world, self._redirection)
         self._run: TrainingRun | None = None
+        self._stop_reason: str | None = None
         self._writers: list[SafeWriter] = []
         self._cleanup = ExitStack()
         self._cleanup.callback(self._tell_of_writers)
@@ -158,6 +161,19 @@ class TrainingLoop:
         """Hand Megatron's objects back and close the event files."""
         self._cleanup.close()
 
+    def end(self, error: BaseException | None) -> None:
+        """Note for the event files how the script ended.
+
+        Args:
+            error: that ends this process; None where it is to exit with 0.
+        """
+        if self._run is None:
+            return
+        code, reason = outcome_of(error)
+        end = "failed" if code else "finished" if self._stop_reason is None else "stopped"
+        step, samples = self._run.engine.step, self._run.host.samples
+        self._events.on_end(Ending(end, reason or self._stop_reason, code, step, samples))
+
     # ---- wrapped calls
 
     def _in_run[R](
@@ -198,6 +214,7 @@ class TrainingLoop:
             result = call.proceed()
         except SystemExit as stop:
             if not stop.code:  # --exit-interval: all replicas come here, at the same step
+                self._stop_reason = self._reason_of_stop()
                 self._finish()
             raise
         self._finish()
@@ -249,7 +266,8 @@ class TrainingLoop:
         self._cleanup.callback(engine.close)
         self._writers = guard_writers(self._patcher)
         where = (self._world.placement, self._device)
-        tell_of_the_run(self._events, self._config, *where, engine, host, mode)
+        resumed_from = self._loads.resumed_from
+        tell_of_the_run(self._events, self._config, *where, engine, host, resumed_from)
         observer = Observer(self._events, engine, host)
         if mode == OVERLAP:
             self._hook_gathers(engine, host, model, groups)
@@ -262,6 +280,7 @@ class TrainingLoop:
             pieces()  # a model that cannot be saved is refused now
         self._run = self._run_of(engine, host, observer, pieces)
         self._loads.begin(engine, host, pieces)
+        self._events.count_samples(engine.step, int(args.consumed_train_samples))
         engine.clock.pause()  # until the first step: Megatron builds its data sets before that
         self._events.connect_timers(
             EditTimers(get_timers(), engine.clock, args.timing_log_level, self._patcher)
@@ -360,6 +379,15 @@ class TrainingLoop:
             self._run.engine.finish()
             self._run.host.loop.release()
         self._events.flush()
+
+    def _reason_of_stop(self) -> str:
+        """Why Megatron's loop ends early, with exit code 0."""
+        from megatron.training import get_args
+
+        if reason := reason_of_end(get_args()):
+            return reason
+        is_asked = self._run is not None and self._run.engine.is_stopping
+        return "another replica was asked to stop" if is_asked else "--exit-interval"
 
     def _tell_of_writers(self) -> None:
         for writer in self._writers:

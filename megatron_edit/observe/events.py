@@ -28,7 +28,10 @@ from megatron_edit.observe.earlier import files_to_move, move_aside, next_number
 from megatron_edit.observe.line_files import MAX_WAITING_BYTES, LineWriter
 from megatron_edit.observe.metrics import MetricSink, SyncMetrics
 from megatron_edit.observe.records import (
+    Ending,
+    Evaluation,
     Iteration,
+    SampleCounts,
     digest_line,
     number,
     sync_line,
@@ -61,8 +64,12 @@ class EventLog:
         self._files: dict[str, LineWriter] = {}
         # Taken now, moved in `begin`: replicas meet in between, so that all find the same number.
         self._number_of_earlier = 0 if self._dir is None else next_number(self._dir)
+        is_earlier_there = self._dir is not None and (self._dir / "run.json").exists()
+        self._segment_number = self._number_of_earlier + is_earlier_there
         self._header: str | None = None  # the text of run.json, from `begin` on
         self._is_folder_ready = True
+        self._samples = SampleCounts()
+        self._ending: Ending | None = None
         self._has_failed = False
         self._timers: SyncTimers | None = None
         self._metrics: tuple[SyncMetrics, MetricSink] | None = None
@@ -119,13 +126,39 @@ class EventLog:
             self._watch_health(report)
         self.flush()
 
-    def on_losses(self, first_step: int, losses: Sequence[float]) -> None:
-        """Mean losses over the replicas, of steps `first_step`, `first_step` + 1, ..."""
+    def count_samples(self, step: int, samples: int) -> None:
+        """Note what all replicas have consumed after a step, before its loss is known."""
+        if self._is_first and self._dir is not None:
+            self._samples.note(step, samples)
+
+    def on_losses(
+        self, first_step: int, losses: Sequence[float], samples: int | None = None
+    ) -> None:
+        """Mean losses over the replicas, of steps `first_step`, `first_step` + 1, ...
+
+        Args:
+            first_step: of the first loss.
+            losses: one for each step, or one for a whole round.
+            samples: consumed by all replicas at the end of that round; None where each step has its
+                loss, and `count_samples` was told of it.
+        """
         if self._is_first:
             for step, loss in enumerate(losses, start=first_step):
-                self._append("loss.jsonl", {"iteration": step, "loss": number(loss)})
+                total = self._samples.take(step) if samples is None else samples
+                line = {"iteration": step, "samples": total, "loss": number(loss)}
+                self._append("loss.jsonl", line)
         if self._metrics is not None:
             self._metrics[1].write_losses(first_step, losses)
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        """All replicas have evaluated."""
+        if self._is_first:
+            self._append("loss.jsonl", evaluation.line())
+            self.flush()
+
+    def on_end(self, ending: Ending) -> None:
+        """Training is over; `close` writes it down."""
+        self._ending = ending
 
     def on_message(self, text: str) -> None:
         """A line for people: on the console for replica 0, else in the replica's own file."""
@@ -152,6 +185,11 @@ class EventLog:
             self._metrics[1].flush()
             self._metrics = None
         self.flush()
+        if self._dir is not None and self._header is not None and self._ending is not None:
+            mine = f"replica-{self._placement.replica}.jsonl"
+            self._append(mine, self._ending.line(self.num_lost), is_last=True)
+            self._ending = None
+            self.flush()
         if lost := self.num_lost:
             self.on_local_message(f"{lost} lines of event files in {self._dir} were lost")
         for file in self._files.values():
@@ -163,12 +201,18 @@ class EventLog:
         """Lines of this rank that are not in a file, and will not be if it ends now."""
         return sum(file.num_dropped + file.num_waiting for file in self._files.values())
 
-    def _append(self, name: str, line: Mapping[str, Any]) -> None:
+    @property
+    def segment_number(self) -> int:
+        """Which run in the folder this is, from 1: the number that its files get when a later run
+        renames them."""
+        return self._segment_number
+
+    def _append(self, name: str, line: Mapping[str, Any], *, is_last: bool = False) -> None:
         if self._dir is None:
             return
         if name not in self._files:
             self._files[name] = LineWriter(self._dir / name)
-        self._files[name].append(line)
+        self._files[name].append(line, is_last=is_last)
 
     def _prepare_folder(self) -> None:
         """Move an earlier run's files, once; write `run.json`, again where the folder was deleted.

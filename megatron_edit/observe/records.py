@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +15,8 @@ from torch import Tensor
 from megatron_edit.engine import SyncReport
 from megatron_edit.method.digest import as_hex
 from megatron_edit.method.weights import effective_replicas
+
+MAX_EXPONENT = 20.0  # of a perplexity, as Megatron bounds it
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,88 @@ class Iteration:
     def line(self) -> dict[str, Any]:
         """A line of `replica-<r>.jsonl`."""
         return {name: number(value) for name, value in vars(self).items()}
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One evaluation of all replicas.
+
+    Attributes:
+        iteration: Megatron's iteration number, after which it came.
+        samples: consumed by all replicas by then.
+        split: `validation` or `test`.
+        loss: mean over the replicas.
+        name: which of several validation sets; None where there is one.
+    """
+
+    iteration: int
+    samples: int
+    split: str
+    loss: float
+    name: str | None = None
+
+    def line(self) -> dict[str, Any]:
+        """A line of `loss.jsonl`; the perplexity is that of Megatron's console."""
+        line = {
+            "iteration": self.iteration,
+            "samples": self.samples,
+            "validation_loss": number(self.loss),
+            "split": self.split,
+            "perplexity": number(math.exp(min(MAX_EXPONENT, self.loss))),
+        }
+        return line if self.name is None else {**line, "name": self.name}
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a replica's training ended.
+
+    Attributes:
+        end: `finished`: all iterations are made; `stopped`: a signal, the end of the allotted time,
+            `--exit-interval`; `failed`: an error.
+        reason: in words; None where it is finished.
+        exit_code: of the process.
+        iteration: the last that this replica made.
+        samples: consumed by this replica since the start of training.
+    """
+
+    end: str
+    reason: str | None
+    exit_code: int
+    iteration: int
+    samples: int
+
+    def line(self, lines_lost: int) -> dict[str, Any]:
+        """The last line of `replica-<r>.jsonl`.
+
+        Args:
+            lines_lost: lines of its writer that could not be written.
+        """
+        return {**vars(self), "time": time.time(), "lines_lost": lines_lost}
+
+
+@dataclass
+class SampleCounts:
+    """Samples that all replicas have consumed by a step, for losses that are known later."""
+
+    _counts: dict[int, int] = field(default_factory=dict)
+
+    def note(self, step: int, samples: int) -> None:
+        """Remember what Megatron counts after a step."""
+        self._counts[step] = samples
+
+    def take(self, step: int) -> int | None:
+        """The count of a step, whose predecessors are forgotten; None where it is not known.
+
+        Steps before a resume were counted by another process: there the first batch of this one
+        tells how large theirs were.
+        """
+        self._counts = {known: n for known, n in self._counts.items() if known >= step}
+        if step in self._counts or len(self._counts) < 2:
+            return self._counts.get(step)
+        first, second = sorted(self._counts)[:2]
+        per_step = (self._counts[second] - self._counts[first]) // (second - first)
+        return self._counts[first] - (first - step) * per_step
 
 
 def number(value: Any) -> Any:

@@ -37,7 +37,7 @@ SECONDS = 300.0
 # Fields that tell of time and place, by file; a dot leads into a field, a number into a list.
 LEFT_OUT: dict[str, tuple[str, ...]] = {
     "sync.jsonl": ("time", "seconds"),
-    "replica": ("seconds",),
+    "replica": ("seconds", "time"),
     "loss.jsonl": (),
     # argv.0: where the script lies; sync_backend: a flag that came later than the first record
     "run.json": ("versions", "topology.host", "argv.0", "config.sync_backend"),

@@ -145,7 +145,9 @@ class Collector:
     def on_sync(self, report: SyncReport) -> None:
         self.syncs.append(report)
 
-    def on_losses(self, first_step: int, losses: Sequence[float]) -> None:
+    def on_losses(
+        self, first_step: int, losses: Sequence[float], samples: int | None = None
+    ) -> None:
         self.losses.extend(enumerate(losses, start=first_step))
 
     def on_message(self, text: str) -> None:

@@ -151,13 +151,19 @@ def test_speeds_are_since_the_sync_before() -> None:
 
 
 def test_losses_stand_under_their_own_steps(tmp_path: Path) -> None:
-    """On replica 0 alone; an unknown one is null."""
+    """On replica 0 alone; an unknown one is null. With the samples of their own steps, also of
+    those that an earlier process made, or of a whole round."""
     for replica in range(2):
         log = EventLog(tmp_path, Placement(2, replica, 1, 0, is_single_launch=True))
-        log.on_losses(5, [2.0, math.nan])
+        for step, samples in ((6, 60), (7, 70), (8, 90)):
+            log.count_samples(step, samples)
+        log.on_losses(5, [2.0, math.nan, 4.0, 5.0])
+        log.on_losses(9, [6.0], 99)
         log.close()
     lines = [json.loads(line) for line in (tmp_path / "loss.jsonl").read_text().splitlines()]
-    assert lines == [{"iteration": 5, "loss": 2.0}, {"iteration": 6, "loss": None}]
+    assert [(line["iteration"], line["samples"], line["loss"]) for line in lines] == [
+        (5, 50, 2.0), (6, 60, None), (7, 70, 4.0), (8, 90, 5.0), (9, 99, 6.0)
+    ]  # fmt: skip
 
 
 def test_the_line_of_a_sync_has_what_tuning_goes_by() -> None:

@@ -94,6 +94,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         wire=draw(st.text(max_size=4)),
         files={"a/b": FileRecord(draw(WHOLE), "00ff")},
         written_by={"megatron_edit": draw(st.text(max_size=5))},
+        settings=draw(st.dictionaries(st.text(max_size=4), st.none() | WHOLE, max_size=2)),
     )
 
 
@@ -235,8 +236,10 @@ def test_another_version(tmp_path: Path, version: Any) -> None:
 
 
 SINCE_VERSION_2 = {"is_level", "unit_steps", "wire"}
+SINCE_VERSION_3 = {"settings"}
 DEFAULTS = {
-    "ledger", "order_start", "has_anchor", "round_seconds", "written_by", *SINCE_VERSION_2, *LATER,
+    "ledger", "order_start", "has_anchor", "round_seconds", "written_by", *SINCE_VERSION_2,
+    *SINCE_VERSION_3, *LATER,
 }  # fmt: skip
 
 

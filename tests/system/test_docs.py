@@ -175,7 +175,7 @@ def test_launches_of_our_own_script_run(corpus: Path) -> None:
         assert "sync 2 after iteration 4" in output
     events = {path.name for path in (corpus / "log").iterdir()}
     assert events == {"run.json", "sync.jsonl", "loss.jsonl", "replica-0.jsonl",
-                      "replica-1.jsonl", "replica-1.log"}  # fmt: skip
+                      "replica-1.jsonl", "replica-1.log", "run.lock"}  # fmt: skip
 
 
 def test_events_have_the_documented_fields(corpus: Path) -> None:

@@ -33,7 +33,7 @@ from megatron_edit.host.checkpoint.refusals import (
     check_schedule,
 )
 from megatron_edit.host.checkpoint.replica_local import RankShards, load_outer, load_pending
-from megatron_edit.host.checkpoint.summary import summary_of
+from megatron_edit.host.checkpoint.summary import changed_settings, summary_of
 from megatron_edit.host.checkpoint.tables import detectors_of, saved_steps_of, unit_steps_of
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.seams.calls import Call
@@ -100,6 +100,21 @@ class LoadControl:
         planned = self._resume.plan.iteration
         return iteration if planned is None else planned, flops
 
+    @property
+    def resumed_from(self) -> dict[str, object] | None:
+        """Where this run goes on, by steps and samples; None where it begins training."""
+        from megatron.training import get_args
+
+        if self._resume is not None:
+            plan = self._resume.plan
+            steps = [entry.step for entry in plan.entries]
+            return {"iteration": steps[0], "samples": plan.consumed, "replica_steps": steps}
+        if self._step:  # a checkpoint of Megatron alone: all replicas load the same
+            samples = int(get_args().consumed_train_samples)
+            steps = [self._step] * self._world.placement.num_replicas
+            return {"iteration": self._step, "samples": samples, "replica_steps": steps}
+        return None
+
     def begin(
         self, engine: EditEngine, host: MegatronHost, pieces: Callable[[], Sequence[LocalPiece]]
     ) -> None:
@@ -133,6 +148,8 @@ class LoadControl:
             load_streams(resume.path / EDIT / RANDOM, place.replica % manifest.num_replicas)
         if place.global_rank == 0:
             say(summary_of(resume.choice, manifest, plan, place.num_replicas))
+            if (changes := changed_settings(manifest, self._config)) is not None:
+                say(changes)
 
     def _check(self, engine: EditEngine, host: MegatronHost, choice: Choice) -> None:
         """Whether this run's settings go with the checkpoint."""

@@ -40,6 +40,7 @@ from megatron_edit.host.checkpoint.replica_local import (
     is_replica_local,
     replica_local_kinds,
 )
+from megatron_edit.host.checkpoint.summary import training_settings
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.seams.calls import Call
 from megatron_edit.host.seams.describe import versions
@@ -281,6 +282,7 @@ class CheckpointWriter:
             unit_steps=tuple(map(tuple, state["unit_steps"].tolist())),
             wire=self._engine.settings.wire.name,
             written_by=versions(),
+            settings=training_settings(self._config),
         )
 
 

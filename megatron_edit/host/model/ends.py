@@ -13,11 +13,22 @@ def is_end_asked(args: Namespace) -> bool:
     Args:
         args: Megatron's.
     """
+    return reason_of_end(args) is not None
+
+
+def reason_of_end(args: Namespace) -> str | None:
+    """Why this process is to end early, in words; None where it is not.
+
+    Args:
+        args: Megatron's.
+    """
     import megatron.training.training as training
 
     # Its only public question to the handler is a collective.
     handler = training.get_signal_handler() if args.exit_signal_handler else None
     if getattr(handler, "_signal_received", False):
-        return True
+        return "a signal"
     limit = args.exit_duration_in_mins
-    return bool(limit) and (time.time() - training._TRAIN_START_TIME) / 60 > limit
+    if limit and (time.time() - training._TRAIN_START_TIME) / 60 > limit:
+        return f"--exit-duration-in-mins {limit}"
+    return None

@@ -84,6 +84,11 @@ class MegatronHost:
         """Megatron's."""
         return self._args
 
+    @property
+    def samples(self) -> int:
+        """Consumed by this replica since the start of training."""
+        return self._samples
+
     def origin_of(self, param: ParamShard) -> tuple[torch.nn.Parameter, int, int | None]:
         """The parameter of a param, the first element of it, and which copy this is."""
         return self._origins[id(param.source)]

@@ -6,6 +6,7 @@ import dataclasses
 import platform
 import socket
 import sys
+from typing import Any
 
 import torch
 
@@ -17,17 +18,21 @@ from megatron_edit.host.seams.probes import megatron_version
 
 def describe(
     config: EditConfig, placement: Placement, device: torch.device, sync_mode: str
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """The content of `run.json`.
 
     Args:
-        config: as given; `sync_mode` of it is shown resolved.
+        config: with the presets of its strategy; `sync_mode` and `num_replicas` are shown resolved.
         placement: of this process.
         device: of the parameters.
         sync_mode: what `--edit-sync-mode` came to.
     """
     return {
-        "config": {**dataclasses.asdict(config), "sync_mode": sync_mode},
+        "config": {
+            **dataclasses.asdict(config),
+            "sync_mode": sync_mode,
+            "num_replicas": placement.num_replicas,
+        },
         "requested_sync_mode": config.sync_mode,
         "versions": versions(),
         "topology": {

@@ -141,6 +141,8 @@ class MonitoredRun:
         replica = self.replicas[int(name.partition("-")[2].partition(".")[0])]
 
         def take(line: Mapping[str, Any]) -> None:
+            if "end" in line:
+                return
             if "digest" in line:
                 self._compare(whole(line["round"]), line["digest"], replica.number)
                 replica.on_sync()
@@ -150,6 +152,8 @@ class MonitoredRun:
         return take
 
     def _take_loss(self, line: Mapping[str, Any]) -> None:
+        if "validation_loss" in line:
+            return
         if line["loss"] is not None:
             iteration, loss = whole(line["iteration"]), finite(line["loss"])
             self.losses.add(iteration, loss)

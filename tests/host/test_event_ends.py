@@ -1,0 +1,132 @@
+"""What the event files say of a run beside its steps: evaluations, where it goes on, how it ended.
+
+Would catch: a validation loss of one replica alone, or that a reader takes for a training loss; an
+end that is told as another one; a resumed run whose steps cannot be told from those before.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_edit.tools.monitor.run import MonitoredRun
+from tests.host.runs import EditRun, run_edit
+
+BATCH = 8
+
+
+def end_of(run: EditRun, replica: int) -> dict[str, Any]:
+    """The last line of a replica, of which there is one of this kind."""
+    *others, last = run.lines(f"replica-{replica}.jsonl")
+    assert not any("end" in line for line in others)
+    assert abs(time.time() - last.pop("time")) < 120
+    return last
+
+
+def segment_of(folder: Path, name: str = "run.json") -> dict[str, Any]:
+    """Of a run in a folder."""
+    segment: dict[str, Any] = json.loads((folder / name).read_text())["segment"]
+    return segment
+
+
+def test_evaluations_and_a_good_end(tmp_path: Path) -> None:
+    """Validation losses are those of the console; a reader counts no line as damaged."""
+    run = run_edit(tmp_path, 2, 2, train_iters=8, eval_interval=5, eval_iters=1)
+    lines = run.lines("loss.jsonl")
+    trained = [line for line in lines if "loss" in line]
+    assert [(line["iteration"], line["samples"]) for line in trained] == [
+        (step, BATCH * step) for step in range(1, 9)
+    ]
+    evaluated = [line for line in lines if "validation_loss" in line]
+    assert len(lines) == len(trained) + len(evaluated)
+    places = [(line["iteration"], line["split"]) for line in evaluated]
+    assert places == [(5, "validation"), (8, "validation"), (8, "test")]
+    found = {line["iteration"]: line["validation_loss"] for line in evaluated}
+    assert found == pytest.approx(run.result.valid_losses, rel=1e-6)
+    assert all(line["samples"] == BATCH * line["iteration"] for line in evaluated)
+    for replica in range(2):
+        assert end_of(run, replica) == {
+            "end": "finished", "reason": None, "exit_code": 0, "iteration": 8,
+            "samples": 4 * BATCH, "lines_lost": 0,
+        }  # fmt: skip
+    monitored = MonitoredRun(tmp_path)
+    monitored.poll()
+    assert not monitored.num_damaged
+
+
+def test_a_resumed_run_says_where_it_goes_on(tmp_path: Path) -> None:
+    """Stopped in the middle of a round: the losses of its first steps, which the other process has
+    made, have their samples, too."""
+    saves = tmp_path / "saves"
+    run = run_edit(tmp_path, 2, 2, train_iters=11, exit_interval=6, save=saves, save_interval=6)
+    assert segment_of(tmp_path) == {"number": 1, "resumed_from": None}
+    stopped = {"end": "stopped", "reason": "--exit-interval", "exit_code": 0, "iteration": 6}
+    assert end_of(run, 1).items() >= stopped.items()
+    run = run_edit(tmp_path, 2, 2, train_iters=11, load=saves)
+    assert segment_of(tmp_path) == {
+        "number": 2,
+        "resumed_from": {"iteration": 6, "samples": 6 * BATCH, "replica_steps": [6, 6]},
+    }
+    assert segment_of(tmp_path, "run.1.json")["number"] == 1
+    lines = run.lines("loss.jsonl")
+    assert lines[0]["iteration"] <= 6 and lines[-1]["iteration"] == 11
+    assert all(line["samples"] == BATCH * line["iteration"] for line in lines)
+    assert end_of(run, 0)["samples"] == 11 * BATCH // 2
+
+
+def test_a_resume_with_other_settings_says_so(tmp_path: Path) -> None:
+    """On one line, by replica 0; Megatron's table of arguments shows the settings as used."""
+    saves = tmp_path / "saves"
+    first = run_edit(tmp_path, 2, 2, train_iters=8, exit_interval=5, save=saves)
+    table = first.result.ranks[0].stdout
+    assert re.search(r"edit_outer_lr \.+ 0\.8$", table, re.MULTILINE)
+    assert re.search(r"edit_weight_temperature \.+ auto$", table, re.MULTILINE)
+    assert re.search(r"edit_sync_mode \.+ blocking$", table, re.MULTILINE)
+    config = json.loads((tmp_path / "run.json").read_text())["config"]
+    assert (config["outer_lr"], config["outer_momentum"]) == (0.8, 0.85)
+    second = run_edit(
+        tmp_path, 2, 2, train_iters=8, load=saves, edit_strategy="diloco", edit_sync_interval=2,
+        edit_sync_dtype="int8",
+    )  # fmt: skip
+    said = [[line for line in rank.stdout.splitlines() if "settings changed" in line]
+            for rank in second.result.ranks]  # fmt: skip
+    (line,) = said[0]
+    assert line.startswith("[edit] settings changed since the checkpoint: --edit-strategy edit -> ")
+    for change in (
+        "--edit-strategy edit -> diloco", "--edit-sync-interval 3 -> 2",
+        "--edit-sync-dtype fp32 -> int8", "--edit-outer-lr 0.8 -> 0.7",
+    ):  # fmt: skip
+        assert change in line
+    again = run_edit(tmp_path, 2, 2, train_iters=8, load=saves)
+    assert "settings changed" not in again.result.ranks[0].stdout
+
+
+def test_an_error_is_told(tmp_path: Path) -> None:
+    """By the replica that has it, on one line, and by those that lose it."""
+    run = run_edit(tmp_path, 2, 2, before="tests.host.spy_failure:fail", check=False, grace=30)
+    assert [rank.returncode for rank in run.result.ranks] == [4, 1]
+    failed = {"end": "failed", "reason": "ValueError: a broken\\nbatch", "exit_code": 1,
+              "iteration": 5, "samples": 5 * BATCH // 2}  # fmt: skip
+    assert end_of(run, 1).items() >= failed.items()
+    other = end_of(run, 0)
+    assert (other["end"], other["exit_code"]) == ("failed", 4)
+    assert "replica 1" in other["reason"]
+
+
+def test_losses_of_a_round_have_the_samples_of_all_replicas(tmp_path: Path) -> None:
+    """Under A-EDiT replicas make different numbers of steps."""
+    run = run_edit(
+        tmp_path, 2, 2, train_iters=12, edit_strategy="a-edit", edit_sync_seconds=0.1,
+        edit_min_round_steps=2, edit_sync_interval=None,
+    )  # fmt: skip
+    samples = {sync["iteration"]: sum(sync["samples"]) for sync in run.syncs}
+    lines = [line for line in run.lines("loss.jsonl") if line["iteration"] > 2]
+    assert lines
+    for line in lines[:-1]:
+        assert line["samples"] == samples[line["iteration"]]
+    assert lines[-1]["samples"] <= 12 * BATCH

@@ -1,0 +1,76 @@
+"""Training whose logs cannot be written: event files, the other replicas' output, TensorBoard.
+
+Would catch: an error of the disk that ends any rank, and a training that is another one because of
+it. Losses and digests must be those of the undisturbed run, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import Flags
+from tests.host.runs import EditRun, kept_run, run_edit
+
+FLAGS: Flags = {"train_iters": 11}
+
+
+def lines_of(folder: Path, name: str) -> list[dict[str, Any]]:
+    """Without what is measured."""
+    lines = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+    return [
+        {key: value for key, value in line.items() if key not in ("seconds", "time")}
+        for line in lines
+    ]
+
+
+def undisturbed() -> EditRun:
+    """The same training with all the room that it wants."""
+    return kept_run(run_edit, 2, 2, **FLAGS)
+
+
+def losses_of(run: EditRun) -> dict[int, float]:
+    """As replica 0 prints them."""
+    assert run.result.losses
+    return run.result.losses
+
+
+@pytest.mark.parametrize("hook", ["fill_between", "fill_to_the_end"])
+def test_a_full_disk_ends_no_training(small_disk: Path, tmp_path: Path, hook: str) -> None:
+    """Where there is room again, nothing is missing in the event files in the end."""
+    pytest.importorskip("tensorboard")
+    log = small_disk / "log"
+    run = run_edit(
+        log, 2, 2, before=f"tests.host.spy_disk:{hook}", env={"SPY_DISK": str(small_disk)},
+        tensorboard_dir=small_disk / "board", tensorboard_queue_size=1, **FLAGS,
+    )  # fmt: skip
+    same = undisturbed()
+    assert losses_of(run) == losses_of(same)
+    errors = run.result.ranks[0].stderr
+    assert errors.count(f"event files in {log} cannot be written (No space left on device)") == 1
+    if hook == "fill_between":
+        assert "lines of event files" not in errors
+        for name in ("sync.jsonl", "loss.jsonl", "replica-0.jsonl", "replica-1.jsonl"):
+            assert lines_of(log, name) == lines_of(same.folder, name)
+    else:
+        assert "lines of event files" in errors and "were lost" in errors
+        for name in ("loss.jsonl", "replica-0.jsonl", "replica-1.jsonl"):
+            seen = lines_of(log, name)
+            assert seen == lines_of(same.folder, name)[: len(seen)]
+
+
+def test_a_folder_that_vanishes_ends_no_training(tmp_path: Path) -> None:
+    """It is made again."""
+    log = tmp_path / "log"
+    run = run_edit(
+        log, 2, 2, before="tests.host.spy_disk:remove", env={"SPY_DISK": str(log)}, **FLAGS
+    )
+    same = undisturbed()
+    assert losses_of(run) == losses_of(same)
+    assert json.loads((log / "run.json").read_text())["config"]["num_replicas"] == 2
+    for name in ("sync.jsonl", "loss.jsonl", "replica-0.jsonl", "replica-1.jsonl"):
+        seen = lines_of(log, name)
+        assert seen and seen == lines_of(same.folder, name)[-len(seen) :]

@@ -1,0 +1,101 @@
+"""Two runs that write into one folder of event files.
+
+Would catch: a second run that moves the first one's files away and mixes its lines with theirs, a
+rank that trains on while others are refused, a run that its dead predecessor keeps out.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from megatron_edit.observe.folder_lock import FolderLock
+from tests.harness.launch import REPOSITORY
+from tests.host.runs import run_edit
+
+# Another run, of which this is all that matters here. It has a helper process, like those that
+# write checkpoints, which outlives it.
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from megatron_edit.observe.folder_lock import FolderLock
+assert FolderLock(Path(sys.argv[1])).take() is None
+if os.fork():
+    print("locked", flush=True)
+time.sleep(60)
+"""
+
+
+@contextmanager
+def another_run(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that has the folder, and its helper."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(folder)],
+        cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "locked\n"
+        yield process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=10)
+
+
+def test_a_second_run_is_refused(tmp_path: Path) -> None:
+    """On all ranks, with one line, before anything in the folder has changed."""
+    (tmp_path / "replica-0.jsonl").write_text("of the first run")
+    with another_run(tmp_path) as first:
+        ranks = run_edit(tmp_path, 4, 2, check=False).result.ranks
+    assert [rank.returncode for rank in ranks] == [2] * 4
+    lines = [line for rank in ranks for line in rank.stderr.splitlines() if "megatron_edit" in line]
+    assert lines == [
+        f"megatron_edit: --edit-log-dir {tmp_path}: another run writes its event files there "
+        f"(process {first.pid} on {socket.gethostname()}); give each run a folder of its own, or "
+        "start this one when the other has ended"
+    ]
+    assert (tmp_path / "replica-0.jsonl").read_text() == "of the first run"
+    assert not (tmp_path / "run.json").exists()
+
+
+def test_a_run_that_was_killed_keeps_nobody_out(tmp_path: Path) -> None:
+    """Its lock ends with it, although a helper of it lives on."""
+    with another_run(tmp_path) as first:
+        first.kill()
+        run = run_edit(tmp_path, 2, 2, train_iters=3)
+    assert len(run.lines("loss.jsonl")) == 3
+
+
+def test_a_run_that_is_ending_is_waited_for(tmp_path: Path) -> None:
+    """A few seconds."""
+    with another_run(tmp_path) as first:
+        os.system(f"(sleep 2; kill -9 {first.pid}) &")
+        began = time.monotonic()
+        lock = FolderLock(tmp_path)
+        assert lock.take() is None
+        lock.release()
+    assert 1 < time.monotonic() - began < 10
+
+
+def test_a_file_system_without_locks_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And used."""
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    assert FolderLock(tmp_path).take() is None
+    said = capfd.readouterr().err
+    assert f"{tmp_path}/run.lock cannot be locked (No locks available)" in said
