@@ -82,7 +82,7 @@ def test_a_resumed_run_says_where_it_goes_on(tmp_path: Path) -> None:
 def test_a_resume_with_other_settings_says_so(tmp_path: Path) -> None:
     """On one line, by replica 0; Megatron's table of arguments shows the settings as used."""
     saves = tmp_path / "saves"
-    first = run_edit(tmp_path, 2, 2, train_iters=8, exit_interval=5, save=saves)
+    first = run_edit(tmp_path, 2, 2, train_iters=8, exit_interval=5, save=saves, save_interval=5)
     table = first.result.ranks[0].stdout
     assert re.search(r"edit_outer_lr \.+ 0\.8$", table, re.MULTILINE)
     assert re.search(r"edit_weight_temperature \.+ auto$", table, re.MULTILINE)
