@@ -61,3 +61,30 @@ def remove() -> None:
             shutil.rmtree(os.environ["SPY_DISK"])
 
     _before_step(happens)
+
+
+def break_writers() -> None:
+    """A `before` hook: TensorBoard's writer fails from its 30th value on, W&B from its 10th."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    from tests.host import spy_wandb
+
+    spy_wandb.stub()
+    _fail_from(SummaryWriter, "add_scalar", 30)
+    _fail_from(SummaryWriter, "flush", 1)
+    _fail_from(spy_wandb.Wandb, "log", 10)
+    _fail_from(spy_wandb.Wandb, "finish", 1)
+
+
+def _fail_from(owner: type, name: str, first: int) -> None:
+    """Let a method raise from its `first` call on."""
+    method, calls = getattr(owner, name), 0
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls >= first:
+            raise ConnectionError("nobody listens")
+        return method(*args, **kwargs)
+
+    setattr(owner, name, failing)

@@ -74,3 +74,20 @@ def test_a_folder_that_vanishes_ends_no_training(tmp_path: Path) -> None:
     for name in ("sync.jsonl", "loss.jsonl", "replica-0.jsonl", "replica-1.jsonl"):
         seen = lines_of(log, name)
         assert seen and seen == lines_of(same.folder, name)[-len(seen) :]
+
+
+def test_writers_that_fail_end_no_training(tmp_path: Path) -> None:
+    """Also where Megatron itself calls them: in its log, at its evaluations and at its end. One
+    warning for each, and how much was lost."""
+    pytest.importorskip("tensorboard")
+    run = run_edit(
+        tmp_path, 2, 2, before="tests.host.spy_disk:break_writers",
+        env={"SPY_WANDB": str(tmp_path)}, tensorboard_dir=tmp_path / "board", wandb_project="p",
+        wandb_exp_name="e", wandb_save_dir=tmp_path / "wandb", **FLAGS,
+    )  # fmt: skip
+    assert losses_of(run) == losses_of(undisturbed())
+    errors = run.result.ranks[0].stderr
+    for name in ("TensorBoard", "W&B"):
+        assert errors.count(f"{name} cannot be written (ConnectionError: nobody listens)") == 1
+        assert errors.count(f"[edit] {name}: ") == 1
+    assert run.digests(0) == undisturbed().digests(0)
