@@ -91,7 +91,8 @@ class Run:
         folder = self.folder / "run" / "log"
         before = sorted(folder.glob("loss.*.jsonl"), key=lambda path: int(path.suffixes[0][1:]))
         text = "".join(path.read_text() for path in [*before, folder / "loss.jsonl"])
-        return {x["iteration"]: x["loss"] for x in map(json.loads, text.splitlines())}
+        lines = map(json.loads, text.splitlines())
+        return {x["iteration"]: x["loss"] for x in lines if "loss" in x}
 
 
 @dataclass
