@@ -166,7 +166,9 @@ def test_events_tell_the_run(tmp_path: Path) -> None:
         lines = [x for x in run.lines(f"replica-{replica}.jsonl") if "loss" in x]
         assert [line["iteration"] for line in lines] == list(range(1, 11))
         assert lines[0]["samples"] == 4 and lines[0]["tokens"] == 4 * 32
-    losses = run.lines("loss.jsonl")
+    told = run.lines("loss.jsonl")  # evaluations have lines of their own
+    assert sum("validation_loss" in line for line in told) == 3
+    losses = [line for line in told if "loss" in line]
     assert [line["iteration"] for line in losses] == list(range(1, 11))
     ones, twos = (
         [x["loss"] for x in run.lines(f"replica-{r}.jsonl") if "loss" in x] for r in (0, 1)
