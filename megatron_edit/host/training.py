@@ -37,6 +37,7 @@ from megatron_edit.host.checkpoint.loading import LoadControl
 from megatron_edit.host.checkpoint.outer import LocalPiece, pieces_of
 from megatron_edit.host.checkpoint.paths import Redirection
 from megatron_edit.host.checkpoint.saving import SaveControl
+from megatron_edit.host.checkpoint.write_errors import WriteErrors
 from megatron_edit.host.checkpoint.writing import CheckpointWriter
 from megatron_edit.host.dealing import DealtLoader, dealt_loader
 from megatron_edit.host.groups import build_groups
@@ -109,6 +110,7 @@ class TrainingLoop:
         self._device = device
         self._patcher = patcher
         self._redirection = Redirection()
+        self._write_errors = WriteErrors()
         self._loads = LoadControl(config, world, self._redirection)
         self._run: TrainingRun | None = None
         self._cleanup = ExitStack()
@@ -126,6 +128,7 @@ class TrainingLoop:
         import megatron.training.training as training
 
         self._redirection.attach(self._patcher)
+        self._write_errors.attach(self._patcher)
         wrapped_pretrain = answered_by(self._pretrain)(training.pretrain)
         for module in (package, training):
             self._patcher.replace(module, "pretrain", wrapped_pretrain)
@@ -273,7 +276,7 @@ class TrainingLoop:
         place = self._world.placement
         is_first = place.global_rank == 0
         writer = CheckpointWriter(
-            self._config, self._world, self._redirection, engine, host, pieces
+            self._config, self._world, self._redirection, self._write_errors, engine, host, pieces
         )
         policy = self._config.inner_state
         saves = SaveControl(policy, writer, engine, host, place.num_replicas, is_first=is_first)

@@ -18,14 +18,18 @@ from megatron_edit.checkpoint.files import REMEDY
 from megatron_edit.errors import UsageError
 
 
-def save_streams(folder: Path, replica: int) -> Path:
-    """Write this rank's streams as they are now; the file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / _name(
-        replica, parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    )
+def streams_name(replica: int) -> str:
+    """The file of this rank."""
+    return _name(replica, parallel_state.get_data_parallel_rank(with_context_parallel=True))
+
+
+def save_streams(path: Path) -> None:
+    """Write this rank's streams as they are now.
+
+    Raises:
+        OSError, RuntimeError: the file cannot be written.
+    """
     torch.save(_capture(), path)
-    return path
 
 
 def load_streams(folder: Path, replica: int) -> None:
