@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import shut_down
+from tests.harness.disk import mounted
 
 CLONE = "MEGATRON_LM_DIR"
 SECONDS = 120
@@ -101,6 +102,13 @@ def server_of_ranks() -> Iterator[None]:
     """Close the warm server at the end. The first test that needs ranks starts it."""
     yield
     shut_down()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own with 1 MiB of room."""
+    with mounted(tmp_path / "disk", 1 << 20) as folder:
+        yield folder
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import os
 import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import wraps
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -22,7 +23,12 @@ from megatron_edit.host.cpu import cpu_argument_defaults, enable_cpu_backend
 from megatron_edit.host.cpu.checkpoints import serve_checkpoints
 from megatron_edit.host.cpu.norm import serve_sequence_parallelism
 from megatron_edit.host.seams.patching import Patcher
-from megatron_edit.observe.console import MovedOutput, move_output_to, say
+from megatron_edit.observe.console import (
+    MovedOutput,
+    move_output_to,
+    say,
+    tolerate_broken_output,
+)
 from megatron_edit.observe.events import EventLog, prepare_log_dir
 
 if TYPE_CHECKING:  # it imports Megatron, which must be prepared before
@@ -44,6 +50,7 @@ class Attachment:
         self._world: ReplicaWorld | None = None
         self._loop: TrainingLoop | None = None
         self._moved: MovedOutput | None = None
+        self._output = ExitStack()
 
     def attach(self) -> None:
         """Change the host. Imports Megatron.
@@ -54,6 +61,7 @@ class Attachment:
         config = self._config
         placement = None
         if config.use_edit:
+            self._output.callback(tolerate_broken_output())
             placement = place(config.num_replicas, config.replica_id, os.environ)
         with warnings.catch_warnings():
             if self._device.type == "cpu":
@@ -85,6 +93,7 @@ class Attachment:
         if self._moved is not None:
             self._moved.restore()
             self._moved = None
+        self._output.close()
 
     def __enter__(self) -> Attachment:
         try:

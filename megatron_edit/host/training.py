@@ -57,6 +57,7 @@ from megatron_edit.host.seams.patching import Patcher
 from megatron_edit.host.settings import engine_settings
 from megatron_edit.host.stops import StopControl, save_at_the_end
 from megatron_edit.host.timers import EditTimers
+from megatron_edit.host.writers import SafeWriter, guard_writers
 from megatron_edit.observe.console import say
 from megatron_edit.observe.events import EventLog
 
@@ -113,7 +114,9 @@ class TrainingLoop:
         self._write_errors = WriteErrors()
         self._loads = LoadControl(config, world, self._redirection)
         self._run: TrainingRun | None = None
+        self._writers: list[SafeWriter] = []
         self._cleanup = ExitStack()
+        self._cleanup.callback(self._tell_of_writers)
         self._cleanup.callback(events.close)
 
     @property
@@ -247,6 +250,7 @@ class TrainingLoop:
             self._events,
         )
         self._cleanup.callback(engine.close)
+        self._writers = guard_writers(self._patcher)
         where = (self._world.placement, self._device)
         tell_of_the_run(self._events, self._config, *where, engine, host, mode)
         observer = Observer(self._events, engine, host)
@@ -359,6 +363,10 @@ class TrainingLoop:
             self._run.engine.finish()
             self._run.host.loop.release()
         self._events.flush()
+
+    def _tell_of_writers(self) -> None:
+        for writer in self._writers:
+            writer.tell_of_losses()
 
     def _finish_saves(self) -> None:
         if self._run is not None:

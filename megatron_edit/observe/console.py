@@ -1,16 +1,29 @@
-"""The console belongs to replica 0; the others write to files of their own."""
+"""The console belongs to replica 0; the others write to files of their own.
+
+Neither ends a training: what cannot be written, on a full disk or to a pipe that nobody reads any
+more, is dropped (`tolerate_broken_output`).
+"""
 
 from __future__ import annotations
 
+import io
 import os
+import select
 import sys
 import traceback
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
 from megatron_edit.errors import EditError
 
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
 PREFIX = "[edit]"
+_STREAMS = ("stdout", "stderr")
 
 
 def say(text: str) -> None:
@@ -23,6 +36,70 @@ def warn(text: str) -> None:
     """Print one line on the error stream, which is never dropped."""
     sys.stderr.write(f"{PREFIX} {text}\n")
     sys.stderr.flush()
+
+
+class DroppingFile(io.FileIO):
+    """A file descriptor whose failing writes are dropped, and counted.
+
+    Attributes:
+        num_lost_bytes: dropped so far.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self.num_lost_bytes = 0
+        self._is_cut = False  # the last thing written may be half a line
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        """Write what can be written, and say that it was all."""
+        view = memoryview(data).cast("B")
+        try:
+            if self._is_cut:
+                super().write(b"\n")
+                self._is_cut = False
+            while (written := super().write(view)) is None:
+                select.select([], [self.fileno()], [])  # a full pipe that must not be waited for
+        except OSError:
+            self._is_cut = True
+            self.num_lost_bytes += len(view)
+            return len(view)
+        return written
+
+
+def tolerate_broken_output() -> Callable[[], None]:
+    """Let no error of standard output or standard error reach who prints, in Python.
+
+    Libraries in C do not look at such errors. Where a stream has no file descriptor, it stays.
+
+    Returns:
+        What undoes it, and says on standard error how many bytes were lost.
+    """
+    before: dict[str, tuple[TextIO, TextIO, DroppingFile]] = {}
+    for name in _STREAMS:
+        stream = getattr(sys, name)
+        with suppress(AttributeError, OSError, ValueError):  # also io.UnsupportedOperation
+            stream.flush()
+            raw = DroppingFile(stream.fileno())
+            tolerant = io.TextIOWrapper(
+                io.BufferedWriter(raw),
+                encoding=stream.encoding,
+                errors=stream.errors,
+                line_buffering=stream.line_buffering,
+                write_through=stream.write_through,
+            )
+            setattr(sys, name, tolerant)
+            before[name] = stream, tolerant, raw
+
+    def undo() -> None:
+        for name, (stream, tolerant, raw) in before.items():
+            tolerant.flush()
+            if raw.num_lost_bytes:
+                warn(f"{raw.num_lost_bytes} bytes of {name} could not be written, and are lost")
+            if getattr(sys, name) is tolerant:
+                setattr(sys, name, stream)
+        before.clear()
+
+    return undo
 
 
 @dataclass
@@ -65,9 +142,15 @@ def move_output_to(path: Path | None) -> MovedOutput:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    flags = os.O_WRONLY | os.O_APPEND | (os.O_CREAT if path else 0)
-    target = os.open(path or os.devnull, flags, 0o644)
-    numbers = (1,) if path is None else (1, 2)
+    target = None
+    if path is not None:
+        try:
+            target = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        except OSError as error:
+            warn(f"{path} cannot be opened ({error.strerror}); this rank's output is dropped")
+    numbers = (1,) if target is None else (1, 2)
+    if target is None:
+        target = os.open(os.devnull, os.O_WRONLY)
     moved = MovedOutput({number: os.dup(number) for number in numbers})
     for number in numbers:
         os.dup2(target, number)

@@ -14,6 +14,8 @@ _RENAMED = re.compile(r"(?:run|sync|loss|replica-\d+)\.(\d+)\.jsonl?")
 
 def next_number(folder: Path) -> int:
     """The smallest number above those of all files that were renamed so far."""
+    if not folder.is_dir():  # it vanished just now; a log makes it again
+        return 1
     found = (_RENAMED.fullmatch(path.name) for path in folder.iterdir())
     return 1 + max((int(match[1]) for match in found if match), default=0)
 

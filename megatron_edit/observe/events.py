@@ -6,15 +6,17 @@
 | replica-<r>.jsonl | the writer rank of replica r |
 
 What an earlier run left there is renamed when a run begins, before anything is written (`earlier`).
+A disk that is full, or gone, never ends a training: there is one warning, lines wait in memory
+(`line_files`), and at the end it is said how many were lost.
 """
 
 from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 from megatron_edit.comm.placement import Placement
 from megatron_edit.constants import LOW_CLIP, WATCHED_SYNCS
@@ -23,6 +25,7 @@ from megatron_edit.errors import UsageError
 from megatron_edit.method.weights import effective_replicas
 from megatron_edit.observe.console import say, warn
 from megatron_edit.observe.earlier import files_to_move, move_aside, next_number
+from megatron_edit.observe.line_files import MAX_WAITING_BYTES, LineWriter
 from megatron_edit.observe.metrics import MetricSink, SyncMetrics
 from megatron_edit.observe.records import (
     Iteration,
@@ -55,9 +58,12 @@ class EventLog:
         self._flush_interval = max(1, flush_interval)
         self._dir = log_dir if placement.is_writer else None
         self._is_first = placement.replica == 0
-        self._files: dict[str, IO[str]] = {}
+        self._files: dict[str, LineWriter] = {}
         # Taken now, moved in `begin`: replicas meet in between, so that all find the same number.
         self._number_of_earlier = 0 if self._dir is None else next_number(self._dir)
+        self._header: str | None = None  # the text of run.json, from `begin` on
+        self._is_folder_ready = True
+        self._has_failed = False
         self._timers: SyncTimers | None = None
         self._metrics: tuple[SyncMetrics, MetricSink] | None = None
         self._health: deque[tuple[float, float]] = deque(maxlen=WATCHED_SYNCS)
@@ -87,10 +93,9 @@ class EventLog:
         """
         if self._dir is None:
             return
-        move_aside(files_to_move(self._dir, self._placement), self._number_of_earlier)
-        if self._is_first:
-            text = json.dumps(run, indent=2, sort_keys=True, default=str)
-            write_whole(self._dir / "run.json", text + "\n")
+        self._header = json.dumps(run, indent=2, sort_keys=True, default=str) + "\n"
+        self._is_folder_ready = False
+        self.flush()
 
     def on_iteration(self, iteration: Iteration) -> None:
         """One inner iteration is over."""
@@ -133,25 +138,69 @@ class EventLog:
         warn(f"replica {place.replica} rank {place.rank}: {text}")
 
     def flush(self) -> None:
-        """Bring everything written so far to the disk."""
+        """Bring everything written so far to the disk. What cannot be written now waits."""
+        if self._dir is None:
+            return
+        if self._header is not None and not self._attempt(self._prepare_folder):
+            return  # nothing is written before an earlier run's files are out of the way
         for file in self._files.values():
-            file.flush()
+            self._attempt(file.flush)
 
     def close(self) -> None:
-        """Close all files. Idempotent."""
+        """Close all files, and say how many lines were lost. Idempotent."""
         if self._metrics is not None:
             self._metrics[1].flush()
             self._metrics = None
+        self.flush()
+        if lost := self.num_lost:
+            self.on_local_message(f"{lost} lines of event files in {self._dir} were lost")
         for file in self._files.values():
             file.close()
         self._files.clear()
+
+    @property
+    def num_lost(self) -> int:
+        """Lines of this rank that are not in a file, and will not be if it ends now."""
+        return sum(file.num_dropped + file.num_waiting for file in self._files.values())
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         if self._dir is None:
             return
         if name not in self._files:
-            self._files[name] = (self._dir / name).open("w", encoding="utf-8")
-        self._files[name].write(json.dumps(line) + "\n")
+            self._files[name] = LineWriter(self._dir / name)
+        self._files[name].append(line)
+
+    def _prepare_folder(self) -> None:
+        """Move an earlier run's files, once; write `run.json`, again where the folder was deleted.
+
+        Raises:
+            OSError: that cannot be done now.
+        """
+        assert self._dir is not None and self._header is not None, "no folder to prepare"
+        needed = self._dir / "run.json" if self._is_first else self._dir
+        if self._is_folder_ready and needed.exists():
+            return
+        self._dir.mkdir(parents=True, exist_ok=True)
+        if not self._is_folder_ready:
+            move_aside(files_to_move(self._dir, self._placement), self._number_of_earlier)
+        if self._is_first:
+            write_whole(self._dir / "run.json", self._header)
+        self._is_folder_ready = True
+
+    def _attempt(self, write: Callable[[], None]) -> bool:
+        """Whether something could be written; the first failure is told."""
+        try:
+            write()
+        except OSError as error:
+            if not self._has_failed:
+                self._has_failed = True
+                self.on_local_message(
+                    f"event files in {self._dir} cannot be written ({error.strerror}); training "
+                    f"goes on, up to {MAX_WAITING_BYTES >> 20} MiB of lines for each file wait "
+                    "until they can"
+                )
+            return False
+        return True
 
     def _watch_health(self, report: SyncReport) -> None:
         """Warn of weights near one-hot, or a clip that always binds (method section 3)."""

@@ -49,8 +49,8 @@ OBSERVE = (
         id="observe/earlier-left",
         bug="the event files of the run before are not moved: two runs are read as one",
         file="observe/events.py",
-        old="        move_aside(files_to_move(",
-        new="        list(files_to_move(",
+        old="            move_aside(files_to_move(",
+        new="            list(files_to_move(",
         test="pure/test_event_log.py::test_files_of_a_run_get_one_number",
     ),
     Mutant(

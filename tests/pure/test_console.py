@@ -1,13 +1,17 @@
-"""Output of replicas other than the first: moved to a file of their own, and given back."""
+"""Output of replicas other than the first: moved to a file of their own, and given back; and output
+that cannot be written, which ends nothing."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
+from tests.harness.disk import fill_disk
 from tests.harness.launch import REPOSITORY
 
 SCRIPT = """
@@ -40,3 +44,80 @@ def test_output_is_moved_and_given_back(tmp_path: Path, has_file: bool) -> None:
         assert (log.read_text(), done.stderr) == (inside, "")
     else:
         assert done.stderr == "error\n"
+
+
+TOLERANT = """
+import os, sys
+from pathlib import Path
+from megatron_edit.observe.console import move_output_to, say, tolerate_broken_output
+undo = tolerate_broken_output()
+say("before")
+moved = move_output_to(Path(sys.argv[1])) if len(sys.argv) > 1 else None
+sys.stdin.readline()
+for number in range(100):
+    print("x" * 100, flush=True)
+sys.stdin.readline()
+print("there is room again", flush=True)
+if moved:
+    moved.restore()
+undo()
+sys.stderr.write("finished\\n")
+"""
+
+
+def start(*argv: str, stdout: int | TextIO) -> subprocess.Popen[str]:
+    """The script above."""
+    return subprocess.Popen(
+        [sys.executable, "-c", TOLERANT, *argv],
+        cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=stdout, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def test_a_console_that_nobody_reads_ends_nothing() -> None:
+    """Its pipe is closed at the other end. Would catch a BrokenPipeError that reaches training, and
+    the exit code 120 of an interpreter that cannot flush."""
+    with start(stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "[edit] before\n"
+        process.stdout.close()
+        process.stdout = None
+        _, errors = process.communicate("\n\n", timeout=60)
+    assert process.returncode == 0
+    assert errors == "[edit] 10120 bytes of stdout could not be written, and are lost\nfinished\n"
+
+
+def test_a_log_on_a_full_disk_ends_nothing(small_disk: Path) -> None:
+    """Of another replica, and the console in a file; what comes once there is room stands on a line
+    of its own."""
+    log, console = small_disk / "replica-1.log", small_disk / "console"
+    with console.open("w") as output, start(str(log), stdout=output) as process:
+        assert process.stdin is not None
+        while not log.exists():
+            time.sleep(0.01)
+        filler = fill_disk(small_disk)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        wait_until_full(log)
+        filler.unlink()
+        _, errors = process.communicate("\n", timeout=60)
+    assert process.returncode == 0, errors
+    lines = log.read_text().splitlines()
+    assert lines[-1] == "there is room again"
+    assert set(lines[:-2]) <= {"x" * 100}
+    assert "bytes of stdout could not be written" in errors
+
+
+def wait_until_full(log: Path) -> None:
+    """Until a file on a full disk grows no more."""
+    size = -1
+    while size != (size := log.stat().st_size):
+        time.sleep(0.5)
+
+
+def test_a_log_that_cannot_be_opened_ends_nothing(tmp_path: Path) -> None:
+    """Its folder has vanished since the start: the output is dropped, and that is said."""
+    path = tmp_path / "gone" / "replica-1.log"
+    argv = [sys.executable, "-c", SCRIPT, str(path)]
+    done = subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout == "[edit] before\n[edit] after\n"
+    assert done.stderr.startswith(f"[edit] {path} cannot be opened (No such file or directory)")

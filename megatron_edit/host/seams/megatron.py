@@ -220,6 +220,9 @@ class Timers(Protocol):
 class TensorBoard(Protocol):
     """Of `SummaryWriter`."""
 
+    log_dir: str
+    max_queue: int
+
     def add_scalar(self, tag: str, value: float, step: int) -> None:
         """Write a value."""
 
