@@ -43,7 +43,8 @@ def part(folder: Path, *, iteration: int = 8, retain: int | None = None, **more:
     place = CheckpointFolder(folder)
     return RankSave(
         name="8/1", folder=place, job="job", manifest=manifest, entry=entry(0),
-        has_model=False, has_outer=False, has_replica_local=False, random_file=place.partial(iteration, "job") / "file",
+        has_model=False, has_outer=False, has_replica_local=False,
+        random_file=place.partial(iteration, "job") / "file",
         is_of_a_stop=False, retain_interval=retain,
     )  # fmt: skip
 

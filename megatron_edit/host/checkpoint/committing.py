@@ -27,15 +27,16 @@ from megatron_edit.checkpoint.folder import (
     EDIT,
     OUTER,
     CheckpointFolder,
+    Found,
     manifest_of,
     replica_local_folder,
     write_durably,
 )
 from megatron_edit.checkpoint.folder import replica_folder as folder_of
-from megatron_edit.checkpoint.manifest import Manifest, ReplicaEntry
+from megatron_edit.checkpoint.manifest import Manifest, ReplicaEntry, read_manifest
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.constants import LEAST_TIMEOUT_SECONDS
-from megatron_edit.errors import EditError, ReplicaLostError, on_one_line
+from megatron_edit.errors import EditError, ReplicaLostError, UsageError, on_one_line
 from megatron_edit.host.checkpoint.write_errors import ELSEWHERE, SaveRecord, text_of
 from megatron_edit.observe.console import say, warn
 
@@ -298,13 +299,24 @@ def _failure(part: RankSave, error: Exception) -> str:
     """What is to be said: which checkpoint, why, how much room there is, and what is left."""
     what = f"the checkpoint of iteration {part.manifest.iteration} could not be written"
     room = f"{part.folder.root} has {_free(part.folder.root)} free"
-    if isinstance(error, WriteError) and error.num_bytes:
-        room += f", a checkpoint needs {_megabytes(error.num_bytes)}"
     newest = part.folder.newest()
+    num_bytes = error.num_bytes if isinstance(error, WriteError) else 0
+    if num_bytes := num_bytes or _size_of(newest):
+        room += f", a checkpoint needs {_megabytes(num_bytes)}"
     left = "there is no complete one yet"
     if newest is not None and newest.iteration is not None:
         left = f"the last complete one is that of iteration {newest.iteration}"
     return on_one_line(f"{what} ({text_of(error)}); {room}; {left}")
+
+
+def _size_of(found: Found | None) -> int:
+    """Bytes of a complete checkpoint; 0 where its manifest does not tell."""
+    if found is None or not found.has_manifest:
+        return 0
+    try:
+        return sum(record.size for record in read_manifest(found.path).files.values())
+    except UsageError:
+        return 0
 
 
 def _free(folder: Path) -> str:

@@ -7,6 +7,7 @@ that run at their own speeds have drawn different numbers, so each rank keeps it
 from __future__ import annotations
 
 import random
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,11 @@ def save_streams(path: Path) -> None:
     """Write this rank's streams as they are now.
 
     Raises:
-        OSError, RuntimeError: the file cannot be written.
+        OSError: the file cannot be written.
     """
-    torch.save(_capture(), path)
+    data = BytesIO()  # of a file that it cannot write, `torch.save` would not say why
+    torch.save(_capture(), data)
+    path.write_bytes(data.getbuffer())
 
 
 def load_streams(folder: Path, replica: int) -> None:

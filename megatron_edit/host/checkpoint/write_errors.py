@@ -15,6 +15,7 @@ from typing import Protocol
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_edit.errors import EditError
 from megatron_edit.host.checkpoint.paths import without_retention
 from megatron_edit.host.seams.megatron import AsyncRequest, CheckpointFileWriter, WriteFunctions
 from megatron_edit.host.seams.patching import Patcher
@@ -133,7 +134,7 @@ class WriteErrors:
 def text_of(error: BaseException) -> str:
     """An error on one line."""
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return first if isinstance(error, OSError) else f"{type(error).__name__}: {first}"
+    return first if isinstance(error, OSError | EditError) else f"{type(error).__name__}: {first}"
 
 
 def _texts(error: CheckpointException) -> list[str]:

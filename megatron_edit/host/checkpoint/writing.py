@@ -187,7 +187,7 @@ class CheckpointWriter:
             for folder in part.folders(self._world.placement.replica):
                 folder.mkdir(parents=True, exist_ok=True)
             save_streams(part.random_file)
-        except (OSError, RuntimeError) as error:  # `torch.save` raises the latter
+        except OSError as error:
             part.record.errors.append(text_of(error))
         has_failed = self._engine.is_true_on_any_rank(bool(part.record.errors))
         if has_failed and not part.record.errors:
