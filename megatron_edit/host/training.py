@@ -43,7 +43,11 @@ from megatron_edit.host.dealing import DealtLoader, dealt_loader
 from megatron_edit.host.groups import build_groups
 from megatron_edit.host.metrics import tell_of_the_run
 from megatron_edit.host.model.megatron_host import MegatronHost
-from megatron_edit.host.observe import Observer, with_own_world_size
+from megatron_edit.host.observe import (
+    Observer,
+    with_own_world_size,
+    with_progress_log_optional,
+)
 from megatron_edit.host.overlap import keep_sends_asynchronous, land_before_gathers
 from megatron_edit.host.seams.calls import Call, answered_by
 from megatron_edit.host.seams.megatron import (
@@ -156,6 +160,8 @@ class TrainingLoop:
             self._patcher.wrap(training, name, around)
         schedule = self._in_run(lambda run, call: run.writer.schedule(call))
         self._patcher.wrap(checkpointing, "schedule_async_save", schedule)
+        for module in (training, checkpointing):
+            self._patcher.wrap(module, "append_to_progress_log", with_progress_log_optional)
 
     def release(self) -> None:
         """Hand Megatron's objects back and close the event files."""

@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 
 from megatron_edit.checkpoint.folder import TRACKER, final_of
 from megatron_edit.host.seams.patching import Patcher
+from megatron_edit.observe.console import warn
 
 
 def _not_of_an_old_checkpoint(record: logging.LogRecord) -> bool:
@@ -98,7 +99,10 @@ def _around_artifact(log: Callable[..., None]) -> Callable[..., None]:
         final = str(final_of(Path(checkpoint_path)))  # where it will be found
         with TemporaryDirectory() as folder:  # another rank writes the tracker, perhaps later
             own = Path(folder) / TRACKER
-            own.write_text(str(iteration), encoding="utf-8")
-            log(final, str(own), save_dir, iteration)
+            try:
+                own.write_text(str(iteration), encoding="utf-8")
+                log(final, str(own), save_dir, iteration)
+            except Exception as error:  # W&B's own, over a network
+                warn(f"W&B did not take the checkpoint of iteration {iteration}: {error}")
 
     return logged
