@@ -156,6 +156,15 @@ class CheckpointFolder:
         """Remove a checkpoint, never leaving half of it under its name."""
         self._remove(self.final(iteration), job)
 
+    def discard(self, iteration: int, job: str) -> None:
+        """Remove a partial checkpoint that will never be complete, and free its room.
+
+        One whose manifest is there is complete but for its name: `repair` gives it that.
+        """
+        partial = self.partial(iteration, job)
+        if not manifest_of(partial).is_file():
+            _delete(partial)
+
     def repair(self) -> list[Path]:
         """Finish what a crash between two renames has left; the checkpoints that came back.
 

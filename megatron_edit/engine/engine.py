@@ -271,6 +271,15 @@ class EditEngine:
 
     # ---- checkpoints
 
+    def is_true_on_any_rank(self, value: bool) -> bool:
+        """Whether a value is true on any rank of the replica; the same answer on all of them.
+
+        Collective: the ranks of the replica.
+        """
+        count = torch.tensor([int(value)])
+        self.groups.control.all_reduce(count)
+        return int(count) > 0
+
     def settle(self) -> None:
         """Before anybody reads this replica's state: land what lands (then collective), and let
         nothing be on the wire. What is to land later does not land now."""

@@ -18,6 +18,7 @@ from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.seams.calls import Call
 from megatron_edit.host.seams.megatron import Evaluation, Losses
 from megatron_edit.observe import records
+from megatron_edit.observe.console import warn
 from megatron_edit.observe.events import EventLog
 from megatron_edit.observe.records import Iteration
 
@@ -39,6 +40,22 @@ def with_own_world_size[R](start_time: Callable[[], R]) -> Callable[[], R]:
             args.world_size = whole
 
     return of_this_replica
+
+
+def with_progress_log_optional(append: Callable[..., None]) -> Callable[..., None]:
+    """Megatron's line in the progress log (`--log-progress`), which one rank alone writes."""
+    failed: list[OSError] = []
+
+    @wraps(append)
+    def tried(*args: object, **kwargs: object) -> None:
+        try:
+            append(*args, **kwargs)
+        except OSError as error:
+            if not failed:
+                warn(f"the progress log cannot be written ({error}); training goes on without it")
+            failed.append(error)
+
+    return tried
 
 
 @contextmanager

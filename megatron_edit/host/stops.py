@@ -1,4 +1,5 @@
-"""Ends from outside: a signal or the end of the allotted time, on whichever replica comes first.
+"""Ends from outside: a signal or the end of the allotted time, on whichever replica comes first,
+or two checkpoints in a row that could not be written.
 
 Megatron decides at every step boundary, for its own world: one replica. Its decision is announced
 to the other replicas, and each stops at its own next boundary. `--exit-interval` is no such end:
@@ -31,7 +32,7 @@ class StopControl:
         self._engine = engine
         self._saves = saves
         self._is_first = is_first
-        self._has_announced = False
+        self._has_announced = self._has_given_up = False
 
     def decide(self, call: Call[bool]) -> bool:
         """Megatron's `checkpoint_and_decide_exit`."""
@@ -59,6 +60,10 @@ class StopControl:
             return False  # all replicas come to this end together
         if wants_exit and not self._has_announced:
             self._announce()
+        elif self._saves.gives_up and not self._has_given_up:
+            # Known to this rank alone: it stops when the others of its replica know, too.
+            self._has_given_up = True
+            engine.announce_stop()
         return None if self._obey() else False
 
     def leave_before_training(self, arguments: Mapping[str, object]) -> NoReturn:
@@ -89,7 +94,10 @@ class StopControl:
             return engine.is_stopping
         engine.leave()
         if self._is_first:
-            say(f"stopping after iteration {engine.step}, as a replica was asked to")
+            reason = "as a replica was asked to"
+            if self._has_given_up:
+                reason = "as two checkpoints in a row could not be written"
+            say(f"stopping after iteration {engine.step}, {reason}")
         return True
 
     def _save_all(self, arguments: Mapping[str, object]) -> None:

@@ -37,13 +37,18 @@ from megatron_edit.host.checkpoint.loading import LoadControl
 from megatron_edit.host.checkpoint.outer import LocalPiece, pieces_of
 from megatron_edit.host.checkpoint.paths import Redirection
 from megatron_edit.host.checkpoint.saving import SaveControl
+from megatron_edit.host.checkpoint.write_errors import WriteErrors
 from megatron_edit.host.checkpoint.writing import CheckpointWriter
 from megatron_edit.host.dealing import DealtLoader, dealt_loader
 from megatron_edit.host.groups import build_groups
 from megatron_edit.host.metrics import tell_of_the_run
 from megatron_edit.host.model.ends import reason_of_end
 from megatron_edit.host.model.megatron_host import MegatronHost
-from megatron_edit.host.observe import Observer, with_own_world_size
+from megatron_edit.host.observe import (
+    Observer,
+    with_own_world_size,
+    with_progress_log_optional,
+)
 from megatron_edit.host.overlap import keep_sends_asynchronous, land_before_gathers
 from megatron_edit.host.seams.calls import Call, answered_by
 from megatron_edit.host.seams.megatron import (
@@ -112,6 +117,7 @@ class TrainingLoop:
         self._device = device
         self._patcher = patcher
         self._redirection = Redirection()
+        self._write_errors = WriteErrors()
         self._loads = LoadControl(config, world, self._redirection)
         self._run: TrainingRun | None = None
         self._stop_reason: str | None = None
@@ -132,6 +138,7 @@ class TrainingLoop:
         import megatron.training.training as training
 
         self._redirection.attach(self._patcher)
+        self._write_errors.attach(self._patcher)
         wrapped_pretrain = answered_by(self._pretrain)(training.pretrain)
         for module in (package, training):
             self._patcher.replace(module, "pretrain", wrapped_pretrain)
@@ -156,6 +163,8 @@ class TrainingLoop:
             self._patcher.wrap(training, name, around)
         schedule = self._in_run(lambda run, call: run.writer.schedule(call))
         self._patcher.wrap(checkpointing, "schedule_async_save", schedule)
+        for module in (training, checkpointing):
+            self._patcher.wrap(module, "append_to_progress_log", with_progress_log_optional)
 
     def release(self) -> None:
         """Hand Megatron's objects back and close the event files."""
@@ -296,7 +305,7 @@ class TrainingLoop:
         place = self._world.placement
         is_first = place.global_rank == 0
         writer = CheckpointWriter(
-            self._config, self._world, self._redirection, engine, host, pieces
+            self._config, self._world, self._redirection, self._write_errors, engine, host, pieces
         )
         policy = self._config.inner_state
         saves = SaveControl(policy, writer, engine, host, place.num_replicas, is_first=is_first)

@@ -16,8 +16,15 @@ from megatron_edit.checkpoint.manifest import Manifest, ReplicaEntry
 from megatron_edit.comm.placement import Placement
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.constants import ALL
-from megatron_edit.errors import EditError
-from megatron_edit.host.checkpoint.committing import Committer, RankSave, _is_kept, _key
+from megatron_edit.errors import ReplicaLostError
+from megatron_edit.host.checkpoint.committing import (
+    Committer,
+    RankSave,
+    WriteError,
+    _is_kept,
+    _key,
+)
+from megatron_edit.host.checkpoint.write_errors import ELSEWHERE
 
 REPLICAS, RANKS = 2, 2
 
@@ -33,9 +40,11 @@ def part(folder: Path, *, iteration: int = 8, retain: int | None = None, **more:
     manifest = Manifest(
         iteration, ALL, "edit", REPLICAS, RANKS, {}, {}, ("final",), False, 1, (), {}, 8, 4, **more
     )
+    place = CheckpointFolder(folder)
     return RankSave(
-        name="8/1", folder=CheckpointFolder(folder), job="job", manifest=manifest, entry=entry(0),
-        has_model=False, has_outer=False, has_replica_local=False, random_file=folder / "file",
+        name="8/1", folder=place, job="job", manifest=manifest, entry=entry(0),
+        has_model=False, has_outer=False, has_replica_local=False,
+        random_file=place.partial(iteration, "job") / "file",
         is_of_a_stop=False, retain_interval=retain,
     )  # fmt: skip
 
@@ -52,7 +61,7 @@ def test_the_manifest_has_what_all_ranks_tell(tmp_path: Path) -> None:
         for rank in range(RANKS):
             mine = entry(10 + replica, *([0.5 + replica] if rank == RANKS - 1 else []))
             files = {f"{replica}_{rank}": {"size": 1, "sha256": "0"}}
-            text = json.dumps({"entry": dataclasses.asdict(mine), "files": files})
+            text = json.dumps({"errors": [], "entry": dataclasses.asdict(mine), "files": files})
             here.shared_store.set(_key("8/1", replica, rank), text)
     manifest = Committer(here)._gather(part(tmp_path), here.shared_store)
     assert list(manifest.files) == ["0_0", "0_1", "1_0", "1_1"]
@@ -61,21 +70,75 @@ def test_the_manifest_has_what_all_ranks_tell(tmp_path: Path) -> None:
     assert [each.last_loss_step for each in manifest.replicas] == [10, 11]
 
 
+def tell(here: ReplicaWorld, replica: int, rank: int, *errors: str, num_bytes: int = 0) -> None:
+    """What a rank tells of its part of the save."""
+    text = json.dumps({"errors": errors, "bytes": num_bytes, "entry": {}, "files": {}})
+    here.shared_store.set(_key("8/1", replica, rank), text)
+
+
 def test_a_rank_that_could_not_write(tmp_path: Path) -> None:
-    """Catches a checkpoint that is complete although a part of it failed."""
+    """Catches a checkpoint that is complete although a part of it failed, and one that fails before
+    all ranks have told of their parts: they may still be writing to the folder that is removed."""
     here = world()
-    here.shared_store.set(_key("8/1", 0, 0), json.dumps({"error": "replica 0: disk full"}))
-    with pytest.raises(EditError, match="disk full"):
+    tell(here, 0, 0, ELSEWHERE, num_bytes=1)
+    tell(here, 0, 1, "disk full", num_bytes=2)
+    tell(here, 1, 0, num_bytes=4)
+    with pytest.raises(ReplicaLostError, match="rank 1 of replica 1"):
+        committer = Committer(here)
+        committer._until = 0
+        committer._gather(part(tmp_path), here.shared_store)
+    for replica, rank in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        tell(here, replica, rank, *(["disk full"] if (replica, rank) == (0, 1) else []),
+             num_bytes=2)  # fmt: skip
+    with pytest.raises(WriteError, match=r"^replica 0, rank 1: disk full$") as failure:
         Committer(here)._gather(part(tmp_path), here.shared_store)
+    assert failure.value.num_bytes == 8
 
 
-def test_two_saves_in_a_row_may_not_fail(tmp_path: Path) -> None:
-    """The run ends: catches one that goes on for days without a checkpoint."""
-    committer = Committer(world())
-    for number in range(2):
-        committer._errors.append(EditError(str(number)))
-    with pytest.raises(EditError, match="1"):
-        committer.start(part(tmp_path))
+def failed_save(committer: Committer, folder: Path, here: ReplicaWorld) -> None:
+    """A save of which one rank could not write its part, until it is told on the console."""
+    partial = part(folder).partial
+    partial.mkdir(parents=True)
+    (partial / "file").write_text("a file")
+    for replica, rank in ((0, 1), (1, 0), (1, 1)):
+        tell(here, replica, rank, *(["disk full"] if replica else []), num_bytes=500_000)
+    committer.start(part(folder))
+    assert committer._last is not None
+    committer._last.join()
+    assert not partial.exists()
+
+
+def test_two_saves_in_a_row_may_not_fail(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One is told with the room that there is and that it needs, its files are removed, and
+    training goes on; a second one ends it, and a complete one between them does not."""
+    here = world()
+    committer = Committer(here)
+    failed_save(committer, tmp_path, here)
+    said = capsys.readouterr().err
+    assert "iteration 8 could not be written (replica 1, rank 0: disk full)" in said
+    assert "MB free, a checkpoint needs 1.5 MB" in said and said.endswith("training goes on\n")
+    assert f"{tmp_path} has " in said and "there is no complete one yet" in said
+    assert not committer.gives_up
+    failed_save(committer, tmp_path, here)
+    assert committer.gives_up and "two in a row: training ends" in capsys.readouterr().err
+
+
+def test_a_complete_save_is_the_end_of_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches failures that are counted over the whole run."""
+    here = world()
+    committer = Committer(here)
+    failed_save(committer, tmp_path, here)
+    monkeypatch.setattr(Committer, "_complete", lambda *_: None)
+    committer.start(part(tmp_path))
+    assert committer._last is not None
+    committer._last.join()
+    monkeypatch.undo()
+    failed_save(committer, tmp_path, here)
+    assert not committer.gives_up
 
 
 def test_which_checkpoints_are_kept(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -11,6 +12,7 @@ from tempfile import TemporaryDirectory
 
 from megatron_edit.checkpoint.folder import TRACKER, final_of
 from megatron_edit.host.seams.patching import Patcher
+from megatron_edit.observe.console import warn
 
 
 def _not_of_an_old_checkpoint(record: logging.LogRecord) -> bool:
@@ -23,6 +25,7 @@ class Redirection:
 
     def __init__(self) -> None:
         self._target: Path | None = None
+        self._tracker: Path | None = None
 
     def attach(self, patcher: Patcher) -> None:
         """Wrap what Megatron asks for the names.
@@ -38,15 +41,23 @@ class Redirection:
         patcher.wrap(wandb_utils, "on_save_checkpoint_success", _around_artifact)
 
     @contextmanager
-    def to(self, target: Path) -> Iterator[None]:
-        """Inside, Megatron's checkpoint of any iteration lies in `target`, its tracker, too."""
+    def to(self, target: Path, *, is_save: bool = False) -> Iterator[None]:
+        """Inside, Megatron's checkpoint of any iteration lies in `target`, its tracker, too.
+
+        Args:
+            target: a folder.
+            is_save: whether it is written. Its tracker is then dropped: the checkpoint is not
+                complete yet, and a write that fails on one rank alone would leave the others
+                waiting.
+        """
         self._target = target
+        self._tracker = Path(os.devnull) if is_save else target / TRACKER
         log = logging.getLogger("megatron.core.dist_checkpointing.serialization")
         log.addFilter(_not_of_an_old_checkpoint)
         try:
             yield
         finally:
-            self._target = None
+            self._target = self._tracker = None
             log.removeFilter(_not_of_an_old_checkpoint)
 
     def _around_name[**P](self, name: Callable[P, str]) -> Callable[P, str]:
@@ -59,11 +70,22 @@ class Redirection:
     def _around_tracker[**P](self, tracker: Callable[P, str]) -> Callable[P, str]:
         @wraps(tracker)
         def redirected(*args: P.args, **kwargs: P.kwargs) -> str:
-            if self._target is None:
-                return tracker(*args, **kwargs)
-            return str(self._target / TRACKER)
+            return tracker(*args, **kwargs) if self._tracker is None else str(self._tracker)
 
         return redirected
+
+
+@contextmanager
+def without_retention() -> Iterator[None]:
+    """Inside, Megatron removes no earlier checkpoint: whoever completes the new one does."""
+    from megatron.training import get_args
+
+    args = get_args()
+    interval, args.save_retain_interval = getattr(args, "save_retain_interval", None), None
+    try:
+        yield
+    finally:
+        args.save_retain_interval = interval
 
 
 def _around_artifact(log: Callable[..., None]) -> Callable[..., None]:
@@ -77,7 +99,10 @@ def _around_artifact(log: Callable[..., None]) -> Callable[..., None]:
         final = str(final_of(Path(checkpoint_path)))  # where it will be found
         with TemporaryDirectory() as folder:  # another rank writes the tracker, perhaps later
             own = Path(folder) / TRACKER
-            own.write_text(str(iteration), encoding="utf-8")
-            log(final, str(own), save_dir, iteration)
+            try:
+                own.write_text(str(iteration), encoding="utf-8")
+                log(final, str(own), save_dir, iteration)
+            except Exception as error:  # W&B's own, over a network
+                warn(f"W&B did not take the checkpoint of iteration {iteration}: {error}")
 
     return logged

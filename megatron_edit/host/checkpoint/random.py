@@ -7,6 +7,7 @@ that run at their own speeds have drawn different numbers, so each rank keeps it
 from __future__ import annotations
 
 import random
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,20 @@ from megatron_edit.checkpoint.files import REMEDY
 from megatron_edit.errors import UsageError
 
 
-def save_streams(folder: Path, replica: int) -> Path:
-    """Write this rank's streams as they are now; the file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / _name(
-        replica, parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    )
-    torch.save(_capture(), path)
-    return path
+def streams_name(replica: int) -> str:
+    """The file of this rank."""
+    return _name(replica, parallel_state.get_data_parallel_rank(with_context_parallel=True))
+
+
+def save_streams(path: Path) -> None:
+    """Write this rank's streams as they are now.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    data = BytesIO()  # of a file that it cannot write, `torch.save` would not say why
+    torch.save(_capture(), data)
+    path.write_bytes(data.getbuffer())
 
 
 def load_streams(folder: Path, replica: int) -> None:

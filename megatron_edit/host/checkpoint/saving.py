@@ -102,6 +102,11 @@ class SaveControl:
             self._is_ending = False
 
     @property
+    def gives_up(self) -> bool:
+        """Whether training should end, as saves fail; only the first rank of all knows."""
+        return self._writer.gives_up
+
+    @property
     def _is_deferred_save_due(self) -> bool:
         """Whether a save is due, and the replicas have just met."""
         return self._is_deferred and not self._engine.is_mid_round

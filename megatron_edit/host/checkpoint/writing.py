@@ -33,14 +33,20 @@ from megatron_edit.host.checkpoint.outer import (
     sharded_outer_state,
     shared_kinds,
 )
-from megatron_edit.host.checkpoint.paths import Redirection
-from megatron_edit.host.checkpoint.random import save_streams
+from megatron_edit.host.checkpoint.paths import Redirection, without_retention
+from megatron_edit.host.checkpoint.random import save_streams, streams_name
 from megatron_edit.host.checkpoint.replica_local import (
     RankShards,
     is_replica_local,
     replica_local_kinds,
 )
 from megatron_edit.host.checkpoint.summary import training_settings
+from megatron_edit.host.checkpoint.write_errors import (
+    ELSEWHERE,
+    SaveRecord,
+    WriteErrors,
+    text_of,
+)
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.seams.calls import Call
 from megatron_edit.host.seams.describe import versions
@@ -80,6 +86,7 @@ class CheckpointWriter:
         config: names the strategy.
         world: this process's place, and the store.
         redirection: of the folders that Megatron writes to.
+        write_errors: keeps errors of one rank from leaving the others waiting.
         engine: whose state is written.
         host: of the engine.
         pieces: what this rank holds of the outer state.
@@ -90,12 +97,14 @@ class CheckpointWriter:
         config: EditConfig,
         world: ReplicaWorld,
         redirection: Redirection,
+        write_errors: WriteErrors,
         engine: EditEngine,
         host: MegatronHost,
         pieces: Callable[[], Sequence[LocalPiece]],
     ) -> None:
         self._config = config
         self._world = world
+        self._write_errors = write_errors
         self._engine, self._host, self._pieces = engine, host, pieces
         self._redirection = redirection
         self._committer = Committer(
@@ -106,6 +115,7 @@ class CheckpointWriter:
         self._outer: list[AsyncRequest] = []
         # Handed over, while a save is being prepared.
         self._requests: list[AsyncRequest] | None = None
+        self._record: SaveRecord | None = None  # of the last save
         self._job = self._world.shared_text("save/job", _job_name)
 
     def finish(self) -> None:
@@ -136,45 +146,92 @@ class CheckpointWriter:
         self._is_first_save = False
         partial = folder.partial(plan.iteration, job)
         state = self._engine.state_dict()
-        entry = self._entry_of(state)
-        self._requests = []
-        has_outer = plan.has_outer and place.replica == place.num_replicas - 1
-        has_replica_local = self._save_outer(partial, plan, state, entry.pending)
-        streams = save_streams(partial / EDIT / RANDOM, place.replica)
-        has_model = place.replica == 0 or plan.form == ALL
-        if has_model:
-            call.arguments["iteration"] = plan.own_iteration
-            with (
-                self._host.counting(plan.samples),
-                self._redirection.to(replica_folder(partial, place.replica)),
-            ):
-                call.proceed()
-        self._hand_over_outer()
-        requests, self._requests = self._requests, None
         part = RankSave(
             name=plan.name,
             folder=folder,
             job=job,
             manifest=self._manifest(plan, state),
-            entry=entry,
-            has_model=has_model,
-            has_outer=has_outer,
-            has_replica_local=has_replica_local,
-            random_file=streams,
+            entry=self._entry_of(state),
+            has_model=place.replica == 0 or plan.form == ALL,
+            has_outer=plan.has_outer and place.replica == place.num_replicas - 1,
+            has_replica_local=self._has_replica_local(plan, state),
+            random_file=partial / EDIT / RANDOM / streams_name(place.replica),
             is_of_a_stop=plan.is_of_a_stop,
             retain_interval=getattr(args, "save_retain_interval", None),
+            record=SaveRecord(),
         )
+        self._record, self._requests = part.record, []
+        if self._make_folders(part):
+            with self._write_errors.recording(part.record):
+                self._write_parts(part, plan, state, call)
+        requests, self._requests = self._requests, None
         if requests:
             requests[-1].add_finalize_fn(lambda: self._committer.start(part))
         else:
             self._committer.start(part)
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether training should end as two checkpoints in a row could not be written.
+
+        Only the first rank of all knows.
+        """
+        return self._committer.gives_up
+
+    def _make_folders(self, part: RankSave) -> bool:
+        """Make the folders that this rank writes to; whether all ranks of the replica could.
+
+        Collective: the ranks of the replica. A rank that could not would miss the collectives of
+        Megatron's save.
+        """
+        try:
+            for folder in part.folders(self._world.placement.replica):
+                folder.mkdir(parents=True, exist_ok=True)
+            save_streams(part.random_file)
+        except OSError as error:
+            part.record.errors.append(text_of(error))
+        has_failed = self._engine.is_true_on_any_rank(bool(part.record.errors))
+        if has_failed and not part.record.errors:
+            part.record.errors.append(ELSEWHERE)
+        return not has_failed
+
+    def _write_parts(
+        self, part: RankSave, plan: SavePlan, state: EngineState, call: Call[None]
+    ) -> None:
+        """Write outer state and Megatron's own checkpoint, as far as this replica has them.
+
+        Collective: the ranks of the replica.
+        """
+        replica = self._world.placement.replica
+        if part.has_outer:
+            kinds = shared_kinds(state["outer"], state["pending"], has_anchor=plan.has_anchor)
+            self._save_kinds(part.partial / EDIT / OUTER, kinds)
+        if part.has_replica_local:
+            wire, num_replicas = self._engine.settings.wire, self._world.placement.num_replicas
+            mine = RankShards(replica, num_replicas, wire, self._host.plan, self._pieces())
+            own = replica_local_kinds(state["outer"], state["pending"], mine)
+            self._save_kinds(replica_local_folder(part.partial, replica), own)
+        if part.has_model:
+            call.arguments["iteration"] = plan.own_iteration
+            target = replica_folder(part.partial, replica)
+            with (
+                self._host.counting(plan.samples),
+                self._redirection.to(target, is_save=True),
+                without_retention(),
+            ):
+                call.proceed()
+        self._hand_over_outer()
 
     def schedule(self, call: Call[None]) -> None:
         """Megatron's `schedule_async_save`: what waits of the outer state goes with it."""
         from megatron_edit.host.checkpoint.together import joined
 
         before, self._outer = self._outer, []
-        for each in joined([*before, call.arguments["async_request"]]):
+        requests = [*before, call.arguments["async_request"]]
+        if self._record is not None:
+            for request in requests:
+                self._write_errors.guard_completion(request, self._record)
+        for each in joined(requests):
             if self._requests is not None:
                 self._requests.append(each)
             call.function(each)
@@ -195,39 +252,15 @@ class CheckpointWriter:
             is_waiting=state["is_waiting"],
             pending_schedule=progress.pending_schedule,
             round_length=state["round_length"],
-            pending=tuple(
-                PendingSync(**{f.name: sync[f.name] for f in fields(PendingSync)})  # type: ignore[literal-required]
-                for sync in state["pending"]
-            ),
+            pending=_pending_of(state),
         )
 
-    def _save_outer(
-        self, partial: Path, plan: SavePlan, state: EngineState, pending: Sequence[PendingSync]
-    ) -> bool:
-        """Write this replica's part of the outer state.
-
-        Args:
-            partial: the checkpoint.
-            plan: of the save.
-            state: of this rank.
-            pending: syncs of this replica that have not landed.
-
-        Returns:
-            Whether there is outer state of this replica alone.
-        """
-        place, wire = self._world.placement, self._engine.settings.wire
-        if not plan.has_outer:
+    def _has_replica_local(self, plan: SavePlan, state: EngineState) -> bool:
+        """Whether there is outer state of this replica alone."""
+        wire = self._engine.settings.wire
+        if not plan.has_outer or plan.form != ALL:
             return False
-        outer, syncs = state["outer"], state["pending"]
-        if place.replica == place.num_replicas - 1:
-            kinds = shared_kinds(outer, syncs, has_anchor=plan.has_anchor)
-            self._save_kinds(partial / EDIT / OUTER, kinds)
-        if plan.form != ALL or not is_replica_local(pending, wire):
-            return False
-        mine = RankShards(place.replica, place.num_replicas, wire, self._host.plan, self._pieces())
-        own = replica_local_kinds(outer, syncs, mine)
-        self._save_kinds(replica_local_folder(partial, place.replica), own)
-        return True
+        return is_replica_local(_pending_of(state), wire)
 
     def _save_kinds(self, folder: Path, kinds: Kinds) -> None:
         from megatron.core import dist_checkpointing
@@ -238,7 +271,6 @@ class CheckpointWriter:
             for tensor in tensors.values():
                 if tensor.data.is_pinned():
                     tensor.data = tensor.data.clone()
-        folder.mkdir(parents=True, exist_ok=True)
         # megatron-core 0.16 has one way alone to save asynchronously, and no name for it.
         strategy = {name: value for name, value in vars(args).items() if name == "async_strategy"}
         request = dist_checkpointing.save(
@@ -284,6 +316,14 @@ class CheckpointWriter:
             written_by=versions(),
             settings=training_settings(self._config),
         )
+
+
+def _pending_of(state: EngineState) -> tuple[PendingSync, ...]:
+    """Syncs of this replica that have not landed."""
+    return tuple(
+        PendingSync(**{f.name: sync[f.name] for f in fields(PendingSync)})  # type: ignore[literal-required]
+        for sync in state["pending"]
+    )
 
 
 def _job_name() -> str:

@@ -7,6 +7,7 @@ read, write or call of it. Arguments stay `argparse.Namespace`: Megatron itself 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from io import BytesIO
 from typing import Protocol, TypedDict
 
 from torch import Tensor
@@ -253,6 +254,17 @@ class SavePlanner(Protocol):
 
     def resolve_data(self, item: object) -> object:
         """The tensor, or the bytes, that an item of a plan stands for."""
+
+
+type Items[T] = Sequence[tuple[object, T]]
+type WriteFunctions = tuple[Callable[..., None] | None, Callable[[], object] | None, list[object]]
+
+
+class CheckpointFileWriter(Protocol):
+    """Of `FileSystemWriterAsync`."""
+
+    # Of each file its path, its name, and what goes into it, each item with its place.
+    write_buckets: Sequence[tuple[str, str, tuple[Items[BytesIO], Items[Tensor]]]] | None
 
 
 class AsyncRequest(Protocol):

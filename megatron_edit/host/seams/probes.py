@@ -18,6 +18,7 @@ _BUCKETS = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketG
 _PARALLEL = "megatron.core.parallel_state"
 _CHECKPOINTS = "megatron.training.checkpointing"
 _STRATEGIES = "megatron.core.dist_checkpointing.strategies"
+_WRITER = f"{_STRATEGIES}.filesystem_async:FileSystemWriterAsync"
 # What may be missing: a host without it trains, but not with these.
 OVERLAP, ASYNC_ON_CPU = "syncs in the forward pass", "asynchronous saves on CPU"
 
@@ -102,6 +103,12 @@ PROBES = (
     Probe("megatron.core.dist_checkpointing", "load", ("validate_access_integrity",)),
     Probe("megatron.core.dist_checkpointing", "load_tensors_metadata"),
     Probe("megatron.core.dist_checkpointing.mapping", "ShardedTensorFactory"),
+    Probe("megatron.core.dist_checkpointing.serialization", "save_config"),
+    Probe(_WRITER, "get_save_function_and_args"),
+    Probe(_WRITER, "write_preloaded_data", ("results_queue",)),
+    Probe(_WRITER, "finish"),
+    Probe(_TRAINING, "append_to_progress_log"),
+    Probe(_CHECKPOINTS, "append_to_progress_log"),
     Probe(_BUCKETS, "start_param_sync", ("force_sync",)),
     Probe(_BUCKETS, "finish_param_sync", ("skip_next_bucket_dispatch",), OVERLAP),
     Probe(_BUCKETS, "start_grad_sync", (), OVERLAP),
