@@ -14,9 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_edit.engine import EditEngine
+from megatron_edit.host.log_lines import LogLines
 from megatron_edit.host.model.megatron_host import MegatronHost
+from megatron_edit.host.model.progress import RunProgress
 from megatron_edit.host.seams.calls import Call
-from megatron_edit.host.seams.megatron import Evaluation, Losses
+from megatron_edit.host.seams.megatron import Evaluation, Losses, Timers
 from megatron_edit.observe.events import EventLog
 from megatron_edit.observe.records import Iteration
 
@@ -60,24 +62,36 @@ class Observer:
         events: where iterations go.
         engine: knows the phase; gathers what is logged.
         host: knows samples.
+        progress: of all replicas.
+        timers: Megatron's.
     """
 
-    def __init__(self, events: EventLog, engine: EditEngine, host: MegatronHost) -> None:
+    def __init__(
+        self,
+        events: EventLog,
+        engine: EditEngine,
+        host: MegatronHost,
+        progress: RunProgress,
+        timers: Timers,
+    ) -> None:
         self._events = events
         self._engine = engine
         self._host = host
+        self._progress = progress
+        self._lines = LogLines(progress, timers)
         self._step_began = time.monotonic()
 
     def begin_step(self) -> None:
         """A step begins now; a clock that stood still since a checkpoint goes on."""
         self._engine.clock.resume()
+        self._lines.begin_step()
         self._step_began = time.monotonic()
 
     def log[R](self, call: Call[R]) -> R:
         """Megatron's `training_log`: event files, and the loss for the next meeting."""
         given = call.arguments
         self._on_iteration(given["loss_dict"], given["learning_rate"], given["grad_norm"])
-        return call.proceed()
+        return self._lines.log(call)
 
     def evaluate(self, call: Call[Evaluation]) -> Evaluation:
         """Megatron's `evaluate`: its losses become means over the replicas."""
@@ -95,9 +109,14 @@ class Observer:
 
     def report_evaluation[R](self, call: Call[R]) -> R:
         """Megatron's report of it: a result in the middle of a round is labelled."""
+        given = call.arguments
         if self._engine.is_mid_round:
-            call.arguments["prefix"] += " (mid-round, mean over the replicas)"
-        return call.proceed()
+            given["prefix"] += " (mid-round, mean over the replicas)"
+        own = given["iteration"]
+        with self._progress.shown(call):
+            shown = f"iteration {given['iteration']}"
+            given["prefix"] = given["prefix"].replace(f"iteration {own}", shown, 1)
+            return call.proceed()
 
     def _on_iteration(
         self, losses: Losses, lr: float | None, grad_norm: SupportsFloat | None
@@ -108,14 +127,16 @@ class Observer:
             self._average(losses, self._engine.gather_step)  # Megatron logs the whole job's, too
         loss = float(losses[_LOSS]) if _LOSS in losses else math.nan
         self._engine.record_loss(loss)
-        samples = self._host.samples_per_step
+        samples, progress, step = self._host.samples_per_step, self._progress, self._engine.step
         self._events.on_iteration(
             Iteration(
-                iteration=self._engine.step,
+                iteration=progress.iteration if progress.is_timed else step,
+                replica_step=step,
                 loss=loss,
                 grad_norm=None if grad_norm is None else float(grad_norm),
                 lr=lr,
                 samples=samples,
+                samples_all=progress.samples,
                 tokens=samples * get_args().seq_length,
                 seconds=round(time.monotonic() - self._step_began, 6),
             )

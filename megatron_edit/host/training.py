@@ -42,6 +42,7 @@ from megatron_edit.host.dealing import DealtLoader, dealt_loader
 from megatron_edit.host.groups import build_groups
 from megatron_edit.host.metrics import tell_of_the_run
 from megatron_edit.host.model.megatron_host import MegatronHost
+from megatron_edit.host.model.progress import RunProgress
 from megatron_edit.host.observe import Observer, with_own_world_size
 from megatron_edit.host.overlap import keep_sends_asynchronous, land_before_gathers
 from megatron_edit.host.seams.calls import Call, answered_by
@@ -74,6 +75,7 @@ class TrainingRun:
         writer: of checkpoints.
         saves: when and in which form it writes.
         stops: ends from outside.
+        progress: of all replicas.
     """
 
     engine: EditEngine
@@ -82,6 +84,7 @@ class TrainingRun:
     writer: CheckpointWriter
     saves: SaveControl
     stops: StopControl
+    progress: RunProgress
 
 
 class TrainingLoop:
@@ -198,7 +201,8 @@ class TrainingLoop:
                 self._finish()
             raise
         self._finish()
-        if run is not None and run.engine.settings.timed is not None:
+        if run is not None and run.progress.is_timed:
+            result = run.progress.iteration, result[1]
             # Megatron would ask each replica's own number of steps whether to save.
             save_at_the_end(call.arguments, *result)
         return result
@@ -244,9 +248,11 @@ class TrainingLoop:
             self._events,
         )
         self._cleanup.callback(engine.close)
-        where = (self._world.placement, self._device)
-        tell_of_the_run(self._events, self._config, *where, engine, host, mode)
-        observer = Observer(self._events, engine, host)
+        place = self._world.placement
+        progress = RunProgress(engine, host, place.replica, place.num_replicas)
+        where = (place, self._device)
+        tell_of_the_run(self._events, self._config, *where, progress, mode)
+        observer = Observer(self._events, engine, host, progress, get_timers())
         if mode == OVERLAP:
             self._hook_gathers(engine, host, model, groups)
             keep_sends_asynchronous(self._patcher, get_model_config(model[0]), self._device)
@@ -256,7 +262,7 @@ class TrainingLoop:
         pieces = cache(partial(pieces_of, host, unwrapped))  # for a load and for all saves
         if args.save:
             pieces()  # a model that cannot be saved is refused now
-        self._run = self._run_of(engine, host, observer, pieces)
+        self._run = self._run_of(engine, host, progress, observer, pieces)
         self._loads.begin(engine, host, pieces)
         engine.clock.pause()  # until the first step: Megatron builds its data sets before that
         self._events.connect_timers(
@@ -267,6 +273,7 @@ class TrainingLoop:
         self,
         engine: EditEngine,
         host: MegatronHost,
+        progress: RunProgress,
         observer: Observer,
         pieces: Callable[[], Sequence[LocalPiece]],
     ) -> TrainingRun:
@@ -276,9 +283,9 @@ class TrainingLoop:
             self._config, self._world, self._redirection, engine, host, pieces
         )
         policy = self._config.inner_state
-        saves = SaveControl(policy, writer, engine, host, place.num_replicas, is_first=is_first)
-        stops = StopControl(engine, saves, is_first=is_first)
-        return TrainingRun(engine, host, observer, writer, saves, stops)
+        saves = SaveControl(policy, writer, engine, host, progress, is_first=is_first)
+        stops = StopControl(engine, saves, progress, is_first=is_first)
+        return TrainingRun(engine, host, observer, writer, saves, stops, progress)
 
     def _warn_of_endless_warmup(self, args: Namespace) -> None:
         text = warning_of_endless_warmup(self._config, args.train_iters)

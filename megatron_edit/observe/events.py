@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -41,6 +42,21 @@ class SyncTimers(Protocol):
         """Count what a sync took (`SyncReport.seconds`)."""
 
 
+class CountOfAll(Protocol):
+    """What all replicas have consumed together, where they run at their own speeds."""
+
+    @property
+    def samples(self) -> int:
+        """So far."""
+
+    @property
+    def iteration(self) -> int:
+        """The same in whole global batches."""
+
+    def iteration_at(self, samples: int) -> int:
+        """The number of whole global batches once all replicas have consumed `samples`."""
+
+
 class EventLog:
     """Writes the event files and the console lines of one rank.
 
@@ -60,6 +76,7 @@ class EventLog:
         self._number_of_earlier = 0 if self._dir is None else next_number(self._dir)
         self._timers: SyncTimers | None = None
         self._metrics: tuple[SyncMetrics, MetricSink] | None = None
+        self._count_of_all: CountOfAll | None = None
         self._health: deque[tuple[float, float]] = deque(maxlen=WATCHED_SYNCS)
 
     def connect(self, metrics: SyncMetrics, sink: MetricSink) -> None:
@@ -70,6 +87,14 @@ class EventLog:
             sink: the host's writers.
         """
         self._metrics = metrics, sink
+
+    def count_all(self, count: CountOfAll) -> None:
+        """Replicas run at their own speeds: iterations are whole global batches of all of them.
+
+        Args:
+            count: of samples.
+        """
+        self._count_of_all = count
 
     def connect_timers(self, timers: SyncTimers) -> None:
         """Also show there what syncs take, from here on.
@@ -95,11 +120,13 @@ class EventLog:
     def on_iteration(self, iteration: Iteration) -> None:
         """One inner iteration is over."""
         self._append(f"replica-{self._placement.replica}.jsonl", iteration.line())
-        if iteration.iteration % self._flush_interval == 0:
+        if iteration.replica_step % self._flush_interval == 0:
             self.flush()
 
     def on_sync(self, report: SyncReport) -> None:
         """A sync is over."""
+        if self._count_of_all is not None:
+            report = replace(report, step=self._count_of_all.iteration_at(sum(report.samples)))
         if self._timers is not None:
             self._timers.add_sync(report.seconds)
         self._append(f"replica-{self._placement.replica}.jsonl", digest_line(report))
@@ -116,9 +143,12 @@ class EventLog:
 
     def on_losses(self, first_step: int, losses: Sequence[float]) -> None:
         """Mean losses over the replicas, of steps `first_step`, `first_step` + 1, ..."""
+        count, more = self._count_of_all, {}
+        if count is not None:  # of a warm-up step, or of the round that ends now
+            first_step, more = count.iteration, {"samples": count.samples}
         if self._is_first:
             for step, loss in enumerate(losses, start=first_step):
-                self._append("loss.jsonl", {"iteration": step, "loss": number(loss)})
+                self._append("loss.jsonl", {"iteration": step, "loss": number(loss), **more})
         if self._metrics is not None:
             self._metrics[1].write_losses(first_step, losses)
 
