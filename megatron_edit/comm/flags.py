@@ -1,4 +1,4 @@
-"""Flags that one rank of a replica raises and all its ranks learn of one step later.
+"""What one rank of a replica knows, and all its ranks learn one step later: flags and a count.
 
 A replica must act as one, and rank 0 alone reads the clock and the control store. What it saw
 after a step is on its way while the next step computes, so nobody waits for it.
@@ -30,19 +30,25 @@ class DelayedFlags:
     Attributes:
         group: the ranks of the replica, on the CPU: the host must not wait for the device.
         latest: what was read last, the same on all ranks.
+        steps_of_others: optimizer steps of the other replicas, read with the flags.
     """
 
     group: Group
     latest: Flag = Flag.NONE
+    steps_of_others: int = 0
     _sent: tuple[Work, Tensor] | None = None
 
-    def post(self, flags: Flag) -> None:
+    def post(self, flags: Flag, steps_of_others: int = 0) -> None:
         """After a step. Only what rank 0 gives counts.
 
         Collective: the ranks of the replica, once after each step. Waits for nothing.
+
+        Args:
+            flags: raised after the step.
+            steps_of_others: see above.
         """
         self.read()
-        tensor = torch.tensor([int(flags)], dtype=torch.int64)
+        tensor = torch.tensor([int(flags), steps_of_others], dtype=torch.int64)
         self._sent = (self.group.start_broadcast(tensor), tensor)
 
     def read(self) -> Flag:
@@ -54,5 +60,6 @@ class DelayedFlags:
         if self._sent is not None:
             work, tensor = self._sent
             work.wait()
-            self.latest, self._sent = Flag(int(tensor)), None
+            flags, self.steps_of_others = tensor.tolist()
+            self.latest, self._sent = Flag(flags), None
         return self.latest

@@ -29,7 +29,7 @@ class ReplicaProgress(NamedTuple):
     Attributes:
         meetings: records that it gave the others, or began to.
         exchanges: collectives with the others that it began.
-        work: steps, and batches of evaluations.
+        work: optimizer steps of this launch, and batches of evaluations.
     """
 
     meetings: int
@@ -82,6 +82,7 @@ class HeartbeatMonitor:
         is_waiting: whether it is at a meeting that not all have come to, as far as it knows.
         is_closed: whether nobody tells or listens here any more.
         batches: of evaluations, so far.
+        steps_of_others: that the other replicas have made in this launch, as far as is known.
         heartbeats: what is known of each replica.
     """
 
@@ -96,13 +97,13 @@ class HeartbeatMonitor:
     ) -> None:
         self.is_closed = False
         self.is_listening = self.is_waiting = False
-        self.batches = 0
+        self.batches = self.steps_of_others = 0
         self.heartbeats = [Heartbeat()] * num_replicas
         self._replica = replica
         self._place = place
         self.is_telling = is_telling
         self._store_host = store_host
-        self._ticks = 0
+        self._ticks = self._counted = 0
         self._is_over = False
         self._looked = time.monotonic()
 
@@ -116,11 +117,25 @@ class HeartbeatMonitor:
             meetings, exchanges, work = self._place()
             values = (meetings, exchanges, work + self.batches, self._ticks, int(self._is_over))
             store.set(keys[self._replica], " ".join(map(str, values)))
+            self._count_steps(store, work)
         if self.is_listening:
             if not store.check(keys):  # at the start some have said nothing yet
                 keys = [key for key in keys if store.check([key])]
             said = zip(keys, store.multi_get(keys) if keys else (), strict=True)
             self.hear({int(key.rpartition("/")[2]): text.decode() for key, text in said})
+
+    def _count_steps(self, store: dist.Store, steps: int) -> None:
+        """Add this replica's new steps to the sum over all replicas, and read the sum.
+
+        Args:
+            store: shared by all.
+            steps: of this replica.
+        """
+        # Counted before the store is asked: what fails is not added again, so that the sum never
+        # exceeds what was made.
+        new, self._counted = steps - self._counted, steps
+        others = store.add("optimizer-steps", new) - steps
+        self.steps_of_others = max(self.steps_of_others, others)
 
     def hear(self, texts: Mapping[int, str], now: float | None = None) -> None:
         """Note what replicas say."""

@@ -63,7 +63,7 @@ class StopBoard:
             control: all ranks of the replica: rank 0 speaks and asks.
             meeting: counts the records that this rank has given.
             sync: counts the exchanges that it has begun.
-            step: s, of this replica.
+            step: steps of this replica in this launch.
         """
         place, is_first = world.placement, control.rank == 0
 

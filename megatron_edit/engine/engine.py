@@ -73,7 +73,7 @@ class EditEngine:
         self.clock = clock or PhaseClock()
         self.state = RunState.fresh(settings, groups, len(host.plan.names), self.clock)
         self._board = StopBoard.open(
-            world, groups.control, groups.meeting, groups.sync, lambda: self.state.step
+            world, groups.control, groups.meeting, groups.sync, lambda: self.state.launch_steps
         )
         self._controller = SyncController.build(
             settings, host, groups, reporter, self.state, self._board
@@ -191,6 +191,7 @@ class EditEngine:
         assert plan is not None, "a step that was not announced by `before_step`"
         landings, meeting = queue.num_landings, plan.meeting
         state.step += 1
+        state.launch_steps += 1
         with self._context():
             is_asking = not plan.is_warmup and self._asks_for_meeting() and meeting is None
             if plan.landing:
@@ -209,7 +210,8 @@ class EditEngine:
             queue.poll()
             self._flags.post(
                 (Flag.MEET if is_asking else Flag.NONE)
-                | (Flag.STOP if self._board.is_seen else Flag.NONE)
+                | (Flag.STOP if self._board.is_seen else Flag.NONE),
+                self._board.heartbeat.steps_of_others,
             )
 
     def apply_up_to(self, num_shards: int) -> None:
@@ -387,6 +389,12 @@ class EditEngine:
     def records(self) -> Sequence[ControlRecord]:
         """Of the last meeting, by replica; none before it."""
         return self.state.records
+
+    @property
+    def steps_of_others(self) -> int:
+        """Optimizer steps that the other replicas have made in this launch: at least so many, the
+        same number on all ranks of this replica. For display; no decision may follow from it."""
+        return self._flags.steps_of_others
 
     @property
     def num_syncs(self) -> int:

@@ -265,6 +265,7 @@ class RunState:
         timeout: how long other replicas are waited for.
         timer: asks for meetings where replicas run at their own speeds; else None.
         step: s, attempted optimizer steps so far.
+        launch_steps: those of them that were made in this launch.
         round_start: the own step after which the round began.
         outer: anchor, momentum and residuals; None in warm-up, as no anchor has been taken.
         records: of the last meeting, by replica.
@@ -282,6 +283,7 @@ class RunState:
     timeout: AdaptiveTimeout
     timer: TimeTrigger | None = None
     step: int = 0
+    launch_steps: int = 0
     round_start: int = 0
     outer: OuterState | None = None
     records: Sequence[ControlRecord] = ()

@@ -13,6 +13,7 @@ from megatron_edit.config import EditConfig
 from megatron_edit.constants import BLOCKING, OVERLAP
 from megatron_edit.engine import EditEngine
 from megatron_edit.host.model.megatron_host import MegatronHost
+from megatron_edit.host.model.progress import RunProgress
 from megatron_edit.host.seams.describe import describe
 from megatron_edit.host.seams.megatron import TensorBoard, Wandb
 from megatron_edit.observe.events import EventLog
@@ -24,13 +25,14 @@ class MegatronWriters:
 
     W&B takes no value for a step that has gone by. There a sync stands at the iteration of its
     landing; the one that it followed is `edit/iteration`. Values stand where Megatron writes its
-    own: skipped iterations count, and a resumed A-EDiT counts whole batches of all replicas.
+    own: skipped iterations count, and A-EDiT counts whole batches of all replicas.
 
     Args:
         tensorboard: a `SummaryWriter`, or None.
         wandb: the module `wandb`, or None.
         engine: knows how many steps were made.
         host: knows Megatron's number of the last of them.
+        progress: of all replicas.
     """
 
     def __init__(
@@ -39,12 +41,16 @@ class MegatronWriters:
         wandb: Wandb | None,
         engine: EditEngine,
         host: MegatronHost,
+        progress: RunProgress,
     ) -> None:
         self._tensorboard = tensorboard
         self._wandb = wandb
         self._engine = engine
         self._host = host
-        self._loss_interval = max(1, host.arguments.tensorboard_log_interval)
+        self._progress = progress
+        # Where replicas run at their own speeds there is one loss a round, and none is left out.
+        every = 1 if progress.is_timed else host.arguments.tensorboard_log_interval
+        self._loss_interval = max(1, every)
 
     def write(self, values: Mapping[str, float], step: int, samples: int) -> None:
         """Write the scalars of one sync; those of no single replica or unit also by samples, like
@@ -74,12 +80,14 @@ class MegatronWriters:
             self._tensorboard.flush()
 
     def _iteration_of(self, step: int) -> int:
+        if self._progress.is_timed:  # an iteration already
+            return step
         return self._host.iteration_of(step, self._host.iteration, self._engine.step)
 
     def _log(self, values: Mapping[str, float]) -> None:
         # Where a signal ends training, Megatron closes W&B before the last losses are known.
         if self._wandb is not None and self._wandb.run is not None:
-            self._wandb.log(dict(values), self._host.iteration)
+            self._wandb.log(dict(values), self._progress.iteration)
 
 
 def tell_of_the_run(
@@ -87,8 +95,7 @@ def tell_of_the_run(
     config: EditConfig,
     placement: Placement,
     device: torch.device,
-    engine: EditEngine,
-    host: MegatronHost,
+    progress: RunProgress,
     resumed_from: Mapping[str, object] | None,
 ) -> None:
     """Begin the event files, and connect them to Megatron's writers where this rank has them.
@@ -98,12 +105,12 @@ def tell_of_the_run(
         config: the user's.
         placement: of this rank.
         device: of the parameters.
-        engine: newly built.
-        host: its host.
+        progress: of all replicas; its engine is newly built.
         resumed_from: where the run goes on; None where it begins.
     """
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
+    engine, host = progress.engine, progress.host
     args = host.arguments
     sync_mode = OVERLAP if engine.settings.overlap else BLOCKING
     run = describe(config, placement, device, sync_mode)
@@ -116,10 +123,12 @@ def tell_of_the_run(
     }
     run["segment"] = {"number": events.segment_number, "resumed_from": resumed_from}
     events.begin(run)
+    if progress.is_timed:
+        events.count_all(progress)
     tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
     if tensorboard is None and wandb is None:
         return
-    sink = MegatronWriters(tensorboard, wandb, engine, host)
+    sink = MegatronWriters(tensorboard, wandb, engine, host, progress)
     metrics = SyncMetrics(args.seq_length, inside, config.log_units_to_tensorboard)
     events.connect(metrics, sink)
 

@@ -14,9 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_edit.engine import EditEngine
+from megatron_edit.host.log_lines import LogLines
 from megatron_edit.host.model.megatron_host import MegatronHost
+from megatron_edit.host.model.progress import RunProgress
 from megatron_edit.host.seams.calls import Call
-from megatron_edit.host.seams.megatron import Evaluation, Losses
+from megatron_edit.host.seams.megatron import Evaluation, Losses, Timers
 from megatron_edit.observe import records
 from megatron_edit.observe.console import warn
 from megatron_edit.observe.events import EventLog
@@ -78,12 +80,23 @@ class Observer:
         events: where iterations go.
         engine: knows the phase; gathers what is logged.
         host: knows samples.
+        progress: of all replicas.
+        timers: Megatron's.
     """
 
-    def __init__(self, events: EventLog, engine: EditEngine, host: MegatronHost) -> None:
+    def __init__(
+        self,
+        events: EventLog,
+        engine: EditEngine,
+        host: MegatronHost,
+        progress: RunProgress,
+        timers: Timers,
+    ) -> None:
         self._events = events
         self._engine = engine
         self._host = host
+        self._progress = progress
+        self._lines = LogLines(progress, timers)
         self._step_began = time.monotonic()
         self._split: str | None = None  # of the evaluation under way that Megatron reports
         self._num_sets = 0  # evaluated in it so far
@@ -91,13 +104,14 @@ class Observer:
     def begin_step(self) -> None:
         """A step begins now; a clock that stood still since a checkpoint goes on."""
         self._engine.clock.resume()
+        self._lines.begin_step()
         self._step_began = time.monotonic()
 
     def log[R](self, call: Call[R]) -> R:
         """Megatron's `training_log`: event files, and the loss for the next meeting."""
         given = call.arguments
         self._on_iteration(given["loss_dict"], given["learning_rate"], given["grad_norm"])
-        return call.proceed()
+        return self._lines.log(call)
 
     def evaluate(self, call: Call[Evaluation]) -> Evaluation:
         """Megatron's `evaluate`: its losses become means over the replicas."""
@@ -116,12 +130,17 @@ class Observer:
 
     def report_evaluation[R](self, call: Call[R]) -> R:
         """Megatron's report of it: a result in the middle of a round is labelled."""
-        self._split = "test" if call.arguments["prefix"].endswith(" on test set") else "validation"
+        given = call.arguments
+        self._split = "test" if given["prefix"].endswith(" on test set") else "validation"
         self._num_sets = 0
         if self._engine.is_mid_round:
-            call.arguments["prefix"] += " (mid-round, mean over the replicas)"
+            given["prefix"] += " (mid-round, mean over the replicas)"
+        own = given["iteration"]
         try:
-            return call.proceed()
+            with self._progress.shown(call):
+                shown = f"iteration {given['iteration']}"
+                given["prefix"] = given["prefix"].replace(f"iteration {own}", shown, 1)
+                return call.proceed()
         finally:
             self._split = None
 
@@ -131,16 +150,14 @@ class Observer:
         index, self._num_sets = self._num_sets, self._num_sets + 1
         if self._split is None or not losses or _LOSS not in losses:
             return
-        args, name = get_args(), None
+        args, name, progress = get_args(), None, self._progress
         if getattr(args, "multiple_validation_sets", False):
             names = getattr(args, "validation_set_names", None)
             name = names[index] if names else str(index)
         loss = float(losses[_LOSS])
-        self._events.on_evaluation(
-            records.Evaluation(
-                self._engine.step, int(args.consumed_train_samples), self._split, loss, name
-            )
-        )
+        iteration = progress.iteration if progress.is_timed else self._engine.step
+        samples = progress.samples if progress.is_timed else int(args.consumed_train_samples)
+        self._events.on_evaluation(records.Evaluation(iteration, samples, self._split, loss, name))
 
     def _on_iteration(
         self, losses: Losses, lr: float | None, grad_norm: SupportsFloat | None
@@ -152,14 +169,16 @@ class Observer:
         loss = float(losses[_LOSS]) if _LOSS in losses else math.nan
         self._events.count_samples(self._engine.step, int(get_args().consumed_train_samples))
         self._engine.record_loss(loss)
-        samples = self._host.samples_per_step
+        samples, progress, step = self._host.samples_per_step, self._progress, self._engine.step
         self._events.on_iteration(
             Iteration(
-                iteration=self._engine.step,
+                iteration=progress.iteration if progress.is_timed else step,
+                replica_step=step,
                 loss=loss,
                 grad_norm=None if grad_norm is None else float(grad_norm),
                 lr=lr,
                 samples=samples,
+                samples_all=progress.samples,
                 tokens=samples * get_args().seq_length,
                 seconds=round(time.monotonic() - self._step_began, 6),
             )

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from megatron_edit.engine import EditEngine
 from megatron_edit.host.checkpoint.saving import SaveControl
+from megatron_edit.host.model.progress import RunProgress
 from megatron_edit.host.seams.calls import Call
 from megatron_edit.observe.console import say
 
@@ -25,22 +26,28 @@ class StopControl:
     Args:
         engine: asked, and told.
         saves: what Megatron's saves become.
+        progress: of all replicas.
         is_first: whether this is the first rank of all, which speaks.
     """
 
-    def __init__(self, engine: EditEngine, saves: SaveControl, *, is_first: bool) -> None:
+    def __init__(
+        self, engine: EditEngine, saves: SaveControl, progress: RunProgress, *, is_first: bool
+    ) -> None:
         self._engine = engine
         self._saves = saves
+        self._progress = progress
         self._is_first = is_first
         self._has_announced = self._has_given_up = False
 
     def decide(self, call: Call[bool]) -> bool:
         """Megatron's `checkpoint_and_decide_exit`."""
         if not self._engine.is_stopping:
-            exits = self._decide(call)
+            with self._progress.shown(call):
+                exits = self._decide(call)
             if exits is not None:
                 return exits
-        self._save_all(call.arguments)
+        with self._progress.shown(call):  # after a meeting that told more of the other replicas
+            self._save_all(call.arguments)
         return True
 
     def _decide(self, call: Call[bool]) -> bool | None:
@@ -97,7 +104,7 @@ class StopControl:
             reason = "as a replica was asked to"
             if self._has_given_up:
                 reason = "as two checkpoints in a row could not be written"
-            say(f"stopping after iteration {engine.step}, {reason}")
+            say(f"stopping after iteration {self._progress.iteration}, {reason}")
         return True
 
     def _save_all(self, arguments: Mapping[str, object]) -> None:

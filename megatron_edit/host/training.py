@@ -44,6 +44,7 @@ from megatron_edit.host.groups import build_groups
 from megatron_edit.host.metrics import tell_of_the_run
 from megatron_edit.host.model.ends import reason_of_end
 from megatron_edit.host.model.megatron_host import MegatronHost
+from megatron_edit.host.model.progress import RunProgress
 from megatron_edit.host.observe import (
     Observer,
     with_own_world_size,
@@ -82,6 +83,7 @@ class TrainingRun:
         writer: of checkpoints.
         saves: when and in which form it writes.
         stops: ends from outside.
+        progress: of all replicas.
     """
 
     engine: EditEngine
@@ -90,6 +92,7 @@ class TrainingRun:
     writer: CheckpointWriter
     saves: SaveControl
     stops: StopControl
+    progress: RunProgress
 
 
 class TrainingLoop:
@@ -227,7 +230,8 @@ class TrainingLoop:
                 self._finish()
             raise
         self._finish()
-        if run is not None and run.engine.settings.timed is not None:
+        if run is not None and run.progress.is_timed:
+            result = run.progress.iteration, result[1]
             # Megatron would ask each replica's own number of steps whether to save.
             save_at_the_end(call.arguments, *result)
         return result
@@ -274,10 +278,12 @@ class TrainingLoop:
         )
         self._cleanup.callback(engine.close)
         self._writers = guard_writers(self._patcher)
-        where = (self._world.placement, self._device)
+        place = self._world.placement
+        progress = RunProgress(engine, host, place.replica, place.num_replicas)
+        where = (place, self._device)
         resumed_from = self._loads.resumed_from
-        tell_of_the_run(self._events, self._config, *where, engine, host, resumed_from)
-        observer = Observer(self._events, engine, host)
+        tell_of_the_run(self._events, self._config, *where, progress, resumed_from)
+        observer = Observer(self._events, engine, host, progress, get_timers())
         if mode == OVERLAP:
             self._hook_gathers(engine, host, model, groups)
             keep_sends_asynchronous(self._patcher, get_model_config(model[0]), self._device)
@@ -287,7 +293,7 @@ class TrainingLoop:
         pieces = cache(partial(pieces_of, host, unwrapped))  # for a load and for all saves
         if args.save:
             pieces()  # a model that cannot be saved is refused now
-        self._run = self._run_of(engine, host, observer, pieces)
+        self._run = self._run_of(engine, host, progress, observer, pieces)
         self._loads.begin(engine, host, pieces)
         self._events.count_samples(engine.step, int(args.consumed_train_samples))
         engine.clock.pause()  # until the first step: Megatron builds its data sets before that
@@ -299,6 +305,7 @@ class TrainingLoop:
         self,
         engine: EditEngine,
         host: MegatronHost,
+        progress: RunProgress,
         observer: Observer,
         pieces: Callable[[], Sequence[LocalPiece]],
     ) -> TrainingRun:
@@ -308,9 +315,9 @@ class TrainingLoop:
             self._config, self._world, self._redirection, self._write_errors, engine, host, pieces
         )
         policy = self._config.inner_state
-        saves = SaveControl(policy, writer, engine, host, place.num_replicas, is_first=is_first)
-        stops = StopControl(engine, saves, is_first=is_first)
-        return TrainingRun(engine, host, observer, writer, saves, stops)
+        saves = SaveControl(policy, writer, engine, host, progress, is_first=is_first)
+        stops = StopControl(engine, saves, progress, is_first=is_first)
+        return TrainingRun(engine, host, observer, writer, saves, stops, progress)
 
     def _warn_of_endless_warmup(self, args: Namespace) -> None:
         text = warning_of_endless_warmup(self._config, args.train_iters)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,6 +48,21 @@ class SyncTimers(Protocol):
         """Count what a sync took (`SyncReport.seconds`)."""
 
 
+class CountOfAll(Protocol):
+    """What all replicas have consumed together, where they run at their own speeds."""
+
+    @property
+    def samples(self) -> int:
+        """So far."""
+
+    @property
+    def iteration(self) -> int:
+        """The same in whole global batches."""
+
+    def iteration_at(self, samples: int) -> int:
+        """The number of whole global batches once all replicas have consumed `samples`."""
+
+
 class EventLog:
     """Writes the event files and the console lines of one rank.
 
@@ -73,6 +89,7 @@ class EventLog:
         self._has_failed = False
         self._timers: SyncTimers | None = None
         self._metrics: tuple[SyncMetrics, MetricSink] | None = None
+        self._count_of_all: CountOfAll | None = None
         self._health: deque[tuple[float, float]] = deque(maxlen=WATCHED_SYNCS)
 
     def connect(self, metrics: SyncMetrics, sink: MetricSink) -> None:
@@ -83,6 +100,14 @@ class EventLog:
             sink: the host's writers.
         """
         self._metrics = metrics, sink
+
+    def count_all(self, count: CountOfAll) -> None:
+        """Replicas run at their own speeds: iterations are whole global batches of all of them.
+
+        Args:
+            count: of samples.
+        """
+        self._count_of_all = count
 
     def connect_timers(self, timers: SyncTimers) -> None:
         """Also show there what syncs take, from here on.
@@ -107,11 +132,13 @@ class EventLog:
     def on_iteration(self, iteration: Iteration) -> None:
         """One inner iteration is over."""
         self._append(f"replica-{self._placement.replica}.jsonl", iteration.line())
-        if iteration.iteration % self._flush_interval == 0:
+        if iteration.replica_step % self._flush_interval == 0:
             self.flush()
 
     def on_sync(self, report: SyncReport) -> None:
         """A sync is over."""
+        if self._count_of_all is not None:
+            report = replace(report, step=self._count_of_all.iteration_at(sum(report.samples)))
         if self._timers is not None:
             self._timers.add_sync(report.seconds)
         self._append(f"replica-{self._placement.replica}.jsonl", digest_line(report))
@@ -142,6 +169,8 @@ class EventLog:
             samples: consumed by all replicas at the end of that round; None where each step has its
                 loss, and `count_samples` was told of it.
         """
+        if (count := self._count_of_all) is not None:  # of a warm-up step, or of a round's end
+            first_step, samples = count.iteration, count.samples
         if self._is_first:
             for step, loss in enumerate(losses, start=first_step):
                 total = self._samples.take(step) if samples is None else samples

@@ -24,21 +24,26 @@ class Iteration:
     """One inner iteration of one replica.
 
     Attributes:
-        iteration: Megatron's iteration number, from 1.
+        iteration: attempted optimizer steps, from 1; where replicas run at their own speeds, whole
+            global batches that all of them have consumed.
+        replica_step: attempted optimizer steps of this replica.
         loss: training loss, mean over the replica (in warm-up over all replicas); NaN where
             unknown.
         grad_norm: of the replica, before clipping; None where Megatron computed none.
         lr: learning rate of the next step, as Megatron's log line has it.
         samples: samples of this replica in this iteration.
+        samples_all: consumed by all replicas so far, as far as this one knows.
         tokens: tokens of this replica in this iteration.
         seconds: length of the step.
     """
 
     iteration: int
+    replica_step: int
     loss: float
     grad_norm: float | None
     lr: float | None
     samples: int
+    samples_all: int
     tokens: int
     seconds: float
 

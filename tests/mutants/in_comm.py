@@ -122,8 +122,8 @@ COMM = (
         id="comm/flags-stay-up",
         bug="a flag that was raised once stays up: a meeting after each step",
         file="comm/flags.py",
-        old="Flag(int(tensor)), None",
-        new="self.latest | Flag(int(tensor)), None",
+        old="Flag(flags), None",
+        new="self.latest | Flag(flags), None",
         test="pure/test_flags.py::test_all_ranks_learn_what_rank_0_saw_a_step_later",
     ),
     Mutant(

@@ -31,7 +31,7 @@ def log_in(folder: Path, replica: int = 0) -> EventLog:
 
 def step(log: EventLog, iteration: int) -> None:
     """One iteration."""
-    log.on_iteration(Iteration(iteration, 3.0, 1.0, 1e-3, 8, 1024, 0.1))
+    log.on_iteration(Iteration(iteration, iteration, 3.0, 1.0, 1e-3, 8, 8 * iteration, 1024, 0.1))
 
 
 def iterations_in(path: Path) -> list[int]:

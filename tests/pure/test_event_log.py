@@ -39,7 +39,9 @@ def start(folder: Path, made_up: MadeUp) -> list[EventLog]:
 def step(logs: Sequence[EventLog], iteration: int) -> None:
     """All replicas make an iteration."""
     for log in logs:
-        log.on_iteration(Iteration(iteration, 3.0, 1.0, 1e-3, 8, 1024, 0.1))
+        log.on_iteration(
+            Iteration(iteration, iteration, 3.0, 1.0, 1e-3, 8, 16 * iteration, 1024, 0.1)
+        )
 
 
 def texts(folder: Path) -> dict[str, str]:

@@ -242,7 +242,7 @@ def test_mean_losses_of_an_evaluation() -> None:
     """Over the replicas, by name and in the dtype that Megatron gave; in ranks without any, too."""
     from megatron_edit.host.observe import Observer
 
-    observer: Any = Observer(anything(), anything(), anything())
+    observer: Any = Observer(*[anything() for _ in range(5)])
     losses = {"lm loss": torch.tensor(2.0), "aux": torch.tensor([4.0])}
     observer._average(losses, lambda mine: torch.stack([mine, 3 * mine]))
     assert {name: loss.tolist() for name, loss in losses.items()} == {"lm loss": 4.0, "aux": 8.0}

@@ -73,6 +73,27 @@ def test_a_fast_replica_finishes_no_run(tmp_path: Path) -> None:
     assert fresh.progress == 0.2
 
 
+@pytest.mark.parametrize("is_old", [False, True])
+def test_iterations_are_never_more_than_there_are(tmp_path: Path, is_old: bool) -> None:
+    """A-EDiT, over after 280 batches, of which one replica made 300 steps. Catches "300 of 280";
+    older files say at syncs alone what all have consumed."""
+    folder = write_resumed(tmp_path, 1)
+    sync = json.loads((folder / "sync.jsonl").read_text())
+    sync["samples"] = [300 * BATCH, 260 * BATCH]
+    (folder / "sync.jsonl").write_text(json.dumps(sync) + "\n")
+    for replica, made in enumerate((300, 260)):
+        path = folder / f"replica-{replica}.jsonl"
+        *lines, end = path.read_text().splitlines()
+        step = json.loads(lines[-1]) | {"iteration": made}
+        if not is_old:
+            told = {"replica_step": made, "samples_all": 2 * 280 * BATCH}
+            step |= told | {"iteration": 280}
+        path.write_text("\n".join([*lines[:-1], json.dumps(step), end, ""]))
+    run = read(folder)
+    assert (run.iteration, run.progress, run.state) == (280, 1.0, "finished")
+    assert [replica.step for replica in run.replicas] == [300, 260]
+
+
 @pytest.mark.parametrize("strategy", ["edit", "a-edit"])
 def test_speed_with_files_missing(
     tmp_path: Path, strategy: str, capsys: pytest.CaptureFixture[str]

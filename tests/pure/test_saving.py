@@ -22,6 +22,7 @@ from megatron_edit.host.checkpoint import random as streams
 from megatron_edit.host.checkpoint.committing import _finish
 from megatron_edit.host.checkpoint.loading import LoadControl
 from megatron_edit.host.checkpoint.saving import SaveControl
+from megatron_edit.host.model.progress import RunProgress
 from tests.pure.test_committing import part
 
 anything: Any = SimpleNamespace
@@ -45,7 +46,8 @@ class Saves:
         host = anything(
             arguments=self.args, iteration_of=lambda step, iteration, own: iteration + step - own
         )
-        self.control = SaveControl(policy, writer, self.engine, host, 2, is_first=False)
+        progress: Any = RunProgress(self.engine, host, 0, 2)
+        self.control = SaveControl(policy, writer, self.engine, host, progress, is_first=False)
 
     def save(self, iteration: int) -> list[Any]:
         """Megatron asks for a save; the plans so far."""

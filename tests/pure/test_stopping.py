@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +29,8 @@ class Replica:
             "leave": self._leave, "check_in": lambda: True, **engine,
         })  # fmt: skip
         saves: Any = anything(deciding=self._deciding, ending=self._ending)
-        self.control = StopControl(self.engine, saves, is_first=False)
+        progress: Any = anything(shown=lambda call: nullcontext())
+        self.control = StopControl(self.engine, saves, progress, is_first=False)
         package: Any = anything(get_args=lambda: self.args)
         package.training = anything(
             get_args=package.get_args, save_checkpoint_and_time=self._save_checkpoint_and_time

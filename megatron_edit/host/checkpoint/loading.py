@@ -130,12 +130,13 @@ class LoadControl:
             check_together(self._world, "load/fits", lambda: self._check(engine, host, choice))
         if resume is None:
             consumed = host.arguments.consumed_train_samples
-            host.resume(share_of(consumed, place.replica, place.num_replicas), IN_ORDER)
+            share = share_of(consumed, place.replica, place.num_replicas)
+            host.resume(share, consumed, IN_ORDER)
             engine.start(self._step)
             return
         manifest, plan = resume.manifest, resume.plan
         entry = plan.entries[place.replica]
-        host.resume(entry.samples, plan.order)
+        host.resume(entry.samples, plan.consumed, plan.order)
         if entry.is_waiting:
             host.hold_back(entry.pending_schedule)
         if manifest.is_warmup:

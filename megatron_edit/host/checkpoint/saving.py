@@ -12,6 +12,7 @@ from megatron_edit.constants import ALL, LEADER
 from megatron_edit.engine import EditEngine
 from megatron_edit.host.checkpoint.writing import CheckpointWriter, SavePlan
 from megatron_edit.host.model.megatron_host import MegatronHost
+from megatron_edit.host.model.progress import RunProgress
 from megatron_edit.host.seams.calls import Call
 from megatron_edit.observe.console import say
 
@@ -24,7 +25,7 @@ class SaveControl:
         writer: writes what is decided here.
         engine: knows where the round stands.
         host: of the engine.
-        num_replicas: N.
+        progress: of all replicas.
         is_first: whether this is the first rank of all, which speaks.
     """
 
@@ -34,7 +35,7 @@ class SaveControl:
         writer: CheckpointWriter,
         engine: EditEngine,
         host: MegatronHost,
-        num_replicas: int,
+        progress: RunProgress,
         *,
         is_first: bool,
     ) -> None:
@@ -42,7 +43,7 @@ class SaveControl:
         self._writer = writer
         self._engine = engine
         self._host = host
-        self._num_replicas = num_replicas
+        self._progress = progress
         self._is_first = is_first
         self._is_ending = False  # what is saved now is all that will be left
         self._is_deferred = False  # a save waits for the next sync
@@ -127,7 +128,7 @@ class SaveControl:
             return False
         if not self._is_deferred and self._is_first:
             say(
-                f"the checkpoint of iteration {engine.step} waits for the next sync "
+                f"the checkpoint of iteration {self._progress.iteration} waits for the next sync "
                 f"(--edit-inner-state {self._policy})"
             )
         return True
@@ -143,8 +144,8 @@ class SaveControl:
             is_mid_round = has_steps or not engine.began_identical
             iteration = self._host.iteration_of(records[0].step, iteration, engine.step)
         samples = self._samples()
-        if samples is not None:  # Megatron takes 0 for no iteration
-            own = iteration = max(1, samples // self._host.arguments.global_batch_size)
+        if samples is not None:
+            own = iteration = self._progress.iteration_at(samples)
         is_all = not engine.is_warmup and (self._is_ending or self._policy == ALL)
         return SavePlan(
             iteration=iteration,
@@ -163,5 +164,5 @@ class SaveControl:
         if engine.settings.timed is None or engine.is_warmup:
             return None
         if not (records := engine.records):  # local training has just begun
-            return self._host.progress().samples * self._num_replicas
+            return self._host.samples * self._progress.num_replicas
         return sum(record.samples for record in records)

@@ -2,12 +2,15 @@
 
 The loop counts this replica's own iterations. What the user gave in global batches (when to end,
 evaluate, save or exit) is decided by the samples of all replicas together, at the sync at which
-they cross a multiple of the interval. Until then the loop must not see the interval.
+they cross a multiple of the interval. Until then the loop must not see the interval. What people
+read of the loop counts the samples of all replicas, too (`host/model/progress.py`).
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +74,30 @@ class LoopControl:
         self.args.consumed_train_samples = samples - batch  # Megatron will add one batch
         if is_over:
             self._end()
+
+    @contextmanager
+    def counting_all(self, iteration: int) -> Iterator[None]:
+        """Inside, Megatron's arguments are about all replicas: the iterations that the user gave,
+        and at `iteration` of them what is due at the one that is under way.
+
+        Args:
+            iteration: whole global batches consumed by all replicas.
+        """
+        kept = {name: getattr(self.args, name) for name in self._given}
+        for name in kept.keys() & set(_INTERVALS):
+            if kept[name] and self._iteration % kept[name] == 0:
+                setattr(self.args, name, iteration)
+        self.args.train_iters = self.train_iters
+        try:
+            yield
+        finally:
+            for name, value in kept.items():
+                setattr(self.args, name, value)
+
+    @property
+    def train_iters(self) -> int:
+        """What the user gave: global batches of the whole training."""
+        return int(self._given.get("train_iters", self.args.train_iters))
 
     def release(self) -> None:
         """Give Megatron back what the user gave. Idempotent."""

@@ -51,6 +51,7 @@ class MegatronHost:
     Attributes:
         iteration: Megatron's number of the last step: it counts iterations that it skips, and
             A-EDiT comes back with whole batches of all replicas.
+        samples_at_start: consumed by the other replicas, and by this one, before this launch.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class MegatronHost:
         self._routers = Routers.of(unwrap_model(model), self.unit_of)
         self.order = IN_ORDER
         self._samples = 0
+        self.samples_at_start = (0, 0)
         self._held_back = 0  # of the schedule: it has advanced before a meeting, not after it
         self._pending = 0  # samples by which Megatron will advance the schedule after the step
         self.loop = LoopControl(args, scheduler)
@@ -201,14 +203,16 @@ class MegatronHost:
         """Let the inner optimizers begin anew, as before their first step."""
         reset(self._inner)
 
-    def resume(self, samples: int, order: SampleOrder) -> None:
+    def resume(self, samples: int, consumed: int, order: SampleOrder) -> None:
         """Stand where a checkpoint was written.
 
         Args:
             samples: consumed by this replica.
+            consumed: by all replicas.
             order: of samples.
         """
         self._samples, self.order = samples, order
+        self.samples_at_start = (consumed - samples, samples)
         self.iteration = int(self._args.iteration)
 
     def hold_back(self, samples: int) -> None:

@@ -210,11 +210,21 @@ class ParamScheduler(Protocol):
 # ---- logs
 
 
+class Timer(Protocol):
+    """Of `Timer`."""
+
+    def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
+        """Seconds since the last reset."""
+
+
 class Timers(Protocol):
     """Of `Timers`."""
 
     _timers: dict[str, object]
     _log_levels: dict[str, int]
+
+    def __call__(self, name: str, log_level: int | None = None) -> Timer:
+        """The timer of a name, made where there is none."""
 
 
 class TensorBoard(Protocol):

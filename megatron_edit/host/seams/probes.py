@@ -60,7 +60,7 @@ PROBES = (
         ("loss_dict", "learning_rate", "iteration", "grad_norm"),
     ),
     Probe(_TRAINING, "evaluate", ("forward_step_func",)),
-    Probe(_TRAINING, "evaluate_and_print_results", ("prefix",)),
+    Probe(_TRAINING, "evaluate_and_print_results", ("prefix", "iteration")),
     Probe(_TRAINING, "build_train_valid_test_datasets"),
     Probe(_TRAINING, "build_pretraining_data_loader", ("dataset", "consumed_samples")),
     Probe(_TRAINING, "checkpoint_and_decide_exit", ("iteration",)),
@@ -68,8 +68,9 @@ PROBES = (
     Probe(_TRAINING, "_TRAIN_START_TIME"),
     Probe("megatron.core.transformer.torch_norm", "WrappedTorchNorm", ("config",)),
     Probe("megatron.core.timers", "TimerBase"),
-    Probe("megatron.core.timers:Timers", "log", ("names",)),
-    Probe("megatron.core.timers:Timers", "write", ("names",)),
+    Probe("megatron.core.timers:Timers", "log", ("names", "normalizer")),
+    Probe("megatron.core.timers:Timers", "write", ("names", "normalizer")),
+    Probe("megatron.core.timers:Timer", "elapsed"),
     Probe(
         "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler", "step", ("increment",)
     ),

@@ -29,7 +29,7 @@ SYNC_HEAD = (
     "clip", "left out", "rolled back", "wait (ms)", "exposed (ms)", "total (ms)", "MB sent",
 )  # fmt: skip
 REPLICA_HEAD = (
-    "replica", "iteration", "loss", "tokens/s now", "tokens/s in all",
+    "replica", "replica step", "loss", "tokens/s now", "tokens/s in all",
     "between syncs", "mean weight", "left out",
 )  # fmt: skip
 
@@ -161,7 +161,7 @@ def replica_rows(run: MonitoredRun) -> Iterator[list[str]]:
         shares = run.syncs.anomaly_shares() if has_syncs else None
         yield [
             str(number_),
-            f"{replica.iteration:,}" if replica.num_iterations else UNKNOWN,
+            f"{replica.step:,}" if replica.num_iterations else UNKNOWN,
             number(replica.loss, ".4f"),
             number(replica.speed, ",.0f"),
             number(replica.mean_speed, ",.0f"),

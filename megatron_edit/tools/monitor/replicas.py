@@ -26,6 +26,8 @@ class Replica:
         number: r.
         warmup_steps: in which all replicas wait for each other at every step.
         iteration: its newest; 0 before the first.
+        step: optimizer steps of its own; the same, but where replicas run at their own speeds.
+        samples_all: consumed by all replicas, as far as it knew; 0 where its lines do not say it.
         loss: its newest that is known.
         losses: by iteration.
         num_iterations: lines read.
@@ -38,6 +40,8 @@ class Replica:
     number: int
     warmup_steps: int = 0
     iteration: int = 0
+    step: int = 0
+    samples_all: int = 0
     loss: float = math.nan
     losses: Bins = field(default_factory=Bins)
     num_iterations: int = 0
@@ -59,7 +63,9 @@ class Replica:
         iteration, samples = whole(line["iteration"]), whole(line["samples"])
         loss = finite_or_nan(line["loss"])
         tokens, seconds = (finite(line[name], least=0) for name in ("tokens", "seconds"))
-        self.iteration = iteration
+        step = whole(line.get("replica_step", iteration))
+        samples_all = whole(line.get("samples_all", 0))
+        self.iteration, self.step, self.samples_all = iteration, step, samples_all
         self.num_iterations += 1
         if math.isfinite(loss):
             self.loss = loss

@@ -169,8 +169,22 @@ class MonitoredRun:
 
     @property
     def iteration(self) -> int:
-        """The furthest replica's."""
-        return max((replica.iteration for replica in self.replicas), default=0)
+        """The furthest replica's; where replicas run at their own speeds, whole global batches."""
+        furthest = max((replica.iteration for replica in self.replicas), default=0)
+        facts, samples = self.facts, self._samples_of_all
+        if facts is None or not facts.strategy.is_timed or samples is None or not facts.batch_size:
+            return furthest
+        return min(samples // facts.batch_size, facts.train_iters or samples)
+
+    @property
+    def _samples_of_all(self) -> int | None:
+        """Consumed by all replicas. Older event files say it only at a sync: None before one."""
+        told = max((replica.samples_all for replica in self.replicas), default=0)
+        if told:
+            return told
+        if not self.syncs.count:
+            return None
+        return sum(self.syncs.samples) + sum(replica.samples for replica in self.replicas)
 
     @property
     def missing(self) -> list[int]:
@@ -192,11 +206,9 @@ class MonitoredRun:
         is_apart = self.syncs.count > 0 or self.iteration > facts.warmup_steps
         if not facts.strategy.is_timed or not is_apart:
             return min(1.0, self.iteration / facts.train_iters)
-        # Replicas count steps of their own, and before the first sync nobody says how many samples
-        # a run had when it was resumed.
-        if not facts.batch_size or not self.syncs.count:
+        done = self._samples_of_all
+        if not facts.batch_size or done is None:
             return None
-        done = sum(self.syncs.samples) + sum(replica.samples for replica in self.replicas)
         return min(1.0, done / (facts.train_iters * facts.batch_size))
 
     @property
