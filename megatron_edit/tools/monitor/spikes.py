@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 SPIKE_SIGMAS = 8.0  # normal noise does not reach that in any training
-DECAY = 0.02  # weight of the newest loss in mean and variance: they look back about 50 iterations
+MEAN_DECAY, NOISE_DECAY = 0.1, 0.02  # weights of the newest loss: 10 and 50 iterations back
 LEAST_LOSSES = 50  # before there is a mean worth comparing with
 LEAST_DEVIATION = 1e-3  # of the mean: losses that hardly differ are no measure
 BACK_SIGMAS = 3.0  # a loss below that is back to what is usual
@@ -33,7 +33,9 @@ class Spike(NamedTuple):
 
 @dataclass
 class SpikeDetector:
-    """Compares each loss with the running mean and deviation of those before.
+    """Compares each loss with the running mean of those before, in units of their noise.
+
+    The noise is that of the differences of neighbours: a loss that falls steeply has no more.
 
     Attributes:
         count: spikes so far.
@@ -44,7 +46,8 @@ class SpikeDetector:
     worst: Spike | None = None
     _num_losses: int = 0
     _mean: float = 0.0
-    _variance: float = 0.0
+    _newest: float = 0.0
+    _noise: float = 0.0  # variance
     _present: Spike | None = None
 
     def add(self, iteration: int, loss: float) -> None:
@@ -54,7 +57,7 @@ class SpikeDetector:
             iteration: of it.
             loss: finite.
         """
-        deviation = max(math.sqrt(self._variance), LEAST_DEVIATION * abs(self._mean), 1e-12)
+        deviation = max(math.sqrt(self._noise), LEAST_DEVIATION * abs(self._mean), 1e-12)
         sigmas = (loss - self._mean) / deviation
         is_armed = self._num_losses >= LEAST_LOSSES
         if self._present is not None:
@@ -65,11 +68,12 @@ class SpikeDetector:
             self._compare(self._present)
         if is_armed:  # a spike counts little: the losses after it are compared with those before
             loss = self._mean + min(sigmas, BACK_SIGMAS) * deviation
+        if self._num_losses:
+            weight = max(NOISE_DECAY, 1 / self._num_losses)
+            self._noise += weight * ((loss - self._newest) ** 2 / 2 - self._noise)
         self._num_losses += 1
-        weight = max(DECAY, 1 / self._num_losses)
-        change = loss - self._mean
-        self._mean += weight * change
-        self._variance = (1 - weight) * (self._variance + weight * change * change)
+        self._mean += max(MEAN_DECAY, 1 / self._num_losses) * (loss - self._mean)
+        self._newest = loss
 
     def _follow(self, spike: Spike, iteration: int, loss: float) -> None:
         deviation = (spike.loss - spike.mean) / spike.sigmas
