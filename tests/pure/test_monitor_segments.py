@@ -352,13 +352,12 @@ def test_advice_is_accepted_by_the_strategy(tmp_path: Path, strategy: str) -> No
         texts.append(texts_of(read(made_up.write(tmp_path / f"{exposed}"))))
     text = " ".join(texts)
     assert "Exposed syncs took" in text and "waited for the others" in text
-    interval = {} if strategy == "a-edit" else {"sync_interval": 32}
     raised = "--edit-sync-seconds" if strategy == "a-edit" else "--edit-sync-interval"
     assert raised in text
-    EditConfig(use_edit=True, num_replicas=2, strategy=strategy, **interval)
-    for flag, value in (("sync_interval", 32), ("delay_steps", 9), ("sync_seconds", 99.0)):
-        if f"--edit-{flag.replace('_', '-')}" in text:
-            EditConfig(use_edit=True, num_replicas=2, strategy=strategy, **{flag: value})
+    values: dict[str, Any] = {"sync_interval": 32, "delay_steps": 9, "sync_seconds": 99.0}
+    for name, value in values.items():
+        if f"--edit-{name.replace('_', '-')}" in text:
+            EditConfig(use_edit=True, num_replicas=2, strategy=strategy, **{name: value})
     assert ("--edit-strategy a-edit" in text) == (strategy != "a-edit")
 
 

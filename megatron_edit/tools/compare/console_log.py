@@ -134,3 +134,11 @@ def edit_losses(log_dir: Path, log: RunLog) -> dict[int, float]:
     records = read_json_lines(log_dir / "loss.jsonl")
     found = {r["iteration"]: r["loss"] for r in records if r.get("loss") is not None}
     return found or log.losses()
+
+
+def edit_validation(log_dir: Path, log: RunLog) -> dict[int, float]:
+    """Validation loss of an EDiT run: its own, in full digits, else the console's."""
+    records = read_json_lines(log_dir / "loss.jsonl")
+    lines = (r for r in records if r.get("split") == "validation")
+    found = {r["iteration"]: loss for r in lines if (loss := r["validation_loss"]) is not None}
+    return found or log.validation()

@@ -64,12 +64,13 @@ def loss_chart(run: MonitoredRun, curves: Sequence[Curve]) -> Chart:
         x, y = length.curve(run.losses.curve())
         if x.size and len(curves) > 1:
             _mean(axes, run, x, y)
+        highest = _limit(axes, [y for _, y in curves])
         x, y = length.curve(run.validation.curve())
         if x.size:
+            x, y = x[y <= highest], y[y <= highest]
             axes.plot(x, y, "D", color=VALIDATION_COLOR, markeredgecolor=INK, markersize=5,
-                      label=VALIDATION)  # fmt: skip
+                      label=VALIDATION, clip_on=False, zorder=3)  # fmt: skip
         _mark_events(axes, run, length)
-        _limit(axes, [y for _, y in curves])
         finish(axes, length.label, "loss (nats per token)")
     last = run.loss if math.isfinite(run.loss) else next(
         (r.loss for r in run.replicas if math.isfinite(r.loss)), math.nan)  # fmt: skip
@@ -154,10 +155,16 @@ def _mark_events(axes: Axes, run: MonitoredRun, length: Length) -> None:
     axes.set_xlim(first, last)
 
 
-def _limit(axes: Axes, columns: Sequence[Array]) -> None:
-    """Cut off what would press everything else flat: the first, high losses and rare peaks."""
+def _limit(axes: Axes, columns: Sequence[Array]) -> float:
+    """Cut off what would press everything else flat: the first, high losses and rare peaks.
+
+    Returns:
+        the highest loss that is shown; infinite where all are.
+    """
     values = np.concatenate([y for y in columns if y.size])
     low, usual, high = values.min(), np.quantile(values, 0.98), values.max()
     if values.size >= 50 and high - low > 2 * (usual - low) > 0:
         margin = 0.08 * (usual - low)
         axes.set_ylim(low - margin, usual + 3 * margin)
+        return float(usual + 3 * margin)
+    return math.inf

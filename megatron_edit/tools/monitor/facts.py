@@ -122,14 +122,18 @@ class Facts:
             resumed_from=_size(found, "segment", _resumed_from),
         )
 
-    @property
-    def model(self) -> str:
-        """Size of the model, by the flags of the training; empty where they do not say it."""
-        sizes = []
-        for name, words in (("--num-layers", "{} layers"), ("--hidden-size", "hidden size {}")):
-            if value := _last_value(self.argv, name):
-                sizes.append(words.format(value))
-        return ", ".join(sizes)
+
+def model_of(argv: Sequence[str]) -> str:
+    """Size of the model, by the flags of a training; empty where they do not say it.
+
+    Args:
+        argv: a command line.
+    """
+    sizes = []
+    for name, words in (("--num-layers", "{} layers"), ("--hidden-size", "hidden size {}")):
+        if value := _last_value(argv, name):
+            sizes.append(words.format(value))
+    return ", ".join(sizes)
 
 
 def _last_value(argv: Sequence[str], name: str) -> str:

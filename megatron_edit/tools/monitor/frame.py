@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_edit.errors import on_one_line
+from megatron_edit.tools.monitor.facts import model_of
 from megatron_edit.tools.monitor.findings import findings_of
 from megatron_edit.tools.monitor.page import layout, loss_of, resumes, rhythm, whose_speed
 from megatron_edit.tools.monitor.replicas import Replica
@@ -59,7 +60,7 @@ def _head(run: MonitoredRun) -> RenderableType:
 
     facts = run.facts
     assert facts is not None
-    parts = (facts.model, layout(facts), rhythm(facts), resumes(run))
+    parts = (model_of(facts.argv), layout(facts), rhythm(facts), resumes(run))
     return Text.assemble(
         (facts.strategy.name, "bold"), "  ",
         (run.state_text, f"bold {STATE_STYLES[run.state]}"),

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_edit.tools.monitor.charts import charts_of
-from megatron_edit.tools.monitor.facts import Facts
+from megatron_edit.tools.monitor.facts import Facts, model_of
 from megatron_edit.tools.monitor.findings import findings_of
 from megatron_edit.tools.monitor.run import OVER, MonitoredRun
 from megatron_edit.tools.monitor.texts import (
@@ -81,8 +81,9 @@ def title(run: MonitoredRun) -> str:
     """Strategy, model, machine and date."""
     facts = run.facts
     assert facts is not None
-    model = f" of {facts.model}" if facts.model else ""
-    return f"{facts.strategy.name}: training{model} on {facts.host}, {date(run)}"
+    model = model_of(facts.argv)
+    what = f" of {model}" if model else ""
+    return f"{facts.strategy.name}: training{what} on {facts.host}, {date(run)}"
 
 
 def date(run: MonitoredRun) -> str:

@@ -114,20 +114,23 @@ def legend_below(axes: Axes) -> None:
 
 @contextmanager
 def png_axes(path: Path, title: str) -> Iterator[Axes]:
-    """Axes to draw on in the block; the picture is in the file `path` after it."""
+    """Axes to draw on in the block; the picture is in the file `path` after it.
+
+    It has a white ground of its own, for pages whose colours nobody knows.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=SIZE_INCHES, layout="constrained")
-    yield axes
-    axes.set_title(title, fontsize=11)
-    axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=9)
-    figure.savefig(path, dpi=DOTS_PER_INCH)
-    plt.close(figure)
+    with plt.rc_context({"axes.xmargin": 0.0}):
+        figure, axes = plt.subplots(figsize=SIZE_INCHES, layout="constrained")
+        yield axes
+        axes.set_title(title, fontsize=11)
+        axes.grid(alpha=0.3)
+        legend_below(axes)
+        figure.savefig(path, dpi=DOTS_PER_INCH)
+        plt.close(figure)
 
 
 def running_mean(values: Sequence[float], width: int) -> list[float]:
