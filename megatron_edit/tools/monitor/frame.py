@@ -92,13 +92,13 @@ def _progress(run: MonitoredRun) -> RenderableType:
 
 def _replicas(run: MonitoredRun) -> RenderableType:
     """The slowest ones, where there are many."""
-    step = "replica step" if run.is_by_samples else "iteration"
+    step = "replica step" if run.has_own_steps else "iteration"
     table = _table("replica", step, "loss", "tokens/s", "between syncs", "left out")
     shown = sorted(run.replicas, key=_slowness)[:MOST_REPLICAS]
     shares = run.syncs.anomaly_shares() if run.syncs.count else None
     for replica in sorted(shown, key=lambda each: each.number):
         table.add_row(
-            str(replica.number), f"{replica.iteration:,}", number(replica.loss, ".4f"),
+            str(replica.number), f"{replica.step:,}", number(replica.loss, ".4f"),
             number(replica.speed, ",.0f"),
             number(replica.speed_between_syncs, ",.0f"),
             UNKNOWN if shares is None else percent(float(shares[replica.number])),

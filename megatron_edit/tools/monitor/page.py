@@ -186,7 +186,7 @@ def loss_of(run: MonitoredRun) -> float:
 
 def replica_head(run: MonitoredRun) -> tuple[str, ...]:
     """Names of its columns: where replicas make different numbers of steps, each has its own."""
-    step = "replica step" if run.is_by_samples else "iteration"
+    step = "replica step" if run.has_own_steps else "iteration"
     return ("replica", step, "loss", "tokens/s now", "tokens/s in all", "between syncs",
             "mean weight", "left out")  # fmt: skip
 
@@ -199,7 +199,7 @@ def replica_rows(run: MonitoredRun) -> Iterator[list[str]]:
         shares = run.syncs.anomaly_shares() if has_syncs else None
         yield [
             str(number_),
-            f"{replica.iteration:,}" if replica.num_iterations else UNKNOWN,
+            f"{replica.step:,}" if replica.num_iterations else UNKNOWN,
             number(replica.loss, ".4f"),
             number(replica.speed, ",.0f"),
             number(replica.mean_speed, ",.0f"),

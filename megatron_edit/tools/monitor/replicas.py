@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from megatron_edit.errors import on_one_line
-from megatron_edit.tools.monitor.places import SamplePlaces
 from megatron_edit.tools.monitor.series import Array, Bins
 from megatron_edit.tools.monitor.spikes import SpikeDetector
 from megatron_edit.tools.monitor.values import finite, finite_or_nan, whole
@@ -25,10 +24,22 @@ EndKind = Literal["finished", "stopped", "failed"]
 
 
 class Step(NamedTuple):
-    """The line of an iteration; the loss is NaN where it is not known."""
+    """The line of an iteration.
+
+    Attributes:
+        iteration: of the training; under A-EDiT whole batches of all replicas.
+        step: of this replica, which may have made more or fewer than others.
+        samples: of this replica in this step.
+        samples_all: consumed by all replicas so far; None where an older version wrote the line.
+        loss: NaN where it is not known.
+        tokens: of this replica in this step.
+        seconds: length of the step.
+    """
 
     iteration: int
+    step: int
     samples: int
+    samples_all: int | None
     loss: float
     tokens: float
     seconds: float
@@ -40,8 +51,10 @@ class Step(NamedTuple):
         Raises:
             KeyError, TypeError, ValueError: it is not of that form.
         """
+        iteration, samples_all = whole(line["iteration"]), line.get("samples_all")
         return cls(
-            whole(line["iteration"]), whole(line["samples"]), finite_or_nan(line["loss"]),
+            iteration, whole(line.get("replica_step", iteration)), whole(line["samples"]),
+            None if samples_all is None else whole(samples_all), finite_or_nan(line["loss"]),
             finite(line["tokens"], least=0), finite(line["seconds"], least=0),
         )  # fmt: skip
 
@@ -50,6 +63,7 @@ class End(NamedTuple):
     """The last line of a replica: how its run ended.
 
     Attributes:
+        iteration: the last one.
         kind: `finished` when all iterations are made, `stopped` by a signal or a limit, `failed`.
         time: Unix seconds.
         reason: for people; empty where there is none.
@@ -57,6 +71,7 @@ class End(NamedTuple):
         lines_lost: lines of event files that could not be written.
     """
 
+    iteration: int
     kind: EndKind
     time: float
     reason: str
@@ -73,8 +88,10 @@ class End(NamedTuple):
         if line["end"] not in get_args(EndKind):
             raise ValueError("an unknown kind of end")
         reason = "" if line.get("reason") is None else on_one_line(str(line["reason"]))
-        return cls(line["end"], finite(line["time"]), reason, int(finite(line["exit_code"])),
-                   whole(line.get("lines_lost", 0)))  # fmt: skip
+        return cls(
+            whole(line["iteration"]), line["end"], finite(line["time"]), reason,
+            int(finite(line["exit_code"])), whole(line.get("lines_lost", 0)),
+        )  # fmt: skip
 
 
 @dataclass
@@ -84,8 +101,9 @@ class Replica:
     Attributes:
         number: r.
         warmup_steps: in which all replicas wait for each other at every step.
-        places: in samples of all replicas; None where equal numbers of steps are made.
         iteration: its newest; 0 before the first.
+        step: its own count of steps, likewise.
+        samples_all: consumed by all replicas, as far as it knows; 0 where it does not say.
         loss: its newest that is known.
         losses: by iteration, or by samples of all replicas.
         spikes: of its loss.
@@ -100,8 +118,9 @@ class Replica:
 
     number: int
     warmup_steps: int = 0
-    places: SamplePlaces | None = None
     iteration: int = 0
+    step: int = 0
+    samples_all: int = 0
     loss: float = math.nan
     losses: Bins = field(default_factory=Bins)
     spikes: SpikeDetector = field(default_factory=SpikeDetector)
@@ -119,14 +138,13 @@ class Replica:
     _first_place: float = 0.0  # of the steps whose median is taken next
     _recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
 
-    def resume(self, warmup_steps: int, places: SamplePlaces | None) -> None:
+    def resume(self, warmup_steps: int) -> None:
         """A run begins, whose lines come next.
 
         Args:
             warmup_steps: of this run.
-            places: of this run.
         """
-        self.warmup_steps, self.places = warmup_steps, places
+        self.warmup_steps = warmup_steps
         self.samples, self.end, self._is_after_sync = 0, None, False
         self._together.clear()
         self._recent.clear()
@@ -138,7 +156,8 @@ class Replica:
             step: the line.
             place: where it stands in pictures: the iteration, or samples of all replicas.
         """
-        self.iteration = step.iteration
+        self.iteration, self.step = step.iteration, step.step
+        self.samples_all = step.samples_all or 0
         self.num_iterations += 1
         if math.isfinite(step.loss):
             self.loss = step.loss
@@ -157,15 +176,9 @@ class Replica:
         self._is_after_sync = False
         self._recent.append((step.tokens, step.seconds))
 
-    def on_sync(self, number: int) -> None:
-        """Samples count anew: the line of the sync has those before.
-
-        Args:
-            number: of the sync.
-        """
+    def on_sync(self) -> None:
+        """Samples count anew: the line of the sync has those before."""
         self.samples, self._is_after_sync = 0, True
-        if self.places is not None:
-            self.places.on_sync(number)
 
     def on_end(self, end: End) -> None:
         """Its run is over."""
@@ -177,7 +190,7 @@ class Replica:
         seconds, tokens = median_low(self._together)
         self._together.clear()
         self._speeds.add(round((self._first_place + place) / 2), tokens, seconds)
-        if self.iteration - NUM_TOGETHER >= self.warmup_steps:
+        if self.step - NUM_TOGETHER >= self.warmup_steps:
             self._between[0] += tokens
             self._between[1] += seconds
 

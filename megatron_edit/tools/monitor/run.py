@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple, get_args
 from megatron_edit.errors import UsageError
 from megatron_edit.tools.monitor.facts import Facts
 from megatron_edit.tools.monitor.lines import LineFile, status, unreadable
-from megatron_edit.tools.monitor.places import SamplePlaces
 from megatron_edit.tools.monitor.replicas import End, EndKind, Replica, Step
 from megatron_edit.tools.monitor.segments import Segment, earlier_segments
 from megatron_edit.tools.monitor.series import Bins
@@ -75,7 +74,6 @@ class MonitoredRun:
         self.drift: tuple[int, int] | None = None
         self.read_at = time.time()
         self._digests: dict[int, str] = {}
-        self._samples_at: dict[int, int] = {}  # of all replicas, by iteration of a sync
         self._segments: list[Segment] = []
         self._entered: Segment | None = None
         self._damaged: Counter[str] = Counter()
@@ -136,16 +134,8 @@ class MonitoredRun:
         """The next lines are of this run."""
         self._entered, facts = segment, segment.facts
         self.syncs.resume(facts.num_replicas)
-        is_timed, point = facts.strategy.is_timed, facts.resumed_from
-        meetings = self.syncs.samples_by_round
-        if is_timed and meetings is None:
-            meetings = self.syncs.samples_by_round = {}
         for replica in self.replicas[: facts.num_replicas]:
-            places = None
-            if meetings is not None and is_timed:
-                places = replica.places or SamplePlaces(replica.number, meetings)
-                places.resume(facts.num_replicas, facts.warmup_steps, point)
-            replica.resume(facts.warmup_steps, places)
+            replica.resume(facts.warmup_steps)
 
     @property
     def _was_replaced(self) -> bool:
@@ -192,19 +182,16 @@ class MonitoredRun:
     # ---- lines
 
     def _take_sync(self, segment: Segment, line: Mapping[str, Any]) -> None:
-        iteration, samples = whole(line["iteration"]), sum(samples_of(line))
-        if segment.keeps(iteration, samples):
+        if segment.keeps(whole(line["iteration"]), sum(samples_of(line))):
             self.syncs.add(line)
-            if segment.facts.strategy.is_timed:
-                self._samples_at[iteration] = samples
 
     def _take_loss(self, segment: Segment, line: Mapping[str, Any]) -> None:
         name = "validation_loss" if "validation_loss" in line else "loss"
-        iteration, found = whole(line["iteration"]), line[name]
-        samples = self._samples_of(segment, iteration, line.get("samples"))
+        iteration, samples, found = whole(line["iteration"]), line.get("samples"), line[name]
+        samples = None if samples is None else whole(samples)
         if found is None or not segment.keeps(iteration, samples):
             return
-        loss, place = finite(found), round(self._place(segment, iteration, samples))
+        loss, place = finite(found), self._place(segment, iteration, samples)
         if name == "loss":
             self.losses.add(place, loss)
             self.loss = loss
@@ -219,34 +206,19 @@ class MonitoredRun:
             number = whole(line["round"])
             if segment.end is None or number <= self.syncs.newest_round:
                 self._compare(number, line["digest"], replica.number)
-                replica.on_sync(number)
+                replica.on_sync()
         elif "end" in line:
             replica.on_end(End.of(line))
         else:
-            step, samples = Step.of(line), None
-            if replica.places is not None:
-                if step.iteration > 1 and not (replica.places.samples or segment.facts.has_segment):
-                    replica.places.start_at((step.iteration - 1) * (segment.facts.batch_size or 0))
-                samples = replica.places.add(step.iteration, step.samples)
-            if segment.keeps(step.iteration, samples):
-                replica.add(step, self._place(segment, step.iteration, samples))
+            step = Step.of(line)
+            if segment.keeps(step.iteration, step.samples_all):
+                replica.add(step, self._place(segment, step.iteration, step.samples_all))
 
-    def _samples_of(self, segment: Segment, iteration: int, said: Any) -> int | None:
-        """Of all replicas at a line of `loss.jsonl`; None where it is not known."""
-        if said is not None:
-            return whole(said)
-        if segment.facts.strategy.is_timed and iteration > segment.facts.warmup_steps:
-            return self._samples_at.get(iteration, sum(self.syncs.samples) or None)
-        return None
-
-    def _place(self, segment: Segment, iteration: int, samples: float | None) -> float:
+    def _place(self, segment: Segment, iteration: int, samples: int | None) -> int:
         """Where a line stands in pictures."""
-        batch = segment.facts.batch_size or 1
-        if self.is_by_samples:
-            return iteration * batch if samples is None else samples
-        if segment.facts.strategy.is_timed and samples is not None:
-            return samples / batch
-        return iteration
+        if not self.is_by_samples:
+            return iteration
+        return iteration * (segment.facts.batch_size or 1) if samples is None else samples
 
     def _compare(self, number: int, digest: str | None, replica: int) -> None:
         if digest is None:
@@ -258,9 +230,17 @@ class MonitoredRun:
 
     @property
     def is_by_samples(self) -> bool:
-        """Whether replicas make different numbers of steps, so that samples tell the progress."""
+        """Whether pictures are by samples of all replicas, as these make different steps.
+
+        Files of older versions do not say them.
+        """
         facts = self.facts
-        return facts is not None and facts.strategy.is_timed and bool(facts.batch_size)
+        return facts is not None and facts.strategy.is_timed and facts.has_segment
+
+    @property
+    def has_own_steps(self) -> bool:
+        """Whether replicas make different numbers of steps."""
+        return self.facts is not None and self.facts.strategy.is_timed
 
     @property
     def has_one_loss_per_round(self) -> bool:
@@ -272,27 +252,23 @@ class MonitoredRun:
     def samples(self) -> int | None:
         """Consumed by all replicas, where these tell the progress; None where it is not known."""
         facts = self.facts
-        if facts is None or not self.is_by_samples:
+        if facts is None or not facts.strategy.is_timed:
             return None
-        own = sum(replica.samples for replica in self.replicas)
-        if self.syncs.samples:
-            return sum(self.syncs.samples) + own
-        if facts.resumed_from is not None:
-            return facts.resumed_from.samples + own
-        is_known = facts.has_segment or self._furthest <= facts.warmup_steps
-        return own if is_known else None
-
-    @property
-    def _furthest(self) -> int:
-        return max((replica.iteration for replica in self.replicas), default=0)
+        at_sync = sum(self.syncs.samples)
+        if told := max((replica.samples_all for replica in self.replicas), default=0):
+            return max(told, at_sync)
+        # Older versions say it at a sync only.
+        return at_sync + sum(replica.samples for replica in self.replicas) if at_sync else None
 
     @property
     def iteration(self) -> int:
-        """Of the furthest replica; where samples tell the progress, whole batches of all."""
+        """Of the furthest replica; under A-EDiT whole batches of all replicas."""
+        ended = max((end.iteration for end in self.ends.values()), default=0)
+        furthest = max((replica.iteration for replica in self.replicas), default=0)
         samples, facts = self.samples, self.facts
         if samples is None or facts is None or not facts.batch_size:
-            return self._furthest
-        return min(samples // facts.batch_size, facts.train_iters or samples)
+            return max(ended, furthest)
+        return max(ended, min(samples // facts.batch_size, facts.train_iters or samples))
 
     @property
     def missing(self) -> list[int]:
@@ -318,9 +294,10 @@ class MonitoredRun:
         facts = self.facts
         if facts is None or not facts.train_iters:
             return None
-        if not facts.strategy.is_timed:
-            return min(1.0, self.iteration / facts.train_iters)
-        samples = self.samples
+        samples, iteration = self.samples, self.iteration
+        is_apart = bool(self.syncs.count) or iteration > facts.warmup_steps
+        if not facts.strategy.is_timed or not is_apart or iteration == facts.train_iters:
+            return min(1.0, iteration / facts.train_iters)
         if samples is None or not facts.batch_size:
             return None
         return min(1.0, samples / (facts.train_iters * facts.batch_size))

@@ -57,7 +57,6 @@ class Syncs:
         units: names in the order in which they were met first; the unit columns follow it.
         recent: the newest ones.
         samples: of each replica, at the newest.
-        samples_by_round: the same of each sync, float64 [N]; only where they are asked for.
         newest_round: number of the newest; 0 before the first.
         state_bytes: outer state of one replica; None where nobody says.
         sums: of `SYNC_TIMES`, of bytes (`wire_bytes`), and of `anomalies` and `rollbacks`.
@@ -74,7 +73,6 @@ class Syncs:
     units: dict[str, int] = field(default_factory=dict)
     recent: deque[SyncBrief] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
     samples: list[int] = field(default_factory=list)
-    samples_by_round: dict[int, Array] | None = None
     newest_round: int = 0
     state_bytes: int | None = None
     sums: dict[str, float] = field(default_factory=dict)
@@ -104,8 +102,6 @@ class Syncs:
         self.recent.append(brief)
         self.samples = samples
         self.newest_round = brief.round
-        if self.samples_by_round is not None:
-            self.samples_by_round[brief.round] = np.array(samples, dtype=np.float64)
         self.state_bytes = state_bytes
         counted = dict(zip(SYNC_TIMES, row["seconds"].tolist(), strict=True))
         counted |= {n: float(getattr(brief, n)) for n in ("wire_bytes", "anomalies", "rollbacks")}
