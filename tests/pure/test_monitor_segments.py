@@ -291,7 +291,7 @@ def test_a_resumed_a_edit(tmp_path: Path) -> None:
         path.rename(path.with_suffix(f".1{path.suffix}"))
     samples = BATCH * (26 + 42)  # sync 4
     run = json.loads((folder / "run.1.json").read_text())
-    run["segment"] = {"number": 2, "resumed_from": {"iteration": 34, "samples": samples}}
+    run["segment"] = {"number": 2, "resumed_from": {"iteration": 26, "samples": samples}}
     (folder / "run.json").write_text(json.dumps(run))
     for replica, step in ((0, 27), (1, 43)):
         line = {"iteration": 35, "replica_step": step, "samples_all": samples + 2 * BATCH,

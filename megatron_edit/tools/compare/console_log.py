@@ -139,6 +139,8 @@ def edit_losses(log_dir: Path, log: RunLog) -> dict[int, float]:
 def edit_validation(log_dir: Path, log: RunLog) -> dict[int, float]:
     """Validation loss of an EDiT run: its own, in full digits, else the console's."""
     records = read_json_lines(log_dir / "loss.jsonl")
-    lines = (r for r in records if r.get("split") == "validation")
-    found = {r["iteration"]: loss for r in lines if (loss := r["validation_loss"]) is not None}
-    return found or log.validation()
+    found: dict[int, list[float]] = defaultdict(list)  # several validation sets count alike
+    for record in records:
+        if record.get("split") == "validation" and record["validation_loss"] is not None:
+            found[record["iteration"]].append(record["validation_loss"])
+    return _means(found) or log.validation()

@@ -21,7 +21,7 @@ class ResumePoint:
     """The checkpoint that a run went on from.
 
     Attributes:
-        iteration: of the checkpoint; the first new iteration is the next one.
+        iteration: after which it was written; under A-EDiT the step of replica 0.
         samples: consumed by all replicas together until then.
     """
 

@@ -63,7 +63,6 @@ class End(NamedTuple):
     """The last line of a replica: how its run ended.
 
     Attributes:
-        iteration: the last one.
         kind: `finished` when all iterations are made, `stopped` by a signal or a limit, `failed`.
         time: Unix seconds.
         reason: for people; empty where there is none.
@@ -71,7 +70,6 @@ class End(NamedTuple):
         lines_lost: lines of event files that could not be written.
     """
 
-    iteration: int
     kind: EndKind
     time: float
     reason: str
@@ -89,8 +87,8 @@ class End(NamedTuple):
             raise ValueError("an unknown kind of end")
         reason = "" if line.get("reason") is None else on_one_line(str(line["reason"]))
         return cls(
-            whole(line["iteration"]), line["end"], finite(line["time"]), reason,
-            int(finite(line["exit_code"])), whole(line.get("lines_lost", 0)),
+            line["end"], finite(line["time"]), reason, int(finite(line["exit_code"])),
+            whole(line.get("lines_lost", 0)),
         )  # fmt: skip
 
 

@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from megatron_edit.errors import UsageError
-from megatron_edit.tools.monitor.facts import Facts
+from megatron_edit.errors import UsageError, on_one_line
+from megatron_edit.tools.monitor.facts import Facts, ResumePoint
 from megatron_edit.tools.monitor.lines import LineFile, status, unreadable
 from megatron_edit.tools.monitor.replicas import End, EndKind, Replica, Step
 from megatron_edit.tools.monitor.segments import Segment, earlier_segments
@@ -172,7 +172,7 @@ class MonitoredRun:
         self.facts = facts
         self._segments = [*earlier, Segment.of(self.folder, facts)]
         self.replicas = [Replica(number) for number in range(facts.num_replicas)]
-        self.resumed_at = [s.end.iteration for s in earlier if s.end is not None]
+        self.resumed_at = [self._iteration_of(s.end) for s in earlier if s.end is not None]
         self.began_at = self._segments[0].began_at
 
     @property
@@ -197,7 +197,10 @@ class MonitoredRun:
             self.loss = loss
             return
         data = str(line.get("split", VALIDATION))
-        self.evaluations[data] = Evaluation(iteration, loss)
+        name = on_one_line(
+            f"{data} {line.get('name') or ''}"
+        ).strip()  # of several sets of one kind
+        self.evaluations[name] = Evaluation(iteration, loss)
         if data == VALIDATION:
             self.validation.add(place, loss)
 
@@ -219,6 +222,13 @@ class MonitoredRun:
         if not self.is_by_samples:
             return iteration
         return iteration * (segment.facts.batch_size or 1) if samples is None else samples
+
+    def _iteration_of(self, point: ResumePoint) -> int:
+        """The same number as in the lines of the runs."""
+        facts = self.facts
+        if facts is None or not facts.strategy.is_timed or not facts.batch_size:
+            return point.iteration
+        return point.samples // facts.batch_size
 
     def _compare(self, number: int, digest: str | None, replica: int) -> None:
         if digest is None:
@@ -263,12 +273,12 @@ class MonitoredRun:
     @property
     def iteration(self) -> int:
         """Of the furthest replica; under A-EDiT whole batches of all replicas."""
-        ended = max((end.iteration for end in self.ends.values()), default=0)
-        furthest = max((replica.iteration for replica in self.replicas), default=0)
         samples, facts = self.samples, self.facts
         if samples is None or facts is None or not facts.batch_size:
-            return max(ended, furthest)
-        return max(ended, min(samples // facts.batch_size, facts.train_iters or samples))
+            return max((replica.iteration for replica in self.replicas), default=0)
+        if self._ended == "finished" and facts.train_iters:  # a rest may make no whole batch
+            return facts.train_iters
+        return min(samples // facts.batch_size, facts.train_iters or samples)
 
     @property
     def missing(self) -> list[int]:
@@ -353,16 +363,22 @@ class MonitoredRun:
         return min(failed, key=lambda each: each[1].time, default=None)
 
     @property
+    def _ended(self) -> EndKind | None:
+        """How the newest run ended; None until all replicas that are seen here have said so."""
+        ends, missing = self.ends, self.missing
+        if self.failure is not None:
+            return "failed"
+        if not ends or any(r.number not in ends and r.number not in missing for r in self.replicas):
+            return None
+        return "stopped" if any(end.kind == "stopped" for end in ends.values()) else "finished"
+
+    @property
     def state(self) -> State:
         """What has become of the training."""
         if self.facts is None:
             return "waiting"
-        ends, missing = self.ends, self.missing
-        if self.failure is not None:
-            return "failed"
-        if ends and all(r.number in ends or r.number in missing for r in self.replicas):
-            is_stopped = any(end.kind == "stopped" for end in ends.values())
-            return "stopped" if is_stopped else "finished"
+        if (ended := self._ended) is not None:
+            return ended
         # Runs of older versions do not write how they ended.
         if not self.facts.has_segment and self.progress is not None and self.progress >= 1.0:
             return "finished"

@@ -93,7 +93,7 @@ def earlier_segments(folder: Path, newest: Facts) -> list[Segment]:
     for number, facts in runs:
         if point is None or end is None:
             break
-        end = min(point, end, key=lambda each: each.iteration)
+        end = min(point, end, key=lambda each: each.samples)
         found.append(Segment.of(folder, facts, number, end))
         point = facts.resumed_from
     return found[::-1]
