@@ -158,7 +158,11 @@ def _bytes_by_step(axes: Axes, outcome: ComparisonResult, shown: dict[str, Readi
     axes.set_xlabel("step")
     axes.set_ylabel("MB since the end of the warm-up")
     if any(reading.bytes_per_step for reading in shown.values()):
+        from matplotlib.ticker import NullFormatter, StrMethodFormatter
+
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))  # exponents would be too small
+        axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _style(outcome: ComparisonResult, label: str) -> tuple[str, str]:
