@@ -13,13 +13,12 @@ from megatron_edit.tools.monitor.run import VALIDATION, MonitoredRun
 from megatron_edit.tools.monitor.series import Array
 from megatron_edit.tools.monitor.strokes import Chart, band_note, finish, marker, replica_curves
 from megatron_edit.tools.monitor.texts import number
-from megatron_edit.tools.pages.drawing import COLORS, INK, running_mean, svg_drawing
+from megatron_edit.tools.pages.drawing import INK, PAPER, running_mean, svg_drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SMOOTH_SHARE = 50  # a running mean takes that part of a curve
-VALIDATION_COLOR = COLORS[1]
 Curve = tuple[Array, Array]
 
 
@@ -68,7 +67,7 @@ def loss_chart(run: MonitoredRun, curves: Sequence[Curve]) -> Chart:
         x, y = length.curve(run.validation.curve())
         if x.size:
             x, y = x[y <= highest], y[y <= highest]
-            axes.plot(x, y, "D", color=VALIDATION_COLOR, markeredgecolor=INK, markersize=5,
+            axes.plot(x, y, "D", color=PAPER, markeredgecolor=INK, markersize=5,
                       label=VALIDATION, clip_on=False, zorder=3)  # fmt: skip
         _mark_events(axes, run, length)
         finish(axes, length.label, "loss (nats per token)")
@@ -92,7 +91,7 @@ def validation_chart(run: MonitoredRun) -> Chart | None:
     x, y = length.curve(curve)
     with svg_drawing("validation") as drawing:
         axes = drawing.axes
-        axes.plot(x, y, color=VALIDATION_COLOR, label="validation loss", **marker(x))
+        axes.plot(x, y, color=INK, label="validation loss", **marker(x))
         _mark_events(axes, run, length)
         _limit(axes, [y])
         finish(axes, length.label, "loss (nats per token)")

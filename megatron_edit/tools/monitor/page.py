@@ -158,7 +158,8 @@ def tiles(run: MonitoredRun) -> Iterator[Tile]:
     for data, evaluation in run.evaluations.items():
         yield Tile(f"{data} loss", number(evaluation.loss, ".4f"),
                    f"after iteration {evaluation.iteration:,}")  # fmt: skip
-    yield Tile("tokens/s", number(run.speed, ",.0f"), f"{whose_speed(run)}, at present")
+    when = "in the newest steps" if run.state in OVER else "at present"
+    yield Tile("tokens/s", number(run.speed, ",.0f"), f"{whose_speed(run)}, {when}")
     if not syncs.count:
         return
     yield Tile("syncs", f"{syncs.count:,}", duration(syncs.elapsed) + " from first to last")
