@@ -29,7 +29,7 @@ OVER: frozenset[State] = frozenset(get_args(EndKind))
 VALIDATION = "validation"  # the set of data whose losses are drawn; others are only told
 
 
-class Evaluation(NamedTuple):
+class EvaluatedLoss(NamedTuple):
     """A loss on data that are not trained on."""
 
     iteration: int
@@ -68,7 +68,7 @@ class MonitoredRun:
         self.began_at: float | None = None
         self.losses, self.loss = Bins(), math.nan
         self.validation = Bins()
-        self.evaluations: dict[str, Evaluation] = {}
+        self.evaluations: dict[str, EvaluatedLoss] = {}
         self.syncs = Syncs(0)
         self.replicas: list[Replica] = []
         self.drift: tuple[int, int] | None = None
@@ -200,7 +200,7 @@ class MonitoredRun:
         name = on_one_line(
             f"{data} {line.get('name') or ''}"
         ).strip()  # of several sets of one kind
-        self.evaluations[name] = Evaluation(iteration, loss)
+        self.evaluations[name] = EvaluatedLoss(iteration, loss)
         if data == VALIDATION:
             self.validation.add(place, loss)
 
