@@ -44,7 +44,7 @@ from megatron_edit.method.strategy import STRATEGIES
 GOAL_SHARE = 0.02
 _WITHOUT_DEFAULT = ("num_replicas", "replica_id")
 # Settings that strategies with the clock do not look at, those of syncs, and of the penalty.
-_ONLY_COUNTED = ("sync_interval", "interval", "qsr_a")
+ONLY_COUNTED = ("sync_interval", "interval", "qsr_a")
 ONLY_LANDING = ("fragments", "delay_steps", "mix")
 _ONLY_PENALTY = (
     "anomaly_threshold", "anomaly_alpha", "anomaly_warmup_syncs", "anomaly_patience", "clip",
@@ -326,7 +326,7 @@ def check_strategy(config: EditConfig) -> None:
             if name not in strategy.own_settings:
                 _refuse_unless_default(config, name, other.name)
     if strategy.is_timed:
-        for name in _ONLY_COUNTED:
+        for name in ONLY_COUNTED:
             _refuse_unless_default(config, name, "edit")
     if not strategy.has_penalty:
         for name in _ONLY_PENALTY:

@@ -9,20 +9,24 @@ from __future__ import annotations
 import json
 import math
 import re
+import socket
 import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_edit.tools.compare.analysis import ComparisonResult, make_rows
-from megatron_edit.tools.compare.console_log import RunLog
+from megatron_edit.tools.compare.console_log import RunLog, edit_validation
 from megatron_edit.tools.compare.entries import parse_entries
 from megatron_edit.tools.compare.follow import Limits, RunFailedError, follow, tail
 from megatron_edit.tools.compare.page import write_report
+from megatron_edit.tools.compare.pictures import smoothed
 from megatron_edit.tools.compare.plan import ComparisonSetting, RunPlan, make_plan
-from megatron_edit.tools.compare.readings import Kind, Point, Reading, make_reading
+from megatron_edit.tools.compare.readings import Kind, Point, Reading, make_reading, read_run
 from megatron_edit.tools.compare.runs import carry_out, folder_of, kind_of
 from megatron_edit.tools.compare.statistics import Spread, differences, quotients
 from megatron_edit.tools.compare.table import markdown_table
@@ -39,7 +43,9 @@ PARAMETERS = " > number of parameters on (tensor, pipeline) model parallel rank 
 KIND = Kind(Layout(2, 2, 0), seq_length=SEQ, warmup_steps=0)
 RUN = {"config": {"warmup_steps": 6}, "versions": {"torch": "2"}}
 SETTING = ComparisonSetting(
-    Path(__file__), ("--seq-length", "10", "--train-iters", "12", "--edit-num-replicas", "2"), 4
+    Path(__file__),
+    ("--seq-length", "10", "--train-iters", "12", "--edit-num-replicas", "2", "--num-layers", "2"),
+    4,
 )
 FAILING = """
 print("the reason")
@@ -288,15 +294,60 @@ def test_report(tmp_path: Path) -> None:
     text = page.read_text(encoding="utf-8")
     parsed = Page()
     parsed.feed(text)
-    assert not parsed.open and parsed.tags.count("img") == 3
-    assert all(source.startswith("data:image/png;base64,") for source in parsed.sources)
-    assert "script" not in parsed.tags and "url(" not in text and "@import" not in text
+    assert not parsed.open and parsed.tags.count("svg") == 3 and "img" not in parsed.tags
+    assert not parsed.sources
+    assert "script" not in parsed.tags and "@import" not in text
+    assert not re.search(r"url\((?!#)", text)  # clips of a picture are within it
     assert 'name="viewport"' in text and "&lt;exit code&gt;" in text
-    without_data = re.sub(r"base64,[^\"]*", "", text)
-    assert "://" not in without_data
+    assert "://" not in re.sub(r"xmlns(:\w+)?=\"[^\"]*\"", "", text)
+    assert "var(--c0)" in text and "var(--ink)" in text  # pictures follow a dark page
+    title = re.search("<title>(.*)</title>", text)
+    assert title is not None and title[1].startswith("Comparison of ddp, edit")
+    assert title[1].endswith(f"on 2 layers, {socket.gethostname()}, {time.strftime('%Y-%m-%d')}")
     markdown = (tmp_path / "compare.md").read_text(encoding="utf-8")
     for name in re.findall(r"\]\(([^)]+)\)", markdown):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_all_curves_are_smoothed_alike() -> None:
+    """Losses of single steps and of whole rounds: the same training gives the same curve.
+
+    Would catch: A-EDiT's curve, of a loss a round, beside one that is smoothed over less.
+    """
+    rng = np.random.default_rng(0)
+    losses = 3 + 5 / np.sqrt(np.arange(1, 801)) + rng.normal(size=800)
+    steps = [Point(i, 100.0 * i, float(i), loss) for i, loss in enumerate(losses.tolist(), 1)]
+    rounds = [Point(i, 100.0 * i, float(i), float(losses[i - 10 : i].mean()))
+              for i in range(10, 801, 10)]  # fmt: skip
+    width = 80_000 / 25
+    (x, fine), (y, coarse) = smoothed(steps, width), smoothed(rounds, width)
+    assert x[0] == y[0] == 0 and x[-1] == y[-1] == 80_000
+    inner = slice(20, -20)  # the whole window is in the curve
+    assert np.abs(fine - coarse)[inner].max() < 0.25 * np.std(np.diff(losses))
+    place = 200
+    window = losses[int((x[place] - width / 2) // 100) : int((x[place] + width / 2) // 100)]
+    assert fine[place] == pytest.approx(window.mean(), abs=0.1)
+    odd = [*steps[:3], Point(4, 400.0, 4.0, math.nan), Point(5, 400.0, 5.0, 3.0), *steps[5:]]
+    assert np.isfinite(smoothed(odd, width)[1]).all()
+    assert [a.size for a in (*smoothed([], width), *smoothed(steps[:1], width))] == [0, 0, 1, 1]
+
+
+def test_validation_is_that_of_the_event_files(tmp_path: Path) -> None:
+    """In full digits, without the test set; a run that writes none has the console's."""
+    log = console({i: 500.0 for i in range(1, 13)})
+    (tmp_path / "console.log").write_text(
+        "\n".join([LINE.format(i=i, samples=4 * i, ms=500, loss=8) for i in range(1, 13)]
+                  + [VALIDATION.format(12, 7.0)])
+    )  # fmt: skip
+    assert edit_validation(tmp_path, log) == {6: 7.5, 12: 7.0}
+    lines: list[dict[str, Any]] = [
+        {"iteration": 12, "loss": 6.0},
+        {"iteration": 12, "validation_loss": 7.000123456, "split": "validation"},
+        {"iteration": 12, "validation_loss": 7.9, "split": "test"},
+    ]
+    (tmp_path / "loss.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = read_run(tmp_path / "console.log", tmp_path, KIND)
+    assert found.final_loss == 7.000123456 and [p.loss for p in found.training] == [6.0]
 
 
 def test_report_of_nothing(tmp_path: Path) -> None:

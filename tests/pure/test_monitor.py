@@ -259,7 +259,7 @@ def test_drift_silence_and_missing_files(tmp_path: Path) -> None:
     for file in tmp_path.iterdir():
         os.utime(file, (hour_ago, hour_ago))
     run = read(tmp_path)
-    assert run.state == "silent" and run.drift == (3, 2) and run.missing == [3]
+    assert run.state == "lost" and run.drift == (3, 2) and run.missing == [3]
     levels = [finding.level for finding in findings_of(run)]
     assert levels[0] == "error" and levels.count("warning") >= 2
 

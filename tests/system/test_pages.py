@@ -16,12 +16,13 @@ import pytest
 from megatron_edit.tools.cli import main
 from tests.harness.browser import MISSING, SMALLEST_LETTERS, WIDTHS, Seen, chromium, look
 from tests.harness.event_files import MadeUp
+from tests.harness.resumed import RunPart, write_runs
 
 pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {MISSING}"),
     pytest.mark.timeout(240),
 ]
-ALL_CHARTS = 10
+ALL_CHARTS = 9  # bytes are the same at every sync: a sentence
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +50,9 @@ RUNS: dict[str, tuple[MadeUp, int]] = {
     "usual": (MadeUp(train_iters=400, slow={2: 1.4}, sick=1, rollbacks=(12,)), ALL_CHARTS),
     "ddp": (MadeUp(strategy="ddp", rounds=0, warmup=50), 2),
     "warm-up": (MadeUp(rounds=0, warmup=30, train_iters=100), 2),
-    "first-sync": (MadeUp(rounds=1, train_iters=100), 8),
-    "one-replica": (MadeUp(replicas=1, rounds=9), 7),
-    "plain-averages": (MadeUp(strategy="diloco", rounds=9), 7),
+    "first-sync": (MadeUp(rounds=1, train_iters=100), 8),  # bars, as nothing can be the same yet
+    "one-replica": (MadeUp(replicas=1, rounds=9), 6),
+    "plain-averages": (MadeUp(strategy="diloco", rounds=9), 6),
     "large": (MadeUp(replicas=64, units=40, rounds=40, tau=2, sick=63), ALL_CHARTS),
 }
 
@@ -86,14 +87,41 @@ def test_report_in_the_dark(driver: Any, tmp_path: Path) -> None:
         assert (brightness > 380) == is_dark
 
 
+def test_page_of_a_resumed_training(driver: Any, tmp_path: Path) -> None:
+    """Three runs, with validation losses; legends stand below the data."""
+    parts = [RunPart(0, 50), RunPart(44, 75), RunPart(68, 100, "finished", None)]
+    folder = write_runs(tmp_path / "log", MadeUp(rounds=10, replicas=2), parts)
+    assert main(["report", str(folder)]) == 0
+    for width in WIDTHS:
+        shot = tmp_path / f"resumed-{width}.png"
+        check(look(driver, folder / "report.html", width, shot), ALL_CHARTS)
+    below = driver.execute_script(
+        "return Array.from(document.querySelectorAll('figure svg')).map(svg => {"
+        "  const texts = Array.from(svg.querySelectorAll('text'));"
+        "  const of = names => texts.filter(e => names.includes(e.textContent.trim()))"
+        "    .map(e => e.getBoundingClientRect().top);"
+        "  const legend = of(['mean', 'validation', 'median unit', 'wait', 'left out above']);"
+        "  return legend.map(top => top > Math.max(...of(['iteration', 'sync'])));"
+        "}).flat()"
+    )
+    assert len(below) >= 5 and all(below)
+
+
 def test_page_of_a_comparison(driver: Any, tmp_path: Path) -> None:
-    """The page of `megatron-edit compare`, which is made of the same parts."""
+    """The page of `megatron-edit compare`, which is made of the same parts, in the dark, too."""
     from megatron_edit.tools.compare.page import write_report
     from tests.pure.test_compare_report import outcome
 
     page = write_report(tmp_path, outcome())
     for width in WIDTHS:
-        check(look(driver, page, width, tmp_path / f"compare-{width}.png"), 3)
+        for is_dark in (False, True):
+            shot = tmp_path / f"compare-{width}-{is_dark}.png"
+            check(look(driver, page, width, shot, dark=is_dark), 3)
+            inks = driver.execute_script(
+                "return Array.from(document.querySelectorAll('body, svg text'))"
+                ".map(e => getComputedStyle(e)[e.tagName == 'BODY' ? 'color' : 'fill'])"
+            )
+            assert len(set(inks)) == 1 and len(inks) > 20
 
 
 def test_the_browser_would_complain(driver: Any, tmp_path: Path) -> None:

@@ -134,3 +134,13 @@ def edit_losses(log_dir: Path, log: RunLog) -> dict[int, float]:
     records = read_json_lines(log_dir / "loss.jsonl")
     found = {r["iteration"]: r["loss"] for r in records if r.get("loss") is not None}
     return found or log.losses()
+
+
+def edit_validation(log_dir: Path, log: RunLog) -> dict[int, float]:
+    """Validation loss of an EDiT run: its own, in full digits, else the console's."""
+    records = read_json_lines(log_dir / "loss.jsonl")
+    found: dict[int, list[float]] = defaultdict(list)  # several validation sets count alike
+    for record in records:
+        if record.get("split") == "validation" and record["validation_loss"] is not None:
+            found[record["iteration"]].append(record["validation_loss"])
+    return _means(found) or log.validation()

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 import shlex
-from collections.abc import Mapping
+import socket
+import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megatron_edit.tools.compare.analysis import ComparisonResult, make_rows
-from megatron_edit.tools.compare.pictures import draw
+from megatron_edit.tools.compare.pictures import Picture, draw, smoothing_tokens
 from megatron_edit.tools.compare.table import COLUMNS, cells, markdown_table
+from megatron_edit.tools.monitor.facts import model_of
 from megatron_edit.tools.pages.rendering import render
 
 TEMPLATE = Path(__file__).with_name("page.html")
-CURVES = "Curves are of the first seed; training losses are smoothed."
 
 
 def summary(outcome: ComparisonResult) -> str:
@@ -51,7 +52,20 @@ def _write(path: Path, text: str) -> None:
 
 
 def _title(outcome: ComparisonResult) -> str:
-    return f"Comparison: {', '.join(outcome.compared)}"
+    setting = outcome.plan[0].setting
+    model = model_of(setting.flags)
+    on = f" on {model}" if model else ""
+    day = time.strftime("%Y-%m-%d")
+    return f"Comparison of {', '.join(outcome.compared)}{on}, {socket.gethostname()}, {day}"
+
+
+def _curves(outcome: ComparisonResult) -> str:
+    """How the curves are to be read."""
+    tokens = smoothing_tokens(outcome)
+    return (
+        f"Curves are of the first seed; each training loss is a mean over {tokens / 1e6:.3g} "
+        "million tokens."
+    )
 
 
 def _subtitle(outcome: ComparisonResult) -> str:
@@ -99,31 +113,31 @@ def _failures(outcome: ComparisonResult) -> list[str]:
     return [f"{run.name} {text}" for run, text in outcome.failures.items()]
 
 
-def _markdown(outcome: ComparisonResult, pictures: Mapping[str, Path]) -> str:
+def _markdown(outcome: ComparisonResult, pictures: Sequence[Picture]) -> str:
     parts = [f"# {_title(outcome)}", _subtitle(outcome)]
     if failures := _failures(outcome):
         parts.append("Failed:\n\n" + "\n".join(f"- {text}" for text in failures))
     parts.append(markdown_table(make_rows(outcome)))
     if pictures:
-        parts += [f"![{title}]({path.name})" for title, path in pictures.items()] + [CURVES]
+        parts += [f"![{picture.title}]({picture.path.name})" for picture in pictures]
+        parts.append(_curves(outcome))
     parts.append(_versions(outcome))
     parts.append("```\n" + "\n".join(_commands(outcome)) + "\n```")
     return "\n\n".join(parts) + "\n"
 
 
-def _html(outcome: ComparisonResult, pictures: Mapping[str, Path]) -> str:
+def _html(outcome: ComparisonResult, pictures: Sequence[Picture]) -> str:
     """The page; it needs no other file and no network."""
+    from markupsafe import Markup  # comes with jinja2
+
     values: dict[str, Any] = {
         "title": _title(outcome),
         "subtitle": _subtitle(outcome),
         "failures": _failures(outcome),
         "columns": [{"title": c.title, "meaning": c.meaning.replace("`", "")} for c in COLUMNS],
         "rows": cells(make_rows(outcome)),
-        "pictures": [
-            {"title": title, "data": base64.b64encode(path.read_bytes()).decode("ascii")}
-            for title, path in pictures.items()
-        ],
-        "curves": CURVES,
+        "pictures": [picture._replace(svg=Markup(picture.svg)) for picture in pictures],
+        "curves": _curves(outcome),
         "versions": _versions(outcome),
         "runs": _commands(outcome),
     }

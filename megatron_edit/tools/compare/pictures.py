@@ -2,43 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from megatron_edit.tools.compare.analysis import ComparisonResult, is_synchronous
 from megatron_edit.tools.compare.readings import Point, Reading
-from megatron_edit.tools.pages.drawing import COLORS, png_axes, running_mean
+from megatron_edit.tools.monitor.series import Array
+from megatron_edit.tools.pages.drawing import COLORS, legend_below, png_axes, svg_drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-WIDTH_SHARE = 25  # a running mean takes that part of a curve
+WIDTH_SHARE = 25  # training losses are means over that part of the longest training
+NUM_PLACES = 400  # of a smoothed curve
 MARKS = "osD^vPX*<>hd"
+SVG_HEIGHT = 3.6
 
 
-def draw(folder: Path, outcome: ComparisonResult) -> dict[str, Path]:
-    """Write the pictures; their files by what they show. Without any reading there are none.
+class Picture(NamedTuple):
+    """One picture.
+
+    Attributes:
+        title: what it shows.
+        path: a PNG file.
+        svg: the same as an element of a page, in the colours of the page.
+    """
+
+    title: str
+    path: Path
+    svg: str
+
+
+def draw(folder: Path, outcome: ComparisonResult) -> list[Picture]:
+    """Draw the pictures, and write their files. Without any reading there are none.
 
     Args:
         folder: takes `compare-<name>.png`.
         outcome: of the comparison; the curves are those of the first seed.
     """
     shown = _first_seeds(outcome)
-    if not shown:
-        return {}
-    files = {}
+    pictures = []
     for title, name, fill in (
         ("Loss by tokens", "tokens", _loss_by_tokens),
         ("Loss by time in training", "time", _loss_by_time),
         ("Bytes sent by one replica, by step", "bytes", _bytes_by_step),
     ):
+        if not shown:
+            break
         path = folder / f"compare-{name}.png"
         with png_axes(path, title) as axes:
             fill(axes, outcome, shown)
-        files[title] = path
-    return files
+        with svg_drawing(f"compare-{name}", height=SVG_HEIGHT) as drawing:
+            fill(drawing.axes, outcome, shown)
+            legend_below(drawing.axes)
+        pictures.append(Picture(title, path, drawing.svg))
+    return pictures
 
 
 def _first_seeds(outcome: ComparisonResult) -> dict[str, Reading]:
@@ -47,35 +69,72 @@ def _first_seeds(outcome: ComparisonResult) -> dict[str, Reading]:
     return {label: readings[0] for label, readings in found.items() if readings}
 
 
+def smoothing_tokens(outcome: ComparisonResult) -> float:
+    """Tokens over which each training loss of all curves is a mean."""
+    lengths = [r.training[-1].tokens for r in outcome.readings.values() if r.training]
+    return max(lengths, default=0.0) / WIDTH_SHARE
+
+
+def smoothed(points: Sequence[Point], width: float) -> tuple[Array, Array]:
+    """A curve of training losses, as means over a window; tokens and losses, float64 [P].
+
+    A loss stands for all tokens since the one before: one line a step and one a round give the
+    same curve.
+
+    Args:
+        points: of the training.
+        width: of the window, tokens.
+    """
+    known = [point for point in points if np.isfinite(point.loss)]
+    if len(known) < 2:
+        return np.array([p.tokens for p in known]), np.array([p.loss for p in known])
+    ends = np.array([point.tokens for point in known])
+    edges = np.concatenate([[max(0.0, 2 * ends[0] - ends[1])], ends])
+    losses = np.array([point.loss for point in known])
+    sums = np.concatenate([[0.0], np.cumsum(losses * np.diff(edges))])
+    places = np.linspace(edges[0], edges[-1], NUM_PLACES)
+    half = max(width, (edges[-1] - edges[0]) / NUM_PLACES) / 2
+    first, last = np.maximum(edges[0], places - half), np.minimum(edges[-1], places + half)
+    means = (np.interp(last, edges, sums) - np.interp(first, edges, sums)) / (last - first)
+    return places, means
+
+
 def _loss_by_tokens(axes: Axes, outcome: ComparisonResult, shown: dict[str, Reading]) -> None:
-    _losses(axes, outcome, shown, lambda point: point.tokens / 1e6)
+    _losses(axes, outcome, shown, lambda reading, tokens: tokens / 1e6)
     axes.set_xlabel("million tokens of all replicas")
 
 
 def _loss_by_time(axes: Axes, outcome: ComparisonResult, shown: dict[str, Reading]) -> None:
-    _losses(axes, outcome, shown, lambda point: point.seconds)
+    _losses(axes, outcome, shown, _seconds_at)
     axes.set_xlabel("seconds of training, without evaluations")
+
+
+def _seconds_at(reading: Reading, tokens: Array) -> Array:
+    points = sorted((*reading.training, *reading.validation), key=lambda point: point.iteration)
+    seconds: Array = np.interp(tokens, [p.tokens for p in points], [p.seconds for p in points])
+    return seconds
 
 
 def _losses(
     axes: Axes,
     outcome: ComparisonResult,
     shown: dict[str, Reading],
-    place: Callable[[Point], float],
+    place: Callable[[Reading, Array], Array],
 ) -> None:
-    """Training as thin lines, smoothed; validation as marks."""
+    """Training as thin lines, all smoothed alike; validation as marks."""
+    width = smoothing_tokens(outcome)
     for label in outcome.compared:
         reading = shown.get(label)
         if reading is None:
             continue
         color, mark = _style(outcome, label)
-        points = reading.training
-        smooth = running_mean([p.loss for p in points], max(1, len(points) // WIDTH_SHARE))
-        axes.plot([place(p) for p in points], smooth, color=color, alpha=0.45, linewidth=1)
-        marks = reading.validation
-        losses = [p.loss for p in marks]
-        axes.plot([place(p) for p in marks], losses, mark, color=color, markersize=5, label=label)
-    axes.set_ylabel("loss per token (nats); marks: validation")
+        tokens, losses = smoothed(reading.training, width)
+        axes.plot(place(reading, tokens), losses, color=color, alpha=0.6, linewidth=1)
+        marks = np.array([point.tokens for point in reading.validation])
+        found = [point.loss for point in reading.validation]
+        axes.plot(place(reading, marks), found, mark, color=color, markersize=5, label=label,
+                  clip_on=False, zorder=3)  # fmt: skip
+    axes.set_ylabel("loss (nats per token); marks: validation")
 
 
 def _bytes_by_step(axes: Axes, outcome: ComparisonResult, shown: dict[str, Reading]) -> None:
@@ -99,7 +158,11 @@ def _bytes_by_step(axes: Axes, outcome: ComparisonResult, shown: dict[str, Readi
     axes.set_xlabel("step")
     axes.set_ylabel("MB since the end of the warm-up")
     if any(reading.bytes_per_step for reading in shown.values()):
+        from matplotlib.ticker import NullFormatter, StrMethodFormatter
+
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))  # exponents would be too small
+        axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _style(outcome: ComparisonResult, label: str) -> tuple[str, str]:

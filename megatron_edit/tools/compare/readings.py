@@ -13,6 +13,7 @@ from megatron_edit.tools.compare.console_log import (
     NUM_SETTLING_ITERATIONS,
     RunLog,
     edit_losses,
+    edit_validation,
     read_json_lines,
 )
 from megatron_edit.tools.compare.timeline import Timeline, meetings_of
@@ -127,8 +128,10 @@ def read_run(console: Path, events: Path, kind: Kind) -> Reading:
     """
     with console.open(encoding="utf-8", errors="replace") as lines:
         log = RunLog.of(lines)
-    return make_reading(log, edit_losses(events, log), read_json_lines(events / "sync.jsonl"),
-                        _run_record(events), kind)  # fmt: skip
+    return make_reading(
+        log, edit_losses(events, log), read_json_lines(events / "sync.jsonl"),
+        _run_record(events), kind, edit_validation(events, log),
+    )  # fmt: skip
 
 
 def make_reading(
@@ -137,6 +140,7 @@ def make_reading(
     syncs: Sequence[Mapping[str, Any]],
     run: Mapping[str, Any],
     kind: Kind,
+    evaluations: Mapping[int, float] | None = None,
 ) -> Reading:
     """The numbers of one training.
 
@@ -146,6 +150,7 @@ def make_reading(
         syncs: lines of `sync.jsonl`.
         run: `run.json`; empty for stock Megatron.
         kind: what is known beforehand.
+        evaluations: validation losses, by iteration; None: those of the console.
     """
     meetings = meetings_of(syncs) if kind.is_timed else None
     timeline = Timeline.of(log, kind.seq_length, meetings)
@@ -159,7 +164,7 @@ def make_reading(
     # A run that goes on from a checkpoint tells of its own syncs.
     steps = max(1, log.last_iteration - max(warmup, int(timeline.iterations[0])))
     in_rounds = sum(int(s["wire_bytes"]) for s in counted) / steps
-    validation = _points(log.validation(), timeline)
+    validation = _points(log.validation() if evaluations is None else evaluations, timeline)
     return Reading(
         num_parameters=log.num_parameters,
         iterations=log.last_iteration,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_edit.constants import SYNC_TIMES
-from megatron_edit.tools.monitor.curves import loss_chart, speed_chart
+from megatron_edit.tools.monitor.curves import loss_chart, speed_chart, validation_chart
 from megatron_edit.tools.monitor.heat import anomalies_by_replica, norms_by_unit
 from megatron_edit.tools.monitor.run import MonitoredRun
 from megatron_edit.tools.monitor.series import Array
@@ -19,6 +19,7 @@ from megatron_edit.tools.monitor.strokes import (
     band,
     band_note,
     finish,
+    is_flat,
     marker,
 )
 from megatron_edit.tools.monitor.texts import number, percent
@@ -35,6 +36,8 @@ def charts_of(run: MonitoredRun) -> Iterator[Chart]:
     curves = [replica.losses.curve() for replica in run.replicas]
     if any(x.size for x, _ in curves):
         yield loss_chart(run, curves)
+    if (validation := validation_chart(run)) is not None:
+        yield validation
     speeds = [replica.speeds() for replica in run.replicas]
     if any(x.size for x, _ in speeds):
         yield speed_chart(run, speeds)
@@ -76,7 +79,7 @@ def _relative_norms(run: MonitoredRun) -> Chart | None:
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.yaxis.set_minor_locator(NullLocator())
             axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        finish(axes, "sync", "norm / median replica")
+        finish(axes, "sync", "norm (median replica: 1)")
     text = (
         "Mean norm of each replica, as a multiple of the median replica's: from "
         f"{number(float(np.nanmin(relative)))} to {number(float(np.nanmax(relative)))}."
@@ -121,11 +124,14 @@ def _weights(run: MonitoredRun) -> Chart | None:
     count = len(run.replicas)
     if count < 2:
         return None
-    rows = run.syncs.rows
+    rows, title = run.syncs.rows, "Effective number of replicas"
     x = _syncs(run)
+    low, high = rows.column("effective_min")[:, 0], rows.column("effective_max")[:, 0]
+    if is_flat(low, high):
+        return Chart(title, "", f"{number(float(low[-1]), '.2f')} of {count}, of each unit at "
+                     "every sync.")  # fmt: skip
     with svg_drawing("weights") as drawing:
         axes = drawing.axes
-        low, high = rows.column("effective_min")[:, 0], rows.column("effective_max")[:, 0]
         axes.fill_between(x, low, high, color=COLORS[2], alpha=0.3, linewidth=0, label="all units")
         middle = rows.column("effective")[:, 0]
         axes.plot(x, middle, color=COLORS[2], label="median unit", **marker(x))
@@ -138,7 +144,7 @@ def _weights(run: MonitoredRun) -> Chart | None:
         f"stands on {number(float(np.nanmean(middle)), '.2f')} on average."
     )
     note = f"{count} where all count alike, 1 where one decides."
-    return Chart("Effective number of replicas", drawing.svg, text, note)
+    return Chart(title, drawing.svg, text, note)
 
 
 def _clips(run: MonitoredRun) -> Chart | None:
@@ -147,6 +153,9 @@ def _clips(run: MonitoredRun) -> Chart | None:
     low, middle = rows.column("clip_min")[:, 0], rows.column("clip")[:, 0]
     if not run.facts.has_clip or not np.isfinite(low).any():
         return None
+    if is_flat(low, middle):
+        return Chart("Clip factors", "", f"{number(float(low[-1]), '.2f')} of each unit at every "
+                     "sync (1 is no clip).")  # fmt: skip
     with svg_drawing("clips") as drawing:
         axes = drawing.axes
         axes.plot(x, middle, color=COLORS[0], label="median unit", **marker(x))
@@ -172,6 +181,7 @@ def _seconds(run: MonitoredRun) -> Chart:
             below = below + parts[name]
         axes.plot(x, parts["total"], ".", color=INK, markersize=4, label="total")
         axes.set_ylim(0, 1.05 * max(1e-9, float(max(below.max(), parts["total"].max()))))
+        _whole_bars(axes, x, width)
         finish(axes, "sync", "milliseconds")
     share = run.syncs.share("exposed")
     exposed = f"; exposed {percent(share)} of the time" if share is not None else ""
@@ -184,18 +194,21 @@ def _seconds(run: MonitoredRun) -> Chart:
 
 
 def _bytes(run: MonitoredRun) -> Chart:
-    x, table = _bars(_syncs(run), run.syncs.rows.column("wire_bytes") / 1e6)
+    sizes = run.syncs.rows.column("wire_bytes") / 1e6
+    total = f"{number(run.syncs.sums['wire_bytes'] / 1e6, ',.2f')} in all {run.syncs.count}"
+    title, note = "Bytes between replicas", "Payload; 1 MB = 10^6 bytes."
+    if is_flat(sizes):
+        text = f"{number(float(sizes[-1, 0]), ',.2f')} MB sent by a replica at every sync; {total}."
+        return Chart(title, "", text, note)
+    x, table = _bars(_syncs(run), sizes)
     width = 0.85 * (x[1] - x[0] if x.size > 1 else 1)
     with svg_drawing("bytes") as drawing:
         axes = drawing.axes
         axes.bar(x, table[:, 0], width, color=COLORS[0], linewidth=0)
+        _whole_bars(axes, x, width)
         finish(axes, "sync", "MB sent by a replica")
-    total = run.syncs.sums["wire_bytes"]
-    text = (
-        f"Megabytes that the ranks of one replica sent to other replicas in each sync; "
-        f"{number(total / 1e6, ',.2f')} in all {run.syncs.count}."
-    )
-    return Chart("Bytes between replicas", drawing.svg, text, "Payload; 1 MB = 10^6 bytes.")
+    text = f"Megabytes that the ranks of one replica sent to other replicas in each sync; {total}."
+    return Chart(title, drawing.svg, text, note)
 
 
 def _by_sync(axes: Axes, run: MonitoredRun, table: Array) -> None:
@@ -223,6 +236,11 @@ def _bars(x: Array, table: Array) -> tuple[Array, Array]:
         np.array([x[i : i + step].mean() for i in starts]),
         np.array([table[i : i + step].mean(axis=0) for i in starts]),
     )
+
+
+def _whole_bars(axes: Axes, x: Array, width: float) -> None:
+    """The axis begins and ends with a bar."""
+    axes.set_xlim(float(x[0]) - width / 2, float(x[-1]) + width / 2)
 
 
 def _mark_rollbacks(axes: Axes, run: MonitoredRun) -> None:

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from megatron_edit.constants import QSR
 from megatron_edit.errors import on_one_line
 from megatron_edit.method.strategy import STRATEGIES, Strategy
 from megatron_edit.tools.monitor.values import finite, whole
 
 MOST_REPLICAS = 100_000  # far above any; each takes some kilobytes here
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The checkpoint that a run went on from.
+
+    Attributes:
+        iteration: after which it was written; under A-EDiT the step of replica 0.
+        samples: consumed by all replicas together until then.
+    """
+
+    iteration: int
+    samples: int
 
 
 @dataclass(frozen=True)
@@ -31,6 +45,7 @@ class Facts:
         sync_seconds: tau_time.
         delay_steps: d.
         anomaly_threshold: delta, standard deviations.
+        has_qsr: whether rounds have changing lengths.
         has_anomaly, has_clip: whether replicas can be left out, and averages clipped.
         versions: of what has a part in the numbers.
         argv: the command line.
@@ -38,6 +53,8 @@ class Facts:
         batch_size: global, samples.
         seq_length: tokens of a sample.
         inside_bytes: of one step inside a replica.
+        has_segment: whether it says if it was resumed; such runs also write end records.
+        resumed_from: None for a run that began anew, or does not say.
     """
 
     config: Mapping[str, Any]
@@ -51,6 +68,7 @@ class Facts:
     sync_seconds: float
     delay_steps: int
     anomaly_threshold: float
+    has_qsr: bool
     has_anomaly: bool
     has_clip: bool
     versions: Mapping[str, str]
@@ -59,6 +77,8 @@ class Facts:
     batch_size: int | None
     seq_length: int | None
     inside_bytes: float | None
+    has_segment: bool
+    resumed_from: ResumePoint | None
 
     @classmethod
     def of(cls, text: str) -> Facts:
@@ -89,6 +109,7 @@ class Facts:
             sync_seconds=_get(config, "sync_seconds", finite),
             delay_steps=_get(config, "delay_steps", whole),
             anomaly_threshold=_get(config, "anomaly_threshold", finite),
+            has_qsr=config.get("interval") == QSR,
             has_anomaly=not _get(config, "no_anomaly", bool),
             has_clip=not _get(config, "no_clip", bool),
             versions={name: _text(version) for name, version in versions.items()},
@@ -97,7 +118,40 @@ class Facts:
             batch_size=_size(sizes, "global_batch_size", whole),
             seq_length=_size(sizes, "seq_length", whole),
             inside_bytes=_size(sizes, "inside_bytes_per_step", finite),
+            has_segment=found.get("segment") is not None,
+            resumed_from=_size(found, "segment", _resumed_from),
         )
+
+
+def model_of(argv: Sequence[str]) -> str:
+    """Size of the model, by the flags of a training; empty where they do not say it.
+
+    Args:
+        argv: a command line.
+    """
+    sizes = []
+    for name, words in (("--num-layers", "{} layers"), ("--hidden-size", "hidden size {}")):
+        if value := _last_value(argv, name):
+            sizes.append(words.format(value))
+    return ", ".join(sizes)
+
+
+def _last_value(argv: Sequence[str], name: str) -> str:
+    """Of a flag on a command line, where the last one counts; empty if it is not there."""
+    value = ""
+    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+        if word == name:
+            value = following
+        elif word.startswith(f"{name}="):
+            value = word.partition("=")[2]
+    return value
+
+
+def _resumed_from(value: Any) -> ResumePoint | None:
+    point = _mapping(value).get("resumed_from")
+    if point is None:
+        return None
+    return ResumePoint(*(_get(_mapping(point), name, whole) for name in ("iteration", "samples")))
 
 
 def _get[T](found: Mapping[str, Any], name: str, read: Callable[[Any], T]) -> T:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from statistics import median_high
 from typing import Literal, NamedTuple
 
 from megatron_edit.constants import LOW_CLIP, WATCHED_SYNCS
+from megatron_edit.tools.monitor.advice import a_edit, either, even_weights, higher_clip, to_hide
+from megatron_edit.tools.monitor.facts import Facts
 from megatron_edit.tools.monitor.run import MonitoredRun
-from megatron_edit.tools.monitor.texts import duration, percent
+from megatron_edit.tools.monitor.spikes import Spike
+from megatron_edit.tools.monitor.texts import duration, number, percent
 
 EXPOSED_SHARE = 0.05
 WAIT_SHARE = 0.10
 ANOMALY_SHARE = 0.05
 SLOW_SHARE = 0.8
 SKIPPED_SHARE = 0.01
+MOST_NAMES = 8
 
 
 class MonitorFinding(NamedTuple):
@@ -32,15 +37,38 @@ def findings_of(run: MonitoredRun) -> list[MonitorFinding]:
 
 
 def _all(run: MonitoredRun) -> Iterator[MonitorFinding]:
+    yield from _of_ends(run)
     yield from _of_files(run)
-    yield from _of_replicas(run)
-    if run.facts is None:
+    yield from _of_losses(run)
+    facts = run.facts
+    if facts is None:
         return
+    yield from _of_speed(run, facts)
     if not run.syncs.count:
-        yield MonitorFinding("note", _without_syncs(run))
+        yield MonitorFinding("note", _without_syncs(facts))
         return
-    yield from _of_weights(run)
-    yield from _of_time(run)
+    yield from _of_weights(run, facts)
+
+
+def _of_ends(run: MonitoredRun) -> Iterator[MonitorFinding]:
+    if run.failure is not None:
+        replica, end = run.failure
+        reason = f": {end.reason}" if end.reason else ""
+        yield MonitorFinding(
+            "error", f"Replica {replica} failed with exit code {end.exit_code}{reason}."
+        )
+    if run.state == "lost":
+        yield MonitorFinding(
+            "warning",
+            f"No line for {duration(run.silence)}, and none that says how the run ended: it has "
+            "been killed, or hangs.",
+        )
+    if lost := run.lines_lost:
+        yield MonitorFinding(
+            "warning",
+            f"{lost} line{'s' if lost > 1 else ''} of the event files could not be written, and "
+            "are missing here: look at the disk of --edit-log-dir.",
+        )
 
 
 def _of_files(run: MonitoredRun) -> Iterator[MonitorFinding]:
@@ -55,16 +83,11 @@ def _of_files(run: MonitoredRun) -> Iterator[MonitorFinding]:
         lines = ", ".join(f"{count} in {name}" for name, count in damaged.items())
         yield MonitorFinding("error", f"Lines that could not be read, and are left out: {lines}.")
     if missing := run.missing:
-        shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
         yield MonitorFinding(
             "warning",
-            f"No file of replica {shown} in this folder: with one launch per "
+            f"No file of replica {_names(missing)} in this folder: with one launch per "
             "replica, --edit-log-dir must be a folder that all machines share. "
             f"Tokens/s and time left {_estimates(run)}.",
-        )
-    if run.state == "silent":
-        yield MonitorFinding(
-            "warning", f"Nothing new for {duration(run.silence)}: it has been stopped, or hangs."
         )
 
 
@@ -74,53 +97,73 @@ def _estimates(run: MonitoredRun) -> str:
     return "are estimated from the others"
 
 
-def _of_replicas(run: MonitoredRun) -> Iterator[MonitorFinding]:
-    speeds = {replica.number: replica.speed_between_syncs for replica in run.replicas}
-    speeds = {number: speed for number, speed in speeds.items() if math.isfinite(speed)}
-    if len(speeds) > 1:
-        slowest, usual = min(speeds, key=speeds.__getitem__), median_high(speeds.values())
-        if speeds[slowest] < SLOW_SHARE * usual:
-            yield MonitorFinding(
-                "warning",
-                f"Replica {slowest} is slow: between syncs it makes {speeds[slowest]:,.0f} "
-                f"tokens/s, the median replica {usual:,.0f}.",
-            )
+def _names(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:MOST_NAMES])) + (
+        ", ..." if len(numbers) > MOST_NAMES else ""
+    )
+
+
+def _of_losses(run: MonitoredRun) -> Iterator[MonitorFinding]:
+    spikes: dict[int, list[tuple[int, Spike]]] = defaultdict(list)
+    for replica in run.replicas:
+        if replica.spikes.worst is not None:
+            spikes[replica.spikes.worst.iteration].append((replica.number, replica.spikes.worst))
+    for iteration in sorted(spikes)[:MOST_NAMES]:
+        yield MonitorFinding("warning", _spike_text(run, spikes[iteration]))
     skipped = {
         replica.number: replica.num_skipped / replica.num_iterations
         for replica in run.replicas
         if replica.num_skipped > SKIPPED_SHARE * max(1, replica.num_iterations)
     }
-    for number, share in list(skipped.items())[:8]:
+    for replica_number, share in list(skipped.items())[:MOST_NAMES]:
         yield MonitorFinding(
             "warning",
-            f"Replica {number} has no finite loss for {percent(share)} of its iterations.",
+            f"Replica {replica_number} has no finite loss for {percent(share)} of its iterations.",
         )
 
 
-def _without_syncs(run: MonitoredRun) -> str:
-    assert run.facts is not None
-    if run.facts.strategy.endless_warmup:
+def _spike_text(run: MonitoredRun, spikes: Sequence[tuple[int, Spike]]) -> str:
+    """Of the replicas whose worst spike began at the same iteration."""
+    replicas = [replica for replica, _ in spikes]
+    spike = max((spike for _, spike in spikes), key=lambda each: each.sigmas)
+    whose = f"replica {_names(replicas)}"
+    if len(replicas) == len(run.replicas):
+        whose = "all replicas" if len(replicas) > 1 else "the replica"
+    back = "it has not come back"
+    if spike.length:
+        back = f"it came back after {spike.length} iteration{'s' if spike.length > 1 else ''}"
+    others = max(run.replicas[replica].spikes.count for replica in replicas) - 1
+    more = f" ({others} more, less high)" if others else ""
+    return (
+        f"The loss of {whose} jumped to {number(spike.loss, '.4g')} at iteration "
+        f"{spike.iteration:,}, {spike.sigmas:,.0f} standard deviations above the "
+        f"{number(spike.mean, '.4g')} before; {back}{more}. Look at the data of that iteration, "
+        "the learning rate and the gradient norms."
+    )
+
+
+def _without_syncs(facts: Facts) -> str:
+    if facts.strategy.endless_warmup:
         return "This strategy averages gradients at every step: there are no syncs to show."
     return (
-        f"No sync yet: {run.facts.warmup_steps} steps of warm-up come first, then a "
+        f"No sync yet: {facts.warmup_steps} steps of warm-up come first, then a "
         "round of steps apart."
     )
 
 
-def _of_weights(run: MonitoredRun) -> Iterator[MonitorFinding]:
+def _of_weights(run: MonitoredRun, facts: Facts) -> Iterator[MonitorFinding]:
     syncs = run.syncs
     if syncs.low_effective >= WATCHED_SYNCS:
         yield MonitorFinding(
             "warning",
-            f"For {syncs.low_effective} syncs in a row the median unit stood "
-            f"on fewer than {syncs.half:g} replicas: give a higher "
-            "--edit-weight-temperature, or auto, or look at the anomalies.",
+            f"For {syncs.low_effective} syncs in a row the median unit stood on fewer than "
+            f"{syncs.half:g} replicas: {either((even_weights(facts), 'look at the anomalies'))}.",
         )
     if syncs.low_clip >= WATCHED_SYNCS:
         yield MonitorFinding(
             "warning",
-            f"For {syncs.low_clip} syncs in a row the median unit was clipped "
-            f"below {LOW_CLIP:g}: raise --edit-clip, or lower the learning rate.",
+            f"For {syncs.low_clip} syncs in a row the median unit was clipped below "
+            f"{LOW_CLIP:g}: {either((higher_clip(facts), 'lower the learning rate'))}.",
         )
     for replica, share in enumerate(syncs.anomaly_shares().tolist()):
         if share > ANOMALY_SHARE:
@@ -138,18 +181,50 @@ def _of_weights(run: MonitoredRun) -> Iterator[MonitorFinding]:
         )
 
 
-def _of_time(run: MonitoredRun) -> Iterator[MonitorFinding]:
+def _of_speed(run: MonitoredRun, facts: Facts) -> Iterator[MonitorFinding]:
+    """Slow replicas, waiting for them, and exposed syncs: one finding, so that none contradicts."""
     exposed, wait = run.syncs.share("exposed"), run.syncs.share("wait")
-    if wait is not None and wait > WAIT_SHARE:
+    is_waiting = wait is not None and wait > WAIT_SHARE
+    slow = _slow_replica(run, is_waiting=is_waiting)
+    if is_waiting:
+        why = "" if slow is None else f", as replica {slow[0]} is slow ({slow[1]})"
+        remedies = (
+            a_edit(facts),
+            "look at " + ("what keeps them" if slow is None else "its machine"),
+        )
         yield MonitorFinding(
             "warning",
-            f"Replica 0 waited for the others {percent(wait)} of the time: "
-            "replicas of unequal speed do better with --edit-strategy a-edit.",
+            f"Replica 0 waited for the others {percent(wait)} of the time{why}: "
+            f"{either(remedies)}.",
         )
+    elif slow is not None and facts.strategy.is_timed:
+        yield MonitorFinding(
+            "note", f"Replica {slow[0]} is slow, and makes fewer steps than the others: {slow[1]}."
+        )
+    elif slow is not None:
+        yield MonitorFinding("warning", f"Replica {slow[0]} is slow: {slow[1]}.")
     elif exposed is not None and exposed > EXPOSED_SHARE:
         yield MonitorFinding(
             "warning",
-            f"Exposed syncs took {percent(exposed)} of the time: "
-            "raise --edit-sync-interval, or hide the exchange (--edit-delay-steps, "
-            "--overlap-param-gather).",
+            f"Exposed syncs took {percent(exposed)} of the time: {either(to_hide(facts))}.",
         )
+
+
+def _slow_replica(run: MonitoredRun, *, is_waiting: bool) -> tuple[int, str] | None:
+    """The slowest replica, if it is much slower than the others, and what its speed is.
+
+    Args:
+        run: of it.
+        is_waiting: whether replica 0 waits for the others: it is not the slow one then.
+    """
+    speeds = {replica.number: replica.speed_between_syncs for replica in run.replicas}
+    speeds = {replica: speed for replica, speed in speeds.items() if math.isfinite(speed)}
+    if len(speeds) < 2:
+        return None
+    slowest, usual = min(speeds, key=speeds.__getitem__), median_high(speeds.values())
+    if speeds[slowest] >= SLOW_SHARE * usual or (is_waiting and slowest == 0):
+        return None
+    text = (
+        f"between syncs it makes {speeds[slowest]:,.0f} tokens/s, the median replica {usual:,.0f}"
+    )
+    return slowest, text

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_edit.errors import on_one_line
+from megatron_edit.tools.monitor.facts import model_of
 from megatron_edit.tools.monitor.findings import findings_of
-from megatron_edit.tools.monitor.page import layout, loss_of, rhythm, whose_speed
+from megatron_edit.tools.monitor.page import layout, loss_of, resumes, rhythm, whose_speed
 from megatron_edit.tools.monitor.replicas import Replica
-from megatron_edit.tools.monitor.run import MonitoredRun
+from megatron_edit.tools.monitor.run import MonitoredRun, State
 from megatron_edit.tools.monitor.texts import (
     UNKNOWN,
     duration,
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
 
 MOST_REPLICAS = 8
 LAST_SYNCS = 6
-STATE_STYLES = {"running": "green", "finished": "green", "silent": "yellow", "waiting": "yellow"}
+STATE_STYLES: Mapping[State, str] = {
+    "running": "green", "finished": "green", "lost": "yellow", "stopped": "yellow",
+    "waiting": "yellow", "failed": "red",
+}  # fmt: skip
 STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
 
@@ -56,9 +60,11 @@ def _head(run: MonitoredRun) -> RenderableType:
 
     facts = run.facts
     assert facts is not None
+    parts = (model_of(facts.argv), layout(facts), rhythm(facts), resumes(run))
     return Text.assemble(
-        (facts.strategy.name, "bold"), "  ", (run.state, f"bold {STATE_STYLES[run.state]}"),
-        f"  {layout(facts)}; {rhythm(facts)}",
+        (facts.strategy.name, "bold"), "  ",
+        (run.state_text, f"bold {STATE_STYLES[run.state]}"),
+        "  " + "; ".join(part for part in parts if part),
     )  # fmt: skip
 
 
@@ -70,6 +76,8 @@ def _progress(run: MonitoredRun) -> RenderableType:
     assert facts is not None
     total = f" of {facts.train_iters:,}" if facts.train_iters else ""
     texts = [f"iteration {run.iteration:,}{total}", f"loss {number(loss_of(run), '.4f')}"]
+    for data, evaluation in run.evaluations.items():
+        texts.append(f"{data} loss {number(evaluation.loss, '.4f')}")
     whose = "" if run.num_heard in (0, len(run.replicas)) else f" ({whose_speed(run)})"
     texts.append(f"{number(run.speed, ',.0f')} tokens/s{whose}")
     if run.state == "running":
@@ -84,7 +92,8 @@ def _progress(run: MonitoredRun) -> RenderableType:
 
 def _replicas(run: MonitoredRun) -> RenderableType:
     """The slowest ones, where there are many."""
-    table = _table("replica", "replica step", "loss", "tokens/s", "between syncs", "left out")
+    step = "replica step" if run.has_own_steps else "iteration"
+    table = _table("replica", step, "loss", "tokens/s", "between syncs", "left out")
     shown = sorted(run.replicas, key=_slowness)[:MOST_REPLICAS]
     shares = run.syncs.anomaly_shares() if run.syncs.count else None
     for replica in sorted(shown, key=lambda each: each.number):

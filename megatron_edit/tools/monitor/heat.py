@@ -33,7 +33,8 @@ def norms_by_unit(syncs: Syncs) -> tuple[str, float, float]:
     low, high = (float(known.min()), float(known.max())) if known.size else (1.0, 1.0)
     with svg_drawing("norms", height=_height(len(table))) as drawing:
         scale = LogNorm(low, max(high, low * 1.001))
-        bar = _draw(drawing, table, syncs, list(syncs.units), scale, "viridis")
+        bar = _draw(drawing, table, syncs, list(syncs.units), scale, "viridis",
+                    "norm (in units of the parameters)")  # fmt: skip
         bar.locator = LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,))
         bar.minorlocator = NullLocator()
         bar.formatter = StrMethodFormatter("{x:g}")
@@ -63,7 +64,7 @@ def _draw(
     names: Sequence[str],
     scale: Normalize,
     colors: str,
-    title: str = "",
+    title: str,
 ) -> Colorbar:
     """Rows from the top down, syncs from left to right."""
     from matplotlib.ticker import MaxNLocator

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from megatron_edit.tools.monitor.charts import charts_of
-from megatron_edit.tools.monitor.facts import Facts
+from megatron_edit.tools.monitor.facts import Facts, model_of
 from megatron_edit.tools.monitor.findings import findings_of
-from megatron_edit.tools.monitor.run import MonitoredRun
+from megatron_edit.tools.monitor.run import OVER, MonitoredRun
 from megatron_edit.tools.monitor.texts import (
     UNKNOWN,
     duration,
@@ -24,13 +26,10 @@ from megatron_edit.tools.monitor.texts import (
 from megatron_edit.tools.pages.rendering import render
 
 TEMPLATE = Path(__file__).with_name("page.html")
+MOST_RESUMES = 8
 SYNC_HEAD = (
     "sync", "after iteration", "norm: smallest", "median", "largest", "effective replicas",
     "clip", "left out", "rolled back", "wait (ms)", "exposed (ms)", "total (ms)", "MB sent",
-)  # fmt: skip
-REPLICA_HEAD = (
-    "replica", "replica step", "loss", "tokens/s now", "tokens/s in all",
-    "between syncs", "mean weight", "left out",
 )  # fmt: skip
 
 
@@ -52,15 +51,18 @@ def page_of(run: MonitoredRun) -> str:
 
     facts = run.facts
     assert facts is not None
+    charts = list(charts_of(run))
     values: dict[str, Any] = {
-        "title": f"Training with {facts.strategy.name}: {run.folder.resolve().name}",
+        "title": title(run),
         "state": run.state,
+        "state_text": run.state_text,
         "subtitle": subtitle(run),
         "progress": run.progress,
         "tiles": list(tiles(run)),
         "findings": findings_of(run),
-        "charts": [chart._replace(svg=Markup(chart.svg)) for chart in charts_of(run)],
-        "replica_head": REPLICA_HEAD,
+        "charts": [chart._replace(svg=Markup(chart.svg)) for chart in charts if chart.svg],
+        "unchanged": [chart for chart in charts if not chart.svg],
+        "replica_head": replica_head(run),
         "replica_rows": list(replica_rows(run)),
         "sync_head": SYNC_HEAD,
         "sync_rows": list(sync_rows(run)),
@@ -75,14 +77,40 @@ def page_of(run: MonitoredRun) -> str:
     return render(TEMPLATE, values)
 
 
+def title(run: MonitoredRun) -> str:
+    """Strategy, model, machine and date."""
+    facts = run.facts
+    assert facts is not None
+    model = model_of(facts.argv)
+    what = f" of {model}" if model else ""
+    return f"{facts.strategy.name}: training{what} on {facts.host}, {date(run)}"
+
+
+def date(run: MonitoredRun) -> str:
+    """On which it began: a copied file may be younger than the first sync."""
+    known = [at for at in (run.began_at, run.syncs.first_time) if at is not None]
+    began_at = min(known, default=run.read_at)
+    return time.strftime("%Y-%m-%d", time.localtime(began_at))
+
+
+def resumes(run: MonitoredRun) -> str:
+    """Whether and where it was resumed; empty if it was not."""
+    if not run.resumed_at:
+        return ""
+    shown = ", ".join(f"{iteration:,}" for iteration in run.resumed_at[:MOST_RESUMES])
+    more = ", ..." if len(run.resumed_at) > MOST_RESUMES else ""
+    times = "once" if len(run.resumed_at) == 1 else f"{len(run.resumed_at)} times"
+    return f"resumed {times}, after iteration {shown}{more}"
+
+
 def subtitle(run: MonitoredRun) -> str:
-    """Strategy, layout and the newest news, in a sentence."""
+    """Layout, rhythm and the newest news, in a sentence."""
     assert run.facts is not None
-    parts = [layout(run.facts), rhythm(run.facts)]
+    parts = [layout(run.facts), rhythm(run.facts), resumes(run)]
     if run.syncs.last_time is not None:
         age = duration(max(0.0, run.read_at - run.syncs.last_time))
-        parts.append(f"last sync {age} ago" if run.state != "finished" else "")
-    if run.state in ("running", "silent"):
+        parts.append("" if run.state in OVER else f"last sync {age} ago")
+    if run.state not in OVER:
         parts.append(f"last news {duration(run.silence)} ago")
     return "; ".join(part for part in parts if part) + "."
 
@@ -127,7 +155,11 @@ def tiles(run: MonitoredRun) -> Iterator[Tile]:
     if run.state == "running":
         yield Tile("time left", duration(run.remaining_seconds), "at the present speed")
     yield Tile("training loss", number(loss_of(run), ".4f"), "mean over the replicas")
-    yield Tile("tokens/s", number(run.speed, ",.0f"), f"{whose_speed(run)}, at present")
+    for data, evaluation in run.evaluations.items():
+        yield Tile(f"{data} loss", number(evaluation.loss, ".4f"),
+                   f"after iteration {evaluation.iteration:,}")  # fmt: skip
+    when = "in the newest steps" if run.state in OVER else "at present"
+    yield Tile("tokens/s", number(run.speed, ",.0f"), f"{whose_speed(run)}, {when}")
     if not syncs.count:
         return
     yield Tile("syncs", f"{syncs.count:,}", duration(syncs.elapsed) + " from first to last")
@@ -153,6 +185,13 @@ def loss_of(run: MonitoredRun) -> float:
     return sum(known) / len(known) if known else math.nan
 
 
+def replica_head(run: MonitoredRun) -> tuple[str, ...]:
+    """Names of its columns: where replicas make different numbers of steps, each has its own."""
+    step = "replica step" if run.has_own_steps else "iteration"
+    return ("replica", step, "loss", "tokens/s now", "tokens/s in all", "between syncs",
+            "mean weight", "left out")  # fmt: skip
+
+
 def replica_rows(run: MonitoredRun) -> Iterator[list[str]]:
     """A line for each replica."""
     weights = run.syncs.rows.column("replica_weight")
@@ -166,7 +205,7 @@ def replica_rows(run: MonitoredRun) -> Iterator[list[str]]:
             number(replica.speed, ",.0f"),
             number(replica.mean_speed, ",.0f"),
             number(replica.speed_between_syncs, ",.0f"),
-            number(float(weights[:, number_].mean()), ".3f") if has_syncs else UNKNOWN,
+            number(float(np.nanmean(weights[:, number_])), ".3f") if has_syncs else UNKNOWN,
             UNKNOWN if shares is None else percent(float(shares[number_])),
         ]
 

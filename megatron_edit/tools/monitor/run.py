@@ -1,4 +1,4 @@
-"""The folder of a run's event files, read as a whole, and again as they grow."""
+"""The folder of a training's event files, read as a whole, and again as they grow."""
 
 from __future__ import annotations
 
@@ -6,34 +6,52 @@ import math
 import os
 import stat
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, get_args
 
-from megatron_edit.errors import UsageError
-from megatron_edit.tools.monitor.facts import Facts
+from megatron_edit.errors import UsageError, on_one_line
+from megatron_edit.tools.monitor.facts import Facts, ResumePoint
 from megatron_edit.tools.monitor.lines import LineFile, status, unreadable
-from megatron_edit.tools.monitor.replicas import Replica
+from megatron_edit.tools.monitor.replicas import End, EndKind, Replica, Step
+from megatron_edit.tools.monitor.segments import Segment, earlier_segments
 from megatron_edit.tools.monitor.series import Bins
-from megatron_edit.tools.monitor.syncs import Syncs
+from megatron_edit.tools.monitor.syncs import Syncs, samples_of
+from megatron_edit.tools.monitor.texts import duration
 from megatron_edit.tools.monitor.values import finite, whole
 
 SILENT_SECONDS = 120.0
 SILENT_STEPS = 10  # of the slowest replica's longest steps
-State = Literal["waiting", "running", "silent", "finished"]
+State = Literal["waiting", "running", "lost", "finished", "stopped", "failed"]
+OVER: frozenset[State] = frozenset(get_args(EndKind))
+VALIDATION = "validation"  # the set of data whose losses are drawn; others are only told
+
+
+class EvaluatedLoss(NamedTuple):
+    """A loss on data that are not trained on."""
+
+    iteration: int
+    loss: float
 
 
 class MonitoredRun:
-    """Everything that the event files of a run say, so far.
+    """Everything that the event files of a training say, so far, of all runs it was resumed in.
 
     Args:
         folder: `--edit-log-dir`.
 
     Attributes:
         folder: the same.
-        facts: None until `run.json` is there.
-        losses: mean over the replicas, by iteration.
+        facts: of the newest run; None until `run.json` is there.
+        resumed_at: iterations at which the training was resumed, as far as the files before are
+            there.
+        began_at: Unix seconds at which the first run began; None until `run.json` is there.
+        losses: mean over the replicas, by iteration, or by samples of all replicas.
         loss: the newest of them.
+        validation: validation losses, likewise.
+        evaluations: the newest evaluation on each set of data.
         syncs: all of them.
         replicas: by number.
         drift: round and replica where a digest first differed from another replica's.
@@ -46,19 +64,25 @@ class MonitoredRun:
 
     def _begin(self) -> None:
         self.facts: Facts | None = None
+        self.resumed_at: list[int] = []
+        self.began_at: float | None = None
         self.losses, self.loss = Bins(), math.nan
+        self.validation = Bins()
+        self.evaluations: dict[str, EvaluatedLoss] = {}
         self.syncs = Syncs(0)
         self.replicas: list[Replica] = []
         self.drift: tuple[int, int] | None = None
         self.read_at = time.time()
         self._digests: dict[int, str] = {}
-        self._files: dict[str, LineFile] = {}
+        self._segments: list[Segment] = []
+        self._entered: Segment | None = None
+        self._damaged: Counter[str] = Counter()
         self._version: tuple[int, int] | None = None
 
     @property
-    def files(self) -> list[LineFile]:
-        """All but `run.json`."""
-        return list(self._files.values())
+    def files(self) -> tuple[LineFile, ...]:
+        """Those of the newest run, without `run.json`."""
+        return self._segments[-1].files if self._segments else ()
 
     def unread_bytes(self) -> int:
         """What there is to read. It looks for `run.json`, too.
@@ -67,7 +91,7 @@ class MonitoredRun:
             UsageError: there is a `run.json` that is none of ours, or a file cannot be read.
         """
         self._open()
-        return sum(file.unread_bytes for file in self.files)
+        return sum(file.unread_bytes for segment in self._segments for file in segment.files)
 
     def poll(self, on_bytes: Callable[[int], object] = lambda _: None) -> None:
         """Read what has come since the last time; a newer run in the folder is read from its start.
@@ -82,15 +106,36 @@ class MonitoredRun:
             self._begin()
         self._open()
         self.read_at = time.time()
-        for name, file in self._files.items():
-            take = self._taker(name)
+        for segment in self._segments:
+            self._read(segment, on_bytes)
+        del self._segments[:-1]  # earlier runs write no more
+        if self._was_replaced:  # while it was read: what has been read may be of both
+            self.poll(on_bytes)
+
+    def _read(self, segment: Segment, on_bytes: Callable[[int], object]) -> None:
+        if segment is not self._entered:
+            self._enter(segment)
+        takers: list[tuple[LineFile, Callable[[Mapping[str, Any]], None]]] = [
+            (segment.syncs, partial(self._take_sync, segment)),
+            (segment.losses, partial(self._take_loss, segment)),
+            *((file, partial(self._take_line, segment, replica))
+              for replica, file in zip(self.replicas, segment.replicas, strict=False)),
+        ]  # fmt: skip
+        for file, take in takers:
             for record in file.read(on_bytes):
                 try:
                     take(record)
                 except (ArithmeticError, KeyError, TypeError, ValueError, IndexError):
                     file.num_damaged += 1
-        if self._was_replaced:  # while it was read: what has been read may be of both
-            self.poll(on_bytes)
+            if file.num_damaged:
+                self._damaged[file.path.name] = file.num_damaged
+
+    def _enter(self, segment: Segment) -> None:
+        """The next lines are of this run."""
+        self._entered, facts = segment, segment.facts
+        self.syncs.resume(facts.num_replicas)
+        for replica in self.replicas[: facts.num_replicas]:
+            replica.resume(facts.warmup_steps)
 
     @property
     def _was_replaced(self) -> bool:
@@ -111,7 +156,7 @@ class MonitoredRun:
         try:
             with self._path.open(encoding="utf-8") as file:
                 self._version = _version(os.fstat(file.fileno()))
-                self.facts = Facts.of(file.read())
+                facts = Facts.of(file.read())
         except FileNotFoundError:  # renamed just now, by a run that begins
             self._begin()
             return
@@ -123,41 +168,67 @@ class MonitoredRun:
                 f"is not what a run writes ({error})",
                 "give the folder of --edit-log-dir",
             ) from None
-        total = self.facts.num_replicas
-        self.syncs = Syncs(total)
-        self.replicas = [Replica(number, self.facts.warmup_steps) for number in range(total)]
-        names = ["sync.jsonl", "loss.jsonl", *(f"replica-{r}.jsonl" for r in range(total))]
-        self._files = {name: LineFile(self.folder / name) for name in names}
+        earlier = earlier_segments(self.folder, facts)
+        self.facts = facts
+        self._segments = [*earlier, Segment.of(self.folder, facts)]
+        self.replicas = [Replica(number) for number in range(facts.num_replicas)]
+        self.resumed_at = [self._iteration_of(s.end) for s in earlier if s.end is not None]
+        self.began_at = self._segments[0].began_at
 
     @property
     def _path(self) -> Path:
         return self.folder / "run.json"
 
-    def _taker(self, name: str) -> Callable[[Mapping[str, Any]], None]:
-        if name == "sync.jsonl":
-            return self.syncs.add
-        if name == "loss.jsonl":
-            return self._take_loss
-        replica = self.replicas[int(name.partition("-")[2].partition(".")[0])]
+    # ---- lines
 
-        def take(line: Mapping[str, Any]) -> None:
-            if "end" in line:
-                return
-            if "digest" in line:
-                self._compare(whole(line["round"]), line["digest"], replica.number)
-                replica.on_sync()
-            else:
-                replica.add(line)
+    def _take_sync(self, segment: Segment, line: Mapping[str, Any]) -> None:
+        if segment.keeps(whole(line["iteration"]), sum(samples_of(line))):
+            self.syncs.add(line)
 
-        return take
-
-    def _take_loss(self, line: Mapping[str, Any]) -> None:
-        if "validation_loss" in line:
+    def _take_loss(self, segment: Segment, line: Mapping[str, Any]) -> None:
+        name = "validation_loss" if "validation_loss" in line else "loss"
+        iteration, samples, found = whole(line["iteration"]), line.get("samples"), line[name]
+        samples = None if samples is None else whole(samples)
+        if found is None or not segment.keeps(iteration, samples):
             return
-        if line["loss"] is not None:
-            iteration, loss = whole(line["iteration"]), finite(line["loss"])
-            self.losses.add(iteration, loss)
+        loss, place = finite(found), self._place(segment, iteration, samples)
+        if name == "loss":
+            self.losses.add(place, loss)
             self.loss = loss
+            return
+        data = str(line.get("split", VALIDATION))
+        name = on_one_line(
+            f"{data} {line.get('name') or ''}"
+        ).strip()  # of several sets of one kind
+        self.evaluations[name] = EvaluatedLoss(iteration, loss)
+        if data == VALIDATION:
+            self.validation.add(place, loss)
+
+    def _take_line(self, segment: Segment, replica: Replica, line: Mapping[str, Any]) -> None:
+        if "digest" in line:
+            number = whole(line["round"])
+            if segment.end is None or number <= self.syncs.newest_round:
+                self._compare(number, line["digest"], replica.number)
+                replica.on_sync()
+        elif "end" in line:
+            replica.on_end(End.of(line))
+        else:
+            step = Step.of(line)
+            if segment.keeps(step.iteration, step.samples_all):
+                replica.add(step, self._place(segment, step.iteration, step.samples_all))
+
+    def _place(self, segment: Segment, iteration: int, samples: int | None) -> int:
+        """Where a line stands in pictures."""
+        if not self.is_by_samples:
+            return iteration
+        return iteration * (segment.facts.batch_size or 1) if samples is None else samples
+
+    def _iteration_of(self, point: ResumePoint) -> int:
+        """The same number as in the lines of the runs."""
+        facts = self.facts
+        if facts is None or not facts.strategy.is_timed or not facts.batch_size:
+            return point.iteration
+        return point.samples // facts.batch_size
 
     def _compare(self, number: int, digest: str | None, replica: int) -> None:
         if digest is None:
@@ -168,34 +239,64 @@ class MonitoredRun:
     # ---- where it is
 
     @property
-    def iteration(self) -> int:
-        """The furthest replica's; where replicas run at their own speeds, whole global batches."""
-        furthest = max((replica.iteration for replica in self.replicas), default=0)
-        facts, samples = self.facts, self._samples_of_all
-        if facts is None or not facts.strategy.is_timed or samples is None or not facts.batch_size:
-            return furthest
-        return min(samples // facts.batch_size, facts.train_iters or samples)
+    def is_by_samples(self) -> bool:
+        """Whether pictures are by samples of all replicas, as these make different steps.
+
+        Files of older versions do not say them.
+        """
+        facts = self.facts
+        return facts is not None and facts.strategy.is_timed and facts.has_segment
 
     @property
-    def _samples_of_all(self) -> int | None:
-        """Consumed by all replicas. Older event files say it only at a sync: None before one."""
-        told = max((replica.samples_all for replica in self.replicas), default=0)
-        if told:
-            return told
-        if not self.syncs.count:
+    def has_own_steps(self) -> bool:
+        """Whether replicas make different numbers of steps."""
+        return self.facts is not None and self.facts.strategy.is_timed
+
+    @property
+    def has_one_loss_per_round(self) -> bool:
+        """Whether `loss.jsonl` has one line for each round after the warm-up."""
+        facts = self.facts
+        return facts is not None and (facts.strategy.is_timed or facts.has_qsr)
+
+    @property
+    def samples(self) -> int | None:
+        """Consumed by all replicas, where these tell the progress; None where it is not known."""
+        facts = self.facts
+        if facts is None or not facts.strategy.is_timed:
             return None
-        return sum(self.syncs.samples) + sum(replica.samples for replica in self.replicas)
+        at_sync = sum(self.syncs.samples)
+        if told := max((replica.samples_all for replica in self.replicas), default=0):
+            return max(told, at_sync)
+        # Older versions say it at a sync only.
+        return at_sync + sum(replica.samples for replica in self.replicas) if at_sync else None
+
+    @property
+    def iteration(self) -> int:
+        """Of the furthest replica; under A-EDiT whole batches of all replicas."""
+        samples, facts = self.samples, self.facts
+        if samples is None or facts is None or not facts.batch_size:
+            return max((replica.iteration for replica in self.replicas), default=0)
+        if self._ended == "finished" and facts.train_iters:  # a rest may make no whole batch
+            return facts.train_iters
+        return min(samples // facts.batch_size, facts.train_iters or samples)
 
     @property
     def missing(self) -> list[int]:
         """Replicas without a file here."""
-        return [r.number for r in self.replicas
-                if status(self._files[f"replica-{r.number}.jsonl"].path) is None]  # fmt: skip
+        if self._entered is None:
+            return []
+        return [number for number, file in enumerate(self._entered.replicas)
+                if status(file.path) is None]  # fmt: skip
 
     @property
     def num_damaged(self) -> dict[str, int]:
         """Lines that could not be read, by file."""
-        return {name: f.num_damaged for name, f in self._files.items() if f.num_damaged}
+        return dict(self._damaged)
+
+    @property
+    def lines_lost(self) -> int:
+        """Lines that could not be written."""
+        return sum(replica.lines_lost for replica in self.replicas)
 
     @property
     def progress(self) -> float | None:
@@ -203,13 +304,13 @@ class MonitoredRun:
         facts = self.facts
         if facts is None or not facts.train_iters:
             return None
-        is_apart = self.syncs.count > 0 or self.iteration > facts.warmup_steps
-        if not facts.strategy.is_timed or not is_apart:
-            return min(1.0, self.iteration / facts.train_iters)
-        done = self._samples_of_all
-        if not facts.batch_size or done is None:
+        samples, iteration = self.samples, self.iteration
+        is_apart = bool(self.syncs.count) or iteration > facts.warmup_steps
+        if not facts.strategy.is_timed or not is_apart or iteration == facts.train_iters:
+            return min(1.0, iteration / facts.train_iters)
+        if samples is None or not facts.batch_size:
             return None
-        return min(1.0, done / (facts.train_iters * facts.batch_size))
+        return min(1.0, samples / (facts.train_iters * facts.batch_size))
 
     @property
     def num_heard(self) -> int:
@@ -251,15 +352,53 @@ class MonitoredRun:
         return max(0.0, self.read_at - (self.news_at or self.read_at))
 
     @property
+    def ends(self) -> dict[int, End]:
+        """How the newest run ended, by replica, as far as it has."""
+        return {r.number: r.end for r in self.replicas if r.end is not None}
+
+    @property
+    def failure(self) -> tuple[int, End] | None:
+        """The replica that failed first, and how."""
+        failed = [(number, end) for number, end in self.ends.items() if end.kind == "failed"]
+        return min(failed, key=lambda each: each[1].time, default=None)
+
+    @property
+    def _ended(self) -> EndKind | None:
+        """How the newest run ended; None until all replicas that are seen here have said so."""
+        ends, missing = self.ends, self.missing
+        if self.failure is not None:
+            return "failed"
+        if not ends or any(r.number not in ends and r.number not in missing for r in self.replicas):
+            return None
+        return "stopped" if any(end.kind == "stopped" for end in ends.values()) else "finished"
+
+    @property
     def state(self) -> State:
-        """What is known of the training's life: nobody writes down its end."""
+        """What has become of the training."""
         if self.facts is None:
             return "waiting"
-        if self.progress is not None and self.progress >= 1.0:
+        if (ended := self._ended) is not None:
+            return ended
+        # Runs of older versions do not write how they ended.
+        if not self.facts.has_segment and self.progress is not None and self.progress >= 1.0:
             return "finished"
         longest = max((replica.step_seconds for replica in self.replicas), default=0.0)
         limit = max(SILENT_SECONDS, SILENT_STEPS * longest)
-        return "silent" if self.silence > limit else "running"
+        return "lost" if self.silence > limit else "running"
+
+    @property
+    def state_text(self) -> str:
+        """The state, and why."""
+        state = self.state
+        if state == "lost":
+            return f"lost (no line for {duration(self.silence)})"
+        if state == "failed" and self.failure is not None:
+            number, end = self.failure
+            return f"failed: {end.reason or f'replica {number}, exit code {end.exit_code}'}"
+        if state == "stopped":
+            reasons = {end.reason for end in self.ends.values() if end.reason}
+            return f"stopped ({', '.join(sorted(reasons))})" if reasons else state
+        return state
 
 
 def check_folder(folder: Path, *, may_come: bool = False) -> None:

@@ -9,20 +9,21 @@ import numpy as np
 
 from megatron_edit.tools.monitor.run import MonitoredRun
 from megatron_edit.tools.monitor.series import Array
-from megatron_edit.tools.pages.drawing import COLORS
+from megatron_edit.tools.pages.drawing import COLORS, legend_below
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MANY_REPLICAS = 8  # more of them are drawn as a band
+FLAT_SHARE = 0.005  # on an axis from zero, a curve that varies by less is a flat line
 
 
 class Chart(NamedTuple):
-    """One picture.
+    """One picture, or only its sentence where all values are the same.
 
     Attributes:
-        title: what it shows, with the unit.
-        svg: the picture.
+        title: what it shows.
+        svg: the picture; empty where there is nothing to see in it.
         text: what is to be seen, in a sentence.
         note: how it is to be read; may be empty.
     """
@@ -66,14 +67,22 @@ def marker(x: Array) -> dict[str, Any]:
     return {"marker": "o", "markersize": 3.5} if x.size <= 12 else {}
 
 
+def is_flat(*columns: Array) -> bool:
+    """Whether a picture of these would show a flat line and nothing else."""
+    values = np.concatenate([column[np.isfinite(column)] for column in columns])
+    if values.size < 2:
+        return False
+    return bool(np.ptp(values) <= FLAT_SHARE * np.abs(values).max())
+
+
 def finish(axes: Axes, x: str, y: str) -> None:
-    """Name both axes, and say what the lines are."""
+    """Name both axes, and say below the picture what the lines are."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
-    handles, labels = axes.get_legend_handles_labels()
-    if labels:
-        columns = 1 if len(labels) <= 3 else 2
-        axes.legend(handles, labels, ncols=columns, columnspacing=0.8, handlelength=1.2)
+    first, last = axes.get_xlim()
+    if last - first < 1:  # of a single point
+        axes.set_xlim(first - 0.5, last + 0.5)
+    legend_below(axes)

@@ -57,10 +57,12 @@ class Syncs:
         units: names in the order in which they were met first; the unit columns follow it.
         recent: the newest ones.
         samples: of each replica, at the newest.
+        newest_round: number of the newest; 0 before the first.
         state_bytes: outer state of one replica; None where nobody says.
         sums: of `SYNC_TIMES`, of bytes (`wire_bytes`), and of `anomalies` and `rollbacks`.
         first_time: Unix seconds of the first one; None before it.
         last_time: of the newest.
+        elapsed: seconds from sync to sync; not those in which a training was stopped.
         low_effective: longest run of syncs whose median unit stood on less than half of the
             replicas.
         low_clip: longest run of syncs whose median unit was clipped below 0.5.
@@ -71,12 +73,15 @@ class Syncs:
     units: dict[str, int] = field(default_factory=dict)
     recent: deque[SyncBrief] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
     samples: list[int] = field(default_factory=list)
+    newest_round: int = 0
     state_bytes: int | None = None
     sums: dict[str, float] = field(default_factory=dict)
     first_time: float | None = None
     last_time: float | None = None
+    elapsed: float = 0.0
     low_effective: int = 0
     low_clip: int = 0
+    _is_first: bool = True
     _effective_run: int = 0
     _clip_run: int = 0
 
@@ -88,7 +93,7 @@ class Syncs:
             changed then.
         """
         row, brief = self._read(line)
-        samples, time = [whole(n) for n in line["samples"]], finite(line["time"])
+        samples, time = samples_of(line), finite(line["time"])
         state_bytes = line.get("state_bytes")
         state_bytes = self.state_bytes if state_bytes is None else whole(state_bytes)
         for name in line["units"]:
@@ -96,13 +101,16 @@ class Syncs:
         self.rows.add(row)
         self.recent.append(brief)
         self.samples = samples
+        self.newest_round = brief.round
         self.state_bytes = state_bytes
-        self.first_time = time if self.first_time is None else self.first_time
-        self.last_time = time
         counted = dict(zip(SYNC_TIMES, row["seconds"].tolist(), strict=True))
         counted |= {n: float(getattr(brief, n)) for n in ("wire_bytes", "anomalies", "rollbacks")}
-        if self.rows.count == 1:  # the time before the first one is not known
+        if self._is_first:  # the time before the first one is not known
             counted["first_exposed"], counted["first_wait"] = counted["exposed"], counted["wait"]
+        else:
+            self.elapsed += max(0.0, time - (self.last_time or time))
+        self.first_time = time if self.first_time is None else self.first_time
+        self.last_time, self._is_first = time, False
         for name, value in counted.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
         self._effective_run = self._effective_run + 1 if brief.effective < self.half else 0
@@ -120,10 +128,13 @@ class Syncs:
         """N / 2."""
         return self.num_replicas / 2
 
-    @property
-    def elapsed(self) -> float:
-        """Seconds from the first sync to the newest."""
-        return (self.last_time or 0.0) - (self.first_time or 0.0)
+    def resume(self, num_replicas: int) -> None:
+        """A run begins, whose lines come next.
+
+        Args:
+            num_replicas: of this run.
+        """
+        self.num_replicas, self.samples, self._is_first = num_replicas, [], True
 
     def share(self, name: str) -> float | None:
         """Share of the elapsed time that `exposed` or `wait` took; None where it is not known."""
@@ -135,7 +146,8 @@ class Syncs:
         """Share of its (sync, unit) pairs in which each replica was left out, float64 [N]."""
         pairs = np.nansum(self.rows.column("replica_pairs"), axis=0)
         left_out = np.nansum(self.rows.column("replica_anomalies"), axis=0)
-        return left_out / np.maximum(1.0, pairs)
+        shares: Array = left_out / np.maximum(1.0, pairs)
+        return shares[: self.num_replicas]
 
     def _read(self, line: Mapping[str, Any]) -> tuple[dict[str, Array], SyncBrief]:
         names, shape = _names(line["units"]), (len(line["units"]), self.num_replicas)
@@ -177,6 +189,15 @@ class Syncs:
                      "clip"):  # fmt: skip
             row[name] = np.array([float(getattr(brief, name))])
         return row, brief
+
+
+def samples_of(line: Mapping[str, Any]) -> list[int]:
+    """Of each replica, at a sync.
+
+    Raises:
+        KeyError, TypeError, ValueError: the line is not of that form.
+    """
+    return [whole(number) for number in line["samples"]]
 
 
 def _table(values: Any, shape: tuple[int, ...]) -> Array:

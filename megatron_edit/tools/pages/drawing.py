@@ -23,7 +23,7 @@ DARK_COLORS = (  # the same, where the page is dark
 # As wide as a phone, so that the letters stay as large there as they are drawn.
 SIZE_INCHES = (4.3, 3.5)
 DOTS_PER_INCH = 240
-SVG_INCHES = (4.3, 3.0)
+SVG_INCHES = (4.3, 3.3)
 # Colours that stand for those of the page: whoever draws with them never sees them.
 INK, FAINT, PAPER = "#010203", "#040506", "#070809"
 _OF_PAGE = {INK: "var(--ink)", FAINT: "var(--line)", PAPER: "var(--paper)"} | {
@@ -36,7 +36,7 @@ _STYLE: dict[Any, Any] = {
     "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK,
     "ytick.color": INK, "grid.color": FAINT, "legend.edgecolor": FAINT, "legend.facecolor": PAPER,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
-    "axes.axisbelow": True,
+    "axes.axisbelow": True, "axes.xmargin": 0.0,
     "legend.fontsize": 9.0, "legend.framealpha": 0.85, "axes.formatter.limits": (-4, 5),
     "axes.formatter.use_mathtext": False, "lines.linewidth": 1.4,
 }  # fmt: skip
@@ -99,22 +99,38 @@ def _element(text: str) -> str:
     return f'<svg {box[0]} aria-hidden="true">{body}'.strip()
 
 
+def legend_below(axes: Axes) -> None:
+    """What the lines are, below the axes: nothing lies on the data."""
+    handles, labels = axes.get_legend_handles_labels()
+    if not labels:
+        return
+    longest = max(map(len, labels))
+    columns = 4 if longest <= 9 else 3 if longest <= 16 else 2 if longest <= 28 else 1
+    axes.figure.legend(
+        handles, labels, loc="outside lower center", ncols=min(columns, len(labels)),
+        columnspacing=0.8, handlelength=1.2, frameon=False,
+    )  # fmt: skip
+
+
 @contextmanager
 def png_axes(path: Path, title: str) -> Iterator[Axes]:
-    """Axes to draw on in the block; the picture is in the file `path` after it."""
+    """Axes to draw on in the block; the picture is in the file `path` after it.
+
+    It has a white ground of its own, for pages whose colours nobody knows.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=SIZE_INCHES, layout="constrained")
-    yield axes
-    axes.set_title(title, fontsize=11)
-    axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=9)
-    figure.savefig(path, dpi=DOTS_PER_INCH)
-    plt.close(figure)
+    with plt.rc_context({"axes.xmargin": 0.0}):
+        figure, axes = plt.subplots(figsize=SIZE_INCHES, layout="constrained")
+        yield axes
+        axes.set_title(title, fontsize=11)
+        axes.grid(alpha=0.3)
+        legend_below(axes)
+        figure.savefig(path, dpi=DOTS_PER_INCH)
+        plt.close(figure)
 
 
 def running_mean(values: Sequence[float], width: int) -> list[float]:

@@ -1,0 +1,112 @@
+"""The event files of a training that was resumed: one segment for each of its runs.
+
+A run renames the files that an earlier one left in the folder (`run.1.json`, `sync.1.jsonl`, ...),
+and says in `run.json` which checkpoint it went on from.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_edit.tools.monitor.facts import Facts, ResumePoint
+from megatron_edit.tools.monitor.lines import LineFile, status, unreadable
+
+_RENAMED = re.compile(r"run\.(\d+)\.json")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The files of one run.
+
+    Attributes:
+        facts: its `run.json`.
+        began_at: Unix seconds at which that was written.
+        syncs, losses: `sync.jsonl` and `loss.jsonl`.
+        replicas: `replica-<r>.jsonl` of each.
+        end: where a later run went on; what follows it here was made again there. None for the
+            newest run.
+    """
+
+    facts: Facts
+    began_at: float
+    syncs: LineFile
+    losses: LineFile
+    replicas: tuple[LineFile, ...]
+    end: ResumePoint | None = None
+
+    @classmethod
+    def of(
+        cls, folder: Path, facts: Facts, number: int | None = None, end: ResumePoint | None = None
+    ) -> Segment:
+        """The files of a run.
+
+        Args:
+            folder: `--edit-log-dir`.
+            facts: of the run.
+            number: that its files were renamed to; None for those of the newest run.
+            end: where a later run went on.
+        """
+        middle = "" if number is None else f".{number}"
+        found = status(folder / f"run{middle}.json")
+        names = ["sync", "loss", *(f"replica-{r}" for r in range(facts.num_replicas))]
+        syncs, losses, *replicas = (LineFile(folder / f"{name}{middle}.jsonl") for name in names)
+        began_at = math.nan if found is None else found.st_mtime
+        return cls(facts, began_at, syncs, losses, tuple(replicas), end)
+
+    @property
+    def files(self) -> tuple[LineFile, ...]:
+        """All but `run.json`."""
+        return (self.syncs, self.losses, *self.replicas)
+
+    def keeps(self, iteration: int, samples: float | None) -> bool:
+        """Whether what happened there is part of the training, or was made again after a resume.
+
+        Args:
+            iteration: of a line.
+            samples: of all replicas until then: where replicas make different numbers of steps,
+                these count.
+        """
+        if self.end is None:
+            return True
+        if self.facts.strategy.is_timed and samples is not None:
+            return samples <= self.end.samples
+        return iteration <= self.end.iteration
+
+
+def earlier_segments(folder: Path, newest: Facts) -> list[Segment]:
+    """The runs that the newest one goes on from, the first one first.
+
+    Args:
+        folder: `--edit-log-dir`.
+        newest: facts of the run whose files have not been renamed.
+
+    Raises:
+        UsageError: the folder cannot be read.
+    """
+    found: list[Segment] = []
+    end = point = newest.resumed_from
+    runs = _renamed_runs(folder) if point is not None else iter(())
+    for number, facts in runs:
+        if point is None or end is None:
+            break
+        end = min(point, end, key=lambda each: each.samples)
+        found.append(Segment.of(folder, facts, number, end))
+        point = facts.resumed_from
+    return found[::-1]
+
+
+def _renamed_runs(folder: Path) -> Iterator[tuple[int, Facts]]:
+    """Runs before the newest one, the newest of them first, as far as they can be read."""
+    try:
+        names = [_RENAMED.fullmatch(path.name) for path in folder.iterdir()]
+    except OSError as error:
+        raise unreadable(folder, error) from None
+    for number in sorted((int(name[1]) for name in names if name), reverse=True):
+        try:
+            yield number, Facts.of((folder / f"run.{number}.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # what was before it cannot be told from other runs
+            return

@@ -1,0 +1,414 @@
+"""`megatron-edit report` and `watch` on trainings that were resumed, evaluated, and ended.
+
+Would catch: a page that begins at the newest resume, iterations that were made again and count
+twice, a run that is called running after its end, advice that the strategy refuses.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_edit.config import EditConfig
+from megatron_edit.tools.cli import main
+from megatron_edit.tools.monitor.findings import findings_of
+from megatron_edit.tools.monitor.run import MonitoredRun
+from megatron_edit.tools.monitor.spikes import SpikeDetector
+from tests.harness.event_files import BATCH, MadeUp
+from tests.harness.resumed import RunPart, write_runs
+
+pytest.importorskip("rich")
+TRAINING = MadeUp(rounds=10, warmup=20, replicas=2)  # 100 iterations, a sync every 8 after 20
+RESUMED = [RunPart(0, 50), RunPart(44, 75), RunPart(68, 100, "finished", None)]
+
+
+def read(folder: Path) -> MonitoredRun:
+    """A run, read once."""
+    run = MonitoredRun(folder)
+    run.poll()
+    return run
+
+
+def texts_of(run: MonitoredRun) -> str:
+    """All findings."""
+    return " ".join(finding.text for finding in findings_of(run))
+
+
+def visible(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
+    """The page, and one frame of `watch`."""
+    assert main(["report", str(folder)]) == 0
+    capsys.readouterr()
+    assert main(["watch", str(folder), "--once"]) == 0
+    return (folder / "report.html").read_text(encoding="utf-8"), capsys.readouterr().out
+
+
+# ---- segments
+
+
+def test_all_runs_of_a_resumed_training_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each iteration once, from the run that was gone on from, as in a training without a stop."""
+    whole = read(TRAINING.write(tmp_path / "whole"))
+    folder = write_runs(tmp_path / "log", TRAINING, RESUMED)
+    run = read(folder)
+    for mine, theirs in zip(run.replicas, whole.replicas, strict=True):
+        assert mine.num_iterations == 100 and mine.tokens == theirs.tokens
+        assert [c.tolist() for c in mine.losses.curve()] == [
+            c.tolist() for c in theirs.losses.curve()
+        ]
+    assert run.losses.curve()[0].tolist() == list(range(1, 101))
+    assert run.losses.curve()[1].tolist() == whole.losses.curve()[1].tolist()
+    assert run.syncs.rows.column("round")[:, 0].tolist() == list(range(1, 11))
+    assert run.syncs.sums["wire_bytes"] == whole.syncs.sums["wire_bytes"]
+    assert run.resumed_at == [44, 68] and run.drift is None and run.num_damaged == {}
+    assert (run.iteration, run.progress, run.state) == (100, 1.0, "finished")
+    page, frame = visible(folder, capsys)
+    assert "resumed 2 times, after iteration 44, 68" in page and "resumed 2 times" in frame
+    assert "iteration 100 of 100" in frame and "10 syncs" in frame
+
+
+def test_a_resume_from_an_older_checkpoint(tmp_path: Path) -> None:
+    """It takes back what two earlier runs had made."""
+    parts = [RunPart(0, 50), RunPart(44, 75), RunPart(28, 60), RunPart(60, 100)]
+    run = read(write_runs(tmp_path, TRAINING, parts))
+    assert run.losses.curve()[0].tolist() == list(range(1, 101))
+    assert run.syncs.rows.column("round")[:, 0].tolist() == list(range(1, 11))
+    assert run.replicas[0].num_iterations == 100
+
+
+def test_digests_of_repeated_rounds_are_not_compared(tmp_path: Path) -> None:
+    """A resume with another setting goes other ways from there. Would catch: drift that is none."""
+
+    def other_digest(name: str, line: dict[str, Any]) -> None:
+        if line.get("digest") and line["round"] >= 4:
+            line["digest"] = "f" * 16
+
+    parts = [RunPart(0, 75), RunPart(44, 100, change=other_digest)]
+    assert read(write_runs(tmp_path, TRAINING, parts)).drift is None
+
+
+def test_time_between_two_runs_is_no_time_of_training(tmp_path: Path) -> None:
+    """A queue may wait for hours."""
+
+    def hours_later(_name: str, line: dict[str, Any]) -> None:
+        if "time" in line:
+            line["time"] += 9000
+
+    parts = [RunPart(0, 44), RunPart(44, 100, change=hours_later)]
+    whole = read(TRAINING.write(tmp_path / "whole"))
+    run = read(write_runs(tmp_path / "log", TRAINING, parts))
+    between = TRAINING.tau * 0.1  # from the last sync of one run to the first of the next
+    assert run.syncs.elapsed == pytest.approx(whole.syncs.elapsed - between, abs=0.01)
+
+
+def test_another_training_in_the_folder_is_not_joined(tmp_path: Path) -> None:
+    """One that began anew, and files of a version that does not say."""
+    run = read(write_runs(tmp_path / "new", TRAINING, [RunPart(0, 50), RunPart(0, 30)]))
+    assert run.resumed_at == [] and run.iteration == 30 and run.replicas[0].num_iterations == 30
+    folder = write_runs(tmp_path / "old", TRAINING, RESUMED)
+    record = json.loads((folder / "run.json").read_text())
+    del record["segment"]
+    (folder / "run.json").write_text(json.dumps(record))
+    assert read(folder).losses.curve()[0].tolist() == list(range(69, 101))
+
+
+def test_a_resume_whose_earlier_files_are_not_there(tmp_path: Path) -> None:
+    """Or cannot be read: the page is about what is there."""
+    folder = write_runs(tmp_path, TRAINING, RESUMED)
+    (folder / "run.2.json").write_text("{")
+    run = read(folder)
+    assert run.resumed_at == [] and run.losses.curve()[0].tolist() == list(range(69, 101))
+    (folder / "run.2.json").unlink()
+    (folder / "run.1.json").unlink()
+    assert read(folder).losses.curve()[0].tolist() == list(range(69, 101))
+
+
+def test_a_resume_with_another_number_of_replicas(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_runs(tmp_path, TRAINING, RESUMED, replicas_of={1: 3, 2: 3})
+    run = read(folder)
+    assert len(run.replicas) == 2 and run.syncs.count == 10 and run.num_damaged == {}
+    assert run.syncs.anomaly_shares().shape == (2,)
+    page, _ = visible(folder, capsys)
+    assert "nan" not in page
+
+
+def test_watch_follows_a_run_that_goes_on_in_the_folder(tmp_path: Path) -> None:
+    """The same reader, as runs come: it sees what a fresh one sees."""
+    watching = MonitoredRun(tmp_path)
+    for count in (1, 2, 3):
+        for path in tmp_path.iterdir():
+            path.unlink()
+        write_runs(tmp_path, TRAINING, RESUMED[:count])
+        watching.poll()
+        fresh = read(tmp_path)
+        assert watching.resumed_at == fresh.resumed_at == [44, 68][: count - 1]
+        assert watching.losses.curve()[0].tolist() == fresh.losses.curve()[0].tolist()
+
+
+# ---- how it ended
+
+
+@pytest.mark.parametrize(
+    ("part", "state", "shown"),
+    [
+        (RunPart(0, 100, "finished", None), "finished", "finished"),
+        (RunPart(0, 50), "stopped", "stopped (signal SIGTERM)"),
+        (RunPart(0, 50, "stopped", None), "stopped", "stopped"),
+        (RunPart(0, 50, "failed", "drift at round 3", 3), "failed", "failed: drift at round 3"),
+        (RunPart(0, 50, None), "running", "running"),
+        (RunPart(0, 100, None), "running", "running"),  # it may still save
+    ],
+)
+def test_the_end_is_known_at_once(
+    tmp_path: Path, part: RunPart, state: str, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = read(write_runs(tmp_path, TRAINING, [part]))
+    assert run.state == state and run.state_text == shown
+    page, frame = visible(tmp_path, capsys)
+    assert f">{shown}</span>" in page and shown in frame
+
+
+@pytest.mark.parametrize("last", [50, 100])
+def test_a_run_that_was_killed_is_lost(
+    tmp_path: Path, last: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also one that was killed while it saved, after its last iteration."""
+    folder = write_runs(tmp_path, TRAINING, [RunPart(0, last, None)])
+    hour_ago = time.time() - 3600
+    for path in folder.iterdir():
+        os.utime(path, (hour_ago, hour_ago))
+    run = read(folder)
+    assert run.state == "lost" and "lost (no line for 1 h" in visible(folder, capsys)[1]
+    assert "No line for 1 h" in texts_of(run)
+
+
+def test_one_replica_that_failed(tmp_path: Path) -> None:
+    """The others say that they lost it: the first reason is the one that counts."""
+    folder = write_runs(tmp_path, TRAINING, [RunPart(0, 50, "failed", "out of memory", 1)])
+    path = folder / "replica-0.jsonl"
+    *lines, last = path.read_text().splitlines()
+    later = json.loads(last) | {"time": time.time() + 60, "reason": "replica 1 is lost"}
+    path.write_text("\n".join([*lines, json.dumps(later)]) + "\n")
+    run = read(folder)
+    assert run.state_text == "failed: out of memory"
+    assert findings_of(run)[0].text == "Replica 1 failed with exit code 1: out of memory."
+
+
+def test_lines_that_could_not_be_written_are_said(tmp_path: Path) -> None:
+    """By all runs together."""
+    parts = [RunPart(0, 50, lines_lost=3), RunPart(50, 100, "finished", None, lines_lost=2)]
+    assert "10 lines of the event files" in texts_of(read(write_runs(tmp_path, TRAINING, parts)))
+
+
+# ---- validation
+
+
+def test_validation_losses_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the page and in the terminal, and not taken for damaged lines or training losses."""
+    folder = write_runs(tmp_path, TRAINING, RESUMED)
+    with (folder / "loss.jsonl").open("a") as file:
+        test = {"iteration": 100, "samples": 1600, "validation_loss": 3.9876, "split": "test"}
+        file.write(json.dumps(test) + "\n")
+    run = read(folder)
+    assert run.num_damaged == {} and run.validation.curve()[0].tolist() == [20, 40, 60, 80, 100]
+    newest = run.evaluations["validation"]
+    assert newest.iteration == 100 and newest.loss == pytest.approx(run.loss + 0.25)
+    assert run.losses.curve()[0].size == 100
+    page, frame = visible(folder, capsys)
+    for text in (f"{newest.loss:.4f}", "3.9876"):
+        assert text in page and text in frame
+    assert "Validation loss: " in page and page.index(">Loss<") < page.index(">Speed of each")
+
+
+# ---- A-EDiT
+
+
+def write_unequal(folder: Path, rounds: int = 6) -> Path:
+    """A-EDiT: after 10 steps of warm-up replica 0 makes 4 steps a round, replica 1 makes 8."""
+    made_up = MadeUp(strategy="a-edit", replicas=2, rounds=rounds, warmup=10, tau=4,
+                     train_iters=10 + 6 * rounds)  # fmt: skip
+    lines = {path.name: [json.loads(text) for text in path.read_text().splitlines()]
+             for path in made_up.write(folder).glob("*.jsonl")}  # fmt: skip
+    batch = 2 * BATCH
+    run = made_up.run() | {"segment": {"number": 1, "resumed_from": None}}
+    (folder / "run.json").write_text(json.dumps(run))
+    for number, line in enumerate(lines["sync.jsonl"], start=1):
+        line["samples"] = [BATCH * (10 + 4 * number), BATCH * (10 + 8 * number)]
+        line["iteration"] = sum(line["samples"]) // batch
+    lines["loss.jsonl"] = lines["loss.jsonl"][:10]
+    for number, line in enumerate(lines["loss.jsonl"], start=1):
+        line["samples"] = number * batch
+    for line in lines["sync.jsonl"]:
+        loss = {"iteration": line["iteration"], "samples": sum(line["samples"]), "loss": 3.0}
+        lines["loss.jsonl"].append(loss)
+    for replica in (0, 1):
+        pattern = lines[f"replica-{replica}.jsonl"][0]
+        steps, step, per_round = [], 0, 4 * (replica + 1)
+        for number in range(rounds + 1):
+            for place in range(1, (10 if number == 0 else per_round) + 1):
+                step += 1
+                before = 10 * batch + (number - 1) * 12 * BATCH
+                samples = place * batch if number == 0 else before + place * 12 * BATCH // per_round
+                steps.append(pattern | {"iteration": samples // batch, "replica_step": step,
+                                        "samples_all": samples})  # fmt: skip
+            if number:
+                steps.insert(-1, {"round": number, "digest": f"{number:016x}"})
+        lines[f"replica-{replica}.jsonl"] = steps
+    for name, records in lines.items():
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in records))
+    return folder
+
+
+def test_a_edit_is_drawn_over_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both replicas' curves end where the training does, though one made twice as many steps."""
+    folder = write_unequal(tmp_path)
+    run = read(folder)
+    total = BATCH * (34 + 58)
+    slow, fast = (replica.losses.curve()[0] for replica in run.replicas)
+    assert slow[-1] == pytest.approx(total, abs=BATCH) and fast[-1] == slow[-1]
+    assert slow.size == 34 and fast.size == 58
+    assert run.losses.curve()[0][-1] == slow[-1]
+    assert [replica.step for replica in run.replicas] == [34, 58]
+    assert run.iteration == 46 and run.progress == 1.0
+    page, frame = visible(folder, capsys)
+    assert "samples of all replicas" in page and "replica step" in page
+    assert "iteration 46 of 46" in frame and "58 of 46" not in frame
+
+
+def test_a_resumed_a_edit(tmp_path: Path) -> None:
+    """Samples say what was made again; and the progress is known before the first sync."""
+    folder = write_unequal(tmp_path)
+    for path in folder.glob("*.json*"):
+        path.rename(path.with_suffix(f".1{path.suffix}"))
+    samples = BATCH * (26 + 42)  # sync 4
+    run = json.loads((folder / "run.1.json").read_text())
+    run["segment"] = {"number": 2, "resumed_from": {"iteration": 26, "samples": samples}}
+    (folder / "run.json").write_text(json.dumps(run))
+    for replica, step in ((0, 27), (1, 43)):
+        line = {"iteration": 35, "replica_step": step, "samples_all": samples + 2 * BATCH,
+                "loss": 3.0, "grad_norm": 1.0, "lr": 1e-3, "samples": BATCH,
+                "tokens": BATCH * 128, "seconds": 0.1}  # fmt: skip
+        (folder / f"replica-{replica}.jsonl").write_text(json.dumps(line) + "\n")
+    found = read(folder)
+    assert found.syncs.count == 4 and found.resumed_at == [34] and found.num_damaged == {}
+    assert [replica.num_iterations for replica in found.replicas] == [27, 43]
+    assert found.samples == samples + 2 * BATCH and found.iteration == 35
+    assert found.progress == pytest.approx(35 / 46)
+
+
+def test_an_a_edit_whose_last_batch_is_not_whole(tmp_path: Path) -> None:
+    """All iterations are made where its end record says so, though samples are left over."""
+    folder = write_unequal(tmp_path)
+    for replica in (0, 1):
+        with (folder / f"replica-{replica}.jsonl").open("a") as file:
+            end = {"end": "finished", "iteration": 47, "samples": 1, "time": 1.0, "reason": None,
+                   "exit_code": 0, "lines_lost": 0}  # fmt: skip
+            file.write(json.dumps(end) + "\n")
+    run = json.loads((folder / "run.json").read_text())
+    run["training"]["train_iters"] = 47
+    (folder / "run.json").write_text(json.dumps(run))
+    found = read(folder)
+    assert (found.state, found.iteration, found.progress) == ("finished", 47, 1.0)
+
+
+# ---- findings
+
+
+def test_a_loss_spike_is_a_finding(tmp_path: Path) -> None:
+    """One of a replica, and one that all share; noise and the first descent are none."""
+
+    def spike(name: str, line: dict[str, Any]) -> None:
+        if line.get("iteration") in (80, 81) and name == "replica-1.jsonl":
+            line["loss"] = 9.0
+
+    run = read(write_runs(tmp_path / "one", TRAINING, [RunPart(0, 100, change=spike)]))
+    text = texts_of(run)
+    assert "The loss of replica 1 jumped to 9 at iteration 80" in text
+    assert "it came back after 2 iterations" in text and "replica 0 jumped" not in text
+
+    def shared(_name: str, line: dict[str, Any]) -> None:
+        if line.get("iteration", 0) >= 90 and "loss" in line:
+            line["loss"] = 12.0
+
+    run = read(write_runs(tmp_path / "all", TRAINING, [RunPart(0, 100, change=shared)]))
+    assert "The loss of all replicas jumped to 12 at iteration 90" in texts_of(run)
+    assert "it has not come back" in texts_of(run)
+    assert "jumped" not in texts_of(read(write_runs(tmp_path / "none", TRAINING, RESUMED)))
+
+
+def test_spikes_in_noise() -> None:
+    """None in normal noise of any size, nor in losses that are all the same."""
+    rng = np.random.default_rng(0)
+    for values in (
+        3 + 0.3 * rng.normal(size=20_000),
+        3 + 8 / np.sqrt(np.arange(1, 20_001)) + 0.03 * rng.normal(size=20_000),
+        np.full(1000, 3.0),
+    ):
+        detector = SpikeDetector()
+        for iteration, value in enumerate(values.tolist(), start=1):
+            detector.add(iteration, value)
+        assert detector.count == 0
+    for iteration, loss in ((1001, 3.5), (1002, 3.0), (1003, 3.6), (1004, 3.6)):
+        detector.add(iteration, loss)
+    assert detector.count == 2 and detector.worst is not None
+    assert (detector.worst.iteration, detector.worst.length) == (1003, 0)
+
+
+@pytest.mark.parametrize("strategy", ["edit", "a-edit", "diloco", "co2", "streaming-diloco"])
+def test_advice_is_accepted_by_the_strategy(tmp_path: Path, strategy: str) -> None:
+    """Every flag that a finding names can be given in such a training."""
+    texts = []
+    for exposed in (0.1, 0.4):
+        made_up = MadeUp(strategy=strategy, exposed=exposed, tau=16)
+        texts.append(texts_of(read(made_up.write(tmp_path / f"{exposed}"))))
+    text = " ".join(texts)
+    assert "Exposed syncs took" in text and "waited for the others" in text
+    raised = "--edit-sync-seconds" if strategy == "a-edit" else "--edit-sync-interval"
+    assert raised in text
+    values: dict[str, Any] = {"sync_interval": 32, "delay_steps": 9, "sync_seconds": 99.0}
+    for name, value in values.items():
+        if f"--edit-{name.replace('_', '-')}" in text:
+            EditConfig(use_edit=True, num_replicas=2, strategy=strategy, **{name: value})
+    assert ("--edit-strategy a-edit" in text) == (strategy != "a-edit")
+
+
+def test_a_slow_replica_and_waiting_are_one_finding(tmp_path: Path) -> None:
+    """Who waits is not slow; and whoever is waited for is named."""
+    others = findings_of(read(MadeUp(exposed=0.4, slow={2: 1.5}).write(tmp_path / "2")))
+    assert len(others) == 1 and "as replica 2 is slow" in others[0].text
+    mine = findings_of(read(MadeUp(exposed=0.4, slow={0: 1.5}).write(tmp_path / "0")))
+    assert len(mine) == 1 and "is slow" not in mine[0].text
+
+
+# ---- the page
+
+
+def test_title_names_model_host_and_date(tmp_path: Path) -> None:
+    folder = write_runs(tmp_path, TRAINING, RESUMED)
+    run = json.loads((folder / "run.json").read_text())
+    run["argv"] = ["pretrain_gpt.py", "--num-layers", "2", "--hidden-size=64", "--num-layers=4"]
+    (folder / "run.json").write_text(json.dumps(run))
+    days_ago = time.time() - 3 * 86400
+    os.utime(folder / "run.1.json", (days_ago, days_ago))
+    assert main(["report", str(folder)]) == 0
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    day = time.strftime("%Y-%m-%d", time.localtime(days_ago))
+    title = f"edit: training of 4 layers, hidden size 64 on node0, {day}"
+    assert f"<title>{title}</title>" in page and f"<h1>{title}</h1>" in page
+
+
+def test_flat_charts_are_sentences(tmp_path: Path) -> None:
+    folder = MadeUp(strategy="diloco", rounds=9).write(tmp_path)
+    assert main(["report", str(folder)]) == 0
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert 'aria-label="Bytes between replicas"' not in page
+    assert "12.35 MB sent by a replica at every sync" in page
