@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable
 from functools import wraps
 from types import TracebackType
@@ -14,13 +14,16 @@ import torch
 
 from megatron_edit.comm.placement import Placement, place
 from megatron_edit.comm.worlds import ReplicaWorld, join
-from megatron_edit.config import EditConfig, add_arguments
+from megatron_edit.config import EditConfig
 from megatron_edit.errors import EditError, UsageError
 from megatron_edit.flags import USE_EDIT
 from megatron_edit.host.agreement import agree_on_settings
+from megatron_edit.host.checkpoint.choosing import check_together
+from megatron_edit.host.complaints import CommandLine
 from megatron_edit.host.cpu import cpu_argument_defaults, enable_cpu_backend
 from megatron_edit.host.cpu.checkpoints import serve_checkpoints
 from megatron_edit.host.cpu.norm import serve_sequence_parallelism
+from megatron_edit.host.files import check_folder
 from megatron_edit.host.seams.patching import Patcher
 from megatron_edit.observe.console import MovedOutput, move_output_to, say
 from megatron_edit.observe.events import EventLog, prepare_log_dir
@@ -44,6 +47,7 @@ class Attachment:
         self._world: ReplicaWorld | None = None
         self._loop: TrainingLoop | None = None
         self._moved: MovedOutput | None = None
+        self._command_line = CommandLine()
 
     def attach(self) -> None:
         """Change the host. Imports Megatron.
@@ -155,16 +159,7 @@ class Attachment:
         import megatron.training.arguments as arguments
         import megatron.training.initialize as initialize
 
-        def with_our_flags(
-            add: Callable[[ArgumentParser], ArgumentParser],
-        ) -> Callable[[ArgumentParser], ArgumentParser]:
-            @wraps(add)
-            def added(parser: ArgumentParser) -> ArgumentParser:
-                return add_arguments(add(parser))
-
-            return added
-
-        self._patcher.wrap(arguments, "add_megatron_arguments", with_our_flags)
+        self._command_line.attach(self._patcher)
         validate = arguments.validate_args
         checked = self._around_validation(validate)
         for module in (arguments, initialize):  # Megatron before 0.18 binds it in both
@@ -175,12 +170,13 @@ class Attachment:
         @wraps(validate)
         def checked(args: Namespace, *rest: object, **kwargs: object) -> object:
             self._before_validation(args)
-            if self._world is None:
-                return validate(args, *rest, **kwargs)
-            from megatron_edit.host.arguments import check_graphs, global_arithmetic
+            with self._command_line.refusals(args):
+                if self._world is None:
+                    return validate(args, *rest, **kwargs)
+                from megatron_edit.host.arguments import check_graphs, global_arithmetic
 
-            placement = self._world.placement
-            global_arithmetic(args, placement, lambda: validate(args, *rest, **kwargs))
+                placement = self._world.placement
+                global_arithmetic(args, placement, lambda: validate(args, *rest, **kwargs))
             check_graphs(args)
             return None
 
@@ -207,6 +203,8 @@ class Attachment:
             if has_reruns:
                 say("--rerun-mode disabled: one replica must not repeat a step by itself")
         agree_on_settings(world, self._config, args, self._device)
+        if args.save:  # hosts may see different file systems
+            check_together(world, "save/checked", lambda: check_folder("--save", args.save))
 
 
 def _say_what_is_chosen(config: EditConfig, placement: Placement, args: Namespace) -> None:
