@@ -120,6 +120,7 @@ def check_arguments(args: Namespace, placement: Placement, config: EditConfig) -
             "add --tensorboard-dir DIR (or --wandb-project NAME)",
         )
     check_graphs(args)
+    _check_model(args)
     _check_eight_bits(args)
     _check_layout(args, placement)
     _check_batch(args, placement)
@@ -158,6 +159,26 @@ def _words_of(value: object) -> list[str]:
     if isinstance(value, Enum):
         return [value.name]
     return [] if value is None else str(value).split(",")
+
+
+def _check_model(args: Namespace) -> None:
+    """What Megatron meets while it builds the model, or in its first step, without a word."""
+    if getattr(args, "lr", 0.0) is None:
+        raise UsageError("--lr (not given)", "must be given", "add --lr RATE")
+    heads, groups = getattr(args, "num_attention_heads", None), getattr(args, "num_query_groups", 1)
+    if getattr(args, "group_query_attention", False) and heads and heads % groups:
+        raise UsageError(
+            f"--num-query-groups {groups}",
+            f"must divide --num-attention-heads {heads}",
+            "give a divisor of it",
+        )
+    experts, chosen = getattr(args, "num_experts", None), getattr(args, "moe_router_topk", 0)
+    if experts and chosen > experts:
+        raise UsageError(
+            f"--moe-router-topk {chosen}",
+            f"must be at most --num-experts {experts}",
+            f"use {experts} or less",
+        )
 
 
 def _check_eight_bits(args: Namespace) -> None:

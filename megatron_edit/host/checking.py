@@ -100,7 +100,7 @@ class _Check:
         assert args is not None, "the arguments were not parsed"
         if self.config.log_dir is not None:
             check_folder(flag("log_dir"), self.config.log_dir)
-        if args.save and self.placement is not None:
+        if args.save:
             check_folder("--save", args.save)
         corpus = check_data(args, found.provider)
         checkpoint = check_load(args, self.config, self.sync_mode)

@@ -121,8 +121,8 @@ class CommandLine:
         for name in dict.fromkeys(_ATTRIBUTE.findall(source)):
             if flags := self._flags.get(name):
                 value = getattr(args, name, None)
-                is_bare = value in (True, False, None, [], "")
-                words = "" if value is True else "(not given)" if is_bare else f"{value}"
+                is_given = value is not None and value is not False and value not in ([], "")
+                words = "" if value is True else f"{value}" if is_given else "(not given)"
                 found.append(f"{flags[0]} {_shortened(words)}".strip())
         return ", ".join(found[:_MOST_FLAGS])
 

@@ -6,6 +6,7 @@ off, and a token beyond the vocabulary as an index error in the first step that 
 
 from __future__ import annotations
 
+import math
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -115,7 +116,13 @@ def _prefixes(args: Namespace) -> Iterator[str]:
     shown = ", ".join(f"--{name.replace('_', '-')} {_shown(getattr(args, name))}" for name in given)
     blend, per_split = _read(shown, lambda: get_blend_and_blend_per_split(args))
     if blend is not None and args.split is not None:
-        _read(f"--split {args.split}", lambda: parse_and_normalize_split(args.split))
+        shares = _read(f"--split {args.split}", lambda: parse_and_normalize_split(args.split))
+        if not all(map(math.isfinite, shares)):
+            raise UsageError(
+                f"--split {args.split}",
+                "must be the shares of training, validation and test",
+                "give for example 969,30,1",
+            )
     for one in [blend, *(per_split or ())]:
         for prefix in one[0] if one is not None else ():
             if "://" not in prefix:  # an object store: nothing there is cheap
@@ -173,9 +180,13 @@ def _index_of(
     indexed_dataset: ModuleType, prefix: str, value: str
 ) -> tuple[np.dtype[np.generic], int, int]:
     """Type and number of the tokens that an index describes, and the bytes that these need."""
+
+    class Corpus(indexed_dataset.IndexedDataset):  # type: ignore[misc, name-defined]
+        def __del__(self) -> None:
+            """Megatron's own complains on stderr of what was never read."""
+
     try:
-        dataset = indexed_dataset.IndexedDataset(prefix, mmap=False)
-        index = dataset.index
+        index = Corpus(prefix, mmap=False).index
         dtype = np.dtype(index.dtype)
         lengths = np.asarray(index.sequence_lengths, dtype=np.int64)
         ends = np.asarray(index.sequence_pointers) + lengths * dtype.itemsize
