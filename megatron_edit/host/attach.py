@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -16,10 +18,10 @@ from megatron_edit.comm.placement import Placement, place
 from megatron_edit.comm.worlds import ReplicaWorld, join
 from megatron_edit.config import EditConfig
 from megatron_edit.errors import EditError, UsageError
-from megatron_edit.flags import USE_EDIT
+from megatron_edit.flags import USE_EDIT, flag
 from megatron_edit.host.agreement import agree_on_settings
 from megatron_edit.host.checkpoint.choosing import check_together
-from megatron_edit.host.complaints import CommandLine
+from megatron_edit.host.complaints import CommandLine, comes_from_megatron
 from megatron_edit.host.cpu import cpu_argument_defaults, enable_cpu_backend
 from megatron_edit.host.cpu.checkpoints import serve_checkpoints
 from megatron_edit.host.cpu.norm import serve_sequence_parallelism
@@ -48,6 +50,7 @@ class Attachment:
         self._loop: TrainingLoop | None = None
         self._moved: MovedOutput | None = None
         self._command_line = CommandLine()
+        self._args: Namespace | None = None  # Megatron's, once it validates them
 
     def attach(self) -> None:
         """Change the host. Imports Megatron.
@@ -105,9 +108,9 @@ class Attachment:
         trace: TracebackType | None,
     ) -> None:
         engine = None if self._loop is None else self._loop.engine
-        loss = None
-        if engine is not None and isinstance(error, Exception) and not isinstance(error, EditError):
-            loss = engine.loss_beside()
+        loss: EditError | None = None
+        if isinstance(error, Exception) and not isinstance(error, EditError):
+            loss = self._refusal_of(error) if engine is None else engine.loss_beside()
         if error is not None and self._moved is not None:
             self._moved.record(loss or error)
         if self._world is not None and engine is not None:
@@ -120,6 +123,19 @@ class Attachment:
         self.detach()
         if loss is not None:
             raise loss from error
+
+    def _refusal_of(self, error: Exception) -> UsageError | None:
+        """What Megatron raised over its arguments before the ranks met, as one line.
+
+        None for all else: a traceback then shows where the script, or we, went wrong.
+        """
+        args, have_met = self._args, torch.distributed.is_initialized()
+        if args is None or have_met or not comes_from_megatron(error):
+            return None
+        refusal = self._command_line.usage_error(error, args, Path(sys.argv[0]).name)
+        if self._world is not None:  # a tokenizer may be missing on one host
+            refusal.is_local = not self._world.first_rank_announces("arguments/refused")
+        return refusal
 
     def check_used(self) -> None:
         """After the script: was there anything to train with EDiT?
@@ -139,6 +155,8 @@ class Attachment:
         from megatron_edit.host import data
         from megatron_edit.host.training import TrainingLoop
 
+        if self._config.log_dir is not None:
+            check_folder(flag("log_dir"), self._config.log_dir, is_local=True)
         log_dir = prepare_log_dir(self._config.log_dir)
         self._world = join(
             placement,
@@ -169,6 +187,7 @@ class Attachment:
     def _around_validation(self, validate: Callable[..., object]) -> Callable[..., object]:
         @wraps(validate)
         def checked(args: Namespace, *rest: object, **kwargs: object) -> object:
+            self._args = args
             self._before_validation(args)
             with self._command_line.refusals(args):
                 if self._world is None:

@@ -162,6 +162,13 @@ class CommandLine:
         )
 
 
+def comes_from_megatron(error: BaseException) -> bool:
+    """Whether an error was raised in Megatron, or in what it calls, over what it was given."""
+    frames = traceback.walk_tb(error.__traceback__)
+    names = [str(frame.f_globals.get("__name__", "")) for frame, _ in frames]
+    return isinstance(error, RAISED) and any(name.startswith("megatron.") for name in names)
+
+
 def is_one_letter_off(word: str, name: str) -> bool:
     """Whether one letter that is missing, added or another makes one word of the other."""
     changes = difflib.SequenceMatcher(None, word, name, autojunk=False).get_opcodes()

@@ -14,12 +14,13 @@ from megatron_edit.errors import UsageError
 from megatron_edit.host.corpus import CorpusReport, check_corpus, reads_indexed_corpus
 
 
-def check_folder(flag: str, path: str) -> None:
+def check_folder(flag: str, path: str, *, is_local: bool = False) -> None:
     """Refuse what can never be a folder with our files in it. Makes nothing.
 
     Args:
         flag: that names it.
         path: of a folder that need not exist yet.
+        is_local: see `UsageError`.
 
     Raises:
         UsageError: it, or the first of its parents that exists, is no folder to write to.
@@ -29,7 +30,7 @@ def check_folder(flag: str, path: str) -> None:
         folder = folder.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         rule = f"must be a folder that can be written to; {folder} is none"
-        raise UsageError(f"{flag} {path}", rule, "give another folder")
+        raise UsageError(f"{flag} {path}", rule, "give another folder", is_local=is_local)
 
 
 def check_data(args: Namespace, provider: object) -> CorpusReport | None:

@@ -9,7 +9,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from megatron_edit.checkpoint.files import REMEDY, check_sizes
-from megatron_edit.checkpoint.folder import CheckpointFolder, Found
+from megatron_edit.checkpoint.folder import Found
 from megatron_edit.checkpoint.manifest import Manifest, read_manifest
 from megatron_edit.config import EditConfig
 from megatron_edit.errors import UsageError
@@ -23,6 +23,8 @@ from megatron_edit.host.checkpoint.refusals import (
     check_schedule,
 )
 from megatron_edit.host.settings import engine_settings
+
+STRICT = "assume_ok_unexpected"  # Megatron's default of --dist-ckpt-strictness
 
 
 def check_load(args: Namespace, config: EditConfig, sync_mode: str | None) -> str | None:
@@ -42,9 +44,9 @@ def check_load(args: Namespace, config: EditConfig, sync_mode: str | None) -> st
     if not args.load:
         return None
     try:
-        found = find(CheckpointFolder(Path(args.load)), args.ckpt_step, repairs=False)
+        found = find(args, repairs=False)
         if found is None:
-            return _nothing(args)
+            return f"{args.load} holds no checkpoint: training starts anew"
         if found.has_manifest and sync_mode is not None:
             _check_replicas(found, args, config, sync_mode)
         else:
@@ -54,16 +56,6 @@ def check_load(args: Namespace, config: EditConfig, sync_mode: str | None) -> st
             f"--load {args.load}", f"cannot be used ({error.strerror}: {error.filename})", REMEDY
         ) from error
     return f"{found.path} (model and file sizes compared; checksums are left to the launch)"
-
-
-def _nothing(args: Namespace) -> str:
-    if args.exit_on_missing_checkpoint:
-        raise UsageError(
-            f"--load {args.load}",
-            "holds no checkpoint, and --exit-on-missing-checkpoint is given",
-            "correct the path, or drop that flag to start anew",
-        )
-    return f"{args.load} holds no checkpoint: training starts anew"
 
 
 def _check_replicas(found: Found, args: Namespace, config: EditConfig, sync_mode: str) -> None:
@@ -94,6 +86,8 @@ def _check_stock(path: Path, args: Namespace) -> None:
 
     if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
         return  # one file for each rank, of pickled objects
+    if args.dist_ckpt_strictness != STRICT:
+        return  # the user allows keys to be missing
     try:
         saved = dist_checkpointing.load_common_state_dict(str(path)).get("args")
     except Exception as error:

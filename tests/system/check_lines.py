@@ -87,7 +87,7 @@ RIGHT: dict[str, Flags] = {
     "a-edit": {"edit_strategy": "a-edit", "edit_sync_interval": None},
     "overlap": {"overlap_param_gather": True, "overlap_grad_reduce": True},
     "corpus": corpus("good"),
-    "weighted-corpus": corpus(["0.3", "good", "0.7", "good"]),
+    "weighted-corpus": corpus(["0.3", "good", "0.7", "good"], eval_iters=1),
     "train-and-valid": corpus(None, split=None, train_data_path="good", valid_data_path="good"),
     "save": {"save": "new/saves", "save_interval": 2},
     "log-dir": {"edit_log_dir": "new/log"},
@@ -137,7 +137,7 @@ WRONG: dict[str, Flags] = {
     "no-vocabulary": {"vocab_size": None},
     "no-tokenizer": {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "nowhere",
                      "vocab_size": None},
-    "left-out-by-the-script": {"mtp_num_layers": 1},
+    "positions-of-mtp": {"mtp_num_layers": 1},
     # files
     "save-in-a-file": {"save": "/dev/null/x", "save_interval": 2},
     "save-is-a-file": {"save": "file", "save_interval": 2},

@@ -20,9 +20,8 @@ from tests.system.check_lines import RIGHT, WRONG, argv_of, make_files
 
 OURS = REPOSITORY / "scripts" / "pretrain_gpt.py"
 LINES = RIGHT | WRONG
-# Refused by Megatron or by the script itself, in the launch with a traceback or lines of their own.
-MEGATRONS_OWN = {"no-tokenizer", "left-out-by-the-script"}
-ONLY_OURS = {"left-out-by-the-script"}  # NVIDIA's script has it
+# Found by Megatron as it loads: the launch quotes it.
+MEGATRONS_OWN = {"load-another-stock"}
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +66,7 @@ def test_check_refuses_what_the_launch_refuses(
 
 @pytest.mark.clone
 @pytest.mark.full
-@pytest.mark.parametrize("name", [name for name in LINES if name not in ONLY_OURS])
+@pytest.mark.parametrize("name", LINES)
 def test_with_the_script_of_a_clone(name: str, folder: Path, clone: Path) -> None:
     """NVIDIA's own pretrain_gpt.py. Would catch: a script whose arguments `check` does not see."""
     script = clone / "pretrain_gpt.py"
@@ -92,7 +91,7 @@ def _compare(name: str, script: Path, folder: Path, checks: dict[str, Outcome]) 
     ).ranks  # fmt: skip
     seconds = time.monotonic() - start
     codes = [rank.returncode for rank in ranks]
-    has_trained = all("A STEP IS DONE" in rank.stdout for rank in ranks)
+    has_trained = "A STEP IS DONE" in ranks[0].stdout  # others have no console
     errors = "\n".join(rank.stderr[-1500:] for rank in ranks)
     print(f"{name}: check {code}, launch {codes} in {seconds:.1f} s: {said.strip() or 'ok'}")
     assert (code == 0) == (codes == [0, 0] and has_trained), (said, codes, errors)

@@ -81,7 +81,7 @@ def _complaint(error: UsageError | OSError) -> str:
 def _describe(args: Namespace) -> str:
     """The choice as JSON: an object, null, or the three parts of a complaint."""
     try:
-        found = find(CheckpointFolder(Path(args.load)), args.ckpt_step)
+        found = find(args)
     except (UsageError, OSError) as error:
         return _complaint(error)
     if found is None:
@@ -90,17 +90,28 @@ def _describe(args: Namespace) -> str:
     return json.dumps(body | {"has_manifest": found.has_manifest})
 
 
-def find(folder: CheckpointFolder, step: int | None, *, repairs: bool = True) -> Found | None:
-    """The checkpoint to load from a folder; None where it holds none.
+def find(args: Namespace, *, repairs: bool = True) -> Found | None:
+    """The checkpoint that `--load` and `--ckpt-step` name; None where there is none.
 
     Args:
-        folder: that `--load` names.
-        step: of `--ckpt-step`.
+        args: Megatron's.
         repairs: whether what was cut off between two renames may be completed.
 
     Raises:
-        UsageError: there is something, and it cannot be loaded.
+        UsageError: there is something that cannot be loaded, or must be something.
     """
+    found = _find(CheckpointFolder(Path(args.load)), args.ckpt_step, repairs)
+    must_be_there = args.exit_on_missing_checkpoint and not args.pretrained_checkpoint
+    if found is None and must_be_there:
+        raise UsageError(
+            f"--load {args.load}",
+            "holds no checkpoint, and --exit-on-missing-checkpoint is given",
+            "correct the path, or drop that flag to start anew",
+        )
+    return found
+
+
+def _find(folder: CheckpointFolder, step: int | None, repairs: bool) -> Found | None:
     if folder.root.exists() and not folder.root.is_dir():
         raise UsageError(f"--load {folder.root}", "is a file", "give the folder that --save named")
     for path in folder.repair() if repairs else ():
