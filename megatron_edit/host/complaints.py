@@ -42,6 +42,7 @@ class CommandLine:
     def __init__(self) -> None:
         self.unknown: list[str] = []
         self._flags: dict[str, list[str]] = {}  # by attribute
+        self._switching_off: set[str] = set()  # attributes whose flag makes them False
 
     def attach(self, patcher: Patcher) -> None:
         """Add our flags to the parser that Megatron makes, and let it complain in one line.
@@ -73,6 +74,8 @@ class CommandLine:
         ) -> tuple[Namespace, list[str]]:
             for action in parser._actions:  # with those that the script has added by now
                 self._flags.setdefault(action.dest, []).extend(action.option_strings)
+                if action.const is False:  # as in --disable-bias-linear
+                    self._switching_off.add(action.dest)
             found, self.unknown = parse(args, namespace)
             return found, self.unknown
 
@@ -121,6 +124,8 @@ class CommandLine:
         for name in dict.fromkeys(_ATTRIBUTE.findall(source)):
             if flags := self._flags.get(name):
                 value = getattr(args, name, None)
+                if name in self._switching_off:
+                    value = value is False
                 is_given = value is not None and value is not False and value not in ([], "")
                 words = "" if value is True else f"{value}" if is_given else "(not given)"
                 found.append(f"{flags[0]} {_shortened(words)}".strip())

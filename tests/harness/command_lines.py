@@ -34,7 +34,7 @@ for argv in lines:
             code = stop.code
         except BaseException as error:
             code = repr(error)
-    found.append((code, err.getvalue()))
+    found.append((code, err.getvalue(), out.getvalue()))
 sys.__stdout__.write("RESULT" + json.dumps(found))
 """
 
@@ -43,7 +43,16 @@ def outcomes_of(
     lines: Mapping[str, Sequence[str]], folder: Path, *, user: int | None = None,
     env: Mapping[str, str] | None = None,
 ) -> dict[str, Outcome]:  # fmt: skip
-    """What becomes of each.
+    """Exit code and stderr of each; arguments as of `printed_by`."""
+    found = printed_by(lines, folder, user=user, env=env)
+    return {name: (code, errors) for name, (code, errors, _) in found.items()}
+
+
+def printed_by(
+    lines: Mapping[str, Sequence[str]], folder: Path, *, user: int | None = None,
+    env: Mapping[str, str] | None = None,
+) -> dict[str, tuple[object, str, str]]:  # fmt: skip
+    """Exit code, stderr and stdout of each.
 
     Args:
         lines: by name: words after `megatron-edit`, or `launch` and those after the launcher.
