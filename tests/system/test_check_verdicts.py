@@ -48,7 +48,7 @@ def _checked(script: Path, folder: Path) -> dict[str, Outcome]:
         name: ["check", str(script), *argv_of(flags), "--world-size", "2"]
         for name, flags in LINES.items()
     }
-    return outcomes_of(lines, folder)
+    return outcomes_of(lines, folder, seconds=400)
 
 
 def test_there_are_enough() -> None:
@@ -67,9 +67,9 @@ def test_check_refuses_what_the_launch_refuses(
 @pytest.mark.clone
 @pytest.mark.full
 @pytest.mark.parametrize("name", LINES)
-def test_with_the_script_of_a_clone(name: str, folder: Path, clone: Path) -> None:
+def test_with_the_script_of_a_clone(name: str, folder: Path, megatron_clone: Path) -> None:
     """NVIDIA's own pretrain_gpt.py. Would catch: a script whose arguments `check` does not see."""
-    script = clone / "pretrain_gpt.py"
+    script = megatron_clone / "pretrain_gpt.py"
     _compare(name, script, folder, _checked_once(script, folder))
 
 

@@ -52,7 +52,10 @@ def lines_on(checked: CheckedLine, config: EditConfig, world_size: int) -> Itera
     if checked.unknown:
         yield f"not checked (unknown to Megatron): {' '.join(checked.unknown)}"
     if not checked.is_rehearsed:
-        yield "not checked: the script's own arguments (it makes a process group by itself)"
+        yield (
+            "not checked: the script's own arguments (it is not Megatron's, or its ranks meet "
+            "before it parses them)"
+        )
 
 
 def _batch(args: Namespace, replicas: int, data_parallel: int) -> str:
