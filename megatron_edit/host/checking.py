@@ -8,6 +8,8 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -98,6 +100,8 @@ class _Check:
 
         args = found.args
         assert args is not None, "the arguments were not parsed"
+        with self.command_line.refusals(args):
+            _build_model_config(args)
         if self.config.log_dir is not None:
             check_folder(flag("log_dir"), self.config.log_dir)
         if args.save:
@@ -111,6 +115,20 @@ class _Check:
             args, self.placement, self.device.type, self.sync_mode, ranks, corpus, checkpoint,
             self.command_line.unknown, self.command_line.questions(), is_rehearsed,
         )  # fmt: skip
+
+
+def _build_model_config(args: Namespace) -> None:
+    """Build the model's configuration as scripts up to Megatron 0.18 do once their ranks have met.
+
+    Scripts of later versions build it before, so that the rehearsal has seen what it refuses.
+    """
+    if find_spec("megatron.training.argument_utils") is not None:
+        argument_utils = import_module("megatron.training.argument_utils")
+        if hasattr(argument_utils, "gpt_config_from_args"):
+            return
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    core_transformer_config_from_args(args)
 
 
 def check_command_line(

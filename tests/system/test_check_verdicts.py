@@ -20,6 +20,7 @@ from tests.system.check_lines import RIGHT, WRONG, argv_of, make_files
 
 OURS = REPOSITORY / "scripts" / "pretrain_gpt.py"
 LINES = RIGHT | WRONG
+pytestmark = pytest.mark.timeout(500)  # the first test makes the files and checks all lines
 # Found by Megatron as it loads: the launch quotes it.
 MEGATRONS_OWN = {"load-another-stock"}
 
