@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron_edit.flags import BEGINNINGS_TO_REFUSE
+from megatron_edit.launched import is_launched
 
 
 def activate(module: str, file: str) -> None:
@@ -26,10 +27,11 @@ def activate(module: str, file: str) -> None:
     """
     if module != "__main__" or not is_asked_for(sys.argv[1:]):
         return
+    if is_launched():
+        return
     from megatron_edit import launcher
 
-    if not launcher.is_launched():
-        sys.exit(launcher.main([file, *sys.argv[1:]]))
+    sys.exit(launcher.main([file, *sys.argv[1:]]))
 
 
 def is_asked_for(words: Sequence[str]) -> bool:

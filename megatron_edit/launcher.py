@@ -10,9 +10,7 @@ import os
 import runpy
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_edit.command_line import asks_for_help, config_from_argv, help_text, training_script
@@ -20,9 +18,9 @@ from megatron_edit.config import EditConfig
 from megatron_edit.constants import GRACE_SECONDS
 from megatron_edit.errors import EditError, UsageError
 from megatron_edit.flags import AUTO
+from megatron_edit.launched import launched
 
 USAGE = "torchrun [...] -m megatron_edit SCRIPT [Megatron's arguments] --use-edit [--edit-...]"
-_IS_LAUNCHED: ContextVar[bool] = ContextVar("is_launched", default=False)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,21 +48,6 @@ def main(argv: Sequence[str]) -> int:
 def is_first_rank() -> bool:
     """Whether this process speaks for a launch; one by itself does."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
-
-
-def is_launched() -> bool:
-    """Whether a script runs under the launcher, in this context."""
-    return _IS_LAUNCHED.get()
-
-
-@contextmanager
-def launched() -> Iterator[None]:
-    """Inside, the script runs under the launcher, and activates nothing once more."""
-    token = _IS_LAUNCHED.set(True)
-    try:
-        yield
-    finally:
-        _IS_LAUNCHED.reset(token)
 
 
 def _read(argv: Sequence[str]) -> tuple[Path, EditConfig]:

@@ -8,11 +8,9 @@ while its process groups are those of one replica; nothing has to be divided and
 from __future__ import annotations
 
 import dataclasses
-import os
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from enum import Enum
-from pathlib import Path
 
 from megatron_edit.comm.placement import Placement
 from megatron_edit.config import EditConfig, number_or_auto
@@ -111,6 +109,12 @@ def check_arguments(args: Namespace, placement: Placement, config: EditConfig) -
             "use --optimizer adam",
         )
     has_writer = args.tensorboard_dir or getattr(args, "wandb_project", "")
+    if getattr(args, "wandb_project", "") and not args.wandb_exp_name:
+        raise UsageError(
+            f"--wandb-project {args.wandb_project}",
+            "needs a name of the run",
+            "add --wandb-exp-name NAME",
+        )
     if config.log_units_to_tensorboard and not has_writer:
         raise UsageError(
             "--edit-log-units-to-tensorboard",
@@ -118,6 +122,7 @@ def check_arguments(args: Namespace, placement: Placement, config: EditConfig) -
             "add --tensorboard-dir DIR (or --wandb-project NAME)",
         )
     check_graphs(args)
+    _check_model(args)
     _check_eight_bits(args)
     _check_layout(args, placement)
     _check_batch(args, placement)
@@ -158,6 +163,26 @@ def _words_of(value: object) -> list[str]:
     return [] if value is None else str(value).split(",")
 
 
+def _check_model(args: Namespace) -> None:
+    """What Megatron meets while it builds the model, or in its first step, without a word."""
+    if getattr(args, "lr", 0.0) is None:
+        raise UsageError("--lr (not given)", "must be given", "add --lr RATE")
+    heads, groups = getattr(args, "num_attention_heads", None), getattr(args, "num_query_groups", 1)
+    if getattr(args, "group_query_attention", False) and heads and heads % groups:
+        raise UsageError(
+            f"--num-query-groups {groups}",
+            f"must divide --num-attention-heads {heads}",
+            "give a divisor of it",
+        )
+    experts, chosen = getattr(args, "num_experts", None), getattr(args, "moe_router_topk", 0)
+    if experts and chosen > experts:
+        raise UsageError(
+            f"--moe-router-topk {chosen}",
+            f"must be at most --num-experts {experts}",
+            f"use {experts} or less",
+        )
+
+
 def _check_eight_bits(args: Namespace) -> None:
     """Allow `--fp8-param-gather` where Megatron can write such parameters from main shards."""
     if not getattr(args, "fp8_param_gather", False):
@@ -179,17 +204,9 @@ def _check_eight_bits(args: Namespace) -> None:
 
 def _check_checkpoints(args: Namespace) -> None:
     """What would fail at the first save, after hours."""
-    if not args.save:
-        return
-    if args.ckpt_format != "torch_dist":
+    if args.save and args.ckpt_format != "torch_dist":
         rule = "with --use-edit checkpoints are saved in the format torch_dist"
         raise UsageError(f"--ckpt-format {args.ckpt_format}", rule, "drop the flag")
-    folder = Path(args.save)
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        rule = f"must be a folder that can be written to; {folder} is none"
-        raise UsageError(f"--save {args.save}", rule, "give another folder")
 
 
 def _is_refused(value: object, refused: object) -> bool:

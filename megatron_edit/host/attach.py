@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -15,13 +17,16 @@ import torch
 
 from megatron_edit.comm.placement import Placement, place
 from megatron_edit.comm.worlds import ReplicaWorld, join
-from megatron_edit.config import EditConfig, add_arguments
+from megatron_edit.config import EditConfig
 from megatron_edit.errors import EditError, UsageError
-from megatron_edit.flags import USE_EDIT
+from megatron_edit.flags import USE_EDIT, flag
 from megatron_edit.host.agreement import agree_on_settings, lock_log_dir
+from megatron_edit.host.checkpoint.choosing import check_together
+from megatron_edit.host.complaints import CommandLine, comes_from_megatron
 from megatron_edit.host.cpu import cpu_argument_defaults, enable_cpu_backend
 from megatron_edit.host.cpu.checkpoints import serve_checkpoints
 from megatron_edit.host.cpu.norm import serve_sequence_parallelism
+from megatron_edit.host.files import check_folder
 from megatron_edit.host.seams.patching import Patcher
 from megatron_edit.observe.console import (
     MovedOutput,
@@ -53,6 +58,8 @@ class Attachment:
         self._moved: MovedOutput | None = None
         self._lock: FolderLock | None = None
         self._output = ExitStack()
+        self._command_line = CommandLine()
+        self._args: Namespace | None = None  # Megatron's, once it validates them
 
     def attach(self) -> None:
         """Change the host. Imports Megatron.
@@ -115,9 +122,9 @@ class Attachment:
         trace: TracebackType | None,
     ) -> None:
         engine = None if self._loop is None else self._loop.engine
-        loss = None
-        if engine is not None and isinstance(error, Exception) and not isinstance(error, EditError):
-            loss = engine.loss_beside()
+        loss: EditError | None = None
+        if isinstance(error, Exception) and not isinstance(error, EditError):
+            loss = self._refusal_of(error) if engine is None else engine.loss_beside()
         if error is not None and self._moved is not None:
             self._moved.record(loss or error)
         if self._world is not None and engine is not None:
@@ -132,6 +139,19 @@ class Attachment:
         self.detach()
         if loss is not None:
             raise loss from error
+
+    def _refusal_of(self, error: Exception) -> UsageError | None:
+        """What Megatron raised over its arguments before the ranks met, as one line.
+
+        None for all else: a traceback then shows where the script, or we, went wrong.
+        """
+        args, have_met = self._args, torch.distributed.is_initialized()
+        if args is None or have_met or not comes_from_megatron(error):
+            return None
+        refusal = self._command_line.usage_error(error, args, Path(sys.argv[0]).name)
+        if self._world is not None:  # a tokenizer may be missing on one host
+            refusal.is_local = not self._world.first_rank_announces("arguments/refused")
+        return refusal
 
     def check_used(self) -> None:
         """After the script: was there anything to train with EDiT?
@@ -151,6 +171,8 @@ class Attachment:
         from megatron_edit.host import data
         from megatron_edit.host.training import TrainingLoop
 
+        if self._config.log_dir is not None:
+            check_folder(flag("log_dir"), self._config.log_dir, is_local=True)
         log_dir = prepare_log_dir(self._config.log_dir)
         self._world = join(
             placement,
@@ -173,16 +195,7 @@ class Attachment:
         import megatron.training.arguments as arguments
         import megatron.training.initialize as initialize
 
-        def with_our_flags(
-            add: Callable[[ArgumentParser], ArgumentParser],
-        ) -> Callable[[ArgumentParser], ArgumentParser]:
-            @wraps(add)
-            def added(parser: ArgumentParser) -> ArgumentParser:
-                return add_arguments(add(parser))
-
-            return added
-
-        self._patcher.wrap(arguments, "add_megatron_arguments", with_our_flags)
+        self._command_line.attach(self._patcher)
         validate = arguments.validate_args
         checked = self._around_validation(validate)
         for module in (arguments, initialize):  # Megatron before 0.18 binds it in both
@@ -192,13 +205,15 @@ class Attachment:
     def _around_validation(self, validate: Callable[..., object]) -> Callable[..., object]:
         @wraps(validate)
         def checked(args: Namespace, *rest: object, **kwargs: object) -> object:
+            self._args = args
             self._before_validation(args)
-            if self._world is None:
-                return validate(args, *rest, **kwargs)
-            from megatron_edit.host.arguments import check_graphs, global_arithmetic
+            with self._command_line.refusals(args):
+                if self._world is None:
+                    return validate(args, *rest, **kwargs)
+                from megatron_edit.host.arguments import check_graphs, global_arithmetic
 
-            placement = self._world.placement
-            global_arithmetic(args, placement, lambda: validate(args, *rest, **kwargs))
+                placement = self._world.placement
+                global_arithmetic(args, placement, lambda: validate(args, *rest, **kwargs))
             check_graphs(args)
             return None
 
@@ -227,6 +242,8 @@ class Attachment:
                 say("--rerun-mode disabled: one replica must not repeat a step by itself")
         agree_on_settings(world, self._config, args, self._device)
         lock_log_dir(world, self._lock)
+        if args.save:  # hosts may see different file systems
+            check_together(world, "save/checked", lambda: check_folder("--save", args.save))
 
 
 def _say_what_is_chosen(config: EditConfig, placement: Placement, args: Namespace) -> None:

@@ -1,36 +1,152 @@
-"""Validate a command line with Megatron's own parser and checks, without launching anything."""
+"""Validate a command line with the script's own parser and Megatron's checks; launch nothing."""
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import io
-import sys
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
 
 from megatron_edit.comm.placement import Placement
-from megatron_edit.config import EditConfig, add_arguments
+from megatron_edit.config import EditConfig
 from megatron_edit.errors import UsageError
+from megatron_edit.flags import USE_EDIT, flag
+from megatron_edit.host.complaints import CommandLine
+from megatron_edit.host.corpus import CorpusReport
 from megatron_edit.host.cpu import cpu_argument_defaults, enable_cpu_backend
 from megatron_edit.host.devices import choose_device
+from megatron_edit.host.files import check_data, check_folder
+from megatron_edit.host.rehearsal import Rehearsal, process_of, rehearsed, speaks_of_megatron
 from megatron_edit.host.seams.patching import Patcher
 
 
+@dataclass(frozen=True)
+class CheckedLine:
+    """A command line that would start.
+
+    Attributes:
+        args: Megatron's arguments, validated.
+        placement: of rank 0; None for a stock run.
+        device: cpu or cuda, as on this machine.
+        sync_mode: what `--edit-sync-mode` comes to; None for a stock run.
+        data_parallel: replicas' data-parallel ranks, each.
+        corpus: what was looked at of it, if Megatron reads it.
+        checkpoint: what would be loaded, in words; None for nothing.
+        unknown: words that Megatron does not know, and the script takes.
+        questions: about those that are almost flags of Megatron's.
+        is_rehearsed: whether the script was run up to where its ranks would meet, so that its own
+            arguments are checked, too.
+    """
+
+    args: Namespace
+    placement: Placement | None
+    device: str
+    sync_mode: str | None
+    data_parallel: int
+    corpus: CorpusReport | None
+    checkpoint: str | None
+    unknown: list[str]
+    questions: list[str]
+    is_rehearsed: bool
+
+
+@dataclass
+class _Check:
+    """One command line on its way.
+
+    Attributes:
+        config: our settings, read from the same words.
+        placement: of rank 0; None for a stock run.
+        device: of the parameters.
+        command_line: Megatron's parser.
+        sync_mode: once Megatron's validation is over.
+    """
+
+    config: EditConfig
+    placement: Placement | None
+    device: torch.device
+    command_line: CommandLine
+    sync_mode: str | None = None
+
+    def validate(self, megatrons: Callable[[], object], args: Namespace) -> None:
+        """Our checks around Megatron's validation, in the order of a launch."""
+        from megatron_edit.host import arguments
+
+        placement = self.placement
+        if placement is not None:
+            arguments.check_arguments(args, placement, self.config)
+            self.sync_mode = arguments.resolve_sync_mode(self.config, args)
+        if self.device.type == "cpu":
+            arguments.apply_cpu_defaults(args, cpu_argument_defaults())
+        with self.command_line.refusals(args):
+            if placement is None:
+                megatrons()
+            else:
+                arguments.global_arithmetic(args, placement, megatrons)
+        if placement is not None:
+            arguments.check_graphs(args)
+
+    def finish(self, found: Rehearsal, *, is_rehearsed: bool) -> CheckedLine:
+        """What comes after Megatron's validation: files, the checkpoint."""
+        from megatron_edit.host.arguments import data_parallel_size
+        from megatron_edit.host.preview import check_load
+
+        args = found.args
+        assert args is not None, "the arguments were not parsed"
+        with self.command_line.refusals(args):
+            _build_model_config(args)
+        if self.config.log_dir is not None:
+            check_folder(flag("log_dir"), self.config.log_dir)
+        if args.save:
+            check_folder("--save", args.save)
+        corpus = check_data(args, found.provider)
+        checkpoint = check_load(args, self.config, self.sync_mode)
+        ranks = args.data_parallel_size
+        if self.placement is not None:
+            ranks = data_parallel_size(args, self.placement)
+        return CheckedLine(
+            args, self.placement, self.device.type, self.sync_mode, ranks, corpus, checkpoint,
+            self.command_line.unknown, self.command_line.questions(), is_rehearsed,
+        )  # fmt: skip
+
+
+def _build_model_config(args: Namespace) -> None:
+    """Build the model's configuration as scripts up to Megatron 0.18 do once their ranks have met.
+
+    Scripts of later versions build it before, so that the rehearsal has seen what it refuses.
+    """
+    if find_spec("megatron.training.argument_utils") is not None:
+        argument_utils = import_module("megatron.training.argument_utils")
+        if hasattr(argument_utils, "gpt_config_from_args"):
+            return
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    core_transformer_config_from_args(args)
+
+
 def check_command_line(
-    words: list[str], config: EditConfig, placement: Placement | None, world_size: int
-) -> list[str]:
-    """Parse and validate as Megatron would on every rank.
+    script: Path,
+    words: list[str],
+    config: EditConfig,
+    placement: Placement | None,
+    world_size: int,
+) -> CheckedLine:
+    """Parse and validate as the script and Megatron would on every rank.
 
     Args:
-        words: arguments of the training script.
+        script: of the training. It is run up to the point where its ranks would meet, if it names
+            Megatron.
+        words: its arguments.
         config: our settings, read from the same words.
         placement: of rank 0; None for a stock run.
         world_size: ranks of the launch.
-
-    Returns:
-        The words that Megatron does not know; they may belong to the script.
 
     Raises:
         UsageError: the command would not start.
@@ -38,72 +154,47 @@ def check_command_line(
     device = choose_device(config)
     patcher = Patcher("the host")
     warnings.simplefilter("ignore")  # Megatron's, on what is not installed here
+    ranks = world_size if placement is None else placement.ranks_per_replica
+    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
     try:
         if device.type == "cpu":
             enable_cpu_backend(patcher)
-        from megatron_edit.host import arguments
         from megatron_edit.host.seams.probes import check_host
 
         check_host()
-        args, unknown = _parse(words)
-        if placement is not None:
-            args.world_size = placement.ranks_per_replica
-            arguments.check_arguments(args, placement, config)
-            arguments.resolve_sync_mode(config, args)
-        else:
-            args.world_size = world_size
-        if device.type == "cpu":
-            arguments.apply_cpu_defaults(args, cpu_argument_defaults())
-        if placement is None:
-            _validate(args)
-        else:
-            arguments.global_arithmetic(args, placement, lambda: _validate(args))
-            arguments.check_graphs(args)
+        check = _Check(config, placement, device, CommandLine())
+        if speaks_of_megatron(script):
+            return _rehearse(check, script, words, environment)
+        return _parse(check, words, environment)
     finally:
         patcher.undo()
-    return unknown
 
 
-def _parse(words: list[str]) -> tuple[Namespace, list[str]]:
-    from megatron.training.arguments import add_megatron_arguments, parse_args
-
-    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    parser = add_arguments(add_megatron_arguments(parser))
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint):
-            _, unknown = parser.parse_known_args(words)
-            with _arguments_of_process(words):
-                # Megatron's own parse, for what it derives beyond the flags.
-                args = parse_args(add_arguments, ignore_unknown_args=True)
-    except SystemExit:
-        line = complaint.getvalue().strip().splitlines()[-1]
-        message = line.partition("error: ")[2] or line
-        raise UsageError(
-            "the command line", message, "see Megatron's own help for this flag"
-        ) from None
-    return args, unknown
+def _rehearse(
+    check: _Check, script: Path, words: list[str], environment: Mapping[str, str]
+) -> CheckedLine:
+    with rehearsed(script, words, environment, check.command_line, check.validate) as found:
+        if found.args is not None:
+            return check.finish(found, is_rehearsed=True)
+        if check.placement is not None and not found.has_stopped:
+            raise UsageError(
+                USE_EDIT,
+                "the script did not train through megatron.training.pretrain",
+                "use a script like pretrain_gpt.py, or drop --use-edit",
+            )
+    return _parse(check, words, environment)
 
 
-@contextlib.contextmanager
-def _arguments_of_process(words: list[str]) -> Iterator[None]:
-    saved, sys.argv = sys.argv, [sys.argv[0], *words]
-    try:
-        yield
-    finally:
-        sys.argv = saved
+def _parse(check: _Check, words: list[str], environment: Mapping[str, str]) -> CheckedLine:
+    """For a script of which nothing is known: Megatron's flags alone, others are the script's."""
+    from megatron.training.arguments import parse_args, validate_args
 
-
-def _validate(args: Namespace) -> None:
-    from megatron.training.arguments import validate_args
-
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            validate_args(args)
-    except (AssertionError, ArithmeticError, ValueError, RuntimeError) as error:
-        lines = str(error).strip().splitlines()
-        raise UsageError(
-            "Megatron's arguments",
-            lines[0] if lines else "Megatron's own validation fails",
-            "correct what Megatron names",
-        ) from error
+    patcher = Patcher("the host")
+    with process_of(["", *words], environment), redirect_stdout(io.StringIO()):
+        try:
+            check.command_line.attach(patcher)
+            args = parse_args(None, ignore_unknown_args=True)
+            check.validate(lambda: validate_args(args), args)
+        finally:
+            patcher.undo()
+    return check.finish(Rehearsal(args), is_rehearsed=False)

@@ -33,6 +33,7 @@ from megatron_edit.constants import OVERLAP
 from megatron_edit.engine import TIED_EMBEDDING, EditEngine, EngineGroups
 from megatron_edit.errors import SyncProtocolError, outcome_of
 from megatron_edit.host.arguments import resolve_sync_mode
+from megatron_edit.host.checkpoint.choosing import check_together
 from megatron_edit.host.checkpoint.loading import LoadControl
 from megatron_edit.host.checkpoint.outer import LocalPiece, pieces_of
 from megatron_edit.host.checkpoint.paths import Redirection
@@ -40,6 +41,7 @@ from megatron_edit.host.checkpoint.saving import SaveControl
 from megatron_edit.host.checkpoint.write_errors import WriteErrors
 from megatron_edit.host.checkpoint.writing import CheckpointWriter
 from megatron_edit.host.dealing import DealtLoader, dealt_loader
+from megatron_edit.host.files import check_data
 from megatron_edit.host.groups import build_groups
 from megatron_edit.host.metrics import tell_of_the_run
 from megatron_edit.host.model.ends import reason_of_end
@@ -125,6 +127,7 @@ class TrainingLoop:
         self._run: TrainingRun | None = None
         self._stop_reason: str | None = None
         self._writers: list[SafeWriter] = []
+        self._provider: object = None  # of data sets
         self._cleanup = ExitStack()
         self._cleanup.callback(self._tell_of_writers)
         self._cleanup.callback(events.close)
@@ -199,6 +202,7 @@ class TrainingLoop:
         return answered_by(answered)
 
     def _pretrain[R](self, call: Call[R]) -> R:
+        self._provider = call.arguments.get("train_valid_test_dataset_provider")
         if call.arguments.get("store") is None:
             call.arguments["store"] = self._world.replica_store
         try:
@@ -211,9 +215,18 @@ class TrainingLoop:
         return result
 
     def _set_up(self, call: Call[Built]) -> Built:
+        self._check_data()
         built = call.proceed()
         self._begin(*built)
         return built
+
+    def _check_data(self) -> None:
+        from megatron.training import get_args
+
+        def check() -> None:
+            check_data(get_args(), self._provider)
+
+        check_together(self._world, "data/checked", check)
 
     def _train(self, call: Call[tuple[int, float]]) -> tuple[int, float]:
         run = self._run

@@ -34,28 +34,38 @@ for argv in lines:
             code = stop.code
         except BaseException as error:
             code = repr(error)
-    found.append((code, err.getvalue()))
+    found.append((code, err.getvalue(), out.getvalue()))
 sys.__stdout__.write("RESULT" + json.dumps(found))
 """
 
 
 def outcomes_of(
     lines: Mapping[str, Sequence[str]], folder: Path, *, user: int | None = None,
-    env: Mapping[str, str] | None = None,
+    env: Mapping[str, str] | None = None, seconds: float = _SECONDS,
 ) -> dict[str, Outcome]:  # fmt: skip
-    """What becomes of each.
+    """Exit code and stderr of each; arguments as of `printed_by`."""
+    found = printed_by(lines, folder, user=user, env=env, seconds=seconds)
+    return {name: (code, errors) for name, (code, errors, _) in found.items()}
+
+
+def printed_by(
+    lines: Mapping[str, Sequence[str]], folder: Path, *, user: int | None = None,
+    env: Mapping[str, str] | None = None, seconds: float = _SECONDS,
+) -> dict[str, tuple[object, str, str]]:  # fmt: skip
+    """Exit code, stderr and stdout of each.
 
     Args:
         lines: by name: words after `megatron-edit`, or `launch` and those after the launcher.
         folder: where they run.
         user: who runs them; None is who runs the tests.
         env: further environment.
+        seconds: after which all are given up.
     """
     done = subprocess.run(
         [sys.executable, "-c", _RUNNER],
         input=json.dumps((list(lines.values()), user)), cwd=folder,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY), **(env or {})},
-        capture_output=True, text=True, timeout=_SECONDS, check=False,
+        capture_output=True, text=True, timeout=seconds, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.partition("RESULT")[2])

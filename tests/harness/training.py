@@ -79,6 +79,7 @@ def train(
     grace: float = 15,
     env: dict[str, str | None] | None = None,
     check: bool = True,
+    cwd: Path | None = None,
 ) -> TrainResult:
     """Run a Megatron pretraining script through the launcher, in `world_size` ranks.
 
@@ -88,6 +89,7 @@ def train(
         before: ``"module:function"``, called first in every rank.
         grace: seconds that the others get once a rank has failed.
         check: fail where a rank does not exit with 0.
+        cwd: where the ranks run; a folder of their own where it is None.
     """
     ranks = run_ranks(
         "tests.harness.ranks:train_main",
@@ -97,6 +99,7 @@ def train(
         timeout=timeout,
         grace=grace,
         check=check,
+        cwd=cwd,
     )
     return parse_console(ranks)
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.harness import Flags, RankResult, train
 from tests.host.runs import edit_flags, run_edit
+from tests.system.check_lines import write_corpus
 
 CASES: dict[str, tuple[Flags, str, str]] = {
     "not-a-divisor": ({"edit_num_replicas": 3}, "--edit-num-replicas 3", "must divide the 2 ranks"),
@@ -53,6 +54,19 @@ def test_refused_before_training(tmp_path: Path, case: str) -> None:
     ranks = train(argv, 2, before="tests.host.spy:hurry", check=False).ranks
     # A folder or a GPU may be missing on one host only: there each rank speaks for itself.
     _assert_refused(ranks, value, rule, is_one_voice=case not in ("log-dir", "cuda"))
+
+
+def test_a_corpus_that_one_host_lacks(tmp_path: Path) -> None:
+    """All ranks end with the line of the one that looked. Would catch: a rank that goes on and
+    waits for the other, or one that leaves without a word."""
+    write_corpus(tmp_path / "corpus")
+    flags: Flags = {"mock_data": None, "data_path": "corpus", "split": "90,10,0"}
+    done = train(
+        edit_flags(2, **flags), 2, before="tests.host.spy:second_host", check=False, cwd=tmp_path
+    )
+    assert [rank.returncode for rank in done.ranks] == [2, 2]
+    lines = [x for r in done.ranks for x in r.stderr.splitlines() if "megatron_edit: " in x]
+    assert len(lines) == 1 and "--data-path corpus: there is no file corpus.idx" in lines[0], lines
 
 
 @pytest.mark.parametrize(

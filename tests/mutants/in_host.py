@@ -6,6 +6,30 @@ from tests.mutants.mutant import Mutant
 
 HOST = (
     Mutant(
+        id="host/corpus-without-its-end",
+        bug="the last tokens of a large file are never looked at",
+        file="host/corpus.py",
+        old="starts = np.linspace(0, len(tokens) - length,",
+        new="starts = np.linspace(0, len(tokens) // 2,",
+        test="pure/test_corpus_check.py::test_a_large_file_is_sampled",
+    ),
+    Mutant(
+        id="host/corpus-of-others",
+        bug="the files of a script with a reader of its own are refused",
+        file="host/corpus.py",
+        old="    return BlendedMegatronDatasetBuilder in classes and not is_own",
+        new="    return BlendedMegatronDatasetBuilder in classes",
+        test="pure/test_corpus_check.py::test_who_reads_the_corpus",
+    ),
+    Mutant(
+        id="host/refusal-hides-bugs",
+        bug="a bug in the script ends in one line, without its traceback",
+        file="host/complaints.py",
+        old="return isinstance(error, RAISED) and any(",
+        new="return isinstance(error, RAISED) or any(",
+        test="pure/test_complaints.py::test_only_what_megatron_raises_is_a_refusal",
+    ),
+    Mutant(
         id="host/view-interleaved",
         bug="the samples of replicas interleave with those of their ranks",
         file="host/data.py",

@@ -23,7 +23,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 80
 # From the bottom to the top: what stands on a line may import what stands on lines above it in this
 # list (so: below it in the house), and its own package.
 LAYERS = (
-    ("constants.py", "errors.py", "whole_files.py"),
+    ("constants.py", "errors.py", "launched.py", "whole_files.py"),
     ("versions.py", "method"),
     ("flags.py",),
     ("comm", "checkpoint"),

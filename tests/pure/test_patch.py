@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from megatron_edit.activation import activate, is_asked_for
 from megatron_edit.errors import UsageError
-from megatron_edit.launcher import launched
+from megatron_edit.launched import launched
 from megatron_edit.tools.cli import main
 from megatron_edit.tools.patch.line import LINE, diff, insert, line_number, remove
 

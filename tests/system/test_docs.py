@@ -43,6 +43,7 @@ from megatron_edit.checkpoint.manifest import Manifest, ReplicaEntry
 from megatron_edit.config import EditConfig
 from megatron_edit.flags import flag
 from megatron_edit.tools.cli import SUBCOMMANDS, main
+from megatron_edit.tools.compare.flags import without
 from tests.behaviour import event_runs
 from tests.harness import tiny_gpt
 from tests.harness.event_files import MadeUp
@@ -222,6 +223,9 @@ def as_check(command: Command) -> list[str]:
         _, script, flags = command.line.partition("pretrain_gpt.py")
         given = run(["bash", "-c", f"printf '%s\\n' {flags}"]).splitlines()
         size = words[words.index("--world-size") :]
+        # The reader's own tokenizer and corpus, which a check looks at.
+        given = without(given, ("--tokenizer-type", "--tokenizer-model", "--data-path"))
+        given += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "31999", "--mock-data"]
         return ["check", str(REPOSITORY / "scripts" / script), *given, *size]
     return _on_tiny_model(["check"], words)
 

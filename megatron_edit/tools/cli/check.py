@@ -8,13 +8,16 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron_edit.comm.placement import Placement, place
+from megatron_edit.comm.placement import place
 from megatron_edit.command_line import config_from_argv, training_script
-from megatron_edit.config import EditConfig, warning_of_endless_warmup
+from megatron_edit.config import EditConfig
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import flag
-from megatron_edit.tools.compare.entries import num_iterations
+
+if TYPE_CHECKING:
+    from megatron_edit.host.checking import CheckedLine
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -35,18 +38,11 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     script = training_script(options.script)
     config = config_from_argv(rest)
     world_size = _world_size(options.world_size, config)
-    placement, unknown = check_script(script, rest, config, world_size)
-    layout = (
-        f"{placement.num_replicas} replicas x {placement.ranks_per_replica} ranks, "
-        f"strategy {config.strategy}"
-        if placement
-        else f"stock Megatron on {world_size} ranks"
-    )
-    sys.stdout.write(f"ok: {layout}\n")
-    if placement and (warning := _warning(config, rest)):
-        sys.stdout.write(f"{warning}\n")
-    if unknown:
-        sys.stdout.write(f"not checked (unknown to Megatron): {' '.join(unknown)}\n")
+    checked = check_script(script, rest, config, world_size)
+    from megatron_edit.tools.cli.what_runs import lines_on
+
+    for line in lines_on(checked, config, world_size):
+        sys.stdout.write(f"{line}\n")
     return 0
 
 
@@ -67,17 +63,9 @@ def _world_size(given: int | None, config: EditConfig) -> int:
     return 1
 
 
-def _warning(config: EditConfig, words: Sequence[str]) -> str | None:
-    """Where EDiT would never start; None also where the flags do not say how long they train."""
-    try:
-        return warning_of_endless_warmup(config, num_iterations(words))
-    except UsageError:
-        return None
-
-
 def check_script(
     script: Path, words: Sequence[str], config: EditConfig, world_size: int
-) -> tuple[Placement | None, list[str]]:
+) -> CheckedLine:
     """Check the arguments of a training script as a launch would. Imports Megatron.
 
     Args:
@@ -87,7 +75,7 @@ def check_script(
         world_size: ranks of the launch.
 
     Returns:
-        Where rank 0 would be (None: stock Megatron), and the words that Megatron does not know.
+        What would run.
 
     Raises:
         UsageError: the command would not start.
@@ -108,4 +96,4 @@ def check_script(
         sys.path.insert(0, folder)
     from megatron_edit.host.checking import check_command_line
 
-    return placement, check_command_line(list(words), config, placement, world_size)
+    return check_command_line(script, list(words), config, placement, world_size)

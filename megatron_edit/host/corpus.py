@@ -1,0 +1,240 @@
+"""Is the corpus what the command line says? Asked before the model is built.
+
+Megatron finds a missing file only once the model is there, a truncated one where a sample is cut
+off, and a token beyond the vocabulary as an index error in the first step that meets one.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_edit.errors import UsageError
+from megatron_edit.host.complaints import RAISED
+
+# Tokens are looked at in pieces spread evenly over a file, of all files together so many bytes.
+SCANNED_BYTES = 64 << 20
+_PIECE_BYTES = 1 << 18
+_ENDINGS = (".idx", ".bin")
+_FLAGS = ("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path",
+          "per_split_data_args_path")  # fmt: skip
+_REMEDY = "give the path of the two files without .idx and .bin"
+
+
+@dataclass(frozen=True)
+class CorpusReport:
+    """What was looked at.
+
+    Attributes:
+        num_files: pairs of an index and a file of tokens.
+        num_tokens: in all of them, as their indices say.
+        num_bytes: of the files of tokens.
+        scanned_bytes: of these, in which the largest token was looked for.
+    """
+
+    num_files: int
+    num_tokens: int
+    num_bytes: int
+    scanned_bytes: int
+
+    def __str__(self) -> str:
+        share = "all" if self.scanned_bytes >= self.num_bytes else _mebibytes(self.scanned_bytes)
+        return (
+            f"{self.num_files} x .idx and .bin, {self.num_tokens} tokens in "
+            f"{_mebibytes(self.num_bytes)}; {share} of it read for the largest token"
+        )
+
+
+def reads_indexed_corpus(provider: object) -> bool:
+    """Whether a script's provider of data sets reads Megatron's own files of tokens.
+
+    Args:
+        provider: what the script hands to `pretrain`. Where its module names Megatron's builder,
+            and no data set with a reader of its own, it does.
+    """
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
+    from megatron.core.datasets.megatron_dataset import MegatronDataset
+
+    while isinstance(provider, partial):
+        provider = provider.func
+    known = getattr(provider, "__globals__", {}).values()
+    classes = [x for x in known if isinstance(x, type)]
+    readers = [
+        getattr(c, "build_low_level_dataset", None)
+        for c in classes
+        if issubclass(c, MegatronDataset)
+    ]
+    is_own = any(not str(getattr(r, "__module__", "")).startswith("megatron.") for r in readers)
+    return BlendedMegatronDatasetBuilder in classes and not is_own
+
+
+def check_corpus(args: Namespace) -> CorpusReport | None:
+    """Compare the files of the corpus with their indices, and their tokens with the vocabulary.
+
+    Args:
+        args: Megatron's, validated; where it has built a tokenizer, they know the vocabulary.
+
+    Returns:
+        What was looked at; None where there are no indexed files.
+
+    Raises:
+        UsageError: a file is missing, foreign or truncated, or holds tokens that the model lacks.
+    """
+    prefixes = list(dict.fromkeys(_prefixes(args)))
+    if not prefixes:
+        return None
+    budget = max(_PIECE_BYTES, SCANNED_BYTES // len(prefixes))
+    vocabulary = getattr(args, "padded_vocab_size", None)
+    found = [_check_pair(args, prefix, vocabulary, budget) for prefix in prefixes]
+    return CorpusReport(
+        len(found),
+        sum(one.num_tokens for one in found),
+        sum(one.num_bytes for one in found),
+        sum(one.scanned_bytes for one in found),
+    )
+
+
+def _prefixes(args: Namespace) -> Iterator[str]:
+    """Paths without ending of all indexed files that the flags name, on this file system."""
+    if args.mock_data or getattr(args, "sft", False):
+        return
+    from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    given = [name for name in _FLAGS if getattr(args, name, None) is not None]
+    shown = ", ".join(f"--{name.replace('_', '-')} {_shown(getattr(args, name))}" for name in given)
+    blend, per_split = _read(shown, lambda: get_blend_and_blend_per_split(args))
+    if blend is not None and args.split is not None:
+        shares = _read(f"--split {args.split}", lambda: parse_and_normalize_split(args.split))
+        if not all(map(math.isfinite, shares)):
+            raise UsageError(
+                f"--split {args.split}",
+                "must be the shares of training, validation and test",
+                "give for example 969,30,1",
+            )
+    for one in [blend, *(per_split or ())]:
+        for prefix in one[0] if one is not None else ():
+            if "://" not in prefix:  # an object store: nothing there is cheap
+                yield prefix
+
+
+def _shown(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _read[R](value: str, read: Callable[[], R]) -> R:
+    try:
+        return read()
+    except RAISED as error:
+        why = f": {error}" if str(error) else ""
+        rule = f"cannot be understood ({type(error).__name__}{why})"
+        raise UsageError(value, rule, "see Megatron's own help for this flag") from error
+
+
+def _check_pair(args: Namespace, prefix: str, vocabulary: int | None, budget: int) -> CorpusReport:
+    import megatron.core.datasets.indexed_dataset as indexed_dataset
+
+    value = f"{_flag_with(args, prefix)} {prefix}"
+    if prefix.endswith(_ENDINGS) and Path(prefix).exists():
+        raise UsageError(value, "is one file of a corpus", f"use {prefix[:-4]}")
+    for ending in _ENDINGS:
+        file = Path(prefix + ending)
+        if not file.is_file():
+            raise UsageError(value, f"there is no file {file}", _REMEDY)
+        if not os.access(file, os.R_OK):
+            raise UsageError(value, f"{file} cannot be read", "correct its permissions")
+    dtype, lengths, last_byte = _index_of(indexed_dataset, prefix, value)
+    size = Path(prefix + ".bin").stat().st_size
+    if size < last_byte:
+        raise UsageError(
+            value,
+            f"{prefix}.bin has {size} bytes where its index needs {last_byte}: it is truncated, or "
+            "of another corpus",
+            "copy or preprocess it again",
+        )
+    scanned = 0
+    if vocabulary is not None:
+        scanned = _check_tokens(prefix, dtype, size, vocabulary, budget, value)
+    return CorpusReport(1, lengths, size, scanned)
+
+
+def _flag_with(args: Namespace, prefix: str) -> str:
+    """The flag that names a path, in its value or in the file that is its value."""
+    given = [name for name in _FLAGS if getattr(args, name, None) is not None]
+    named = [name for name in given if prefix in getattr(args, name)]
+    return "--" + (named or given)[0].replace("_", "-")
+
+
+def _index_of(
+    indexed_dataset: ModuleType, prefix: str, value: str
+) -> tuple[np.dtype[np.generic], int, int]:
+    """Type and number of the tokens that an index describes, and the bytes that these need."""
+
+    class Corpus(indexed_dataset.IndexedDataset):  # type: ignore[misc, name-defined]
+        def __del__(self) -> None:
+            """Megatron's own complains on stderr of what was never read."""
+
+    try:
+        index = Corpus(prefix, mmap=False).index
+        dtype = np.dtype(index.dtype)
+        lengths = np.asarray(index.sequence_lengths, dtype=np.int64)
+        ends = np.asarray(index.sequence_pointers) + lengths * dtype.itemsize
+        if len(lengths) and (lengths.min() < 0 or ends.min() < 0):
+            raise ValueError("lengths below 0")
+        return dtype, int(lengths.sum()), int(ends.max(initial=0))
+    except (*RAISED, EOFError) as error:
+        why = str(error) or "its parts contradict each other"
+        raise UsageError(
+            value,
+            f"{prefix}.idx is no index of Megatron's, or is damaged ({why})",
+            "preprocess the corpus again (tools/preprocess_data.py)",
+        ) from error
+
+
+def _check_tokens(
+    prefix: str, dtype: np.dtype[np.generic], size: int, vocabulary: int, budget: int, value: str
+) -> int:
+    """Look for a token beyond the vocabulary; the bytes that were read."""
+    file = Path(prefix + ".bin")
+    if size < dtype.itemsize or not np.issubdtype(dtype, np.integer):
+        return 0
+    tokens = np.memmap(file, dtype=dtype, mode="r", shape=(size // dtype.itemsize,))
+    read = 0
+    for piece in _pieces(tokens, budget // dtype.itemsize):
+        read += piece.nbytes
+        largest, least = int(piece.max()), int(piece.min())
+        if largest >= vocabulary or least < 0:
+            token = largest if largest >= vocabulary else least
+            raise UsageError(
+                value,
+                f"{file} holds token {token}, and the model has a vocabulary of {vocabulary} "
+                "(with its padding)",
+                "give the tokenizer that the corpus was preprocessed with, or a --vocab-size above "
+                "its largest token",
+            )
+    return read
+
+
+def _pieces(tokens: NDArray[np.generic], most: int) -> Iterator[NDArray[np.generic]]:
+    """All tokens, or as many as `most` in pieces from the first to the last token."""
+    length = max(1, _PIECE_BYTES // tokens.itemsize)
+    if len(tokens) <= most:
+        yield from (tokens[start : start + length] for start in range(0, len(tokens), length))
+        return
+    starts = np.linspace(0, len(tokens) - length, max(2, most // length), dtype=np.int64)
+    yield from (tokens[start : start + length] for start in starts)
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / (1 << 20):.1f} MiB"

@@ -1,0 +1,99 @@
+"""Could a command line load its checkpoint? Asked without ranks, by `megatron-edit check`.
+
+The same questions as in a launch, but for the checksums of files and the shapes of their tensors.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+from megatron_edit.checkpoint.files import REMEDY, check_sizes
+from megatron_edit.checkpoint.folder import Found
+from megatron_edit.checkpoint.manifest import Manifest, read_manifest
+from megatron_edit.config import EditConfig
+from megatron_edit.errors import UsageError
+from megatron_edit.host.checkpoint.choosing import check_manifest, find
+from megatron_edit.host.checkpoint.fingerprint import check_same_model, model_of
+from megatron_edit.host.checkpoint.loading import planned, resuming_run
+from megatron_edit.host.checkpoint.refusals import (
+    check_pending,
+    check_rounds,
+    check_samples,
+    check_schedule,
+)
+from megatron_edit.host.settings import engine_settings
+
+STRICT = "assume_ok_unexpected"  # Megatron's default of --dist-ckpt-strictness
+
+
+def check_load(args: Namespace, config: EditConfig, sync_mode: str | None) -> str | None:
+    """Refuse a `--load` that the launch would refuse.
+
+    Args:
+        args: Megatron's, validated.
+        config: our settings.
+        sync_mode: what `--edit-sync-mode` came to; None for a run of stock Megatron.
+
+    Returns:
+        What would be loaded, in words; None where training starts anew.
+
+    Raises:
+        UsageError: it cannot be loaded.
+    """
+    if not args.load:
+        return None
+    try:
+        found = find(args, repairs=False)
+        if found is None:
+            return f"{args.load} holds no checkpoint: training starts anew"
+        if found.has_manifest and sync_mode is not None:
+            _check_replicas(found, args, config, sync_mode)
+        else:
+            _check_stock(found.path, args)
+    except OSError as error:
+        raise UsageError(
+            f"--load {args.load}", f"cannot be used ({error.strerror}: {error.filename})", REMEDY
+        ) from error
+    return f"{found.path} (model and file sizes compared; checksums are left to the launch)"
+
+
+def _check_replicas(found: Found, args: Namespace, config: EditConfig, sync_mode: str) -> None:
+    manifest = read_manifest(found.path)
+    check_manifest(found.path, manifest, args)
+    check_sizes(found.path, manifest.files)
+    if not args.finetune and not args.no_load_optim:
+        _check_resume(found.path, manifest, args, config, sync_mode)
+
+
+def _check_resume(
+    path: Path, manifest: Manifest, args: Namespace, config: EditConfig, sync_mode: str
+) -> None:
+    """Whether this run's settings go with the rounds that were saved."""
+    iterations = args.train_iters or (args.train_samples or 0) // args.global_batch_size
+    run = resuming_run(config, config.num_replicas or 1, args, iterations)
+    plan = planned(path, manifest, run, config.warmup_steps)
+    settings = engine_settings(config, sync_mode, iterations * run.num_replicas)
+    check_schedule(path, manifest, plan, settings.schedule)
+    check_samples(path, plan, args)
+    check_pending(path, manifest, plan, settings)
+    check_rounds(path, manifest, plan, settings)
+
+
+def _check_stock(path: Path, args: Namespace) -> None:
+    """Of stock Megatron: its arguments are in the part of it that all ranks share."""
+    from megatron.core import dist_checkpointing
+
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
+        return  # one file for each rank, of pickled objects
+    if args.dist_ckpt_strictness != STRICT:
+        return  # the user allows keys to be missing
+    try:
+        saved = dist_checkpointing.load_common_state_dict(str(path)).get("args")
+    except Exception as error:
+        rule = f"Megatron cannot load it: {type(error).__name__} {error}"
+        raise UsageError(f"--load {path}", rule, REMEDY) from error
+    if isinstance(saved, Namespace):
+        model = model_of(saved)
+        model.pop("optimizer", None)
+        check_same_model(path, model, args)

@@ -1,0 +1,174 @@
+"""Command lines for `megatron-edit check` and the launch, and what a training needs besides."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tests.harness import Flags, train
+from tests.host.runs import edit_flags
+
+NUM_TOKENS = 4000
+VOCABULARY = 100  # of the corpus: its largest token is one less
+EDIT_OFF: Flags = {
+    "use_edit": None, "edit_num_replicas": None, "edit_warmup_steps": None,
+    "edit_sync_interval": None, "edit_digest_interval": None,
+}  # fmt: skip
+
+
+def stop_after_a_step() -> None:
+    """A `before` hook: the first step of training done, a rank leaves with 0 and a word."""
+    from megatron.training import training
+
+    from tests.host.spy import hurry
+
+    hurry()
+    train_step = training.train_step
+
+    def once(*args: object, **kwargs: object) -> None:
+        train_step(*args, **kwargs)
+        print("A STEP IS DONE", flush=True)
+        os._exit(0)
+
+    training.train_step = once
+
+
+def make_files(folder: Path) -> None:
+    """Corpora, checkpoints and things that are neither, under names that the lines use."""
+    write_corpus(folder / "good")
+    for name in ("short", "foreign", "cut", "lonely"):
+        for ending in (".bin", ".idx"):
+            shutil.copyfile(folder / f"good{ending}", folder / f"{name}{ending}")
+    _keep(folder / "short.bin", 0.5)
+    _keep(folder / "cut.idx", 0.7)
+    (folder / "foreign.idx").write_bytes(b"This is the index of something else." * 40)
+    (folder / "lonely.bin").unlink()
+    (folder / "file").write_text("neither a folder nor a checkpoint")
+    (folder / "blend").write_text(f"1.0 {folder / 'nowhere'}")
+    (folder / "folder").mkdir()
+    ends: Flags = {"train_iters": 1000, "save_interval": 4, "exit_interval": 4}
+    train(edit_flags(2, save=folder / "saves", **ends), 2)
+    train(edit_flags(2, **EDIT_OFF, save=folder / "stock", **ends), 2)
+    shutil.copytree(folder / "saves", folder / "damaged")
+    victim = next((folder / "damaged").glob("iter_*/*.distcp"))
+    _keep(victim, 0.5)
+
+
+def write_corpus(prefix: Path) -> None:
+    """A corpus with every token below VOCABULARY, by Megatron's own builder."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
+    tokens = torch.arange(NUM_TOKENS, dtype=torch.int32) % VOCABULARY
+    for document in tokens.split(200):
+        builder.add_item(document)
+        builder.end_document()
+    builder.finalize(f"{prefix}.idx")
+
+
+def _keep(path: Path, share: float) -> None:
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+
+
+def corpus(prefix: object, **flags: object) -> Flags:
+    """Flags of a training on files instead of mock data."""
+    return {"mock_data": None, "data_path": prefix, "split": "90,10,0", **flags}
+
+
+# Overrides of the flags of a sound command line; "words": after all others, as they are.
+# Paths are from the folder that `make_files` has filled.
+RIGHT: dict[str, Flags] = {
+    "plain": {},
+    "stock": EDIT_OFF,
+    "a-edit": {"edit_strategy": "a-edit", "edit_sync_interval": None},
+    "overlap": {"overlap_param_gather": True, "overlap_grad_reduce": True},
+    "corpus": corpus("good"),
+    "weighted-corpus": corpus(["0.3", "good", "0.7", "good"], eval_iters=1),
+    "train-and-valid": corpus(None, split=None, train_data_path="good", valid_data_path="good"),
+    "save": {"save": "new/saves", "save_interval": 2},
+    "log-dir": {"edit_log_dir": "new/log"},
+    "load": {"load": "saves", "train_iters": 1000},
+    "load-stock": {"load": "stock", "train_iters": 1000},
+    "load-nothing": {"load": "folder"},
+}
+WRONG: dict[str, Flags] = {
+    # flags that are none, and values that do not parse
+    "one-letter": {"words": "--num-layer 3"},
+    "spelling": {"words": "--hidden-sise 64"},
+    "underscores": {"words": "--train_iters 5"},
+    "equals": {"words": "--micro-batchsize=2"},
+    "no-such-flag": {"words": "--of-another-trainer"},
+    "stray-word": {"words": "extra"},
+    "edit-spelling": {"words": "--edit-sync-intervall 5"},
+    "stock-spelling": {**EDIT_OFF, "words": "--num-layer 3"},
+    "not-a-number": {"lr": "fast"},
+    "not-whole": {"num_layers": "many"},
+    "no-value": {"words": "--seed"},
+    "no-such-choice": {"lr_decay_style": "linearr"},
+    "no-such-tokenizer": {"tokenizer_type": "NulTokenizer"},
+    # ours
+    "replicas": {"edit_num_replicas": 3},
+    "tau": {"edit_sync_interval": 0},
+    "without-use-edit": {"use_edit": None},
+    "overlap-not-to-be-had": {"edit_sync_mode": "overlap"},
+    "batch": {"global_batch_size": 9},
+    "micro-batch": {"global_batch_size": 6},
+    "layout": {"tensor_model_parallel_size": 2},
+    "megatron-fsdp": {"use_megatron_fsdp": True},
+    "format": {"save": "new", "save_interval": 2, "ckpt_format": "torch"},
+    "wandb-without-a-name": {"wandb_project": "edit"},
+    # Megatron's own validation
+    "positions": {"seq_length": 128},
+    "two-lengths": {"train_samples": 80},
+    "no-rate": {"lr": None},
+    "rates": {"min_lr": 1.0},
+    "two-warmups": {"lr_warmup_fraction": 0.1, "lr_warmup_iters": 2},
+    "two-types": {"fp16": True, "bf16": True},
+    "no-interval": {"save": "new"},
+    "heads": {"num_attention_heads": 3},
+    "query-groups": {"group_query_attention": True, "num_query_groups": 3},
+    "gathers-without-reduces": {"overlap_param_gather": True},
+    "recompute": {"recompute_granularity": "full"},
+    "top-k": {"num_experts": 2, "moe_router_topk": 8},
+    "no-vocabulary": {"vocab_size": None},
+    "no-tokenizer": {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "nowhere",
+                     "vocab_size": None},
+    "positions-of-mtp": {"mtp_num_layers": 1},
+    # files
+    "save-in-a-file": {"save": "/dev/null/x", "save_interval": 2},
+    "save-is-a-file": {"save": "file", "save_interval": 2},
+    "log-dir-is-a-file": {"edit_log_dir": "file"},
+    "log-dir-in-a-file": {"edit_log_dir": "file/log"},
+    "no-corpus": corpus("nowhere"),
+    "half-a-corpus": corpus("lonely"),
+    "truncated-corpus": corpus("short"),
+    "foreign-index": corpus("foreign"),
+    "truncated-index": corpus("cut"),
+    "one-file-of-two": corpus("good.bin"),
+    "folder-for-a-corpus": corpus("folder"),
+    "one-of-two-corpora": corpus(["0.3", "good", "0.7", "nowhere"]),
+    "no-valid-corpus": corpus(None, split=None, train_data_path="good", valid_data_path="gone"),
+    "no-list-of-corpora": corpus(None, data_args_path="nowhere"),
+    "listed-corpus": corpus(None, data_args_path="blend"),
+    "small-vocabulary": corpus("good", vocab_size=62),
+    "split": corpus("good", split="all"),
+    # checkpoints
+    "load-another-model": {"load": "saves", "train_iters": 1000, "num_layers": 3},
+    "load-another-stock": {"load": "stock", "train_iters": 1000, "hidden_size": 128},
+    "load-a-file": {"load": "file"},
+    "load-damaged": {"load": "damaged", "train_iters": 1000},
+    "load-no-such-step": {"load": "saves", "train_iters": 1000, "ckpt_step": 99},
+    "load-back-to-warmup": {"load": "saves", "train_iters": 1000, "edit_warmup_steps": 50},
+    "load-must-exist": {"load": "folder", "exit_on_missing_checkpoint": True},
+}  # fmt: skip
+
+
+def argv_of(overrides: Flags) -> list[str]:
+    """The words of a command line."""
+    flags = dict(overrides)
+    words = str(flags.pop("words", "")).split()
+    return edit_flags(2, **flags) + words

@@ -1,0 +1,113 @@
+"""What `megatron-edit check` tells of a command line that would start, and of a script's flags."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness import Flags
+from tests.harness.command_lines import printed_by
+from tests.harness.launch import REPOSITORY
+from tests.host.runs import edit_flags
+from tests.system.check_lines import EDIT_OFF, corpus, write_corpus
+
+SCRIPT = REPOSITORY / "scripts" / "pretrain_gpt.py"
+OVERLAP: Flags = {"overlap_param_gather": True, "overlap_grad_reduce": True}
+# By flags: what some line of stdout must hold, and what none may.
+CASES: dict[str, tuple[Flags, list[str], list[str]]] = {
+    "plain": (
+        {},
+        ["ok: 2 replicas x 1 ranks, strategy edit", "batch of a replica: 4 of 8 samples",
+         "in 2 micro-batches of 2 on each of its 1 data-parallel ranks",
+         "sync mode blocking (--edit-sync-mode auto): without --overlap-param-gather",
+         "never run on a GPU so far"],
+        ["mid-round", "not checked", "did you mean", "bucket"],
+    ),
+    "overlap": (OVERLAP, ["sync mode overlap", "--ddp-bucket-size is not given"], []),
+    "bucket": (OVERLAP | {"ddp_bucket_size": 100}, ["sync mode overlap"], ["bucket"]),
+    "mid-round": (
+        {"eval_iters": 1, "eval_interval": 4, "save": "new", "save_interval": 3},
+        ["--eval-interval 4: step 4 falls in mid-round", "W + k tau = 2 + k x 3",
+         "--save-interval 3: step 3 falls in mid-round"],
+        [],
+    ),
+    "at-syncs": (
+        {"eval_iters": 1, "eval_interval": 5, "edit_warmup_steps": 5, "edit_sync_interval": 5,
+         "save": "new", "save_interval": 5},
+        ["ok:"], ["mid-round"],
+    ),
+    "endless": ({"edit_warmup_steps": 10}, ["EDiT never starts"], []),
+    "corpus": (corpus("good"), ["corpus: 1 x .idx and .bin, 4000 tokens", "all of it read"], []),
+    "asked": ({"edit_offload": True, "edit_device": "cpu"}, ["ok:"], ["GPU so far"]),
+    "stock": (EDIT_OFF, ["ok: stock Megatron on 2 ranks"], ["sync mode", "GPU so far"]),
+}  # fmt: skip
+# A script with flags of its own, each in another way; %s is where it parses.
+OWN = """
+import argparse
+from megatron.training import pretrain
+from megatron.training.arguments import parse_and_validate_args
+def add(parser):
+    parser.add_argument("--num-layer", type=int)
+    return parser
+if %r:
+    parse_and_validate_args(add)
+else:
+    parse_and_validate_args(ignore_unknown_args=True)
+pretrain(None, None, None, None)
+raise SystemExit("it trains")
+"""
+TRAINS_ALONE = "import megatron.training\nprint('by myself')\n"
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[object, str, str]]:
+    """Exit code, stderr and stdout of each command line, of one process."""
+    folder = tmp_path_factory.mktemp("lines")
+    write_corpus(folder / "good")
+    (folder / "adds.py").write_text(OWN % True)
+    (folder / "ignores.py").write_text(OWN % False)
+    (folder / "alone.py").write_text(TRAINS_ALONE)
+    lines = {name: _line(SCRIPT, edit_flags(2, **flags)) for name, (flags, _, _) in CASES.items()}
+    extra = ["--num-layer", "3", "--of-mine", "4"]
+    lines["adds"] = _line(folder / "adds.py", edit_flags(2) + extra[:2])
+    lines["ignores"] = _line(folder / "ignores.py", edit_flags(2) + extra)
+    lines["alone"] = _line(folder / "alone.py", edit_flags(2))
+    before = sorted(folder.rglob("*"))
+    found = printed_by(lines, folder)
+    assert sorted(p for p in folder.rglob("*") if "__pycache__" not in p.parts) == before
+    return found
+
+
+def _line(script: Path, words: list[str]) -> list[str]:
+    return ["check", str(script), *words, "--world-size", "2"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_would_run(name: str, said: dict[str, tuple[object, str, str]]) -> None:
+    """Would catch: "ok" without what it is, remarks on what is as it should be, files made."""
+    code, errors, out = said[name]
+    assert (code, errors) == (0, ""), errors
+    _, holds, lacks = CASES[name]
+    assert all(text in out for text in holds), out
+    assert not any(text in out for text in lacks), out
+
+
+def test_flags_that_a_script_adds(said: dict[str, tuple[object, str, str]]) -> None:
+    """Known, though one letter off one of Megatron's. Would catch: a parser without them."""
+    code, errors, out = said["adds"]
+    assert (code, errors) == (0, "") and "num-layer" not in out
+
+
+def test_flags_that_a_script_keeps(said: dict[str, tuple[object, str, str]]) -> None:
+    """Accepted as in the launch, with a question about the one that is almost Megatron's."""
+    code, errors, out = said["ignores"]
+    assert (code, errors) == (0, "")
+    assert "--num-layer: did you mean --num-layers?" in out and "--of-mine: did" not in out
+    assert "not checked (unknown to Megatron): --num-layer 3 --of-mine 4" in out
+
+
+def test_a_script_that_trains_by_itself(said: dict[str, tuple[object, str, str]]) -> None:
+    """As the launch says at its end: its replicas would train apart, in silence."""
+    code, errors, _ = said["alone"]
+    assert code == 2 and "did not train through megatron.training.pretrain" in errors
