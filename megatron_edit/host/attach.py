@@ -35,6 +35,9 @@ class Attachment:
     Args:
         config: settings; without `use_edit` only what a stock run needs on this machine is changed.
         device: of the parameters, from `host.devices.choose_device`.
+
+    Attributes:
+        placement: of this process among the replicas, once it is known; None in a stock run.
     """
 
     def __init__(self, config: EditConfig, device: torch.device) -> None:
@@ -44,6 +47,7 @@ class Attachment:
         self._world: ReplicaWorld | None = None
         self._loop: TrainingLoop | None = None
         self._moved: MovedOutput | None = None
+        self.placement: Placement | None = None
 
     def attach(self) -> None:
         """Change the host. Imports Megatron.
@@ -52,9 +56,8 @@ class Attachment:
             UsageError: the host or the launch cannot be used.
         """
         config = self._config
-        placement = None
         if config.use_edit:
-            placement = place(config.num_replicas, config.replica_id, os.environ)
+            self.placement = place(config.num_replicas, config.replica_id, os.environ)
         with warnings.catch_warnings():
             if self._device.type == "cpu":
                 # Megatron warns at import of every GPU package that is missing: here they are.
@@ -65,8 +68,8 @@ class Attachment:
 
             check_host()
         self._patcher.host = host_name()
-        if placement is not None:
-            self._attach_edit(placement)
+        if self.placement is not None:
+            self._attach_edit(self.placement)
         data.compile_helpers_once(self._patcher, self._world)
         if self._device.type == "cpu":
             serve_sequence_parallelism(self._patcher)

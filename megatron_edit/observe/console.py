@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import re
 import sys
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 from megatron_edit.errors import EditError
 
 PREFIX = "[edit]"
+_RANK = re.compile(r"^\[rank\d+\]: ")  # PyTorch's, before each line of an error
 
 
 def say(text: str) -> None:
@@ -23,6 +28,27 @@ def warn(text: str) -> None:
     """Print one line on the error stream, which is never dropped."""
     sys.stderr.write(f"{PREFIX} {text}\n")
     sys.stderr.flush()
+
+
+def name_replica_in_tracebacks(replica: int, rank: int) -> None:
+    """Begin the lines of an error that ends this process with ``[replica1 rank0]: ``.
+
+    PyTorch begins them with ``[rank0]: ``, which every replica has one of. *Mutates*
+    ``sys.excepthook``; what it was prints the error.
+    """
+    print_error = sys.excepthook
+
+    def print_with_replica(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        with contextlib.redirect_stderr(io.StringIO()) as printed:
+            print_error(kind, error, trace)
+        lines = printed.getvalue().removesuffix("\n").split("\n")
+        prefix = f"[replica{replica} rank{rank}]: "
+        sys.stderr.write("".join(f"{prefix}{_RANK.sub('', line)}\n" for line in lines))
+        sys.stderr.flush()
+
+    sys.excepthook = print_with_replica
 
 
 @dataclass

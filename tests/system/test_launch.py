@@ -83,6 +83,27 @@ def test_single_launch_and_one_launch_per_replica_are_the_same(tmp_path: Path) -
     assert len(losses(single)) == 8
 
 
+@pytest.mark.parametrize(("num_replicas", "ids"), [(2, (0, 0)), (3, (0, 1, 1))])
+def test_a_replica_id_twice_ends_all_launches(
+    num_replicas: int, ids: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Each with one line, long before a missing replica is given up: catches launches that wait."""
+    rendezvous = f"127.0.0.1:{free_ports(1)[0]}"
+    flags = edit_flags(
+        num_replicas, edit_rendezvous=rendezvous, **FLAGS | {"global_batch_size": 12}
+    )
+    launches = [
+        start([str(SCRIPT), *flags, "--edit-replica-id", str(replica)], 1, tmp_path / f"{i}.out")
+        for i, replica in enumerate(ids)
+    ]
+    for launch in launches:
+        code, output = launch.finish()
+        assert code == 1 and "exitcode  : 2" in output, output[-3000:]
+        assert (
+            output.count(f"megatron_edit: --edit-replica-id {ids[-1]}: two launches have it") == 1
+        )
+
+
 def test_bad_input_under_torchrun(tmp_path: Path) -> None:
     """torchrun exits with 1 and reports the rank's 2; the line is on the console once."""
     argv = [str(SCRIPT), *edit_flags(2, edit_sync_interval=0)]
@@ -90,6 +111,27 @@ def test_bad_input_under_torchrun(tmp_path: Path) -> None:
     assert code == 1
     assert output.count("megatron_edit: --edit-sync-interval 0: must be at least 1") == 1
     assert "exitcode  : 2" in output
+
+
+FAILING = """
+import os, time, torch.distributed as dist
+dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/{os.getpid()}",
+                        rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+if os.environ["LOCAL_RANK"] == "1":
+    raise ValueError("something broke")
+time.sleep(60)  # torchrun ends it
+"""
+
+
+def test_a_traceback_names_the_replica(tmp_path: Path) -> None:
+    """In each line, as PyTorch names the rank. Catches replicas that are all `[rank0]`."""
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    code, output = start([str(script), *edit_flags(2)], 2, tmp_path / "launch.out").finish()
+    assert code == 1
+    assert "[replica1 rank0]: Traceback (most recent call last):\n" in output
+    assert "[replica1 rank0]: ValueError: something broke\n" in output
+    assert "[rank0]: " not in output
 
 
 @pytest.mark.clone
