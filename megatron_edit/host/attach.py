@@ -21,6 +21,7 @@ from megatron_edit.host.agreement import agree_on_settings
 from megatron_edit.host.cpu import cpu_argument_defaults, enable_cpu_backend
 from megatron_edit.host.cpu.checkpoints import serve_checkpoints
 from megatron_edit.host.cpu.norm import serve_sequence_parallelism
+from megatron_edit.host.forks import ForkWatch
 from megatron_edit.host.seams.patching import Patcher
 from megatron_edit.observe.console import MovedOutput, move_output_to, say
 from megatron_edit.observe.events import EventLog, prepare_log_dir
@@ -47,6 +48,7 @@ class Attachment:
         self._world: ReplicaWorld | None = None
         self._loop: TrainingLoop | None = None
         self._moved: MovedOutput | None = None
+        self._forks: ForkWatch | None = None
         self.placement: Placement | None = None
 
     def attach(self) -> None:
@@ -68,6 +70,7 @@ class Attachment:
 
             check_host()
         self._patcher.host = host_name()
+        self._forks = ForkWatch()
         if self.placement is not None:
             self._attach_edit(self.placement)
         data.compile_helpers_once(self._patcher, self._world)
@@ -82,6 +85,7 @@ class Attachment:
             self._loop.release()
             self._loop = None
         self._patcher.undo()
+        self._forks = None
         if self._world is not None:
             self._world.leave_environment(os.environ)
             self._world = None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,6 +113,50 @@ def test_bad_input_under_torchrun(tmp_path: Path) -> None:
     assert code == 1
     assert output.count("megatron_edit: --edit-sync-interval 0: must be at least 1") == 1
     assert "exitcode  : 2" in output
+
+
+def processes_of(folder: Path) -> dict[int, int]:
+    """Those that have the folder on their command line, with their parents."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdecimal() and os.fsencode(folder) in (entry / "cmdline").read_bytes():
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                if fields[0] != "Z":
+                    found[int(entry.name)] = int(fields[1])
+        except OSError:  # it has just ended
+            continue
+    return found
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_no_process_outlives_a_killed_launch(is_async: bool, tmp_path: Path) -> None:
+    """Catches the processes that checkpoints are written with: they kept memory and ports."""
+    saves = tmp_path / "saves"
+    flags = edit_flags(
+        2, **FLAGS | {"train_iters": 9999}, save=saves, save_interval=2, async_save=is_async
+    )
+    launch = start([str(SCRIPT), *flags], 2, tmp_path / "launch.out")
+    try:
+        until = time.monotonic() + 90
+        while not (saves / "latest_checkpointed_iteration.txt").exists():
+            assert time.monotonic() < until and launch.process.poll() is None, (
+                launch.log.read_text()
+            )
+            time.sleep(0.5)
+        there = processes_of(tmp_path)
+        ranks = [pid for pid, parent in there.items() if parent == launch.process.pid]
+        assert len(ranks) == 2 and len(there) > 3, "no process but torchrun's and the ranks"
+        for pid in (launch.process.pid, *ranks):
+            os.kill(pid, signal.SIGKILL)
+        launch.process.wait(timeout=10)
+        until = time.monotonic() + 10
+        while (left := processes_of(tmp_path)) and time.monotonic() < until:
+            time.sleep(0.2)
+        assert left == {}
+    finally:
+        for pid in processes_of(tmp_path):
+            os.kill(pid, signal.SIGKILL)
 
 
 FAILING = """
