@@ -62,20 +62,26 @@ def _run(script: Path, arguments: list[str], config: EditConfig) -> None:
     sys.argv = [str(script), *arguments]
     from megatron_edit.host.attach import Attachment
     from megatron_edit.host.devices import choose_device
-    from megatron_edit.observe.console import say
+    from megatron_edit.observe.console import name_replica_in_tracebacks, say
 
     device = choose_device(config)
     if os.environ.get("RANK", "0") == "0" and config.device == AUTO:
         say(f"device {device.type} (auto)")
-    with Attachment(config, device) as attachment:
-        try:
-            with launched():
-                runpy.run_path(str(script), run_name="__main__")
-        except SystemExit as stop:  # also how Megatron's loop ends early, with 0
-            if stop.code:
-                raise
-        else:
-            attachment.check_used()
+    attachment = Attachment(config, device)
+    try:
+        with attachment:
+            try:
+                with launched():
+                    runpy.run_path(str(script), run_name="__main__")
+            except SystemExit as stop:  # also how Megatron's loop ends early, with 0
+                if stop.code:
+                    raise
+            else:
+                attachment.check_used()
+    except Exception:
+        if attachment.placement is not None:
+            name_replica_in_tracebacks(attachment.placement.replica, attachment.placement.rank)
+        raise
     if device.type == "cpu":
         _leave_process_groups()
 

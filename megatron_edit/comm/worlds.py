@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -16,6 +17,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megatron_edit.comm.placement import Placement
+from megatron_edit.comm.replica_ids import LOOK, LaunchRegistry, launch_key
 from megatron_edit.constants import LEAST_TIMEOUT_SECONDS
 from megatron_edit.errors import ReplicaLostError, UsageError
 from megatron_edit.flags import flag, parse_endpoint
@@ -25,6 +27,7 @@ SOON = timedelta(seconds=3)
 LEAVING_TIMEOUT = timedelta(minutes=1)
 # Building the index of a large data set, or compiling, may take a replica hours.
 SETUP_TIMEOUT = timedelta(hours=6)
+_SHARED = "edit/shared"  # prefix in the store that all replicas reach
 
 
 @dataclass
@@ -36,12 +39,14 @@ class ReplicaWorld:
         replica_store: for the replica's own default process group (`pretrain(store=...)`).
         shared_store: seen by the ranks of all replicas.
         timeout: longest wait at a sync.
+        registry: of the launches, until training begins; None in a single launch.
     """
 
     placement: Placement
     replica_store: dist.Store
     shared_store: dist.Store
     timeout: timedelta
+    registry: LaunchRegistry | None = None
     _saved_environment: dict[str, str | None] = field(default_factory=dict)
 
     def announce(self, event: str) -> None:
@@ -78,6 +83,16 @@ class ReplicaWorld:
         self.announce(event)
         for replica in range(self.placement.num_replicas):
             self.wait_for(f"{event}/{replica}", SETUP_TIMEOUT)
+
+    def begin_training(self) -> None:
+        """All replicas are set up. A launch that comes from now on ends by itself.
+
+        Raises:
+            UsageError: two launches have the same replica id; then on every rank.
+        """
+        if self.registry is not None:
+            self.registry.begin()
+            self.registry = None
 
     def agree(self, event: str, complaint: str | None) -> str | None:
         """Let all ranks of all replicas hear one of their complaints, if there is any.
@@ -148,14 +163,31 @@ class ReplicaWorld:
 
         Raises:
             ReplicaLostError: nobody did within `timeout`, or the store is gone.
+            UsageError: before training, two launches have the same replica id.
         """
         try:
-            self.shared_store.wait([key], timeout)
+            self._wait(key, timeout)
         except RuntimeError as error:
             event, _, last = key.rpartition("/")
             if replica is None and last.isdecimal():
                 key, replica = event, int(last)
             raise ReplicaLostError(self._absence(key, replica, timeout, error)) from error
+
+    def _wait(self, key: str, timeout: timedelta) -> None:
+        end = time.monotonic() + timeout.total_seconds()
+        while self.registry is not None:
+            self.registry.check()
+            left = timedelta(seconds=end - time.monotonic())
+            if left <= LOOK:
+                break
+            try:
+                self.shared_store.wait([key], LOOK)
+                return
+            except dist.DistNetworkError:
+                raise
+            except RuntimeError:
+                continue
+        self.shared_store.wait([key], timedelta(seconds=max(end - time.monotonic(), 0.001)))
 
     def _absence(
         self, event: str, replica: int | None, timeout: timedelta, error: RuntimeError
@@ -212,17 +244,19 @@ def join(
         timeout_seconds: longest wait at a sync; None is the least that `auto` comes to.
 
     Raises:
-        UsageError: the launch has no store, or the rendezvous cannot be reached.
+        UsageError: the launch has no store, the rendezvous cannot be reached, or another launch
+            has the same replica id.
     """
     launch_store = _store_of_launch(placement)
     timeout = timedelta(seconds=timeout_seconds or LEAST_TIMEOUT_SECONDS)
     if placement.is_single_launch:
         replica_store = dist.PrefixStore(f"edit/replica{placement.replica}", launch_store)
-        shared_store: dist.Store = dist.PrefixStore("edit/shared", launch_store)
-    else:
-        replica_store = launch_store
-        shared_store = dist.PrefixStore("edit/shared", _rendezvous_store(rendezvous, placement))
-    return ReplicaWorld(placement, replica_store, shared_store, timeout)
+        shared_store = dist.PrefixStore(_SHARED, launch_store)
+        return ReplicaWorld(placement, replica_store, shared_store, timeout)
+    shared_store = dist.PrefixStore(_SHARED, _rendezvous_store(rendezvous, placement))
+    registry = LaunchRegistry(shared_store, launch_store, placement)
+    registry.register(JOIN_TIMEOUT)
+    return ReplicaWorld(placement, launch_store, shared_store, timeout, registry)
 
 
 def _store_of_launch(placement: Placement) -> dist.Store:
@@ -253,6 +287,8 @@ def _rendezvous_store(rendezvous: str | None, placement: Placement) -> dist.Stor
     try:
         return dist.TCPStore(host, port, None, is_host, JOIN_TIMEOUT, wait_for_workers=False)
     except RuntimeError as error:
+        if is_host and (store := _other_launch(host, port)) is not None:
+            return store
         action = "listen on it" if is_host else "reach replica 0 there"
         raise UsageError(
             f"{flag('rendezvous')} {rendezvous}",
@@ -261,3 +297,13 @@ def _rendezvous_store(rendezvous: str | None, placement: Placement) -> dist.Stor
             "check the address, that the port is free and open, and that replica 0 was started",
             is_local=True,
         ) from error
+
+
+def _other_launch(host: str, port: int) -> dist.Store | None:
+    """The store of another launch that has replica 0 on this machine, if that holds the port."""
+    try:
+        store = dist.TCPStore(host, port, None, False, SOON, wait_for_workers=False)
+        store.wait([f"{_SHARED}/{launch_key(0)}"], SOON)
+    except RuntimeError:
+        return None
+    return store

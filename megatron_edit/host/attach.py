@@ -27,6 +27,7 @@ from megatron_edit.host.cpu import cpu_argument_defaults, enable_cpu_backend
 from megatron_edit.host.cpu.checkpoints import serve_checkpoints
 from megatron_edit.host.cpu.norm import serve_sequence_parallelism
 from megatron_edit.host.files import check_folder
+from megatron_edit.host.forks import ForkWatch
 from megatron_edit.host.seams.patching import Patcher
 from megatron_edit.observe.console import (
     MovedOutput,
@@ -47,6 +48,9 @@ class Attachment:
     Args:
         config: settings; without `use_edit` only what a stock run needs on this machine is changed.
         device: of the parameters, from `host.devices.choose_device`.
+
+    Attributes:
+        placement: of this process among the replicas, once it is known; None in a stock run.
     """
 
     def __init__(self, config: EditConfig, device: torch.device) -> None:
@@ -60,6 +64,8 @@ class Attachment:
         self._output = ExitStack()
         self._command_line = CommandLine()
         self._args: Namespace | None = None  # Megatron's, once it validates them
+        self._forks: ForkWatch | None = None
+        self.placement: Placement | None = None
 
     def attach(self) -> None:
         """Change the host. Imports Megatron.
@@ -68,10 +74,9 @@ class Attachment:
             UsageError: the host or the launch cannot be used.
         """
         config = self._config
-        placement = None
         if config.use_edit:
             self._output.callback(tolerate_broken_output())
-            placement = place(config.num_replicas, config.replica_id, os.environ)
+            self.placement = place(config.num_replicas, config.replica_id, os.environ)
         with warnings.catch_warnings():
             if self._device.type == "cpu":
                 # Megatron warns at import of every GPU package that is missing: here they are.
@@ -82,8 +87,9 @@ class Attachment:
 
             check_host()
         self._patcher.host = host_name()
-        if placement is not None:
-            self._attach_edit(placement)
+        self._forks = ForkWatch()
+        if self.placement is not None:
+            self._attach_edit(self.placement)
         data.compile_helpers_once(self._patcher, self._world)
         if self._device.type == "cpu":
             serve_sequence_parallelism(self._patcher)
@@ -96,6 +102,7 @@ class Attachment:
             self._loop.release()
             self._loop = None
         self._patcher.undo()
+        self._forks = None
         if self._world is not None:
             self._world.leave_environment(os.environ)
             self._world = None

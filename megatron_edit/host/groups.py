@@ -39,6 +39,7 @@ def build_groups(
         UsageError: the replicas cannot use the backend that was asked for.
     """
     world.after_all_replicas("groups")  # forming a group has a time-out, start-up has none
+    world.begin_training()
     place = world.placement
 
     def across(transport: Transport, name: str, num_phases: int = 0) -> Group:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import select
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from megatron_edit.errors import EditError
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 PREFIX = "[edit]"
 _STREAMS = ("stdout", "stderr")
+_RANK = re.compile(r"^\[rank\d+\]: ")  # PyTorch's, before each line of an error
 
 
 def say(text: str) -> None:
@@ -100,6 +103,27 @@ def tolerate_broken_output() -> Callable[[], None]:
         before.clear()
 
     return undo
+
+
+def name_replica_in_tracebacks(replica: int, rank: int) -> None:
+    """Begin the lines of an error that ends this process with ``[replica1 rank0]: ``.
+
+    PyTorch begins them with ``[rank0]: ``, which every replica has one of. *Mutates*
+    ``sys.excepthook``; what it was prints the error.
+    """
+    print_error = sys.excepthook
+
+    def print_with_replica(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        with redirect_stderr(io.StringIO()) as printed:
+            print_error(kind, error, trace)
+        lines = printed.getvalue().removesuffix("\n").split("\n")
+        prefix = f"[replica{replica} rank{rank}]: "
+        sys.stderr.write("".join(f"{prefix}{_RANK.sub('', line)}\n" for line in lines))
+        sys.stderr.flush()
+
+    sys.excepthook = print_with_replica
 
 
 @dataclass

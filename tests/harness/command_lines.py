@@ -14,16 +14,14 @@ from tests.harness.launch import REPOSITORY
 Outcome = tuple[object, str]  # exit code, or what was raised instead; and stderr
 
 _SECONDS = 110
-# Imports come before the change of user: they may lie where nobody else may look.
 _RUNNER = """
-import contextlib, io, json, os, sys
+import contextlib, io, json, sys
 import megatron_edit.__main__ as launcher
 from megatron_edit.tools.cli import main
-import megatron_edit.tools.doctor.launch, megatron_edit.tools.plan.plan
-import megatron_edit.tools.compare.flags
-lines, user = json.load(sys.stdin)
-if user is not None:
-    os.seteuid(user)
+from tests.harness.privileges import obey_file_modes
+lines, obeys_modes = json.load(sys.stdin)
+if obeys_modes:
+    obey_file_modes()
 found = []
 for argv in lines:
     out, err = io.StringIO(), io.StringIO()
@@ -40,16 +38,16 @@ sys.__stdout__.write("RESULT" + json.dumps(found))
 
 
 def outcomes_of(
-    lines: Mapping[str, Sequence[str]], folder: Path, *, user: int | None = None,
+    lines: Mapping[str, Sequence[str]], folder: Path, *, obeys_modes: bool = False,
     env: Mapping[str, str] | None = None, seconds: float = _SECONDS,
 ) -> dict[str, Outcome]:  # fmt: skip
     """Exit code and stderr of each; arguments as of `printed_by`."""
-    found = printed_by(lines, folder, user=user, env=env, seconds=seconds)
+    found = printed_by(lines, folder, obeys_modes=obeys_modes, env=env, seconds=seconds)
     return {name: (code, errors) for name, (code, errors, _) in found.items()}
 
 
 def printed_by(
-    lines: Mapping[str, Sequence[str]], folder: Path, *, user: int | None = None,
+    lines: Mapping[str, Sequence[str]], folder: Path, *, obeys_modes: bool = False,
     env: Mapping[str, str] | None = None, seconds: float = _SECONDS,
 ) -> dict[str, tuple[object, str, str]]:  # fmt: skip
     """Exit code, stderr and stdout of each.
@@ -57,13 +55,13 @@ def printed_by(
     Args:
         lines: by name: words after `megatron-edit`, or `launch` and those after the launcher.
         folder: where they run.
-        user: who runs them; None is who runs the tests.
+        obeys_modes: whether the modes of files hold for them where root runs the tests, too.
         env: further environment.
         seconds: after which all are given up.
     """
     done = subprocess.run(
         [sys.executable, "-c", _RUNNER],
-        input=json.dumps((list(lines.values()), user)), cwd=folder,
+        input=json.dumps((list(lines.values()), obeys_modes)), cwd=folder,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY), **(env or {})},
         capture_output=True, text=True, timeout=seconds, check=False,
     )  # fmt: skip

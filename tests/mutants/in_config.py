@@ -99,8 +99,8 @@ CONFIG = (
         id="config/script-exit-swallowed",
         bug="a training script that exits with a code ends the launcher with 0",
         file="launcher.py",
-        old="            if stop.code:\n                raise",
-        new="            if stop.code is None:\n                raise",
+        old="                if stop.code:\n                    raise",
+        new="                if stop.code is None:\n                    raise",
         test="pure/test_launcher.py::test_how_a_script_ends",
     ),
 )

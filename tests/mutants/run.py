@@ -72,8 +72,9 @@ class Outcome:
 
 def copy_repository(target: Path) -> None:
     """Copy all tracked files as they are in the working tree, but for what no test needs."""
+    git = ["git", "-c", f"safe.directory={ROOT}"]  # git else refuses another user's clone
     names = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
+        [*git, "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout.split("\0")
     for name in names:
         source = ROOT / name

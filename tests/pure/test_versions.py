@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -32,3 +38,32 @@ def test_the_oldest_torch_is_said_alike() -> None:
     lines = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
     (pin,) = [line for line in lines if line.startswith("torch")]
     check_torch(pin.removeprefix("torch=="))
+
+
+@pytest.mark.parametrize("place", ["env/lib/site-packages", "."])
+def test_no_commit_of_another_repository(place: str, tmp_path: Path) -> None:
+    """In an environment inside another repository megatron-core names that one's latest commit.
+
+    Catches it in what we show; and a clone of Megatron-LM, of which the commit is not shown.
+    """
+    core = tmp_path / place / "megatron" / "core"
+    core.mkdir(parents=True)
+    found = importlib.util.find_spec("megatron.core")
+    assert found is not None and found.origin is not None
+    shutil.copy(Path(found.origin).with_name("package_info.py"), core)
+    (core / "__init__.py").touch()
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x@localhost"]
+    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "x"]):
+        subprocess.run([*git, *words], cwd=tmp_path, check=True, timeout=30)
+    script = (
+        "from megatron.core.package_info import __version__\n"
+        "from megatron_edit.host.seams.probes import megatron_version\n"
+        "print(__version__, megatron_version())"
+    )
+    env = os.environ | {"PYTHONPATH": f"{tmp_path / place}:{REPOSITORY}"}
+    env.pop("NO_VCS_VERSION", None)
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
+    theirs, ours = done.stdout.split()
+    assert "+" in theirs
+    assert ours == (theirs if place == "." else theirs.partition("+")[0])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,6 +85,27 @@ def test_single_launch_and_one_launch_per_replica_are_the_same(tmp_path: Path) -
     assert len(losses(single)) == 8
 
 
+@pytest.mark.parametrize(("num_replicas", "ids"), [(2, (0, 0)), (3, (0, 1, 1))])
+def test_a_replica_id_twice_ends_all_launches(
+    num_replicas: int, ids: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Each with one line, long before a missing replica is given up: catches launches that wait."""
+    rendezvous = f"127.0.0.1:{free_ports(1)[0]}"
+    flags = edit_flags(
+        num_replicas, edit_rendezvous=rendezvous, **FLAGS | {"global_batch_size": 12}
+    )
+    launches = [
+        start([str(SCRIPT), *flags, "--edit-replica-id", str(replica)], 1, tmp_path / f"{i}.out")
+        for i, replica in enumerate(ids)
+    ]
+    for launch in launches:
+        code, output = launch.finish()
+        assert code == 1 and "exitcode  : 2" in output, output[-3000:]
+        assert (
+            output.count(f"megatron_edit: --edit-replica-id {ids[-1]}: two launches have it") == 1
+        )
+
+
 def test_bad_input_under_torchrun(tmp_path: Path) -> None:
     """torchrun exits with 1 and reports the rank's 2; the line is on the console once."""
     argv = [str(SCRIPT), *edit_flags(2, edit_sync_interval=0)]
@@ -90,6 +113,71 @@ def test_bad_input_under_torchrun(tmp_path: Path) -> None:
     assert code == 1
     assert output.count("megatron_edit: --edit-sync-interval 0: must be at least 1") == 1
     assert "exitcode  : 2" in output
+
+
+def processes_of(folder: Path) -> dict[int, int]:
+    """Those that have the folder on their command line, with their parents."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdecimal() and os.fsencode(folder) in (entry / "cmdline").read_bytes():
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                if fields[0] != "Z":
+                    found[int(entry.name)] = int(fields[1])
+        except OSError:  # it has just ended
+            continue
+    return found
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_no_process_outlives_a_killed_launch(is_async: bool, tmp_path: Path) -> None:
+    """Catches the processes that checkpoints are written with: they kept memory and ports."""
+    saves = tmp_path / "saves"
+    flags = edit_flags(
+        2, **FLAGS | {"train_iters": 9999}, save=saves, save_interval=2, async_save=is_async
+    )
+    launch = start([str(SCRIPT), *flags], 2, tmp_path / "launch.out")
+    try:
+        until = time.monotonic() + 90
+        while not (saves / "latest_checkpointed_iteration.txt").exists():
+            assert time.monotonic() < until and launch.process.poll() is None, (
+                launch.log.read_text()
+            )
+            time.sleep(0.5)
+        there = processes_of(tmp_path)
+        ranks = [pid for pid, parent in there.items() if parent == launch.process.pid]
+        assert len(ranks) == 2 and len(there) > 3, "no process but torchrun's and the ranks"
+        for pid in (launch.process.pid, *ranks):
+            os.kill(pid, signal.SIGKILL)
+        launch.process.wait(timeout=10)
+        until = time.monotonic() + 10
+        while (left := processes_of(tmp_path)) and time.monotonic() < until:
+            time.sleep(0.2)
+        assert left == {}
+    finally:
+        for pid in processes_of(tmp_path):
+            os.kill(pid, signal.SIGKILL)
+
+
+FAILING = """
+import os, time, torch.distributed as dist
+dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/{os.getpid()}",
+                        rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+if os.environ["LOCAL_RANK"] == "1":
+    raise ValueError("something broke")
+time.sleep(60)  # torchrun ends it
+"""
+
+
+def test_a_traceback_names_the_replica(tmp_path: Path) -> None:
+    """In each line, as PyTorch names the rank. Catches replicas that are all `[rank0]`."""
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    code, output = start([str(script), *edit_flags(2)], 2, tmp_path / "launch.out").finish()
+    assert code == 1
+    assert "[replica1 rank0]: Traceback (most recent call last):\n" in output
+    assert "[replica1 rank0]: ValueError: something broke\n" in output
+    assert "[rank0]: " not in output
 
 
 @pytest.mark.clone

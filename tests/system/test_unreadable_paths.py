@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from tests.harness.command_lines import Outcome, outcomes_of
+from tests.harness.launch import REPOSITORY
 
 LONG = "x" * 300
-NOBODY = 65534
 TRAIN = "--strategies ddp --nproc-per-node 2 --edit-num-replicas 2"
 LINES = [
     "launch {}",
@@ -46,9 +48,8 @@ def folder() -> Iterator[Path]:
         (secret / name).write_text("")
     unreadable = made / "unreadable.py"
     unreadable.write_text("")
-    is_root = os.geteuid() == 0  # whom no mode keeps out
     for path in (unreadable, secret):
-        path.chmod(0o700 if is_root else 0o000)
+        path.chmod(0o000)
     try:
         yield made
     finally:
@@ -62,9 +63,8 @@ def outcomes(folder: Path) -> dict[str, Outcome]:
     paths = ("secret", LONG)
     lines = [line.format(path) for line in LINES for path in paths]
     lines += ["launch unreadable.py", "check unreadable.py", f"compare unreadable.py {TRAIN}"]
-    nobody = NOBODY if os.geteuid() == 0 else None
     words = {line: shlex.split(line) for line in lines}
-    return outcomes_of(words, folder, user=nobody, env={"RANK": "0"})
+    return outcomes_of(words, folder, obeys_modes=True, env={"RANK": "0"})
 
 
 def test_one_line_and_two(outcomes: dict[str, Outcome]) -> None:
@@ -81,3 +81,25 @@ def test_the_reason_is_told(outcomes: dict[str, Outcome]) -> None:
     for line in ("launch secret/train.py", "launch unreadable.py", "check unreadable.py"):
         assert "Permission denied" in outcomes[line][1], outcomes[line]
     assert "File name too long" in outcomes[f"inspect {LONG}"][1]
+
+
+# Root may run the tests of somebody else's clone.
+@pytest.mark.parametrize("owner", [os.geteuid(), *([1000] if os.geteuid() == 0 else [])])
+def test_in_a_private_folder(owner: int, tmp_path: Path) -> None:
+    """Nobody but the clone's owner may look into it: catches a check that becomes another user."""
+    home = tmp_path / "home"
+    clone = home / "clone"
+    for part in ("megatron_edit", "tests/harness", "tests/system/test_unreadable_paths.py"):
+        copy = shutil.copytree if (REPOSITORY / part).is_dir() else shutil.copy
+        (clone / part).parent.mkdir(parents=True, exist_ok=True)
+        copy(REPOSITORY / part, clone / part)
+    home.chmod(0o700)
+    for path in (home, *home.rglob("*")):
+        os.chown(path, owner, -1)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not private",
+         str(clone / "tests" / "system")],
+        cwd=clone, env=os.environ | {"PYTHONPATH": str(clone)},
+        capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

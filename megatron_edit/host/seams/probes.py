@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -121,9 +122,15 @@ PROBES = (
 
 
 def megatron_version() -> str:
-    """Version of megatron-core, as it says itself."""
-    version: str = importlib.import_module("megatron.core.package_info").__version__
-    return version
+    """Version of megatron-core; in a clone of Megatron-LM with its commit, ``"0.19.0+1a2b3c4"``.
+
+    Megatron-core asks git for a commit wherever it lies: installed in an environment inside
+    another repository, it names that repository's commit, which is left out here.
+    """
+    info = importlib.import_module("megatron.core.package_info")
+    version: str = info.__version__
+    is_clone = Path(info.__file__ or "").parents[2].joinpath(".git").exists()
+    return version if is_clone else version.partition("+")[0]
 
 
 def host_name() -> str:
