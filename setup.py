@@ -10,7 +10,7 @@ TORCH = "torch>=2.6"
 
 setup(
     name="megatron_edit",
-    version="0.1.0",
+    version="0.2.0",
     description="The EDiT distributed optimizer (arXiv 2412.07210) for Megatron-LM",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
