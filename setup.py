@@ -49,7 +49,7 @@ setup(
         "dev": ["pre-commit>=4"],
         # What benchmarks/overlap.py measures beside EDiT; nothing of ours uses it.
         "rival": ["torchft-nightly==2026.10.26"],
-        # NVIDIA Apex is not on the package index (the `apex` there is another project): README.
+        # NVIDIA Apex is not on the package index: docs/install.md.
         "gpu": ["transformer-engine[pytorch]>=2.1"],
     },
     entry_points={"console_scripts": ["megatron-edit=megatron_edit.tools.cli:main"]},

@@ -111,8 +111,8 @@ def costs() -> list[Cost]:
 
 def draw(path: Path) -> None:
     """Both panels, on white, so that dark pages show them as well."""
-    panels = {"ncols": 2, "figsize": (11, 4.6), "width_ratios": (3, 2), "facecolor": "white"}
-    with picture(path, **panels) as (figure, (speed, loss)):
+    options: dict[str, Any] = {"figsize": (11, 4.6), "width_ratios": (3, 2), "facecolor": "white"}
+    with picture(path, ncols=2, **options) as (figure, (speed, loss)):
         figure.suptitle("EDiT on two CPU cores over gloo: the speed it keeps over slow links, "
                         "and the loss that it costs", fontsize=12)  # fmt: skip
         _draw_speed(speed)
