@@ -10,7 +10,7 @@ TORCH = "torch>=2.6"
 
 setup(
     name="megatron_edit",
-    version="0.1.0",
+    version="0.2.0",
     description="The EDiT distributed optimizer (arXiv 2412.07210) for Megatron-LM",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
@@ -49,7 +49,7 @@ setup(
         "dev": ["pre-commit>=4"],
         # What benchmarks/overlap.py measures beside EDiT; nothing of ours uses it.
         "rival": ["torchft-nightly==2026.10.26"],
-        # NVIDIA Apex is not on the package index (the `apex` there is another project): README.
+        # NVIDIA Apex is not on the package index: docs/install.md.
         "gpu": ["transformer-engine[pytorch]>=2.1"],
     },
     entry_points={"console_scripts": ["megatron-edit=megatron_edit.tools.cli:main"]},

@@ -125,9 +125,10 @@ def report(plan: Plan, edit: tuple[RunLog, float], baseline: tuple[RunLog, float
     layout = Layout(plan.num_replicas, RANKS_PER_REPLICA, base_log.num_parameters)
     element = ElementBytes.of_flags(plan.flags.__contains__)
     syncs = read_json_lines(plan.edit_dir / "sync.jsonl")
-    edit_bytes = sync_bytes(layout, syncs) + warmup_bytes(
+    warmup_total = warmup_bytes(
         layout, num_steps=min(warmup, edit_log.last_iteration), element=element
     )
+    edit_bytes = sync_bytes(layout, syncs) + warmup_total
     results = [
         summarize(
             f"EDiT, {plan.num_replicas} replicas x {RANKS_PER_REPLICA} ranks",
@@ -146,8 +147,10 @@ def report(plan: Plan, edit: tuple[RunLog, float], baseline: tuple[RunLog, float
     ]
     losses = (edit_losses(plan.edit_dir, edit_log), base_log.losses())
     curves = [
-        Curve(r.name, loss, log.validation())
-        for r, loss, log in zip(results, losses, (edit_log, base_log), strict=True)
+        Curve(r.name, loss, log.validation(), r.bytes_total, in_warmup)
+        for r, loss, log, in_warmup in zip(
+            results, losses, (edit_log, base_log), (warmup_total, 0.0), strict=True
+        )
     ]
     picture = plan.output_dir / "loss.png"
     tokens = base_log.batch_size * seq_length

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.harness import shut_down
+from tests.harness.shares import Share, share_of_each
 
 CLONE = "MEGATRON_LM_DIR"
 SECONDS = 120
 FULL_SECONDS = 600
+NOT_CHOSEN = "full tier: needs --full"
 SYSTEM = Path(__file__).parent / "system"
 # Of tests/system, what needs neither a cluster, a browser, a network lab nor minutes.
 QUICK = {
@@ -49,6 +51,12 @@ LONGEST = (
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run all tests, also those marked `full`")
     parser.addoption("--system", action="store_true", help="run the system tier alone")
+    parser.addoption(
+        "--full-share",
+        type=Share.parse,
+        metavar="K/N",
+        help="also run share K of N of the tests marked `full`, those of this tier",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -70,8 +78,35 @@ def _rank(item: pytest.Item) -> int:
     return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
 
+def _chosen(config: pytest.Config, items: list[pytest.Item]) -> set[str]:
+    """Ids of the tests marked `full` that are to run."""
+    full = [item.nodeid for item in items if item.get_closest_marker("full") is not None]
+    share: Share | None = config.getoption("--full-share")
+    if config.getoption("--full"):
+        return set(full)
+    if share is None:
+        return set()
+    return {name for name, number in share_of_each(full, share.count).items()
+            if number == share.number}  # fmt: skip
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """How many tests of the share of the full tier have run, where there is one."""
+    share: Share | None = config.getoption("--full-share")
+    if share is None:
+        return
+    reports = [report for reports in terminalreporter.stats.values() for report in reports
+               if isinstance(report, pytest.TestReport) and "full" in report.keywords]  # fmt: skip
+    skipped = {report.nodeid for report in reports if NOT_CHOSEN in str(report.longrepr)}
+    num_cases = len({report.nodeid for report in reports} - skipped)
+    terminalreporter.write_line(f"full tier: share {share}, {num_cases} of its cases in this part")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    no_full = pytest.mark.skip(reason="full tier: needs --full")
+    no_full = pytest.mark.skip(reason=NOT_CHOSEN)
+    chosen = _chosen(config, items)
     no_clone = pytest.mark.skip(reason=f"needs a clone of Megatron-LM in {CLONE}")
     is_named = any(".py" in argument for argument in config.invocation_params.args)
     if not (is_named or config.getoption("--full")):
@@ -84,7 +119,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         is_full = item.get_closest_marker("full") is not None
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(FULL_SECONDS if is_full else SECONDS))
-        if is_full and not config.getoption("--full"):
+        if is_full and item.nodeid not in chosen:
             item.add_marker(no_full)
         if item.get_closest_marker("clone") and not os.environ.get(CLONE):
             item.add_marker(no_clone)

@@ -1,27 +1,55 @@
-"""The picture of the quickstart: training loss and validation loss of several runs."""
+"""The picture of the quickstart: losses of its runs, and the bytes between their replicas."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_edit.tools.pages.drawing import running_mean
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 SMOOTHING = 15  # iterations; single batches of a small run differ by more than the runs do
 
 
 @dataclass(frozen=True)
+class Style:
+    """How a run is drawn. Two runs with equal losses both remain visible: wide under narrow."""
+
+    color: str
+    width: float
+    marker: str
+    marker_size: float
+
+
+# The first run is drawn over the second.
+STYLES = (Style("#1f4e9c", 1.4, "o", 5), Style("#f2a65a", 5.0, "s", 10))
+
+
+@dataclass(frozen=True)
 class Curve:
-    """One run: its name and its losses by iteration."""
+    """One run.
+
+    Attributes:
+        name: of the run.
+        losses: training loss by iteration.
+        validation: validation loss by iteration.
+        bytes_total: payload between replicas in the whole run.
+        bytes_warmup: what of it was exchanged in EDiT's warm-up.
+    """
 
     name: str
     losses: Mapping[int, float]
     validation: Mapping[int, float]
+    bytes_total: float
+    bytes_warmup: float = 0
 
 
 def draw(path: Path, curves: Sequence[Curve], *, warmup_steps: int, tokens_per_step: int) -> None:
-    """Writes the picture.
+    """Writes the picture: training losses, validation losses and bytes, a panel each.
 
     Args:
         path: image file; its suffix is the format.
@@ -34,26 +62,44 @@ def draw(path: Path, curves: Sequence[Curve], *, warmup_steps: int, tokens_per_s
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for curve, color in zip(curves, ("tab:blue", "tab:orange"), strict=False):
-        steps, losses = list(curve.losses), list(curve.losses.values())
-        axes.plot(steps, losses, color=color, alpha=0.2, linewidth=1)
-        axes.plot(
-            steps, running_mean(losses, SMOOTHING), color=color, label=f"{curve.name}: training"
+    figure, (training, validation, cost) = plt.subplots(
+        1, 3, figsize=(11, 4.4), width_ratios=(5, 5, 3), layout="constrained", facecolor="white"
+    )
+    figure.suptitle("The same model on the same samples")
+    for curve, style in reversed(list(zip(curves, STYLES, strict=False))):
+        means = running_mean(list(curve.losses.values()), SMOOTHING)
+        training.plot(
+            list(curve.losses), means, color=style.color, linewidth=style.width, label=curve.name
         )
-        axes.plot(
-            list(curve.validation),
-            list(curve.validation.values()),
-            "o",
-            color=color,
-            markeredgecolor="black",
-            label=f"{curve.name}: validation",
-        )
-    axes.axvline(warmup_steps, color="gray", linestyle=":", label="end of EDiT's warm-up")
-    axes.set_title("The same model on the same samples")
-    axes.set_xlabel(f"iteration ({tokens_per_step} tokens each)")
-    axes.set_ylabel(f"loss per token (nats; mean of {SMOOTHING} iterations)")
-    axes.grid(alpha=0.3)
-    axes.legend()
+        validation.plot(
+            list(curve.validation), list(curve.validation.values()), color=style.color,
+            linewidth=style.width, marker=style.marker, markersize=style.marker_size,
+            label=curve.name,
+        )  # fmt: skip
+    training.set_title(f"training loss, mean of {SMOOTHING} iterations", fontsize=10)
+    validation.set_title("validation loss", fontsize=10)
+    for axes in (training, validation):
+        axes.axvline(warmup_steps, color="gray", linestyle=":", label="end of EDiT's warm-up")
+        axes.set_xlabel(f"iteration ({tokens_per_step} tokens each)")
+        axes.set_ylabel("loss per token (nats)")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=9)
+    _draw_bytes(cost, curves)
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def _draw_bytes(axes: Axes, curves: Sequence[Curve]) -> None:
+    """A bar for each run; EDiT's warm-up is hatched."""
+    for place, (curve, style) in enumerate(zip(curves, STYLES, strict=False)):
+        total, warmup = curve.bytes_total / 1e6, curve.bytes_warmup / 1e6
+        axes.bar(place, total, color=style.color)
+        text = f"{total:,.0f}"
+        if warmup:
+            axes.bar(place, warmup, color="none", edgecolor="white", hatch="//")
+            text += f",\n{warmup:,.0f} of them\nin the warm-up"
+        axes.text(place, total, text, ha="center", va="bottom", fontsize=9)
+    axes.set_xticks(range(len(curves)), [curve.name.replace(", ", ",\n") for curve in curves])
+    axes.margins(y=0.15)
+    axes.set_ylabel("MB between replicas, whole run")
+    axes.set_title("bytes exchanged", fontsize=10)

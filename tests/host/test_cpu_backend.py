@@ -292,7 +292,12 @@ def test_sharing_out_a_sequence_changes_no_loss(layout: str, whole: str, more: F
         pytest.param(2, {"tensor_model_parallel_size": 2}, id="tp"),
         pytest.param(2, LAYOUTS["tp2-sp"].flags | {"bf16": True}, id="tp-sp"),
         pytest.param(2, {"pipeline_model_parallel_size": 2}, id="pp"),
-        pytest.param(2, {"optimizer": "sgd", "use_distributed_optimizer": False}, id="sgd"),
+        pytest.param(
+            2,
+            # Clipped to a norm of 1, ten steps of Adam's rate could not be seen in a noisy loss.
+            {"optimizer": "sgd", "use_distributed_optimizer": False, "lr": 0.1},
+            id="sgd",
+        ),
         pytest.param(
             2,
             {
@@ -321,8 +326,7 @@ def test_sharing_out_a_sequence_changes_no_loss(layout: str, whole: str, more: F
 def test_trains(world_size: int, flags: Flags) -> None:
     result = train(tiny_gpt(**flags), world_size)
     assert sorted(result.losses) == list(range(1, 11))
-    margin = 0.02 if flags.get("optimizer") == "sgd" else 0.5
-    assert result.losses[10] < result.losses[1] - margin
+    assert result.losses[10] < result.losses[1] - 0.5
 
 
 @pytest.mark.clone

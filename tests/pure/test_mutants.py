@@ -58,7 +58,8 @@ def test_a_mutant_is_run_and_a_copy_put_back(tmp_path: Path) -> None:
     )
     (mutant,) = chosen(["method/clock-asks-late"], "core")
     copy = tmp_path / "copy"
-    for name in ("pyproject.toml", "tests/conftest.py", f"tests/{SMALL.partition(':')[0]}",
+    for name in ("pyproject.toml", "tests/conftest.py", "tests/harness/shares.py",
+                 f"tests/{SMALL.partition(':')[0]}",
                  "tests/harness/__init__.py", "megatron_edit/__init__.py",
                  "megatron_edit/method/__init__.py", f"megatron_edit/{mutant.file}"):  # fmt: skip
         (copy / name).parent.mkdir(parents=True, exist_ok=True)

@@ -144,7 +144,8 @@ def test_table_and_picture(tmp_path: Path) -> None:
     assert any("6.5000" in line and "nan" in line for line in lines)
     assert any("per step" in line and "2.00" in line for line in lines)
 
-    curves = [Curve(name, log.losses(), log.validation()) for name in ("one", "other")]
+    curves = [Curve("one", log.losses(), log.validation(), 4e6, 3e6),
+              Curve("other", {}, {}, 0)]  # fmt: skip
     draw(tmp_path / "loss.png", curves, warmup_steps=1, tokens_per_step=2048)
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert running_mean([1, 2, 6, 4], 3) == [1.5, 3, 4, 5]

@@ -33,6 +33,7 @@ from megatron_edit.engine.checks.finite import finite_units
 from megatron_edit.engine.host import EngineGroups
 from megatron_edit.engine.rounds.plan import Decision, SyncRules
 from megatron_edit.engine.sync.averages import agree_on_average
+from megatron_edit.engine.sync.offload import DeviceCopy
 from megatron_edit.engine.sync.outer_state import OuterState, StagedUnit, UnitState
 from megatron_edit.engine.sync.units import Selection, UnitPlan, UnitShard
 from megatron_edit.errors import ReplicaLostError
@@ -267,18 +268,25 @@ class UnitSync:
             moments may be broken, too.
         """
         assert self.is_stepped, f"unit {self.shard.name}: landed before its outer step"
-        anchor = self._stage().anchor.ready()
+        # After an outer step taken earlier nothing is staged; the momentum is not needed again.
+        staged_anchor = self.home.stage_anchor() if self.staged is None else self.staged.anchor
+        anchor = staged_anchor.ready()
         is_dropped = self.is_excluded or not is_finite
         if is_dropped or not landing.merges:
             self.shard.scatter(anchor)
-            self.unstage()
+            self._unstage_landed(staged_anchor)
             return is_dropped and not landing.is_direct_copy
         for param, where in zip(self.shard.params, self.shard.slices, strict=True):
             before = None if self.snapshot is None else self.snapshot[where]
             param.write(landing.merge_(param.read(), anchor[where], before))
-        self.unstage()
+        self._unstage_landed(staged_anchor)
         self.snapshot = None
         return False
+
+    def _unstage_landed(self, anchor: DeviceCopy) -> None:
+        if self.staged is None:
+            anchor.release()
+        self.unstage()
 
     def unstage(self) -> None:
         """After the landing, or the outer step long before it: keep nothing on the device."""

@@ -115,13 +115,16 @@ def _parts(job: Job, config: EditConfig, *, overlaps: bool) -> Iterator[MemoryIt
 def _staged(row: Sequence[int], depth: int, *, is_offloaded: bool) -> int:
     """Most elements that a rank has on the device for units under way, `depth` at a time.
 
-    An addend each; with offload anchor and momentum beside it, and those of the next unit, too.
+    An addend each; with offload anchor and momentum beside it, and those of the next unit, too,
+    and the anchor of a unit that lands: its outer step may have been taken long before.
     """
     numels = [numel for numel in row if numel]  # units of other stages are not under way
     if not is_offloaded:
         return max(sum(numels[i : i + depth]) for i in range(len(numels)))
     return max(
-        3 * sum(numels[i : i + depth]) + 2 * sum(numels[i + depth : i + depth + 1])
+        3 * sum(numels[i : i + depth])
+        + 2 * sum(numels[i + depth : i + depth + 1])
+        + max(numels[:i], default=0)
         for i in range(len(numels))
     )
 

@@ -1,0 +1,63 @@
+"""The first screen of README.md: what it says, in which order, and whether its numbers are true."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from draw_gains import DELAYED, EDIT, LOSSES, STOCK, TORCHFT, costs, draw, shares_of_ideal
+
+from tests.harness.launch import REPOSITORY
+
+TEXT = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+FLAT = re.sub(r"\s+", " ", TEXT)
+MOST_LINES = 150
+
+
+def test_first_screen_comes_before_any_table() -> None:
+    """Would catch: a reader who meets a table before what it is for and how to try it."""
+    assert len(TEXT.splitlines()) <= MOST_LINES
+    in_order = ["**Use it**", "**Do not use it**", "docs/gains.png", "git clone ",
+                "bash scripts/quickstart.sh", "bash scripts/test.sh", "minutes, 5 GB",
+                "docs/quickstart.png", "## Use it with Megatron-LM", "--use-edit",
+                "|---"]  # fmt: skip
+    places = [TEXT.index(part) for part in in_order]
+    assert places == sorted(places)
+
+
+def test_speeds_are_those_of_the_results() -> None:
+    """Would catch: other results in benchmarks/results, or another number in the text."""
+    share = shares_of_ideal()
+    medians = {(label, rate): f"{spread.median:.2g}" for label, by_rate in share.items()
+               for rate, spread in by_rate.items()}  # fmt: skip
+    assert (
+        f"At 100 Mbit/s EDiT keeps {medians[EDIT, 100e6]} of the speed of a training that "
+        f"exchanges nothing, and stock Megatron {medians[STOCK, 100e6]}; with a delay of 8 steps "
+        f"and int8 EDiT keeps {medians[DELAYED, 100e6]}, and {medians[DELAYED, 20e6]} at 20 "
+        f"Mbit/s, where torchft's streaming DiLoCo keeps {medians[TORCHFT, 20e6]}." in FLAT
+    )
+
+
+def test_losses_are_those_of_the_results() -> None:
+    """As above; three seeds each."""
+    percent = {
+        loss.runs: f"{cost.percent:.1f} %" for loss, cost in zip(LOSSES, costs(), strict=True)
+    }
+    assert (
+        f"by {percent['marks-delay: edit, tau 40']} at tau 40 "
+        f"({percent[LOSSES[1].runs]} with the delay), {percent['marks: edit, tau 16']} at tau 16, "
+        f"{percent['marks: edit, tau 16, warm-up 25 %']} after a warm-up of 25 % of the steps, and "
+        f"{percent['marks-batch: edit, 16 samples']} with 16 samples per step instead of 8." in FLAT
+    )
+
+
+def test_picture_is_drawn(tmp_path: Path) -> None:
+    """On white: where a page is dark its texts would be lost without."""
+    import matplotlib.image
+
+    draw(tmp_path / "gains.png")
+    pixels = matplotlib.image.imread(tmp_path / "gains.png")
+    committed = matplotlib.image.imread(REPOSITORY / "docs" / "gains.png")
+    for image in (pixels, committed):
+        assert image[0, 0].tolist() == [1, 1, 1, 1]
+    assert pixels.shape == committed.shape
