@@ -264,6 +264,22 @@ HOST = (
         test="pure/test_host_parts.py::test_intervals_are_of_the_samples_of_all",
     ),
     Mutant(
+        id="host/progress-forgets",
+        bug="with clocks, the iteration that is shown decreases where less is told than was known",
+        file="host/model/progress.py",
+        old="self._others = max(self._others, self._known_of_others())",
+        new="self._others = self._known_of_others()",
+        test="pure/test_run_progress.py::test_in_warm_up_all_make_the_same_steps",
+    ),
+    Mutant(
+        id="host/log-line-passed-over",
+        bug="with clocks, a log line is missing where a multiple of its interval is passed over",
+        file="host/log_lines.py",
+        old="last // every < iteration // every",
+        new="iteration % every == 0",
+        test="pure/test_run_progress.py::test_log_lines_come_where_a_multiple_is_passed",
+    ),
+    Mutant(
         id="host/skipped-not-consumed",
         bug="samples of iterations that the user skips are not counted as consumed",
         file="host/model/megatron_host.py",
