@@ -190,7 +190,7 @@ def _of_speed(run: MonitoredRun, facts: Facts) -> Iterator[MonitorFinding]:
         why = "" if slow is None else f", as replica {slow[0]} is slow ({slow[1]})"
         remedies = (
             a_edit(facts),
-            "look at " + ("what keeps them" if slow is None else "its machine"),
+            "look at " + ("what holds these up" if slow is None else "its machine"),
         )
         yield MonitorFinding(
             "warning",
