@@ -22,7 +22,7 @@ LAYOUTS: dict[str, tuple[int, Flags]] = {
     "one-rank": (2, {}),
     "two-ranks": (4, {}),
     "async": (4, ASYNC),
-    "leader": (4, {"edit_inner_state": "leader"}),
+    "leader": (4, {"edit_inner_state": "leader", "edit_warmup_steps": 3}),
     "warm-up": (4, {"edit_warmup_steps": 9}),
     "int8": (2, {"edit_sync_dtype": "int8", "edit_delay_steps": 2}),
     "tensor": (4, {"tensor_model_parallel_size": 2}),

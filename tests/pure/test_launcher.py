@@ -119,6 +119,7 @@ class Attached:
 
     def __init__(self, *_: Any) -> None:
         self.is_checked = False
+        self.placement = None
 
     def __enter__(self) -> Attached:
         return self
