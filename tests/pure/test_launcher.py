@@ -117,6 +117,8 @@ def test_exit_codes_are_frozen() -> None:
 class Attached:
     """In place of everything that is changed in Megatron."""
 
+    placement = None
+
     def __init__(self, *_: Any) -> None:
         self.is_checked = False
         self.placement = None

@@ -13,7 +13,17 @@ from itertools import takewhile
 from megatron_edit.errors import UsageError
 
 MODULE = "megatron_edit.activation"
-LINE = f"from {MODULE} import activate; activate(__name__, __file__)  # megatron-edit patch"
+# Also for who has a patched clone and not this package: with --use-edit, exit code 2 and what to
+# install; without it the script is stock Megatron.
+LINE = (
+    "import importlib.util, sys; "
+    f'importlib.import_module("{MODULE}").activate(__name__, __file__) '
+    'if importlib.util.find_spec("megatron_edit") else '
+    '"--use-edit" in sys.argv and sys.exit(sys.stderr.write('
+    '"megatron_edit: --use-edit: needs the package megatron_edit, which this Python does not have; '
+    'pip install -e PATH_TO_MEGATRON_EDIT, or drop --use-edit\\n") and 2)  # megatron-edit patch'
+)
+_OLD_LINE = f"from {MODULE} import activate; activate(__name__, __file__)  # megatron-edit patch"
 _REVERT = "take the line out by hand"
 
 
@@ -36,15 +46,11 @@ def line_number(source: bytes, name: str) -> int | None:
     Raises:
         UsageError: the script is no Python, or the line was changed by hand.
     """
-    ours = [
-        node.lineno
-        for node in _parse(source, name).body
-        if isinstance(node, ast.ImportFrom) and node.module == MODULE
-    ]
+    ours = [node.lineno for node in _parse(source, name).body if _names_module(node)]
     if not ours:
         return None
-    text = _lines(source)[1][ours[0] - 1]
-    if len(ours) > 1 or _without_end(text) != LINE.encode():
+    text = _without_end(_lines(source)[1][ours[0] - 1])
+    if len(ours) > 1 or text not in (LINE.encode(), _OLD_LINE.encode()):
         raise UsageError(f"{name}:{ours[0]}", "the activating line was changed", _REVERT)
     return ours[0]
 
@@ -55,8 +61,11 @@ def insert(source: bytes, name: str) -> bytes:
     Raises:
         UsageError: the script has no place for a line before it trains.
     """
-    if line_number(source, name) is not None:
-        return source
+    number = line_number(source, name)
+    if number is not None:
+        if _without_end(_lines(source)[1][number - 1]) == LINE.encode():
+            return source
+        source = remove(source, name)
     mark, lines = _lines(source)
     place = _place(_parse(source, name))
     neighbour = lines[place - 1 if place else 0]
@@ -116,6 +125,15 @@ def _first_line(statement: ast.stmt) -> int:
     """A decorator comes before the line that its function begins on."""
     decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
     return min([statement.lineno, *(node.lineno for node in decorators)])
+
+
+def _names_module(statement: ast.stmt) -> bool:
+    """Whether it imports the module that the line calls."""
+    return any(
+        node.module == MODULE if isinstance(node, ast.ImportFrom)
+        else isinstance(node, ast.Constant) and node.value == MODULE
+        for node in ast.walk(statement)
+    )  # fmt: skip
 
 
 def _is_as_before(source: bytes, patched: bytes, name: str) -> bool:
