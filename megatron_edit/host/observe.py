@@ -167,7 +167,8 @@ class Observer:
         if self._engine.was_warmup_step and losses:
             self._average(losses, self._engine.gather_step)  # Megatron logs the whole job's, too
         loss = float(losses[_LOSS]) if _LOSS in losses else math.nan
-        self._events.count_samples(self._engine.step, int(get_args().consumed_train_samples))
+        consumed = int(get_args().consumed_train_samples)
+        self._events.count_samples(self._engine.step, consumed, self._host.batch)
         self._engine.record_loss(loss)
         samples, progress, step = self._host.samples_per_step, self._progress, self._engine.step
         self._events.on_iteration(

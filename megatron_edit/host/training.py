@@ -308,7 +308,7 @@ class TrainingLoop:
             pieces()  # a model that cannot be saved is refused now
         self._run = self._run_of(engine, host, progress, observer, pieces)
         self._loads.begin(engine, host, pieces)
-        self._events.count_samples(engine.step, int(args.consumed_train_samples))
+        self._events.count_samples(engine.step, int(args.consumed_train_samples), host.batch)
         engine.clock.pause()  # until the first step: Megatron builds its data sets before that
         self._events.connect_timers(
             EditTimers(get_timers(), engine.clock, args.timing_log_level, self._patcher)

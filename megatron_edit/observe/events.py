@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,7 +32,6 @@ from megatron_edit.observe.records import (
     Ending,
     Evaluation,
     Iteration,
-    SampleCounts,
     digest_line,
     number,
     sync_line,
@@ -63,6 +62,29 @@ class CountOfAll(Protocol):
         """The number of whole global batches once all replicas have consumed `samples`."""
 
 
+@dataclass
+class _SampleCounts:
+    """Samples that all replicas have consumed by a step, for losses that are known later."""
+
+    _counts: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def note(self, step: int, samples: int, batch: int) -> None:
+        """Remember the count after a step, and how much the step, or the next one, consumes."""
+        self._counts[step] = samples, batch
+
+    def take(self, step: int) -> int | None:
+        """The count of a step, whose predecessors are forgotten; None where nothing is known.
+
+        Steps before a resume were counted by another process: there the batch is taken for theirs.
+        """
+        self._counts = {known: n for known, n in self._counts.items() if known >= step}
+        if not self._counts:
+            return None
+        first = min(self._counts)
+        samples, batch = self._counts[first]
+        return samples - (first - step) * batch
+
+
 class EventLog:
     """Writes the event files and the console lines of one rank.
 
@@ -84,7 +106,8 @@ class EventLog:
         self._segment_number = self._number_of_earlier + is_earlier_there
         self._header: str | None = None  # the text of run.json, from `begin` on
         self._is_folder_ready = True
-        self._samples = SampleCounts()
+        self._samples = _SampleCounts()
+        self._lines: list[tuple[str, Mapping[str, Any]]] = []  # since the last flush, by file
         self._ending: Ending | None = None
         self._has_failed = False
         self._timers: SyncTimers | None = None
@@ -153,10 +176,16 @@ class EventLog:
             self._watch_health(report)
         self.flush()
 
-    def count_samples(self, step: int, samples: int) -> None:
-        """Note what all replicas have consumed after a step, before its loss is known."""
+    def count_samples(self, step: int, samples: int, batch: int) -> None:
+        """Note what all replicas have consumed after a step, before its loss is known.
+
+        Args:
+            step: from 0 on, where a run begins.
+            samples: consumed so far.
+            batch: samples of one step of all replicas.
+        """
         if self._is_first and self._dir is not None:
-            self._samples.note(step, samples)
+            self._samples.note(step, samples, batch)
 
     def on_losses(
         self, first_step: int, losses: Sequence[float], samples: int | None = None
@@ -203,6 +232,9 @@ class EventLog:
         """Bring everything written so far to the disk. What cannot be written now waits."""
         if self._dir is None:
             return
+        lines, self._lines = self._lines, []
+        for name, line in lines:
+            self._writer_of(name).append(line)
         if self._header is not None and not self._attempt(self._prepare_folder):
             return  # nothing is written before an earlier run's files are out of the way
         for file in self._files.values():
@@ -216,7 +248,7 @@ class EventLog:
         self.flush()
         if self._dir is not None and self._header is not None and self._ending is not None:
             mine = f"replica-{self._placement.replica}.jsonl"
-            self._append(mine, self._ending.line(self.num_lost), is_last=True)
+            self._writer_of(mine).append(self._ending.line(self.num_lost), is_last=True)
             self._ending = None
             self.flush()
         if lost := self.num_lost:
@@ -236,12 +268,15 @@ class EventLog:
         renames them."""
         return self._segment_number
 
-    def _append(self, name: str, line: Mapping[str, Any], *, is_last: bool = False) -> None:
-        if self._dir is None:
-            return
+    def _append(self, name: str, line: Mapping[str, Any]) -> None:
+        if self._dir is not None:
+            self._lines.append((name, line))
+
+    def _writer_of(self, name: str) -> LineWriter:
+        assert self._dir is not None, "no folder to write to"
         if name not in self._files:
             self._files[name] = LineWriter(self._dir / name)
-        self._files[name].append(line, is_last=is_last)
+        return self._files[name]
 
     def _prepare_folder(self) -> None:
         """Move an earlier run's files, once; write `run.json`, again where the folder was deleted.

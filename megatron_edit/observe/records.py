@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -108,30 +108,6 @@ class Ending:
             lines_lost: lines of its writer that could not be written.
         """
         return {**vars(self), "time": time.time(), "lines_lost": lines_lost}
-
-
-@dataclass
-class SampleCounts:
-    """Samples that all replicas have consumed by a step, for losses that are known later."""
-
-    _counts: dict[int, int] = field(default_factory=dict)
-
-    def note(self, step: int, samples: int) -> None:
-        """Remember what Megatron counts after a step."""
-        self._counts[step] = samples
-
-    def take(self, step: int) -> int | None:
-        """The count of a step, whose predecessors are forgotten; None where it is not known.
-
-        Steps before a resume were counted by another process: there the first batch of this one
-        tells how large theirs were.
-        """
-        self._counts = {known: n for known, n in self._counts.items() if known >= step}
-        if step in self._counts or len(self._counts) < 2:
-            return self._counts.get(step)
-        first, second = sorted(self._counts)[:2]
-        per_step = (self._counts[second] - self._counts[first]) // (second - first)
-        return self._counts[first] - (first - step) * per_step
 
 
 def number(value: Any) -> Any:

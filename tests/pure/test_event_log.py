@@ -157,8 +157,8 @@ def test_losses_stand_under_their_own_steps(tmp_path: Path) -> None:
     those that an earlier process made, or of a whole round."""
     for replica in range(2):
         log = EventLog(tmp_path, Placement(2, replica, 1, 0, is_single_launch=True))
-        for step, samples in ((6, 60), (7, 70), (8, 90)):
-            log.count_samples(step, samples)
+        for step, samples, batch in ((6, 60, 10), (7, 70, 20), (8, 90, 20)):
+            log.count_samples(step, samples, batch)
         log.on_losses(5, [2.0, math.nan, 4.0, 5.0])
         log.on_losses(9, [6.0], 99)
         log.close()

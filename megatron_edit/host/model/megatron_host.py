@@ -267,6 +267,11 @@ class MegatronHost:
         return int(get_num_microbatches()) * self.chunk
 
     @property
+    def batch(self) -> int:
+        """Samples that one step of all replicas consumes."""
+        return self.samples_per_step * self._placement.num_replicas
+
+    @property
     def chunk(self) -> int:
         """Samples that one micro-batch of this replica consumes."""
         ranks = self._args.data_parallel_size // self._placement.num_replicas
