@@ -82,6 +82,23 @@ gather_flags() {
         --save-interval "$EDIT_SAVE_INTERVAL" --exit-signal-handler)
     into_words more "$EDIT_EXTRA_FLAGS"
     flags+=("${more[@]}")
+    : "${CUDA_DEVICE_MAX_CONNECTIONS:=$(hardware_queues "${flags[@]}")}"
+    export CUDA_DEVICE_MAX_CONNECTIONS
+}
+
+# hardware_queues FLAG...: as many as Megatron allows with these flags.
+hardware_queues() {
+    local word name='' tensor=1 context=1
+    for word in "${@//=/ }"; do
+        for word in $word; do
+            case $name in
+                --tensor-model-parallel-size) tensor=$word ;;
+                --context-parallel-size) context=$word ;;
+            esac
+            name=$word
+        done
+    done
+    if [ "$tensor" = 1 ] && [ "$context" = 1 ]; then echo 32; else echo 1; fi
 }
 
 # check_command RANKS FLAG...: what a launch of so many ranks would say, before any of them starts.

@@ -40,6 +40,7 @@ class Command:
         group: of a collective: its name.
         number: of a collective or a meeting, in its group.
         is_host_framework: whether the training framework launched it, not the engine.
+        operation: of a kernel of the engine: what it does, as PyTorch names it.
     """
 
     kind: str
@@ -49,6 +50,7 @@ class Command:
     group: str = ""
     number: int = 0
     is_host_framework: bool = False
+    operation: str = ""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[misc]
@@ -136,12 +138,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """A kernel of the engine, unless it only makes a view."""
+        """A kernel of the engine, unless it only makes a view, room or a mark of the profiler."""
         result = func(*args, **(kwargs or {}))
         is_view = all(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
-        is_launched = not is_view and not func._schema.name.startswith("aten::empty")
+        operation = func._schema.name
+        is_launched = not is_view and not operation.startswith(("aten::empty", "profiler::"))
         if is_launched and not self._is_muted and not self._framework:
-            self._note("kernel", self.streams.current(), seconds=LAUNCH)
+            stream = self.streams.current()
+            self._note("kernel", stream, seconds=LAUNCH, operation=operation)
         return result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from megatron_edit.config import EditConfig
 from megatron_edit.errors import UsageError
 from megatron_edit.host.devices import choose_device, gpus_of_machine, unusable_gpus
+from tests.harness.launch import REPOSITORY
 
 AUTO = EditConfig()
 NVIDIA, DRIVER, AMD = "dev/nvidia0", "proc/driver/nvidia/gpus/0000:3b:00.0", "dev/kfd"
@@ -97,3 +99,20 @@ def test_the_cpu_can_be_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert choose_device(EditConfig(device="cpu"), root) == torch.device("cpu")
     with pytest.raises(UsageError, match="no CUDA device was found"):
         choose_device(EditConfig(device="cuda"), root)
+
+
+def test_branches_for_cuda_are_in_the_docs() -> None:
+    """Catches a file with a branch for CUDA that nobody has listed, and one that has it no more."""
+    marks = re.compile(r"torch\.cuda\.\w+\(|[!=]= \"cuda\"|\.is_cuda\b|get_device_capability")
+    package = REPOSITORY / "megatron_edit"
+    found = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if marks.search(path.read_text(encoding="utf-8"))
+    }
+    text = (REPOSITORY / "docs" / "gpu.md").read_text(encoding="utf-8")
+    _, _, listed = text.partition("Branches for CUDA that no test on a CPU reaches")
+    listed, _, _ = listed.partition("Not there yet")
+    named = set(re.findall(r"`((?:comm|engine|host|tools)/[\w/]+\.py)`", listed))
+    assert found <= named, found - named
+    assert all((package / name).is_file() for name in named)

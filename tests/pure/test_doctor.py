@@ -10,7 +10,7 @@ from megatron_edit.tools.cli import main
 from megatron_edit.tools.doctor.advice import link_findings, sync_findings
 from megatron_edit.tools.doctor.finding import DoctorFinding, Level, table
 from megatron_edit.tools.doctor.links import MeasuredLink, Together
-from megatron_edit.tools.doctor.machine import interface_findings
+from megatron_edit.tools.doctor.machine import connections_finding, interface_findings
 
 THERE = {"lo": ["127.0.0.1"], "docker0": ["172.17.0.1"], "eth0": ["10.0.0.2"], "ib0": ["10.1.0.2"]}
 
@@ -29,6 +29,18 @@ def test_gloo_listens_where_the_name_leads() -> None:
     assert of({}, "127.0.0.1", is_alone=True)["gloo's interface"].level is Level.OK
     nowhere = of({}, "", is_alone=True)["gloo's interface"]
     assert nowhere.level is Level.HINT and "GLOO_SOCKET_IFNAME=lo" in nowhere.remedy
+
+
+@pytest.mark.parametrize("major", [9, 10])
+@pytest.mark.parametrize("value", [None, "1", "8", "32"])
+def test_hardware_queues(value: str | None, major: int) -> None:
+    """Catches the advice of one queue to all: syncs overlap less with it."""
+    env = {} if value is None else {"CUDA_DEVICE_MAX_CONNECTIONS": value}
+    found = connections_finding(env, major)
+    assert (found.level is Level.OK) == (value == "32")
+    if found.level is Level.HINT:
+        assert found.remedy.startswith("export CUDA_DEVICE_MAX_CONNECTIONS=32: ")
+        assert ("1 only with tensor or context parallelism" in found.remedy) == (major < 10)
 
 
 @pytest.mark.parametrize(

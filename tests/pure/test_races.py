@@ -7,7 +7,7 @@ fence, or one note that memory is in use, of the real code.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
@@ -24,8 +24,9 @@ from megatron_edit.engine.rounds import controller
 from megatron_edit.engine.rounds.plan import Decision, RoundPlan, plan_round
 from megatron_edit.engine.sync import queue
 from megatron_edit.engine.sync.inflight import InflightSync
+from megatron_edit.engine.sync.offload import OffloadStreams
 from megatron_edit.engine.sync.queue import restore_sync
-from tests.harness.in_order import Mistake, Rank, plan_of
+from tests.harness.in_order import CPU, Mistake, Rank, plan_of
 from tests.harness.races import RaceDetector
 from tests.harness.sockets import ThreadInTurns, staged_group
 
@@ -317,6 +318,50 @@ def test_a_mistake_is_found(name: str) -> None:
     found = races(mode, made, saves_after=7 if is_of_host else 0)
     assert made.num_made, "the code has left this mistake behind"
     assert found
+
+
+def free_what_is_sent(detector: RaceDetector) -> list[Tensor]:
+    """A tensor goes back to its stream's pool before the copy of it has come down."""
+    group: Any = staged_group(2, detector.streams, detector.pin).process_group
+    parts = [torch.zeros(4), torch.zeros(4)]
+    group.allgather([parts], [torch.ones(4)], None)
+    return parts
+
+
+def upload_what_comes_home(detector: RaceDetector) -> list[Tensor]:
+    """State of one sync is on its way home when the next one begins."""
+    copies = OffloadStreams(CPU, detector.streams, max_copies=4)
+    device, host = torch.ones(4), torch.zeros(4)
+    detector.pin([host])
+    copies.download(device, host)
+    copies.fence()
+    return [device, host, copies.upload(host).ready()]
+
+
+ALONE: dict[str, tuple[Callable[[RaceDetector], list[Tensor]], Mistake]] = {
+    "keep": (free_what_is_sent, Mistake("keep", "StagedProcessGroup._copy")),
+    "fence": (upload_what_comes_home, Mistake("wait", "OffloadStreams.fence")),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_mistake_is_found_where_nothing_else_hides_it(name: str) -> None:
+    """Calls whose lack a whole run hides: there its tensors live on, and other waits come between.
+
+    Catches them missing, and a detector that does not see it.
+    """
+    use, mistake = ALONE[name]
+    made = replace(mistake)
+    findings = []
+    for planted in (None, made):
+        with torch.no_grad(), RaceDetector() as detector:
+            detector.streams.mistake = planted
+            in_use = use(detector)
+            torch.zeros(1)  # the detector looks for freed memory with each operation
+        findings.append(detector.findings)
+        del in_use
+    assert made.num_made, "the code has left this mistake behind"
+    assert findings[0] == [] and findings[1]
 
 
 @pytest.mark.parametrize("mode", ["broken delayed", "broken offload-delayed", "broken mix-offload"])

@@ -63,6 +63,23 @@ def test_a_job_takes_all_lines_of_a_setting(
     assert ("--one" in words) == bool(text)
 
 
+@pytest.mark.parametrize(
+    ("flags", "given", "expected"),
+    [
+        ("", "", "32"),
+        ("--tensor-model-parallel-size 2", "", "1"),
+        ("--context-parallel-size=2", "", "1"),
+        ("--tensor-model-parallel-size 2 --tensor-model-parallel-size 1", "", "32"),
+        ("--tensor-model-parallel-size 2", "8", "8"),
+    ],
+)
+def test_hardware_queues(tmp_path: Path, flags: str, given: str, expected: str) -> None:
+    """One where Megatron asks for it, else many. Catches one for all, with which less overlaps."""
+    code = "bash -c 'echo queues $CUDA_DEVICE_MAX_CONNECTIONS'"
+    done = in_job(tmp_path, code, EDIT_EXTRA_FLAGS=flags, CUDA_DEVICE_MAX_CONNECTIONS=given)
+    assert done.stdout.split() == ["queues", expected], done.stderr
+
+
 def test_a_job_checks_its_command_first(tmp_path: Path) -> None:
     """Would catch: ranks that start with flags that nobody has looked at."""
     stand_in(tmp_path, "python-of-the-job", 'printf "%s\\n" "$@" >"$CALLS"')

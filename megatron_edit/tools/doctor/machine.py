@@ -18,6 +18,7 @@ from megatron_edit.tools.doctor.finding import DoctorFinding, Level
 
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_MANY_CONNECTIONS = "32"
 _VIRTUAL = ("docker", "veth", "br-", "virbr")
 
 
@@ -38,7 +39,7 @@ def versions() -> dict[str, str]:
 
 
 def device_findings(env: Mapping[str, str]) -> Iterator[DoctorFinding]:
-    """CUDA devices, NCCL, and the variable that Megatron's overlap needs."""
+    """CUDA devices, NCCL, and the number of hardware queues."""
     if (unusable := unusable_gpus(env)) is not None:
         remedy = "install a torch that can use them, or train with --edit-device cpu"
         yield DoctorFinding("CUDA devices", f"none, but {unusable}", Level.BAD, remedy)
@@ -53,12 +54,24 @@ def device_findings(env: Mapping[str, str]) -> Iterator[DoctorFinding]:
     yield DoctorFinding("CUDA devices", f"{count} x {torch.cuda.get_device_name(0)}")
     yield DoctorFinding("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
     major, _ = torch.cuda.get_device_capability(0)
+    yield connections_finding(env, major)
+
+
+def connections_finding(env: Mapping[str, str], major: int) -> DoctorFinding:
+    """What is to be said of the number of hardware queues.
+
+    Args:
+        env: the environment.
+        major: of the GPU's compute capability; Megatron wants one queue for tensor or context
+            parallelism before 10, Blackwell.
+    """
     value = env.get(_CONNECTIONS, "not set")
-    if major < 10 and value != "1":
-        remedy = f"export {_CONNECTIONS}=1 where Megatron overlaps communication"
-        yield DoctorFinding(_CONNECTIONS, value, Level.HINT, remedy)
-    else:
-        yield DoctorFinding(_CONNECTIONS, value)
+    if value == _MANY_CONNECTIONS:
+        return DoctorFinding(_CONNECTIONS, value)
+    remedy = f"export {_CONNECTIONS}={_MANY_CONNECTIONS}: more exchanges overlap"
+    if major < 10:
+        remedy += "; 1 only with tensor or context parallelism, where Megatron asks for it"
+    return DoctorFinding(_CONNECTIONS, value, Level.HINT, remedy)
 
 
 def interfaces() -> dict[str, list[str]]:
