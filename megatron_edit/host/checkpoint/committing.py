@@ -301,7 +301,7 @@ def _failure(part: RankSave, error: Exception) -> str:
     room = f"{part.folder.root} has {_free(part.folder.root)} free"
     newest = part.folder.newest()
     num_bytes = error.num_bytes if isinstance(error, WriteError) else 0
-    if num_bytes := num_bytes or _size_of(newest):
+    if num_bytes := max(num_bytes, _size_of(newest)):  # some ranks may not have come so far
         room += f", a checkpoint needs {_megabytes(num_bytes)}"
     left = "there is no complete one yet"
     if newest is not None and newest.iteration is not None:

@@ -132,9 +132,13 @@ class WriteErrors:
 
 
 def text_of(error: BaseException) -> str:
-    """An error on one line."""
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return first if isinstance(error, OSError | EditError) else f"{type(error).__name__}: {first}"
+    """An error on one line; where the operating system's lies behind it, that one."""
+    behind: BaseException | None = error
+    while behind is not None and not isinstance(behind, OSError):
+        behind = behind.__cause__ or behind.__context__
+    shown = error if behind is None else behind
+    first = (str(shown).strip().splitlines() or [type(shown).__name__])[0]
+    return first if isinstance(shown, OSError | EditError) else f"{type(shown).__name__}: {first}"
 
 
 def _texts(error: CheckpointException) -> list[str]:
