@@ -141,6 +141,35 @@ def test_a_complete_save_is_the_end_of_a_row(
     assert not committer.gives_up
 
 
+def test_a_failure_is_counted_where_the_folder_is_out_of_reach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a disk that fails as a whole, whose failures nobody hears of."""
+
+    def failing(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    for name in ("newest", "discard"):
+        monkeypatch.setattr(CheckpointFolder, name, failing)
+    committer = Committer(world())
+    for _ in range(2):
+        committer._fail(part(tmp_path), OSError(5, "Input/output error"))
+    assert committer.gives_up and "Input/output error" in capsys.readouterr().err
+
+
+def test_a_complete_checkpoint_that_the_tracker_does_not_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is no failure: the next run finds it by its manifest."""
+    committer, save = Committer(world()), part(tmp_path)
+    final = save.folder.final(8)
+    (final / "edit").mkdir(parents=True)
+    (final / "edit" / "edit.json").write_text("{}")
+    committer._fail(save, OSError(28, "No space left on device"))
+    assert not committer._failures
+    assert "iteration 8 is complete, but the tracker may not name it" in capsys.readouterr().err
+
+
 def test_which_checkpoints_are_kept(tmp_path: Path) -> None:
     """All without the flag; else multiples of it."""
     kept = [n for n in (10, 15, 20, 25) if _is_kept(part(tmp_path, retain=20), n)]

@@ -15,6 +15,7 @@ import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -187,7 +188,15 @@ class Committer:
         if self._world.placement.global_rank > 0:
             warn(f"checkpoint of iteration {part.manifest.iteration}: {text_of(error)}")
             return  # the first rank will not hear of this rank, and say so
-        part.folder.discard(part.manifest.iteration, part.job)
+        if _is_renamed(
+            part
+        ):  # only the tracker, or the order of names on the disk, is not as it was
+            self._failures.clear()
+            text = f"checkpoint of iteration {part.manifest.iteration} is complete"
+            warn(f"{text}, but the tracker may not name it ({text_of(error)})")
+            return
+        with suppress(OSError):
+            part.folder.discard(part.manifest.iteration, part.job)
         self._failures.append(_failure(part, error))
         if len(self._failures) > 1:
             self._end = self._failures[-1]
@@ -295,18 +304,30 @@ def _check_parts(told: Sequence[Sequence[Mapping[str, Any]]]) -> None:
         raise WriteError(text, sum(piece["bytes"] for pieces in told for piece in pieces))
 
 
+def _is_renamed(part: RankSave) -> bool:
+    """Whether the checkpoint lies complete under its final name."""
+    try:
+        is_final = manifest_of(part.folder.final(part.manifest.iteration)).is_file()
+        return is_final and not part.partial.exists()
+    except OSError:
+        return False
+
+
 def _failure(part: RankSave, error: Exception) -> str:
     """What is to be said: which checkpoint, why, how much room there is, and what is left."""
     what = f"the checkpoint of iteration {part.manifest.iteration} could not be written"
-    room = f"{part.folder.root} has {_free(part.folder.root)} free"
-    newest = part.folder.newest()
-    num_bytes = error.num_bytes if isinstance(error, WriteError) else 0
-    if num_bytes := max(num_bytes, _size_of(newest)):  # some ranks may not have come so far
-        room += f", a checkpoint needs {_megabytes(num_bytes)}"
-    left = "there is no complete one yet"
-    if newest is not None and newest.iteration is not None:
-        left = f"the last complete one is that of iteration {newest.iteration}"
-    return on_one_line(f"{what} ({text_of(error)}); {room}; {left}")
+    said = f"{what} ({text_of(error)})"
+    with suppress(OSError):  # the folder may be out of reach as a whole
+        room = f"{part.folder.root} has {_free(part.folder.root)} free"
+        newest = part.folder.newest()
+        num_bytes = error.num_bytes if isinstance(error, WriteError) else 0
+        if num_bytes := max(num_bytes, _size_of(newest)):  # some ranks may not have come so far
+            room += f", a checkpoint needs {_megabytes(num_bytes)}"
+        left = "there is no complete one yet"
+        if newest is not None and newest.iteration is not None:
+            left = f"the last complete one is that of iteration {newest.iteration}"
+        said += f"; {room}; {left}"
+    return on_one_line(said)
 
 
 def _size_of(found: Found | None) -> int:

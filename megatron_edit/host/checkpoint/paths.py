@@ -12,7 +12,6 @@ from tempfile import TemporaryDirectory
 
 from megatron_edit.checkpoint.folder import TRACKER, final_of
 from megatron_edit.host.seams.patching import Patcher
-from megatron_edit.observe.console import warn
 
 
 def _not_of_an_old_checkpoint(record: logging.LogRecord) -> bool:
@@ -94,15 +93,12 @@ def _around_artifact(log: Callable[..., None]) -> Callable[..., None]:
     @wraps(log)
     def logged(checkpoint_path: str, tracker: str, save_dir: str, iteration: int) -> None:
         writer = get_wandb_writer()
-        if writer and writer.run is None:
+        if not writer or writer.run is None:
             return  # Megatron ends it before the last asynchronous save is on the disk
         final = str(final_of(Path(checkpoint_path)))  # where it will be found
         with TemporaryDirectory() as folder:  # another rank writes the tracker, perhaps later
             own = Path(folder) / TRACKER
-            try:
-                own.write_text(str(iteration), encoding="utf-8")
-                log(final, str(own), save_dir, iteration)
-            except Exception as error:  # W&B's own, over a network
-                warn(f"W&B did not take the checkpoint of iteration {iteration}: {error}")
+            own.write_text(str(iteration), encoding="utf-8")
+            log(final, str(own), save_dir, iteration)
 
     return logged

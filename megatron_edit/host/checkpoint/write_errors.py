@@ -69,6 +69,8 @@ class WriteErrors:
         patcher.wrap(writer, "write_preloaded_data", _noting)
         patcher.wrap(writer, "finish", self._recording_write)
         patcher.wrap(serialization, "save_config", self._recording_write)
+        if hasattr(serialization, "save_integrity_manifest"):  # megatron-core 0.19
+            patcher.wrap(serialization, "save_integrity_manifest", self._recording_write)
         if strategy := getattr(common, "TorchCommonSaveStrategy", None):  # megatron-core 0.16
             for name in ("save_common", "save_sharded_objects"):
                 patcher.wrap(strategy, name, self._recording_write)

@@ -160,7 +160,7 @@ class CheckpointWriter:
             retain_interval=getattr(args, "save_retain_interval", None),
             record=SaveRecord(),
         )
-        self._record, self._requests = part.record, []
+        self._record, self._requests, self._outer = part.record, [], []
         if self._make_folders(part):
             with self._write_errors.recording(part.record):
                 self._write_parts(part, plan, state, call)
