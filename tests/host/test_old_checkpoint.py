@@ -50,11 +50,14 @@ def leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def as_then(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without what came into the event files later: end records, and the samples of a loss."""
+    """Without what came into the event files later: end records, the samples of a loss, and what
+    A-EDiT counts apart."""
     kept = [line for line in lines if "end" not in line]
     for line in kept:
         if "loss" in line and "seconds" not in line and "tokens" not in line:
             del line["samples"]
+        for name in ("replica_step", "samples_all"):
+            line.pop(name, None)
     return kept
 
 

@@ -28,9 +28,9 @@ class Replica:
             "is_stop_seen": False, "announce_stop": lambda: self.done.append("announce"),
             "leave": self._leave, "check_in": lambda: True, **engine,
         })  # fmt: skip
-        saves: Any = anything(deciding=self._deciding, ending=self._ending)
+        self.saves: Any = anything(deciding=self._deciding, ending=self._ending, gives_up=False)
         progress: Any = anything(shown=lambda call: nullcontext())
-        self.control = StopControl(self.engine, saves, progress, is_first=False)
+        self.control = StopControl(self.engine, self.saves, progress, is_first=False)
         package: Any = anything(get_args=lambda: self.args)
         package.training = anything(
             get_args=package.get_args, save_checkpoint_and_time=self._save_checkpoint_and_time
@@ -83,6 +83,17 @@ def test_the_others_obey(monkeypatch: pytest.MonkeyPatch) -> None:
     silent = Replica(monkeypatch, is_stop_seen=True)
     silent.args.save = None
     assert silent.decide(8) is True and silent.done == [("decide", 8), "leave", "ending"]
+
+
+def test_saves_that_fail_end_the_replica_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only one rank knows that saves have failed: it announces that, once, and leaves when all ranks
+    of its replica have heard of it. Catches one that leaves before the others."""
+    replica = Replica(monkeypatch)
+    replica.saves.gives_up = True
+    assert replica.decide(6) is False and replica.decide(7) is False
+    assert replica.done == [("decide", 6), "announce", ("decide", 7)]
+    replica.engine.is_stop_seen = True
+    assert replica.decide(8) is True and replica.done[4:] == ["leave", *SAVED]
 
 
 def test_in_warm_up_all_stop_after_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
