@@ -86,7 +86,7 @@ def test_the_others_obey(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_saves_that_fail_end_the_replica_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only one rank knows that saves have failed: it announces that, once, and leaves when all ranks
+    """Only one rank knows that saves have failed: it announces that once, and leaves when all ranks
     of its replica have heard of it. Catches one that leaves before the others."""
     replica = Replica(monkeypatch)
     replica.saves.gives_up = True
