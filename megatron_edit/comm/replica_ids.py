@@ -1,7 +1,8 @@
 """One launch for each `--edit-replica-id`: a second one ends all launches before training begins.
 
 Which of the two has the wrong id cannot be known, and the launches that wait for the missing
-replica would wait long. A launch that comes once training has begun ends alone.
+replica would wait long. A launch that comes once no replica is missing any more ends alone: it is
+one too many, or of another job that was given the same port.
 """
 
 from __future__ import annotations
@@ -84,12 +85,18 @@ class LaunchRegistry:
             return ""
         value = f"{flag('replica_id')} {replica}"
         remedy = f"give each launch an id of its own, 0 to {self._place.num_replicas - 1}"
-        rule = f"two launches have it, on {holder.partition(' ')[0]} and on {host}"
+        theirs = holder.partition(" ")[0]
+        perhaps = "an earlier attempt of this replica, or another job on this port, counts as one"
+        rule = f"two launches have it, on {theirs} and on {host} ({perhaps})"
         refusal = json.dumps([value, rule, remedy])
-        if self._shared.compare_set(_STATE, "", refusal).decode() != _BEGUN:
+        keys = [launch_key(each) for each in range(self._place.num_replicas)]
+        if self._shared.check(keys):
+            state = "has it, and no replica is missing"
+        elif self._shared.compare_set(_STATE, "", refusal).decode() == _BEGUN:
+            state = "has it, and trains already"
+        else:
             return refusal
-        rule = f"a launch on {holder.partition(' ')[0]} has it, and trains already"
-        return json.dumps([value, rule, remedy])
+        return json.dumps([value, f"a launch on {theirs} {state} ({perhaps})", remedy])
 
     def _raise(self, state: str) -> None:
         if state in ("", _BEGUN):

@@ -27,7 +27,7 @@ from megatron_edit.host.cpu import cpu_argument_defaults, enable_cpu_backend
 from megatron_edit.host.cpu.checkpoints import serve_checkpoints
 from megatron_edit.host.cpu.norm import serve_sequence_parallelism
 from megatron_edit.host.files import check_folder
-from megatron_edit.host.forks import ForkWatch
+from megatron_edit.host.forks import ForkWatch, watch_spawned
 from megatron_edit.host.seams.patching import Patcher
 from megatron_edit.observe.console import (
     MovedOutput,
@@ -88,6 +88,7 @@ class Attachment:
             check_host()
         self._patcher.host = host_name()
         self._forks = ForkWatch()
+        watch_spawned(self._patcher)
         if self.placement is not None:
             self._attach_edit(self.placement)
         data.compile_helpers_once(self._patcher, self._world)

@@ -36,7 +36,10 @@ def say(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Print one line on the error stream, which is never dropped."""
+    """Print one line on the error stream, at once.
+
+    It is seen also where output is dropped for want of a file, but not where the stream is broken.
+    """
     sys.stderr.write(f"{PREFIX} {text}\n")
     sys.stderr.flush()
 

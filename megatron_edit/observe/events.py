@@ -52,7 +52,7 @@ class CountOfAll(Protocol):
 
     @property
     def samples(self) -> int:
-        """So far."""
+        """Samples that all replicas have consumed so far, as far as this one knows."""
 
     @property
     def iteration(self) -> int:

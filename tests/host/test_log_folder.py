@@ -20,6 +20,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_edit.comm.worlds import SETUP_TIMEOUT
+from megatron_edit.observe import folder_lock
 from megatron_edit.observe.folder_lock import FolderLock
 from tests.harness.launch import REPOSITORY
 from tests.host.runs import run_edit
@@ -85,6 +87,30 @@ def test_a_run_that_is_ending_is_waited_for(tmp_path: Path) -> None:
         assert lock.take() is None
         lock.release()
     assert 1 < time.monotonic() - began < 10
+
+
+def test_a_lock_from_another_machine_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A file server keeps it for a while after the machine went down. Catches a run that SLURM
+    starts again and that ends for its logs; all other ranks wait longer than it does."""
+    assert 120 < folder_lock.LEASE_SECONDS < SETUP_TIMEOUT.total_seconds()
+    monkeypatch.setattr(folder_lock, "ENDING_SECONDS", 0.5)
+    with another_run(tmp_path) as first:
+        (tmp_path / "run.lock").write_text("node7 42\n")
+        os.system(f"(sleep 2; kill -9 {first.pid}) &")
+        lock = FolderLock(tmp_path)
+        assert lock.take() is None
+        lock.release()
+    (said,) = capfd.readouterr().out.splitlines()
+    assert "locked by process 42 on node7" in said and "waiting for the lock, 180 s" in said
+    monkeypatch.setattr(folder_lock, "LEASE_SECONDS", 1.5)
+    with another_run(tmp_path):
+        (tmp_path / "run.lock").write_text("node7 42\n")
+        began = time.monotonic()
+        refusal = FolderLock(tmp_path).take()
+    assert time.monotonic() - began > 1.4
+    assert refusal is not None and "(process 42 on node7)" in str(refusal)
 
 
 def test_a_file_system_without_locks_is_told(

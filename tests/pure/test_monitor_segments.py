@@ -119,6 +119,18 @@ def test_another_training_in_the_folder_is_not_joined(tmp_path: Path) -> None:
     assert read(folder).losses.curve()[0].tolist() == list(range(69, 101))
 
 
+def test_a_run_that_never_reached_the_checkpoint_is_not_joined(tmp_path: Path) -> None:
+    """It went on from a checkpoint of elsewhere, in a used folder. A run that ended at once,
+    without a line, is part of the training, and so is one that was killed before its last lines."""
+    run = read(write_runs(tmp_path / "stranger", TRAINING, [RunPart(0, 30), RunPart(60, 100)]))
+    assert run.resumed_at == [] and run.losses.curve()[0].tolist() == list(range(61, 101))
+    parts = [RunPart(0, 50), RunPart(44, 44, None), RunPart(44, 100)]
+    run = read(write_runs(tmp_path / "at-once", TRAINING, parts))
+    assert run.losses.curve()[0].tolist() == list(range(1, 101))
+    parts = [RunPart(0, 57, None), RunPart(60, 100)]
+    assert read(write_runs(tmp_path / "killed", TRAINING, parts)).resumed_at == [60]
+
+
 def test_a_resume_whose_earlier_files_are_not_there(tmp_path: Path) -> None:
     """Or cannot be read: the page is about what is there."""
     folder = write_runs(tmp_path, TRAINING, RESUMED)

@@ -70,6 +70,7 @@ def test_all_launches_are_told() -> None:
     )
     assert len(set(said)) == 1
     assert said[0].startswith("--edit-replica-id 1: two launches have it, on ")
+    assert "an earlier attempt of this replica, or another job on this port" in said[0]
     assert said[0].endswith("; give each launch an id of its own, 0 to 2")
 
 
@@ -83,6 +84,17 @@ def test_one_that_comes_late_ends_alone() -> None:
     assert said.startswith("--edit-replica-id 1: a launch on ") and "trains already" in said
     shared.set("later", "1")
     trains.wait_for("later", TIME)
+
+
+def test_one_too_many_ends_alone() -> None:
+    """No replica is missing, though training has not begun yet. Catches a job that ends another
+    one, which has the same port."""
+    shared = dist.HashStore()
+    launches = [world(shared, dist.HashStore(), replica) for replica in range(3)]
+    assert refusals(*(lambda launch=launch: register(launch) for launch in launches)) == [""] * 3
+    (said,) = refusals(lambda: register(world(shared, dist.HashStore(), 0)))
+    assert "has it, and no replica is missing (" in said and "another job on this port" in said
+    assert refusals(*(launch.begin_training for launch in launches)) == [""] * 3
 
 
 def test_all_ranks_begin_or_none() -> None:

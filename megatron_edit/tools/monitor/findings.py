@@ -24,7 +24,12 @@ MOST_NAMES = 8
 
 
 class MonitorFinding(NamedTuple):
-    """One of them. `error` is about a run that is lost, or a report that is not whole."""
+    """One thing that deserves attention in a run.
+
+    Attributes:
+        level: `error` for a run that is lost, or a report that is not whole.
+        text: sentences, with a remedy.
+    """
 
     level: Literal["error", "warning", "note"]
     text: str

@@ -12,6 +12,7 @@ from typing import Any
 from megatron_edit.errors import UsageError
 
 CHUNK_BYTES = 1 << 22
+TAIL_BYTES = 1 << 18
 
 
 def status(path: Path) -> os.stat_result | None:
@@ -32,6 +33,28 @@ def unreadable(path: Path, error: OSError | ValueError) -> UsageError:
     """What to say of a file or folder that cannot be read."""
     reason = error.strerror if isinstance(error, OSError) else error
     return UsageError(str(path), f"cannot be read ({reason})", "give the folder of --edit-log-dir")
+
+
+def last_records(path: Path) -> list[dict[str, Any]]:
+    """The last whole lines of a file, of 256 KiB, that are JSON objects; none without a file."""
+    found = status(path)
+    if found is None or not stat.S_ISREG(found.st_mode):
+        return []
+    try:
+        with path.open("rb") as source:
+            source.seek(max(0, found.st_size - TAIL_BYTES))
+            lines = source.read().split(b"\n")
+    except OSError as error:
+        raise unreadable(path, error) from None
+    return [record for line in lines if (record := _record(line)) is not None]
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):  # also where the bytes are no text
+        return None
+    return record if isinstance(record, dict) else None
 
 
 class LineFile:
@@ -104,11 +127,7 @@ class LineFile:
             raise unreadable(self.path, error) from None
 
     def _parse(self, line: bytes) -> dict[str, Any] | None:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):  # also where the bytes are no text
-            record = None
-        if isinstance(record, dict):
+        if (record := _record(line)) is not None:
             return record
         self.num_damaged += bool(line.strip())
         return None

@@ -11,10 +11,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_edit.tools.monitor.facts import Facts, ResumePoint
-from megatron_edit.tools.monitor.lines import LineFile, status, unreadable
+from megatron_edit.tools.monitor.lines import LineFile, last_records, status, unreadable
+from megatron_edit.tools.monitor.values import whole
 
+LATE_BATCHES = 10  # a killed run may have saved a checkpoint before it wrote the last lines
 _RENAMED = re.compile(r"run\.(\d+)\.json")
 
 
@@ -62,6 +65,20 @@ class Segment:
         """All but `run.json`."""
         return (self.syncs, self.losses, *self.replicas)
 
+    def has_reached(self, point: ResumePoint) -> bool:
+        """Whether this run came as far as a checkpoint, by its last lines.
+
+        A run that did not cannot have written it. True where the files do not say.
+        """
+        batch = self.facts.batch_size
+        if batch is None:
+            return True
+        furthest = self.facts.resumed_from.samples if self.facts.resumed_from else 0
+        for file in self.files:
+            for record in last_records(file.path):
+                furthest = max(furthest, _samples_of(record, batch))
+        return furthest + LATE_BATCHES * batch >= point.samples
+
     def keeps(self, iteration: int, samples: float | None) -> bool:
         """Whether what happened there is part of the training, or was made again after a resume.
 
@@ -80,6 +97,8 @@ class Segment:
 def earlier_segments(folder: Path, newest: Facts) -> list[Segment]:
     """The runs that the newest one goes on from, the first one first.
 
+    A run that never came as far as the checkpoint is another training's.
+
     Args:
         folder: `--edit-log-dir`.
         newest: facts of the run whose files have not been renamed.
@@ -94,9 +113,23 @@ def earlier_segments(folder: Path, newest: Facts) -> list[Segment]:
         if point is None or end is None:
             break
         end = min(point, end, key=lambda each: each.samples)
-        found.append(Segment.of(folder, facts, number, end))
+        segment = Segment.of(folder, facts, number, end)
+        if not segment.has_reached(point):
+            break
+        found.append(segment)
         point = facts.resumed_from
     return found[::-1]
+
+
+def _samples_of(record: dict[str, Any], batch: int) -> int:
+    """Samples of all replicas by a line of any file; 0 where it does not say."""
+    samples = record.get("samples_all")
+    try:
+        if isinstance(each := record.get("samples"), list):  # a sync: of each replica
+            samples = sum(map(whole, each))
+        return whole(record["iteration"]) * batch if samples is None else whole(samples)
+    except (KeyError, TypeError, ValueError):
+        return 0
 
 
 def _renamed_runs(folder: Path) -> Iterator[tuple[int, Facts]]:

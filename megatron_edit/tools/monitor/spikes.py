@@ -14,7 +14,7 @@ BACK_SIGMAS = 3.0  # a loss below that is back to what is usual
 
 
 class Spike(NamedTuple):
-    """One of them.
+    """Losses in a row that are far above those before them.
 
     Attributes:
         iteration: of its first loss.
