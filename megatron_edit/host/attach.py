@@ -257,7 +257,9 @@ class Attachment:
         agree_on_settings(world, self._config, args, self._device)
         lock_log_dir(world, self._lock)
         if args.save:  # hosts may see different file systems
-            check_together(world, "save/checked", lambda: check_folder("--save", args.save))
+            check_together(
+                world, "save/checked", lambda: check_folder("--save", args.save), what="--save"
+            )
 
 
 def _say_what_is_chosen(config: EditConfig, placement: Placement, args: Namespace) -> None:
