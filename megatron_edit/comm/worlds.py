@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -123,7 +124,8 @@ class ReplicaWorld:
         For who would otherwise say what the first rank says already.
         """
         if self.placement.global_rank == 0:
-            self.shared_store.set(event, "1")
+            with suppress(RuntimeError):  # the store may be gone: then nobody asks it
+                self.shared_store.set(event, "1")
             return True
         try:
             self.shared_store.wait([event], SOON)

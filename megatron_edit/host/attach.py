@@ -131,7 +131,9 @@ class Attachment:
     ) -> None:
         engine = None if self._loop is None else self._loop.engine
         loss: EditError | None = None
-        if isinstance(error, Exception) and not isinstance(error, EditError):
+        if isinstance(error, UsageError) and engine is None:
+            self._say_who_speaks(error)
+        elif isinstance(error, Exception) and not isinstance(error, EditError):
             loss = self._refusal_of(error) if engine is None else engine.loss_beside()
         if error is not None and self._moved is not None:
             self._moved.record(loss or error)
@@ -157,9 +159,14 @@ class Attachment:
         if args is None or have_met or not comes_from_megatron(error):
             return None
         refusal = self._command_line.usage_error(error, args, Path(sys.argv[0]).name)
-        if self._world is not None:  # a tokenizer may be missing on one host
-            refusal.is_local = not self._world.first_rank_announces("arguments/refused")
+        self._say_who_speaks(refusal)
         return refusal
+
+    def _say_who_speaks(self, refusal: UsageError) -> None:
+        """Before training one rank alone may be refused: its host may lack a file or a package."""
+        world = self._world
+        if not refusal.is_local:
+            refusal.is_local = world is None or not world.first_rank_announces("refused")
 
     def check_used(self) -> None:
         """After the script: was there anything to train with EDiT?
@@ -251,7 +258,9 @@ class Attachment:
         agree_on_settings(world, self._config, args, self._device)
         lock_log_dir(world, self._lock)
         if args.save:  # hosts may see different file systems
-            check_together(world, "save/checked", lambda: check_folder("--save", args.save))
+            check_together(
+                world, "save/checked", lambda: check_folder("--save", args.save), what="--save"
+            )
 
 
 def _say_what_is_chosen(config: EditConfig, placement: Placement, args: Namespace) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import linecache
 import re
+import sysconfig
 import textwrap
 import traceback
 from argparse import ArgumentParser, Namespace
@@ -19,6 +20,9 @@ from functools import wraps
 from pathlib import Path
 from typing import NoReturn
 
+import torch
+import torch.distributed as dist
+
 from megatron_edit.config import add_arguments
 from megatron_edit.errors import UsageError
 from megatron_edit.host.seams.patching import Patcher
@@ -26,6 +30,23 @@ from megatron_edit.host.seams.patching import Patcher
 # What Megatron raises over arguments: it has no class of its own for that.
 RAISED = (AssertionError, ArithmeticError, LookupError, OSError, RuntimeError, TypeError,
           ValueError)  # fmt: skip
+# Of these, faults of a machine or of the network, which may pass: the same command may start later.
+_MAY_PASS: tuple[type[Exception], ...] = (
+    dist.DistError, torch.OutOfMemoryError, getattr(torch, "AcceleratorError", dist.DistError),
+)  # fmt: skip
+_WRONG_PATH = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError,
+               PermissionError)  # fmt: skip
+# As PyTorch's plain RuntimeErrors begin.
+_OF_A_DEVICE = (
+    "CUDA error",
+    "CUDA driver",
+    "HIP error",
+    "NCCL",
+    "No CUDA GPUs",
+    "Unexpected error from cuda",
+)
+_MEETING = ("init_process_group", "_initialize_distributed")
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _ATTRIBUTE = re.compile(r"\b(?:args|self|config)\.([a-z]\w*)")
 _MOST_FLAGS = 6
 _MOST_CHARACTERS = 200
@@ -139,11 +160,13 @@ class CommandLine:
             args: Megatron's; their values are shown.
 
         Raises:
-            UsageError: Megatron refuses them.
+            UsageError: Megatron refuses them. What may pass, and a bug of ours, stays as it is.
         """
         try:
             yield
         except RAISED as error:
+            if _may_pass(error) or _raised_in(error) == "megatron_edit":
+                raise
             raise self.usage_error(error, args, "Megatron's validation") from error
 
     def usage_error(self, error: Exception, args: Namespace, who: str) -> UsageError:
@@ -168,10 +191,45 @@ class CommandLine:
 
 
 def comes_from_megatron(error: BaseException) -> bool:
-    """Whether an error was raised in Megatron, or in what it calls, over what it was given."""
+    """Whether Megatron's own code refused what it was given, itself or through a library.
+
+    False where our code or the script failed, also below a call of Megatron's; and for faults that
+    may pass (network, device, disk), after which the same command may start.
+    """
+    is_refusal = isinstance(error, RAISED) and not _may_pass(error)
+    return is_refusal and _raised_in(error) == "megatron"
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether a fault is of a machine or of the network, or was met while the ranks meet."""
     frames = traceback.walk_tb(error.__traceback__)
-    names = [str(frame.f_globals.get("__name__", "")) for frame, _ in frames]
-    return isinstance(error, RAISED) and any(name.startswith("megatron.") for name in names)
+    if any(frame.f_code.co_name in _MEETING for frame, _ in frames):
+        return True
+    if isinstance(error, _MAY_PASS):
+        return True
+    if isinstance(error, OSError) and not isinstance(error, _WRONG_PATH):
+        # Libraries raise a bare OSError over a path, too: "Not found: tokenizer.model".
+        if type(error) is not OSError or error.errno is not None:
+            return True
+    elif type(error) is RuntimeError and str(error).startswith(_OF_A_DEVICE):
+        return True
+    return error.__cause__ is not None and _may_pass(error.__cause__)
+
+
+def _raised_in(error: BaseException) -> str:
+    """The package of the innermost frame that is no library's; empty where there is none."""
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package in ("megatron", "megatron_edit") or not _is_library(frame.f_code.co_filename):
+            return package
+    return ""
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith(("<frozen", _STANDARD_LIBRARY)) or not {
+        "site-packages",
+        "dist-packages",
+    }.isdisjoint(Path(file).parts)
 
 
 def is_one_letter_off(word: str, name: str) -> bool:

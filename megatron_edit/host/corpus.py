@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import struct
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from megatron_edit.host.complaints import RAISED
 # Tokens are looked at in pieces spread evenly over a file, of all files together so many bytes.
 SCANNED_BYTES = 64 << 20
 _PIECE_BYTES = 1 << 18
+_BLOCK = 1 << 18  # sequences of an index that are looked at together
 _ENDINGS = (".idx", ".bin")
 _FLAGS = ("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path",
           "per_split_data_args_path")  # fmt: skip
@@ -188,12 +190,17 @@ def _index_of(
     try:
         index = Corpus(prefix, mmap=False).index
         dtype = np.dtype(index.dtype)
-        lengths = np.asarray(index.sequence_lengths, dtype=np.int64)
-        ends = np.asarray(index.sequence_pointers) + lengths * dtype.itemsize
-        if len(lengths) and (lengths.min() < 0 or ends.min() < 0):
-            raise ValueError("lengths below 0")
-        return dtype, int(lengths.sum()), int(ends.max(initial=0))
-    except (*RAISED, EOFError) as error:
+        num_tokens, last_byte = 0, 0
+        for start in range(0, len(index.sequence_lengths), _BLOCK):  # it is mapped, and may be huge
+            block = slice(start, start + _BLOCK)
+            lengths = index.sequence_lengths[block].astype(np.int64)
+            ends = index.sequence_pointers[block] + lengths * dtype.itemsize
+            if lengths.min() < 0 or ends.min() < 0:
+                raise ValueError("lengths below 0")
+            num_tokens += int(lengths.sum())
+            last_byte = max(last_byte, int(ends.max()))
+        return dtype, num_tokens, last_byte
+    except (*RAISED, EOFError, struct.error) as error:
         why = str(error) or "its parts contradict each other"
         raise UsageError(
             value,

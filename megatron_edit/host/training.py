@@ -41,7 +41,7 @@ from megatron_edit.host.checkpoint.saving import SaveControl
 from megatron_edit.host.checkpoint.write_errors import WriteErrors
 from megatron_edit.host.checkpoint.writing import CheckpointWriter
 from megatron_edit.host.dealing import DealtLoader, dealt_loader
-from megatron_edit.host.files import check_data
+from megatron_edit.host.files import check_data, looks_for_its_host
 from megatron_edit.host.groups import build_groups
 from megatron_edit.host.metrics import tell_of_the_run
 from megatron_edit.host.model.ends import reason_of_end
@@ -224,9 +224,10 @@ class TrainingLoop:
         from megatron.training import get_args
 
         def check() -> None:
-            check_data(get_args(), self._provider)
+            if looks_for_its_host(self._world):
+                check_data(get_args(), self._provider)
 
-        check_together(self._world, "data/checked", check)
+        check_together(self._world, "data/checked", check, what="the corpus")
 
     def _train(self, call: Call[tuple[int, float]]) -> tuple[int, float]:
         run = self._run

@@ -25,8 +25,8 @@ HOST = (
         id="host/refusal-hides-bugs",
         bug="a bug in the script ends in one line, without its traceback",
         file="host/complaints.py",
-        old="return isinstance(error, RAISED) and any(",
-        new="return isinstance(error, RAISED) or any(",
+        old='return is_refusal and _raised_in(error) == "megatron"',
+        new="return is_refusal",
         test="pure/test_complaints.py::test_only_what_megatron_raises_is_a_refusal",
     ),
     Mutant(

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import json
 import runpy
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from megatron_edit.errors import UsageError
 from megatron_edit.host.complaints import CommandLine, comes_from_megatron, is_one_letter_off
@@ -113,6 +118,78 @@ def test_only_what_megatron_raises_is_a_refusal() -> None:
         with pytest.raises(type(error)) as caught:
             fail(error)
         assert comes_from_megatron(caught.value) == is_megatrons
+
+
+def in_module(name: str, source: Any, **names: object) -> Any:
+    """The function `f` of a module of that name."""
+    namespace: dict[str, Any] = {"__name__": name} | names
+    exec(source, namespace)
+    return namespace["f"]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_refusal"),
+    [
+        (FileNotFoundError(errno.ENOENT, "no tokenizer"), True),
+        (OSError("Not found: tokenizer.model"), True),
+        (OSError(errno.EIO, "Input/output error"), False),
+        (OSError(errno.ENOSPC, "No space left on device"), False),
+        (ConnectionResetError(errno.ECONNRESET, "reset"), False),
+        (dist.DistNetworkError("the store is gone"), False),
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), False),
+        (RuntimeError("CUDA_DEVICE_MAX_CONNECTIONS must be 1"), True),
+    ],
+    ids=repr,
+)
+def test_a_fault_that_may_pass_is_no_refusal(error: Exception, is_refusal: bool) -> None:
+    """Catches exit code 2, after which no batch script starts again, for a moment's fault."""
+    fail = in_module("megatron.training.initialize", "def f(error): raise error")
+    with pytest.raises(type(error)) as caught:
+        fail(error)
+    assert comes_from_megatron(caught.value) == is_refusal
+    with (
+        pytest.raises(UsageError if is_refusal else type(error)),
+        CommandLine().refusals(Namespace()),
+    ):
+        fail(error)
+
+
+def test_a_fault_behind_a_fault_may_pass() -> None:
+    """As of a library that says "cannot load the tokenizer" where the network failed."""
+    source = (
+        "def f():\n try: raise ConnectionError()\n except OSError as e: raise OSError('x') from e"
+    )
+    with pytest.raises(OSError) as caught:
+        in_module("megatron.training.initialize", source)()
+    assert not comes_from_megatron(caught.value)
+
+
+def test_what_is_raised_where_ranks_meet_may_pass() -> None:
+    """Catches a refusal of a world that only came together too late."""
+    source = (
+        "def _initialize_distributed(): raise ValueError('x')\ndef f(): _initialize_distributed()"
+    )
+    with pytest.raises(ValueError) as caught:
+        in_module("megatron.training.initialize", source)()
+    assert not comes_from_megatron(caught.value)
+
+
+def test_a_bug_of_ours_below_megatron_keeps_its_traceback() -> None:
+    """In a function that Megatron calls. What Megatron calls of a library is Megatron's."""
+    ours = in_module("megatron_edit.host.data", "def f(): raise ValueError('x')")
+    library = in_module("json", compile("def f(): raise ValueError('x')", json.__file__, "exec"))
+    for called, is_refusal in ((ours, False), (library, True)):
+        call = in_module("megatron.training.arguments", "def f(): called()", called=called)
+        with pytest.raises(ValueError) as caught:
+            call()
+        assert comes_from_megatron(caught.value) == is_refusal
+        with (
+            pytest.raises(UsageError if is_refusal else ValueError) as raised,
+            CommandLine().refusals(Namespace()),
+        ):
+            call()
+        assert isinstance(raised.value, UsageError) == is_refusal
 
 
 def _fail(error: Exception) -> None:

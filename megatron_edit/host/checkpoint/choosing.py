@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import traceback
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,33 +57,50 @@ def choose(world: ReplicaWorld, args: Namespace) -> Choice | None:
     return found[0] if found else None
 
 
-def check_together(world: ReplicaWorld, event: str, check: Callable[[], None]) -> None:
+def check_together(
+    world: ReplicaWorld, event: str, check: Callable[[], None], *, what: str = "--load"
+) -> None:
     """Let every rank check, and nobody leave before all have heard a complaint.
 
+    Args:
+        world: whose ranks all come here.
+        event: a name of its own.
+        check: raises what this rank finds.
+        what: is checked; the value of a complaint that names none.
+
     Raises:
-        UsageError: a rank found one; on every rank.
+        UsageError: a rank found one, or failed in any other way; on every rank.
     """
     complaint = None
     try:
         check()
-    except (UsageError, OSError) as error:
-        complaint = _complaint(error)
+    except Exception as error:  # who left alone would keep the others waiting
+        complaint = _complaint(error, what)
     heard = world.agree(event, complaint)
     if heard is not None:
         raise UsageError(*json.loads(heard))
 
 
-def _complaint(error: UsageError | OSError) -> str:
-    if isinstance(error, OSError):
-        error = UsageError(f"--load {error.filename}", f"cannot be used ({error.strerror})", REMEDY)
-    return json.dumps([error.value, error.rule, error.remedy])
+def _complaint(error: Exception, what: str = "--load") -> str:
+    if isinstance(error, UsageError):
+        return json.dumps([error.value, error.rule, error.remedy])
+    remedy = REMEDY if what == "--load" else "correct what it names"
+    if isinstance(error, OSError) and error.filename is not None:
+        return json.dumps(
+            [f"{what} {error.filename}", f"cannot be used ({error.strerror})", remedy]
+        )
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{Path(frame.filename).name}, line {frame.lineno}"
+    return json.dumps(
+        [what, f"cannot be checked ({type(error).__name__}: {error}; {where})", remedy]
+    )
 
 
 def _describe(args: Namespace) -> str:
     """The choice as JSON: an object, null, or the three parts of a complaint."""
     try:
         found = find(args)
-    except (UsageError, OSError) as error:
+    except Exception as error:  # the others wait for the answer
         return _complaint(error)
     if found is None:
         return "null"

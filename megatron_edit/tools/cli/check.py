@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add this subcommand's own arguments; everything else belongs to the training command."""
+    parser.description = (
+        f"{parser.description or __doc__} A script whose text names megatron is run up to where "
+        "its ranks would meet; one that never gets there, as tools/preprocess_data.py, runs to its "
+        "end."
+    )
     parser.usage = "megatron-edit check SCRIPT ARGS --world-size W"
     parser.add_argument("script", help="the training script, as given to the launcher")
     parser.add_argument(
