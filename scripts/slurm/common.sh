@@ -88,9 +88,9 @@ gather_flags() {
 
 # hardware_queues FLAG...: as many as Megatron allows with these flags.
 hardware_queues() {
-    local word name='' tensor=1 context=1
-    for word in "${@//=/ }"; do
-        for word in $word; do
+    local given word name='' tensor=1 context=1
+    for given in "${@//=/ }"; do
+        for word in $given; do
             case $name in
                 --tensor-model-parallel-size) tensor=$word ;;
                 --context-parallel-size) context=$word ;;
