@@ -165,7 +165,8 @@ class Attachment:
     def _say_who_speaks(self, refusal: UsageError) -> None:
         """Before training one rank alone may be refused: its host may lack a file or a package."""
         world = self._world
-        if not refusal.is_local:
+        is_of_launch = self._config.use_edit and self.placement is None  # flags and world size
+        if not refusal.is_local and not is_of_launch:
             refusal.is_local = world is None or not world.first_rank_announces("refused")
 
     def check_used(self) -> None:

@@ -79,7 +79,8 @@ def test_a_corpus_that_one_host_lacks(tmp_path: Path) -> None:
 def test_unsupported_hosts_are_refused(hook: str, value: str, rule: str) -> None:
     """A host that we do not know is an error that names it, never a silent no-op."""
     ranks = train(edit_flags(2), 2, before=f"tests.host.spy:{hook}", check=False).ranks
-    _assert_refused(ranks, value, rule)
+    # One machine alone may have it, and the ranks have not met: each rank speaks for itself.
+    _assert_refused(ranks, value, rule, is_one_voice=False)
 
 
 def _assert_refused(
