@@ -50,7 +50,6 @@ class MonitoredRun:
         began_at: Unix seconds at which the first run began; None until `run.json` is there.
         losses: mean over the replicas, by iteration, or by samples of all replicas.
         loss: the newest of them.
-        validation: validation losses, likewise.
         evaluations: the newest evaluation on each set of data.
         syncs: all of them.
         replicas: by number.
@@ -67,7 +66,7 @@ class MonitoredRun:
         self.resumed_at: list[int] = []
         self.began_at: float | None = None
         self.losses, self.loss = Bins(), math.nan
-        self.validation = Bins()
+        self._validation: dict[int, float] = {}  # by place; the end of training evaluates again
         self.evaluations: dict[str, EvaluatedLoss] = {}
         self.syncs = Syncs(0)
         self.replicas: list[Replica] = []
@@ -202,7 +201,7 @@ class MonitoredRun:
         ).strip()  # of several sets of one kind
         self.evaluations[name] = EvaluatedLoss(iteration, loss)
         if data == VALIDATION:
-            self.validation.add(place, loss)
+            self._validation[place] = loss
 
     def _take_line(self, segment: Segment, replica: Replica, line: Mapping[str, Any]) -> None:
         if "digest" in line:
@@ -237,6 +236,14 @@ class MonitoredRun:
             self.drift = number, replica
 
     # ---- where it is
+
+    @property
+    def validation(self) -> Bins:
+        """Validation losses, by iteration or by samples like `losses`; the newest of each place."""
+        bins = Bins()
+        for place, loss in sorted(self._validation.items()):
+            bins.add(place, loss)
+        return bins
 
     @property
     def is_by_samples(self) -> bool:
