@@ -242,7 +242,7 @@ def test_validation_losses_are_shown(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_the_newest_of_two_evaluations_at_one_iteration_is_drawn(tmp_path: Path) -> None:
-    """Megatron evaluates once more when training ends; a mean of both would be no loss of either."""
+    """Megatron evaluates once more when training ends; a mean of both would be the loss of none."""
     folder = write_runs(tmp_path, TRAINING, RESUMED)
     with (folder / "loss.jsonl").open("a") as file:
         last = {"iteration": 100, "samples": 1600, "validation_loss": 2.5, "split": "validation"}
