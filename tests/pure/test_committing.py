@@ -24,7 +24,7 @@ from megatron_edit.host.checkpoint.committing import (
     _is_kept,
     _key,
 )
-from megatron_edit.host.checkpoint.write_errors import ELSEWHERE
+from megatron_edit.host.checkpoint.write_errors import ANOTHER_RANK_FAILED
 
 REPLICAS, RANKS = 2, 2
 
@@ -80,7 +80,7 @@ def test_a_rank_that_could_not_write(tmp_path: Path) -> None:
     """Catches a checkpoint that is complete although a part of it failed, and one that fails before
     all ranks have told of their parts: they may still be writing to the folder that is removed."""
     here = world()
-    tell(here, 0, 0, ELSEWHERE, num_bytes=1)
+    tell(here, 0, 0, ANOTHER_RANK_FAILED, num_bytes=1)
     tell(here, 0, 1, "disk full", num_bytes=2)
     tell(here, 1, 0, num_bytes=4)
     with pytest.raises(ReplicaLostError, match="rank 1 of replica 1"):

@@ -38,7 +38,7 @@ from megatron_edit.checkpoint.manifest import Manifest, ReplicaEntry, read_manif
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.constants import LEAST_TIMEOUT_SECONDS
 from megatron_edit.errors import EditError, ReplicaLostError, UsageError, on_one_line
-from megatron_edit.host.checkpoint.write_errors import ELSEWHERE, SaveRecord, text_of
+from megatron_edit.host.checkpoint.write_errors import ANOTHER_RANK_FAILED, SaveRecord, text_of
 from megatron_edit.observe.console import say, warn
 
 _WRITER = re.compile(r"^__(\d+)_")  # torch's names of the files that a rank has written
@@ -300,7 +300,7 @@ def _check_parts(told: Sequence[Sequence[Mapping[str, Any]]]) -> None:
         for text in piece["errors"]
     ]
     if failed:
-        text = next((text for text in failed if not text.endswith(ELSEWHERE)), failed[0])
+        text = next((text for text in failed if not text.endswith(ANOTHER_RANK_FAILED)), failed[0])
         raise WriteError(text, sum(piece["bytes"] for pieces in told for piece in pieces))
 
 

@@ -21,7 +21,7 @@ from megatron_edit.host.seams.megatron import AsyncRequest, CheckpointFileWriter
 from megatron_edit.host.seams.patching import Patcher
 
 # Of a rank whose own part is whole, where another rank of its replica has failed.
-ELSEWHERE = "another rank of the replica failed"
+ANOTHER_RANK_FAILED = "another rank of the replica failed"
 _WORKER = "Worker failure: "  # Megatron's words before those of the writer
 
 # What Megatron's writer raised in this process, in whichever of its threads. Megatron hands over
@@ -66,7 +66,7 @@ class WriteErrors:
 
         writer = filesystem_async.FileSystemWriterAsync
         patcher.wrap(writer, "get_save_function_and_args", self._with_handed_over_errors)
-        patcher.wrap(writer, "write_preloaded_data", _noting)
+        patcher.wrap(writer, "write_preloaded_data", _with_recorded_exception)
         patcher.wrap(writer, "finish", self._recording_write)
         patcher.wrap(serialization, "save_config", self._recording_write)
         if hasattr(serialization, "save_integrity_manifest"):  # megatron-core 0.19
@@ -148,7 +148,7 @@ def _texts(error: CheckpointException) -> list[str]:
     return [
         f"rank {rank}: {str(cause).removeprefix(_WORKER)}"
         for rank, (cause, _) in sorted(error.failures.items())
-    ] or [ELSEWHERE]
+    ] or [ANOTHER_RANK_FAILED]
 
 
 def _size_of(writer: CheckpointFileWriter) -> int:
@@ -177,7 +177,7 @@ class _Queue:
         self.results.put(self.through(value))
 
 
-def _with_cause(value: object) -> object:
+def _with_recorded_cause(value: object) -> object:
     """What really failed, in place of Megatron's word that something did."""
     if isinstance(value, BaseException):
         return RuntimeError(_RAISED[0] if _RAISED else text_of(value))
@@ -187,27 +187,27 @@ def _with_cause(value: object) -> object:
 def _write(write: Callable[..., None], rank: int, buckets: object, results: _Results) -> None:
     """In the process that writes: Megatron's writer, which hands over whatever goes wrong."""
     _RAISED.clear()
-    queue = _Queue(results, _with_cause)
+    queue = _Queue(results, _with_recorded_cause)
     try:
         write(rank, buckets, queue)
     except Exception as error:
         queue.put(error)
 
 
-def _note(value: object) -> object:
+def _record_exception(value: object) -> object:
     """Keep the text of an exception that Megatron hands over together with a number."""
     if isinstance(value, tuple) and isinstance(value[-1], BaseException):
         _RAISED.append(text_of(value[-1]))
     return value
 
 
-def _noting(write: Callable[..., object]) -> object:
+def _with_recorded_exception(write: Callable[..., object]) -> object:
     """Megatron's function that writes one file. It hands an exception over in a queue, or returns
     it."""
 
     @wraps(write)
-    def noted(*args: object, results_queue: _Results | None = None, **kwargs: object) -> object:
-        queue = None if results_queue is None else _Queue(results_queue, _note)
-        return _note(write(*args, results_queue=queue, **kwargs))
+    def recorded(*args: object, results_queue: _Results | None = None, **kwargs: object) -> object:
+        queue = None if results_queue is None else _Queue(results_queue, _record_exception)
+        return _record_exception(write(*args, results_queue=queue, **kwargs))
 
-    return staticmethod(noted)
+    return staticmethod(recorded)

@@ -42,7 +42,7 @@ from megatron_edit.host.checkpoint.replica_local import (
 )
 from megatron_edit.host.checkpoint.summary import training_settings
 from megatron_edit.host.checkpoint.write_errors import (
-    ELSEWHERE,
+    ANOTHER_RANK_FAILED,
     SaveRecord,
     WriteErrors,
     text_of,
@@ -192,7 +192,7 @@ class CheckpointWriter:
             part.record.errors.append(text_of(error))
         has_failed = self._engine.is_true_on_any_rank(bool(part.record.errors))
         if has_failed and not part.record.errors:
-            part.record.errors.append(ELSEWHERE)
+            part.record.errors.append(ANOTHER_RANK_FAILED)
         return not has_failed
 
     def _write_parts(
