@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
@@ -299,6 +300,7 @@ def second_host() -> None:
     hurry()
     if os.environ["RANK"] == "1":
         os.environ["LOCAL_RANK"] = "0"
+        socket.gethostname = lambda: "second-host"
         os.chdir("/")
 
 
