@@ -148,7 +148,9 @@ class _Watcher:
 
     def __init__(self) -> None:
         from megatron_edit.checkpoint.manifest import Manifest
+        from megatron_edit.observe.console import DroppingFile
 
+        self.no_file = (str, DroppingFile)  # str.replace, and what the console writes
         self.manifest: CodeType = Manifest.text.__code__
         name, _, number = os.environ["SPY_CALL"].partition(" ")
         self.name, self.number = name, int(number or 0)
@@ -168,7 +170,7 @@ class _Watcher:
         self.is_counting |= event == "call" and frame.f_code is self.manifest
         if not self.is_counting or event != "c_call" or arg.__name__ not in _CALLS:
             return
-        if isinstance(arg.__self__, str) or arg.__self__ is sys.stdout:
+        if isinstance(arg.__self__, self.no_file) or arg.__self__ is sys.stdout:
             return
         self.calls.append(arg.__name__)
         if self.name == "none":
