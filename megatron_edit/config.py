@@ -23,6 +23,7 @@ from megatron_edit.constants import (
     INTERVALS,
     LEAST_TIMEOUT_SECONDS,
     QSR,
+    STL,
     SYNC_BACKENDS,
     SYNC_DTYPES,
     SYNC_MODES,
@@ -38,14 +39,16 @@ from megatron_edit.flags import (
     preset_of,
     shown,
 )
+from megatron_edit.method.schedule import last_local as last_local_of
 from megatron_edit.method.strategy import STRATEGIES
 
 # The largest share of the time that syncs should take: what all advice about settings aims at.
 GOAL_SHARE = 0.02
 _WITHOUT_DEFAULT = ("num_replicas", "replica_id")
 # Settings that strategies with the clock do not look at, those of syncs, and of the penalty.
-ONLY_COUNTED = ("sync_interval", "interval", "qsr_a")
+ONLY_COUNTED = ("sync_interval", "interval", "qsr_a", "stl_stages", "final_sync_fraction")
 ONLY_LANDING = ("fragments", "delay_steps", "mix")
+_ONLY_ROUNDS = (*ONLY_LANDING, "final_sync_fraction")
 _ONLY_PENALTY = (
     "anomaly_threshold", "anomaly_alpha", "anomaly_warmup_syncs", "anomaly_patience", "clip",
     "weight_temperature",
@@ -114,6 +117,12 @@ class EditConfig:
         1000, "W, synchronous steps before the first local step; >= 0", kind=int
     )
     sync_interval: int = _setting(128, "tau, inner steps between two syncs; >= 1", kind=int)
+    final_sync_fraction: float = _setting(
+        0.0,
+        "X, share at the end of training (iterations, or samples with --train-samples) in which "
+        "gradients are averaged at every step, as in the warm-up; in [0, 1]",
+        kind=float,
+    )
     sync_seconds: float = _setting(
         600.0, "a-edit: tau_time, seconds between two syncs; > 0", kind=float
     )
@@ -197,12 +206,18 @@ class EditConfig:
     )
     interval: str = _setting(
         FIXED,
-        "schedule of the sync interval; qsr = max(tau, (a / lr)^2)",
+        "schedule of the sync interval; qsr = max(tau, (a / lr)^2), stl: tau doubles in each of "
+        "the equal stages of local training, adacomm = ceil(tau sqrt(loss / first loss)). In "
+        "measurements intervals that change while the outer momentum stays fixed lost loss in both "
+        "directions at equal bytes (docs/strategies.md)",
         kind=str,
         only=INTERVALS,
     )
     qsr_a: float | None = _setting(
         None, "a of the qsr schedule, in units of the learning rate; > 0", kind=number_or_none
+    )
+    stl_stages: int = _setting(
+        3, "stl: equal stages of the local training, tau doubles in each; in [1, 32]", kind=int
     )
     co2_gap: float = _setting(1.0, "co2: Lambda, divisor of the average; > 0", kind=float)
     co2_clip: float | None = _setting(
@@ -266,16 +281,28 @@ def check_all(config: EditConfig) -> None:
     check_launch(config)
 
 
-def warning_of_endless_warmup(config: EditConfig, num_iterations: int) -> str | None:
+def warning_of_endless_warmup(
+    config: EditConfig, num_iterations: int, last_local: int | None = None
+) -> str | None:
     """What to say of a training that ends before its first local step; None where there is one.
 
     Args:
         config: settings.
         num_iterations: of the whole training.
+        last_local: the last iteration before the final synchronous phase; None where it is not
+            known: the share of the iterations decides.
     """
-    is_meant = STRATEGIES[config.strategy].endless_warmup
-    if is_meant or num_iterations > config.warmup_steps:
+    if last_local is None:
+        last_local = last_local_of(num_iterations, config.final_sync_fraction)
+    is_meant = STRATEGIES[config.strategy].endless_warmup or config.final_sync_fraction == 1
+    if is_meant or last_local > config.warmup_steps:
         return None
+    if last_local < num_iterations:
+        return (
+            f"WARNING: the final synchronous phase ({flag('final_sync_fraction')} "
+            f"{config.final_sync_fraction:g}) begins after iteration {last_local}, before the end "
+            f"of the warm-up ({flag('warmup_steps')} {config.warmup_steps}): there is no local step"
+        )
     return (
         f"WARNING: {num_iterations} iterations (--train-iters, --train-samples) <= "
         f"{flag('warmup_steps')} {config.warmup_steps}: training ends before the first local step, "
@@ -312,7 +339,8 @@ def check_ranges(config: EditConfig) -> None:
     for name in ("sync_seconds", "outer_lr", "anomaly_threshold", "clip", "qsr_a",
                  "weight_temperature", "timeout_seconds", "co2_gap", "co2_clip"):  # fmt: skip
         _within(config, name, "above 0", lambda x: x > 0)
-    for name in ("step_weight", "mix"):
+    _within(config, "stl_stages", "in [1, 32]", lambda x: 1 <= x <= 32)
+    for name in ("step_weight", "mix", "final_sync_fraction"):
         _within(config, name, "in [0, 1]", lambda x: 0 <= x <= 1)
     _within(config, "outer_momentum", "in [0, 1)", lambda x: 0 <= x < 1)
     _within(config, "anomaly_alpha", "in (0, 1]", lambda x: 0 < x <= 1)
@@ -332,7 +360,7 @@ def check_strategy(config: EditConfig) -> None:
         for name in _ONLY_PENALTY:
             _refuse_unless_default(config, name, "edit")
     if strategy.endless_warmup:
-        for name in ONLY_LANDING:
+        for name in _ONLY_ROUNDS:
             _refuse_unless_default(config, name, "edit")
 
 
@@ -385,11 +413,23 @@ def check_interval(config: EditConfig) -> None:
             "the qsr schedule needs its a, and no other schedule has one",
             f"give both {flag('interval')} qsr and {flag('qsr_a')}, or none of them",
         )
-    if config.interval == QSR and config.fragments > 1:
+    if config.interval != STL:
+        _refuse_unless_default_with(config, "stl_stages", f"{flag('interval')} {STL}")
+    if config.interval != FIXED and config.fragments > 1:
         raise UsageError(
             f"{flag('fragments')} {config.fragments}",
-            f"{flag('interval')} qsr has rounds of changing length, and no places between",
+            f"the rounds of {flag('interval')} {config.interval} change their length",
             f"use {flag('fragments')} 1, or {flag('interval')} fixed",
+        )
+
+
+def _refuse_unless_default_with(config: EditConfig, name: str, needed: str) -> None:
+    value = getattr(config, name)
+    if value != _spec(config, name).default:
+        raise UsageError(
+            f"{flag(name)} {shown(value)}",
+            f"has no effect without {needed}",
+            f"add {needed}, or drop the flag",
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 SYNC_BACKENDS = ("nccl", "gloo")
 FP32, BF16, INT8, INT4 = SYNC_DTYPES = ("fp32", "bf16", "int8", "int4")
 OVERLAP, BLOCKING = SYNC_MODES = ("overlap", "blocking")
-FIXED, QSR = INTERVALS = ("fixed", "qsr")
+FIXED, QSR, STL, ADACOMM = INTERVALS = ("fixed", "qsr", "stl", "adacomm")
 CPU, CUDA = DEVICES = ("cpu", "cuda")
 ALL, LEADER, RESET = INNER_STATES = ("all", "leader", "reset")
 CHECKPOINT_FORMS = (ALL, LEADER)  # inner state of every replica, or of replica 0 alone

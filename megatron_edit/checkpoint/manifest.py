@@ -19,7 +19,7 @@ from megatron_edit.checkpoint.folder import manifest_of
 from megatron_edit.constants import CHECKPOINT_FORMS, FP32
 from megatron_edit.errors import UsageError
 
-FORMAT, VERSION = "megatron_edit checkpoint", 3  # 2: syncs that land late, wire types; 3: settings
+FORMAT, VERSION = "megatron_edit checkpoint", 4  # 2: late syncs, wire types; 3: settings; 4: phases
 KEYS = {"replicas_identical": "is_level"}  # fields that have another name in the file
 
 
@@ -111,7 +111,9 @@ class Manifest:
         parallel: sizes of Megatron's parallel groups of a replica.
         model: what makes another model of it (`host.checkpoint.fingerprint`).
         units: names, in forward order.
-        is_warmup: whether local training had not begun yet: there is no outer state.
+        is_warmup: whether the replicas trained in step: there is no outer state.
+        is_final_phase: whether that was in the final synchronous phase, and not in the warm-up.
+        first_loss: F_0 of `method.schedule.RoundStart`; None where it does not matter.
         round: syncs so far.
         replicas: by replica.
         detectors: fields of `method.detector.DetectorState`, lists [N][U].
@@ -155,6 +157,8 @@ class Manifest:
     files: Mapping[str, FileRecord] = field(default_factory=dict)
     written_by: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    is_final_phase: bool = False
+    first_loss: float | None = None
 
     @property
     def is_mid_round(self) -> bool:

@@ -22,6 +22,7 @@ from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.engine.host import EngineGroups, EngineSettings, Host, Reporter
 from megatron_edit.engine.rounds.completion import Completion, SavedRound
 from megatron_edit.engine.rounds.controller import MeetingPlan, StepPlan, SyncController
+from megatron_edit.engine.rounds.final_phase import begin_final_phase
 from megatron_edit.engine.rounds.synchronous import (
     CommonStop,
     average_gradients,
@@ -37,6 +38,7 @@ from megatron_edit.engine.sync.outer_state import OuterState
 from megatron_edit.errors import ReplicaLostError
 from megatron_edit.method.clock import PhaseClock
 from megatron_edit.method.ledger import Dealing
+from megatron_edit.method.schedule import RoundStart
 
 
 class EditEngine:
@@ -97,7 +99,10 @@ class EditEngine:
         self.groups.warm_up(self.settings.wire)
         broadcast_first_replica(self.host, self.groups)
         check_identical(self.host, self.groups, "at the start")
-        if self.settings.schedule.is_warmup(step + 1):
+        if self.host.progress().begins_final_phase:
+            self.state.last_local_step = step
+            self._tell_of_final_phase()
+        elif self.settings.schedule.is_warmup(step + 1):
             self._trigger.begin_warmup()
         else:
             self._switch()
@@ -160,13 +165,13 @@ class EditEngine:
     # ---- steps
 
     def before_gradients(self) -> None:
-        """In warm-up, before the host moves what it does not leave to its optimizer."""
+        """In warm-up and in the final phase, before the host moves what its optimizer does not."""
         if self.is_warmup:
             with self._context():
                 sum_counts(self.host, self.groups)
 
     def average_gradients(self, num_tokens: Tensor | None = None) -> None:
-        """In warm-up, average the gradient shards over the replicas.
+        """In warm-up and in the final phase, average the gradient shards over the replicas.
 
         Args:
             num_tokens: see `rounds.synchronous.average_gradients`.
@@ -200,8 +205,7 @@ class EditEngine:
                 self._meet(meeting)
             elif plan.is_warmup:
                 state.is_stopping = self._common_stop.after_step(self.is_stop_seen)
-                if self.settings.schedule.is_switch(state.step):
-                    self._switch()
+                self._end_warmup_if_due()
             if plan.is_landing_due and queue.num_landings == landings:
                 # The host has left out the gather of this step, as a landing would replace what it
                 # gathers. But nothing landed here: the meeting began no sync, or this stage holds
@@ -254,8 +258,8 @@ class EditEngine:
     def record_loss(self, loss: float) -> None:
         """Note the training loss of the step just made; NaN on ranks that do not know it.
 
-        In warm-up it must be the mean over the replicas already: gradients cross at every step
-        there, so may a number. In a round it waits for the next meeting.
+        Where losses cross at once it must be the mean over the replicas already. In a round it
+        waits for the next meeting.
         """
         if self.was_warmup_step:
             self.reporter.on_losses(self.state.step, [loss])
@@ -339,13 +343,20 @@ class EditEngine:
 
     @property
     def is_warmup(self) -> bool:
-        """Whether the replicas train in step: no anchor has been taken yet."""
+        """Whether the replicas train in step, in the warm-up or in the final synchronous phase:
+        there is no anchor."""
         return self.state.outer is None
 
     @property
+    def is_final_phase(self) -> bool:
+        """Whether the next step is one of the final synchronous phase."""
+        return self.state.last_local_step is not None
+
+    @property
     def was_warmup_step(self) -> bool:
-        """Whether the last step was one of the warm-up."""
-        return self.settings.schedule.is_warmup(self.state.step)
+        """Whether figures of the last step cross at once, as no meeting of a round will carry them:
+        it was one of the warm-up or of the final phase, or the last local one before that."""
+        return self.is_warmup or self.settings.schedule.is_warmup(self.state.step)
 
     @property
     def is_mid_round(self) -> bool:
@@ -451,9 +462,38 @@ class EditEngine:
         step = self.state.step
         self.reporter.on_message(f"warm-up is over after step {step}: each replica trains alone")
 
+    def _end_warmup_if_due(self) -> None:
+        """After a step of the warm-up or of the final phase: the warm-up ends with step W, unless
+        the final phase follows."""
+        if self.is_final_phase:
+            return
+        if self.host.progress().begins_final_phase:
+            self.state.last_local_step = self.state.step
+            self._tell_of_final_phase()
+        elif self.settings.schedule.is_switch(self.state.step):
+            self._switch()
+
+    def _end_rounds(self) -> None:
+        """End local training: all lands, and what replicas hold becomes equal; then gradients are
+        averaged at every step, as in the warm-up."""
+        self._queue.settle()
+        begin_final_phase(self.host, self.groups, self.reporter)
+        self.host.attach_outer_state({}, {})
+        self.state.end_rounds()
+        self._tell_of_final_phase()
+
+    def _tell_of_final_phase(self) -> None:
+        self.reporter.on_message(
+            f"final synchronous phase after step {self.state.step}: gradients are averaged over "
+            "the replicas at every step"
+        )
+
     def _meet(self, meeting: MeetingPlan) -> None:
         self.clock.pause()  # to wait for others is no inner training
-        self.state.is_stopping = self.state.is_waiting = not self._controller.meet(meeting)
+        is_met = self._controller.meet(meeting)
+        self.state.is_stopping = self.state.is_waiting = not is_met
+        if is_met and meeting.ends_rounds:
+            self._end_rounds()
         self.state.begin_phase()
 
     def _take_anchor(self) -> OuterState:
@@ -476,7 +516,8 @@ class EditEngine:
         """Steps of a round that begins now, where a count decides; else 0."""
         if self.settings.timed is not None:
             return 0
-        return self.settings.schedule.round_length(self.host.progress().next_lr)
+        start = RoundStart(self.state.step, self.host.progress().next_lr)
+        return self.settings.schedule.round_length(start)
 
     def _placed(self, error: Exception) -> Exception:
         """An error of the thread: of a lost replica, with who that was and where."""
@@ -501,7 +542,9 @@ class EditEngine:
         except ReplicaLostError as error:
             if error.is_placed:
                 raise
-            usual = "the warm-up" if self.is_warmup else f"the sync of round {self._round}"
+            usual = f"the sync of round {self._round}"
+            if self.is_warmup:
+                usual = "the final synchronous phase" if self.is_final_phase else "the warm-up"
             place = f"{what or usual} (step {self.step})"
             raise located(error, self._board.heartbeat, place) from error
         except Exception as error:

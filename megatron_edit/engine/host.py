@@ -33,6 +33,8 @@ class Progress:
         schedule_position: of the learning-rate schedule, in samples of all replicas.
         pending_schedule: samples by which it advances, or advanced, with the last step.
         is_last_step: training reaches its target with the step being attempted.
+        begins_final_phase: no local step follows the step being attempted, or, before the first
+            one, is left: the final synchronous phase follows.
         inner_lr: learning rate of the last step, the largest of all parameter groups.
         next_lr: of the next step; while the schedule warms up, the peak that it comes to.
     """
@@ -43,6 +45,21 @@ class Progress:
     is_last_step: bool
     inner_lr: float = 0.0
     next_lr: float = 0.0
+    begins_final_phase: bool = False
+
+
+class InnerMoment(Protocol):
+    """One moment of one main shard, such as Adam's first; kept in any precision."""
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+
+    def read(self) -> Tensor:
+        """Its value, a new fp32 tensor [numel]."""
+
+    def write(self, value: Tensor) -> None:
+        """Replace it by `value`, fp32 [numel]."""
 
 
 class Host(Protocol):
@@ -83,6 +100,19 @@ class Host(Protocol):
 
     def zero_nonfinite_moments(self, shard: UnitShard) -> int:
         """Zero the inner moments of a shard that are not finite; returns how many elements."""
+
+    def inner_moments(self, shard: UnitShard) -> Iterable[InnerMoment]:
+        """The inner optimizer's moments of a shard, in an order that is the same on all ranks of a
+        sync group."""
+
+    def inner_counters(self) -> Tensor:
+        """float64 [n], what the inner optimizers count: step counters, loss scales."""
+
+    def set_inner_counters(self, values: Tensor) -> None:
+        """Put these counters to what `inner_counters` of a replica told, float64 [n]."""
+
+    def reset_moments(self) -> None:
+        """Let the inner optimizers begin anew, as before their first step."""
 
     @property
     def is_end_asked(self) -> bool:

@@ -82,9 +82,10 @@ class EngineState(TypedDict):
         step: s, attempted optimizer steps.
         inner_steps: of them since the last sync.
         round: syncs so far.
-        is_warmup: whether the replicas train in step; then nothing below counts but `step`.
-        detectors, unit_steps, replicas_identical, round_length, dealing, is_rejoined: fields of
-            `RoundState`.
+        is_warmup: whether the replicas train in step, in the warm-up or in the final phase; then
+            nothing below counts but `step`.
+        detectors, unit_steps, replicas_identical, round_length, dealing, is_rejoined, first_loss:
+            fields of `RoundState`.
         outer: anchor, momentum and residuals of this rank's shards, by unit.
         pending: syncs that have not landed.
         losses, last_loss_step: not reported yet.
@@ -108,6 +109,7 @@ class EngineState(TypedDict):
     round_length: int
     dealing: Dealing | None
     is_rejoined: bool
+    first_loss: float | None
     outer: Mapping[str, UnitTensors]
     pending: Sequence[PendingState]
     losses: tuple[float, ...]
@@ -275,6 +277,7 @@ class RunState:
         is_stopping: whether this replica must end here, because a replica obeys a stop.
         is_waiting: whether it came to a meeting that did not take place, as a replica left.
         suppressed_until_step: see `EngineState`.
+        last_local_step: the step after which the final synchronous phase began; None before.
     """
 
     rounds: RoundState
@@ -293,6 +296,7 @@ class RunState:
     is_stopping: bool = False
     is_waiting: bool = False
     suppressed_until_step: int = 0
+    last_local_step: int | None = None
 
     @classmethod
     def fresh(
@@ -332,6 +336,11 @@ class RunState:
         self.outer, self.round_start = outer, self.step
         self.records = ()  # those of evaluations in warm-up are of no meeting of the rounds
         self.rounds = replace(self.rounds, length=round_length)
+
+    def end_rounds(self) -> None:
+        """Local training is over. Anchor and outer momentum are not needed any more."""
+        self.outer, self.last_local_step = None, self.step
+        self.landed_digests.clear()
 
     def deal(self, dealing: Dealing) -> None:
         """Samples are dealt anew, where replicas run at their own speeds."""
@@ -409,6 +418,7 @@ class RunState:
             round_length=rounds.length,
             dealing=None if is_warmup else rounds.dealing,
             is_rejoined=rounds.is_rejoined,
+            first_loss=rounds.first_loss,
             outer=_tensors_of(self.outer),
             pending=pending,
             losses=self.losses.payload(),
@@ -446,6 +456,7 @@ class RunState:
             length=saved["round_length"] or round_length,
             dealing=saved["dealing"],
             is_rejoined=saved["is_rejoined"],
+            first_loss=saved["first_loss"],
         )
         self.num_dealings += 1
         self.is_waiting = saved["is_waiting"]

@@ -47,6 +47,23 @@ def cut(total: int, parts: int) -> list[slice]:
 
 
 @dataclass
+class ToyMoment:
+    """A moment of the inner optimizer, fp32."""
+
+    value: Tensor
+
+    @property
+    def numel(self) -> int:
+        return int(self.value.numel())
+
+    def read(self) -> Tensor:
+        return self.value.clone()
+
+    def write(self, value: Tensor) -> None:
+        self.value.copy_(value)
+
+
+@dataclass
 class ToyHost:
     """Units as flat tensors, two parameters each where they are long enough.
 
@@ -54,6 +71,10 @@ class ToyHost:
         lr: rate of the inner optimizer in the step being attempted.
         next_lr: in the step after it.
         is_last: whether training ends with the step being attempted.
+        begins_final: whether the final synchronous phase follows that step.
+        inner: inner moments by unit.
+        counters: of the inner optimizer.
+        is_reset: whether the moments were reset.
     """
 
     full: dict[str, Tensor]
@@ -64,6 +85,10 @@ class ToyHost:
     lr: float = 1.0
     next_lr: float = 1.0
     is_last: bool = False
+    begins_final: bool = False
+    inner: dict[str, list[ToyMoment]] = field(default_factory=dict)
+    counters: list[float] = field(default_factory=list)
+    is_reset: bool = False
     is_end_asked: bool = False
     ended_rounds: list[tuple[int, bool]] = field(default_factory=list)
     moments: dict[int, Tensor] = field(default_factory=dict)
@@ -121,8 +146,22 @@ class ToyHost:
     def zero_nonfinite_moments(self, shard: UnitShard) -> int:
         return 0
 
+    def inner_moments(self, shard: UnitShard) -> Iterable[ToyMoment]:
+        return self.inner.get(shard.name, ())
+
+    def inner_counters(self) -> Tensor:
+        return torch.tensor(self.counters, dtype=torch.float64)
+
+    def set_inner_counters(self, values: Tensor) -> None:
+        self.counters = values.tolist()
+
+    def reset_moments(self) -> None:
+        self.is_reset = True
+
     def progress(self) -> Progress:
-        return Progress(0, self.schedule_position, 0, self.is_last, self.lr, self.next_lr)
+        return Progress(
+            0, self.schedule_position, 0, self.is_last, self.lr, self.next_lr, self.begins_final
+        )
 
     def begin_local(self, *, is_over: bool) -> None:
         self.ended_rounds.append((0, is_over))
@@ -175,6 +214,7 @@ def build_engine(
     starts: Mapping[int, Sequence[int]] | None = None,
     clock: PhaseClock | None = None,
     target: int = 0,
+    last_local_step: int = 0,
 ) -> tuple[EditEngine, ToyHost, Collector]:
     """An engine in this rank, with its replica's own world; `start` must name every unit.
 
@@ -185,6 +225,7 @@ def build_engine(
         starts: see `TableSchedule`.
         clock: of the inner phase, where a test makes the time.
         target: steps of all replicas together, where they run at their own speeds.
+        last_local_step: for the schedule `stl`.
     """
     placement = place(config.num_replicas, config.replica_id, os.environ)
     world = join(placement, rendezvous=config.rendezvous, timeout_seconds=config.timeout_seconds)
@@ -212,7 +253,7 @@ def build_engine(
     groups = EngineGroups(sync, meeting, replica, replica, control, {})
     host = ToyHost.build(sizes, placement.rank, placement.ranks_per_replica, start)
     reporter = Collector()
-    settings = engine_settings(config, "blocking", target)
+    settings = engine_settings(config, "blocking", target, last_local_step)
     if starts is not None:
         table = TableSchedule(0, config.sync_interval, config.fragments, starts)
         settings = replace(settings, schedule=table)

@@ -46,12 +46,12 @@ def host(monkeypatch: pytest.MonkeyPatch) -> MegatronHost:
     monkeypatch.setattr(module, "get_num_microbatches", lambda: 2)
     args = Namespace(
         iteration=0, curr_iteration=0, train_iters=6, iterations_to_skip=[], micro_batch_size=2,
-        data_parallel_size=2, consumed_train_samples=0,
+        data_parallel_size=2, consumed_train_samples=0, train_samples=None,
     )  # fmt: skip
     inner = anything(param_groups=[{"max_lr": 0.5}, {"max_lr": 2.0}])
     nobody: Any = None
     schedule: Any = Schedule()
-    return MegatronHost(args, [], inner, schedule, nobody, Placement(2, 1, 1, 0, True))
+    return MegatronHost(args, [], inner, schedule, nobody, Placement(2, 1, 1, 0, True), 0.0)
 
 
 def step(host: MegatronHost, iteration: int, *, was_applied: bool = True) -> None:

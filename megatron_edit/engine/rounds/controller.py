@@ -39,11 +39,13 @@ class MeetingPlan:
 
     Attributes:
         selection: the units that sync.
-        is_last: whether training is over with it.
+        is_last: whether local training is over with it.
+        ends_rounds: whether the final synchronous phase follows.
     """
 
     selection: Selection
     is_last: bool
+    ends_rounds: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,7 @@ class SyncController:
             state,
             same_step=settings.timed is None,
             has_digests=has_digests,
+            needs_loss=settings.schedule.needs_loss,
             poll_exchanges=queue.poll_if_busy,
         )
         trigger = trigger_of(settings, host, groups.sync.rank, state)
@@ -158,7 +161,7 @@ class SyncController:
     def plan_meeting(self, step: int) -> MeetingPlan:
         """The meeting after step `step`."""
         selection = self._fragments.union(self.trigger.fragments_after(step))
-        return MeetingPlan(selection, self.trigger.is_last)
+        return MeetingPlan(selection, self.trigger.is_last, self.trigger.ends_rounds)
 
     def meet(self, meeting: MeetingPlan) -> bool:
         """Come to a meeting and do what it decides; to the next at once, where nothing is left.
@@ -225,7 +228,12 @@ class SyncController:
         records = self.meetings.hold(dict(zip(selection.indices, norms, strict=True)))
         waited = time.monotonic() - waiting
         plan = plan_round(
-            state.rounds, records, selection.indices, self._rules, is_last=meeting.is_last
+            state.rounds,
+            records,
+            selection.indices,
+            self._rules,
+            is_last=meeting.is_last,
+            ends_rounds=meeting.ends_rounds,
         )
         if plan.outcome is MeetingOutcome.SYNC and self.meetings.has_digests:
             check_same_digests(records, self.host.plan.names, state.rounds.count)

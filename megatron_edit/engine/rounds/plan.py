@@ -7,6 +7,7 @@ disagree about what comes next. Nothing is changed here: `RunState.apply` does t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -19,7 +20,7 @@ from megatron_edit.method.detector import DetectorConfig, DetectorState, Verdict
 from megatron_edit.method.landing import DIRECT_COPY, LandingRule
 from megatron_edit.method.ledger import Dealing
 from megatron_edit.method.outer import OuterRule
-from megatron_edit.method.schedule import Schedule
+from megatron_edit.method.schedule import RoundStart, Schedule
 from megatron_edit.method.weights import blend_step_weights, replica_weights
 
 LARGEST_AVERAGE = 1e37  # fp32 ends at 3.4e38
@@ -158,6 +159,8 @@ class RoundState:
         dealing: the ledger of samples, where replicas run at their own speeds; else None.
         is_rejoined: whether a replica comes to the next meeting outside of a step, as it had come
             to it before a checkpoint.
+        first_loss: F_0, mean loss of the first round over the replicas, where the length of rounds
+            depends on it; None before the first meeting, and elsewhere.
     """
 
     count: int
@@ -167,6 +170,7 @@ class RoundState:
     length: int = 0
     dealing: Dealing | None = None
     is_rejoined: bool = False
+    first_loss: float | None = None
 
     @classmethod
     def fresh(cls, num_replicas: int, num_units: int, dealing: Dealing | None) -> RoundState:
@@ -190,6 +194,7 @@ class RoundPlan:
         schedule_position: of the learning rate, the furthest of all replicas.
         is_dealt: whether a round of replicas at their own speeds is over: counters meet.
         is_followed: whether a replica then goes on to the next meeting without a step.
+        ends_rounds: whether no local step follows: the final synchronous phase begins.
     """
 
     outcome: MeetingOutcome
@@ -202,6 +207,7 @@ class RoundPlan:
     schedule_position: int = 0
     is_dealt: bool = False
     is_followed: bool = False
+    ends_rounds: bool = False
 
     @property
     def samples(self) -> int:
@@ -216,6 +222,7 @@ def plan_round(
     rules: RoundRules,
     *,
     is_last: bool,
+    ends_rounds: bool = False,
 ) -> RoundPlan:
     """Plan what follows from a meeting. Pure; the tensors of `before` are not written to.
 
@@ -224,15 +231,20 @@ def plan_round(
         records: gathered, by replica.
         units: positions of the units that are to sync, ascending.
         rules: settings.
-        is_last: whether training ends with this meeting: what syncs lands at once.
+        is_last: whether local training ends with this meeting: what syncs lands at once.
+        ends_rounds: whether the final synchronous phase follows.
     """
     records = tuple(records)
     if any(record.is_leaving for record in records):
         return RoundPlan(MeetingOutcome.LEAVE, records, before)
     counts = [record.inner_steps for record in records]
     dealing, length, is_dealt, is_followed = before.dealing, before.length, False, False
+    first_loss = before.first_loss
     if dealing is None:
-        length = rules.schedule.round_length(max(record.next_lr for record in records))
+        loss = mean_loss(records) if rules.schedule.needs_loss else None
+        first_loss = loss if first_loss is None else first_loss
+        next_lr = max(record.next_lr for record in records)
+        length = rules.schedule.round_length(RoundStart(records[0].step, next_lr, loss, first_loss))
     elif not dealing.is_over:
         # Once it is over there is no round to settle: the replicas meet again only because they do
         # not hold the same in all units yet.
@@ -259,6 +271,7 @@ def plan_round(
         length=length,
         dealing=dealing,
         is_rejoined=before.is_rejoined and dealing is not None and not is_dealt,
+        first_loss=first_loss,
     )
     return RoundPlan(
         MeetingOutcome.SYNC,
@@ -271,7 +284,21 @@ def plan_round(
         schedule_position=max(record.schedule_position for record in records),
         is_dealt=is_dealt,
         is_followed=is_followed,
+        ends_rounds=ends_rounds,
     )
+
+
+def mean_loss(records: Sequence[ControlRecord]) -> float | None:
+    """Mean training loss of a round over all steps of all replicas; None where none is finite.
+
+    Args:
+        records: whose losses are a sum and a count (`engine.state.MeanLoss`), the same on all ranks
+            of a replica.
+    """
+    told = [(total, count) for total, count in (record.losses for record in records)]
+    told = [(total, count) for total, count in told if count and math.isfinite(total)]
+    steps = sum(count for _, count in told)
+    return sum(total for total, _ in told) / steps if steps else None
 
 
 def _is_extended(dealing: Dealing, counts: Sequence[int], min_steps: float) -> bool:

@@ -267,6 +267,7 @@ def _state_of(resume: _Resume, shards: RankShards) -> EngineState:
         round_length=entry.round_length,
         dealing=plan.dealing,
         is_rejoined=plan.is_rejoined,
+        first_loss=manifest.first_loss if plan.goes_on else None,
         outer=outer,
         pending=pending,
         losses=entry.losses,

@@ -315,6 +315,8 @@ class CheckpointWriter:
             wire=self._engine.settings.wire.name,
             written_by=versions(),
             settings=training_settings(self._config),
+            is_final_phase=self._engine.is_final_phase,
+            first_loss=state["first_loss"],
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
@@ -16,8 +17,17 @@ from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.placement import Placement
 from megatron_edit.engine import ParamShard, Progress, UnitShard
 from megatron_edit.host.model.ends import is_end_asked
+from megatron_edit.host.model.final_phase import last_local_iteration
 from megatron_edit.host.model.loop import LoopControl
-from megatron_edit.host.model.moments import reset, zero_nonfinite
+from megatron_edit.host.model.moments import (
+    StoredMoment,
+    counters_of,
+    moments_of,
+    read_counter,
+    reset,
+    write_counter,
+    zero_nonfinite,
+)
 from megatron_edit.host.model.optimizer import (
     EditDistributedOptimizer,
     PlainOptimizer,
@@ -47,10 +57,13 @@ class MegatronHost:
         scheduler: Megatron's `OptimizerParamScheduler`.
         replica: group of all ranks of this replica, to agree on the list of units.
         placement: gives the number of replicas.
+        final_fraction: share of the training that its final synchronous phase takes.
 
     Attributes:
         iteration: Megatron's number of the last step: it counts iterations that it skips, and
             A-EDiT comes back with whole batches of all replicas.
+        last_local_iteration: Megatron's number of the last iteration before the final synchronous
+            phase; of the last one of the training where there is no such phase.
         samples_at_start: consumed by the other replicas, and by this one, before this launch.
     """
 
@@ -62,6 +75,7 @@ class MegatronHost:
         scheduler: ParamScheduler,
         replica: Group,
         placement: Placement,
+        final_fraction: float,
     ) -> None:
         self._args = args
         self._model = model
@@ -80,6 +94,7 @@ class MegatronHost:
         self._pending = 0  # samples by which Megatron will advance the schedule after the step
         self.loop = LoopControl(args, scheduler)
         self.iteration = int(args.iteration)
+        self.last_local_iteration = last_local_iteration(args, final_fraction)
 
     @property
     def arguments(self) -> Namespace:
@@ -203,6 +218,24 @@ class MegatronHost:
         """Let the inner optimizers begin anew, as before their first step."""
         reset(self._inner)
 
+    def inner_moments(self, shard: UnitShard) -> Iterable[StoredMoment]:
+        """The inner optimizer's moments of a shard, by param and name."""
+        for param in shard.params:
+            yield from moments_of(self._inner, param.source)
+
+    def inner_counters(self) -> Tensor:
+        """float64 [n]: step counters and dynamic loss scales of Megatron's optimizers."""
+        return torch.tensor([read_counter(p) for p in self._counters()], dtype=torch.float64)
+
+    def set_inner_counters(self, values: Tensor) -> None:
+        """Put them to what `inner_counters` of a replica told, float64 [n]."""
+        for place, value in zip(self._counters(), values.tolist(), strict=True):
+            write_counter(place, value)
+
+    def _counters(self) -> list[tuple[Any, str]]:
+        sources = [p.source for shard in self.plan.shards for p in shard.params]
+        return counters_of(self._inner, [source for source in sources if source is not None])
+
     def resume(self, samples: int, consumed: int, order: SampleOrder) -> None:
         """Stand where a checkpoint was written.
 
@@ -278,6 +311,12 @@ class MegatronHost:
         return int(self._args.micro_batch_size * ranks)
 
     @property
+    def last_local_step(self) -> int:
+        """`last_local_iteration` as an optimizer step: iterations that Megatron skips make none."""
+        last = self.last_local_iteration
+        return last - sum(0 < int(skipped) <= last for skipped in set(self._args.iterations_to_skip))
+
+    @property
     def target_blocks(self) -> int:
         """Steps of all replicas together in the whole training."""
         return int(self._args.train_iters) * self._placement.num_replicas
@@ -291,8 +330,9 @@ class MegatronHost:
         """Where training stands now, by Megatron's iteration and its learning-rate schedule."""
         # Counts from 0, and is of no use before Megatron's loop; skipped iterations make no step.
         current = max(getattr(self._args, "curr_iteration", -1), self._args.iteration - 1)
-        left = range(current + 2, self._args.train_iters + 1)
-        skipped = set(self._args.iterations_to_skip)
+        num_iterations, last_local = self._args.train_iters, self.last_local_iteration
+        is_last_step = self._skips_all(range(current + 2, num_iterations + 1))
+        is_last_local_step = self._skips_all(range(current + 2, last_local + 1))
         # The schedule moves on after the step, unless the replica was cut off in between.
         last = int(self._scheduler.num_steps) - self._held_back
         pending = self._held_back or self._pending
@@ -300,10 +340,16 @@ class MegatronHost:
             samples=self._samples,
             schedule_position=last,
             pending_schedule=pending,
-            is_last_step=all(iteration in skipped for iteration in left[: len(skipped) + 1]),
+            is_last_step=is_last_step,
+            begins_final_phase=last_local < num_iterations and is_last_local_step,
             inner_lr=rate_at(self._inner, self._scheduler, last, is_peak=False),
             next_lr=rate_at(self._inner, self._scheduler, last + pending, is_peak=True),
         )
+
+    def _skips_all(self, iterations: range) -> bool:
+        """Whether Megatron skips all of some iterations, so that no step is left in them."""
+        skipped = set(self._args.iterations_to_skip)
+        return all(iteration in skipped for iteration in iterations[: len(skipped) + 1])
 
     def begin_local(self, *, is_over: bool) -> None:
         """Let Megatron's loop make steps at this replica's own speed from here on."""
