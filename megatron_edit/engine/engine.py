@@ -22,11 +22,11 @@ from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.engine.host import EngineGroups, EngineSettings, Host, Reporter
 from megatron_edit.engine.rounds.completion import Completion, SavedRound
 from megatron_edit.engine.rounds.controller import MeetingPlan, StepPlan, SyncController
-from megatron_edit.engine.rounds.final_phase import begin_final_phase
 from megatron_edit.engine.rounds.synchronous import (
     CommonStop,
     average_gradients,
     average_linear_buffers,
+    begin_final_phase,
     broadcast_first_replica,
     broadcast_if_different,
     check_identical,

@@ -291,8 +291,8 @@ HOST = (
         id="host/last-round-not-synced",
         bug="where training ends with skipped iterations its last round is never synced",
         file="host/model/megatron_host.py",
-        old="all(iteration in skipped for iteration in left[: len(skipped) + 1])",
-        new="not left",
+        old="all(iteration in skipped for iteration in iterations[: len(skipped) + 1])",
+        new="not iterations",
         test="pure/test_megatron_host.py::test_iterations_that_the_user_skips_are_consumed",
     ),
     Mutant(

@@ -203,7 +203,7 @@ def test_all_of_it_comes_back() -> None:
 
 def test_partial_rounds_are_synced_at_the_end() -> None:
     """All fragments, wherever the last step falls; before it, each at its own steps."""
-    state, progress = run_state(), anything(is_last_step=False)
+    state, progress = run_state(), anything(is_last_step=False, begins_final_phase=False)
     trigger = StepTrigger(StepSchedule(6, 4, 2), anything(progress=lambda: progress), state)
     assert [trigger.is_due(step, is_asked=False) for step in (6, 7, 8, 9, 10)] == [
         False, False, True, False, True

@@ -314,7 +314,8 @@ class MegatronHost:
     def last_local_step(self) -> int:
         """`last_local_iteration` as an optimizer step: iterations that Megatron skips make none."""
         last = self.last_local_iteration
-        return last - sum(0 < int(skipped) <= last for skipped in set(self._args.iterations_to_skip))
+        skipped = {int(iteration) for iteration in self._args.iterations_to_skip}
+        return last - sum(0 < iteration <= last for iteration in skipped)
 
     @property
     def target_blocks(self) -> int:
