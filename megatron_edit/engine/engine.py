@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -89,13 +90,15 @@ class EditEngine:
 
     # ---- start and end
 
-    def start(self, step: int = 0) -> None:
+    def start(self, step: int = 0, num_syncs: int = 0) -> None:
         """Give every replica the parameters of replica 0, and check that they hold the same.
 
         Args:
             step: steps that all replicas, or stock Megatron, have made together before.
+            num_syncs: syncs before a final synchronous phase that goes on.
         """
         self.state.step = step
+        self.state.rounds = replace(self.state.rounds, count=num_syncs)
         self.groups.warm_up(self.settings.wire)
         broadcast_first_replica(self.host, self.groups)
         check_identical(self.host, self.groups, "at the start")
@@ -316,7 +319,7 @@ class EditEngine:
             DriftError: the replicas had met when it was written, and do not hold the same now.
         """
         if saved["is_warmup"]:
-            self.start(saved["step"])
+            self.start(saved["step"], saved["round"])
             return
         self.groups.warm_up(self.settings.wire)
         outer, detectors = self._take_anchor(), saved["detectors"]

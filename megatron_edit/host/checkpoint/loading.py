@@ -140,7 +140,7 @@ class LoadControl:
         if entry.is_waiting:
             host.hold_back(entry.pending_schedule)
         if manifest.is_warmup:
-            engine.start(entry.step)
+            engine.start(entry.step, manifest.round)
         else:
             self._load_engine(engine, host, pieces(), resume)
             if engine.settings.timed is not None:
