@@ -117,6 +117,7 @@ def tell_of_the_run(
     inside = inside_bytes(engine, args)
     run["training"] = {
         "train_iters": args.train_iters,
+        "last_local_step": host.last_local_step,
         "global_batch_size": args.global_batch_size,
         "seq_length": args.seq_length,
         "inside_bytes_per_step": inside,

@@ -173,13 +173,14 @@ class StagewiseSchedule(VaryingSchedule):
         """tau 2^k steps, k = floor((s - W) stages / (L - W)), at most stages - 1."""
         first = self.warmup_steps or 0
         stage = (start.step - first) * self.stages // max(1, self.last_step - first)
-        return min(LONGEST, self.interval << min(max(0, stage), self.stages - 1))
+        doublings = min(max(0, stage), self.stages - 1, LONGEST.bit_length())
+        return min(LONGEST, self.interval << doublings)
 
 
 @dataclass(frozen=True)
 class LossSchedule(VaryingSchedule):
-    """AdaComm: rounds of ceil(tau sqrt(F / F_0)) steps (arXiv 1810.08313, eq. 18, at a constant
-    rate)."""
+    """AdaComm: rounds of ceil(tau sqrt(F / F_0)) steps (arXiv 1810.08313, at a constant
+    learning rate)."""
 
     needs_loss = True
 

@@ -516,4 +516,28 @@ ENGINE = (
         new="tensor_digest([self.units[shard.name].anchor, self.units[shard.name].momentum])",
         test="pure/test_races.py::test_the_host_computes_nothing_of_offloaded_state",
     ),
+    Mutant(
+        id="engine/final-phase-keeps-own-moments",
+        bug="replicas go into the final phase with inner moments of their own",
+        file="engine/rounds/synchronous.py",
+        old="            moment.write(value.div_(sync.size))\n",
+        new="            pass\n",
+        test="distributed/test_phases.py::test_inner_state_becomes_equal",
+    ),
+    Mutant(
+        id="engine/final-phase-keeps-own-counters",
+        bug="replicas go into the final phase with loss scales of their own",
+        file="engine/rounds/synchronous.py",
+        old="host.set_inner_counters(groups.meeting.all_gather(host.inner_counters())[0])",
+        new="host.set_inner_counters(groups.meeting.all_gather(host.inner_counters())[groups.sync.rank])",
+        test="distributed/test_phases.py::test_inner_state_becomes_equal",
+    ),
+    Mutant(
+        id="engine/rounds-never-end",
+        bug="local training goes on where the final phase should begin",
+        file="engine/engine.py",
+        old="        if is_met and meeting.ends_rounds:\n",
+        new="        if False:\n",
+        test="distributed/test_phases.py::test_inner_state_becomes_equal",
+    ),
 )

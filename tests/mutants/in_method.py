@@ -335,4 +335,20 @@ METHOD = (
         new="_CHUNK_ELSEWHERE = 1 << 20",
         test="pure/test_norms.py::test_launches_of_a_device",
     ),
+    Mutant(
+        id="method/final-share-rounded",
+        bug="the final phase begins a step early where the share is no whole number of steps",
+        file="method/schedule.py",
+        old="math.ceil((1 - Fraction(repr(final_fraction))) * total)",
+        new="math.floor((1 - Fraction(repr(final_fraction))) * total)",
+        test="pure/test_schedules.py::test_last_local_is_the_last_that_begins_before_the_share",
+    ),
+    Mutant(
+        id="method/adacomm-without-root",
+        bug="rounds follow the loss, not its square root",
+        file="method/schedule.py",
+        old="math.ceil(self.interval * math.sqrt(ratio))",
+        new="math.ceil(self.interval * ratio)",
+        test="pure/test_schedules.py::test_rounds_follow_the_loss",
+    ),
 )

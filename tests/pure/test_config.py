@@ -30,6 +30,7 @@ FROZEN = {
     "sync_backend": "auto", "digest_interval": 10, "log_dir": None,
     "log_units_to_tensorboard": False, "inner_state": "all", "timeout_seconds": None,
     "interval": "fixed", "qsr_a": None, "co2_gap": 1.0, "co2_clip": None, "device": "auto",
+    "final_sync_fraction": 0.0, "stl_stages": 3,
 }  # fmt: skip
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_edit"

@@ -18,6 +18,7 @@ IDEAL = "ideal"  # replicas that part after the warm-up and never meet again
 _IDEAL_STRATEGY = "edit"
 _OF_ROUNDS = frozenset((flag("warmup_steps"), flag("sync_interval")))
 _OF_SYNCS = frozenset(map(flag, (*ONLY_LANDING, "sync_dtype")))
+_FINAL = flag("final_sync_fraction")
 _OF_THE_CLOCK = frozenset(map(flag, TIMED_SETTINGS))
 
 
@@ -81,11 +82,11 @@ class Entry:
             ours = {w.partition("=")[0] for w in common if w.startswith(BEGINNINGS)}
             return [*without(common, ours - {flag("device")}), *self.own_flags]
         rule = STRATEGIES[strategy]
-        unused = frozenset({flag("sync_interval")}) if rule.is_timed else _OF_THE_CLOCK
+        unused = frozenset({flag("sync_interval"), _FINAL}) if rule.is_timed else _OF_THE_CLOCK
         if rule.endless_warmup:
-            unused = _OF_ROUNDS | _OF_THE_CLOCK | _OF_SYNCS
+            unused = _OF_ROUNDS | _OF_THE_CLOCK | _OF_SYNCS | {_FINAL}
         elif self.name == IDEAL:
-            unused = unused | _OF_SYNCS  # fragments would meet within the round that has no end
+            unused = unused | _OF_SYNCS | {_FINAL}  # fragments would meet within the round that has no end
         words = [*without(common, unused | {flag("use_edit")}), flag("use_edit")]
         words += [flag("strategy"), strategy]
         if self.name == IDEAL:
