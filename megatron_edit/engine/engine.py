@@ -94,7 +94,7 @@ class EditEngine:
             step: steps that all replicas, or stock Megatron, have made together before.
         """
         self.state.step = step
-        self.groups.warm_up(self.settings.wire)
+        self.groups.warm_up(has_exchanges=self.settings.num_phases > 0)
         broadcast_first_replica(self.host, self.groups)
         check_identical(self.host, self.groups, "at the start")
         if self.settings.schedule.is_warmup(step + 1):
@@ -314,7 +314,7 @@ class EditEngine:
         if saved["is_warmup"]:
             self.start(saved["step"])
             return
-        self.groups.warm_up(self.settings.wire)
+        self.groups.warm_up(has_exchanges=self.settings.num_phases > 0)
         outer, detectors = self._take_anchor(), saved["detectors"]
         outer.load(saved["outer"])
         if unfinished is not None:
@@ -329,6 +329,7 @@ class EditEngine:
             check_identical(self.host, self.groups, "after loading")
         self._flags.post(Flag.MEET if saved["is_asking"] else Flag.NONE)
         self.state.timeout.begin(saved["round_seconds"])
+        self._begin_local_training()
 
     # ---- where training stands
 
@@ -450,6 +451,11 @@ class EditEngine:
         self.state.timeout.begin()
         step = self.state.step
         self.reporter.on_message(f"warm-up is over after step {step}: each replica trains alone")
+        self._begin_local_training()
+
+    def _begin_local_training(self) -> None:
+        if (message := self.host.set_local_training(True)) is not None:
+            self.reporter.on_message(message)
 
     def _meet(self, meeting: MeetingPlan) -> None:
         self.clock.pause()  # to wait for others is no inner training

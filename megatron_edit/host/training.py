@@ -275,7 +275,13 @@ class TrainingLoop:
         mode = resolve_sync_mode(self._config, args)
         groups = build_groups(self._world, self._device, self._config, overlap=mode == OVERLAP)
         host = MegatronHost(
-            args, model, optimizer, scheduler, groups.replica, self._world.placement
+            args,
+            model,
+            optimizer,
+            scheduler,
+            groups.replica,
+            self._world.placement,
+            scales_beta2=self._config.scale_beta2,
         )
         self._cleanup.callback(host.release)
         self._cleanup.callback(host.loop.release)

@@ -18,6 +18,7 @@ from megatron_edit.comm.control import ControlRecord
 from megatron_edit.method.detector import DetectorConfig, DetectorState, Verdict, judge_units
 from megatron_edit.method.landing import DIRECT_COPY, LandingRule
 from megatron_edit.method.ledger import Dealing
+from megatron_edit.method.moments import NEVER, NO_MOMENTS, MomentRule, MomentSchedule
 from megatron_edit.method.outer import OuterRule
 from megatron_edit.method.schedule import Schedule
 from megatron_edit.method.weights import blend_step_weights, replica_weights
@@ -136,12 +137,14 @@ class RoundRules:
         landing: when and how parameters take the result of a sync.
         schedule: gives the length of rounds that are counted in steps.
         min_steps: steps of all replicas below which a round that ends by the clock goes on.
+        moments: which moments of the inner optimizer are averaged, and at which syncs.
     """
 
     penalty: Penalty
     landing: LandingRule
     schedule: Schedule
     min_steps: float = 0.0
+    moments: MomentSchedule = NEVER
 
 
 @dataclass(frozen=True)
@@ -190,6 +193,7 @@ class RoundPlan:
         schedule_position: of the learning rate, the furthest of all replicas.
         is_dealt: whether a round of replicas at their own speeds is over: counters meet.
         is_followed: whether a replica then goes on to the next meeting without a step.
+        moments: of the inner optimizer that are averaged with these units.
     """
 
     outcome: MeetingOutcome
@@ -202,6 +206,7 @@ class RoundPlan:
     schedule_position: int = 0
     is_dealt: bool = False
     is_followed: bool = False
+    moments: MomentRule = NO_MOMENTS
 
     @property
     def samples(self) -> int:
@@ -216,6 +221,7 @@ def plan_round(
     rules: RoundRules,
     *,
     is_last: bool,
+    forced_moments: MomentRule | None = None,
 ) -> RoundPlan:
     """Plan what follows from a meeting. Pure; the tensors of `before` are not written to.
 
@@ -225,6 +231,7 @@ def plan_round(
         units: positions of the units that are to sync, ascending.
         rules: settings.
         is_last: whether training ends with this meeting: what syncs lands at once.
+        forced_moments: that are averaged whatever the schedule says; all replicas say the same.
     """
     records = tuple(records)
     if any(record.is_leaving for record in records):
@@ -271,7 +278,17 @@ def plan_round(
         schedule_position=max(record.schedule_position for record in records),
         is_dealt=is_dealt,
         is_followed=is_followed,
+        moments=_moments_of(rules, after.count, len(records), forced_moments),
     )
+
+
+def _moments_of(
+    rules: RoundRules, sync: int, num_replicas: int, forced: MomentRule | None
+) -> MomentRule:
+    """What is averaged at a sync. One replica keeps its own moments, which a code would round."""
+    if num_replicas == 1:
+        return NO_MOMENTS
+    return forced or rules.moments.rule_of(sync, rules.schedule.fragments)
 
 
 def _is_extended(dealing: Dealing, counts: Sequence[int], min_steps: float) -> bool:
