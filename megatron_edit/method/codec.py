@@ -37,7 +37,8 @@ _SLAB_NUMEL = {"cpu": 1 << 17}
 _SLAB_NUMEL_ELSEWHERE = 1 << 24
 _ALIGNMENT = 4  # so that scales of codes which lie one after another can be viewed in place
 _CODES_PER_OCTAVE = 8  # of the logarithmic codecs
-_BIAS = 127  # of fp32 exponents
+_SIGN = 128  # in a code with a sign
+_MANTISSA = (1 << 23) - 1  # of fp32 bits
 _SMALLEST_SCALE = 2.0**-120  # far from subnormals, which some devices flush; below it all is 0
 
 
@@ -287,22 +288,24 @@ class _LogBlocks:
     ) -> Tensor:
         assert residual is None, f"{self.name} has no error feedback"
         data = _target(self, values, out)
-        scratch = _scratch(values)
+        bounds = _bounds().to(values.device)
         for where, exponents, codes in self._parts(data, values):
             rows = values[where].view(len(exponents), -1)
-            work = scratch[: rows.numel()].view_as(rows)
+            bits = rows.abs().view(torch.int32)  # they order as the magnitudes do
+            largest = bits.amax(dim=1, keepdim=True)
+            exponent = (largest >> 23).clamp_(min=self._least_exponent)
+            exponents.copy_(exponent * (largest > 0))
+            if not self.is_signed:
+                bits.masked_fill_(rows < 0, 0)
+            code = (bits >> 23).sub_(exponent).mul_(_CODES_PER_OCTAVE)
+            code += torch.bucketize(bits & _MANTISSA, bounds, out_int32=True, right=True)
+            code += self.top - _CODES_PER_OCTAVE + 1
+            code.clamp_(min=0 if self.is_signed else 1, max=self.top)
             if self.is_signed:
-                torch.abs(rows, out=work)
+                code += ((rows < 0) & (code > 0)) * _SIGN
             else:
-                torch.clamp(rows, min=0.0, out=work)
-            largest = work.amax(dim=1, keepdim=True)
-            exponent = (largest.view(torch.int32) >> 23).bitwise_and_(255)
-            exponent = exponent.clamp_(min=self._least_exponent).mul_(largest != 0)
-            exponents.copy_(exponent)
-            self._codes(work, exponent - _BIAS, out=work)
-            if self.is_signed:
-                work.add_((rows < 0) & (work > 0), alpha=128)
-            codes.copy_(work)
+                code.masked_fill_(bits == 0, 0)
+            codes.copy_(code)
         return _padded(data, self._exponent_bytes(values.numel()) + values.numel())
 
     def decode(self, data: Tensor, out: Tensor) -> None:
@@ -337,22 +340,6 @@ class _LogBlocks:
             exponents = data[where.start // block : -(-where.stop // block)].unsqueeze(1)
             yield where, exponents, codes[where].view(len(exponents), -1)
 
-    def _codes(self, magnitudes: Tensor, exponent: Tensor, out: Tensor) -> None:
-        """Codes as fp32 whole numbers.
-
-        Args:
-            magnitudes: fp32 [rows, values], none below 0.
-            exponent: int32 [rows, 1], of the largest of each row.
-            out: fp32 [rows, values]; may be `magnitudes`.
-        """
-        is_zero = None if self.is_signed else magnitudes == 0
-        offset = self.top - _CODES_PER_OCTAVE + 1
-        torch.log2(magnitudes, out=out)
-        out.sub_(exponent).mul_(_CODES_PER_OCTAVE).floor_().add_(offset)
-        out.nan_to_num_(nan=0.0).clamp_(min=0.0 if self.is_signed else 1.0, max=float(self.top))
-        if is_zero is not None:
-            out.masked_fill_(is_zero, 0.0)
-
     def _unscaled(self, codes: Tensor) -> Tensor:
         """fp32 [rows, values]: what the codes stand for, divided by 2^e of their block."""
         table = _log_table(self.top, self.is_signed).to(codes.device)
@@ -360,22 +347,31 @@ class _LogBlocks:
 
 
 @cache
+def _bounds() -> Tensor:
+    """int32 [7]: fp32 mantissas at which codes inside an octave begin; the first begins at 0."""
+    steps = range(1, _CODES_PER_OCTAVE)
+    return torch.tensor(
+        [math.ceil(math.ldexp(_sixteenths(2 * step), 23)) - (1 << 23) for step in steps],
+        dtype=torch.int32,
+    )
+
+
+@cache
 def _log_table(top: int, is_signed: bool) -> Tensor:
-    """fp32 [256]: what each code of `_LogBlocks` decodes to, divided by 2^e."""
-    sixteenth = math.sqrt(math.sqrt(math.sqrt(math.sqrt(2.0))))
+    """fp32 [256] or less: what each code of `_LogBlocks` decodes to, divided by 2^e."""
     magnitudes = [0.0]
     for code in range(1, top + 1):
-        octave, eighth = divmod(code - top + _CODES_PER_OCTAVE - 1, _CODES_PER_OCTAVE)
-        magnitudes.append(math.ldexp(_odd_power(sixteenth, 2 * eighth + 1), octave))
+        octave, step = divmod(code - top + _CODES_PER_OCTAVE - 1, _CODES_PER_OCTAVE)
+        magnitudes.append(math.ldexp(_sixteenths(2 * step + 1), octave))
     negative = [-magnitude for magnitude in magnitudes] if is_signed else []
     return torch.tensor(magnitudes + negative, dtype=torch.float32)
 
 
-def _odd_power(base: float, exponent: int) -> float:
-    """By multiplications in a fixed order: `pow` may differ from one machine to another."""
-    power = base
-    for _ in range(exponent - 1):
-        power *= base
+def _sixteenths(count: int) -> float:
+    """2^(count / 16), by roots and products that every machine rounds alike; `pow` may differ."""
+    root, power = math.sqrt(math.sqrt(math.sqrt(math.sqrt(2.0)))), 1.0
+    for _ in range(count):
+        power *= root
     return power
 
 
