@@ -23,7 +23,7 @@ from megatron_edit.constants import (
     INNER_STATES,
     INTERVALS,
     LEAST_TIMEOUT_SECONDS,
-    MOMENTS_NONE,
+    NONE,
     QSR,
     SYNC_BACKENDS,
     SYNC_DTYPES,
@@ -33,7 +33,6 @@ from megatron_edit.constants import (
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import (
     AUTO,
-    NONE,
     default_text,
     flag,
     parse_endpoint,
@@ -208,8 +207,8 @@ class EditConfig:
         None, "a of the qsr schedule, in units of the learning rate; > 0", kind=number_or_none
     )
     average_moments: str = _setting(
-        MOMENTS_NONE,
-        "Adam's moments that a sync averages over the replicas, in 8-bit codes",
+        NONE,
+        "Adam's moments that a sync averages over the replicas, in codes of one byte",
         kind=str,
         only=AVERAGED_MOMENTS,
     )
@@ -396,7 +395,7 @@ def check_landing(config: EditConfig) -> None:
 
 def check_moments(config: EditConfig) -> None:
     """The interval of averages of moments is of something."""
-    if config.average_moments_every > 1 and config.average_moments == MOMENTS_NONE:
+    if config.average_moments_every > 1 and config.average_moments == NONE:
         raise UsageError(
             f"{flag('average_moments_every')} {config.average_moments_every}",
             "no moments are averaged",

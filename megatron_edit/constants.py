@@ -10,7 +10,7 @@ SYNC_BACKENDS = ("nccl", "gloo")
 FP32, BF16, INT8, INT4 = SYNC_DTYPES = ("fp32", "bf16", "int8", "int4")
 OVERLAP, BLOCKING = SYNC_MODES = ("overlap", "blocking")
 FIXED, QSR = INTERVALS = ("fixed", "qsr")
-MOMENTS_NONE, MOMENTS_SECOND, MOMENTS_BOTH = AVERAGED_MOMENTS = ("none", "second", "both")
+NONE, MOMENTS_SECOND, MOMENTS_BOTH = AVERAGED_MOMENTS = ("none", "second", "both")
 CPU, CUDA = DEVICES = ("cpu", "cuda")
 ALL, LEADER, RESET = INNER_STATES = ("all", "leader", "reset")
 CHECKPOINT_FORMS = (ALL, LEADER)  # inner state of every replica, or of replica 0 alone

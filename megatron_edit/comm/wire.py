@@ -81,22 +81,22 @@ class ExchangeSet:
     exchanges: tuple[Exchange, ...]
 
     def advance(self) -> bool:
-        """See `Exchange`."""
+        """Do what can be done of all without waiting; whether all sums are there."""
         return all([exchange.advance() for exchange in self.exchanges])
 
     def wait(self) -> None:
-        """See `Exchange`."""
+        """Finish all."""
         for exchange in self.exchanges:
             exchange.wait()
 
     @property
     def is_completed(self) -> bool:
-        """See `Exchange`."""
+        """Whether nothing of any is on the wire any more."""
         return all(exchange.is_completed for exchange in self.exchanges)
 
     @property
     def on_wire(self) -> Work | None:
-        """See `Exchange`."""
+        """What must be over before `advance` can do more; None where all sums are there."""
         works = (exchange.on_wire for exchange in self.exchanges)
         return next((work for work in works if work is not None), None)
 

@@ -18,7 +18,7 @@ from megatron_edit.comm.wire import NUM_PHASES, Wire
 from megatron_edit.engine.rounds.plan import Decision, Penalty
 from megatron_edit.engine.sync.units import UnitPlan, UnitShard
 from megatron_edit.method.landing import LandingRule
-from megatron_edit.method.moments import NEVER, MomentSchedule
+from megatron_edit.method.moments import MomentSchedule
 from megatron_edit.method.outer import OuterRule
 from megatron_edit.method.schedule import Schedule
 
@@ -293,7 +293,7 @@ class EngineSettings:
     overlap: bool
     prefetch_units: int
     offload: bool
-    moments: MomentSchedule = NEVER
+    moments: MomentSchedule
 
     @property
     def num_phases(self) -> int:

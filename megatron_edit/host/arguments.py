@@ -16,7 +16,7 @@ from megatron_edit.comm.placement import Placement
 from megatron_edit.config import EditConfig, number_or_auto
 from megatron_edit.constants import (
     BLOCKING,
-    MOMENTS_NONE,
+    NONE,
     OPTIMIZERS_WITH_MOMENTS,
     OVERLAP,
     SUPPORTED_OPTIMIZERS,
@@ -140,7 +140,7 @@ def _check_moments(args: Namespace, config: EditConfig) -> None:
     """Refuse settings of Adam's moments with an optimizer that has none."""
     if args.optimizer in OPTIMIZERS_WITH_MOMENTS:
         return
-    for name, off in (("average_moments", MOMENTS_NONE), ("scale_beta2", False)):
+    for name, off in (("average_moments", NONE), ("scale_beta2", False)):
         if (value := getattr(config, name)) != off:
             raise UsageError(
                 flag(name) if value is True else f"{flag(name)} {value}",

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from megatron_edit.constants import (
     FIRST_MOMENT,
     MOMENTS_BOTH,
-    MOMENTS_NONE,
     MOMENTS_SECOND,
+    NONE,
     SECOND_MOMENT,
 )
 from megatron_edit.method.codec import LOG8, ULOG8, Codec
 
 _KINDS = {
-    MOMENTS_NONE: (),
+    NONE: (),
     MOMENTS_SECOND: (SECOND_MOMENT,),
     MOMENTS_BOTH: (FIRST_MOMENT, SECOND_MOMENT),
 }
@@ -65,8 +65,8 @@ class MomentSchedule:
         interval: K: at every K-th sync of a unit, counted from the first.
     """
 
-    rule: MomentRule = NO_MOMENTS
-    interval: int = 1
+    rule: MomentRule
+    interval: int
 
     @classmethod
     def of(cls, which: str, interval: int) -> MomentSchedule:
@@ -89,7 +89,7 @@ class MomentSchedule:
         return self.rule if turn % self.interval == 0 else NO_MOMENTS
 
 
-NEVER = MomentSchedule()
+NEVER = MomentSchedule(NO_MOMENTS, 1)
 
 
 def local_beta2(beta2: float, num_replicas: int) -> float:
