@@ -439,7 +439,8 @@ ENGINE = (
         id="engine/groups-connect-late",
         bug="no group is used before training",
         file="engine/engine.py",
-        old="        self.groups.warm_up(self.settings.wire)\n        broadcast_first_replica(",
+        old="        self.groups.warm_up(has_exchanges=self.settings.num_phases > 0)\n"
+        "        broadcast_first_replica(",
         new="        broadcast_first_replica(",
         test="pure/test_nccl_groups.py::test_training_begins_with_groups_that_were_used",
     ),
@@ -464,7 +465,8 @@ ENGINE = (
         id="engine/groups-connect-late-at-a-resume",
         bug="no group is used before training goes on from a checkpoint",
         file="engine/engine.py",
-        old="        self.groups.warm_up(self.settings.wire)\n        outer, detectors =",
+        old="        self.groups.warm_up(has_exchanges=self.settings.num_phases > 0)\n"
+        "        outer, detectors =",
         new="        outer, detectors =",
         test="pure/test_nccl_groups.py::test_training_begins_with_groups_that_were_used",
     ),
