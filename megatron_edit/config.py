@@ -46,8 +46,9 @@ GOAL_SHARE = 0.02
 _WITHOUT_DEFAULT = ("num_replicas", "replica_id")
 # Settings that strategies with the clock do not look at, those of syncs, and of the penalty.
 ONLY_COUNTED = ("sync_interval", "interval", "qsr_a")
-ONLY_LANDING = ("fragments", "delay_steps", "mix")
-_ONLY_LOCAL = ("average_moments", "average_moments_every", "scale_beta2")
+ONLY_SYNCED = (
+    "fragments", "delay_steps", "mix", "average_moments", "average_moments_every", "scale_beta2",
+)  # fmt: skip
 _ONLY_PENALTY = (
     "anomaly_threshold", "anomaly_alpha", "anomaly_warmup_syncs", "anomaly_patience", "clip",
     "weight_temperature",
@@ -348,7 +349,7 @@ def check_strategy(config: EditConfig) -> None:
         for name in _ONLY_PENALTY:
             _refuse_unless_default(config, name, "edit")
     if strategy.endless_warmup:
-        for name in (*ONLY_LANDING, *_ONLY_LOCAL):
+        for name in ONLY_SYNCED:
             _refuse_unless_default(config, name, "edit")
 
 

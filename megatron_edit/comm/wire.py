@@ -30,6 +30,7 @@ from megatron_edit.comm.compressed_all_reduce import (
 )
 from megatron_edit.constants import FP32, FP32_BYTES, SYNC_DTYPES
 from megatron_edit.method.codec import BF16, INT4, INT8, Codec
+from megatron_edit.method.moments import MomentRule
 
 NUM_PHASES = 2  # of an exchange of encoded sums
 _CODECS: dict[str, Codec | None] = {FP32: None, **{c.name: c for c in (BF16, INT8, INT4)}}
@@ -165,6 +166,17 @@ def payload_bytes_of(codec: Codec | None, numel: int, size: int) -> int:
         return all_reduce_payload(FP32_BYTES * numel, size)
     chunks = Chunks.cut(numel, size, codec)
     return 2 * (size - 1) * codec.encoded_bytes(chunks.numel)
+
+
+def moment_bytes(rule: MomentRule, numel: int, size: int) -> int:
+    """Payload that one rank sends of the moments of the inner optimizer of a unit.
+
+    Args:
+        rule: which, and how they travel.
+        numel: elements of its shard of the unit.
+        size: N.
+    """
+    return sum(payload_bytes_of(rule.codec_of(kind), numel, size) for kind in rule.kinds)
 
 
 @dataclass(frozen=True)

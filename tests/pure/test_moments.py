@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_edit.comm.wire import start_exchange
+from megatron_edit.comm.wire import moment_bytes, start_exchange
 from megatron_edit.constants import FIRST_MOMENT, SECOND_MOMENT
 from megatron_edit.engine.rounds.plan import Decision
-from megatron_edit.engine.sync.moments import UnitMoments, moment_bytes
+from megatron_edit.engine.sync.moments import UnitMoments
 from megatron_edit.host.model.moments import (
     given_beta2,
     read_moment,
@@ -201,7 +201,7 @@ def test_one_that_is_left_out_takes_the_mean_of_the_others(rule: MomentRule) -> 
         wanted = Round(halves, {2}).sum(name if rule.is_coded else "fp32", None)
         for host in hosts:
             np.testing.assert_array_equal(host.values[kind].numpy(), wanted)
-        sent = sum(moment_bytes(rule, 3, 3) for _ in [0])
+        sent = moment_bytes(rule, 3, 3)
         assert {group.payload_bytes for group in groups} == {sent}
 
 

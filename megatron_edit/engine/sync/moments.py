@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from megatron_edit.comm.compressed_all_reduce import Addend
-from megatron_edit.comm.wire import payload_bytes_of
 from megatron_edit.engine.host import Host
 from megatron_edit.engine.rounds.plan import Decision
 from megatron_edit.engine.sync.units import UnitShard
@@ -88,14 +87,3 @@ class UnitMoments:
         """Give the inner optimizer the means. No communication."""
         for kind, mean in self.means.items():
             self.host.write_moments(self.shard, kind, mean)
-
-
-def moment_bytes(rule: MomentRule, numel: int, size: int) -> int:
-    """Payload that one rank sends of the moments of a unit.
-
-    Args:
-        rule: which, and how they travel.
-        numel: elements of its shard.
-        size: N.
-    """
-    return sum(payload_bytes_of(rule.codec_of(kind), numel, size) for kind in rule.kinds)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megatron_edit.comm.collectives import Work
 from megatron_edit.comm.progress import ProgressThread
+from megatron_edit.comm.wire import moment_bytes
 from megatron_edit.engine.checks import drift
 from megatron_edit.engine.checks.finite import (
     is_finite_on_all_stages,
@@ -36,7 +37,7 @@ from megatron_edit.engine.host import EngineGroups, EngineSettings, Host, Report
 from megatron_edit.engine.rounds.plan import Decision, SyncRules
 from megatron_edit.engine.state import PendingState, RunState
 from megatron_edit.engine.sync.inflight import InflightSync, SyncPlan, UnitSync
-from megatron_edit.engine.sync.moments import UnitMoments, moment_bytes
+from megatron_edit.engine.sync.moments import UnitMoments
 from megatron_edit.engine.sync.offload import HomeStream
 from megatron_edit.engine.sync.outer_state import OuterState
 from megatron_edit.engine.sync.units import Selection, UnitPlan, UnitShard, select
@@ -53,7 +54,8 @@ class Footprint:
         unit_numels: elements that each rank of the replica holds of each unit, int64 [K, U].
         table_bytes: size of one replica's control records, those of all its ranks together.
         state_bytes: what outer state takes on all ranks of a replica together: anchor, momentum,
-            error-feedback residuals, and of units that land late, average and snapshot.
+            error-feedback residuals, and of units that land late, average, snapshot and means of
+            inner moments.
     """
 
     unit_numels: Tensor
@@ -80,7 +82,9 @@ class Footprint:
         numels = groups.replica.all_gather(mine)
         tables = groups.replica.all_gather(torch.tensor(record_bytes))
         wire, landing = settings.wire, settings.landing
-        kept = 2 + int(not landing.is_immediate) + int(landing.needs_snapshot)
+        kept = 2 + int(landing.needs_snapshot)
+        if not landing.is_immediate:
+            kept += 1 + len(settings.moments.rule.kinds)
         elements = kept * int(numels.sum())
         if wire.has_residual:
             summed = (

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_edit.config import ONLY_LANDING
+from megatron_edit.config import ONLY_SYNCED
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import BEGINNINGS, PREFIX, flag
 from megatron_edit.method.strategy import STRATEGIES, TIMED_SETTINGS
@@ -17,7 +17,7 @@ IDEAL = "ideal"  # replicas that part after the warm-up and never meet again
 
 _IDEAL_STRATEGY = "edit"
 _OF_ROUNDS = frozenset((flag("warmup_steps"), flag("sync_interval")))
-_OF_SYNCS = frozenset(map(flag, (*ONLY_LANDING, "sync_dtype")))
+_OF_SYNCS = frozenset(map(flag, (*ONLY_SYNCED, "sync_dtype")))
 _OF_THE_CLOCK = frozenset(map(flag, TIMED_SETTINGS))
 
 
