@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.harness import Flags
+from tests.behaviour.event_runs import entries
+from tests.harness import Flags, train
 from tests.host.layouts import GATHER, LAYOUTS, PLAIN_DDP
 from tests.host.runs import EditRun, kept_run, run_edit
+from tests.host.test_old_checkpoint import FIXTURE
 from tests.host.test_resume import HOOK, both_runs, facts
 
 BOTH: Flags = {"edit_average_moments": "both"}
@@ -74,6 +77,33 @@ def test_every_layout(tmp_path: Path, layout: str) -> None:
     run = run_edit(tmp_path, 2 * ranks, 2, before=HOOK, **(STEPS | BOTH | flags))
     states = inner_state(run, 2 * ranks)
     assert states[:ranks] == states[ranks:]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["local-sgd", "slowmo", "diloco", "co2", "a-edit"])
+def test_every_strategy(tmp_path: Path, strategy: str) -> None:
+    """The last sync lands at once with each of them."""
+    flags: Flags = {"edit_strategy": strategy}
+    if strategy == "a-edit":
+        flags |= {"edit_sync_interval": None, "edit_sync_seconds": 0.1, "edit_min_round_steps": 0}
+    run = run_edit(tmp_path, 2, 2, before=HOOK, **(STEPS | BOTH | flags))
+    first, second = inner_state(run, 2)
+    assert strategy == "a-edit" or first == second  # Adam's own count of steps is not a moment
+    assert run.digests(0) == run.digests(1)
+
+
+@pytest.mark.full
+def test_an_older_checkpoint_goes_on_with_moments(tmp_path: Path) -> None:
+    """With a sync on its way, which has none; those after it have."""
+    with tarfile.open(FIXTURE / "checkpoint.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    flags = json.loads((FIXTURE / "flags.json").read_text())
+    more = ["--load", str(tmp_path / "checkpoint"), "--edit-log-dir", str(tmp_path / "events"),
+            "--edit-average-moments", "both", "--edit-scale-beta2"]  # fmt: skip
+    train([*flags, *more], 2)
+    then = entries(FIXTURE / "events" / "sync.jsonl")
+    sent = [line["wire_bytes"] for line in entries(tmp_path / "events" / "sync.jsonl")]
+    assert sent[0] == then[0]["wire_bytes"] and sent[-1] > then[-1]["wire_bytes"]
 
 
 @pytest.mark.full

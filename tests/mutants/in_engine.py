@@ -9,7 +9,25 @@ _STEP = "pure/test_step_plan.py"
 _PLAN, _SYNC = "engine/rounds/plan.py", "engine/sync/inflight.py"
 _AVERAGES = "engine/sync/averages.py"
 
+_MOMENTS = "pure/test_moments.py"
+
 ENGINE = (
+    Mutant(
+        id="engine/left-out-moments-count",
+        bug="moments of a replica that is left out are in the mean of the others",
+        file="engine/sync/moments.py",
+        old="if not is_excluded:",
+        new="if True:",
+        test=f"{_MOMENTS}::test_one_that_is_left_out_takes_the_mean_of_the_others",
+    ),
+    Mutant(
+        id="engine/moments-over-all",
+        bug="moments are divided by all replicas, not by those that are accepted",
+        file="engine/sync/moments.py",
+        old="1.0 / int((~decision.verdict.anomalous[:, shard.index]).sum())",
+        new="1.0 / len(decision.verdict.anomalous)",
+        test=f"{_MOMENTS}::test_one_that_is_left_out_takes_the_mean_of_the_others",
+    ),
     Mutant(
         id="engine/no-steps-is-judged",
         bug="a replica that made no step counts in the average and teaches its detector",
