@@ -176,7 +176,7 @@ def test_one_that_is_left_out_takes_the_mean_of_the_others(rule: MomentRule) -> 
     hosts: list[Any] = [
         KeptMoments([1.0, -2.0, 0.0], [1.0, 4.0, 0.0]),
         KeptMoments([3.0, 2.0, torch.inf], [3.0, torch.nan, 2.0]),
-        KeptMoments([torch.nan] * 3, [torch.inf] * 3),
+        KeptMoments([5.0, torch.nan, 5.0], [7.0, torch.inf, 7.0]),
     ]
     (shard,) = plan_of().shards
     groups = groups_of(3, Network())

@@ -69,9 +69,8 @@ class UnitMoments:
         means = {}
         for kind in rule.kinds:
             buffer = torch.zeros(shard.numel, dtype=torch.float32, device=device)
-            if not is_excluded:
-                host.read_moments(shard, kind, buffer)
-                buffer.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).mul_(share)
+            host.read_moments(shard, kind, buffer)
+            buffer.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).mul_(share)
             means[kind] = buffer
         return cls(host, shard, means, rule, is_excluded)
 
