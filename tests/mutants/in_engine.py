@@ -9,7 +9,7 @@ _STEP = "pure/test_step_plan.py"
 _PLAN, _SYNC = "engine/rounds/plan.py", "engine/sync/inflight.py"
 _AVERAGES = "engine/sync/averages.py"
 
-_MOMENTS = "pure/test_moments.py"
+_MOMENTS = "pure/test_moment_codes.py"
 
 ENGINE = (
     Mutant(

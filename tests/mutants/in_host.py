@@ -11,7 +11,7 @@ HOST = (
         file="host/model/moments.py",
         old='            group["betas"] = betas\n',
         new="            pass\n",
-        test="pure/test_moments.py::test_beta2_is_scaled_inside_a_step_alone",
+        test="pure/test_moment_codes.py::test_beta2_is_scaled_inside_a_step_alone",
     ),
     Mutant(
         id="host/corpus-without-its-end",

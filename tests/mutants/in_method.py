@@ -6,7 +6,7 @@ from tests.mutants.mutant import Mutant
 
 _ORACLE = "pure/test_method_against_oracle.py"
 
-_MOMENTS = "pure/test_moments.py"
+_MOMENTS = "pure/test_moment_codes.py"
 
 METHOD = (
     Mutant(

@@ -4,6 +4,7 @@ built."""
 from __future__ import annotations
 
 from argparse import Namespace
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -135,6 +136,7 @@ def test_a_step_in_its_order(is_landing_due: bool) -> None:
     host = anything(
         loop=anything(begin_step=note("begin")), _count_step=note("count"),
         _defer_gather=lambda is_deferred: calls.append(("defer", is_deferred)),
+        _beta2_of_step=nullcontext,
     )  # fmt: skip
     host.attempt_step = partial(MegatronHost.attempt_step, host)
     optimizer: Any = Optimizer()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
@@ -129,13 +129,16 @@ class MegatronHost:
         """
         self.loop.begin_step()
         self._defer_gather(defers_gather)
-        is_scaled = self._scales_beta2 and self._is_local
-        replicas = self._placement.num_replicas
-        with scaled_beta2(self._inner, replicas) if is_scaled else nullcontext():
+        with self._beta2_of_step():
             result = step()
         self._defer_gather(False)
         self._count_step(was_applied=bool(result[0]))
         return result
+
+    def _beta2_of_step(self) -> AbstractContextManager[None]:
+        if self._scales_beta2 and self._is_local:
+            return scaled_beta2(self._inner, self._placement.num_replicas)
+        return nullcontext()
 
     def _defer_gather(self, is_deferred: bool) -> None:
         for optimizer in self._edit_optimizers():
