@@ -1,9 +1,9 @@
-"""The questions about the recommended setting, `configs/edit_quality.args`, in order of priority."""
+"""The questions about the recommended setting, `configs/edit_quality.args`."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from frame.launch import REPOSITORY
 
@@ -66,9 +66,7 @@ def _claims(study: Study) -> Question:
     members = _baselines(study)
     for tau in (SHORT, LONG):
         name = recommended(tau)
-        members.append(
-            study.member(name, "edit", *RECOMMENDED, base=DDP_LARGER_BETA2, tau=tau)
-        )
+        members.append(study.member(name, "edit", *RECOMMENDED, base=DDP_LARGER_BETA2, tau=tau))
     base = DDP_LARGER_BETA2
     members += [
         study.member(plain(SHORT), "edit", base=base, tau=SHORT),
@@ -117,10 +115,10 @@ def _sizes(study: Study) -> Question:
     return Question("quality-sizes", title, tuple(members))
 
 
-def _pair(study: Study, labels: tuple[str, str], **changes: object) -> list[Member]:
+def _pair(study: Study, labels: tuple[str, str], **changes: Any) -> list[Member]:
     """One seed of stock DDP with the larger beta2, and of the recommended setting."""
     ddp, edit = labels
-    options = {**changes, "num_seeds": 1}
+    options: dict[str, Any] = {**changes, "num_seeds": 1}
     return [
         study.member(ddp, "ddp", "--adam-beta2", LARGER_BETA2, **options),
         study.member(edit, "edit", *RECOMMENDED, base=ddp, **options),
@@ -146,7 +144,7 @@ def _muon(study: Study) -> Question:
         for rate in MUON_RATES:
             if (words, rate) != (scale, MUON_RATE):
                 name = f"muon, ddp, {label}, rate {rate:g}"
-                options = {"base": ddp, "lr": rate, "num_seeds": 1}
+                options: dict[str, Any] = {"base": ddp, "lr": rate, "num_seeds": 1}
                 members.append(study.member(name, "ddp", *MUON_FLAGS, *words, **options))
     return Question("quality-muon", "Muon as the inner optimizer", tuple(members))
 

@@ -1,7 +1,7 @@
 """The study: its questions in order of priority, and for each the runs that answer it.
 
-Runs that several questions need are the same runs: they are known by their hash. What is compared is
-compared seed by seed; a member has every seed, or where a question says so the first ones.
+Runs that several questions need are the same runs: they are known by their hash. What is
+compared is compared seed by seed; a member has every seed, or only the first ones.
 """
 
 from __future__ import annotations
