@@ -4,7 +4,8 @@
     python scripts/quickstart.py          in an environment that is there
 
 Both runs see the same samples with the same Megatron flags (configs/tiny_cpu.args); EDiT's are in
-configs/tiny_cpu_edit.args and, as recommended for any training, in configs/edit_quality.args. Results: a table, OUTPUT/loss.png, OUTPUT/summary.json and the logs.
+configs/tiny_cpu_edit.args and configs/edit_quality.args, the recommended settings for loss.
+Results: a table, OUTPUT/loss.png, OUTPUT/summary.json and the logs.
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ CONFIGS = REPOSITORY / "configs"
 EDIT_CONFIGS = ("tiny_cpu_edit.args", "edit_quality.args")
 FOOTNOTE = """\
 Bytes are payload between the replicas. EDiT counts its syncs itself; those of its {synchronous}
-synchronous steps, the warm-up and the last ones, are computed. The baseline's bytes are computed too, as if each machine held one replica's ranks;
-formulas: megatron_edit/tools/compare/traffic.py. On one machine the replicas are not really apart:
-the speeds show what EDiT costs here, not what it saves on a slow network."""
+synchronous steps, the warm-up and the last ones, are computed. The baseline's bytes are computed
+too, as if each machine held one replica's ranks; formulas: megatron_edit/tools/compare/traffic.py.
+On one machine the replicas are not really apart: the speeds show what EDiT costs here, not what it
+saves on a slow network."""
 
 
 @dataclass(frozen=True)
@@ -175,9 +177,8 @@ def report(plan: Plan, edit: tuple[RunLog, float], baseline: tuple[RunLog, float
     (plan.output_dir / "summary.json").write_text(text, encoding="utf-8")
     size = f"{layout.num_parameters / 1e6:.1f} million parameters"
     print(f"\n{size}, {base_log.last_iteration} iterations of {tokens} tokens, {len(syncs)} syncs")
-    print(
-        f"\n{format_table(results)}\n\n{FOOTNOTE.format(synchronous=synchronous)}\n\npicture: {picture}"
-    )
+    footnote = FOOTNOTE.format(synchronous=synchronous)
+    print(f"\n{format_table(results)}\n\n{footnote}\n\npicture: {picture}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
