@@ -41,7 +41,7 @@ from megatron_edit.tools.compare.follow import Bar, progress_bar
 
 OUTPUT = BENCHMARKS / "results" / "convergence.json"
 USER_PAGE = REPOSITORY / "docs" / "results.md"
-GAPS_LINK = "../benchmarks/results/convergence_gaps.png"
+GAPS = USER_PAGE.with_name("convergence_gaps.png")
 OUT = BENCHMARKS / "out"
 CORPUS = Path(tempfile.gettempdir()) / "megatron_edit_convergence_corpus"
 INTERRUPTED = 130
@@ -105,10 +105,10 @@ def report(study: Study, output: Path) -> int:
     page.write_text(text, encoding="utf-8")
     say(f"page: {page}")
     answers = Answers(study, table.find)
-    gaps = output.with_name(f"{output.stem}_gaps.png")
+    gaps = GAPS if output == OUTPUT else output.with_name(f"{output.stem}_gaps.png")
     is_drawn = draw_gaps(gaps, answers)
     if output == OUTPUT:
-        texts = blocks(answers, GAPS_LINK if is_drawn else "")
+        texts = blocks(answers, GAPS.name if is_drawn else "")
         USER_PAGE.write_text(
             with_blocks(USER_PAGE.read_text(encoding="utf-8"), texts), encoding="utf-8"
         )
