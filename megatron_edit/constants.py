@@ -27,5 +27,5 @@ LOW_CLIP = 0.5
 
 EMBEDDING, LAYER, FINAL, MTP = "embedding", "layer", "final", "mtp"  # kinds of sync units
 SYNC_TIMES = ("wait", "exchange", "outer", "exposed", "total")  # of a sync, in event files
-SUPPORTED_OPTIMIZERS = ("adam", "sgd")  # of Megatron's
+ADAM, SGD, MUON = SUPPORTED_OPTIMIZERS = ("adam", "sgd", "muon")  # of Megatron's
 FP32_BYTES = 4
