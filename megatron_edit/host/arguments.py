@@ -113,7 +113,7 @@ def check_arguments(args: Namespace, placement: Placement, config: EditConfig) -
             else "use --optimizer adam",
         )
     if args.optimizer == MUON:
-        check_muon(args)
+        check_muon(args, config.sync_mode)
     has_writer = args.tensorboard_dir or getattr(args, "wandb_project", "")
     if getattr(args, "wandb_project", "") and not args.wandb_exp_name:
         raise UsageError(

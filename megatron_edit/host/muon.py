@@ -12,7 +12,7 @@ import importlib.util
 import re
 from argparse import Namespace
 
-from megatron_edit.constants import MUON
+from megatron_edit.constants import MUON, OVERLAP
 from megatron_edit.errors import UsageError
 
 PACKAGE, OLDEST, TOO_NEW = "emerging-optimizers", (0, 3), (0, 5)
@@ -36,11 +36,12 @@ def is_layer_wise(args: Namespace) -> bool:
     )
 
 
-def check_muon(args: Namespace) -> None:
+def check_muon(args: Namespace, sync_mode: str) -> None:
     """Refuse what Muon inside the replicas cannot work with, before Megatron's validation.
 
     Args:
         args: Megatron's.
+        sync_mode: the value of `--edit-sync-mode`.
 
     Raises:
         UsageError: this Megatron is older than 0.19, a package is missing, or another flag does
@@ -53,6 +54,12 @@ def check_muon(args: Namespace) -> None:
             value = "" if refused is True else f" {refused}"
             given = "--" + name.replace("_", "-")
             raise UsageError(f"{given}{value} with --optimizer {MUON}", rule, remedy)
+    if sync_mode == OVERLAP:
+        raise UsageError(
+            f"--edit-sync-mode {OVERLAP} with --optimizer {MUON}",
+            "is not supported yet: Muon's parameters are synced in blocking mode",
+            "use --edit-sync-mode auto",
+        )
     if is_layer_wise(args):
         _check_layer_wise(args)
 

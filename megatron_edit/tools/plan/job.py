@@ -90,6 +90,14 @@ class Job:
     own: tuple[str, ...]
 
     @property
+    def matrices_on_rank(self) -> int:
+        """Elements that Muon would step, on the rank that has most parameters."""
+        split, stages = self.mesh.tensor, self.mesh.pipeline
+        parts = [self.architecture.parameters(stage, stages) for stage in range(stages)]
+        busiest = max(parts, key=lambda part: sum(p.on_rank(split) for p in part))
+        return sum(p.on_rank(split) for p in busiest if p.is_matrix)
+
+    @property
     def flops_per_step(self) -> float:
         """Of all replicas."""
         each = self.architecture.flops_per_token() * (4 / 3 if self.recomputes else 1)
