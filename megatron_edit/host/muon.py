@@ -11,11 +11,13 @@ import importlib.metadata
 import importlib.util
 import re
 from argparse import Namespace
+from pathlib import Path
 
 from megatron_edit.constants import MUON, OVERLAP
 from megatron_edit.errors import UsageError
 
 PACKAGE, OLDEST, TOO_NEW = "emerging-optimizers", (0, 3), (0, 5)
+_MUON_OF_MEGATRON = "optimizer/emerging_optimizers.py"  # since core_v0.19.0
 _INSTALL = "pip install 'megatron_edit[muon]'"
 _REFUSED: tuple[tuple[str, object, str, str], ...] = (
     ("fp16", True, "Megatron's Muon does not train in fp16", "use --bf16"),
@@ -65,7 +67,9 @@ def check_muon(args: Namespace, sync_mode: str) -> None:
 
 
 def _check_megatron() -> None:
-    if importlib.util.find_spec("megatron.core.optimizer.emerging_optimizers") is None:
+    core = importlib.util.find_spec("megatron.core")
+    folders = [] if core is None else core.submodule_search_locations or []
+    if not any(Path(folder, _MUON_OF_MEGATRON).is_file() for folder in folders):
         raise UsageError(
             f"--optimizer {MUON}",
             "with --use-edit it needs Megatron's Muon of core_v0.19.0 or newer",

@@ -133,7 +133,7 @@ def test_other_versions_of_the_package_are_refused(
 ) -> None:
     """Would catch: an import error of Megatron's, after the ranks have met."""
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    with pytest.raises(UsageError, match="must be emerging-optimizers >= 0.3, < 0.5"):
+    with pytest.raises(UsageError, match=r"must be emerging-optimizers >= 0\.3, < 0\.5"):
         check_muon(arguments(), "auto")
 
 

@@ -139,9 +139,8 @@ class Architecture:
         if stage == 0:
             found.append(word)
             if self.num_positions:
-                found.append(
-                    Parameter(EMBEDDING, self.num_positions * self.hidden_size, is_matrix=True)
-                )
+                positions = self.num_positions * self.hidden_size
+                found.append(Parameter(EMBEDDING, positions, is_matrix=True))
         for number in range(stage * each + 1, (stage + 1) * each + 1):
             found += self._layer(f"layer.{number}")
         if is_last:
@@ -168,12 +167,10 @@ class Architecture:
         fan_out = query + 2 * self.num_groups * self.kv_channels
         fc1 = self.ffn_hidden_size * (2 if self.is_gated else 1)
         norm = self._norm(unit)
-        proj = [Parameter(unit, query * self.hidden_size, is_split=True, is_matrix=True)]
-        qkv = [Parameter(unit, fan_out * self.hidden_size, is_split=True, is_matrix=True)]
-        up = [Parameter(unit, fc1 * self.hidden_size, is_split=True, is_matrix=True)]
-        down = [
-            Parameter(unit, self.ffn_hidden_size * self.hidden_size, is_split=True, is_matrix=True)
-        ]
+        proj, qkv, up, down = (
+            [Parameter(unit, width * self.hidden_size, is_split=True, is_matrix=True)]
+            for width in (query, fan_out, fc1, self.ffn_hidden_size)
+        )
         if self.has_qkv_bias:
             qkv.append(Parameter(unit, fan_out, is_split=True))
         if self.has_bias:
