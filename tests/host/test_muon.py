@@ -86,6 +86,29 @@ def test_resume_equals_the_uninterrupted_run(tmp_path: Path, form: Flags, ranks:
     both_runs(tmp_path, MOMENTS["in-mid-round"], ranks, 2, **form)
 
 
+@FULL
+@pytest.mark.parametrize(
+    "form", [LAYER_WISE, PLAIN | {"bf16": True}], ids=["to-layer-wise", "to-plain"]
+)
+def test_checkpoint_goes_to_other_ranks_and_forms(tmp_path: Path, form: Flags) -> None:
+    """Saved with two ranks to a replica, loaded with one: momentum of matrices that other ranks
+    held comes along. The reference goes through the plain form alone."""
+    saves = [tmp_path / "from-plain", tmp_path / "from-layer-wise"]
+    series = []
+    for folder, saved in zip(saves, (PLAIN | {"bf16": True}, LAYER_WISE), strict=True):
+        for name in ("save", "load"):
+            (tmp_path / f"{folder.name}-{name}").mkdir()
+        run_edit(
+            tmp_path / f"{folder.name}-save", 4, 2, save=folder, save_interval=5, train_iters=5,
+            **saved,
+        )  # fmt: skip
+        into = form if saved is LAYER_WISE else PLAIN | {"bf16": True}
+        run = run_edit(tmp_path / f"{folder.name}-load", 2, 2, load=folder, train_iters=8, **into)
+        series.append([line["loss"] for line in run.lines("loss.jsonl") if line["iteration"] > 5])
+    assert len(series[0]) == 3
+    assert series[0] == pytest.approx(series[1], rel=1e-5)
+
+
 @FORMS
 def test_momentum_that_is_not_finite_is_zeroed(tmp_path: Path, form: Flags, ranks: int) -> None:
     """Would catch: a replica whose Muon goes on with NaN after it has taken the others' values."""
