@@ -99,11 +99,13 @@ def test_checkpoint_goes_to_other_ranks_and_forms(tmp_path: Path, form: Flags) -
         for name in ("save", "load"):
             (tmp_path / f"{folder.name}-{name}").mkdir()
         run_edit(
-            tmp_path / f"{folder.name}-save", 4, 2, save=folder, save_interval=5, train_iters=5,
+            tmp_path / f"{folder.name}-save", 4, 2, save=folder, save_interval=5, train_iters=8,
             **saved,
         )  # fmt: skip
         into = form if saved is LAYER_WISE else PLAIN | {"bf16": True}
-        run = run_edit(tmp_path / f"{folder.name}-load", 2, 2, load=folder, train_iters=8, **into)
+        run = run_edit(
+            tmp_path / f"{folder.name}-load", 2, 2, load=folder, ckpt_step=5, train_iters=8, **into
+        )
         series.append([line["loss"] for line in run.lines("loss.jsonl") if line["iteration"] > 5])
     assert len(series[0]) == 3
     assert series[0] == pytest.approx(series[1], rel=1e-5)
