@@ -19,7 +19,8 @@ from megatron_edit.checkpoint.folder import manifest_of
 from megatron_edit.constants import CHECKPOINT_FORMS, FP32
 from megatron_edit.errors import UsageError
 
-FORMAT, VERSION = "megatron_edit checkpoint", 3  # 2: syncs that land late, wire types; 3: settings
+# Versions: 2: syncs that land late, wire types; 3: settings; 4: history of the losses.
+FORMAT, VERSION = "megatron_edit checkpoint", 4
 KEYS = {"replicas_identical": "is_level"}  # fields that have another name in the file
 
 
@@ -128,6 +129,8 @@ class Manifest:
         written_by: versions.
         settings: of the run that wrote it, by the names of `EditConfig`'s fields; only for people,
             who are told what has changed. Empty where an older version wrote it.
+        loss_history: fields of `method.loss_check.LossHistory`, lists [N]. Empty where an older
+            version wrote it.
     """
 
     iteration: int
@@ -155,6 +158,7 @@ class Manifest:
     files: Mapping[str, FileRecord] = field(default_factory=dict)
     written_by: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    loss_history: Mapping[str, list[float]] = field(default_factory=dict)
 
     @property
     def is_mid_round(self) -> bool:

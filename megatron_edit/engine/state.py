@@ -23,6 +23,7 @@ from megatron_edit.engine.sync.outer_state import OuterState
 from megatron_edit.method.clock import PhaseClock, TimeTrigger
 from megatron_edit.method.detector import DetectorState
 from megatron_edit.method.ledger import Dealing
+from megatron_edit.method.loss_check import LossHistory
 
 
 class PendingState(TypedDict):
@@ -83,8 +84,8 @@ class EngineState(TypedDict):
         inner_steps: of them since the last sync.
         round: syncs so far.
         is_warmup: whether the replicas train in step; then nothing below counts but `step`.
-        detectors, unit_steps, replicas_identical, round_length, dealing, is_rejoined: fields of
-            `RoundState`.
+        detectors, unit_steps, loss_history, replicas_identical, round_length, dealing,
+            is_rejoined: fields of `RoundState`.
         outer: anchor, momentum and residuals of this rank's shards, by unit.
         pending: syncs that have not landed.
         losses, last_loss_step: not reported yet.
@@ -104,6 +105,7 @@ class EngineState(TypedDict):
     is_warmup: bool
     detectors: DetectorState
     unit_steps: Tensor
+    loss_history: LossHistory
     replicas_identical: bool
     round_length: int
     dealing: Dealing | None
@@ -137,6 +139,9 @@ class Losses(Protocol):
 
     def payload(self) -> tuple[float, ...]:
         """What this replica has to tell; the last `capacity` numbers go into the next record."""
+
+    def mean(self) -> float:
+        """Nats per token, mean loss since the last meeting; NaN where no loss is known."""
 
     @property
     def last_step(self) -> int:
@@ -182,6 +187,11 @@ class StepLosses:
     def payload(self) -> tuple[float, ...]:
         """The losses since the last meeting, oldest first."""
         return tuple(self._losses)
+
+    def mean(self) -> float:
+        """Of the losses that are not NaN."""
+        known = [loss for loss in self._losses if not math.isnan(loss)]
+        return sum(known) / len(known) if known else math.nan
 
     def restore(
         self, payload: Sequence[float], last_step: int, *, is_waiting: bool = False
@@ -230,6 +240,10 @@ class MeanLoss:
     def payload(self) -> tuple[float, ...]:
         """The sum of the losses since the last meeting, and how many they are."""
         return (self._total, float(self._count))
+
+    def mean(self) -> float:
+        """The sum of the losses by how many they are."""
+        return self._total / self._count if self._count else math.nan
 
     def restore(
         self, payload: Sequence[float], last_step: int, *, is_waiting: bool = False
@@ -405,6 +419,7 @@ class RunState:
             is_warmup=is_warmup,
             detectors=rounds.detectors,
             unit_steps=rounds.unit_steps,
+            loss_history=rounds.loss_history,
             replicas_identical=rounds.replicas_identical,
             round_length=rounds.length,
             dealing=None if is_warmup else rounds.dealing,
@@ -442,6 +457,7 @@ class RunState:
             count=saved["round"],
             detectors=detectors,
             unit_steps=saved["unit_steps"],
+            loss_history=saved["loss_history"],
             replicas_identical=saved["replicas_identical"],
             length=saved["round_length"] or round_length,
             dealing=saved["dealing"],

@@ -315,6 +315,7 @@ class CheckpointWriter:
             wire=self._engine.settings.wire.name,
             written_by=versions(),
             settings=training_settings(self._config),
+            loss_history=state["loss_history"].to_lists(),
         )
 
 
