@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megatron_edit.method.strategy import STRATEGIES
+
 from .cases import Case, Size, Stage
 from .corruption import TEXT, Corruption
 from .marks import marks

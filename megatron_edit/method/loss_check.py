@@ -114,28 +114,28 @@ class LossVerdict:
 def loss_differences(losses: Tensor, judged: Tensor) -> Tensor:
     """d of each replica: its loss less the median of the others' losses.
 
-    The lower of the two middle values is the median of an even number: one bad loss among three
-    replicas then does not change the differences of the other two. With fewer than three replicas
-    d is the loss itself.
+    Where the others are even in number, the replica itself counts among them: one bad loss among
+    three replicas, high or low, then does not change the differences of the other two. With fewer
+    than three replicas d is the loss itself.
 
     Args:
         losses: float64 [N], nats per token.
         judged: bool [N], replicas whose losses count.
 
     Returns:
-        float64 [N]; NaN for replicas that do not count, or have nobody to be compared with.
+        float64 [N]; NaN for replicas that do not count, or have fewer than two others.
     """
     num_replicas = len(losses)
     differences = torch.full_like(losses, torch.nan)
     for replica in range(num_replicas):
         if not bool(judged[replica]):
             continue
-        others = judged.clone()
-        others[replica] = False
+        compared = judged.clone()
+        compared[replica] = int(judged.sum()) % 2 == 1
         if num_replicas < FEWEST_COMPARED:
             differences[replica] = losses[replica]
-        elif bool(others.any()):
-            differences[replica] = losses[replica] - losses[others].median()
+        elif int(judged.sum()) >= FEWEST_COMPARED:
+            differences[replica] = losses[replica] - losses[compared].median()
     return differences
 
 

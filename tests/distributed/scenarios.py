@@ -162,7 +162,7 @@ def count_messages(num_replicas: int, num_layers: int, unit_numel: int) -> Recor
     }
 
 
-def rounds_with_losses(losses: list[list[float]], **settings: Any) -> list[Record]:
+def rounds_with_losses(losses: list[list[float]], settings: dict[str, Any]) -> list[Record]:
     """Rounds of two steps with the loss `losses[round][replica]` in both of them.
 
     Only the last rank of a replica knows its loss, as with pipeline stages, and knows it after the

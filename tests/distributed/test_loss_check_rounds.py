@@ -27,9 +27,8 @@ def losses_of(num_replicas: int) -> list[list[float]]:
 
 def run(num_replicas: int, ranks: int, **settings: Any) -> list[list[dict[str, Any]]]:
     """What each rank saw."""
-    results = run_ranks(
-        SCENARIO, num_replicas * ranks, (losses_of(num_replicas),), settings, check=True
-    )
+    args = (losses_of(num_replicas), settings)
+    results = run_ranks(SCENARIO, num_replicas * ranks, args, check=True)
     return [result.value for result in results]
 
 
@@ -46,7 +45,7 @@ def test_burst_is_left_out_at_its_first_sync(num_replicas: int, ranks: int) -> N
             is_rejected = FIRST_BAD <= number <= FIRST_BAD + NUM_BAD
             expected = ["loss" if is_rejected and r == 1 else None for r in range(num_replicas)]
             assert sync["why"] == [expected] * 3, number
-            assert all(weights[0] == 0.0 for weights in [sync["weights"][1]]) == is_rejected
+            assert (sync["weights"][1] == [0.0] * 3) == is_rejected
     assert seen[0][0]["round_loss"][1] == pytest.approx(3.01)  # of its first step alone
     assert seen[0][FIRST_BAD]["round_loss"][1] == pytest.approx(5.01, abs=0.02)
 

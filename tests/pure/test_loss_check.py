@@ -75,11 +75,16 @@ def test_differences_by_hand() -> None:
     """Catches: a bad replica that moves what the others are compared with."""
     losses = torch.tensor([3.0, 3.5, 9.0], dtype=torch.float64)
     everybody = torch.ones(3, dtype=torch.bool)
-    # others of 0: 3.5, 9 -> 3.5; of 1: 3, 9 -> 3; of 2: 3, 3.5 -> 3
-    assert loss_differences(losses, everybody).tolist() == [-0.5, 0.5, 6.0]
+    assert loss_differences(losses, everybody).tolist() == [-0.5, 0.0, 5.5]
+    low = torch.tensor([3.0, 3.5, 0.0], dtype=torch.float64)
+    assert loss_differences(low, everybody).tolist() == [0.0, 0.5, -3.0]
+    four = torch.tensor([3.0, 3.5, 9.0, 3.25], dtype=torch.float64)
+    # medians of the others: of 3.5, 9, 3.25; of 3, 9, 3.25; of 3, 3.5, 3.25; of 3, 3.5, 9
+    found = loss_differences(four, torch.ones(4, dtype=torch.bool))
+    assert found.tolist() == [-0.5, 0.25, 5.75, -0.25]
     two = loss_differences(losses[1:], everybody[1:]).tolist()
     assert two == [3.5, 9.0]  # of two, each has its own history alone
-    silent = torch.tensor([True, False, False])
+    silent = torch.tensor([True, True, False])
     assert all(math.isnan(d) for d in loss_differences(losses, silent).tolist())
 
 

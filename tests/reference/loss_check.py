@@ -58,8 +58,12 @@ class LossOracle:
             return math.nan
         if self.num_replicas <= 2:
             return losses[replica]
-        others = sorted(losses[r] for r in range(len(losses)) if usable[r] and r != replica)
-        return losses[replica] - others[(len(others) - 1) // 2] if others else math.nan
+        others = [losses[r] for r in range(len(losses)) if usable[r] and r != replica]
+        if len(others) < 2:
+            return math.nan
+        if len(others) % 2 == 0:
+            others.append(losses[replica])
+        return losses[replica] - sorted(others)[len(others) // 2]
 
     def _judge(self, replica: int, difference: float) -> bool:
         if math.isnan(difference):
