@@ -18,7 +18,7 @@ BURST = (33, 36)
 STEPS, REPLICAS = 44, 3
 SETTINGS: Flags = {
     "train_iters": STEPS, "lr": 0.01, "min_lr": 0.01, "lr_decay_style": "constant",
-    "edit_anomaly_warmup_syncs": 1000,
+    "edit_anomaly_warmup_syncs": 1000, "global_batch_size": 12,
 }  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def test_pipeline_stages_decide_alike(tmp_path: Path) -> None:
     ranks, flags = LAYOUTS["pp2"]
     run = run_edit(
         tmp_path, 2 * ranks, 2, before=HOOK, env={"SPY_BURST": json.dumps(BURST)},
-        **{**SETTINGS, **GATHER, **flags},
+        **{**SETTINGS, **GATHER, **flags, "global_batch_size": 8},
     )  # fmt: skip
     assert rejected(run) == [(35, 1), (38, 1)]
     assert run.digests(0) == run.digests(1)

@@ -11,11 +11,27 @@ _AVERAGES = "engine/sync/averages.py"
 
 ENGINE = (
     Mutant(
+        id="engine/loss-of-first-rank",
+        bug="each rank judges the loss that it knows itself: stages leave out different replicas",
+        file="engine/sync/outer_state.py",
+        old="losses = [each for each in rows[:, -1].tolist() if not math.isnan(each)]",
+        new="losses = [loss]",
+        test="distributed/test_loss_check_rounds.py::test_burst_is_left_out_at_its_first_sync",
+    ),
+    Mutant(
+        id="engine/loss-rejection-teaches-detectors",
+        bug="norms of a replica with bad data enter the statistics of its detectors",
+        file="engine/rounds/plan.py",
+        old="is_unjudged = (steps == 0) | loss.rejected.unsqueeze(1)",
+        new="is_unjudged = steps == 0",
+        test="pure/test_loss_check.py::test_rejected_replica_is_left_out_of_all_units",
+    ),
+    Mutant(
         id="engine/no-steps-is-judged",
         bug="a replica that made no step counts in the average and teaches its detector",
         file=_PLAN,
-        old="judged = torch.where(steps == 0, torch.full_like(norms, torch.nan), norms)",
-        new="judged = norms",
+        old="is_unjudged = (steps == 0) | loss.rejected.unsqueeze(1)",
+        new="is_unjudged = (steps < 0) | loss.rejected.unsqueeze(1)",
         test="pure/test_step_weights.py::test_who_made_no_step_has_no_weight_and_teaches_nothing",
     ),
     Mutant(

@@ -50,7 +50,7 @@ class Penalty:
     temperature: float | None
     uniform: bool
     step_share: float
-    loss_check: LossCheckConfig | None = None
+    loss_check: LossCheckConfig | None
 
 
 @dataclass(frozen=True)
