@@ -326,3 +326,6 @@ def test_rejected_losses_are_a_finding(tmp_path: Path) -> None:
     (text,) = (f.text for f in findings_of(run) if "because of its loss" in f.text)
     assert text.startswith("Replica 2 was left out of 2 syncs because of its loss")
     assert "9.25" in text and "others' median 3." in text
+    for broken in ({"why": [["loss"]]}, {"why": 3}, {"round_loss": [1.0]}):
+        path.write_text(json.dumps({**lines[0], **broken}) + "\n")
+        assert read(folder).num_damaged == {"sync.jsonl": 1}

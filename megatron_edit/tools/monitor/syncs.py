@@ -222,10 +222,12 @@ def _rejections(
     """
     if "why" not in line:
         return {}
-    losses = _table(line["round_loss"], (num_replicas,))
+    losses, why = _table(line["round_loss"], (num_replicas,)), line["why"]
+    if not isinstance(why, list) or any(len(reasons) != num_replicas for reasons in why):
+        raise ValueError("no reasons by unit and replica")
     found = {}
     for replica in range(num_replicas):
-        if not any(reasons[replica] == BAD_LOSS for reasons in line["why"]):
+        if not any(reasons[replica] == BAD_LOSS for reasons in why):
             continue
         count = before[replica].num_syncs if replica in before else 0
         found[replica] = LossRejections(
