@@ -41,6 +41,8 @@ class PendingState(TypedDict):
         inner_steps: of each replica. `samples`: consumed by each.
         averages: fp32 [numel] of this rank's shards by unit; without the outer step.
         snapshots: the same, of the parameters at its start.
+        moments: fp32 [numel] by kind and unit, means of moments of the inner optimizer; a kind has
+            an entry on every rank, also where none of its units has.
     """
 
     round: int
@@ -57,6 +59,7 @@ class PendingState(TypedDict):
     samples: tuple[int, ...]
     averages: Mapping[str, Tensor]
     snapshots: Mapping[str, Tensor]
+    moments: Mapping[str, Mapping[str, Tensor]]
 
 
 class UnitTensors(TypedDict, total=False):

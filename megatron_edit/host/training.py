@@ -282,6 +282,7 @@ class TrainingLoop:
             groups.replica,
             self._world.placement,
             self._config.final_sync_fraction,
+            scales_beta2=self._config.scale_beta2,
         )
         self._cleanup.callback(host.release)
         self._cleanup.callback(host.loop.release)

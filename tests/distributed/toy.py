@@ -19,7 +19,6 @@ from torch import Tensor
 from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.placement import place
 from megatron_edit.comm.transport import Transport, stand_alone_group
-from megatron_edit.comm.wire import Wire
 from megatron_edit.comm.worlds import join
 from megatron_edit.config import EditConfig
 from megatron_edit.engine import (
@@ -32,7 +31,7 @@ from megatron_edit.engine import (
     UnitShard,
     plan_units,
 )
-from megatron_edit.host.settings import engine_settings
+from megatron_edit.host.settings import engine_settings, num_phases_of
 from megatron_edit.method.clock import PhaseClock
 from megatron_edit.method.schedule import StepSchedule
 
@@ -75,6 +74,8 @@ class ToyHost:
         inner: inner moments by unit.
         counters: of the inner optimizer.
         is_reset: whether the moments were reset.
+        moments: of the inner optimizer, this rank's cut, by kind and unit; there may be none.
+        is_local: what `set_local_training` was told.
     """
 
     full: dict[str, Tensor]
@@ -91,7 +92,8 @@ class ToyHost:
     is_reset: bool = False
     is_end_asked: bool = False
     ended_rounds: list[tuple[int, bool]] = field(default_factory=list)
-    moments: dict[int, Tensor] = field(default_factory=dict)
+    moments: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    is_local: list[bool] = field(default_factory=list)
 
     @classmethod
     def build(cls, sizes: dict[str, int], rank: int, ranks: int, start: dict[str, Any]) -> ToyHost:
@@ -157,6 +159,25 @@ class ToyHost:
 
     def reset_moments(self) -> None:
         self.is_reset = True
+
+    def set_moments(self, kind: str, values: dict[str, Any]) -> None:
+        """Stand in for what inner training makes of a moment (whole units)."""
+        self.moments[kind] = {
+            name: torch.tensor(each, dtype=torch.float32)[self.slices[name]]
+            for name, each in values.items()
+        }
+
+    def read_moments(self, shard: UnitShard, kind: str, out: Tensor) -> None:
+        if kind in self.moments:
+            out.copy_(self.moments[kind][shard.name])
+
+    def write_moments(self, shard: UnitShard, kind: str, values: Tensor) -> None:
+        if kind in self.moments:
+            self.moments[kind][shard.name].copy_(values)
+
+    def set_local_training(self, is_local: bool) -> str | None:
+        self.is_local.append(is_local)
+        return None
 
     def progress(self) -> Progress:
         return Progress(
@@ -240,7 +261,7 @@ def build_engine(
     sync = stand_alone_group(
         world.shared_store, placement.replica, placement.num_replicas, Transport("gloo", CPU),
         TIMEOUT, f"sync group {placement.rank}",
-        num_phases=Wire.of(config.sync_dtype).num_phases,
+        num_phases=num_phases_of(config),
     )  # fmt: skip
     meeting = stand_alone_group(
         world.shared_store, placement.replica, placement.num_replicas, Transport("gloo", CPU),

@@ -19,6 +19,7 @@ from megatron_edit.comm.control import ControlRecord
 from megatron_edit.method.detector import DetectorConfig, DetectorState, Verdict, judge_units
 from megatron_edit.method.landing import DIRECT_COPY, LandingRule
 from megatron_edit.method.ledger import Dealing
+from megatron_edit.method.moments import NEVER, NO_MOMENTS, MomentRule, MomentSchedule
 from megatron_edit.method.outer import OuterRule
 from megatron_edit.method.schedule import RoundStart, Schedule
 from megatron_edit.method.weights import blend_step_weights, replica_weights
@@ -137,12 +138,14 @@ class RoundRules:
         landing: when and how parameters take the result of a sync.
         schedule: gives the length of rounds that are counted in steps.
         min_steps: steps of all replicas below which a round that ends by the clock goes on.
+        moments: which moments of the inner optimizer are averaged, and at which syncs.
     """
 
     penalty: Penalty
     landing: LandingRule
     schedule: Schedule
     min_steps: float = 0.0
+    moments: MomentSchedule = NEVER
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,7 @@ class RoundPlan:
         is_dealt: whether a round of replicas at their own speeds is over: counters meet.
         is_followed: whether a replica then goes on to the next meeting without a step.
         ends_rounds: whether no local step follows: the final synchronous phase begins.
+        moments: of the inner optimizer that are averaged with these units.
     """
 
     outcome: MeetingOutcome
@@ -208,6 +212,7 @@ class RoundPlan:
     is_dealt: bool = False
     is_followed: bool = False
     ends_rounds: bool = False
+    moments: MomentRule = NO_MOMENTS
 
     @property
     def samples(self) -> int:
@@ -223,6 +228,7 @@ def plan_round(
     *,
     is_last: bool,
     ends_rounds: bool = False,
+    forced_moments: MomentRule | None = None,
 ) -> RoundPlan:
     """Plan what follows from a meeting. Pure; the tensors of `before` are not written to.
 
@@ -233,6 +239,7 @@ def plan_round(
         rules: settings.
         is_last: whether local training ends with this meeting: what syncs lands at once.
         ends_rounds: whether the final synchronous phase follows.
+        forced_moments: that are averaged whatever the schedule says; all replicas say the same.
     """
     records = tuple(records)
     if any(record.is_leaving for record in records):
@@ -285,6 +292,7 @@ def plan_round(
         is_dealt=is_dealt,
         is_followed=is_followed,
         ends_rounds=ends_rounds,
+        moments=_moments_of(rules, after.count, len(records), forced_moments),
     )
 
 
@@ -299,6 +307,15 @@ def mean_loss(records: Sequence[ControlRecord]) -> float | None:
     told = [(total, count) for total, count in told if count and math.isfinite(total)]
     steps = sum(count for _, count in told)
     return sum(total for total, _ in told) / steps if steps else None
+
+
+def _moments_of(
+    rules: RoundRules, sync: int, num_replicas: int, forced: MomentRule | None
+) -> MomentRule:
+    """What is averaged at a sync. One replica keeps its own moments, which a code would round."""
+    if num_replicas == 1:
+        return NO_MOMENTS
+    return forced or rules.moments.rule_of(sync, rules.schedule.fragments)
 
 
 def _is_extended(dealing: Dealing, counts: Sequence[int], min_steps: float) -> bool:

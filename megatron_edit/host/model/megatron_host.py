@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,10 +22,14 @@ from megatron_edit.host.model.loop import LoopControl
 from megatron_edit.host.model.moments import (
     StoredMoment,
     counters_of,
+    given_beta2,
     moments_of,
     read_counter,
+    read_moment,
     reset,
+    scaled_beta2,
     write_counter,
+    write_moment,
     zero_nonfinite,
 )
 from megatron_edit.host.model.optimizer import (
@@ -44,6 +48,7 @@ from megatron_edit.host.seams.megatron import (
     ParamScheduler,
     StepResult,
 )
+from megatron_edit.method.moments import local_beta2
 from megatron_edit.method.order import IN_ORDER, SampleOrder
 
 
@@ -58,6 +63,7 @@ class MegatronHost:
         replica: group of all ranks of this replica, to agree on the list of units.
         placement: gives the number of replicas.
         final_fraction: share of the training that its final synchronous phase takes.
+        scales_beta2: whether beta2 becomes beta2^(1/N) while gradients stay in the replica.
 
     Attributes:
         iteration: Megatron's number of the last step: it counts iterations that it skips, and
@@ -76,8 +82,11 @@ class MegatronHost:
         replica: Group,
         placement: Placement,
         final_fraction: float,
+        *,
+        scales_beta2: bool = False,
     ) -> None:
         self._args = args
+        self._scales_beta2, self._is_local = scales_beta2, False
         self._model = model
         self._scheduler = scheduler
         self._placement = placement
@@ -132,7 +141,10 @@ class MegatronHost:
         """
         self.loop.begin_step()
         self._defer_gather(defers_gather)
-        result = step()
+        is_scaled = self._scales_beta2 and self._is_local
+        replicas = self._placement.num_replicas
+        with scaled_beta2(self._inner, replicas) if is_scaled else nullcontext():
+            result = step()
         self._defer_gather(False)
         self._count_step(was_applied=bool(result[0]))
         return result
@@ -213,6 +225,27 @@ class MegatronHost:
     def zero_nonfinite_moments(self, shard: UnitShard) -> int:
         """Zero what is not finite in the inner moments of a shard; returns how many elements."""
         return sum(zero_nonfinite(self._inner, param.source) for param in shard.params)
+
+    def read_moments(self, shard: UnitShard, kind: str, out: Tensor) -> None:
+        """Copy a moment of the inner optimizers; see `engine.host.Host`."""
+        for param, where in zip(shard.params, shard.slices, strict=True):
+            read_moment(self._inner, param.source, kind, out[where])
+
+    def write_moments(self, shard: UnitShard, kind: str, values: Tensor) -> None:
+        """Inverse of `read_moments`."""
+        for param, where in zip(shard.params, shard.slices, strict=True):
+            write_moment(self._inner, param.source, kind, values[where])
+
+    def set_local_training(self, is_local: bool) -> str | None:
+        """Scale beta2 from the next step on, or no more; the line that says so, where it is to."""
+        if not self._scales_beta2 or is_local == self._is_local:
+            return None
+        self._is_local, replicas = is_local, self._placement.num_replicas
+        given = given_beta2(self._inner)
+        if not is_local or not given:  # a stage may have nothing to step
+            return None
+        changes = (f"{beta2:g} -> {local_beta2(beta2, replicas):.6g}" for beta2 in given)
+        return f"beta2 of the inner optimizer, to the power of 1/{replicas}: {', '.join(changes)}"
 
     def reset_moments(self) -> None:
         """Let the inner optimizers begin anew, as before their first step."""

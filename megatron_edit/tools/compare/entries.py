@@ -86,7 +86,9 @@ class Entry:
         if rule.endless_warmup:
             unused = _OF_ROUNDS | _OF_THE_CLOCK | _OF_SYNCS | {_FINAL}
         elif self.name == IDEAL:
-            unused = unused | _OF_SYNCS | {_FINAL}  # fragments would meet within the round that has no end
+            unused = (
+                unused | _OF_SYNCS | {_FINAL}
+            )  # fragments would meet within the round that has no end
         words = [*without(common, unused | {flag("use_edit")}), flag("use_edit")]
         words += [flag("strategy"), strategy]
         if self.name == IDEAL:
