@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_edit.constants import (
     ALL,
+    AVERAGED_MOMENTS,
     DEVICES,
     FEW_REPLICAS,
     FIXED,
@@ -22,6 +23,7 @@ from megatron_edit.constants import (
     INNER_STATES,
     INTERVALS,
     LEAST_TIMEOUT_SECONDS,
+    NONE,
     QSR,
     STL,
     SYNC_BACKENDS,
@@ -32,7 +34,6 @@ from megatron_edit.constants import (
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import (
     AUTO,
-    NONE,
     default_text,
     flag,
     parse_endpoint,
@@ -47,8 +48,10 @@ GOAL_SHARE = 0.02
 _WITHOUT_DEFAULT = ("num_replicas", "replica_id")
 # Settings that strategies with the clock do not look at, those of syncs, and of the penalty.
 ONLY_COUNTED = ("sync_interval", "interval", "qsr_a", "stl_stages", "final_sync_fraction")
-ONLY_LANDING = ("fragments", "delay_steps", "mix")
-_ONLY_ROUNDS = (*ONLY_LANDING, "final_sync_fraction")
+ONLY_SYNCED = (
+    "fragments", "delay_steps", "mix", "average_moments", "average_moments_every", "scale_beta2",
+    "final_sync_fraction",
+)  # fmt: skip
 _ONLY_PENALTY = (
     "anomaly_threshold", "anomaly_alpha", "anomaly_warmup_syncs", "anomaly_patience", "clip",
     "weight_temperature",
@@ -219,6 +222,18 @@ class EditConfig:
     stl_stages: int = _setting(
         3, "stl: equal stages of the local training, tau doubles in each; >= 1", kind=int
     )
+    average_moments: str = _setting(
+        NONE,
+        "Adam's moments that a sync averages over the replicas, in codes of one byte",
+        kind=str,
+        only=AVERAGED_MOMENTS,
+    )
+    average_moments_every: int = _setting(
+        1, "K, syncs between two averages of moments; >= 1", kind=int
+    )
+    scale_beta2: bool = _setting(
+        False, "Adam's beta2 becomes beta2^(1/N) while replicas train by themselves"
+    )
     co2_gap: float = _setting(1.0, "co2: Lambda, divisor of the average; > 0", kind=float)
     co2_clip: float | None = _setting(
         None, "co2: phi_m, largest element of the momentum; > 0", kind=number_or_none
@@ -277,6 +292,7 @@ def check_all(config: EditConfig) -> None:
     check_ranges(config)
     check_strategy(config)
     check_landing(config)
+    check_moments(config)
     check_interval(config)
     check_launch(config)
 
@@ -335,6 +351,7 @@ def check_ranges(config: EditConfig) -> None:
     _at_least(config, "anomaly_warmup_syncs", 0)
     _at_least(config, "anomaly_patience", 0)
     _at_least(config, "fragments", 1)
+    _at_least(config, "average_moments_every", 1)
     _at_least(config, "delay_steps", 0)
     _at_least(config, "stl_stages", 1)
     for name in ("sync_seconds", "outer_lr", "anomaly_threshold", "clip", "qsr_a",
@@ -360,7 +377,7 @@ def check_strategy(config: EditConfig) -> None:
         for name in _ONLY_PENALTY:
             _refuse_unless_default(config, name, "edit")
     if strategy.endless_warmup:
-        for name in _ONLY_ROUNDS:
+        for name in ONLY_SYNCED:
             _refuse_unless_default(config, name, "edit")
 
 
@@ -402,6 +419,16 @@ def check_landing(config: EditConfig) -> None:
             f"{flag('sync_dtype')} {config.sync_dtype}",
             f"has no effect with {flag('strategy')} {config.strategy}: gradients cross, no syncs",
             "drop the flag; Megatron's --grad-reduce-in-bf16 is about gradients",
+        )
+
+
+def check_moments(config: EditConfig) -> None:
+    """The interval of averages of moments is of something."""
+    if config.average_moments_every > 1 and config.average_moments == NONE:
+        raise UsageError(
+            f"{flag('average_moments_every')} {config.average_moments_every}",
+            "no moments are averaged",
+            f"add {flag('average_moments')} both (or second), or drop the flag",
         )
 
 

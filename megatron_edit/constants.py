@@ -10,6 +10,7 @@ SYNC_BACKENDS = ("nccl", "gloo")
 FP32, BF16, INT8, INT4 = SYNC_DTYPES = ("fp32", "bf16", "int8", "int4")
 OVERLAP, BLOCKING = SYNC_MODES = ("overlap", "blocking")
 FIXED, QSR, STL, ADACOMM = INTERVALS = ("fixed", "qsr", "stl", "adacomm")
+NONE, MOMENTS_SECOND, MOMENTS_BOTH = AVERAGED_MOMENTS = ("none", "second", "both")
 CPU, CUDA = DEVICES = ("cpu", "cuda")
 ALL, LEADER, RESET = INNER_STATES = ("all", "leader", "reset")
 CHECKPOINT_FORMS = (ALL, LEADER)  # inner state of every replica, or of replica 0 alone
@@ -25,7 +26,9 @@ FEW_REPLICAS = 8  # so many have scalars of their own without being asked for
 WATCHED_SYNCS = 10
 LOW_CLIP = 0.5
 
+FIRST_MOMENT, SECOND_MOMENT = "first", "second"  # of the inner optimizer
 EMBEDDING, LAYER, FINAL, MTP = "embedding", "layer", "final", "mtp"  # kinds of sync units
 SYNC_TIMES = ("wait", "exchange", "outer", "exposed", "total")  # of a sync, in event files
 SUPPORTED_OPTIMIZERS = ("adam", "sgd")  # of Megatron's
+OPTIMIZERS_WITH_MOMENTS = ("adam",)  # a first and a second one, and beta2
 FP32_BYTES = 4

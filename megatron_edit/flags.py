@@ -8,7 +8,7 @@ from typing import Any
 from megatron_edit.errors import UsageError
 from megatron_edit.method.strategy import STRATEGIES
 
-AUTO, NONE = "auto", "none"
+AUTO = "auto"
 USE_EDIT, PREFIX = "--use-edit", "--edit-"
 BEGINNINGS = (USE_EDIT, PREFIX)  # of our flags
 # With those of a flag that is written with underscores, which there is not.

@@ -19,7 +19,8 @@ from megatron_edit.checkpoint.folder import manifest_of
 from megatron_edit.constants import CHECKPOINT_FORMS, FP32
 from megatron_edit.errors import UsageError
 
-FORMAT, VERSION = "megatron_edit checkpoint", 4  # 2: late syncs, wire types; 3: settings; 4: phases
+# 2: syncs that land late, wire types; 3: settings; 4: a final phase, moments that travel.
+FORMAT, VERSION = "megatron_edit checkpoint", 4
 KEYS = {"replicas_identical": "is_level"}  # fields that have another name in the file
 
 
@@ -38,6 +39,7 @@ class PendingSync:
         inner_lr: of the inner optimizer at the sync.
         tables: what was decided, lists [N][units], and `rollback` [units].
         inner_steps: of each replica. `samples`: consumed by each.
+        moments: kinds of inner moments whose means had not landed; they lie beside the anchor.
     """
 
     round: int
@@ -52,6 +54,7 @@ class PendingSync:
     tables: Mapping[str, Any]
     inner_steps: tuple[int, ...]
     samples: tuple[int, ...]
+    moments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -279,7 +282,8 @@ def _numbers(values: list[Any]) -> list[Any]:
 def _pending(entry: dict[str, Any]) -> PendingSync:
     lists = {name: tuple(entry[name]) for name in ("units", "excluded", "inner_steps", "samples")}
     tables = {name: _numbers(table) for name, table in entry["tables"].items()}
-    return PendingSync(**entry | lists | {"tables": tables})
+    moments = {"moments": tuple(entry.get("moments", ()))}
+    return PendingSync(**entry | lists | moments | {"tables": tables})
 
 
 def _one_line(error: Exception) -> str:

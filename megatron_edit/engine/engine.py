@@ -99,7 +99,7 @@ class EditEngine:
         """
         self.state.step = step
         self.state.rounds = replace(self.state.rounds, count=num_syncs)
-        self.groups.warm_up(self.settings.wire)
+        self.groups.warm_up(has_exchanges=self.settings.num_phases > 0)
         broadcast_first_replica(self.host, self.groups)
         check_identical(self.host, self.groups, "at the start")
         if self.host.progress().begins_final_phase:
@@ -321,7 +321,7 @@ class EditEngine:
         if saved["is_warmup"]:
             self.start(saved["step"], saved["round"])
             return
-        self.groups.warm_up(self.settings.wire)
+        self.groups.warm_up(has_exchanges=self.settings.num_phases > 0)
         outer, detectors = self._take_anchor(), saved["detectors"]
         outer.load(saved["outer"])
         if unfinished is not None:
@@ -336,6 +336,7 @@ class EditEngine:
             check_identical(self.host, self.groups, "after loading")
         self._flags.post(Flag.MEET if saved["is_asking"] else Flag.NONE)
         self.state.timeout.begin(saved["round_seconds"])
+        self._begin_local_training()
 
     # ---- where training stands
 
@@ -464,6 +465,11 @@ class EditEngine:
         self.state.timeout.begin()
         step = self.state.step
         self.reporter.on_message(f"warm-up is over after step {step}: each replica trains alone")
+        self._begin_local_training()
+
+    def _begin_local_training(self) -> None:
+        if (message := self.host.set_local_training(True)) is not None:
+            self.reporter.on_message(message)
 
     def _end_warmup_if_due(self) -> None:
         """After a step of the warm-up or of the final phase: the warm-up ends with step W, unless
@@ -480,7 +486,8 @@ class EditEngine:
         """End local training: all lands, and what replicas hold becomes equal; then gradients are
         averaged at every step, as in the warm-up."""
         self._queue.settle()
-        begin_final_phase(self.host, self.groups, self.reporter)
+        begin_final_phase(self.host, self.groups, self.reporter, self.state.accepted)
+        self.host.set_local_training(False)
         self.host.attach_outer_state({}, {})
         self.state.end_rounds()
         self._tell_of_final_phase()

@@ -41,6 +41,8 @@ class PendingState(TypedDict):
         inner_steps: of each replica. `samples`: consumed by each.
         averages: fp32 [numel] of this rank's shards by unit; without the outer step.
         snapshots: the same, of the parameters at its start.
+        moments: fp32 [numel] by kind and unit, means of moments of the inner optimizer; a kind has
+            an entry on every rank, also where none of its units has.
     """
 
     round: int
@@ -57,6 +59,7 @@ class PendingState(TypedDict):
     samples: tuple[int, ...]
     averages: Mapping[str, Tensor]
     snapshots: Mapping[str, Tensor]
+    moments: Mapping[str, Mapping[str, Tensor]]
 
 
 class UnitTensors(TypedDict, total=False):
@@ -271,6 +274,7 @@ class RunState:
         round_start: the own step after which the round began.
         outer: anchor, momentum and residuals; None in warm-up, as no anchor has been taken.
         records: of the last meeting, by replica.
+        accepted: bool [N, U], which replicas the last sync of a unit accepted.
         landed_digests: of units that have landed late, by position, until they meet again.
         num_dealings: how often samples were dealt; data prefetched under another dealing is void.
         has_left: whether a meeting was the last one, because a replica obeyed a stop.
@@ -290,6 +294,7 @@ class RunState:
     round_start: int = 0
     outer: OuterState | None = None
     records: Sequence[ControlRecord] = ()
+    accepted: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.bool))
     landed_digests: dict[int, float] = field(default_factory=dict)
     num_dealings: int = 0
     has_left: bool = False
@@ -319,6 +324,7 @@ class RunState:
             clock=clock,
             timeout=AdaptiveTimeout((groups.sync, groups.meeting), settings.fixed_timeout),
             timer=None if timed is None else TimeTrigger(timed.length, clock),
+            accepted=torch.ones(replicas, num_units, dtype=torch.bool),
         )
 
     @property
@@ -387,6 +393,8 @@ class RunState:
             return
         self.round_start = self.step
         self.num_dealings += plan.is_dealt
+        assert plan.decision is not None
+        self.accepted[:, list(plan.units)] = ~plan.decision.verdict.anomalous
         for unit in plan.units:
             self.landed_digests.pop(unit, None)
         self.losses.report(plan.records, reporter)

@@ -14,9 +14,15 @@ from enum import Enum
 
 from megatron_edit.comm.placement import Placement
 from megatron_edit.config import EditConfig, number_or_auto
-from megatron_edit.constants import BLOCKING, OVERLAP, SUPPORTED_OPTIMIZERS
+from megatron_edit.constants import (
+    BLOCKING,
+    NONE,
+    OPTIMIZERS_WITH_MOMENTS,
+    OVERLAP,
+    SUPPORTED_OPTIMIZERS,
+)
 from megatron_edit.errors import UsageError
-from megatron_edit.flags import AUTO, attribute
+from megatron_edit.flags import AUTO, attribute, flag
 from megatron_edit.method.strategy import STRATEGIES
 
 # Argument, value that is refused (None: any value but None or False), rule, remedy.
@@ -108,6 +114,7 @@ def check_arguments(args: Namespace, placement: Placement, config: EditConfig) -
             f"with --use-edit it must be one of {', '.join(SUPPORTED_OPTIMIZERS)}",
             "use --optimizer adam",
         )
+    _check_moments(args, config)
     has_writer = args.tensorboard_dir or getattr(args, "wandb_project", "")
     if getattr(args, "wandb_project", "") and not args.wandb_exp_name:
         raise UsageError(
@@ -127,6 +134,19 @@ def check_arguments(args: Namespace, placement: Placement, config: EditConfig) -
     _check_layout(args, placement)
     _check_batch(args, placement)
     _check_checkpoints(args)
+
+
+def _check_moments(args: Namespace, config: EditConfig) -> None:
+    """Refuse settings of Adam's moments with an optimizer that has none."""
+    if args.optimizer in OPTIMIZERS_WITH_MOMENTS:
+        return
+    for name, off in (("average_moments", NONE), ("scale_beta2", False)):
+        if (value := getattr(config, name)) != off:
+            raise UsageError(
+                flag(name) if value is True else f"{flag(name)} {value}",
+                f"--optimizer {args.optimizer} has no such moments",
+                "use --optimizer adam, or drop the flag",
+            )
 
 
 def check_graphs(args: Namespace) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from megatron_edit.comm.wire import Wire
+from megatron_edit.comm.wire import NUM_PHASES, Wire
 from megatron_edit.config import EditConfig
 from megatron_edit.constants import ADACOMM, OVERLAP, STL
 from megatron_edit.engine import EngineSettings, Penalty, TimedRounds
 from megatron_edit.method.detector import DetectorConfig
 from megatron_edit.method.landing import LandingRule
+from megatron_edit.method.moments import MomentSchedule
 from megatron_edit.method.schedule import (
     LossSchedule,
     QuadraticSchedule,
@@ -54,7 +55,19 @@ def engine_settings(
         overlap=sync_mode == OVERLAP,
         prefetch_units=config.prefetch_units,
         offload=config.offload,
+        moments=moments_of(config),
     )
+
+
+def moments_of(config: EditConfig) -> MomentSchedule:
+    """Which moments of the inner optimizer are averaged, and when."""
+    return MomentSchedule.of(config.average_moments, config.average_moments_every)
+
+
+def num_phases_of(config: EditConfig) -> int:
+    """Phases that the sync groups must be made for; 0 is whole collectives alone."""
+    has_phases = moments_of(config).rule.has_phases
+    return NUM_PHASES if has_phases else Wire.of(config.sync_dtype).num_phases
 
 
 def schedule_of(config: EditConfig, last_local_step: int) -> Schedule:

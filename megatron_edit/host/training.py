@@ -281,7 +281,7 @@ class TrainingLoop:
             scheduler,
             groups.replica,
             self._world.placement,
-            self._config.final_sync_fraction,
+            self._config,
         )
         self._cleanup.callback(host.release)
         self._cleanup.callback(host.loop.release)

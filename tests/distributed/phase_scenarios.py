@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from megatron_edit.config import EditConfig
-from tests.distributed.toy import ToyMoment, build_engine
+from megatron_edit.constants import FIRST_MOMENT
+from tests.distributed.toy import build_engine
 
 SIZES = {"embedding": 13, "final": 3}
 START = {name: [0.5] * size for name, size in SIZES.items()}
@@ -17,7 +16,7 @@ def end_rounds(values: list[list[float] | None], settings: dict[str, Any]) -> di
     """Three local steps, the last of which is followed by the final phase; then two more.
 
     Args:
-        values: of the inner moments of the embedding, by replica; None has none.
+        values: of the first inner moment of the unit "final", by replica; None has none.
         settings: of the run.
     """
     config = EditConfig(use_edit=True, warmup_steps=0, sync_interval=2, digest_interval=1,
@@ -27,7 +26,7 @@ def end_rounds(values: list[list[float] | None], settings: dict[str, Any]) -> di
     replica = engine.groups.sync.rank
     own = values[replica]
     if own is not None:
-        host.inner["embedding"] = [ToyMoment(torch.tensor(own))]
+        host.set_moments(FIRST_MOMENT, {"embedding": [0.0] * 13, "final": own})
     host.counters = [8.0 * (replica + 1), 3.0 + replica]
     host.schedule_position = 10 - replica
     phases = []
@@ -39,11 +38,11 @@ def end_rounds(values: list[list[float] | None], settings: dict[str, Any]) -> di
         engine.after_step()
         engine.record_loss(float(step))
         phases.append((engine.is_warmup, engine.is_final_phase))
-    moments = [m.value.tolist() for m in host.inner.get("embedding", [])]
+    held = host.moments.get(FIRST_MOMENT, {})
     return {
         "phases": phases,
         "theta": {name: value.tolist() for name, value in host.full.items()},
-        "moments": moments,
+        "moments": held["final"].tolist() if held else [],
         "counters": host.counters,
         "schedule": host.schedule_position,
         "is_reset": host.is_reset,

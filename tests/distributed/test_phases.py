@@ -10,8 +10,8 @@ import pytest
 from tests.harness import run_ranks
 
 MODULE = "tests.distributed.phase_scenarios"
-FIRST = [1.0, -2.0, math.nan, 4.0]
-SECOND = [3.0, 2.0, 6.0, math.inf]
+FIRST = [1.0, math.nan, 4.0]
+SECOND = [3.0, 6.0, math.inf]
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_inner_state_becomes_equal(settings: dict[str, object]) -> None:
     finite = [np.where(np.isfinite(v), v, 0).astype(np.float32) for v in (FIRST, SECOND)]
     for value in found:
         assert value["phases"] == [(False, False)] * 2 + [(True, True)] * 3
-        np.testing.assert_array_equal(value["moments"], [(finite[0] + finite[1]) / np.float32(2)])
+        np.testing.assert_array_equal(value["moments"], (finite[0] + finite[1]) / np.float32(2))
         assert (value["counters"], value["schedule"]) == ([8.0, 3.0], 10)
         assert value["sync_steps"] == [2, 3] and not value["has_outer"]
         assert value["loss_steps"] == [1, 2, 3, 4, 5]

@@ -19,7 +19,6 @@ from torch import Tensor
 from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.placement import place
 from megatron_edit.comm.transport import Transport, stand_alone_group
-from megatron_edit.comm.wire import Wire
 from megatron_edit.comm.worlds import join
 from megatron_edit.config import EditConfig
 from megatron_edit.engine import (
@@ -32,7 +31,7 @@ from megatron_edit.engine import (
     UnitShard,
     plan_units,
 )
-from megatron_edit.host.settings import engine_settings
+from megatron_edit.host.settings import engine_settings, num_phases_of
 from megatron_edit.method.clock import PhaseClock
 from megatron_edit.method.schedule import StepSchedule
 
@@ -47,23 +46,6 @@ def cut(total: int, parts: int) -> list[slice]:
 
 
 @dataclass
-class ToyMoment:
-    """A moment of the inner optimizer, fp32."""
-
-    value: Tensor
-
-    @property
-    def numel(self) -> int:
-        return int(self.value.numel())
-
-    def read(self) -> Tensor:
-        return self.value.clone()
-
-    def write(self, value: Tensor) -> None:
-        self.value.copy_(value)
-
-
-@dataclass
 class ToyHost:
     """Units as flat tensors, two parameters each where they are long enough.
 
@@ -72,9 +54,10 @@ class ToyHost:
         next_lr: in the step after it.
         is_last: whether training ends with the step being attempted.
         begins_final: whether the final synchronous phase follows that step.
-        inner: inner moments by unit.
         counters: of the inner optimizer.
         is_reset: whether the moments were reset.
+        moments: of the inner optimizer, this rank's cut, by kind and unit; there may be none.
+        is_local: what `set_local_training` was told.
     """
 
     full: dict[str, Tensor]
@@ -86,12 +69,12 @@ class ToyHost:
     next_lr: float = 1.0
     is_last: bool = False
     begins_final: bool = False
-    inner: dict[str, list[ToyMoment]] = field(default_factory=dict)
     counters: list[float] = field(default_factory=list)
     is_reset: bool = False
     is_end_asked: bool = False
     ended_rounds: list[tuple[int, bool]] = field(default_factory=list)
-    moments: dict[int, Tensor] = field(default_factory=dict)
+    moments: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    is_local: list[bool] = field(default_factory=list)
 
     @classmethod
     def build(cls, sizes: dict[str, int], rank: int, ranks: int, start: dict[str, Any]) -> ToyHost:
@@ -146,8 +129,8 @@ class ToyHost:
     def zero_nonfinite_moments(self, shard: UnitShard) -> int:
         return 0
 
-    def inner_moments(self, shard: UnitShard) -> Iterable[ToyMoment]:
-        return self.inner.get(shard.name, ())
+    def num_moment_elements(self) -> int:
+        return sum(t.numel() for kind in self.moments.values() for t in kind.values())
 
     def inner_counters(self) -> Tensor:
         return torch.tensor(self.counters, dtype=torch.float64)
@@ -157,6 +140,25 @@ class ToyHost:
 
     def reset_moments(self) -> None:
         self.is_reset = True
+
+    def set_moments(self, kind: str, values: dict[str, Any]) -> None:
+        """Stand in for what inner training makes of a moment (whole units)."""
+        self.moments[kind] = {
+            name: torch.tensor(each, dtype=torch.float32)[self.slices[name]]
+            for name, each in values.items()
+        }
+
+    def read_moments(self, shard: UnitShard, kind: str, out: Tensor) -> None:
+        if kind in self.moments:
+            out.copy_(self.moments[kind][shard.name])
+
+    def write_moments(self, shard: UnitShard, kind: str, values: Tensor) -> None:
+        if kind in self.moments:
+            self.moments[kind][shard.name].copy_(values)
+
+    def set_local_training(self, is_local: bool) -> str | None:
+        self.is_local.append(is_local)
+        return None
 
     def progress(self) -> Progress:
         return Progress(
@@ -240,7 +242,7 @@ def build_engine(
     sync = stand_alone_group(
         world.shared_store, placement.replica, placement.num_replicas, Transport("gloo", CPU),
         TIMEOUT, f"sync group {placement.rank}",
-        num_phases=Wire.of(config.sync_dtype).num_phases,
+        num_phases=num_phases_of(config),
     )  # fmt: skip
     meeting = stand_alone_group(
         world.shared_store, placement.replica, placement.num_replicas, Transport("gloo", CPU),

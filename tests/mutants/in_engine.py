@@ -9,7 +9,25 @@ _STEP = "pure/test_step_plan.py"
 _PLAN, _SYNC = "engine/rounds/plan.py", "engine/sync/inflight.py"
 _AVERAGES = "engine/sync/averages.py"
 
+_MOMENTS = "pure/test_moment_codes.py"
+
 ENGINE = (
+    Mutant(
+        id="engine/left-out-moments-count",
+        bug="moments of a replica that is left out are in the mean of the others",
+        file="engine/sync/moments.py",
+        old="Addend(values, None, None, self.is_excluded,",
+        new="Addend(values, None, None, False,",
+        test=f"{_MOMENTS}::test_one_that_is_left_out_takes_the_mean_of_the_others",
+    ),
+    Mutant(
+        id="engine/moments-over-all",
+        bug="moments are divided by all replicas, not by those that are accepted",
+        file="engine/sync/moments.py",
+        old="1.0 / int((~decision.verdict.anomalous[:, shard.index]).sum())",
+        new="1.0 / len(decision.verdict.anomalous)",
+        test=f"{_MOMENTS}::test_one_that_is_left_out_takes_the_mean_of_the_others",
+    ),
     Mutant(
         id="engine/no-steps-is-judged",
         bug="a replica that made no step counts in the average and teaches its detector",
@@ -439,7 +457,8 @@ ENGINE = (
         id="engine/groups-connect-late",
         bug="no group is used before training",
         file="engine/engine.py",
-        old="        self.groups.warm_up(self.settings.wire)\n        broadcast_first_replica(",
+        old="        self.groups.warm_up(has_exchanges=self.settings.num_phases > 0)\n"
+        "        broadcast_first_replica(",
         new="        broadcast_first_replica(",
         test="pure/test_nccl_groups.py::test_training_begins_with_groups_that_were_used",
     ),
@@ -464,7 +483,8 @@ ENGINE = (
         id="engine/groups-connect-late-at-a-resume",
         bug="no group is used before training goes on from a checkpoint",
         file="engine/engine.py",
-        old="        self.groups.warm_up(self.settings.wire)\n        outer, detectors =",
+        old="        self.groups.warm_up(has_exchanges=self.settings.num_phases > 0)\n"
+        "        outer, detectors =",
         new="        outer, detectors =",
         test="pure/test_nccl_groups.py::test_training_begins_with_groups_that_were_used",
     ),
@@ -520,7 +540,7 @@ ENGINE = (
         id="engine/final-phase-keeps-own-moments",
         bug="replicas go into the final phase with inner moments of their own",
         file="engine/rounds/synchronous.py",
-        old="            moment.write(value.div_(sync.size))\n",
+        old="            host.write_moments(shard, kind, value.div_(int(chosen.sum())))\n",
         new="            pass\n",
         test="distributed/test_phases.py::test_inner_state_becomes_equal",
     ),

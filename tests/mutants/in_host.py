@@ -6,6 +6,14 @@ from tests.mutants.mutant import Mutant
 
 HOST = (
     Mutant(
+        id="host/beta2-stays-scaled",
+        bug="beta2 stays scaled after a step: the next one scales it again, a checkpoint keeps it",
+        file="host/model/moments.py",
+        old='            group["betas"] = betas\n',
+        new="            pass\n",
+        test="pure/test_moment_codes.py::test_beta2_is_scaled_inside_a_step_alone",
+    ),
+    Mutant(
         id="host/corpus-without-its-end",
         bug="the last tokens of a large file are never looked at",
         file="host/corpus.py",

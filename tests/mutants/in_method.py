@@ -6,7 +6,25 @@ from tests.mutants.mutant import Mutant
 
 _ORACLE = "pure/test_method_against_oracle.py"
 
+_MOMENTS = "pure/test_moment_codes.py"
+
 METHOD = (
+    Mutant(
+        id="method/second-moment-zero",
+        bug="a second moment below the smallest code becomes zero: its update is unbounded",
+        file="method/codec.py",
+        old="code.clamp_(min=0 if self.is_signed else 1, max=self.top)",
+        new="code.clamp_(min=0, max=self.top)",
+        test=f"{_MOMENTS}::test_small_second_moments_do_not_become_zero",
+    ),
+    Mutant(
+        id="method/moments-at-the-first-sync",
+        bug="K beyond the end of training averages moments once all the same",
+        file="method/moments.py",
+        old="if turn % self.interval == 0",
+        new="if turn % self.interval == 1 % self.interval",
+        test=f"{_MOMENTS}::test_every_kth_sync_counts_from_the_first",
+    ),
     Mutant(
         id="method/clock-asks-late",
         bug="a replica with a clock asks for the meeting a step late: its phase overruns",

@@ -133,7 +133,9 @@ class SyncController:
     def __post_init__(self) -> None:
         settings = self.settings
         min_steps = 0.0 if settings.timed is None else settings.timed.min_steps
-        self._rules = RoundRules(settings.penalty, settings.landing, settings.schedule, min_steps)
+        self._rules = RoundRules(
+            settings.penalty, settings.landing, settings.schedule, min_steps, settings.moments
+        )
         self._fragments = FragmentPlan.of(self.host.plan, settings.schedule.fragments)
 
     # ---- meetings
@@ -276,6 +278,7 @@ class SyncController:
             rules=SyncRules(settings.outer, settings.max_norm, landing, plan.inner_lr),
             inner_steps=tuple(record.inner_steps for record in plan.records),
             samples=tuple(record.samples for record in plan.records),
+            moments=plan.moments,
         )
         sync = InflightSync(
             sync_plan,
@@ -285,6 +288,7 @@ class SyncController:
             depth=settings.depth,
             began=began,
             waited=waited,
+            host=self.host,
         )
         if not settings.landing.is_immediate:
             # The addends are of the parameters whose norms were gathered. That holds for the last

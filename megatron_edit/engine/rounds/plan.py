@@ -19,6 +19,7 @@ from megatron_edit.comm.control import ControlRecord
 from megatron_edit.method.detector import DetectorConfig, DetectorState, Verdict, judge_units
 from megatron_edit.method.landing import DIRECT_COPY, LandingRule
 from megatron_edit.method.ledger import Dealing
+from megatron_edit.method.moments import NEVER, NO_MOMENTS, MomentRule, MomentSchedule
 from megatron_edit.method.outer import OuterRule
 from megatron_edit.method.schedule import RoundStart, Schedule
 from megatron_edit.method.weights import blend_step_weights, replica_weights
@@ -137,12 +138,14 @@ class RoundRules:
         landing: when and how parameters take the result of a sync.
         schedule: gives the length of rounds that are counted in steps.
         min_steps: steps of all replicas below which a round that ends by the clock goes on.
+        moments: which moments of the inner optimizer are averaged, and at which syncs.
     """
 
     penalty: Penalty
     landing: LandingRule
     schedule: Schedule
     min_steps: float = 0.0
+    moments: MomentSchedule = NEVER
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,7 @@ class RoundPlan:
         is_dealt: whether a round of replicas at their own speeds is over: counters meet.
         is_followed: whether a replica then goes on to the next meeting without a step.
         ends_rounds: whether no local step follows: the final synchronous phase begins.
+        moments: of the inner optimizer that are averaged with these units.
     """
 
     outcome: MeetingOutcome
@@ -208,6 +212,7 @@ class RoundPlan:
     is_dealt: bool = False
     is_followed: bool = False
     ends_rounds: bool = False
+    moments: MomentRule = NO_MOMENTS
 
     @property
     def samples(self) -> int:
@@ -285,7 +290,15 @@ def plan_round(
         is_dealt=is_dealt,
         is_followed=is_followed,
         ends_rounds=ends_rounds,
+        moments=_moments_of(rules, after.count, len(records)),
     )
+
+
+def _moments_of(rules: RoundRules, sync: int, num_replicas: int) -> MomentRule:
+    """What is averaged at a sync. One replica keeps its own moments, which a code would round."""
+    if num_replicas == 1:
+        return NO_MOMENTS
+    return rules.moments.rule_of(sync, rules.schedule.fragments)
 
 
 def mean_loss(records: Sequence[ControlRecord]) -> float | None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_edit.comm.collectives import Group, Work
 from megatron_edit.engine.checks import drift
 from megatron_edit.engine.host import EngineGroups, Host, Reporter
+from megatron_edit.method.moments import ALL_MOMENTS
 
 
 def broadcast_first_replica(host: Host, groups: EngineGroups) -> float:
@@ -132,10 +133,18 @@ def _all_reduce_together(tensors: Sequence[Tensor], groups: EngineGroups, *, div
         tensor.copy_(part.view_as(tensor))
 
 
-def begin_final_phase(host: Host, groups: EngineGroups, reporter: Reporter) -> None:
+def begin_final_phase(
+    host: Host, groups: EngineGroups, reporter: Reporter, accepted: Tensor
+) -> None:
     """Make equal on all replicas what is not, and check that the parameters are.
 
     Collective: all ranks of all replicas. Mutates: inner moments, counters and the schedule.
+
+    Args:
+        host: trains.
+        groups: who communicates.
+        reporter: learns of moments that are reset.
+        accepted: bool [N, U], which replicas the last sync accepted in which unit.
 
     Raises:
         DriftError: the parameters differ; the message names a unit.
@@ -144,7 +153,7 @@ def begin_final_phase(host: Host, groups: EngineGroups, reporter: Reporter) -> N
     if groups.sync.size == 1:
         return
     if _hold_same_moments(host, groups):
-        equalize_moments(host, groups)
+        equalize_moments(host, groups, accepted)
     else:
         # An inner optimizer has no moments before its first applied step.
         host.reset_moments()
@@ -153,19 +162,28 @@ def begin_final_phase(host: Host, groups: EngineGroups, reporter: Reporter) -> N
     equalize_schedule(host, groups)
 
 
-def equalize_moments(host: Host, groups: EngineGroups) -> None:
-    """Replace each inner moment by its mean over the replicas, in fp32. Elements that are not
-    finite count as zero.
+def equalize_moments(host: Host, groups: EngineGroups, accepted: Tensor) -> None:
+    """Replace each inner moment by its mean over the accepted replicas, in fp32; over all, where a
+    unit accepts none. Elements that are not finite count as zero.
 
     Collective: the sync group. Mutates: the host's inner moments.
+
+    Args:
+        host: trains.
+        groups: who communicates.
+        accepted: see `begin_final_phase`.
     """
     sync = groups.sync
     for shard in host.plan.shards:
-        for moment in host.inner_moments(shard):
-            value = moment.read()
-            value = torch.where(value.isfinite(), value, torch.zeros_like(value)).to(sync.device)
+        chosen = accepted[:, shard.index]
+        chosen = chosen if bool(chosen.any()) else ~chosen
+        for kind in ALL_MOMENTS.kinds:
+            value = torch.zeros(shard.numel, dtype=torch.float32, device=sync.device)
+            if bool(chosen[sync.rank]):
+                host.read_moments(shard, kind, value)
+                value.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             sync.all_reduce(value)
-            moment.write(value.div_(sync.size))
+            host.write_moments(shard, kind, value.div_(int(chosen.sum())))
 
 
 def equalize_counters(host: Host, groups: EngineGroups) -> None:
@@ -191,8 +209,7 @@ def equalize_schedule(host: Host, groups: EngineGroups) -> None:
 
 def _hold_same_moments(host: Host, groups: EngineGroups) -> bool:
     """Whether the inner optimizers of all replicas hold the same number of moments and counters."""
-    moments = [moment.numel for s in host.plan.shards for moment in host.inner_moments(s)]
-    sizes = torch.tensor([len(moments), sum(moments), len(host.inner_counters())])
+    sizes = torch.tensor([host.num_moment_elements(), len(host.inner_counters())])
     table = groups.meeting.all_gather(sizes)
     return bool((table == table[0]).all())
 

@@ -323,7 +323,10 @@ class CheckpointWriter:
 def _pending_of(state: EngineState) -> tuple[PendingSync, ...]:
     """Syncs of this replica that have not landed."""
     return tuple(
-        PendingSync(**{f.name: sync[f.name] for f in fields(PendingSync)})  # type: ignore[literal-required]
+        PendingSync(
+            **{f.name: sync[f.name] for f in fields(PendingSync)}  # type: ignore[literal-required]
+            | {"moments": tuple(sync["moments"])}
+        )
         for sync in state["pending"]
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,17 +15,21 @@ from torch import Tensor
 
 from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.placement import Placement
+from megatron_edit.config import EditConfig
 from megatron_edit.engine import ParamShard, Progress, UnitShard
 from megatron_edit.host.model.ends import is_end_asked
 from megatron_edit.host.model.final_phase import last_local_iteration
 from megatron_edit.host.model.loop import LoopControl
 from megatron_edit.host.model.moments import (
-    StoredMoment,
     counters_of,
-    moments_of,
+    given_beta2,
+    num_moment_elements,
     read_counter,
+    read_moment,
     reset,
+    scaled_beta2,
     write_counter,
+    write_moment,
     zero_nonfinite,
 )
 from megatron_edit.host.model.optimizer import (
@@ -44,6 +48,7 @@ from megatron_edit.host.seams.megatron import (
     ParamScheduler,
     StepResult,
 )
+from megatron_edit.method.moments import local_beta2
 from megatron_edit.method.order import IN_ORDER, SampleOrder
 
 
@@ -57,7 +62,7 @@ class MegatronHost:
         scheduler: Megatron's `OptimizerParamScheduler`.
         replica: group of all ranks of this replica, to agree on the list of units.
         placement: gives the number of replicas.
-        final_fraction: share of the training that its final synchronous phase takes.
+        config: gives the share of the final synchronous phase, and whether beta2 is scaled.
 
     Attributes:
         iteration: Megatron's number of the last step: it counts iterations that it skips, and
@@ -75,9 +80,10 @@ class MegatronHost:
         scheduler: ParamScheduler,
         replica: Group,
         placement: Placement,
-        final_fraction: float,
+        config: EditConfig,
     ) -> None:
         self._args = args
+        self._scales_beta2, self._is_local = config.scale_beta2, False
         self._model = model
         self._scheduler = scheduler
         self._placement = placement
@@ -94,7 +100,7 @@ class MegatronHost:
         self._pending = 0  # samples by which Megatron will advance the schedule after the step
         self.loop = LoopControl(args, scheduler)
         self.iteration = int(args.iteration)
-        self.last_local_iteration = last_local_iteration(args, final_fraction)
+        self.last_local_iteration = last_local_iteration(args, config.final_sync_fraction)
 
     @property
     def arguments(self) -> Namespace:
@@ -132,10 +138,16 @@ class MegatronHost:
         """
         self.loop.begin_step()
         self._defer_gather(defers_gather)
-        result = step()
+        with self._beta2_of_step():
+            result = step()
         self._defer_gather(False)
         self._count_step(was_applied=bool(result[0]))
         return result
+
+    def _beta2_of_step(self) -> AbstractContextManager[None]:
+        if self._scales_beta2 and self._is_local:
+            return scaled_beta2(self._inner, self._placement.num_replicas)
+        return nullcontext()
 
     def _defer_gather(self, is_deferred: bool) -> None:
         for optimizer in self._edit_optimizers():
@@ -214,14 +226,35 @@ class MegatronHost:
         """Zero what is not finite in the inner moments of a shard; returns how many elements."""
         return sum(zero_nonfinite(self._inner, param.source) for param in shard.params)
 
+    def read_moments(self, shard: UnitShard, kind: str, out: Tensor) -> None:
+        """Copy a moment of the inner optimizers; see `engine.host.Host`."""
+        for param, where in zip(shard.params, shard.slices, strict=True):
+            read_moment(self._inner, param.source, kind, out[where])
+
+    def write_moments(self, shard: UnitShard, kind: str, values: Tensor) -> None:
+        """Inverse of `read_moments`."""
+        for param, where in zip(shard.params, shard.slices, strict=True):
+            write_moment(self._inner, param.source, kind, values[where])
+
+    def set_local_training(self, is_local: bool) -> str | None:
+        """Scale beta2 from the next step on, or no more; the line that says so, where it is to."""
+        if not self._scales_beta2 or is_local == self._is_local:
+            return None
+        self._is_local, replicas = is_local, self._placement.num_replicas
+        given = given_beta2(self._inner)
+        if not is_local or not given:  # a stage may have nothing to step
+            return None
+        changes = (f"{beta2:g} -> {local_beta2(beta2, replicas):.6g}" for beta2 in given)
+        return f"beta2 of the inner optimizer, to the power of 1/{replicas}: {', '.join(changes)}"
+
     def reset_moments(self) -> None:
         """Let the inner optimizers begin anew, as before their first step."""
         reset(self._inner)
 
-    def inner_moments(self, shard: UnitShard) -> Iterable[StoredMoment]:
-        """The inner optimizer's moments of a shard, by param and name."""
-        for param in shard.params:
-            yield from moments_of(self._inner, param.source)
+    def num_moment_elements(self) -> int:
+        """Elements of all moments that the inner optimizers of this rank hold now."""
+        params = (param for shard in self.plan.shards for param in shard.params)
+        return sum(num_moment_elements(self._inner, param.source) for param in params)
 
     def inner_counters(self) -> Tensor:
         """float64 [n]: step counters and dynamic loss scales of Megatron's optimizers."""

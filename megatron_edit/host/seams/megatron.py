@@ -122,6 +122,7 @@ class ParamGroup(TypedDict, total=False):
     params: list[Parameter]
     max_lr: float
     step: int
+    betas: tuple[float, float]
 
 
 class TorchOptimizer(Protocol):

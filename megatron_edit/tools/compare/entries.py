@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_edit.config import ONLY_LANDING
+from megatron_edit.config import ONLY_SYNCED
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import BEGINNINGS, PREFIX, flag
 from megatron_edit.method.strategy import STRATEGIES, TIMED_SETTINGS
@@ -17,7 +17,7 @@ IDEAL = "ideal"  # replicas that part after the warm-up and never meet again
 
 _IDEAL_STRATEGY = "edit"
 _OF_ROUNDS = frozenset((flag("warmup_steps"), flag("sync_interval")))
-_OF_SYNCS = frozenset(map(flag, (*ONLY_LANDING, "sync_dtype")))
+_OF_SYNCS = frozenset(map(flag, (*ONLY_SYNCED, "sync_dtype")))
 _FINAL = flag("final_sync_fraction")
 _OF_THE_CLOCK = frozenset(map(flag, TIMED_SETTINGS))
 
@@ -84,11 +84,9 @@ class Entry:
         rule = STRATEGIES[strategy]
         unused = frozenset({flag("sync_interval"), _FINAL}) if rule.is_timed else _OF_THE_CLOCK
         if rule.endless_warmup:
-            unused = _OF_ROUNDS | _OF_THE_CLOCK | _OF_SYNCS | {_FINAL}
+            unused = _OF_ROUNDS | _OF_THE_CLOCK | _OF_SYNCS
         elif self.name == IDEAL:
-            unused = (
-                unused | _OF_SYNCS | {_FINAL}
-            )  # fragments would meet within the round that has no end
+            unused = unused | _OF_SYNCS  # fragments would meet within the round that has no end
         words = [*without(common, unused | {flag("use_edit")}), flag("use_edit")]
         words += [flag("strategy"), strategy]
         if self.name == IDEAL:
