@@ -53,8 +53,8 @@ ONLY_SYNCED = (
     "final_sync_fraction",
 )  # fmt: skip
 _ONLY_PENALTY = (
-    "anomaly_threshold", "anomaly_alpha", "anomaly_warmup_syncs", "anomaly_patience", "clip",
-    "weight_temperature",
+    "anomaly_threshold", "anomaly_alpha", "anomaly_warmup_syncs", "anomaly_patience",
+    "loss_threshold", "clip", "weight_temperature",
 )  # fmt: skip
 
 
@@ -149,15 +149,24 @@ class EditConfig:
         20, "accepted syncs before a detector is armed; >= 0", kind=int
     )
     anomaly_patience: int = _setting(
-        3, "rejections in a row before a norm is accepted again; >= 0", kind=int
+        3, "rejections in a row before a norm or a loss is accepted again; >= 0", kind=int
+    )
+    loss_threshold: float = _setting(
+        6.0,
+        "standard deviations by which the loss of a replica's round may exceed its history, "
+        "relative to the other replicas; > 0",
+        kind=float,
     )
     clip: float = _setting(10.0, "phi, largest norm of a unit's averaged update; > 0", kind=float)
     weight_temperature: float | None = _setting(
         None, "T of the weights softmax(-norm / T); > 0, or auto", kind=number_or_auto
     )
     no_anomaly: bool = _setting(
-        False, "switch anomaly elimination off (norms that are not finite are still left out)"
+        False,
+        "switch anomaly elimination off, the loss check too (norms that are not finite are still "
+        "left out)",
     )
+    no_loss_check: bool = _setting(False, "leave no replica out because of its loss")
     no_weighting: bool = _setting(False, "weigh all accepted replicas alike")
     no_clip: bool = _setting(False, "switch the clip off")
     sync_mode: str = _setting(
@@ -253,6 +262,8 @@ class EditConfig:
         if not STRATEGIES[self.strategy].has_penalty:
             for name in ("no_anomaly", "no_weighting", "no_clip"):
                 object.__setattr__(self, name, True)
+        if self.no_anomaly:
+            object.__setattr__(self, "no_loss_check", True)
         check_all(self)
 
 
@@ -354,8 +365,9 @@ def check_ranges(config: EditConfig) -> None:
     _at_least(config, "average_moments_every", 1)
     _at_least(config, "delay_steps", 0)
     _at_least(config, "stl_stages", 1)
-    for name in ("sync_seconds", "outer_lr", "anomaly_threshold", "clip", "qsr_a",
-                 "weight_temperature", "timeout_seconds", "co2_gap", "co2_clip"):  # fmt: skip
+    for name in ("sync_seconds", "outer_lr", "anomaly_threshold", "loss_threshold", "clip",
+                 "qsr_a", "weight_temperature", "timeout_seconds", "co2_gap",
+                 "co2_clip"):  # fmt: skip
         _within(config, name, "above 0", lambda x: x > 0)
     for name in ("step_weight", "mix", "final_sync_fraction"):
         _within(config, name, "in [0, 1]", lambda x: 0 <= x <= 1)

@@ -32,3 +32,6 @@ SYNC_TIMES = ("wait", "exchange", "outer", "exposed", "total")  # of a sync, in 
 SUPPORTED_OPTIMIZERS = ("adam", "sgd")  # of Megatron's
 OPTIMIZERS_WITH_MOMENTS = ("adam",)  # a first and a second one, and beta2
 FP32_BYTES = 4
+# Why a replica was left out of a unit, in event files: the norm of its pseudo-gradient is not
+# finite, the loss check, the detector of norms, no step since the last sync.
+NON_FINITE, BAD_LOSS, OUTLYING_NORM, NO_STEP = ("non-finite", "loss", "norm", "no-step")

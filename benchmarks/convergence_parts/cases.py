@@ -136,10 +136,16 @@ class Case:
         Args:
             corpus: what tells it from another one.
         """
+        flags = canonical(self.words)
+        # Kept runs with bad data are older than the loss check: they are those without it.
+        is_unchecked = flags.pop("--edit-no-loss-check", None) is not None
+        has_check = STRATEGIES[self.strategy].has_penalty and not is_unchecked
+        checked = {"loss_check": True} if self.corruption and has_check else {}
         return {
             "form": FORM,
+            **checked,
             "corpus": dict(corpus),
-            "flags": canonical(self.words),
+            "flags": flags,
             "stages": [[stage.num_replicas, stage.until] for stage in self.stages],
             "corruption": self.corruption and self.corruption.configuration,
         }

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megatron_edit.method.strategy import STRATEGIES
+
 from .cases import Case, Size, Stage
 from .corruption import TEXT, Corruption
 from .marks import marks
@@ -80,11 +82,20 @@ class Study:
         return Member(label, tuple(replace(first, seed=seed) for seed in self.seeds), base)
 
     def corrupted(self, member: Member, kind: str = TEXT) -> Member:
-        """The case seed is also that of the bad data: paired runs get the same."""
+        """The case seed is also that of the bad data: paired runs get the same.
+
+        The results that are kept were made without the loss check.
+        """
         steps = self.size.train_iters
+        has_penalty = STRATEGIES[member.cases[0].strategy].has_penalty
+        without_check = ("--edit-no-loss-check",) if has_penalty else ()
         bursts = tuple((round(a * steps), round(b * steps)) for a, b in BURSTS)
         cases = tuple(
-            replace(c, corruption=Corruption(CORRUPTED_REPLICA, bursts, c.seed, kind))
+            replace(
+                c,
+                corruption=Corruption(CORRUPTED_REPLICA, bursts, c.seed, kind),
+                flags=(*c.flags, *without_check),
+            )
             for c in member.cases
         )
         return replace(member, cases=cases)

@@ -19,7 +19,8 @@ from megatron_edit.checkpoint.folder import manifest_of
 from megatron_edit.constants import CHECKPOINT_FORMS, FP32
 from megatron_edit.errors import UsageError
 
-# 2: syncs that land late, wire types; 3: settings; 4: a final phase, moments that travel.
+# 2: syncs that land late, wire types; 3: settings; 4: a final phase, moments that travel,
+# history of losses.
 FORMAT, VERSION = "megatron_edit checkpoint", 4
 KEYS = {"replicas_identical": "is_level"}  # fields that have another name in the file
 
@@ -133,6 +134,8 @@ class Manifest:
         written_by: versions.
         settings: of the run that wrote it, by the names of `EditConfig`'s fields; only for people,
             who are told what has changed. Empty where an older version wrote it.
+        loss_history: fields of `method.loss_check.LossHistory`, lists [N]. Empty where an older
+            version wrote it.
     """
 
     iteration: int
@@ -162,6 +165,7 @@ class Manifest:
     settings: Mapping[str, Any] = field(default_factory=dict)
     is_final_phase: bool = False
     first_loss: float | None = None
+    loss_history: Mapping[str, list[float]] = field(default_factory=dict)
 
     @property
     def is_mid_round(self) -> bool:

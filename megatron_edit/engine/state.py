@@ -23,6 +23,7 @@ from megatron_edit.engine.sync.outer_state import OuterState
 from megatron_edit.method.clock import PhaseClock, TimeTrigger
 from megatron_edit.method.detector import DetectorState
 from megatron_edit.method.ledger import Dealing
+from megatron_edit.method.loss_check import LossHistory
 
 
 class PendingState(TypedDict):
@@ -87,8 +88,8 @@ class EngineState(TypedDict):
         round: syncs so far.
         is_warmup: whether the replicas train in step, in the warm-up or in the final phase; then
             nothing below counts but `step`.
-        detectors, unit_steps, replicas_identical, round_length, dealing, is_rejoined, first_loss:
-            fields of `RoundState`.
+        detectors, unit_steps, loss_history, replicas_identical, round_length, dealing,
+            is_rejoined, first_loss: fields of `RoundState`.
         outer: anchor, momentum and residuals of this rank's shards, by unit.
         pending: syncs that have not landed.
         losses, last_loss_step: not reported yet.
@@ -108,6 +109,7 @@ class EngineState(TypedDict):
     is_warmup: bool
     detectors: DetectorState
     unit_steps: Tensor
+    loss_history: LossHistory
     replicas_identical: bool
     round_length: int
     dealing: Dealing | None
@@ -142,6 +144,9 @@ class Losses(Protocol):
 
     def payload(self) -> tuple[float, ...]:
         """What this replica has to tell; the last `capacity` numbers go into the next record."""
+
+    def mean(self) -> float:
+        """Nats per token, mean loss since the last meeting; NaN where no loss is known."""
 
     @property
     def last_step(self) -> int:
@@ -187,6 +192,11 @@ class StepLosses:
     def payload(self) -> tuple[float, ...]:
         """The losses since the last meeting, oldest first."""
         return tuple(self._losses)
+
+    def mean(self) -> float:
+        """Of the losses that are not NaN."""
+        known = [loss for loss in self._losses if not math.isnan(loss)]
+        return sum(known) / len(known) if known else math.nan
 
     def restore(
         self, payload: Sequence[float], last_step: int, *, is_waiting: bool = False
@@ -235,6 +245,10 @@ class MeanLoss:
     def payload(self) -> tuple[float, ...]:
         """The sum of the losses since the last meeting, and how many they are."""
         return (self._total, float(self._count))
+
+    def mean(self) -> float:
+        """The sum of the losses by how many they are."""
+        return self._total / self._count if self._count else math.nan
 
     def restore(
         self, payload: Sequence[float], last_step: int, *, is_waiting: bool = False
@@ -294,7 +308,7 @@ class RunState:
     round_start: int = 0
     outer: OuterState | None = None
     records: Sequence[ControlRecord] = ()
-    accepted: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.bool))
+    accepted: Tensor = field(init=False)
     landed_digests: dict[int, float] = field(default_factory=dict)
     num_dealings: int = 0
     has_left: bool = False
@@ -302,6 +316,9 @@ class RunState:
     is_waiting: bool = False
     suppressed_until_step: int = 0
     last_local_step: int | None = None
+
+    def __post_init__(self) -> None:
+        self.accepted = torch.ones_like(self.rounds.unit_steps, dtype=torch.bool)
 
     @classmethod
     def fresh(
@@ -324,7 +341,6 @@ class RunState:
             clock=clock,
             timeout=AdaptiveTimeout((groups.sync, groups.meeting), settings.fixed_timeout),
             timer=None if timed is None else TimeTrigger(timed.length, clock),
-            accepted=torch.ones(replicas, num_units, dtype=torch.bool),
         )
 
     @property
@@ -422,6 +438,7 @@ class RunState:
             is_warmup=is_warmup,
             detectors=rounds.detectors,
             unit_steps=rounds.unit_steps,
+            loss_history=rounds.loss_history,
             replicas_identical=rounds.replicas_identical,
             round_length=rounds.length,
             dealing=None if is_warmup else rounds.dealing,
@@ -460,6 +477,7 @@ class RunState:
             count=saved["round"],
             detectors=detectors,
             unit_steps=saved["unit_steps"],
+            loss_history=saved["loss_history"],
             replicas_identical=saved["replicas_identical"],
             length=saved["round_length"] or round_length,
             dealing=saved["dealing"],

@@ -8,6 +8,7 @@ from megatron_edit.constants import ADACOMM, OVERLAP, STL
 from megatron_edit.engine import EngineSettings, Penalty, TimedRounds
 from megatron_edit.method.detector import DetectorConfig
 from megatron_edit.method.landing import LandingRule
+from megatron_edit.method.loss_check import LossCheckConfig
 from megatron_edit.method.moments import MomentSchedule
 from megatron_edit.method.schedule import (
     LossSchedule,
@@ -97,10 +98,12 @@ def penalty_of(config: EditConfig) -> Penalty:
         config.anomaly_warmup_syncs,
         config.anomaly_patience,
     )
+    loss_check = LossCheckConfig(config.loss_threshold, config.anomaly_patience)
     return Penalty(
         detector,
         eliminate=not config.no_anomaly,
         temperature=config.weight_temperature,
         uniform=config.no_weighting,
         step_share=config.step_weight,
+        loss_check=None if config.no_loss_check else loss_check,
     )

@@ -49,11 +49,9 @@ class Schedule(Protocol):
         interval: tau, steps between two syncs of a unit.
         fragments: F, groups of units that sync at steps of their own.
         has_fixed_rounds: whether all rounds have at most `interval` steps.
-        needs_loss: whether the length of a round depends on losses.
     """
 
     has_fixed_rounds: bool
-    needs_loss: bool
 
     @property
     def warmup_steps(self) -> int | None:
@@ -100,7 +98,6 @@ class StepSchedule:
     interval: int
     fragments: int
     has_fixed_rounds = True
-    needs_loss = False
 
     def is_warmup(self, step: int) -> bool:
         """Whether `step` is one of the first W, or warm-up never ends."""
@@ -181,8 +178,6 @@ class StagewiseSchedule(VaryingSchedule):
 class LossSchedule(VaryingSchedule):
     """AdaComm: rounds of ceil(tau sqrt(F / F_0)) steps (arXiv 1810.08313, at a constant
     learning rate)."""
-
-    needs_loss = True
 
     def round_length(self, start: RoundStart) -> int:
         """ceil(tau sqrt(F / F_0)) steps; tau where F or F_0 is not known or not above 0."""

@@ -55,7 +55,8 @@ def assert_same_syncs(whole: EditRun, resumed: EditRun) -> None:
     after = {line["round"]: line for line in resumed.syncs}
     before = {line["round"]: line for line in whole.syncs if line["round"] in after}
     for number, line in after.items():
-        for name in ("norms", "z", "weights", "clip", "inner_steps", "samples", "iteration"):
+        for name in ("norms", "z", "weights", "clip", "inner_steps", "samples", "iteration",
+                     "why", "round_loss", "loss_z"):  # fmt: skip
             assert line[name] == before[number][name], name
     assert resumed.digests(0) == whole.digests(0)[-len(after) :]
 

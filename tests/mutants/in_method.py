@@ -26,6 +26,22 @@ METHOD = (
         test=f"{_MOMENTS}::test_every_kth_sync_counts_from_the_first",
     ),
     Mutant(
+        id="method/loss-check-learns-rejected",
+        bug="a rejected loss enters the history: a second burst passes",
+        file="method/loss_check.py",
+        old="accepted = known & ~rejected",
+        new="accepted = known",
+        test="pure/test_loss_check.py::test_oracle",
+    ),
+    Mutant(
+        id="method/loss-check-two-others",
+        bug="of three replicas a low loss makes the two others look bad",
+        file="method/loss_check.py",
+        old="compared[replica] = int(judged.sum()) % 2 == 1",
+        new="compared[replica] = False",
+        test="pure/test_loss_check.py::test_differences_by_hand",
+    ),
+    Mutant(
         id="method/clock-asks-late",
         bug="a replica with a clock asks for the meeting a step late: its phase overruns",
         file="method/clock.py",

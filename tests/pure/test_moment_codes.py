@@ -25,6 +25,7 @@ from megatron_edit.host.model.moments import (
 from megatron_edit.method import codec as codecs
 from megatron_edit.method.codec import LOG8, ULOG8, Codec
 from megatron_edit.method.detector import Verdict
+from megatron_edit.method.loss_check import LossVerdict
 from megatron_edit.method.moments import (
     ALL_MOMENTS,
     NO_MOMENTS,
@@ -153,7 +154,8 @@ def decision_of(*anomalous: bool) -> Decision:
     weights = torch.arange(1.0, 1.0 + len(anomalous)).unsqueeze(1)
     verdict = Verdict(left_out, torch.zeros(len(anomalous), 1))
     norms = torch.ones(len(anomalous), 1, dtype=torch.float64)
-    return Decision(norms, verdict, weights, left_out.all(dim=0))
+    loss = LossVerdict.without_check(torch.full((len(anomalous),), torch.nan))
+    return Decision(norms, verdict, weights, left_out.all(dim=0), loss)
 
 
 class KeptMoments:

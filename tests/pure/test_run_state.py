@@ -36,7 +36,9 @@ from megatron_edit.method.schedule import QuadraticSchedule, StepSchedule
 from tests.harness.memory_network import CPU, Network, groups_of
 
 anything: Any = SimpleNamespace
-PENALTY = Penalty(DetectorConfig(3.0, 0.5, 0, 3), True, None, False, step_share=0.0)
+PENALTY = Penalty(
+    DetectorConfig(3.0, 0.5, 0, 3), True, None, False, step_share=0.0, loss_check=None
+)
 LATE = replace(DIRECT_COPY, delay=3)
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_edit.config import EditConfig, warning_of_endless_warmup
-from megatron_edit.engine.rounds.plan import mean_loss
+from megatron_edit.engine.rounds.plan import mean_round_loss
 from megatron_edit.errors import UsageError
 from megatron_edit.method.schedule import (
     LossSchedule,
@@ -23,9 +23,9 @@ from megatron_edit.method.schedule import (
 )
 
 
-def record(total: float, count: int) -> Any:
-    """What a replica tells of its losses."""
-    return SimpleNamespace(losses=(total, float(count)))
+def records(*losses: float) -> Any:
+    """What replicas tell of their losses of a round."""
+    return [SimpleNamespace(round_loss=loss) for loss in losses]
 
 
 @given(st.integers(0, 5000), st.integers(0, 1000))
@@ -80,10 +80,10 @@ def test_unknown_losses_give_tau(loss: float | None, first: float | None) -> Non
 
 
 def test_mean_loss_of_a_round() -> None:
-    """Over all steps of all replicas; who knows none, or a broken one, does not count."""
-    assert mean_loss([record(6.0, 2), record(1.0, 1)]) == pytest.approx(7 / 3)
-    assert mean_loss([record(6.0, 2), record(math.nan, 1)]) == 3.0
-    assert mean_loss([record(0.0, 0), record(math.inf, 3)]) is None
+    """Over the replicas; who knows none, or a broken one, does not count."""
+    assert mean_round_loss(records(3.0, 1.0)) == 2.0
+    assert mean_round_loss(records(3.0, math.nan)) == 3.0
+    assert mean_round_loss(records(math.inf, math.nan)) is None
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,6 @@ class SyncController:
             state,
             same_step=settings.timed is None,
             has_digests=has_digests,
-            needs_loss=settings.schedule.needs_loss,
             poll_exchanges=queue.poll_if_busy,
         )
         trigger = trigger_of(settings, host, groups.sync.rank, state)
@@ -225,9 +224,12 @@ class SyncController:
         state, selection, began = self.state, meeting.selection, time.monotonic()
         assert state.outer is not None, "a meeting before the switch"
         groups, device = self.groups, self.groups.sync.device
-        norms = replica_norms(selection.plan, state.outer, groups.replica, device).tolist()
+        norms, loss = replica_norms(
+            selection.plan, state.outer, groups.replica, device, state.losses.mean()
+        )
         waiting = time.monotonic()
-        records = self.meetings.hold(dict(zip(selection.indices, norms, strict=True)))
+        by_unit = dict(zip(selection.indices, norms.tolist(), strict=True))
+        records = self.meetings.hold(by_unit, round_loss=loss)
         waited = time.monotonic() - waiting
         plan = plan_round(
             state.rounds,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,7 +33,6 @@ class Meetings:
         state: of the run.
         same_step: whether all replicas come to a meeting after the same step.
         has_digests: whether records carry digests of delayed landings.
-        needs_loss: whether a plan depends on the losses: then all ranks of a replica tell the same.
         poll_exchanges: lets exchanges go on while this replica waits for the others, who may wait
             for them; whether there are any.
     """
@@ -44,11 +43,14 @@ class Meetings:
     state: RunState
     same_step: bool
     has_digests: bool
-    needs_loss: bool
     poll_exchanges: Callable[[], bool]
 
     def hold(
-        self, norms: Mapping[int, float] | None = None, *, is_leaving: bool = False
+        self,
+        norms: Mapping[int, float] | None = None,
+        *,
+        round_loss: float = math.nan,
+        is_leaving: bool = False,
     ) -> list[ControlRecord]:
         """Exchange records with the other replicas: the one table of a sync.
 
@@ -56,6 +58,7 @@ class Meetings:
 
         Args:
             norms: of the units that are to sync, by position.
+            round_loss: mean loss of the replica since the last meeting.
             is_leaving: whether this replica obeys a stop.
 
         Returns:
@@ -70,23 +73,13 @@ class Meetings:
                 norms=_row(norms or {}, units),
                 buffers=shared_values(self.host),
                 is_leaving=int(is_leaving),
+                round_loss=round_loss,
                 digests=_row(late, units) if self.has_digests else (),
             )
-            if self.needs_loss:
-                mine = replace(mine, losses=self._agreed_losses(mine.losses))
             rows = self.gather(mine.pack(capacity))
             return unpack_meeting(
                 rows, capacity, units, has_digests=self.has_digests, same_step=self.same_step
             )
-
-    def _agreed_losses(self, losses: Sequence[float]) -> Sequence[float]:
-        """What the first rank of the replica that knows losses has to tell of them: a sum and a
-        count. With pipeline parallelism only the last stage knows the loss.
-
-        Collective: the ranks of the replica.
-        """
-        rows = self.groups.control.all_gather(torch.tensor(losses, dtype=torch.float64)).tolist()
-        return next((row for row in rows if row[1]), losses)
 
     def gather(self, row: Tensor) -> Tensor:
         """The rows of all replicas, in their order, however late they come.

@@ -16,9 +16,16 @@ import torch
 from torch import Tensor
 
 from megatron_edit.comm.control import ControlRecord
+from megatron_edit.constants import BAD_LOSS, NO_STEP, NON_FINITE, OUTLYING_NORM
 from megatron_edit.method.detector import DetectorConfig, DetectorState, Verdict, judge_units
 from megatron_edit.method.landing import DIRECT_COPY, LandingRule
 from megatron_edit.method.ledger import Dealing
+from megatron_edit.method.loss_check import (
+    LossCheckConfig,
+    LossHistory,
+    LossVerdict,
+    check_losses,
+)
 from megatron_edit.method.moments import NEVER, NO_MOMENTS, MomentRule, MomentSchedule
 from megatron_edit.method.outer import OuterRule
 from megatron_edit.method.schedule import RoundStart, Schedule
@@ -37,6 +44,7 @@ class Penalty:
         temperature: T of the weights; None is auto.
         uniform: True weighs all accepted replicas alike.
         step_share: rho, share of the step counts in the weights.
+        loss_check: settings of the loss check; None leaves nobody out because of the loss.
     """
 
     detector: DetectorConfig
@@ -44,6 +52,7 @@ class Penalty:
     temperature: float | None
     uniform: bool
     step_share: float
+    loss_check: LossCheckConfig | None
 
 
 @dataclass(frozen=True)
@@ -56,12 +65,32 @@ class Decision:
         weights: float64, weight of each replica in the average.
         rollback: bool [U], units that return to their anchor: every replica is anomalous, or the
             average could overflow.
+        loss: the verdict of the loss check, on all units alike.
     """
 
     norms: Tensor
     verdict: Verdict
     weights: Tensor
     rollback: Tensor
+    loss: LossVerdict
+
+    def reasons(self) -> list[list[str | None]]:
+        """[U][N]: why a replica was left out of a unit (see `constants`); None where it was not."""
+        return [
+            [self._reason(replica, unit) for replica in range(len(self.norms))]
+            for unit in range(self.norms.shape[1])
+        ]
+
+    def _reason(self, replica: int, unit: int) -> str | None:
+        if not bool(self.verdict.anomalous[replica, unit]):
+            return None
+        if not bool(self.norms[replica, unit].isfinite()):
+            return NON_FINITE
+        if bool(self.loss.rejected[replica]):
+            return BAD_LOSS
+        # Only a norm that was tested has a score.
+        is_tested = bool(self.verdict.scores[replica, unit].isfinite())
+        return OUTLYING_NORM if is_tested else NO_STEP
 
     def excluded(self, replica: int) -> Tensor:
         """bool [U]: whether a replica takes a unit's anchor as it is: it was left out, or all."""
@@ -74,6 +103,7 @@ def decide(
     penalty: Penalty,
     steps: Tensor,
     units: Sequence[int],
+    loss: LossVerdict | None = None,
 ) -> tuple[Decision, DetectorState]:
     """Judge the gathered norms and weigh the replicas; method 3.2, 3.3, 3.6 and 5.
 
@@ -84,12 +114,17 @@ def decide(
         steps: int64 [N, U], inner steps of each replica since the unit's own last sync. Who made
             none has weight 0 and teaches no detector: it is judged like a norm that is not finite.
         units: positions of the units that sync, among all.
+        loss: verdict of the loss check; None where losses are not checked. Norms of a replica that
+            it rejects teach no detector.
 
     Returns:
         The decision, and the statistics of all units after this sync.
     """
     counts = steps.double()
-    judged = torch.where(steps == 0, torch.full_like(norms, torch.nan), norms)
+    if loss is None:
+        loss = LossVerdict.without_check(torch.full_like(norms[:, 0], torch.nan))
+    is_unjudged = (steps == 0) | loss.rejected.unsqueeze(1)
+    judged = torch.where(is_unjudged, torch.full_like(norms, torch.nan), norms)
     verdict, learned = judge_units(
         judged, detectors, units, penalty.detector, enabled=penalty.eliminate
     )
@@ -101,7 +136,7 @@ def decide(
     # ||sum w D|| <= sum w ||D||: below this bound no element of an average can overflow in fp32.
     bound = torch.where(weights > 0, weights * norms, torch.zeros_like(norms)).sum(dim=0)
     rollback = torch.all(verdict.anomalous, dim=0) | (bound > LARGEST_AVERAGE)
-    return Decision(norms, verdict, weights, rollback), learned
+    return Decision(norms, verdict, weights, rollback, loss), learned
 
 
 @dataclass(frozen=True)
@@ -155,6 +190,7 @@ class RoundState:
     Attributes:
         count: syncs so far.
         detectors: of all replicas and units.
+        loss_history: of the losses of all replicas.
         unit_steps: int64 [N, U], steps of each replica since a unit's own last sync, as they were
             at the last meeting.
         replicas_identical: whether all replicas held the anchor in all units when the round began.
@@ -162,13 +198,14 @@ class RoundState:
         dealing: the ledger of samples, where replicas run at their own speeds; else None.
         is_rejoined: whether a replica comes to the next meeting outside of a step, as it had come
             to it before a checkpoint.
-        first_loss: F_0, mean loss of the first round over the replicas, where the length of rounds
-            depends on it; None before the first meeting, and elsewhere.
+        first_loss: F_0, mean loss of the first round over the replicas; None before the first
+            meeting, and where no loss is known.
     """
 
     count: int
     detectors: DetectorState
     unit_steps: Tensor
+    loss_history: LossHistory
     replicas_identical: bool = True
     length: int = 0
     dealing: Dealing | None = None
@@ -179,7 +216,8 @@ class RoundState:
     def fresh(cls, num_replicas: int, num_units: int, dealing: Dealing | None) -> RoundState:
         """Before the first round."""
         steps = torch.zeros(num_replicas, num_units, dtype=torch.int64)
-        return cls(0, DetectorState.fresh(num_replicas, num_units), steps, dealing=dealing)
+        detectors = DetectorState.fresh(num_replicas, num_units)
+        return cls(0, detectors, steps, LossHistory.fresh(num_replicas), dealing=dealing)
 
 
 @dataclass(frozen=True)
@@ -246,10 +284,11 @@ def plan_round(
     dealing, length, is_dealt, is_followed = before.dealing, before.length, False, False
     first_loss = before.first_loss
     if dealing is None:
-        loss = mean_loss(records) if rules.schedule.needs_loss else None
-        first_loss = loss if first_loss is None else first_loss
+        mean_loss = mean_round_loss(records)
+        first_loss = mean_loss if first_loss is None else first_loss
         next_lr = max(record.next_lr for record in records)
-        length = rules.schedule.round_length(RoundStart(records[0].step, next_lr, loss, first_loss))
+        start = RoundStart(records[0].step, next_lr, mean_loss, first_loss)
+        length = rules.schedule.round_length(start)
     elif not dealing.is_over:
         # Once it is over there is no round to settle: the replicas meet again only because they do
         # not hold the same in all units yet.
@@ -263,8 +302,9 @@ def plan_round(
     columns = list(units)
     unit_steps = before.unit_steps + torch.tensor([[count] for count in counts])
     norms = torch.tensor([record.norms for record in records], dtype=torch.float64)[:, columns]
+    loss, loss_history = _check_losses(before.loss_history, records, rules.penalty)
     decision, detectors = decide(
-        norms, before.detectors, rules.penalty, unit_steps[:, columns], columns
+        norms, before.detectors, rules.penalty, unit_steps[:, columns], columns, loss
     )
     unit_steps[:, columns] = 0
     landing = DIRECT_COPY if is_last else rules.landing
@@ -272,6 +312,7 @@ def plan_round(
         count=before.count + 1,
         detectors=detectors,
         unit_steps=unit_steps,
+        loss_history=loss_history,
         replicas_identical=len(columns) == unit_steps.shape[1] and landing.is_direct_copy,
         length=length,
         dealing=dealing,
@@ -301,17 +342,21 @@ def _moments_of(rules: RoundRules, sync: int, num_replicas: int) -> MomentRule:
     return rules.moments.rule_of(sync, rules.schedule.fragments)
 
 
-def mean_loss(records: Sequence[ControlRecord]) -> float | None:
-    """Mean training loss of a round over all steps of all replicas; None where none is finite.
+def mean_round_loss(records: Sequence[ControlRecord]) -> float | None:
+    """Mean training loss of a round over the replicas; None where none is finite."""
+    told = [record.round_loss for record in records if math.isfinite(record.round_loss)]
+    return sum(told) / len(told) if told else None
 
-    Args:
-        records: whose losses are a sum and a count (`engine.state.MeanLoss`), the same on all ranks
-            of a replica.
-    """
-    told = [(total, count) for total, count in (record.losses for record in records)]
-    told = [(total, count) for total, count in told if count and math.isfinite(total)]
-    steps = sum(count for _, count in told)
-    return sum(total for total, _ in told) / steps if steps else None
+
+def _check_losses(
+    history: LossHistory, records: Sequence[ControlRecord], penalty: Penalty
+) -> tuple[LossVerdict, LossHistory]:
+    """The loss check's verdict on the losses that replicas told, and the histories after it."""
+    losses = torch.tensor([record.round_loss for record in records], dtype=torch.float64)
+    if penalty.loss_check is None:
+        return LossVerdict.without_check(losses), history
+    has_steps = torch.tensor([record.inner_steps > 0 for record in records])
+    return check_losses(losses, has_steps, history, penalty.loss_check)
 
 
 def _is_extended(dealing: Dealing, counts: Sequence[int], min_steps: float) -> bool:

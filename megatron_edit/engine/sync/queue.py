@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +44,7 @@ from megatron_edit.engine.sync.outer_state import OuterState
 from megatron_edit.engine.sync.units import Selection, UnitPlan, UnitShard, select
 from megatron_edit.method.detector import Verdict
 from megatron_edit.method.landing import DIRECT_COPY
+from megatron_edit.method.loss_check import LossVerdict
 from megatron_edit.method.moments import MomentRule
 
 
@@ -458,6 +460,9 @@ def state_of(sync: InflightSync) -> PendingState:
             "anomalous": decision.verdict.anomalous.tolist(),
             "weights": decision.weights.tolist(),
             "rollback": decision.rollback.tolist(),
+            "round_loss": decision.loss.losses.tolist(),
+            "loss_scores": decision.loss.scores.tolist(),
+            "loss_rejected": decision.loss.rejected.tolist(),
         },
         inner_steps=plan.inner_steps,
         samples=plan.samples,
@@ -494,7 +499,8 @@ def restore_sync(
         return torch.tensor(saved["tables"][name], dtype=torch.float64)[..., order]
 
     verdict = Verdict(table("anomalous").bool(), table("scores"))
-    decision = Decision(table("norms"), verdict, table("weights"), table("rollback").bool())
+    rollback, loss = table("rollback").bool(), _loss_verdict_of(saved["tables"])
+    decision = Decision(table("norms"), verdict, table("weights"), rollback, loss)
     # Checkpoints may be older than a field of the rule.
     landing = dataclasses.replace(DIRECT_COPY, **saved["landing"])
     rules = SyncRules(settings.outer, settings.max_norm, landing, saved["inner_lr"])
@@ -532,3 +538,15 @@ def restore_sync(
         sync._inflight.append(unit)
     sync._started = len(sync.units.shards)
     return sync
+
+
+def _loss_verdict_of(tables: Mapping[str, Any]) -> LossVerdict:
+    """From the tables of a pending sync; those of older checkpoints have none of it."""
+    if "round_loss" not in tables:
+        norms = torch.tensor(tables["norms"], dtype=torch.float64)
+        return LossVerdict.without_check(torch.full_like(norms[:, 0], torch.nan))
+    losses, scores, rejected = (
+        torch.tensor(tables[name], dtype=torch.float64)
+        for name in ("round_loss", "loss_scores", "loss_rejected")
+    )
+    return LossVerdict(rejected.bool(), losses, scores)

@@ -317,6 +317,7 @@ class CheckpointWriter:
             settings=training_settings(self._config),
             is_final_phase=self._engine.is_final_phase,
             first_loss=state["first_loss"],
+            loss_history=state["loss_history"].to_lists(),
         )
 
 
