@@ -10,10 +10,11 @@ import argparse
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from megatron_edit.constants import (
+    ADAM,
     ALL,
     AVERAGED_MOMENTS,
     DEVICES,
@@ -98,6 +99,9 @@ def _preset(usual: Any, doc: str, *, kind: Any) -> Any:
 @dataclass(frozen=True)
 class EditConfig:
     """Settings of EDiT. Construction fills in the strategy's presets, and checks everything.
+
+    Args:
+        inner_optimizer: Megatron's `--optimizer`, which some presets depend on; not kept.
 
     Raises:
         UsageError: a value is out of range, not supported by this version, or contradicts another.
@@ -253,12 +257,13 @@ class EditConfig:
         kind=str,
         only=(AUTO, *DEVICES),
     )
+    inner_optimizer: InitVar[str] = ADAM
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, inner_optimizer: str) -> None:
         for spec in dataclasses.fields(self):
             check_supported(spec, getattr(self, spec.name))
             if "usual" in spec.metadata and getattr(self, spec.name) is None:
-                object.__setattr__(self, spec.name, preset_of(spec, self.strategy))
+                object.__setattr__(self, spec.name, preset_of(spec, self.strategy, inner_optimizer))
         if not STRATEGIES[self.strategy].has_penalty:
             for name in ("no_anomaly", "no_weighting", "no_clip"):
                 object.__setattr__(self, name, True)
@@ -395,7 +400,8 @@ def check_strategy(config: EditConfig) -> None:
 
 def _refuse_unless_default(config: EditConfig, name: str, fitting: str) -> None:
     value = getattr(config, name)
-    if value != preset_of(_spec(config, name), config.strategy):
+    # No setting that is refused here has a preset of an inner optimizer (a test says so).
+    if value != preset_of(_spec(config, name), config.strategy, ADAM):
         shown_value = "" if value is True else f" {shown(value)}"
         raise UsageError(
             f"{flag(name)}{shown_value}",

@@ -29,8 +29,8 @@ LOW_CLIP = 0.5
 FIRST_MOMENT, SECOND_MOMENT = "first", "second"  # of the inner optimizer
 EMBEDDING, LAYER, FINAL, MTP = "embedding", "layer", "final", "mtp"  # kinds of sync units
 SYNC_TIMES = ("wait", "exchange", "outer", "exposed", "total")  # of a sync, in event files
-SUPPORTED_OPTIMIZERS = ("adam", "sgd")  # of Megatron's
-OPTIMIZERS_WITH_MOMENTS = ("adam",)  # a first and a second one, and beta2
+ADAM, SGD, MUON = SUPPORTED_OPTIMIZERS = ("adam", "sgd", "muon")  # of Megatron's
+OPTIMIZERS_WITH_MOMENTS = (ADAM, MUON)  # muon: adam for what is no matrix, a momentum for matrices
 FP32_BYTES = 4
 # Why a replica was left out of a unit, in event files: the norm of its pseudo-gradient is not
 # finite, the loss check, the detector of norms, no step since the last sync.

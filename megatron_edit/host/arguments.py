@@ -16,6 +16,7 @@ from megatron_edit.comm.placement import Placement
 from megatron_edit.config import EditConfig, number_or_auto
 from megatron_edit.constants import (
     BLOCKING,
+    MUON,
     NONE,
     OPTIMIZERS_WITH_MOMENTS,
     OVERLAP,
@@ -23,6 +24,7 @@ from megatron_edit.constants import (
 )
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import AUTO, attribute, flag
+from megatron_edit.host.muon import check_muon
 from megatron_edit.method.strategy import STRATEGIES
 
 # Argument, value that is refused (None: any value but None or False), rule, remedy.
@@ -49,7 +51,8 @@ REFUSED: tuple[tuple[str, object, str, str], ...] = (
      "drop the flag"),
     ("skip_train", True, "leaves nothing to synchronise", "evaluate without --use-edit"),
     ("adlr_autoresume", True, "could end the replicas at different steps", "drop the flag"),
-    ("use_layer_wise_distributed_optimizer", True, _LATER, "use the distributed optimizer"),
+    ("use_layer_wise_distributed_optimizer", True, "is what Megatron makes of other flags",
+     "use --optimizer muon --use-distributed-optimizer"),
     ("non_persistent_save_interval", None, _LATER, "use --save-interval"),
     ("moe_use_upcycling", True, _LATER, "upcycle without --use-edit, then load what it saved"),
     ("ckpt_convert_format", None, _LATER, "convert without --use-edit"),
@@ -112,9 +115,13 @@ def check_arguments(args: Namespace, placement: Placement, config: EditConfig) -
         raise UsageError(
             f"--optimizer {args.optimizer}",
             f"with --use-edit it must be one of {', '.join(SUPPORTED_OPTIMIZERS)}",
-            "use --optimizer adam",
+            "use --optimizer muon --use-distributed-optimizer"
+            if args.optimizer == "dist_muon"
+            else "use --optimizer adam",
         )
     _check_moments(args, config)
+    if args.optimizer == MUON:
+        check_muon(args, config.sync_mode)
     has_writer = args.tensorboard_dir or getattr(args, "wandb_project", "")
     if getattr(args, "wandb_project", "") and not args.wandb_exp_name:
         raise UsageError(

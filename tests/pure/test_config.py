@@ -133,7 +133,7 @@ BAD = [
 
 def test_flags_and_defaults_are_frozen() -> None:
     """The interface is decided: catches a renamed flag or a changed default."""
-    assert {f.name: preset_of(f, "edit") for f in dataclasses.fields(EditConfig)} == FROZEN
+    assert {f.name: preset_of(f, "edit", "adam") for f in dataclasses.fields(EditConfig)} == FROZEN
     assert vars(EditConfig()) == FROZEN
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
@@ -44,6 +44,7 @@ from megatron_edit.host.model.routers import Routers
 from megatron_edit.host.seams.megatron import (
     DdpChunk,
     InnerOptimizer,
+    LayerWiseOptimizer,
     OptimizerOfLoop,
     ParamScheduler,
     StepResult,
@@ -87,8 +88,10 @@ class MegatronHost:
         self._model = model
         self._scheduler = scheduler
         self._placement = placement
-        self._inner = list(getattr(optimizer, "chained_optimizers", [optimizer]))
-        self.optimizers: list[ShardedOptimizer] = [_adopt(inner) for inner in self._inner]
+        self._inner: list[InnerOptimizer] = []
+        self.optimizers: list[ShardedOptimizer] = []
+        self._layer_wise: list[LayerWiseOptimizer] = []
+        self._adopt(optimizer)
         planned = plan_model(unwrap_model(model), self.optimizers, replica)
         self.plan, self.unit_of, self._origins = planned.units, planned.unit_of, planned.origins
         self.has_tied_stages = planned.has_tied_stages
@@ -125,7 +128,7 @@ class MegatronHost:
 
     def release(self) -> None:
         """Hand the optimizers back to Megatron as they were."""
-        for optimizer in self._edit_optimizers():
+        for optimizer in (*self._edit_optimizers(), *self._layer_wise):
             optimizer.release()
 
     def attempt_step(self, step: Callable[[], StepResult], *, defers_gather: bool) -> StepResult:
@@ -150,8 +153,28 @@ class MegatronHost:
         return nullcontext()
 
     def _defer_gather(self, is_deferred: bool) -> None:
-        for optimizer in self._edit_optimizers():
+        for optimizer in (*self._edit_optimizers(), *self._layer_wise):
             optimizer.edit_defers_gather = is_deferred
+
+    def _adopt(self, optimizer: OptimizerOfLoop | InnerOptimizer, *, shares: bool = False) -> None:
+        """Take an optimizer of Megatron's over, and all that it chains, to any depth.
+
+        Args:
+            optimizer: a chain, or one with parameters.
+            shares: whether each data-parallel rank holds other parameters, whole.
+        """
+        if hasattr(optimizer, "chained_optimizers"):
+            if hasattr(optimizer, "allgather_params"):
+                from megatron_edit.host.model.layer_wise import EditLayerWiseOptimizer
+
+                self._layer_wise.append(EditLayerWiseOptimizer.adopt(optimizer))
+                shares = True
+            for inner in optimizer.chained_optimizers:
+                self._adopt(inner, shares=shares)
+            return
+        inner = cast(InnerOptimizer, optimizer)
+        self._inner.append(inner)
+        self.optimizers.append(_adopted(inner, shares=shares))
 
     def _edit_optimizers(self) -> Iterator[EditDistributedOptimizer]:
         return (o for o in self.optimizers if isinstance(o, EditDistributedOptimizer))
@@ -213,6 +236,8 @@ class MegatronHost:
         for chunk in self._model:
             if chunk.ddp_config.use_distributed_optimizer:
                 chunk.start_param_sync(force_sync=True)
+        for optimizer in self._layer_wise:
+            optimizer.gather()
 
     @property
     def lands_in_forward(self) -> bool:
@@ -398,7 +423,11 @@ class MegatronHost:
         self._scheduler.step(increment=samples)
 
 
-def _adopt(inner: InnerOptimizer) -> ShardedOptimizer:
+def _adopted(inner: InnerOptimizer, *, shares: bool) -> ShardedOptimizer:
     if isinstance(inner, DistributedOptimizer):
         return EditDistributedOptimizer.adopt(inner)
+    if shares:
+        from megatron_edit.host.model.layer_wise import LayerWiseShards
+
+        return LayerWiseShards(inner)
     return PlainOptimizer(inner)

@@ -20,10 +20,10 @@ from megatron_edit.host.seams.megatron import (
 )
 from megatron_edit.method.moments import local_beta2
 
-EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
+EXP_AVG, EXP_AVG_SQ, MOMENTUM = "exp_avg", "exp_avg_sq", "momentum_buffer"  # the last is Muon's
 # How optimizers call them in their state: the first name that is there counts.
 MOMENT_NAMES: Mapping[str, tuple[str, ...]] = {
-    FIRST_MOMENT: (EXP_AVG,),
+    FIRST_MOMENT: (EXP_AVG, MOMENTUM),
     SECOND_MOMENT: (EXP_AVG_SQ,),
 }
 _SCALER = ("_scale", "_growth_tracker", "_hysteresis_tracker")  # of Megatron's `DynamicGradScaler`

@@ -187,6 +187,18 @@ class OptimizerOfLoop(Protocol):
         """Step, unless a gradient is not finite."""
 
 
+class LayerWiseOptimizer(Protocol):
+    """Of `LayerWiseDistributedOptimizer`, adopted (`host.model.layer_wise`)."""
+
+    edit_defers_gather: bool
+
+    def gather(self) -> None:
+        """Gather the parameters in the replica."""
+
+    def release(self) -> None:
+        """Be Megatron's own again."""
+
+
 class ShardOwner(Protocol):
     """Of `DistributedOptimizer` over torch's Adam, where its class is patched."""
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron_edit.config import EditConfig, warning_of_endless_warmup
-from megatron_edit.constants import BLOCKING, CPU, OVERLAP
+from megatron_edit.constants import BLOCKING, CPU, MUON, OVERLAP
 from megatron_edit.flags import AUTO, flag
 from megatron_edit.host.settings import schedule_of
 from megatron_edit.method.schedule import last_local
@@ -74,6 +74,8 @@ def _sync_mode(config: EditConfig, args: Namespace, mode: str) -> str:
         why = "as asked"
     elif mode == BLOCKING and args.overlap_param_gather:
         why = "a full-iteration CUDA graph fixes the gathers"
+    elif mode == BLOCKING and args.optimizer == MUON:
+        why = "Muon's parameters are synced after the step, before they are gathered"
     elif mode == BLOCKING:
         why = "without --overlap-param-gather no parameters are gathered in the forward pass"
     else:

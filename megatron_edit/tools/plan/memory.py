@@ -52,12 +52,13 @@ def stock_parts(job: Job) -> tuple[MemoryItem, ...]:
     """What Megatron keeps of the parameters. Activations are not counted."""
     storage = job.storage
     elements = _busiest(job) if job.is_sharded else job.on_rank
+    vectors = elements * storage.num_vectors
+    if storage.num_matrix_vectors != storage.num_vectors:  # never sharded
+        vectors -= job.matrices_on_rank * (storage.num_vectors - storage.num_matrix_vectors)
     return (
         MemoryItem("parameters", DEVICE, job.on_rank * storage.parameter_bytes, is_stock=True),
         MemoryItem("gradients", DEVICE, job.on_rank * storage.gradient_bytes, is_stock=True),
-        MemoryItem(
-            "optimizer state", DEVICE, elements * storage.num_vectors * FP32_BYTES, is_stock=True
-        ),
+        MemoryItem("optimizer state", DEVICE, vectors * FP32_BYTES, is_stock=True),
     )
 
 
