@@ -127,4 +127,20 @@ CONFIG = (
         new="                if stop.code is None:\n                    raise",
         test="pure/test_launcher.py::test_how_a_script_ends",
     ),
+    Mutant(
+        id="config/empty-file-of-entry",
+        bug="a file without flags is taken for the flags of an entry of a comparison",
+        file="tools/compare/entries.py",
+        old='if not words or not words[0].startswith("--"):',
+        new='if words and not words[0].startswith("--"):',
+        test="pure/test_compare_plan.py::test_bad_files_of_entries",
+    ),
+    Mutant(
+        id="config/path-in-label-of-entry",
+        bug="an entry of a comparison is labelled with the whole path of its file",
+        file="tools/compare/entries.py",
+        old="FILE + Path(setting.removeprefix(FILE)).name",
+        new="FILE + setting.removeprefix(FILE)",
+        test="pure/test_compare_plan.py::test_entry_takes_flags_of_a_file",
+    ),
 )
