@@ -47,6 +47,8 @@ setup(
             "tqdm>=4.66",
         ],
         "dev": ["pre-commit>=4"],
+        # For Megatron's --optimizer muon. A later version renames what Megatron 0.19 imports.
+        "muon": ["emerging-optimizers>=0.3,<0.5", "absl-py>=2"],
         # What benchmarks/overlap.py measures beside EDiT; nothing of ours uses it.
         "rival": ["torchft-nightly==2026.10.26"],
         # NVIDIA Apex is not on the package index: docs/install.md.

@@ -7,7 +7,8 @@ A GPT of about a million parameters trains on Python's own library, with replica
 cores of this machine. The questions, in order of priority, are in `convergence_parts/study.py`.
 Each finished run is kept as a JSON file, named by the hash of its configuration, in a folder that
 git ignores (`--records`). OUTPUT, `benchmarks/results/convergence.json`, has a row for each; runs
-that are in either are not made again. Page and picture beside OUTPUT are drawn from it alone.
+that are in either are not made again. Page and pictures beside OUTPUT are drawn from it alone, and
+so are the parts of docs/results.md that say what loss to expect.
 """
 
 from __future__ import annotations
@@ -23,19 +24,24 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from convergence_parts.analysis import Backlog, make_backlog
+from convergence_parts.answers import Answers
 from convergence_parts.bench import Bench
 from convergence_parts.cases import Case, Size
 from convergence_parts.corpus import Corpus
+from convergence_parts.expectations import blocks, with_blocks
+from convergence_parts.gaps import draw_gaps
 from convergence_parts.records import Record, Records, RunTable, identity_of, record_of
 from convergence_parts.report import draw, markdown
 from convergence_parts.study import SEEDS, Study
-from frame.launch import BENCHMARKS, RunFailedError
+from frame.launch import BENCHMARKS, REPOSITORY, RunFailedError
 from frame.study import parse_quick, parts_of, say
 
 from megatron_edit.tools.compare.console_log import RunLog
 from megatron_edit.tools.compare.follow import Bar, progress_bar
 
 OUTPUT = BENCHMARKS / "results" / "convergence.json"
+USER_PAGE = REPOSITORY / "docs" / "results.md"
+GAPS = USER_PAGE.with_name("convergence_gaps.png")
 OUT = BENCHMARKS / "out"
 CORPUS = Path(tempfile.gettempdir()) / "megatron_edit_convergence_corpus"
 INTERRUPTED = 130
@@ -85,7 +91,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def report(study: Study, output: Path) -> int:
-    """Make the page and the picture of OUTPUT, beside it; 1 where there is none."""
+    """Make the page and the pictures of OUTPUT, beside it; 1 where there is none.
+
+    Of the default OUTPUT also the parts of docs/results.md that are made from it.
+    """
     table = RunTable.read(output)
     if not table.corpus:
         print(f"convergence: there is no {output}", file=sys.stderr)
@@ -95,6 +104,15 @@ def report(study: Study, output: Path) -> int:
     text = markdown(study, table.find, table.corpus, picture.name)
     page.write_text(text, encoding="utf-8")
     say(f"page: {page}")
+    answers = Answers(study, table.find)
+    gaps = GAPS if output == OUTPUT else output.with_name(f"{output.stem}_gaps.png")
+    is_drawn = draw_gaps(gaps, answers)
+    if output == OUTPUT:
+        texts = blocks(answers, GAPS.name if is_drawn else "")
+        USER_PAGE.write_text(
+            with_blocks(USER_PAGE.read_text(encoding="utf-8"), texts), encoding="utf-8"
+        )
+        say(f"page: {USER_PAGE}")
     return 0
 
 

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_edit.config import EditConfig, add_arguments
+from megatron_edit.constants import ADAM
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import BEGINNINGS_TO_REFUSE, attribute, flag, preset_of, shown
 
+OPTIMIZER = "--optimizer"  # of Megatron's
 _OTHERS = (
     "Megatron's own flags: python SCRIPT --help, without the plugin (where that fails, as with "
     "megatron-core 0.19.2: megatron/training/arguments.py)"
@@ -66,10 +68,22 @@ def config_from_argv(argv: Sequence[str]) -> EditConfig:
     for word in rest:
         _refuse_unknown(word.partition("=")[0])
     values = {s.name: getattr(known, attribute(s.name)) for s in dataclasses.fields(EditConfig)}
-    config = EditConfig(**values)
+    inner_optimizer = inner_optimizer_of(rest)
+    config = EditConfig(**values, inner_optimizer=inner_optimizer)
     if not config.use_edit:
-        _refuse_unused(config)
+        _refuse_unused(config, inner_optimizer)
     return config
+
+
+def inner_optimizer_of(words: Sequence[str]) -> str:
+    """Megatron's `--optimizer`, by which some of our presets go; Adam, its default, without.
+
+    Args:
+        words: of a command line. As in argparse the last one counts.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument(OPTIMIZER, nargs="?", default=ADAM, const=ADAM)
+    return str(parser.parse_known_args(list(words))[0].optimizer)
 
 
 def training_script(name: str) -> Path:
@@ -97,9 +111,9 @@ def _refuse_unknown(word: str) -> None:
     raise UsageError(word, "no such flag", remedy)
 
 
-def _refuse_unused(config: EditConfig) -> None:
+def _refuse_unused(config: EditConfig, inner_optimizer: str) -> None:
     for spec in dataclasses.fields(config):
-        usual = preset_of(spec, config.strategy)
+        usual = preset_of(spec, config.strategy, inner_optimizer)
         if spec.name != "device" and getattr(config, spec.name) != usual:
             raise UsageError(
                 f"{flag(spec.name)} {shown(getattr(config, spec.name))}",

@@ -10,11 +10,13 @@ import argparse
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from megatron_edit.constants import (
+    ADAM,
     ALL,
+    AVERAGED_MOMENTS,
     DEVICES,
     FEW_REPLICAS,
     FIXED,
@@ -22,7 +24,9 @@ from megatron_edit.constants import (
     INNER_STATES,
     INTERVALS,
     LEAST_TIMEOUT_SECONDS,
+    NONE,
     QSR,
+    STL,
     SYNC_BACKENDS,
     SYNC_DTYPES,
     SYNC_MODES,
@@ -31,24 +35,27 @@ from megatron_edit.constants import (
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import (
     AUTO,
-    NONE,
     default_text,
     flag,
     parse_endpoint,
     preset_of,
     shown,
 )
+from megatron_edit.method.schedule import last_local as last_local_of
 from megatron_edit.method.strategy import STRATEGIES
 
 # The largest share of the time that syncs should take: what all advice about settings aims at.
 GOAL_SHARE = 0.02
 _WITHOUT_DEFAULT = ("num_replicas", "replica_id")
 # Settings that strategies with the clock do not look at, those of syncs, and of the penalty.
-ONLY_COUNTED = ("sync_interval", "interval", "qsr_a")
-ONLY_LANDING = ("fragments", "delay_steps", "mix")
+ONLY_COUNTED = ("sync_interval", "interval", "qsr_a", "stl_stages", "final_sync_fraction")
+ONLY_SYNCED = (
+    "fragments", "delay_steps", "mix", "average_moments", "average_moments_every", "scale_beta2",
+    "final_sync_fraction",
+)  # fmt: skip
 _ONLY_PENALTY = (
-    "anomaly_threshold", "anomaly_alpha", "anomaly_warmup_syncs", "anomaly_patience", "clip",
-    "weight_temperature",
+    "anomaly_threshold", "anomaly_alpha", "anomaly_warmup_syncs", "anomaly_patience",
+    "loss_threshold", "clip", "weight_temperature",
 )  # fmt: skip
 
 
@@ -93,6 +100,9 @@ def _preset(usual: Any, doc: str, *, kind: Any) -> Any:
 class EditConfig:
     """Settings of EDiT. Construction fills in the strategy's presets, and checks everything.
 
+    Args:
+        inner_optimizer: Megatron's `--optimizer`, which some presets depend on; not kept.
+
     Raises:
         UsageError: a value is out of range, not supported by this version, or contradicts another.
     """
@@ -114,6 +124,12 @@ class EditConfig:
         1000, "W, synchronous steps before the first local step; >= 0", kind=int
     )
     sync_interval: int = _setting(128, "tau, inner steps between two syncs; >= 1", kind=int)
+    final_sync_fraction: float = _setting(
+        0.0,
+        "X, share at the end of training (iterations, or samples with --train-samples) in which "
+        "gradients are averaged at every step, as in the warm-up; in [0, 1]",
+        kind=float,
+    )
     sync_seconds: float = _setting(
         600.0, "a-edit: tau_time, seconds between two syncs; > 0", kind=float
     )
@@ -137,15 +153,24 @@ class EditConfig:
         20, "accepted syncs before a detector is armed; >= 0", kind=int
     )
     anomaly_patience: int = _setting(
-        3, "rejections in a row before a norm is accepted again; >= 0", kind=int
+        3, "rejections in a row before a norm or a loss is accepted again; >= 0", kind=int
+    )
+    loss_threshold: float = _setting(
+        6.0,
+        "standard deviations by which the loss of a replica's round may exceed its history, "
+        "relative to the other replicas; > 0",
+        kind=float,
     )
     clip: float = _setting(10.0, "phi, largest norm of a unit's averaged update; > 0", kind=float)
     weight_temperature: float | None = _setting(
         None, "T of the weights softmax(-norm / T); > 0, or auto", kind=number_or_auto
     )
     no_anomaly: bool = _setting(
-        False, "switch anomaly elimination off (norms that are not finite are still left out)"
+        False,
+        "switch anomaly elimination off, the loss check too (norms that are not finite are still "
+        "left out)",
     )
+    no_loss_check: bool = _setting(False, "leave no replica out because of its loss")
     no_weighting: bool = _setting(False, "weigh all accepted replicas alike")
     no_clip: bool = _setting(False, "switch the clip off")
     sync_mode: str = _setting(
@@ -197,12 +222,30 @@ class EditConfig:
     )
     interval: str = _setting(
         FIXED,
-        "schedule of the sync interval; qsr = max(tau, (a / lr)^2)",
+        "schedule of the sync interval; qsr = max(tau, (a / lr)^2), stl: tau doubles in each of "
+        "the equal stages of local training, adacomm = ceil(tau sqrt(loss / first loss)). In "
+        "measurements intervals that change while the outer momentum stays fixed lost loss in both "
+        "directions at equal bytes (docs/strategies.md)",
         kind=str,
         only=INTERVALS,
     )
     qsr_a: float | None = _setting(
         None, "a of the qsr schedule, in units of the learning rate; > 0", kind=number_or_none
+    )
+    stl_stages: int = _setting(
+        3, "stl: equal stages of the local training, tau doubles in each; >= 1", kind=int
+    )
+    average_moments: str = _setting(
+        NONE,
+        "Adam's moments that a sync averages over the replicas, in codes of one byte",
+        kind=str,
+        only=AVERAGED_MOMENTS,
+    )
+    average_moments_every: int = _setting(
+        1, "K, syncs between two averages of moments; >= 1", kind=int
+    )
+    scale_beta2: bool = _setting(
+        False, "Adam's beta2 becomes beta2^(1/N) while replicas train by themselves"
     )
     co2_gap: float = _setting(1.0, "co2: Lambda, divisor of the average; > 0", kind=float)
     co2_clip: float | None = _setting(
@@ -214,15 +257,18 @@ class EditConfig:
         kind=str,
         only=(AUTO, *DEVICES),
     )
+    inner_optimizer: InitVar[str] = ADAM
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, inner_optimizer: str) -> None:
         for spec in dataclasses.fields(self):
             check_supported(spec, getattr(self, spec.name))
             if "usual" in spec.metadata and getattr(self, spec.name) is None:
-                object.__setattr__(self, spec.name, preset_of(spec, self.strategy))
+                object.__setattr__(self, spec.name, preset_of(spec, self.strategy, inner_optimizer))
         if not STRATEGIES[self.strategy].has_penalty:
             for name in ("no_anomaly", "no_weighting", "no_clip"):
                 object.__setattr__(self, name, True)
+        if self.no_anomaly:
+            object.__setattr__(self, "no_loss_check", True)
         check_all(self)
 
 
@@ -262,20 +308,33 @@ def check_all(config: EditConfig) -> None:
     check_ranges(config)
     check_strategy(config)
     check_landing(config)
+    check_moments(config)
     check_interval(config)
     check_launch(config)
 
 
-def warning_of_endless_warmup(config: EditConfig, num_iterations: int) -> str | None:
+def warning_of_endless_warmup(
+    config: EditConfig, num_iterations: int, last_local: int | None = None
+) -> str | None:
     """What to say of a training that ends before its first local step; None where there is one.
 
     Args:
         config: settings.
         num_iterations: of the whole training.
+        last_local: the last iteration before the final synchronous phase; None where it is not
+            known: the share of the iterations decides.
     """
-    is_meant = STRATEGIES[config.strategy].endless_warmup
-    if is_meant or num_iterations > config.warmup_steps:
+    if last_local is None:
+        last_local = last_local_of(num_iterations, config.final_sync_fraction)
+    is_meant = STRATEGIES[config.strategy].endless_warmup or config.final_sync_fraction == 1
+    if is_meant or last_local > config.warmup_steps:
         return None
+    if last_local < num_iterations:
+        return (
+            f"WARNING: the final synchronous phase ({flag('final_sync_fraction')} "
+            f"{config.final_sync_fraction:g}) begins after iteration {last_local}, before the end "
+            f"of the warm-up ({flag('warmup_steps')} {config.warmup_steps}): there is no local step"
+        )
     return (
         f"WARNING: {num_iterations} iterations (--train-iters, --train-samples) <= "
         f"{flag('warmup_steps')} {config.warmup_steps}: training ends before the first local step, "
@@ -308,11 +367,14 @@ def check_ranges(config: EditConfig) -> None:
     _at_least(config, "anomaly_warmup_syncs", 0)
     _at_least(config, "anomaly_patience", 0)
     _at_least(config, "fragments", 1)
+    _at_least(config, "average_moments_every", 1)
     _at_least(config, "delay_steps", 0)
-    for name in ("sync_seconds", "outer_lr", "anomaly_threshold", "clip", "qsr_a",
-                 "weight_temperature", "timeout_seconds", "co2_gap", "co2_clip"):  # fmt: skip
+    _at_least(config, "stl_stages", 1)
+    for name in ("sync_seconds", "outer_lr", "anomaly_threshold", "loss_threshold", "clip",
+                 "qsr_a", "weight_temperature", "timeout_seconds", "co2_gap",
+                 "co2_clip"):  # fmt: skip
         _within(config, name, "above 0", lambda x: x > 0)
-    for name in ("step_weight", "mix"):
+    for name in ("step_weight", "mix", "final_sync_fraction"):
         _within(config, name, "in [0, 1]", lambda x: 0 <= x <= 1)
     _within(config, "outer_momentum", "in [0, 1)", lambda x: 0 <= x < 1)
     _within(config, "anomaly_alpha", "in (0, 1]", lambda x: 0 < x <= 1)
@@ -332,13 +394,14 @@ def check_strategy(config: EditConfig) -> None:
         for name in _ONLY_PENALTY:
             _refuse_unless_default(config, name, "edit")
     if strategy.endless_warmup:
-        for name in ONLY_LANDING:
+        for name in ONLY_SYNCED:
             _refuse_unless_default(config, name, "edit")
 
 
 def _refuse_unless_default(config: EditConfig, name: str, fitting: str) -> None:
     value = getattr(config, name)
-    if value != preset_of(_spec(config, name), config.strategy):
+    # No setting that is refused here has a preset of an inner optimizer (a test says so).
+    if value != preset_of(_spec(config, name), config.strategy, ADAM):
         shown_value = "" if value is True else f" {shown(value)}"
         raise UsageError(
             f"{flag(name)}{shown_value}",
@@ -377,6 +440,16 @@ def check_landing(config: EditConfig) -> None:
         )
 
 
+def check_moments(config: EditConfig) -> None:
+    """The interval of averages of moments is of something."""
+    if config.average_moments_every > 1 and config.average_moments == NONE:
+        raise UsageError(
+            f"{flag('average_moments_every')} {config.average_moments_every}",
+            "no moments are averaged",
+            f"add {flag('average_moments')} both (or second), or drop the flag",
+        )
+
+
 def check_interval(config: EditConfig) -> None:
     """The schedule of the interval has what it needs."""
     if (config.interval == QSR) != (config.qsr_a is not None):
@@ -385,11 +458,23 @@ def check_interval(config: EditConfig) -> None:
             "the qsr schedule needs its a, and no other schedule has one",
             f"give both {flag('interval')} qsr and {flag('qsr_a')}, or none of them",
         )
-    if config.interval == QSR and config.fragments > 1:
+    if config.interval != STL:
+        _refuse_unless_default_with(config, "stl_stages", f"{flag('interval')} {STL}")
+    if config.interval != FIXED and config.fragments > 1:
         raise UsageError(
             f"{flag('fragments')} {config.fragments}",
-            f"{flag('interval')} qsr has rounds of changing length, and no places between",
+            f"the rounds of {flag('interval')} {config.interval} change their length",
             f"use {flag('fragments')} 1, or {flag('interval')} fixed",
+        )
+
+
+def _refuse_unless_default_with(config: EditConfig, name: str, needed: str) -> None:
+    value = getattr(config, name)
+    if value != _spec(config, name).default:
+        raise UsageError(
+            f"{flag(name)} {shown(value)}",
+            f"has no effect without {needed}",
+            f"add {needed}, or drop the flag",
         )
 
 

@@ -4,7 +4,8 @@
     python scripts/quickstart.py          in an environment that is there
 
 Both runs see the same samples with the same Megatron flags (configs/tiny_cpu.args); EDiT's are in
-configs/tiny_cpu_edit.args. Results: a table, OUTPUT/loss.png, OUTPUT/summary.json and the logs.
+configs/tiny_cpu_edit.args and configs/edit_quality.args, the recommended settings for loss.
+Results: a table, OUTPUT/loss.png, OUTPUT/summary.json and the logs.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ from megatron_edit.tools.compare.traffic import (
 
 RANKS_PER_REPLICA = 2
 CONFIGS = REPOSITORY / "configs"
+EDIT_CONFIGS = ("tiny_cpu_edit.args", "edit_quality.args")
 FOOTNOTE = """\
-Bytes are payload between the replicas. EDiT counts its syncs itself; its {warmup} warm-up steps are
-computed. The baseline's bytes are computed too, as if each machine held one replica's ranks;
-formulas: megatron_edit/tools/compare/traffic.py. On one machine the replicas are not really apart:
-the speeds show what EDiT costs here, not what it saves on a slow network."""
+Bytes are payload between the replicas. EDiT counts its syncs itself; those of its {synchronous}
+synchronous steps, the warm-up and the last ones, are computed. The baseline's bytes are computed
+too, as if each machine held one replica's ranks; formulas: megatron_edit/tools/compare/traffic.py.
+On one machine the replicas are not really apart: the speeds show what EDiT costs here, not what it
+saves on a slow network."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,8 @@ def make_plan(args: argparse.Namespace) -> Plan:
     if args.train_iters is not None:
         flags += ["--train-iters", str(args.train_iters)]
     flags += ensure_corpus(output_dir / "corpus", int_flag(flags, "--vocab-size"))
-    plan = Plan(flags, read_flags(CONFIGS / "tiny_cpu_edit.args"), output_dir)
+    edit_flags = [word for name in EDIT_CONFIGS for word in read_flags(CONFIGS / name)]
+    plan = Plan(flags, edit_flags, output_dir)
     shutil.rmtree(plan.edit_dir, ignore_errors=True)
     for name in ("loss.png", "summary.json"):
         (output_dir / name).unlink(missing_ok=True)
@@ -117,6 +121,20 @@ def timed(name: str, plan: Plan, extra_flags: Sequence[str]) -> tuple[RunLog, fl
     return log, time.monotonic() - start
 
 
+def num_synchronous_steps(edit_dir: Path, warmup: int, last_iteration: int) -> int:
+    """Steps in which the replicas average gradients: the warm-up, and the final phase if any.
+
+    Args:
+        edit_dir: EDiT's event files.
+        warmup: steps of the warm-up.
+        last_iteration: of the training.
+    """
+    run = json.loads((edit_dir / "run.json").read_text(encoding="utf-8"))
+    last_local = run["training"].get("last_local_step")
+    final = 0 if last_local is None else max(0, last_iteration - max(last_local, warmup))
+    return min(warmup, last_iteration) + final
+
+
 def report(plan: Plan, edit: tuple[RunLog, float], baseline: tuple[RunLog, float]) -> None:
     """Prints the table and writes the picture and the summary."""
     (edit_log, edit_seconds), (base_log, base_seconds) = edit, baseline
@@ -125,10 +143,9 @@ def report(plan: Plan, edit: tuple[RunLog, float], baseline: tuple[RunLog, float
     layout = Layout(plan.num_replicas, RANKS_PER_REPLICA, base_log.num_parameters)
     element = ElementBytes.of_flags(plan.flags.__contains__)
     syncs = read_json_lines(plan.edit_dir / "sync.jsonl")
-    warmup_total = warmup_bytes(
-        layout, num_steps=min(warmup, edit_log.last_iteration), element=element
-    )
-    edit_bytes = sync_bytes(layout, syncs) + warmup_total
+    synchronous = num_synchronous_steps(plan.edit_dir, warmup, edit_log.last_iteration)
+    synchronous_total = warmup_bytes(layout, num_steps=synchronous, element=element)
+    edit_bytes = sync_bytes(layout, syncs) + synchronous_total
     results = [
         summarize(
             f"EDiT, {plan.num_replicas} replicas x {RANKS_PER_REPLICA} ranks",
@@ -147,9 +164,9 @@ def report(plan: Plan, edit: tuple[RunLog, float], baseline: tuple[RunLog, float
     ]
     losses = (edit_losses(plan.edit_dir, edit_log), base_log.losses())
     curves = [
-        Curve(r.name, loss, log.validation(), r.bytes_total, in_warmup)
-        for r, loss, log, in_warmup in zip(
-            results, losses, (edit_log, base_log), (warmup_total, 0.0), strict=True
+        Curve(r.name, loss, log.validation(), r.bytes_total, in_synchronous_steps)
+        for r, loss, log, in_synchronous_steps in zip(
+            results, losses, (edit_log, base_log), (synchronous_total, 0.0), strict=True
         )
     ]
     picture = plan.output_dir / "loss.png"
@@ -160,7 +177,8 @@ def report(plan: Plan, edit: tuple[RunLog, float], baseline: tuple[RunLog, float
     (plan.output_dir / "summary.json").write_text(text, encoding="utf-8")
     size = f"{layout.num_parameters / 1e6:.1f} million parameters"
     print(f"\n{size}, {base_log.last_iteration} iterations of {tokens} tokens, {len(syncs)} syncs")
-    print(f"\n{format_table(results)}\n\n{FOOTNOTE.format(warmup=warmup)}\n\npicture: {picture}")
+    footnote = FOOTNOTE.format(synchronous=synchronous)
+    print(f"\n{format_table(results)}\n\n{footnote}\n\npicture: {picture}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

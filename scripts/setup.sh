@@ -74,7 +74,7 @@ install() {
     fi >"$venv/constraints.txt"
     say "installing the requirements (a minute or two; log: $log)"
     if ! (cd "$root" && PIP_DISABLE_PIP_VERSION_CHECK=1 \
-        "$venv/bin/python" -m pip install -e '.[test,report]' -c "$venv/constraints.txt") >"$log" 2>&1; then
+        "$venv/bin/python" -m pip install -e '.[test,report,muon]' -c "$venv/constraints.txt") >"$log" 2>&1; then
         tail -n 20 "$log" >&2
         say "pip failed; all of its output: $log"
         exit 1

@@ -21,6 +21,7 @@ from .corruption import Corruption
 # Of configurations and results; another number makes all that was kept unknown. A configuration
 # holds the flags that are given, so a default that changes needs another number, too.
 FORM = 1
+MUON = "muon"  # a value of `--optimizer`
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,11 @@ class Case:
             "edit-warmup-steps": self.warmup_steps,
             "edit-sync-interval": self.tau,
         }
-        common = flag_words(values, ("disable-bias-linear", "use-distributed-optimizer"))
+        switches = ["disable-bias-linear"]
+        # With it, Megatron shards Muon layer by layer; a replica of one rank has nothing to shard.
+        if MUON not in self.flags:
+            switches.append("use-distributed-optimizer")
+        common = flag_words(values, switches)
         return Entry(self.strategy, self.flags).words(common)
 
     def configuration(self, corpus: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,10 +141,16 @@ class Case:
         Args:
             corpus: what tells it from another one.
         """
+        flags = canonical(self.words)
+        # Kept runs with bad data are older than the loss check: they are those without it.
+        is_unchecked = flags.pop("--edit-no-loss-check", None) is not None
+        has_check = STRATEGIES[self.strategy].has_penalty and not is_unchecked
+        checked = {"loss_check": True} if self.corruption and has_check else {}
         return {
             "form": FORM,
+            **checked,
             "corpus": dict(corpus),
-            "flags": canonical(self.words),
+            "flags": flags,
             "stages": [[stage.num_replicas, stage.until] for stage in self.stages],
             "corruption": self.corruption and self.corruption.configuration,
         }

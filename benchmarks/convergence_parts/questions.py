@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from .cases import Case
 
@@ -14,7 +15,7 @@ class Member:
 
     Attributes:
         label: for people.
-        cases: one for each seed.
+        cases: one for each of its seeds.
         base: label of the member that it is compared with; "" for none.
         series: of a sweep: what belongs to one curve.
         place: of a sweep: where on the axis.
@@ -46,5 +47,5 @@ class Question:
     @property
     def cases(self) -> Iterator[Case]:
         """All runs: every member with the first seed, then with the next."""
-        for cases in zip(*(member.cases for member in self.members), strict=True):
-            yield from cases
+        for cases in zip_longest(*(member.cases for member in self.members)):
+            yield from (case for case in cases if case is not None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -26,6 +26,7 @@ from megatron_edit.tools.compare.traffic import ElementBytes, Layout
 from .bench import StageFiles
 from .cases import Case
 
+LOSS = "loss"  # the reason in `why` of a sync
 NUM_BINS = 48  # of the training losses that are kept
 DIGITS = 9  # differences of losses are told with four decimals
 
@@ -42,6 +43,9 @@ class RunSummary:
             last stage.
         seconds: from the first process to the end of the last.
         versions: of what it was trained with.
+        loss_rejections: iteration of the sync and replica, of the last stage, where the loss of a
+            round was the reason to leave a replica out of a unit or more; None of runs without
+            such a check.
     """
 
     final_loss: float
@@ -50,6 +54,7 @@ class RunSummary:
     left_out: list[float]
     seconds: float
     versions: dict[str, str]
+    loss_rejections: list[list[int]] | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,10 @@ class Record(RunSummary):
     cpu_seconds: float
     exit_codes: list[list[int]]
     load: list[float]
+
+
+_ALL = {spec.name for spec in fields(Record)}
+_NEEDED = _ALL - {"loss_rejections"}  # files that are older than the check do without
 
 
 @dataclass(frozen=True)
@@ -154,7 +163,7 @@ class Records:
             return None
         configuration = case.configuration(self._corpus)
         found = find(self._path(case), configuration)
-        if found is not None and set(found) == {spec.name for spec in fields(Record)}:
+        if found is not None and _NEEDED <= set(found) <= _ALL:
             return Record(**found)
         return self._results.find(case) if self._results is not None else None
 
@@ -198,6 +207,7 @@ def record_of(case: Case, stages: Sequence[StageFiles], load_before: float) -> R
         exit_codes=[list(files.exit_codes) for files in stages],
         load=[round(load_before, 2), round(os.getloadavg()[0], 2)],
         versions=dict(readings[-1].versions),
+        loss_rejections=loss_rejections(read_json_lines(stages[-1].folder / "sync.jsonl")),
     )
 
 
@@ -231,6 +241,23 @@ def left_out(syncs: Sequence[Mapping[str, Any]]) -> list[float]:
     """By replica, the share of syncs and units in which it was left out."""
     rows = [row for sync in syncs for row in sync["anomalous"]]
     return [round(fmean(column), 4) for column in zip(*rows, strict=True)]
+
+
+def loss_rejections(syncs: Sequence[Mapping[str, Any]]) -> list[list[int]] | None:
+    """Iteration and replica where the loss of a round was a reason; None where no line has any.
+
+    Args:
+        syncs: lines of `sync.jsonl`; `why` has the reason by unit and replica.
+    """
+    told = [sync for sync in syncs if "why" in sync]
+    if not told:
+        return None
+    return [
+        [sync["iteration"], replica]
+        for sync in told
+        for replica, reasons in enumerate(zip(*sync["why"], strict=True))
+        if LOSS in reasons
+    ]
 
 
 def thinned(points: Sequence[tuple[int, float, float]]) -> list[list[float]]:

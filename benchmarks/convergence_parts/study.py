@@ -1,7 +1,7 @@
 """The study: its questions in order of priority, and for each the runs that answer it.
 
-Runs that several questions need are the same runs: they are known by their hash. All runs of a
-question are made with every seed; what is compared is compared seed by seed.
+Runs that several questions need are the same runs: they are known by their hash. What is
+compared is compared seed by seed; a member has every seed, or only the first ones.
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megatron_edit.method.strategy import STRATEGIES
+
 from .cases import Case, Size, Stage
 from .corruption import TEXT, Corruption
 from .marks import marks
+from .quality import quality
 from .questions import Member, Question
 
 SEEDS = (1, 2, 3)
@@ -44,13 +47,15 @@ class Study:
         """In order of priority."""
         return (
             *marks(self),
+            *quality(self),
             self._strategies(), self._ablation(), self._two_replicas(), self._warmup(),
             self._temperature(), self._bursts(), self._rates(), self._elastic(), self._beyond(),
         )  # fmt: skip
 
     def member(
         self, label: str, strategy: str, *flags: str, base: str = "", size: Size | None = None,
-        num_replicas: int = NUM_REPLICAS, tau: int = TAUS[0], **changes: Any,
+        num_replicas: int = NUM_REPLICAS, tau: int = TAUS[0], num_seeds: int | None = None,
+        **changes: Any,
     ) -> Member:  # fmt: skip
         """A member with one case for each seed.
 
@@ -62,6 +67,7 @@ class Study:
             size: of the model, where it is not the study's.
             num_replicas: N, all the time.
             tau: sync interval.
+            num_seeds: how many of the study's seeds, the first ones; None for all.
             changes: of other fields of `Case`.
         """
         size = size or self.size
@@ -77,14 +83,24 @@ class Study:
             flags=flags,
         )
         first = replace(first, **changes)
-        return Member(label, tuple(replace(first, seed=seed) for seed in self.seeds), base)
+        seeds = self.seeds[:num_seeds]
+        return Member(label, tuple(replace(first, seed=seed) for seed in seeds), base)
 
     def corrupted(self, member: Member, kind: str = TEXT) -> Member:
-        """The case seed is also that of the bad data: paired runs get the same."""
+        """The case seed is also that of the bad data: paired runs get the same.
+
+        The results that are kept were made without the loss check.
+        """
         steps = self.size.train_iters
+        has_penalty = STRATEGIES[member.cases[0].strategy].has_penalty
+        without_check = ("--edit-no-loss-check",) if has_penalty else ()
         bursts = tuple((round(a * steps), round(b * steps)) for a, b in BURSTS)
         cases = tuple(
-            replace(c, corruption=Corruption(CORRUPTED_REPLICA, bursts, c.seed, kind))
+            replace(
+                c,
+                corruption=Corruption(CORRUPTED_REPLICA, bursts, c.seed, kind),
+                flags=(*c.flags, *without_check),
+            )
             for c in member.cases
         )
         return replace(member, cases=cases)

@@ -19,7 +19,9 @@ from megatron_edit.checkpoint.folder import manifest_of
 from megatron_edit.constants import CHECKPOINT_FORMS, FP32
 from megatron_edit.errors import UsageError
 
-FORMAT, VERSION = "megatron_edit checkpoint", 3  # 2: syncs that land late, wire types; 3: settings
+# 2: syncs that land late, wire types; 3: settings; 4: a final phase, moments that travel,
+# history of losses.
+FORMAT, VERSION = "megatron_edit checkpoint", 4
 KEYS = {"replicas_identical": "is_level"}  # fields that have another name in the file
 
 
@@ -38,6 +40,7 @@ class PendingSync:
         inner_lr: of the inner optimizer at the sync.
         tables: what was decided, lists [N][units], and `rollback` [units].
         inner_steps: of each replica. `samples`: consumed by each.
+        moments: kinds of inner moments whose means had not landed; they lie beside the anchor.
     """
 
     round: int
@@ -52,6 +55,7 @@ class PendingSync:
     tables: Mapping[str, Any]
     inner_steps: tuple[int, ...]
     samples: tuple[int, ...]
+    moments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,9 @@ class Manifest:
         parallel: sizes of Megatron's parallel groups of a replica.
         model: what makes another model of it (`host.checkpoint.fingerprint`).
         units: names, in forward order.
-        is_warmup: whether local training had not begun yet: there is no outer state.
+        is_warmup: whether the replicas trained in step: there is no outer state.
+        is_final_phase: whether that was in the final synchronous phase, and not in the warm-up.
+        first_loss: F_0 of `method.schedule.RoundStart`; None where it does not matter.
         round: syncs so far.
         replicas: by replica.
         detectors: fields of `method.detector.DetectorState`, lists [N][U].
@@ -128,6 +134,8 @@ class Manifest:
         written_by: versions.
         settings: of the run that wrote it, by the names of `EditConfig`'s fields; only for people,
             who are told what has changed. Empty where an older version wrote it.
+        loss_history: fields of `method.loss_check.LossHistory`, lists [N]. Empty where an older
+            version wrote it.
     """
 
     iteration: int
@@ -155,6 +163,9 @@ class Manifest:
     files: Mapping[str, FileRecord] = field(default_factory=dict)
     written_by: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    is_final_phase: bool = False
+    first_loss: float | None = None
+    loss_history: Mapping[str, list[float]] = field(default_factory=dict)
 
     @property
     def is_mid_round(self) -> bool:
@@ -275,7 +286,8 @@ def _numbers(values: list[Any]) -> list[Any]:
 def _pending(entry: dict[str, Any]) -> PendingSync:
     lists = {name: tuple(entry[name]) for name in ("units", "excluded", "inner_steps", "samples")}
     tables = {name: _numbers(table) for name, table in entry["tables"].items()}
-    return PendingSync(**entry | lists | {"tables": tables})
+    moments = {"moments": tuple(entry.get("moments", ()))}
+    return PendingSync(**entry | lists | moments | {"tables": tables})
 
 
 def _one_line(error: Exception) -> str:

@@ -65,12 +65,14 @@ class Addend:
         sent: fp32 [n], residual of the addend; None loses it.
         summed: fp32 [chunks.numel], residual of the sum of this rank's chunk; None loses it.
         is_left_out: whether this rank adds exact zeros.
+        codec: how the sum travels; None is as fp32. The same on all ranks.
     """
 
     values: Tensor
     sent: Tensor | None
     summed: Tensor | None
     is_left_out: bool
+    codec: Codec | None
 
 
 @dataclass(frozen=True)
@@ -151,18 +153,28 @@ class CodedExchange:
     is_decoded: bool = False
 
     @classmethod
-    def prepare(cls, group: Group, codec: Codec, addends: Sequence[Addend]) -> CodedExchange:
-        """Allocate, on the stream that will also wait for the end and so may free."""
-        chunks = [Chunks.cut(addend.values.numel(), group.size, codec) for addend in addends]
-        widths = [codec.encoded_bytes(chunk.numel) for chunk in chunks]
+    def prepare(cls, group: Group, addends: Sequence[Addend]) -> CodedExchange:
+        """Allocate, on the stream that will also wait for the end and so may free.
+
+        Args:
+            group: who adds.
+            addends: of this rank; each has a codec, which may be another one than the others'.
+        """
+        codecs = [addend.codec for addend in addends if addend.codec is not None]
+        chunks = [
+            Chunks.cut(addend.values.numel(), group.size, codec)
+            for addend, codec in zip(addends, codecs, strict=True)
+        ]
+        widths = [
+            codec.encoded_bytes(chunk.numel) for codec, chunk in zip(codecs, chunks, strict=True)
+        ]
         shape, device = (group.size, sum(widths)), addends[0].values.device
         outgoing, incoming = (
             torch.empty(shape, dtype=torch.uint8, device=device) for _ in range(2)
         )
         rows = (outgoing.split(widths, dim=1), incoming.split(widths, dim=1))
-        parts = [
-            CodedPart(group.rank, codec, *part) for part in zip(addends, chunks, *rows, strict=True)
-        ]
+        each = zip(codecs, addends, chunks, *rows, strict=True)
+        parts = [CodedPart(group.rank, *part) for part in each]
         return cls(group, parts, outgoing, incoming)
 
     def begin(self) -> None:

@@ -24,7 +24,7 @@ _HEADER = (
     "is_leaving",
     "num_losses",
 )
-_RATES = ("inner_lr", "next_lr")
+_RATES = ("inner_lr", "next_lr", "round_loss")
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,8 @@ class ControlRecord:
         next_lr: of the next step; while the schedule warms up, the peak that it comes to.
         digests: of every unit that meets again after a delayed landing; NaN for the others. Empty
             where nothing is delayed.
+        round_loss: nats per token, mean of the replica's training losses since the last meeting,
+            the same on all its ranks; NaN where there is none.
     """
 
     round: int
@@ -59,6 +61,7 @@ class ControlRecord:
     inner_lr: float = 0.0
     next_lr: float = 0.0
     digests: Sequence[float] = ()
+    round_loss: float = math.nan
 
     @property
     def num_losses(self) -> int:
@@ -66,7 +69,7 @@ class ControlRecord:
         return len(self.losses)
 
     def pack(self, capacity: int) -> Tensor:
-        """As float64 [9 + capacity + units + digests + buffers]; whole numbers are exact to 2^53.
+        """As float64 [10 + capacity + units + digests + buffers]; whole numbers are exact to 2^53.
 
         Args:
             capacity: room for losses, the same for all records of a run.

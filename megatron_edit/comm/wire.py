@@ -4,6 +4,9 @@
     bf16, int8, int4  encoded chunks to their owners, and their encoded sums back
                       (`compressed_all_reduce.py`)
 
+Several sums may travel as one exchange, each in a form of its own: parameters of a unit beside
+moments of the inner optimizer.
+
 Everybody decodes the same bytes, so that all ranks end with the same bits. A group of one rank
 encodes and decodes twice, too: it shows what the codec does to training.
 """
@@ -25,9 +28,11 @@ from megatron_edit.comm.compressed_all_reduce import (
     beside_compute,
     start_second_phases,
 )
-from megatron_edit.constants import FP32, SYNC_DTYPES
+from megatron_edit.constants import FP32, FP32_BYTES, SYNC_DTYPES
 from megatron_edit.method.codec import BF16, INT4, INT8, Codec
+from megatron_edit.method.moments import MomentRule
 
+NUM_PHASES = 2  # of an exchange of encoded sums
 _CODECS: dict[str, Codec | None] = {FP32: None, **{c.name: c for c in (BF16, INT8, INT4)}}
 
 
@@ -70,10 +75,108 @@ class Residual:
     summed: Tensor
 
 
-def addend_of(values: Tensor, residual: Residual | None, is_left_out: bool) -> Addend:
-    """What a rank adds, with what it has lost before; see `Wire.start`."""
-    sent, summed = (None, None) if residual is None else (residual.sent, residual.summed)
-    return Addend(values, sent, summed, is_left_out)
+@dataclass(frozen=True)
+class ExchangeSet:
+    """Several exchanges that began together and are over when all are."""
+
+    exchanges: tuple[Exchange, ...]
+
+    def advance(self) -> bool:
+        """Do what can be done of all without waiting; whether all sums are there."""
+        return all([exchange.advance() for exchange in self.exchanges])
+
+    def wait(self) -> None:
+        """Finish all."""
+        for exchange in self.exchanges:
+            exchange.wait()
+
+    @property
+    def is_completed(self) -> bool:
+        """Whether nothing of any is on the wire any more."""
+        return all(exchange.is_completed for exchange in self.exchanges)
+
+    @property
+    def on_wire(self) -> Work | None:
+        """What must be over before `advance` can do more; None where all sums are there."""
+        works = (exchange.on_wire for exchange in self.exchanges)
+        return next((work for work in works if work is not None), None)
+
+
+def start_exchange(group: Group, addends: Sequence[Addend]) -> Exchange:
+    """Begin several sums over the group as one exchange, in place. Waits for nothing.
+
+    Scratch of the encoded ones, until their sums are there: twice the encoded bytes, and while a
+    sum is taken 4 numel / size bytes and a codec's own.
+    Collective: all ranks of the group, the same numels and codecs. On gloo the group must have been
+    made for `NUM_PHASES` phases, if anything is encoded.
+    Mutates: values and residuals of the addends, when it is over.
+
+    Args:
+        group: who adds.
+        addends: of this rank.
+    """
+    addends = [addend for addend in addends if addend.values.numel()]  # a shard may be empty
+    plain = [addend for addend in addends if addend.codec is None]
+    coded = [addend for addend in addends if addend.codec is not None]
+    for addend in plain:
+        assert addend.sent is None, "fp32 loses nothing"
+        if addend.is_left_out:
+            addend.values.zero_()
+    # Second phases of earlier exchanges begin before anything of this one: see the note on their
+    # order in `compressed_all_reduce.py`.
+    progress_exchanges(group)
+    exchanges: list[Exchange] = []
+    if group.runs_in_order and len(plain) > 1:
+        exchanges.append(group.start_all_reduce_together([addend.values for addend in plain]))
+    else:
+        exchanges += [group.start_all_reduce(addend.values) for addend in plain]
+    if coded:
+        exchanges.append(_start_coded(group, coded))
+    if len(exchanges) == 1:
+        return exchanges[0]
+    return ExchangeSet(tuple(exchanges)) if exchanges else Work(group.name)
+
+
+def _start_coded(group: Group, addends: Sequence[Addend]) -> Exchange:
+    has_phases = group.runs_in_order or len(group.phases) == NUM_PHASES
+    assert group.size == 1 or has_phases, f"{group.name}: not made for exchanges in phases"
+    exchange = CodedExchange.prepare(group, addends)
+    with beside_compute(group):
+        exchange.begin()
+        group.backlog.append(exchange)
+    return exchange
+
+
+def progress_exchanges(group: Group) -> None:
+    """Where collectives run in order: let the device go on with all exchanges that have begun,
+    though it may have to wait for them. Waits for nothing."""
+    if group.runs_in_order:
+        start_second_phases(group, also_pending=True)
+
+
+def payload_bytes_of(codec: Codec | None, numel: int, size: int) -> int:
+    """Bytes that one rank sends of one sum; exactly what `Group` counts.
+
+    Args:
+        codec: how it travels; None is as fp32.
+        numel: elements of the addend.
+        size: ranks of the group.
+    """
+    if codec is None:
+        return all_reduce_payload(FP32_BYTES * numel, size)
+    chunks = Chunks.cut(numel, size, codec)
+    return 2 * (size - 1) * codec.encoded_bytes(chunks.numel)
+
+
+def moment_bytes(rule: MomentRule, numel: int, size: int) -> int:
+    """Payload that one rank sends of the moments of the inner optimizer of a unit.
+
+    Args:
+        rule: which, and how they travel.
+        numel: elements of its shard of the unit.
+        size: N.
+    """
+    return sum(payload_bytes_of(rule.codec_of(kind), numel, size) for kind in rule.kinds)
 
 
 @dataclass(frozen=True)
@@ -105,7 +208,7 @@ class Wire:
     @property
     def num_phases(self) -> int:
         """Of an exchange, in which sums are encoded by their owners; 0 is one whole collective."""
-        return 0 if self.codec is None else 2
+        return 0 if self.codec is None else NUM_PHASES
 
     @property
     def has_residual(self) -> bool:
@@ -127,15 +230,24 @@ class Wire:
 
     def payload_bytes(self, numel: int, size: int) -> int:
         """Bytes that one rank sends in one exchange; exactly what `Group` counts."""
-        if self.codec is None:
-            return all_reduce_payload(4 * numel, size)
-        chunks = Chunks.cut(numel, size, self.codec)
-        return 2 * (size - 1) * self.codec.encoded_bytes(chunks.numel)
+        return payload_bytes_of(self.codec, numel, size)
 
     def new_residual(self, numel: int, size: int, device: torch.device) -> Residual:
         """Zeros of the right sizes: 4 (1 + 1 / size) bytes an element."""
         owned = self.owner_numel(numel, size)
         return Residual(torch.zeros(numel, device=device), torch.zeros(owned, device=device))
+
+    def addend_of(self, values: Tensor, residual: Residual | None, is_left_out: bool) -> Addend:
+        """What a rank adds to a sum.
+
+        Args:
+            values: fp32 [n] on the group's device, contiguous.
+            residual: what was lost before; None loses it for good. None for fp32.
+            is_left_out: this rank adds exact zeros, whatever `values` holds, and what it has
+                lost before stays as it is.
+        """
+        sent, summed = (None, None) if residual is None else (residual.sent, residual.summed)
+        return Addend(values, sent, summed, is_left_out, self.codec)
 
     def start(
         self,
@@ -145,55 +257,9 @@ class Wire:
         *,
         is_left_out: bool = False,
     ) -> Exchange:
-        """Begin to sum `values` over the group, in place. Waits for nothing.
+        """Begin to sum `values` over the group, in place; see `start_exchange` and `addend_of`.
 
-        Scratch, until the sum is there: twice the encoded bytes, and while the sum is taken
-        4 numel / size bytes and a codec's own.
-        Collective: all ranks of the group, same numel and wire. On gloo the group must have been
-        made for as many phases as the wire has.
+        Collective: all ranks of the group, same numel and wire.
         Mutates: `values`, when it is over; `residual`, until then.
-
-        Args:
-            group: who adds.
-            values: fp32 [n] on `group.device`, contiguous: this rank's addend.
-            residual: what was lost before; None loses it for good. None for fp32.
-            is_left_out: this rank adds exact zeros, whatever `values` holds, and what it has
-                lost before stays as it is.
         """
-        if self.codec is None:
-            assert residual is None, f"wire {self.name} loses nothing"
-            return group.start_all_reduce(values.zero_() if is_left_out else values)
-        if values.numel() == 0:  # ZeRO cuts without regard to units: a shard may be empty
-            return Work(group.name)
-        return self._start_coded(group, self.codec, [addend_of(values, residual, is_left_out)])
-
-    def start_together(self, group: Group, addends: Sequence[Addend]) -> Exchange:
-        """Begin several exchanges as one, where collectives run in order; see `start`.
-
-        Collective: all ranks of the group, same numels and wire.
-        """
-        addends = [addend for addend in addends if addend.values.numel()]
-        if self.codec is None:
-            for addend in addends:
-                if addend.is_left_out:
-                    addend.values.zero_()
-            return group.start_all_reduce_together([addend.values for addend in addends])
-        if not addends:
-            return Work(group.name)
-        return self._start_coded(group, self.codec, addends)
-
-    def _start_coded(self, group: Group, codec: Codec, addends: Sequence[Addend]) -> Exchange:
-        has_phases = group.runs_in_order or len(group.phases) == self.num_phases
-        assert group.size == 1 or has_phases, f"{group.name}: not made for {self.name}"
-        exchange = CodedExchange.prepare(group, codec, addends)
-        with beside_compute(group):
-            self.progress(group)
-            exchange.begin()
-            group.backlog.append(exchange)
-        return exchange
-
-    def progress(self, group: Group) -> None:
-        """Where collectives run in order: let the device go on with all exchanges that have begun,
-        though it may have to wait for them. Waits for nothing."""
-        if group.runs_in_order:
-            start_second_phases(group, also_pending=True)
+        return start_exchange(group, [self.addend_of(values, residual, is_left_out)])

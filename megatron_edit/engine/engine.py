@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from megatron_edit.engine.rounds.synchronous import (
     CommonStop,
     average_gradients,
     average_linear_buffers,
+    begin_final_phase,
     broadcast_first_replica,
     broadcast_if_different,
     check_identical,
@@ -37,6 +39,7 @@ from megatron_edit.engine.sync.outer_state import OuterState
 from megatron_edit.errors import ReplicaLostError
 from megatron_edit.method.clock import PhaseClock
 from megatron_edit.method.ledger import Dealing
+from megatron_edit.method.schedule import RoundStart
 
 
 class EditEngine:
@@ -87,17 +90,22 @@ class EditEngine:
 
     # ---- start and end
 
-    def start(self, step: int = 0) -> None:
+    def start(self, step: int = 0, num_syncs: int = 0) -> None:
         """Give every replica the parameters of replica 0, and check that they hold the same.
 
         Args:
             step: steps that all replicas, or stock Megatron, have made together before.
+            num_syncs: syncs before a final synchronous phase that goes on.
         """
         self.state.step = step
-        self.groups.warm_up(self.settings.wire)
+        self.state.rounds = replace(self.state.rounds, count=num_syncs)
+        self.groups.warm_up(has_exchanges=self.settings.num_phases > 0)
         broadcast_first_replica(self.host, self.groups)
         check_identical(self.host, self.groups, "at the start")
-        if self.settings.schedule.is_warmup(step + 1):
+        if self.host.progress().begins_final_phase:
+            self.state.last_local_step = step
+            self._tell_of_final_phase()
+        elif self.settings.schedule.is_warmup(step + 1):
             self._trigger.begin_warmup()
         else:
             self._switch()
@@ -160,13 +168,13 @@ class EditEngine:
     # ---- steps
 
     def before_gradients(self) -> None:
-        """In warm-up, before the host moves what it does not leave to its optimizer."""
+        """In warm-up and in the final phase, before the host moves what its optimizer does not."""
         if self.is_warmup:
             with self._context():
                 sum_counts(self.host, self.groups)
 
     def average_gradients(self, num_tokens: Tensor | None = None) -> None:
-        """In warm-up, average the gradient shards over the replicas.
+        """In warm-up and in the final phase, average the gradient shards over the replicas.
 
         Args:
             num_tokens: see `rounds.synchronous.average_gradients`.
@@ -200,8 +208,7 @@ class EditEngine:
                 self._meet(meeting)
             elif plan.is_warmup:
                 state.is_stopping = self._common_stop.after_step(self.is_stop_seen)
-                if self.settings.schedule.is_switch(state.step):
-                    self._switch()
+                self._end_warmup_if_due()
             if plan.is_landing_due and queue.num_landings == landings:
                 # The host has left out the gather of this step, as a landing would replace what it
                 # gathers. But nothing landed here: the meeting began no sync, or this stage holds
@@ -254,8 +261,8 @@ class EditEngine:
     def record_loss(self, loss: float) -> None:
         """Note the training loss of the step just made; NaN on ranks that do not know it.
 
-        In warm-up it must be the mean over the replicas already: gradients cross at every step
-        there, so may a number. In a round it waits for the next meeting.
+        Where losses cross at once it must be the mean over the replicas already. In a round it
+        waits for the next meeting.
         """
         if self.was_warmup_step:
             self.reporter.on_losses(self.state.step, [loss])
@@ -312,9 +319,9 @@ class EditEngine:
             DriftError: the replicas had met when it was written, and do not hold the same now.
         """
         if saved["is_warmup"]:
-            self.start(saved["step"])
+            self.start(saved["step"], saved["round"])
             return
-        self.groups.warm_up(self.settings.wire)
+        self.groups.warm_up(has_exchanges=self.settings.num_phases > 0)
         outer, detectors = self._take_anchor(), saved["detectors"]
         outer.load(saved["outer"])
         if unfinished is not None:
@@ -329,6 +336,7 @@ class EditEngine:
             check_identical(self.host, self.groups, "after loading")
         self._flags.post(Flag.MEET if saved["is_asking"] else Flag.NONE)
         self.state.timeout.begin(saved["round_seconds"])
+        self._begin_local_training()
 
     # ---- where training stands
 
@@ -339,13 +347,20 @@ class EditEngine:
 
     @property
     def is_warmup(self) -> bool:
-        """Whether the replicas train in step: no anchor has been taken yet."""
+        """Whether the replicas train in step, in the warm-up or in the final synchronous phase:
+        there is no anchor."""
         return self.state.outer is None
 
     @property
+    def is_final_phase(self) -> bool:
+        """Whether the next step is one of the final synchronous phase."""
+        return self.state.last_local_step is not None
+
+    @property
     def was_warmup_step(self) -> bool:
-        """Whether the last step was one of the warm-up."""
-        return self.settings.schedule.is_warmup(self.state.step)
+        """Whether figures of the last step cross at once, as no meeting of a round will carry them:
+        it was one of the warm-up or of the final phase, or the last local one before that."""
+        return self.is_warmup or self.settings.schedule.is_warmup(self.state.step)
 
     @property
     def is_mid_round(self) -> bool:
@@ -450,10 +465,45 @@ class EditEngine:
         self.state.timeout.begin()
         step = self.state.step
         self.reporter.on_message(f"warm-up is over after step {step}: each replica trains alone")
+        self._begin_local_training()
+
+    def _begin_local_training(self) -> None:
+        if (message := self.host.set_local_training(True)) is not None:
+            self.reporter.on_message(message)
+
+    def _end_warmup_if_due(self) -> None:
+        """After a step of the warm-up or of the final phase: the warm-up ends with step W, unless
+        the final phase follows."""
+        if self.is_final_phase:
+            return
+        if self.host.progress().begins_final_phase:
+            self.state.last_local_step = self.state.step
+            self._tell_of_final_phase()
+        elif self.settings.schedule.is_switch(self.state.step):
+            self._switch()
+
+    def _end_rounds(self) -> None:
+        """End local training: all lands, and what replicas hold becomes equal; then gradients are
+        averaged at every step, as in the warm-up."""
+        self._queue.settle()
+        begin_final_phase(self.host, self.groups, self.reporter, self.state.accepted)
+        self.host.set_local_training(False)
+        self.host.attach_outer_state({}, {})
+        self.state.end_rounds()
+        self._tell_of_final_phase()
+
+    def _tell_of_final_phase(self) -> None:
+        self.reporter.on_message(
+            f"final synchronous phase after step {self.state.step}: gradients are averaged over "
+            "the replicas at every step"
+        )
 
     def _meet(self, meeting: MeetingPlan) -> None:
         self.clock.pause()  # to wait for others is no inner training
-        self.state.is_stopping = self.state.is_waiting = not self._controller.meet(meeting)
+        is_met = self._controller.meet(meeting)
+        self.state.is_stopping = self.state.is_waiting = not is_met
+        if is_met and meeting.ends_rounds:
+            self._end_rounds()
         self.state.begin_phase()
 
     def _take_anchor(self) -> OuterState:
@@ -476,7 +526,8 @@ class EditEngine:
         """Steps of a round that begins now, where a count decides; else 0."""
         if self.settings.timed is not None:
             return 0
-        return self.settings.schedule.round_length(self.host.progress().next_lr)
+        start = RoundStart(self.state.step, self.host.progress().next_lr)
+        return self.settings.schedule.round_length(start)
 
     def _placed(self, error: Exception) -> Exception:
         """An error of the thread: of a lost replica, with who that was and where."""
@@ -501,7 +552,9 @@ class EditEngine:
         except ReplicaLostError as error:
             if error.is_placed:
                 raise
-            usual = "the warm-up" if self.is_warmup else f"the sync of round {self._round}"
+            usual = f"the sync of round {self._round}"
+            if self.is_warmup:
+                usual = "the final synchronous phase" if self.is_final_phase else "the warm-up"
             place = f"{what or usual} (step {self.step})"
             raise located(error, self._board.heartbeat, place) from error
         except Exception as error:

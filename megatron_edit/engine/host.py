@@ -14,10 +14,11 @@ from typing import Protocol
 from torch import Tensor
 
 from megatron_edit.comm.collectives import Group
-from megatron_edit.comm.wire import Wire
+from megatron_edit.comm.wire import NUM_PHASES, Wire
 from megatron_edit.engine.rounds.plan import Decision, Penalty
 from megatron_edit.engine.sync.units import UnitPlan, UnitShard
 from megatron_edit.method.landing import LandingRule
+from megatron_edit.method.moments import MomentSchedule
 from megatron_edit.method.outer import OuterRule
 from megatron_edit.method.schedule import Schedule
 
@@ -33,6 +34,8 @@ class Progress:
         schedule_position: of the learning-rate schedule, in samples of all replicas.
         pending_schedule: samples by which it advances, or advanced, with the last step.
         is_last_step: training reaches its target with the step being attempted.
+        begins_final_phase: no local step follows the step being attempted, or, before the first
+            one, is left: the final synchronous phase follows.
         inner_lr: learning rate of the last step, the largest of all parameter groups.
         next_lr: of the next step; while the schedule warms up, the peak that it comes to.
     """
@@ -43,6 +46,7 @@ class Progress:
     is_last_step: bool
     inner_lr: float = 0.0
     next_lr: float = 0.0
+    begins_final_phase: bool = False
 
 
 class Host(Protocol):
@@ -83,6 +87,45 @@ class Host(Protocol):
 
     def zero_nonfinite_moments(self, shard: UnitShard) -> int:
         """Zero the inner moments of a shard that are not finite; returns how many elements."""
+
+    def num_moment_elements(self) -> int:
+        """Elements of all moments that the inner optimizers of this rank hold now."""
+
+    def inner_counters(self) -> Tensor:
+        """float64 [n], what the inner optimizers count: step counters, loss scales."""
+
+    def set_inner_counters(self, values: Tensor) -> None:
+        """Put these counters to what `inner_counters` of a replica told, float64 [n]."""
+
+    def reset_moments(self) -> None:
+        """Let the inner optimizers begin anew, as before their first step."""
+
+    def read_moments(self, shard: UnitShard, kind: str, out: Tensor) -> None:
+        """Copy a moment of the inner optimizer, of a whole shard.
+
+        Mutates: `out`. Where a parameter has no such moment (yet), its elements stay as they are.
+
+        Args:
+            shard: whose.
+            kind: `constants.FIRST_MOMENT` or `SECOND_MOMENT`.
+            out: fp32 [numel].
+        """
+
+    def write_moments(self, shard: UnitShard, kind: str, values: Tensor) -> None:
+        """Inverse of `read_moments`; a moment that a parameter does not have is not made.
+
+        Args:
+            shard: whose.
+            kind: `constants.FIRST_MOMENT` or `SECOND_MOMENT`.
+            values: fp32 [numel].
+        """
+
+    def set_local_training(self, is_local: bool) -> str | None:
+        """Learn whether gradients stay in the replica from the next step on.
+
+        Returns:
+            What the inner optimizer does otherwise by that, for people; None where nothing is.
+        """
 
     @property
     def is_end_asked(self) -> bool:
@@ -192,16 +235,16 @@ class EngineGroups:
     control: Group
     ties: Mapping[str, Group]
 
-    def warm_up(self, wire: Wire) -> None:
+    def warm_up(self, *, has_exchanges: bool) -> None:
         """Use every group of the device once, in the same order on all ranks: NCCL's buffers are
         then there before training takes the memory.
 
         Collective: all ranks of all replicas.
 
         Args:
-            wire: type on the wire of the sync group.
+            has_exchanges: whether exchanges in phases will run on the sync group.
         """
-        self.sync.warm_up(has_exchanges=wire.num_phases > 0)
+        self.sync.warm_up(has_exchanges=has_exchanges)
         for group in self._inside:
             group.warm_up()
 
@@ -250,6 +293,7 @@ class EngineSettings:
         overlap: whether units land in the forward pass, where the host can.
         prefetch_units: units in flight in overlap mode.
         offload: whether the outer state lives in host memory.
+        moments: which moments of the inner optimizer are averaged, and at which syncs.
     """
 
     schedule: Schedule
@@ -264,6 +308,12 @@ class EngineSettings:
     overlap: bool
     prefetch_units: int
     offload: bool
+    moments: MomentSchedule
+
+    @property
+    def num_phases(self) -> int:
+        """Phases that exchanges of the sync group may have, see `comm.wire`; 0 is none."""
+        return NUM_PHASES if self.moments.rule.has_phases else self.wire.num_phases
 
     @cached_property
     def depth(self) -> int:

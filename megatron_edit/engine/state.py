@@ -23,6 +23,7 @@ from megatron_edit.engine.sync.outer_state import OuterState
 from megatron_edit.method.clock import PhaseClock, TimeTrigger
 from megatron_edit.method.detector import DetectorState
 from megatron_edit.method.ledger import Dealing
+from megatron_edit.method.loss_check import LossHistory
 
 
 class PendingState(TypedDict):
@@ -41,6 +42,8 @@ class PendingState(TypedDict):
         inner_steps: of each replica. `samples`: consumed by each.
         averages: fp32 [numel] of this rank's shards by unit; without the outer step.
         snapshots: the same, of the parameters at its start.
+        moments: fp32 [numel] by kind and unit, means of moments of the inner optimizer; a kind has
+            an entry on every rank, also where none of its units has.
     """
 
     round: int
@@ -57,6 +60,7 @@ class PendingState(TypedDict):
     samples: tuple[int, ...]
     averages: Mapping[str, Tensor]
     snapshots: Mapping[str, Tensor]
+    moments: Mapping[str, Mapping[str, Tensor]]
 
 
 class UnitTensors(TypedDict, total=False):
@@ -82,9 +86,10 @@ class EngineState(TypedDict):
         step: s, attempted optimizer steps.
         inner_steps: of them since the last sync.
         round: syncs so far.
-        is_warmup: whether the replicas train in step; then nothing below counts but `step`.
-        detectors, unit_steps, replicas_identical, round_length, dealing, is_rejoined: fields of
-            `RoundState`.
+        is_warmup: whether the replicas train in step, in the warm-up or in the final phase; then
+            nothing below counts but `step`.
+        detectors, unit_steps, loss_history, replicas_identical, round_length, dealing,
+            is_rejoined, first_loss: fields of `RoundState`.
         outer: anchor, momentum and residuals of this rank's shards, by unit.
         pending: syncs that have not landed.
         losses, last_loss_step: not reported yet.
@@ -104,10 +109,12 @@ class EngineState(TypedDict):
     is_warmup: bool
     detectors: DetectorState
     unit_steps: Tensor
+    loss_history: LossHistory
     replicas_identical: bool
     round_length: int
     dealing: Dealing | None
     is_rejoined: bool
+    first_loss: float | None
     outer: Mapping[str, UnitTensors]
     pending: Sequence[PendingState]
     losses: tuple[float, ...]
@@ -137,6 +144,9 @@ class Losses(Protocol):
 
     def payload(self) -> tuple[float, ...]:
         """What this replica has to tell; the last `capacity` numbers go into the next record."""
+
+    def mean(self) -> float:
+        """Nats per token, mean loss since the last meeting; NaN where no loss is known."""
 
     @property
     def last_step(self) -> int:
@@ -182,6 +192,11 @@ class StepLosses:
     def payload(self) -> tuple[float, ...]:
         """The losses since the last meeting, oldest first."""
         return tuple(self._losses)
+
+    def mean(self) -> float:
+        """Of the losses that are not NaN."""
+        known = [loss for loss in self._losses if not math.isnan(loss)]
+        return sum(known) / len(known) if known else math.nan
 
     def restore(
         self, payload: Sequence[float], last_step: int, *, is_waiting: bool = False
@@ -231,6 +246,10 @@ class MeanLoss:
         """The sum of the losses since the last meeting, and how many they are."""
         return (self._total, float(self._count))
 
+    def mean(self) -> float:
+        """The sum of the losses by how many they are."""
+        return self._total / self._count if self._count else math.nan
+
     def restore(
         self, payload: Sequence[float], last_step: int, *, is_waiting: bool = False
     ) -> None:
@@ -269,12 +288,14 @@ class RunState:
         round_start: the own step after which the round began.
         outer: anchor, momentum and residuals; None in warm-up, as no anchor has been taken.
         records: of the last meeting, by replica.
+        accepted: bool [N, U], which replicas the last sync of a unit accepted.
         landed_digests: of units that have landed late, by position, until they meet again.
         num_dealings: how often samples were dealt; data prefetched under another dealing is void.
         has_left: whether a meeting was the last one, because a replica obeyed a stop.
         is_stopping: whether this replica must end here, because a replica obeys a stop.
         is_waiting: whether it came to a meeting that did not take place, as a replica left.
         suppressed_until_step: see `EngineState`.
+        last_local_step: the step after which the final synchronous phase began; None before.
     """
 
     rounds: RoundState
@@ -287,12 +308,17 @@ class RunState:
     round_start: int = 0
     outer: OuterState | None = None
     records: Sequence[ControlRecord] = ()
+    accepted: Tensor = field(init=False)
     landed_digests: dict[int, float] = field(default_factory=dict)
     num_dealings: int = 0
     has_left: bool = False
     is_stopping: bool = False
     is_waiting: bool = False
     suppressed_until_step: int = 0
+    last_local_step: int | None = None
+
+    def __post_init__(self) -> None:
+        self.accepted = torch.ones_like(self.rounds.unit_steps, dtype=torch.bool)
 
     @classmethod
     def fresh(
@@ -332,6 +358,11 @@ class RunState:
         self.outer, self.round_start = outer, self.step
         self.records = ()  # those of evaluations in warm-up are of no meeting of the rounds
         self.rounds = replace(self.rounds, length=round_length)
+
+    def end_rounds(self) -> None:
+        """Local training is over. Anchor and outer momentum are not needed any more."""
+        self.outer, self.last_local_step = None, self.step
+        self.landed_digests.clear()
 
     def deal(self, dealing: Dealing) -> None:
         """Samples are dealt anew, where replicas run at their own speeds."""
@@ -378,6 +409,8 @@ class RunState:
             return
         self.round_start = self.step
         self.num_dealings += plan.is_dealt
+        assert plan.decision is not None
+        self.accepted[:, list(plan.units)] = ~plan.decision.verdict.anomalous
         for unit in plan.units:
             self.landed_digests.pop(unit, None)
         self.losses.report(plan.records, reporter)
@@ -405,10 +438,12 @@ class RunState:
             is_warmup=is_warmup,
             detectors=rounds.detectors,
             unit_steps=rounds.unit_steps,
+            loss_history=rounds.loss_history,
             replicas_identical=rounds.replicas_identical,
             round_length=rounds.length,
             dealing=None if is_warmup else rounds.dealing,
             is_rejoined=rounds.is_rejoined,
+            first_loss=rounds.first_loss,
             outer=_tensors_of(self.outer),
             pending=pending,
             losses=self.losses.payload(),
@@ -442,10 +477,12 @@ class RunState:
             count=saved["round"],
             detectors=detectors,
             unit_steps=saved["unit_steps"],
+            loss_history=saved["loss_history"],
             replicas_identical=saved["replicas_identical"],
             length=saved["round_length"] or round_length,
             dealing=saved["dealing"],
             is_rejoined=saved["is_rejoined"],
+            first_loss=saved["first_loss"],
         )
         self.num_dealings += 1
         self.is_waiting = saved["is_waiting"]

@@ -14,9 +14,17 @@ from enum import Enum
 
 from megatron_edit.comm.placement import Placement
 from megatron_edit.config import EditConfig, number_or_auto
-from megatron_edit.constants import BLOCKING, OVERLAP, SUPPORTED_OPTIMIZERS
+from megatron_edit.constants import (
+    BLOCKING,
+    MUON,
+    NONE,
+    OPTIMIZERS_WITH_MOMENTS,
+    OVERLAP,
+    SUPPORTED_OPTIMIZERS,
+)
 from megatron_edit.errors import UsageError
-from megatron_edit.flags import AUTO, attribute
+from megatron_edit.flags import AUTO, attribute, flag
+from megatron_edit.host.muon import check_muon
 from megatron_edit.method.strategy import STRATEGIES
 
 # Argument, value that is refused (None: any value but None or False), rule, remedy.
@@ -43,7 +51,8 @@ REFUSED: tuple[tuple[str, object, str, str], ...] = (
      "drop the flag"),
     ("skip_train", True, "leaves nothing to synchronise", "evaluate without --use-edit"),
     ("adlr_autoresume", True, "could end the replicas at different steps", "drop the flag"),
-    ("use_layer_wise_distributed_optimizer", True, _LATER, "use the distributed optimizer"),
+    ("use_layer_wise_distributed_optimizer", True, "is what Megatron makes of other flags",
+     "use --optimizer muon --use-distributed-optimizer"),
     ("non_persistent_save_interval", None, _LATER, "use --save-interval"),
     ("moe_use_upcycling", True, _LATER, "upcycle without --use-edit, then load what it saved"),
     ("ckpt_convert_format", None, _LATER, "convert without --use-edit"),
@@ -106,8 +115,13 @@ def check_arguments(args: Namespace, placement: Placement, config: EditConfig) -
         raise UsageError(
             f"--optimizer {args.optimizer}",
             f"with --use-edit it must be one of {', '.join(SUPPORTED_OPTIMIZERS)}",
-            "use --optimizer adam",
+            "use --optimizer muon --use-distributed-optimizer"
+            if args.optimizer == "dist_muon"
+            else "use --optimizer adam",
         )
+    _check_moments(args, config)
+    if args.optimizer == MUON:
+        check_muon(args, config.sync_mode)
     has_writer = args.tensorboard_dir or getattr(args, "wandb_project", "")
     if getattr(args, "wandb_project", "") and not args.wandb_exp_name:
         raise UsageError(
@@ -127,6 +141,19 @@ def check_arguments(args: Namespace, placement: Placement, config: EditConfig) -
     _check_layout(args, placement)
     _check_batch(args, placement)
     _check_checkpoints(args)
+
+
+def _check_moments(args: Namespace, config: EditConfig) -> None:
+    """Refuse settings of Adam's moments with an optimizer that has none."""
+    if args.optimizer in OPTIMIZERS_WITH_MOMENTS:
+        return
+    for name, off in (("average_moments", NONE), ("scale_beta2", False)):
+        if (value := getattr(config, name)) != off:
+            raise UsageError(
+                flag(name) if value is True else f"{flag(name)} {value}",
+                f"--optimizer {args.optimizer} has no such moments",
+                "use --optimizer adam, or drop the flag",
+            )
 
 
 def check_graphs(args: Namespace) -> None:

@@ -25,6 +25,7 @@ from megatron_edit.host.checkpoint.choosing import check_together
 from megatron_edit.host.complaints import CommandLine, comes_from_megatron
 from megatron_edit.host.cpu import cpu_argument_defaults, enable_cpu_backend
 from megatron_edit.host.cpu.checkpoints import serve_checkpoints
+from megatron_edit.host.cpu.gathers import serve_layer_wise_gathers
 from megatron_edit.host.cpu.norm import serve_sequence_parallelism
 from megatron_edit.host.files import check_folder
 from megatron_edit.host.forks import ForkWatch, watch_spawned
@@ -95,6 +96,7 @@ class Attachment:
         if self._device.type == "cpu":
             serve_sequence_parallelism(self._patcher)
             serve_checkpoints(self._patcher)
+            serve_layer_wise_gathers(self._patcher)
         self._wrap_arguments()
 
     def detach(self) -> None:
@@ -243,7 +245,7 @@ class Attachment:
             arguments.check_arguments(args, world.placement, self._config)
             arguments.resolve_sync_mode(self._config, args)
         if self._device.type == "cpu":
-            changed = arguments.apply_cpu_defaults(args, cpu_argument_defaults())
+            changed = arguments.apply_cpu_defaults(args, cpu_argument_defaults(args.optimizer))
             if changed and args.rank == 0:
                 say(f"CPU run: set {', '.join(changed)}")
         if world is None:

@@ -84,7 +84,7 @@ class _Check:
             arguments.check_arguments(args, placement, self.config)
             self.sync_mode = arguments.resolve_sync_mode(self.config, args)
         if self.device.type == "cpu":
-            arguments.apply_cpu_defaults(args, cpu_argument_defaults())
+            arguments.apply_cpu_defaults(args, cpu_argument_defaults(args.optimizer))
         with self.command_line.refusals(args):
             if placement is None:
                 megatrons()

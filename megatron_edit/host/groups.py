@@ -16,11 +16,11 @@ from megatron_edit.comm.transport import (
     choose_backend,
     stand_alone_group,
 )
-from megatron_edit.comm.wire import Wire
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig
 from megatron_edit.engine import TIED_EMBEDDING, EngineGroups
 from megatron_edit.host.model.optimizer import TIED_EXPERT_TP, TIED_TP
+from megatron_edit.host.settings import num_phases_of
 from megatron_edit.observe.console import say
 
 
@@ -68,11 +68,11 @@ def build_groups(
     if place.global_rank == 0:
         say(f"exchanges over {backend} (--edit-sync-backend {config.sync_backend})")
     members = tuple(r * place.ranks_per_replica + place.rank for r in range(place.num_replicas))
-    transport, wire = Transport(backend, device, members), Wire.of(config.sync_dtype)
+    transport = Transport(backend, device, members)
     inside = _Inside(world, transport, has_thread=overlap and backend == "gloo")
     return EngineGroups(
         control=control,
-        sync=across(transport, "sync", wire.num_phases),
+        sync=across(transport, "sync", num_phases_of(config)),
         meeting=meeting,
         replica=Group.of(torch.distributed.group.WORLD, device, world.timeout, "replica"),
         stage=inside.stage(),

@@ -14,6 +14,7 @@ from megatron_edit.constants import BLOCKING, OVERLAP
 from megatron_edit.engine import EditEngine
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.model.progress import RunProgress
+from megatron_edit.host.muon import is_layer_wise
 from megatron_edit.host.seams.describe import describe
 from megatron_edit.host.seams.megatron import TensorBoard, Wandb
 from megatron_edit.observe.events import EventLog
@@ -117,6 +118,7 @@ def tell_of_the_run(
     inside = inside_bytes(engine, args)
     run["training"] = {
         "train_iters": args.train_iters,
+        "last_local_step": host.last_local_step,
         "global_batch_size": args.global_batch_size,
         "seq_length": args.seq_length,
         "inside_bytes_per_step": inside,
@@ -149,6 +151,8 @@ def inside_bytes(engine: EditEngine, args: Namespace) -> float:
     ranks = int(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
     parameter_bytes = torch.finfo(args.params_dtype).bits // 8
     gradient_bytes = 4 if args.accumulate_allreduce_grads_in_fp32 else parameter_bytes
+    if is_layer_wise(args):  # gradients as below, parameters are gathered
+        return float((ranks - 1) * held * (2 * gradient_bytes + parameter_bytes))
     if not args.use_distributed_optimizer:  # every rank holds all: a ring goes round twice
         return 2 * (ranks - 1) / ranks * held * gradient_bytes
     return float((ranks - 1) * held * (gradient_bytes + parameter_bytes))

@@ -23,6 +23,7 @@ from megatron_edit.host.checkpoint.refusals import (
     check_schedule,
 )
 from megatron_edit.host.settings import engine_settings
+from megatron_edit.method.schedule import last_local
 
 STRICT = "assume_ok_unexpected"  # Megatron's default of --dist-ckpt-strictness
 
@@ -73,7 +74,8 @@ def _check_resume(
     iterations = args.train_iters or (args.train_samples or 0) // args.global_batch_size
     run = resuming_run(config, config.num_replicas or 1, args, iterations)
     plan = planned(path, manifest, run, config.warmup_steps)
-    settings = engine_settings(config, sync_mode, iterations * run.num_replicas)
+    last = last_local(iterations, config.final_sync_fraction)
+    settings = engine_settings(config, sync_mode, iterations * run.num_replicas, last)
     check_schedule(path, manifest, plan, settings.schedule)
     check_samples(path, plan, args)
     check_pending(path, manifest, plan, settings)

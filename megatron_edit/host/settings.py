@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from megatron_edit.comm.wire import Wire
+from megatron_edit.comm.wire import NUM_PHASES, Wire
 from megatron_edit.config import EditConfig
-from megatron_edit.constants import OVERLAP
+from megatron_edit.constants import ADACOMM, OVERLAP, STL
 from megatron_edit.engine import EngineSettings, Penalty, TimedRounds
 from megatron_edit.method.detector import DetectorConfig
 from megatron_edit.method.landing import LandingRule
-from megatron_edit.method.schedule import QuadraticSchedule, Schedule, StepSchedule
+from megatron_edit.method.loss_check import LossCheckConfig
+from megatron_edit.method.moments import MomentSchedule
+from megatron_edit.method.schedule import (
+    LossSchedule,
+    QuadraticSchedule,
+    Schedule,
+    StagewiseSchedule,
+    StepSchedule,
+)
 from megatron_edit.method.strategy import STRATEGIES, RuleSettings
 
 
-def engine_settings(config: EditConfig, sync_mode: str, target_blocks: int) -> EngineSettings:
+def engine_settings(
+    config: EditConfig, sync_mode: str, target_blocks: int, last_local_step: int
+) -> EngineSettings:
     """What the engine needs of the configuration.
 
     Args:
         config: the user's.
         sync_mode: what `--edit-sync-mode` came to.
         target_blocks: steps of all replicas together in the whole training.
+        last_local_step: the last step before the final synchronous phase, or of the training.
     """
     strategy = STRATEGIES[config.strategy]
     rule = RuleSettings(config.outer_lr, config.outer_momentum, config.co2_gap, config.co2_clip)
@@ -28,7 +39,7 @@ def engine_settings(config: EditConfig, sync_mode: str, target_blocks: int) -> E
         target_blocks,
     )
     return EngineSettings(
-        schedule=schedule_of(config),
+        schedule=schedule_of(config, last_local_step),
         penalty=penalty_of(config),
         outer=strategy.make_rule(rule),
         max_norm=None if config.no_clip else config.clip,
@@ -45,16 +56,38 @@ def engine_settings(config: EditConfig, sync_mode: str, target_blocks: int) -> E
         overlap=sync_mode == OVERLAP,
         prefetch_units=config.prefetch_units,
         offload=config.offload,
+        moments=moments_of(config),
     )
 
 
-def schedule_of(config: EditConfig) -> Schedule:
-    """When replicas sync, by steps."""
+def moments_of(config: EditConfig) -> MomentSchedule:
+    """Which moments of the inner optimizer are averaged, and when."""
+    return MomentSchedule.of(config.average_moments, config.average_moments_every)
+
+
+def num_phases_of(config: EditConfig) -> int:
+    """Phases that the sync groups must be made for; 0 is whole collectives alone."""
+    has_phases = moments_of(config).rule.has_phases
+    return NUM_PHASES if has_phases else Wire.of(config.sync_dtype).num_phases
+
+
+def schedule_of(config: EditConfig, last_local_step: int) -> Schedule:
+    """When replicas sync, by steps.
+
+    Args:
+        config: the user's.
+        last_local_step: the last step before the final synchronous phase, or of the training.
+    """
     is_endless = STRATEGIES[config.strategy].endless_warmup
     warmup = None if is_endless else config.warmup_steps
+    usual = warmup, config.sync_interval, config.fragments
     if config.qsr_a is not None:
-        return QuadraticSchedule(warmup, config.sync_interval, config.fragments, config.qsr_a)
-    return StepSchedule(warmup, config.sync_interval, config.fragments)
+        return QuadraticSchedule(*usual, config.qsr_a)
+    if config.interval == STL:
+        return StagewiseSchedule(*usual, config.stl_stages, last_local_step)
+    if config.interval == ADACOMM:
+        return LossSchedule(*usual)
+    return StepSchedule(*usual)
 
 
 def penalty_of(config: EditConfig) -> Penalty:
@@ -65,10 +98,12 @@ def penalty_of(config: EditConfig) -> Penalty:
         config.anomaly_warmup_syncs,
         config.anomaly_patience,
     )
+    loss_check = LossCheckConfig(config.loss_threshold, config.anomaly_patience)
     return Penalty(
         detector,
         eliminate=not config.no_anomaly,
         temperature=config.weight_temperature,
         uniform=config.no_weighting,
         step_share=config.step_weight,
+        loss_check=None if config.no_loss_check else loss_check,
     )

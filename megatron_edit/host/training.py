@@ -275,16 +275,22 @@ class TrainingLoop:
         mode = resolve_sync_mode(self._config, args)
         groups = build_groups(self._world, self._device, self._config, overlap=mode == OVERLAP)
         host = MegatronHost(
-            args, model, optimizer, scheduler, groups.replica, self._world.placement
+            args,
+            model,
+            optimizer,
+            scheduler,
+            groups.replica,
+            self._world.placement,
+            self._config,
         )
         self._cleanup.callback(host.release)
         self._cleanup.callback(host.loop.release)
         if not host.has_tied_stages:
             kept = {name: tie for name, tie in groups.ties.items() if name != TIED_EMBEDDING}
             groups = replace(groups, ties=kept)
-        self._warn_of_endless_warmup(args)
+        self._warn_of_endless_warmup(args, host.last_local_iteration)
         engine = EditEngine(
-            engine_settings(self._config, mode, host.target_blocks),
+            engine_settings(self._config, mode, host.target_blocks, host.last_local_step),
             host,
             groups,
             self._world,
@@ -333,8 +339,8 @@ class TrainingLoop:
         stops = StopControl(engine, saves, progress, is_first=is_first)
         return TrainingRun(engine, host, observer, writer, saves, stops, progress)
 
-    def _warn_of_endless_warmup(self, args: Namespace) -> None:
-        text = warning_of_endless_warmup(self._config, args.train_iters)
+    def _warn_of_endless_warmup(self, args: Namespace, last_local: int) -> None:
+        text = warning_of_endless_warmup(self._config, args.train_iters, last_local)
         if text and self._world.placement.global_rank == 0:
             say(text)
 

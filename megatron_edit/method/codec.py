@@ -3,11 +3,16 @@
     BF16    2 bytes a value
     INT8    1 byte a value, an fp32 scale for every 256
     INT4    half a byte a value, a bf16 scale for every 128
+    LOG8    1 byte a value, sign and base-2 logarithm, an exponent for every 256
+    ULOG8   the same of values that are never negative, over twice the range
 
 A block has the scale largest / 127 (largest / 7), cut to so few bits that code x scale is exact in
 fp32, and not so few that a code would pass 127 (7). Hence nothing saturates; the same bytes decode
 to the same bits on every machine, with and without fused multiply-add; value = decoded + rest
 holds exactly; and what was decoded once encodes to itself. Values below 1e-34 are zeros.
+
+The two logarithmic codecs are for moments of the inner optimizer, which must be right relative to
+themselves and not to the largest of a block; see `_LogBlocks`.
 
 Non-finite input: a block with a NaN or an infinity decodes to NaN or infinities as a whole, and
 its rest is not finite either. It is never a wrong finite number.
@@ -15,8 +20,10 @@ its rest is not finite either. It is never a wrong finite number.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -29,6 +36,9 @@ from megatron_edit import constants
 _SLAB_NUMEL = {"cpu": 1 << 17}
 _SLAB_NUMEL_ELSEWHERE = 1 << 24
 _ALIGNMENT = 4  # so that scales of codes which lie one after another can be viewed in place
+_CODES_PER_OCTAVE = 8  # of the logarithmic codecs
+_SIGN = 128  # in a code with a sign
+_MANTISSA = (1 << 23) - 1  # of fp32 bits
 _SMALLEST_SCALE = 2.0**-120  # far from subnormals, which some devices flush; below it all is 0
 
 
@@ -237,6 +247,139 @@ class _Blocks:
         first.copy_(codes - (seconds << 4))
 
 
+@dataclass(frozen=True)
+class _LogBlocks:
+    """Base-2 logarithms in eighths of an octave, in blocks that share an exponent.
+
+    A block has the exponent e of its largest magnitude. Code c > 0 stands for the magnitudes from
+    2^(e + (c - top + 7) / 8) up to the next code's, and decodes to the geometric middle of both:
+    the relative error is at most 2^(1/16) - 1 = 4.5 %, for the largest value and the smallest.
+    Code 0 is zero. What was decoded once encodes to itself, and the sum of decoded values is
+    never negative where the values are not.
+
+    Below the smallest code a signed value is zero. An unsigned one, which is a second moment and so
+    a divisor, takes the smallest code: zero would make the update of that element unbounded.
+
+    Decoding is exact: a product of a power of two, and of fp32 numbers that correctly rounded
+    square roots give on every machine. No decoded number is subnormal.
+
+    Bytes: the exponents of all blocks, biased as in fp32, then the codes of all values, then zeros
+    up to a multiple of 4. The last block may be short. Exponent 255 is a block that is not finite.
+
+    Attributes:
+        name: how messages call it.
+        top: the largest code; 8 codes are an octave.
+        is_signed: whether the upper bit of a code is the sign.
+        block_numel: values that share an exponent.
+        has_residual: False: what is lost is small beside each value, and nothing keeps it.
+    """
+
+    name: str
+    top: int
+    is_signed: bool
+    block_numel: int = 256
+    has_residual: bool = False
+
+    def encoded_bytes(self, numel: int) -> int:
+        return _aligned(self._exponent_bytes(numel) + numel)
+
+    def encode(
+        self, values: Tensor, *, residual: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        assert residual is None, f"{self.name} has no error feedback"
+        data = _target(self, values, out)
+        bounds = _bounds().to(values.device)
+        for where, exponents, codes in self._parts(data, values):
+            rows = values[where].view(len(exponents), -1)
+            bits = rows.abs().view(torch.int32)  # they order as the magnitudes do
+            largest = bits.amax(dim=1, keepdim=True)
+            exponent = (largest >> 23).clamp_(min=self._least_exponent)
+            exponents.copy_(exponent * (largest > 0))
+            if not self.is_signed:
+                bits.masked_fill_(rows < 0, 0)
+            code = (bits >> 23).sub_(exponent).mul_(_CODES_PER_OCTAVE)
+            code += torch.bucketize(bits & _MANTISSA, bounds, out_int32=True, right=True)
+            code += self.top - _CODES_PER_OCTAVE + 1
+            code.clamp_(min=0 if self.is_signed else 1, max=self.top)
+            if self.is_signed:
+                code += ((rows < 0) & (code > 0)) * _SIGN
+            else:
+                code.masked_fill_(bits == 0, 0)
+            codes.copy_(code)
+        return _padded(data, self._exponent_bytes(values.numel()) + values.numel())
+
+    def decode(self, data: Tensor, out: Tensor) -> None:
+        for where, exponents, codes in self._parts(data, out):
+            rows = out[where].view(len(exponents), -1)
+            rows.copy_(self._unscaled(codes)).mul_(_power_of_two(exponents))
+
+    def add_decoded(self, data: Tensor, total: Tensor) -> None:
+        for where, exponents, codes in self._parts(data, total):
+            rows = total[where].view(len(exponents), -1)
+            rows.add_(self._unscaled(codes).mul_(_power_of_two(exponents)))
+
+    def _exponent_bytes(self, numel: int) -> int:
+        return -(-numel // self.block_numel)
+
+    @property
+    def _least_exponent(self) -> int:
+        """Biased: the smallest code of such a block is a normal number, which no device flushes."""
+        return 1 + -(-self.top // _CODES_PER_OCTAVE)
+
+    def _parts(self, data: Tensor, values: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Slabs of whole blocks, then the short last block if there is one.
+
+        Yields:
+            Which values; their exponents [rows, 1], stored; their codes, uint8 [rows, values].
+        """
+        numel, block = values.numel(), self.block_numel
+        whole = numel // block * block
+        codes = data[self._exponent_bytes(numel) :]
+        last = [slice(whole, numel)] if whole < numel else []
+        for where in (*_slabs(0, whole, _slab_numel(values)), *last):
+            exponents = data[where.start // block : -(-where.stop // block)].unsqueeze(1)
+            yield where, exponents, codes[where].view(len(exponents), -1)
+
+    def _unscaled(self, codes: Tensor) -> Tensor:
+        """fp32 [rows, values]: what the codes stand for, divided by 2^e of their block."""
+        table = _log_table(self.top, self.is_signed).to(codes.device)
+        return table.index_select(0, codes.flatten().int()).view(codes.shape)
+
+
+@cache
+def _bounds() -> Tensor:
+    """int32 [7]: fp32 mantissas at which codes inside an octave begin; the first begins at 0."""
+    steps = range(1, _CODES_PER_OCTAVE)
+    return torch.tensor(
+        [math.ceil(math.ldexp(_sixteenths(2 * step), 23)) - (1 << 23) for step in steps],
+        dtype=torch.int32,
+    )
+
+
+@cache
+def _log_table(top: int, is_signed: bool) -> Tensor:
+    """fp32 [256] or less: what each code of `_LogBlocks` decodes to, divided by 2^e."""
+    magnitudes = [0.0]
+    for code in range(1, top + 1):
+        octave, step = divmod(code - top + _CODES_PER_OCTAVE - 1, _CODES_PER_OCTAVE)
+        magnitudes.append(math.ldexp(_sixteenths(2 * step + 1), octave))
+    negative = [-magnitude for magnitude in magnitudes] if is_signed else []
+    return torch.tensor(magnitudes + negative, dtype=torch.float32)
+
+
+def _sixteenths(count: int) -> float:
+    """2^(count / 16), by roots and products that every machine rounds alike; `pow` may differ."""
+    root, power = math.sqrt(math.sqrt(math.sqrt(math.sqrt(2.0)))), 1.0
+    for _ in range(count):
+        power *= root
+    return power
+
+
+def _power_of_two(exponents: Tensor) -> Tensor:
+    """fp32 [rows, 1] of biased exponents: 0 of 0, infinity of 255."""
+    return (exponents.to(torch.int32) << 23).view(torch.float32)
+
+
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
@@ -274,3 +417,5 @@ def _target(codec: Codec, values: Tensor, out: Tensor | None) -> Tensor:
 BF16: Codec = _BFloat16()
 INT8: Codec = _Blocks(constants.INT8, 256, 127, torch.float32, spare_bits=8, values_per_byte=1)
 INT4: Codec = _Blocks(constants.INT4, 128, 7, torch.bfloat16, spare_bits=16, values_per_byte=2)
+LOG8: Codec = _LogBlocks("log8", top=127, is_signed=True)
+ULOG8: Codec = _LogBlocks("ulog8", top=255, is_signed=False)

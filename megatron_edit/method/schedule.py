@@ -5,7 +5,41 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Protocol
+
+
+def last_local(total: int, final_fraction: float) -> int:
+    """The last iteration (or sample) before the final synchronous phase.
+
+    A step belongs to the final phase if the share 1 - X of the training was over when it began.
+
+    Args:
+        total: iterations, or samples, of the whole training.
+        final_fraction: X, share of the training that the final phase takes; in [0, 1].
+
+    Returns:
+        ceil((1 - X) total), in the decimal value of X: 0 where all of the training is synchronous,
+        `total` where there is no final phase.
+    """
+    return math.ceil((1 - Fraction(repr(final_fraction))) * total)
+
+
+@dataclass(frozen=True)
+class RoundStart:
+    """What the length of a round may depend on; the same on all ranks of all replicas.
+
+    Attributes:
+        step: s, the step after which the round begins.
+        inner_lr: inner learning rate of its first step.
+        loss: F, mean training loss of the last round over the replicas; None where not known.
+        first_loss: F_0, the same of the first round; None where not known.
+    """
+
+    step: int
+    inner_lr: float
+    loss: float | None = None
+    first_loss: float | None = None
 
 
 class Schedule(Protocol):
@@ -46,8 +80,8 @@ class Schedule(Protocol):
             length: steps that `round_length` gave it.
         """
 
-    def round_length(self, inner_lr: float) -> int:
-        """Steps of the round that begins now; `inner_lr` is the inner learning rate."""
+    def round_length(self, start: RoundStart) -> int:
+        """Steps of the round that begins at `start`; at least 1."""
 
 
 @dataclass(frozen=True)
@@ -84,13 +118,24 @@ class StepSchedule:
             if (count - fragment * self.interval // self.fragments) % self.interval == 0
         ]
 
-    def round_length(self, inner_lr: float) -> int:
-        """tau steps, at any learning rate."""
+    def round_length(self, start: RoundStart) -> int:
+        """tau steps, wherever the round begins."""
         return self.interval
 
 
 @dataclass(frozen=True)
-class QuadraticSchedule(StepSchedule):
+class VaryingSchedule(StepSchedule):
+    """Rounds whose lengths are decided where they begin. There is one fragment."""
+
+    has_fixed_rounds = False
+
+    def fragments_after(self, step: int, start: int, length: int) -> Sequence[int]:
+        """Fragment 0, the only one, after the last step of a round; else none."""
+        return [0] if not self.is_warmup(step) and step - start == length else []
+
+
+@dataclass(frozen=True)
+class QuadraticSchedule(VaryingSchedule):
     """QSR: rounds of H = max(tau, floor((a / lr)^2)) steps (arXiv 2310.14423, eq. 2).
 
     Attributes:
@@ -98,17 +143,51 @@ class QuadraticSchedule(StepSchedule):
     """
 
     growth: float
-    has_fixed_rounds = False
 
-    def fragments_after(self, step: int, start: int, length: int) -> Sequence[int]:
-        """Fragment 0, the only one, after the last step of a round; else none."""
-        return [0] if not self.is_warmup(step) and step - start == length else []
-
-    def round_length(self, inner_lr: float) -> int:
+    def round_length(self, start: RoundStart) -> int:
         """max(tau, floor((a / lr)^2)) steps; at lr 0 the round lasts to the end."""
-        if inner_lr * math.isqrt(LONGEST) <= self.growth:  # also 0; the square could overflow
+        if start.inner_lr * math.isqrt(LONGEST) <= self.growth:  # also 0; the square could overflow
             return LONGEST
-        return max(self.interval, math.floor((self.growth / inner_lr) ** 2))
+        return max(self.interval, math.floor((self.growth / start.inner_lr) ** 2))
+
+
+@dataclass(frozen=True)
+class StagewiseSchedule(VaryingSchedule):
+    """STL: rounds of tau 2^k steps in stage k of the local training (arXiv 2006.06377, cut into
+    equal stages).
+
+    A round has the length of the stage in which it begins, and may end in the next one.
+
+    Attributes:
+        stages: equal parts of the local training; >= 1.
+        last_step: L, the last local step.
+    """
+
+    stages: int
+    last_step: int
+
+    def round_length(self, start: RoundStart) -> int:
+        """tau 2^k steps, k = floor((s - W) stages / (L - W)), at most stages - 1."""
+        first = self.warmup_steps or 0
+        stage = (start.step - first) * self.stages // max(1, self.last_step - first)
+        doublings = min(max(0, stage), self.stages - 1, LONGEST.bit_length())
+        return min(LONGEST, self.interval << doublings)
+
+
+@dataclass(frozen=True)
+class LossSchedule(VaryingSchedule):
+    """AdaComm: rounds of ceil(tau sqrt(F / F_0)) steps (arXiv 1810.08313, at a constant
+    learning rate)."""
+
+    def round_length(self, start: RoundStart) -> int:
+        """ceil(tau sqrt(F / F_0)) steps; tau where F or F_0 is not known or not above 0."""
+        loss, first = start.loss, start.first_loss
+        if loss is None or first is None or not (loss > 0 and first > 0):
+            return self.interval
+        ratio = loss / first
+        if not math.isfinite(ratio):
+            return self.interval
+        return max(1, min(LONGEST, math.ceil(self.interval * math.sqrt(ratio))))
 
 
 LONGEST = 2**53  # what a control record and a manifest hold exactly

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from megatron_edit.constants import MUON
+
 if TYPE_CHECKING:
     from megatron_edit.method.outer import OuterRule
 
@@ -57,6 +59,8 @@ class Strategy:
         name: the value of `--edit-strategy`.
         presets: settings that the strategy brings, where the command line is silent; only those
             that differ from the usual defaults, which `EditConfig` has.
+        optimizer_presets: the same by Megatron's `--optimizer`: they replace the strategy's own
+            where the replicas train with that inner optimizer.
         endless_warmup: gradients are averaged at every step; there is never an outer step.
         is_timed: replicas meet by the clock, after as many steps as each has made by then.
         has_penalty: whether replicas are weighed, left out as anomalous, and averages clipped.
@@ -68,6 +72,7 @@ class Strategy:
 
     name: str
     presets: Mapping[str, float] = field(default_factory=dict)
+    optimizer_presets: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     endless_warmup: bool = False
     is_timed: bool = False
     has_penalty: bool = False
@@ -76,16 +81,33 @@ class Strategy:
     lands_at_next_meeting: bool = False
     own_settings: tuple[str, ...] = ()
 
+    def presets_with(self, inner_optimizer: str) -> Mapping[str, float]:
+        """The presets where the replicas train with an inner optimizer of Megatron's.
+
+        Args:
+            inner_optimizer: the value of `--optimizer`.
+        """
+        return {**self.presets, **self.optimizer_presets.get(inner_optimizer, {})}
+
 
 _AVERAGING = {"outer_lr": 1.0, "outer_momentum": 0.0}
 _DILOCO = {"outer_lr": 0.7, "outer_momentum": 0.9}
+# Muon's updates all have one size: the averages are not too short, as Adam's are, and need less
+# outer momentum (2505.23725; docs/strategies.md has our own numbers).
+_WITH_MUON = {MUON: {"outer_lr": 0.9, "outer_momentum": 0.6}}
 TIMED_SETTINGS = ("sync_seconds", "min_round_steps", "step_weight")
 
 STRATEGIES = {
     strategy.name: strategy
     for strategy in (
-        Strategy("edit", has_penalty=True),
-        Strategy("a-edit", is_timed=True, has_penalty=True, own_settings=TIMED_SETTINGS),
+        Strategy("edit", optimizer_presets=_WITH_MUON, has_penalty=True),
+        Strategy(
+            "a-edit",
+            optimizer_presets=_WITH_MUON,
+            is_timed=True,
+            has_penalty=True,
+            own_settings=TIMED_SETTINGS,
+        ),
         Strategy("ddp", endless_warmup=True, has_penalty=True),
         Strategy("local-sgd", {**_AVERAGING, "warmup_steps": 0}),
         Strategy("post-local-sgd", _AVERAGING),

@@ -33,6 +33,7 @@ from megatron_edit.observe.records import (
     Evaluation,
     Iteration,
     digest_line,
+    loss_rejections,
     number,
     sync_line,
     sync_summary,
@@ -173,6 +174,8 @@ class EventLog:
             sink.write(metrics.values(report), report.step, samples)
         if self._is_first and self._placement.is_writer:
             say(sync_summary(report))
+            for line in loss_rejections(report):
+                say(line)
             self._watch_health(report)
         self.flush()
 

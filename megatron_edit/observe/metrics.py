@@ -44,6 +44,9 @@ TAGS = tuple(
         ("update-norm/max", "parameter units", "the same"),
         ("z-score/max", "standard deviations", "largest of all units and replicas"),
         ("anomalies", "", "units left out, summed over the replicas"),
+        ("loss-z-score/max", "standard deviations", "largest of all replicas: how far the loss of "
+         "a replica's round is above its history"),
+        ("loss-rejections", "replicas", "that were left out because of their loss"),
         ("rollbacks", "units", "that went back to their anchor"),
         ("weight/min", "", "smallest of all units and replicas"),
         ("weight/max", "", "largest of all units and replicas"),
@@ -69,6 +72,8 @@ TAGS = tuple(
         ("replica-<r>/pseudo-gradient-norm", "parameter units", "mean over the units"),
         ("replica-<r>/weight", "", "mean over the units"),
         ("replica-<r>/anomalies", "units", "in which it was left out"),
+        ("replica-<r>/round-loss", "nats per token", "mean training loss since the last meeting"),
+        ("replica-<r>/loss-z-score", "standard deviations", "how far that is above its history"),
         ("replica-<r>/inner-steps", "steps", "in the round"),
         ("replica-<r>/tokens-per-second", "tokens/s", "since the sync before, its waits included"),
         ("unit-<unit>/pseudo-gradient-norm", "parameter units", "mean over the replicas"),
@@ -161,6 +166,8 @@ def _of_all(report: SyncReport) -> Iterator[tuple[str, float]]:
     yield from _mean_and(report.update_norm, "update-norm", "max")
     yield "z-score/max", _largest(decision.verdict.scores)
     yield "anomalies", int(decision.verdict.anomalous.sum())
+    yield "loss-z-score/max", _largest(decision.loss.scores)
+    yield "loss-rejections", int(decision.loss.rejected.sum())
     yield "rollbacks", int(decision.rollback.sum())
     yield "weight/min", decision.weights.min().item()
     yield "weight/max", decision.weights.max().item()
@@ -181,6 +188,8 @@ def _of_replicas(report: SyncReport) -> Iterator[tuple[str, float]]:
         yield f"{name}/pseudo-gradient-norm", _mean(decision.norms[replica])
         yield f"{name}/weight", decision.weights[replica].mean().item()
         yield f"{name}/anomalies", int(decision.verdict.anomalous[replica].sum())
+        yield f"{name}/round-loss", decision.loss.losses[replica].item()
+        yield f"{name}/loss-z-score", decision.loss.scores[replica].item()
         yield f"{name}/inner-steps", steps
 
 

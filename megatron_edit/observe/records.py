@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_edit.constants import FEW_REPLICAS
 from megatron_edit.engine import SyncReport
 from megatron_edit.method.digest import as_hex
 from megatron_edit.method.weights import effective_replicas
@@ -128,6 +129,9 @@ def sync_line(report: SyncReport) -> dict[str, Any]:
         "norms": _table(decision.norms),
         "z": _table(decision.verdict.scores),
         "anomalous": decision.verdict.anomalous.t().tolist(),
+        "why": decision.reasons(),
+        "round_loss": _row(decision.loss.losses),
+        "loss_z": _row(decision.loss.scores),
         "weights": _table(decision.weights),
         "effective_replicas": _row(effective_replicas(decision.weights)),
         "clip": _row(report.clip),
@@ -166,6 +170,21 @@ def sync_summary(report: SyncReport) -> str:
     if bool(decision.rollback.any()):
         parts.insert(2, f"rolled back: {int(decision.rollback.sum())} units")
     return " | ".join(parts)
+
+
+def loss_rejections(report: SyncReport) -> list[str]:
+    """One console line for each replica that the loss check left out."""
+    loss = report.decision.loss
+    lines = []
+    for replica in loss.rejected.nonzero().flatten().tolist():
+        others = [f"{x:.4g}" for r, x in enumerate(loss.losses.tolist()) if r != replica]
+        shown = ", ".join(others[:FEW_REPLICAS]) + (", ..." if len(others) > FEW_REPLICAS else "")
+        lines.append(
+            f"sync {report.round} after iteration {report.step}: replica {replica} is left out "
+            f"because of its loss {loss.losses[replica]:.4g}, {loss.scores[replica]:.1f} standard "
+            f"deviations above its history (the others: {shown or 'none'}); look at its data"
+        )
+    return lines
 
 
 def _table(values: Tensor) -> list[list[Any]]:

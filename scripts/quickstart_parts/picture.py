@@ -38,14 +38,14 @@ class Curve:
         losses: training loss by iteration.
         validation: validation loss by iteration.
         bytes_total: payload between replicas in the whole run.
-        bytes_warmup: what of it was exchanged in EDiT's warm-up.
+        bytes_synchronous: what of it was exchanged in EDiT's synchronous steps.
     """
 
     name: str
     losses: Mapping[int, float]
     validation: Mapping[int, float]
     bytes_total: float
-    bytes_warmup: float = 0
+    bytes_synchronous: float = 0
 
 
 def draw(path: Path, curves: Sequence[Curve], *, warmup_steps: int, tokens_per_step: int) -> None:
@@ -90,14 +90,14 @@ def draw(path: Path, curves: Sequence[Curve], *, warmup_steps: int, tokens_per_s
 
 
 def _draw_bytes(axes: Axes, curves: Sequence[Curve]) -> None:
-    """A bar for each run; EDiT's warm-up is hatched."""
+    """A bar for each run; EDiT's synchronous steps are hatched."""
     for place, (curve, style) in enumerate(zip(curves, STYLES, strict=False)):
-        total, warmup = curve.bytes_total / 1e6, curve.bytes_warmup / 1e6
+        total, synchronous = curve.bytes_total / 1e6, curve.bytes_synchronous / 1e6
         axes.bar(place, total, color=style.color)
         text = f"{total:,.0f}"
-        if warmup:
-            axes.bar(place, warmup, color="none", edgecolor="white", hatch="//")
-            text += f",\n{warmup:,.0f} of them\nin the warm-up"
+        if synchronous:
+            axes.bar(place, synchronous, color="none", edgecolor="white", hatch="//")
+            text += f",\n{synchronous:,.0f} of them in\nsynchronous steps"
         axes.text(place, total, text, ha="center", va="bottom", fontsize=9)
     axes.set_xticks(range(len(curves)), [curve.name.replace(", ", ",\n") for curve in curves])
     axes.margins(y=0.15)

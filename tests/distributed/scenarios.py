@@ -160,3 +160,38 @@ def count_messages(num_replicas: int, num_layers: int, unit_numel: int) -> Recor
         "control_bytes": table,
         "numel": host.plan.numel,
     }
+
+
+def rounds_with_losses(losses: list[list[float]], settings: dict[str, Any]) -> list[Record]:
+    """Rounds of two steps with the loss `losses[round][replica]` in both of them.
+
+    Only the last rank of a replica knows its loss, as with pipeline stages, and knows it after the
+    step and its sync, as in Megatron.
+
+    Returns:
+        What each sync decided, as this rank saw it, and the round's number in the parameters.
+    """
+    config = EditConfig(use_edit=True, num_replicas=len(losses[0]), warmup_steps=0,
+                        digest_interval=1, **{"sync_interval": 2, **settings})  # fmt: skip
+    sizes = {"embedding": 4, "layer.1": 5, "final": 3}
+    engine, host, reporter = build_engine(config, sizes, {n: [0.0] * s for n, s in sizes.items()})
+    engine.start()
+    replica, control = engine.groups.sync.rank, engine.groups.control
+    knows_loss = control.rank == control.size - 1
+    for own in (row[replica] for row in losses):
+        for _ in range(2):
+            engine.before_step()
+            host.move({name: [1.0 + replica] * size for name, size in sizes.items()})
+            engine.after_step()
+            engine.record_loss(own if knows_loss else float("nan"))
+    return [
+        {
+            "units": list(report.units),
+            "why": report.decision.reasons(),
+            "round_loss": report.decision.loss.losses.tolist(),
+            "weights": report.decision.weights.tolist(),
+            "rollback": report.decision.rollback.tolist(),
+            "digest": report.digest,
+        }
+        for report in reporter.syncs
+    ]

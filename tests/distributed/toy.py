@@ -19,7 +19,6 @@ from torch import Tensor
 from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.placement import place
 from megatron_edit.comm.transport import Transport, stand_alone_group
-from megatron_edit.comm.wire import Wire
 from megatron_edit.comm.worlds import join
 from megatron_edit.config import EditConfig
 from megatron_edit.engine import (
@@ -32,7 +31,7 @@ from megatron_edit.engine import (
     UnitShard,
     plan_units,
 )
-from megatron_edit.host.settings import engine_settings
+from megatron_edit.host.settings import engine_settings, num_phases_of
 from megatron_edit.method.clock import PhaseClock
 from megatron_edit.method.schedule import StepSchedule
 
@@ -54,6 +53,11 @@ class ToyHost:
         lr: rate of the inner optimizer in the step being attempted.
         next_lr: in the step after it.
         is_last: whether training ends with the step being attempted.
+        begins_final: whether the final synchronous phase follows that step.
+        counters: of the inner optimizer.
+        is_reset: whether the moments were reset.
+        moments: of the inner optimizer, this rank's cut, by kind and unit; there may be none.
+        is_local: what `set_local_training` was told.
     """
 
     full: dict[str, Tensor]
@@ -64,9 +68,13 @@ class ToyHost:
     lr: float = 1.0
     next_lr: float = 1.0
     is_last: bool = False
+    begins_final: bool = False
+    counters: list[float] = field(default_factory=list)
+    is_reset: bool = False
     is_end_asked: bool = False
     ended_rounds: list[tuple[int, bool]] = field(default_factory=list)
-    moments: dict[int, Tensor] = field(default_factory=dict)
+    moments: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    is_local: list[bool] = field(default_factory=list)
 
     @classmethod
     def build(cls, sizes: dict[str, int], rank: int, ranks: int, start: dict[str, Any]) -> ToyHost:
@@ -121,8 +129,41 @@ class ToyHost:
     def zero_nonfinite_moments(self, shard: UnitShard) -> int:
         return 0
 
+    def num_moment_elements(self) -> int:
+        return sum(t.numel() for kind in self.moments.values() for t in kind.values())
+
+    def inner_counters(self) -> Tensor:
+        return torch.tensor(self.counters, dtype=torch.float64)
+
+    def set_inner_counters(self, values: Tensor) -> None:
+        self.counters = values.tolist()
+
+    def reset_moments(self) -> None:
+        self.is_reset = True
+
+    def set_moments(self, kind: str, values: dict[str, Any]) -> None:
+        """Stand in for what inner training makes of a moment (whole units)."""
+        self.moments[kind] = {
+            name: torch.tensor(each, dtype=torch.float32)[self.slices[name]]
+            for name, each in values.items()
+        }
+
+    def read_moments(self, shard: UnitShard, kind: str, out: Tensor) -> None:
+        if kind in self.moments:
+            out.copy_(self.moments[kind][shard.name])
+
+    def write_moments(self, shard: UnitShard, kind: str, values: Tensor) -> None:
+        if kind in self.moments:
+            self.moments[kind][shard.name].copy_(values)
+
+    def set_local_training(self, is_local: bool) -> str | None:
+        self.is_local.append(is_local)
+        return None
+
     def progress(self) -> Progress:
-        return Progress(0, self.schedule_position, 0, self.is_last, self.lr, self.next_lr)
+        return Progress(
+            0, self.schedule_position, 0, self.is_last, self.lr, self.next_lr, self.begins_final
+        )
 
     def begin_local(self, *, is_over: bool) -> None:
         self.ended_rounds.append((0, is_over))
@@ -175,6 +216,7 @@ def build_engine(
     starts: Mapping[int, Sequence[int]] | None = None,
     clock: PhaseClock | None = None,
     target: int = 0,
+    last_local_step: int = 0,
 ) -> tuple[EditEngine, ToyHost, Collector]:
     """An engine in this rank, with its replica's own world; `start` must name every unit.
 
@@ -185,6 +227,7 @@ def build_engine(
         starts: see `TableSchedule`.
         clock: of the inner phase, where a test makes the time.
         target: steps of all replicas together, where they run at their own speeds.
+        last_local_step: for the schedule `stl`.
     """
     placement = place(config.num_replicas, config.replica_id, os.environ)
     world = join(placement, rendezvous=config.rendezvous, timeout_seconds=config.timeout_seconds)
@@ -199,7 +242,7 @@ def build_engine(
     sync = stand_alone_group(
         world.shared_store, placement.replica, placement.num_replicas, Transport("gloo", CPU),
         TIMEOUT, f"sync group {placement.rank}",
-        num_phases=Wire.of(config.sync_dtype).num_phases,
+        num_phases=num_phases_of(config),
     )  # fmt: skip
     meeting = stand_alone_group(
         world.shared_store, placement.replica, placement.num_replicas, Transport("gloo", CPU),
@@ -212,7 +255,7 @@ def build_engine(
     groups = EngineGroups(sync, meeting, replica, replica, control, {})
     host = ToyHost.build(sizes, placement.rank, placement.ranks_per_replica, start)
     reporter = Collector()
-    settings = engine_settings(config, "blocking", target)
+    settings = engine_settings(config, "blocking", target, last_local_step)
     if starts is not None:
         table = TableSchedule(0, config.sync_interval, config.fragments, starts)
         settings = replace(settings, schedule=table)

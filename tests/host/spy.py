@@ -154,8 +154,9 @@ def _break_moments(host: Any, shard: Any) -> None:
     """What a NaN gradient leaves behind: it would break the parameters again at the next step."""
     for inner in host._inner:
         for param in shard.params:
-            if param.source in inner.optimizer.state:
-                inner.optimizer.state[param.source]["exp_avg"].view(-1)[0] = torch.nan
+            state = inner.optimizer.state.get(param.source, {})
+            for name in {"exp_avg", "momentum_buffer"} & state.keys():
+                state[name].view(-1)[0] = torch.nan
 
 
 def overflow_one_replica() -> None:

@@ -56,7 +56,8 @@ def _state_of(engine: Any) -> dict[str, Any]:
 
 def _moments(inner: Any) -> str:
     values = [] if inner.optimizer is None else list(inner.optimizer.state.values())
-    return _digest(v for s in values for v in s.values() if isinstance(v, torch.Tensor))
+    # By name: a load may put them back in another order.
+    return _digest(v for s in values for _, v in sorted(s.items()) if isinstance(v, torch.Tensor))
 
 
 def _digest(tensors: Any) -> str:

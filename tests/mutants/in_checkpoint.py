@@ -8,6 +8,14 @@ _FOLDER, _MANIFEST = "pure/test_checkpoint_folder.py", "pure/test_manifest.py"
 
 CHECKPOINT = (
     Mutant(
+        id="checkpoint/loss-history-forgotten",
+        bug="after a resume nobody's loss is judged for eight rounds",
+        file="host/checkpoint/tables.py",
+        old="return LossHistory.of_lists(manifest.loss_history, num_replicas)",
+        new="return LossHistory.fresh(num_replicas)",
+        test="host/test_bad_data.py::test_resume_inside_a_burst",
+    ),
+    Mutant(
         id="checkpoint/checksum-of-size",
         bug="of a file's record the size alone is compared: a flipped bit is loaded",
         file="checkpoint/files.py",

@@ -9,13 +9,47 @@ _STEP = "pure/test_step_plan.py"
 _PLAN, _SYNC = "engine/rounds/plan.py", "engine/sync/inflight.py"
 _AVERAGES = "engine/sync/averages.py"
 
+_MOMENTS = "pure/test_moment_codes.py"
+
 ENGINE = (
+    Mutant(
+        id="engine/left-out-moments-count",
+        bug="moments of a replica that is left out are in the mean of the others",
+        file="engine/sync/moments.py",
+        old="Addend(values, None, None, self.is_excluded,",
+        new="Addend(values, None, None, False,",
+        test=f"{_MOMENTS}::test_one_that_is_left_out_takes_the_mean_of_the_others",
+    ),
+    Mutant(
+        id="engine/moments-over-all",
+        bug="moments are divided by all replicas, not by those that are accepted",
+        file="engine/sync/moments.py",
+        old="1.0 / int((~decision.verdict.anomalous[:, shard.index]).sum())",
+        new="1.0 / len(decision.verdict.anomalous)",
+        test=f"{_MOMENTS}::test_one_that_is_left_out_takes_the_mean_of_the_others",
+    ),
+    Mutant(
+        id="engine/loss-of-first-rank",
+        bug="each rank judges the loss that it knows itself: stages leave out different replicas",
+        file="engine/sync/outer_state.py",
+        old="losses = [each for each in rows[:, -1].tolist() if not math.isnan(each)]",
+        new="losses = [loss]",
+        test="distributed/test_loss_check_rounds.py::test_burst_is_left_out_at_its_first_sync",
+    ),
+    Mutant(
+        id="engine/loss-rejection-teaches-detectors",
+        bug="norms of a replica with bad data enter the statistics of its detectors",
+        file="engine/rounds/plan.py",
+        old="is_unjudged = (steps == 0) | loss.rejected.unsqueeze(1)",
+        new="is_unjudged = steps == 0",
+        test="pure/test_loss_check.py::test_rejected_replica_is_left_out_of_all_units",
+    ),
     Mutant(
         id="engine/no-steps-is-judged",
         bug="a replica that made no step counts in the average and teaches its detector",
         file=_PLAN,
-        old="judged = torch.where(steps == 0, torch.full_like(norms, torch.nan), norms)",
-        new="judged = norms",
+        old="is_unjudged = (steps == 0) | loss.rejected.unsqueeze(1)",
+        new="is_unjudged = (steps < 0) | loss.rejected.unsqueeze(1)",
         test="pure/test_step_weights.py::test_who_made_no_step_has_no_weight_and_teaches_nothing",
     ),
     Mutant(
@@ -439,7 +473,8 @@ ENGINE = (
         id="engine/groups-connect-late",
         bug="no group is used before training",
         file="engine/engine.py",
-        old="        self.groups.warm_up(self.settings.wire)\n        broadcast_first_replica(",
+        old="        self.groups.warm_up(has_exchanges=self.settings.num_phases > 0)\n"
+        "        broadcast_first_replica(",
         new="        broadcast_first_replica(",
         test="pure/test_nccl_groups.py::test_training_begins_with_groups_that_were_used",
     ),
@@ -464,7 +499,8 @@ ENGINE = (
         id="engine/groups-connect-late-at-a-resume",
         bug="no group is used before training goes on from a checkpoint",
         file="engine/engine.py",
-        old="        self.groups.warm_up(self.settings.wire)\n        outer, detectors =",
+        old="        self.groups.warm_up(has_exchanges=self.settings.num_phases > 0)\n"
+        "        outer, detectors =",
         new="        outer, detectors =",
         test="pure/test_nccl_groups.py::test_training_begins_with_groups_that_were_used",
     ),
@@ -515,5 +551,29 @@ ENGINE = (
         old="tensor_digest([staged.anchor.ready(), staged.momentum.ready()])",
         new="tensor_digest([self.units[shard.name].anchor, self.units[shard.name].momentum])",
         test="pure/test_races.py::test_the_host_computes_nothing_of_offloaded_state",
+    ),
+    Mutant(
+        id="engine/final-phase-keeps-own-moments",
+        bug="replicas go into the final phase with inner moments of their own",
+        file="engine/rounds/synchronous.py",
+        old="            host.write_moments(shard, kind, value.div_(int(chosen.sum())))\n",
+        new="            pass\n",
+        test="distributed/test_phases.py::test_inner_state_becomes_equal",
+    ),
+    Mutant(
+        id="engine/final-phase-keeps-own-counters",
+        bug="replicas go into the final phase with loss scales of their own",
+        file="engine/rounds/synchronous.py",
+        old="host.set_inner_counters(groups.meeting.all_gather(host.inner_counters())[0])",
+        new="host.set_inner_counters(groups.meeting.all_gather(host.inner_counters())[groups.sync.rank])",
+        test="distributed/test_phases.py::test_inner_state_becomes_equal",
+    ),
+    Mutant(
+        id="engine/rounds-never-end",
+        bug="local training goes on where the final phase should begin",
+        file="engine/engine.py",
+        old="        if is_met and meeting.ends_rounds:\n",
+        new="        if False:\n",
+        test="distributed/test_phases.py::test_inner_state_becomes_equal",
     ),
 )

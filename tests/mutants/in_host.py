@@ -6,6 +6,14 @@ from tests.mutants.mutant import Mutant
 
 HOST = (
     Mutant(
+        id="host/beta2-stays-scaled",
+        bug="beta2 stays scaled after a step: the next one scales it again, a checkpoint keeps it",
+        file="host/model/moments.py",
+        old='            group["betas"] = betas\n',
+        new="            pass\n",
+        test="pure/test_moment_codes.py::test_beta2_is_scaled_inside_a_step_alone",
+    ),
+    Mutant(
         id="host/corpus-without-its-end",
         bug="the last tokens of a large file are never looked at",
         file="host/corpus.py",
@@ -291,8 +299,8 @@ HOST = (
         id="host/last-round-not-synced",
         bug="where training ends with skipped iterations its last round is never synced",
         file="host/model/megatron_host.py",
-        old="all(iteration in skipped for iteration in left[: len(skipped) + 1])",
-        new="not left",
+        old="all(iteration in skipped for iteration in iterations[: len(skipped) + 1])",
+        new="not iterations",
         test="pure/test_megatron_host.py::test_iterations_that_the_user_skips_are_consumed",
     ),
     Mutant(

@@ -6,7 +6,41 @@ from tests.mutants.mutant import Mutant
 
 _ORACLE = "pure/test_method_against_oracle.py"
 
+_MOMENTS = "pure/test_moment_codes.py"
+
 METHOD = (
+    Mutant(
+        id="method/second-moment-zero",
+        bug="a second moment below the smallest code becomes zero: its update is unbounded",
+        file="method/codec.py",
+        old="code.clamp_(min=0 if self.is_signed else 1, max=self.top)",
+        new="code.clamp_(min=0, max=self.top)",
+        test=f"{_MOMENTS}::test_small_second_moments_do_not_become_zero",
+    ),
+    Mutant(
+        id="method/moments-at-the-first-sync",
+        bug="K beyond the end of training averages moments once all the same",
+        file="method/moments.py",
+        old="if turn % self.interval == 0",
+        new="if turn % self.interval == 1 % self.interval",
+        test=f"{_MOMENTS}::test_every_kth_sync_counts_from_the_first",
+    ),
+    Mutant(
+        id="method/loss-check-learns-rejected",
+        bug="a rejected loss enters the history: a second burst passes",
+        file="method/loss_check.py",
+        old="accepted = known & ~rejected",
+        new="accepted = known",
+        test="pure/test_loss_check.py::test_oracle",
+    ),
+    Mutant(
+        id="method/loss-check-two-others",
+        bug="of three replicas a low loss makes the two others look bad",
+        file="method/loss_check.py",
+        old="compared[replica] = int(judged.sum()) % 2 == 1",
+        new="compared[replica] = False",
+        test="pure/test_loss_check.py::test_differences_by_hand",
+    ),
     Mutant(
         id="method/clock-asks-late",
         bug="a replica with a clock asks for the meeting a step late: its phase overruns",
@@ -334,5 +368,21 @@ METHOD = (
         old="_CHUNK_ELSEWHERE = 1 << 24",
         new="_CHUNK_ELSEWHERE = 1 << 20",
         test="pure/test_norms.py::test_launches_of_a_device",
+    ),
+    Mutant(
+        id="method/final-share-rounded",
+        bug="the final phase begins a step early where the share is no whole number of steps",
+        file="method/schedule.py",
+        old="math.ceil((1 - Fraction(repr(final_fraction))) * total)",
+        new="math.floor((1 - Fraction(repr(final_fraction))) * total)",
+        test="pure/test_schedules.py::test_last_local_is_the_last_that_begins_before_the_share",
+    ),
+    Mutant(
+        id="method/adacomm-without-root",
+        bug="rounds follow the loss, not its square root",
+        file="method/schedule.py",
+        old="math.ceil(self.interval * math.sqrt(ratio))",
+        new="math.ceil(self.interval * ratio)",
+        test="pure/test_schedules.py::test_rounds_follow_the_loss",
     ),
 )

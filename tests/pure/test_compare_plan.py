@@ -58,6 +58,40 @@ def test_entries() -> None:
     assert found[3].slug == "edit_--lr=2e-3"
 
 
+def test_entry_takes_flags_of_a_file(tmp_path: Path) -> None:
+    """Its name stands for them, and a flag after it wins over it."""
+    path = tmp_path / "calm.args"
+    path.write_text("# a comment\n--edit-outer-momentum 0.7\n--edit-no-clip\n--lr 2e-3\n")
+    found = parse_entries(f"edit,edit:@{path}:outer-momentum=0.5", with_ideal=False)[1]
+    assert found.label == "edit @calm.args outer-momentum=0.5"
+    assert found.slug == "edit_calm.args_outer-momentum=0.5"
+    words = found.words(FLAGS)
+    config = config_from_argv(words)
+    assert (config.outer_momentum, config.no_clip) == (0.5, True)
+    assert canonical(words)["--lr"] == ["2e-3"]
+    by_hand = parse_entries("edit:outer-momentum=0.5:no-clip:--lr=2e-3", with_ideal=False)[0]
+    assert canonical(by_hand.words(FLAGS)) == canonical(words)
+
+
+def test_bad_files_of_entries(tmp_path: Path) -> None:
+    """Catches: a file that is not there, one that holds no flag, a flag that a run sets itself."""
+    empty, reserved, text = (tmp_path / name for name in ("empty.args", "save.args", "text.args"))
+    empty.write_text("# nothing\n")
+    reserved.write_text("--save x\n")
+    text.write_text("no flag\n")
+    for path, complaint in (
+        (tmp_path / "none.args", "cannot be read: No such file"),
+        (empty, "the file must begin with a flag"),
+        (text, "the file must begin with a flag"),
+        (reserved, "--save is set run by run"),
+    ):
+        with pytest.raises(UsageError) as refused:
+            plan(f"edit:@{path}")
+        assert complaint in str(refused.value) and str(refused.value).startswith("--strategies")
+    with pytest.raises(UsageError, match="is listed twice"):
+        parse_entries(f"edit:@{reserved},edit:@{reserved}", with_ideal=False)
+
+
 @pytest.mark.parametrize("text", ["", "edit,,ddp", "editt", "edit,edit", "edit:", "edit:--", IDEAL])
 def test_bad_entries(text: str) -> None:
     with pytest.raises(UsageError, match="--strategies"):
@@ -93,7 +127,7 @@ def test_ideal_never_meets() -> None:
 def test_kept_results_are_of_these_defaults() -> None:
     """Catches: results of older defaults given for finished ones, as flags alone are compared."""
     defaults = {name: asdict(EditConfig(use_edit=True, strategy=name)) for name in STRATEGIES}
-    assert (FORM, configuration_hash(defaults)) == (2, "434c94bc5502a844"), (
+    assert (FORM, configuration_hash(defaults)) == (2, "95c727e83b338d1c"), (
         "a setting is new: put the new hash here; or a default has changed: then also raise FORM "
         "in compare/plan.py and in convergence_parts/cases.py"
     )

@@ -24,12 +24,15 @@ FROZEN = {
     "strategy": "edit", "warmup_steps": 1000, "sync_interval": 128, "sync_seconds": 600.0,
     "min_round_steps": 100, "step_weight": 0.0, "outer_lr": 0.8, "outer_momentum": 0.85,
     "anomaly_threshold": 3.0, "anomaly_alpha": 0.02, "anomaly_warmup_syncs": 20,
-    "anomaly_patience": 3, "clip": 10.0, "weight_temperature": None, "no_anomaly": False,
+    "anomaly_patience": 3, "loss_threshold": 6.0,
+    "no_loss_check": False, "clip": 10.0, "weight_temperature": None, "no_anomaly": False,
     "no_weighting": False, "no_clip": False, "sync_mode": "auto", "prefetch_units": 2,
     "fragments": 1, "delay_steps": 0, "mix": 0.0, "offload": False, "sync_dtype": "fp32",
+    "average_moments": "none", "average_moments_every": 1, "scale_beta2": False,
     "sync_backend": "auto", "digest_interval": 10, "log_dir": None,
     "log_units_to_tensorboard": False, "inner_state": "all", "timeout_seconds": None,
     "interval": "fixed", "qsr_a": None, "co2_gap": 1.0, "co2_clip": None, "device": "auto",
+    "final_sync_fraction": 0.0, "stl_stages": 3,
 }  # fmt: skip
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_edit"
@@ -130,7 +133,7 @@ BAD = [
 
 def test_flags_and_defaults_are_frozen() -> None:
     """The interface is decided: catches a renamed flag or a changed default."""
-    assert {f.name: preset_of(f, "edit") for f in dataclasses.fields(EditConfig)} == FROZEN
+    assert {f.name: preset_of(f, "edit", "adam") for f in dataclasses.fields(EditConfig)} == FROZEN
     assert vars(EditConfig()) == FROZEN
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +18,12 @@ import pytest
 import torch
 
 from megatron_edit.comm.placement import Placement
+from megatron_edit.engine.rounds.plan import Decision
+from megatron_edit.method.detector import Verdict
+from megatron_edit.method.loss_check import LossVerdict
 from megatron_edit.observe.events import EventLog
 from megatron_edit.observe.metrics import SyncMetrics
-from megatron_edit.observe.records import Iteration, sync_line, sync_summary
+from megatron_edit.observe.records import Iteration, loss_rejections, sync_line, sync_summary
 from megatron_edit.tools.monitor.run import MonitoredRun
 from tests.harness.event_files import MadeUp
 
@@ -112,10 +116,11 @@ def test_a_run_that_is_replaced_is_read_anew(tmp_path: Path) -> None:
 def report(**changes: Any) -> Any:
     """Of a sync of two replicas and three units."""
     table = torch.arange(6.0, dtype=torch.float64).view(2, 3)
-    decision = SimpleNamespace(
-        verdict=SimpleNamespace(anomalous=torch.zeros(2, 3, dtype=torch.bool), scores=table / 3),
+    decision = Decision(
+        verdict=Verdict(anomalous=torch.zeros(2, 3, dtype=torch.bool), scores=table / 3),
         norms=table, weights=torch.tensor([[0.5, 1.0, 0.25], [0.5, 0.0, 0.75]]).double(),
         rollback=torch.zeros(3, dtype=torch.bool),
+        loss=LossVerdict.without_check(torch.tensor([3.0, math.nan]).double()),
     )  # fmt: skip
     return SimpleNamespace(**{
         "round": 7, "step": 900, "decision": decision, "clip": torch.ones(3),
@@ -135,8 +140,38 @@ def test_fields_of_a_sync() -> None:
     assert line["norms"] == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
     assert line["effective_replicas"] == pytest.approx([2.0, 1.0, 1.6])
     assert line["update_norm"] == [1.0, None, None] and line["clip"] == [1.0] * 3
+    assert line["why"] == [[None, None]] * 3 and line["round_loss"] == [3.0, None]
     assert (line["inner_steps"], line["samples"]) == ([4, 6], [400, 600])
     assert (line["round"], line["iteration"], line["units"]) == (7, 900, ["a", "b", "c"])
+
+
+def test_rejected_loss_is_told() -> None:
+    """Of the replica and of the others, in the line, on the console and in scalars; every reason
+    has its word: catches one that stands for another."""
+    usual = report().decision
+    scores = torch.tensor([[math.nan, 4.0, math.nan], [math.nan] * 3]).double()
+    norms = usual.norms.clone()
+    norms[1, 2] = math.nan
+    decision = replace(
+        usual,
+        norms=norms,
+        verdict=Verdict(torch.tensor([[False, True, True], [True] * 3]), scores),
+        loss=LossVerdict(
+            torch.tensor([False, True]), torch.tensor([3.0, 9.0]), torch.tensor([0.5, 60.0])
+        ),
+    )
+    bad = report(decision=decision)
+    line = sync_line(bad)
+    assert line["why"] == [[None, "loss"], ["norm", "loss"], ["no-step", "non-finite"]]
+    assert (line["round_loss"], line["loss_z"]) == ([3.0, 9.0], [0.5, 60.0])
+    assert loss_rejections(bad) == [
+        "sync 7 after iteration 900: replica 1 is left out because of its loss 9, 60.0 standard "
+        "deviations above its history (the others: 3); look at its data"
+    ]
+    assert loss_rejections(report()) == []
+    found = SyncMetrics(seq_length=10).values(bad, now=0.0)
+    assert (found["edit/loss-rejections"], found["edit/loss-z-score/max"]) == (1, 60.0)
+    assert found["edit/replica-1/round-loss"] == 9.0
 
 
 def test_speeds_are_since_the_sync_before() -> None:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_edit.comm.collectives import Group
-from megatron_edit.comm.compressed_all_reduce import Addend
-from megatron_edit.comm.wire import Exchange, Residual, Wire
+from megatron_edit.comm.wire import Exchange, Residual, Wire, start_exchange
 from megatron_edit.constants import SYNC_DTYPES
 from megatron_edit.errors import ReplicaLostError
 from tests.harness.memory_network import CPU, Network, groups_in_order, groups_of
@@ -133,10 +132,10 @@ def test_several_as_one_in_order(name: str, size: int) -> None:
         for b, batch in enumerate(batches):
             for group in dice.sample(groups, size):
                 parts = [
-                    Addend(values[group.rank, b, n], None, None, group.rank == n % size)
+                    wire.addend_of(values[group.rank, b, n], None, group.rank == n % size)
                     for n in batch
                 ]
-                flying.append(wire.start_together(group, parts))
+                flying.append(start_exchange(group, parts))
                 dice.choice(flying).advance()
         finish(flying, dice)
         for b, batch in enumerate(batches):

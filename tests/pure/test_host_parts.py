@@ -330,7 +330,7 @@ def arguments(**changes: Any) -> Namespace:
         ({"global_batch_size": 9}, "must be a multiple of --edit-num-replicas 2"),
         ({"global_batch_size": 6}, "micro-batch size x data-parallel ranks of all replicas"),
         ({"eval_global_batch_size": 7}, "--eval-global-batch-size 7"),
-        ({"optimizer": "muon"}, "--optimizer muon"),
+        ({"optimizer": "lion"}, "--optimizer lion"),
     ],
     ids=str,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -52,7 +53,7 @@ def test_every_flag_has_one_default(capsys: pytest.CaptureFixture[str]) -> None:
     """Would catch: two of them, of which a reader must guess."""
     main(["--help"])
     said = capsys.readouterr().out
-    assert said.count("(default:") == len(EditConfig.__dataclass_fields__)
+    assert said.count("(default:") == len(dataclasses.fields(EditConfig))
 
 
 @pytest.mark.parametrize("name", ["RANK", "SLURM_PROCID"])

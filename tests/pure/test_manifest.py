@@ -95,6 +95,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         files={"a/b": FileRecord(draw(WHOLE), "00ff")},
         written_by={"megatron_edit": draw(st.text(max_size=5))},
         settings=draw(st.dictionaries(st.text(max_size=4), st.none() | WHOLE, max_size=2)),
+        loss_history={"mean": draw(st.lists(REAL, **table))},
     )
 
 
@@ -237,9 +238,10 @@ def test_another_version(tmp_path: Path, version: Any) -> None:
 
 SINCE_VERSION_2 = {"is_level", "unit_steps", "wire"}
 SINCE_VERSION_3 = {"settings"}
+SINCE_VERSION_4 = {"is_final_phase", "first_loss", "loss_history"}
 DEFAULTS = {
     "ledger", "order_start", "has_anchor", "round_seconds", "written_by", *SINCE_VERSION_2,
-    *SINCE_VERSION_3, *LATER,
+    *SINCE_VERSION_3, *SINCE_VERSION_4, *LATER,
 }  # fmt: skip
 
 

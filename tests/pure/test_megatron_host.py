@@ -4,6 +4,7 @@ built."""
 from __future__ import annotations
 
 from argparse import Namespace
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_edit.comm.placement import Placement
+from megatron_edit.config import EditConfig
 from megatron_edit.host.model import megatron_host as module
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.seams.patching import Patcher
@@ -46,12 +48,13 @@ def host(monkeypatch: pytest.MonkeyPatch) -> MegatronHost:
     monkeypatch.setattr(module, "get_num_microbatches", lambda: 2)
     args = Namespace(
         iteration=0, curr_iteration=0, train_iters=6, iterations_to_skip=[], micro_batch_size=2,
-        data_parallel_size=2, consumed_train_samples=0,
+        data_parallel_size=2, consumed_train_samples=0, train_samples=None,
     )  # fmt: skip
     inner = anything(param_groups=[{"max_lr": 0.5}, {"max_lr": 2.0}])
     nobody: Any = None
     schedule: Any = Schedule()
-    return MegatronHost(args, [], inner, schedule, nobody, Placement(2, 1, 1, 0, True))
+    placement, config = Placement(2, 1, 1, 0, True), EditConfig()
+    return MegatronHost(args, [], inner, schedule, nobody, placement, config)
 
 
 def step(host: MegatronHost, iteration: int, *, was_applied: bool = True) -> None:
@@ -135,6 +138,7 @@ def test_a_step_in_its_order(is_landing_due: bool) -> None:
     host = anything(
         loop=anything(begin_step=note("begin")), _count_step=note("count"),
         _defer_gather=lambda is_deferred: calls.append(("defer", is_deferred)),
+        _beta2_of_step=nullcontext,
     )  # fmt: skip
     host.attempt_step = partial(MegatronHost.attempt_step, host)
     optimizer: Any = Optimizer()

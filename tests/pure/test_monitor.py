@@ -304,3 +304,28 @@ def test_watch_before_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_rejected_losses_are_a_finding(tmp_path: Path) -> None:
+    """Which replica, how often, its loss and the others' at the last one; files of older versions
+    have no such fields."""
+    folder = MadeUp(train_iters=400).write(tmp_path)
+    path = tmp_path / "sync.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert not read(folder).syncs.loss_rejections
+    replicas = len(lines[0]["samples"])
+    for number, line in enumerate(lines):
+        is_bad = number in (10, 11)
+        reasons = ["loss" if is_bad and r == 2 else None for r in range(replicas)]
+        line["why"] = [reasons] * len(line["units"])
+        line["round_loss"] = [9.25 if is_bad and r == 2 else 3.0 for r in range(replicas)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = read(folder)
+    rejections = run.syncs.loss_rejections
+    assert rejections == {2: (2, lines[11]["iteration"], 9.25, 3.0)}
+    (text,) = (f.text for f in findings_of(run) if "because of its loss" in f.text)
+    assert text.startswith("Replica 2 was left out of 2 syncs because of its loss")
+    assert "9.25" in text and "others' median 3." in text
+    for broken in ({"why": [["loss"]]}, {"why": 3}, {"round_loss": [1.0]}):
+        path.write_text(json.dumps({**lines[0], **broken}) + "\n")
+        assert read(folder).num_damaged == {"sync.jsonl": 1}

@@ -20,7 +20,7 @@ from megatron_edit.engine.sync.units import ParamShard, forward_order, plan_unit
 from megatron_edit.errors import HostVersionError, SyncProtocolError
 from megatron_edit.host.seams.patching import Patcher
 from megatron_edit.method.digest import as_hex, combine, tensor_digest
-from megatron_edit.method.schedule import LONGEST, QuadraticSchedule, StepSchedule
+from megatron_edit.method.schedule import LONGEST, QuadraticSchedule, RoundStart, StepSchedule
 
 
 @given(st.integers(0, 20), st.integers(1, 9))
@@ -55,8 +55,8 @@ def test_every_fragment_syncs_once_an_interval(
 def test_rounds_grow_as_the_learning_rate_falls() -> None:
     """QSR: max(tau, (a / lr)^2); at lr 0 to the end, and nothing overflows on the way."""
     schedule = QuadraticSchedule(4, 10, 1, growth=0.02)
-    assert [schedule.round_length(lr) for lr in (1e-2, 4e-3, 1e-3)] == [10, 25, 400]
-    assert schedule.round_length(0.0) == schedule.round_length(1e-300) == LONGEST
+    assert [schedule.round_length(RoundStart(4, lr)) for lr in (1e-2, 4e-3, 1e-3)] == [10, 25, 400]
+    assert {schedule.round_length(RoundStart(4, lr)) for lr in (0.0, 1e-300)} == {LONGEST}
     assert schedule.fragments_after(39, 14, 25) == [0]
     assert not schedule.fragments_after(38, 14, 25) and not schedule.fragments_after(4, 0, 4)
 

@@ -111,6 +111,29 @@ def test_bytes_are_what_the_engine_counts(wire: str, replicas: int) -> None:
     assert traffic.per_replica == pytest.approx(ring, rel=0.01)
 
 
+@pytest.mark.parametrize(("which", "every", "each"), [("both", 1, 2), ("second", 4, 0.25)])
+def test_moments_are_counted(which: str, every: int, each: float) -> None:
+    """Beside the parameters, mean over the syncs; and kept on the device while they travel."""
+    plain, moments = (
+        job_of("llama_350m", 2, "--use-edit", *words.split())
+        for words in (
+            "--edit-sync-dtype int8",
+            "--edit-sync-dtype int8 --edit-average-moments "
+            f"{which} --edit-average-moments-every {every}",
+        )
+    )
+    sent, more = (sync_traffic(job, job.config("edit"), 128) for job in (plain, moments))
+    extra = more.per_replica - sent.per_replica
+    assert extra == pytest.approx(each * plain.architecture.numel, rel=0.01)
+    before, after = (
+        {part.name: part.nbytes for part in edit_parts(job, job.config("edit"), overlaps=True)}
+        for job in (plain, moments)
+    )
+    assert "moments in flight" not in before
+    assert after["moments in flight"] == (2 if which == "both" else 1) * after["staging"]
+    assert after["encoded units"] > before["encoded units"]
+
+
 def test_synchronous_steps_agree_with_the_comparison() -> None:
     """`compare/traffic.py` computes the same of whole jobs."""
     job = job_of("llama_1b", 8)
@@ -126,7 +149,9 @@ def test_synchronous_steps_agree_with_the_comparison() -> None:
 @pytest.mark.parametrize(
     ("flags", "each"),
     [("", 8), ("--edit-delay-steps 8", 16), ("--edit-sync-dtype int8", 12.5),
-     ("--edit-strategy co2", 12), ("--edit-strategy streaming-diloco", 12)],
+     ("--edit-strategy co2", 12), ("--edit-strategy streaming-diloco", 12),
+     ("--edit-strategy co2 --edit-average-moments both", 20),
+     ("--edit-average-moments both", 8)],
 )  # fmt: skip
 def test_outer_state_per_parameter(flags: str, each: float) -> None:
     """As docs/strategies.md says it; int8 keeps residuals of 4 (1 + 1 / N) bytes with it."""

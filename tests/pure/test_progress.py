@@ -26,6 +26,7 @@ from megatron_edit.engine.sync.units import select
 from megatron_edit.errors import ReplicaLostError
 from megatron_edit.method.detector import Verdict
 from megatron_edit.method.landing import DIRECT_COPY
+from megatron_edit.method.loss_check import LossVerdict
 from megatron_edit.method.outer import Nesterov
 from tests.harness.memory_network import CPU, Network, groups_of
 
@@ -172,7 +173,8 @@ class Replica:
         verdict = Verdict(torch.zeros(shape, dtype=torch.bool), torch.zeros(shape))
         norms = torch.ones(shape, dtype=torch.float64)
         none = torch.zeros(len(UNITS), dtype=torch.bool)
-        decision = Decision(norms, verdict, torch.full(shape, 0.5), none)
+        loss = LossVerdict.without_check(torch.full(shape[:1], torch.nan))
+        decision = Decision(norms, verdict, torch.full(shape, 0.5), none, loss)
         sync_plan = SyncPlan(
             1, 1, 1, select(plan, range(len(UNITS))), decision,
             SyncRules(Nesterov(1.0, 0.5), None, DIRECT_COPY), (1, 1), (1, 1),

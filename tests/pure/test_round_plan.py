@@ -30,7 +30,9 @@ from megatron_edit.method.landing import DIRECT_COPY
 from megatron_edit.method.ledger import Dealing
 from megatron_edit.method.schedule import StepSchedule
 
-PENALTY = Penalty(DetectorConfig(3.0, 0.02, 20, 3), True, None, False, step_share=0.0)
+PENALTY = Penalty(
+    DetectorConfig(3.0, 0.02, 20, 3), True, None, False, step_share=0.0, loss_check=None
+)
 RULES = RoundRules(PENALTY, DIRECT_COPY, StepSchedule(0, 4, 1), min_steps=10)  # rounds of 10 steps
 
 

@@ -13,6 +13,7 @@ import torch
 from megatron_edit.comm.control import ControlRecord
 from megatron_edit.comm.timeouts import AdaptiveTimeout
 from megatron_edit.comm.wire import Wire
+from megatron_edit.constants import FIRST_MOMENT, SECOND_MOMENT
 from megatron_edit.engine import ParamShard, Penalty, plan_units
 from megatron_edit.engine.rounds.plan import (
     MeetingOutcome,
@@ -30,11 +31,14 @@ from megatron_edit.method.clock import NANOSECONDS, PhaseClock, TimeTrigger
 from megatron_edit.method.detector import DetectorConfig
 from megatron_edit.method.landing import DIRECT_COPY, LandingRule
 from megatron_edit.method.ledger import Dealing
+from megatron_edit.method.moments import MomentRule
 from megatron_edit.method.schedule import QuadraticSchedule, StepSchedule
 from tests.harness.memory_network import CPU, Network, groups_of
 
 anything: Any = SimpleNamespace
-PENALTY = Penalty(DetectorConfig(3.0, 0.5, 0, 3), True, None, False, step_share=0.0)
+PENALTY = Penalty(
+    DetectorConfig(3.0, 0.5, 0, 3), True, None, False, step_share=0.0, loss_check=None
+)
 LATE = replace(DIRECT_COPY, delay=3)
 
 
@@ -203,7 +207,7 @@ def test_all_of_it_comes_back() -> None:
 
 def test_partial_rounds_are_synced_at_the_end() -> None:
     """All fragments, wherever the last step falls; before it, each at its own steps."""
-    state, progress = run_state(), anything(is_last_step=False)
+    state, progress = run_state(), anything(is_last_step=False, begins_final_phase=False)
     trigger = StepTrigger(StepSchedule(6, 4, 2), anything(progress=lambda: progress), state)
     assert [trigger.is_due(step, is_asked=False) for step in (6, 7, 8, 9, 10)] == [
         False, False, True, False, True
@@ -242,8 +246,13 @@ def test_bytes_are_of_what_was_sent(wire: Wire) -> None:
     footprint = Footprint(torch.tensor([[100, 50, 7], [90, 40, 7]]), 80, 0)
     queue = SyncQueue(anything(), groups, anything(), anything(), anything(), footprint)
     rollback = torch.tensor([False, True])
-    plan = anything(selection=anything(indices=[0, 2]), decision=anything(rollback=rollback))
+    moments = MomentRule((FIRST_MOMENT, SECOND_MOMENT))
+    plan = anything(
+        selection=anything(indices=[0, 2]), decision=anything(rollback=rollback), moments=moments
+    )
     sent = [wire.payload_bytes(numel, 3) for numel in (100, 90)]
+    # Of each moment: two phases to two others, chunks of 34 or 30 codes with an exponent.
+    sent += [2 * 2 * 2 * 36, 2 * 2 * 2 * 32]
     assert queue._wire_bytes(anything(plan=plan, wire=wire)) == 2 * 80 + sum(sent)
 
 

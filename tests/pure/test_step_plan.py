@@ -38,7 +38,8 @@ def plan_after(
         settings=anything(landing=rule),
         queue=anything(due=lambda step: due if step == 10 and due else [],
                        of_units=lambda units: of_units if units == "units" and of_units else []),
-        trigger=anything(is_due=is_due, fragments_after=lambda step: [step], is_last=is_last),
+        trigger=anything(is_due=is_due, fragments_after=lambda step: [step], is_last=is_last,
+                         ends_rounds=False),
         _fragments=anything(union=lambda fragments: "units" if fragments == [10] else None),
     )  # fmt: skip
     controller.plan_meeting = partial(SyncController.plan_meeting, controller)

@@ -12,7 +12,9 @@ from megatron_edit.method.detector import DetectorConfig, DetectorState
 from megatron_edit.method.weights import blend_step_weights
 
 STEPS = torch.tensor([[5, 5], [0, 0], [7, 7]])
-PENALTY = Penalty(DetectorConfig(3.0, 0.02, 20, 3), True, None, False, step_share=0.0)
+PENALTY = Penalty(
+    DetectorConfig(3.0, 0.02, 20, 3), True, None, False, step_share=0.0, loss_check=None
+)
 
 
 def test_who_made_no_step_has_no_weight_and_teaches_nothing() -> None:

@@ -24,6 +24,7 @@ from megatron_edit.engine.sync.inflight import UnitSync
 from megatron_edit.engine.sync.outer_state import OuterState
 from megatron_edit.method.detector import Verdict
 from megatron_edit.method.landing import DIRECT_COPY, LandingRule
+from megatron_edit.method.loss_check import LossVerdict
 from megatron_edit.method.outer import CLIP_EPSILON, Nesterov
 from tests.harness.memory_network import CPU, Network, groups_of
 
@@ -60,7 +61,8 @@ def decision_of(
     """Of one replica and one unit."""
     verdict = Verdict(torch.tensor([[anomalous]]), torch.zeros(1, 1))
     norms = torch.ones(1, 1, dtype=torch.float64)
-    return Decision(norms, verdict, torch.tensor([[weight]]), torch.tensor([rollback]))
+    loss = LossVerdict.without_check(torch.full((1,), torch.nan))
+    return Decision(norms, verdict, torch.tensor([[weight]]), torch.tensor([rollback]), loss)
 
 
 def begin(

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 F32 = np.float32
+LOGARITHMIC = {"log8": 127, "ulog8": 255}  # the largest code
 BLOCKS = {"int8": (256, 127, 16), "int4": (128, 7, 8)}  # values, largest code, bits of a scale
 
 
@@ -15,6 +16,8 @@ def quantised(values: Any, name: str) -> Any:
     """What fp32 values [n] are after a codec, by its definition and not by its bytes."""
     if name == "fp32":
         return values.copy()
+    if name in LOGARITHMIC:
+        return _powers(values, name)
     if name == "bf16":
         bits = values.view(np.uint32).astype(np.uint64)
         return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(F32)
@@ -29,9 +32,28 @@ def quantised(values: Any, name: str) -> Any:
     return out
 
 
+def _powers(values: Any, name: str) -> Any:
+    """In eighths of an octave, from their definition: float64 logarithms and powers of two."""
+    largest_code, out = LOGARITHMIC[name], np.zeros_like(values)
+    for first in range(0, len(values), 256):
+        block = values[first : first + 256].astype(np.float64)
+        if not block.any():
+            continue
+        least = -126 + -(-largest_code // 8)
+        top = max(np.floor(np.log2(np.abs(block).max())), least)
+        held = np.abs(block) > 0 if name == "log8" else block > 0
+        eighth = np.floor(8 * np.log2(np.where(held, np.abs(block), 1.0))) - 8 * top
+        code = np.minimum(eighth + largest_code - 7, largest_code)
+        held &= (code >= 1) | (name == "ulog8")
+        code = np.maximum(code, 1)
+        power = 2.0 ** (top + (code - largest_code + 7.5) / 8)
+        out[first : first + 256] = np.where(held, np.sign(block) * power, 0.0).astype(F32)
+    return out
+
+
 def cut(total: int, size: int, name: str) -> list[slice]:
     """The chunk of each rank."""
-    chunk, block = -(-total // size), BLOCKS.get(name, (1,))[0]
+    chunk, block = -(-total // size), BLOCKS.get(name, (256 if name in LOGARITHMIC else 1,))[0]
     if chunk > block:
         chunk = -(-chunk // block) * block
     return [slice(min(i * chunk, total), min((i + 1) * chunk, total)) for i in range(size)]

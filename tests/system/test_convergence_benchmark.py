@@ -22,8 +22,10 @@ from typing import Any
 import pytest
 import torch
 from convergence_parts.analysis import Find, make_backlog, make_lines
+from convergence_parts.answers import Answers
 from convergence_parts.cases import Case, Size, Stage
 from convergence_parts.corruption import LABELS, TEXT, Corruption
+from convergence_parts.expectations import blocks, with_blocks
 from convergence_parts.pretrain_corrupted import corrupt
 from convergence_parts.records import Record, Records, RunSummary, RunTable, left_out, thinned
 from convergence_parts.report import draw, markdown
@@ -60,7 +62,7 @@ def case(**changes: Any) -> Case:
 
 
 def test_questions_are_well_formed() -> None:
-    """Every base is a line of the same question; all pairs have the same seeds."""
+    """Every base is a line of the same question, with a seed in common; seeds begin alike."""
     names = [question.name for question in STUDY.questions]
     assert len(set(names)) == len(names)
     for question in STUDY.questions:
@@ -68,7 +70,10 @@ def test_questions_are_well_formed() -> None:
         assert len(set(labels)) == len(labels)
         for member in question.members:
             assert member.base == "" or (member.base in labels and member.base != member.label)
-            assert tuple(each.seed for each in member.cases) == STUDY.seeds
+            seeds = tuple(each.seed for each in member.cases)
+            assert seeds and seeds == STUDY.seeds[: len(seeds)]
+            base = next((m for m in question.members if m.label == member.base), member)
+            assert {each.seed for each in base.cases} & set(seeds)
             assert bool(question.axis) == bool(member.series)
         for each in question.cases:
             assert each.stages[-1].until == each.size.train_iters
@@ -270,6 +275,15 @@ def test_the_committed_page_is_that_of_the_committed_file() -> None:
     table = RunTable.read(path)
     text = markdown(STUDY, table.find, table.corpus, "convergence.png")
     assert text == path.with_suffix(".md").read_text(encoding="utf-8")
+
+
+def test_the_page_for_users_is_that_of_the_committed_file() -> None:
+    """Would catch: other runs or targets without `convergence.py --report`."""
+    table = RunTable.read(REPOSITORY / "benchmarks" / "results" / "convergence.json")
+    page = (REPOSITORY / "docs" / "results.md").read_text(encoding="utf-8")
+    drawing = "convergence_gaps.png"
+    assert (REPOSITORY / "docs" / drawing).is_file()
+    assert with_blocks(page, blocks(Answers(STUDY, table.find), drawing)) == page
 
 
 def test_a_rank_that_breaks_off_after_training_does_not_fail_a_run(tmp_path: Path) -> None:

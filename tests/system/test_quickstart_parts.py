@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from quickstart import num_synchronous_steps
 from quickstart_parts.picture import Curve, draw
 from quickstart_parts.runs import launch_line
 from quickstart_parts.table import format_table, summarize
@@ -129,6 +131,16 @@ def test_evaluations_after_the_warmup_fall_on_syncs() -> None:
     steps = range(every, int_flag(flags, "--train-iters") + 1, every)
     assert all((step - warmup) % interval == 0 for step in steps if step > warmup)
     assert int_flag(flags, "--train-iters") in steps
+
+
+def test_synchronous_steps_are_warmup_and_final_phase(tmp_path: Path) -> None:
+    """Without a final phase the last local step is the last one, or is not told."""
+    for told, last, wanted in (
+        (228, 240, 52), (240, 240, 40), (None, 240, 40), (30, 240, 240), (240, 20, 20),
+    ):  # fmt: skip
+        run = {"training": {} if told is None else {"last_local_step": told}}
+        (tmp_path / "run.json").write_text(json.dumps(run))
+        assert num_synchronous_steps(tmp_path, 40, last) == wanted
 
 
 def test_table_and_picture(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ class Completion:
         Collective: the ranks of the pipeline stage.
         """
         for pending in self.saved.load(replica):
-            sync = restore_sync(pending, self.host.plan, self.outer, self.groups, self.settings)
+            sync = restore_sync(pending, self.host, self.outer, self.groups, self.settings)
             sync.check_finite()
             while not sync.is_done:
                 shard, has_bad_moments = sync.land_next()
@@ -109,7 +109,7 @@ class Completion:
         for replica in range(len(self.saved.steps)):
             self._load(replica)
             device = self.groups.sync.device
-            found = replica_norms(self.host.plan, self.outer, self.groups.replica, device)
+            found, _ = replica_norms(self.host.plan, self.outer, self.groups.replica, device)
             norms.append(found.cpu())
             buffers.append(shared_values(self.host))
         return torch.stack(norms), buffers

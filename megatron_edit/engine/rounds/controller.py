@@ -39,11 +39,13 @@ class MeetingPlan:
 
     Attributes:
         selection: the units that sync.
-        is_last: whether training is over with it.
+        is_last: whether local training is over with it.
+        ends_rounds: whether the final synchronous phase follows.
     """
 
     selection: Selection
     is_last: bool
+    ends_rounds: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,9 @@ class SyncController:
     def __post_init__(self) -> None:
         settings = self.settings
         min_steps = 0.0 if settings.timed is None else settings.timed.min_steps
-        self._rules = RoundRules(settings.penalty, settings.landing, settings.schedule, min_steps)
+        self._rules = RoundRules(
+            settings.penalty, settings.landing, settings.schedule, min_steps, settings.moments
+        )
         self._fragments = FragmentPlan.of(self.host.plan, settings.schedule.fragments)
 
     # ---- meetings
@@ -158,7 +162,7 @@ class SyncController:
     def plan_meeting(self, step: int) -> MeetingPlan:
         """The meeting after step `step`."""
         selection = self._fragments.union(self.trigger.fragments_after(step))
-        return MeetingPlan(selection, self.trigger.is_last)
+        return MeetingPlan(selection, self.trigger.is_last, self.trigger.ends_rounds)
 
     def meet(self, meeting: MeetingPlan) -> bool:
         """Come to a meeting and do what it decides; to the next at once, where nothing is left.
@@ -220,12 +224,20 @@ class SyncController:
         state, selection, began = self.state, meeting.selection, time.monotonic()
         assert state.outer is not None, "a meeting before the switch"
         groups, device = self.groups, self.groups.sync.device
-        norms = replica_norms(selection.plan, state.outer, groups.replica, device).tolist()
+        norms, loss = replica_norms(
+            selection.plan, state.outer, groups.replica, device, state.losses.mean()
+        )
         waiting = time.monotonic()
-        records = self.meetings.hold(dict(zip(selection.indices, norms, strict=True)))
+        by_unit = dict(zip(selection.indices, norms.tolist(), strict=True))
+        records = self.meetings.hold(by_unit, round_loss=loss)
         waited = time.monotonic() - waiting
         plan = plan_round(
-            state.rounds, records, selection.indices, self._rules, is_last=meeting.is_last
+            state.rounds,
+            records,
+            selection.indices,
+            self._rules,
+            is_last=meeting.is_last,
+            ends_rounds=meeting.ends_rounds,
         )
         if plan.outcome is MeetingOutcome.SYNC and self.meetings.has_digests:
             check_same_digests(records, self.host.plan.names, state.rounds.count)
@@ -268,6 +280,7 @@ class SyncController:
             rules=SyncRules(settings.outer, settings.max_norm, landing, plan.inner_lr),
             inner_steps=tuple(record.inner_steps for record in plan.records),
             samples=tuple(record.samples for record in plan.records),
+            moments=plan.moments,
         )
         sync = InflightSync(
             sync_plan,
@@ -277,6 +290,7 @@ class SyncController:
             depth=settings.depth,
             began=began,
             waited=waited,
+            host=self.host,
         )
         if not settings.landing.is_immediate:
             # The addends are of the parameters whose norms were gathered. That holds for the last

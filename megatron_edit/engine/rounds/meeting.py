@@ -46,7 +46,11 @@ class Meetings:
     poll_exchanges: Callable[[], bool]
 
     def hold(
-        self, norms: Mapping[int, float] | None = None, *, is_leaving: bool = False
+        self,
+        norms: Mapping[int, float] | None = None,
+        *,
+        round_loss: float = math.nan,
+        is_leaving: bool = False,
     ) -> list[ControlRecord]:
         """Exchange records with the other replicas: the one table of a sync.
 
@@ -54,6 +58,7 @@ class Meetings:
 
         Args:
             norms: of the units that are to sync, by position.
+            round_loss: mean loss of the replica since the last meeting.
             is_leaving: whether this replica obeys a stop.
 
         Returns:
@@ -68,6 +73,7 @@ class Meetings:
                 norms=_row(norms or {}, units),
                 buffers=shared_values(self.host),
                 is_leaving=int(is_leaving),
+                round_loss=round_loss,
                 digests=_row(late, units) if self.has_digests else (),
             )
             rows = self.gather(mine.pack(capacity))

@@ -7,6 +7,7 @@ disagree about what comes next. Nothing is changed here: `RunState.apply` does t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -15,11 +16,19 @@ import torch
 from torch import Tensor
 
 from megatron_edit.comm.control import ControlRecord
+from megatron_edit.constants import BAD_LOSS, NO_STEP, NON_FINITE, OUTLYING_NORM
 from megatron_edit.method.detector import DetectorConfig, DetectorState, Verdict, judge_units
 from megatron_edit.method.landing import DIRECT_COPY, LandingRule
 from megatron_edit.method.ledger import Dealing
+from megatron_edit.method.loss_check import (
+    LossCheckConfig,
+    LossHistory,
+    LossVerdict,
+    check_losses,
+)
+from megatron_edit.method.moments import NEVER, NO_MOMENTS, MomentRule, MomentSchedule
 from megatron_edit.method.outer import OuterRule
-from megatron_edit.method.schedule import Schedule
+from megatron_edit.method.schedule import RoundStart, Schedule
 from megatron_edit.method.weights import blend_step_weights, replica_weights
 
 LARGEST_AVERAGE = 1e37  # fp32 ends at 3.4e38
@@ -35,6 +44,7 @@ class Penalty:
         temperature: T of the weights; None is auto.
         uniform: True weighs all accepted replicas alike.
         step_share: rho, share of the step counts in the weights.
+        loss_check: settings of the loss check; None leaves nobody out because of the loss.
     """
 
     detector: DetectorConfig
@@ -42,6 +52,7 @@ class Penalty:
     temperature: float | None
     uniform: bool
     step_share: float
+    loss_check: LossCheckConfig | None
 
 
 @dataclass(frozen=True)
@@ -54,12 +65,32 @@ class Decision:
         weights: float64, weight of each replica in the average.
         rollback: bool [U], units that return to their anchor: every replica is anomalous, or the
             average could overflow.
+        loss: the verdict of the loss check, on all units alike.
     """
 
     norms: Tensor
     verdict: Verdict
     weights: Tensor
     rollback: Tensor
+    loss: LossVerdict
+
+    def reasons(self) -> list[list[str | None]]:
+        """[U][N]: why a replica was left out of a unit (see `constants`); None where it was not."""
+        return [
+            [self._reason(replica, unit) for replica in range(len(self.norms))]
+            for unit in range(self.norms.shape[1])
+        ]
+
+    def _reason(self, replica: int, unit: int) -> str | None:
+        if not bool(self.verdict.anomalous[replica, unit]):
+            return None
+        if not bool(self.norms[replica, unit].isfinite()):
+            return NON_FINITE
+        if bool(self.loss.rejected[replica]):
+            return BAD_LOSS
+        # Only a norm that was tested has a score.
+        is_tested = bool(self.verdict.scores[replica, unit].isfinite())
+        return OUTLYING_NORM if is_tested else NO_STEP
 
     def excluded(self, replica: int) -> Tensor:
         """bool [U]: whether a replica takes a unit's anchor as it is: it was left out, or all."""
@@ -72,6 +103,7 @@ def decide(
     penalty: Penalty,
     steps: Tensor,
     units: Sequence[int],
+    loss: LossVerdict | None = None,
 ) -> tuple[Decision, DetectorState]:
     """Judge the gathered norms and weigh the replicas; method 3.2, 3.3, 3.6 and 5.
 
@@ -82,12 +114,17 @@ def decide(
         steps: int64 [N, U], inner steps of each replica since the unit's own last sync. Who made
             none has weight 0 and teaches no detector: it is judged like a norm that is not finite.
         units: positions of the units that sync, among all.
+        loss: verdict of the loss check; None where losses are not checked. Norms of a replica that
+            it rejects teach no detector.
 
     Returns:
         The decision, and the statistics of all units after this sync.
     """
     counts = steps.double()
-    judged = torch.where(steps == 0, torch.full_like(norms, torch.nan), norms)
+    if loss is None:
+        loss = LossVerdict.without_check(torch.full_like(norms[:, 0], torch.nan))
+    is_unjudged = (steps == 0) | loss.rejected.unsqueeze(1)
+    judged = torch.where(is_unjudged, torch.full_like(norms, torch.nan), norms)
     verdict, learned = judge_units(
         judged, detectors, units, penalty.detector, enabled=penalty.eliminate
     )
@@ -99,7 +136,7 @@ def decide(
     # ||sum w D|| <= sum w ||D||: below this bound no element of an average can overflow in fp32.
     bound = torch.where(weights > 0, weights * norms, torch.zeros_like(norms)).sum(dim=0)
     rollback = torch.all(verdict.anomalous, dim=0) | (bound > LARGEST_AVERAGE)
-    return Decision(norms, verdict, weights, rollback), learned
+    return Decision(norms, verdict, weights, rollback, loss), learned
 
 
 @dataclass(frozen=True)
@@ -136,12 +173,14 @@ class RoundRules:
         landing: when and how parameters take the result of a sync.
         schedule: gives the length of rounds that are counted in steps.
         min_steps: steps of all replicas below which a round that ends by the clock goes on.
+        moments: which moments of the inner optimizer are averaged, and at which syncs.
     """
 
     penalty: Penalty
     landing: LandingRule
     schedule: Schedule
     min_steps: float = 0.0
+    moments: MomentSchedule = NEVER
 
 
 @dataclass(frozen=True)
@@ -151,6 +190,7 @@ class RoundState:
     Attributes:
         count: syncs so far.
         detectors: of all replicas and units.
+        loss_history: of the losses of all replicas.
         unit_steps: int64 [N, U], steps of each replica since a unit's own last sync, as they were
             at the last meeting.
         replicas_identical: whether all replicas held the anchor in all units when the round began.
@@ -158,21 +198,26 @@ class RoundState:
         dealing: the ledger of samples, where replicas run at their own speeds; else None.
         is_rejoined: whether a replica comes to the next meeting outside of a step, as it had come
             to it before a checkpoint.
+        first_loss: F_0, mean loss of the first round over the replicas; None before the first
+            meeting, and where no loss is known.
     """
 
     count: int
     detectors: DetectorState
     unit_steps: Tensor
+    loss_history: LossHistory
     replicas_identical: bool = True
     length: int = 0
     dealing: Dealing | None = None
     is_rejoined: bool = False
+    first_loss: float | None = None
 
     @classmethod
     def fresh(cls, num_replicas: int, num_units: int, dealing: Dealing | None) -> RoundState:
         """Before the first round."""
         steps = torch.zeros(num_replicas, num_units, dtype=torch.int64)
-        return cls(0, DetectorState.fresh(num_replicas, num_units), steps, dealing=dealing)
+        detectors = DetectorState.fresh(num_replicas, num_units)
+        return cls(0, detectors, steps, LossHistory.fresh(num_replicas), dealing=dealing)
 
 
 @dataclass(frozen=True)
@@ -190,6 +235,8 @@ class RoundPlan:
         schedule_position: of the learning rate, the furthest of all replicas.
         is_dealt: whether a round of replicas at their own speeds is over: counters meet.
         is_followed: whether a replica then goes on to the next meeting without a step.
+        ends_rounds: whether no local step follows: the final synchronous phase begins.
+        moments: of the inner optimizer that are averaged with these units.
     """
 
     outcome: MeetingOutcome
@@ -202,6 +249,8 @@ class RoundPlan:
     schedule_position: int = 0
     is_dealt: bool = False
     is_followed: bool = False
+    ends_rounds: bool = False
+    moments: MomentRule = NO_MOMENTS
 
     @property
     def samples(self) -> int:
@@ -216,6 +265,7 @@ def plan_round(
     rules: RoundRules,
     *,
     is_last: bool,
+    ends_rounds: bool = False,
 ) -> RoundPlan:
     """Plan what follows from a meeting. Pure; the tensors of `before` are not written to.
 
@@ -224,15 +274,21 @@ def plan_round(
         records: gathered, by replica.
         units: positions of the units that are to sync, ascending.
         rules: settings.
-        is_last: whether training ends with this meeting: what syncs lands at once.
+        is_last: whether local training ends with this meeting: what syncs lands at once.
+        ends_rounds: whether the final synchronous phase follows.
     """
     records = tuple(records)
     if any(record.is_leaving for record in records):
         return RoundPlan(MeetingOutcome.LEAVE, records, before)
     counts = [record.inner_steps for record in records]
     dealing, length, is_dealt, is_followed = before.dealing, before.length, False, False
+    first_loss = before.first_loss
     if dealing is None:
-        length = rules.schedule.round_length(max(record.next_lr for record in records))
+        mean_loss = mean_round_loss(records)
+        first_loss = mean_loss if first_loss is None else first_loss
+        next_lr = max(record.next_lr for record in records)
+        start = RoundStart(records[0].step, next_lr, mean_loss, first_loss)
+        length = rules.schedule.round_length(start)
     elif not dealing.is_over:
         # Once it is over there is no round to settle: the replicas meet again only because they do
         # not hold the same in all units yet.
@@ -246,8 +302,9 @@ def plan_round(
     columns = list(units)
     unit_steps = before.unit_steps + torch.tensor([[count] for count in counts])
     norms = torch.tensor([record.norms for record in records], dtype=torch.float64)[:, columns]
+    loss, loss_history = _check_losses(before.loss_history, records, rules.penalty)
     decision, detectors = decide(
-        norms, before.detectors, rules.penalty, unit_steps[:, columns], columns
+        norms, before.detectors, rules.penalty, unit_steps[:, columns], columns, loss
     )
     unit_steps[:, columns] = 0
     landing = DIRECT_COPY if is_last else rules.landing
@@ -255,10 +312,12 @@ def plan_round(
         count=before.count + 1,
         detectors=detectors,
         unit_steps=unit_steps,
+        loss_history=loss_history,
         replicas_identical=len(columns) == unit_steps.shape[1] and landing.is_direct_copy,
         length=length,
         dealing=dealing,
         is_rejoined=before.is_rejoined and dealing is not None and not is_dealt,
+        first_loss=first_loss,
     )
     return RoundPlan(
         MeetingOutcome.SYNC,
@@ -271,7 +330,33 @@ def plan_round(
         schedule_position=max(record.schedule_position for record in records),
         is_dealt=is_dealt,
         is_followed=is_followed,
+        ends_rounds=ends_rounds,
+        moments=_moments_of(rules, after.count, len(records)),
     )
+
+
+def _moments_of(rules: RoundRules, sync: int, num_replicas: int) -> MomentRule:
+    """What is averaged at a sync. One replica keeps its own moments, which a code would round."""
+    if num_replicas == 1:
+        return NO_MOMENTS
+    return rules.moments.rule_of(sync, rules.schedule.fragments)
+
+
+def mean_round_loss(records: Sequence[ControlRecord]) -> float | None:
+    """Mean training loss of a round over the replicas; None where none is finite."""
+    told = [record.round_loss for record in records if math.isfinite(record.round_loss)]
+    return sum(told) / len(told) if told else None
+
+
+def _check_losses(
+    history: LossHistory, records: Sequence[ControlRecord], penalty: Penalty
+) -> tuple[LossVerdict, LossHistory]:
+    """The loss check's verdict on the losses that replicas told, and the histories after it."""
+    losses = torch.tensor([record.round_loss for record in records], dtype=torch.float64)
+    if penalty.loss_check is None:
+        return LossVerdict.without_check(losses), history
+    has_steps = torch.tensor([record.inner_steps > 0 for record in records])
+    return check_losses(losses, has_steps, history, penalty.loss_check)
 
 
 def _is_extended(dealing: Dealing, counts: Sequence[int], min_steps: float) -> bool:

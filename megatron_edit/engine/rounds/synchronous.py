@@ -1,6 +1,10 @@
-"""What replicas do in step: an equal start, the warm-up, an equal switch (method section 2).
+"""What replicas do in step: an equal start, the warm-up, an equal switch (method section 2), and
+the final synchronous phase.
 
-In the warm-up gradients are averaged over the replicas at every step.
+In the warm-up and in the final phase gradients are averaged over the replicas at every step. What
+local training has left different becomes equal at the begin of the final phase: the last sync of
+the rounds has landed, so that the parameters are equal already; inner moments, step counters, loss
+scales and positions of the learning-rate schedule are each replica's own.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from torch import Tensor
 from megatron_edit.comm.collectives import Group, Work
 from megatron_edit.engine.checks import drift
 from megatron_edit.engine.host import EngineGroups, Host, Reporter
+from megatron_edit.method.moments import ALL_MOMENTS
 
 
 def broadcast_first_replica(host: Host, groups: EngineGroups) -> float:
@@ -126,6 +131,87 @@ def _all_reduce_together(tensors: Sequence[Tensor], groups: EngineGroups, *, div
     flat /= divisor
     for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(part.view_as(tensor))
+
+
+def begin_final_phase(
+    host: Host, groups: EngineGroups, reporter: Reporter, accepted: Tensor
+) -> None:
+    """Make equal on all replicas what is not, and check that the parameters are.
+
+    Collective: all ranks of all replicas. Mutates: inner moments, counters and the schedule.
+
+    Args:
+        host: trains.
+        groups: who communicates.
+        reporter: learns of moments that are reset.
+        accepted: bool [N, U], which replicas the last sync accepted in which unit.
+
+    Raises:
+        DriftError: the parameters differ; the message names a unit.
+    """
+    check_identical(host, groups, "at the begin of the final synchronous phase")
+    if groups.sync.size == 1:
+        return
+    if _hold_same_moments(host, groups):
+        equalize_moments(host, groups, accepted)
+    else:
+        # An inner optimizer has no moments before its first applied step.
+        host.reset_moments()
+        reporter.on_message("not all replicas have made an optimizer step: inner moments are reset")
+    equalize_counters(host, groups)
+    equalize_schedule(host, groups)
+
+
+def equalize_moments(host: Host, groups: EngineGroups, accepted: Tensor) -> None:
+    """Replace each inner moment by its mean over the accepted replicas, in fp32; over all, where a
+    unit accepts none. Elements that are not finite count as zero.
+
+    Collective: the sync group. Mutates: the host's inner moments.
+
+    Args:
+        host: trains.
+        groups: who communicates.
+        accepted: see `begin_final_phase`.
+    """
+    sync = groups.sync
+    for shard in host.plan.shards:
+        chosen = accepted[:, shard.index]
+        chosen = chosen if bool(chosen.any()) else ~chosen
+        for kind in ALL_MOMENTS.kinds:
+            value = torch.zeros(shard.numel, dtype=torch.float32, device=sync.device)
+            if bool(chosen[sync.rank]):
+                host.read_moments(shard, kind, value)
+                value.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            sync.all_reduce(value)
+            host.write_moments(shard, kind, value.div_(int(chosen.sum())))
+
+
+def equalize_counters(host: Host, groups: EngineGroups) -> None:
+    """Take over replica 0's step counters and loss scales.
+
+    Collective: the sync group. Mutates: the host's inner optimizers.
+    """
+    host.set_inner_counters(groups.meeting.all_gather(host.inner_counters())[0])
+
+
+def equalize_schedule(host: Host, groups: EngineGroups) -> None:
+    """Advance the learning-rate schedule to the furthest position of all replicas: one that has
+    skipped a step since the last sync is behind.
+
+    Collective: the sync group. Mutates: the host's schedule.
+    """
+    progress = host.progress()
+    position = progress.schedule_position + progress.pending_schedule
+    positions = groups.meeting.all_gather(torch.tensor([position], dtype=torch.int64))
+    if behind := int(positions.max()) - position:
+        host.advance_schedule(behind)
+
+
+def _hold_same_moments(host: Host, groups: EngineGroups) -> bool:
+    """Whether the inner optimizers of all replicas hold the same number of moments and counters."""
+    sizes = torch.tensor([host.num_moment_elements(), len(host.inner_counters())])
+    table = groups.meeting.all_gather(sizes)
+    return bool((table == table[0]).all())
 
 
 @dataclass

@@ -29,7 +29,12 @@ class SyncTrigger(Protocol):
 
     @property
     def is_last(self) -> bool:
-        """Whether training is over with the meeting that this replica comes to next, or is at."""
+        """Whether local training is over with the meeting that this replica comes to next, or is
+        at."""
+
+    @property
+    def ends_rounds(self) -> bool:
+        """Whether the final synchronous phase follows that meeting."""
 
     def is_due(self, step: int, *, is_asked: bool) -> bool:
         """Whether a meeting follows step `step`, the one being attempted; not in warm-up.
@@ -76,8 +81,14 @@ class StepTrigger:
 
     @property
     def is_last(self) -> bool:
-        """Whether training ends with the step being attempted."""
-        return self.host.progress().is_last_step
+        """Whether local training ends with the step being attempted."""
+        progress = self.host.progress()
+        return progress.is_last_step or progress.begins_final_phase
+
+    @property
+    def ends_rounds(self) -> bool:
+        """Whether the step being attempted is the last before the final synchronous phase."""
+        return self.host.progress().begins_final_phase
 
     def is_due(self, step: int, *, is_asked: bool) -> bool:
         """Whether a fragment's turn comes after step `step`; nobody has to ask for it."""
@@ -141,6 +152,11 @@ class ClockTrigger:
     def is_last(self) -> bool:
         """Whether the round under way is the final one, or every block has been consumed."""
         return self.dealing.is_final or self.dealing.is_over
+
+    @property
+    def ends_rounds(self) -> bool:
+        """False: a final synchronous phase is refused where replicas run at their own speeds."""
+        return False
 
     def is_due(self, step: int, *, is_asked: bool) -> bool:
         """Whether the clock says so, or no block is left for another step. In the final round each

@@ -28,16 +28,18 @@ from torch.profiler import record_function
 
 from megatron_edit.comm.collectives import Work
 from megatron_edit.comm.compressed_all_reduce import Addend
-from megatron_edit.comm.wire import Exchange, Wire, addend_of
+from megatron_edit.comm.wire import Exchange, Wire, progress_exchanges, start_exchange
 from megatron_edit.engine.checks.finite import finite_units
-from megatron_edit.engine.host import EngineGroups
+from megatron_edit.engine.host import EngineGroups, Host
 from megatron_edit.engine.rounds.plan import Decision, SyncRules
 from megatron_edit.engine.sync.averages import agree_on_average
+from megatron_edit.engine.sync.moments import UnitMoments
 from megatron_edit.engine.sync.offload import DeviceCopy
 from megatron_edit.engine.sync.outer_state import OuterState, StagedUnit, UnitState
 from megatron_edit.engine.sync.units import Selection, UnitPlan, UnitShard
 from megatron_edit.errors import ReplicaLostError
 from megatron_edit.method.landing import LandingRule
+from megatron_edit.method.moments import NO_MOMENTS, MomentRule
 from megatron_edit.method.outer import clip_factor, weighted_contribution_
 
 
@@ -54,6 +56,7 @@ class SyncPlan:
         rules: what becomes of the averages.
         inner_steps: of the round, by replica.
         samples: consumed so far, by replica.
+        moments: of the inner optimizer that are averaged, too.
     """
 
     round: int
@@ -64,6 +67,7 @@ class SyncPlan:
     rules: SyncRules
     inner_steps: tuple[int, ...]
     samples: tuple[int, ...]
+    moments: MomentRule = NO_MOMENTS
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,8 @@ class UnitSync:
         snapshot: fp32 [numel], theta when the sync began; None where nothing needs it.
         result: of the outer step; None before it.
         is_exchanged: whether `average` is the average, and no exchange is left to be made.
+        moments: of the inner optimizer that travel with the unit; None where none do, and when
+            they have landed.
     """
 
     shard: UnitShard
@@ -105,6 +111,7 @@ class UnitSync:
     snapshot: Tensor | None = None
     result: UnitResult | None = None
     is_exchanged: bool = False
+    moments: UnitMoments | None = None
     _exchange: Exchange | None = None
 
     @classmethod
@@ -188,9 +195,7 @@ class UnitSync:
         """
         assert self.average is not None, f"unit {self.shard.name}: a roll-back is not exchanged"
         with record_function("edit/exchange"):
-            self._exchange = wire.start(
-                groups.sync, self.average, self.home.residual, is_left_out=self.is_excluded
-            )
+            self._exchange = start_exchange(groups.sync, self.addends(wire))
 
     def advance(self, groups: EngineGroups, wire: Wire) -> bool:
         """Launch the exchange, if that has not been done, and do what needs no waiting.
@@ -210,12 +215,12 @@ class UnitSync:
         """What must be over before the exchange can go on; None where there is nothing."""
         return None if self._exchange is None else self._exchange.on_wire
 
-    @property
-    def addend(self) -> Addend | None:
-        """What is still to be launched; None where nothing is."""
+    def addends(self, wire: Wire) -> list[Addend]:
+        """What is still to be launched: of the parameters, then of the moments."""
         if self.average is None or self.is_exchanged or self._exchange is not None:
-            return None
-        return addend_of(self.average, self.home.residual, self.is_excluded)
+            return []
+        moments = [] if self.moments is None else self.moments.addends
+        return [wire.addend_of(self.average, self.home.residual, self.is_excluded), *moments]
 
     def await_average(self) -> None:
         """Wait until the average is there."""
@@ -318,6 +323,7 @@ class InflightSync:
         is_reported: whether the reporter knows what became of it.
         units: the selected units, and this rank's shards of them.
         launches_together: whether all units in flight are launched at once.
+        host: keeps the moments of the inner optimizer; None where the plan averages none.
     """
 
     plan: SyncPlan
@@ -327,6 +333,7 @@ class InflightSync:
     depth: int
     began: float
     waited: float
+    host: Host | None = None
     exposed: float = 0.0
     digests: dict[int, Tensor] = field(default_factory=dict)
     ended: float = 0.0
@@ -361,11 +368,11 @@ class InflightSync:
         """Of a delayed sync: compute all addends, before training changes the parameters."""
         units, landing = self.state.units, self.plan.rules.landing
         for shard in self.units.shards:
-            self._inflight.append(
-                UnitSync.prepare(
-                    shard, units[shard.name], None, self.groups, self.plan.decision, landing
-                )
+            unit = UnitSync.prepare(
+                shard, units[shard.name], None, self.groups, self.plan.decision, landing
             )
+            self._take_moments(unit)
+            self._inflight.append(unit)
             self._started += 1
 
     def advance(self) -> bool:
@@ -382,12 +389,12 @@ class InflightSync:
         while self._started < len(shards) and self._num_open < self.depth:
             shard, staged = next(self._stages)
             home = self.state.units[shard.name]
-            self._inflight.append(
-                UnitSync.prepare(
-                    shard, home, staged, self.groups, plan.decision, plan.rules.landing
-                )
+            unit = UnitSync.prepare(
+                shard, home, staged, self.groups, plan.decision, plan.rules.landing
             )
-            del staged  # it lives as long as its unit is in flight
+            self._take_moments(unit)
+            self._inflight.append(unit)
+            del staged, unit  # it lives as long as its unit is in flight
             self._started += 1
         if self.groups.sync.runs_in_order and not plan.rules.landing.is_immediate:
             # Launched one by one, each would wait in the device's queue until the one before is
@@ -401,6 +408,15 @@ class InflightSync:
                     if not self.launches_together:
                         break
         return is_over
+
+    def _take_moments(self, unit: UnitSync) -> None:
+        """Let moments of the inner optimizer travel with a unit, where the plan says so."""
+        plan, sync = self.plan, self.groups.sync
+        if plan.moments.kinds and unit.average is not None:
+            assert self.host is not None, "moments of no host"
+            unit.moments = UnitMoments.prepare(
+                self.host, plan.moments, unit.shard, plan.decision, sync.rank, sync.device
+            )
 
     def step_exchanged(self) -> bool:
         """Like `advance`; and of a sync that lands at once, take the outer step of each unit whose
@@ -436,12 +452,12 @@ class InflightSync:
 
         Collective: the sync group; see the note on the order of syncs (`queue.py`).
         """
-        units = [(unit, unit.addend) for unit in self._inflight]
-        if addends := [addend for _, addend in units if addend is not None]:
+        units = [(unit, unit.addends(self.wire)) for unit in self._inflight]
+        if together := [addend for _, addends in units for addend in addends]:
             with record_function("edit/exchange"):
-                exchange = self.wire.start_together(self.groups.sync, addends)
-            for unit, addend in units:
-                unit._exchange = unit._exchange if addend is None else exchange
+                exchange = start_exchange(self.groups.sync, together)
+            for unit, addends in units:
+                unit._exchange = exchange if addends else unit._exchange
 
     def finish_exchange(self) -> None:
         """Wait until nothing of a delayed sync is on the wire. Its result lands later."""
@@ -511,11 +527,13 @@ class InflightSync:
         is_finite = self._finite is None or self._finite[shard.index]
         with _naming(shard), record_function("edit/landing"):
             has_bad_moments = unit.land(self.plan.rules.landing, is_finite=is_finite)
+            if unit.moments is not None:
+                unit.moments.land()
         self._num_landed += 1
         del unit  # its buffers make room for the unit that starts now
         if self.groups.sync.runs_in_order:
             # Second phases of units that were launched before this landing begin behind it.
-            self.wire.progress(self.groups.sync)
+            progress_exchanges(self.groups.sync)
         self.advance()
         if self.is_done:
             if self.state.offload_streams is not None:

@@ -6,6 +6,7 @@ flight are staged on the device, each in buffers of its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -198,9 +199,13 @@ class OuterState:
 
 
 def replica_norms(
-    plan: UnitPlan, state: OuterState, replica: Group, device: torch.device
-) -> Tensor:
-    """||A - theta|| of every unit of this replica, float64 [U], the same bits on all its ranks.
+    plan: UnitPlan,
+    state: OuterState,
+    replica: Group,
+    device: torch.device,
+    loss: float = math.nan,
+) -> tuple[Tensor, float]:
+    """||A - theta|| of every unit of this replica, and its loss, the same bits on all its ranks.
 
     Collective: the ranks of the replica.
 
@@ -209,6 +214,11 @@ def replica_norms(
         state: has their anchors.
         replica: all its ranks.
         device: of the parameters.
+        loss: as this rank knows it; NaN on ranks that do not. With pipeline stages only the last
+            one does.
+
+    Returns:
+        The norms, float64 [U], and the loss of the last rank that knows it; NaN where none does.
     """
     scratch = torch.empty(plan.largest_numel, dtype=torch.float32, device=device)
     squares = torch.zeros(len(plan.names), dtype=torch.float64, device=device)
@@ -221,4 +231,7 @@ def replica_norms(
                 anchor.release()
             del anchor  # the next but one takes its place
     state.end_sync()
-    return sum_in_rank_order(replica.all_gather(squares)).sqrt()
+    told = torch.tensor([loss], dtype=torch.float64, device=device)
+    rows = replica.all_gather(torch.cat((squares, told)))
+    losses = [each for each in rows[:, -1].tolist() if not math.isnan(each)]
+    return sum_in_rank_order(rows[:, :-1]).sqrt(), losses[-1] if losses else math.nan

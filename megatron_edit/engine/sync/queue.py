@@ -17,15 +17,17 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_edit.comm.collectives import Work
 from megatron_edit.comm.progress import ProgressThread
+from megatron_edit.comm.wire import moment_bytes
 from megatron_edit.engine.checks import drift
 from megatron_edit.engine.checks.finite import (
     is_finite_on_all_stages,
@@ -36,11 +38,14 @@ from megatron_edit.engine.host import EngineGroups, EngineSettings, Host, Report
 from megatron_edit.engine.rounds.plan import Decision, SyncRules
 from megatron_edit.engine.state import PendingState, RunState
 from megatron_edit.engine.sync.inflight import InflightSync, SyncPlan, UnitSync
+from megatron_edit.engine.sync.moments import UnitMoments
 from megatron_edit.engine.sync.offload import HomeStream
 from megatron_edit.engine.sync.outer_state import OuterState
 from megatron_edit.engine.sync.units import Selection, UnitPlan, UnitShard, select
 from megatron_edit.method.detector import Verdict
 from megatron_edit.method.landing import DIRECT_COPY
+from megatron_edit.method.loss_check import LossVerdict
+from megatron_edit.method.moments import MomentRule
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,8 @@ class Footprint:
         unit_numels: elements that each rank of the replica holds of each unit, int64 [K, U].
         table_bytes: size of one replica's control records, those of all its ranks together.
         state_bytes: what outer state takes on all ranks of a replica together: anchor, momentum,
-            error-feedback residuals, and of units that land late, average and snapshot.
+            error-feedback residuals, and of units that land late, average, snapshot and means of
+            inner moments.
     """
 
     unit_numels: Tensor
@@ -78,7 +84,9 @@ class Footprint:
         numels = groups.replica.all_gather(mine)
         tables = groups.replica.all_gather(torch.tensor(record_bytes))
         wire, landing = settings.wire, settings.landing
-        kept = 2 + int(not landing.is_immediate) + int(landing.needs_snapshot)
+        kept = 2 + int(landing.needs_snapshot)
+        if not landing.is_immediate:
+            kept += 1 + len(settings.moments.rule.kinds)
         elements = kept * int(numels.sum())
         if wire.has_residual:
             summed = (
@@ -287,7 +295,7 @@ class SyncQueue:
         assert outer is not None, "syncs in flight before the switch"
         with self._turn():  # memory of the stream of syncs, as in `prepare`
             self.pending.extend(
-                restore_sync(pending, self.host.plan, outer, self.groups, self.settings)
+                restore_sync(pending, self.host, outer, self.groups, self.settings)
                 for pending in saved
             )
 
@@ -411,7 +419,11 @@ class SyncQueue:
         exchanged = self.footprint.unit_numels[:, units][:, ~sync.plan.decision.rollback]
         tables = (size - 1) * self.footprint.table_bytes
         numels = exchanged.flatten().tolist()
-        return tables + sum(sync.wire.payload_bytes(int(numel), size) for numel in numels)
+        return tables + sum(
+            sync.wire.payload_bytes(int(numel), size)
+            + moment_bytes(sync.plan.moments, int(numel), size)
+            for numel in numels
+        )
 
     def _over_stages(self, values: Tensor) -> Tensor:
         """Fill in the units of other pipeline stages from whoever knows them.
@@ -448,17 +460,24 @@ def state_of(sync: InflightSync) -> PendingState:
             "anomalous": decision.verdict.anomalous.tolist(),
             "weights": decision.weights.tolist(),
             "rollback": decision.rollback.tolist(),
+            "round_loss": decision.loss.losses.tolist(),
+            "loss_scores": decision.loss.scores.tolist(),
+            "loss_rejected": decision.loss.rejected.tolist(),
         },
         inner_steps=plan.inner_steps,
         samples=plan.samples,
         averages={u.shard.name: u.average for u in units if u.average is not None},
         snapshots={u.shard.name: u.snapshot for u in units if u.snapshot is not None},
+        moments={
+            kind: {u.shard.name: u.moments.means[kind] for u in units if u.moments is not None}
+            for kind in plan.moments.kinds
+        },
     )
 
 
 def restore_sync(
     saved: PendingState,
-    whole: UnitPlan,
+    host: Host,
     outer: OuterState,
     groups: EngineGroups,
     settings: EngineSettings,
@@ -467,11 +486,12 @@ def restore_sync(
 
     Args:
         saved: what `state_of` told on this replica; units may be numbered in another order here.
-        whole: all units of this rank.
+        host: has the units of this rank, and gets moments that have not landed.
         outer: anchor and momentum.
         groups: who communicates.
         settings: of this run.
     """
+    whole = host.plan
     selection = select(whole, [whole.names.index(name) for name in saved["units"]])
     order = [saved["units"].index(name) for name in selection.plan.names]
 
@@ -479,7 +499,8 @@ def restore_sync(
         return torch.tensor(saved["tables"][name], dtype=torch.float64)[..., order]
 
     verdict = Verdict(table("anomalous").bool(), table("scores"))
-    decision = Decision(table("norms"), verdict, table("weights"), table("rollback").bool())
+    rollback, loss = table("rollback").bool(), _loss_verdict_of(saved["tables"])
+    decision = Decision(table("norms"), verdict, table("weights"), rollback, loss)
     # Checkpoints may be older than a field of the rule.
     landing = dataclasses.replace(DIRECT_COPY, **saved["landing"])
     rules = SyncRules(settings.outer, settings.max_norm, landing, saved["inner_lr"])
@@ -492,21 +513,40 @@ def restore_sync(
         rules,
         tuple(saved["inner_steps"]),
         tuple(saved["samples"]),
+        MomentRule(tuple(saved["moments"])),
     )
     began = time.monotonic()
-    sync = InflightSync(plan, outer, groups, settings.wire, settings.depth, began, waited=0.0)
+    sync = InflightSync(plan, outer, groups, settings.wire, settings.depth, began, 0.0, host)
     sync.is_reported = saved["is_stepped"]  # its report came with the outer steps, before the save
     for shard in sync.units.shards:
-        sync._inflight.append(
-            UnitSync.restore(
-                shard,
-                outer.units[shard.name],
-                groups.sync.device,
-                saved["averages"].get(shard.name),
-                saved["snapshots"].get(shard.name),
-                is_excluded=saved["excluded"][saved["units"].index(shard.name)],
-                is_stepped=saved["is_stepped"],
-            )
+        unit = UnitSync.restore(
+            shard,
+            outer.units[shard.name],
+            groups.sync.device,
+            saved["averages"].get(shard.name),
+            saved["snapshots"].get(shard.name),
+            is_excluded=saved["excluded"][saved["units"].index(shard.name)],
+            is_stepped=saved["is_stepped"],
         )
+        means = {
+            kind: units[shard.name].to(groups.sync.device)
+            for kind, units in saved["moments"].items()
+            if shard.name in units
+        }
+        if means:
+            unit.moments = UnitMoments(host, shard, means, plan.moments, unit.is_excluded)
+        sync._inflight.append(unit)
     sync._started = len(sync.units.shards)
     return sync
+
+
+def _loss_verdict_of(tables: Mapping[str, Any]) -> LossVerdict:
+    """From the tables of a pending sync; those of older checkpoints have none of it."""
+    if "round_loss" not in tables:
+        norms = torch.tensor(tables["norms"], dtype=torch.float64)
+        return LossVerdict.without_check(torch.full_like(norms[:, 0], torch.nan))
+    losses, scores, rejected = (
+        torch.tensor(tables[name], dtype=torch.float64)
+        for name in ("round_loss", "loss_scores", "loss_rejected")
+    )
+    return LossVerdict(rejected.bool(), losses, scores)

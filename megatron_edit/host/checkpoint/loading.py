@@ -34,7 +34,12 @@ from megatron_edit.host.checkpoint.refusals import (
 )
 from megatron_edit.host.checkpoint.replica_local import RankShards, load_outer, load_pending
 from megatron_edit.host.checkpoint.summary import changed_settings, summary_of
-from megatron_edit.host.checkpoint.tables import detectors_of, saved_steps_of, unit_steps_of
+from megatron_edit.host.checkpoint.tables import (
+    detectors_of,
+    loss_history_of,
+    saved_steps_of,
+    unit_steps_of,
+)
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.seams.calls import Call
 from megatron_edit.method.order import IN_ORDER, share_of
@@ -140,7 +145,7 @@ class LoadControl:
         if entry.is_waiting:
             host.hold_back(entry.pending_schedule)
         if manifest.is_warmup:
-            engine.start(entry.step)
+            engine.start(entry.step, manifest.round)
         else:
             self._load_engine(engine, host, pieces(), resume)
             if engine.settings.timed is not None:
@@ -262,11 +267,13 @@ def _state_of(resume: _Resume, shards: RankShards) -> EngineState:
         round=manifest.round + is_completed,
         is_warmup=False,
         detectors=detectors_of(path, manifest, units),
+        loss_history=loss_history_of(path, manifest, shards.num_replicas),
         unit_steps=unit_steps_of(manifest, units, shards.num_replicas, is_same=plan.goes_on),
         replicas_identical=manifest.replicas_identical or not plan.goes_on,
         round_length=entry.round_length,
         dealing=plan.dealing,
         is_rejoined=plan.is_rejoined,
+        first_loss=manifest.first_loss if plan.goes_on else None,
         outer=outer,
         pending=pending,
         losses=entry.losses,

@@ -24,6 +24,7 @@ from megatron_edit.host.seams.megatron import ModelChunk
 
 ANCHOR, MOMENTUM, SENT, SUMMED = "anchor", "momentum", "sent", "summed"
 AVERAGE, SNAPSHOT = "average", "snapshot"
+MOMENT = "moment_"  # and which one
 # Copies of a parameter (on TP ranks, on stages) lie in shards of different shapes, whose blocks
 # lose different things in encoding: of these kinds each copy is stored by itself.
 APART = (SENT, SUMMED)
@@ -41,13 +42,18 @@ def shared_kinds(
         pending: syncs that have not landed.
         has_anchor: whether the anchor is not the parameters.
     """
-    kinds = {MOMENTUM: {name: unit["momentum"] for name, unit in outer.items()}}
+    kinds: dict[str, dict[str, Tensor]] = {
+        MOMENTUM: {name: unit["momentum"] for name, unit in outer.items()}
+    }
     if has_anchor:
         kinds[ANCHOR] = {name: unit["anchor"] for name, unit in outer.items()}
     averages = {name: tensor for sync in pending for name, tensor in sync["averages"].items()}
     if averages:
         kinds[AVERAGE] = averages
-    return kinds
+    for sync in pending:
+        for moment, means in sync["moments"].items():
+            kinds.setdefault(MOMENT + moment, {}).update(means)
+    return {kind: units for kind, units in kinds.items() if units}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ types; they lie in a folder of their own beside the shared state.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -133,7 +133,8 @@ def load_pending(
         replica: of those that saved.
         shards: this rank's.
     """
-    saved = manifest.replicas[replica].pending
+    # Without moments: they belong to inner state that is not there.
+    saved = [replace(sync, moments=()) for sync in manifest.replicas[replica].pending]
     syncs = _pending(saved, shards.plan)
     if is_replica_local(saved, Wire.of(FP32)):
         averages = {name: t for sync in syncs for name, t in sync["averages"].items()}
@@ -194,6 +195,10 @@ def _pending(saved: Sequence[PendingSync], plan: UnitPlan) -> list[PendingState]
                 name: torch.zeros(numels[name])
                 for i, name in held
                 if sync.has_snapshot and not sync.excluded[i]
+            },
+            moments={
+                kind: {name: torch.zeros(numels[name]) for i, name in held if not rollback[i]}
+                for kind in sync.moments
             },
         )
 

@@ -44,7 +44,7 @@ def changed_settings(manifest: Manifest, config: EditConfig) -> str | None:
 def summary_of(choice: Choice, manifest: Manifest, plan: ResumePlan, num_replicas: int) -> str:
     """One line: from where, who, and how much has been consumed."""
     if manifest.is_warmup:
-        where = "in warm-up"
+        where = "in the final synchronous phase" if manifest.is_final_phase else "in warm-up"
     elif manifest.is_mid_round:
         where = f"in round {manifest.round + 1}"
         where += "" if plan.goes_on else ", which is completed"

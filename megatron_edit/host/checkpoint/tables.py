@@ -11,6 +11,7 @@ from megatron_edit.checkpoint.files import REMEDY
 from megatron_edit.checkpoint.manifest import Manifest
 from megatron_edit.errors import UsageError
 from megatron_edit.method.detector import DetectorState
+from megatron_edit.method.loss_check import LossHistory
 
 
 def unit_steps_of(
@@ -57,3 +58,20 @@ def detectors_of(path: Path, manifest: Manifest, units: tuple[str, ...]) -> Dete
         raise UsageError(str(path), f"detectors are broken: {error}", REMEDY) from error
     columns = [manifest.units.index(unit) for unit in units]
     return DetectorState(**{name: table[:, columns] for name, table in vars(saved).items()})
+
+
+def loss_history_of(path: Path, manifest: Manifest, num_replicas: int) -> LossHistory:
+    """Of the saved replicas, where this run has as many; else it starts anew.
+
+    Args:
+        path: of the checkpoint.
+        manifest: of the checkpoint.
+        num_replicas: N of this run.
+
+    Raises:
+        UsageError: it is broken.
+    """
+    try:
+        return LossHistory.of_lists(manifest.loss_history, num_replicas)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(str(path), f"the loss history is broken: {error}", REMEDY) from error

@@ -315,13 +315,19 @@ class CheckpointWriter:
             wire=self._engine.settings.wire.name,
             written_by=versions(),
             settings=training_settings(self._config),
+            is_final_phase=self._engine.is_final_phase,
+            first_loss=state["first_loss"],
+            loss_history=state["loss_history"].to_lists(),
         )
 
 
 def _pending_of(state: EngineState) -> tuple[PendingSync, ...]:
     """Syncs of this replica that have not landed."""
     return tuple(
-        PendingSync(**{f.name: sync[f.name] for f in fields(PendingSync)})  # type: ignore[literal-required]
+        PendingSync(
+            **{f.name: sync[f.name] for f in fields(PendingSync)}  # type: ignore[literal-required]
+            | {"moments": tuple(sync["moments"])}
+        )
         for sync in state["pending"]
     )
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from megatron_edit.constants import ADAM, MUON
 
-def cpu_argument_defaults() -> dict[str, object]:
+# Beside it, "medium" lets matrix products of Muon round to bf16 on CPU, too.
+MUON_DEFAULTS: dict[str, object] = {"muon_fp32_matmul_prec": "high"}
+
+
+def cpu_argument_defaults(optimizer: str = ADAM) -> dict[str, object]:
     """Names and values of Megatron's parsed arguments that a run on CPU needs.
 
     Setting them after parsing and before Megatron's own validation lets a command line that was
@@ -12,8 +17,11 @@ def cpu_argument_defaults() -> dict[str, object]:
     that was asked for beside them, and GELU becomes the exact one, which the fused form
     approximates by tanh. The fusions that Megatron leaves to torch's compiler are not here: on
     CPU they are plain functions.
+
+    Args:
+        optimizer: the value of `--optimizer`.
     """
-    return {
+    return (MUON_DEFAULTS if optimizer == MUON else {}) | {
         "distributed_backend": "gloo",
         # Transformer Engine
         "transformer_impl": "local",

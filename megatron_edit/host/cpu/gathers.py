@@ -1,4 +1,6 @@
-"""Gathers that Megatron coalesces reach gloo one by one: torch's coalesced one corrupts the heap.
+"""Gathers that gloo cannot do as Megatron asks for them.
+
+Those that Megatron coalesces reach it one by one: torch's coalesced one corrupts the heap.
 
 Two threads of a gloo group finish its operations. Each then assigns the operation's name to one
 string of the group, without a lock (``ProcessGroupGloo::runLoop``, seen in torch 2.13.0). Of all
@@ -66,3 +68,27 @@ def _one_by_one(
         return gather
 
     return around
+
+
+def serve_layer_wise_gathers(patcher: Patcher) -> None:
+    """Let Megatron's layer-wise distributed optimizer broadcast parameters instead of gathering.
+
+    Its gather takes tensors of a different size from each rank, which NCCL knows and gloo does
+    not. Megatron has the broadcasts beside it, for reference: the same bits. Imports Megatron;
+    does nothing where it has no such optimizer.
+
+    Mutates: the class, through `patcher`.
+    """
+    try:
+        from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+    except ImportError:
+        return
+
+    def broadcasting(gather: Callable[..., object]) -> Callable[..., object]:
+        @functools.wraps(gather)
+        def broadcast(optimizer: LayerWiseDistributedOptimizer) -> object:
+            return optimizer.broadcast_params()
+
+        return broadcast
+
+    patcher.wrap(LayerWiseDistributedOptimizer, "allgather_params", broadcasting)

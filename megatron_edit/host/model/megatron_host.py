@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
 
 import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
@@ -14,10 +15,23 @@ from torch import Tensor
 
 from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.placement import Placement
+from megatron_edit.config import EditConfig
 from megatron_edit.engine import ParamShard, Progress, UnitShard
 from megatron_edit.host.model.ends import is_end_asked
+from megatron_edit.host.model.final_phase import last_local_iteration
 from megatron_edit.host.model.loop import LoopControl
-from megatron_edit.host.model.moments import reset, zero_nonfinite
+from megatron_edit.host.model.moments import (
+    counters_of,
+    given_beta2,
+    num_moment_elements,
+    read_counter,
+    read_moment,
+    reset,
+    scaled_beta2,
+    write_counter,
+    write_moment,
+    zero_nonfinite,
+)
 from megatron_edit.host.model.optimizer import (
     EditDistributedOptimizer,
     PlainOptimizer,
@@ -30,10 +44,12 @@ from megatron_edit.host.model.routers import Routers
 from megatron_edit.host.seams.megatron import (
     DdpChunk,
     InnerOptimizer,
+    LayerWiseOptimizer,
     OptimizerOfLoop,
     ParamScheduler,
     StepResult,
 )
+from megatron_edit.method.moments import local_beta2
 from megatron_edit.method.order import IN_ORDER, SampleOrder
 
 
@@ -47,10 +63,13 @@ class MegatronHost:
         scheduler: Megatron's `OptimizerParamScheduler`.
         replica: group of all ranks of this replica, to agree on the list of units.
         placement: gives the number of replicas.
+        config: gives the share of the final synchronous phase, and whether beta2 is scaled.
 
     Attributes:
         iteration: Megatron's number of the last step: it counts iterations that it skips, and
             A-EDiT comes back with whole batches of all replicas.
+        last_local_iteration: Megatron's number of the last iteration before the final synchronous
+            phase; of the last one of the training where there is no such phase.
         samples_at_start: consumed by the other replicas, and by this one, before this launch.
     """
 
@@ -62,13 +81,17 @@ class MegatronHost:
         scheduler: ParamScheduler,
         replica: Group,
         placement: Placement,
+        config: EditConfig,
     ) -> None:
         self._args = args
+        self._scales_beta2, self._is_local = config.scale_beta2, False
         self._model = model
         self._scheduler = scheduler
         self._placement = placement
-        self._inner = list(getattr(optimizer, "chained_optimizers", [optimizer]))
-        self.optimizers: list[ShardedOptimizer] = [_adopt(inner) for inner in self._inner]
+        self._inner: list[InnerOptimizer] = []
+        self.optimizers: list[ShardedOptimizer] = []
+        self._layer_wise: list[LayerWiseOptimizer] = []
+        self._adopt(optimizer)
         planned = plan_model(unwrap_model(model), self.optimizers, replica)
         self.plan, self.unit_of, self._origins = planned.units, planned.unit_of, planned.origins
         self.has_tied_stages = planned.has_tied_stages
@@ -80,6 +103,7 @@ class MegatronHost:
         self._pending = 0  # samples by which Megatron will advance the schedule after the step
         self.loop = LoopControl(args, scheduler)
         self.iteration = int(args.iteration)
+        self.last_local_iteration = last_local_iteration(args, config.final_sync_fraction)
 
     @property
     def arguments(self) -> Namespace:
@@ -104,7 +128,7 @@ class MegatronHost:
 
     def release(self) -> None:
         """Hand the optimizers back to Megatron as they were."""
-        for optimizer in self._edit_optimizers():
+        for optimizer in (*self._edit_optimizers(), *self._layer_wise):
             optimizer.release()
 
     def attempt_step(self, step: Callable[[], StepResult], *, defers_gather: bool) -> StepResult:
@@ -117,14 +141,40 @@ class MegatronHost:
         """
         self.loop.begin_step()
         self._defer_gather(defers_gather)
-        result = step()
+        with self._beta2_of_step():
+            result = step()
         self._defer_gather(False)
         self._count_step(was_applied=bool(result[0]))
         return result
 
+    def _beta2_of_step(self) -> AbstractContextManager[None]:
+        if self._scales_beta2 and self._is_local:
+            return scaled_beta2(self._inner, self._placement.num_replicas)
+        return nullcontext()
+
     def _defer_gather(self, is_deferred: bool) -> None:
-        for optimizer in self._edit_optimizers():
+        for optimizer in (*self._edit_optimizers(), *self._layer_wise):
             optimizer.edit_defers_gather = is_deferred
+
+    def _adopt(self, optimizer: OptimizerOfLoop | InnerOptimizer, *, shares: bool = False) -> None:
+        """Take an optimizer of Megatron's over, and all that it chains, to any depth.
+
+        Args:
+            optimizer: a chain, or one with parameters.
+            shares: whether each data-parallel rank holds other parameters, whole.
+        """
+        if hasattr(optimizer, "chained_optimizers"):
+            if hasattr(optimizer, "allgather_params"):
+                from megatron_edit.host.model.layer_wise import EditLayerWiseOptimizer
+
+                self._layer_wise.append(EditLayerWiseOptimizer.adopt(optimizer))
+                shares = True
+            for inner in optimizer.chained_optimizers:
+                self._adopt(inner, shares=shares)
+            return
+        inner = cast(InnerOptimizer, optimizer)
+        self._inner.append(inner)
+        self.optimizers.append(_adopted(inner, shares=shares))
 
     def _edit_optimizers(self) -> Iterator[EditDistributedOptimizer]:
         return (o for o in self.optimizers if isinstance(o, EditDistributedOptimizer))
@@ -186,6 +236,8 @@ class MegatronHost:
         for chunk in self._model:
             if chunk.ddp_config.use_distributed_optimizer:
                 chunk.start_param_sync(force_sync=True)
+        for optimizer in self._layer_wise:
+            optimizer.gather()
 
     @property
     def lands_in_forward(self) -> bool:
@@ -199,9 +251,48 @@ class MegatronHost:
         """Zero what is not finite in the inner moments of a shard; returns how many elements."""
         return sum(zero_nonfinite(self._inner, param.source) for param in shard.params)
 
+    def read_moments(self, shard: UnitShard, kind: str, out: Tensor) -> None:
+        """Copy a moment of the inner optimizers; see `engine.host.Host`."""
+        for param, where in zip(shard.params, shard.slices, strict=True):
+            read_moment(self._inner, param.source, kind, out[where])
+
+    def write_moments(self, shard: UnitShard, kind: str, values: Tensor) -> None:
+        """Inverse of `read_moments`."""
+        for param, where in zip(shard.params, shard.slices, strict=True):
+            write_moment(self._inner, param.source, kind, values[where])
+
+    def set_local_training(self, is_local: bool) -> str | None:
+        """Scale beta2 from the next step on, or no more; the line that says so, where it is to."""
+        if not self._scales_beta2 or is_local == self._is_local:
+            return None
+        self._is_local, replicas = is_local, self._placement.num_replicas
+        given = given_beta2(self._inner)
+        if not is_local or not given:  # a stage may have nothing to step
+            return None
+        changes = (f"{beta2:g} -> {local_beta2(beta2, replicas):.6g}" for beta2 in given)
+        return f"beta2 of the inner optimizer, to the power of 1/{replicas}: {', '.join(changes)}"
+
     def reset_moments(self) -> None:
         """Let the inner optimizers begin anew, as before their first step."""
         reset(self._inner)
+
+    def num_moment_elements(self) -> int:
+        """Elements of all moments that the inner optimizers of this rank hold now."""
+        params = (param for shard in self.plan.shards for param in shard.params)
+        return sum(num_moment_elements(self._inner, param.source) for param in params)
+
+    def inner_counters(self) -> Tensor:
+        """float64 [n]: step counters and dynamic loss scales of Megatron's optimizers."""
+        return torch.tensor([read_counter(p) for p in self._counters()], dtype=torch.float64)
+
+    def set_inner_counters(self, values: Tensor) -> None:
+        """Put them to what `inner_counters` of a replica told, float64 [n]."""
+        for place, value in zip(self._counters(), values.tolist(), strict=True):
+            write_counter(place, value)
+
+    def _counters(self) -> list[tuple[Any, str]]:
+        sources = [p.source for shard in self.plan.shards for p in shard.params]
+        return counters_of(self._inner, [source for source in sources if source is not None])
 
     def resume(self, samples: int, consumed: int, order: SampleOrder) -> None:
         """Stand where a checkpoint was written.
@@ -278,6 +369,13 @@ class MegatronHost:
         return int(self._args.micro_batch_size * ranks)
 
     @property
+    def last_local_step(self) -> int:
+        """`last_local_iteration` as an optimizer step: iterations that Megatron skips make none."""
+        last = self.last_local_iteration
+        skipped = {int(iteration) for iteration in self._args.iterations_to_skip}
+        return last - sum(0 < iteration <= last for iteration in skipped)
+
+    @property
     def target_blocks(self) -> int:
         """Steps of all replicas together in the whole training."""
         return int(self._args.train_iters) * self._placement.num_replicas
@@ -291,8 +389,9 @@ class MegatronHost:
         """Where training stands now, by Megatron's iteration and its learning-rate schedule."""
         # Counts from 0, and is of no use before Megatron's loop; skipped iterations make no step.
         current = max(getattr(self._args, "curr_iteration", -1), self._args.iteration - 1)
-        left = range(current + 2, self._args.train_iters + 1)
-        skipped = set(self._args.iterations_to_skip)
+        num_iterations, last_local = self._args.train_iters, self.last_local_iteration
+        is_last_step = self._skips_all(range(current + 2, num_iterations + 1))
+        is_last_local_step = self._skips_all(range(current + 2, last_local + 1))
         # The schedule moves on after the step, unless the replica was cut off in between.
         last = int(self._scheduler.num_steps) - self._held_back
         pending = self._held_back or self._pending
@@ -300,10 +399,16 @@ class MegatronHost:
             samples=self._samples,
             schedule_position=last,
             pending_schedule=pending,
-            is_last_step=all(iteration in skipped for iteration in left[: len(skipped) + 1]),
+            is_last_step=is_last_step,
+            begins_final_phase=last_local < num_iterations and is_last_local_step,
             inner_lr=rate_at(self._inner, self._scheduler, last, is_peak=False),
             next_lr=rate_at(self._inner, self._scheduler, last + pending, is_peak=True),
         )
+
+    def _skips_all(self, iterations: range) -> bool:
+        """Whether Megatron skips all of some iterations, so that no step is left in them."""
+        skipped = set(self._args.iterations_to_skip)
+        return all(iteration in skipped for iteration in iterations[: len(skipped) + 1])
 
     def begin_local(self, *, is_over: bool) -> None:
         """Let Megatron's loop make steps at this replica's own speed from here on."""
@@ -318,7 +423,11 @@ class MegatronHost:
         self._scheduler.step(increment=samples)
 
 
-def _adopt(inner: InnerOptimizer) -> ShardedOptimizer:
+def _adopted(inner: InnerOptimizer, *, shares: bool) -> ShardedOptimizer:
     if isinstance(inner, DistributedOptimizer):
         return EditDistributedOptimizer.adopt(inner)
+    if shares:
+        from megatron_edit.host.model.layer_wise import LayerWiseShards
+
+        return LayerWiseShards(inner)
     return PlainOptimizer(inner)

@@ -1,13 +1,15 @@
-"""Inner moments: what Megatron's optimizers remember of each main shard."""
+"""Inner moments: what Megatron's optimizers remember of each main shard, and by which beta2."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from megatron_edit.constants import FIRST_MOMENT, SECOND_MOMENT
 from megatron_edit.host.model.held import MASTER
 from megatron_edit.host.seams.megatron import (
     FusedAdam,
@@ -16,6 +18,92 @@ from megatron_edit.host.seams.megatron import (
     ParamState,
     TorchOptimizer,
 )
+from megatron_edit.method.moments import local_beta2
+
+EXP_AVG, EXP_AVG_SQ, MOMENTUM = "exp_avg", "exp_avg_sq", "momentum_buffer"  # the last is Muon's
+# How optimizers call them in their state: the first name that is there counts.
+MOMENT_NAMES: Mapping[str, tuple[str, ...]] = {
+    FIRST_MOMENT: (EXP_AVG, MOMENTUM),
+    SECOND_MOMENT: (EXP_AVG_SQ,),
+}
+_SCALER = ("_scale", "_growth_tracker", "_hysteresis_tracker")  # of Megatron's `DynamicGradScaler`
+
+
+def read_moment(
+    optimizers: Sequence[InnerOptimizer], main: Tensor | None, kind: str, out: Tensor
+) -> None:
+    """Copy a moment of a main shard to `out`, fp32 [n]; leave that as it is, where there is none.
+
+    Args:
+        optimizers: one of which has it.
+        main: the optimizer's key of its state.
+        kind: of `MOMENT_NAMES`.
+        out: mutated.
+    """
+    for optimizer, state, name in _states_with(optimizers, main, kind):
+        if _is_scaled(optimizer):
+            assert main is not None
+            out.copy_(cast(FusedAdam, optimizer).get_unscaled_state(main, name).view(-1))
+        else:
+            out.copy_(state[name].view(-1))
+
+
+def write_moment(
+    optimizers: Sequence[InnerOptimizer], main: Tensor | None, kind: str, values: Tensor
+) -> None:
+    """Inverse of `read_moment`: an optimizer that keeps moments in fewer bits rounds them."""
+    for optimizer, state, name in _states_with(optimizers, main, kind):
+        if _is_scaled(optimizer):
+            assert main is not None
+            shaped = values.view(state[name].shape)
+            cast(FusedAdam, optimizer).set_scaled_state(main, name, shaped)
+        else:
+            state[name].view(-1).copy_(values)
+
+
+def _states_with(
+    optimizers: Sequence[InnerOptimizer], main: Tensor | None, kind: str
+) -> Iterator[tuple[TorchOptimizer, ParamState, str]]:
+    """Optimizers that have a moment of a main shard, with its state, and the moment's name."""
+    for inner in optimizers:
+        if inner.optimizer is None or main is None:
+            continue
+        state = inner.optimizer.state.get(main, {})
+        name = next((name for name in MOMENT_NAMES[kind] if name in state), None)
+        if name is not None:
+            yield inner.optimizer, state, name
+
+
+def num_moment_elements(optimizers: Sequence[InnerOptimizer], main: Tensor | None) -> int:
+    """Elements of the moments of a main shard; 0 before its first applied step."""
+    found = (each for kind in MOMENT_NAMES for each in _states_with(optimizers, main, kind))
+    return sum(int(state[name].numel()) for _, state, name in found)
+
+
+def given_beta2(optimizers: Iterable[InnerOptimizer]) -> list[float]:
+    """The values of beta2 that there are, ascending."""
+    groups = (group for inner in optimizers for group in inner.param_groups)
+    return sorted({group["betas"][1] for group in groups if "betas" in group})
+
+
+@contextmanager
+def scaled_beta2(optimizers: Sequence[InnerOptimizer], num_replicas: int) -> Iterator[None]:
+    """Inside, beta2 is beta2^(1/N): for the length of one step, so that whatever reads or saves the
+    parameter groups finds the value that was given.
+
+    Args:
+        optimizers: whose groups.
+        num_replicas: N.
+    """
+    groups = [group for inner in optimizers for group in inner.param_groups if "betas" in group]
+    given = [group["betas"] for group in groups]
+    for group, (beta1, beta2) in zip(groups, given, strict=True):
+        group["betas"] = (beta1, local_beta2(beta2, num_replicas))
+    try:
+        yield
+    finally:
+        for group, betas in zip(groups, given, strict=True):
+            group["betas"] = betas
 
 
 def zero_nonfinite(optimizers: Sequence[InnerOptimizer], main: Tensor | None) -> int:
@@ -84,3 +172,43 @@ def _moments(state: ParamState) -> Iterator[Tensor]:
     for name, value in state.items():
         if _is_moment(name, value) and value.is_floating_point():
             yield value
+
+
+def counters_of(
+    optimizers: Sequence[InnerOptimizer], mains: Sequence[Tensor]
+) -> list[tuple[Any, str]]:
+    """Where the optimizers count: places that `read_counter` and `write_counter` understand.
+
+    Args:
+        optimizers: Megatron's.
+        mains: the main shards of this rank, in an order that is the same on all replicas.
+
+    Returns:
+        Owner and name of each number: step counters of groups and of shards, and of a dynamic loss
+        scale the scale and its trackers.
+    """
+    places: list[tuple[Any, str]] = []
+    for inner in optimizers:
+        if (optimizer := inner.optimizer) is not None:
+            places += [(group, "step") for group in optimizer.param_groups if "step" in group]
+            states = [optimizer.state.get(main, {}) for main in mains]
+            places += [(state, "step") for state in states if "step" in state]
+        scaler = getattr(inner, "grad_scaler", None)
+        if hasattr(scaler, "_growth_tracker"):
+            places += [(vars(scaler), name) for name in _SCALER]
+    return places
+
+
+def read_counter(place: tuple[Any, str]) -> float:
+    """The number at a place."""
+    owner, name = place
+    return float(owner[name])
+
+
+def write_counter(place: tuple[Any, str], value: float) -> None:
+    """Put the number at a place to `value`, in the type that it has there."""
+    owner, name = place
+    if isinstance(owner[name], Tensor):
+        owner[name].fill_(value)
+    else:
+        owner[name] = type(owner[name])(value)

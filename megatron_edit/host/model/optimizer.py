@@ -150,7 +150,11 @@ class EditDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
     def attach_outer_state(
         self, plan: UnitPlan, anchors: Mapping[str, Tensor], momenta: Mapping[str, Tensor]
     ) -> None:
-        """Give each of this optimizer's main shards its views of anchor and momentum."""
+        """Give each of this optimizer's main shards its views of anchor and momentum; none where
+        there are none."""
+        if not anchors:
+            self.edit_outer = {}
+            return
         mine = {id(main) for _, main in self.main_shards()}
         self.edit_outer = {
             id(param.source): OuterShard(

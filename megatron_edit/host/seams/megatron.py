@@ -122,6 +122,7 @@ class ParamGroup(TypedDict, total=False):
     params: list[Parameter]
     max_lr: float
     step: int
+    betas: tuple[float, float]
 
 
 class TorchOptimizer(Protocol):
@@ -184,6 +185,18 @@ class OptimizerOfLoop(Protocol):
 
     def step(self) -> StepResult:
         """Step, unless a gradient is not finite."""
+
+
+class LayerWiseOptimizer(Protocol):
+    """Of `LayerWiseDistributedOptimizer`, adopted (`host.model.layer_wise`)."""
+
+    edit_defers_gather: bool
+
+    def gather(self) -> None:
+        """Gather the parameters in the replica."""
+
+    def release(self) -> None:
+        """Be Megatron's own again."""
 
 
 class ShardOwner(Protocol):

@@ -35,7 +35,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("script", help="the training script, as given to the launcher")
     add("--strategies", required=True, help="separated by commas; `stock` is Megatron without the "
-        "plugin; flags of one entry alone after colons: edit:delay-steps=8:no-clip")  # fmt: skip
+        "plugin; flags of one entry alone after colons: edit:delay-steps=8:no-clip, or "
+        "those of a file: edit:@configs/edit_quality.args")  # fmt: skip
     add("--nproc-per-node", type=int, required=True, help="ranks of a run: of all replicas")
     add("--with-ideal", action="store_true", help="also train replicas that never meet after the "
         "warm-up: the most tokens/s there could be")  # fmt: skip

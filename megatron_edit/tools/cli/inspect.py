@@ -109,7 +109,7 @@ def _lines(found: Found, manifest: Manifest, *, is_verified: bool) -> Iterator[s
 
 def _where(manifest: Manifest) -> str:
     if manifest.is_warmup:
-        return "in warm-up"
+        return "in the final synchronous phase" if manifest.is_final_phase else "in warm-up"
     if manifest.is_mid_round:
         return f"in round {manifest.round + 1}"
     return f"after the sync of round {manifest.round}"
@@ -117,7 +117,8 @@ def _where(manifest: Manifest) -> str:
 
 def _outer(manifest: Manifest) -> str:
     if manifest.is_warmup:
-        return "none before the first local step"
+        when = "in the final synchronous phase" if manifest.is_final_phase else None
+        return f"none {when or 'before the first local step'}"
     what = "momentum and anchor" if manifest.has_anchor else "momentum (the anchor: the parameters)"
     if manifest.wire != FP32:
         what += f"; wire type {manifest.wire}, with its error-feedback residuals"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_edit.errors import UsageError
-from megatron_edit.tools.compare.flags import read_flags
+from megatron_edit.tools.compare.flags import read_flags_or_refuse
 from megatron_edit.tools.plan.job import Job, read_job
 from megatron_edit.tools.plan.limits import LEAST, MOST, check_ranks
 from megatron_edit.tools.plan.machine import CPU, GPU, MACHINES, Link
@@ -88,18 +88,8 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
 
 
 def _flags_of(name: str) -> list[str]:
-    path = Path(name)
-    try:
-        return read_flags(path)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "no text"
-        raise UsageError(
-            f"CONFIG {name}",
-            f"cannot be read: {reason}",
-            "give .args files first, flags after them",
-        ) from None
-    except ValueError as error:
-        raise UsageError(f"CONFIG {name}", f"cannot be read: {error}", "correct the file") from None
+    remedy = "give .args files first, flags after them"
+    return read_flags_or_refuse(Path(name), f"CONFIG {name}", remedy)
 
 
 def _check_numbers(options: Namespace) -> None:

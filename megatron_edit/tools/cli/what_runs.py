@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron_edit.config import EditConfig, warning_of_endless_warmup
-from megatron_edit.constants import BLOCKING, CPU, OVERLAP
+from megatron_edit.constants import BLOCKING, CPU, MUON, OVERLAP
 from megatron_edit.flags import AUTO, flag
 from megatron_edit.host.settings import schedule_of
+from megatron_edit.method.schedule import last_local
 from megatron_edit.method.strategy import STRATEGIES
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ def _sync_mode(config: EditConfig, args: Namespace, mode: str) -> str:
         why = "as asked"
     elif mode == BLOCKING and args.overlap_param_gather:
         why = "a full-iteration CUDA graph fixes the gathers"
+    elif mode == BLOCKING and args.optimizer == MUON:
+        why = "Muon's parameters are synced after the step, before they are gathered"
     elif mode == BLOCKING:
         why = "without --overlap-param-gather no parameters are gathered in the forward pass"
     else:
@@ -112,7 +115,7 @@ def _mid_round(config: EditConfig, interval: int | None, iterations: int) -> int
     """The first multiple of an interval of Megatron's that is after the warm-up and at no sync."""
     strategy = STRATEGIES[config.strategy]
     is_counted = not strategy.is_timed and not strategy.endless_warmup
-    schedule = schedule_of(config)
+    schedule = schedule_of(config, last_local(iterations, config.final_sync_fraction))
     if not interval or not is_counted or not schedule.has_fixed_rounds or config.fragments > 1:
         return None
     warmup, tau = config.warmup_steps, config.sync_interval

@@ -5,19 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from megatron_edit.config import ONLY_LANDING
+from megatron_edit.config import ONLY_SYNCED
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import BEGINNINGS, PREFIX, flag
 from megatron_edit.method.strategy import STRATEGIES, TIMED_SETTINGS
-from megatron_edit.tools.compare.flags import canonical, int_flag, without
+from megatron_edit.tools.compare.flags import canonical, int_flag, read_flags_or_refuse, without
 
 STOCK = "stock"  # Megatron without the plugin, on all ranks
 IDEAL = "ideal"  # replicas that part after the warm-up and never meet again
 
+FILE = "@"  # before the path of an .args file
+
 _IDEAL_STRATEGY = "edit"
 _OF_ROUNDS = frozenset((flag("warmup_steps"), flag("sync_interval")))
-_OF_SYNCS = frozenset(map(flag, (*ONLY_LANDING, "sync_dtype")))
+_OF_SYNCS = frozenset(map(flag, (*ONLY_SYNCED, "sync_dtype")))
+_FINAL = flag("final_sync_fraction")
 _OF_THE_CLOCK = frozenset(map(flag, TIMED_SETTINGS))
 
 
@@ -28,14 +32,18 @@ class Entry:
     Attributes:
         name: a strategy, `stock`, or `ideal`.
         own_flags: words of the command line that only this entry has, after all others.
+        settings: what people wrote for them, where files stand for flags: `@edit_quality.args`.
     """
 
     name: str
     own_flags: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
-        """For people: `edit`, `edit no-clip`, `edit delay-steps=8`."""
+        """For people: `edit`, `edit no-clip`, `edit delay-steps=8`, `edit @edit_quality.args`."""
+        if self.settings:
+            return " ".join([self.name, *self.settings])
         words: list[str] = []
         for word in self.own_flags:
             if word.startswith("--"):
@@ -81,7 +89,7 @@ class Entry:
             ours = {w.partition("=")[0] for w in common if w.startswith(BEGINNINGS)}
             return [*without(common, ours - {flag("device")}), *self.own_flags]
         rule = STRATEGIES[strategy]
-        unused = frozenset({flag("sync_interval")}) if rule.is_timed else _OF_THE_CLOCK
+        unused = frozenset({flag("sync_interval"), _FINAL}) if rule.is_timed else _OF_THE_CLOCK
         if rule.endless_warmup:
             unused = _OF_ROUNDS | _OF_THE_CLOCK | _OF_SYNCS
         elif self.name == IDEAL:
@@ -115,14 +123,16 @@ def parse_entries(text: str, *, with_ideal: bool) -> tuple[Entry, ...]:
 
     Entries are separated by commas. Behind the name come an entry's own flags, each after a
     colon, with its value after an equals sign: `edit:delay-steps=8:no-clip`. A name is that of a
-    setting of EDiT; with its dashes (`--lr=1e-3`) it may be any flag of the training.
+    setting of EDiT; with its dashes (`--lr=1e-3`) it may be any flag of the training. `@FILE`
+    stands for the flags of an .args file: `edit:@configs/edit_quality.args`.
 
     Args:
         text: the value.
         with_ideal: whether `ideal` comes first.
 
     Raises:
-        UsageError: nothing is listed, something twice, or a strategy that there is not.
+        UsageError: nothing is listed, something twice, a strategy that there is not, or a file
+            that cannot be read.
     """
     entries = [Entry(IDEAL)] if with_ideal else []
     for part in text.split(","):
@@ -133,14 +143,40 @@ def parse_entries(text: str, *, with_ideal: bool) -> tuple[Entry, ...]:
                 f"must be of {', '.join((*STRATEGIES, STOCK))}",
                 "name these, separated by commas",
             )
-        own = tuple(word for setting in settings for word in _own_flag(part, setting))
-        entry = Entry(name, own)
-        if entry in entries:
+        own = tuple(word for setting in settings for word in _own_flags(part, setting))
+        entry = Entry(name, own, _names_of(settings))
+        if entry.label in [other.label for other in entries]:
             raise UsageError(
                 f"--strategies {entry.label}", "is listed twice", "list it once, or change a flag"
             )
         entries.append(entry)
     return tuple(entries)
+
+
+def _names_of(settings: Sequence[str]) -> tuple[str, ...]:
+    """Settings with the names of files instead of their paths; empty where there is no file."""
+    if not any(setting.startswith(FILE) for setting in settings):
+        return ()
+    return tuple(
+        FILE + Path(setting.removeprefix(FILE)).name
+        if setting.startswith(FILE)
+        else setting.removeprefix(PREFIX)
+        for setting in settings
+    )
+
+
+def _own_flags(part: str, setting: str) -> list[str]:
+    if not setting.startswith(FILE):
+        return _own_flag(part, setting)
+    given = f"--strategies {part.strip()}"
+    words = read_flags_or_refuse(
+        Path(setting.removeprefix(FILE)), given, "give the path of an .args file after the @"
+    )
+    if not words or not words[0].startswith("--"):
+        raise UsageError(
+            given, "the file must begin with a flag", "put one flag with its values on each line"
+        )
+    return words
 
 
 def _own_flag(part: str, setting: str) -> list[str]:

@@ -6,6 +6,8 @@ import shlex
 from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 
+from megatron_edit.errors import UsageError
+
 
 def read_flags(path: Path) -> list[str]:
     """The flags of an .args file, as `$(grep -v '^#' FILE)` would give them to a command."""
@@ -14,6 +16,26 @@ def read_flags(path: Path) -> list[str]:
         if not line.startswith("#"):
             flags.extend(shlex.split(line))
     return flags
+
+
+def read_flags_or_refuse(path: Path, given: str, remedy: str) -> list[str]:
+    """The flags of an .args file that a command line names.
+
+    Args:
+        path: of the file.
+        given: what the user wrote, for the message.
+        remedy: what to do instead, for the message.
+
+    Raises:
+        UsageError: it cannot be read, or its quotes are not closed.
+    """
+    try:
+        return read_flags(path)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no text"
+        raise UsageError(given, f"cannot be read: {reason}", remedy) from None
+    except ValueError as error:
+        raise UsageError(given, f"cannot be read: {error}", "correct the file") from None
 
 
 def groups(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:

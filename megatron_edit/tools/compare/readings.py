@@ -75,7 +75,8 @@ class Reading:
         final_loss: of the last evaluation; None without any.
         tokens_per_second: of all replicas together, after the warm-up.
         step_bytes: of a synchronous step, computed; of each step of the warm-up, or of all.
-        syncs: iteration and counted bytes of each sync.
+        syncs: iteration and bytes of each sync, counted, and of each step of a final synchronous
+            phase, computed.
         bytes_per_step: after the warm-up, mean.
         peak_bytes_per_second: after the warm-up; see `_peak`.
         state_bytes: of the outer state of one replica; None where nobody says.
@@ -163,7 +164,10 @@ def make_reading(
     step_bytes = _step_bytes(kind, log.num_parameters)
     # A run that goes on from a checkpoint tells of its own syncs.
     steps = max(1, log.last_iteration - max(warmup, int(timeline.iterations[0])))
-    in_rounds = sum(int(s["wire_bytes"]) for s in counted) / steps
+    exchanges = [(int(s["iteration"]), int(s["wire_bytes"])) for s in counted]
+    first = max(_last_local(run, kind, log.last_iteration), int(timeline.iterations[0]))
+    exchanges += [(i, round(step_bytes)) for i in range(first + 1, log.last_iteration + 1)]
+    in_rounds = sum(size for _, size in exchanges) / steps
     validation = _points(log.validation() if evaluations is None else evaluations, timeline)
     return Reading(
         num_parameters=log.num_parameters,
@@ -175,7 +179,7 @@ def make_reading(
         final_loss=validation[-1].loss if validation else None,
         tokens_per_second=speed,
         step_bytes=step_bytes,
-        syncs=tuple((int(s["iteration"]), int(s["wire_bytes"])) for s in counted),
+        syncs=tuple(exchanges),
         bytes_per_step=step_bytes if kind.is_synchronous else in_rounds,
         peak_bytes_per_second=_peak(kind, counted, step_bytes, speed, log),
         state_bytes=_state_bytes(kind, syncs),
@@ -194,6 +198,12 @@ def _warmup(run: Mapping[str, Any], kind: Kind) -> int:
     if kind.is_synchronous or "config" not in run:
         return kind.warmup_steps
     return int(run["config"]["warmup_steps"])
+
+
+def _last_local(run: Mapping[str, Any], kind: Kind, last: int) -> int:
+    """The last step before the final synchronous phase; the last one where there is no phase."""
+    told = run.get("training", {}).get("last_local_step")
+    return last if kind.is_synchronous or kind.is_ideal or told is None else min(last, int(told))
 
 
 def _speed(timeline: Timeline, warmup: int, last: int) -> float | None:

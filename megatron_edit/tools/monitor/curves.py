@@ -139,12 +139,15 @@ def _smooth(values: Array) -> Array:
 
 
 def _mark_events(axes: Axes, run: MonitoredRun, length: Length) -> None:
-    """Vertical lines: the end of the warm-up, and where the training was resumed."""
+    """Vertical lines: the end of the warm-up, the begin of the final synchronous phase, and where
+    the training was resumed."""
     assert run.facts is not None
     batch = (run.facts.batch_size or 1) if run.is_by_samples else 1
     first, last = axes.get_xlim()
+    final = [] if run.facts.last_local_step is None else [run.facts.last_local_step]
     for places, style, label in (
         ([run.facts.warmup_steps], ":", "end of warm-up"),
+        (final, "--", "final synchronous phase"),
         (run.resumed_at, "-.", "resumed"),
     ):
         shown = [place * batch / length.unit for place in places]

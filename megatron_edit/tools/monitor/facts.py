@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from megatron_edit.constants import QSR
+from megatron_edit.constants import FIXED
 from megatron_edit.errors import on_one_line
 from megatron_edit.method.strategy import STRATEGIES, Strategy
 from megatron_edit.tools.monitor.values import finite, whole
@@ -45,11 +45,13 @@ class Facts:
         sync_seconds: tau_time.
         delay_steps: d.
         anomaly_threshold: delta, standard deviations.
-        has_qsr: whether rounds have changing lengths.
+        has_varying_rounds: whether rounds have changing lengths.
         has_anomaly, has_clip: whether replicas can be left out, and averages clipped.
         versions: of what has a part in the numbers.
         argv: the command line.
         train_iters: `--train-iters`.
+        last_local_step: the last step before the final synchronous phase; None where there is no
+            such phase.
         batch_size: global, samples.
         seq_length: tokens of a sample.
         inside_bytes: of one step inside a replica.
@@ -68,12 +70,13 @@ class Facts:
     sync_seconds: float
     delay_steps: int
     anomaly_threshold: float
-    has_qsr: bool
+    has_varying_rounds: bool
     has_anomaly: bool
     has_clip: bool
     versions: Mapping[str, str]
     argv: tuple[str, ...]
     train_iters: int | None
+    last_local_step: int | None
     batch_size: int | None
     seq_length: int | None
     inside_bytes: float | None
@@ -109,12 +112,17 @@ class Facts:
             sync_seconds=_get(config, "sync_seconds", finite),
             delay_steps=_get(config, "delay_steps", whole),
             anomaly_threshold=_get(config, "anomaly_threshold", finite),
-            has_qsr=config.get("interval") == QSR,
+            has_varying_rounds=config.get("interval", FIXED) != FIXED,
             has_anomaly=not _get(config, "no_anomaly", bool),
             has_clip=not _get(config, "no_clip", bool),
             versions={name: _text(version) for name, version in versions.items()},
             argv=tuple(_text(word) for word in _get(found, "argv", _words)),
             train_iters=_size(sizes, "train_iters", whole),
+            last_local_step=(
+                _size(sizes, "last_local_step", whole)
+                if config.get("final_sync_fraction")
+                else None
+            ),
             batch_size=_size(sizes, "global_batch_size", whole),
             seq_length=_size(sizes, "seq_length", whole),
             inside_bytes=_size(sizes, "inside_bytes_per_step", finite),

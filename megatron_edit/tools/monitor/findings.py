@@ -13,6 +13,7 @@ from megatron_edit.tools.monitor.advice import a_edit, either, even_weights, hig
 from megatron_edit.tools.monitor.facts import Facts
 from megatron_edit.tools.monitor.run import MonitoredRun
 from megatron_edit.tools.monitor.spikes import Spike
+from megatron_edit.tools.monitor.syncs import LossRejections
 from megatron_edit.tools.monitor.texts import duration, number, percent
 
 EXPOSED_SHARE = 0.05
@@ -178,12 +179,25 @@ def _of_weights(run: MonitoredRun, facts: Facts) -> Iterator[MonitorFinding]:
                 f"{percent(share)} of its units and syncs: look at its data and "
                 "hardware.",
             )
+    for replica, rejections in sorted(syncs.loss_rejections.items())[:MOST_NAMES]:
+        yield MonitorFinding("warning", _rejection_text(replica, rejections))
     if rollbacks := int(syncs.sums["rollbacks"]):
         yield MonitorFinding(
             "warning",
             f"{rollbacks} roll-back{'s' if rollbacks > 1 else ''}: units "
             "whose replicas were all left out went back to their anchor.",
         )
+
+
+def _rejection_text(replica: int, rejections: LossRejections) -> str:
+    count, beside = rejections.num_syncs, ""
+    if math.isfinite(rejections.others):
+        beside = f", the others' median {number(rejections.others, '.4g')}"
+    return (
+        f"Replica {replica} was left out of {count} sync{'s' if count > 1 else ''} because of its "
+        f"loss: before the last one, at iteration {rejections.iteration:,}, its mean loss was "
+        f"{number(rejections.loss, '.4g')}{beside}. Look at the data that it read there."
+    )
 
 
 def _of_speed(run: MonitoredRun, facts: Facts) -> Iterator[MonitorFinding]:

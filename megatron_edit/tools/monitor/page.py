@@ -131,7 +131,10 @@ def rhythm(facts: Facts) -> str:
     is_timed = facts.strategy.is_timed
     apart = f"{facts.sync_seconds:g} s" if is_timed else f"{facts.sync_interval} steps"
     delayed = f", landing {facts.delay_steps} steps later" if facts.delay_steps else ""
-    return f"warm-up {facts.warmup_steps} steps, then a sync every {apart}{delayed}"
+    final = ""
+    if facts.last_local_step is not None:
+        final = f"; after step {facts.last_local_step} gradients are averaged at every step"
+    return f"warm-up {facts.warmup_steps} steps, then a sync every {apart}{delayed}{final}"
 
 
 def whose_speed(run: MonitoredRun) -> str:

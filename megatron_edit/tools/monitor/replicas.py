@@ -99,6 +99,7 @@ class Replica:
     Attributes:
         number: r.
         warmup_steps: in which all replicas wait for each other at every step.
+        last_local_step: after which they do so again; None where there is no such step.
         iteration: its newest; 0 before the first.
         step: its own count of steps, likewise.
         samples_all: consumed by all replicas, as far as it knows; 0 where it does not say.
@@ -116,6 +117,7 @@ class Replica:
 
     number: int
     warmup_steps: int = 0
+    last_local_step: int | None = None
     iteration: int = 0
     step: int = 0
     samples_all: int = 0
@@ -136,13 +138,14 @@ class Replica:
     _first_place: float = 0.0  # of the steps whose median is taken next
     _recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
 
-    def resume(self, warmup_steps: int) -> None:
+    def resume(self, warmup_steps: int, last_local_step: int | None = None) -> None:
         """A run begins, whose lines come next.
 
         Args:
             warmup_steps: of this run.
+            last_local_step: of this run.
         """
-        self.warmup_steps = warmup_steps
+        self.warmup_steps, self.last_local_step = warmup_steps, last_local_step
         self.samples, self.end, self._is_after_sync = 0, None, False
         self._together.clear()
         self._recent.clear()
@@ -188,7 +191,8 @@ class Replica:
         seconds, tokens = median_low(self._together)
         self._together.clear()
         self._speeds.add(round((self._first_place + place) / 2), tokens, seconds)
-        if self.step - NUM_TOGETHER >= self.warmup_steps:
+        is_local = self.last_local_step is None or self.step <= self.last_local_step
+        if is_local and self.step - NUM_TOGETHER >= self.warmup_steps:
             self._between[0] += tokens
             self._between[1] += seconds
 

@@ -134,7 +134,7 @@ class MonitoredRun:
         self._entered, facts = segment, segment.facts
         self.syncs.resume(facts.num_replicas)
         for replica in self.replicas[: facts.num_replicas]:
-            replica.resume(facts.warmup_steps)
+            replica.resume(facts.warmup_steps, facts.last_local_step)
 
     @property
     def _was_replaced(self) -> bool:
@@ -263,7 +263,7 @@ class MonitoredRun:
     def has_one_loss_per_round(self) -> bool:
         """Whether `loss.jsonl` has one line for each round after the warm-up."""
         facts = self.facts
-        return facts is not None and (facts.strategy.is_timed or facts.has_qsr)
+        return facts is not None and (facts.strategy.is_timed or facts.has_varying_rounds)
 
     @property
     def samples(self) -> int | None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_edit.constants import LOW_CLIP, SYNC_TIMES
+from megatron_edit.constants import BAD_LOSS, LOW_CLIP, SYNC_TIMES
 from megatron_edit.tools.monitor.series import Array, Merge, Rows
 from megatron_edit.tools.monitor.values import LARGEST_NUMBER, finite, whole
 
@@ -27,6 +27,22 @@ _MERGES: Mapping[str, Merge] = {
     "replica_anomalies": "sum", "replica_pairs": "sum",
     "unit_norm": "mean", "unit_rollbacks": "sum",
 }  # fmt: skip
+
+
+class LossRejections(NamedTuple):
+    """Syncs from which the loss check left a replica out.
+
+    Attributes:
+        num_syncs: how many.
+        iteration: that the newest of them followed.
+        loss: nats per token, mean of the replica's round before the newest; NaN where not known.
+        others: the median of the other replicas' losses there; NaN where not known.
+    """
+
+    num_syncs: int
+    iteration: int
+    loss: float
+    others: float
 
 
 class SyncBrief(NamedTuple):
@@ -65,6 +81,7 @@ class Syncs:
         elapsed: seconds from sync to sync; not those in which a training was stopped.
         low_effective: longest run of syncs whose median unit stood on less than half of the
             replicas.
+        loss_rejections: by replica, where there are any.
         low_clip: longest run of syncs whose median unit was clipped below 0.5.
     """
 
@@ -80,6 +97,7 @@ class Syncs:
     last_time: float | None = None
     elapsed: float = 0.0
     low_effective: int = 0
+    loss_rejections: dict[int, LossRejections] = field(default_factory=dict)
     low_clip: int = 0
     _is_first: bool = True
     _effective_run: int = 0
@@ -93,12 +111,14 @@ class Syncs:
             changed then.
         """
         row, brief = self._read(line)
+        rejections = _rejections(line, self.num_replicas, self.loss_rejections)
         samples, time = samples_of(line), finite(line["time"])
         state_bytes = line.get("state_bytes")
         state_bytes = self.state_bytes if state_bytes is None else whole(state_bytes)
         for name in line["units"]:
             self.units.setdefault(name, len(self.units))
         self.rows.add(row)
+        self.loss_rejections |= rejections
         self.recent.append(brief)
         self.samples = samples
         self.newest_round = brief.round
@@ -189,6 +209,34 @@ class Syncs:
                      "clip"):  # fmt: skip
             row[name] = np.array([float(getattr(brief, name))])
         return row, brief
+
+
+def _rejections(
+    line: Mapping[str, Any], num_replicas: int, before: Mapping[int, LossRejections]
+) -> dict[int, LossRejections]:
+    """Of the replicas that the loss check left out of this sync, with those before it.
+
+    Raises:
+        ArithmeticError, KeyError, TypeError, ValueError: the line is not of that form. Those of
+            older versions do not have these fields.
+    """
+    if "why" not in line:
+        return {}
+    losses, why = _table(line["round_loss"], (num_replicas,)), line["why"]
+    if not isinstance(why, list) or any(len(reasons) != num_replicas for reasons in why):
+        raise ValueError("no reasons by unit and replica")
+    found = {}
+    for replica in range(num_replicas):
+        if not any(reasons[replica] == BAD_LOSS for reasons in why):
+            continue
+        count = before[replica].num_syncs if replica in before else 0
+        found[replica] = LossRejections(
+            count + 1,
+            whole(line["iteration"]),
+            float(losses[replica]),
+            _median(np.delete(losses, replica)),
+        )
+    return found
 
 
 def samples_of(line: Mapping[str, Any]) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_edit.command_line import config_from_argv
+from megatron_edit.command_line import OPTIMIZER, config_from_argv
 from megatron_edit.config import EditConfig
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import BEGINNINGS, flag
@@ -70,7 +70,7 @@ class Job:
         recomputes: whether the backward pass computes the forward again.
         timeout_minutes: --distributed-timeout-minutes.
         argv: the training's flags, without ours.
-        own: ours.
+        own: ours, and Megatron's `--optimizer`.
     """
 
     architecture: Architecture
@@ -88,6 +88,14 @@ class Job:
     recomputes: bool
     timeout_minutes: int
     own: tuple[str, ...]
+
+    @property
+    def matrices_on_rank(self) -> int:
+        """Elements that Muon would step, on the rank that has most parameters."""
+        split, stages = self.mesh.tensor, self.mesh.pipeline
+        parts = [self.architecture.parameters(stage, stages) for stage in range(stages)]
+        busiest = max(parts, key=lambda part: sum(p.on_rank(split) for p in part))
+        return sum(p.on_rank(split) for p in busiest if p.is_matrix)
 
     @property
     def flops_per_step(self) -> float:
@@ -247,8 +255,12 @@ def _num_steps(argv: Sequence[str]) -> int:
 
 
 def _own_part(argv: Sequence[str]) -> list[str]:
-    own = (group for group in groups(argv) if group[0].startswith(BEGINNINGS))
-    return [word for name, values in own for word in (name, *values)]
+    return [
+        word
+        for name, values in groups(argv)
+        if name.startswith(BEGINNINGS) or name == OPTIMIZER  # some of our presets go by it
+        for word in (name, *values)
+    ]
 
 
 def _strategy_of(own: Sequence[str]) -> str:

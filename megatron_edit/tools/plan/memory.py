@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_edit.comm.wire import Wire
+from megatron_edit.comm.wire import Wire, moment_bytes
 from megatron_edit.config import EditConfig
 from megatron_edit.constants import FP32_BYTES
 from megatron_edit.method.landing import LandingRule
+from megatron_edit.method.moments import MomentSchedule
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.plan.job import Job
 
@@ -42,16 +43,22 @@ def landing_of(config: EditConfig) -> LandingRule:
     )
 
 
+def moments_of(config: EditConfig) -> MomentSchedule:
+    """Which moments of the inner optimizer are averaged, and at which syncs."""
+    return MomentSchedule.of(config.average_moments, config.average_moments_every)
+
+
 def stock_parts(job: Job) -> tuple[MemoryItem, ...]:
     """What Megatron keeps of the parameters. Activations are not counted."""
     storage = job.storage
     elements = _busiest(job) if job.is_sharded else job.on_rank
+    vectors = elements * storage.num_vectors
+    if storage.num_matrix_vectors != storage.num_vectors:  # never sharded
+        vectors -= job.matrices_on_rank * (storage.num_vectors - storage.num_matrix_vectors)
     return (
         MemoryItem("parameters", DEVICE, job.on_rank * storage.parameter_bytes, is_stock=True),
         MemoryItem("gradients", DEVICE, job.on_rank * storage.gradient_bytes, is_stock=True),
-        MemoryItem(
-            "optimizer state", DEVICE, elements * storage.num_vectors * FP32_BYTES, is_stock=True
-        ),
+        MemoryItem("optimizer state", DEVICE, vectors * FP32_BYTES, is_stock=True),
     )
 
 
@@ -68,7 +75,9 @@ def persistent_bytes(job: Job, config: EditConfig) -> int:
     With a delay it holds what a sync keeps that has not landed, of all units.
     """
     wire, landing = Wire.of(config.sync_dtype), landing_of(config)
-    kept = 2 + int(not landing.is_immediate) + int(landing.needs_snapshot)
+    kept = 2 + int(landing.needs_snapshot)
+    if not landing.is_immediate:
+        kept += 1 + len(moments_of(config).rule.kinds)
     total = sum(sum(row) for row in job.held)
     residuals = 0
     if wire.has_residual:
@@ -107,8 +116,18 @@ def _parts(job: Job, config: EditConfig, *, overlaps: bool) -> Iterator[MemoryIt
     units = depth if landing.is_immediate else 1
     staged = max(_staged(row, units, is_offloaded=config.offload) for row in job.held)
     yield MemoryItem("staging", DEVICE, FP32_BYTES * staged, is_persistent=False)
-    if wire.codec is not None:
-        coded = 2 * wire.payload_bytes(largest, size) + FP32_BYTES * -(-largest // size)
+    moments = moments_of(config).rule
+    travelling = max(_staged(row, units, is_offloaded=False) for row in job.held)
+    if not landing.is_immediate:
+        travelling = -(-elements // config.fragments)
+    yield MemoryItem(
+        "moments in flight", DEVICE, FP32_BYTES * len(moments.kinds) * travelling,
+        is_persistent=False,
+    )  # fmt: skip
+    if wire.codec is not None or moments.kinds:
+        sent = moment_bytes(moments, largest, size)
+        sent += 0 if wire.codec is None else wire.payload_bytes(largest, size)
+        coded = 2 * sent + FP32_BYTES * -(-largest // size)
         yield MemoryItem("encoded units", DEVICE, coded * units, is_persistent=False)
 
 

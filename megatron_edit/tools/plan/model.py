@@ -29,11 +29,13 @@ class Parameter:
         unit: sync unit that it belongs to.
         numel: elements of the whole parameter.
         is_split: whether tensor parallelism cuts it; otherwise each of its ranks has a copy.
+        is_matrix: whether Muon steps it: any matrix but the word embeddings and the head.
     """
 
     unit: str
     numel: int
     is_split: bool = False
+    is_matrix: bool = False
 
     def on_rank(self, tensor_parallel: int) -> int:
         """Elements on one rank."""
@@ -137,7 +139,8 @@ class Architecture:
         if stage == 0:
             found.append(word)
             if self.num_positions:
-                found.append(Parameter(EMBEDDING, self.num_positions * self.hidden_size))
+                positions = self.num_positions * self.hidden_size
+                found.append(Parameter(EMBEDDING, positions, is_matrix=True))
         for number in range(stage * each + 1, (stage + 1) * each + 1):
             found += self._layer(f"layer.{number}")
         if is_last:
@@ -164,10 +167,10 @@ class Architecture:
         fan_out = query + 2 * self.num_groups * self.kv_channels
         fc1 = self.ffn_hidden_size * (2 if self.is_gated else 1)
         norm = self._norm(unit)
-        proj = [Parameter(unit, query * self.hidden_size, is_split=True)]
-        qkv = [Parameter(unit, fan_out * self.hidden_size, is_split=True)]
-        up = [Parameter(unit, fc1 * self.hidden_size, is_split=True)]
-        down = [Parameter(unit, self.ffn_hidden_size * self.hidden_size, is_split=True)]
+        proj, qkv, up, down = (
+            [Parameter(unit, width * self.hidden_size, is_split=True, is_matrix=True)]
+            for width in (query, fan_out, fc1, self.ffn_hidden_size)
+        )
         if self.has_qkv_bias:
             qkv.append(Parameter(unit, fan_out, is_split=True))
         if self.has_bias:

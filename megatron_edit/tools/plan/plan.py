@@ -40,6 +40,9 @@ class PlanRow:
         traffic: of an exchange.
         cost: of an exchange.
         parts: memory of the rank that has most, beside stock Megatron's.
+        final_fraction: share at the end of the training in which gradients are averaged at every
+            step; the figures above are of the rounds before it.
+        final_step_bytes: that a replica sends in such a step.
     """
 
     name: str
@@ -47,6 +50,8 @@ class PlanRow:
     traffic: Traffic
     cost: Cost
     parts: tuple[MemoryItem, ...]
+    final_fraction: float = 0.0
+    final_step_bytes: float = 0.0
 
     def added(self, place: str) -> int:
         """Bytes beside stock Megatron's, on the device or in host memory."""
@@ -134,7 +139,9 @@ def _row(job: Job, setting: TimingSetting, name: str) -> PlanRow:
     every = cost.round / setting.step
     overlaps = setting.overlaps and job.overlaps_gather and config.sync_mode != BLOCKING
     parts = edit_parts(job, config, overlaps=overlaps)
-    return PlanRow(name, every, sync_traffic(job, config, every), cost, parts)
+    final = config.final_sync_fraction
+    nbytes = gradient_traffic(job).per_step if final else 0.0
+    return PlanRow(name, every, sync_traffic(job, config, every), cost, parts, final, nbytes)
 
 
 def _published_diloco(job: Job, setting: TimingSetting) -> PlanRow:
@@ -159,6 +166,10 @@ def _row_as_json(row: PlanRow) -> dict[str, Any]:
             "replica": row.traffic.per_replica,
         },
         "bytes_per_step": row.traffic.per_step,
+        "final_phase": {
+            "share_of_training": row.final_fraction,
+            "bytes_per_step": row.final_step_bytes,
+        },
         "exchange_seconds": row.cost.exchange,
         "own_work_seconds": row.cost.work,
         "exposed_seconds": row.cost.exposed,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_edit.constants import SUPPORTED_OPTIMIZERS
+from megatron_edit.constants import ADAM, MUON, SUPPORTED_OPTIMIZERS
 from megatron_edit.errors import UsageError
 from megatron_edit.tools.compare.traffic import gradient_bytes
 from megatron_edit.tools.plan.words import Words
@@ -25,11 +25,13 @@ class Storage:
         gradient_bytes: of a gradient: 4, or 2.
         num_vectors: fp32 numbers that the optimizer keeps: main parameters where the model's are
             halved, and its own state.
+        num_matrix_vectors: the same of the matrices that Muon would step.
     """
 
     parameter_bytes: int
     gradient_bytes: int
     num_vectors: int
+    num_matrix_vectors: int
 
     @classmethod
     def from_words(cls, words: Words) -> Storage:
@@ -47,20 +49,30 @@ class Storage:
             raise UsageError("--bf16 --fp16", "must be one of them", "drop one")
         is_half = is_bf16 or is_fp16
         vectors = int(is_half) + _num_moments(words)
-        return cls(2 if is_half else 4, gradient_bytes(words.has), vectors)
+        is_muon = words.text("--optimizer", ADAM) == MUON  # a momentum of the matrices
+        matrix_vectors = int(is_half) + 1 if is_muon else vectors
+        return cls(2 if is_half else 4, gradient_bytes(words.has), vectors, matrix_vectors)
 
 
 def _num_moments(words: Words) -> int:
     """Vectors of the optimizer's own state."""
-    optimizer = words.text("--optimizer", "adam")
+    optimizer = words.text("--optimizer", ADAM)
     if optimizer not in SUPPORTED_OPTIMIZERS:
         raise UsageError(
             f"--optimizer {optimizer}",
-            f"the planner knows the state of {' and '.join(SUPPORTED_OPTIMIZERS)} only",
+            f"the planner knows the state of {', '.join(SUPPORTED_OPTIMIZERS)} only",
             "use one of these",
         )
-    if optimizer == "adam":
+    if optimizer == ADAM:
         return 2
+    if optimizer == MUON and words.has("--use-distributed-optimizer"):
+        raise UsageError(
+            f"--optimizer {optimizer} --use-distributed-optimizer",
+            "the planner does not know how Megatron shares whole matrices out among ranks",
+            "drop --use-distributed-optimizer for the plan",
+        )
+    if optimizer == MUON:
+        return 2  # of Adam, which steps what is no matrix
     if words.has("--use-distributed-optimizer"):
         raise UsageError(
             f"--optimizer {optimizer}",

@@ -40,6 +40,12 @@ def lines(plan: Plan) -> Iterator[str]:
     yield from _memory(plan)
     yield ""
     yield from aligned([HEAD, *_strategies(plan)])
+    for row in plan.rows:
+        if row.final_fraction:
+            yield (
+                f"{row.name}: in the last {row.final_fraction:.3g} of the training a replica sends "
+                f"{show_bytes(row.final_step_bytes)} a step (gradients are averaged)"
+            )
     if plan.advice:
         yield ""
         yield from (f"- {each.subject}: {each.text}" for each in plan.advice)

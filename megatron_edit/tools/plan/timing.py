@@ -262,7 +262,7 @@ def _exchanges(
     total = sum(numels[unit] for unit in job.unit_names[1:])
     ring_steps = _ring_steps(job, config.sync_dtype)
     exchanges = []
-    for number, nbytes in enumerate(unit_bytes(job, config.sync_dtype)):
+    for number, nbytes in enumerate(unit_bytes(job, config)):
         largest = max(row[number] for row in job.held)
         slowest = machine.per_wire_byte * nbytes / job.mesh.ranks_per_replica
         wire = max(link.seconds(nbytes * on_host), slowest) + ring_steps * link.latency

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from megatron_edit.comm.collectives import all_reduce_payload
 from megatron_edit.comm.control import record_bytes
-from megatron_edit.comm.wire import Wire
+from megatron_edit.comm.wire import Wire, moment_bytes
 from megatron_edit.config import EditConfig
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.plan.job import Job
-from megatron_edit.tools.plan.memory import landing_of
+from megatron_edit.tools.plan.memory import landing_of, moments_of
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,7 @@ class Traffic:
 
     Attributes:
         per_replica: bytes that a replica sends in one exchange: of all units once, or in a step.
+            Of moments that are averaged at every K-th sync alone, 1/K.
         per_rank: of these, the rank that sends most.
         per_host: a host.
         per_step: a replica, mean over the steps of a round.
@@ -30,13 +31,19 @@ class Traffic:
     per_step: float
 
 
-def unit_bytes(job: Job, wire: str) -> tuple[int, ...]:
-    """Payload that a replica sends of each unit."""
-    size, form = job.mesh.num_replicas, Wire.of(wire)
+def unit_bytes(job: Job, config: EditConfig) -> tuple[int, ...]:
+    """Payload that a replica sends of each unit, mean over the syncs."""
     return tuple(
-        sum(form.payload_bytes(row[unit], size) for row in job.held)
+        sum(_shard_bytes(job, config, row[unit]) for row in job.held)
         for unit in range(len(job.unit_names))
     )
+
+
+def _shard_bytes(job: Job, config: EditConfig, numel: int) -> int:
+    """Payload of a shard of a unit: its parameters, and moments at every K-th sync."""
+    size, moments = job.mesh.num_replicas, moments_of(config)
+    extra = round(moment_bytes(moments.rule, numel, size) / moments.interval)
+    return Wire.of(config.sync_dtype).payload_bytes(numel, size) + extra
 
 
 def control_bytes(job: Job, config: EditConfig) -> int:
@@ -50,10 +57,9 @@ def control_bytes(job: Job, config: EditConfig) -> int:
 
 def sync_traffic(job: Job, config: EditConfig, round_steps: float) -> Traffic:
     """Of a round: every unit once."""
-    size, wire = job.mesh.num_replicas, Wire.of(config.sync_dtype)
     control = control_bytes(job, config) * config.fragments
-    total = sum(unit_bytes(job, config.sync_dtype)) + control
-    rank = max(sum(wire.payload_bytes(n, size) for n in row) for row in job.held)
+    total = sum(unit_bytes(job, config)) + control
+    rank = max(sum(_shard_bytes(job, config, n) for n in row) for row in job.held)
     return Traffic(total, rank, total * _host_share(job), total / round_steps)
 
 

@@ -1,0 +1,249 @@
+"""What loss to expect: the parts of docs/results.md that are made from the runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from frame.page import table
+
+from .analysis import Line
+from .answers import Answers, gap, num_parameters
+from .fit import PUBLISHED, loss_ratio
+from .quality import (
+    CLEAN,
+    HIDDEN_SIZES,
+    LARGER_BETA2,
+    LONG,
+    MUON_RATE,
+    MUON_SCALE,
+    SAMPLES,
+    SHORT,
+    muon,
+    recommended,
+    samples_labels,
+    sizes_labels,
+)
+from .run_bytes import relative_to_plain
+from .study import NUM_REPLICAS
+from .targets import targets
+
+BLOCK = "<!-- {name}: made by benchmarks/convergence.py --report -->"
+END = "<!-- end of {name} -->"
+LAW_SIZES = (1.1e6, 1e8, 1e9, 7e9)
+LAW_REPLICAS = (2, 4, 8, 16)
+
+
+def blocks(answers: Answers, drawing: str) -> dict[str, str]:
+    """Text of each part, by its name.
+
+    Args:
+        answers: of the finished runs.
+        drawing: link to the picture; "" where there is none.
+    """
+    return {"expectations": _expectations(answers, drawing), "single seeds": _choices(answers)}
+
+
+def with_blocks(page: str, texts: dict[str, str]) -> str:
+    """A page with these parts anew.
+
+    Raises:
+        ValueError: a part has no place in it.
+    """
+    for name, text in texts.items():
+        begin, end = BLOCK.format(name=name), END.format(name=name)
+        before, found_begin, rest = page.partition(f"{begin}\n")
+        _, found_end, after = rest.partition(end)
+        if not found_begin or not found_end:
+            raise ValueError(f"the page must have a part {begin} ... {end}")
+        page = f"{before}{begin}\n\n{text}\n\n{end}{after}"
+    return page
+
+
+def _expectations(answers: Answers, drawing: str) -> str:
+    size = answers.study.size
+    baseline = answers.baseline
+    better = "" if baseline is None else f" (here {baseline.member.label})"
+    intro = (
+        f"A GPT of {size.num_layers} layers, hidden size {size.hidden_size}; {NUM_REPLICAS} "
+        f"replicas, {size.train_iters} steps of {size.micro_batch_size} samples of "
+        f"{size.seq_length} tokens for each, tau 16 and a warm-up of 10 % of the steps where "
+        "nothing else is said. *Recommended* is "
+        "[configs/edit_quality.args](../configs/edit_quality.args). *Beside DDP*: loss at equal "
+        f"tokens over that of stock DDP with AdamW at the better of two beta2{better}, seed by "
+        "seed, mean ± standard deviation. *Bytes*: of a replica in the whole run, warm-up and "
+        "final phase included, over those of plain EDiT with the same tau; estimated from the "
+        "flags. Rows of one seed are an indication only."
+    )
+    shown = [f"![Loss beside stock DDP, by tau, samples and size]({drawing})"] if drawing else []
+    return "\n\n".join([
+        intro, *shown,
+        "### The recommended setting", _claims(answers),
+        "### Samples of a replica in a step", _samples(answers),
+        "### Size of the model and number of replicas", _sizes(answers),
+        "### An estimate for other trainings", _estimate(answers),
+        "### Muon", _muon(answers),
+        "### Random tokens in bursts on one of four replicas", _bad_data(answers),
+        "### Targets", _targets(answers),
+    ])  # fmt: skip
+
+
+def _claims(answers: Answers) -> str:
+    return _losses(answers.lines("quality"), answers.baseline)
+
+
+def _losses(lines: Sequence[Line], base: Line | None, *more: Line) -> str:
+    """A row for each line with runs, beside one member and perhaps others; what is missing below.
+
+    Args:
+        lines: of one question.
+        base: what *beside DDP* is relative to.
+        more: further members to be told beside, a column each.
+    """
+    header = ["", "validation loss", "beside DDP", *(f"beside {m.member.label}" for m in more),
+              "bytes", "seeds"]  # fmt: skip
+    rows = []
+    for line in lines:
+        if line.loss is not None:
+            others = [_gap_text(line, each) for each in (base, *more)]
+            case = line.member.cases[0]
+            sent = f"{relative_to_plain(case):.2f}" if case.strategy != "ddp" else ""
+            loss = line.loss.text("{:.4f}".format)
+            rows.append([line.member.label, loss, *others, sent, str(line.loss.num)])
+    return _with_missing(table(header, rows) if rows else "", lines)
+
+
+def _with_missing(text: str, lines: Sequence[Line]) -> str:
+    missing = [f"{line.member.label} ({len(line.records)} of {line.planned})"
+               for line in lines if len(line.records) < line.planned]  # fmt: skip
+    rest = [f"Runs missing: {'; '.join(missing)}."] if missing else []
+    return "\n\n".join([*([text] if text else []), *rest])
+
+
+def _gap_text(line: Line, base: Line | None) -> str:
+    spread = None if base is None or line.member.cases == base.member.cases else gap(line, base)
+    return "" if spread is None else spread.text("{:+.2%}".format).replace("± +", "± ")
+
+
+def _pairs(
+    answers: Answers, question: str, labels: Sequence[tuple[str, str]], heads: Sequence[str]
+) -> list[list[str]]:
+    """A row for each pair with a run: its head, loss of DDP and of EDiT, and the gap."""
+    rows = []
+    for head, pair in zip(heads, labels, strict=True):
+        ddp, edit = (answers.line(question, label) for label in pair)
+        texts = ["" if x.loss is None else x.loss.text("{:.4f}".format) for x in (ddp, edit)]
+        if any(texts):
+            rows.append([head, *texts, _gap_text(edit, ddp)])
+    return rows
+
+
+def _samples(answers: Answers) -> str:
+    labels = [samples_labels(samples) for samples in SAMPLES]
+    rows = _pairs(answers, "quality-samples", labels, list(map(str, SAMPLES)))
+    header = ["samples", "stock DDP", "recommended", "beside DDP"]
+    parts = [table(header, rows)] if rows else []
+    if (law := answers.samples_law()) is not None:
+        parts.append(
+            f"Fit (least squares of logarithms, {len(answers.sample_gaps())} points): gap = "
+            f"{law.scale:.3f} samples^{law.exponent:.2f}."
+        )
+    text = f"One seed; DDP with beta2 {LARGER_BETA2}."
+    return _with_missing("\n\n".join([text, *parts]), answers.lines("quality-samples"))
+
+
+def _sizes(answers: Answers) -> str:
+    labels = [sizes_labels(hidden) for hidden in HIDDEN_SIZES]
+    heads, laws = [], []
+    for (ddp, _), hidden in zip(labels, HIDDEN_SIZES, strict=True):
+        numel = num_parameters(answers.line("quality-sizes", ddp))
+        heads.append(f"{hidden}" if numel is None else f"{numel / 1e6:.1f}M")
+        ratio = 0.0 if numel is None else loss_ratio(PUBLISHED, NUM_REPLICAS, numel)
+        laws.append((heads[-1], f"{ratio - 1:+.1%}"))
+    rows = _pairs(answers, "quality-sizes", labels, heads)
+    rows = [[*row, dict(laws)[row[0]]] for row in rows]
+    header = ["parameters", "stock DDP", "recommended", "beside DDP", "published law"]
+    parts = [table(header, rows)] if rows else []
+    parts.append(
+        "Published law (arXiv 2503.09799, fit to its Table 4, of DiLoCo): loss over that of data "
+        f"parallelism = N^({PUBLISHED.scale:g} P^{PUBLISHED.exponent:g})."
+    )
+    if (law := answers.size_law()) is not None:
+        parts.append(
+            f"The same form through the {len(answers.size_gaps())} sizes here: "
+            f"N^({law.scale:.3g} P^{law.exponent:.3f}), at N = {NUM_REPLICAS}, one seed, one rate "
+            "for all sizes: it is not to be extrapolated far."
+        )
+    parts.append(_law_table())
+    text = f"One seed; DDP with beta2 {LARGER_BETA2}."
+    return _with_missing("\n\n".join([text, *parts]), answers.lines("quality-sizes"))
+
+
+def _estimate(answers: Answers) -> str:
+    by_size, by_samples = answers.size_law(), answers.samples_law()
+    gaps = [gap(answers.line("quality", recommended(tau)), answers.baseline)
+            for tau in (SHORT, LONG)]  # fmt: skip
+    if by_size is None or by_samples is None or None in gaps:
+        return "Needs the runs of the three sections above."
+    short, long = (spread.mean for spread in gaps if spread is not None)
+    size = answers.study.size
+    return (
+        f"gap = (N^({by_size.scale:.3g} P^{by_size.exponent:.3f}) - 1) "
+        f"(samples / {size.micro_batch_size})^{by_samples.exponent:.2f} at tau {SHORT}; times "
+        f"{long / short:.1f} at tau {LONG}. P: parameters; samples: of a replica in a step, "
+        f"{size.seq_length} tokens each. Each factor is from runs in which the others stayed as "
+        "they are, at one N: a product of them has not been measured. For more than ten million "
+        "parameters the published law above is the better guide."
+    )
+
+
+def _law_table() -> str:
+    header = ["published law", *(f"N = {n}" for n in LAW_REPLICAS)]
+    rows = []
+    for numel in LAW_SIZES:
+        head = f"{numel / 1e6:g}M" if numel < 1e9 else f"{numel / 1e9:g}B"
+        gaps = [f"{loss_ratio(PUBLISHED, n, numel) - 1:+.1%}" for n in LAW_REPLICAS]
+        rows.append([head, *gaps])
+    return table(header, rows)
+
+
+def _muon(answers: Answers) -> str:
+    text = (
+        f"`--optimizer muon`, peak rate {MUON_RATE:g}, `--muon-extra-scale-factor {MUON_SCALE}`, "
+        "outer learning rate 0.9, outer momentum 0.6; other rates and scales where a row says so. "
+        "**The scale and the rate were chosen after the losses with them and without them were "
+        "seen**, on these data and seed 1, for stock DDP with Muon. Bytes of the moments are "
+        "those of two for each parameter; Muon's matrices have one, so they are an upper bound."
+    )
+    lines = answers.lines("quality-muon")
+    muon_ddp = answers.line("quality-muon", muon("ddp"))
+    return f"{text}\n\n{_losses(lines, answers.baseline, muon_ddp)}"
+
+
+def _bad_data(answers: Answers) -> str:
+    lines = answers.lines("quality-bursts")
+    clean = answers.line("quality-bursts", CLEAN)
+    rows = [
+        [line.member.label, line.loss.text("{:.4f}".format), _gap_text(line, clean), line.left_out,
+         str(line.loss.num)]
+        for line in lines if line.loss is not None
+    ]  # fmt: skip
+    header = ["", "validation loss", "beside clean", "left out, by replica", "seeds"]
+    return _with_missing(table(header, rows) if rows else "", lines)
+
+
+def _targets(answers: Answers) -> str:
+    rows = [[each.what, each.wanted, each.found, each.verdict] for each in targets(answers)]
+    return table(["", "wanted", "found", ""], rows)
+
+
+def _choices(answers: Answers) -> str:
+    lines = answers.lines("quality-choices")
+    rows = []
+    for line in lines:
+        if line.loss is not None:
+            base = line.member.base
+            beside = "" if line.relative is None else f"{line.relative.mean:+.2%} to {base}"
+            sent = f"{relative_to_plain(line.member.cases[0]):.2f}"
+            rows.append([line.member.label, f"{line.loss.mean:.4f}", beside, sent])
+    header = ["", "validation loss", "difference", "bytes"]
+    return _with_missing(table(header, rows) if rows else "", lines)

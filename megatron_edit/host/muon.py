@@ -1,0 +1,118 @@
+"""Training with Muon inside the replicas: what must be there, and what is refused.
+
+Megatron's Muon (core 0.19) comes in two forms. Without the distributed optimizer every rank steps
+all matrices. With it, Megatron switches to its layer-wise distributed optimizer, which gives whole
+matrices to the data-parallel ranks of the replica.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+from argparse import Namespace
+from pathlib import Path
+
+from megatron_edit.constants import MUON, OVERLAP
+from megatron_edit.errors import UsageError
+
+PACKAGE, OLDEST, TOO_NEW = "emerging-optimizers", (0, 3), (0, 5)
+_MUON_OF_MEGATRON = "optimizer/emerging_optimizers.py"  # since core_v0.19.0
+_INSTALL = "pip install 'megatron_edit[muon]'"
+_REFUSED: tuple[tuple[str, object, str, str], ...] = (
+    ("fp16", True, "Megatron's Muon does not train in fp16", "use --bf16"),
+    ("muon_scalar_optimizer", "lion", "is not supported together with --use-edit yet",
+     "use --muon-scalar-optimizer adam"),
+    ("use_precision_aware_optimizer", True, "keeps no main parameters that Muon could step",
+     "drop the flag"),
+    ("optimizer_cpu_offload", True, "steps parameters with its own Adam", "drop the flag"),
+)  # fmt: skip
+_LAYER_WISE = "with --optimizer muon --use-distributed-optimizer"
+
+
+def is_layer_wise(args: Namespace) -> bool:
+    """Whether Megatron shards whole matrices; before its validation, and after it."""
+    return args.optimizer == MUON and bool(
+        args.use_distributed_optimizer
+        or getattr(args, "use_layer_wise_distributed_optimizer", False)
+    )
+
+
+def check_muon(args: Namespace, sync_mode: str) -> None:
+    """Refuse what Muon inside the replicas cannot work with, before Megatron's validation.
+
+    Args:
+        args: Megatron's.
+        sync_mode: the value of `--edit-sync-mode`.
+
+    Raises:
+        UsageError: this Megatron is older than 0.19, a package is missing, or another flag does
+            not go with it.
+    """
+    _check_megatron()
+    _check_package()
+    for name, refused, rule, remedy in _REFUSED:
+        if getattr(args, name, None) == refused:
+            value = "" if refused is True else f" {refused}"
+            given = "--" + name.replace("_", "-")
+            raise UsageError(f"{given}{value} with --optimizer {MUON}", rule, remedy)
+    if sync_mode == OVERLAP:
+        raise UsageError(
+            f"--edit-sync-mode {OVERLAP} with --optimizer {MUON}",
+            "is not supported yet: Muon's parameters are synced in blocking mode",
+            "use --edit-sync-mode auto",
+        )
+    if is_layer_wise(args):
+        _check_layer_wise(args)
+
+
+def _check_megatron() -> None:
+    core = importlib.util.find_spec("megatron.core")
+    folders = [] if core is None else core.submodule_search_locations or []
+    if not any(Path(folder, _MUON_OF_MEGATRON).is_file() for folder in folders):
+        raise UsageError(
+            f"--optimizer {MUON}",
+            "with --use-edit it needs Megatron's Muon of core_v0.19.0 or newer",
+            "use a newer Megatron-LM, or --optimizer adam",
+            is_local=True,
+        )
+
+
+def _check_package() -> None:
+    """Megatron asks for it only while it builds the optimizer, after the ranks have met."""
+    wanted = f"{PACKAGE} >= {_shown(OLDEST)}, < {_shown(TOO_NEW)}"
+    try:
+        version = importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        rule = f"needs the package {wanted}, which is not installed"
+        raise UsageError(f"--optimizer {MUON}", rule, _INSTALL, is_local=True) from None
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    found = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+    if not OLDEST <= found < TOO_NEW:
+        raise UsageError(f"{PACKAGE} {version}", f"must be {wanted}", _INSTALL, is_local=True)
+
+
+def _check_layer_wise(args: Namespace) -> None:
+    if not args.bf16:
+        raise UsageError(
+            f"no --bf16 {_LAYER_WISE}",
+            "Megatron's layer-wise distributed optimizer trains in bf16 only",
+            "add --bf16, or drop --use-distributed-optimizer",
+        )
+    if args.overlap_param_gather:
+        raise UsageError(
+            f"--overlap-param-gather {_LAYER_WISE}",
+            "is not supported together with --use-edit yet: layer-wise syncs are blocking",
+            "drop --overlap-param-gather",
+        )
+    if args.num_distributed_optimizer_instances > 1:
+        raise UsageError(
+            f"--num-distributed-optimizer-instances {args.num_distributed_optimizer_instances} "
+            f"{_LAYER_WISE}",
+            "Megatron's layer-wise distributed optimizer knows one instance only",
+            "drop the flag",
+        )
+
+
+def _shown(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

@@ -1,0 +1,73 @@
+"""What ranks do in the tests of the final synchronous phase and of losses that set intervals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_edit.config import EditConfig
+from megatron_edit.constants import FIRST_MOMENT
+from tests.distributed.toy import build_engine
+
+SIZES = {"embedding": 13, "final": 3}
+START = {name: [0.5] * size for name, size in SIZES.items()}
+
+
+def end_rounds(values: list[list[float] | None], settings: dict[str, Any]) -> dict[str, Any]:
+    """Three local steps, the last of which is followed by the final phase; then two more.
+
+    Args:
+        values: of the first inner moment of the unit "final", by replica; None has none.
+        settings: of the run.
+    """
+    config = EditConfig(use_edit=True, warmup_steps=0, sync_interval=2, digest_interval=1,
+                        num_replicas=len(values), **settings)  # fmt: skip
+    engine, host, reporter = build_engine(config, SIZES, START)
+    engine.start()
+    replica = engine.groups.sync.rank
+    own = values[replica]
+    if own is not None:
+        host.set_moments(FIRST_MOMENT, {"embedding": [0.0] * 13, "final": own})
+    host.counters = [8.0 * (replica + 1), 3.0 + replica]
+    host.schedule_position = 10 - replica
+    phases = []
+    for step in range(1, 6):
+        host.begins_final = step >= 3
+        engine.before_step()
+        if step <= 3:  # afterwards gradients are averaged: a toy has none
+            host.move({name: [0.1 * (replica + step)] * size for name, size in SIZES.items()})
+        engine.after_step()
+        engine.record_loss(float(step))
+        phases.append((engine.is_warmup, engine.is_final_phase))
+    held = host.moments.get(FIRST_MOMENT, {})
+    return {
+        "phases": phases,
+        "theta": {name: value.tolist() for name, value in host.full.items()},
+        "moments": held["final"].tolist() if held else [],
+        "counters": host.counters,
+        "schedule": host.schedule_position,
+        "is_reset": host.is_reset,
+        "sync_steps": [report.step for report in reporter.syncs],
+        "loss_steps": [step for step, _ in reporter.losses],
+        "messages": reporter.messages,
+        "has_outer": engine.state.outer is not None,
+    }
+
+
+def follow_losses(losses: list[list[float]], tau: int) -> list[int]:
+    """Steps after which replicas sync with `adacomm`.
+
+    Args:
+        losses: by replica and step.
+        tau: interval of the first round.
+    """
+    config = EditConfig(use_edit=True, warmup_steps=0, sync_interval=tau, interval="adacomm",
+                        num_replicas=len(losses))  # fmt: skip
+    engine, _, reporter = build_engine(config, SIZES, START)
+    engine.start()
+    mine = losses[engine.groups.sync.rank]
+    is_knowing = engine.groups.control.rank == engine.groups.control.size - 1  # the last stage
+    for loss in mine:
+        engine.before_step()
+        engine.after_step()
+        engine.record_loss(loss if is_knowing else float("nan"))
+    return [report.step for report in reporter.syncs]

@@ -1,0 +1,62 @@
+"""The final synchronous phase and intervals that follow losses, over real process groups."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from tests.harness import run_ranks
+
+MODULE = "tests.distributed.phase_scenarios"
+FIRST = [1.0, math.nan, 4.0]
+SECOND = [3.0, 6.0, math.inf]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"delay_steps": 1, "mix": 0.5}, {"strategy": "co2"}],
+    ids=["edit", "delayed", "co2"],
+)
+def test_inner_state_becomes_equal(settings: dict[str, object]) -> None:
+    """The partial round is synced and lands; moments are the mean in fp32 (what is not finite
+    counts as zero), counters those of replica 0, the schedule the furthest."""
+    results = run_ranks(f"{MODULE}:end_rounds", 2, ([FIRST, SECOND], settings), check=True)
+    found = [result.value for result in results]
+    finite = [np.where(np.isfinite(v), v, 0).astype(np.float32) for v in (FIRST, SECOND)]
+    for value in found:
+        assert value["phases"] == [(False, False)] * 2 + [(True, True)] * 3
+        np.testing.assert_array_equal(value["moments"], (finite[0] + finite[1]) / np.float32(2))
+        assert (value["counters"], value["schedule"]) == ([8.0, 3.0], 10)
+        assert value["sync_steps"] == [2, 3] and not value["has_outer"]
+        assert value["loss_steps"] == [1, 2, 3, 4, 5]
+        assert any("final synchronous phase after step 3" in m for m in value["messages"])
+    assert found[0]["theta"] == found[1]["theta"]
+
+
+def test_replica_without_moments() -> None:
+    """One has made no applied step: all begin anew, as all know from what they gather."""
+    results = run_ranks(f"{MODULE}:end_rounds", 2, ([FIRST, None], {}), check=True)
+    for result in results:
+        assert result.value["is_reset"] and result.value["counters"] == [8.0, 3.0]
+        assert any("inner moments are reset" in m for m in result.value["messages"])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_interval_follows_the_loss(ranks: int) -> None:
+    """ceil(tau sqrt(F / F_0)) by hand; with two ranks only the last knows the loss: would catch
+    ranks of a replica that count rounds of other lengths, and wait for each other for ever."""
+    losses = [[4.0] * 8 + [1.0] * 12, [6.0] * 8 + [1.5] * 12]
+    results = run_ranks(f"{MODULE}:follow_losses", 2 * ranks, (losses, 4), check=True)
+    means = np.array(losses).mean(axis=0)
+    expected, start, length, first = [], 0, 4, None
+    while start + length <= len(means):
+        end = start + length
+        # The loss of a step is known after its sync, and belongs to the round that follows.
+        loss = float(means[max(0, start - 1) : end - 1].mean())
+        first = first or loss
+        expected.append(end)
+        start, length = end, math.ceil(4 * math.sqrt(loss / first))
+    assert [result.value for result in results] == [expected] * (2 * ranks)
+    assert len(set(np.diff(expected))) > 1

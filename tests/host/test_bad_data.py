@@ -1,0 +1,85 @@
+"""Random tokens on one replica of a real training: left out because of its loss."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import Flags
+from tests.host.layouts import GATHER, LAYOUTS
+from tests.host.runs import EditRun, kept_run, run_edit
+
+HOOK = "tests.host.spy_bad_data:feed_random_tokens"
+# Two steps of warm-up, a sync every three: after steps 5, 8, ..., 29 there are nine values.
+BURST = (33, 36)
+STEPS, REPLICAS = 44, 3
+SETTINGS: Flags = {
+    "train_iters": STEPS, "lr": 0.01, "min_lr": 0.01, "lr_decay_style": "constant",
+    "edit_anomaly_warmup_syncs": 1000, "global_batch_size": 12,
+}  # fmt: skip
+
+
+def bursts(folder: Path, **flags: Any) -> EditRun:
+    """Three replicas of a rank, of which number 1 gets the burst."""
+    env = {"SPY_BURST": json.dumps(BURST)}
+    return run_edit(folder, REPLICAS, REPLICAS, before=HOOK, env=env, **{**SETTINGS, **flags})
+
+
+def rejected(run: EditRun) -> list[tuple[int, int]]:
+    """Iteration and replica of everything that was left out, which must be of all units."""
+    found = []
+    for line in run.syncs:
+        for replica, reasons in enumerate(zip(*line["why"], strict=True)):
+            if any(reasons):
+                assert set(reasons) == {"loss"} and not any(w[replica] for w in line["weights"])
+                found.append((line["iteration"], replica))
+    return found
+
+
+def test_burst_is_left_out_within_a_round() -> None:
+    """Catches: bad data that reach the anchor, clean replicas that are left out."""
+    run = kept_run(bursts, save_interval=34)
+    # The loss of step 33, the first bad one, is told at the sync after step 35, of 36 at 38.
+    assert rejected(run) == [(35, 1), (38, 1)]
+    line = next(line for line in run.syncs if line["iteration"] == 35)
+    assert line["loss_z"][1] > 6 and line["round_loss"][1] > max(line["round_loss"][::2]) + 0.1
+    text = run.result.ranks[0].stdout
+    assert "replica 1 is left out because of its loss" in text
+    assert run.digests(0) == run.digests(1) == run.digests(2)
+
+
+def test_clean_data_are_never_left_out(tmp_path: Path) -> None:
+    """Catches: a check that fires at the noise of a training."""
+    run = run_edit(tmp_path, REPLICAS, REPLICAS, **SETTINGS)
+    assert rejected(run) == []
+    assert all(None not in line["loss_z"] for line in run.syncs if line["round"] > 8)
+
+
+def test_resume_inside_a_burst(tmp_path: Path) -> None:
+    """From the middle of the first bad round: the same history, scores and decisions."""
+    whole = kept_run(bursts, save_interval=34)
+    resumed = run_edit(
+        tmp_path, REPLICAS, REPLICAS, before=HOOK, load=whole.folder / "saves", ckpt_step=34,
+        env={"SPY_BURST": json.dumps(BURST), "SPY_FIRST_STEP": "35"}, **SETTINGS,
+    )  # fmt: skip
+    assert rejected(resumed) == rejected(whole)
+    before = {line["round"]: line for line in whole.syncs}
+    for line in resumed.syncs:
+        for name in ("why", "round_loss", "loss_z", "norms", "weights"):
+            assert line[name] == before[line["round"]][name], name
+    assert resumed.digests(0) == whole.digests(0)[-len(resumed.syncs) :]
+
+
+@pytest.mark.system
+def test_pipeline_stages_decide_alike(tmp_path: Path) -> None:
+    """Only the last stage knows losses: catches stages of which one leaves a replica out."""
+    ranks, flags = LAYOUTS["pp2"]
+    run = run_edit(
+        tmp_path, 2 * ranks, 2, before=HOOK, env={"SPY_BURST": json.dumps(BURST)},
+        **{**SETTINGS, **GATHER, **flags, "global_batch_size": 8},
+    )  # fmt: skip
+    assert rejected(run) == [(35, 1), (38, 1)]
+    assert run.digests(0) == run.digests(1)

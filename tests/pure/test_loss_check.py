@@ -1,0 +1,173 @@
+"""The loss check against its oracle, on numbers made by hand, and its rate of false positives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_edit.comm.control import ControlRecord
+from megatron_edit.engine import Penalty
+from megatron_edit.engine.rounds.plan import RoundRules, RoundState, plan_round
+from megatron_edit.method.detector import DetectorConfig
+from megatron_edit.method.landing import DIRECT_COPY
+from megatron_edit.method.loss_check import (
+    LossCheckConfig,
+    LossHistory,
+    LossVerdict,
+    check_losses,
+    loss_differences,
+)
+from megatron_edit.method.schedule import StepSchedule
+from tests.reference.loss_check import LossOracle
+
+CONFIG = LossCheckConfig(threshold=6.0, patience=3)
+NAN = math.nan
+
+
+def judge(
+    losses: Sequence[float], history: LossHistory, steps: Sequence[int] | None = None
+) -> tuple[LossVerdict, LossHistory]:
+    """One round; all replicas made steps unless it is said."""
+    has_steps = torch.tensor([n > 0 for n in steps or [1] * len(losses)])
+    return check_losses(torch.tensor(losses, dtype=torch.float64), has_steps, history, CONFIG)
+
+
+def after(rounds: int, num_replicas: int, loss: float = 3.0) -> LossHistory:
+    """Histories of `rounds` rounds that alternate by 0.02."""
+    history = LossHistory.fresh(num_replicas)
+    for number in range(rounds):
+        _, history = judge([loss + 0.02 * (number % 2)] * num_replicas, history)
+    return history
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 4, 7])
+def test_oracle(num_replicas: int) -> None:
+    """Catches: another median or weight, a rejected value that is learned, a patience one off."""
+    rng = np.random.default_rng(num_replicas)
+    oracle, history = LossOracle(num_replicas), LossHistory.fresh(num_replicas)
+    num_rejected = 0
+    for number in range(120):
+        losses = 3.0 + 0.1 * rng.standard_normal(num_replicas)
+        if number in (20, 21, 60, 61, 62, 63, 64, 65):
+            losses[-1] += 3.0
+        if number == 30:
+            losses[0] = NAN
+        if number == 31:
+            losses[0] = math.inf
+        steps = [0 if number == 40 else 1, *[1] * (num_replicas - 1)]
+        verdict, history = judge(losses.tolist(), history, steps)
+        assert verdict.rejected.tolist() == oracle.observe(losses.tolist(), steps), number
+        num_rejected += int(verdict.rejected.sum())
+        for replica in range(num_replicas):
+            mean, sigma = oracle.statistics(replica)
+            assert float(history.mean[replica]) == pytest.approx(mean, rel=1e-12, abs=1e-12)
+            found = math.sqrt(math.pi / 2) * float(history.deviation[replica])
+            assert found == pytest.approx(sigma, rel=1e-12, abs=1e-12)
+        assert history.accepted.tolist() == [len(values) for values in oracle.values]
+    assert num_rejected >= 5  # the first burst, and the second until the patience ends
+
+
+def test_differences_by_hand() -> None:
+    """Catches: a bad replica that moves what the others are compared with."""
+    losses = torch.tensor([3.0, 3.5, 9.0], dtype=torch.float64)
+    everybody = torch.ones(3, dtype=torch.bool)
+    assert loss_differences(losses, everybody).tolist() == [-0.5, 0.0, 5.5]
+    low = torch.tensor([3.0, 3.5, 0.0], dtype=torch.float64)
+    assert loss_differences(low, everybody).tolist() == [0.0, 0.5, -3.0]
+    four = torch.tensor([3.0, 3.5, 9.0, 3.25], dtype=torch.float64)
+    # medians of the others: of 3.5, 9, 3.25; of 3, 9, 3.25; of 3, 3.5, 3.25; of 3, 3.5, 9
+    found = loss_differences(four, torch.ones(4, dtype=torch.bool))
+    assert found.tolist() == [-0.5, 0.25, 5.75, -0.25]
+    two = loss_differences(losses[1:], everybody[1:]).tolist()
+    assert two == [3.5, 9.0]  # of two, each has its own history alone
+    silent = torch.tensor([True, True, False])
+    assert all(math.isnan(d) for d in loss_differences(losses, silent).tolist())
+
+
+def test_not_judged_before_eight_values() -> None:
+    """Catches: a history that is armed one round early or late."""
+    for rounds in (0, 1, 7, 8):
+        verdict, _ = judge([3.0, 3.0, 8.0], after(rounds, 3))
+        assert verdict.rejected.tolist() == [False, False, rounds == 8]
+        assert math.isnan(float(verdict.scores[0])) == (rounds < 8)
+
+
+def test_small_excess_is_accepted_and_scores_agree() -> None:
+    """Differences were all 0: catches a check that rejects rounding, and a z of another bound."""
+    below, _ = judge([3.0, 3.0, 3.0999], after(20, 3))
+    above, _ = judge([3.0, 3.0, 3.1001], after(20, 3))
+    assert not below.rejected.any() and above.rejected.tolist() == [False, False, True]
+    assert float(below.scores[2]) < 6.0 < float(above.scores[2])
+    lower, _ = judge([3.0, 3.0, 1.0], after(20, 3))
+    assert not lower.rejected.any()  # a low loss is never bad data
+
+
+def test_change_of_regime_does_not_lock_out() -> None:
+    """Harder data for good: three rejections, then a new history that is not armed."""
+    history = after(20, 4)
+    rejected = []
+    for _ in range(8):
+        verdict, history = judge([3.0, 3.0, 3.0, 5.0], history)
+        rejected.append(bool(verdict.rejected[3]))
+    assert rejected == [True] * 3 + [False] * 5
+    assert float(history.mean[3]) == 2.0 and history.accepted.tolist() == [28, 28, 28, 5]
+
+
+def test_lists_of_a_checkpoint() -> None:
+    """Bit for bit; older versions have none, and another N begins anew."""
+    history = after(9, 3, loss=1 / 3)
+    lists = history.to_lists()
+    again = LossHistory.of_lists(lists, 3)
+    for name, tensor in vars(history).items():
+        assert torch.equal(tensor, getattr(again, name)), name
+    for other in (LossHistory.of_lists({}, 3), LossHistory.of_lists(lists, 3 + 1)):
+        assert not other.accepted.any()
+    for broken in ({**lists, "mean": [0.0]}, {**lists, "mean": None}, {"mean": [0.0] * 3}):
+        with pytest.raises((KeyError, TypeError, ValueError)):
+            LossHistory.of_lists(broken, 3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 4, 8])
+def test_clean_losses_are_rarely_rejected(num_replicas: int) -> None:
+    """Falling losses with normal noise, 200 runs of 54 rounds: at most 1 rejection in 10,000."""
+    rng = np.random.default_rng(0)
+    rejections = judged = 0
+    for _ in range(200):
+        offsets = 0.2 * rng.standard_normal(num_replicas)
+        history = LossHistory.fresh(num_replicas)
+        for number in range(54):
+            common = 3.0 + 4.0 / (1.0 + 0.3 * number) + 0.03 * rng.standard_normal()
+            losses = common + offsets + 0.13 * rng.standard_normal(num_replicas)
+            verdict, history = judge(losses.tolist(), history)
+            rejections += int(verdict.rejected.sum())
+            judged += num_replicas
+    assert rejections <= 1e-4 * judged, (rejections, judged)
+
+
+def test_rejected_replica_is_left_out_of_all_units() -> None:
+    """Catches: a verdict that does not reach the weights, or norms of it that are learned."""
+    penalty = Penalty(DetectorConfig(3.0, 0.5, 0, 3), True, None, False, 0.0, loss_check=CONFIG)
+    rules = RoundRules(penalty, DIRECT_COPY, StepSchedule(0, 4, 1))
+    state = RoundState.fresh(3, 2, None)
+    for number in range(10):
+        losses = [3.0 + 0.01 * (number % 2), 3.0, 9.0 if number == 9 else 3.0]
+        norms = (1.0, NAN if number == 9 else 2.0)
+        records = [
+            ControlRecord(
+                number, 4 * number, 4, 8, 16, (), norms if r == 1 else (1.0, 2.0), round_loss=loss
+            )
+            for r, loss in enumerate(losses)
+        ]
+        before, plan = state, plan_round(state, records, (0, 1), rules, is_last=False)
+        state = plan.after
+    assert plan.decision is not None
+    assert plan.decision.verdict.anomalous.tolist() == [[False] * 2, [False, True], [True] * 2]
+    assert plan.decision.weights.tolist() == [[0.5, 1.0], [0.5, 0.0], [0.0, 0.0]]
+    assert plan.decision.reasons() == [[None, None, "loss"], [None, "non-finite", "loss"]]
+    learned = state.detectors.accepted - before.detectors.accepted
+    assert learned.tolist() == [[1, 1], [1, 0], [0, 0]]
+    assert state.loss_history.accepted.tolist() == [10, 10, 9]

@@ -1,0 +1,267 @@
+"""Averages of the inner optimizer's moments: codes, schedule, beta2, and access to the state."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_edit.comm.wire import moment_bytes, start_exchange
+from megatron_edit.constants import FIRST_MOMENT, SECOND_MOMENT
+from megatron_edit.engine.rounds.plan import Decision
+from megatron_edit.engine.sync.moments import UnitMoments
+from megatron_edit.host.model.moments import (
+    given_beta2,
+    read_moment,
+    scaled_beta2,
+    write_moment,
+)
+from megatron_edit.method import codec as codecs
+from megatron_edit.method.codec import LOG8, ULOG8, Codec
+from megatron_edit.method.detector import Verdict
+from megatron_edit.method.loss_check import LossVerdict
+from megatron_edit.method.moments import (
+    ALL_MOMENTS,
+    NO_MOMENTS,
+    MomentRule,
+    MomentSchedule,
+    local_beta2,
+)
+from tests.harness.memory_network import Network, groups_of
+from tests.pure.test_codec import SIZES, bits, draw, round_trip
+from tests.pure.test_unit_sync import plan_of
+from tests.reference.wire import Round, quantised
+
+anything: Any = SimpleNamespace
+BOTH = pytest.mark.parametrize("codec", [LOG8, ULOG8], ids=lambda codec: codec.name)
+CODED = MomentRule((FIRST_MOMENT, SECOND_MOMENT))
+
+
+def moments_of(codec: Codec, numel: int, seed: int, low: float = -3.0, high: float = 3.0) -> Tensor:
+    """Values of many magnitudes, as the codec is for."""
+    values = draw(numel, seed, low, high)
+    return values if codec is LOG8 else values.square()
+
+
+# ---- codes
+
+
+@BOTH
+@settings(max_examples=40, deadline=None)
+@given(numel=SIZES, seed=st.integers(0, 1000), decades=st.sampled_from([(-3, 3), (-18, 18)]))
+def test_log_codes_equal_their_definition(
+    codec: Codec, numel: int, seed: int, decades: tuple[int, int]
+) -> None:
+    """Bit for bit. Catches: an octave off, a wrong sign, a short last block, a code that moves when
+    it is encoded again, input that is written to."""
+    values = moments_of(codec, numel, seed, *decades)
+    before = values.clone()
+    data = codec.encode(values)
+    assert data.shape == (codec.encoded_bytes(numel),) and bits(values) == bits(before)
+    decoded = round_trip(codec, values)
+    np.testing.assert_array_equal(decoded.numpy(), quantised(values.numpy(), codec.name))
+    assert bits(round_trip(codec, decoded)) == bits(decoded)
+    total = draw(numel, seed + 2)
+    expected = total + decoded
+    codec.add_decoded(data, total)
+    assert bits(total) == bits(expected)
+
+
+@BOTH
+def test_log_codes_are_right_relative_to_each_value(codec: Codec) -> None:
+    """Over 15 octaves (31 without a sign), and not relative to the largest of the block."""
+    octaves = 15 if codec is LOG8 else 31
+    values = 2.0 ** -(octaves * torch.rand(256, generator=torch.Generator().manual_seed(1)))
+    error = (round_trip(codec, values) / values - 1).abs()
+    assert 0.03 < float(error.max()) <= 2 ** (1 / 16) - 1 + 1e-6
+
+
+def test_small_second_moments_do_not_become_zero() -> None:
+    """They divide: catches an update that is unbounded because of its neighbours' size."""
+    values = torch.tensor([1.0, 1e-12, 1e-30, 0.0])
+    assert round_trip(ULOG8, values)[1:3].tolist() == [round_trip(ULOG8, values)[1]] * 2
+    assert 1e-10 < float(round_trip(ULOG8, values)[1]) < 1e-9
+    assert float(round_trip(ULOG8, values)[3]) == 0.0
+    assert round_trip(LOG8, -values)[1:].tolist() == [0.0] * 3
+    assert (round_trip(ULOG8, torch.tensor([1e-44, 1e-38])) >= 2.0**-126).all()
+
+
+@BOTH
+def test_zero_bytes_of_log_codes_are_zeros(codec: Codec) -> None:
+    """A replica that is left out sends zero bytes; zeros encode to them, too."""
+    zeros = torch.zeros(777)
+    assert bits(round_trip(codec, zeros)) == [0] * 777 and not codec.encode(zeros).any()
+
+
+@BOTH
+@pytest.mark.parametrize("what", [torch.nan, torch.inf, -torch.inf])
+def test_log_codes_of_what_is_not_finite(codec: Codec, what: float) -> None:
+    """The block is not finite as a whole, the others are as they were."""
+    values = moments_of(codec, 600, 1)
+    clean = round_trip(codec, values)
+    values[300] = what
+    decoded = round_trip(codec, values)
+    assert not decoded[256:512].isfinite().any()
+    assert bits(decoded[512:]) == bits(clean[512:]) and bits(decoded[:256]) == bits(clean[:256])
+
+
+@BOTH
+def test_slabs_of_log_codes_make_no_difference(
+    codec: Codec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches exponents or codes of the second slab at the place of the first."""
+    values = moments_of(codec, 3001, 3)
+    whole, decoded = codec.encode(values), round_trip(codec, values)
+    monkeypatch.setitem(codecs._SLAB_NUMEL, "cpu", 512)
+    assert torch.equal(codec.encode(values), whole)
+    assert bits(round_trip(codec, values)) == bits(decoded)
+
+
+# ---- which moments, when
+
+
+def test_every_kth_sync_counts_from_the_first() -> None:
+    """Of each unit: with fragments a unit comes to every F-th sync. Catches K beyond the end of a
+    run that averages once all the same."""
+    every = MomentSchedule.of("both", 3)
+    assert [every.rule_of(sync, 1) == CODED for sync in range(1, 8)] == [
+        sync in (3, 6) for sync in range(1, 8)
+    ]
+    chosen = [sync for sync in range(1, 13) if every.rule_of(sync, 2) == CODED]
+    assert chosen == [5, 6, 11, 12]
+    assert MomentSchedule.of("second", 1).rule_of(1, 1).kinds == (SECOND_MOMENT,)
+    assert MomentSchedule.of("none", 1).rule_of(1, 1) == NO_MOMENTS
+
+
+def test_beta2_of_a_replica() -> None:
+    """N of its steps forget as much as one step of all."""
+    assert local_beta2(0.95, 4) ** 4 == pytest.approx(0.95, rel=1e-12)
+    assert local_beta2(0.95, 1) == 0.95
+
+
+# ---- one unit
+
+
+def decision_of(*anomalous: bool) -> Decision:
+    """Of replicas in one unit; weights that are not uniform."""
+    left_out = torch.tensor(anomalous).unsqueeze(1)
+    weights = torch.arange(1.0, 1.0 + len(anomalous)).unsqueeze(1)
+    verdict = Verdict(left_out, torch.zeros(len(anomalous), 1))
+    norms = torch.ones(len(anomalous), 1, dtype=torch.float64)
+    loss = LossVerdict.without_check(torch.full((len(anomalous),), torch.nan))
+    return Decision(norms, verdict, weights, left_out.all(dim=0), loss)
+
+
+class KeptMoments:
+    """A host that keeps two moments of one unit."""
+
+    def __init__(self, first: list[float], second: list[float]) -> None:
+        self.values = {FIRST_MOMENT: torch.tensor(first), SECOND_MOMENT: torch.tensor(second)}
+
+    def read_moments(self, shard: Any, kind: str, out: Tensor) -> None:
+        out.copy_(self.values[kind])
+
+    def write_moments(self, shard: Any, kind: str, values: Tensor) -> None:
+        self.values[kind].copy_(values)
+
+
+@pytest.mark.parametrize("rule", [CODED, ALL_MOMENTS], ids=["codes", "fp32"])
+def test_one_that_is_left_out_takes_the_mean_of_the_others(rule: MomentRule) -> None:
+    """Uniform over those that are accepted, whatever their weights; nothing that is not finite
+    spreads. Catches a left-out replica that is added, and a mean over all."""
+    hosts: list[Any] = [
+        KeptMoments([1.0, -2.0, 0.0], [1.0, 4.0, 0.0]),
+        KeptMoments([3.0, 2.0, torch.inf], [3.0, torch.nan, 2.0]),
+        KeptMoments([5.0, torch.nan, 5.0], [7.0, torch.inf, 7.0]),
+    ]
+    (shard,) = plan_of().shards
+    groups = groups_of(3, Network())
+    decision = decision_of(False, False, True)
+    cpu = torch.device("cpu")
+    units = [
+        UnitMoments.prepare(host, rule, shard, decision, group.rank, cpu)
+        for host, group in zip(hosts, groups, strict=True)
+    ]
+    pairs = zip(units, groups, strict=True)
+    exchanges = [start_exchange(group, unit.addends) for unit, group in pairs]
+    while not all([exchange.advance() for exchange in exchanges]):
+        pass
+    for unit in units:
+        unit.land()
+    share = np.float32(0.5)
+    for kind, name, addends in (
+        (FIRST_MOMENT, "log8", [[1.0, -2.0, 0.0], [3.0, 2.0, 0.0], [0.0] * 3]),
+        (SECOND_MOMENT, "ulog8", [[1.0, 4.0, 0.0], [3.0, 0.0, 2.0], [0.0] * 3]),
+    ):
+        halves = [share * np.array(addend, np.float32) for addend in addends]
+        wanted = Round(halves, {2}).sum(name if rule.is_coded else "fp32", None)
+        for host in hosts:
+            np.testing.assert_array_equal(host.values[kind].numpy(), wanted)
+        sent = moment_bytes(rule, 3, 3)
+        assert {group.payload_bytes for group in groups} == {sent}
+
+
+# ---- Megatron's optimizers
+
+
+def optimizer_of(**state: Tensor) -> tuple[Any, Tensor]:
+    """With the state of one main shard of shape [2, 2], and that."""
+    main = torch.zeros(2, 2)
+    group = {"params": [main], "betas": (0.9, 0.95)}
+    inner = anything(state={main: dict(state)}, param_groups=[group])
+    return anything(optimizer=inner, param_groups=[group]), main
+
+
+def test_moments_are_read_and_written_by_kind() -> None:
+    """Of whichever optimizer has them; a main shard that was never stepped has none."""
+    optimizer, main = optimizer_of(
+        exp_avg=torch.arange(4.0).view(2, 2), exp_avg_sq=torch.ones(2, 2)
+    )
+    stub = anything(optimizer=None, param_groups=[])
+    out = torch.full((4,), 7.0)
+    read_moment([stub, optimizer], main, FIRST_MOMENT, out)
+    assert out.tolist() == [0.0, 1.0, 2.0, 3.0]
+    write_moment([stub, optimizer], main, SECOND_MOMENT, out)
+    assert optimizer.optimizer.state[main]["exp_avg_sq"].tolist() == [[0.0, 1.0], [2.0, 3.0]]
+    read_moment([optimizer], torch.zeros(4), FIRST_MOMENT, out.fill_(5.0))
+    write_moment([optimizer], torch.zeros(4), FIRST_MOMENT, out)
+    assert out.tolist() == [5.0] * 4 and len(optimizer.optimizer.state) == 1
+
+
+def test_scaled_state_goes_through_its_accessors() -> None:
+    """Transformer Engine's Adam keeps codes, and their scales apart: catches a write of the codes
+    that forgets the scale."""
+    optimizer, main = optimizer_of(exp_avg=torch.ones(2, 2, dtype=torch.float16))
+    scale = {"exp_avg": 4.0}
+
+    def unscaled(key: Tensor, name: str) -> Tensor:
+        return optimizer.optimizer.state[key][name].float() * scale[name]
+
+    def set_scaled(key: Tensor, name: str, values: Tensor) -> None:
+        scale[name] = float(values.max())
+        optimizer.optimizer.state[key][name].copy_(values / scale[name])
+
+    optimizer.optimizer.get_unscaled_state = unscaled
+    optimizer.optimizer.set_scaled_state = set_scaled
+    out = torch.empty(4)
+    read_moment([optimizer], main, FIRST_MOMENT, out)
+    assert out.tolist() == [4.0] * 4
+    write_moment([optimizer], main, FIRST_MOMENT, torch.tensor([8.0, 4.0, 2.0, 1.0]))
+    read_moment([optimizer], main, FIRST_MOMENT, out)
+    assert out.tolist() == [8.0, 4.0, 2.0, 1.0] and scale["exp_avg"] == 8.0
+
+
+def test_beta2_is_scaled_inside_a_step_alone() -> None:
+    """Also after a step that fails: a checkpoint has the value that was given."""
+    optimizer, _ = optimizer_of()
+    sgd = anything(optimizer=None, param_groups=[{"params": []}])
+    with pytest.raises(ValueError), scaled_beta2([optimizer, sgd], 4):
+        assert given_beta2([optimizer, sgd]) == [local_beta2(0.95, 4)]
+        raise ValueError
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)

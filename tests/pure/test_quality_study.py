@@ -1,0 +1,396 @@
+"""The questions about the recommended setting: runs, fits, bytes, targets, and the user's page.
+
+Would catch: a run without the recommended flags, a target that is reached with runs missing or
+beside the worse baseline, a fit of values instead of logarithms, a burst that is left out too late
+and counts, records of older runs that are not found any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from convergence_parts.answers import Answers
+from convergence_parts.cases import Case
+from convergence_parts.expectations import blocks, with_blocks
+from convergence_parts.fit import PUBLISHED, exponent_of, fit_power_law, loss_ratio
+from convergence_parts.gaps import draw_gaps, tau_series
+from convergence_parts.quality import (
+    CHECKED,
+    CLEAN,
+    DDP,
+    DDP_LARGER_BETA2,
+    HIDDEN_SIZES,
+    RECOMMENDED,
+    SAMPLES,
+    UNCHECKED,
+    muon,
+    plain,
+    recommended,
+    samples_labels,
+    sizes_labels,
+)
+from convergence_parts.questions import Member, Question
+from convergence_parts.records import RunSummary, RunTable, loss_rejections
+from convergence_parts.run_bytes import bytes_per_parameter, relative_to_plain
+from convergence_parts.study import BURSTS, CORRUPTED_REPLICA, Study
+from convergence_parts.targets import bursts_caught, targets
+
+from megatron_edit.command_line import config_from_argv
+from megatron_edit.tools.compare.flags import canonical
+from tests.harness.launch import REPOSITORY
+
+STUDY = Study()
+QUESTIONS = {q.name: q for q in STUDY.questions if q.name.startswith("quality")}
+PARAMETERS = 1_083_264  # of the study's model
+Results = Mapping[tuple[str, str], list[float]]
+
+
+def summary(loss: float, **changes: Any) -> RunSummary:
+    """A finished run, of stock DDP's bytes."""
+    fields: dict[str, Any] = {
+        "final_loss": loss, "bytes_per_step": 6.0 * PARAMETERS, "effective_replicas": 4.0,
+        "left_out": [], "seconds": 1.0, "versions": {}, "loss_rejections": [],
+    }  # fmt: skip
+    return RunSummary(**fields | changes)
+
+
+def member(question: str, label: str) -> Member:
+    """A member by its label."""
+    return next(m for m in QUESTIONS[question].members if m.label == label)
+
+
+def answers(results: Results, **changes: Any) -> Answers:
+    """Of these losses, by question and label, for the first seeds."""
+    found = {
+        case.hash({}): summary(loss, **changes)
+        for (question, label), losses in results.items()
+        for case, loss in zip(member(question, label).cases, losses, strict=False)
+    }
+    return Answers(STUDY, lambda case: found.get(case.hash({})))
+
+
+def verdicts(results: Results, **changes: Any) -> dict[str, bool | None]:
+    """Of all targets, by what is measured."""
+    return {each.what: each.is_reached for each in targets(answers(results, **changes))}
+
+
+# ---- the runs
+
+
+def test_questions_in_order_of_priority() -> None:
+    """And behind those whose labels other pictures look for."""
+    assert list(QUESTIONS) == [
+        "quality", "quality-bursts", "quality-samples", "quality-sizes", "quality-muon",
+        "quality-choices",
+    ]  # fmt: skip
+    names = [question.name for question in STUDY.questions]
+    assert max(i for i, n in enumerate(names) if n.startswith("marks")) < names.index("quality")
+
+
+def test_seeds_of_claims_and_of_choices() -> None:
+    three = (1, 2, 3)
+    claimed = [
+        ("quality", DDP), ("quality", DDP_LARGER_BETA2), ("quality", recommended(16)),
+        ("quality", recommended(64)), ("quality-bursts", CLEAN), ("quality-bursts", CHECKED),
+        ("quality-bursts", UNCHECKED), ("quality-muon", muon("ddp")),
+        ("quality-muon", muon(recommended(16))), ("quality-muon", muon(recommended(64))),
+    ]  # fmt: skip
+    for question, label in claimed:
+        assert tuple(case.seed for case in member(question, label).cases) == three, label
+    for name in ("quality-samples", "quality-sizes", "quality-choices"):
+        assert {case.seed for case in QUESTIONS[name].cases} == {1}
+    assert {case.seed for q in Study(seeds=(7,)).questions for case in q.cases} == {7}
+
+
+def test_recommended_flags_are_those_of_the_file() -> None:
+    """None of strategy, warm-up, interval or evaluation, and no flag of Megatron."""
+    names = [word for word in RECOMMENDED if word.startswith("--")]
+    assert names == [
+        "--edit-average-moments", "--edit-scale-beta2", "--edit-final-sync-fraction",
+        "--edit-sync-dtype",
+    ]  # fmt: skip
+    for question in QUESTIONS.values():
+        for each in question.members:
+            if "recommended" in each.label or question.name == "quality-bursts":
+                assert set(RECOMMENDED) <= set(each.cases[0].words), each.label
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_recommended_flags_are_valid(optimizer: str) -> None:
+    words = ["--use-edit", "--edit-num-replicas", "4", "--optimizer", optimizer, *RECOMMENDED]
+    config = config_from_argv(words)
+    assert (config.use_edit, config.sync_dtype) == (True, "int8")
+
+
+@pytest.mark.parametrize("question", QUESTIONS.values(), ids=lambda question: question.name)
+def test_this_version_can_make_all_runs(question: Question) -> None:
+    """Catches: a flag that is spelled in another way here than where it is parsed."""
+    refusals = {each.label: each.cases[0].refusal for each in question.members}
+    assert not any(refusals.values()), refusals
+
+
+def test_old_runs_are_found_under_new_names() -> None:
+    """Plain rows are those of earlier questions: they are not made again."""
+    table = RunTable.read(REPOSITORY / "benchmarks" / "results" / "convergence.json")
+    for label in (DDP, plain(16)):
+        assert all(table.find(case) is not None for case in member("quality", label).cases)
+
+
+def test_muon_runs_have_no_distributed_optimizer() -> None:
+    """At the chosen rate and scale; the outer settings are told, not left to presets."""
+    words = canonical(member("quality-muon", muon(recommended(64))).cases[0].words)
+    assert "--use-distributed-optimizer" not in words
+    wanted = {"--optimizer": ["muon"], "--muon-extra-scale-factor": ["0.2"], "--lr": ["0.004"],
+              "--edit-outer-lr": ["0.9"], "--edit-outer-momentum": ["0.6"],
+              "--edit-sync-interval": ["64"]}  # fmt: skip
+    assert words.items() >= wanted.items()
+    adam = canonical(member("quality", recommended(64)).cases[0].words)
+    assert "--use-distributed-optimizer" in adam
+
+
+def test_sizes_and_samples() -> None:
+    """The middle ones are runs of the claim, too."""
+    for question, labels, name, values in (
+        ("quality-samples", samples_labels, "--micro-batch-size", SAMPLES),
+        ("quality-sizes", sizes_labels, "--hidden-size", HIDDEN_SIZES),
+    ):
+        for value in values:
+            for label in labels(value):
+                words = canonical(member(question, label).cases[0].words)
+                assert words[name] == [str(value)]
+    claim = member("quality", recommended(16)).cases[0].hash({})
+    assert member("quality-samples", samples_labels(8)[1]).cases[0].hash({}) == claim
+    assert member("quality-sizes", sizes_labels(192)[1]).cases[0].hash({}) == claim
+
+
+# ---- fits
+
+
+def test_published_law() -> None:
+    """As quoted for four replicas: 6 % at 1.1 million parameters, 1.2 % at a billion."""
+    assert loss_ratio(PUBLISHED, 4, 1.1e6) - 1 == pytest.approx(0.06, abs=0.001)
+    assert loss_ratio(PUBLISHED, 4, 1e9) - 1 == pytest.approx(0.012, abs=0.001)
+    assert loss_ratio(PUBLISHED, 1, 1e6) == 1.0
+    assert exponent_of(loss_ratio(PUBLISHED, 8, 1e7), 8) == pytest.approx(PUBLISHED.at(1e7))
+
+
+def test_fit_finds_a_power_law() -> None:
+    law = fit_power_law([(x, 0.5 * x**-1.5) for x in (1.0, 3.0, 10.0)])
+    assert law is not None
+    assert law.scale == pytest.approx(0.5) and law.exponent == pytest.approx(-1.5)
+    # Least squares by hand: y = 1, 2, 8 at x = 1, 2, 4 has logarithms to base 2 of 0, 1, 3.
+    law = fit_power_law([(1, 1), (2, 2), (4, 8)])
+    assert law is not None
+    assert law.scale == pytest.approx(2 ** (-1 / 6)) and law.exponent == pytest.approx(1.5)
+
+
+def test_fit_needs_two_places_with_a_gap() -> None:
+    assert fit_power_law([]) is None and fit_power_law([(1, 2), (1, 3)]) is None
+    assert fit_power_law([(1, 2), (2, -0.1)]) is None  # better than data parallelism
+
+
+# ---- bytes
+
+
+def test_bytes_by_hand() -> None:
+    """Per parameter: 6 in fp32 both ways, 1.5 and a little in codes; 96 and 48 of 960 steps."""
+    code = 1.5 * (1 + 4 / 256)
+    dense = 96 * 6.0
+    assert bytes_per_parameter(member("quality", DDP).cases[0]) == 960 * 6.0
+    assert bytes_per_parameter(member("quality", plain(16)).cases[0]) == dense + 54 * 6.0
+    assert bytes_per_parameter(member("quality", plain(64)).cases[0]) == dense + 14 * 6.0
+    found = bytes_per_parameter(member("quality", recommended(16)).cases[0])
+    assert found == pytest.approx(dense + 48 * 6.0 + 51 * 3 * code, rel=0.002)
+    ratio = relative_to_plain(member("quality", recommended(16)).cases[0])
+    assert 1.2 < ratio < 1.3
+
+
+def test_moments_of_every_second_sync_cost_half() -> None:
+    case = member("quality", recommended(16)).cases[0]
+    less = replace(case, flags=(*case.flags, "--edit-average-moments-every", "2"))
+    none = replace(case, flags=(*case.flags, "--edit-average-moments", "none"))
+    full, half, zero = (bytes_per_parameter(each) for each in (case, less, none))
+    assert (half - zero) / (full - zero) == pytest.approx(25 / 51)
+
+
+def test_estimate_is_what_plain_runs_have_counted() -> None:
+    """Of runs in the repository: syncs of EDiT in fp32 and in int8."""
+    table = RunTable.read(REPOSITORY / "benchmarks" / "results" / "convergence.json")
+    wire = next(q for q in STUDY.questions if q.name == "marks-wire")
+    for each in wire.members:
+        if each.label.endswith(("16", "int8")):
+            run = table.find(each.cases[0])
+            assert run is not None
+            counted = 96 * 6.0 + 864 * run.bytes_per_step / PARAMETERS
+            assert bytes_per_parameter(each.cases[0]) == pytest.approx(counted, rel=0.005)
+
+
+# ---- targets
+
+ADAM = {
+    ("quality", DDP): [3.1, 3.1, 3.1],
+    ("quality", DDP_LARGER_BETA2): [3.0, 3.0, 3.0],
+    ("quality", recommended(16)): [3.04, 3.05, 3.03],
+    ("quality", recommended(64)): [3.17, 3.18, 3.17],
+}  # fmt: skip
+TAU_16, TAU_64 = (f"tau {tau}, 8 samples, beside stock DDP" for tau in (16, 64))
+
+
+def test_nothing_is_reached_without_runs() -> None:
+    """But the bytes, which are computed from the flags."""
+    found = verdicts({})
+    assert {what for what, reached in found.items() if reached is not None} == {
+        "tau 16, bytes of the run over plain EDiT's (estimated)"
+    }
+    assert len(found) == 8
+
+
+def test_gaps_are_beside_the_better_baseline() -> None:
+    """+1.3 % and +5.8 %; beside the worse one they would be below zero and +2.4 %."""
+    found = verdicts(ADAM)
+    assert found[TAU_16] is True and found[TAU_64] is True
+    worse = {**ADAM, ("quality", recommended(16)): [3.05, 3.06, 3.05]}
+    assert verdicts(worse)[TAU_16] is False  # +1.8 %
+    swapped = {**worse, ("quality", DDP): [2.9, 2.9, 2.9]}
+    assert verdicts(swapped)[TAU_64] is False
+
+
+def test_a_target_is_open_until_all_seeds_are_there() -> None:
+    two = {**ADAM, ("quality", recommended(16)): [3.04, 3.05]}
+    assert verdicts(two)[TAU_16] is None
+    baseline = {**ADAM, ("quality", DDP_LARGER_BETA2): [3.0]}
+    # One seed of the other baseline does not decide against three.
+    assert answers(baseline).baseline == answers(ADAM).line("quality", DDP)
+
+
+def test_muon_beside_adam() -> None:
+    name = "Muon, tau 16, beside stock DDP with AdamW"
+    label = ("quality-muon", muon(recommended(16)))
+    assert verdicts({**ADAM, label: [2.93, 2.94, 2.94]})[name] is True
+    assert verdicts({**ADAM, label: [2.95, 2.95, 2.95]})[name] is False
+
+
+def burst_starts(case: Case) -> list[int]:
+    """First steps of the bursts."""
+    assert case.corruption is not None
+    return [first for first, _ in case.corruption.bursts]
+
+
+def bad_data(rejections: Callable[[Case], list[list[int]] | None]) -> Answers:
+    """Finished runs with bursts and without."""
+    found = {
+        case.hash({}): summary(3.0, loss_rejections=rejections(case))
+        for case in QUESTIONS["quality-bursts"].cases
+    }
+    return Answers(STUDY, lambda case: found.get(case.hash({})))
+
+
+@pytest.mark.parametrize(("late", "caught"), [(0, 12), (15, 12), (16, 0), (-1, 0)])
+def test_bursts_must_be_left_out_within_a_round(late: int, caught: int) -> None:
+    """Three seeds of four bursts; a sync before a burst begins is no answer to it."""
+
+    def rejections(case: Case) -> list[list[int]]:
+        if case.corruption is None:
+            return []
+        return [[first + late, CORRUPTED_REPLICA] for first in burst_starts(case)]
+
+    found = bad_data(rejections)
+    assert bursts_caught(found.line("quality-bursts", CHECKED)) == (caught, 3 * len(BURSTS))
+    reached = {each.what: each.is_reached for each in targets(found)}
+    what = "bursts of random tokens left out within one round of their begin"
+    assert reached[what] is (caught == 12)
+    assert reached["clean data left out because of their loss"] is True
+
+
+def test_another_replica_that_is_left_out_does_not_count() -> None:
+    found = bad_data(
+        lambda case: [[first, 0] for first in burst_starts(case)] if case.corruption else [[112, 2]]
+    )
+    assert bursts_caught(found.line("quality-bursts", CHECKED)) == (0, 12)
+    reached = {each.what: each for each in targets(found)}
+    clean = reached["clean data left out because of their loss"]
+    assert (clean.is_reached, clean.found) == (False, "3")
+
+
+def test_runs_without_the_check_decide_nothing() -> None:
+    found = bad_data(lambda case: None)
+    assert bursts_caught(found.line("quality-bursts", CHECKED)) == (0, 0)
+    reached = {each.what: each.is_reached for each in targets(found)}
+    assert reached["bursts of random tokens left out within one round of their begin"] is None
+    assert reached["clean data left out because of their loss"] is None
+
+
+def test_reasons_of_syncs_are_read() -> None:
+    """By unit and replica; files without reasons say nothing."""
+    syncs = [
+        {"iteration": 112, "why": [[None, "loss", None], [None, "loss", "norm"]]},
+        {"iteration": 128, "why": [[None, None, None], ["non-finite", None, None]]},
+        {"iteration": 144, "why": [[None, None, "loss"], [None, None, "norm"]]},
+    ]
+    assert loss_rejections(syncs) == [[112, 1], [144, 2]]
+    assert loss_rejections([{"iteration": 112}]) is None and loss_rejections([]) is None
+
+
+# ---- the page
+
+
+def test_page_says_what_the_runs_say(tmp_path: Path) -> None:
+    """Every seed of everything, by laws that the fits must find again."""
+    results: dict[tuple[str, str], list[float]] = {**ADAM}
+    for each in QUESTIONS["quality-muon"].members:
+        results.setdefault(("quality-muon", each.label), [2.9, 2.9, 2.9])
+    for label in (DDP, DDP_LARGER_BETA2):
+        del results["quality-muon", label]  # as in `quality`
+    for samples in SAMPLES:
+        ddp, edit = samples_labels(samples)
+        results["quality-samples", ddp] = [3.0]
+        results["quality-samples", edit] = [3.0 + 0.32 / samples]
+    found = answers(results)
+    law = found.samples_law()
+    assert law is not None
+    assert law.scale == pytest.approx(0.32 / 3) and law.exponent == pytest.approx(-1.0)
+    texts = blocks(found, "x.png")
+    text = texts["expectations"]
+    assert "Fit (least squares of logarithms, 4 points): gap = 0.107 samples^-1.00." in text
+    assert "| recommended, tau 16 | 3.0400 ± 0.0100 | +1.33% ± 0.33% | 1.22 | 3 |" in text
+    assert "chosen after the losses with them and without them were seen" in text
+    assert "Needs the runs of the three sections above." in text  # no sizes
+    assert not any("None" in line for line in "".join(texts.values()).splitlines())
+    assert set(tau_series(found)) == {"recommended setting", "recommended, Muon beside Muon"}
+    assert draw_gaps(tmp_path / "gaps.png", found)
+    assert (tmp_path / "gaps.png").read_bytes().startswith(b"\x89PNG")
+    assert not draw_gaps(tmp_path / "none.png", answers({}))
+
+
+def test_estimate_multiplies_what_was_measured_alone() -> None:
+    """Sizes by the exponent of N, samples by their power, tau by a factor."""
+    results: dict[tuple[str, str], list[float]] = {**ADAM}
+    for samples in SAMPLES:
+        ddp, edit = samples_labels(samples)
+        results["quality-samples", ddp] = [3.0]
+        results["quality-samples", edit] = [3.0 * (1 + 0.1 / samples)]
+    found: dict[str, RunSummary] = {}
+    for hidden in HIDDEN_SIZES:
+        base, case = (member("quality-sizes", label).cases[0] for label in sizes_labels(hidden))
+        found[base.hash({})] = summary(3.0, bytes_per_step=6.0 * hidden * 1000)
+        found[case.hash({})] = summary(3.0 * 4 ** (2.0 * (hidden * 1000) ** -0.3))
+    several = answers(results)
+    both = Answers(STUDY, lambda case: found.get(case.hash({})) or several._find(case))
+    size_law = both.size_law()
+    assert size_law is not None
+    assert size_law.scale == pytest.approx(2.0) and size_law.exponent == pytest.approx(-0.3)
+    text = blocks(both, "")["expectations"]
+    assert "gap = (N^(2 P^-0.300) - 1) (samples / 8)^" in text and "![" not in text
+
+
+def test_parts_of_the_page_are_replaced() -> None:
+    page = "a\n<!-- x: made by benchmarks/convergence.py --report -->\nold\n<!-- end of x -->\nb\n"
+    once = with_blocks(page, {"x": "new \\1"})
+    assert "old" not in once and "\nnew \\1\n" in once and once.endswith("-->\nb\n")
+    assert with_blocks(once, {"x": "new \\1"}) == once
+    with pytest.raises(ValueError, match="must have a part"):
+        with_blocks(page, {"y": "new"})
