@@ -118,6 +118,7 @@ class Manifest:
         is_warmup: whether the replicas trained in step: there is no outer state.
         is_final_phase: whether that was in the final synchronous phase, and not in the warm-up.
         first_loss: F_0 of `method.schedule.RoundStart`; None where it does not matter.
+        common_steps: that Adam had made before the first local one; None where beta2 is not scaled.
         round: syncs so far.
         replicas: by replica.
         detectors: fields of `method.detector.DetectorState`, lists [N][U].
@@ -165,6 +166,7 @@ class Manifest:
     settings: Mapping[str, Any] = field(default_factory=dict)
     is_final_phase: bool = False
     first_loss: float | None = None
+    common_steps: int | None = None
     loss_history: Mapping[str, list[float]] = field(default_factory=dict)
 
     @property

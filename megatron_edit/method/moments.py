@@ -95,3 +95,16 @@ NEVER = MomentSchedule(NO_MOMENTS, 1)
 def local_beta2(beta2: float, num_replicas: int) -> float:
     """beta2^(1/N), for steps of one of N replicas."""
     return float(beta2 ** (1.0 / num_replicas))
+
+
+def extra_steps(common_steps: int, num_replicas: int) -> int:
+    """What Adam's count of steps lacks in a local step, so that its bias correction fits.
+
+    After c steps with beta2 and l with beta2^(1/N), the weights in the second moment sum to
+    1 - beta2^(c + l/N) = 1 - (beta2^(1/N))^(N c + l), which is Adam's correction for step N c + l.
+
+    Args:
+        common_steps: c, steps before the first local one.
+        num_replicas: N.
+    """
+    return (num_replicas - 1) * common_steps

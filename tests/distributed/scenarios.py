@@ -184,6 +184,7 @@ def rounds_with_losses(losses: list[list[float]], settings: dict[str, Any]) -> l
             host.move({name: [1.0 + replica] * size for name, size in sizes.items()})
             engine.after_step()
             engine.record_loss(own if knows_loss else float("nan"))
+    engine.finish()
     return [
         {
             "units": list(report.units),

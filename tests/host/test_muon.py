@@ -12,7 +12,7 @@ from tests.host.layouts import LAYOUTS, PLAIN_DDP
 from tests.host.runs import PENALTY_OFF, EditRun, edit_flags, kept_run, run_edit, run_stock
 from tests.host.spy import read_records
 from tests.host.test_degenerate import losses
-from tests.host.test_resume import MOMENTS, both_runs
+from tests.host.test_resume import HOOK, MOMENTS, both_runs, facts
 
 pytest.importorskip("emerging_optimizers", reason="needs the extra muon")
 
@@ -168,3 +168,20 @@ def test_layer_wise_in_fp32_is_refused() -> None:
     assert [rank.returncode for rank in done.ranks] == [2, 2]
     lines = [x for rank in done.ranks for x in rank.stderr.splitlines() if "megatron_edit: " in x]
     assert len(lines) == 1 and "trains in bf16 only" in lines[0]
+
+
+@FORMS
+@pytest.mark.parametrize("final", [0.0, 0.25], ids=["rounds", "final-phase"])
+def test_averaged_momentum_is_equal_on_all_replicas(
+    tmp_path: Path, form: Flags, ranks: int, final: float
+) -> None:
+    """The recommended settings, after the last sync and in a final phase. Catches momentum of
+    matrices that no moment stands for: each replica would keep its own."""
+    run = run_edit(
+        tmp_path, 2 * ranks, 2, before=HOOK, train_iters=8, edit_average_moments="both",
+        edit_scale_beta2=True, edit_sync_dtype="int8", edit_final_sync_fraction=final, **form,
+    )  # fmt: skip
+    assert run.digests(0) == run.digests(1)
+    ends = facts(tmp_path, 2 * ranks)
+    assert [end["moments"] for end in ends[:ranks]] == [end["moments"] for end in ends[ranks:]]
+    assert any(end["moments"] for end in ends)

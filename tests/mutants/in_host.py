@@ -6,6 +6,14 @@ from tests.mutants.mutant import Mutant
 
 HOST = (
     Mutant(
+        id="host/bias-correction-of-another-beta2",
+        bug="after a short warm-up scaled beta2 makes the first local updates too small",
+        file="host/model/moments.py",
+        old='        owner["step"] += more\n',
+        new='        owner["step"] += 0\n',
+        test="pure/test_moment_codes.py::test_bias_correction_after_a_change_of_beta2",
+    ),
+    Mutant(
         id="host/beta2-stays-scaled",
         bug="beta2 stays scaled after a step: the next one scales it again, a checkpoint keeps it",
         file="host/model/moments.py",

@@ -238,7 +238,7 @@ def test_another_version(tmp_path: Path, version: Any) -> None:
 
 SINCE_VERSION_2 = {"is_level", "unit_steps", "wire"}
 SINCE_VERSION_3 = {"settings"}
-SINCE_VERSION_4 = {"is_final_phase", "first_loss", "loss_history"}
+SINCE_VERSION_4 = {"is_final_phase", "first_loss", "loss_history", "common_steps"}
 DEFAULTS = {
     "ledger", "order_start", "has_anchor", "round_seconds", "written_by", *SINCE_VERSION_2,
     *SINCE_VERSION_3, *SINCE_VERSION_4, *LATER,

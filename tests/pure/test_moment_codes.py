@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from megatron_edit.host.model.moments import (
     given_beta2,
     read_moment,
     scaled_beta2,
+    steps_counted,
     write_moment,
 )
 from megatron_edit.method import codec as codecs
@@ -257,11 +259,27 @@ def test_scaled_state_goes_through_its_accessors() -> None:
     assert out.tolist() == [8.0, 4.0, 2.0, 1.0] and scale["exp_avg"] == 8.0
 
 
+def test_bias_correction_after_a_change_of_beta2() -> None:
+    """Of a constant gradient g the corrected second moment is g^2 at every step, also at the first
+    ones with beta2^(1/N). Would catch updates that shrink by sqrt(1 - beta2'^c) at the switch."""
+    weight, common, size = torch.nn.Parameter(torch.zeros(1)), 3, 4
+    adam = torch.optim.AdamW([weight], lr=0.1, betas=(0.0, 0.9), eps=0.0, weight_decay=0.0)
+    inner: Any = anything(optimizer=adam, param_groups=adam.param_groups)
+    for step in range(6):
+        before = float(weight.detach())
+        weight.grad = torch.full((1,), 0.5)
+        local = step >= common
+        with scaled_beta2([inner], size, common) if local else nullcontext():
+            adam.step()
+        assert before - float(weight.detach()) == pytest.approx(0.1, rel=1e-5)
+        assert steps_counted([inner]) == step + 1
+
+
 def test_beta2_is_scaled_inside_a_step_alone() -> None:
     """Also after a step that fails: a checkpoint has the value that was given."""
     optimizer, _ = optimizer_of()
     sgd = anything(optimizer=None, param_groups=[{"params": []}])
-    with pytest.raises(ValueError), scaled_beta2([optimizer, sgd], 4):
+    with pytest.raises(ValueError), scaled_beta2([optimizer, sgd], 4, 8):
         assert given_beta2([optimizer, sgd]) == [local_beta2(0.95, 4)]
         raise ValueError
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)

@@ -141,7 +141,7 @@ class LoadControl:
             return
         manifest, plan = resume.manifest, resume.plan
         entry = plan.entries[place.replica]
-        host.resume(entry.samples, plan.consumed, plan.order)
+        host.resume(entry.samples, plan.consumed, plan.order, manifest.common_steps)
         if entry.is_waiting:
             host.hold_back(entry.pending_schedule)
         if manifest.is_warmup:

@@ -318,6 +318,7 @@ class CheckpointWriter:
             is_final_phase=self._engine.is_final_phase,
             first_loss=state["first_loss"],
             loss_history=state["loss_history"].to_lists(),
+            common_steps=self._host.common_steps,
         )
 
 

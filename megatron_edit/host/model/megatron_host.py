@@ -28,6 +28,7 @@ from megatron_edit.host.model.moments import (
     read_moment,
     reset,
     scaled_beta2,
+    steps_counted,
     write_counter,
     write_moment,
     zero_nonfinite,
@@ -70,6 +71,8 @@ class MegatronHost:
             A-EDiT comes back with whole batches of all replicas.
         last_local_iteration: Megatron's number of the last iteration before the final synchronous
             phase; of the last one of the training where there is no such phase.
+        common_steps: that Adam had made before the first local one, where beta2 is scaled; None
+            where it was not so far.
         samples_at_start: consumed by the other replicas, and by this one, before this launch.
     """
 
@@ -99,6 +102,7 @@ class MegatronHost:
         self.order = IN_ORDER
         self._samples = 0
         self.samples_at_start = (0, 0)
+        self.common_steps: int | None = None
         self._held_back = 0  # of the schedule: it has advanced before a meeting, not after it
         self._pending = 0  # samples by which Megatron will advance the schedule after the step
         self.loop = LoopControl(args, scheduler)
@@ -149,7 +153,8 @@ class MegatronHost:
 
     def _beta2_of_step(self) -> AbstractContextManager[None]:
         if self._scales_beta2 and self._is_local:
-            return scaled_beta2(self._inner, self._placement.num_replicas)
+            assert self.common_steps is not None
+            return scaled_beta2(self._inner, self._placement.num_replicas, self.common_steps)
         return nullcontext()
 
     def _defer_gather(self, is_deferred: bool) -> None:
@@ -266,6 +271,10 @@ class MegatronHost:
         if not self._scales_beta2 or is_local == self._is_local:
             return None
         self._is_local, replicas = is_local, self._placement.num_replicas
+        if is_local:
+            counted = steps_counted(self._inner)
+            saved = counted if self.common_steps is None else self.common_steps
+            self.common_steps = min(saved, counted)  # moments may have begun anew
         given = given_beta2(self._inner)
         if not is_local or not given:  # a stage may have nothing to step
             return None
@@ -275,6 +284,7 @@ class MegatronHost:
     def reset_moments(self) -> None:
         """Let the inner optimizers begin anew, as before their first step."""
         reset(self._inner)
+        self.common_steps = None
 
     def num_moment_elements(self) -> int:
         """Elements of all moments that the inner optimizers of this rank hold now."""
@@ -294,15 +304,18 @@ class MegatronHost:
         sources = [p.source for shard in self.plan.shards for p in shard.params]
         return counters_of(self._inner, [source for source in sources if source is not None])
 
-    def resume(self, samples: int, consumed: int, order: SampleOrder) -> None:
+    def resume(
+        self, samples: int, consumed: int, order: SampleOrder, common_steps: int | None = None
+    ) -> None:
         """Stand where a checkpoint was written.
 
         Args:
             samples: consumed by this replica.
             consumed: by all replicas.
             order: of samples.
+            common_steps: see the attribute.
         """
-        self._samples, self.order = samples, order
+        self._samples, self.order, self.common_steps = samples, order, common_steps
         self.samples_at_start = (consumed - samples, samples)
         self.iteration = int(self._args.iteration)
 

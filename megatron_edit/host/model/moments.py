@@ -18,7 +18,7 @@ from megatron_edit.host.seams.megatron import (
     ParamState,
     TorchOptimizer,
 )
-from megatron_edit.method.moments import local_beta2
+from megatron_edit.method.moments import extra_steps, local_beta2
 
 EXP_AVG, EXP_AVG_SQ, MOMENTUM = "exp_avg", "exp_avg_sq", "momentum_buffer"  # the last is Muon's
 # How optimizers call them in their state: the first name that is there counts.
@@ -86,24 +86,49 @@ def given_beta2(optimizers: Iterable[InnerOptimizer]) -> list[float]:
     return sorted({group["betas"][1] for group in groups if "betas" in group})
 
 
+def steps_counted(optimizers: Iterable[InnerOptimizer]) -> int:
+    """Steps that Adam has counted; 0 before the first, and where there is nothing to step."""
+    return max((int(owner["step"]) for owner in _step_counters(optimizers)), default=0)
+
+
 @contextmanager
-def scaled_beta2(optimizers: Sequence[InnerOptimizer], num_replicas: int) -> Iterator[None]:
-    """Inside, beta2 is beta2^(1/N): for the length of one step, so that whatever reads or saves the
-    parameter groups finds the value that was given.
+def scaled_beta2(
+    optimizers: Sequence[InnerOptimizer], num_replicas: int, common_steps: int
+) -> Iterator[None]:
+    """Inside, beta2 is beta2^(1/N), and Adam's count of steps fits its bias correction: for the
+    length of one step, so that whatever reads or saves the optimizer finds what was given.
 
     Args:
-        optimizers: whose groups.
+        optimizers: which step inside.
         num_replicas: N.
+        common_steps: steps that were made with beta2 as given.
     """
     groups = [group for inner in optimizers for group in inner.param_groups if "betas" in group]
     given = [group["betas"] for group in groups]
+    counters, more = list(_step_counters(optimizers)), extra_steps(common_steps, num_replicas)
     for group, (beta1, beta2) in zip(groups, given, strict=True):
         group["betas"] = (beta1, local_beta2(beta2, num_replicas))
+    for owner in counters:
+        owner["step"] += more
     try:
         yield
     finally:
         for group, betas in zip(groups, given, strict=True):
             group["betas"] = betas
+        for owner in counters:
+            owner["step"] -= more
+
+
+def _step_counters(optimizers: Iterable[InnerOptimizer]) -> Iterator[Any]:
+    """Owners of Adam's counts of steps, under the name `step`: groups, or states of main shards."""
+    for inner in optimizers:
+        if inner.optimizer is None:
+            continue
+        for group in inner.optimizer.param_groups:
+            if "betas" not in group:
+                continue
+            states = (inner.optimizer.state.get(main, {}) for main in group["params"])
+            yield from (owner for owner in (group, *states) if "step" in owner)
 
 
 def zero_nonfinite(optimizers: Sequence[InnerOptimizer], main: Tensor | None) -> int:
