@@ -55,9 +55,24 @@ def _state_of(engine: Any) -> dict[str, Any]:
         state["unit steps"] = engine.state.rounds.unit_steps.tolist()
         state["detectors"] = _digest(vars(engine.state.rounds.detectors).values())
     state["moments"] = [_moments(inner) for inner in engine.host._inner]
+    state["copies"] = _copies(engine.host)
     state["schedule"] = engine.host.progress().schedule_position
     state["samples"] = engine.host.progress().samples
     return state
+
+
+def _copies(host: Any) -> dict[str, str]:
+    """Digests of the moments of parameters that other ranks of the replica hold, too."""
+    found = {}
+    for shard in host.plan.shards:
+        for kind in ("first", "second"):
+            values = torch.zeros(shard.numel)
+            host.read_moments(shard, kind, values)
+            for tie in {param.tie for param in shard.params} - {None}:
+                params = zip(shard.params, shard.slices, strict=True)
+                copies = [values[where] for param, where in params if param.tie == tie]
+                found[f"{tie} {shard.name} {kind}"] = _digest(copies)
+    return found
 
 
 def _moments(inner: Any) -> str:

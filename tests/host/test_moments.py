@@ -79,6 +79,23 @@ def test_every_layout(tmp_path: Path, layout: str) -> None:
     assert states[:ranks] == states[ranks:]
 
 
+@pytest.mark.parametrize("layout", ["tp2", pytest.param("pp2", marks=pytest.mark.full)])
+@pytest.mark.parametrize("final", [0.0, pytest.param(0.25, marks=pytest.mark.full)])
+def test_copies_of_a_parameter_keep_equal_moments(
+    tmp_path: Path, layout: str, final: float
+) -> None:
+    """On TP ranks, and of the tied embedding on stages; blocks of codes have other neighbours.
+    Catches copies that are stepped apart after a sync."""
+    ranks, flags = LAYOUTS[layout]
+    run_edit(tmp_path, 3 * ranks, 3, before=HOOK, global_batch_size=12,
+             edit_final_sync_fraction=final, **(STEPS | BOTH | flags))  # fmt: skip
+    ends = facts(tmp_path, ranks)
+    shared = ends[0]["copies"].keys() & ends[1]["copies"].keys()
+    assert shared
+    for name in shared:
+        assert ends[0]["copies"][name] == ends[1]["copies"][name], name
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", ["local-sgd", "slowmo", "diloco", "co2", "a-edit"])
 def test_every_strategy(tmp_path: Path, strategy: str) -> None:

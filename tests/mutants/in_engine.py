@@ -556,7 +556,7 @@ ENGINE = (
         id="engine/final-phase-keeps-own-moments",
         bug="replicas go into the final phase with inner moments of their own",
         file="engine/rounds/synchronous.py",
-        old="            host.write_moments(shard, kind, value.div_(int(chosen.sum())))\n",
+        old="            host.write_moments(shard, kind, mean)\n",
         new="            pass\n",
         test="distributed/test_phases.py::test_inner_state_becomes_equal",
     ),
@@ -570,7 +570,7 @@ ENGINE = (
     ),
     Mutant(
         id="engine/final-phase-keeps-own-schedule",
-        bug="a replica that skipped its last local step has another learning rate in the final phase",
+        bug="a replica that skipped its last local step goes on with a rate of its own",
         file="engine/rounds/synchronous.py",
         old="    equalize_schedule(host, groups)\n\n\ndef equalize_moments",
         new="\n\ndef equalize_moments",

@@ -245,7 +245,8 @@ class UnitSync:
             self.await_average()
         waited = time.monotonic() - began
         with record_function("edit/norms"):
-            norm = agree_on_average(self.shard, self.average, groups)
+            means = () if self.moments is None else tuple(self.moments.means.values())
+            norm = agree_on_average(self.shard, self.average, means, groups)
             clip = clip_factor(norm, rules.max_norm)
         staged = self._stage()
         with record_function("edit/outer-step"):
