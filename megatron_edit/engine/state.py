@@ -87,7 +87,7 @@ class EngineState(TypedDict):
         inner_steps: of them since the last sync.
         round: syncs so far.
         is_warmup: whether the replicas train in step, in the warm-up or in the final phase; then
-            nothing below counts but `step`.
+            nothing else counts but `step` and `round`.
         detectors, unit_steps, loss_history, replicas_identical, round_length, dealing,
             is_rejoined, first_loss: fields of `RoundState`.
         outer: anchor, momentum and residuals of this rank's shards, by unit.

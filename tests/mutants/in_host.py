@@ -25,8 +25,8 @@ HOST = (
         id="host/beta2-stays-scaled",
         bug="beta2 stays scaled after a step: the next one scales it again, a checkpoint keeps it",
         file="host/model/moments.py",
-        old='            group["betas"] = betas\n',
-        new="            pass\n",
+        old='group["betas"], group["lr"] = before["betas"], before["lr"]',
+        new='group["lr"] = before["lr"]',
         test="pure/test_moment_codes.py::test_beta2_is_scaled_inside_a_step_alone",
     ),
     Mutant(

@@ -99,8 +99,7 @@ class UnitSync:
         snapshot: fp32 [numel], theta when the sync began; None where nothing needs it.
         result: of the outer step; None before it.
         is_exchanged: whether `average` is the average, and no exchange is left to be made.
-        moments: of the inner optimizer that travel with the unit; None where none do, and when
-            they have landed.
+        moments: of the inner optimizer that travel with the unit; None where none do.
     """
 
     shard: UnitShard
