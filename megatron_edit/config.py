@@ -14,6 +14,7 @@ from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from megatron_edit.constants import (
+    ADACOMM,
     ADAM,
     ALL,
     AVERAGED_MOMENTS,
@@ -25,6 +26,7 @@ from megatron_edit.constants import (
     INTERVALS,
     LEAST_TIMEOUT_SECONDS,
     NONE,
+    OPTIMIZERS_WITH_MOMENTS,
     QSR,
     STL,
     SYNC_BACKENDS,
@@ -270,6 +272,7 @@ class EditConfig:
         if self.no_anomaly:
             object.__setattr__(self, "no_loss_check", True)
         check_all(self)
+        check_inner_optimizer(self, inner_optimizer)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -313,10 +316,11 @@ def check_all(config: EditConfig) -> None:
     check_launch(config)
 
 
-def warning_of_endless_warmup(
+def warning_of_phases(
     config: EditConfig, num_iterations: int, last_local: int | None = None
 ) -> str | None:
-    """What to say of a training that ends before its first local step; None where there is one.
+    """What to say of a training without a local step, or without the final phase that was asked
+    for; None where nothing is to be said.
 
     Args:
         config: settings.
@@ -327,6 +331,11 @@ def warning_of_endless_warmup(
     if last_local is None:
         last_local = last_local_of(num_iterations, config.final_sync_fraction)
     is_meant = STRATEGIES[config.strategy].endless_warmup or config.final_sync_fraction == 1
+    if config.final_sync_fraction and last_local == num_iterations:
+        return (
+            f"WARNING: {flag('final_sync_fraction')} {config.final_sync_fraction:g} of "
+            f"{num_iterations} iterations is less than one: there is no final synchronous phase"
+        )
     if is_meant or last_local > config.warmup_steps:
         return None
     if last_local < num_iterations:
@@ -410,6 +419,19 @@ def _refuse_unless_default(config: EditConfig, name: str, fitting: str) -> None:
         )
 
 
+def check_inner_optimizer(config: EditConfig, inner_optimizer: str) -> None:
+    """Refuse settings of Adam's moments with an optimizer that has none."""
+    if inner_optimizer in OPTIMIZERS_WITH_MOMENTS:
+        return
+    for name, off in (("average_moments", NONE), ("scale_beta2", False)):
+        if (value := getattr(config, name)) != off:
+            raise UsageError(
+                flag(name) if value is True else f"{flag(name)} {value}",
+                f"--optimizer {inner_optimizer} has no such moments",
+                "use --optimizer adam, or drop the flag",
+            )
+
+
 def check_landing(config: EditConfig) -> None:
     """Fragments, delay and mix go with the rest."""
     strategy = STRATEGIES[config.strategy]
@@ -460,6 +482,12 @@ def check_interval(config: EditConfig) -> None:
         )
     if config.interval != STL:
         _refuse_unless_default_with(config, "stl_stages", f"{flag('interval')} {STL}")
+    if config.interval == ADACOMM and config.delay_steps:
+        raise UsageError(
+            f"{flag('delay_steps')} {config.delay_steps}",
+            f"the rounds of {flag('interval')} {ADACOMM} may become shorter than the delay",
+            f"use {flag('delay_steps')} 0, or another {flag('interval')}",
+        )
     if config.interval != FIXED and config.fragments > 1:
         raise UsageError(
             f"{flag('fragments')} {config.fragments}",

@@ -78,10 +78,10 @@ def _claims(study: Study) -> Question:
 def _bad_data(study: Study) -> Question:
     members = (
         study.member(CLEAN, "edit", *RECOMMENDED),
-        study.corrupted(study.member(CHECKED, "edit", *RECOMMENDED, base=CLEAN)),
         study.corrupted(
-            study.member(UNCHECKED, "edit", *RECOMMENDED, "--edit-no-loss-check", base=CLEAN)
+            study.member(CHECKED, "edit", *RECOMMENDED, base=CLEAN), checks_losses=True
         ),
+        study.corrupted(study.member(UNCHECKED, "edit", *RECOMMENDED, base=CLEAN)),
     )
     title = "Random tokens in bursts on one of four replicas, recommended setting"
     return Question("quality-bursts", title, members)

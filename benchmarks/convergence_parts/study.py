@@ -86,14 +86,18 @@ class Study:
         seeds = self.seeds[:num_seeds]
         return Member(label, tuple(replace(first, seed=seed) for seed in seeds), base)
 
-    def corrupted(self, member: Member, kind: str = TEXT) -> Member:
+    def corrupted(self, member: Member, kind: str = TEXT, *, checks_losses: bool = False) -> Member:
         """The case seed is also that of the bad data: paired runs get the same.
 
-        The results that are kept were made without the loss check.
+        Args:
+            member: on clean data.
+            kind: of bad data.
+            checks_losses: whether the loss check is on; older results were made without it.
         """
         steps = self.size.train_iters
         has_penalty = STRATEGIES[member.cases[0].strategy].has_penalty
-        without_check = ("--edit-no-loss-check",) if has_penalty else ()
+        is_unchecked = has_penalty and not checks_losses
+        without_check = ("--edit-no-loss-check",) if is_unchecked else ()
         bursts = tuple((round(a * steps), round(b * steps)) for a, b in BURSTS)
         cases = tuple(
             replace(

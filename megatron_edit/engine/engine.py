@@ -116,6 +116,8 @@ class EditEngine:
             self.state.is_waiting = False
             with self._context():
                 self._meet(self._controller.plan_meeting(self.step))
+                if self.is_final_phase:  # the others tell the loss of the step that this one made
+                    self.record_loss(self.state.losses.forget())
                 # Not in the forward pass: the host's loop has not begun, and when it does it takes
                 # the parameters for gathered.
                 self._queue.settle()
@@ -261,11 +263,17 @@ class EditEngine:
     def record_loss(self, loss: float) -> None:
         """Note the training loss of the step just made; NaN on ranks that do not know it.
 
-        Where losses cross at once it must be the mean over the replicas already. In a round it
-        waits for the next meeting.
+        Of a step with averaged gradients it must be the mean over the replicas already. In a round
+        it waits for the next meeting; that of the last local step, which has none, crosses at once.
+
+        Collective after the last local step before a final phase: the sync group.
         """
         if self.was_warmup_step:
             self.reporter.on_losses(self.state.step, [loss])
+        elif self.is_final_phase:
+            with self._context():
+                told = self.groups.meeting.all_gather(torch.tensor([loss], dtype=torch.float64))
+            self.reporter.on_losses(self.state.step, [float(torch.nanmean(told))])
         else:
             self.state.losses.note(self.state.step, loss)
 
@@ -358,9 +366,9 @@ class EditEngine:
 
     @property
     def was_warmup_step(self) -> bool:
-        """Whether figures of the last step cross at once, as no meeting of a round will carry them:
-        it was one of the warm-up or of the final phase, or the last local one before that."""
-        return self.is_warmup or self.settings.schedule.is_warmup(self.state.step)
+        """Whether gradients were averaged in the last step, of the warm-up or the final phase."""
+        is_in_phase = self.is_warmup and self.state.step != self.state.last_local_step
+        return is_in_phase or self.settings.schedule.is_warmup(self.state.step)
 
     @property
     def is_mid_round(self) -> bool:

@@ -87,7 +87,7 @@ class EngineState(TypedDict):
         inner_steps: of them since the last sync.
         round: syncs so far.
         is_warmup: whether the replicas train in step, in the warm-up or in the final phase; then
-            nothing below counts but `step`.
+            nothing else counts but `step` and `round`.
         detectors, unit_steps, loss_history, replicas_identical, round_length, dealing,
             is_rejoined, first_loss: fields of `RoundState`.
         outer: anchor, momentum and residuals of this rank's shards, by unit.
@@ -167,6 +167,9 @@ class Losses(Protocol):
     def begin_phase(self) -> None:
         """A meeting and what it led to are over."""
 
+    def forget(self) -> float:
+        """Keep nothing any more; the loss of the last step, NaN where it is not known."""
+
     def report(self, records: Sequence[ControlRecord], reporter: Reporter) -> None:
         """Report what all replicas told, and forget what has been reported."""
 
@@ -213,6 +216,12 @@ class StepLosses:
         if self._held_back is not None:
             (step, loss), self._held_back = self._held_back, None
             self.note(step, loss)
+
+    def forget(self) -> float:
+        """Keep nothing any more; the loss of the last step."""
+        last = self._losses[-1] if self._losses else math.nan
+        self._losses.clear()
+        return last
 
     def report(self, records: Sequence[ControlRecord], reporter: Reporter) -> None:
         """The mean over the replicas of each step. A step's loss is known after its sync."""
@@ -263,6 +272,11 @@ class MeanLoss:
 
     def begin_phase(self) -> None:
         """Do nothing: no loss was kept apart, a mean holds all of them."""
+
+    def forget(self) -> float:
+        """Keep nothing any more; NaN: a mean does not know the loss of a step."""
+        self._total, self._count = 0.0, 0
+        return math.nan
 
     def report(self, records: Sequence[ControlRecord], reporter: Reporter) -> None:
         """One line: the step of replica 0, and the mean over all steps of all replicas."""

@@ -17,13 +17,11 @@ from megatron_edit.config import EditConfig, number_or_auto
 from megatron_edit.constants import (
     BLOCKING,
     MUON,
-    NONE,
-    OPTIMIZERS_WITH_MOMENTS,
     OVERLAP,
     SUPPORTED_OPTIMIZERS,
 )
 from megatron_edit.errors import UsageError
-from megatron_edit.flags import AUTO, attribute, flag
+from megatron_edit.flags import AUTO, attribute
 from megatron_edit.host.muon import check_muon
 from megatron_edit.method.strategy import STRATEGIES
 
@@ -119,7 +117,6 @@ def check_arguments(args: Namespace, placement: Placement, config: EditConfig) -
             if args.optimizer == "dist_muon"
             else "use --optimizer adam",
         )
-    _check_moments(args, config)
     if args.optimizer == MUON:
         check_muon(args, config.sync_mode)
     has_writer = args.tensorboard_dir or getattr(args, "wandb_project", "")
@@ -141,19 +138,6 @@ def check_arguments(args: Namespace, placement: Placement, config: EditConfig) -
     _check_layout(args, placement)
     _check_batch(args, placement)
     _check_checkpoints(args)
-
-
-def _check_moments(args: Namespace, config: EditConfig) -> None:
-    """Refuse settings of Adam's moments with an optimizer that has none."""
-    if args.optimizer in OPTIMIZERS_WITH_MOMENTS:
-        return
-    for name, off in (("average_moments", NONE), ("scale_beta2", False)):
-        if (value := getattr(config, name)) != off:
-            raise UsageError(
-                flag(name) if value is True else f"{flag(name)} {value}",
-                f"--optimizer {args.optimizer} has no such moments",
-                "use --optimizer adam, or drop the flag",
-            )
 
 
 def check_graphs(args: Namespace) -> None:

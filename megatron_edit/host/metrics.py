@@ -151,8 +151,10 @@ def inside_bytes(engine: EditEngine, args: Namespace) -> float:
     ranks = int(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
     parameter_bytes = torch.finfo(args.params_dtype).bits // 8
     gradient_bytes = 4 if args.accumulate_allreduce_grads_in_fp32 else parameter_bytes
-    if is_layer_wise(args):  # gradients as below, parameters are gathered
-        return float((ranks - 1) * held * (2 * gradient_bytes + parameter_bytes))
+    if is_layer_wise(args):
+        # In buffers laid out by parameter gradients are reduced to who steps them, else to all.
+        rounds = 1 if getattr(args, "use_layer_wise_param_layout", True) else 2
+        return float((ranks - 1) * held * (rounds * gradient_bytes + parameter_bytes))
     if not args.use_distributed_optimizer:  # every rank holds all: a ring goes round twice
         return 2 * (ranks - 1) / ranks * held * gradient_bytes
     return float((ranks - 1) * held * (gradient_bytes + parameter_bytes))

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from megatron_edit.comm.worlds import ReplicaWorld
-from megatron_edit.config import EditConfig, warning_of_endless_warmup
+from megatron_edit.config import EditConfig, warning_of_phases
 from megatron_edit.constants import OVERLAP
 from megatron_edit.engine import TIED_EMBEDDING, EditEngine, EngineGroups
 from megatron_edit.errors import SyncProtocolError, outcome_of
@@ -340,7 +340,7 @@ class TrainingLoop:
         return TrainingRun(engine, host, observer, writer, saves, stops, progress)
 
     def _warn_of_endless_warmup(self, args: Namespace, last_local: int) -> None:
-        text = warning_of_endless_warmup(self._config, args.train_iters, last_local)
+        text = warning_of_phases(self._config, args.train_iters, last_local)
         if text and self._world.placement.global_rank == 0:
             say(text)
 

@@ -148,6 +148,8 @@ def check_losses(
     d - mean > max(threshold * sigma, MIN_EXCESS). A rejected value does not enter the history.
     After `patience` rejections in a row the next value is accepted; if it, too, would have been
     rejected, the history starts anew with it: a change of regime must not lock a replica out.
+    With fewer than three replicas, where d has nothing to be compared with, a rise of all that are
+    judged is such a change at once, and rejects nobody.
 
     Args:
         losses: float64 [N], nats per token, mean loss of each replica since the last meeting.
@@ -167,6 +169,8 @@ def check_losses(
     bound = (config.threshold * sigma).clamp(min=MIN_EXCESS)
     suspicious = is_tested & (excess > bound)
     rejected = suspicious & (history.rejected < config.patience)
+    if len(losses) < FEWEST_COMPARED and bool(suspicious[known].all()):
+        rejected = torch.zeros_like(rejected)
     scores = torch.where(is_tested, config.threshold * excess / bound, torch.nan)
     accepted = known & ~rejected
     first = accepted & ((history.accepted == 0) | suspicious)

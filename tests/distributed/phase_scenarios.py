@@ -9,15 +9,19 @@ from megatron_edit.constants import FIRST_MOMENT
 from tests.distributed.toy import build_engine
 
 SIZES = {"embedding": 13, "final": 3}
+ALL_REPLICAS = -2
 START = {name: [0.5] * size for name, size in SIZES.items()}
 
 
-def end_rounds(values: list[list[float] | None], settings: dict[str, Any]) -> dict[str, Any]:
+def end_rounds(
+    values: list[list[float] | None], settings: dict[str, Any], broken: int = -1
+) -> dict[str, Any]:
     """Three local steps, the last of which is followed by the final phase; then two more.
 
     Args:
         values: of the first inner moment of the unit "final", by replica; None has none.
         settings: of the run.
+        broken: replica whose unit "final" is not finite at the last sync; or all of them.
     """
     config = EditConfig(use_edit=True, warmup_steps=0, sync_interval=2, digest_interval=1,
                         num_replicas=len(values), **settings)  # fmt: skip
@@ -32,11 +36,17 @@ def end_rounds(values: list[list[float] | None], settings: dict[str, Any]) -> di
     phases = []
     for step in range(1, 6):
         host.begins_final = step >= 3
+        # In the last local step replica 0 alone has an applied step, which moves its schedule.
+        host.pending_schedule = 2 if step == 3 and replica == 0 else 0
         engine.before_step()
         if step <= 3:  # afterwards gradients are averaged: a toy has none
             host.move({name: [0.1 * (replica + step)] * size for name, size in SIZES.items()})
+        if step == 3 and broken in (replica, ALL_REPLICAS):
+            host.full["final"][0] = float("nan")
         engine.after_step()
         engine.record_loss(float(step))
+        if step == 3:
+            schedule = host.schedule_position + host.pending_schedule
         phases.append((engine.is_warmup, engine.is_final_phase))
     held = host.moments.get(FIRST_MOMENT, {})
     return {
@@ -44,7 +54,8 @@ def end_rounds(values: list[list[float] | None], settings: dict[str, Any]) -> di
         "theta": {name: value.tolist() for name, value in host.full.items()},
         "moments": held["final"].tolist() if held else [],
         "counters": host.counters,
-        "schedule": host.schedule_position,
+        "schedule": schedule,
+        "is_local": host.is_local,
         "is_reset": host.is_reset,
         "sync_steps": [report.step for report in reporter.syncs],
         "loss_steps": [step for step, _ in reporter.losses],

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from tests.distributed.phase_scenarios import ALL_REPLICAS
 from tests.harness import run_ranks
 
 MODULE = "tests.distributed.phase_scenarios"
@@ -28,11 +29,26 @@ def test_inner_state_becomes_equal(settings: dict[str, object]) -> None:
     for value in found:
         assert value["phases"] == [(False, False)] * 2 + [(True, True)] * 3
         np.testing.assert_array_equal(value["moments"], (finite[0] + finite[1]) / np.float32(2))
-        assert (value["counters"], value["schedule"]) == ([8.0, 3.0], 10)
+        assert (value["counters"], value["schedule"]) == ([8.0, 3.0], 12)
+        assert value["is_local"] == [True, False]
         assert value["sync_steps"] == [2, 3] and not value["has_outer"]
         assert value["loss_steps"] == [1, 2, 3, 4, 5]
         assert any("final synchronous phase after step 3" in m for m in value["messages"])
     assert found[0]["theta"] == found[1]["theta"]
+
+
+@pytest.mark.parametrize("broken", [[1], [0, 1, 2]], ids=["one", "all"])
+def test_replicas_that_are_left_out_take_the_mean_of_the_others(broken: list[int]) -> None:
+    """By the last sync; where that accepted none, the mean is of all. Catches moments of bad data
+    in the mean, and a unit that keeps moments of each replica's own."""
+    values = [[1.0, 2.0, 4.0], [100.0, 200.0, 400.0], [5.0, 6.0, 8.0]]
+    which = broken[0] if len(broken) == 1 else ALL_REPLICAS
+    results = run_ranks(f"{MODULE}:end_rounds", 3, (values, {}, which), check=True)
+    chosen = [r for r in range(3) if len(broken) == 3 or r not in broken]
+    expected = np.array(values, dtype=np.float32)[chosen].mean(axis=0)
+    for result in results:
+        np.testing.assert_allclose(result.value["moments"], expected, rtol=1e-6)
+    assert len({str(result.value["moments"]) for result in results}) == 1
 
 
 def test_replica_without_moments() -> None:

@@ -52,6 +52,7 @@ class ToyHost:
     Attributes:
         lr: rate of the inner optimizer in the step being attempted.
         next_lr: in the step after it.
+        pending_schedule: by which the schedule moves after the step.
         is_last: whether training ends with the step being attempted.
         begins_final: whether the final synchronous phase follows that step.
         counters: of the inner optimizer.
@@ -65,6 +66,7 @@ class ToyHost:
     slices: dict[str, slice]
     published: int = 0
     schedule_position: int = 0
+    pending_schedule: int = 0
     lr: float = 1.0
     next_lr: float = 1.0
     is_last: bool = False
@@ -161,8 +163,9 @@ class ToyHost:
         return None
 
     def progress(self) -> Progress:
+        position, pending = self.schedule_position, self.pending_schedule
         return Progress(
-            0, self.schedule_position, 0, self.is_last, self.lr, self.next_lr, self.begins_final
+            0, position, pending, self.is_last, self.lr, self.next_lr, self.begins_final
         )
 
     def begin_local(self, *, is_over: bool) -> None:

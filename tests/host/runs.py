@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_edit.tools.compare.flags import read_flags
 from tests.harness import Flags, TrainResult, tiny_gpt, train
 
 PENALTY_OFF: Flags = {"edit_no_anomaly": True, "edit_no_weighting": True, "edit_no_clip": True}
@@ -36,6 +37,19 @@ class EditRun:
     def digests(self, replica: int) -> list[str | None]:
         """Digest of each sync, as one replica saw it."""
         return [x["digest"] for x in self.lines(f"replica-{replica}.jsonl") if "digest" in x]
+
+
+def recommended() -> Flags:
+    """`configs/edit_quality.args`, with a final phase that a few steps have."""
+    words = read_flags(Path(__file__).parents[2] / "configs" / "edit_quality.args")
+    flags: Flags = {}
+    for word in words:
+        if word.startswith("--"):
+            name = word.removeprefix("--").replace("-", "_")
+            flags[name] = True
+        else:
+            flags[name] = word
+    return flags | {"edit_final_sync_fraction": 0.25}
 
 
 def edit_flags(num_replicas: int, **overrides: Any) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.host.spy import out_dir, record
+from tests.host.spy import damage_before_sync, out_dir, record
 
 
 def record_all() -> None:
@@ -35,6 +35,12 @@ def record_all() -> None:
     EditEngine.finish = spied  # type: ignore[method-assign]
 
 
+def record_all_and_damage() -> None:
+    """Both hooks: what `record_all` records, of a run that `damage_before_sync` damages."""
+    damage_before_sync()
+    record_all()
+
+
 def _state_of(engine: Any) -> dict[str, Any]:
     state: dict[str, Any] = {"step": engine.step, "round": engine.state.rounds.count}
     if engine.state.outer is not None:
@@ -49,9 +55,24 @@ def _state_of(engine: Any) -> dict[str, Any]:
         state["unit steps"] = engine.state.rounds.unit_steps.tolist()
         state["detectors"] = _digest(vars(engine.state.rounds.detectors).values())
     state["moments"] = [_moments(inner) for inner in engine.host._inner]
+    state["copies"] = _copies(engine.host)
     state["schedule"] = engine.host.progress().schedule_position
     state["samples"] = engine.host.progress().samples
     return state
+
+
+def _copies(host: Any) -> dict[str, str]:
+    """Digests of the moments of parameters that other ranks of the replica hold, too."""
+    found = {}
+    for shard in host.plan.shards:
+        for kind in ("first", "second"):
+            values = torch.zeros(shard.numel)
+            host.read_moments(shard, kind, values)
+            for tie in {param.tie for param in shard.params} - {None}:
+                params = zip(shard.params, shard.slices, strict=True)
+                copies = [values[where] for param, where in params if param.tie == tie]
+                found[f"{tie} {shard.name} {kind}"] = _digest(copies)
+    return found
 
 
 def _moments(inner: Any) -> str:

@@ -169,24 +169,29 @@ def test_a_replica_that_waited_goes_back_to_its_meeting(tmp_path: Path, kind: st
     assert kind == "a-edit" or losses[0] == losses[1][-22:]
 
 
-@pytest.mark.system
-def test_a_stop_of_one_that_waits_at_the_last_meeting(tmp_path: Path) -> None:
+@pytest.mark.parametrize("final", [0.25, pytest.param(0.0, marks=pytest.mark.system)])
+def test_a_stop_of_one_that_waits_at_the_last_meeting(tmp_path: Path, final: float) -> None:
     """It catches up before Megatron's loop begins: it must know there that it is the last one.
 
-    Would catch replicas that come to one meeting with different ideas of what it is for.
+    Would catch replicas that come to one meeting with different ideas of what it is for, and where
+    a final phase follows, a loss that is told by some of them alone.
     """
     saves = tmp_path / "saves"
-    flags: Flags = {"global_batch_size": 8, "train_iters": 9, "edit_sync_interval": 10,
-                    "edit_delay_steps": 2, "exit_signal_handler": True, **DROPOUT}  # fmt: skip
+    flags: Flags = {"global_batch_size": 8, "train_iters": 12 if final else 9,
+                    "edit_sync_interval": 10, "edit_delay_steps": 2, "exit_signal_handler": True,
+                    "edit_final_sync_fraction": final, **DROPOUT}  # fmt: skip
     env = {"SPY_STEP": "5", "SPY_SLEEP": "[0, 0.3]", "SPY_HOOKS": "slow,signal_one"}
     run_edit(
         made(tmp_path / "a"), 2, 2, before=HOOK, env=env, save=saves, save_interval=99, **flags
     )
     first, second = manifest(saves, newest(saves))["replicas"]
     assert first["is_waiting"] and first["step"] == 9 > second["step"]
-    run_edit(made(tmp_path / "b"), 2, 2, before=HOOK, load=saves, edit_timeout_seconds=30, **flags)
-    run_edit(made(tmp_path / "whole"), 2, 2, before=HOOK, **flags)
+    resumed = run_edit(made(tmp_path / "b"), 2, 2, before=HOOK, load=saves,
+                       edit_timeout_seconds=30, **flags)  # fmt: skip
+    whole = run_edit(made(tmp_path / "whole"), 2, 2, before=HOOK, **flags)
     assert facts(tmp_path / "b", 2) == facts(tmp_path / "whole", 2)
+    after = resumed.lines("loss.jsonl")
+    assert after == whole.lines("loss.jsonl")[-len(after) :]
 
 
 @pytest.mark.system

@@ -142,6 +142,9 @@ LATE: dict[str, dict[str, Any]] = {
     "streaming": {
         "edit_strategy": "streaming-diloco", "edit_fragments": 2, "edit_delay_steps": 1,
     },
+    "moments": {
+        "edit_delay_steps": 2, "edit_average_moments": "both", "edit_scale_beta2": True,
+    },
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import pytest
 from megatron_edit.checkpoint.manifest import read_manifest
 from tests.harness import Flags
 from tests.host.layouts import GATHER, LAYOUTS
-from tests.host.runs import EditRun, kept_run, run_edit
+from tests.host.runs import EditRun, kept_run, recommended, run_edit
 from tests.host.spy import read_records
 from tests.host.test_elastic import consumed
 from tests.host.test_resume import DROPOUT, HOOK, both_runs, facts
@@ -87,6 +87,33 @@ def test_resume_is_exact(tmp_path: Path, step: int) -> None:
     manifest = both_runs(tmp_path, step, 1, 2, has_syncs=not is_inside, **{**PHASE, **DROPOUT})
     assert (manifest.is_final_phase, manifest.is_warmup) == (is_inside, is_inside)
     assert manifest.form == ("leader" if is_inside else "all")
+
+
+@pytest.mark.parametrize(
+    "layout", ["plain", *(pytest.param(x, marks=pytest.mark.full) for x in ("tp2", "m2", "ep2"))]
+)
+def test_recommended_settings_resume_in_the_phase(tmp_path: Path, layout: str) -> None:
+    """`configs/edit_quality.args` with Adam: catches beta2 that stays scaled in the phase, as a
+    resumed run begins with the value that was given."""
+    ranks, flags = LAYOUTS[layout]
+    flags = {**PHASE, **flags, **recommended(), **DROPOUT}
+    both_runs(tmp_path, 10, ranks, 2, has_syncs=False, **flags)
+    assert_replicas_equal(EditRun(None, tmp_path), ranks, 2)  # type: ignore[arg-type]
+
+
+def test_stages_end_with_the_local_training(tmp_path: Path) -> None:
+    """`stl`: two stages of the 12 local steps after the warm-up, and the phase after step 14.
+    Catches stages of the whole training, in which a third round ends at step 11."""
+    run = run_edit(tmp_path, 2, 2, train_iters=16, edit_interval="stl", edit_stl_stages=2,
+                   edit_final_sync_fraction=0.125)  # fmt: skip
+    assert sync_steps(run) == [5, 8, 14]
+
+
+@pytest.mark.full
+def test_interval_of_losses_is_resumed(tmp_path: Path) -> None:
+    """`adacomm`: catches a first loss that a checkpoint forgets."""
+    manifest = both_runs(tmp_path, 7, 1, 2, edit_interval="adacomm", **DROPOUT)
+    assert manifest.first_loss is not None
 
 
 def test_another_number_of_replicas_goes_on_inside_the_phase(tmp_path: Path) -> None:

@@ -79,6 +79,23 @@ def test_every_layout(tmp_path: Path, layout: str) -> None:
     assert states[:ranks] == states[ranks:]
 
 
+@pytest.mark.parametrize("layout", ["tp2", pytest.param("pp2", marks=pytest.mark.full)])
+@pytest.mark.parametrize("final", [0.0, pytest.param(0.25, marks=pytest.mark.full)])
+def test_copies_of_a_parameter_keep_equal_moments(
+    tmp_path: Path, layout: str, final: float
+) -> None:
+    """On TP ranks, and of the tied embedding on stages; blocks of codes have other neighbours.
+    Catches copies that are stepped apart after a sync."""
+    ranks, flags = LAYOUTS[layout]
+    run_edit(tmp_path, 3 * ranks, 3, before=HOOK, global_batch_size=12,
+             edit_final_sync_fraction=final, **(STEPS | BOTH | flags))  # fmt: skip
+    ends = facts(tmp_path, ranks)
+    shared = ends[0]["copies"].keys() & ends[1]["copies"].keys()
+    assert shared
+    for name in shared:
+        assert ends[0]["copies"][name] == ends[1]["copies"][name], name
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", ["local-sgd", "slowmo", "diloco", "co2", "a-edit"])
 def test_every_strategy(tmp_path: Path, strategy: str) -> None:
@@ -100,11 +117,39 @@ def test_an_older_checkpoint_goes_on_with_moments(tmp_path: Path) -> None:
     flags = json.loads((FIXTURE / "flags.json").read_text())
     more = ["--load", str(tmp_path / "checkpoint"), "--edit-log-dir", str(tmp_path / "events"),
             "--edit-average-moments", "both", "--edit-scale-beta2"]  # fmt: skip
-    train([*flags, *more], 2)
+    done = train([*flags, *more], 2)
+    assert "beta2 of the inner optimizer, to the power of 1/2" in done.ranks[0].stdout
     then = entries(FIXTURE / "events" / "sync.jsonl")
     sent = [line["wire_bytes"] for line in entries(tmp_path / "events" / "sync.jsonl")]
     assert len(sent) == len(then)
-    assert all(more > line["wire_bytes"] for more, line in zip(sent, then, strict=True))
+    # Wire type int8: two moments in about as many bytes each; 8 bytes of a loss would be less.
+    assert sent[-1] > 2 * then[-1]["wire_bytes"]
+
+
+@pytest.mark.parametrize("layout", ["m2", *(pytest.param(x, marks=pytest.mark.full)
+                                             for x in ("tp2", "ep2"))])  # fmt: skip
+def test_moments_on_their_way_are_resumed(tmp_path: Path, layout: str) -> None:
+    """Saved while they fly, by shard. Catches means of another rank's shard."""
+    ranks, flags = LAYOUTS[layout]
+    manifest = both_runs(tmp_path, 6, ranks, 2, edit_delay_steps=2, edit_scale_beta2=True,
+                         **{**BOTH, **flags})  # fmt: skip
+    kinds = {sync.moments for entry in manifest.replicas for sync in entry.pending}
+    assert kinds == {("first", "second")}
+
+
+def test_replica_that_is_left_out_takes_the_others_moments(tmp_path: Path) -> None:
+    """A replica with parameters and moments that are not finite, in all units of a sync. Catches
+    one that goes on with moments of its own, which were zeroed."""
+    damage = [[2, [1], unit, "nan"] for unit in ("embedding", "layer.1", "layer.2", "final")]
+    run = run_edit(
+        tmp_path, 3, 3, before="tests.host.spy_resume:record_all_and_damage",
+        env={"SPY_DAMAGE": json.dumps(damage)}, no_check_for_nan_in_loss_and_grad=True,
+        global_batch_size=12,
+        **(STEPS | BOTH),
+    )  # fmt: skip
+    out = [[any(row) for row in zip(*line["anomalous"], strict=True)] for line in run.syncs]
+    assert out == [[False] * 3, [False, True, False]]
+    assert len({json.dumps(state) for state in inner_state(run, 3)}) == 1
 
 
 @pytest.mark.full

@@ -9,7 +9,15 @@ import pytest
 
 from tests.harness import Flags, train
 from tests.host.layouts import LAYOUTS, PLAIN_DDP
-from tests.host.runs import PENALTY_OFF, EditRun, edit_flags, kept_run, run_edit, run_stock
+from tests.host.runs import (
+    PENALTY_OFF,
+    EditRun,
+    edit_flags,
+    kept_run,
+    recommended,
+    run_edit,
+    run_stock,
+)
 from tests.host.spy import read_records
 from tests.host.test_degenerate import losses
 from tests.host.test_resume import HOOK, MOMENTS, both_runs, facts
@@ -171,17 +179,17 @@ def test_layer_wise_in_fp32_is_refused() -> None:
 
 
 @FORMS
-@pytest.mark.parametrize("final", [0.0, 0.25], ids=["rounds", "final-phase"])
-def test_averaged_momentum_is_equal_on_all_replicas(
-    tmp_path: Path, form: Flags, ranks: int, final: float
-) -> None:
-    """The recommended settings, after the last sync and in a final phase. Catches momentum of
-    matrices that no moment stands for: each replica would keep its own."""
-    run = run_edit(
-        tmp_path, 2 * ranks, 2, before=HOOK, train_iters=8, edit_average_moments="both",
-        edit_scale_beta2=True, edit_sync_dtype="int8", edit_final_sync_fraction=final, **form,
-    )  # fmt: skip
-    assert run.digests(0) == run.digests(1)
+def test_recommended_settings(tmp_path: Path, form: Flags, ranks: int) -> None:
+    """At the end of the last round every replica holds the same momentum, and after a resume in the
+    final phase. Catches momentum of matrices that no moment stands for."""
+    both_runs(tmp_path, 10, ranks, 2, has_syncs=False, **recommended(), **form)
     ends = facts(tmp_path, 2 * ranks)
     assert [end["moments"] for end in ends[:ranks]] == [end["moments"] for end in ends[ranks:]]
-    assert any(end["moments"] for end in ends)
+    flags = recommended() | {"edit_final_sync_fraction": 0}
+    runs = [
+        run_edit(tmp_path / name, 2 * ranks, 2, before=HOOK, train_iters=8, **flags, **form)
+        for name, flags in (("averaged", flags), ("own", flags | {"edit_average_moments": "none"}))
+    ]
+    ends, own = (facts(run.folder, 2 * ranks) for run in runs)
+    assert [end["moments"] for end in ends[:ranks]] == [end["moments"] for end in ends[ranks:]]
+    assert own[0]["moments"] != own[ranks]["moments"]

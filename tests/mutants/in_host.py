@@ -14,11 +14,19 @@ HOST = (
         test="pure/test_moment_codes.py::test_bias_correction_after_a_change_of_beta2",
     ),
     Mutant(
+        id="host/stages-of-the-whole-training",
+        bug="stages of stl go beyond the last local step",
+        file="host/settings.py",
+        old="StagewiseSchedule(*usual, config.stl_stages, last_local_step)",
+        new="StagewiseSchedule(*usual, config.stl_stages, last_local_step + 2)",
+        test="host/test_final_phase.py::test_stages_end_with_the_local_training",
+    ),
+    Mutant(
         id="host/beta2-stays-scaled",
         bug="beta2 stays scaled after a step: the next one scales it again, a checkpoint keeps it",
         file="host/model/moments.py",
-        old='            group["betas"] = betas\n',
-        new="            pass\n",
+        old='group["betas"], group["lr"] = before["betas"], before["lr"]',
+        new='group["lr"] = before["lr"]',
         test="pure/test_moment_codes.py::test_beta2_is_scaled_inside_a_step_alone",
     ),
     Mutant(

@@ -109,4 +109,12 @@ OBSERVE = (
         new="",
         test="pure/test_console.py::test_output_is_moved_and_given_back",
     ),
+    Mutant(
+        id="observe/final-phase-costs-nothing",
+        bug="compare leaves out the bytes of a final synchronous phase",
+        file="tools/compare/readings.py",
+        old="    exchanges += [(i, round(step_bytes))",
+        new="    _ = [(i, round(step_bytes))",
+        test="pure/test_compare_report.py::test_steps_of_a_final_phase_count_as_exchanges",
+    ),
 )

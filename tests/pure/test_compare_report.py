@@ -12,6 +12,7 @@ import re
 import socket
 import sys
 import time
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,18 @@ def reading(kind: Kind, syncs: list[dict[str, Any]], run: dict[str, Any] = RUN) 
 
 
 # ---- readings
+
+
+def test_steps_of_a_final_phase_count_as_exchanges() -> None:
+    """Of 12 steps 6 are of the warm-up and 3 of the final phase, with 400 bytes in each."""
+    run: dict[str, Any] = {
+        "config": {"warmup_steps": 6, "final_sync_fraction": 0.25},
+        "training": {"last_local_step": 9},
+    }
+    kind = replace(KIND, warmup_steps=6)
+    plain, found = (reading(kind, [sync(9)], each) for each in (RUN, run))
+    assert (plain.bytes_per_step, found.bytes_per_step) == (300 / 6, (300 + 3 * 400) / 6)
+    assert found.syncs == ((9, 300), (10, 400), (11, 400), (12, 400))
 
 
 def test_parameters_of_all_stages_count() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_edit.command_line import config_from_argv
-from megatron_edit.config import EditConfig, add_arguments, warning_of_endless_warmup
+from megatron_edit.config import EditConfig, add_arguments, warning_of_phases
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import AUTO, attribute, flag, parse_endpoint, preset_of
 from megatron_edit.method.strategy import STRATEGIES
@@ -194,10 +194,10 @@ def test_numbers_in_help_are_those_of_constants() -> None:
 def test_a_training_that_ends_in_the_warmup_is_told_of() -> None:
     """The last step of the warm-up is not one of EDiT's; ddp means never to leave it."""
     config = EditConfig(use_edit=True)
-    warning = warning_of_endless_warmup(config, 1000)
+    warning = warning_of_phases(config, 1000)
     assert warning is not None and "1000 iterations" in warning
-    assert warning_of_endless_warmup(config, 1001) is None
-    assert warning_of_endless_warmup(EditConfig(use_edit=True, strategy="ddp"), 5) is None
+    assert warning_of_phases(config, 1001) is None
+    assert warning_of_phases(EditConfig(use_edit=True, strategy="ddp"), 5) is None
 
 
 @pytest.mark.parametrize("words", BAD)

@@ -68,7 +68,8 @@ def test_oracle(num_replicas: int) -> None:
             found = math.sqrt(math.pi / 2) * float(history.deviation[replica])
             assert found == pytest.approx(sigma, rel=1e-12, abs=1e-12)
         assert history.accepted.tolist() == [len(values) for values in oracle.values]
-    assert num_rejected >= 5  # the first burst, and the second until the patience ends
+    # The first burst, and the second until the patience ends; one alone is never rejected.
+    assert (num_rejected >= 5) == (num_replicas > 1)
 
 
 def test_differences_by_hand() -> None:
@@ -115,6 +116,14 @@ def test_change_of_regime_does_not_lock_out() -> None:
         rejected.append(bool(verdict.rejected[3]))
     assert rejected == [True] * 3 + [False] * 5
     assert float(history.mean[3]) == 2.0 and history.accepted.tolist() == [28, 28, 28, 5]
+
+
+def test_rise_of_both_replicas_is_no_bad_data() -> None:
+    """Other data, or a larger rate, for both of two: their units must not go back to the anchor."""
+    both, after_both = judge([3.4, 3.5], after(20, 2))
+    one, _ = judge([3.0, 3.5], after(20, 2))
+    assert not both.rejected.any() and one.rejected.tolist() == [False, True]
+    assert after_both.mean.tolist() == [3.4, 3.5] and after_both.accepted.tolist() == [1, 1]
 
 
 def test_lists_of_a_checkpoint() -> None:

@@ -215,7 +215,7 @@ def test_one_that_is_left_out_takes_the_mean_of_the_others(rule: MomentRule) -> 
 def optimizer_of(**state: Tensor) -> tuple[Any, Tensor]:
     """With the state of one main shard of shape [2, 2], and that."""
     main = torch.zeros(2, 2)
-    group = {"params": [main], "betas": (0.9, 0.95)}
+    group = {"params": [main], "betas": (0.9, 0.95), "lr": 0.1}
     inner = anything(state={main: dict(state)}, param_groups=[group])
     return anything(optimizer=inner, param_groups=[group]), main
 
@@ -260,12 +260,13 @@ def test_scaled_state_goes_through_its_accessors() -> None:
 
 
 def test_bias_correction_after_a_change_of_beta2() -> None:
-    """Of a constant gradient g the corrected second moment is g^2 at every step, also at the first
-    ones with beta2^(1/N). Would catch updates that shrink by sqrt(1 - beta2'^c) at the switch."""
+    """Of a constant gradient the corrected moments are constant: every step moves by the rate, also
+    the first ones with beta2^(1/N). Would catch updates that shrink by sqrt(1 - beta2'^c) at the
+    switch, and a count of steps that fits the second moment alone."""
     weight, common, size = torch.nn.Parameter(torch.zeros(1)), 3, 4
-    adam = torch.optim.AdamW([weight], lr=0.1, betas=(0.0, 0.9), eps=0.0, weight_decay=0.0)
+    adam = torch.optim.AdamW([weight], lr=0.1, betas=(0.9, 0.95), eps=0.0, weight_decay=0.0)
     inner: Any = anything(optimizer=adam, param_groups=adam.param_groups)
-    for step in range(6):
+    for step in range(9):
         before = float(weight.detach())
         weight.grad = torch.full((1,), 0.5)
         local = step >= common
@@ -273,6 +274,19 @@ def test_bias_correction_after_a_change_of_beta2() -> None:
             adam.step()
         assert before - float(weight.detach()) == pytest.approx(0.1, rel=1e-5)
         assert steps_counted([inner]) == step + 1
+
+
+def test_weight_decay_does_not_follow_the_bias_correction() -> None:
+    """Where there is no gradient, only the decay of the given rate moves a weight."""
+    weight = torch.nn.Parameter(torch.ones(1))
+    adam = torch.optim.AdamW([weight], lr=0.1, betas=(0.9, 0.95), eps=1.0, weight_decay=0.5)
+    inner: Any = anything(optimizer=adam, param_groups=adam.param_groups)
+    for step in range(4):
+        weight.grad = torch.zeros(1)
+        with scaled_beta2([inner], 4, 2) if step >= 2 else nullcontext():
+            adam.step()
+    assert float(weight.detach()) == pytest.approx(0.95**4, rel=1e-6)
+    assert (adam.param_groups[0]["lr"], adam.param_groups[0]["weight_decay"]) == (0.1, 0.5)
 
 
 def test_beta2_is_scaled_inside_a_step_alone() -> None:

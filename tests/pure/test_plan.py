@@ -23,6 +23,7 @@ from megatron_edit.tools.plan.machine import CPU, GPU, Link
 from megatron_edit.tools.plan.memory import edit_parts, persistent_bytes, stock_parts
 from megatron_edit.tools.plan.names import NAMES
 from megatron_edit.tools.plan.plan import make_plan
+from megatron_edit.tools.plan.table import lines
 from megatron_edit.tools.plan.timing import (
     BEFORE,
     TimingSetting,
@@ -132,6 +133,22 @@ def test_moments_are_counted(which: str, every: int, each: float) -> None:
     assert "moments in flight" not in before
     assert after["moments in flight"] == (2 if which == "both" else 1) * after["staging"]
     assert after["encoded units"] > before["encoded units"]
+
+
+def test_bytes_of_a_final_phase_are_told() -> None:
+    """Apart from those of the rounds: of each of its steps, and in the table."""
+    words = ("--use-edit", "--edit-final-sync-fraction", "0.05")
+    job, plain = job_of("llama_1b", 8, *words), job_of("llama_1b", 8, "--use-edit")
+    plans = [make_plan(each, at(1e9), ["edit"]) for each in (job, plain)]
+    rows, others = (plan.as_json()["strategies"] for plan in plans)
+    phase = rows["edit"]["final_phase"]
+    assert phase == {
+        "share_of_training": 0.05, "bytes_per_step": gradient_traffic(job).per_step,
+    }  # fmt: skip
+    assert others["edit"]["final_phase"] == {"share_of_training": 0.0, "bytes_per_step": 0.0}
+    assert rows["edit"]["bytes_per_step"] == others["edit"]["bytes_per_step"]
+    told, untold = (" ".join(lines(plan)) for plan in plans)
+    assert "in the last 0.05 of the training" in told and "in the last" not in untold
 
 
 def test_synchronous_steps_agree_with_the_comparison() -> None:

@@ -91,6 +91,15 @@ def test_questions_in_order_of_priority() -> None:
     assert max(i for i, n in enumerate(names) if n.startswith("marks")) < names.index("quality")
 
 
+def test_bursts_with_and_without_the_loss_check_are_other_runs() -> None:
+    """Would catch a row of the loss check that was made without it."""
+    question = QUESTIONS["quality-bursts"]
+    hashes = [case.hash({}) for member in question.members for case in member.cases]
+    assert len(set(hashes)) == 9
+    words = {member.label: member.cases[0].words for member in question.members}
+    assert [label for label, own in words.items() if "--edit-no-loss-check" in own] == [UNCHECKED]
+
+
 def test_seeds_of_claims_and_of_choices() -> None:
     three = (1, 2, 3)
     claimed = [

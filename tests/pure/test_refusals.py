@@ -66,12 +66,13 @@ def test_a_round_keeps_its_kind_of_length(
         anything(step=step, losses=(2.0, 1.0), last_loss_step=0 if was_varying else step)
         for step in steps
     ]
-    manifest, plan = anything(replicas=entries), anything(goes_on=True)
+    manifest = anything(replicas=entries, settings={"interval": "stl"})
+    plan = anything(goes_on=True)
     settings = anything(timed=None, schedule=anything(has_fixed_rounds=not is_varying))
     if len(set(steps)) == 1 or was_varying == is_varying:
         check_rounds(Path("saves"), manifest, plan, settings)
         return
-    with pytest.raises(UsageError, match="another --edit-interval"):
+    with pytest.raises(UsageError, match=r"another --edit-interval.*--edit-interval stl"):
         check_rounds(Path("saves"), manifest, plan, settings)
 
 

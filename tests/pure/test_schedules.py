@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_edit.config import EditConfig, warning_of_endless_warmup
+from megatron_edit.config import EditConfig, warning_of_phases
 from megatron_edit.engine.rounds.plan import mean_round_loss
 from megatron_edit.errors import UsageError
 from megatron_edit.method.schedule import (
@@ -111,7 +111,7 @@ def test_settings_that_do_not_fit_are_refused(flags: dict[str, Any], words: str)
 def test_no_local_step_before_the_final_phase_is_told() -> None:
     """X so large that the phase begins in the warm-up; X = 1 is meant."""
     config = EditConfig(use_edit=True, warmup_steps=10, final_sync_fraction=0.5)
-    assert "there is no local step" in str(warning_of_endless_warmup(config, 20))
-    assert warning_of_endless_warmup(config, 22) is None
+    assert "there is no local step" in str(warning_of_phases(config, 20))
+    assert warning_of_phases(config, 22) is None
     whole = EditConfig(use_edit=True, warmup_steps=10, final_sync_fraction=1)
-    assert warning_of_endless_warmup(whole, 20) is None
+    assert warning_of_phases(whole, 20) is None

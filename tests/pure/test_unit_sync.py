@@ -20,6 +20,7 @@ from megatron_edit.engine.checks.drift import differing_units
 from megatron_edit.engine.checks.finite import restore_other_units
 from megatron_edit.engine.rounds.meeting import average_shared_values
 from megatron_edit.engine.rounds.plan import Decision, SyncRules
+from megatron_edit.engine.sync.averages import agree_on_average
 from megatron_edit.engine.sync.inflight import UnitSync
 from megatron_edit.engine.sync.outer_state import OuterState
 from megatron_edit.method.detector import Verdict
@@ -152,6 +153,26 @@ def test_copies_take_the_bits_of_the_first() -> None:
     result = unit.step(groups, SyncRules(RULE, None, DIRECT_COPY))
     assert outer.units["layer.1"].momentum.tolist() == pytest.approx([1.0, 1.0, 7.0])
     assert float(result.norm) == pytest.approx(2.0**0.5)
+
+
+@pytest.mark.parametrize(
+    ("unit_name", "tie"), [("layer.1", "tied-tp"), ("embedding", TIED_EMBEDDING)]
+)
+def test_moments_of_copies_take_the_bits_of_the_first(unit_name: str, tie: str) -> None:
+    """Their codes have other neighbours on each rank. In the message of the average."""
+    messages: list[Tensor] = []
+
+    def first_rank(message: Tensor) -> None:
+        copies = message[:3] if tie == TIED_EMBEDDING else message.view(torch.int32)
+        copies.copy_(torch.tensor([7.0, 8.0, 9.0]).view(torch.int32))
+        messages.append(message)
+
+    plan = plan_of(unit_name, tie=tie)
+    groups = groups_with(**{tie: anything(size=2, broadcast_nowait=first_rank)})
+    average, first, second = (torch.ones(3) for _ in range(3))
+    agree_on_average(plan.shards[0], average, (first, second), groups)
+    found = [each.tolist() for each in (average, first, second)]
+    assert found == [[1.0, 1.0, 7.0], [1.0, 1.0, 8.0], [1.0, 1.0, 9.0]] and len(messages) == 1
 
 
 def test_a_stage_with_a_copy_alone_learns_the_norm() -> None:

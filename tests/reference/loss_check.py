@@ -48,10 +48,10 @@ class LossOracle:
         usable = [
             math.isfinite(loss) and count > 0 for loss, count in zip(losses, steps, strict=True)
         ]
-        return [
-            self._judge(replica, self._difference(losses, usable, replica))
-            for replica in range(self.num_replicas)
-        ]
+        differences = [self._difference(losses, usable, r) for r in range(self.num_replicas)]
+        known = [r for r in range(self.num_replicas) if not math.isnan(differences[r])]
+        rise = self.num_replicas <= 2 and all(self._is_high(r, differences[r]) for r in known)
+        return [self._judge(r, differences[r], rise) for r in range(self.num_replicas)]
 
     def _difference(self, losses: Sequence[float], usable: list[bool], replica: int) -> float:
         if not usable[replica]:
@@ -65,13 +65,16 @@ class LossOracle:
             others.append(losses[replica])
         return losses[replica] - sorted(others)[len(others) // 2]
 
-    def _judge(self, replica: int, difference: float) -> bool:
-        if math.isnan(difference):
-            return False
+    def _is_high(self, replica: int, difference: float) -> bool:
         mean, sigma = self.statistics(replica)
         is_armed = len(self.values[replica]) >= 8
-        if is_armed and difference - mean > max(self.threshold * sigma, 0.1):
-            if self.rejected[replica] < self.patience:
+        return is_armed and difference - mean > max(self.threshold * sigma, 0.1)
+
+    def _judge(self, replica: int, difference: float, is_common_rise: bool) -> bool:
+        if math.isnan(difference):
+            return False
+        if self._is_high(replica, difference):
+            if self.rejected[replica] < self.patience and not is_common_rise:
                 self.rejected[replica] += 1
                 return True
             self.values[replica] = []

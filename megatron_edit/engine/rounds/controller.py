@@ -237,7 +237,6 @@ class SyncController:
             selection.indices,
             self._rules,
             is_last=meeting.is_last,
-            ends_rounds=meeting.ends_rounds,
         )
         if plan.outcome is MeetingOutcome.SYNC and self.meetings.has_digests:
             check_same_digests(records, self.host.plan.names, state.rounds.count)

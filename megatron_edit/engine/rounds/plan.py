@@ -235,7 +235,6 @@ class RoundPlan:
         schedule_position: of the learning rate, the furthest of all replicas.
         is_dealt: whether a round of replicas at their own speeds is over: counters meet.
         is_followed: whether a replica then goes on to the next meeting without a step.
-        ends_rounds: whether no local step follows: the final synchronous phase begins.
         moments: of the inner optimizer that are averaged with these units.
     """
 
@@ -249,7 +248,6 @@ class RoundPlan:
     schedule_position: int = 0
     is_dealt: bool = False
     is_followed: bool = False
-    ends_rounds: bool = False
     moments: MomentRule = NO_MOMENTS
 
     @property
@@ -265,7 +263,6 @@ def plan_round(
     rules: RoundRules,
     *,
     is_last: bool,
-    ends_rounds: bool = False,
 ) -> RoundPlan:
     """Plan what follows from a meeting. Pure; the tensors of `before` are not written to.
 
@@ -275,7 +272,6 @@ def plan_round(
         units: positions of the units that are to sync, ascending.
         rules: settings.
         is_last: whether local training ends with this meeting: what syncs lands at once.
-        ends_rounds: whether the final synchronous phase follows.
     """
     records = tuple(records)
     if any(record.is_leaving for record in records):
@@ -330,7 +326,6 @@ def plan_round(
         schedule_position=max(record.schedule_position for record in records),
         is_dealt=is_dealt,
         is_followed=is_followed,
-        ends_rounds=ends_rounds,
         moments=_moments_of(rules, after.count, len(records)),
     )
 

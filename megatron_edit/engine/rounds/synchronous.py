@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_edit.comm.collectives import Group, Work
 from megatron_edit.engine.checks import drift
 from megatron_edit.engine.host import EngineGroups, Host, Reporter
+from megatron_edit.engine.sync.averages import tie_copies
 from megatron_edit.method.moments import ALL_MOMENTS
 
 
@@ -166,7 +167,7 @@ def equalize_moments(host: Host, groups: EngineGroups, accepted: Tensor) -> None
     """Replace each inner moment by its mean over the accepted replicas, in fp32; over all, where a
     unit accepts none. Elements that are not finite count as zero.
 
-    Collective: the sync group. Mutates: the host's inner moments.
+    Collective: the sync group, and those that hold copies. Mutates: the host's inner moments.
 
     Args:
         host: trains.
@@ -177,13 +178,18 @@ def equalize_moments(host: Host, groups: EngineGroups, accepted: Tensor) -> None
     for shard in host.plan.shards:
         chosen = accepted[:, shard.index]
         chosen = chosen if bool(chosen.any()) else ~chosen
+        means = {}
         for kind in ALL_MOMENTS.kinds:
-            value = torch.zeros(shard.numel, dtype=torch.float32, device=sync.device)
+            mean = torch.zeros(shard.numel, dtype=torch.float32, device=sync.device)
             if bool(chosen[sync.rank]):
-                host.read_moments(shard, kind, value)
-                value.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-            sync.all_reduce(value)
-            host.write_moments(shard, kind, value.div_(int(chosen.sum())))
+                host.read_moments(shard, kind, mean)
+                mean.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            sync.all_reduce(mean)
+            means[kind] = mean.div_(int(chosen.sum()))
+        for tie, group in groups.ties.items():
+            tie_copies(shard, tuple(means.values()), tie, group)
+        for kind, mean in means.items():
+            host.write_moments(shard, kind, mean)
 
 
 def equalize_counters(host: Host, groups: EngineGroups) -> None:

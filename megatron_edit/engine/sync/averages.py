@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -12,21 +14,29 @@ from megatron_edit.engine.sync.units import UnitShard
 from megatron_edit.method.norms import sum_in_rank_order
 
 
-def _tie_copies(shard: UnitShard, average: Tensor, groups: EngineGroups) -> None:
+def tie_copies(shard: UnitShard, values: Sequence[Tensor], tie: str, group: Group) -> None:
     """Give all copies of a parameter the bits of the first one.
 
     Copies on several TP ranks or stages are averaged by different sync groups, whose sums may
     round differently; after this, equal anchors stay equal.
+
+    Collective: the group, where the shard has copies.
+    Mutates: `values`.
+
+    Args:
+        shard: of a unit.
+        values: fp32 [numel] each, of the whole shard.
+        tie: name of the group.
+        group: that holds copies.
     """
-    for tie, group in groups.ties.items():
-        chosen = _places_of(shard, tie)
-        if not chosen or group.size == 1 or _is_told_with_norm(shard, tie):
-            continue
-        copies = torch.cat([average[where] for where in chosen])
-        group.broadcast_nowait(copies)
-        parts = copies.split([where.stop - where.start for where in chosen])
-        for where, part in zip(chosen, parts, strict=True):
-            average[where].copy_(part)
+    places = _places_of(shard, tie)
+    if not places or group.size == 1:
+        return
+    parts = [each[where] for each in values for where in places]
+    copies = torch.cat(parts)
+    group.broadcast_nowait(copies)
+    for part, copy in zip(parts, copies.split([part.numel() for part in parts]), strict=True):
+        part.copy_(copy)
 
 
 def _places_of(shard: UnitShard, tie: str) -> list[slice]:
@@ -35,20 +45,31 @@ def _places_of(shard: UnitShard, tie: str) -> list[slice]:
     return [where for param, where in params if param.tie == tie]
 
 
-def agree_on_average(shard: UnitShard, average: Tensor, groups: EngineGroups) -> Tensor:
+def agree_on_average(
+    shard: UnitShard, average: Tensor, moments: Sequence[Tensor], groups: EngineGroups
+) -> Tensor:
     """Make copies of a parameter equal in the average of a unit, and take its norm.
 
     Collective: the ranks of the pipeline stage, and those that hold copies.
-    Mutates: `average`, fp32 [numel].
+    Mutates: `average` and `moments`.
+
+    Args:
+        shard: of the unit.
+        average: fp32 [numel].
+        moments: fp32 [numel] each, means of moments of the inner optimizer.
+        groups: who communicates.
 
     Returns:
         ||average|| of the whole unit, float64 scalar, the same bits on all ranks that hold it.
     """
-    _tie_copies(shard, average, groups)
+    values = (average, *moments)
+    for tie, group in groups.ties.items():
+        if not _is_told_with_norm(shard, tie):
+            tie_copies(shard, values, tie, group)
     squares = sum_in_rank_order(groups.stage.all_gather(shard.squared_norm(average)))
     stages = groups.ties.get(TIED_EMBEDDING)
     if stages is not None and _is_told_with_norm(shard, TIED_EMBEDDING):
-        squares = _tie_embedding(shard, average, squares, stages)
+        squares = _tie_embedding(shard, values, squares, stages)
     return squares.sqrt()
 
 
@@ -56,7 +77,9 @@ def _is_told_with_norm(shard: UnitShard, tie: str) -> bool:
     return shard.name == EMBEDDING and tie == TIED_EMBEDDING
 
 
-def _tie_embedding(shard: UnitShard, average: Tensor, squares: Tensor, stages: Group) -> Tensor:
+def _tie_embedding(
+    shard: UnitShard, values: Sequence[Tensor], squares: Tensor, stages: Group
+) -> Tensor:
     """Give all copies of the embedding the bits of the first stage's; its squares, to all stages.
 
     A stage that holds only a tied copy counts nothing of the unit: the first stage knows. Both go
@@ -66,12 +89,12 @@ def _tie_embedding(shard: UnitShard, average: Tensor, squares: Tensor, stages: G
 
     Args:
         shard: of the embedding.
-        average: fp32 [numel]. Mutated.
+        values: fp32 [numel] each: average and moments. Mutated.
         squares: float64 scalar, of this stage.
         stages: that hold a copy; rank 0 is the first stage.
     """
     places = _places_of(shard, TIED_EMBEDDING)
-    parts = [average[where].view(torch.int32) for where in places]
+    parts = [each[where].view(torch.int32) for each in values for where in places]
     parts.append(squares.reshape(1).view(torch.int32))
     message = torch.cat(parts)
     stages.broadcast_nowait(message)

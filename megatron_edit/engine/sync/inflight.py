@@ -99,8 +99,7 @@ class UnitSync:
         snapshot: fp32 [numel], theta when the sync began; None where nothing needs it.
         result: of the outer step; None before it.
         is_exchanged: whether `average` is the average, and no exchange is left to be made.
-        moments: of the inner optimizer that travel with the unit; None where none do, and when
-            they have landed.
+        moments: of the inner optimizer that travel with the unit; None where none do.
     """
 
     shard: UnitShard
@@ -245,7 +244,8 @@ class UnitSync:
             self.await_average()
         waited = time.monotonic() - began
         with record_function("edit/norms"):
-            norm = agree_on_average(self.shard, self.average, groups)
+            means = () if self.moments is None else tuple(self.moments.means.values())
+            norm = agree_on_average(self.shard, self.average, means, groups)
             clip = clip_factor(norm, rules.max_norm)
         staged = self._stage()
         with record_function("edit/outer-step"):

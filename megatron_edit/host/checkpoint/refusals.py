@@ -79,7 +79,7 @@ def check_rounds(
     # Rounds of varying length keep a mean of the losses, which has no last step.
     was_varying = any(e.losses and not e.last_loss_step for e in entries)
     if was_varying == settings.schedule.has_fixed_rounds:
-        was = QSR if was_varying else FIXED
+        was = manifest.settings.get("interval", QSR if was_varying else FIXED)
         raise UsageError(
             f"--load {path}",
             "its replicas stopped at different steps of a round of another --edit-interval",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, cast
+from typing import cast
 
 import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
@@ -293,16 +293,14 @@ class MegatronHost:
 
     def inner_counters(self) -> Tensor:
         """float64 [n]: step counters and dynamic loss scales of Megatron's optimizers."""
-        return torch.tensor([read_counter(p) for p in self._counters()], dtype=torch.float64)
+        return torch.tensor(
+            [read_counter(p) for p in counters_of(self._inner)], dtype=torch.float64
+        )
 
     def set_inner_counters(self, values: Tensor) -> None:
         """Put them to what `inner_counters` of a replica told, float64 [n]."""
-        for place, value in zip(self._counters(), values.tolist(), strict=True):
+        for place, value in zip(counters_of(self._inner), values.tolist(), strict=True):
             write_counter(place, value)
-
-    def _counters(self) -> list[tuple[Any, str]]:
-        sources = [p.source for shard in self.plan.shards for p in shard.params]
-        return counters_of(self._inner, [source for source in sources if source is not None])
 
     def resume(
         self, samples: int, consumed: int, order: SampleOrder, common_steps: int | None = None

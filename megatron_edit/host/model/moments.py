@@ -86,49 +86,61 @@ def given_beta2(optimizers: Iterable[InnerOptimizer]) -> list[float]:
     return sorted({group["betas"][1] for group in groups if "betas" in group})
 
 
-def steps_counted(optimizers: Iterable[InnerOptimizer]) -> int:
-    """Steps that Adam has counted; 0 before the first, and where there is nothing to step."""
-    return max((int(owner["step"]) for owner in _step_counters(optimizers)), default=0)
-
-
 @contextmanager
 def scaled_beta2(
     optimizers: Sequence[InnerOptimizer], num_replicas: int, common_steps: int
 ) -> Iterator[None]:
-    """Inside, beta2 is beta2^(1/N), and Adam's count of steps fits its bias correction: for the
-    length of one step, so that whatever reads or saves the optimizer finds what was given.
+    """Inside, beta2 is beta2^(1/N), and Adam's bias corrections fit: for the length of one step, so
+    that whatever reads or saves the optimizer finds what was given.
+
+    Adam has one count of steps for both corrections. It is raised to the one that fits the second
+    moment (`extra_steps`); the rate makes up for what that does to the first, which matters as long
+    as beta1^t is not small.
 
     Args:
         optimizers: which step inside.
         num_replicas: N.
         common_steps: steps that were made with beta2 as given.
     """
+    more = extra_steps(common_steps, num_replicas)
     groups = [group for inner in optimizers for group in inner.param_groups if "betas" in group]
-    given = [group["betas"] for group in groups]
-    counters, more = list(_step_counters(optimizers)), extra_steps(common_steps, num_replicas)
-    for group, (beta1, beta2) in zip(groups, given, strict=True):
+    counters, step = list(_step_counters(optimizers)), steps_counted(optimizers) + 1
+    given = [group.copy() for group in groups]
+    for group in groups:
+        beta1, beta2 = group["betas"]
+        share = (1.0 - beta1**step) / (1.0 - beta1 ** (step + more))
         group["betas"] = (beta1, local_beta2(beta2, num_replicas))
+        group["lr"] = group["lr"] / share
+        if "weight_decay" in group:  # by rate times decay
+            group["weight_decay"] = group["weight_decay"] * share
     for owner in counters:
         owner["step"] += more
     try:
         yield
     finally:
-        for group, betas in zip(groups, given, strict=True):
-            group["betas"] = betas
+        for group, before in zip(groups, given, strict=True):
+            group["betas"], group["lr"] = before["betas"], before["lr"]
+            if "weight_decay" in before:
+                group["weight_decay"] = before["weight_decay"]
         for owner in counters:
             owner["step"] -= more
 
 
+def steps_counted(optimizers: Iterable[InnerOptimizer]) -> int:
+    """Steps that Adam has counted; 0 before the first, and where there is nothing to step."""
+    return max((int(owner["step"]) for owner in _step_counters(optimizers)), default=0)
+
+
 def _step_counters(optimizers: Iterable[InnerOptimizer]) -> Iterator[Any]:
-    """Owners of Adam's counts of steps, under the name `step`: groups, or states of main shards."""
+    """Owners of counts of steps, under the name `step`: groups, or states of main shards; in an
+    order that is the same on all replicas."""
     for inner in optimizers:
-        if inner.optimizer is None:
+        if (optimizer := inner.optimizer) is None:
             continue
-        for group in inner.optimizer.param_groups:
-            if "betas" not in group:
-                continue
-            states = (inner.optimizer.state.get(main, {}) for main in group["params"])
-            yield from (owner for owner in (group, *states) if "step" in owner)
+        for part in getattr(optimizer, "sub_optimizers", (optimizer,)):
+            for group in part.param_groups:
+                states = (part.state.get(main, {}) for main in group["params"])
+                yield from (owner for owner in (group, *states) if "step" in owner)
 
 
 def zero_nonfinite(optimizers: Sequence[InnerOptimizer], main: Tensor | None) -> int:
@@ -199,25 +211,18 @@ def _moments(state: ParamState) -> Iterator[Tensor]:
             yield value
 
 
-def counters_of(
-    optimizers: Sequence[InnerOptimizer], mains: Sequence[Tensor]
-) -> list[tuple[Any, str]]:
+def counters_of(optimizers: Sequence[InnerOptimizer]) -> list[tuple[Any, str]]:
     """Where the optimizers count: places that `read_counter` and `write_counter` understand.
 
     Args:
         optimizers: Megatron's.
-        mains: the main shards of this rank, in an order that is the same on all replicas.
 
     Returns:
         Owner and name of each number: step counters of groups and of shards, and of a dynamic loss
         scale the scale and its trackers.
     """
-    places: list[tuple[Any, str]] = []
+    places = [(owner, "step") for owner in _step_counters(optimizers)]
     for inner in optimizers:
-        if (optimizer := inner.optimizer) is not None:
-            places += [(group, "step") for group in optimizer.param_groups if "step" in group]
-            states = [optimizer.state.get(main, {}) for main in mains]
-            places += [(state, "step") for state in states if "step" in state]
         scaler = getattr(inner, "grad_scaler", None)
         if hasattr(scaler, "_growth_tracker"):
             places += [(vars(scaler), name) for name in _SCALER]

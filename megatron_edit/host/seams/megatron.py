@@ -123,6 +123,8 @@ class ParamGroup(TypedDict, total=False):
     max_lr: float
     step: int
     betas: tuple[float, float]
+    lr: float
+    weight_decay: float
 
 
 class TorchOptimizer(Protocol):

@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatron_edit.config import EditConfig, warning_of_endless_warmup
+from megatron_edit.config import EditConfig, warning_of_phases
 from megatron_edit.constants import BLOCKING, CPU, MUON, OVERLAP
 from megatron_edit.flags import AUTO, flag
 from megatron_edit.host.settings import schedule_of
@@ -85,7 +85,7 @@ def _sync_mode(config: EditConfig, args: Namespace, mode: str) -> str:
 
 def _remarks(config: EditConfig, args: Namespace, overlaps: bool) -> Iterator[str]:
     iterations = args.train_iters or (args.train_samples or 0) // args.global_batch_size
-    if iterations and (text := warning_of_endless_warmup(config, iterations)):
+    if iterations and (text := warning_of_phases(config, iterations)):
         yield text
     if args.eval_iters:
         step = _mid_round(config, args.eval_interval, iterations)

@@ -165,7 +165,7 @@ def make_reading(
     # A run that goes on from a checkpoint tells of its own syncs.
     steps = max(1, log.last_iteration - max(warmup, int(timeline.iterations[0])))
     exchanges = [(int(s["iteration"]), int(s["wire_bytes"])) for s in counted]
-    first = max(_last_local(run, kind, log.last_iteration), int(timeline.iterations[0]))
+    first = max(_last_local(run, kind, log.last_iteration), warmup, int(timeline.iterations[0]))
     exchanges += [(i, round(step_bytes)) for i in range(first + 1, log.last_iteration + 1)]
     in_rounds = sum(size for _, size in exchanges) / steps
     validation = _points(log.validation() if evaluations is None else evaluations, timeline)
@@ -202,8 +202,10 @@ def _warmup(run: Mapping[str, Any], kind: Kind) -> int:
 
 def _last_local(run: Mapping[str, Any], kind: Kind, last: int) -> int:
     """The last step before the final synchronous phase; the last one where there is no phase."""
-    told = run.get("training", {}).get("last_local_step")
-    return last if kind.is_synchronous or kind.is_ideal or told is None else min(last, int(told))
+    has_phase = bool(run.get("config", {}).get("final_sync_fraction"))
+    if kind.is_synchronous or kind.is_ideal or not has_phase:
+        return last
+    return min(last, int(run["training"]["last_local_step"]))
 
 
 def _speed(timeline: Timeline, warmup: int, last: int) -> float | None:

@@ -270,12 +270,14 @@ def _strategy_of(own: Sequence[str]) -> str:
 def _what_fits(words: Sequence[str], strategy: str) -> list[str]:
     """Drop flags, one after another, that a strategy has no use for or refuses."""
     kept = [flag("use_edit"), flag("strategy"), strategy]
-    for name, values in groups(words):
-        if name in (flag("use_edit"), flag("strategy")):
-            continue
-        try:
-            config_from_argv([*kept, name, *values])
-        except UsageError:
-            continue
-        kept += [name, *values]
+    waiting = [each for each in groups(words) if each[0] not in kept]
+    for _ in range(2):  # a flag may only fit with another one that comes after it
+        dropped = []
+        for name, values in waiting:
+            try:
+                config_from_argv([*kept, name, *values])
+                kept += [name, *values]
+            except UsageError:
+                dropped.append((name, values))
+        waiting = dropped
     return kept

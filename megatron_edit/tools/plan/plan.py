@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_edit.constants import BLOCKING, FP32
+from megatron_edit.constants import BLOCKING, FP32, NONE
 from megatron_edit.errors import UsageError
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.compare.entries import STOCK
@@ -147,7 +147,10 @@ def _row(job: Job, setting: TimingSetting, name: str) -> PlanRow:
 def _published_diloco(job: Job, setting: TimingSetting) -> PlanRow:
     """DiLoCo as its paper has it: one blocking exchange, outer state not sharded."""
     config = job.config("diloco")
-    config = replace(config, sync_dtype=FP32, fragments=1, delay_steps=0, mix=0.0, offload=False)
+    config = replace(
+        config, sync_dtype=FP32, fragments=1, delay_steps=0, mix=0.0, offload=False,
+        average_moments=NONE, average_moments_every=1, scale_beta2=False, final_sync_fraction=0.0,
+    )  # fmt: skip
     cost = sync_cost(job, config, setting, blocks=True)
     every = cost.round / setting.step
     # Every rank does the outer step of all that it computes with.
