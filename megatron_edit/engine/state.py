@@ -238,6 +238,9 @@ class MeanLoss:
     last_step: int = 0
     _total: float = 0.0
     _count: int = 0
+    _before: tuple[float, int] = (0.0, 0)  # sum and count without the last step
+    _last: float = math.nan
+    _held_back: float | None = None
 
     @property
     def capacity(self) -> int:
@@ -247,13 +250,16 @@ class MeanLoss:
     def note(self, step: int, loss: float) -> None:
         """Add the loss to the mean. A step without one (fp16 skipped it, or another rank knows it)
         does not count."""
+        self._before, self._last = (self._total, self._count), loss
         if not math.isnan(loss):
             self._total += loss
             self._count += 1
 
     def payload(self) -> tuple[float, ...]:
-        """The sum of the losses since the last meeting, and how many they are."""
-        return (self._total, float(self._count))
+        """The loss of the last step, sum and count of the losses before it since the last meeting,
+        and sum and count with it."""
+        total, count = self._before
+        return (self._last, total, float(count), self._total, float(self._count))
 
     def mean(self) -> float:
         """The sum of the losses by how many they are."""
@@ -262,21 +268,31 @@ class MeanLoss:
     def restore(
         self, payload: Sequence[float], last_step: int, *, is_waiting: bool = False
     ) -> None:
-        """Take over a sum and a count; a run with rounds of fixed length has left a loss for each
-        step."""
+        """Take over what `payload` said, or the sum and count of older versions; a run with rounds
+        of fixed length has left a loss for each step. That of the step before a meeting belongs to
+        the round after it."""
         if last_step:
             for loss in payload:
                 self.note(last_step, loss)
         elif payload:
-            self._total, self._count = payload[0], int(payload[1])
+            self._total, self._count = payload[-2], int(payload[-1])
+            if len(payload) > 2:
+                self._last, self._before = payload[0], (payload[1], int(payload[2]))
+        if is_waiting and (last_step or len(payload) > 2):
+            self._held_back = self._last
+            self._total, self._count = self._before
 
     def begin_phase(self) -> None:
-        """Do nothing: no loss was kept apart, a mean holds all of them."""
+        """Add the loss that `restore` has kept for the round that begins now."""
+        if self._held_back is not None:
+            loss, self._held_back = self._held_back, None
+            self.note(0, loss)
 
     def forget(self) -> float:
-        """Keep nothing any more; NaN: a mean does not know the loss of a step."""
-        self._total, self._count = 0.0, 0
-        return math.nan
+        """Keep nothing any more; the loss of the last step."""
+        last = self._last
+        self._clear()
+        return last
 
     def report(self, records: Sequence[ControlRecord], reporter: Reporter) -> None:
         """One line: the step of replica 0, and the mean over all steps of all replicas."""
@@ -284,7 +300,10 @@ class MeanLoss:
         if count:
             samples = sum(record.samples for record in records)
             reporter.on_losses(records[0].step, [total / count], samples)
-        self._total, self._count = 0.0, 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._total, self._count, self._before, self._last = 0.0, 0, (0.0, 0), math.nan
 
 
 @dataclass

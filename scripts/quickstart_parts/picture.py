@@ -97,7 +97,7 @@ def _draw_bytes(axes: Axes, curves: Sequence[Curve]) -> None:
         text = f"{total:,.0f}"
         if synchronous:
             axes.bar(place, synchronous, color="none", edgecolor="white", hatch="//")
-            text += f",\n{synchronous:,.0f} of them in\nsynchronous steps"
+            text += f",\n{synchronous:,.0f} of them\nin synchronous\nsteps"
         axes.text(place, total, text, ha="center", va="bottom", fontsize=9)
     axes.set_xticks(range(len(curves)), [curve.name.replace(", ", ",\n") for curve in curves])
     axes.margins(y=0.15)

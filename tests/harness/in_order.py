@@ -25,6 +25,7 @@ from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.placement import Placement
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig
+from megatron_edit.constants import FIRST_MOMENT, NONE, SECOND_MOMENT
 from megatron_edit.engine import (
     EditEngine,
     EngineGroups,
@@ -442,6 +443,11 @@ class Rank:
             is_overlapped=is_overlapped,
             on_outer_state=on_outer_state,
         )
+        if config.average_moments != NONE:
+            host.moments = {
+                kind: {shard.name: torch.ones(shard.numel) for shard in plan.shards}
+                for kind in (FIRST_MOMENT, SECOND_MOMENT)
+            }
         placement = Placement(sync.size, 0, ranks * stages, 0, True)
         store = dist.HashStore()
         world = ReplicaWorld(placement, store, store, TIMEOUT)

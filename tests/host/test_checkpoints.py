@@ -166,7 +166,9 @@ def test_a_replica_that_waited_goes_back_to_its_meeting(tmp_path: Path, kind: st
     lines = [(tmp_path / name / "loss.jsonl").read_text().splitlines() for name in ("b", "whole")]
     # Of those, the steps before the resume come first. The evaluation at the meeting was left out.
     losses = [[line for line in each if '"loss"' in line] for each in lines]
-    assert kind == "a-edit" or losses[0] == losses[1][-22:]
+    if kind == "a-edit":
+        losses = [[each[-1]] for each in losses]
+    assert losses[0] == losses[1][-len(losses[0]) :]
 
 
 @pytest.mark.parametrize("final", [0.25, pytest.param(0.0, marks=pytest.mark.system)])

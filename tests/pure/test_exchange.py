@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from megatron_edit.comm.collectives import Group
+from megatron_edit.comm.compressed_all_reduce import Addend
 from megatron_edit.comm.wire import Exchange, Residual, Wire, start_exchange
 from megatron_edit.constants import SYNC_DTYPES
 from megatron_edit.errors import ReplicaLostError
+from megatron_edit.method.codec import INT8, LOG8, ULOG8, Codec
 from tests.harness.memory_network import CPU, Network, groups_in_order, groups_of
 from tests.reference.wire import Lost, Round, cut
 
@@ -146,6 +148,31 @@ def test_several_as_one_in_order(name: str, size: int) -> None:
                     np.testing.assert_array_equal(values[rank, b, n].numpy(), wanted)
         sent = sum(wire.payload_bytes(n, size) for batch in batches for n in batch)
         assert {group.payload_bytes for group in groups} == {sent}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_sums_of_several_forms_in_one_exchange(size: int) -> None:
+    """A unit's parameters beside moments of the inner optimizer, where collectives run in order.
+    Catches a sum that is decoded by the codec of another."""
+    forms: dict[str, Codec | None] = {"fp32": None, "int8": INT8, "log8": LOG8, "ulog8": ULOG8}
+    addends = {name: [abs(addend(300, replica, 0)) for replica in range(size)] for name in forms}
+    dice, groups = random.Random(size), groups_in_order(size, Network())
+    values = [
+        {name: torch.from_numpy(own[group.rank].copy()) for name, own in addends.items()}
+        for group in groups
+    ]
+    flying = [
+        start_exchange(
+            group,
+            [Addend(own[n], None, None, group.rank == 1, codec) for n, codec in forms.items()],
+        )
+        for group, own in zip(groups, values, strict=True)
+    ]
+    finish(flying, dice)
+    for name, every in addends.items():
+        wanted = Round(every, {1}).sum(name, None)
+        for own in values:
+            np.testing.assert_array_equal(own[name].numpy(), wanted)
 
 
 def test_a_broken_connection_is_a_lost_replica() -> None:

@@ -43,6 +43,7 @@ def config_of(**changes: Any) -> EditConfig:
 
 DELAYED: dict[str, Any] = {"fragments": 2, "delay_steps": 3}
 CO2: dict[str, Any] = {"strategy": "co2"}
+MOMENTS: dict[str, Any] = {"average_moments": "both"}
 MODES: dict[str, tuple[dict[str, Any], bool]] = {
     "overlap": ({}, True),
     "blocking": ({}, False),
@@ -59,12 +60,16 @@ MODES: dict[str, tuple[dict[str, Any], bool]] = {
     "mix": ({**DELAYED, "mix": 0.5}, True),
     "mix-offload": ({**DELAYED, "mix": 0.5, "offload": True}, True),
     "three-in-flight": ({"prefetch_units": 3, "offload": True}, True),
+    "moments": (MOMENTS, True),
+    "moments-int8-delayed": ({**DELAYED, **MOMENTS, "sync_dtype": "int8"}, True),
+    "moments-offload": ({**MOMENTS, "offload": True}, True),
 }
 
 
 # Over gloo the same, with copies through host memory and the turns of the progress thread.
 SOCKETS_CORE = ["overlap", "delayed", "offload-delayed", "int8"]
-SOCKETS = ["blocking", "offload", "co2", "bf16", "int8-delayed", "int8-offload", "mix"]
+SOCKETS = ["blocking", "offload", "co2", "bf16", "int8-delayed", "int8-offload", "mix",
+           "moments", "moments-int8-delayed"]  # fmt: skip
 
 
 class Training:
@@ -122,6 +127,8 @@ class Training:
                 param.read().mul_(1.01)
                 if number == self.breaks_after:
                     param.read().fill_(torch.nan)
+            for moments in host.moments.values():
+                moments[shard.name].mul_(0.99)
             if not engine.is_landing_due:
                 shard.publish()
         engine.after_step()
