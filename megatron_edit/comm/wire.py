@@ -173,9 +173,11 @@ class Wire:
 
     Attributes:
         name: how settings call it, one of `constants.SYNC_DTYPES`.
+        codec: what encodes; None for fp32.
     """
 
     name: str
+    codec: Codec | None
 
     @classmethod
     def of(cls, name: str) -> Wire:
@@ -186,12 +188,7 @@ class Wire:
         """
         if name not in _CODECS:
             raise ValueError(f"wire {name!r}: must be one of {', '.join(SYNC_DTYPES)}")
-        return cls(name)
-
-    @property
-    def codec(self) -> Codec | None:
-        """What encodes; None for fp32."""
-        return _CODECS[self.name]
+        return cls(name, _CODECS[name])
 
     @property
     def num_phases(self) -> int:
