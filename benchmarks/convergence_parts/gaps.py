@@ -82,6 +82,7 @@ def _by_samples(answers: Answers) -> Panel | None:
         if law is not None:
             _curve(axes, points, law.at, "fit")
         axes.set_xscale("log", base=2)
+        axes.set_xticks([n for n, _ in points], [str(int(n)) for n, _ in points])
         axes.set_xlabel("samples of a replica in a step")
 
     return panel if points else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -107,8 +107,10 @@ class RunTable:
             return cls({}, {}, {})
         found = read_one(path)
         names = [spec.name for spec in fields(RunSummary)]
-        runs = {row["hash"]: RunSummary(**{name: row.get(name) for name in names})
-                for row in found["runs"]}  # fmt: skip
+        runs = {}
+        for row in found["runs"]:
+            summary = RunSummary(**{name: row.get(name) for name in names})
+            runs[row["hash"]] = replace(summary, versions=found["versions"][row["versions"]])
         return cls(found["corpus"], runs, {row["hash"]: row["what"] for row in found["runs"]})
 
     def with_runs(
@@ -121,11 +123,14 @@ class RunTable:
 
     def write(self, path: Path) -> None:
         """Write the file."""
-        rows = [
-            {"hash": key, "what": self.labels[key], **vars(run)}
-            for key, run in sorted(self.runs.items(), key=lambda item: self.labels[item[0]])
-        ]
-        series = {"all": {"corpus": self.corpus, "runs": rows}}
+        versions: list[dict[str, str]] = []  # most runs have the same: rows have the place
+        rows = []
+        for key, run in sorted(self.runs.items(), key=lambda item: self.labels[item[0]]):
+            if run.versions not in versions:
+                versions.append(run.versions)
+            place = {"versions": versions.index(run.versions)}
+            rows.append({"hash": key, "what": self.labels[key], **vars(run), **place})
+        series = {"all": {"corpus": self.corpus, "versions": versions, "runs": rows}}
         write_series(path, "convergence", series, digits=DIGITS)
 
     def find(self, case: Case) -> RunSummary | None:

@@ -56,21 +56,33 @@ class Chunks:
         return slice(*(min(edge * self.numel, self.total) for edge in (rank, rank + 1)))
 
 
-@dataclass(frozen=True)
-class Addend:
-    """What a rank gives to a sum; see `wire.Wire.start`.
+@dataclass
+class Residual:
+    """What encoding has lost so far and the next exchange makes good; exact zeros at first.
 
     Attributes:
-        values: fp32 [n], this rank's addend, later the sum.
-        sent: fp32 [n], residual of the addend; None loses it.
-        summed: fp32 [chunks.numel], residual of the sum of this rank's chunk; None loses it.
-        is_left_out: whether this rank adds exact zeros.
+        sent: fp32 [n], of this replica's addends.
+        summed: fp32 [owner_numel], of the sums of the chunk that this rank encodes.
+    """
+
+    sent: Tensor
+    summed: Tensor
+
+
+@dataclass(frozen=True)
+class Addend:
+    """What a rank gives to a sum; see `wire.start_exchange`.
+
+    Attributes:
+        values: fp32 [n] on the group's device, contiguous: this rank's addend, later the sum.
+        residual: what was lost before; None loses it for good. None for fp32.
+        is_left_out: this rank adds exact zeros, whatever `values` holds, and what it has lost
+            before stays as it is.
         codec: how the sum travels; None is as fp32. The same on all ranks.
     """
 
     values: Tensor
-    sent: Tensor | None
-    summed: Tensor | None
+    residual: Residual | None
     is_left_out: bool
     codec: Codec | None
 
@@ -97,7 +109,8 @@ class CodedPart:
 
     def encode_addend(self) -> None:
         """Into `outgoing`, a row for the owner of each chunk."""
-        values, sent = self.addend.values, self.addend.sent
+        values, residual = self.addend.values, self.addend.residual
+        sent = None if residual is None else residual.sent
         if self.addend.is_left_out:
             self.outgoing.zero_()  # zero bytes are exact zeros in every codec
         else:
@@ -112,7 +125,9 @@ class CodedPart:
         used = self.codec.encoded_bytes(own.stop)
         for row in self.incoming:
             self.codec.add_decoded(row[:used], total)
-        self._encode(total, self.addend.summed, own, self.outgoing[0])
+        residual = self.addend.residual
+        summed = None if residual is None else residual.summed
+        self._encode(total, summed, own, self.outgoing[0])
         self.outgoing[1:] = self.outgoing[0]  # a row for each receiver
 
     def decode(self) -> None:

@@ -25,6 +25,7 @@ from megatron_edit.comm.compressed_all_reduce import (
     Addend,
     Chunks,
     CodedExchange,
+    Residual,
     beside_compute,
     start_second_phases,
 )
@@ -60,19 +61,6 @@ class Exchange(Protocol):
     @property
     def on_wire(self) -> Work | None:
         """What must be over before `advance` can do more; None where the sum is there."""
-
-
-@dataclass
-class Residual:
-    """What encoding has lost so far and the next exchange makes good; exact zeros at first.
-
-    Attributes:
-        sent: fp32 [n], of this replica's addends.
-        summed: fp32 [owner_numel], of the sums of the chunk that this rank encodes.
-    """
-
-    sent: Tensor
-    summed: Tensor
 
 
 @dataclass(frozen=True)
@@ -119,7 +107,7 @@ def start_exchange(group: Group, addends: Sequence[Addend]) -> Exchange:
     plain = [addend for addend in addends if addend.codec is None]
     coded = [addend for addend in addends if addend.codec is not None]
     for addend in plain:
-        assert addend.sent is None, "fp32 loses nothing"
+        assert addend.residual is None, "fp32 loses nothing"
         if addend.is_left_out:
             addend.values.zero_()
     # Second phases of earlier exchanges begin before anything of this one: see the note on their
@@ -185,9 +173,11 @@ class Wire:
 
     Attributes:
         name: how settings call it, one of `constants.SYNC_DTYPES`.
+        codec: what encodes; None for fp32.
     """
 
     name: str
+    codec: Codec | None
 
     @classmethod
     def of(cls, name: str) -> Wire:
@@ -198,12 +188,7 @@ class Wire:
         """
         if name not in _CODECS:
             raise ValueError(f"wire {name!r}: must be one of {', '.join(SYNC_DTYPES)}")
-        return cls(name)
-
-    @property
-    def codec(self) -> Codec | None:
-        """What encodes; None for fp32."""
-        return _CODECS[self.name]
+        return cls(name, _CODECS[name])
 
     @property
     def num_phases(self) -> int:
@@ -237,18 +222,6 @@ class Wire:
         owned = self.owner_numel(numel, size)
         return Residual(torch.zeros(numel, device=device), torch.zeros(owned, device=device))
 
-    def addend_of(self, values: Tensor, residual: Residual | None, is_left_out: bool) -> Addend:
-        """What a rank adds to a sum.
-
-        Args:
-            values: fp32 [n] on the group's device, contiguous.
-            residual: what was lost before; None loses it for good. None for fp32.
-            is_left_out: this rank adds exact zeros, whatever `values` holds, and what it has
-                lost before stays as it is.
-        """
-        sent, summed = (None, None) if residual is None else (residual.sent, residual.summed)
-        return Addend(values, sent, summed, is_left_out, self.codec)
-
     def start(
         self,
         group: Group,
@@ -257,9 +230,9 @@ class Wire:
         *,
         is_left_out: bool = False,
     ) -> Exchange:
-        """Begin to sum `values` over the group, in place; see `start_exchange` and `addend_of`.
+        """Begin to sum `values` over the group, in place; see `start_exchange` and `Addend`.
 
         Collective: all ranks of the group, same numel and wire.
         Mutates: `values`, when it is over; `residual`, until then.
         """
-        return start_exchange(group, [self.addend_of(values, residual, is_left_out)])
+        return start_exchange(group, [Addend(values, residual, is_left_out, self.codec)])

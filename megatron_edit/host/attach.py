@@ -29,6 +29,7 @@ from megatron_edit.host.cpu.gathers import serve_layer_wise_gathers
 from megatron_edit.host.cpu.norm import serve_sequence_parallelism
 from megatron_edit.host.files import check_folder
 from megatron_edit.host.forks import ForkWatch, watch_spawned
+from megatron_edit.host.muon import import_optimizers
 from megatron_edit.host.seams.patching import Patcher
 from megatron_edit.observe.console import (
     MovedOutput,
@@ -83,6 +84,7 @@ class Attachment:
                 # Megatron warns at import of every GPU package that is missing: here they are.
                 warnings.simplefilter("ignore")
                 enable_cpu_backend(self._patcher)
+            import_optimizers()
             from megatron_edit.host import data
             from megatron_edit.host.seams.probes import check_host, host_name
 

@@ -7,10 +7,13 @@ matrices to the data-parallel ranks of the replica.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
+import logging
 import re
 from argparse import Namespace
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_edit.constants import MUON, OVERLAP
@@ -36,6 +39,22 @@ def is_layer_wise(args: Namespace) -> bool:
         args.use_distributed_optimizer
         or getattr(args, "use_layer_wise_distributed_optimizer", False)
     )
+
+
+def import_optimizers() -> None:
+    """Import Megatron's optimizers, where they can be, without harm to its log.
+
+    The package of Muon logs through absl when it is imported, and absl gives a root logger without
+    handlers one of its own. What Megatron then asks of the log (`megatron.training.training`) would
+    be ignored, and its lines of level INFO, those of timers too, would be lost.
+    """
+    root, placeholder = logging.getLogger(), logging.NullHandler()
+    root.addHandler(placeholder)
+    try:
+        with suppress(ImportError):  # the probes of the host say what is missing
+            importlib.import_module("megatron.core.optimizer")
+    finally:
+        root.removeHandler(placeholder)
 
 
 def check_muon(args: Namespace, sync_mode: str) -> None:

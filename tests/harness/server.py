@@ -68,9 +68,11 @@ def main(fd: int) -> None:
 def _warm_up() -> None:
     """What every run of a training script would do again: the imports, and more."""
     from megatron_edit.host.cpu import enable_cpu_backend
+    from megatron_edit.host.muon import import_optimizers
     from megatron_edit.host.seams.patching import Patcher
 
     enable_cpu_backend(Patcher("Megatron-LM"))
+    import_optimizers()
     for module in _WARM:
         importlib.import_module(module)
     _remember_help_texts()

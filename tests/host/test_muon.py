@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -193,3 +196,20 @@ def test_recommended_settings(tmp_path: Path, form: Flags, ranks: int) -> None:
     ends, own = (facts(run.folder, 2 * ranks) for run in runs)
     assert [end["moments"] for end in ends[:ranks]] == [end["moments"] for end in ends[ranks:]]
     assert own[0]["moments"] != own[ranks]["moments"]
+
+
+def test_its_package_leaves_megatrons_log_alone() -> None:
+    """Would catch Megatron's lines of level INFO, such as timers, that nobody sees any more."""
+    program = (
+        "import logging, torch\n"
+        "from megatron_edit.config import EditConfig\n"
+        "from megatron_edit.host.attach import Attachment\n"
+        "with Attachment(EditConfig(), torch.device('cpu')):\n"
+        "    import megatron.training.training\n"
+        "root = logging.getLogger()\n"
+        "print(root.level, [type(handler).__name__ for handler in root.handlers])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.splitlines()[-1] == f"{logging.INFO} ['CustomHandler']"

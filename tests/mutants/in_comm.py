@@ -66,7 +66,7 @@ COMM = (
         id="comm/sum-residual-lost",
         bug="what the second encoding loses, that of the sum, is lost for good",
         file="comm/compressed_all_reduce.py",
-        old="self._encode(total, self.addend.summed, own, self.outgoing[0])",
+        old="self._encode(total, summed, own, self.outgoing[0])",
         new="self._encode(total, None, own, self.outgoing[0])",
         test="pure/test_exchange.py::test_sums_equal_the_reference",
     ),

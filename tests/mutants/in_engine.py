@@ -16,8 +16,8 @@ ENGINE = (
         id="engine/left-out-moments-count",
         bug="moments of a replica that is left out are in the mean of the others",
         file="engine/sync/moments.py",
-        old="Addend(values, None, None, self.is_excluded,",
-        new="Addend(values, None, None, False,",
+        old="Addend(values, None, self.is_excluded,",
+        new="Addend(values, None, False,",
         test=f"{_MOMENTS}::test_one_that_is_left_out_takes_the_mean_of_the_others",
     ),
     Mutant(

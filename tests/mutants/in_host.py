@@ -14,6 +14,14 @@ HOST = (
         test="pure/test_moment_codes.py::test_bias_correction_after_a_change_of_beta2",
     ),
     Mutant(
+        id="host/log-of-absl",
+        bug="with Muon's package Megatron's lines of level INFO are lost, timers too",
+        file="host/attach.py",
+        old="            import_optimizers()\n",
+        new="",
+        test="host/test_muon.py::test_its_package_leaves_megatrons_log_alone",
+    ),
+    Mutant(
         id="host/stages-of-the-whole-training",
         bug="stages of stl go beyond the last local step",
         file="host/settings.py",

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron_edit.comm.collectives import Group
-from megatron_edit.comm.compressed_all_reduce import Addend
-from megatron_edit.comm.wire import Exchange, Residual, Wire, start_exchange
+from megatron_edit.comm.compressed_all_reduce import Addend, Residual
+from megatron_edit.comm.wire import Exchange, Wire, start_exchange
 from megatron_edit.constants import SYNC_DTYPES
 from megatron_edit.errors import ReplicaLostError
 from megatron_edit.method.codec import INT8, LOG8, ULOG8, Codec
@@ -134,7 +134,7 @@ def test_several_as_one_in_order(name: str, size: int) -> None:
         for b, batch in enumerate(batches):
             for group in dice.sample(groups, size):
                 parts = [
-                    wire.addend_of(values[group.rank, b, n], None, group.rank == n % size)
+                    Addend(values[group.rank, b, n], None, group.rank == n % size, wire.codec)
                     for n in batch
                 ]
                 flying.append(start_exchange(group, parts))
@@ -164,7 +164,7 @@ def test_sums_of_several_forms_in_one_exchange(size: int) -> None:
     flying = [
         start_exchange(
             group,
-            [Addend(own[n], None, None, group.rank == 1, codec) for n, codec in forms.items()],
+            [Addend(own[n], None, group.rank == 1, codec) for n, codec in forms.items()],
         )
         for group, own in zip(groups, values, strict=True)
     ]

@@ -110,8 +110,8 @@ def test_who_is_rolled_back() -> None:
     records = [record((math.nan, math.nan)), record((math.nan, 1.0))]
     plan = meet(RoundState.fresh(2, 2, None), records)
     assert plan.decision is not None and plan.decision.rollback.tolist() == [True, False]
-    assert plan.decision.excluded(0).tolist()[:2] == [True, True]
-    assert not plan.decision.excluded(1)[1]
+    assert plan.decision.excluded[0].tolist()[:2] == [True, True]
+    assert not plan.decision.excluded[1, 1]
     huge = meet(RoundState.fresh(2, 2, None), [record((1e38, 1e30)), record((1e38, 1e30))])
     assert huge.decision is not None and huge.decision.rollback.tolist() == [True, False]
 

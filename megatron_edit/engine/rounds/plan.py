@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 import torch
@@ -66,6 +66,7 @@ class Decision:
         rollback: bool [U], units that return to their anchor: every replica is anomalous, or the
             average could overflow.
         loss: the verdict of the loss check, on all units alike.
+        excluded: bool, whether a replica takes a unit's anchor as it is: it was left out, or all.
     """
 
     norms: Tensor
@@ -73,6 +74,10 @@ class Decision:
     weights: Tensor
     rollback: Tensor
     loss: LossVerdict
+    excluded: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "excluded", self.rollback | self.verdict.anomalous)
 
     def reasons(self) -> list[list[str | None]]:
         """[U][N]: why a replica was left out of a unit (see `constants`); None where it was not."""
@@ -91,10 +96,6 @@ class Decision:
         # Only a norm that was tested has a score.
         is_tested = bool(self.verdict.scores[replica, unit].isfinite())
         return OUTLYING_NORM if is_tested else NO_STEP
-
-    def excluded(self, replica: int) -> Tensor:
-        """bool [U]: whether a replica takes a unit's anchor as it is: it was left out, or all."""
-        return self.rollback | self.verdict.anomalous[replica]
 
 
 def decide(

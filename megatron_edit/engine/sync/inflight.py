@@ -129,7 +129,7 @@ class UnitSync:
             staged: the unit's state, where it is to stay on the device until the landing.
         """
         replica, device = groups.sync.rank, groups.sync.device
-        is_excluded = bool(decision.excluded(replica)[shard.index])
+        is_excluded = bool(decision.excluded[replica, shard.index])
         unit = cls(shard, home, is_excluded, staged, None)
         if not is_excluded and landing.needs_snapshot:
             unit.snapshot = shard.gather(torch.empty(shard.numel, device=device))
@@ -219,7 +219,8 @@ class UnitSync:
         if self.average is None or self.is_exchanged or self._exchange is not None:
             return []
         moments = [] if self.moments is None else self.moments.addends
-        return [wire.addend_of(self.average, self.home.residual, self.is_excluded), *moments]
+        own = Addend(self.average, self.home.residual, self.is_excluded, wire.codec)
+        return [own, *moments]
 
     def await_average(self) -> None:
         """Wait until the average is there."""

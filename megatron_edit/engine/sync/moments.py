@@ -64,7 +64,7 @@ class UnitMoments:
             replica: this one.
             device: of the parameters.
         """
-        is_excluded = bool(decision.excluded(replica)[shard.index])
+        is_excluded = bool(decision.excluded[replica, shard.index])
         share = 1.0 / int((~decision.verdict.anomalous[:, shard.index]).sum())
         means = {}
         for kind in rule.kinds:
@@ -78,7 +78,7 @@ class UnitMoments:
     def addends(self) -> list[Addend]:
         """What is to be launched."""
         return [
-            Addend(values, None, None, self.is_excluded, self.rule.codec_of(kind))
+            Addend(values, None, self.is_excluded, self.rule.codec_of(kind))
             for kind, values in self.means.items()
         ]
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from megatron_edit.comm.collectives import Group
+from megatron_edit.comm.compressed_all_reduce import Residual
 from megatron_edit.comm.streams import Streams, streams_of
-from megatron_edit.comm.wire import Residual, Wire
+from megatron_edit.comm.wire import Wire
 from megatron_edit.engine.sync.offload import DeviceCopy, OffloadStreams
 from megatron_edit.engine.sync.units import UnitPlan, UnitShard
 from megatron_edit.method.digest import tensor_digest

@@ -232,14 +232,17 @@ class SyncQueue:
         self.num_landings += 1
         self.host.gather_parameters()
 
-    def apply_up_to(self, num_shards: int) -> None:
-        """Land what there is to land among the first `num_shards` shards of the stage."""
-        if (sync := self.landing) is None or sync.is_done:
-            return
-        began = time.monotonic()
+    def apply_up_to(self, num_shards: int) -> bool:
+        """Land what there is to land among the first `num_shards` shards of the stage; whether
+        there was anything."""
+        if (sync := self.landing) is None:
+            return False
+        began, num_landed = time.monotonic(), 0
         while (landed := self._land_next(sync, num_shards)) is not None:
             self._note_landing(sync, *landed)
+            num_landed += 1
         sync.exposed += time.monotonic() - began
+        return num_landed > 0
 
     def settle(self) -> None:
         """Land all of the sync that lands, check for drift and report.
@@ -249,8 +252,7 @@ class SyncQueue:
         """
         if (sync := self.landing) is None:
             return
-        if not sync.is_done:
-            self.apply_up_to(len(self.host.plan.shards))
+        if self.apply_up_to(len(self.host.plan.shards)):
             self.host.gather_parameters()
         self._report(sync)
         # After the report, which checks for drift: an error in it names the round of `landing`.
@@ -449,7 +451,7 @@ def state_of(sync: InflightSync) -> PendingState:
         step=plan.step,
         due=plan.due,
         units=sync.units.names,
-        excluded=tuple(decision.excluded(sync.groups.sync.rank).tolist()),
+        excluded=tuple(decision.excluded[sync.groups.sync.rank].tolist()),
         is_stepped=plan.due is not None,
         has_snapshot=plan.rules.landing.needs_snapshot,
         landing=dataclasses.asdict(plan.rules.landing),
