@@ -104,7 +104,8 @@ def scaled_beta2(
     """
     more = extra_steps(common_steps, num_replicas)
     groups = [group for inner in optimizers for group in inner.param_groups if "betas" in group]
-    counters, step = list(_step_counters(optimizers)), steps_counted(optimizers) + 1
+    counters = list(_step_counters(optimizers))
+    step = _largest_count(counters) + 1
     given = [group.copy() for group in groups]
     for group in groups:
         beta1, beta2 = group["betas"]
@@ -128,7 +129,11 @@ def scaled_beta2(
 
 def steps_counted(optimizers: Iterable[InnerOptimizer]) -> int:
     """Steps that Adam has counted; 0 before the first, and where there is nothing to step."""
-    return max((int(owner["step"]) for owner in _step_counters(optimizers)), default=0)
+    return _largest_count(_step_counters(optimizers))
+
+
+def _largest_count(counters: Iterable[Any]) -> int:
+    return max((int(owner["step"]) for owner in counters), default=0)
 
 
 def _step_counters(optimizers: Iterable[InnerOptimizer]) -> Iterator[Any]:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from megatron_edit.comm.wire import Wire, moment_bytes
 from megatron_edit.config import EditConfig
 from megatron_edit.constants import FP32_BYTES
+from megatron_edit.host.settings import moments_of
 from megatron_edit.method.landing import LandingRule
-from megatron_edit.method.moments import MomentSchedule
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.plan.job import Job
 
@@ -41,11 +41,6 @@ def landing_of(config: EditConfig) -> LandingRule:
     return LandingRule(
         config.delay_steps, config.mix, strategy.keeps_progress, strategy.lands_at_next_meeting
     )
-
-
-def moments_of(config: EditConfig) -> MomentSchedule:
-    """Which moments of the inner optimizer are averaged, and at which syncs."""
-    return MomentSchedule.of(config.average_moments, config.average_moments_every)
 
 
 def stock_parts(job: Job) -> tuple[MemoryItem, ...]:

@@ -8,9 +8,10 @@ from megatron_edit.comm.collectives import all_reduce_payload
 from megatron_edit.comm.control import record_bytes
 from megatron_edit.comm.wire import Wire, moment_bytes
 from megatron_edit.config import EditConfig
+from megatron_edit.host.settings import moments_of
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.plan.job import Job
-from megatron_edit.tools.plan.memory import landing_of, moments_of
+from megatron_edit.tools.plan.memory import landing_of
 
 
 @dataclass(frozen=True)
