@@ -62,7 +62,7 @@ class ReplicaLostError(EditError):
     """A replica did not come to a meeting in time, or died in it."""
 
     exit_code = 4
-    is_placed = False
+    has_context = False
     lost: Sequence[int] = ()  # replicas, where this is known already
 
     def placed(self, lost: Sequence[int], where: str, *, has_come: bool) -> ReplicaLostError:
@@ -76,7 +76,7 @@ class ReplicaLostError(EditError):
         how = "was lost in" if has_come else "did not come to"
         who = f"replica {', '.join(map(str, lost))} {how}" if lost else "broke off in"
         error = ReplicaLostError(f"{who} {where}: {self}")
-        error.is_placed = True
+        error.has_context = True
         return error
 
 

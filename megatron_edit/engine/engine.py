@@ -2,12 +2,18 @@
 
 The host calls `start` or `load_state_dict` once; `before_gradients` and `average_gradients` around
 each reduction of gradients; `before_step` and `after_step` around each attempted optimizer step;
-`apply_up_to` before it gathers parameters; `leave` to obey a stop from outside; `finish` and
-`close` at the end. All ranks of a replica make the same calls in the same order.
+`land_up_to` before it gathers parameters; `leave` when it is asked to stop; `finish` and `close` at
+the end. All ranks of a replica make the same calls in the same order. What the host may ask is in
+`status`.
+
+A round: meeting (records) -> plan_round (pure) -> check drift -> commit -> exchange -> land. Where
+training stands still for the exchange, the plan is committed after it: until then nothing but
+parameters, anchor and momentum has changed.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,14 +21,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_edit.comm.control import ControlRecord
+from megatron_edit.comm.control import check_same_digests
 from megatron_edit.comm.error_context import located
 from megatron_edit.comm.flags import DelayedFlags, Flag
 from megatron_edit.comm.stop import StopBoard
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.engine.host import EngineGroups, EngineSettings, Host, Reporter
+from megatron_edit.engine.plan import (
+    MeetingOutcome,
+    RoundPlan,
+    SyncPlan,
+    SyncRules,
+    plan_round,
+)
 from megatron_edit.engine.rounds.completion import Completion, SavedRound
-from megatron_edit.engine.rounds.controller import MeetingPlan, StepPlan, SyncController
+from megatron_edit.engine.rounds.meeting import Meetings, average_shared_values, size_of_record
 from megatron_edit.engine.rounds.synchronous import (
     CommonStop,
     average_gradients,
@@ -33,12 +46,17 @@ from megatron_edit.engine.rounds.synchronous import (
     check_identical,
     sum_counts,
 )
-from megatron_edit.engine.state import EngineState, RunState
-from megatron_edit.engine.sync.offload import HomeStream
-from megatron_edit.engine.sync.outer_state import OuterState
+from megatron_edit.engine.rounds.trigger import MeetingPlan, plan_meeting, trigger_of
+from megatron_edit.engine.saved import EngineState
+from megatron_edit.engine.state import RunState
+from megatron_edit.engine.status import EngineStatus
+from megatron_edit.engine.sync.manager import SyncManager
+from megatron_edit.engine.sync.offload import SyncStream
+from megatron_edit.engine.sync.reports import Footprint
+from megatron_edit.engine.sync.syncs import Sync
+from megatron_edit.engine.units import FragmentPlan, Selection
 from megatron_edit.errors import ReplicaLostError
 from megatron_edit.method.clock import PhaseClock
-from megatron_edit.method.ledger import Dealing
 from megatron_edit.method.schedule import RoundStart
 
 
@@ -58,7 +76,9 @@ class EditEngine:
         host: see above.
         groups: see above.
         clock: see above. The host pauses it while it evaluates or saves.
-        state: all run-long state.
+        state: run-long state, but for anchor and momentum.
+        syncs: that are under way, with anchor and momentum.
+        status: where training stands.
     """
 
     def __init__(
@@ -74,19 +94,26 @@ class EditEngine:
         self.world = world
         self.reporter = reporter
         self.clock = clock or PhaseClock()
-        self.state = RunState.fresh(settings, groups, len(host.plan.names), self.clock)
+        self.state = state = RunState.fresh(settings, groups, len(host.plan.names), self.clock)
         self._board = StopBoard.open(
-            world, groups.control, groups.meeting, groups.sync, lambda: self.state.launch_steps
+            world, groups.control, groups.meeting, groups.sync, lambda: state.launch_steps
         )
-        self._controller = SyncController.build(
-            settings, host, groups, reporter, self.state, self._board
-        )
-        self._queue, self._trigger = self._controller.queue, self._controller.trigger
-        self._queue.begin_thread(self._placed)
-        self._home = HomeStream(groups.sync.streams)
+        has_digests = not settings.landing.is_immediate
+        nbytes = size_of_record(host, state, has_digests=has_digests)
+        footprint = Footprint.measure(groups, host.plan, settings, nbytes)
+        self.syncs = SyncManager(host, groups, settings, reporter, footprint)
+        self._meetings = Meetings(
+            host, groups, self._board, state, settings.timed is None, has_digests,
+            poll_exchanges=self.syncs.poll_if_busy,
+        )  # fmt: skip
+        self._trigger = trigger_of(settings, host, groups.sync.rank, state)
+        self._rules = settings.round_rules
+        self._fragments = FragmentPlan.of(host.plan, settings.schedule.fragments)
+        self.syncs.begin_thread(self._with_context)
+        self._stream = SyncStream(groups.sync.streams)
         self._flags = DelayedFlags(groups.control)
         self._common_stop = CommonStop(groups.sync)
-        self._after: StepPlan | None = None  # what follows the step being attempted
+        self.status = EngineStatus(settings, state, self.syncs, self._flags)
 
     # ---- start and end
 
@@ -103,28 +130,28 @@ class EditEngine:
         broadcast_first_replica(self.host, self.groups)
         check_identical(self.host, self.groups, "at the start")
         if self.host.progress().begins_final_phase:
-            self.state.last_local_step = step
-            self._tell_of_final_phase()
+            self._enter_final_phase()
         elif self.settings.schedule.is_warmup(step + 1):
             self._trigger.begin_warmup()
         else:
             self._switch()
 
-    def catch_up(self) -> bool:
-        """Come to the meeting at which this replica waited; whether nobody obeys a stop there."""
+    def join_pending_meeting(self) -> bool:
+        """Come to the meeting at which this replica waited; whether no replica stops there."""
         if self.state.is_waiting:
             self.state.is_waiting = False
             with self._context():
-                self._meet(self._controller.plan_meeting(self.step))
-                if self.is_final_phase:  # the others tell the loss of the step that this one made
+                self._meet(self._next_meeting())
+                if self.status.is_final_phase:
+                    # The others tell the loss of the step that this one made.
                     self.record_loss(self.state.losses.forget())
                 # Not in the forward pass: the host's loop has not begun, and when it does it takes
                 # the parameters for gathered.
-                self._queue.settle()
+                self.syncs.land_all()
         return not self.state.is_stopping
 
     def leave(self) -> None:
-        """Obey a stop: end at this step, in the middle of the round.
+        """End at this step, in the middle of the round, as this replica was asked to stop.
 
         The others may wait at a meeting: the record that says so releases them.
         """
@@ -132,17 +159,24 @@ class EditEngine:
             return
         self.state.is_stopping = True
         with self._context():
-            self._queue.settle()
-            self._controller.leave()
+            self.syncs.land_all()
+            self.state.note_meeting(self._meetings.exchange_records(is_leaving=True))
 
     def finish(self) -> None:
         """Land and report what is left, losses too. All replicas must come, or have left."""
+        state = self.state
         with self._context():
-            self._queue.settle()
-            self._controller.close()
-            self._queue.finish_exchanges()
+            self.syncs.land_all()
+            if not state.has_left:
+                # Not kept as `state.records`: a save after the end of training is to know the
+                # records of the last meeting in it.
+                records = self._meetings.exchange_records()
+                state.has_left = any(record.is_leaving for record in records)
+                if not state.has_left:
+                    state.losses.report(records, self.reporter)
+            self.syncs.finish_exchanges()
         # All replicas have come here, so that nothing is suppressed at the end: none is ahead.
-        self.state.suppressed_until_step = 0
+        state.suppressed_until_step = 0
 
     def close(self, *, groups: bool = False) -> None:
         """Ask the store no more, and let no exchange go on. Idempotent.
@@ -151,27 +185,26 @@ class EditEngine:
             groups: whether to give up the transports, too: at a good end, when nothing is on its
                 way and all replicas are through.
         """
-        self._queue.close()
+        self.syncs.close()
         self._board.close()
         if groups:
             self.groups.close()
 
-    def loss_beside(self) -> ReplicaLostError | None:
-        """The loss of a replica that the exchanges beside compute have seen, and training not yet.
+    def pending_replica_failure(self) -> ReplicaLostError | None:
+        """The loss of a replica that the exchanges have met, and the main thread not yet.
 
         Where the host's own communication fails, that is why: other ranks have ended by it.
         """
-        thread = self._queue.thread
-        failure = None if thread is None else thread.failure
-        if failure is None or not isinstance(placed := self._placed(failure), ReplicaLostError):
+        if (failure := self.syncs.failure) is None:
             return None
-        return placed
+        error = self._with_context(failure)
+        return error if isinstance(error, ReplicaLostError) else None
 
     # ---- steps
 
     def before_gradients(self) -> None:
         """In warm-up and in the final phase, before the host moves what its optimizer does not."""
-        if self.is_warmup:
+        if self.status.is_warmup:
             with self._context():
                 sum_counts(self.host, self.groups)
 
@@ -181,54 +214,54 @@ class EditEngine:
         Args:
             num_tokens: see `rounds.synchronous.average_gradients`.
         """
-        if self.is_warmup:
+        if self.status.is_warmup:
             with self._context():
                 average_linear_buffers(self.host, self.groups)
                 average_gradients(self.host, self.groups, num_tokens)
 
     def before_step(self) -> None:
-        """Close the sync that lands: it may not once the inner optimizer has moved on. Then plan
-        what follows the step."""
-        self._home.remember()
+        """Close the sync that lands: it may not once the inner optimizer has moved on."""
+        self._stream.remember()
         with self._context():
-            self._queue.settle()
-            self._queue.poll()
-        self._after = self._plan_step()
+            self.syncs.land_all()
+            self.syncs.poll()
 
     def after_step(self) -> None:
-        """Count an attempted step, whether it was applied or skipped, and do what is due."""
-        state, queue, plan, self._after = self.state, self._queue, self._after, None
-        assert plan is not None, "a step that was not announced by `before_step`"
-        landings, meeting = queue.num_landings, plan.meeting
+        """Count an attempted step, whether it was applied or skipped, and do what is due.
+
+        In the rounds the host's step leaves out its gather of the parameters: a landing may replace
+        them. Whether they are gathered now is decided here, and nowhere else.
+        """
+        state, syncs, is_local = self.state, self.syncs, not self.status.is_warmup
+        meeting = self._due_meeting() if is_local else None
+        landing = syncs.due(state.step + 1)
         state.step += 1
         state.launch_steps += 1
         with self._context():
-            is_asking = not plan.is_warmup and self._asks_for_meeting() and meeting is None
-            if plan.landing:
-                self._controller.land_due(plan.landing)
+            is_asking = is_local and self._asks_for_meeting() and meeting is None
+            for sync in landing:
+                syncs.begin_landing(sync)
+                self._land_unless_in_forward()
             if meeting is not None:
                 self._meet(meeting)
-            elif plan.is_warmup:
-                state.is_stopping = self._common_stop.after_step(self.is_stop_seen)
+            elif not is_local:
+                state.is_stopping = self._common_stop.after_step(self.status.is_stop_seen)
                 self._end_warmup_if_due()
-            if plan.is_landing_due and queue.num_landings == landings:
-                # The host has left out the gather of this step, as a landing would replace what it
-                # gathers. But nothing landed here: the meeting began no sync, or this stage holds
-                # none of its units.
+            if self.host.awaits_gather:
                 self.host.gather_parameters()
-            queue.poll()
+            syncs.poll()
             self._flags.post(
                 (Flag.MEET if is_asking else Flag.NONE)
                 | (Flag.STOP if self._board.is_seen else Flag.NONE),
                 self._board.heartbeat.steps_of_others,
             )
 
-    def apply_up_to(self, num_shards: int) -> None:
+    def land_up_to(self, num_shards: int) -> None:
         """Land the first `num_shards` shards of the plan, if a sync lands; let the others go on."""
-        if self._queue.is_busy:
-            with self._context(), self._home.entered():
-                self._queue.apply_up_to(num_shards)
-                self._queue.poll()
+        if self.syncs.is_busy:
+            with self._context(), self._stream.use():
+                self.syncs.land_up_to(num_shards)
+                self.syncs.poll()
 
     # ---- what replicas do together besides syncs
 
@@ -240,8 +273,8 @@ class EditEngine:
         state = self.state
         if not state.is_stopping:
             with self._context("the meeting before an evaluation or an end"):
-                self._queue.settle()
-                state.is_stopping = not self._controller.check_in()
+                self.syncs.land_all()
+                state.is_stopping = not state.note_meeting(self._meetings.exchange_records())
         return not state.is_stopping
 
     def gather_evaluation(self, values: Tensor) -> Tensor:
@@ -250,7 +283,7 @@ class EditEngine:
         Collective: the sync group.
         """
         with self._context("the end of an evaluation"):
-            return self._controller.meetings.gather(values)
+            return self._meetings.gather(values)
 
     def gather_step(self, values: Tensor) -> Tensor:
         """[N, ...]: figures of a warm-up step of all replicas.
@@ -268,12 +301,12 @@ class EditEngine:
 
         Collective after the last local step before a final phase: the sync group.
         """
-        if self.was_warmup_step:
+        if self.status.was_warmup_step:
             self.reporter.on_losses(self.state.step, [loss])
-        elif self.is_final_phase:
+        elif self.status.is_final_phase:
             with self._context():
-                told = self.groups.meeting.all_gather(torch.tensor([loss], dtype=torch.float64))
-            self.reporter.on_losses(self.state.step, [float(torch.nanmean(told))])
+                losses = self.groups.meeting.all_gather(torch.tensor([loss], dtype=torch.float64))
+            self.reporter.on_losses(self.state.step, [float(torch.nanmean(losses))])
         else:
             self.state.losses.note(self.state.step, loss)
 
@@ -283,10 +316,8 @@ class EditEngine:
             self._board.announce()
 
     def count_evaluation_batch(self) -> None:
-        """A batch of an evaluation is a sign of life."""
+        """Let the heartbeat show progress: a batch of an evaluation is done."""
         self._board.heartbeat.batches += 1
-
-    # ---- checkpoints
 
     def is_true_on_any_rank(self, value: bool) -> bool:
         """Whether a value is true on any rank of the replica; the same answer on all of them.
@@ -297,21 +328,35 @@ class EditEngine:
         self.groups.control.all_reduce(count)
         return int(count) > 0
 
-    def settle(self) -> None:
+    # ---- checkpoints
+
+    def land_all(self) -> None:
         """Before anybody reads this replica's state: land what lands (then collective), and let
         nothing be on the wire. What is to land later does not land now."""
         with self._context():
-            self._queue.settle()
-            self._queue.finish_exchanges()
+            self.syncs.land_all()
+            self.syncs.finish_exchanges()
 
     def state_dict(self) -> EngineState:
-        """All run-long state of this rank, after `settle`. Tensors are not copied.
+        """All run-long state of this rank, after `land_all`. Tensors are not copied.
 
         All ranks of the replica come.
         """
-        return self.state.state_dict(
+        state, pending, is_warmup = self.state, self.syncs.state_dict(), self.status.is_warmup
+        entry = state.replica_entry(
+            self.host.progress(),
+            [each.sync for each in pending],
             is_asking=Flag.MEET in self._flags.read(),
-            pending=self._queue.state_dict(),
+            is_warmup=is_warmup,
+        )
+        return EngineState(
+            replica=entry,
+            rounds=state.rounds,
+            is_warmup=is_warmup,
+            outer={} if is_warmup else self.syncs.outer.tensors(),
+            pending=pending,
+            round_seconds=state.timeout.length,
+            suppressed_until_step=state.suppressed_until_step,
         )
 
     def load_state_dict(self, saved: EngineState, unfinished: SavedRound | None = None) -> None:
@@ -326,148 +371,38 @@ class EditEngine:
         Raises:
             DriftError: the replicas had met when it was written, and do not hold the same now.
         """
-        if saved["is_warmup"]:
-            self.start(saved["step"], saved["round"])
+        if saved.is_warmup:
+            self.start(saved.replica.step, saved.rounds.count)
             return
         self.groups.warm_up(has_exchanges=self.settings.num_phases > 0)
-        outer, detectors = self._take_anchor(), saved["detectors"]
-        outer.load(saved["outer"])
+        outer, detectors = self.syncs.take_anchor(), saved.rounds.detectors
+        outer.load(saved.outer)
         if unfinished is not None:
             completion = Completion(self.settings, self.host, self.groups, outer, unfinished)
             with torch.no_grad():
                 detectors = completion.run(detectors)
-        detectors = detectors.for_replicas(self.groups.sync.size)
-        self.state.load_state_dict(saved, outer, detectors, self._round_length())
-        self._queue.load_state_dict(saved["pending"])
-        self._attach(outer)
-        if saved.get("is_at_sync", False):
+        rounds = replace(
+            saved.rounds,
+            detectors=detectors.for_replicas(self.groups.sync.size),
+            length=saved.rounds.length or self._round_length(saved.replica.step),
+        )
+        self.state.load_state_dict(replace(saved, rounds=rounds))
+        self.syncs.begin(outer)
+        self.syncs.load_state_dict(saved.pending)
+        if saved.is_at_sync:
             check_identical(self.host, self.groups, "after loading")
-        self._flags.post(Flag.MEET if saved["is_asking"] else Flag.NONE)
-        self.state.timeout.begin(saved["round_seconds"])
+        self._flags.post(Flag.MEET if saved.replica.is_asking else Flag.NONE)
+        self.state.timeout.begin(saved.round_seconds)
         self._begin_local_training()
 
-    # ---- where training stands
-
-    @property
-    def step(self) -> int:
-        """s, attempted optimizer steps so far."""
-        return self.state.step
-
-    @property
-    def is_warmup(self) -> bool:
-        """Whether the replicas train in step, in the warm-up or in the final synchronous phase:
-        there is no anchor."""
-        return self.state.outer is None
-
-    @property
-    def is_final_phase(self) -> bool:
-        """Whether the next step is one of the final synchronous phase."""
-        return self.state.last_local_step is not None
-
-    @property
-    def was_warmup_step(self) -> bool:
-        """Whether gradients were averaged in the last step, of the warm-up or the final phase."""
-        is_in_phase = self.is_warmup and self.state.step != self.state.last_local_step
-        return is_in_phase or self.settings.schedule.is_warmup(self.state.step)
-
-    @property
-    def is_mid_round(self) -> bool:
-        """Whether the replicas may differ: they have made steps since the last sync of all units,
-        or it keeps something of their parameters."""
-        return not self.is_warmup and not self.state.replicas_identical
-
-    @property
-    def is_landing_due(self) -> bool:
-        """Whether the result of a sync replaces parameters right after the step being attempted.
-        Known between `before_step` and `after_step`; False elsewhere."""
-        return self._after is not None and self._after.is_landing_due
-
-    @property
-    def has_pending_units(self) -> bool:
-        """Whether units of the last sync have still to land."""
-        return self._queue.has_pending_units
-
-    @property
-    def is_stop_seen(self) -> bool:
-        """Whether a stop from outside has come to this replica; the same on all its ranks."""
-        return Flag.STOP in self._flags.latest
-
-    @property
-    def is_stopping(self) -> bool:
-        """Whether this replica must end here, because a replica obeys a stop."""
-        return self.state.is_stopping
-
-    @property
-    def suppresses_joint_actions(self) -> bool:
-        """Whether evaluations, saves and exits are suppressed at this step: replicas were stopped
-        at different steps, and some have passed this one before."""
-        return self.state.step <= self.state.suppressed_until_step
-
-    @property
-    def has_replica_left(self) -> bool:
-        """Whether the last meeting was the last one, because a replica obeyed a stop."""
-        return self.state.has_left
-
-    @property
-    def records(self) -> Sequence[ControlRecord]:
-        """Of the last meeting, by replica; none before it."""
-        return self.state.records
-
-    @property
-    def steps_of_others(self) -> int:
-        """Optimizer steps that the other replicas have made in this launch: at least so many, the
-        same number on all ranks of this replica. For display; no decision may follow from it."""
-        return self._flags.steps_of_others
-
-    @property
-    def num_syncs(self) -> int:
-        """Syncs so far."""
-        return self.state.rounds.count
-
-    @property
-    def began_identical(self) -> bool:
-        """Whether all replicas held the anchor in all units when the round began."""
-        return self.state.rounds.replicas_identical
-
-    @property
-    def inner_steps(self) -> int:
-        """Steps of this replica in the round that is under way."""
-        return self.state.inner_steps
-
-    @property
-    def num_dealings(self) -> int:
-        """How often samples were dealt; data prefetched under another dealing is void."""
-        return self.state.num_dealings
-
-    @property
-    def dealing(self) -> Dealing | None:
-        """The ledger of samples of the round under way; None where steps are counted."""
-        return self.state.rounds.dealing
-
-    @property
-    def num_shard_elements(self) -> int:
-        """Elements that all ranks of the replica hold of all units together."""
-        return int(self._queue.footprint.unit_numels.sum())
-
     # ---- phases
-
-    def _plan_step(self) -> StepPlan:
-        if self.is_warmup:
-            return StepPlan(is_warmup=True)
-        return self._controller.plan_step(is_asked=Flag.MEET in self._flags.read())
-
-    def _asks_for_meeting(self) -> bool:
-        """After an inner step: whether this rank, if it is rank 0, asks for a meeting."""
-        timer = self.state.timer
-        return timer is not None and timer.after_step()
 
     def _switch(self) -> None:
         """End the warm-up: make sure that the replicas agree, then take the anchor (method 2.3)."""
         self._common_stop.drain()
         broadcast_if_different(self.host, self.groups, self.reporter)
-        outer = self._take_anchor()
-        self._attach(outer)
-        self.state.begin_rounds(outer, self._round_length())
+        self.syncs.begin(self.syncs.take_anchor())
+        self.state.begin_rounds(self._round_length(self.state.step))
         self._trigger.begin_rounds()
         self.state.begin_phase()
         self.state.timeout.begin()
@@ -482,70 +417,176 @@ class EditEngine:
     def _end_warmup_if_due(self) -> None:
         """After a step of the warm-up or of the final phase: the warm-up ends with step W, unless
         the final phase follows."""
-        if self.is_final_phase:
+        if self.status.is_final_phase:
             return
         if self.host.progress().begins_final_phase:
-            self.state.last_local_step = self.state.step
-            self._tell_of_final_phase()
+            self._enter_final_phase()
         elif self.settings.schedule.is_switch(self.state.step):
             self._switch()
 
     def _end_rounds(self) -> None:
         """End local training: all lands, and what replicas hold becomes equal; then gradients are
         averaged at every step, as in the warm-up."""
-        self._queue.settle()
+        self.syncs.land_all()
         begin_final_phase(self.host, self.groups, self.reporter, self.state.accepted)
         self.host.set_local_training(False)
-        self.host.attach_outer_state({}, {})
-        self.state.end_rounds()
-        self._tell_of_final_phase()
+        self.syncs.end()
+        self._enter_final_phase()
 
-    def _tell_of_final_phase(self) -> None:
+    def _enter_final_phase(self) -> None:
+        self.state.last_local_step = self.state.step
         self.reporter.on_message(
             f"final synchronous phase after step {self.state.step}: gradients are averaged over "
             "the replicas at every step"
         )
 
+    def _round_length(self, step: int) -> int:
+        """Steps of a round that begins after a step, where a count decides; else 0."""
+        if self.settings.timed is not None:
+            return 0
+        return self.settings.schedule.round_length(RoundStart(step, self.host.progress().next_lr))
+
+    # ---- meetings
+
+    def _due_meeting(self) -> MeetingPlan | None:
+        """The meeting right after the step being attempted; None where there is none."""
+        step, is_asked = self.state.step + 1, Flag.MEET in self._flags.read()
+        if not self._trigger.is_due(step, is_asked=is_asked):
+            return None
+        return plan_meeting(self._trigger, self._fragments, step)
+
+    def _next_meeting(self) -> MeetingPlan:
+        """The meeting that follows without another step."""
+        return plan_meeting(self._trigger, self._fragments, self.state.step)
+
+    def _asks_for_meeting(self) -> bool:
+        """After an inner step: whether this rank, if it is rank 0, asks for a meeting."""
+        timer = self.state.timer
+        return timer is not None and timer.after_step()
+
     def _meet(self, meeting: MeetingPlan) -> None:
+        """Come to a meeting and do what it decides; to the next at once, where nothing is left."""
         self.clock.pause()  # to wait for others is no inner training
-        is_met = self._controller.meet(meeting)
+        last = meeting
+        while self._hold_meeting(last) and (self._trigger.has_empty_round or self._must_equalize):
+            last = self._next_meeting()
+        is_met = not self.state.has_left
         self.state.is_stopping = self.state.is_waiting = not is_met
         if is_met and meeting.ends_rounds:
             self._end_rounds()
         self.state.begin_phase()
 
-    def _take_anchor(self) -> OuterState:
-        return OuterState.take(
-            self.host.plan,
-            self.groups.sync.device,
-            offload=self.settings.offload,
-            wire=self.settings.wire,
-            num_replicas=self.groups.sync.size,
-            streams=self.groups.sync.streams,
-            max_staged=self.settings.depth + 1,  # those in flight, and the next one
+    def _hold_meeting(self, meeting: MeetingPlan) -> bool:
+        """Meet once, and sync where the plan says so; whether it does."""
+        state, syncs = self.state, self.syncs
+        before = syncs.of_units(meeting.selection)
+        takes_addends_first = self.settings.landing.at_next_meeting
+        if not takes_addends_first:
+            self._land(before)
+        began = time.monotonic()
+        plan, waited = self._plan_round(meeting)
+        if plan.outcome is not MeetingOutcome.SYNC:
+            state.apply(plan, self.reporter)
+            return False
+        is_blocking = plan.landing.is_immediate and not self._lands_in_forward
+        if not is_blocking:
+            self._commit(plan)
+        sync = syncs.prepare(self._sync_plan(plan, meeting.selection), began, waited)
+        if takes_addends_first:
+            self._land(before)
+            if not before:
+                # The first meeting of these units: there is no earlier result to land. The next
+                # round begins from the anchor all the same, not from what this one has trained.
+                syncs.restore_anchor(sync)
+        state.timeout.after_round()
+        syncs.start(sync)
+        if is_blocking:
+            syncs.land_all()
+            self._commit(plan)
+        elif plan.landing.is_immediate:
+            self._land_unless_in_forward()
+        return True
+
+    def _plan_round(self, meeting: MeetingPlan) -> tuple[RoundPlan, float]:
+        """Exchange records, and plan what follows; with the seconds that this rank waited."""
+        state, syncs, selection = self.state, self.syncs, meeting.selection
+        norms, loss = syncs.norms(selection, state.losses.mean())
+        waiting = time.monotonic()
+        records = self._meetings.exchange_records(
+            norms, syncs.late_digests(selection), round_loss=loss
+        )
+        waited = time.monotonic() - waiting
+        plan = plan_round(
+            state.rounds, records, selection.indices, self._rules, is_last=meeting.is_last
+        )
+        if plan.outcome is MeetingOutcome.SYNC and self._meetings.has_digests:
+            check_same_digests(records, self.host.plan.names, state.rounds.count)
+        return plan, waited
+
+    def _sync_plan(self, plan: RoundPlan, selection: Selection) -> SyncPlan:
+        settings, landing, step = self.settings, plan.landing, self.state.step
+        assert plan.decision is not None, "a plan without a sync"
+        return SyncPlan(
+            round=plan.after.count,
+            step=step,
+            due=None if landing.at_next_meeting else step + landing.delay,
+            selection=selection,
+            decision=plan.decision,
+            rules=SyncRules(settings.outer, settings.max_norm, landing, plan.inner_lr),
+            inner_steps=tuple(record.inner_steps for record in plan.records),
+            samples=tuple(record.samples for record in plan.records),
+            moments=plan.moments,
+            is_checked=settings.checks_drift_after(plan.after.count),
         )
 
-    def _attach(self, outer: OuterState) -> None:
-        units = outer.units.items()
-        anchors = {name: unit.anchor for name, unit in units}
-        self.host.attach_outer_state(anchors, {name: unit.momentum for name, unit in units})
+    def _commit(self, plan: RoundPlan) -> None:
+        """The next round begins: change all that replicas know alike, the host's schedule and
+        counters, and buffers that no optimizer owns."""
+        assert plan.decision is not None, "a plan without a sync"
+        self.state.apply(plan, self.reporter)
+        if plan.is_dealt:
+            self.host.end_round(
+                plan.samples, is_over=self._trigger.is_over, is_followed=plan.is_followed
+            )
+        elif plan.after.dealing is None:
+            behind = plan.schedule_position - self.host.progress().schedule_position
+            if behind:  # it skipped steps: it catches up with the learning rate of the others
+                self.host.advance_schedule(behind)
+        if rows := [record.buffers for record in plan.records if record.buffers]:
+            accepted = ~plan.decision.verdict.anomalous
+            average_shared_values(self.host, rows, accepted, plan.units)
 
-    def _round_length(self) -> int:
-        """Steps of a round that begins now, where a count decides; else 0."""
-        if self.settings.timed is not None:
-            return 0
-        start = RoundStart(self.state.step, self.host.progress().next_lr)
-        return self.settings.schedule.round_length(start)
+    @property
+    def _lands_in_forward(self) -> bool:
+        """Whether the next forward pass will ask for the units of a sync that lands now."""
+        return self.settings.overlap and self.host.lands_in_forward
 
-    def _placed(self, error: Exception) -> Exception:
+    @property
+    def _must_equalize(self) -> bool:
+        """Whether training is over, and the replicas do not hold the same yet."""
+        return self._trigger.is_over and not self.state.rounds.replicas_identical
+
+    def _land_unless_in_forward(self) -> None:
+        """Land what lands now; in the forward pass, if nothing comes before it."""
+        if not self._lands_in_forward or self._trigger.has_empty_round or self._must_equalize:
+            self.syncs.land_all()
+
+    def _land(self, syncs: Sequence[Sync]) -> None:
+        for sync in syncs:
+            self.syncs.begin_landing(sync)
+            self.syncs.land_all()
+
+    # ---- errors
+
+    def _with_context(self, error: Exception) -> Exception:
         """An error of the thread: of a lost replica, with who that was and where."""
         if not isinstance(error, ReplicaLostError):
             return error
         try:
             with self._context():
                 raise error
-        except ReplicaLostError as placed:
-            return placed
+        except ReplicaLostError as found:
+            return found
 
     @contextmanager
     def _context(self, what: str = "") -> Iterator[None]:
@@ -558,19 +599,10 @@ class EditEngine:
             with torch.no_grad():
                 yield
         except ReplicaLostError as error:
-            if error.is_placed:
+            if error.has_context:
                 raise
-            usual = f"the sync of round {self._round}"
-            if self.is_warmup:
-                usual = "the final synchronous phase" if self.is_final_phase else "the warm-up"
-            place = f"{what or usual} (step {self.step})"
+            place = f"{what or self.status.activity} (step {self.state.step})"
             raise located(error, self._board.heartbeat, place) from error
         except Exception as error:
-            error.add_note(f"in round {self._round} of EDiT, after step {self.step}")
+            error.add_note(f"in round {self.status.round} of EDiT, after step {self.state.step}")
             raise
-
-    @property
-    def _round(self) -> int:
-        """The round whose sync is under way, or comes next."""
-        sync = self._queue.landing
-        return sync.plan.round if sync is not None else self.state.rounds.count + 1

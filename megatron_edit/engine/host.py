@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.wire import NUM_PHASES, Wire
-from megatron_edit.engine.rounds.plan import Decision, Penalty
-from megatron_edit.engine.sync.units import UnitPlan, UnitShard
+from megatron_edit.engine.plan import Decision, Penalty, RoundRules
+from megatron_edit.engine.units import UnitPlan, UnitShard
 from megatron_edit.method.landing import LandingRule
 from megatron_edit.method.moments import MomentSchedule
 from megatron_edit.method.outer import OuterRule
@@ -79,7 +79,13 @@ class Host(Protocol):
         """Learn where anchor and momentum of the shards are, fp32 [numel] by unit."""
 
     def gather_parameters(self) -> None:
-        """Give all ranks of the replica the parameters that `UnitShard.publish` wrote."""
+        """Give all ranks of the replica the parameters that the last step, or `UnitShard.publish`,
+        wrote."""
+
+    @property
+    def awaits_gather(self) -> bool:
+        """Whether the last step of local training left out its gather of the parameters, no
+        `gather_parameters` has followed, and the next forward pass will not gather them."""
 
     @property
     def lands_in_forward(self) -> bool:
@@ -311,9 +317,20 @@ class EngineSettings:
     moments: MomentSchedule
 
     @property
+    def round_rules(self) -> RoundRules:
+        """The settings that plans of rounds follow."""
+        min_steps = 0.0 if self.timed is None else self.timed.min_steps
+        return RoundRules(self.penalty, self.landing, self.schedule, min_steps, self.moments)
+
+    @property
     def num_phases(self) -> int:
         """Phases that exchanges of the sync group may have, see `comm.wire`; 0 is none."""
         return NUM_PHASES if self.moments.rule.has_phases else self.wire.num_phases
+
+    def checks_drift_after(self, round: int) -> bool:
+        """Whether drift is looked for after a sync: one of each fragment, then none for a while."""
+        turn = (round - 1) // self.schedule.fragments + 1
+        return turn % self.digest_interval == 0
 
     @cached_property
     def depth(self) -> int:

@@ -1,131 +1,28 @@
-"""All run-long state of the engine: what a checkpoint brings back, and what ends with the process.
+"""Run-long state of the engine: what a checkpoint brings back, and what ends with the process.
 
 It has one owner, `RunState`. What all replicas know alike is one immutable value (`RoundState`),
-which `apply` replaces by what a plan says; the rest is this rank's own. Things that live as long as
-an exchange (`InflightSync`) are told to a checkpoint as `PendingState`.
+which `apply` replaces by what a plan says; the rest is this rank's own. Anchor and momentum belong
+to the syncs (`sync/`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NotRequired, Protocol, Required, TypedDict
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from megatron_edit.checkpoint.manifest import PendingSync, ReplicaEntry
 from megatron_edit.comm.control import ControlRecord
 from megatron_edit.comm.timeouts import AdaptiveTimeout
 from megatron_edit.engine.host import EngineGroups, EngineSettings, Progress, Reporter
-from megatron_edit.engine.rounds.plan import MeetingOutcome, RoundPlan, RoundState
-from megatron_edit.engine.sync.outer_state import OuterState
+from megatron_edit.engine.plan import MeetingOutcome, RoundPlan, RoundState
+from megatron_edit.engine.saved import EngineState
 from megatron_edit.method.clock import PhaseClock, TimeTrigger
-from megatron_edit.method.detector import DetectorState
 from megatron_edit.method.ledger import Dealing
-from megatron_edit.method.loss_check import LossHistory
-
-
-class PendingState(TypedDict):
-    """A sync that has begun and not landed. Nothing of it is on the wire.
-
-    Keys:
-        round: which.
-        step: after which it began. `due`: after which it lands; None is at the next meeting.
-        units: that sync, in forward order; columns of the tables.
-        excluded: whether this replica takes the anchor as it is, by unit.
-        is_stepped: whether the outer step is done.
-        has_snapshot: whether this replica's parameters at its start are kept.
-        landing: fields of `method.landing.LandingRule`.
-        inner_lr: of the inner optimizer at the sync.
-        tables: what was decided, lists [N][units], and `rollback` [units].
-        inner_steps: of each replica. `samples`: consumed by each.
-        averages: fp32 [numel] of this rank's shards by unit; without the outer step.
-        snapshots: the same, of the parameters at its start.
-        moments: fp32 [numel] by kind and unit, means of moments of the inner optimizer; a kind has
-            an entry on every rank, also where none of its units has.
-    """
-
-    round: int
-    step: int
-    due: int | None
-    units: tuple[str, ...]
-    excluded: tuple[bool, ...]
-    is_stepped: bool
-    has_snapshot: bool
-    landing: Mapping[str, Any]
-    inner_lr: float
-    tables: Mapping[str, Any]
-    inner_steps: tuple[int, ...]
-    samples: tuple[int, ...]
-    averages: Mapping[str, Tensor]
-    snapshots: Mapping[str, Tensor]
-    moments: Mapping[str, Mapping[str, Tensor]]
-
-
-class UnitTensors(TypedDict, total=False):
-    """Outer state of this rank's shard of one unit, fp32. Missing ones are as after the switch.
-
-    Keys:
-        anchor: [numel]; missing where it is the parameters.
-        momentum: [numel].
-        sent: [numel], error-feedback residual of this replica's addends.
-        summed: [>= owned], the same of the sums of the chunk that this rank encodes.
-    """
-
-    anchor: Tensor
-    momentum: Required[Tensor]
-    sent: Tensor
-    summed: Tensor
-
-
-class EngineState(TypedDict):
-    """Everything that `EditEngine.load_state_dict` needs to go on. Tensors are not copied.
-
-    Keys:
-        step: s, attempted optimizer steps.
-        inner_steps: of them since the last sync.
-        round: syncs so far.
-        is_warmup: whether the replicas train in step, in the warm-up or in the final phase; then
-            nothing else counts but `step` and `round`.
-        detectors, unit_steps, loss_history, replicas_identical, round_length, dealing,
-            is_rejoined, first_loss: fields of `RoundState`.
-        outer: anchor, momentum and residuals of this rank's shards, by unit.
-        pending: syncs that have not landed.
-        losses, last_loss_step: not reported yet.
-        phase_seconds, last_step_seconds: of the clock of the inner phase.
-        is_asking: whether this replica has asked for a meeting.
-        is_waiting: whether it had come to a meeting that never took place: it goes there first.
-        suppressed_until_step: up to which evaluations, saves and exits are suppressed, because
-            replicas were stopped at different steps and some have passed them already.
-        round_seconds: how long the last round was.
-        is_at_sync: whether no replica has made a step since the last sync of all units: what a
-            checkpoint knows of them all, and `state_dict` does not say.
-    """
-
-    step: int
-    inner_steps: int
-    round: int
-    is_warmup: bool
-    detectors: DetectorState
-    unit_steps: Tensor
-    loss_history: LossHistory
-    replicas_identical: bool
-    round_length: int
-    dealing: Dealing | None
-    is_rejoined: bool
-    first_loss: float | None
-    outer: Mapping[str, UnitTensors]
-    pending: Sequence[PendingState]
-    losses: tuple[float, ...]
-    last_loss_step: int
-    phase_seconds: float
-    last_step_seconds: float
-    is_asking: bool
-    is_waiting: bool
-    suppressed_until_step: int
-    round_seconds: float
-    is_at_sync: NotRequired[bool]
 
 
 class Losses(Protocol):
@@ -319,10 +216,8 @@ class RunState:
         step: s, attempted optimizer steps so far.
         launch_steps: those of them that were made in this launch.
         round_start: the own step after which the round began.
-        outer: anchor, momentum and residuals; None in warm-up, as no anchor has been taken.
         records: of the last meeting, by replica.
         accepted: bool [N, U], which replicas the last sync of a unit accepted.
-        landed_digests: of units that have landed late, by position, until they meet again.
         num_dealings: how often samples were dealt; data prefetched under another dealing is void.
         has_left: whether a meeting was the last one, because a replica obeyed a stop.
         is_stopping: whether this replica must end here, because a replica obeys a stop.
@@ -339,10 +234,8 @@ class RunState:
     step: int = 0
     launch_steps: int = 0
     round_start: int = 0
-    outer: OuterState | None = None
     records: Sequence[ControlRecord] = ()
     accepted: Tensor = field(init=False)
-    landed_digests: dict[int, float] = field(default_factory=dict)
     num_dealings: int = 0
     has_left: bool = False
     is_stopping: bool = False
@@ -386,16 +279,11 @@ class RunState:
         """Whether all replicas hold the same: no step was made since a sync of all units."""
         return self.step == self.round_start and self.rounds.replicas_identical
 
-    def begin_rounds(self, outer: OuterState, round_length: int) -> None:
+    def begin_rounds(self, round_length: int) -> None:
         """The anchor is taken: the first round begins."""
-        self.outer, self.round_start = outer, self.step
+        self.round_start = self.step
         self.records = ()  # those of evaluations in warm-up are of no meeting of the rounds
         self.rounds = replace(self.rounds, length=round_length)
-
-    def end_rounds(self) -> None:
-        """Local training is over. Anchor and outer momentum are not needed any more."""
-        self.outer, self.last_local_step = None, self.step
-        self.landed_digests.clear()
 
     def deal(self, dealing: Dealing) -> None:
         """Samples are dealt anew, where replicas run at their own speeds."""
@@ -444,8 +332,6 @@ class RunState:
         self.num_dealings += plan.is_dealt
         assert plan.decision is not None
         self.accepted[:, list(plan.units)] = ~plan.decision.verdict.anomalous
-        for unit in plan.units:
-            self.landed_digests.pop(unit, None)
         self.losses.report(plan.records, reporter)
 
     def begin_phase(self) -> None:
@@ -456,84 +342,47 @@ class RunState:
             self.clock.restart()
         self.losses.begin_phase()
 
-    def state_dict(self, *, is_asking: bool, pending: Sequence[PendingState]) -> EngineState:
-        """All run-long state of this rank. Waits until what was offloaded is on the host.
+    def replica_entry(
+        self,
+        progress: Progress,
+        pending: Sequence[PendingSync],
+        *,
+        is_asking: bool,
+        is_warmup: bool,
+    ) -> ReplicaEntry:
+        """Where this replica stands, for a checkpoint.
 
         Args:
-            is_asking: whether rank 0 of the replica has asked for a meeting.
+            progress: where training stands.
             pending: syncs that have not landed.
+            is_asking: whether rank 0 of the replica has asked for a meeting.
+            is_warmup: whether the replicas train in step.
         """
-        rounds, is_warmup = self.rounds, self.outer is None
-        return EngineState(
+        return ReplicaEntry(
             step=self.step,
             inner_steps=0 if is_warmup else self.inner_steps,
-            round=rounds.count,
-            is_warmup=is_warmup,
-            detectors=rounds.detectors,
-            unit_steps=rounds.unit_steps,
-            loss_history=rounds.loss_history,
-            replicas_identical=rounds.replicas_identical,
-            round_length=rounds.length,
-            dealing=None if is_warmup else rounds.dealing,
-            is_rejoined=rounds.is_rejoined,
-            first_loss=rounds.first_loss,
-            outer=_tensors_of(self.outer),
-            pending=pending,
+            samples=progress.samples,
+            schedule_position=progress.schedule_position,
             losses=self.losses.payload(),
             last_loss_step=self.losses.last_step,
             phase_seconds=self.clock.seconds,
             last_step_seconds=0.0 if self.timer is None else self.timer.last,
             is_asking=is_asking,
             is_waiting=self.is_waiting,
-            suppressed_until_step=self.suppressed_until_step,
-            round_seconds=self.timeout.length,
+            pending_schedule=progress.pending_schedule,
+            round_length=self.rounds.length,
+            pending=tuple(pending),
         )
 
-    def load_state_dict(
-        self,
-        saved: EngineState,
-        outer: OuterState,
-        detectors: DetectorState,
-        round_length: int,
-    ) -> None:
-        """Stand where a checkpoint was written, after the switch.
-
-        Args:
-            saved: what `state_dict` told.
-            outer: anchor, momentum and residuals as they were.
-            detectors: of the replicas of this run.
-            round_length: of the round that is under way, where the checkpoint does not say it.
-        """
-        self.outer, self.step = outer, saved["step"]
-        self.round_start = saved["step"] - saved["inner_steps"]
-        self.rounds = RoundState(
-            count=saved["round"],
-            detectors=detectors,
-            unit_steps=saved["unit_steps"],
-            loss_history=saved["loss_history"],
-            replicas_identical=saved["replicas_identical"],
-            length=saved["round_length"] or round_length,
-            dealing=saved["dealing"],
-            is_rejoined=saved["is_rejoined"],
-            first_loss=saved["first_loss"],
-        )
+    def load_state_dict(self, saved: EngineState) -> None:
+        """Stand where a checkpoint was written, after the switch."""
+        replica = saved.replica
+        self.step, self.rounds = replica.step, saved.rounds
+        self.round_start = replica.step - replica.inner_steps
         self.num_dealings += 1
-        self.is_waiting = saved["is_waiting"]
-        self.losses.restore(saved["losses"], saved["last_loss_step"], is_waiting=self.is_waiting)
+        self.is_waiting = replica.is_waiting
+        self.losses.restore(replica.losses, replica.last_loss_step, is_waiting=self.is_waiting)
         if self.timer is not None:
-            self.timer.last = saved["last_step_seconds"]
-        self.clock.set(saved["phase_seconds"])
-        self.suppressed_until_step = saved["suppressed_until_step"]
-
-
-def _tensors_of(outer: OuterState | None) -> dict[str, UnitTensors]:
-    if outer is None:
-        return {}
-    outer.wait()
-    tensors = {}
-    for name, unit in outer.units.items():
-        tensors[name] = UnitTensors(anchor=unit.anchor, momentum=unit.momentum)
-        if unit.residual is not None:
-            tensors[name]["sent"] = unit.residual.sent
-            tensors[name]["summed"] = unit.residual.summed
-    return tensors
+            self.timer.last = replica.last_step_seconds
+        self.clock.set(replica.phase_seconds)
+        self.suppressed_until_step = saved.suppressed_until_step

@@ -138,7 +138,7 @@ class Attachment:
         if isinstance(error, UsageError) and engine is None:
             self._say_who_speaks(error)
         elif isinstance(error, Exception) and not isinstance(error, EditError):
-            loss = self._refusal_of(error) if engine is None else engine.loss_beside()
+            loss = self._refusal_of(error) if engine is None else engine.pending_replica_failure()
         if error is not None and self._moved is not None:
             self._moved.record(loss or error)
         if self._world is not None and engine is not None:

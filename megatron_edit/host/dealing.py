@@ -51,9 +51,10 @@ class DealtSampler:
 
     def __iter__(self) -> Iterator[list[int]]:
         """Indices of one micro-batch after another, from where the round stands."""
-        dealing, replica, share = self._engine.dealing, self._replica, self._share
+        dealing, replica, share = self._engine.status.dealing, self._replica, self._share
         assert dealing is not None, "replicas at their own speeds without a ledger"
-        order, step = self._order, self._engine.inner_steps  # a resumed round has steps behind it
+        # A resumed round has steps behind it.
+        order, step = self._order, self._engine.status.inner_steps
         while (block := dealing.block(replica, step)) is not None:
             for index in range(share.micro_batches):
                 numbers = samples_of(block, index=index, **vars(share))
@@ -77,10 +78,10 @@ class DealtLoader:
     def __iter__(self) -> Iterator[object]:
         """Micro-batches of one round after another."""
         while True:
-            epoch = self.engine.num_dealings
+            epoch = self.engine.status.num_dealings
             for batch in self.loader:
                 yield batch
-                if epoch != self.engine.num_dealings:
+                if epoch != self.engine.status.num_dealings:
                     break
             else:
                 return  # who has nothing left meets, and asks for nothing
@@ -120,7 +121,7 @@ def dealt_loader(
     from megatron.core.datasets.utils import Split
 
     loader = call.proceed()
-    is_dealt, order = engine.dealing is not None, host.order
+    is_dealt, order = engine.status.dealing is not None, host.order
     if loader is None or not (is_dealt or call.arguments["consumed_samples"] < order.end):
         return loader
     if _split_of(call.arguments["dataset"]) is not Split.train:

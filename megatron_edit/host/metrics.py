@@ -83,7 +83,7 @@ class MegatronWriters:
     def _iteration_of(self, step: int) -> int:
         if self._progress.is_timed:  # an iteration already
             return step
-        return self._host.iteration_of(step, self._host.iteration, self._engine.step)
+        return self._host.iteration_of(step, self._host.iteration, self._engine.status.step)
 
     def _log(self, values: Mapping[str, float]) -> None:
         # Where a signal ends training, Megatron closes W&B before the last losses are known.
@@ -147,7 +147,7 @@ def inside_bytes(engine: EditEngine, args: Namespace) -> float:
         engine: knows what each rank holds.
         args: Megatron's.
     """
-    held = engine.num_shard_elements
+    held = engine.status.num_shard_elements
     ranks = int(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
     parameter_bytes = torch.finfo(args.params_dtype).bits // 8
     gradient_bytes = 4 if args.accumulate_allreduce_grads_in_fp32 else parameter_bytes

@@ -115,7 +115,7 @@ class Observer:
 
     def evaluate(self, call: Call[Evaluation]) -> Evaluation:
         """Megatron's `evaluate`: its losses become means over the replicas."""
-        if self._engine.step > 0 and self._engine.suppresses_joint_actions:
+        if self._engine.status.step > 0 and self._engine.status.suppresses_joint_actions:
             return None, None, True  # some replicas have passed this evaluation
         self._engine.clock.pause()  # until all replicas are through: some are slower at it
         if not self._engine.check_in():
@@ -133,7 +133,7 @@ class Observer:
         given = call.arguments
         self._split = "test" if given["prefix"].endswith(" on test set") else "validation"
         self._num_sets = 0
-        if self._engine.is_mid_round:
+        if self._engine.status.is_mid_round:
             given["prefix"] += " (mid-round, mean over the replicas)"
         own = given["iteration"]
         try:
@@ -155,7 +155,7 @@ class Observer:
             names = getattr(args, "validation_set_names", None)
             name = names[index] if names else str(index)
         loss = float(losses[_LOSS])
-        iteration = progress.iteration if progress.is_timed else self._engine.step
+        iteration = progress.iteration if progress.is_timed else self._engine.status.step
         samples = progress.samples if progress.is_timed else int(args.consumed_train_samples)
         self._events.on_evaluation(records.Evaluation(iteration, samples, self._split, loss, name))
 
@@ -164,13 +164,17 @@ class Observer:
     ) -> None:
         from megatron.training import get_args
 
-        if self._engine.was_warmup_step and losses:
+        if self._engine.status.was_warmup_step and losses:
             self._average(losses, self._engine.gather_step)  # Megatron logs the whole job's, too
         loss = float(losses[_LOSS]) if _LOSS in losses else math.nan
         consumed = int(get_args().consumed_train_samples)
-        self._events.count_samples(self._engine.step, consumed, self._host.batch)
+        self._events.count_samples(self._engine.status.step, consumed, self._host.batch)
         self._engine.record_loss(loss)
-        samples, progress, step = self._host.samples_per_step, self._progress, self._engine.step
+        samples, progress, step = (
+            self._host.samples_per_step,
+            self._progress,
+            self._engine.status.step,
+        )
         self._events.on_iteration(
             Iteration(
                 iteration=progress.iteration if progress.is_timed else step,

@@ -93,7 +93,7 @@ def _landing_first[**P, R](
     def around(start: Callable[P, R]) -> Callable[P, R]:
         @wraps(start)
         def landed(*args: P.args, **kwargs: P.kwargs) -> R:
-            engine.apply_up_to(needed)
+            engine.land_up_to(needed)
             return start(*args, **kwargs)
 
         return landed
@@ -106,7 +106,7 @@ def _one_bucket_at_a_time[R](engine: EditEngine) -> Callable[[Callable[..., R]],
         @wraps(finish)
         def finished(skip_next_bucket_dispatch: bool = False) -> R:
             # Asked before the landing: all ranks of the bucket's group answer alike.
-            skip = skip_next_bucket_dispatch or engine.has_pending_units
+            skip = skip_next_bucket_dispatch or engine.status.has_pending_units
             return finish(skip_next_bucket_dispatch=skip)
 
         return finished

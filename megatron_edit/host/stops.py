@@ -41,7 +41,7 @@ class StopControl:
 
     def decide(self, call: Call[bool]) -> bool:
         """Megatron's `checkpoint_and_decide_exit`."""
-        if not self._engine.is_stopping:
+        if not self._engine.status.is_stopping:
             with self._progress.shown(call):
                 exits = self._decide(call)
             if exits is not None:
@@ -55,9 +55,9 @@ class StopControl:
         from megatron.training import get_args
 
         engine, megatron, iteration = self._engine, get_args(), call.arguments["iteration"]
-        is_suppressed = engine.suppresses_joint_actions
+        is_suppressed = engine.status.suppresses_joint_actions
         is_planned = _is_planned(megatron, iteration) and not is_suppressed
-        if is_planned and not engine.is_warmup and not engine.check_in():
+        if is_planned and not engine.status.is_warmup and not engine.check_in():
             return None  # a replica has been stopped on its way here
         with self._saves.deciding(iteration, is_planned=is_planned, is_suppressed=is_suppressed):
             wants_exit = call.proceed()  # after an announcement, too: all replicas save alike
@@ -97,8 +97,8 @@ class StopControl:
     def _obey(self) -> bool:
         """Whether to stop here. In warm-up replicas stop after the same step, a little later."""
         engine = self._engine
-        if engine.is_warmup or not (self._has_announced or engine.is_stop_seen):
-            return engine.is_stopping
+        if engine.status.is_warmup or not (self._has_announced or engine.status.is_stop_seen):
+            return engine.status.is_stopping
         engine.leave()
         if self._is_first:
             reason = "as a replica was asked to"

@@ -186,7 +186,7 @@ class TrainingLoop:
             return
         code, reason = outcome_of(error)
         end = "failed" if code else "finished" if self._stop_reason is None else "stopped"
-        step, samples = self._run.engine.step, self._run.host.samples
+        step, samples = self._run.engine.status.step, self._run.host.samples
         self._events.on_end(Ending(end, reason or self._stop_reason, code, step, samples))
 
     # ---- wrapped calls
@@ -233,7 +233,7 @@ class TrainingLoop:
         run = self._run
         try:
             if run is not None:
-                if not run.engine.catch_up():
+                if not run.engine.join_pending_meeting():
                     run.stops.leave_before_training(call.arguments)
                 run.host.hold_back(0)  # no meeting is left that it waits at
                 run.engine.clock.pause()  # until the first step
@@ -315,7 +315,7 @@ class TrainingLoop:
             pieces()  # a model that cannot be saved is refused now
         self._run = self._run_of(engine, host, progress, observer, pieces)
         self._loads.begin(engine, host, pieces)
-        self._events.count_samples(engine.step, int(args.consumed_train_samples), host.batch)
+        self._events.count_samples(engine.status.step, int(args.consumed_train_samples), host.batch)
         engine.clock.pause()  # until the first step: Megatron builds its data sets before that
         self._events.connect_timers(
             EditTimers(get_timers(), engine.clock, args.timing_log_level, self._patcher)
@@ -357,7 +357,7 @@ class TrainingLoop:
             @wraps(step)
             def counted() -> StepResult:
                 engine.before_step()
-                result = host.attempt_step(step, defers_gather=engine.is_landing_due)
+                result = host.attempt_step(step, defers_gather=not engine.status.is_warmup)
                 engine.after_step()
                 return result
 
@@ -422,7 +422,7 @@ class TrainingLoop:
 
         if reason := reason_of_end(get_args()):
             return reason
-        is_asked = self._run is not None and self._run.engine.is_stopping
+        is_asked = self._run is not None and self._run.engine.status.is_stopping
         return "another replica was asked to stop" if is_asked else "--exit-interval"
 
     def _tell_of_writers(self) -> None:

@@ -47,7 +47,7 @@ def end_rounds(
         engine.record_loss(float(step))
         if step == 3:
             schedule = host.schedule_position + host.pending_schedule
-        phases.append((engine.is_warmup, engine.is_final_phase))
+        phases.append((engine.status.is_warmup, engine.status.is_final_phase))
     held = host.moments.get(FIRST_MOMENT, {})
     return {
         "phases": phases,
@@ -60,7 +60,7 @@ def end_rounds(
         "sync_steps": [report.step for report in reporter.syncs],
         "loss_steps": [step for step, _ in reporter.losses],
         "messages": reporter.messages,
-        "has_outer": engine.state.outer is not None,
+        "has_outer": engine.syncs.has_outer_state,
     }
 
 

@@ -36,7 +36,6 @@ def run_rounds(
         host.move(moves[replica])
         engine.after_step()
         report = reporter.syncs[-1]
-        assert engine.state.outer is not None
         records.append(
             {
                 "norms": report.decision.norms.numpy(),
@@ -48,9 +47,9 @@ def run_rounds(
                 "update_norm": report.update_norm.numpy(),
                 "digest": report.digest,
                 "theta": {name: values.numpy().copy() for name, values in host.full.items()},
-                "anchor": {n: u.anchor.numpy().copy() for n, u in engine.state.outer.units.items()},
+                "anchor": {n: u.anchor.numpy().copy() for n, u in engine.syncs.outer.units.items()},
                 "momentum": {
-                    n: u.momentum.numpy().copy() for n, u in engine.state.outer.units.items()
+                    n: u.momentum.numpy().copy() for n, u in engine.syncs.outer.units.items()
                 },
                 "slices": host.slices,
                 "bytes": _payload(engine),

@@ -128,6 +128,10 @@ class ToyHost:
     def lands_in_forward(self) -> bool:
         return False
 
+    @property
+    def awaits_gather(self) -> bool:
+        return False
+
     def zero_nonfinite_moments(self, shard: UnitShard) -> int:
         return 0
 

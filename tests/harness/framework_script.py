@@ -131,8 +131,8 @@ class Script:
             for shard in self.rank.host.plan.shards:
                 for param in shard.params:
                     param.read().mul_(1.0 + 0.01 * step)
-                if not engine.is_landing_due:
-                    shard.publish()
+                shard.publish()
+            self.rank.host.has_deferred_gather = not engine.status.is_warmup
             engine.after_step()
         engine.finish()
 
@@ -170,7 +170,7 @@ class Script:
             self.collective(f"p2p {(self.stage - 1) % layout.stages}>{self.stage}").wait()
         for name in self.chunk_units(chunk):
             if is_first:
-                self.rank.engine.apply_up_to(self._places[name] + 1)
+                self.rank.engine.land_up_to(self._places[name] + 1)
                 self.collective("gathers", GATHER).wait()
             if name.startswith("layer"):
                 self.recorder.kernel(FORWARD)

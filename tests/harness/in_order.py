@@ -310,12 +310,14 @@ class StreamedHost(ToyHost):
         gathers: over which parameters are gathered.
         is_overlapped: whether units land in the forward pass.
         on_outer_state: told the anchors and momenta.
+        has_deferred_gather: whether the last step left out its gather.
     """
 
     streams: TracedStreams = field(kw_only=True)
     gathers: InOrderGroup = field(kw_only=True)
     is_overlapped: bool = field(kw_only=True)
     on_outer_state: Callable[[Iterable[Tensor]], None] = field(kw_only=True)
+    has_deferred_gather: bool = False
 
     @classmethod
     def of(cls, plan: UnitPlan, **rest: Any) -> StreamedHost:
@@ -326,6 +328,11 @@ class StreamedHost(ToyHost):
     def lands_in_forward(self) -> bool:
         """See `Host`."""
         return self.is_overlapped
+
+    @property
+    def awaits_gather(self) -> bool:
+        """See `Host`."""
+        return self.has_deferred_gather and not self.is_overlapped
 
     def attach_outer_state(
         self, anchors: Mapping[str, Tensor], momenta: Mapping[str, Tensor]
@@ -339,6 +346,7 @@ class StreamedHost(ToyHost):
 
     def gather_parameters(self) -> None:
         """See `Host`: all units."""
+        self.has_deferred_gather = False
         for place in range(len(self.plan.shards)):
             self.gather(place)
 
@@ -416,6 +424,7 @@ class Rank:
             stages: of the pipeline.
             tie: its rank in the group of stages with a copy of the embedding, and their number.
             on_outer_state: told the anchors and momenta.
+        has_deferred_gather: whether the last step left out its gather.
             on_meeting: around each exchange of records.
             sync: over which averages travel; None is one like NCCL's.
         """

@@ -95,7 +95,7 @@ def _facts(engine: EditEngine, before: dict[int, int], now: dict[int, int]) -> d
     shards = list(optimizer.edit_outer.values())
     return {
         "model_numel": sum(p.numel() for chunk in host._model for p in chunk.parameters()),
-        "outer_bytes": engine.state.outer.nbytes if engine.state.outer else 0,
+        "outer_bytes": engine.syncs.outer.nbytes if engine.syncs.has_outer_state else 0,
         "new_tensor_bytes": fresh,
         "optimizer_class": type(optimizer).__name__,
         "aligned": all(

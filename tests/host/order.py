@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from megatron_edit.engine import EditEngine
-from megatron_edit.engine.sync.inflight import UnitSync
+from megatron_edit.engine.sync.unit_sync import UnitSync
 from tests.host.spy import out_dir
 
 Event = list[Any]
@@ -27,7 +27,8 @@ def record_order() -> None:
     finish, setup = EditEngine.finish, training.setup_model_and_optimizer
 
     def note(kind: str, unit: str) -> None:
-        log.append([kind, unit, engines[0].num_syncs if engines else 0, engines[0].step])
+        status = engines[0].status
+        log.append([kind, unit, status.num_syncs, status.step])
 
     def spied_launch(self: UnitSync, *args: Any, **kwargs: Any) -> Any:
         note("start", self.shard.name)
@@ -92,7 +93,7 @@ def _nothing() -> None: ...
 def measure_staging() -> None:
     """Record the most bytes that this rank allocates in a sync, from the meeting's decision to the
     last landing: of all tensors that the engine makes, on top of its persistent state."""
-    from megatron_edit.engine.sync.queue import SyncQueue
+    from megatron_edit.engine.sync.manager import SyncManager
     from tests.host.allocations import Allocations
 
     rank = os.environ["RANK"]
@@ -107,8 +108,8 @@ def measure_staging() -> None:
         }
         (out_dir() / f"staging-{rank}.json").write_text(json.dumps(facts))
 
-    for name in ("begin_landing", "apply_up_to", "_drive"):  # the last on the thread
-        setattr(SyncQueue, name, allocations.watching(getattr(SyncQueue, name)))
+    for name in ("begin_landing", "land_up_to", "_drive"):  # the last on the thread
+        setattr(SyncManager, name, allocations.watching(getattr(SyncManager, name)))
     EditEngine.finish = spied_finish  # type: ignore[method-assign]
 
 

@@ -119,15 +119,14 @@ def damage_before_sync() -> None:
     `SPY_DAMAGE` is JSON: a list of [round, replicas, unit, what], where `what` is "nan", "inf" or
     the factor by which the pseudo-gradient grows.
     """
-    from megatron_edit.engine.rounds.controller import SyncController
+    from megatron_edit.engine import EditEngine
 
     plan = json.loads(os.environ["SPY_DAMAGE"])
     replica = _replica()
-    meet: Callable[..., Any] = SyncController._hold_sync_meeting
+    plan_round: Callable[..., Any] = EditEngine._plan_round
 
-    def damaged(self: SyncController, meeting: Any) -> Any:
-        outer = self.state.outer
-        assert outer is not None
+    def damaged(self: EditEngine, meeting: Any) -> Any:
+        outer = self.syncs.outer
         for round_, replicas, unit, what in plan:
             if self.state.rounds.count + 1 != round_ or replica not in replicas:
                 continue
@@ -136,9 +135,9 @@ def damage_before_sync() -> None:
                     _damage(shard, outer.units[unit].anchor, what)
                     if what == "nan":
                         _break_moments(self.host, shard)
-        return meet(self, meeting)
+        return plan_round(self, meeting)
 
-    SyncController._hold_sync_meeting = damaged  # type: ignore[method-assign]
+    EditEngine._plan_round = damaged  # type: ignore[method-assign]
 
 
 def _damage(shard: Any, anchor: torch.Tensor, what: str | float) -> None:
@@ -183,7 +182,7 @@ def overflow_one_replica() -> None:
 
 def drift_after_sync() -> None:
     """Let one number of replica 1 drift by one ulp when its layer.2 lands in round 2."""
-    from megatron_edit.engine.sync.inflight import UnitSync
+    from megatron_edit.engine.sync.unit_sync import UnitSync
 
     land = UnitSync.land
     landed = {"layer.2": 0}
@@ -230,7 +229,7 @@ def count_sync_traffic() -> None:
     build, finish = EditEngine.__init__, EditEngine.finish
 
     def step_of(engine: EditEngine) -> int:
-        return engine.step if hasattr(engine, "state") else 0  # still being built
+        return engine.status.step if hasattr(engine, "state") else 0  # still being built
 
     def spied_build(self: EditEngine, *args: Any, **kwargs: Any) -> None:
         groups: Any = kwargs.get("groups", args[2] if len(args) > 2 else None)
@@ -238,7 +237,7 @@ def count_sync_traffic() -> None:
         def counting(inner: Any) -> _CountingGroup:
             return _CountingGroup(
                 inner,
-                lambda nbytes: log.append((self.step if hasattr(self, "state") else 0, nbytes)),
+                lambda nbytes: log.append((step_of(self), nbytes)),
             )
 
         for group in (groups.sync, groups.meeting):

@@ -23,12 +23,12 @@ def hold_main_thread() -> None:
     """
     import megatron.training.training as training
 
-    from megatron_edit.engine.sync.queue import SyncQueue
+    from megatron_edit.engine.sync.manager import SyncManager
     from megatron_edit.host.overlap import bucket_groups
 
     record()
     chunks, rank = built_chunks(), os.environ["RANK"]
-    train, begin, add = training.train, SyncQueue.begin_landing, SyncQueue.add
+    train, begin, start = training.train, SyncManager.begin_landing, SyncManager.start
     begun: list[tuple[str, Any]] = []
     seen: list[bool] = []
 
@@ -53,14 +53,15 @@ def hold_main_thread() -> None:
 
         return held
 
-    def spied_begin(self: SyncQueue, sync: Any) -> None:
+    def spied_begin(self: SyncManager, sync: Any) -> None:
         begin(self, sync)
         if sync.plan.rules.landing.is_immediate:
             begun[:] = [("gather", sync)]
 
-    def spied_add(self: SyncQueue, sync: Any) -> None:
-        add(self, sync)
-        begun[:] = [("reduction", sync)]
+    def spied_start(self: SyncManager, sync: Any) -> None:
+        start(self, sync)
+        if not sync.plan.rules.landing.is_immediate:
+            begun[:] = [("reduction", sync)]
 
     def spied_train(*args: Any, **kwargs: Any) -> Any:
         groups: list[Any] = list(bucket_groups(chunks))
@@ -73,8 +74,8 @@ def hold_main_thread() -> None:
             (out_dir() / f"beside-{rank}.json").write_text(json.dumps(seen))
 
     training.train = spied_train
-    SyncQueue.begin_landing = spied_begin  # type: ignore[method-assign]
-    SyncQueue.add = spied_add  # type: ignore[method-assign]
+    SyncManager.begin_landing = spied_begin  # type: ignore[method-assign]
+    SyncManager.start = spied_start  # type: ignore[method-assign]
 
 
 def read_beside(folder: Path, rank: int) -> list[bool]:

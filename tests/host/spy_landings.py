@@ -70,13 +70,13 @@ def record_landings() -> None:
     from megatron.core import parallel_state
     from megatron.core.utils import get_model_config
 
-    from megatron_edit.engine.sync.queue import SyncQueue
+    from megatron_edit.engine.sync.manager import SyncManager
     from megatron_edit.host import training as ours
 
     record()
     places, landings, chunks = _Places(), list[Landing](), built_chunks()
     rank = os.environ["RANK"]  # before the launcher gives the ranks new numbers
-    train, land = training.train, SyncQueue._note_landing
+    train, land = training.train, SyncManager._publish
     keep, sends = vars(ours)["keep_sends_asynchronous"], list[str]()
     schedule_of = training.get_forward_backward_func
 
@@ -93,7 +93,7 @@ def record_landings() -> None:
             }  # fmt: skip
             (out_dir() / f"landings-{rank}.json").write_text(json.dumps(facts))
 
-    def spied_land(self: SyncQueue, sync: Any, shard: Any, has_bad_moments: bool) -> None:
+    def spied_land(self: SyncManager, sync: Any, shard: Any, has_bad_moments: bool) -> None:
         land(self, sync, shard, has_bad_moments)
         landings.append(Landing(sync.plan.round, places.where(), places.begun["gather"]))
 
@@ -107,7 +107,7 @@ def record_landings() -> None:
 
     training.train = spied_train
     training.get_forward_backward_func = watched_schedule
-    SyncQueue._note_landing = spied_land  # type: ignore[method-assign]
+    SyncManager._publish = spied_land  # type: ignore[method-assign]
     vars(ours)["keep_sends_asynchronous"] = spied_keep
 
 

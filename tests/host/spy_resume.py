@@ -42,11 +42,11 @@ def record_all_and_damage() -> None:
 
 
 def _state_of(engine: Any) -> dict[str, Any]:
-    state: dict[str, Any] = {"step": engine.step, "round": engine.state.rounds.count}
-    if engine.state.outer is not None:
+    state: dict[str, Any] = {"step": engine.status.step, "round": engine.state.rounds.count}
+    if engine.syncs.has_outer_state:
         shards = engine.host.plan.shards
         counted = {s.name for s in shards if any(f.is_counted for f in s.params)}
-        for name, unit in engine.state.outer.units.items():
+        for name, unit in engine.syncs.outer.units.items():
             state[f"anchor {name}"] = _digest([unit.anchor])
             state[f"momentum {name}"] = _digest([unit.momentum])
             # A tied copy takes the bits of the first one: its own residual moves nothing.

@@ -17,17 +17,17 @@ def record_biases() -> None:
 
     shuffle_as_megatron()  # steps are few and biases coarse: with other samples they may meet
     rank, log = os.environ["RANK"], dict[str, dict[int, list[float]]](before={}, after={})
-    hold, after_step = Meetings.hold, EditEngine.after_step
+    exchange, after_step = Meetings.exchange_records, EditEngine.after_step
 
-    def held(self: Meetings, *args: Any, **kwargs: Any) -> Any:
+    def exchanged(self: Meetings, *args: Any, **kwargs: Any) -> Any:
         log["before"][self.state.step] = shared_values(self.host)
-        return hold(self, *args, **kwargs)
+        return exchange(self, *args, **kwargs)
 
     def stepped(self: EditEngine, *args: Any) -> Any:
         result = after_step(self, *args)
-        log["after"][self.step] = shared_values(self.host)
+        log["after"][self.status.step] = shared_values(self.host)
         (out_dir() / f"biases-{rank}.json").write_text(json.dumps(log))
         return result
 
-    Meetings.hold = held  # type: ignore[method-assign]
+    Meetings.exchange_records = exchanged  # type: ignore[method-assign]
     EditEngine.after_step = stepped  # type: ignore[method-assign]

@@ -38,7 +38,7 @@ def at_each_step(action: Any) -> None:
     before = EditEngine.before_step
 
     def acted(self: EditEngine) -> None:
-        action(self.step + 1)
+        action(self.status.step + 1)
         before(self)
 
     EditEngine.before_step = acted  # type: ignore[method-assign]
@@ -179,7 +179,7 @@ def freeze_in_evaluation() -> None:
 
 def freeze_in_exchange() -> None:
     """Freeze replica 1 when it is about to send its first unit."""
-    from megatron_edit.engine.sync.inflight import UnitSync
+    from megatron_edit.engine.sync.unit_sync import UnitSync
 
     if _replica() == 1:
         UnitSync.launch = lambda *_: freeze()  # type: ignore[method-assign]

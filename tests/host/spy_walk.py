@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.host.spy import out_dir
 
-LANDING = ("inflight.py", "land")
+LANDING = ("unit_sync.py", "land")
 
 
 def record_walk() -> None:

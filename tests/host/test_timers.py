@@ -13,7 +13,7 @@ from tests.host.test_aedit import HOOKS
 LONG = (
     "megatron.training.training.build_train_valid_test_datasets",
     "megatron.training.training.evaluate",
-    "megatron_edit.engine.rounds.meeting:Meetings.hold",
+    "megatron_edit.engine.rounds.meeting:Meetings.exchange_records",
 )
 SYNC_TIMERS = {"wait": "sync-wait", "exchange": "sync-exchange", "outer": "outer-step"}
 

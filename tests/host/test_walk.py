@@ -17,5 +17,5 @@ def test_the_walk_from_a_step_to_a_landing(tmp_path: Path) -> None:
         edit_sync_mode="blocking",
     )  # fmt: skip
     walks = json.loads((tmp_path / "walk-0.json").read_text())
-    assert len(walks) == 2 and "engine/rounds/plan.py:plan_round" in walks[-1]
+    assert len(walks) == 2 and "engine/plan.py:plan_round" in walks[-1]
     assert len(walks[-1]) <= MOST, sorted(walks[-1])

@@ -91,7 +91,7 @@ def test_who_was_lost_and_in_what(is_waiting: bool, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(heartbeat, "lost", lambda: [1])
     place, how = "the warm-up (step 7)", "did not come to" if is_waiting else "was lost in"
     error = located(ReplicaLostError("peer"), heartbeat, place)
-    assert str(error) == f"replica 1 {how} {place}: peer" and error.is_placed
+    assert str(error) == f"replica 1 {how} {place}: peer" and error.has_context
     known = ReplicaLostError("peer")
     known.lost = [2]
     assert str(located(known, heartbeat, place)) == f"replica 2 {how} {place}: peer"

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from megatron_edit.comm.placement import Placement
-from megatron_edit.engine.rounds.plan import Decision
+from megatron_edit.engine.plan import Decision
 from megatron_edit.method.detector import Verdict
 from megatron_edit.method.loss_check import LossVerdict
 from megatron_edit.observe.events import EventLog

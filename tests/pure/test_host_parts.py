@@ -234,7 +234,7 @@ def test_a_resumed_round_goes_on_with_its_blocks() -> None:
     share = Share(micro_batch=2, ranks=1, micro_batches=1, rank=0)
     sampler = DealtSampler(engine, 1, share, order)
     assert list(sampler) == [[4 + 6, 4 + 7]]  # blocks 1 and 3 are its own, and 1 is done
-    engine.inner_steps = 0
+    engine.status.inner_steps = 0
     assert list(sampler) == [[6, 7], [10, 11]]
 
 

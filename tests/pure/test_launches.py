@@ -30,9 +30,9 @@ def launches(num_ranks: int) -> int:
             engine.start()
             engine.before_step()
             engine.after_step()
-            engine.apply_up_to(2)
+            engine.land_up_to(2)
             recorder.commands.clear()
-            engine.apply_up_to(3)
+            engine.land_up_to(3)
         finally:
             engine.close()
     return sum(

@@ -11,7 +11,7 @@ import torch
 
 from megatron_edit.comm.control import ControlRecord
 from megatron_edit.engine import Penalty
-from megatron_edit.engine.rounds.plan import RoundRules, RoundState, plan_round
+from megatron_edit.engine.plan import RoundRules, RoundState, plan_round
 from megatron_edit.method.detector import DetectorConfig
 from megatron_edit.method.landing import DIRECT_COPY
 from megatron_edit.method.loss_check import (

@@ -110,11 +110,11 @@ def test_a_replica_that_goes_back_to_its_meeting(host: MegatronHost) -> None:
     assert host.progress().schedule_position == 40
 
 
-@pytest.mark.parametrize("is_landing_due", [False, True])
-def test_a_step_in_its_order(is_landing_due: bool) -> None:
-    """The sync that lands is closed first, the gather is left to one that replaces parameters, and
-    a step counts before the engine is told. Catches a gather of what is replaced at once, and one
-    that is left out for ever."""
+@pytest.mark.parametrize("is_warmup", [False, True])
+def test_a_step_in_its_order(is_warmup: bool) -> None:
+    """The sync that lands is closed first, the gather is left to the engine in the rounds, and a
+    step counts before the engine is told. Catches a gather of what a landing replaces at once, and
+    one that is left out for ever."""
     calls: list[Any] = []
 
     def note(name: str) -> Any:
@@ -133,7 +133,7 @@ def test_a_step_in_its_order(is_landing_due: bool) -> None:
             calls.append("zero")
 
     engine = anything(
-        before_step=note("close"), after_step=note("meet"), is_landing_due=is_landing_due
+        before_step=note("close"), after_step=note("meet"), status=anything(is_warmup=is_warmup)
     )
     host = anything(
         loop=anything(begin_step=note("begin")), _count_step=note("count"),
@@ -147,8 +147,33 @@ def test_a_step_in_its_order(is_landing_due: bool) -> None:
     optimizer.zero_grad()
     assert optimizer.step() == (True, 1.0, None)
     assert calls == [
-        "stamp", "zero", "close", "begin", ("defer", is_landing_due), "step", ("defer", False),
+        "stamp", "zero", "close", "begin", ("defer", not is_warmup), "step", ("defer", False),
         ("count", True), "meet",
     ]  # fmt: skip
     hooks._patcher.undo()
     assert vars(optimizer) == {}
+
+
+@pytest.mark.parametrize("was_applied", [True, False])
+@pytest.mark.parametrize("lands_in_forward", [True, False])
+def test_who_gathers_after_a_step(
+    host: MegatronHost, monkeypatch: pytest.MonkeyPatch, was_applied: bool, lands_in_forward: bool
+) -> None:
+    """The engine does, once, where the step has left it out and no forward pass does: catches a
+    gather at every step, one of a step that fp16 skipped, and one that is left out."""
+    gathered: list[bool] = []
+    handles = {1: "handle"} if lands_in_forward else {}
+    chunk = anything(
+        ddp_config=anything(use_distributed_optimizer=True),
+        remove_forward_pre_hook_handles=handles,
+        start_param_sync=lambda *, force_sync: gathered.append(force_sync),
+    )  # fmt: skip
+    timer = anything(start=lambda: None, stop=lambda: None)
+    monkeypatch.setattr("megatron.training.get_timers", lambda: lambda name, log_level: timer)
+    monkeypatch.setattr(host, "_model", [chunk])
+    for defers in (False, True):
+        host.attempt_step(lambda: (was_applied, 1.0, None), defers_gather=defers)
+        assert host.awaits_gather == (defers and was_applied and not lands_in_forward)
+        host.gather_parameters()
+        assert not host.awaits_gather
+    assert gathered == [True, True]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_edit.comm.wire import moment_bytes, start_exchange
 from megatron_edit.constants import FIRST_MOMENT, SECOND_MOMENT
-from megatron_edit.engine.rounds.plan import Decision
+from megatron_edit.engine.plan import Decision
 from megatron_edit.engine.sync.moments import UnitMoments
 from megatron_edit.host.model.moments import (
     given_beta2,

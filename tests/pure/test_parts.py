@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,8 @@ from hypothesis import strategies as st
 
 from megatron_edit.comm.collectives import all_reduce_payload
 from megatron_edit.comm.control import ControlRecord, check_same_meeting, record_bytes
-from megatron_edit.engine.sync.queue import SyncQueue
-from megatron_edit.engine.sync.units import ParamShard, forward_order, plan_units
+from megatron_edit.engine import EngineSettings
+from megatron_edit.engine.units import ParamShard, forward_order, plan_units
 from megatron_edit.errors import HostVersionError, SyncProtocolError
 from megatron_edit.host.seams.patching import Patcher
 from megatron_edit.method.digest import as_hex, combine, tensor_digest
@@ -195,10 +196,9 @@ def test_the_view_of_all_ranks() -> None:
 @pytest.mark.parametrize("fragments", [1, 2, 4, 5])
 def test_every_fragment_is_checked_for_drift(fragments: int) -> None:
     """Round r syncs group (r - 1) mod F: would catch groups that no check ever falls on."""
-    anything: Any = None
     schedule = SimpleNamespace(fragments=fragments)
     settings: Any = SimpleNamespace(digest_interval=10, schedule=schedule)
-    queue = SyncQueue(anything, anything, settings, anything, anything, anything)
-    seen = [number for number in range(1, 20 * fragments + 1) if queue.is_checked(number)]
+    is_checked = partial(EngineSettings.checks_drift_after, settings)
+    seen = [number for number in range(1, 20 * fragments + 1) if is_checked(number)]
     assert len(seen) == 2 * fragments
     assert {(number - 1) % fragments for number in seen[:fragments]} == set(range(fragments))

@@ -18,11 +18,11 @@ from megatron_edit.comm.collectives import Group, Work
 from megatron_edit.comm.progress import ProgressThread
 from megatron_edit.comm.wire import Wire
 from megatron_edit.engine import ParamShard, UnitPlan, plan_units
-from megatron_edit.engine.rounds.plan import Decision, SyncRules
-from megatron_edit.engine.sync.inflight import InflightSync, SyncPlan
+from megatron_edit.engine.plan import Decision, SyncPlan, SyncRules
+from megatron_edit.engine.sync.manager import SyncManager
 from megatron_edit.engine.sync.outer_state import OuterState
-from megatron_edit.engine.sync.queue import SyncQueue
-from megatron_edit.engine.sync.units import select
+from megatron_edit.engine.sync.syncs import ForwardSync, SyncContext
+from megatron_edit.engine.units import select
 from megatron_edit.errors import ReplicaLostError
 from megatron_edit.method.detector import Verdict
 from megatron_edit.method.landing import DIRECT_COPY
@@ -147,7 +147,7 @@ def test_it_is_left_behind_where_nobody_answers(monkeypatch: pytest.MonkeyPatch)
     answer.set()
 
 
-# ---- a queue of syncs
+# ---- under a manager of syncs
 
 
 def plan_of(start: float) -> UnitPlan:
@@ -160,7 +160,7 @@ def plan_of(start: float) -> UnitPlan:
 
 
 class Replica:
-    """A queue with one sync that lands at once, `depth` units in flight."""
+    """A manager with one sync that lands at once, `depth` units in flight."""
 
     def __init__(
         self, rank: int, groups: Any, wire: Wire, *, offload: bool = False, depth: int = 2
@@ -180,21 +180,25 @@ class Replica:
             SyncRules(Nesterov(1.0, 0.5), None, DIRECT_COPY), (1, 1), (1, 1),
         )  # fmt: skip
         self.plan, self.outer = plan, outer
-        self.sync = InflightSync(sync_plan, outer, groups, wire, depth, 0.0, 0.0)
+        context = SyncContext(anything(), groups, wire, depth, outer)
+        self.sync = ForwardSync(sync_plan, context, 0.0, 0.0)
         settings = anything(
             overlaps_compute=True,
             overlap=True,
             digest_interval=10,
             schedule=anything(fragments=1),
+            wire=wire,
+            depth=depth,
         )
-        state = anything(outer=outer)
-        self.queue = SyncQueue(anything(), groups, settings, anything(), state, anything())
-        self.queue.begin_thread()
+        host = anything(attach_outer_state=lambda anchors, momenta: None)
+        self.syncs = SyncManager(host, groups, settings, anything(), anything())
+        self.syncs.begin(outer)
+        self.syncs.begin_thread()
 
     def land(self, num_shards: int) -> list[float]:
         """Land some units; the parameters then."""
         with torch.no_grad():
-            self.queue.apply_up_to(num_shards)
+            self.syncs.land_up_to(num_shards)
         return [float(shard.gather(torch.empty(2))[0]) for shard in self.plan.shards]
 
 
@@ -212,7 +216,7 @@ def replicas_of(
         yield replicas
     finally:
         for replica in replicas:
-            replica.queue.close()
+            replica.syncs.close()
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -222,7 +226,7 @@ def test_nobody_waits_for_a_forward_pass(wire: str, offload: bool) -> None:
     that begin only when the slower one comes by, and buffers that only a landing frees."""
     with replicas_of(Network(patience=SOON), wire, offload=offload) as (fast, slow):
         for replica in (fast, slow):
-            replica.queue.begin_landing(replica.sync)
+            replica.syncs.begin_landing(replica.sync)
         # D = 1.5 in the mean; A <- 0 - (1.5 + 0.5 x 1.5)
         assert fast.land(len(UNITS)) == [-2.25] * len(UNITS)
         assert slow.land(0) == [-2.0] * len(UNITS)
@@ -235,10 +239,10 @@ def test_nobody_waits_for_a_forward_pass(wire: str, offload: bool) -> None:
 def test_no_more_units_are_open_than_allowed() -> None:
     """Catches a thread that takes the memory of all units at once."""
     with replicas_of(Network(patience=SOON)) as (fast, slow):
-        fast.queue.begin_landing(fast.sync)
+        fast.syncs.begin_landing(fast.sync)
         time.sleep(0.05)
         assert [unit.shard.name for unit in fast.sync.inflight_units] == UNITS[:2]
-        slow.queue.begin_landing(slow.sync)
+        slow.syncs.begin_landing(slow.sync)
         assert in_time(lambda: all(unit.is_stepped for unit in fast.sync.inflight_units))
         assert in_time(lambda: len(fast.sync.inflight_units) == len(UNITS))
         assert all(unit.average is None for unit in fast.sync.inflight_units)
@@ -269,20 +273,20 @@ def test_no_arrival_is_missed(num_asks: int, depth: int) -> None:
     alone = anything(all_gather=lambda mine: mine.unsqueeze(0), size=1, is_own=False)
     groups = anything(sync=group, stage=alone, replica=alone, ties={})
     replica = Replica(0, groups, Wire.of("fp32"), depth=depth)
-    replica.queue.begin_landing(replica.sync)
+    replica.syncs.begin_landing(replica.sync)
     try:
         assert in_time(lambda: [u.is_stepped for u in replica.sync.inflight_units] == [True] * 6)
     finally:
-        replica.queue.close()
+        replica.syncs.close()
 
 
 def test_landings_are_the_main_threads_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread does nothing while one is under way: catches two that change a sync at once."""
     driving: set[int] = set()
     seen: list[bool] = []
-    drive, land = SyncQueue._drive, InflightSync.land_next
+    drive, land = SyncManager._drive, ForwardSync.land_next
 
-    def slow_drive(self: SyncQueue) -> Work | None:
+    def slow_drive(self: SyncManager) -> Work | None:
         driving.add(id(self.landing))
         time.sleep(0.01)
         try:
@@ -290,16 +294,16 @@ def test_landings_are_the_main_threads_turns(monkeypatch: pytest.MonkeyPatch) ->
         finally:
             driving.remove(id(self.landing))
 
-    def watched(self: InflightSync) -> Any:
+    def watched(self: ForwardSync) -> Any:
         time.sleep(0.005)
         seen.append(id(self) in driving)
         return land(self)
 
-    monkeypatch.setattr(SyncQueue, "_drive", slow_drive)
-    monkeypatch.setattr(InflightSync, "land_next", watched)
+    monkeypatch.setattr(SyncManager, "_drive", slow_drive)
+    monkeypatch.setattr(ForwardSync, "land_next", watched)
     with replicas_of(Network(patience=SOON)) as (fast, slow):
         for replica in (fast, slow):
-            replica.queue.begin_landing(replica.sync)
+            replica.syncs.begin_landing(replica.sync)
         for count in range(1, len(UNITS) + 1):
             in_time(lambda: driving)
             fast.land(count)
@@ -311,7 +315,7 @@ def test_a_lost_peer_is_told_of_at_the_landing() -> None:
     """With the unit in which it was: catches a thread that dies in silence, and a hang."""
     network = Network(patience=SOON)
     with replicas_of(network) as (fast, _):
-        fast.queue.begin_landing(fast.sync)
+        fast.syncs.begin_landing(fast.sync)
         network.is_broken = True
         with pytest.raises(ReplicaLostError, match=r"unit layer\.0: .*connection reset"):
             fast.land(1)

@@ -20,12 +20,11 @@ from torch import Tensor
 
 from megatron_edit.config import EditConfig
 from megatron_edit.engine import EditEngine, EngineState
-from megatron_edit.engine.rounds import controller
-from megatron_edit.engine.rounds.plan import Decision, RoundPlan, plan_round
-from megatron_edit.engine.sync import queue
-from megatron_edit.engine.sync.inflight import InflightSync
+from megatron_edit.engine import engine as engine_module
+from megatron_edit.engine.plan import Decision, RoundPlan, plan_round
+from megatron_edit.engine.sync import manager
 from megatron_edit.engine.sync.offload import OffloadStreams
-from megatron_edit.engine.sync.queue import restore_sync
+from megatron_edit.engine.sync.syncs import DelayedSync
 from tests.harness.in_order import CPU, Mistake, Rank, plan_of
 from tests.harness.races import RaceDetector
 from tests.harness.sockets import ThreadInTurns, staged_group
@@ -87,7 +86,7 @@ class Training:
             engine.start()
         else:
             engine.load_state_dict(resumed)
-        for step in range(engine.step + 1, num_steps + 1):
+        for step in range(engine.status.step + 1, num_steps + 1):
             self.forward()
             self.step(step)
             if step == self.saves_after:
@@ -112,7 +111,7 @@ class Training:
 
     def land_and_read(self, place: int, targets: list[Tensor]) -> None:
         """Of one unit."""
-        self.rank.engine.apply_up_to(place + 1)
+        self.rank.engine.land_up_to(place + 1)
         self.rank.host.gather(place)
         sum(target.sum() for target in targets)
 
@@ -129,13 +128,13 @@ class Training:
                     param.read().fill_(torch.nan)
             for moments in host.moments.values():
                 moments[shard.name].mul_(0.99)
-            if not engine.is_landing_due:
-                shard.publish()
+            shard.publish()
+        host.has_deferred_gather = not engine.status.is_warmup
         engine.after_step()
 
     def save(self) -> None:
         """What a checkpoint reads on the host."""
-        self.rank.engine.settle()
+        self.rank.engine.land_all()
         self.saved = deepcopy(self.rank.engine.state_dict())
 
 
@@ -159,7 +158,7 @@ def watched(
     with torch.no_grad(), RaceDetector(is_fast=is_fast) as detector:
         detector.streams.mistake = mistake
         in_turns = ThreadInTurns(detector.streams)
-        with mock.patch.object(queue, "ProgressThread", in_turns.made):
+        with mock.patch.object(manager, "ProgressThread", in_turns.made):
             rank = Rank.build(
                 detector.streams,
                 config_of(**changes),
@@ -171,7 +170,7 @@ def watched(
                 sync=staged_group(2, detector.streams, detector.pin) if over_sockets else None,
             )
         if over_sockets and ranks > 1:  # on GPUs the main thread takes the steps then
-            rank.engine._queue._steps_beside = False
+            rank.engine.syncs._thread_steps = False
         training = Training(rank, breaks_after, saves_after)
         try:
             with (
@@ -196,8 +195,8 @@ def sent(tensor: Tensor, *args: Any, to: Any = torch.Tensor.to) -> Tensor:
 def seen_on_host(detector: RaceDetector, engine: EditEngine) -> Iterator[None]:
     """Where two streams are at work it counts which tensors are the host's: sizes, those of
     decisions, and those that `cpu` waits for."""
-    detector.pin([engine._queue.footprint.unit_numels])
-    from_list = torch.tensor
+    detector.pin([engine.syncs.footprint.unit_numels])
+    from_list, restore = torch.tensor, DelayedSync.restore
 
     def pin(decided: Decision) -> None:
         verdict = decided.verdict
@@ -210,8 +209,8 @@ def seen_on_host(detector: RaceDetector, engine: EditEngine) -> Iterator[None]:
             pin(plan.decision)
         return plan
 
-    def restored(*args: Any) -> InflightSync:
-        sync = restore_sync(*args)
+    def restored(*args: Any) -> DelayedSync:
+        sync = restore(*args)
         pin(sync.plan.decision)
         return sync
 
@@ -225,8 +224,8 @@ def seen_on_host(detector: RaceDetector, engine: EditEngine) -> Iterator[None]:
         return detector.fetch(tensor)
 
     with (
-        mock.patch.object(controller, "plan_round", planned),
-        mock.patch.object(queue, "restore_sync", restored),
+        mock.patch.object(engine_module, "plan_round", planned),
+        mock.patch.object(DelayedSync, "restore", restored),
         mock.patch.object(torch, "tensor", listed),
         mock.patch.object(torch.Tensor, "cpu", fetched),
     ):
@@ -385,7 +384,7 @@ def test_no_races_after_a_resume(mode: str) -> None:
     """With a sync that had not landed. Would catch what is made of it beside the stream, or the
     thread's turns, that then work on it."""
     saved = watched(mode, ranks=1)[1].saved
-    assert saved is not None and saved["pending"]
+    assert saved is not None and saved.pending
     assert watched(mode, ranks=1, saves_after=0, resumed=saved)[0].findings == []
 
 
@@ -398,8 +397,7 @@ def test_uploads_wait_for_room(mode: str) -> None:
     units = {"embedding": (6, 2), **{f"layer.{n + 1}": (5, 3) for n in range(6)}, "final": (3,)}
     detector, training = watched(mode, units=units, num_steps=6)
     engine = training.rank.engine
-    assert engine.state.outer is not None
-    streams, settings = engine.state.outer.offload_streams, engine.settings
+    streams, settings = engine.syncs.outer.offload_streams, engine.settings
     assert streams is not None
     most = 2 * ((settings.prefetch_units if settings.overlap else 1) + 1)
     assert 2 <= detector.peak_blocks[streams._up] <= most

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatron_edit.comm.control import ControlRecord
 from megatron_edit.comm.timeouts import AdaptiveTimeout
 from megatron_edit.engine import Host, Penalty
-from megatron_edit.engine.rounds.plan import (
+from megatron_edit.engine.plan import (
     MeetingOutcome,
     RoundPlan,
     RoundRules,

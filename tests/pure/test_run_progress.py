@@ -54,9 +54,12 @@ class Run:
         """
         self.host.samples += STEP
         self.args.curr_iteration += 1
-        self.engine.steps_of_others = max(told, self.engine.steps_of_others)
+        self.engine.status.steps_of_others = max(told, self.engine.status.steps_of_others)
         if met:
-            self.engine.records = [anything(samples=self.host.samples), anything(samples=met)]
+            self.engine.status.records = [
+                anything(samples=self.host.samples),
+                anything(samples=met),
+            ]
         return self.progress.iteration, self.progress.samples
 
 
@@ -76,17 +79,18 @@ def test_progress_counts_all_replicas() -> None:
 def test_in_warm_up_all_make_the_same_steps() -> None:
     """From the first step on, before anything was told."""
     run = Run()
-    run.engine.was_warmup_step, run.engine.steps_of_others, run.host.samples = True, 0, 0
+    status = run.engine.status
+    status.was_warmup_step, status.steps_of_others, run.host.samples = True, 0, 0
     assert run.progress.samples == 0
     assert [run.step() for _ in range(2)] == [(1, 8), (2, 16)]
-    run.engine.was_warmup_step = False
+    run.engine.status.was_warmup_step = False
     assert run.step() == (2, 20)  # and the count of the warm-up stays
 
 
 def test_a_resumed_run_goes_on_with_the_same_numbers() -> None:
     """Catches a count that begins anew with the launch."""
     run = Run()
-    run.host.samples, run.host.samples_at_start, run.engine.steps_of_others = 24, (20, 24), 0
+    run.host.samples, run.host.samples_at_start, run.engine.status.steps_of_others = 24, (20, 24), 0
     assert (run.progress.iteration, run.progress.samples) == (5, 44)
     assert run.step(told=1) == (6, 52)
 

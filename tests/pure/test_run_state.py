@@ -14,8 +14,8 @@ from megatron_edit.comm.control import ControlRecord
 from megatron_edit.comm.timeouts import AdaptiveTimeout
 from megatron_edit.comm.wire import Wire
 from megatron_edit.constants import FIRST_MOMENT, SECOND_MOMENT
-from megatron_edit.engine import ParamShard, Penalty, plan_units
-from megatron_edit.engine.rounds.plan import (
+from megatron_edit.engine import EngineState, Penalty, Progress
+from megatron_edit.engine.plan import (
     MeetingOutcome,
     RoundPlan,
     RoundRules,
@@ -25,15 +25,15 @@ from megatron_edit.engine.rounds.plan import (
 from megatron_edit.engine.rounds.synchronous import CommonStop
 from megatron_edit.engine.rounds.trigger import ClockTrigger, StepTrigger
 from megatron_edit.engine.state import MeanLoss, RunState, StepLosses
-from megatron_edit.engine.sync.outer_state import OuterState
-from megatron_edit.engine.sync.queue import Footprint, SyncQueue
+from megatron_edit.engine.sync.manager import SyncManager
+from megatron_edit.engine.sync.reports import Footprint, SyncReports
 from megatron_edit.method.clock import NANOSECONDS, PhaseClock, TimeTrigger
 from megatron_edit.method.detector import DetectorConfig
 from megatron_edit.method.landing import DIRECT_COPY, LandingRule
 from megatron_edit.method.ledger import Dealing
 from megatron_edit.method.moments import MomentRule
 from megatron_edit.method.schedule import QuadraticSchedule, StepSchedule
-from tests.harness.memory_network import CPU, Network, groups_of
+from tests.harness.memory_network import Network, groups_of
 
 anything: Any = SimpleNamespace
 PENALTY = Penalty(
@@ -140,36 +140,25 @@ def run_state(timer: TimeTrigger | None = None, dealing: Dealing | None = None) 
     state = RunState(
         RoundState.fresh(2, 2, dealing), StepLosses(4), clock, AdaptiveTimeout((), True), timer
     )
-    params = [ParamShard(name, name, torch.zeros(2), True, None) for name in ("a", "b")]
     state.step = 6
-    state.begin_rounds(
-        OuterState.take(
-            plan_units(params, ["a", "b"], ["a", "b"]),
-            CPU,
-            offload=False,
-            num_replicas=1,
-            max_staged=2,
-        ),
-        4,
-    )
+    state.begin_rounds(4)
     state.step = 10
     return state
 
 
 def test_what_a_sync_changes() -> None:
-    """The round begins here, and of units that meet again nothing is to be compared any more."""
+    """The round begins here."""
     state, losses = run_state(), list[tuple[int, list[float]]]()
     reporter: Any = SimpleNamespace(on_losses=lambda first, means: losses.append((first, means)))
-    state.landed_digests = {0: 1.0, 1: 2.0}
     records = [record((1.0, 1.0)), record((1.0, 1.0))]
     assert (state.inner_steps, state.replicas_identical) == (4, False)
     state.apply(plan_round(state.rounds, records, [1], rules_with(), is_last=False), reporter)
     assert (state.round_start, state.inner_steps, state.rounds.count) == (10, 0, 1)
-    assert state.landed_digests == {0: 1.0} and not state.has_left
+    assert not state.has_left
     leaving = [record((1.0, 1.0)), record((1.0, 1.0), is_leaving=1)]
     state.step = 12
     state.apply(plan_round(state.rounds, leaving, [1], rules_with(), is_last=False), reporter)
-    assert state.has_left and state.round_start == 10 and state.landed_digests == {0: 1.0}
+    assert state.has_left and state.round_start == 10
 
 
 def test_all_of_it_comes_back() -> None:
@@ -184,23 +173,26 @@ def test_all_of_it_comes_back() -> None:
     state.rounds = replace(state.rounds, count=5, is_rejoined=True, length=4)
     for step in (9, 10):
         state.losses.note(step, float(step))
-    saved = state.state_dict(is_asking=True, pending=())
-    outer = state.outer
-    assert outer is not None and saved["inner_steps"] == 4 and saved["is_asking"]
+    progress = Progress(40, 80, 8, is_last_step=False)
+    asks = {"is_asking": True, "is_warmup": False}
+    saved = EngineState(
+        state.replica_entry(progress, (), **asks), state.rounds, False, {}, (), 1.5, 17
+    )
+    assert saved.replica.inner_steps == 4 and saved.replica.is_asking
     later = PhaseClock(lambda: 1000 * NANOSECONDS)
     fresh = RunState(
         RoundState.fresh(2, 2, None), StepLosses(4), later, AdaptiveTimeout((), True),
         TimeTrigger(10.0, later),
     )  # fmt: skip
-    fresh.load_state_dict(saved, outer, saved["detectors"], 9)
-    again = fresh.state_dict(is_asking=True, pending=())
+    fresh.load_state_dict(saved)
+    again = fresh.replica_entry(progress, (), **asks)
     assert fresh.num_dealings == 1 and fresh.timer is not None and fresh.timer.last == 4.0
+    assert fresh.rounds is saved.rounds and fresh.suppressed_until_step == 17
     # The loss of the step before the meeting that it goes to belongs to the round after that.
-    assert (again["losses"], again["last_loss_step"]) == ((9.0,), 9)
-    assert (saved["losses"], saved["last_loss_step"]) == ((9.0, 10.0), 10)
-    assert {**again, "losses": (), "last_loss_step": 0} == {
-        **saved, "losses": (), "last_loss_step": 0
-    }  # fmt: skip
+    assert (again.losses, again.last_loss_step) == ((9.0,), 9)
+    assert (saved.replica.losses, saved.replica.last_loss_step) == ((9.0, 10.0), 10)
+    kept: dict[str, Any] = {"losses": (), "last_loss_step": 0}
+    assert replace(again, **kept) == replace(saved.replica, **kept)
     fresh.begin_phase()
     assert fresh.losses.payload() == (9.0, 10.0) and fresh.clock.seconds == 0.0
 
@@ -233,10 +225,8 @@ def test_when_the_ledger_cuts_a_round() -> None:
 
 def test_delayed_syncs_land_after_their_step() -> None:
     """Not one later; those that wait for a meeting are not due at all."""
-    syncs = [anything(plan=anything(due=due)) for due in (7, 8, None, 9)]
-    nothing = anything()
-    queue = SyncQueue(nothing, nothing, nothing, nothing, nothing, nothing, pending=syncs)
-    assert [sync.plan.due for sync in queue.due(8)] == [7, 8]
+    syncs: Any = anything(pending=[anything(plan=anything(due=due)) for due in (7, 8, None, 9)])
+    assert [sync.plan.due for sync in SyncManager.due(syncs, 8)] == [7, 8]
 
 
 @pytest.mark.parametrize("wire", [Wire.of("fp32"), Wire.of("int8")])
@@ -244,7 +234,7 @@ def test_bytes_are_of_what_was_sent(wire: Wire) -> None:
     """By all ranks of a replica: records, and the units that sync and were not rolled back."""
     groups = anything(sync=anything(size=3))
     footprint = Footprint(torch.tensor([[100, 50, 7], [90, 40, 7]]), 80, 0)
-    queue = SyncQueue(anything(), groups, anything(), anything(), anything(), footprint)
+    reports = SyncReports(groups, anything(), wire, footprint)
     rollback = torch.tensor([False, True])
     moments = MomentRule((FIRST_MOMENT, SECOND_MOMENT))
     plan = anything(
@@ -253,7 +243,7 @@ def test_bytes_are_of_what_was_sent(wire: Wire) -> None:
     sent = [wire.payload_bytes(numel, 3) for numel in (100, 90)]
     # Of each moment: two phases to two others, chunks of 34 or 30 codes with an exponent.
     sent += [2 * 2 * 2 * 36, 2 * 2 * 2 * 32]
-    assert queue._wire_bytes(anything(plan=plan, wire=wire)) == 2 * 80 + sum(sent)
+    assert reports.wire_bytes(plan) == 2 * 80 + sum(sent)
 
 
 def test_a_stop_in_warm_up_is_common() -> None:

@@ -70,7 +70,7 @@ def test_nothing_is_saved_twice() -> None:
     """At the end of training Megatron asks again; where others have passed nobody saves."""
     saves = Saves()
     assert len(saves.save(15)) == len(saves.save(15)) == 1
-    saves.engine.step = 16
+    saves.engine.status.step = 16
     assert len(saves.save(16)) == 2
     assert Saves(suppresses_joint_actions=True).save(15) == []
 
@@ -79,7 +79,7 @@ def test_a_stop_right_after_a_save() -> None:
     """Is saved all the same: the others are elsewhere, and one name stands for all of them."""
     saves = Saves()
     saves.save(15)
-    saves.engine.has_replica_left = True
+    saves.engine.status.has_replica_left = True
     with saves.control.ending():
         plan = saves.save(15)[-1]
     assert len(saves.plans) == 2 and plan.is_of_a_stop and plan.form == ALL
@@ -93,7 +93,7 @@ def test_one_inner_state_waits_for_a_sync() -> None:
     assert saves.save(15) == []
     with saves.control.deciding(16, is_planned=False):
         assert saves.args.save_interval == 5
-    saves.engine.step, saves.engine.is_mid_round = 18, False
+    saves.engine.status.step, saves.engine.status.is_mid_round = 18, False
     with saves.control.deciding(18, is_planned=False):
         assert saves.args.save_interval == 18
         (plan,) = saves.save(18)
@@ -108,7 +108,7 @@ def test_who_was_asked_to_stop_does_not_save_alone() -> None:
     with saves.control.deciding(20, is_planned=False):
         assert len(saves.save(20)) == 1
     with saves.control.deciding(21, is_planned=True):
-        saves.engine.step = 21
+        saves.engine.status.step = 21
         assert len(saves.save(21)) == 2
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_edit.config import EditConfig, warning_of_phases
-from megatron_edit.engine.rounds.plan import mean_round_loss
+from megatron_edit.engine.plan import mean_round_loss
 from megatron_edit.errors import UsageError
 from megatron_edit.method.schedule import (
     LossSchedule,

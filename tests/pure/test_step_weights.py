@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_edit.engine.rounds.plan import Penalty, decide
+from megatron_edit.engine.plan import Penalty, decide
 from megatron_edit.method.detector import DetectorConfig, DetectorState
 from megatron_edit.method.weights import blend_step_weights
 

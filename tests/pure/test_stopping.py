@@ -47,7 +47,7 @@ class Replica:
 
     def _leave(self) -> None:
         self.done.append("leave")
-        self.engine.is_stopping = True
+        self.engine.status.is_stopping = True
 
     @contextmanager
     def _deciding(self, iteration: int, *, is_planned: bool, is_suppressed: bool) -> Iterator[None]:
@@ -92,7 +92,7 @@ def test_saves_that_fail_end_the_replica_as_one(monkeypatch: pytest.MonkeyPatch)
     replica.saves.gives_up = True
     assert replica.decide(6) is False and replica.decide(7) is False
     assert replica.done == [("decide", 6), "announce", ("decide", 7)]
-    replica.engine.is_stop_seen = True
+    replica.engine.status.is_stop_seen = True
     assert replica.decide(8) is True and replica.done[4:] == ["leave", *SAVED]
 
 
@@ -103,7 +103,7 @@ def test_in_warm_up_all_stop_after_the_same_step(monkeypatch: pytest.MonkeyPatch
     replica.wants_exit = True
     assert replica.decide(6) is False and replica.decide(7) is False
     assert replica.done == [("decide", 6), "announce", ("decide", 7)]
-    replica.engine.is_stopping = True
+    replica.engine.status.is_stopping = True
     assert replica.decide(8) is True and replica.done[3:] == SAVED
 
 

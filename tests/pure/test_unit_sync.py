@@ -16,13 +16,13 @@ from torch import Tensor
 
 from megatron_edit.comm.wire import Wire
 from megatron_edit.engine import TIED_EMBEDDING, ParamShard, UnitPlan, UnitShard, plan_units
-from megatron_edit.engine.checks.drift import differing_units
-from megatron_edit.engine.checks.finite import restore_other_units
+from megatron_edit.engine.plan import Decision, SyncRules
 from megatron_edit.engine.rounds.meeting import average_shared_values
-from megatron_edit.engine.rounds.plan import Decision, SyncRules
 from megatron_edit.engine.sync.averages import agree_on_average
-from megatron_edit.engine.sync.inflight import UnitSync
+from megatron_edit.engine.sync.drift import differing_units
+from megatron_edit.engine.sync.finite import restore_other_units
 from megatron_edit.engine.sync.outer_state import OuterState
+from megatron_edit.engine.sync.unit_sync import UnitSync
 from megatron_edit.method.detector import Verdict
 from megatron_edit.method.landing import DIRECT_COPY, LandingRule
 from megatron_edit.method.loss_check import LossVerdict

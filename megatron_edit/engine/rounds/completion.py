@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from megatron_edit.engine.host import EngineGroups, EngineSettings, Host
+from megatron_edit.engine.plan import Decision, SyncRules, decide
 from megatron_edit.engine.rounds.meeting import average_shared_values, shared_values
-from megatron_edit.engine.rounds.plan import Decision, SyncRules, decide
-from megatron_edit.engine.state import PendingState
-from megatron_edit.engine.sync.inflight import UnitSync
+from megatron_edit.engine.saved import PendingState
 from megatron_edit.engine.sync.outer_state import OuterState, replica_norms
-from megatron_edit.engine.sync.queue import restore_sync
+from megatron_edit.engine.sync.syncs import DelayedSync, SyncContext
+from megatron_edit.engine.sync.unit_sync import UnitSync
 from megatron_edit.method.detector import DetectorState
 from megatron_edit.method.landing import DIRECT_COPY
 from megatron_edit.method.outer import weighted_contribution_
@@ -80,8 +80,8 @@ class Completion:
             if not bool(norms[own, shard.index].isfinite()):
                 self.host.zero_nonfinite_moments(shard)
             is_excluded = bool(decision.verdict.anomalous[own, shard.index])
-            home = self.outer.units[shard.name]
-            unit = UnitSync(shard, home, is_excluded, None, mean, is_exchanged=True)
+            resident_state = self.outer.units[shard.name]
+            unit = UnitSync(shard, resident_state, is_excluded, None, mean, is_exchanged=True)
             unit.step(self.groups, rules)
             unit.land(DIRECT_COPY, is_finite=True)
             shard.publish()
@@ -95,8 +95,10 @@ class Completion:
 
         Collective: the ranks of the pipeline stage.
         """
+        settings = self.settings
+        context = SyncContext(self.host, self.groups, settings.wire, settings.depth, self.outer)
         for pending in self.saved.load(replica):
-            sync = restore_sync(pending, self.host, self.outer, self.groups, self.settings)
+            sync = DelayedSync.restore(pending, context, settings)
             sync.check_finite()
             while not sync.is_done:
                 shard, has_bad_moments = sync.land_next()

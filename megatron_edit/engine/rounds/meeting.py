@@ -45,9 +45,10 @@ class Meetings:
     has_digests: bool
     poll_exchanges: Callable[[], bool]
 
-    def hold(
+    def exchange_records(
         self,
         norms: Mapping[int, float] | None = None,
+        digests: Mapping[int, float] | None = None,
         *,
         round_loss: float = math.nan,
         is_leaving: bool = False,
@@ -58,6 +59,7 @@ class Meetings:
 
         Args:
             norms: of the units that are to sync, by position.
+            digests: of those of them that have landed late, by position.
             round_loss: mean loss of the replica since the last meeting.
             is_leaving: whether this replica obeys a stop.
 
@@ -67,14 +69,13 @@ class Meetings:
         with record_function("edit/meeting"):
             state, units = self.state, len(self.host.plan.names)
             capacity = state.losses.capacity
-            late = {i: state.landed_digests[i] for i in norms or () if i in state.landed_digests}
             mine = state.record(
                 self.host.progress(),
                 norms=_row(norms or {}, units),
                 buffers=shared_values(self.host),
                 is_leaving=int(is_leaving),
                 round_loss=round_loss,
-                digests=_row(late, units) if self.has_digests else (),
+                digests=_row(digests or {}, units) if self.has_digests else (),
             )
             rows = self.gather(mine.pack(capacity))
             return unpack_meeting(

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron_edit.comm.collectives import Group, Work
-from megatron_edit.engine.checks import drift
 from megatron_edit.engine.host import EngineGroups, Host, Reporter
+from megatron_edit.engine.sync import drift
 from megatron_edit.engine.sync.averages import tie_copies
 from megatron_edit.method.moments import ALL_MOMENTS
 

@@ -11,8 +11,24 @@ from typing import Protocol
 
 from megatron_edit.engine.host import EngineSettings, Host
 from megatron_edit.engine.state import RunState
+from megatron_edit.engine.units import FragmentPlan, Selection
 from megatron_edit.method.ledger import Dealing
 from megatron_edit.method.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class MeetingPlan:
+    """A meeting that replicas come to.
+
+    Attributes:
+        selection: the units that sync.
+        is_last: whether local training is over with it.
+        ends_rounds: whether the final synchronous phase follows.
+    """
+
+    selection: Selection
+    is_last: bool
+    ends_rounds: bool = False
 
 
 class SyncTrigger(Protocol):
@@ -173,6 +189,12 @@ class ClockTrigger:
     def is_over(self) -> bool:
         """Whether every block of the training has been consumed."""
         return self.dealing.is_over
+
+
+def plan_meeting(trigger: SyncTrigger, fragments: FragmentPlan, step: int) -> MeetingPlan:
+    """The meeting after step `step`, s from 1."""
+    selection = fragments.union(trigger.fragments_after(step))
+    return MeetingPlan(selection, trigger.is_last, trigger.ends_rounds)
 
 
 def trigger_of(settings: EngineSettings, host: Host, replica: int, state: RunState) -> SyncTrigger:

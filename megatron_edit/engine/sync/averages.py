@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_edit.comm.collectives import Group
 from megatron_edit.constants import EMBEDDING
 from megatron_edit.engine.host import TIED_EMBEDDING, EngineGroups
-from megatron_edit.engine.sync.units import UnitShard
+from megatron_edit.engine.units import UnitShard
 from megatron_edit.method.norms import sum_in_rank_order
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from megatron_edit.comm.compressed_all_reduce import Addend
 from megatron_edit.engine.host import Host
-from megatron_edit.engine.rounds.plan import Decision
-from megatron_edit.engine.sync.units import UnitShard
+from megatron_edit.engine.plan import Decision
+from megatron_edit.engine.units import UnitShard
 from megatron_edit.method.moments import MomentRule
 
 

@@ -114,8 +114,8 @@ class OffloadStreams:
             target.copy_(source, non_blocking=True)
 
 
-class HomeStream:
-    """Keeps the work of a sync on one stream of the device.
+class SyncStream:
+    """The stream of the device that the work of syncs runs on.
 
     Megatron runs some modules, and with them their gathers, on streams of their own
     (`--moe-shared-expert-overlap`). Buffers of a sync come from the pool of the stream that
@@ -135,7 +135,7 @@ class HomeStream:
         self._stream = self._streams.current()
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
+    def use(self) -> Iterator[None]:
         """Work on it; what came before on the current stream is seen, and what follows sees it."""
         streams, current = self._streams, self._streams.current()
         if self._stream is None or self._stream == current:
@@ -146,6 +146,6 @@ class HomeStream:
             yield
         streams.wait(current, streams.record(self._stream))
 
-    def alone(self) -> AbstractContextManager[Any]:
+    def use_unsynced(self) -> AbstractContextManager[Any]:
         """Work on it, behind what it was given; nobody waits. For the thread."""
         return self._streams.use(self._stream)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +19,9 @@ from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.compressed_all_reduce import Residual
 from megatron_edit.comm.streams import Streams, streams_of
 from megatron_edit.comm.wire import Wire
+from megatron_edit.engine.saved import UnitTensors
 from megatron_edit.engine.sync.offload import DeviceCopy, OffloadStreams
-from megatron_edit.engine.sync.units import UnitPlan, UnitShard
+from megatron_edit.engine.units import UnitPlan, UnitShard
 from megatron_edit.method.digest import tensor_digest
 from megatron_edit.method.norms import sum_in_rank_order
 
@@ -39,6 +41,13 @@ class UnitState:
     momentum: Tensor
     offload_streams: OffloadStreams | None = None
     residual: Residual | None = None
+
+    def tensors(self) -> UnitTensors:
+        """What a checkpoint keeps of it; not copied."""
+        tensors = UnitTensors(anchor=self.anchor, momentum=self.momentum)
+        if self.residual is not None:
+            tensors["sent"], tensors["summed"] = self.residual.sent, self.residual.summed
+        return tensors
 
     def stage_anchor(self) -> DeviceCopy:
         """Begin to bring the anchor to the device; without offload it is there."""
@@ -132,19 +141,13 @@ class OuterState:
             units[shard.name] = UnitState(anchor, momentum, copies, residual)
         return cls(units, copies)
 
-    def load(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Take over what a checkpoint holds; what is missing stays as it is.
-
-        Args:
-            saved: by unit: `anchor`, `momentum`, `sent`, `summed` (see `engine.state.UnitTensors`).
-        """
+    def load(self, saved: Mapping[str, UnitTensors]) -> None:
+        """Take over what a checkpoint holds, by unit; what is missing stays as it is."""
         for name, tensors in saved.items():
-            unit = self.units[name]
-            targets = {"anchor": unit.anchor, "momentum": unit.momentum}
-            if unit.residual is not None:
-                targets |= {"sent": unit.residual.sent, "summed": unit.residual.summed}
+            targets: Mapping[str, Any] = self.units[name].tensors()
             for kind, tensor in tensors.items():
                 if kind in targets:
+                    assert isinstance(tensor, Tensor)
                     targets[kind][: tensor.numel()].copy_(tensor)
 
     def stages[Begun](
@@ -176,6 +179,11 @@ class OuterState:
         if self.offload_streams is not None:
             self.offload_streams.wait()
 
+    def tensors(self) -> dict[str, UnitTensors]:
+        """What a checkpoint keeps, by unit. Waits until what was offloaded is home."""
+        self.wait()
+        return {name: unit.tensors() for name, unit in self.units.items()}
+
     def digests(self, shards: Iterable[UnitShard]) -> dict[int, Tensor]:
         """Of anchor and momentum, int64 scalars by the units' position; the host does not wait.
 
@@ -193,9 +201,7 @@ class OuterState:
     @property
     def nbytes(self) -> int:
         """Persistent bytes: anchors, momenta, and error-feedback residuals."""
-        tensors = [t for u in self.units.values() for t in (u.anchor, u.momentum)]
-        residuals = [u.residual for u in self.units.values() if u.residual is not None]
-        tensors += [t for residual in residuals for t in (residual.sent, residual.summed)]
+        tensors: list[Any] = [t for u in self.units.values() for t in u.tensors().values()]
         return sum(int(tensor.nbytes) for tensor in tensors)
 
 

@@ -34,12 +34,7 @@ from megatron_edit.host.checkpoint.refusals import (
 )
 from megatron_edit.host.checkpoint.replica_local import RankShards, load_outer, load_pending
 from megatron_edit.host.checkpoint.summary import changed_settings, summary_of
-from megatron_edit.host.checkpoint.tables import (
-    detectors_of,
-    loss_history_of,
-    saved_steps_of,
-    unit_steps_of,
-)
+from megatron_edit.host.checkpoint.tables import rounds_of, saved_steps_of
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.seams.calls import Call
 from megatron_edit.method.order import IN_ORDER, share_of
@@ -258,32 +253,16 @@ class LoadControl:
 def _state_of(resume: _Resume, shards: RankShards) -> EngineState:
     """What a checkpoint holds of the engine's state, for this replica."""
     manifest, plan, path = resume.manifest, resume.plan, resume.path
-    entry, units = plan.entries[shards.replica], shards.plan.names
+    entry, replica = plan.entries[shards.replica], shards.replica
     outer, pending = load_outer(path, manifest, entry.pending if plan.goes_on else (), shards)
-    is_completed = manifest.is_mid_round and not plan.goes_on
     return EngineState(
-        step=entry.step,
-        inner_steps=entry.inner_steps,
-        round=manifest.round + is_completed,
+        replica=entry,
+        rounds=rounds_of(path, manifest, plan, shards.plan.names, replica, shards.num_replicas),
         is_warmup=False,
-        detectors=detectors_of(path, manifest, units),
-        loss_history=loss_history_of(path, manifest, shards.num_replicas),
-        unit_steps=unit_steps_of(manifest, units, shards.num_replicas, is_same=plan.goes_on),
-        replicas_identical=manifest.replicas_identical or not plan.goes_on,
-        round_length=entry.round_length,
-        dealing=plan.dealing,
-        is_rejoined=plan.is_rejoined,
-        first_loss=manifest.first_loss if plan.goes_on else None,
         outer=outer,
         pending=pending,
-        losses=entry.losses,
-        last_loss_step=entry.last_loss_step,
-        phase_seconds=entry.phase_seconds,
-        last_step_seconds=entry.last_step_seconds,
-        is_asking=entry.is_asking,
-        is_waiting=entry.is_waiting,
-        suppressed_until_step=plan.suppressed_until_step,
         round_seconds=manifest.round_seconds,
+        suppressed_until_step=plan.suppressed_until_step,
         is_at_sync=not plan.goes_on or not manifest.is_mid_round,
     )
 
@@ -291,7 +270,7 @@ def _state_of(resume: _Resume, shards: RankShards) -> EngineState:
 def _take_loop(engine: EditEngine, host: MegatronHost, plan: ResumePlan) -> None:
     """Megatron's loop in our hands again, as it was since the last sync."""
     since = sum(entry.inner_steps for entry in plan.entries) * host.samples_per_step
-    dealing = engine.dealing
+    dealing = engine.status.dealing
     assert dealing is not None, "replicas at their own speeds without a ledger"
     host.loop.take(plan.consumed - since, is_over=dealing.is_over)
 

@@ -47,11 +47,11 @@ def shared_kinds(
     }
     if has_anchor:
         kinds[ANCHOR] = {name: unit["anchor"] for name, unit in outer.items()}
-    averages = {name: tensor for sync in pending for name, tensor in sync["averages"].items()}
+    averages = {name: tensor for sync in pending for name, tensor in sync.averages.items()}
     if averages:
         kinds[AVERAGE] = averages
     for sync in pending:
-        for moment, means in sync["moments"].items():
+        for moment, means in sync.moments.items():
             kinds.setdefault(MOMENT + moment, {}).update(means)
     return {kind: units for kind, units in kinds.items() if units}
 

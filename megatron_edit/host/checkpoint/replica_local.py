@@ -137,14 +137,14 @@ def load_pending(
     saved = [replace(sync, moments=()) for sync in manifest.replicas[replica].pending]
     syncs = _pending(saved, shards.plan)
     if is_replica_local(saved, Wire.of(FP32)):
-        averages = {name: t for sync in syncs for name, t in sync["averages"].items()}
+        averages = {name: t for sync in syncs for name, t in sync.averages.items()}
         kinds = {AVERAGE: averages, SNAPSHOT: _snapshots_of(syncs)}
         load_outer_state(replica_local_folder(checkpoint, replica), shards.pieces, kinds)
     return syncs
 
 
 def _snapshots_of(pending: Sequence[PendingState]) -> dict[str, Tensor]:
-    return {name: tensor for sync in pending for name, tensor in sync["snapshots"].items()}
+    return {name: tensor for sync in pending for name, tensor in sync.snapshots.items()}
 
 
 def _spread(unit: UnitTensors, shards: RankShards) -> Tensor:
@@ -174,18 +174,7 @@ def _pending(saved: Sequence[PendingSync], plan: UnitPlan) -> list[PendingState]
         held = [(i, name) for i, name in enumerate(sync.units) if name in numels]
         rollback = sync.tables["rollback"]
         return PendingState(
-            round=sync.round,
-            step=sync.step,
-            due=sync.due,
-            units=sync.units,
-            excluded=sync.excluded,
-            is_stepped=sync.is_stepped,
-            has_snapshot=sync.has_snapshot,
-            landing=sync.landing,
-            inner_lr=sync.inner_lr,
-            tables=sync.tables,
-            inner_steps=sync.inner_steps,
-            samples=sync.samples,
+            sync,
             averages={
                 name: torch.zeros(numels[name])
                 for i, name in held

@@ -55,18 +55,18 @@ class SaveControl:
         engine = self._engine
         if self._is_premature:
             return  # every replica saves when it stops
-        if engine.suppresses_joint_actions and not self._is_ending:
+        if engine.status.suppresses_joint_actions and not self._is_ending:
             return  # some replicas have passed this save
-        is_leaving = self._is_ending and engine.has_replica_left
-        if engine.step == self._saved_step and not is_leaving:
+        is_leaving = self._is_ending and engine.status.has_replica_left
+        if engine.status.step == self._saved_step and not is_leaving:
             return  # at the end of training; nothing has changed, on no replica
         engine.clock.pause()
-        engine.settle()
+        engine.land_all()
         if self._waits():
             self._is_deferred = True
         else:
             self._writer.write(self._plan(call.arguments["iteration"]), call)
-            self._saved_step, self._is_deferred = engine.step, False
+            self._saved_step, self._is_deferred = engine.status.step, False
         engine.clock.resume()
 
     @contextmanager
@@ -110,7 +110,7 @@ class SaveControl:
     @property
     def _is_deferred_save_due(self) -> bool:
         """Whether a save is due, and the replicas have just met."""
-        return self._is_deferred and not self._engine.is_mid_round
+        return self._is_deferred and not self._engine.status.is_mid_round
 
     @property
     def _is_premature(self) -> bool:
@@ -124,7 +124,7 @@ class SaveControl:
     def _waits(self) -> bool:
         """Whether a save between two syncs waits for the next: the policy keeps one inner state."""
         engine = self._engine
-        if self._policy == ALL or self._is_ending or not engine.is_mid_round:
+        if self._policy == ALL or self._is_ending or not engine.status.is_mid_round:
             return False
         if not self._is_deferred and self._is_first:
             say(
@@ -134,35 +134,35 @@ class SaveControl:
         return True
 
     def _plan(self, iteration: int) -> SavePlan:
-        engine = self._engine
-        own, is_mid_round = iteration, engine.is_mid_round
-        is_of_a_stop = self._is_ending and not engine.is_warmup and engine.has_replica_left
+        status = self._engine.status
+        own, is_mid_round = iteration, status.is_mid_round
+        is_of_a_stop = self._is_ending and not status.is_warmup and status.has_replica_left
         if is_of_a_stop:
             # Replicas leave wherever they are; what each has told the others decides for all.
-            records = engine.records
+            records = status.records
             has_steps = any(record.inner_steps for record in records)
-            is_mid_round = has_steps or not engine.began_identical
-            iteration = self._host.iteration_of(records[0].step, iteration, engine.step)
+            is_mid_round = has_steps or not status.began_identical
+            iteration = self._host.iteration_of(records[0].step, iteration, status.step)
         samples = self._samples()
         if samples is not None:
             own = iteration = self._progress.iteration_at(samples)
-        is_all = not engine.is_warmup and (self._is_ending or self._policy == ALL)
+        is_all = not status.is_warmup and (self._is_ending or self._policy == ALL)
         return SavePlan(
             iteration=iteration,
             own_iteration=own,
-            name=f"stop/{iteration}" if is_of_a_stop else f"{iteration}/{engine.num_syncs}",
+            name=f"stop/{iteration}" if is_of_a_stop else f"{iteration}/{status.num_syncs}",
             is_of_a_stop=is_of_a_stop,
             form=ALL if is_all else LEADER,
-            has_outer=not engine.is_warmup,
-            has_anchor=is_mid_round and not engine.is_warmup,
+            has_outer=not status.is_warmup,
+            has_anchor=is_mid_round and not status.is_warmup,
             samples=samples,
         )
 
     def _samples(self) -> int | None:
         """Consumed by all replicas, where they make unequal steps; else None."""
         engine = self._engine
-        if engine.settings.timed is None or engine.is_warmup:
+        if engine.settings.timed is None or engine.status.is_warmup:
             return None
-        if not (records := engine.records):  # local training has just begun
+        if not (records := engine.status.records):  # local training has just begun
             return self._host.samples * self._progress.num_replicas
         return sum(record.samples for record in records)

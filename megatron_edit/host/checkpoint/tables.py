@@ -1,20 +1,77 @@
-"""Tables of a manifest, for the units of this run."""
+"""What all replicas know alike of the rounds, in a manifest and in the engine."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_edit.checkpoint.files import REMEDY
 from megatron_edit.checkpoint.manifest import Manifest
+from megatron_edit.checkpoint.resume import ResumePlan, ledger_of
+from megatron_edit.engine import RoundState
 from megatron_edit.errors import UsageError
 from megatron_edit.method.detector import DetectorState
 from megatron_edit.method.loss_check import LossHistory
 
 
-def unit_steps_of(
+def fields_of(rounds: RoundState, *, is_warmup: bool) -> dict[str, Any]:
+    """Fields of a manifest that keep what all replicas know alike; `rounds_of` is the inverse.
+
+    Args:
+        rounds: of the engine.
+        is_warmup: whether the replicas train in step: no samples are dealt.
+    """
+    dealing = None if is_warmup else rounds.dealing
+    return {
+        "round": rounds.count,
+        "detectors": rounds.detectors.to_lists(),
+        "unit_steps": tuple(map(tuple, rounds.unit_steps.tolist())),
+        "loss_history": rounds.loss_history.to_lists(),
+        "replicas_identical": rounds.replicas_identical,
+        "ledger": None if dealing is None else ledger_of(dealing),
+        "first_loss": rounds.first_loss,
+    }
+
+
+def rounds_of(
+    path: Path,
+    manifest: Manifest,
+    plan: ResumePlan,
+    units: tuple[str, ...],
+    replica: int,
+    num_replicas: int,
+) -> RoundState:
+    """What all replicas of this run know alike, from a checkpoint.
+
+    Args:
+        path: of the checkpoint.
+        manifest: of the checkpoint.
+        plan: what becomes of it in this run.
+        units: of this run.
+        replica: r.
+        num_replicas: N of this run.
+
+    Raises:
+        UsageError: it is of another model, or broken.
+    """
+    goes_on = plan.goes_on
+    return RoundState(
+        count=manifest.round + (manifest.is_mid_round and not goes_on),
+        detectors=_detectors_of(path, manifest, units),
+        unit_steps=_unit_steps_of(manifest, units, num_replicas, is_same=goes_on),
+        loss_history=_loss_history_of(path, manifest, num_replicas),
+        replicas_identical=manifest.replicas_identical or not goes_on,
+        length=plan.entries[replica].round_length,
+        dealing=plan.dealing,
+        is_rejoined=plan.is_rejoined,
+        first_loss=manifest.first_loss if goes_on else None,
+    )
+
+
+def _unit_steps_of(
     manifest: Manifest, units: tuple[str, ...], num_replicas: int, *, is_same: bool
 ) -> Tensor:
     """int64 [N, U], steps since a unit's own last sync; columns as this run numbers its units.
@@ -40,7 +97,7 @@ def saved_steps_of(manifest: Manifest, units: tuple[str, ...]) -> Tensor:
     return torch.tensor(manifest.unit_steps)[:, columns] + inner
 
 
-def detectors_of(path: Path, manifest: Manifest, units: tuple[str, ...]) -> DetectorState:
+def _detectors_of(path: Path, manifest: Manifest, units: tuple[str, ...]) -> DetectorState:
     """Rows of the saved replicas; columns as this run numbers its units.
 
     Raises:
@@ -60,7 +117,7 @@ def detectors_of(path: Path, manifest: Manifest, units: tuple[str, ...]) -> Dete
     return DetectorState(**{name: table[:, columns] for name, table in vars(saved).items()})
 
 
-def loss_history_of(path: Path, manifest: Manifest, num_replicas: int) -> LossHistory:
+def _loss_history_of(path: Path, manifest: Manifest, num_replicas: int) -> LossHistory:
     """Of the saved replicas, where this run has as many; else it starts anew.
 
     Args:

@@ -7,7 +7,7 @@ writes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_edit.checkpoint.folder import (
@@ -19,8 +19,7 @@ from megatron_edit.checkpoint.folder import (
     replica_folder,
     replica_local_folder,
 )
-from megatron_edit.checkpoint.manifest import Manifest, PendingSync, ReplicaEntry
-from megatron_edit.checkpoint.resume import ledger_of
+from megatron_edit.checkpoint.manifest import Manifest
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig
 from megatron_edit.constants import ALL, LEAST_TIMEOUT_SECONDS
@@ -41,6 +40,7 @@ from megatron_edit.host.checkpoint.replica_local import (
     replica_local_kinds,
 )
 from megatron_edit.host.checkpoint.summary import training_settings
+from megatron_edit.host.checkpoint.tables import fields_of
 from megatron_edit.host.checkpoint.write_errors import (
     ANOTHER_RANK_FAILED,
     SaveRecord,
@@ -151,7 +151,7 @@ class CheckpointWriter:
             folder=folder,
             job=job,
             manifest=self._manifest(plan, state),
-            entry=self._entry_of(state),
+            entry=state.replica,
             has_model=place.replica == 0 or plan.form == ALL,
             has_outer=plan.has_outer and place.replica == place.num_replicas - 1,
             has_replica_local=self._has_replica_local(plan, state),
@@ -204,12 +204,12 @@ class CheckpointWriter:
         """
         replica = self._world.placement.replica
         if part.has_outer:
-            kinds = shared_kinds(state["outer"], state["pending"], has_anchor=plan.has_anchor)
+            kinds = shared_kinds(state.outer, state.pending, has_anchor=plan.has_anchor)
             self._save_kinds(part.partial / EDIT / OUTER, kinds)
         if part.has_replica_local:
             wire, num_replicas = self._engine.settings.wire, self._world.placement.num_replicas
             mine = RankShards(replica, num_replicas, wire, self._host.plan, self._pieces())
-            own = replica_local_kinds(state["outer"], state["pending"], mine)
+            own = replica_local_kinds(state.outer, state.pending, mine)
             self._save_kinds(replica_local_folder(part.partial, replica), own)
         if part.has_model:
             call.arguments["iteration"] = plan.own_iteration
@@ -236,31 +236,12 @@ class CheckpointWriter:
                 self._requests.append(each)
             call.function(each)
 
-    def _entry_of(self, state: EngineState) -> ReplicaEntry:
-        """Where this replica stands."""
-        progress = self._host.progress()
-        return ReplicaEntry(
-            step=state["step"],
-            inner_steps=state["inner_steps"],
-            samples=progress.samples,
-            schedule_position=progress.schedule_position,
-            losses=state["losses"],
-            last_loss_step=state["last_loss_step"],
-            phase_seconds=state["phase_seconds"],
-            last_step_seconds=state["last_step_seconds"],
-            is_asking=state["is_asking"],
-            is_waiting=state["is_waiting"],
-            pending_schedule=progress.pending_schedule,
-            round_length=state["round_length"],
-            pending=_pending_of(state),
-        )
-
     def _has_replica_local(self, plan: SavePlan, state: EngineState) -> bool:
         """Whether there is outer state of this replica alone."""
         wire = self._engine.settings.wire
         if not plan.has_outer or plan.form != ALL:
             return False
-        return is_replica_local(_pending_of(state), wire)
+        return is_replica_local(state.replica.pending, wire)
 
     def _save_kinds(self, folder: Path, kinds: Kinds) -> None:
         from megatron.core import dist_checkpointing
@@ -289,7 +270,7 @@ class CheckpointWriter:
 
     def _manifest(self, plan: SavePlan, state: EngineState) -> Manifest:
         place, args = self._world.placement, self._host.arguments
-        order, dealing = self._host.order, state["dealing"]
+        order = self._host.order
         return Manifest(
             iteration=plan.iteration,
             form=plan.form,
@@ -299,38 +280,21 @@ class CheckpointWriter:
             parallel=layout_of(args),
             model=model_of(args),
             units=self._host.plan.names,
-            is_warmup=state["is_warmup"],
-            round=state["round"],
+            is_warmup=state.is_warmup,
             replicas=(),
-            detectors=state["detectors"].to_lists(),
             batch=args.global_batch_size,
             chunk=self._host.chunk,
-            round_seconds=state["round_seconds"],
-            ledger=None if dealing is None else ledger_of(dealing),
+            round_seconds=state.round_seconds,
             order_start=order.start,
             displaced=order.displaced,
             has_anchor=plan.has_anchor and plan.has_outer,
-            replicas_identical=state["replicas_identical"],
-            unit_steps=tuple(map(tuple, state["unit_steps"].tolist())),
             wire=self._engine.settings.wire.name,
             written_by=versions(),
             settings=training_settings(self._config),
-            is_final_phase=self._engine.is_final_phase,
-            first_loss=state["first_loss"],
-            loss_history=state["loss_history"].to_lists(),
+            is_final_phase=self._engine.status.is_final_phase,
             common_steps=self._host.common_steps,
+            **fields_of(state.rounds, is_warmup=state.is_warmup),
         )
-
-
-def _pending_of(state: EngineState) -> tuple[PendingSync, ...]:
-    """Syncs of this replica that have not landed."""
-    return tuple(
-        PendingSync(
-            **{f.name: sync[f.name] for f in fields(PendingSync)}  # type: ignore[literal-required]
-            | {"moments": tuple(sync["moments"])}
-        )
-        for sync in state["pending"]
-    )
 
 
 def _job_name() -> str:

@@ -103,6 +103,7 @@ class MegatronHost:
         self._samples = 0
         self.samples_at_start = (0, 0)
         self.common_steps: int | None = None
+        self._has_deferred_gather = False
         self._held_back = 0  # of the schedule: it has advanced before a meeting, not after it
         self._pending = 0  # samples by which Megatron will advance the schedule after the step
         self.loop = LoopControl(args, scheduler)
@@ -141,13 +142,14 @@ class MegatronHost:
         Args:
             step: of Megatron's optimizer.
             defers_gather: whether it leaves the gather of the parameters to `gather_parameters`:
-                the result of a sync replaces them first.
+                the result of a sync may replace them first.
         """
         self.loop.begin_step()
         self._defer_gather(defers_gather)
         with self._beta2_of_step():
             result = step()
         self._defer_gather(False)
+        self._has_deferred_gather = defers_gather and bool(result[0])
         self._count_step(was_applied=bool(result[0]))
         return result
 
@@ -238,11 +240,25 @@ class MegatronHost:
 
     def gather_parameters(self) -> None:
         """Let Megatron gather the parameters in the replica, and wait for it."""
+        from megatron.training import get_timers
+
+        self._has_deferred_gather = False
+        timer = get_timers()("params-all-gather", log_level=1)
+        timer.start()
         for chunk in self._model:
             if chunk.ddp_config.use_distributed_optimizer:
                 chunk.start_param_sync(force_sync=True)
         for optimizer in self._layer_wise:
             optimizer.gather()
+        timer.stop()
+
+    @property
+    def awaits_gather(self) -> bool:
+        """Whether the last step's gather was deferred and nobody gathers; see `engine.host.Host`.
+
+        Megatron gathers nothing after a step that it skips, and neither does this.
+        """
+        return self._has_deferred_gather and not self.lands_in_forward
 
     @property
     def lands_in_forward(self) -> bool:

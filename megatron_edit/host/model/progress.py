@@ -59,7 +59,7 @@ class RunProgress:
         Args:
             samples: consumed by all replicas.
         """
-        dealing, batch = self.engine.dealing, int(self.host.arguments.global_batch_size)
+        dealing, batch = self.engine.status.dealing, int(self.host.arguments.global_batch_size)
         whole = max(1, samples // batch)  # Megatron takes 0 for no iteration
         if dealing is None:
             return whole
@@ -86,8 +86,10 @@ class RunProgress:
         """Samples of the other replicas that this one knows of now."""
         engine, host = self.engine, self.host
         at_start, own = host.samples_at_start
-        if not self.is_timed or engine.was_warmup_step:  # all make the same steps
+        if not self.is_timed or engine.status.was_warmup_step:  # all make the same steps
             return at_start + (self.num_replicas - 1) * (host.samples - own)
-        told = at_start + engine.steps_of_others * host.samples_per_step
-        met = sum(r.samples for index, r in enumerate(engine.records) if index != self.replica)
+        told = at_start + engine.status.steps_of_others * host.samples_per_step
+        met = sum(
+            r.samples for index, r in enumerate(engine.status.records) if index != self.replica
+        )
         return max(told, met)

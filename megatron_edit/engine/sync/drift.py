@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_edit.engine.host import EngineGroups
-from megatron_edit.engine.sync.units import UnitPlan, UnitShard
+from megatron_edit.engine.units import UnitPlan, UnitShard
 from megatron_edit.errors import DriftError
 from megatron_edit.method.digest import combine, tensor_digest
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_edit.constants import EMBEDDING
 from megatron_edit.engine.host import TIED_EMBEDDING, EngineGroups, Host, Reporter
 from megatron_edit.engine.sync.outer_state import OuterState
-from megatron_edit.engine.sync.units import UnitPlan, UnitShard
+from megatron_edit.engine.units import UnitPlan, UnitShard
 from megatron_edit.method.norms import sum_in_rank_order, sum_of_squares
 
 

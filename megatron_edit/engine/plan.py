@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_edit.comm.control import ControlRecord
 from megatron_edit.constants import BAD_LOSS, NO_STEP, NON_FINITE, OUTLYING_NORM
+from megatron_edit.engine.units import Selection
 from megatron_edit.method.detector import DetectorConfig, DetectorState, Verdict, judge_units
 from megatron_edit.method.landing import DIRECT_COPY, LandingRule
 from megatron_edit.method.ledger import Dealing
@@ -155,6 +156,35 @@ class SyncRules:
     max_norm: float | None
     landing: LandingRule
     inner_lr: float = 0.0
+
+
+@dataclass(frozen=True)
+class SyncPlan:
+    """What is synced, and how: decided before the first message.
+
+    Attributes:
+        round: which sync, from 1.
+        step: s at which it began.
+        due: the own step after which it lands; None is at the next meeting of its units.
+        selection: its units.
+        decision: what the gathered table decided; columns are the selected units.
+        rules: what becomes of the averages.
+        inner_steps: of the round, by replica.
+        samples: consumed so far, by replica.
+        moments: of the inner optimizer that are averaged, too.
+        is_checked: whether drift is looked for after it.
+    """
+
+    round: int
+    step: int
+    due: int | None
+    selection: Selection
+    decision: Decision
+    rules: SyncRules
+    inner_steps: tuple[int, ...]
+    samples: tuple[int, ...]
+    moments: MomentRule = NO_MOMENTS
+    is_checked: bool = False
 
 
 class MeetingOutcome(Enum):

@@ -1,1 +1,0 @@
-"""What is verified: that replicas hold the same (drift), and that numbers are finite."""

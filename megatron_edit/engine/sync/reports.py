@@ -1,0 +1,150 @@
+"""What is told of a sync once its outer steps are done, and the drift check that goes with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron_edit.comm.wire import Wire, moment_bytes
+from megatron_edit.engine.host import EngineGroups, EngineSettings, Reporter, SyncReport
+from megatron_edit.engine.plan import SyncPlan
+from megatron_edit.engine.sync import drift
+from megatron_edit.engine.sync.syncs import Sync
+from megatron_edit.engine.units import UnitPlan
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Sizes that no single rank knows, for reports.
+
+    Attributes:
+        unit_numels: elements that each rank of the replica holds of each unit, int64 [K, U].
+        table_bytes: size of one replica's control records, those of all its ranks together.
+        state_bytes: what outer state takes on all ranks of a replica together: anchor, momentum,
+            error-feedback residuals, and of units that land late, average, snapshot and means of
+            inner moments.
+    """
+
+    unit_numels: Tensor
+    table_bytes: int
+    state_bytes: int
+
+    @classmethod
+    def measure(
+        cls, groups: EngineGroups, plan: UnitPlan, settings: EngineSettings, record_bytes: int
+    ) -> Footprint:
+        """Ask the ranks of the replica. Set-up only.
+
+        Collective: the ranks of the replica.
+
+        Args:
+            groups: who communicates.
+            plan: this rank's shards.
+            settings: say what is kept of each element.
+            record_bytes: size of this rank's control record.
+        """
+        mine = torch.zeros(len(plan.names), dtype=torch.int64)
+        for shard in plan.shards:
+            mine[shard.index] = shard.numel
+        numels = groups.replica.all_gather(mine)
+        tables = groups.replica.all_gather(torch.tensor(record_bytes))
+        wire, landing = settings.wire, settings.landing
+        kept = 2 + int(landing.needs_snapshot)
+        if not landing.is_immediate:
+            kept += 1 + len(settings.moments.rule.kinds)
+        elements = kept * int(numels.sum())
+        if wire.has_residual:
+            summed = (
+                wire.owner_numel(numel, groups.sync.size) for numel in numels.flatten().tolist()
+            )
+            elements += int(numels.sum()) + sum(summed)
+        return cls(numels, int(tables.sum()), 4 * elements)
+
+
+@dataclass
+class SyncReports:
+    """Checks syncs for drift and reports them.
+
+    Attributes:
+        groups: who communicates.
+        reporter: is told.
+        wire: type on the wire.
+        footprint: sizes.
+        late_digests: of units that have landed late, by position, until they meet again: replicas
+            land at different times, so that the next meeting compares them.
+    """
+
+    groups: EngineGroups
+    reporter: Reporter
+    wire: Wire
+    footprint: Footprint
+    late_digests: dict[int, float] = field(default_factory=dict)
+
+    def report(self, sync: Sync) -> None:
+        """The outer step of all units is done: check for drift, and tell. Once for each sync.
+
+        Collective: the ranks of the replica; where drift is looked for, also the sync group.
+
+        Raises:
+            DriftError: the replicas differ; the message names a unit.
+        """
+        if sync.is_reported:
+            return
+        plan = sync.plan
+        digest = self._check(sync) if plan.is_checked else None
+        sync.is_reported = True
+        report = SyncReport(
+            round=plan.round,
+            step=plan.step,
+            units=sync.units.names,
+            decision=plan.decision,
+            clip=self._over_stages(sync.clip_factors()),
+            update_norm=self._over_stages(sync.update_norms()),
+            inner_steps=plan.inner_steps,
+            samples=plan.samples,
+            wire_bytes=self.wire_bytes(plan),
+            state_bytes=self.footprint.state_bytes,
+            seconds=sync.seconds(),
+            digest=digest,
+        )
+        self.reporter.on_sync(report)
+
+    def wire_bytes(self, plan: SyncPlan) -> int:
+        """Payload that the ranks of one replica send in a sync."""
+        size, units = self.groups.sync.size, list(plan.selection.indices)
+        exchanged = self.footprint.unit_numels[:, units][:, ~plan.decision.rollback]
+        tables = (size - 1) * self.footprint.table_bytes
+        numels = exchanged.flatten().tolist()
+        return tables + sum(
+            self.wire.payload_bytes(int(numel), size) + moment_bytes(plan.moments, int(numel), size)
+            for numel in numels
+        )
+
+    def _check(self, sync: Sync) -> int:
+        """Compare digests now, or where replicas land at different times, at the next meeting."""
+        plan = sync.plan
+        if not plan.rules.landing.is_direct_copy:
+            sync.digests.update(sync.outer_digests())
+        if plan.rules.landing.is_immediate:
+            when = f"after the sync of round {plan.round}"
+            return drift.check(sync.units, self.groups, sync.digests, when)
+        digests, digest = drift.replica_digests(sync.units, self.groups, sync.digests)
+        for index, value in zip(plan.selection.indices, digests, strict=True):
+            self.late_digests[index] = drift.as_number(value)
+        return digest
+
+    def _over_stages(self, values: Tensor) -> Tensor:
+        """Fill in the units of other pipeline stages from whoever knows them.
+
+        Collective: the ranks of the replica, where it has pipeline stages.
+
+        Args:
+            values: float64 [U] on the CPU, NaN where this stage does not hold the unit.
+        """
+        if self.groups.stage.size == self.groups.replica.size:
+            return values
+        rows = self.groups.replica.all_gather(values)
+        known = torch.where(rows.isnan(), -torch.inf, rows).max(dim=0).values
+        return torch.where(known.isinf(), torch.nan, known)

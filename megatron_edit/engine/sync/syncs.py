@@ -1,0 +1,499 @@
+"""One sync under way, from the plan of its round to its last landing.
+
+Units start and land in forward order on every rank. `ForwardSync` lands at once: it keeps at most
+`depth` units in flight, and each lands when the forward pass needs it, or in blocking mode all
+together. `DelayedSync` takes the addends of all its units at once and lands them steps later. Both
+do the same arithmetic on the same messages (`unit_sync.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from megatron_edit.checkpoint.manifest import PendingSync
+from megatron_edit.comm.collectives import Work
+from megatron_edit.comm.wire import Wire, progress_exchanges, start_exchange
+from megatron_edit.engine.host import EngineGroups, EngineSettings, Host
+from megatron_edit.engine.plan import Decision, SyncPlan, SyncRules
+from megatron_edit.engine.saved import PendingState
+from megatron_edit.engine.sync.finite import finite_units, is_finite_on_all_stages
+from megatron_edit.engine.sync.moments import UnitMoments
+from megatron_edit.engine.sync.outer_state import OuterState, StagedUnit, UnitState
+from megatron_edit.engine.sync.unit_sync import UnitResult, UnitSync, naming_unit
+from megatron_edit.engine.units import UnitPlan, UnitShard, select
+from megatron_edit.method.detector import Verdict
+from megatron_edit.method.landing import DIRECT_COPY
+from megatron_edit.method.loss_check import LossVerdict
+from megatron_edit.method.moments import MomentRule
+
+
+@dataclass(frozen=True)
+class SyncContext:
+    """What all syncs of a rank work with.
+
+    Attributes:
+        host: the training framework.
+        groups: who communicates.
+        wire: type on the wire.
+        depth: units at most whose outer steps are not done, of a sync that lands at once.
+        outer: anchor and momentum.
+    """
+
+    host: Host
+    groups: EngineGroups
+    wire: Wire
+    depth: int
+    outer: OuterState
+
+
+class Sync(ABC):
+    """A sync that is under way on this rank.
+
+    Args:
+        plan: what is synced, and how.
+        context: what it works with.
+        began: when, seconds on a monotonic clock.
+        waited: seconds spent at the meeting.
+
+    Attributes:
+        plan: see above.
+        units: the selected units, and this rank's shards of them.
+        digests: of units that have landed, by position, for the drift check.
+        is_reported: whether the reporter has been told what became of it.
+    """
+
+    def __init__(self, plan: SyncPlan, context: SyncContext, began: float, waited: float) -> None:
+        self.plan = plan
+        self.units: UnitPlan = plan.selection.plan
+        self.digests: dict[int, Tensor] = {}
+        self.is_reported = False
+        self._context, self._groups, self._outer = context, context.groups, context.outer
+        self._began, self._waited, self._ended = began, waited, began
+        self._exposed = 0.0
+        self._inflight: deque[UnitSync] = deque()
+        self._results: dict[int, UnitResult] = {}
+        self._finite: list[bool] | None = None
+        self._num_started = self._num_landed = 0
+
+    # ---- the exchange
+
+    def prepare(self) -> None:
+        """Compute the addends of all units, before training changes the parameters."""
+        for shard in self.units.shards:
+            self._open(shard, None)
+
+    @abstractmethod
+    def advance(self) -> bool:
+        """Launch what may be launched. Waits for nothing.
+
+        Returns:
+            Whether nothing of this sync is, or will be, on the wire.
+        """
+
+    def advance_and_step(self) -> bool:
+        """`advance`, and take the outer steps that the sync allows before its landing.
+
+        Collective: the ranks of the pipeline stage.
+
+        Returns:
+            As `advance`.
+        """
+        return self.advance()
+
+    @property
+    @abstractmethod
+    def launches_together(self) -> bool:
+        """Whether all units in flight are launched at once."""
+
+    @property
+    def on_wire(self) -> Work | None:
+        """What must be over before `advance` can do more; None where it can do nothing more."""
+        works = (unit.on_wire for unit in self._inflight)
+        return next((work for work in works if work is not None), None)
+
+    @property
+    def inflight_units(self) -> Sequence[UnitSync]:
+        """Units that have not landed and are under way."""
+        return tuple(self._inflight)
+
+    # ---- the landing
+
+    def check_finite(self) -> None:
+        """Before a landing of what was trained on, or is kept in part: are parameters finite?
+
+        Collective: the ranks of the pipeline stage.
+        """
+        if not self.plan.rules.landing.is_direct_copy:
+            self._finite = finite_units(self.units, self._groups)
+
+    @abstractmethod
+    def is_finite_on_replica(self) -> bool:
+        """Whether this replica's parameters of the units were finite, on all its stages.
+
+        Collective: the ranks of the replica, where the sync lands late.
+        """
+
+    @property
+    def had_finite_norms(self) -> bool:
+        """Whether this replica's parameters of the units were finite at the meeting."""
+        return bool(self.plan.decision.norms[self._groups.sync.rank].isfinite().all())
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every unit of this rank's stage has landed."""
+        return self._num_landed == len(self.units.shards)
+
+    def land_up_to(self, num_shards: int) -> Iterator[tuple[UnitShard, bool]]:
+        """Land the units among the first `num_shards` shards of the stage that have not landed yet,
+        one after another as the caller asks for them; see `land_next`."""
+        positions = self.plan.selection.positions
+        while not self.is_done and positions[self._num_landed] < num_shards:
+            yield self.land_next()
+
+    def land_next(self) -> tuple[UnitShard, bool]:
+        """Land the next unit in forward order, and start another in its place.
+
+        Returns:
+            The unit, and whether its inner moments may not be finite.
+        """
+        self.advance()
+        unit = self._inflight[0]
+        self._step(unit)
+        self._inflight.popleft()
+        shard = unit.shard
+        if unit.staged is None and self._outer.offload_streams is not None:
+            # Its outer step was taken earlier: the new anchor may still be on its way to the host
+            # memory that the landing reads it from.
+            self._outer.begin_sync()
+        is_finite = self._finite is None or self._finite[shard.index]
+        with naming_unit(shard), record_function("edit/landing"):
+            has_bad_moments = unit.land(self.plan.rules.landing, is_finite=is_finite)
+            if unit.moments is not None:
+                unit.moments.land()
+        self._num_landed += 1
+        del unit  # its buffers make room for the unit that starts now
+        if self._groups.sync.runs_in_order:
+            # Second phases of units that were launched before this landing begin behind it.
+            progress_exchanges(self._groups.sync)
+        self.advance()
+        if self.is_done:
+            if self._outer.offload_streams is not None:
+                self._outer.end_sync()
+            self._ended = time.monotonic()
+        return shard, has_bad_moments
+
+    # ---- what is reported
+
+    def count_exposed(self, seconds: float) -> None:
+        """This rank has done nothing but this sync for so long."""
+        self._exposed += seconds
+
+    def count_exposed_since_start(self) -> None:
+        """This rank has done nothing but this sync since it began."""
+        self._exposed = time.monotonic() - self._began
+
+    def seconds(self) -> dict[str, float]:
+        """Durations for `sync.jsonl`."""
+        exchange = sum(result.exchange_seconds for result in self._results.values())
+        return {
+            "wait": self._waited,
+            "exchange": exchange,
+            "outer": max(0.0, self._exposed - self._waited - exchange),
+            "exposed": self._exposed,
+            "total": self._ended - self._began,
+        }
+
+    def clip_factors(self) -> Tensor:
+        """float64 [U] on the CPU; NaN for units of other stages. Waits for the device."""
+        return self._table({index: result.clip for index, result in self._results.items()})
+
+    def update_norms(self) -> Tensor:
+        """Like `clip_factors`: norms of the weighted averages, before the clip."""
+        return self._table({index: result.norm for index, result in self._results.items()})
+
+    def outer_digests(self) -> dict[int, Tensor]:
+        """Of anchor and momentum, int64 scalars by the units' position; the host does not wait."""
+        return self._outer.digests(self.units.shards)
+
+    def _table(self, values: Mapping[int, Tensor]) -> Tensor:
+        table = torch.full((len(self.units.names),), torch.nan, dtype=torch.float64)
+        for index, value in values.items():
+            table[index] = value.cpu()
+        return table
+
+    # ---- units
+
+    def _open(self, shard: UnitShard, staged: StagedUnit | None) -> None:
+        """Compute a unit's addends, of its parameters and of the moments that the plan averages."""
+        plan, groups, sync = self.plan, self._groups, self._groups.sync
+        resident_state = self._outer.units[shard.name]
+        unit = UnitSync.prepare(
+            shard, resident_state, staged, groups, plan.decision, plan.rules.landing
+        )
+        if plan.moments.kinds and unit.average is not None:
+            unit.moments = UnitMoments.prepare(
+                self._context.host, plan.moments, shard, plan.decision, sync.rank, sync.device
+            )
+        self._inflight.append(unit)
+        self._num_started += 1
+
+    def _step(self, unit: UnitSync) -> None:
+        with naming_unit(unit.shard):
+            result = unit.step(self._groups, self.plan.rules)
+        self._results[unit.shard.index] = result
+
+    def _launch_units(self) -> bool:
+        """Let the units in flight advance; whether nothing of them is on the wire."""
+        is_over = True
+        for unit in self._inflight:
+            with naming_unit(unit.shard):
+                if not unit.advance(self._groups, self._context.wire):
+                    is_over = False
+                    if not self.launches_together:
+                        break
+        return is_over
+
+
+class ForwardSync(Sync):
+    """A sync that lands at once, unit by unit, as the forward pass comes to them."""
+
+    def __init__(self, plan: SyncPlan, context: SyncContext, began: float, waited: float) -> None:
+        super().__init__(plan, context, began, waited)
+        self._stages = self._outer.stages(self.units.shards, UnitState.stage)
+
+    @property
+    def launches_together(self) -> bool:
+        """Where the device keeps their order. Over sockets, which share a link, the next is
+        launched when the one before is over: two at a time would delay the unit that is needed
+        first, and be slower together."""
+        return self._groups.sync.runs_in_order
+
+    def advance(self) -> bool:
+        """Prepare as many units as the depth allows, and launch them; see `Sync.advance`."""
+        num_units = len(self.units.shards)
+        while self._num_started < num_units and self._num_open < self._context.depth:
+            shard, staged = next(self._stages)
+            self._open(shard, staged)
+            del staged  # it lives as long as its unit is in flight
+        has_all = self._num_started == num_units
+        return self._launch_units() and has_all
+
+    def advance_and_step(self) -> bool:
+        """Take the outer step of each unit whose average is there, in forward order, and start
+        others in their place.
+
+        Collective: the ranks of the pipeline stage.
+
+        Returns:
+            As `advance`. Where more can only be done later, something is `on_wire`: no average has
+            arrived unseen.
+        """
+        is_over = self.advance()
+        while (unit := self._first_open) is not None:
+            with naming_unit(unit.shard):
+                if not unit.advance(self._groups, self._context.wire):
+                    return False
+            self._step(unit)
+            if unit.resident_state.offload_streams is not None:
+                unit.unstage()
+            is_over = self.advance()
+        return is_over
+
+    def is_finite_on_replica(self) -> bool:
+        """The gathered norms tell, which all ranks have. No communication."""
+        return self.had_finite_norms
+
+    @property
+    def _first_open(self) -> UnitSync | None:
+        """The first unit, of those under way, whose outer step is not done."""
+        return next((unit for unit in self._inflight if not unit.is_stepped), None)
+
+    @property
+    def _num_open(self) -> int:
+        return sum(not unit.is_stepped for unit in self._inflight)
+
+
+class DelayedSync(Sync):
+    """A sync that lands after more steps, or at the next meeting of its units."""
+
+    @property
+    def launches_together(self) -> bool:
+        """Always: no unit is needed first, and the sync is polled only now and then."""
+        return True
+
+    def advance(self) -> bool:
+        """See `Sync.advance`. The addends of all units have been prepared."""
+        if self._groups.sync.runs_in_order:
+            # Launched one by one, each would wait in the device's queue until the one before is
+            # over, and with a single hardware queue so would all work behind it.
+            self._launch_as_one()
+        return self._launch_units()
+
+    def is_finite_on_replica(self) -> bool:
+        """See `Sync.is_finite_on_replica`.
+
+        Collective: the ranks of the replica.
+        """
+        is_finite = self._finite is None or all(self._finite)
+        return is_finite_on_all_stages(is_finite, self._groups)
+
+    def finish_exchange(self) -> None:
+        """Wait until nothing is on the wire. The result lands later."""
+        for unit in self._inflight:
+            self.advance()
+            with naming_unit(unit.shard):
+                unit.await_average()
+        self.advance()
+
+    def finish_steps(self) -> None:
+        """Move anchor and momentum of all units. Parameters take them later.
+
+        Collective: the ranks of the pipeline stage.
+        """
+        for unit in self._inflight:
+            self.advance()
+            self._step(unit)
+            unit.unstage()
+        self._outer.end_sync()
+        self._ended = time.monotonic()
+
+    def _launch_as_one(self) -> None:
+        """Begin the exchanges of all units, as one.
+
+        Collective: the sync group; see the note on the order of syncs (`manager.py`).
+        """
+        units = [(unit, unit.addends(self._context.wire)) for unit in self._inflight]
+        if together := [addend for _, addends in units for addend in addends]:
+            with record_function("edit/exchange"):
+                exchange = start_exchange(self._groups.sync, together)
+            for unit, addends in units:
+                if addends:
+                    unit.join_exchange(exchange)
+
+    # ---- checkpoints
+
+    def state_dict(self) -> PendingState:
+        """What a checkpoint keeps of it. Nothing of it may be on the wire; no tensor is copied."""
+        plan, decision, units = self.plan, self.plan.decision, self._inflight
+        about = PendingSync(
+            round=plan.round,
+            step=plan.step,
+            due=plan.due,
+            units=self.units.names,
+            excluded=tuple(decision.excluded[self._groups.sync.rank].tolist()),
+            is_stepped=plan.due is not None,
+            has_snapshot=plan.rules.landing.needs_snapshot,
+            landing=dataclasses.asdict(plan.rules.landing),
+            inner_lr=plan.rules.inner_lr,
+            tables={
+                "norms": decision.norms.tolist(),
+                "scores": decision.verdict.scores.tolist(),
+                "anomalous": decision.verdict.anomalous.tolist(),
+                "weights": decision.weights.tolist(),
+                "rollback": decision.rollback.tolist(),
+                "round_loss": decision.loss.losses.tolist(),
+                "loss_scores": decision.loss.scores.tolist(),
+                "loss_rejected": decision.loss.rejected.tolist(),
+            },
+            inner_steps=plan.inner_steps,
+            samples=plan.samples,
+            moments=plan.moments.kinds,
+        )
+        return PendingState(
+            about,
+            averages={u.shard.name: u.average for u in units if u.average is not None},
+            snapshots={u.shard.name: u.snapshot for u in units if u.snapshot is not None},
+            moments={
+                kind: {u.shard.name: u.moments.means[kind] for u in units if u.moments is not None}
+                for kind in plan.moments.kinds
+            },
+        )
+
+    @classmethod
+    def restore(
+        cls, saved: PendingState, context: SyncContext, settings: EngineSettings
+    ) -> DelayedSync:
+        """A sync that had not landed when a checkpoint was written.
+
+        Args:
+            saved: what `state_dict` told on this replica; units may be numbered in another order
+                here.
+            context: what the sync works with.
+            settings: of this run.
+        """
+        sync = cls(_plan_of(saved.sync, context.host, settings), context, time.monotonic(), 0.0)
+        sync.is_reported = saved.sync.is_stepped  # that came with the outer steps, before the save
+        for shard in sync.units.shards:
+            sync._inflight.append(sync._restored_unit(shard, saved))
+        sync._num_started = len(sync.units.shards)
+        return sync
+
+    def _restored_unit(self, shard: UnitShard, saved: PendingState) -> UnitSync:
+        device, about = self._groups.sync.device, saved.sync
+        unit = UnitSync.restore(
+            shard,
+            self._outer.units[shard.name],
+            device,
+            saved.averages.get(shard.name),
+            saved.snapshots.get(shard.name),
+            is_excluded=about.excluded[about.units.index(shard.name)],
+            is_stepped=about.is_stepped,
+        )
+        means = {
+            kind: units[shard.name].to(device)
+            for kind, units in saved.moments.items()
+            if shard.name in units
+        }
+        if means:
+            host, rule = self._context.host, self.plan.moments
+            unit.moments = UnitMoments(host, shard, means, rule, unit.is_excluded)
+        return unit
+
+
+def _plan_of(saved: PendingSync, host: Host, settings: EngineSettings) -> SyncPlan:
+    """The plan of a saved sync, for the units of this run in their order."""
+    whole = host.plan
+    selection = select(whole, [whole.names.index(name) for name in saved.units])
+    order = [saved.units.index(name) for name in selection.plan.names]
+
+    def table(name: str) -> Tensor:
+        return torch.tensor(saved.tables[name], dtype=torch.float64)[..., order]
+
+    verdict = Verdict(table("anomalous").bool(), table("scores"))
+    rollback, loss = table("rollback").bool(), _loss_verdict_of(saved.tables)
+    # Checkpoints may be older than a field of the rule.
+    landing = dataclasses.replace(DIRECT_COPY, **saved.landing)
+    return SyncPlan(
+        saved.round,
+        saved.step,
+        saved.due,
+        selection,
+        Decision(table("norms"), verdict, table("weights"), rollback, loss),
+        SyncRules(settings.outer, settings.max_norm, landing, saved.inner_lr),
+        saved.inner_steps,
+        saved.samples,
+        MomentRule(saved.moments),
+        is_checked=settings.checks_drift_after(saved.round),
+    )
+
+
+def _loss_verdict_of(tables: Mapping[str, Any]) -> LossVerdict:
+    """From the tables of a pending sync; those of older checkpoints have none of it."""
+    if "round_loss" not in tables:
+        norms = torch.tensor(tables["norms"], dtype=torch.float64)
+        return LossVerdict.without_check(torch.full_like(norms[:, 0], torch.nan))
+    losses, scores, rejected = (
+        torch.tensor(tables[name], dtype=torch.float64)
+        for name in ("round_loss", "loss_scores", "loss_rejected")
+    )
+    return LossVerdict(rejected.bool(), losses, scores)

@@ -1,0 +1,289 @@
+"""One unit of a sync, from its addend to its landing.
+
+    prepare:  D = A - theta, weighted, in a buffer of its own
+    launch:   the exchange begins                                 (nothing waits)
+    step:     wait, tie copies, clip, outer step on the anchor
+    land:     theta takes the anchor, or moves towards it         (the unit is needed now)
+
+Each part depends on the gathered table and on the unit's own numbers alone, so a unit lands with
+the same bits whenever the host asks for it, and whatever else is in flight.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from megatron_edit.comm.collectives import Work
+from megatron_edit.comm.compressed_all_reduce import Addend
+from megatron_edit.comm.wire import Exchange, Wire, start_exchange
+from megatron_edit.engine.host import EngineGroups
+from megatron_edit.engine.plan import Decision, SyncRules
+from megatron_edit.engine.sync.averages import agree_on_average
+from megatron_edit.engine.sync.moments import UnitMoments
+from megatron_edit.engine.sync.offload import DeviceCopy
+from megatron_edit.engine.sync.outer_state import StagedUnit, UnitState
+from megatron_edit.engine.units import UnitShard
+from megatron_edit.errors import ReplicaLostError
+from megatron_edit.method.landing import LandingRule
+from megatron_edit.method.outer import clip_factor, weighted_contribution_
+
+
+@dataclass(frozen=True)
+class UnitResult:
+    """What became of a unit: scalars on the unit's device, so that no one has to wait for them.
+
+    Attributes:
+        clip: float64, c.
+        norm: float64, ||average|| before the clip.
+        exchange_seconds: how long the host waited for the exchange.
+    """
+
+    clip: Tensor
+    norm: Tensor
+    exchange_seconds: float = 0.0
+
+
+@dataclass
+class UnitSync:
+    """A unit in flight.
+
+    Attributes:
+        shard: this rank's part of the unit.
+        resident_state: anchor and momentum, where they live.
+        is_excluded: whether this replica takes the anchor as it is: it was left out, or all were.
+        staged: the state on the device, or on its way there; None until it is needed.
+        average: fp32 [numel], this replica's addend, later the average; None for a roll-back, and
+            when the outer step is done.
+        snapshot: fp32 [numel], theta when the sync began; None where nothing needs it.
+        result: of the outer step; None before it.
+        is_exchanged: whether `average` is the average, and no exchange is left to be made.
+        moments: of the inner optimizer that travel with the unit; None where none do.
+    """
+
+    shard: UnitShard
+    resident_state: UnitState
+    is_excluded: bool
+    staged: StagedUnit | None
+    average: Tensor | None
+    snapshot: Tensor | None = None
+    result: UnitResult | None = None
+    is_exchanged: bool = False
+    moments: UnitMoments | None = None
+    _exchange: Exchange | None = None
+
+    @classmethod
+    def prepare(
+        cls,
+        shard: UnitShard,
+        resident_state: UnitState,
+        staged: StagedUnit | None,
+        groups: EngineGroups,
+        decision: Decision,
+        landing: LandingRule,
+    ) -> UnitSync:
+        """Compute this replica's addend. Allocates its buffers; the host never waits.
+
+        Args:
+            staged: the unit's state, where it is to stay on the device until the landing.
+        """
+        replica, device = groups.sync.rank, groups.sync.device
+        is_excluded = bool(decision.excluded[replica, shard.index])
+        unit = cls(shard, resident_state, is_excluded, staged, None)
+        if not is_excluded and landing.needs_snapshot:
+            unit.snapshot = shard.gather(torch.empty(shard.numel, device=device))
+        if not bool(decision.rollback[shard.index]):
+            buffer = torch.empty(shard.numel, dtype=torch.float32, device=device)
+            anchor = resident_state.stage_anchor() if staged is None else staged.anchor
+            weight = float(decision.weights[replica, shard.index])
+            with record_function("edit/addend"):
+                if unit.snapshot is None:
+                    delta = shard.pseudo_gradient(anchor.ready(), buffer)
+                else:
+                    delta = torch.sub(anchor.ready(), unit.snapshot, out=buffer)
+                unit.average = weighted_contribution_(delta, weight)
+            if staged is None:
+                anchor.release()
+        return unit
+
+    @classmethod
+    def restore(
+        cls,
+        shard: UnitShard,
+        resident_state: UnitState,
+        device: torch.device,
+        average: Tensor | None,
+        snapshot: Tensor | None,
+        *,
+        is_excluded: bool,
+        is_stepped: bool,
+    ) -> UnitSync:
+        """A unit that was in flight when a checkpoint was written; its exchange was over.
+
+        Args:
+            shard: this rank's part of the unit.
+            resident_state: anchor and momentum.
+            device: of the parameters.
+            average: fp32 [numel]; None for a roll-back, and when the outer step is done.
+            snapshot: fp32 [numel]; None where nothing needs it.
+            is_excluded: whether this replica takes the anchor as it is.
+            is_stepped: whether the outer step is done.
+        """
+        unknown = torch.full((), torch.nan, dtype=torch.float64, device=device)
+        return cls(
+            shard,
+            resident_state,
+            is_excluded,
+            staged=None,
+            average=None if average is None else average.to(device),
+            snapshot=None if snapshot is None else snapshot.to(device),
+            result=UnitResult(unknown, unknown) if is_stepped else None,
+            is_exchanged=True,
+        )
+
+    @property
+    def is_stepped(self) -> bool:
+        """Whether the outer step is done."""
+        return self.result is not None
+
+    def launch(self, groups: EngineGroups, wire: Wire) -> None:
+        """Begin the exchange. Waits for nothing.
+
+        Collective: the sync group; see the note on the order of syncs (`manager.py`).
+        """
+        assert self.average is not None, f"unit {self.shard.name}: a roll-back is not exchanged"
+        with record_function("edit/exchange"):
+            self._exchange = start_exchange(groups.sync, self.addends(wire))
+
+    def advance(self, groups: EngineGroups, wire: Wire) -> bool:
+        """Launch the exchange, if that has not been done, and do what needs no waiting.
+
+        Returns:
+            Whether nothing of the unit is on the wire any more.
+        """
+        if self.average is None or self.is_exchanged:
+            return True
+        if self._exchange is None:
+            self.launch(groups, wire)
+        assert self._exchange is not None
+        return self._exchange.advance()
+
+    @property
+    def on_wire(self) -> Work | None:
+        """What must be over before the exchange can go on; None where there is nothing."""
+        return None if self._exchange is None else self._exchange.on_wire
+
+    def join_exchange(self, exchange: Exchange) -> None:
+        """The unit's addends have been launched together with those of other units."""
+        self._exchange = exchange
+
+    def addends(self, wire: Wire) -> list[Addend]:
+        """What is still to be launched: of the parameters, then of the moments."""
+        if self.average is None or self.is_exchanged or self._exchange is not None:
+            return []
+        moments = [] if self.moments is None else self.moments.addends
+        own = Addend(self.average, self.resident_state.residual, self.is_excluded, wire.codec)
+        return [own, *moments]
+
+    def await_average(self) -> None:
+        """Wait until the average is there."""
+        if self.average is not None and not self.is_exchanged:
+            assert self._exchange is not None, f"unit {self.shard.name}: never launched"
+            self._exchange.wait()
+
+    def step(self, groups: EngineGroups, rules: SyncRules) -> UnitResult:
+        """Finish the exchange, and move anchor and momentum.
+
+        Collective: the ranks of the pipeline stage, in forward order of the units.
+        """
+        if self.result is not None:
+            return self.result
+        device = groups.sync.device
+        if self.average is None:  # a roll-back: anchor and momentum stay as they are
+            one = torch.ones((), dtype=torch.float64, device=device)
+            self.result = UnitResult(one, torch.zeros_like(one))
+            return self.result
+        began = time.monotonic()
+        with record_function("edit/exchange"):
+            self.await_average()
+        waited = time.monotonic() - began
+        with record_function("edit/norms"):
+            means = () if self.moments is None else tuple(self.moments.means.values())
+            norm = agree_on_average(self.shard, self.average, means, groups)
+            clip = clip_factor(norm, rules.max_norm)
+        staged = self._stage()
+        with record_function("edit/outer-step"):
+            rules.outer.step_(
+                staged.anchor.ready(),
+                staged.momentum.ready(),
+                self.average,
+                clip=clip,
+                inner_lr=rules.inner_lr,
+            )
+        staged.put_back()
+        self.average = self._exchange = None
+        self.result = UnitResult(clip, norm, waited)
+        return self.result
+
+    def land(self, landing: LandingRule, *, is_finite: bool) -> bool:
+        """Give theta the anchor, or what the rule makes of both. After `step`. No communication.
+
+        Args:
+            landing: the rule.
+            is_finite: whether this replica's parameters of the unit are finite.
+
+        Returns:
+            Whether they were trained on while the replica was left out, or broke: then its inner
+            moments may be broken, too.
+        """
+        assert self.is_stepped, f"unit {self.shard.name}: landed before its outer step"
+        # After an outer step taken earlier nothing is staged; the momentum is not needed again.
+        staged_anchor = (
+            self.resident_state.stage_anchor() if self.staged is None else self.staged.anchor
+        )
+        anchor = staged_anchor.ready()
+        is_dropped = self.is_excluded or not is_finite
+        if is_dropped or not landing.merges:
+            self.shard.scatter(anchor)
+            self._unstage_landed(staged_anchor)
+            return is_dropped and not landing.is_direct_copy
+        for param, where in zip(self.shard.params, self.shard.slices, strict=True):
+            before = None if self.snapshot is None else self.snapshot[where]
+            param.write(landing.merge_(param.read(), anchor[where], before))
+        self._unstage_landed(staged_anchor)
+        self.snapshot = None
+        return False
+
+    def _unstage_landed(self, anchor: DeviceCopy) -> None:
+        if self.staged is None:
+            anchor.release()
+        self.unstage()
+
+    def unstage(self) -> None:
+        """After the landing, or the outer step long before it: keep nothing on the device."""
+        if self.staged is not None and self.resident_state.offload_streams is not None:
+            self.staged.release()
+        self.staged = None
+
+    def _stage(self) -> StagedUnit:
+        if self.staged is None:
+            self.staged = self.resident_state.stage()
+        return self.staged
+
+
+@contextmanager
+def naming_unit(shard: UnitShard) -> Iterator[None]:
+    """Say in which unit it was that something failed."""
+    try:
+        yield
+    except ReplicaLostError as error:
+        raise ReplicaLostError(f"unit {shard.name}: {error}") from error
+    except Exception as error:
+        error.add_note(f"in the exchange of unit {shard.name}")
+        raise
