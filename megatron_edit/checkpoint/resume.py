@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_edit.checkpoint.manifest import Ledger, Manifest, ReplicaEntry
+from megatron_edit.checkpoint.manifest import Ledger, Manifest
 from megatron_edit.method.ledger import Dealing
 from megatron_edit.method.order import (
     SampleOrder,
@@ -12,6 +12,7 @@ from megatron_edit.method.order import (
     after_dealing,
     share_of,
 )
+from megatron_edit.saved_state import ReplicaEntry
 
 
 @dataclass(frozen=True)

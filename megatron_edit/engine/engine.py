@@ -72,9 +72,7 @@ class EditEngine:
         clock: of the inner phase; tests make the time.
 
     Attributes:
-        settings: see above.
-        host: see above.
-        groups: see above.
+        settings, host, groups: see above.
         clock: see above. The host pauses it while it evaluates or saves.
         state: run-long state, but for anchor and momentum.
         syncs: that are under way, with anchor and momentum.
@@ -90,9 +88,7 @@ class EditEngine:
         reporter: Reporter,
         clock: PhaseClock | None = None,
     ) -> None:
-        self.settings, self.host, self.groups = settings, host, groups
-        self.world = world
-        self.reporter = reporter
+        self.settings, self.host, self.groups, self.reporter = settings, host, groups, reporter
         self.clock = clock or PhaseClock()
         self.state = state = RunState.fresh(settings, groups, len(host.plan.names), self.clock)
         self._board = StopBoard.open(
@@ -107,7 +103,6 @@ class EditEngine:
             poll_exchanges=self.syncs.poll_if_busy,
         )  # fmt: skip
         self._trigger = trigger_of(settings, host, groups.sync.rank, state)
-        self._rules = settings.round_rules
         self._fragments = FragmentPlan.of(host.plan, settings.schedule.fragments)
         self.syncs.begin_thread(self._with_context)
         self._stream = SyncStream(groups.sync.streams)
@@ -195,9 +190,8 @@ class EditEngine:
 
         Where the host's own communication fails, that is why: other ranks have ended by it.
         """
-        if (failure := self.syncs.failure) is None:
-            return None
-        error = self._with_context(failure)
+        failure = self.syncs.failure
+        error = None if failure is None else self._with_context(failure)
         return error if isinstance(error, ReplicaLostError) else None
 
     # ---- steps
@@ -461,8 +455,7 @@ class EditEngine:
 
     def _asks_for_meeting(self) -> bool:
         """After an inner step: whether this rank, if it is rank 0, asks for a meeting."""
-        timer = self.state.timer
-        return timer is not None and timer.after_step()
+        return self.state.timer is not None and self.state.timer.after_step()
 
     def _meet(self, meeting: MeetingPlan) -> None:
         """Come to a meeting and do what it decides; to the next at once, where nothing is left."""
@@ -508,7 +501,7 @@ class EditEngine:
         return True
 
     def _plan_round(self, meeting: MeetingPlan) -> tuple[RoundPlan, float]:
-        """Exchange records, and plan what follows; with the seconds that this rank waited."""
+        """What follows from the records of a meeting; with the seconds that this rank waited."""
         state, syncs, selection = self.state, self.syncs, meeting.selection
         norms, loss = syncs.norms(selection, state.losses.mean())
         waiting = time.monotonic()
@@ -516,9 +509,8 @@ class EditEngine:
             norms, syncs.late_digests(selection), round_loss=loss
         )
         waited = time.monotonic() - waiting
-        plan = plan_round(
-            state.rounds, records, selection.indices, self._rules, is_last=meeting.is_last
-        )
+        rules = self.settings.round_rules
+        plan = plan_round(state.rounds, records, selection.indices, rules, is_last=meeting.is_last)
         if plan.outcome is MeetingOutcome.SYNC and self._meetings.has_digests:
             check_same_digests(records, self.host.plan.names, state.rounds.count)
         return plan, waited

@@ -8,8 +8,8 @@ from typing import Required, TypedDict
 
 from torch import Tensor
 
-from megatron_edit.checkpoint.manifest import PendingSync, ReplicaEntry
 from megatron_edit.engine.plan import RoundState
+from megatron_edit.saved_state import PendingSync, ReplicaEntry
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_edit.checkpoint.manifest import PendingSync, ReplicaEntry
 from megatron_edit.comm.control import ControlRecord
 from megatron_edit.comm.timeouts import AdaptiveTimeout
 from megatron_edit.engine.host import EngineGroups, EngineSettings, Progress, Reporter
@@ -23,6 +22,7 @@ from megatron_edit.engine.plan import MeetingOutcome, RoundPlan, RoundState
 from megatron_edit.engine.saved import EngineState
 from megatron_edit.method.clock import PhaseClock, TimeTrigger
 from megatron_edit.method.ledger import Dealing
+from megatron_edit.saved_state import PendingSync, ReplicaEntry
 
 
 class Losses(Protocol):

@@ -82,7 +82,7 @@ def one_never_comes() -> None:
     engine, _, _ = build_engine(config, {"embedding": 2, "final": 3},
                                 {"embedding": [0.0] * 2, "final": [0.0] * 3})  # fmt: skip
     engine.start()
-    engine.groups.sync.timeout = engine.groups.meeting.timeout = engine.world.timeout
+    engine.groups.sync.timeout = engine.groups.meeting.timeout = engine.groups.control.timeout
     if engine.groups.sync.rank == 1:
         import time
 

@@ -134,7 +134,7 @@ def _step(engine: EditEngine, host: ToyHost, move: dict[str, Any]) -> None:
 
 def _held(engine: EditEngine, host: ToyHost) -> Record:
     """This rank's cuts of the parameters and, after the switch, of anchor and momentum."""
-    state = engine.syncs.outer
+    state = engine.syncs.outer if engine.syncs.has_outer_state else None
     units = {} if state is None else state.units
     return {
         "slices": host.slices,

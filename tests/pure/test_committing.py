@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_edit.checkpoint.folder import CheckpointFolder
-from megatron_edit.checkpoint.manifest import Manifest, ReplicaEntry
+from megatron_edit.checkpoint.manifest import Manifest
 from megatron_edit.comm.placement import Placement
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.constants import ALL
@@ -25,6 +25,7 @@ from megatron_edit.host.checkpoint.committing import (
     _key,
 )
 from megatron_edit.host.checkpoint.write_errors import ANOTHER_RANK_FAILED
+from megatron_edit.saved_state import ReplicaEntry
 
 REPLICAS, RANKS = 2, 2
 

@@ -19,15 +19,9 @@ from hypothesis import strategies as st
 from megatron_edit.checkpoint import files as on_disk
 from megatron_edit.checkpoint.files import FileRecord
 from megatron_edit.checkpoint.folder import manifest_of
-from megatron_edit.checkpoint.manifest import (
-    VERSION,
-    Ledger,
-    Manifest,
-    PendingSync,
-    ReplicaEntry,
-    read_manifest,
-)
+from megatron_edit.checkpoint.manifest import VERSION, Ledger, Manifest, read_manifest
 from megatron_edit.errors import UsageError
+from megatron_edit.saved_state import PendingSync, ReplicaEntry
 
 repeatable = settings(
     deadline=None,

@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_edit.checkpoint import resume
-from megatron_edit.checkpoint.manifest import Ledger, Manifest, ReplicaEntry
+from megatron_edit.checkpoint.manifest import Ledger, Manifest
 from megatron_edit.checkpoint.resume import ResumePlan, ResumingRun, dealing_of, ledger_of
 from megatron_edit.method.detector import DetectorState
 from megatron_edit.method.ledger import Dealing
 from megatron_edit.method.order import IN_ORDER, SampleOrder
+from megatron_edit.saved_state import ReplicaEntry
 
 BATCH, TARGET = 24, 24 * 12  # samples of a step of all replicas, and of the whole training
 repeatable = settings(deadline=None, derandomize=True, max_examples=150)

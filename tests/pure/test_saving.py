@@ -14,7 +14,7 @@ import torch
 
 from megatron_edit.checkpoint.files import record_of
 from megatron_edit.checkpoint.folder import CheckpointFolder, manifest_of
-from megatron_edit.checkpoint.manifest import Manifest, ReplicaEntry
+from megatron_edit.checkpoint.manifest import Manifest
 from megatron_edit.comm.placement import Placement
 from megatron_edit.constants import ALL, LEADER
 from megatron_edit.host.checkpoint import choosing
@@ -23,6 +23,7 @@ from megatron_edit.host.checkpoint.committing import _finish
 from megatron_edit.host.checkpoint.loading import LoadControl
 from megatron_edit.host.checkpoint.saving import SaveControl
 from megatron_edit.host.model.progress import RunProgress
+from megatron_edit.saved_state import ReplicaEntry
 from tests.pure.test_committing import part
 
 anything: Any = SimpleNamespace

@@ -39,9 +39,10 @@ from pathlib import Path
 import pytest
 
 from megatron_edit.checkpoint.folder import CheckpointFolder, manifest_of
-from megatron_edit.checkpoint.manifest import Manifest, ReplicaEntry
+from megatron_edit.checkpoint.manifest import Manifest
 from megatron_edit.config import EditConfig
 from megatron_edit.flags import flag
+from megatron_edit.saved_state import ReplicaEntry
 from megatron_edit.tools.cli import SUBCOMMANDS, main
 from megatron_edit.tools.compare.flags import without
 from tests.behaviour import event_runs

@@ -69,18 +69,18 @@ class StagedUnit:
     Attributes:
         anchor: A, fp32 [numel].
         momentum: b, fp32 [numel].
-        home: where the state lives between syncs; the same tensors, unless it is offloaded.
+        resident_state: where it lives between syncs; the same tensors, unless it is offloaded.
     """
 
     anchor: DeviceCopy
     momentum: DeviceCopy
-    home: UnitState
+    resident_state: UnitState
 
     def put_back(self) -> None:
-        """Begin to bring a changed state home."""
-        if (streams := self.home.offload_streams) is not None:
-            streams.download(self.anchor.tensor, self.home.anchor)
-            streams.download(self.momentum.tensor, self.home.momentum)
+        """Begin to bring a changed state to where it lives."""
+        if (streams := self.resident_state.offload_streams) is not None:
+            streams.download(self.anchor.tensor, self.resident_state.anchor)
+            streams.download(self.momentum.tensor, self.resident_state.momentum)
 
     def release(self) -> None:
         """It is used no more; see `DeviceCopy.release`."""

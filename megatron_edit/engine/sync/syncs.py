@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from megatron_edit.checkpoint.manifest import PendingSync
 from megatron_edit.comm.collectives import Work
 from megatron_edit.comm.wire import Wire, progress_exchanges, start_exchange
 from megatron_edit.engine.host import EngineGroups, EngineSettings, Host
@@ -35,6 +34,7 @@ from megatron_edit.method.detector import Verdict
 from megatron_edit.method.landing import DIRECT_COPY
 from megatron_edit.method.loss_check import LossVerdict
 from megatron_edit.method.moments import MomentRule
+from megatron_edit.saved_state import PendingSync
 
 
 @dataclass(frozen=True)
@@ -332,7 +332,8 @@ class DelayedSync(Sync):
         return True
 
     def advance(self) -> bool:
-        """See `Sync.advance`. The addends of all units have been prepared."""
+        """Launch all units, whose addends have been prepared. Waits for nothing; whether nothing is
+        on the wire."""
         if self._groups.sync.runs_in_order:
             # Launched one by one, each would wait in the device's queue until the one before is
             # over, and with a single hardware queue so would all work behind it.
@@ -340,7 +341,7 @@ class DelayedSync(Sync):
         return self._launch_units()
 
     def is_finite_on_replica(self) -> bool:
-        """See `Sync.is_finite_on_replica`.
+        """Whether the parameters that land are finite on all stages.
 
         Collective: the ranks of the replica.
         """

@@ -34,12 +34,13 @@ from megatron_edit.checkpoint.folder import (
     write_durably,
 )
 from megatron_edit.checkpoint.folder import replica_folder as folder_of
-from megatron_edit.checkpoint.manifest import Manifest, ReplicaEntry, read_manifest
+from megatron_edit.checkpoint.manifest import Manifest, read_manifest
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.constants import LEAST_TIMEOUT_SECONDS
 from megatron_edit.errors import EditError, ReplicaLostError, UsageError, on_one_line
 from megatron_edit.host.checkpoint.write_errors import ANOTHER_RANK_FAILED, SaveRecord, text_of
 from megatron_edit.observe.console import say, warn
+from megatron_edit.saved_state import ReplicaEntry
 
 _WRITER = re.compile(r"^__(\d+)_")  # torch's names of the files that a rank has written
 POLL_SECONDS = 0.05

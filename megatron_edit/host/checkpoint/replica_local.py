@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_edit.checkpoint.folder import EDIT, OUTER, replica_local_folder
-from megatron_edit.checkpoint.manifest import Manifest, PendingSync
+from megatron_edit.checkpoint.manifest import Manifest
 from megatron_edit.comm.wire import Wire
 from megatron_edit.constants import ALL, FP32
 from megatron_edit.engine import PendingState, UnitPlan, UnitTensors
@@ -28,6 +28,7 @@ from megatron_edit.host.checkpoint.outer import (
     load_outer_state,
     shared_kinds,
 )
+from megatron_edit.saved_state import PendingSync
 
 
 @dataclass(frozen=True)
