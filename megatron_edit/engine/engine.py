@@ -46,7 +46,7 @@ from megatron_edit.engine.rounds.synchronous import (
     check_identical,
     sum_counts,
 )
-from megatron_edit.engine.rounds.trigger import MeetingPlan, plan_meeting, trigger_of
+from megatron_edit.engine.rounds.trigger import MeetingPlan, trigger_of
 from megatron_edit.engine.saved import EngineState
 from megatron_edit.engine.state import RunState
 from megatron_edit.engine.status import EngineStatus
@@ -54,7 +54,7 @@ from megatron_edit.engine.sync.manager import SyncManager
 from megatron_edit.engine.sync.offload import SyncStream
 from megatron_edit.engine.sync.reports import Footprint
 from megatron_edit.engine.sync.syncs import Sync
-from megatron_edit.engine.units import FragmentPlan, Selection
+from megatron_edit.engine.units import Selection
 from megatron_edit.errors import ReplicaLostError
 from megatron_edit.method.clock import PhaseClock
 from megatron_edit.method.schedule import RoundStart
@@ -103,7 +103,6 @@ class EditEngine:
             poll_exchanges=self.syncs.poll_if_busy,
         )  # fmt: skip
         self._trigger = trigger_of(settings, host, groups.sync.rank, state)
-        self._fragments = FragmentPlan.of(host.plan, settings.schedule.fragments)
         self.syncs.begin_thread(self._with_context)
         self._stream = SyncStream(groups.sync.streams)
         self._flags = DelayedFlags(groups.control)
@@ -136,7 +135,7 @@ class EditEngine:
         if self.state.is_waiting:
             self.state.is_waiting = False
             with self._context():
-                self._meet(self._next_meeting())
+                self._meet(self._trigger.next_meeting())
                 if self.status.is_final_phase:
                     # The others tell the loss of the step that this one made.
                     self.record_loss(self.state.losses.forget())
@@ -227,7 +226,10 @@ class EditEngine:
         them. Whether they are gathered now is decided here, and nowhere else.
         """
         state, syncs, is_local = self.state, self.syncs, not self.status.is_warmup
-        meeting = self._due_meeting() if is_local else None
+        meeting = None
+        if is_local:
+            is_asked = Flag.MEET in self._flags.read()
+            meeting = self._trigger.meeting_after(state.step + 1, is_asked=is_asked)
         landing = syncs.due(state.step + 1)
         state.step += 1
         state.launch_steps += 1
@@ -442,17 +444,6 @@ class EditEngine:
 
     # ---- meetings
 
-    def _due_meeting(self) -> MeetingPlan | None:
-        """The meeting right after the step being attempted; None where there is none."""
-        step, is_asked = self.state.step + 1, Flag.MEET in self._flags.read()
-        if not self._trigger.is_due(step, is_asked=is_asked):
-            return None
-        return plan_meeting(self._trigger, self._fragments, step)
-
-    def _next_meeting(self) -> MeetingPlan:
-        """The meeting that follows without another step."""
-        return plan_meeting(self._trigger, self._fragments, self.state.step)
-
     def _asks_for_meeting(self) -> bool:
         """After an inner step: whether this rank, if it is rank 0, asks for a meeting."""
         return self.state.timer is not None and self.state.timer.after_step()
@@ -462,7 +453,7 @@ class EditEngine:
         self.clock.pause()  # to wait for others is no inner training
         last = meeting
         while self._hold_meeting(last) and (self._trigger.has_empty_round or self._must_equalize):
-            last = self._next_meeting()
+            last = self._trigger.next_meeting()
         is_met = not self.state.has_left
         self.state.is_stopping = self.state.is_waiting = not is_met
         if is_met and meeting.ends_rounds:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_edit.constants import EMBEDDING, FINAL, LAYER, MTP
 from megatron_edit.errors import SyncProtocolError, UsageError
+from megatron_edit.method.digest import tensor_digest
 from megatron_edit.method.norms import sum_of_squares
 
 _ORDER = {EMBEDDING: 0, LAYER: 1, FINAL: 2, MTP: 3}
@@ -124,6 +125,10 @@ class UnitShard:
                 param.target.copy_(param.read())
         if self.publish_rest is not None:
             self.publish_rest()
+
+    def digest(self) -> Tensor:
+        """Digest of the main shards, int64 scalar. The host does not wait."""
+        return tensor_digest(param.read() for param in self.params)
 
     def squared_norm(self, flat: Tensor) -> Tensor:
         """Sum of squares over the parameter shards that count, float64 scalar, in their order."""

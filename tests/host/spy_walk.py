@@ -1,4 +1,4 @@
-"""A spy that lists the functions that one file of the package calls in another, up to a landing."""
+"""A spy that counts visits to the package's files, from an optimizer step to the last landing."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from typing import Any
 
 from tests.host.spy import out_dir
 
-LANDING = ("unit_sync.py", "land")
+LANDING, POLLING = "UnitSync.land", "wait_polling"
 
 
 def record_walk() -> None:
-    """List them from the return of the optimizer's step to the landing of the first unit.
+    """Count calls that go from one file of the package into another, from the return of the
+    optimizer's step to the last landing before the next step returns.
 
     Writes `walk-<rank>.json`: for each sync, "file:function" and how often another file called it.
-    What the CPU backend puts around torch's functions is left out: on a GPU it is not there.
+    What the CPU backend puts around torch's functions is left out: on a GPU it is not there. So are
+    the progress thread, and polls while this rank waits for the others.
     """
     import megatron.training.training as training
 
@@ -27,28 +29,36 @@ def record_walk() -> None:
 
     package, rank = os.path.dirname(megatron_edit.__file__), os.environ["RANK"]
     walks: list[dict[str, int]] = []
+    calls: Counter[str] = Counter()
+    landed: list[dict[str, int]] = []  # the calls up to each landing since the last step
     setup = training.setup_model_and_optimizer
 
     def file_of(frame: FrameType | None) -> str | None:
         name = "" if frame is None else frame.f_code.co_filename
         return name[len(package) + 1 :] if name.startswith(package) else None
 
-    def watch() -> None:
-        calls: Counter[str] = Counter()
+    def is_polling(frame: FrameType | None) -> bool:
+        while frame is not None and frame.f_code.co_name != POLLING:
+            frame = frame.f_back
+        return frame is not None
 
-        def profile(frame: FrameType, event: str, _: Any) -> None:
-            here, there = file_of(frame), file_of(frame.f_back)
-            if here is None or here.startswith("host/cpu/"):
-                return
-            if event == "call" and there is not None and there != here:
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        here, there = file_of(frame), file_of(frame.f_back)
+        if here is None or here.startswith("host/cpu/"):
+            return
+        if event == "call" and there is not None and there != here:
+            if not is_polling(frame.f_back):
                 calls[f"{here}:{frame.f_code.co_qualname}"] += 1
-            is_landing = here.endswith(LANDING[0]) and frame.f_code.co_name == LANDING[1]
-            if event == "return" and is_landing:
-                sys.setprofile(None)
-                walks.append(dict(calls))
-                (out_dir() / f"walk-{rank}.json").write_text(json.dumps(walks))
+        elif event == "return" and frame.f_code.co_qualname == LANDING:
+            landed.append(dict(calls))
 
-        sys.setprofile(profile)
+    def finish_walk() -> None:
+        sys.setprofile(None)
+        if landed:
+            walks.append(landed[-1])
+            (out_dir() / f"walk-{rank}.json").write_text(json.dumps(walks))
+        landed.clear()
+        calls.clear()
 
     @wraps(setup)
     def spied(*args: Any, **kwargs: Any) -> Any:
@@ -56,9 +66,9 @@ def record_walk() -> None:
         step = optimizer.step
 
         def stepped(*inner: Any, **more: Any) -> Any:
-            sys.setprofile(None)  # the step before has led to no landing
+            finish_walk()
             result = step(*inner, **more)
-            watch()
+            sys.setprofile(profile)
             return result
 
         optimizer.step = stepped

@@ -464,8 +464,8 @@ ENGINE = (
         id="engine/partial-round-lost",
         bug="a round that the end of training cuts short is never synced",
         file="engine/rounds/trigger.py",
-        old="            return range(self.schedule.fragments)\n",
-        new="            return ()\n",
+        old="is_last = progress.is_last_step or progress.begins_final_phase",
+        new="is_last = False",
         test=f"{_STATE}::test_partial_rounds_are_synced_at_the_end",
     ),
     Mutant(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_edit.comm.flags import Flag
 from megatron_edit.engine import EditEngine, ParamShard, plan_units
 from megatron_edit.engine.plan import MeetingOutcome
 from megatron_edit.engine.sync.manager import SyncManager
@@ -49,15 +50,25 @@ class Step:
                 due=lambda step: due if step == 10 else (),
                 begin_landing=self._note("land"), land_all=self._land_all, poll=lambda: None,
             ),
-            _due_meeting=lambda: meeting, _meet=self._note("meet"), _context=nullcontext,
+            _trigger=anything(meeting_after=self._asked(meeting)),
+            _meet=self._note("meet"), _context=nullcontext,
             _asks_for_meeting=lambda: False,
             _land_unless_in_forward=(lambda: None) if lands_in_forward else self._land_all,
             _common_stop=anything(after_step=self._note("stop?")),
             _end_warmup_if_due=lambda: self.calls.append("end?"),
             _board=anything(is_seen=False, heartbeat=anything(steps_of_others=0)),
-            _flags=anything(post=lambda flags, steps: None),
+            _flags=anything(post=lambda flags, steps: None, read=lambda: Flag.MEET),
         )  # fmt: skip
         EditEngine.after_step(self.engine)
+
+    def _asked(self, meeting: str | None) -> Any:
+        """Of the trigger: what is told and asked is that of the step being attempted."""
+
+        def meeting_after(step: int, *, is_asked: bool) -> str | None:
+            assert (step, is_asked) == (10, True)
+            return meeting
+
+        return meeting_after
 
     def _note(self, name: str) -> Any:
         return lambda what: self.calls.append((name, what))

@@ -273,8 +273,8 @@ def test_no_races_over_sockets_where_the_device_is_fast(mode: str) -> None:
 
 
 # The stream of a sync does not wait for the current one; the current one not for that of a sync.
-HOME_DOES_NOT_WAIT = Mistake("wait", "HomeStream.entered", "wait(self._stream")
-NOBODY_WAITS_FOR_HOME = Mistake("wait", "HomeStream.entered", "wait(current")
+HOME_DOES_NOT_WAIT = Mistake("wait", "SyncStream.use", "wait(self._stream")
+NOBODY_WAITS_FOR_HOME = Mistake("wait", "SyncStream.use", "wait(current")
 MISTAKES: dict[str, tuple[str, Mistake]] = {
     "copy not awaited": ("offload", Mistake("wait", "DeviceCopy.ready")),
     "copy recorded too early": ("offload", Mistake("record", "OffloadStreams.upload")),

@@ -68,7 +68,7 @@ def test_more_steps_loaded_than_asked_for() -> None:
     timeout = AdaptiveTimeout((), is_fixed=True)
     state = RunState(fresh(), MeanLoss(), timer.clock, timeout, timer)
     nobody: Any = None
-    trigger = ClockTrigger(0, 1, 100, cast(Host, nobody), state)
+    trigger = ClockTrigger(0, nobody, 100, cast(Host, nobody), state)
     state.step = 30
     trigger.begin_warmup()
     assert trigger.dealing == Dealing(2, 100, 60) and not trigger.is_over

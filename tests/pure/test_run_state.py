@@ -14,7 +14,7 @@ from megatron_edit.comm.control import ControlRecord
 from megatron_edit.comm.timeouts import AdaptiveTimeout
 from megatron_edit.comm.wire import Wire
 from megatron_edit.constants import FIRST_MOMENT, SECOND_MOMENT
-from megatron_edit.engine import EngineState, Penalty, Progress
+from megatron_edit.engine import EngineState, ParamShard, Penalty, Progress, plan_units
 from megatron_edit.engine.plan import (
     MeetingOutcome,
     RoundPlan,
@@ -27,6 +27,7 @@ from megatron_edit.engine.rounds.trigger import ClockTrigger, StepTrigger
 from megatron_edit.engine.state import MeanLoss, RunState, StepLosses
 from megatron_edit.engine.sync.manager import SyncManager
 from megatron_edit.engine.sync.reports import Footprint, SyncReports
+from megatron_edit.engine.units import FragmentPlan
 from megatron_edit.method.clock import NANOSECONDS, PhaseClock, TimeTrigger
 from megatron_edit.method.detector import DetectorConfig
 from megatron_edit.method.landing import DIRECT_COPY, LandingRule
@@ -200,27 +201,54 @@ def test_all_of_it_comes_back() -> None:
 def test_partial_rounds_are_synced_at_the_end() -> None:
     """All fragments, wherever the last step falls; before it, each at its own steps."""
     state, progress = run_state(), anything(is_last_step=False, begins_final_phase=False)
-    trigger = StepTrigger(StepSchedule(6, 4, 2), anything(progress=lambda: progress), state)
-    assert [trigger.is_due(step, is_asked=False) for step in (6, 7, 8, 9, 10)] == [
-        False, False, True, False, True
+    host = anything(progress=lambda: progress)
+    trigger = StepTrigger(StepSchedule(6, 4, 2), fragments_of(2), host, state)
+    meetings = [trigger.meeting_after(step, is_asked=False) for step in (6, 7, 8, 9, 10)]
+    assert [meeting and meeting.selection.indices for meeting in meetings] == [
+        None, None, (1,), None, (0,)
     ]  # fmt: skip
+    assert not any(meeting and (meeting.is_last or meeting.ends_rounds) for meeting in meetings)
     progress.is_last_step = True
-    assert list(trigger.fragments_after(9)) == [0, 1] and trigger.is_due(9, is_asked=False)
+    last = trigger.meeting_after(9, is_asked=False)
+    assert last is not None and last.selection.is_whole and last.is_last and not last.ends_rounds
+    progress.begins_final_phase = True
+    last = trigger.meeting_after(9, is_asked=False)
+    assert last is not None and last.is_last and last.ends_rounds
 
 
 def test_when_the_ledger_cuts_a_round() -> None:
     """After the last block that was dealt; in a final round nothing else does."""
     state = run_state(TimeTrigger(10.0, PhaseClock()), Dealing(2, 9))
     state.losses = MeanLoss()
-    trigger = ClockTrigger(0, 1, 9, anything(), state)
+    trigger = ClockTrigger(0, fragments_of(1), 9, anything(), state)
     due = []
     for state.step in range(6, 11):  # blocks 0, 2, 4, 6 and 8
-        due.append(trigger.is_due(state.step + 1, is_asked=False))
+        due.append(trigger.meeting_after(state.step + 1, is_asked=False) is not None)
     assert due == [False, False, False, False, True]
     state.step = 7
-    assert trigger.is_due(8, is_asked=True)
+    assert trigger.meeting_after(8, is_asked=True) is not None
     state.rounds = replace(state.rounds, dealing=Dealing(2, 9, 0, (), (5, 4)))
-    assert not trigger.is_due(8, is_asked=True)
+    assert trigger.meeting_after(8, is_asked=True) is None
+
+
+def test_fragments_take_turns_by_the_clock() -> None:
+    """Meetings j = 1, 2, ... are for the fragments j mod F, the last one for all: catches a final
+    round that leaves a fragment behind."""
+    state = run_state(TimeTrigger(10.0, PhaseClock()), Dealing(2, 9))
+    trigger = ClockTrigger(0, fragments_of(2), 9, anything(), state)
+    turns = []
+    for count in range(3):
+        state.rounds = replace(state.rounds, count=count)
+        turns.append(trigger.next_meeting().selection.indices)
+    assert turns == [(1,), (0,), (1,)] and not trigger.next_meeting().is_last
+    state.rounds = replace(state.rounds, dealing=Dealing(2, 9, 0, (), (5, 4)))
+    assert trigger.next_meeting().selection.is_whole and trigger.next_meeting().is_last
+
+
+def fragments_of(number: int) -> FragmentPlan:
+    """Of two units."""
+    params = [ParamShard(name, name, torch.zeros(2), True, None) for name in ("a", "b")]
+    return FragmentPlan.of(plan_units(params, ["a", "b"], ["a", "b"]), number)
 
 
 def test_delayed_syncs_land_after_their_step() -> None:

@@ -40,25 +40,16 @@ class SyncTrigger(Protocol):
     def begin_rounds(self) -> None:
         """The anchor was taken after the last step: each replica trains alone from here on."""
 
-    def fragments_after(self, step: int) -> Sequence[int]:
-        """The fragments that sync at a meeting after step `step`."""
-
-    @property
-    def is_last(self) -> bool:
-        """Whether local training is over with the meeting that this replica comes to next, or is
-        at."""
-
-    @property
-    def ends_rounds(self) -> bool:
-        """Whether the final synchronous phase follows that meeting."""
-
-    def is_due(self, step: int, *, is_asked: bool) -> bool:
-        """Whether a meeting follows step `step`, the one being attempted; not in warm-up.
+    def meeting_after(self, step: int, *, is_asked: bool) -> MeetingPlan | None:
+        """The meeting right after step `step`, the one being attempted; None where there is none.
 
         Args:
             step: s, from 1.
             is_asked: whether rank 0 of the replica asked for it after the step before.
         """
+
+    def next_meeting(self) -> MeetingPlan:
+        """The meeting that follows after the last step, without another one."""
 
     @property
     def has_empty_round(self) -> bool:
@@ -75,11 +66,13 @@ class StepTrigger:
 
     Attributes:
         schedule: warm-up and interval.
+        fragments: units by fragment.
         host: says which step is the last.
         state: of the run.
     """
 
     schedule: Schedule
+    fragments: FragmentPlan
     host: Host
     state: RunState
 
@@ -89,26 +82,23 @@ class StepTrigger:
     def begin_rounds(self) -> None:
         """Do nothing: replicas were in step so far, and so are their schedules."""
 
-    def fragments_after(self, step: int) -> Sequence[int]:
-        """Those whose turn it is; all of them at the end, so that no partial round is lost."""
-        if self.is_last:
-            return range(self.schedule.fragments)
-        return self.schedule.fragments_after(step, self.state.round_start, self.state.rounds.length)
+    def meeting_after(self, step: int, *, is_asked: bool) -> MeetingPlan | None:
+        """Where the turn of a fragment comes, nobody has to ask for it; of all fragments at the
+        end of local training, so that no partial round is lost."""
+        progress, state = self.host.progress(), self.state
+        is_last = progress.is_last_step or progress.begins_final_phase
+        due: Sequence[int] = range(self.schedule.fragments)
+        if not is_last:
+            due = self.schedule.fragments_after(step, state.round_start, state.rounds.length)
+        if not due:
+            return None
+        return MeetingPlan(self.fragments.union(due), is_last, progress.begins_final_phase)
 
-    @property
-    def is_last(self) -> bool:
-        """Whether local training ends with the step being attempted."""
-        progress = self.host.progress()
-        return progress.is_last_step or progress.begins_final_phase
-
-    @property
-    def ends_rounds(self) -> bool:
-        """Whether the step being attempted is the last before the final synchronous phase."""
-        return self.host.progress().begins_final_phase
-
-    def is_due(self, step: int, *, is_asked: bool) -> bool:
-        """Whether a fragment's turn comes after step `step`; nobody has to ask for it."""
-        return bool(self.fragments_after(step))
+    def next_meeting(self) -> MeetingPlan:
+        """The meeting that was due after the last step, for a replica that goes back to it."""
+        meeting = self.meeting_after(self.state.step, is_asked=False)
+        assert meeting is not None, f"no meeting after step {self.state.step}"
+        return meeting
 
     @property
     def has_empty_round(self) -> bool:
@@ -125,16 +115,18 @@ class StepTrigger:
 class ClockTrigger:
     """Every tau_time seconds, each replica after as many steps as it has made by then (A-EDiT).
 
+    A final synchronous phase is refused where replicas run at their own speeds.
+
     Attributes:
         replica: r.
-        fragments: F.
+        fragments: units by fragment.
         target: blocks of samples to consume, one per step of a replica.
         host: learns where training stands.
         state: of the run; it has the data ledger.
     """
 
     replica: int
-    fragments: int
+    fragments: FragmentPlan
     target: int
     host: Host
     state: RunState
@@ -158,27 +150,22 @@ class ClockTrigger:
         self.begin_warmup()
         self.host.begin_local(is_over=self.dealing.is_over)
 
-    def fragments_after(self, step: int) -> Sequence[int]:
-        """In turn: meetings j = 1, 2, ... are for the fragments j mod F, the last one for all."""
-        if self.is_last:
-            return range(self.fragments)
-        return [(self.state.rounds.count + 1) % self.fragments]
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the round under way is the final one, or every block has been consumed."""
-        return self.dealing.is_final or self.dealing.is_over
-
-    @property
-    def ends_rounds(self) -> bool:
-        """False: a final synchronous phase is refused where replicas run at their own speeds."""
-        return False
-
-    def is_due(self, step: int, *, is_asked: bool) -> bool:
-        """Whether the clock says so, or no block is left for another step. In the final round each
+    def meeting_after(self, step: int, *, is_asked: bool) -> MeetingPlan | None:
+        """Where the clock says so, or no block is left for another step. In the final round each
         replica makes the run that it was given (method 5): no clock cuts it."""
         is_cut = is_asked and not self.dealing.is_final
-        return is_cut or self.dealing.is_exhausted(self.replica, self.state.inner_steps + 1)
+        if is_cut or self.dealing.is_exhausted(self.replica, self.state.inner_steps + 1):
+            return self.next_meeting()
+        return None
+
+    def next_meeting(self) -> MeetingPlan:
+        """Meetings j = 1, 2, ... are for the fragments j mod F in turn, the last one for all."""
+        is_last = self.dealing.is_final or self.dealing.is_over
+        num_fragments = len(self.fragments.selections)
+        due = (self.state.rounds.count + 1) % num_fragments
+        return MeetingPlan(
+            self.fragments.union(range(num_fragments) if is_last else [due]), is_last
+        )
 
     @property
     def has_empty_round(self) -> bool:
@@ -191,12 +178,6 @@ class ClockTrigger:
         return self.dealing.is_over
 
 
-def plan_meeting(trigger: SyncTrigger, fragments: FragmentPlan, step: int) -> MeetingPlan:
-    """The meeting after step `step`, s from 1."""
-    selection = fragments.union(trigger.fragments_after(step))
-    return MeetingPlan(selection, trigger.is_last, trigger.ends_rounds)
-
-
 def trigger_of(settings: EngineSettings, host: Host, replica: int, state: RunState) -> SyncTrigger:
     """What decides when replicas meet.
 
@@ -205,7 +186,11 @@ def trigger_of(settings: EngineSettings, host: Host, replica: int, state: RunSta
         host: says and learns where training stands.
         replica: r.
         state: of the run.
+
+    Raises:
+        UsageError: there are more fragments than units.
     """
+    fragments = FragmentPlan.of(host.plan, settings.schedule.fragments)
     if (timed := settings.timed) is None:
-        return StepTrigger(settings.schedule, host, state)
-    return ClockTrigger(replica, settings.schedule.fragments, timed.target, host, state)
+        return StepTrigger(settings.schedule, fragments, host, state)
+    return ClockTrigger(replica, fragments, timed.target, host, state)

@@ -8,21 +8,16 @@ import torch
 from torch import Tensor
 
 from megatron_edit.engine.host import EngineGroups
-from megatron_edit.engine.units import UnitPlan, UnitShard
+from megatron_edit.engine.units import UnitPlan
 from megatron_edit.errors import DriftError
-from megatron_edit.method.digest import combine, tensor_digest
+from megatron_edit.method.digest import combine
 
 _EXACT = (1 << 52) - 1  # bits of a digest that a float64 of a record holds
 
 
-def shard_digest(shard: UnitShard) -> Tensor:
-    """Digest of this rank's main shards of a unit, int64 scalar. No communication."""
-    return tensor_digest(param.read() for param in shard.params)
-
-
 def plan_digests(plan: UnitPlan) -> dict[int, Tensor]:
     """Digest of every shard of this rank, by the unit's position."""
-    return {shard.index: shard_digest(shard) for shard in plan.shards}
+    return {shard.index: shard.digest() for shard in plan.shards}
 
 
 def replica_digests(

@@ -27,7 +27,6 @@ from megatron_edit.comm.progress import ProgressThread
 from megatron_edit.engine.host import EngineGroups, EngineSettings, Host, Reporter
 from megatron_edit.engine.plan import SyncPlan
 from megatron_edit.engine.saved import PendingState
-from megatron_edit.engine.sync import drift
 from megatron_edit.engine.sync.finite import restore_other_units, zero_nonfinite_moments
 from megatron_edit.engine.sync.offload import SyncStream
 from megatron_edit.engine.sync.outer_state import OuterState, replica_norms
@@ -381,7 +380,7 @@ class SyncManager:
             zero_nonfinite_moments(self._host, shard, self._reporter)
         shard.publish()
         if sync.plan.is_checked and sync.plan.rules.landing.is_direct_copy:
-            sync.digests[shard.index] = drift.shard_digest(shard)
+            sync.digests[shard.index] = shard.digest()
 
     def _restore_if_broken(self, sync: Sync) -> None:
         """If this replica broke: its other units come back with those that land, and at once."""

@@ -253,9 +253,12 @@ class Sync(ABC):
         self._results[unit.shard.index] = result
 
     def _launch_units(self) -> bool:
-        """Let the units in flight advance; whether nothing of them is on the wire."""
+        """Let the units in flight advance whose outer step is not done; whether nothing of them is
+        on the wire."""
         is_over = True
         for unit in self._inflight:
+            if unit.result is not None:
+                continue
             with naming_unit(unit.shard):
                 if not unit.advance(self._groups, self._context.wire):
                     is_over = False
@@ -316,11 +319,11 @@ class ForwardSync(Sync):
     @property
     def _first_open(self) -> UnitSync | None:
         """The first unit, of those under way, whose outer step is not done."""
-        return next((unit for unit in self._inflight if not unit.is_stepped), None)
+        return next((unit for unit in self._inflight if unit.result is None), None)
 
     @property
     def _num_open(self) -> int:
-        return sum(not unit.is_stepped for unit in self._inflight)
+        return self._num_started - len(self._results)
 
 
 class DelayedSync(Sync):
