@@ -48,7 +48,7 @@ SPANS = (
     ("torch.distributed", "barrier", "barrier"),
 )
 EDIT_SPANS = (
-    ("megatron_edit.engine.engine", "EditEngine.settle", "settle"),
+    ("megatron_edit.engine.engine", "EditEngine.land_all", "settle"),
     ("megatron_edit.host.checkpoint.committing", "Committer.wait", "previous"),
 )
 _OUTER = "outer"  # the folder of EDiT's outer state, which is written by the same function

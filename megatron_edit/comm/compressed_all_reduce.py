@@ -5,7 +5,7 @@
     (b) rank j encodes the sum of its chunk and sends it to all ranks, which decode it.
 
 Note: the order of phases. Exchanges begin in the same order on all ranks: for those of syncs the
-note on the order of syncs says why (`engine/sync/queue.py`). Phase (b) begins when (a) is over,
+note on the order of syncs says why (`engine/sync/manager.py`). Phase (b) begins when (a) is over,
 which is at another moment on each rank. It has connections of its own, so that it may fall between
 any other collectives, and a backlog in which it waits until the phases (b) of all earlier exchanges
 have begun. Hence all ranks issue the collectives of a phase in the same order, however often each

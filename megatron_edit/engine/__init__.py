@@ -18,6 +18,7 @@ from megatron_edit.engine.rounds.completion import SavedRound as SavedRound
 from megatron_edit.engine.saved import EngineState as EngineState
 from megatron_edit.engine.saved import PendingState as PendingState
 from megatron_edit.engine.saved import UnitTensors as UnitTensors
+from megatron_edit.engine.status import EngineStatus as EngineStatus
 from megatron_edit.engine.units import HeldShard as HeldShard
 from megatron_edit.engine.units import ParamShard as ParamShard
 from megatron_edit.engine.units import UnitPlan as UnitPlan

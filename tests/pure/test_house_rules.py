@@ -387,6 +387,27 @@ def test_importing_the_engine_loads_no_settings() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 
+def test_the_engine_offers_what_is_used() -> None:
+    """Would catch: a public method or property of the engine that neither the host nor a test of
+    behaviour uses."""
+    texts = [source.text for source in SOURCES if source.part == "host"]
+    texts += [
+        path.read_text(encoding="utf-8")
+        for folder in ("distributed", "harness", "host")
+        for path in sorted((ROOT / "tests" / folder).glob("*.py"))
+    ]
+    used = set(re.findall(r"(?:engine|status)\.(\w+)", "\n".join(texts)))
+    offered = {
+        node.name
+        for source in SOURCES
+        if source.name in ("engine/engine.py", "engine/status.py")
+        for node in ast.walk(source.tree)
+        if isinstance(node, FUNCTIONS) and not node.name.startswith("_")
+    }
+    inside = {"round", "activity"}  # of the status: the engine asks
+    assert offered - used - inside == set()
+
+
 def test_host_knows_its_types() -> None:
     """Would catch: `Any` again for what `host/seams/megatron.py` has a protocol for."""
     found = {
