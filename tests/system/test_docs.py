@@ -17,6 +17,7 @@ handled by exactly one of:
 | megatron-edit report, watch | run on the event files of a training that never was |
 | make_flags_doc, make_api_doc, plan_check | run with --check |
 | event_runs | run, with one made-up run instead of trainings |
+| compare_surfaces | run, with one surface |
 | quickstart.sh, test.sh, gpu_check.sh | run with a stub of the environment, which notes its task |
 | sbatch, submit.sh, scancel | run by test_slurm_docs.py and (with a real SLURM) test_slurm.py |
 | pip install, git clone, cd | not run; extras and addresses are checked |
@@ -36,6 +37,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import compare_surfaces
 import pytest
 
 from megatron_edit.checkpoint.folder import CheckpointFolder, manifest_of
@@ -122,6 +124,7 @@ def kind_of(command: Command) -> str:
     python_scripts = {"scripts/prepare_corpus.py": "corpus", "scripts/make_flags_doc.py": "pages",
                       "scripts/make_api_doc.py": "pages",
                       "tests/behaviour/event_runs.py": "event runs",
+                      "scripts/compare_surfaces.py": "surfaces",
                       "benchmarks/plan_check.py": "plan tables"}  # fmt: skip
     return python_scripts.get(words[1], "") if words[0] == "python" else ""
 
@@ -333,6 +336,24 @@ def test_event_runs_are_recorded_and_compared(
     assert [command.words[2] for command in commands] == ["record", "record", "compare"]
     for command in commands:
         assert event_runs.main(command.words[2:]) == 0
+
+
+def test_surfaces_are_recorded_and_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch: an argument of compare_surfaces.py that was renamed."""
+    package = REPOSITORY / "megatron_edit"
+    (tmp_path / "here").mkdir()
+    (tmp_path / "before").symlink_to(REPOSITORY)
+    (tmp_path / "here" / "megatron_edit").symlink_to(package)
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(
+        compare_surfaces, "surfaces", lambda: [compare_surfaces.Surface("help", "--help")]
+    )
+    commands = of_kind("surfaces")
+    assert [command.words[2] for command in commands] == ["record", "record", "compare"]
+    for command in commands:
+        assert compare_surfaces.main(command.words[2:]) == 0
 
 
 def test_shell_scripts_run(tmp_path: Path) -> None:
