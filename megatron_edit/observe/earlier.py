@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_edit.comm.placement import Placement
+from megatron_edit.observe.records import LOSSES, RUN, SYNCS, replica_file
 
 _REPLICA = re.compile(r"replica-(\d+)\.jsonl")
 _RENAMED = re.compile(r"(?:run|sync|loss|replica-\d+)\.(\d+)\.jsonl?")
@@ -29,12 +30,12 @@ def files_to_move(folder: Path, placement: Placement) -> list[Path]:
         folder: `--edit-log-dir`.
         placement: of a writer.
     """
-    mine = folder / f"replica-{placement.replica}.jsonl"
+    mine = folder / replica_file(placement.replica)
     if placement.replica > 0:
         return [mine]
     unused = [path for path in folder.iterdir() if (match := _REPLICA.fullmatch(path.name))
               and int(match[1]) >= placement.num_replicas]  # fmt: skip
-    return [folder / "sync.jsonl", folder / "loss.jsonl", mine, *unused, folder / "run.json"]
+    return [folder / SYNCS, folder / LOSSES, mine, *unused, folder / RUN]
 
 
 def move_aside(paths: Iterable[Path], number: int) -> None:

@@ -29,15 +29,16 @@ from megatron_edit.observe.earlier import files_to_move, move_aside, next_number
 from megatron_edit.observe.line_files import MAX_WAITING_BYTES, LineWriter
 from megatron_edit.observe.metrics import MetricSink, SyncMetrics
 from megatron_edit.observe.records import (
+    LOSSES,
+    RUN,
+    SYNCS,
     Ending,
     Evaluation,
     Iteration,
-    digest_line,
-    loss_rejections,
     number,
-    sync_line,
-    sync_summary,
+    replica_file,
 )
+from megatron_edit.observe.reports import digest_line, loss_rejections, sync_line, sync_summary
 from megatron_edit.whole_files import write_whole
 
 
@@ -103,7 +104,7 @@ class EventLog:
         self._files: dict[str, LineWriter] = {}
         # Taken now, moved in `begin`: replicas meet in between, so that all find the same number.
         self._number_of_earlier = 0 if self._dir is None else next_number(self._dir)
-        is_earlier_there = self._dir is not None and (self._dir / "run.json").exists()
+        is_earlier_there = self._dir is not None and (self._dir / RUN).exists()
         self._segment_number = self._number_of_earlier + is_earlier_there
         self._header: str | None = None  # the text of run.json, from `begin` on
         self._is_folder_ready = True
@@ -155,7 +156,7 @@ class EventLog:
 
     def on_iteration(self, iteration: Iteration) -> None:
         """One inner iteration is over."""
-        self._append(f"replica-{self._placement.replica}.jsonl", iteration.line())
+        self._append(replica_file(self._placement.replica), iteration.line())
         if iteration.replica_step % self._flush_interval == 0:
             self.flush()
 
@@ -165,9 +166,9 @@ class EventLog:
             report = replace(report, step=self._count_of_all.iteration_at(sum(report.samples)))
         if self._timers is not None:
             self._timers.add_sync(report.seconds)
-        self._append(f"replica-{self._placement.replica}.jsonl", digest_line(report))
+        self._append(replica_file(self._placement.replica), digest_line(report))
         if self._is_first:
-            self._append("sync.jsonl", sync_line(report))
+            self._append(SYNCS, sync_line(report))
         if self._metrics is not None:
             metrics, sink = self._metrics
             samples = sum(report.samples)
@@ -207,14 +208,14 @@ class EventLog:
             for step, loss in enumerate(losses, start=first_step):
                 total = self._samples.take(step) if samples is None else samples
                 line = {"iteration": step, "samples": total, "loss": number(loss)}
-                self._append("loss.jsonl", line)
+                self._append(LOSSES, line)
         if self._metrics is not None:
             self._metrics[1].write_losses(first_step, losses)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         """All replicas have evaluated."""
         if self._is_first:
-            self._append("loss.jsonl", evaluation.line())
+            self._append(LOSSES, evaluation.line())
             self.flush()
 
     def on_end(self, ending: Ending) -> None:
@@ -250,7 +251,7 @@ class EventLog:
             self._metrics = None
         self.flush()
         if self._dir is not None and self._header is not None and self._ending is not None:
-            mine = f"replica-{self._placement.replica}.jsonl"
+            mine = replica_file(self._placement.replica)
             self._writer_of(mine).append(self._ending.line(self.num_lost), is_last=True)
             self._ending = None
             self.flush()
@@ -288,14 +289,14 @@ class EventLog:
             OSError: that cannot be done now.
         """
         assert self._dir is not None and self._header is not None, "no folder to prepare"
-        needed = self._dir / "run.json" if self._is_first else self._dir
+        needed = self._dir / RUN if self._is_first else self._dir
         if self._is_folder_ready and needed.exists():
             return
         self._dir.mkdir(parents=True, exist_ok=True)
         if not self._is_folder_ready:
             move_aside(files_to_move(self._dir, self._placement), self._number_of_earlier)
         if self._is_first:
-            write_whole(self._dir / "run.json", self._header)
+            write_whole(self._dir / RUN, self._header)
         self._is_folder_ready = True
 
     def _attempt(self, write: Callable[[], None]) -> bool:

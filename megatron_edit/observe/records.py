@@ -1,28 +1,83 @@
-"""The lines of the event files (design section 4): what each field is and where it comes from.
+"""The records of the event files: what each field is, how it is written and how it is read.
 
-Values that are not finite or not known are null. Fields may be added, never renamed.
+The writers are `EventLog` and `reports.sync_line`; the readers are the tools. docs/events.md has
+the same fields for users. Values that are not finite or not known are null. Fields may be added,
+never renamed. Readers take files of older versions, in which fields are missing, and must expect
+damaged lines: each `of` raises `ArithmeticError`, `KeyError`, `TypeError` or `ValueError` where a
+line is not of its form.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import time
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self
 
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
-from megatron_edit.constants import FEW_REPLICAS
-from megatron_edit.engine import SyncReport
-from megatron_edit.method.digest import as_hex
-from megatron_edit.method.weights import effective_replicas
+from megatron_edit.constants import BAD_LOSS, SYNC_TIMES
+from megatron_edit.errors import on_one_line
 
+RUN, SYNCS, LOSSES = "run.json", "sync.jsonl", "loss.jsonl"
+VALIDATION = "validation"  # the split whose losses are drawn and compared
+FINISHED, STOPPED, FAILED = ENDS = ("finished", "stopped", "failed")
 MAX_EXPONENT = 20.0  # of a perplexity, as Megatron bounds it
+LARGEST_COUNT = 2**53  # as a float it is still exact
+LARGEST_NUMBER = 1e100  # squares and sums of such are finite; float32 ends at 3e38
+_UNIT_NAME = re.compile(r"[\w.-]+", re.ASCII)
+Array = NDArray[np.float64]
+
+
+def replica_file(replica: int) -> str:
+    """Name of a replica's own file."""
+    return f"replica-{replica}.jsonl"
+
+
+def number(value: Any) -> Any:
+    """`value`, or None for a float that is not finite (JSON has no NaN)."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def finite(value: Any, least: float = -LARGEST_NUMBER) -> float:
+    """A number of a record.
+
+    Raises:
+        TypeError, ValueError: it is none, is below `least`, or larger than anything can be.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"a {type(value).__name__} where a number must be")
+    if not least <= value <= LARGEST_NUMBER:
+        raise ValueError("a number out of range")
+    return float(value)
+
+
+def whole(value: Any, least: int = 0) -> int:
+    """A whole number of a record.
+
+    Raises:
+        TypeError, ValueError: it is none, is below `least`, or larger than anything can be.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"a {type(value).__name__} where a whole number must be")
+    if not least <= value <= LARGEST_COUNT or value != int(value):
+        raise ValueError("a number that cannot be a count")
+    return int(value)
+
+
+def whole_or_none(value: Any) -> int | None:
+    """A whole number; None where the record has null, or lacks it."""
+    return None if value is None else whole(value)
 
 
 @dataclass(frozen=True)
 class Iteration:
-    """One inner iteration of one replica.
+    """One inner iteration of one replica: a line of `replica-<r>.jsonl`.
 
     Attributes:
         iteration: attempted optimizer steps, from 1; where replicas run at their own speeds, whole
@@ -33,7 +88,8 @@ class Iteration:
         grad_norm: of the replica, before clipping; None where Megatron computed none.
         lr: learning rate of the next step, as Megatron's log line has it.
         samples: samples of this replica in this iteration.
-        samples_all: consumed by all replicas so far, as far as this one knows.
+        samples_all: consumed by all replicas so far, as far as this one knows; None where an older
+            version wrote the line.
         tokens: tokens of this replica in this iteration.
         seconds: length of the step.
     """
@@ -44,18 +100,81 @@ class Iteration:
     grad_norm: float | None
     lr: float | None
     samples: int
-    samples_all: int
-    tokens: int
+    samples_all: int | None
+    tokens: float
     seconds: float
 
     def line(self) -> dict[str, Any]:
-        """A line of `replica-<r>.jsonl`."""
+        """As it is written."""
         return {name: number(value) for name, value in vars(self).items()}
+
+    @classmethod
+    def of(cls, line: Mapping[str, Any]) -> Self:
+        """From a line; versions before 0.2 wrote neither step nor `samples_all`."""
+        iteration, loss = whole(line["iteration"]), line["loss"]
+        return cls(
+            iteration=iteration,
+            replica_step=whole(line.get("replica_step", iteration)),
+            loss=math.nan if loss is None else finite(loss),
+            grad_norm=line.get("grad_norm"),
+            lr=line.get("lr"),
+            samples=whole(line["samples"]),
+            samples_all=whole_or_none(line.get("samples_all")),
+            tokens=finite(line["tokens"], least=0),
+            seconds=finite(line["seconds"], least=0),
+        )
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a replica's training ended: the last line of `replica-<r>.jsonl`.
+
+    Attributes:
+        end: `finished`: all iterations are made; `stopped`: a signal, the end of the allotted time,
+            `--exit-interval`; `failed`: an error.
+        reason: in words; None where it is finished.
+        exit_code: of the process.
+        iteration: the last that this replica made.
+        samples: consumed by this replica since the start of training.
+        time: Unix seconds at which the line was written.
+        lines_lost: lines of its writer that could not be written.
+    """
+
+    end: str
+    reason: str | None
+    exit_code: int
+    iteration: int
+    samples: int
+    time: float = 0.0
+    lines_lost: int = 0
+
+    def line(self, lines_lost: int) -> dict[str, Any]:
+        """As it is written, now.
+
+        Args:
+            lines_lost: lines of its writer that could not be written.
+        """
+        return dict(vars(replace(self, time=time.time(), lines_lost=lines_lost)))
+
+    @classmethod
+    def of(cls, line: Mapping[str, Any]) -> Self:
+        """From a line."""
+        if line["end"] not in ENDS:
+            raise ValueError("an unknown kind of end")
+        return cls(
+            end=line["end"],
+            reason=None if line.get("reason") is None else on_one_line(str(line["reason"])),
+            exit_code=int(finite(line["exit_code"])),
+            iteration=whole(line.get("iteration", 0)),
+            samples=whole(line.get("samples", 0)),
+            time=finite(line["time"]),
+            lines_lost=whole(line.get("lines_lost", 0)),
+        )
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One evaluation of all replicas.
+    """One evaluation of all replicas: a line of `loss.jsonl`.
 
     Attributes:
         iteration: Megatron's iteration number, after which it came.
@@ -72,7 +191,7 @@ class Evaluation:
     name: str | None = None
 
     def line(self) -> dict[str, Any]:
-        """A line of `loss.jsonl`; the perplexity is that of Megatron's console."""
+        """As it is written; the perplexity is that of Megatron's console."""
         line = {
             "iteration": self.iteration,
             "samples": self.samples,
@@ -83,113 +202,125 @@ class Evaluation:
         return line if self.name is None else {**line, "name": self.name}
 
 
-@dataclass(frozen=True)
-class Ending:
-    """How a replica's training ended.
+class LossRecord(NamedTuple):
+    """A line of `loss.jsonl` as it is read: a training loss, or that of an evaluation.
 
     Attributes:
-        end: `finished`: all iterations are made; `stopped`: a signal, the end of the allotted time,
-            `--exit-interval`; `failed`: an error.
-        reason: in words; None where it is finished.
-        exit_code: of the process.
-        iteration: the last that this replica made.
-        samples: consumed by this replica since the start of training.
+        iteration: after which it came.
+        samples: consumed by all replicas by then; None where an older version wrote the line.
+        loss: mean over the replicas; None where it is not finite.
+        split: `validation` or `test`; None for a training loss.
+        name: of the set of data, one of several; empty where there is one.
     """
 
-    end: str
-    reason: str | None
-    exit_code: int
     iteration: int
-    samples: int
+    samples: int | None
+    loss: float | None
+    split: str | None
+    name: str
 
-    def line(self, lines_lost: int) -> dict[str, Any]:
-        """The last line of `replica-<r>.jsonl`.
+    @classmethod
+    def of(cls, line: Mapping[str, Any]) -> Self:
+        """From a line."""
+        is_training = "validation_loss" not in line
+        loss = line["loss" if is_training else "validation_loss"]
+        return cls(
+            iteration=whole(line["iteration"]),
+            samples=whole_or_none(line.get("samples")),
+            loss=None if loss is None else finite(loss),
+            split=None if is_training else str(line.get("split", VALIDATION)),
+            name=str(line.get("name") or ""),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class SyncRecord:
+    """A line of `sync.jsonl` as it is read, for N replicas and U units.
+
+    Attributes:
+        round, iteration, wire_bytes: as in the file.
+        time: Unix seconds.
+        units: names.
+        norms, z, weights, anomalous: float64 [U, N]; NaN where not known.
+        clip, rollback: float64 [U].
+        seconds: of `SYNC_TIMES`, float64 [5].
+        samples: of each replica.
+        state_bytes: None where it is not known.
+        rejected: replicas that were left out because of their loss.
+        round_loss: float64 [N]; empty where an older version wrote the line.
+    """
+
+    round: int
+    iteration: int
+    wire_bytes: int
+    time: float
+    units: list[str]
+    norms: Array
+    z: Array
+    weights: Array
+    anomalous: Array
+    clip: Array
+    rollback: Array
+    seconds: Array
+    samples: list[int]
+    state_bytes: int | None
+    rejected: list[int]
+    round_loss: Array
+
+    @classmethod
+    def of(cls, line: Mapping[str, Any], num_replicas: int) -> Self:
+        """From a line.
 
         Args:
-            lines_lost: lines of its writer that could not be written.
+            line: of the file.
+            num_replicas: N, which the tables must have.
         """
-        return {**vars(self), "time": time.time(), "lines_lost": lines_lost}
-
-
-def number(value: Any) -> Any:
-    """`value`, or None for a float that is not finite (JSON has no NaN)."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
-
-
-def sync_line(report: SyncReport) -> dict[str, Any]:
-    """A line of `sync.jsonl`. Tables are [unit][replica]."""
-    decision = report.decision
-    return {
-        "round": report.round,
-        "iteration": report.step,
-        "time": time.time(),
-        "units": list(report.units),
-        "norms": _table(decision.norms),
-        "z": _table(decision.verdict.scores),
-        "anomalous": decision.verdict.anomalous.t().tolist(),
-        "why": decision.reasons(),
-        "round_loss": _row(decision.loss.losses),
-        "loss_z": _row(decision.loss.scores),
-        "weights": _table(decision.weights),
-        "effective_replicas": _row(effective_replicas(decision.weights)),
-        "clip": _row(report.clip),
-        "update_norm": _row(report.update_norm),
-        "rollback": decision.rollback.tolist(),
-        "inner_steps": list(report.inner_steps),
-        "samples": list(report.samples),
-        "wire_bytes": report.wire_bytes,
-        "state_bytes": report.state_bytes,
-        "seconds": {name: round(value, 6) for name, value in report.seconds.items()},
-    }
-
-
-def digest_line(report: SyncReport) -> dict[str, Any]:
-    """The line that `replica-<r>.jsonl` gets at a sync."""
-    digest = None if report.digest is None else as_hex(report.digest)
-    return {"round": report.round, "digest": digest}
-
-
-def sync_summary(report: SyncReport) -> str:
-    """One console line per sync, in the style of Megatron's own."""
-    decision = report.decision
-    left_out = int(decision.verdict.anomalous.sum())
-    effective = effective_replicas(decision.weights).median().item()
-    clipped = report.clip.nan_to_num(1.0).median().item()
-    parts = [
-        f"sync {report.round} after iteration {report.step}",
-        f"effective replicas: {effective:.2f} of {decision.weights.shape[0]}",
-        f"left out: {left_out} of {decision.weights.numel()}",
-        f"clip: {clipped:.2f}",
-        f"sent: {report.wire_bytes / 1e6:.2f} MB per replica",
-        f"wait (ms): {report.seconds['wait'] * 1e3:.1f}",
-        f"exposed (ms): {report.seconds['exposed'] * 1e3:.1f}",
-        f"total (ms): {report.seconds['total'] * 1e3:.1f}",
-    ]
-    if bool(decision.rollback.any()):
-        parts.insert(2, f"rolled back: {int(decision.rollback.sum())} units")
-    return " | ".join(parts)
-
-
-def loss_rejections(report: SyncReport) -> list[str]:
-    """One console line for each replica that the loss check left out."""
-    loss = report.decision.loss
-    lines = []
-    for replica in loss.rejected.nonzero().flatten().tolist():
-        others = [f"{x:.4g}" for r, x in enumerate(loss.losses.tolist()) if r != replica]
-        shown = ", ".join(others[:FEW_REPLICAS]) + (", ..." if len(others) > FEW_REPLICAS else "")
-        lines.append(
-            f"sync {report.round} after iteration {report.step}: replica {replica} is left out "
-            f"because of its loss {loss.losses[replica]:.4g}, {loss.scores[replica]:.1f} standard "
-            f"deviations above its history (the others: {shown or 'none'}); look at its data"
+        units = line["units"]
+        if not isinstance(units, list) or not all(_UNIT_NAME.fullmatch(name) for name in units):
+            raise ValueError("no names of units")
+        shape = (len(units), num_replicas)
+        rejected, round_loss = _rejected(line, num_replicas)
+        return cls(
+            round=whole(line["round"]),
+            iteration=whole(line["iteration"]),
+            wire_bytes=whole(line["wire_bytes"]),
+            time=finite(line["time"]),
+            units=units,
+            norms=_table(line["norms"], shape),
+            z=_table(line["z"], shape),
+            weights=_table(line["weights"], shape),
+            anomalous=_table(line["anomalous"], shape),
+            clip=_table(line["clip"], shape[:1]),
+            rollback=_table(line["rollback"], shape[:1]),
+            seconds=np.array([finite(line["seconds"][name]) for name in SYNC_TIMES]),
+            samples=samples_of(line),
+            state_bytes=whole_or_none(line.get("state_bytes")),
+            rejected=rejected,
+            round_loss=round_loss,
         )
-    return lines
 
 
-def _table(values: Tensor) -> list[list[Any]]:
-    return [_row(row) for row in values.t()]
+def samples_of(line: Mapping[str, Any]) -> list[int]:
+    """Of each replica, by a line of `sync.jsonl`."""
+    return [whole(samples) for samples in line["samples"]]
 
 
-def _row(values: Tensor) -> list[Any]:
-    return [number(value) for value in values.tolist()]
+def _table(values: Any, shape: tuple[int, ...]) -> Array:
+    """A table of numbers and nulls, which become NaN."""
+    table = np.array(values, dtype=np.float64)
+    if table.shape != shape or not table.size:
+        raise ValueError(f"a table of shape {table.shape}, not {shape}")
+    if (np.abs(table) > LARGEST_NUMBER).any():  # NaN is not
+        raise ValueError("a number out of range")
+    return table
+
+
+def _rejected(line: Mapping[str, Any], num_replicas: int) -> tuple[list[int], Array]:
+    """Replicas that the loss check left out, and the losses of all."""
+    if "why" not in line:
+        return [], np.empty(0)
+    losses, why = _table(line["round_loss"], (num_replicas,)), line["why"]
+    if not isinstance(why, list) or any(len(reasons) != num_replicas for reasons in why):
+        raise ValueError("no reasons by unit and replica")
+    by_replica = zip(*why, strict=True)
+    return [r for r, reasons in enumerate(by_replica) if BAD_LOSS in reasons], losses

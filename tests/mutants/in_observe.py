@@ -8,7 +8,7 @@ OBSERVE = (
     Mutant(
         id="observe/weights-transposed",
         bug="the weights of a sync are written by replica, not by unit",
-        file="observe/records.py",
+        file="observe/reports.py",
         old='"weights": _table(decision.weights),',
         new='"weights": _table(decision.weights.t()),',
         test="pure/test_event_log.py::test_fields_of_a_sync",
@@ -24,7 +24,7 @@ OBSERVE = (
     Mutant(
         id="observe/samples-are-steps",
         bug="the samples of a sync are written as its steps",
-        file="observe/records.py",
+        file="observe/reports.py",
         old='"samples": list(report.samples),',
         new='"samples": list(report.inner_steps),',
         test="pure/test_event_log.py::test_fields_of_a_sync",

@@ -27,11 +27,17 @@ from megatron_edit.tools.compare.follow import Limits, RunFailedError, follow, t
 from megatron_edit.tools.compare.page import write_report
 from megatron_edit.tools.compare.pictures import smoothed
 from megatron_edit.tools.compare.plan import ComparisonSetting, RunPlan, make_plan
-from megatron_edit.tools.compare.readings import Kind, Point, Reading, make_reading, read_run
+from megatron_edit.tools.compare.readings import (
+    Kind,
+    Point,
+    Reading,
+    Timeline,
+    make_reading,
+    read_run,
+)
 from megatron_edit.tools.compare.runs import carry_out, folder_of, kind_of
 from megatron_edit.tools.compare.statistics import Spread, differences, quotients
 from megatron_edit.tools.compare.table import markdown_table
-from megatron_edit.tools.compare.timeline import Timeline, interpolate, meetings_of
 from megatron_edit.tools.compare.traffic import ElementBytes, Layout
 
 SEQ = 10
@@ -125,14 +131,9 @@ def test_timeline_counts_what_lines_leave_out() -> None:
 def test_timeline_of_replicas_at_their_own_speeds() -> None:
     """Between two meetings nobody knows what all have consumed: a line is drawn."""
     log = console({i: 1000.0 for i in range(1, 9)})
-    meetings = meetings_of([sync(4, samples=[8, 20]), sync(8, samples=[16, 60])])
-    line = Timeline.of(log, SEQ, meetings)
+    line = Timeline.of(log, SEQ, {4: 8 + 20, 8: 16 + 60})
     assert [line.tokens_at(i) for i in (3, 4, 6, 8)] == [120, 280, 520, 760]
     assert line.speed(4, 8) == pytest.approx(480 / 4)
-
-
-def test_interpolation() -> None:
-    assert [interpolate([1, 3], [10.0, 20.0], i) for i in (0, 1, 2, 3, 4)] == [10, 10, 15, 20, 20]
 
 
 def test_reading_of_edit() -> None:

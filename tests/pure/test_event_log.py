@@ -23,7 +23,8 @@ from megatron_edit.method.detector import Verdict
 from megatron_edit.method.loss_check import LossVerdict
 from megatron_edit.observe.events import EventLog
 from megatron_edit.observe.metrics import SyncMetrics
-from megatron_edit.observe.records import Iteration, loss_rejections, sync_line, sync_summary
+from megatron_edit.observe.records import Iteration
+from megatron_edit.observe.reports import loss_rejections, sync_line, sync_summary
 from megatron_edit.tools.monitor.run import MonitoredRun
 from tests.harness.event_files import MadeUp
 

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_edit.observe.line_files import LineReader
 from megatron_edit.tools.cli import main
 from megatron_edit.tools.monitor.findings import findings_of
-from megatron_edit.tools.monitor.lines import LineFile
 from megatron_edit.tools.monitor.run import MonitoredRun
 from megatron_edit.tools.monitor.series import MAX_POINTS, Bins, Rows
 from megatron_edit.tools.monitor.texts import duration
@@ -41,7 +41,7 @@ def read(folder: Path) -> MonitoredRun:
 def test_a_growing_file_is_read_line_by_line(tmp_path: Path) -> None:
     """Also where it is not there yet, and where a line is cut in the middle of a letter."""
     path = tmp_path / "x.jsonl"
-    file = LineFile(path)
+    file = LineReader(path)
     assert list(file.read()) == [] and file.unread_bytes == 0
     text = '{"a": "ä"}\n{"a": 2}\n'.encode()
     found = []
@@ -55,7 +55,7 @@ def test_a_growing_file_is_read_line_by_line(tmp_path: Path) -> None:
 def test_damaged_lines_are_counted_and_left_out(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"a": 1}\n{"a": \n\xff\xfe\n[1]\n\n{"a": 2}\n{"a"')
-    file = LineFile(path)
+    file = LineReader(path)
     assert list(file.read()) == [{"a": 1}, {"a": 2}]
     assert file.num_damaged == 3  # neither the empty line nor the half one at the end
 

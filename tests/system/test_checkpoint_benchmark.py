@@ -45,7 +45,7 @@ from checkpoint_parts.report import markdown
 from frame.gpt import Model
 from frame.study import read_one, read_runs
 
-from megatron_edit.tools.compare.console_log import read_json_lines
+from megatron_edit.observe.line_files import read_json_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = Case(ALL, "bf16", False, 2, 1, Model(), interval=6, num_saves=2, pause=0.1, async_pause=1.0)

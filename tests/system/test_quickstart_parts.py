@@ -15,10 +15,10 @@ from quickstart_parts.picture import Curve, draw
 from quickstart_parts.runs import launch_line
 from quickstart_parts.table import format_table, summarize
 
+from megatron_edit.observe.line_files import read_json_lines
 from megatron_edit.tools.compare.console_log import (
     RunLog,
     edit_losses,
-    read_json_lines,
 )
 from megatron_edit.tools.compare.flags import int_flag, read_flags
 from megatron_edit.tools.compare.traffic import (

@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_edit.errors import UsageError
 from megatron_edit.tools.cli.needs import check_installed
 from megatron_edit.tools.cli.report import read_all
-from megatron_edit.tools.monitor.run import OVER, MonitoredRun, check_folder
+from megatron_edit.tools.monitor.run import MonitoredRun, check_folder
 
 SECONDS = 2.0
 
@@ -54,7 +54,7 @@ def _watch(options: Namespace) -> None:
     training = MonitoredRun(options.folder)
     read_all(training)
     console = Console()
-    if options.once or not console.is_terminal or training.state in OVER:
+    if options.once or not console.is_terminal or training.is_over:
         # In a file there is no width to keep to.
         console = console if console.is_terminal else Console(width=120, file=sys.stdout)
         console.print(frame_of(training, options.folder))
@@ -71,5 +71,5 @@ def _until_over(training: MonitoredRun) -> Iterator[None]:
     """Once more after it has ended."""
     is_over = False
     while not is_over:
-        is_over = training.state in OVER
+        is_over = training.is_over
         yield

@@ -5,7 +5,7 @@
 | flags, entries, plan | what is run, as immutable data |
 | finished | results that are kept, by the hash of their configuration |
 | follow, runs | trainings: started, followed, given up |
-| console_log, timeline, traffic, readings | what a training left behind, as numbers |
+| console_log, traffic, readings | what a training left behind, as numbers |
 | statistics, analysis | numbers of several runs together |
 | table, pictures, page | what people read |
 """

@@ -1,4 +1,4 @@
-"""Reading what Megatron prints, and the event files of EDiT.
+"""Reading what Megatron prints, and losses of EDiT's event files.
 
 Under EDiT every replica is a Megatron world of its own and may print its own lines: a value that
 comes several times for one iteration is averaged.
@@ -6,17 +6,18 @@ comes several times for one iteration is averaged.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+from megatron_edit.observe.line_files import read_json_lines as read_json_lines  # for benchmarks/
+from megatron_edit.observe.records import LOSSES, VALIDATION, LossRecord
 
 _ITERATION = re.compile(r"(?<!at )\biteration\s+(\d+)/\s*(\d+)\s*\|(.*)")
-_VALIDATION = re.compile(
+_EVALUATED = re.compile(
     r"validation\S* loss at iteration\s+(\d+)([^|]*)\|\s*lm loss value:\s*(\S+)"
 )
 _PARAMETERS = re.compile(r"number of parameters on .*model parallel rank \(([\d, ]+)\):\s*(\d+)")
@@ -60,7 +61,7 @@ class RunLog:
         if found := _ITERATION.search(line):
             self.num_iterations = int(found[2])
             self._feed_iteration(int(found[1]), _fields(found[3]))
-        elif found := _VALIDATION.search(line):
+        elif found := _EVALUATED.search(line):
             # At the end of a training Megatron also evaluates "on test set".
             if "test" not in found[2]:
                 self._validation[int(found[1])].append(float(found[3]))
@@ -116,31 +117,24 @@ def _means(values: dict[int, list[float]]) -> dict[int, float]:
     return {key: sum(values[key]) / len(values[key]) for key in sorted(values)}
 
 
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Records of a JSON Lines file; none if there is no file, and a cut last line is left out."""
-    records: list[dict[str, Any]] = []
-    if not path.exists():
-        return records
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return records
-
-
 def edit_losses(log_dir: Path, log: RunLog) -> dict[int, float]:
     """Training loss of an EDiT run: its own mean over the replicas, else the console's."""
-    records = read_json_lines(log_dir / "loss.jsonl")
-    found = {r["iteration"]: r["loss"] for r in records if r.get("loss") is not None}
+    found = {
+        record.iteration: record.loss
+        for record in _loss_records(log_dir)
+        if record.split is None and record.loss is not None
+    }
     return found or log.losses()
 
 
 def edit_validation(log_dir: Path, log: RunLog) -> dict[int, float]:
     """Validation loss of an EDiT run: its own, in full digits, else the console's."""
-    records = read_json_lines(log_dir / "loss.jsonl")
     found: dict[int, list[float]] = defaultdict(list)  # several validation sets count alike
-    for record in records:
-        if record.get("split") == "validation" and record["validation_loss"] is not None:
-            found[record["iteration"]].append(record["validation_loss"])
+    for record in _loss_records(log_dir):
+        if record.split == VALIDATION and record.loss is not None:
+            found[record.iteration].append(record.loss)
     return _means(found) or log.validation()
+
+
+def _loss_records(log_dir: Path) -> Iterator[LossRecord]:
+    return map(LossRecord.of, read_json_lines(log_dir / LOSSES))

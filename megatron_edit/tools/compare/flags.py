@@ -80,3 +80,14 @@ def int_flag(words: Sequence[str], name: str) -> int:
     if len(values) != 1:
         raise ValueError(f"{name} {' '.join(values)}: one value expected")
     return int(values[0])
+
+
+def model_of(words: Sequence[str]) -> str:
+    """Size of the model, by the flags of a training; empty where they do not say it.
+
+    Args:
+        words: a command line.
+    """
+    given = canonical(words)
+    sizes = (("--num-layers", "{} layers"), ("--hidden-size", "hidden size {}"))
+    return ", ".join(text.format(given[name][0]) for name, text in sizes if given.get(name))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
 import socket
 import time
@@ -13,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_edit.tools.compare.analysis import ComparisonResult, make_rows
+from megatron_edit.tools.compare.flags import model_of
 from megatron_edit.tools.compare.pictures import Picture, draw, smoothing_tokens
 from megatron_edit.tools.compare.table import COLUMNS, cells, markdown_table
-from megatron_edit.tools.monitor.facts import model_of
 from megatron_edit.tools.pages.rendering import render
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -29,26 +28,17 @@ def summary(outcome: ComparisonResult) -> str:
 def write_report(folder: Path, outcome: ComparisonResult) -> Path:
     """Write compare.md, compare.json, compare.html and the pictures; the path of the page."""
     pictures = draw(folder, outcome)
-    rows = make_rows(outcome)
-    record = {"rows": [_known(asdict(row)) for row in rows], "failures": _failures(outcome)}
-    _write(folder / "compare.json", json.dumps(record, indent=1, allow_nan=False) + "\n")
-    _write(folder / "compare.md", _markdown(outcome, pictures))
-    page = folder / "compare.html"
-    _write(page, _html(outcome, pictures))
-    return page
-
-
-def _known(row: dict[str, Any]) -> dict[str, Any]:
-    """A row for JSON, which has no NaN: of a run that diverged there is null."""
-    known: dict[str, Any] = {}
-    for name, value in row.items():
-        is_unknown = isinstance(value, float) and not math.isfinite(value)
-        known[name] = _known(value) if isinstance(value, dict) else None if is_unknown else value
-    return known
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+    rows = json.dumps([asdict(row) for row in make_rows(outcome)])
+    known = json.loads(rows, parse_constant=lambda _: None)  # of a run that diverged there is null
+    record = {"rows": known, "failures": _failures(outcome)}
+    texts = {
+        "compare.json": json.dumps(record, indent=1, allow_nan=False) + "\n",
+        "compare.md": _markdown(outcome, pictures),
+        "compare.html": _html(outcome, pictures),
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder / "compare.html"
 
 
 def _title(outcome: ComparisonResult) -> str:

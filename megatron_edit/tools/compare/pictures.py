@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from megatron_edit.observe.records import Array
 from megatron_edit.tools.compare.analysis import ComparisonResult, is_synchronous
 from megatron_edit.tools.compare.readings import Point, Reading
-from megatron_edit.tools.monitor.series import Array
 from megatron_edit.tools.pages.drawing import COLORS, legend_below, png_axes, svg_drawing
 
 if TYPE_CHECKING:
@@ -144,17 +143,16 @@ def _bytes_by_step(axes: Axes, outcome: ComparisonResult, shown: dict[str, Readi
         reading = shown.get(label)
         if reading is None:
             continue
-        sent = [(step, float(size)) for step, size in reading.syncs]
+        sent: list[tuple[int, float]] = list(reading.syncs)
         if is_synchronous(by_label[label]):
-            steps = range(reading.warmup_steps + 1, reading.iterations + 1)
-            sent = [(step, reading.step_bytes) for step in steps]
+            made = range(reading.warmup_steps + 1, reading.iterations + 1)
+            sent = [(step, reading.step_bytes) for step in made]
         color, _ = _style(outcome, label)
         width = max(1.2, 4.5 - 0.8 * outcome.compared.index(label))  # equal ones show below others
-        sums = list(accumulate(size / 1e6 for _, size in sent))
-        ends = [(reading.iterations, sums[-1])] if sums else []  # flat to the end
-        points = [*zip((step for step, _ in sent), sums, strict=True), *ends]
-        axes.step([p[0] for p in points], [p[1] for p in points], where="post", color=color,
-                  label=label, linewidth=width)  # fmt: skip
+        sent += [(reading.iterations, 0)] if sent else []  # flat to the end
+        steps, sizes = np.array(sent).reshape(-1, 2).T
+        axes.step(steps, np.cumsum(sizes) / 1e6, where="post", color=color, label=label,
+                  linewidth=width)  # fmt: skip
     axes.set_xlabel("step")
     axes.set_ylabel("MB since the end of the warm-up")
     if any(reading.bytes_per_step for reading in shown.values()):

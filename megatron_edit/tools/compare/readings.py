@@ -9,14 +9,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+
+from megatron_edit.observe.line_files import read_json_lines
+from megatron_edit.observe.records import RUN, SYNCS, Array
 from megatron_edit.tools.compare.console_log import (
     NUM_SETTLING_ITERATIONS,
     RunLog,
     edit_losses,
     edit_validation,
-    read_json_lines,
 )
-from megatron_edit.tools.compare.timeline import Timeline, meetings_of
 from megatron_edit.tools.compare.traffic import (
     BF16,
     ElementBytes,
@@ -49,6 +51,68 @@ class Kind:
     is_timed: bool = False
     is_synchronous: bool = False
     element: ElementBytes = BF16
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """Where a training was, by iteration. All three columns are equally long and increase.
+
+    Attributes:
+        iterations: of replica 0, that of Megatron's lines; the first entry is the start.
+        seconds: spent in training, without start-up and evaluations.
+        tokens: consumed by all replicas together.
+    """
+
+    iterations: Array
+    seconds: Array
+    tokens: Array
+
+    @classmethod
+    def of(
+        cls, log: RunLog, seq_length: int, meetings: Mapping[int, int] | None = None
+    ) -> Timeline:
+        """From a console log.
+
+        Args:
+            log: of the training.
+            seq_length: tokens of a sample.
+            meetings: samples consumed by all replicas together at some iterations of replica 0;
+                needed where replicas make different numbers of steps, as Megatron's own count
+                is then right at these iterations only.
+        """
+        times = log.milliseconds()
+        logged = list(times)
+        if not logged:
+            return cls(*np.zeros((3, 1)))
+        # A line is about the iterations since the one before; the first one is about as many.
+        start = max(0, logged[0] - (logged[1] - logged[0] if len(logged) > 1 else logged[0]))
+        iterations = np.array([start, *logged], dtype=np.float64)
+        lengths = np.array(list(times.values())) * np.diff(iterations) / 1e3
+        batch = log.batch_size
+        samples = np.array([start * batch, *(log.samples.get(i, i * batch) for i in logged)])
+        if meetings:
+            before = (iterations == start) | (iterations < min(meetings))
+            known = dict(zip(iterations[before], samples[before], strict=True)) | dict(meetings)
+            places = sorted(known)
+            samples = np.interp(iterations, places, [known[place] for place in places])
+        return cls(iterations, np.append(0.0, np.cumsum(lengths)), samples * float(seq_length))
+
+    def seconds_at(self, iteration: float) -> float:
+        """Seconds of training until an iteration is over."""
+        return float(np.interp(iteration, self.iterations, self.seconds))
+
+    def tokens_at(self, iteration: float) -> float:
+        """Tokens consumed until an iteration is over."""
+        return float(np.interp(iteration, self.iterations, self.tokens))
+
+    def speed(self, first: float, last: float) -> float | None:
+        """Tokens per second in the iterations first + 1 .. last; None without such a line."""
+        kept = [i for i in self.iterations if first <= i <= last]
+        if len(kept) < 2:
+            return None
+        seconds = self.seconds_at(kept[-1]) - self.seconds_at(kept[0])
+        tokens = self.tokens_at(kept[-1]) - self.tokens_at(kept[0])
+        return tokens / seconds if seconds > 0 else None
 
 
 @dataclass(frozen=True)
@@ -130,7 +194,7 @@ def read_run(console: Path, events: Path, kind: Kind) -> Reading:
     with console.open(encoding="utf-8", errors="replace") as lines:
         log = RunLog.of(lines)
     return make_reading(
-        log, edit_losses(events, log), read_json_lines(events / "sync.jsonl"),
+        log, edit_losses(events, log), read_json_lines(events / SYNCS),
         _run_record(events), kind, edit_validation(events, log),
     )  # fmt: skip
 
@@ -153,7 +217,7 @@ def make_reading(
         kind: what is known beforehand.
         evaluations: validation losses, by iteration; None: those of the console.
     """
-    meetings = meetings_of(syncs) if kind.is_timed else None
+    meetings = {int(s["iteration"]): sum(s["samples"]) for s in syncs} if kind.is_timed else None
     timeline = Timeline.of(log, kind.seq_length, meetings)
     warmup = _warmup(run, kind)
     counted = [] if kind.is_ideal else [s for s in syncs if s["iteration"] > warmup]
@@ -173,7 +237,7 @@ def make_reading(
         num_parameters=log.num_parameters,
         iterations=log.last_iteration,
         warmup_steps=warmup,
-        seconds=timeline.seconds[-1],
+        seconds=float(timeline.seconds[-1]),
         training=_points(losses, timeline),
         validation=validation,
         final_loss=validation[-1].loss if validation else None,
@@ -188,7 +252,7 @@ def make_reading(
 
 
 def _run_record(events: Path) -> dict[str, Any]:
-    path = events / "run.json"
+    path = events / RUN
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return found
 

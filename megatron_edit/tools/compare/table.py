@@ -25,19 +25,22 @@ class Column:
     cell: Callable[[ComparisonRow], str]
 
 
-def _spread(spread: Spread | None, shown: Callable[[float], str]) -> str:
-    return UNKNOWN if spread is None else spread.text(shown)
+def _spread(spread: Spread | None, mean: str, deviation: str = "") -> str:
+    """The mean and, where it is asked for and there is one, the deviation.
 
-
-def _signed(spread: Spread | None) -> str:
+    Args:
+        spread: of a quantity.
+        mean, deviation: how they are formatted.
+    """
     if spread is None:
         return UNKNOWN
-    deviation = "" if spread.deviation is None else f" ± {spread.deviation:.4f}"
-    return f"{spread.mean:+.4f}{deviation}"
+    is_shown = deviation and spread.deviation is not None
+    text = f" ± {spread.deviation:{deviation}}" if is_shown else ""
+    return f"{spread.mean:{mean}}{text}"
 
 
-def _mean(spread: Spread | None, form: str, factor: float = 1.0) -> str:
-    return UNKNOWN if spread is None else form.format(spread.mean * factor)
+def _megabytes(spread: Spread | None, form: str) -> str:
+    return UNKNOWN if spread is None else f"{spread.mean * 1e-6:{form}}"
 
 
 def _memory(row: ComparisonRow) -> str:
@@ -59,37 +62,37 @@ COLUMNS = (
         "validation loss",
         "nats per token, of the last evaluation; with several seeds the mean ± their standard "
         "deviation. `ideal` never syncs, so that its loss means nothing",
-        lambda row: _spread(row.loss, "{:.4f}".format),
+        lambda row: _spread(row.loss, ".4f", ".4f"),
     ),
     Column(
         "difference",
         "of that loss to the first strategy's, seed by seed; mean ± standard deviation",
-        lambda row: _signed(row.difference),
+        lambda row: _spread(row.difference, "+.4f", ".4f"),
     ),
     Column(
         "tokens/s",
         "of all replicas together, after the warm-up, without evaluations; a sync that lands in "
         "an evaluation is not in it",
-        lambda row: _spread(row.speed, "{:,.0f}".format),
+        lambda row: _spread(row.speed, ",.0f", ",.0f"),
     ),
     Column(
         "share of ideal",
         "of the tokens/s of `ideal`, seed by seed: the same replicas, after the same warm-up "
         "never meeting again",
-        lambda row: _mean(row.share, "{:.1%}"),
+        lambda row: _spread(row.share, ".1%"),
     ),
     Column(
         "MB per step",
         "(10^6 bytes) sent by one replica to others, mean per step after the warm-up; payload. "
         "Syncs are counted, the synchronous steps of `ddp` and `stock` computed",
-        lambda row: _mean(row.step_bytes, "{:.3f}", 1e-6),
+        lambda row: _megabytes(row.step_bytes, ".3f"),
     ),
     Column(
         "peak MB/s",
         "sent by one replica during its busiest sync: the bytes over the seconds from the meeting "
         "of the replicas to the landing of the last unit; of `ddp` and `stock`: bytes of a step "
         "over its seconds",
-        lambda row: _mean(row.peak, "{:.1f}", 1e-6),
+        lambda row: _megabytes(row.peak, ".1f"),
     ),
     Column(
         "extra memory, MB (bytes per parameter)",

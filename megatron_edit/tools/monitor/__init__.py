@@ -2,14 +2,14 @@
 
 | module | what it holds |
 |---|---|
-| values | numbers of a file, checked |
 | facts | what `run.json` says |
-| lines | a JSON Lines file, followed |
 | series | numbers over a training of any length, in bounded memory |
-| syncs | what `sync.jsonl` says |
-| replicas | what a `replica-<r>.jsonl` says |
-| run | the whole folder |
+| syncs, replicas, spikes | what `sync.jsonl` and a `replica-<r>.jsonl` say |
+| segments, run | the whole folder, of all runs of a training |
 | findings | what deserves attention |
-| strokes, curves, heat, charts, page | the page |
+| summary, texts | what page and terminal both say |
+| charts, page | the page |
 | frame | the terminal |
+
+Files and lines are read by `observe.line_files` and `observe.records`, beside their writers.
 """

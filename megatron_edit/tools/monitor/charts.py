@@ -3,62 +3,203 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.colors import LogNorm
+from matplotlib.image import AxesImage
+from matplotlib.ticker import (
+    EngFormatter,
+    LogLocator,
+    MaxNLocator,
+    NullLocator,
+    StrMethodFormatter,
+)
 
 from megatron_edit.constants import SYNC_TIMES
-from megatron_edit.tools.monitor.curves import loss_chart, speed_chart, validation_chart
-from megatron_edit.tools.monitor.heat import anomalies_by_replica, norms_by_unit
+from megatron_edit.observe.records import VALIDATION, Array
 from megatron_edit.tools.monitor.run import MonitoredRun
-from megatron_edit.tools.monitor.series import Array
-from megatron_edit.tools.monitor.strokes import (
-    MANY_REPLICAS,
-    Chart,
-    band,
-    band_note,
-    finish,
-    is_flat,
-    marker,
-)
 from megatron_edit.tools.monitor.texts import number, percent
-from megatron_edit.tools.pages.drawing import COLORS, INK, svg_drawing
+from megatron_edit.tools.pages.drawing import (
+    COLORS,
+    INK,
+    PAPER,
+    SVG_INCHES,
+    Drawing,
+    legend_below,
+    running_mean,
+    svg_drawing,
+)
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+MANY_REPLICAS = 8  # more of them are drawn as a band
+FLAT_SHARE = 0.005  # on an axis from zero, a curve that varies by less is a flat line
+SMOOTH_SHARE = 50  # a running mean takes that part of a curve
+MOST_LABELS = 14
+SAMPLES = "samples of all replicas"
+Curve = tuple[Array, Array]
 
-MOST_BARS = 64
+
+class Chart(NamedTuple):
+    """One picture, or only its sentence where all values are the same.
+
+    Attributes:
+        title: what it shows.
+        svg: the picture; empty where there is nothing to see in it.
+        text: what is to be seen, in a sentence.
+        note: how it is to be read; may be empty.
+    """
+
+    title: str
+    svg: str
+    text: str
+    note: str = ""
 
 
 def charts_of(run: MonitoredRun) -> Iterator[Chart]:
     """All pictures that the run has something for."""
-    curves = [replica.losses.curve() for replica in run.replicas]
-    if any(x.size for x, _ in curves):
-        yield loss_chart(run, curves)
-    if (validation := validation_chart(run)) is not None:
-        yield validation
-    speeds = [replica.speeds() for replica in run.replicas]
-    if any(x.size for x, _ in speeds):
-        yield speed_chart(run, speeds)
+    makers: list[Callable[[MonitoredRun], Chart | None]] = [_losses, _validation, _speeds]
     if run.syncs.count:
-        for make in (_norms, _relative_norms, _scores, _anomalies, _weights, _clips, _seconds,
-                     _bytes):  # fmt: skip
-            if (chart := make(run)) is not None:
-                yield chart
+        makers += [_norms, _relative_norms, _scores, _anomalies, _weights, _clips, _seconds, _bytes]
+    for make in makers:
+        if (chart := make(run)) is not None:
+            yield chart
+
+
+# ---- over the length of a training
+
+
+def _losses(run: MonitoredRun) -> Chart | None:
+    """Training loss of each replica, the mean, and validation losses."""
+    curves = [replica.losses.curve() for replica in run.replicas]
+    if not any(x.size for x, _ in curves):
+        return None
+    with _drawing("losses", _length(run), "loss (nats per token)") as drawing:
+        axes = drawing.axes
+        _replica_curves(axes, [(x, _smooth(y)) for x, y in curves])
+        x, y = run.losses.curve()
+        if x.size and len(curves) > 1 and run.has_one_loss_per_round:  # it stands for all of it
+            axes.plot(x, y, color=INK, linewidth=1.4, drawstyle="steps-pre", label="mean")
+        elif x.size and len(curves) > 1:
+            axes.plot(x, _smooth(y), color=INK, linewidth=1.6, label="mean")
+        highest = _limit(axes, [y for _, y in curves])
+        x, y = run.validation.curve()
+        if x.size:
+            x, y = x[y <= highest], y[y <= highest]
+            axes.plot(x, y, "D", color=PAPER, markeredgecolor=INK, markersize=5,
+                      label=VALIDATION, clip_on=False, zorder=3)  # fmt: skip
+        _mark_events(axes, run)
+    last = run.loss if math.isfinite(run.loss) else next(
+        (r.loss for r in run.replicas if math.isfinite(r.loss)), math.nan)  # fmt: skip
+    note = f"Lines: training, running means of neighbours. {_band_note(run)}".strip()
+    if run.has_one_loss_per_round:
+        note += " Steps: means of whole rounds."
+    if VALIDATION in run.evaluations:
+        note += " Diamonds: validation."
+    return Chart("Loss", drawing.svg, f"Training loss; at present {number(last, '.4f')}.", note)
+
+
+def _validation(run: MonitoredRun) -> Chart | None:
+    """Validation losses alone, on an axis of their own."""
+    x, y = run.validation.curve()
+    if x.size < 2:
+        return None
+    with _drawing("validation", _length(run), "loss (nats per token)") as drawing:
+        drawing.axes.plot(x, y, color=INK, label="validation loss", **_marker(x))
+        _mark_events(drawing.axes, run)
+        _limit(drawing.axes, [y])
+    text = (
+        f"Validation loss: {number(float(y[0]), '.4f')} at first, {number(float(y[-1]), '.4f')} at "
+        f"last, {number(float(y.min()), '.4f')} at its lowest."
+    )
+    return Chart("Validation loss", drawing.svg, text)
+
+
+def _speeds(run: MonitoredRun) -> Chart | None:
+    curves = [replica.speeds() for replica in run.replicas]
+    means = [float(y.mean()) for _, y in curves if y.size]
+    if not means:
+        return None
+    with _drawing("speeds", _length(run), "thousand tokens/s") as drawing:
+        _replica_curves(drawing.axes, [(x, y / 1e3) for x, y in curves])
+        _mark_events(drawing.axes, run)
+        drawing.axes.set_ylim(bottom=0)
+    text = (
+        f"Tokens per second of each replica; on average {number(min(means), ',.0f')} to "
+        f"{number(max(means), ',.0f')}."
+    )
+    note = "Medians of eight steps: a step with a sync in it is as long as that of the slowest."
+    return Chart("Speed of each replica", drawing.svg, text, note)
+
+
+def _length(run: MonitoredRun) -> str:
+    """Name of the axis: samples of all replicas, where their steps differ."""
+    return SAMPLES if run.is_by_samples else "iteration"
+
+
+def _smooth(values: Array) -> Array:
+    """A running mean, over a part of the curve."""
+    return np.array(running_mean(values.tolist(), max(1, values.size // SMOOTH_SHARE)))
+
+
+def _mark_events(axes: Axes, run: MonitoredRun) -> None:
+    """Vertical lines: the end of the warm-up, the begin of the final synchronous phase, and where
+    the training was resumed."""
+    assert run.facts is not None
+    batch = (run.facts.batch_size or 1) if run.is_by_samples else 1
+    first, last = axes.get_xlim()
+    final = [] if run.facts.last_local_step is None else [run.facts.last_local_step]
+    for places, style, label in (
+        ([run.facts.warmup_steps], ":", "end of warm-up"),
+        (final, "--", "final synchronous phase"),
+        (run.resumed_at, "-.", "resumed"),
+    ):
+        shown = [place * batch for place in places if first < place * batch < last]
+        _mark(axes, shown, label, color=INK, linestyle=style)
+    axes.set_xlim(first, last)
+
+
+def _limit(axes: Axes, columns: Sequence[Array]) -> float:
+    """Cut off what would press everything else flat: the first, high losses and rare peaks.
+
+    Returns:
+        the highest loss that is shown; infinite where all are.
+    """
+    values = np.concatenate([y for y in columns if y.size])
+    low, usual, high = (float(np.quantile(values, share)) for share in (0, 0.98, 1))
+    if values.size >= 50 and high - low > 2 * (usual - low) > 0:
+        margin = 0.08 * (usual - low)
+        axes.set_ylim(low - margin, usual + 3 * margin)
+        return usual + 3 * margin
+    return math.inf
 
 
 # ---- by sync
 
 
 def _norms(run: MonitoredRun) -> Chart:
-    svg, low, high = norms_by_unit(run.syncs)
+    units = run.syncs.units
+    columns = list(units.values())
+    table = _filled(run.syncs.rows.column("unit_norm")[:, columns]).T
+    known = table[np.isfinite(table) & (table > 0)]
+    low, high = (float(known.min()), float(known.max())) if known.size else (1.0, 1.0)
+    with _heat_map("norms", run, table, list(units)) as (drawing, image):
+        image.set(norm=LogNorm(low, max(high, low * 1.001)), cmap="viridis")
+        bar = drawing.figure.colorbar(image, pad=0.02, aspect=30)
+        bar.set_label("norm (in units of the parameters)")
+        _plain_logarithms(bar.ax.yaxis, (1, 2, 5) if high < 1000 * low else (1,))
+        rollbacks = run.syncs.rows.column("unit_rollbacks")[:, columns]
+        places, rows = np.nonzero(np.nan_to_num(rollbacks))
+        drawing.axes.plot(_syncs(run)[places], rows, "x", color=COLORS[1], markersize=4)
     text = (
         "Norm of the pseudo-gradient of each unit, mean over the replicas, by sync: from "
         f"{number(low)} to {number(high)}."
     )
     note = "Units from first (top) to last; logarithmic colours. Crosses: roll-backs."
-    return Chart("Pseudo-gradient norms by unit", svg, text, note)
+    return Chart("Pseudo-gradient norms by unit", drawing.svg, text, note)
 
 
 def _relative_norms(run: MonitoredRun) -> Chart | None:
@@ -66,25 +207,20 @@ def _relative_norms(run: MonitoredRun) -> Chart | None:
     known = np.isfinite(norms).any(axis=1)
     if len(run.replicas) < 2 or not known.any():
         return None
-    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
-
     relative = np.full_like(norms, math.nan)
     relative[known] = norms[known] / np.nanmedian(norms[known], axis=1, keepdims=True)
-    with svg_drawing("relative-norms") as drawing:
-        axes = drawing.axes
-        _by_sync(axes, run, relative)
-        axes.axhline(1, color=INK, linewidth=1, linestyle=":")
-        if np.nanmax(relative) > 4:
-            axes.set_yscale("log")
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axes.yaxis.set_minor_locator(NullLocator())
-            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        finish(axes, "sync", "norm (median replica: 1)")
+    low, high = float(np.nanmin(relative)), float(np.nanmax(relative))
+    with _drawing("relative-norms", "sync", "norm (median replica: 1)") as drawing:
+        _by_sync(drawing.axes, run, relative)
+        drawing.axes.axhline(1, color=INK, linewidth=1, linestyle=":")
+        if high > 4:
+            drawing.axes.set_yscale("log")
+            _plain_logarithms(drawing.axes.yaxis, (1, 2, 5))
     text = (
         "Mean norm of each replica, as a multiple of the median replica's: from "
-        f"{number(float(np.nanmin(relative)))} to {number(float(np.nanmax(relative)))}."
+        f"{number(low)} to {number(high)}."
     )
-    return Chart("Pseudo-gradient norms by replica", drawing.svg, text, band_note(run, "replica"))
+    return Chart("Pseudo-gradient norms by replica", drawing.svg, text, _band_note(run))
 
 
 def _scores(run: MonitoredRun) -> Chart | None:
@@ -93,16 +229,13 @@ def _scores(run: MonitoredRun) -> Chart | None:
     if not run.facts.has_anomaly or not np.isfinite(scores).any():
         return None
     threshold = run.facts.anomaly_threshold
-    with svg_drawing("scores") as drawing:
-        axes = drawing.axes
-        _by_sync(axes, run, np.clip(scores, -4 * threshold, 4 * threshold))
-        axes.axhline(threshold, color=COLORS[1], linestyle="--", label="left out above")
-        _mark_rollbacks(axes, run)
-        finish(axes, "sync", "standard deviations")
-    highest = number(float(np.nanmax(scores)))
+    with _drawing("scores", "sync", "standard deviations") as drawing:
+        _by_sync(drawing.axes, run, np.clip(scores, -4 * threshold, 4 * threshold))
+        drawing.axes.axhline(threshold, color=COLORS[1], linestyle="--", label="left out above")
+        _mark_rollbacks(drawing.axes, run)
     text = (
-        f"Largest z score of each replica by sync; the highest is {highest}, and norms above "
-        f"{threshold:g} are left out."
+        f"Largest z score of each replica by sync; the highest is "
+        f"{number(float(np.nanmax(scores)))}, and norms above {threshold:g} are left out."
     )
     note = f"Of the unit where it is largest; cut off at {4 * threshold:g}."
     return Chart("Anomaly scores", drawing.svg, text, note)
@@ -111,34 +244,38 @@ def _scores(run: MonitoredRun) -> Chart | None:
 def _anomalies(run: MonitoredRun) -> Chart | None:
     if not run.syncs.sums["anomalies"]:
         return None
-    svg = anomalies_by_replica(run.syncs)
-    worst = int(np.argmax(shares := run.syncs.anomaly_shares()))
+    rows = run.syncs.rows
+    table = 100 * (rows.column("replica_anomalies") / np.maximum(1, rows.column("replica_pairs"))).T
+    names = [f"replica {replica}" for replica in range(len(table))]
+    with _heat_map("anomalies", run, table, names) as (drawing, image):
+        image.set(clim=(0, 100), cmap="cividis")
+        drawing.figure.colorbar(image, pad=0.02, aspect=30).set_label("% of its units")
+    shares = run.syncs.anomaly_shares()
     text = (
         "Share of its units in which each replica was left out, by sync; most often replica "
-        f"{worst}, in {percent(float(shares[worst]))}."
+        f"{int(np.argmax(shares))}, in {percent(float(shares.max()))}."
     )
-    return Chart("Left out as anomalous", svg, text)
+    return Chart("Left out as anomalous", drawing.svg, text)
 
 
 def _weights(run: MonitoredRun) -> Chart | None:
-    count = len(run.replicas)
+    count, title = len(run.replicas), "Effective number of replicas"
     if count < 2:
         return None
-    rows, title = run.syncs.rows, "Effective number of replicas"
+    middle, low, high = (
+        run.syncs.rows.column(f"effective{which}")[:, 0] for which in ("", "_min", "_max")
+    )
+    if _is_flat(low, high):
+        text = f"{number(float(low[-1]), '.2f')} of {count}, of each unit at every sync."
+        return Chart(title, "", text)
     x = _syncs(run)
-    low, high = rows.column("effective_min")[:, 0], rows.column("effective_max")[:, 0]
-    if is_flat(low, high):
-        return Chart(title, "", f"{number(float(low[-1]), '.2f')} of {count}, of each unit at "
-                     "every sync.")  # fmt: skip
-    with svg_drawing("weights") as drawing:
+    with _drawing("weights", "sync", "replicas") as drawing:
         axes = drawing.axes
         axes.fill_between(x, low, high, color=COLORS[2], alpha=0.3, linewidth=0, label="all units")
-        middle = rows.column("effective")[:, 0]
-        axes.plot(x, middle, color=COLORS[2], label="median unit", **marker(x))
+        axes.plot(x, middle, color=COLORS[2], label="median unit", **_marker(x))
         axes.axhline(count / 2, color=COLORS[1], linestyle="--", linewidth=1, label="half")
         axes.set_ylim(0, 1.06 * count)
         _mark_rollbacks(axes, run)
-        finish(axes, "sync", "replicas")
     text = (
         f"Effective number of replicas, 1 / sum of squared weights, of {count}: the median unit "
         f"stands on {number(float(np.nanmean(middle)), '.2f')} on average."
@@ -149,19 +286,17 @@ def _weights(run: MonitoredRun) -> Chart | None:
 
 def _clips(run: MonitoredRun) -> Chart | None:
     assert run.facts is not None
-    rows, x = run.syncs.rows, _syncs(run)
-    low, middle = rows.column("clip_min")[:, 0], rows.column("clip")[:, 0]
+    low, middle = (run.syncs.rows.column(name)[:, 0] for name in ("clip_min", "clip"))
     if not run.facts.has_clip or not np.isfinite(low).any():
         return None
-    if is_flat(low, middle):
-        return Chart("Clip factors", "", f"{number(float(low[-1]), '.2f')} of each unit at every "
-                     "sync (1 is no clip).")  # fmt: skip
-    with svg_drawing("clips") as drawing:
-        axes = drawing.axes
-        axes.plot(x, middle, color=COLORS[0], label="median unit", **marker(x))
-        axes.plot(x, low, color=COLORS[1], linewidth=1, label="smallest", **marker(x))
-        axes.set_ylim(0, 1.06)
-        finish(axes, "sync", "clip factor")
+    if _is_flat(low, middle):
+        text = f"{number(float(low[-1]), '.2f')} of each unit at every sync (1 is no clip)."
+        return Chart("Clip factors", "", text)
+    x = _syncs(run)
+    with _drawing("clips", "sync", "clip factor") as drawing:
+        drawing.axes.plot(x, middle, color=COLORS[0], label="median unit", **_marker(x))
+        drawing.axes.plot(x, low, color=COLORS[1], linewidth=1, label="smallest", **_marker(x))
+        drawing.axes.set_ylim(0, 1.06)
     text = (
         f"Clip factors by sync: the median unit's is {number(float(np.nanmean(middle)), '.2f')} on "
         f"average, the smallest of all {number(float(np.nanmin(low)), '.2f')}."
@@ -170,19 +305,14 @@ def _clips(run: MonitoredRun) -> Chart | None:
 
 
 def _seconds(run: MonitoredRun) -> Chart:
-    x, table = _bars(_syncs(run), run.syncs.rows.column("seconds") * 1e3)
-    parts = {name: table[:, place] for place, name in enumerate(SYNC_TIMES)}
-    width = 0.85 * (x[1] - x[0] if x.size > 1 else 1)
-    with svg_drawing("seconds") as drawing:
-        axes = drawing.axes
-        below = np.zeros_like(x)
+    parts = dict(zip(SYNC_TIMES, run.syncs.rows.column("seconds").T * 1e3, strict=True))
+    with _drawing("seconds", "sync", "milliseconds") as drawing:
+        below = np.zeros_like(parts["total"])
         for color, name in ((4, "wait"), (5, "exchange"), (2, "outer")):
-            axes.bar(x, parts[name], width, below, color=COLORS[color], label=name, linewidth=0)
+            _bars(drawing.axes, run, parts[name], below, color=COLORS[color], label=name)
             below = below + parts[name]
-        axes.plot(x, parts["total"], ".", color=INK, markersize=4, label="total")
-        axes.set_ylim(0, 1.05 * max(1e-9, float(max(below.max(), parts["total"].max()))))
-        _whole_bars(axes, x, width)
-        finish(axes, "sync", "milliseconds")
+        drawing.axes.plot(_syncs(run), parts["total"], ".", color=INK, markersize=4, label="total")
+        drawing.axes.set_ylim(0, 1.05 * max(1e-9, float(max(below.max(), parts["total"].max()))))
     share = run.syncs.share("exposed")
     exposed = f"; exposed {percent(share)} of the time" if share is not None else ""
     text = (
@@ -194,32 +324,124 @@ def _seconds(run: MonitoredRun) -> Chart:
 
 
 def _bytes(run: MonitoredRun) -> Chart:
-    sizes = run.syncs.rows.column("wire_bytes") / 1e6
+    sizes = run.syncs.rows.column("wire_bytes")[:, 0] / 1e6
     total = f"{number(run.syncs.sums['wire_bytes'] / 1e6, ',.2f')} in all {run.syncs.count}"
     title, note = "Bytes between replicas", "Payload; 1 MB = 10^6 bytes."
-    if is_flat(sizes):
-        text = f"{number(float(sizes[-1, 0]), ',.2f')} MB sent by a replica at every sync; {total}."
+    if _is_flat(sizes):
+        text = f"{number(float(sizes[-1]), ',.2f')} MB sent by a replica at every sync; {total}."
         return Chart(title, "", text, note)
-    x, table = _bars(_syncs(run), sizes)
-    width = 0.85 * (x[1] - x[0] if x.size > 1 else 1)
-    with svg_drawing("bytes") as drawing:
-        axes = drawing.axes
-        axes.bar(x, table[:, 0], width, color=COLORS[0], linewidth=0)
-        _whole_bars(axes, x, width)
-        finish(axes, "sync", "MB sent by a replica")
+    with _drawing("bytes", "sync", "MB sent by a replica") as drawing:
+        _bars(drawing.axes, run, sizes, np.zeros_like(sizes), color=COLORS[0])
     text = f"Megabytes that the ranks of one replica sent to other replicas in each sync; {total}."
     return Chart(title, drawing.svg, text, note)
+
+
+# ---- what charts are made of
+
+
+@contextmanager
+def _drawing(name: str, x: str, y: str) -> Iterator[Drawing]:
+    """Draw in the block; then both axes are named, and below them it is said what the lines are.
+
+    Args:
+        name: of the picture.
+        x, y: names of the axes.
+    """
+    with svg_drawing(name) as drawing:
+        yield drawing
+        axes = drawing.axes
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        _whole_ticks(axes)
+        if x == SAMPLES:
+            axes.xaxis.set_major_formatter(EngFormatter())
+        first, last = axes.get_xlim()
+        if last - first < 1:  # of a single point
+            axes.set_xlim(first - 0.5, last + 0.5)
+        legend_below(axes)
+
+
+@contextmanager
+def _heat_map(
+    name: str, run: MonitoredRun, table: Array, names: Sequence[str]
+) -> Iterator[tuple[Drawing, AxesImage]]:
+    """A row for each name from the top down, syncs from left to right; colours follow in the block.
+
+    Args:
+        name: of the picture.
+        run: whose syncs the columns are.
+        table: float64 [names, syncs].
+        names: of the rows.
+    """
+    height = float(np.clip(1.2 + 0.2 * len(table), SVG_INCHES[1], 1.3 * SVG_INCHES[1]))
+    with svg_drawing(name, height=height) as drawing:
+        axes, edges = drawing.axes, _edges(run)
+        axes.grid(visible=False)
+        box = (edges[0], edges[-1], len(table) - 0.5, -0.5)
+        every = math.ceil(len(names) / MOST_LABELS)
+        axes.set_yticks(range(0, len(names), every), list(names)[::every])
+        axes.set_xlabel("sync")
+        _whole_ticks(axes)
+        yield drawing, axes.imshow(table, aspect="auto", extent=box)
+
+
+def _whole_ticks(axes: Axes) -> None:
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
+
+
+def _plain_logarithms(axis: Axis, steps: tuple[int, ...]) -> None:
+    """Ticks at `steps` times powers of ten, without exponents."""
+    axis.set_major_locator(LogLocator(subs=steps))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+
+
+def _replica_curves(axes: Axes, curves: Sequence[Curve]) -> None:
+    """A line each where there are few, else the band from the lowest to the highest."""
+    if len(curves) <= MANY_REPLICAS:
+        for replica, (x, y) in enumerate(curves):
+            axes.plot(x, y, color=COLORS[replica % len(COLORS)], linewidth=1, alpha=0.75,
+                      label=f"replica {replica}" if len(curves) > 1 else None)  # fmt: skip
+        return
+    places = max((x for x, _ in curves), key=len)
+    _band(axes, places, np.array([np.interp(places, x, y) for x, y in curves if x.size]))
 
 
 def _by_sync(axes: Axes, run: MonitoredRun, table: Array) -> None:
     """A line for each replica, or a band."""
     x = _syncs(run)
     if table.shape[1] > MANY_REPLICAS:
-        band(axes, x, table.T)
+        _band(axes, x, table.T)
         return
     for replica, column in enumerate(table.T):
         axes.plot(x, column, color=COLORS[replica % len(COLORS)], linewidth=1, alpha=0.85,
-                  label=f"replica {replica}", **marker(x))  # fmt: skip
+                  label=f"replica {replica}", **_marker(x))  # fmt: skip
+
+
+def _band(axes: Axes, x: Array, table: Array) -> None:
+    """Lowest to highest row, and the median row."""
+    known = np.isfinite(table).any(axis=0)  # scores are not there before detectors are armed
+    x, table = x[known], table[:, known]
+    axes.fill_between(x, np.nanmin(table, axis=0), np.nanmax(table, axis=0), alpha=0.3,
+                      color=COLORS[0], linewidth=0, label="all replicas")  # fmt: skip
+    axes.plot(x, np.nanmedian(table, axis=0), color=COLORS[0], label="median replica")
+
+
+def _band_note(run: MonitoredRun) -> str:
+    """How a band is to be read; empty where there is none."""
+    many = len(run.replicas) > MANY_REPLICAS
+    return "The band goes from the lowest replica to the highest." if many else ""
+
+
+def _bars(axes: Axes, run: MonitoredRun, values: Array, below: Array, **style: Any) -> None:
+    axes.stairs(below + values, _edges(run), baseline=below, fill=True, **style)
+
+
+def _edges(run: MonitoredRun) -> Array:
+    """Where the bar of each sync begins, and where the last one ends."""
+    x = _syncs(run)
+    half = max(0.5, (x[-1] - x[0]) / max(1, x.size - 1) / 2)
+    return np.concatenate([[x[0] - half], (x[1:] + x[:-1]) / 2, [x[-1] + half]])
 
 
 def _syncs(run: MonitoredRun) -> Array:
@@ -228,23 +450,32 @@ def _syncs(run: MonitoredRun) -> Array:
     return rounds
 
 
-def _bars(x: Array, table: Array) -> tuple[Array, Array]:
-    """As many rows as there is room for bars, by means of neighbours."""
-    step = -(-x.size // MOST_BARS)
-    starts = range(0, x.size, step)
-    return (
-        np.array([x[i : i + step].mean() for i in starts]),
-        np.array([table[i : i + step].mean(axis=0) for i in starts]),
-    )
-
-
-def _whole_bars(axes: Axes, x: Array, width: float) -> None:
-    """The axis begins and ends with a bar."""
-    axes.set_xlim(float(x[0]) - width / 2, float(x[-1]) + width / 2)
+def _filled(table: Array) -> Array:
+    """With fragments a unit has not met at every sync: it keeps the norm of its last one."""
+    filled = table.copy()
+    for row, before in zip(filled[1:], filled[:-1], strict=True):
+        gaps = np.isnan(row)
+        row[gaps] = before[gaps]
+    return filled
 
 
 def _mark_rollbacks(axes: Axes, run: MonitoredRun) -> None:
-    counts = run.syncs.rows.column("rollbacks")[:, 0]
-    for number_, place in enumerate(_syncs(run)[counts > 0]):
-        axes.axvline(place, color=COLORS[3], linewidth=1, alpha=0.7,
-                     label=None if number_ else "roll-back")  # fmt: skip
+    places = _syncs(run)[run.syncs.rows.column("rollbacks")[:, 0] > 0]
+    _mark(axes, places.tolist(), "roll-back", color=COLORS[3], alpha=0.7)
+
+
+def _mark(axes: Axes, places: Sequence[float], label: str, **style: Any) -> None:
+    """Vertical lines, of which the legend tells once."""
+    for index, place in enumerate(places):
+        axes.axvline(place, linewidth=1, label=None if index else label, **style)
+
+
+def _marker(x: Array) -> dict[str, Any]:
+    """A line of few points has marks: one point alone would not be seen."""
+    return {"marker": "o", "markersize": 3.5} if x.size <= 12 else {}
+
+
+def _is_flat(*columns: Array) -> bool:
+    """Whether a picture of these would show a flat line and nothing else."""
+    values = np.concatenate([column[np.isfinite(column)] for column in columns])
+    return values.size > 1 and bool(np.ptp(values) <= FLAT_SHARE * np.abs(values).max())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from megatron_edit.constants import FIXED
 from megatron_edit.errors import on_one_line
 from megatron_edit.method.strategy import STRATEGIES, Strategy
-from megatron_edit.tools.monitor.values import finite, whole
+from megatron_edit.observe.records import finite, whole
 
 MOST_REPLICAS = 100_000  # far above any; each takes some kilobytes here
 
@@ -116,7 +116,7 @@ class Facts:
             has_anomaly=not _get(config, "no_anomaly", bool),
             has_clip=not _get(config, "no_clip", bool),
             versions={name: _text(version) for name, version in versions.items()},
-            argv=tuple(_text(word) for word in _get(found, "argv", _words)),
+            argv=_get(found, "argv", _words),
             train_iters=_size(sizes, "train_iters", whole),
             last_local_step=(
                 _size(sizes, "last_local_step", whole)
@@ -129,30 +129,6 @@ class Facts:
             has_segment=found.get("segment") is not None,
             resumed_from=_size(found, "segment", _resumed_from),
         )
-
-
-def model_of(argv: Sequence[str]) -> str:
-    """Size of the model, by the flags of a training; empty where they do not say it.
-
-    Args:
-        argv: a command line.
-    """
-    sizes = []
-    for name, words in (("--num-layers", "{} layers"), ("--hidden-size", "hidden size {}")):
-        if value := _last_value(argv, name):
-            sizes.append(words.format(value))
-    return ", ".join(sizes)
-
-
-def _last_value(argv: Sequence[str], name: str) -> str:
-    """Of a flag on a command line, where the last one counts; empty if it is not there."""
-    value = ""
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
-        if word == name:
-            value = following
-        elif word.startswith(f"{name}="):
-            value = word.partition("=")[2]
-    return value
 
 
 def _resumed_from(value: Any) -> ResumePoint | None:
@@ -181,10 +157,10 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value
 
 
-def _words(value: Any) -> list[Any]:
+def _words(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list):
         raise ValueError("no list")
-    return value
+    return tuple(_text(word) for word in value)
 
 
 def _strategy(value: Any) -> Strategy:

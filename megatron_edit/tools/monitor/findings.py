@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from statistics import median_high
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from megatron_edit.config import ONLY_COUNTED, EditConfig
 from megatron_edit.constants import LOW_CLIP, WATCHED_SYNCS
-from megatron_edit.tools.monitor.advice import a_edit, either, even_weights, higher_clip, to_hide
+from megatron_edit.errors import UsageError
 from megatron_edit.tools.monitor.facts import Facts
-from megatron_edit.tools.monitor.run import MonitoredRun
+from megatron_edit.tools.monitor.run import LOST, MonitoredRun
 from megatron_edit.tools.monitor.spikes import Spike
 from megatron_edit.tools.monitor.syncs import LossRejections
 from megatron_edit.tools.monitor.texts import duration, number, percent
@@ -22,6 +24,7 @@ ANOMALY_SHARE = 0.05
 SLOW_SHARE = 0.8
 SKIPPED_SHARE = 0.01
 MOST_NAMES = 8
+A_EDIT = "a-edit"
 
 
 class MonitorFinding(NamedTuple):
@@ -63,7 +66,7 @@ def _of_ends(run: MonitoredRun) -> Iterator[MonitorFinding]:
         yield MonitorFinding(
             "error", f"Replica {replica} failed with exit code {end.exit_code}{reason}."
         )
-    if run.state == "lost":
+    if run.state == LOST:
         yield MonitorFinding(
             "warning",
             f"No line for {duration(run.silence)}, and none that says how the run ended: it has "
@@ -163,13 +166,13 @@ def _of_weights(run: MonitoredRun, facts: Facts) -> Iterator[MonitorFinding]:
         yield MonitorFinding(
             "warning",
             f"For {syncs.low_effective} syncs in a row the median unit stood on fewer than "
-            f"{syncs.half:g} replicas: {either((even_weights(facts), 'look at the anomalies'))}.",
+            f"{syncs.half:g} replicas: {_either((_even_weights(facts), 'look at the anomalies'))}.",
         )
     if syncs.low_clip >= WATCHED_SYNCS:
         yield MonitorFinding(
             "warning",
             f"For {syncs.low_clip} syncs in a row the median unit was clipped below "
-            f"{LOW_CLIP:g}: {either((higher_clip(facts), 'lower the learning rate'))}.",
+            f"{LOW_CLIP:g}: {_either((_higher_clip(facts), 'lower the learning rate'))}.",
         )
     for replica, share in enumerate(syncs.anomaly_shares().tolist()):
         if share > ANOMALY_SHARE:
@@ -208,13 +211,13 @@ def _of_speed(run: MonitoredRun, facts: Facts) -> Iterator[MonitorFinding]:
     if is_waiting:
         why = "" if slow is None else f", as replica {slow[0]} is slow ({slow[1]})"
         remedies = (
-            a_edit(facts),
+            _a_edit(facts),
             "look at " + ("what holds these up" if slow is None else "its machine"),
         )
         yield MonitorFinding(
             "warning",
             f"Replica 0 waited for the others {percent(wait)} of the time{why}: "
-            f"{either(remedies)}.",
+            f"{_either(remedies)}.",
         )
     elif slow is not None and facts.strategy.is_timed:
         yield MonitorFinding(
@@ -225,7 +228,7 @@ def _of_speed(run: MonitoredRun, facts: Facts) -> Iterator[MonitorFinding]:
     elif exposed is not None and exposed > EXPOSED_SHARE:
         yield MonitorFinding(
             "warning",
-            f"Exposed syncs took {percent(exposed)} of the time: {either(to_hide(facts))}.",
+            f"Exposed syncs took {percent(exposed)} of the time: {_either(_to_hide(facts))}.",
         )
 
 
@@ -247,3 +250,68 @@ def _slow_replica(run: MonitoredRun, *, is_waiting: bool) -> tuple[int, str] | N
         f"between syncs it makes {speeds[slowest]:,.0f} tokens/s, the median replica {usual:,.0f}"
     )
     return slowest, text
+
+
+# ---- remedies: only settings that a launch with the run's strategy accepts
+
+
+def _accepts(facts: Facts, **changes: Any) -> bool:
+    """Whether a launch with the settings of a run, some of them changed, would be accepted.
+
+    Args:
+        facts: of the run.
+        changes: new values, by the names of the settings.
+    """
+    known = {spec.name for spec in dataclasses.fields(EditConfig)} & facts.config.keys()
+    try:
+        EditConfig(**{name: facts.config[name] for name in known} | changes)
+    except (UsageError, TypeError, ValueError):
+        return False
+    return True
+
+
+def _either(remedies: Sequence[str]) -> str:
+    """One sentence of all that are not empty."""
+    return ", or ".join(remedy for remedy in remedies if remedy)
+
+
+def _a_edit(facts: Facts) -> str:
+    """For replicas of unequal speed; empty where it cannot be had."""
+    fields = EditConfig.__dataclass_fields__
+    usual = {name: fields[name].default for name in ONLY_COUNTED}
+    if facts.strategy.is_timed or not _accepts(facts, strategy=A_EDIT, **usual):
+        return ""
+    return f"replicas of unequal speed do better with --edit-strategy {A_EDIT}"
+
+
+def _even_weights(facts: Facts) -> str:
+    """For weights near one-hot; empty where their temperature cannot be raised."""
+    value = facts.config.get("weight_temperature")  # None is auto
+    if not isinstance(value, int | float) or not _accepts(facts, weight_temperature=2 * value):
+        return ""
+    return "give a higher --edit-weight-temperature, or auto"
+
+
+def _higher_clip(facts: Facts) -> str:
+    """For a clip that always binds; empty where there is no clip to raise."""
+    value = facts.config.get("clip")
+    if not isinstance(value, int | float) or not _accepts(facts, clip=2 * value):
+        return ""
+    return "raise --edit-clip"
+
+
+def _to_hide(facts: Facts) -> list[str]:
+    """For syncs that take much of the time."""
+    remedies = []
+    if facts.strategy.is_timed:
+        remedies.append("raise --edit-sync-seconds")
+    elif _accepts(facts, sync_interval=2 * facts.sync_interval):
+        remedies.append("raise --edit-sync-interval")
+    hiding = []
+    if not facts.delay_steps and _accepts(facts, delay_steps=1):
+        hiding.append("--edit-delay-steps")
+    if "--overlap-param-gather" not in facts.argv:
+        hiding.append("--overlap-param-gather")
+    if hiding:
+        remedies.append(f"hide the exchange ({', '.join(hiding)})")
+    return remedies

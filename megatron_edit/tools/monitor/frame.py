@@ -5,14 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from megatron_edit.errors import on_one_line
-from megatron_edit.tools.monitor.facts import model_of
+from megatron_edit.tools.compare.flags import model_of
 from megatron_edit.tools.monitor.findings import findings_of
-from megatron_edit.tools.monitor.page import layout, loss_of, resumes, rhythm, whose_speed
 from megatron_edit.tools.monitor.replicas import Replica
-from megatron_edit.tools.monitor.run import MonitoredRun, State
+from megatron_edit.tools.monitor.run import RUNNING, MonitoredRun
+from megatron_edit.tools.monitor.summary import layout, loss_of, resumes, rhythm, whose_speed
 from megatron_edit.tools.monitor.texts import (
     UNKNOWN,
     duration,
@@ -22,13 +27,9 @@ from megatron_edit.tools.monitor.texts import (
     percent,
 )
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
-
 MOST_REPLICAS = 8
 LAST_SYNCS = 6
-STATE_STYLES: Mapping[State, str] = {
+STATE_STYLES: Mapping[str, str] = {
     "running": "green", "finished": "green", "lost": "yellow", "stopped": "yellow",
     "waiting": "yellow", "failed": "red",
 }  # fmt: skip
@@ -42,9 +43,6 @@ def frame_of(run: MonitoredRun, folder: Path) -> RenderableType:
         run: read just now.
         folder: that is watched.
     """
-    from rich.console import Group
-    from rich.text import Text
-
     if run.facts is None:
         return Text(on_one_line(f"waiting for {folder / 'run.json'}"), style="yellow")
     parts: list[RenderableType] = [_head(run), _progress(run), _replicas(run)]
@@ -56,8 +54,6 @@ def frame_of(run: MonitoredRun, folder: Path) -> RenderableType:
 
 
 def _head(run: MonitoredRun) -> RenderableType:
-    from rich.text import Text
-
     facts = run.facts
     assert facts is not None
     parts = (model_of(facts.argv), layout(facts), rhythm(facts), resumes(run))
@@ -69,9 +65,6 @@ def _head(run: MonitoredRun) -> RenderableType:
 
 
 def _progress(run: MonitoredRun) -> RenderableType:
-    from rich.progress_bar import ProgressBar
-    from rich.table import Table
-
     facts = run.facts
     assert facts is not None
     total = f" of {facts.train_iters:,}" if facts.train_iters else ""
@@ -80,7 +73,7 @@ def _progress(run: MonitoredRun) -> RenderableType:
         texts.append(f"{data} loss {number(evaluation.loss, '.4f')}")
     whose = "" if run.num_heard in (0, len(run.replicas)) else f" ({whose_speed(run)})"
     texts.append(f"{number(run.speed, ',.0f')} tokens/s{whose}")
-    if run.state == "running":
+    if run.state == RUNNING:
         texts.append(f"{duration(run.remaining_seconds)} left")
     row = Table.grid(padding=(0, 2))
     if run.progress is not None:
@@ -141,9 +134,6 @@ def _sync_cells(run: MonitoredRun) -> Iterator[list[str]]:
 
 
 def _table(*titles: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1))
     for title in titles:
         table.add_column(title, justify="right")

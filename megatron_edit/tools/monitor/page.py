@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import time
 from collections.abc import Iterator
@@ -11,10 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron_edit.tools.compare.flags import model_of
 from megatron_edit.tools.monitor.charts import charts_of
-from megatron_edit.tools.monitor.facts import Facts, model_of
 from megatron_edit.tools.monitor.findings import findings_of
-from megatron_edit.tools.monitor.run import OVER, MonitoredRun
+from megatron_edit.tools.monitor.run import RUNNING, MonitoredRun
+from megatron_edit.tools.monitor.summary import layout, loss_of, resumes, rhythm, whose_speed
 from megatron_edit.tools.monitor.texts import (
     UNKNOWN,
     duration,
@@ -26,7 +26,6 @@ from megatron_edit.tools.monitor.texts import (
 from megatron_edit.tools.pages.rendering import render
 
 TEMPLATE = Path(__file__).with_name("page.html")
-MOST_RESUMES = 8
 SYNC_HEAD = (
     "sync", "after iteration", "norm: smallest", "median", "largest", "effective replicas",
     "clip", "left out", "rolled back", "wait (ms)", "exposed (ms)", "total (ms)", "MB sent",
@@ -93,58 +92,16 @@ def date(run: MonitoredRun) -> str:
     return time.strftime("%Y-%m-%d", time.localtime(began_at))
 
 
-def resumes(run: MonitoredRun) -> str:
-    """Whether and where it was resumed; empty if it was not."""
-    if not run.resumed_at:
-        return ""
-    shown = ", ".join(f"{iteration:,}" for iteration in run.resumed_at[:MOST_RESUMES])
-    more = ", ..." if len(run.resumed_at) > MOST_RESUMES else ""
-    times = "once" if len(run.resumed_at) == 1 else f"{len(run.resumed_at)} times"
-    return f"resumed {times}, after iteration {shown}{more}"
-
-
 def subtitle(run: MonitoredRun) -> str:
     """Layout, rhythm and the newest news, in a sentence."""
     assert run.facts is not None
     parts = [layout(run.facts), rhythm(run.facts), resumes(run)]
     if run.syncs.last_time is not None:
         age = duration(max(0.0, run.read_at - run.syncs.last_time))
-        parts.append("" if run.state in OVER else f"last sync {age} ago")
-    if run.state not in OVER:
+        parts.append("" if run.is_over else f"last sync {age} ago")
+    if not run.is_over:
         parts.append(f"last news {duration(run.silence)} ago")
     return "; ".join(part for part in parts if part) + "."
-
-
-def layout(facts: Facts) -> str:
-    """Replicas and ranks."""
-    replicas, ranks = facts.num_replicas, facts.ranks_per_replica
-    return (
-        f"{replicas} replica{'s' if replicas != 1 else ''} x {ranks} rank"
-        f"{'s' if ranks != 1 else ''} on {facts.device}"
-    )
-
-
-def rhythm(facts: Facts) -> str:
-    """When replicas meet."""
-    if facts.strategy.endless_warmup:
-        return "gradients are averaged at every step"
-    is_timed = facts.strategy.is_timed
-    apart = f"{facts.sync_seconds:g} s" if is_timed else f"{facts.sync_interval} steps"
-    delayed = f", landing {facts.delay_steps} steps later" if facts.delay_steps else ""
-    final = ""
-    if facts.last_local_step is not None:
-        final = f"; after step {facts.last_local_step} gradients are averaged at every step"
-    return f"warm-up {facts.warmup_steps} steps, then a sync every {apart}{delayed}{final}"
-
-
-def whose_speed(run: MonitoredRun) -> str:
-    """Which replicas the speed is of, and how that is known."""
-    heard, total = run.num_heard, len(run.replicas)
-    if heard in (0, total):
-        return "all replicas"
-    if run.speed is None:
-        return f"not known: only {heard} of {total} replicas are seen here"
-    return f"all replicas, estimated from {heard} of {total}"
 
 
 def tiles(run: MonitoredRun) -> Iterator[Tile]:
@@ -155,13 +112,13 @@ def tiles(run: MonitoredRun) -> Iterator[Tile]:
     if run.progress is not None:
         total += f" ({percent(run.progress)})"
     yield Tile("iteration", f"{run.iteration:,}", total)
-    if run.state == "running":
+    if run.state == RUNNING:
         yield Tile("time left", duration(run.remaining_seconds), "at the present speed")
     yield Tile("training loss", number(loss_of(run), ".4f"), "mean over the replicas")
     for data, evaluation in run.evaluations.items():
         yield Tile(f"{data} loss", number(evaluation.loss, ".4f"),
                    f"after iteration {evaluation.iteration:,}")  # fmt: skip
-    when = "in the newest steps" if run.state in OVER else "at present"
+    when = "in the newest steps" if run.is_over else "at present"
     yield Tile("tokens/s", number(run.speed, ",.0f"), f"{whose_speed(run)}, {when}")
     if not syncs.count:
         return
@@ -178,14 +135,6 @@ def tiles(run: MonitoredRun) -> Iterator[Tile]:
         yield Tile("MB inside a replica", megabytes(facts.inside_bytes), "per step, computed")
     if syncs.state_bytes:
         yield Tile("outer state, MB", megabytes(syncs.state_bytes), "of a replica")
-
-
-def loss_of(run: MonitoredRun) -> float:
-    """The newest mean over the replicas, else of those that said one."""
-    if math.isfinite(run.loss):
-        return run.loss
-    known = [replica.loss for replica in run.replicas if math.isfinite(replica.loss)]
-    return sum(known) / len(known) if known else math.nan
 
 
 def replica_head(run: MonitoredRun) -> tuple[str, ...]:

@@ -4,92 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median_low
-from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from megatron_edit.errors import on_one_line
-from megatron_edit.tools.monitor.series import Array, Bins
+from megatron_edit.observe.records import Array, Ending, Iteration
+from megatron_edit.tools.monitor.series import Bins
 from megatron_edit.tools.monitor.spikes import SpikeDetector
-from megatron_edit.tools.monitor.values import finite, finite_or_nan, whole
 
 NUM_TOGETHER = 8  # iterations whose median step tells the speed between syncs
 NUM_RECENT = 50  # iterations that make the present speed
-
-
-EndKind = Literal["finished", "stopped", "failed"]
-
-
-class Step(NamedTuple):
-    """The line of an iteration.
-
-    Attributes:
-        iteration: of the training; under A-EDiT whole batches of all replicas.
-        step: of this replica, which may have made more or fewer than others.
-        samples: of this replica in this step.
-        samples_all: consumed by all replicas so far; None where an older version wrote the line.
-        loss: NaN where it is not known.
-        tokens: of this replica in this step.
-        seconds: length of the step.
-    """
-
-    iteration: int
-    step: int
-    samples: int
-    samples_all: int | None
-    loss: float
-    tokens: float
-    seconds: float
-
-    @classmethod
-    def of(cls, line: Mapping[str, Any]) -> Step:
-        """From a line.
-
-        Raises:
-            KeyError, TypeError, ValueError: it is not of that form.
-        """
-        iteration, samples_all = whole(line["iteration"]), line.get("samples_all")
-        return cls(
-            iteration, whole(line.get("replica_step", iteration)), whole(line["samples"]),
-            None if samples_all is None else whole(samples_all), finite_or_nan(line["loss"]),
-            finite(line["tokens"], least=0), finite(line["seconds"], least=0),
-        )  # fmt: skip
-
-
-class End(NamedTuple):
-    """The last line of a replica: how its run ended.
-
-    Attributes:
-        kind: `finished` when all iterations are made, `stopped` by a signal or a limit, `failed`.
-        time: Unix seconds.
-        reason: for people; empty where there is none.
-        exit_code: of the process.
-        lines_lost: lines of event files that could not be written.
-    """
-
-    kind: EndKind
-    time: float
-    reason: str
-    exit_code: int
-    lines_lost: int
-
-    @classmethod
-    def of(cls, line: Mapping[str, Any]) -> End:
-        """From a line.
-
-        Raises:
-            KeyError, TypeError, ValueError: it is not of that form.
-        """
-        if line["end"] not in get_args(EndKind):
-            raise ValueError("an unknown kind of end")
-        reason = "" if line.get("reason") is None else on_one_line(str(line["reason"]))
-        return cls(
-            line["end"], finite(line["time"]), reason, int(finite(line["exit_code"])),
-            whole(line.get("lines_lost", 0)),
-        )  # fmt: skip
 
 
 @dataclass
@@ -129,7 +54,7 @@ class Replica:
     tokens: float = 0.0
     seconds: float = 0.0
     samples: int = 0
-    end: End | None = None
+    end: Ending | None = None
     lines_lost: int = 0
     _is_after_sync: bool = False
     _speeds: Bins = field(default_factory=lambda: Bins(128))
@@ -150,14 +75,14 @@ class Replica:
         self._together.clear()
         self._recent.clear()
 
-    def add(self, step: Step, place: float) -> None:
+    def add(self, step: Iteration, place: float) -> None:
         """Take the line of an iteration.
 
         Args:
             step: the line.
             place: where it stands in pictures: the iteration, or samples of all replicas.
         """
-        self.iteration, self.step = step.iteration, step.step
+        self.iteration, self.step = step.iteration, step.replica_step
         self.samples_all = step.samples_all or 0
         self.num_iterations += 1
         if math.isfinite(step.loss):
@@ -181,7 +106,7 @@ class Replica:
         """Samples count anew: the line of the sync has those before."""
         self.samples, self._is_after_sync = 0, True
 
-    def on_end(self, end: End) -> None:
+    def on_end(self, end: Ending) -> None:
         """Its run is over."""
         self.end = end
         self.lines_lost += end.lines_lost

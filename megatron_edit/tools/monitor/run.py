@@ -10,30 +10,34 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any
 
 from megatron_edit.errors import UsageError, on_one_line
+from megatron_edit.observe.line_files import LineReader, status, unreadable
+from megatron_edit.observe.records import (
+    ENDS,
+    FAILED,
+    FINISHED,
+    RUN,
+    STOPPED,
+    VALIDATION,
+    Ending,
+    Iteration,
+    LossRecord,
+    SyncRecord,
+    samples_of,
+    whole,
+)
 from megatron_edit.tools.monitor.facts import Facts, ResumePoint
-from megatron_edit.tools.monitor.lines import LineFile, status, unreadable
-from megatron_edit.tools.monitor.replicas import End, EndKind, Replica, Step
+from megatron_edit.tools.monitor.replicas import Replica
 from megatron_edit.tools.monitor.segments import Segment, earlier_segments
 from megatron_edit.tools.monitor.series import Bins
-from megatron_edit.tools.monitor.syncs import Syncs, samples_of
+from megatron_edit.tools.monitor.syncs import Syncs
 from megatron_edit.tools.monitor.texts import duration
-from megatron_edit.tools.monitor.values import finite, whole
 
 SILENT_SECONDS = 120.0
 SILENT_STEPS = 10  # of the slowest replica's longest steps
-State = Literal["waiting", "running", "lost", "finished", "stopped", "failed"]
-OVER: frozenset[State] = frozenset(get_args(EndKind))
-VALIDATION = "validation"  # the set of data whose losses are drawn; others are only told
-
-
-class EvaluatedLoss(NamedTuple):
-    """A loss on data that are not trained on."""
-
-    iteration: int
-    loss: float
+WAITING, RUNNING, LOST = "waiting", "running", "lost"  # states beside `ENDS`
 
 
 class MonitoredRun:
@@ -67,7 +71,7 @@ class MonitoredRun:
         self.began_at: float | None = None
         self.losses, self.loss = Bins(), math.nan
         self._validation: dict[int, float] = {}  # by place; the end of training evaluates again
-        self.evaluations: dict[str, EvaluatedLoss] = {}
+        self.evaluations: dict[str, LossRecord] = {}
         self.syncs = Syncs(0)
         self.replicas: list[Replica] = []
         self.drift: tuple[int, int] | None = None
@@ -79,7 +83,7 @@ class MonitoredRun:
         self._version: tuple[int, int] | None = None
 
     @property
-    def files(self) -> tuple[LineFile, ...]:
+    def files(self) -> tuple[LineReader, ...]:
         """Those of the newest run, without `run.json`."""
         return self._segments[-1].files if self._segments else ()
 
@@ -114,7 +118,7 @@ class MonitoredRun:
     def _read(self, segment: Segment, on_bytes: Callable[[int], object]) -> None:
         if segment is not self._entered:
             self._enter(segment)
-        takers: list[tuple[LineFile, Callable[[Mapping[str, Any]], None]]] = [
+        takers: list[tuple[LineReader, Callable[[Mapping[str, Any]], None]]] = [
             (segment.syncs, partial(self._take_sync, segment)),
             (segment.losses, partial(self._take_loss, segment)),
             *((file, partial(self._take_line, segment, replica))
@@ -176,32 +180,26 @@ class MonitoredRun:
 
     @property
     def _path(self) -> Path:
-        return self.folder / "run.json"
+        return self.folder / RUN
 
     # ---- lines
 
     def _take_sync(self, segment: Segment, line: Mapping[str, Any]) -> None:
         if segment.keeps(whole(line["iteration"]), sum(samples_of(line))):
-            self.syncs.add(line)
+            self.syncs.add(SyncRecord.of(line, self.syncs.num_replicas))
 
     def _take_loss(self, segment: Segment, line: Mapping[str, Any]) -> None:
-        name = "validation_loss" if "validation_loss" in line else "loss"
-        iteration, samples, found = whole(line["iteration"]), line.get("samples"), line[name]
-        samples = None if samples is None else whole(samples)
-        if found is None or not segment.keeps(iteration, samples):
+        found = LossRecord.of(line)
+        if found.loss is None or not segment.keeps(found.iteration, found.samples):
             return
-        loss, place = finite(found), self._place(segment, iteration, samples)
-        if name == "loss":
-            self.losses.add(place, loss)
-            self.loss = loss
+        place = self._place(segment, found.iteration, found.samples)
+        if found.split is None:
+            self.losses.add(place, found.loss)
+            self.loss = found.loss
             return
-        data = str(line.get("split", VALIDATION))
-        name = on_one_line(
-            f"{data} {line.get('name') or ''}"
-        ).strip()  # of several sets of one kind
-        self.evaluations[name] = EvaluatedLoss(iteration, loss)
-        if data == VALIDATION:
-            self._validation[place] = loss
+        self.evaluations[on_one_line(f"{found.split} {found.name}").strip()] = found
+        if found.split == VALIDATION:
+            self._validation[place] = found.loss
 
     def _take_line(self, segment: Segment, replica: Replica, line: Mapping[str, Any]) -> None:
         if "digest" in line:
@@ -210,9 +208,9 @@ class MonitoredRun:
                 self._compare(number, line["digest"], replica.number)
                 replica.on_sync()
         elif "end" in line:
-            replica.on_end(End.of(line))
+            replica.on_end(Ending.of(line))
         else:
-            step = Step.of(line)
+            step = Iteration.of(line)
             if segment.keeps(step.iteration, step.samples_all):
                 replica.add(step, self._place(segment, step.iteration, step.samples_all))
 
@@ -283,7 +281,7 @@ class MonitoredRun:
         samples, facts = self.samples, self.facts
         if samples is None or facts is None or not facts.batch_size:
             return max((replica.iteration for replica in self.replicas), default=0)
-        if self._ended == "finished" and facts.train_iters:  # a rest may make no whole batch
+        if self._ended == FINISHED and facts.train_iters:  # a rest may make no whole batch
             return facts.train_iters
         return min(samples // facts.batch_size, facts.train_iters or samples)
 
@@ -359,50 +357,55 @@ class MonitoredRun:
         return max(0.0, self.read_at - (self.news_at or self.read_at))
 
     @property
-    def ends(self) -> dict[int, End]:
+    def ends(self) -> dict[int, Ending]:
         """How the newest run ended, by replica, as far as it has."""
         return {r.number: r.end for r in self.replicas if r.end is not None}
 
     @property
-    def failure(self) -> tuple[int, End] | None:
+    def failure(self) -> tuple[int, Ending] | None:
         """The replica that failed first, and how."""
-        failed = [(number, end) for number, end in self.ends.items() if end.kind == "failed"]
+        failed = [(number, end) for number, end in self.ends.items() if end.end == FAILED]
         return min(failed, key=lambda each: each[1].time, default=None)
 
     @property
-    def _ended(self) -> EndKind | None:
+    def _ended(self) -> str | None:
         """How the newest run ended; None until all replicas that are seen here have said so."""
         ends, missing = self.ends, self.missing
         if self.failure is not None:
-            return "failed"
+            return FAILED
         if not ends or any(r.number not in ends and r.number not in missing for r in self.replicas):
             return None
-        return "stopped" if any(end.kind == "stopped" for end in ends.values()) else "finished"
+        return STOPPED if any(end.end == STOPPED for end in ends.values()) else FINISHED
 
     @property
-    def state(self) -> State:
-        """What has become of the training."""
+    def state(self) -> str:
+        """What has become of the training: one of `ENDS`, `WAITING`, `RUNNING` or `LOST`."""
         if self.facts is None:
-            return "waiting"
+            return WAITING
         if (ended := self._ended) is not None:
             return ended
         # Runs of older versions do not write how they ended.
         if not self.facts.has_segment and self.progress is not None and self.progress >= 1.0:
-            return "finished"
+            return FINISHED
         longest = max((replica.step_seconds for replica in self.replicas), default=0.0)
         limit = max(SILENT_SECONDS, SILENT_STEPS * longest)
-        return "lost" if self.silence > limit else "running"
+        return LOST if self.silence > limit else RUNNING
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the newest run has ended."""
+        return self.state in ENDS
 
     @property
     def state_text(self) -> str:
         """The state, and why."""
         state = self.state
-        if state == "lost":
+        if state == LOST:
             return f"lost (no line for {duration(self.silence)})"
-        if state == "failed" and self.failure is not None:
+        if state == FAILED and self.failure is not None:
             number, end = self.failure
             return f"failed: {end.reason or f'replica {number}, exit code {end.exit_code}'}"
-        if state == "stopped":
+        if state == STOPPED:
             reasons = {end.reason for end in self.ends.values() if end.reason}
             return f"stopped ({', '.join(sorted(reasons))})" if reasons else state
         return state
@@ -432,7 +435,7 @@ def open_run(folder: Path) -> MonitoredRun:
         UsageError: it does not.
     """
     check_folder(folder)
-    found = status(folder / "run.json")
+    found = status(folder / RUN)
     if found is None or not stat.S_ISREG(found.st_mode):
         raise UsageError(
             str(folder), "holds no run.json", "give the folder of --edit-log-dir of a run"

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_edit.observe.line_files import LineReader, last_records, status, unreadable
+from megatron_edit.observe.records import samples_of, whole
 from megatron_edit.tools.monitor.facts import Facts, ResumePoint
-from megatron_edit.tools.monitor.lines import LineFile, last_records, status, unreadable
-from megatron_edit.tools.monitor.values import whole
 
 LATE_BATCHES = 10  # a killed run may have saved a checkpoint before it wrote the last lines
 _RENAMED = re.compile(r"run\.(\d+)\.json")
@@ -36,9 +36,9 @@ class Segment:
 
     facts: Facts
     began_at: float
-    syncs: LineFile
-    losses: LineFile
-    replicas: tuple[LineFile, ...]
+    syncs: LineReader
+    losses: LineReader
+    replicas: tuple[LineReader, ...]
     end: ResumePoint | None = None
 
     @classmethod
@@ -56,12 +56,12 @@ class Segment:
         middle = "" if number is None else f".{number}"
         found = status(folder / f"run{middle}.json")
         names = ["sync", "loss", *(f"replica-{r}" for r in range(facts.num_replicas))]
-        syncs, losses, *replicas = (LineFile(folder / f"{name}{middle}.jsonl") for name in names)
+        syncs, losses, *replicas = (LineReader(folder / f"{name}{middle}.jsonl") for name in names)
         began_at = math.nan if found is None else found.st_mtime
         return cls(facts, began_at, syncs, losses, tuple(replicas), end)
 
     @property
-    def files(self) -> tuple[LineFile, ...]:
+    def files(self) -> tuple[LineReader, ...]:
         """All but `run.json`."""
         return (self.syncs, self.losses, *self.replicas)
 
@@ -125,8 +125,8 @@ def _samples_of(record: dict[str, Any], batch: int) -> int:
     """Samples of all replicas by a line of any file; 0 where it does not say."""
     samples = record.get("samples_all")
     try:
-        if isinstance(each := record.get("samples"), list):  # a sync: of each replica
-            samples = sum(map(whole, each))
+        if isinstance(record.get("samples"), list):  # a sync: of each replica
+            samples = sum(samples_of(record))
         return whole(record["iteration"]) * batch if samples is None else whole(samples)
     except (KeyError, TypeError, ValueError):
         return 0

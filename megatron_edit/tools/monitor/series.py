@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping
+from itertools import zip_longest
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+from megatron_edit.observe.records import Array
+
 Merge = Literal["mean", "min", "max", "sum", "last"]
 MAX_POINTS = 512  # more than a picture has columns for
 _MERGES: Mapping[Merge, Callable[[Array], Array]] = {
@@ -34,10 +35,8 @@ class Bins:
 
     def __init__(self, capacity: int = MAX_POINTS) -> None:
         self.width = 1
-        self._capacity = capacity
         self._first: int | None = None
-        self._sums: list[float] = []
-        self._weights: list[float] = []
+        self._sums = np.zeros((capacity, 2))  # of values and of weights
 
     def add(self, place: int, value: float, weight: float = 1.0) -> None:
         """Count a value; `value` is already multiplied by its weight.
@@ -51,30 +50,18 @@ class Bins:
             return
         if self._first is None:
             self._first = place
-        while (index := max(0, place - self._first) // self.width) >= self._capacity:
-            self._merge()
-        missing = index + 1 - len(self._sums)
-        if missing > 0:
-            self._sums.extend([0.0] * missing)
-            self._weights.extend([0.0] * missing)
-        self._sums[index] += value
-        self._weights[index] += weight
-
-    def _merge(self) -> None:
-        for values in (self._sums, self._weights):
-            values[:] = [sum(values[i : i + 2]) for i in range(0, len(values), 2)]
-        self.width *= 2
+        while (index := max(0, place - self._first) // self.width) >= len(self._sums):
+            merged = self._sums.reshape(-1, 2, 2).sum(axis=1)
+            self._sums = np.concatenate([merged, np.zeros_like(merged)])
+            self.width *= 2
+        self._sums[index] += value, weight
 
     def curve(self) -> tuple[Array, Array]:
         """Middles of the bins that hold anything, and the means there; both float64 [P]."""
-        sums: Array = np.array(self._sums, dtype=np.float64)
-        weights: Array = np.array(self._weights, dtype=np.float64)
-        kept = np.flatnonzero(weights > 0)
-        if not kept.size:
-            return np.empty(0), np.empty(0)
+        kept = np.flatnonzero(self._sums[:, 1] > 0)
         first = (self._first or 0) + (self.width - 1) / 2
-        middles: Array = np.asarray(first + kept * self.width, dtype=np.float64)
-        return middles, sums[kept] / weights[kept]
+        middles: Array = first + kept.astype(np.float64) * self.width
+        return middles, self._sums[kept, 0] / self._sums[kept, 1]
 
 
 class Rows:
@@ -101,36 +88,28 @@ class Rows:
         self.count += 1
         for name, pending in self._pending.items():
             pending.append(row[name])
-        if self.count % self.width:
-            return
-        for name, pending in self._pending.items():
-            self._kept[name].append(_merged(pending, self._merges[name]))
-            pending.clear()
+            if self.count % self.width == 0:
+                self._kept[name].append(self._merged(name, pending))
+                pending.clear()
         if self.count // self.width >= self._capacity:
             for name, kept in self._kept.items():
-                merge = self._merges[name]
-                kept[:] = [_merged(kept[i : i + 2], merge) for i in range(0, len(kept), 2)]
+                kept[:] = [self._merged(name, kept[i : i + 2]) for i in range(0, len(kept), 2)]
             self.width *= 2
 
     def column(self, name: str) -> Array:
         """A column, float64 [rows, length of its longest vector]."""
-        rows = list(self._kept[name])
-        if self._pending[name]:
-            rows.append(_merged(self._pending[name], self._merges[name]))
-        return _stacked(rows)
+        pending = self._pending[name]
+        return _stacked([*self._kept[name], *([self._merged(name, pending)] if pending else [])])
+
+    def _merged(self, name: str, rows: list[Array]) -> Array:
+        if len(rows) == 1:
+            return rows[0]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of columns that hold no number at all
+            return _MERGES[self._merges[name]](_stacked(rows))
 
 
 def _stacked(rows: list[Array]) -> Array:
-    length = max((row.size for row in rows), default=0)
-    table = np.full((len(rows), length), math.nan)
-    for target, row in zip(table, rows, strict=True):
-        target[: row.size] = row
-    return table
-
-
-def _merged(rows: list[Array], merge: Merge) -> Array:
-    if len(rows) == 1:
-        return rows[0]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of columns that hold no number at all
-        return _MERGES[merge](_stacked(rows))
+    """Vectors as the rows of a table, filled up with NaN."""
+    columns = list(zip_longest(*rows, fillvalue=math.nan))
+    return np.array(columns, dtype=np.float64).reshape(len(columns), len(rows)).T
