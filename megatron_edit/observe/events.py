@@ -35,7 +35,7 @@ from megatron_edit.observe.records import (
     Ending,
     Evaluation,
     Iteration,
-    number,
+    LossRecord,
     replica_file,
 )
 from megatron_edit.observe.reports import digest_line, loss_rejections, sync_line, sync_summary
@@ -207,8 +207,7 @@ class EventLog:
         if self._is_first:
             for step, loss in enumerate(losses, start=first_step):
                 total = self._samples.take(step) if samples is None else samples
-                line = {"iteration": step, "samples": total, "loss": number(loss)}
-                self._append(LOSSES, line)
+                self._append(LOSSES, LossRecord(step, total, None, loss).line())
         if self._metrics is not None:
             self._metrics[1].write_losses(first_step, losses)
 

@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +55,11 @@ def finite(value: Any, least: float = -LARGEST_NUMBER) -> float:
     if not least <= value <= LARGEST_NUMBER:
         raise ValueError("a number out of range")
     return float(value)
+
+
+def finite_or_nan(value: Any) -> float:
+    """A number; NaN where the record has null."""
+    return math.nan if value is None else finite(value)
 
 
 def whole(value: Any, least: int = 0) -> int:
@@ -111,11 +116,11 @@ class Iteration:
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> Self:
         """From a line; versions before 0.2 wrote neither step nor `samples_all`."""
-        iteration, loss = whole(line["iteration"]), line["loss"]
+        iteration = whole(line["iteration"])
         return cls(
             iteration=iteration,
             replica_step=whole(line.get("replica_step", iteration)),
-            loss=math.nan if loss is None else finite(loss),
+            loss=finite_or_nan(line["loss"]),
             grad_norm=line.get("grad_norm"),
             lr=line.get("lr"),
             samples=whole(line["samples"]),
@@ -173,64 +178,47 @@ class Ending:
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """One evaluation of all replicas: a line of `loss.jsonl`.
+class LossRecord:
+    """A training loss, or one evaluation of all replicas: a line of `loss.jsonl`.
 
     Attributes:
-        iteration: Megatron's iteration number, after which it came.
-        samples: consumed by all replicas by then.
-        split: `validation` or `test`.
-        loss: mean over the replicas.
+        iteration: of a training loss, or Megatron's iteration number after which an evaluation
+            came.
+        samples: consumed by all replicas by then; None where that is not known.
+        split: `validation` or `test`; None for a training loss.
+        loss: mean over the replicas; NaN where there is no finite one.
         name: which of several validation sets; None where there is one.
     """
 
     iteration: int
-    samples: int
-    split: str
+    samples: int | None
+    split: str | None
     loss: float
     name: str | None = None
 
     def line(self) -> dict[str, Any]:
         """As it is written; the perplexity is that of Megatron's console."""
-        line = {
-            "iteration": self.iteration,
-            "samples": self.samples,
-            "validation_loss": number(self.loss),
-            "split": self.split,
-            "perplexity": number(math.exp(min(MAX_EXPONENT, self.loss))),
-        }
+        line: dict[str, Any] = {"iteration": self.iteration, "samples": self.samples}
+        if self.split is None:
+            return {**line, "loss": number(self.loss)}
+        line |= {"validation_loss": number(self.loss), "split": self.split}
+        line["perplexity"] = number(math.exp(min(MAX_EXPONENT, self.loss)))
         return line if self.name is None else {**line, "name": self.name}
-
-
-class LossRecord(NamedTuple):
-    """A line of `loss.jsonl` as it is read: a training loss, or that of an evaluation.
-
-    Attributes:
-        iteration: after which it came.
-        samples: consumed by all replicas by then; None where an older version wrote the line.
-        loss: mean over the replicas; None where it is not finite.
-        split: `validation` or `test`; None for a training loss.
-        name: of the set of data, one of several; empty where there is one.
-    """
-
-    iteration: int
-    samples: int | None
-    loss: float | None
-    split: str | None
-    name: str
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> Self:
-        """From a line."""
+        """From a line; versions before 0.2 did not write the samples."""
         is_training = "validation_loss" not in line
-        loss = line["loss" if is_training else "validation_loss"]
         return cls(
             iteration=whole(line["iteration"]),
             samples=whole_or_none(line.get("samples")),
-            loss=None if loss is None else finite(loss),
             split=None if is_training else str(line.get("split", VALIDATION)),
-            name=str(line.get("name") or ""),
+            loss=finite_or_nan(line["loss" if is_training else "validation_loss"]),
+            name=str(line.get("name") or "") or None,
         )
+
+
+Evaluation = LossRecord  # what the host calls one with a split
 
 
 @dataclass(frozen=True, eq=False)

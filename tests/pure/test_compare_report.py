@@ -24,7 +24,7 @@ from megatron_edit.tools.compare.analysis import ComparisonResult, make_rows
 from megatron_edit.tools.compare.console_log import RunLog, edit_validation
 from megatron_edit.tools.compare.entries import parse_entries
 from megatron_edit.tools.compare.follow import Limits, RunFailedError, follow, tail
-from megatron_edit.tools.compare.page import write_report
+from megatron_edit.tools.compare.page import markdown_table, write_report
 from megatron_edit.tools.compare.pictures import smoothed
 from megatron_edit.tools.compare.plan import ComparisonSetting, RunPlan, make_plan
 from megatron_edit.tools.compare.readings import (
@@ -37,7 +37,6 @@ from megatron_edit.tools.compare.readings import (
 )
 from megatron_edit.tools.compare.runs import carry_out, folder_of, kind_of
 from megatron_edit.tools.compare.statistics import Spread, differences, quotients
-from megatron_edit.tools.compare.table import markdown_table
 from megatron_edit.tools.compare.traffic import ElementBytes, Layout
 
 SEQ = 10

@@ -7,5 +7,5 @@
 | follow, runs | trainings: started, followed, given up |
 | console_log, traffic, readings | what a training left behind, as numbers |
 | statistics, analysis | numbers of several runs together |
-| table, pictures, page | what people read |
+| pictures, page | what people read |
 """

@@ -122,7 +122,7 @@ def edit_losses(log_dir: Path, log: RunLog) -> dict[int, float]:
     found = {
         record.iteration: record.loss
         for record in _loss_records(log_dir)
-        if record.split is None and record.loss is not None
+        if record.split is None and not math.isnan(record.loss)
     }
     return found or log.losses()
 
@@ -131,7 +131,7 @@ def edit_validation(log_dir: Path, log: RunLog) -> dict[int, float]:
     """Validation loss of an EDiT run: its own, in full digits, else the console's."""
     found: dict[int, list[float]] = defaultdict(list)  # several validation sets count alike
     for record in _loss_records(log_dir):
-        if record.split == VALIDATION and record.loss is not None:
+        if record.split == VALIDATION and not math.isnan(record.loss):
             found[record.iteration].append(record.loss)
     return _means(found) or log.validation()
 

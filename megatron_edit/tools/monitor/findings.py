@@ -6,8 +6,9 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from statistics import median_high
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_edit.config import ONLY_COUNTED, EditConfig
 from megatron_edit.constants import LOW_CLIP, WATCHED_SYNCS
@@ -24,6 +25,7 @@ ANOMALY_SHARE = 0.05
 SLOW_SHARE = 0.8
 SKIPPED_SHARE = 0.01
 MOST_NAMES = 8
+LEVELS = ("error", "warning", "note")  # the worst first
 A_EDIT = "a-edit"
 
 
@@ -31,18 +33,20 @@ class MonitorFinding(NamedTuple):
     """One thing that deserves attention in a run.
 
     Attributes:
-        level: `error` for a run that is lost, or a report that is not whole.
+        level: of `LEVELS`; an error is a run that is lost, or a report that is not whole.
         text: sentences, with a remedy.
     """
 
-    level: Literal["error", "warning", "note"]
+    level: str
     text: str
+
+
+_error, _warning, _note = (partial(MonitorFinding, level) for level in LEVELS)
 
 
 def findings_of(run: MonitoredRun) -> list[MonitorFinding]:
     """Everything that is to be said, the worst first."""
-    order = ("error", "warning", "note")
-    return sorted(_all(run), key=lambda finding: order.index(finding.level))
+    return sorted(_all(run), key=lambda finding: LEVELS.index(finding.level))
 
 
 def _all(run: MonitoredRun) -> Iterator[MonitorFinding]:
@@ -54,7 +58,7 @@ def _all(run: MonitoredRun) -> Iterator[MonitorFinding]:
         return
     yield from _of_speed(run, facts)
     if not run.syncs.count:
-        yield MonitorFinding("note", _without_syncs(facts))
+        yield _note(_without_syncs(facts))
         return
     yield from _of_weights(run, facts)
 
@@ -63,18 +67,14 @@ def _of_ends(run: MonitoredRun) -> Iterator[MonitorFinding]:
     if run.failure is not None:
         replica, end = run.failure
         reason = f": {end.reason}" if end.reason else ""
-        yield MonitorFinding(
-            "error", f"Replica {replica} failed with exit code {end.exit_code}{reason}."
-        )
+        yield _error(f"Replica {replica} failed with exit code {end.exit_code}{reason}.")
     if run.state == LOST:
-        yield MonitorFinding(
-            "warning",
+        yield _warning(
             f"No line for {duration(run.silence)}, and none that says how the run ended: it has "
             "been killed, or hangs.",
         )
     if lost := run.lines_lost:
-        yield MonitorFinding(
-            "warning",
+        yield _warning(
             f"{lost} line{'s' if lost > 1 else ''} of the event files could not be written, and "
             "are missing here: look at the disk of --edit-log-dir.",
         )
@@ -83,17 +83,15 @@ def _of_ends(run: MonitoredRun) -> Iterator[MonitorFinding]:
 def _of_files(run: MonitoredRun) -> Iterator[MonitorFinding]:
     if run.drift is not None:
         number, replica = run.drift
-        yield MonitorFinding(
-            "error",
+        yield _error(
             f"After sync {number} replica {replica} held other parameters than "
             "the others (digests differ): the run cannot be trusted from there.",
         )
     if damaged := run.num_damaged:
         lines = ", ".join(f"{count} in {name}" for name, count in damaged.items())
-        yield MonitorFinding("error", f"Lines that could not be read, and are left out: {lines}.")
+        yield _error(f"Lines that could not be read, and are left out: {lines}.")
     if missing := run.missing:
-        yield MonitorFinding(
-            "warning",
+        yield _warning(
             f"No file of replica {_names(missing)} in this folder: with one launch per "
             "replica, --edit-log-dir must be a folder that all machines share. "
             f"Tokens/s and time left {_estimates(run)}.",
@@ -118,15 +116,14 @@ def _of_losses(run: MonitoredRun) -> Iterator[MonitorFinding]:
         if replica.spikes.worst is not None:
             spikes[replica.spikes.worst.iteration].append((replica.number, replica.spikes.worst))
     for iteration in sorted(spikes)[:MOST_NAMES]:
-        yield MonitorFinding("warning", _spike_text(run, spikes[iteration]))
+        yield _warning(_spike_text(run, spikes[iteration]))
     skipped = {
         replica.number: replica.num_skipped / replica.num_iterations
         for replica in run.replicas
         if replica.num_skipped > SKIPPED_SHARE * max(1, replica.num_iterations)
     }
     for replica_number, share in list(skipped.items())[:MOST_NAMES]:
-        yield MonitorFinding(
-            "warning",
+        yield _warning(
             f"Replica {replica_number} has no finite loss for {percent(share)} of its iterations.",
         )
 
@@ -163,30 +160,26 @@ def _without_syncs(facts: Facts) -> str:
 def _of_weights(run: MonitoredRun, facts: Facts) -> Iterator[MonitorFinding]:
     syncs = run.syncs
     if syncs.low_effective >= WATCHED_SYNCS:
-        yield MonitorFinding(
-            "warning",
+        yield _warning(
             f"For {syncs.low_effective} syncs in a row the median unit stood on fewer than "
             f"{syncs.half:g} replicas: {_either((_even_weights(facts), 'look at the anomalies'))}.",
         )
     if syncs.low_clip >= WATCHED_SYNCS:
-        yield MonitorFinding(
-            "warning",
+        yield _warning(
             f"For {syncs.low_clip} syncs in a row the median unit was clipped below "
             f"{LOW_CLIP:g}: {_either((_higher_clip(facts), 'lower the learning rate'))}.",
         )
     for replica, share in enumerate(syncs.anomaly_shares().tolist()):
         if share > ANOMALY_SHARE:
-            yield MonitorFinding(
-                "warning",
+            yield _warning(
                 f"Replica {replica} was left out as anomalous in "
                 f"{percent(share)} of its units and syncs: look at its data and "
                 "hardware.",
             )
     for replica, rejections in sorted(syncs.loss_rejections.items())[:MOST_NAMES]:
-        yield MonitorFinding("warning", _rejection_text(replica, rejections))
+        yield _warning(_rejection_text(replica, rejections))
     if rollbacks := int(syncs.sums["rollbacks"]):
-        yield MonitorFinding(
-            "warning",
+        yield _warning(
             f"{rollbacks} roll-back{'s' if rollbacks > 1 else ''}: units "
             "whose replicas were all left out went back to their anchor.",
         )
@@ -214,20 +207,16 @@ def _of_speed(run: MonitoredRun, facts: Facts) -> Iterator[MonitorFinding]:
             _a_edit(facts),
             "look at " + ("what holds these up" if slow is None else "its machine"),
         )
-        yield MonitorFinding(
-            "warning",
+        yield _warning(
             f"Replica 0 waited for the others {percent(wait)} of the time{why}: "
             f"{_either(remedies)}.",
         )
     elif slow is not None and facts.strategy.is_timed:
-        yield MonitorFinding(
-            "note", f"Replica {slow[0]} is slow, and makes fewer steps than the others: {slow[1]}."
-        )
+        yield _note(f"Replica {slow[0]} is slow, and makes fewer steps than the others: {slow[1]}.")
     elif slow is not None:
-        yield MonitorFinding("warning", f"Replica {slow[0]} is slow: {slow[1]}.")
+        yield _warning(f"Replica {slow[0]} is slow: {slow[1]}.")
     elif exposed is not None and exposed > EXPOSED_SHARE:
-        yield MonitorFinding(
-            "warning",
+        yield _warning(
             f"Exposed syncs took {percent(exposed)} of the time: {_either(_to_hide(facts))}.",
         )
 

@@ -190,14 +190,14 @@ class MonitoredRun:
 
     def _take_loss(self, segment: Segment, line: Mapping[str, Any]) -> None:
         found = LossRecord.of(line)
-        if found.loss is None or not segment.keeps(found.iteration, found.samples):
+        if math.isnan(found.loss) or not segment.keeps(found.iteration, found.samples):
             return
         place = self._place(segment, found.iteration, found.samples)
         if found.split is None:
             self.losses.add(place, found.loss)
             self.loss = found.loss
             return
-        self.evaluations[on_one_line(f"{found.split} {found.name}").strip()] = found
+        self.evaluations[on_one_line(f"{found.split} {found.name or ''}").strip()] = found
         if found.split == VALIDATION:
             self._validation[place] = found.loss
 
