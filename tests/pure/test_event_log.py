@@ -18,12 +18,13 @@ import pytest
 import torch
 
 from megatron_edit.comm.placement import Placement
+from megatron_edit.constants import SYNC_TIMES
 from megatron_edit.engine.plan import Decision
 from megatron_edit.method.detector import Verdict
 from megatron_edit.method.loss_check import LossVerdict
 from megatron_edit.observe.events import EventLog
 from megatron_edit.observe.metrics import SyncMetrics
-from megatron_edit.observe.records import Iteration
+from megatron_edit.observe.records import Ending, Iteration, LossRecord, SyncRecord
 from megatron_edit.observe.reports import loss_rejections, sync_line, sync_summary
 from megatron_edit.tools.monitor.run import MonitoredRun
 from tests.harness.event_files import MadeUp
@@ -144,6 +145,26 @@ def test_fields_of_a_sync() -> None:
     assert line["why"] == [[None, None]] * 3 and line["round_loss"] == [3.0, None]
     assert (line["inner_steps"], line["samples"]) == ([4, 6], [400, 600])
     assert (line["round"], line["iteration"], line["units"]) == (7, 900, ["a", "b", "c"])
+
+
+def test_readers_find_what_writers_wrote() -> None:
+    """Would catch: a field that the tools look for under another name."""
+    iteration = Iteration(9, 9, math.nan, None, 1e-3, 8, 144, 1024.0, 0.1)
+    ending = Ending("failed", "no\nreason", 1, 9, 72)
+    losses = [LossRecord(9, 144, None, 2.5), LossRecord(9, 144, "test", math.nan, "code")]
+    assert str(Iteration.of(iteration.line())) == str(iteration)  # NaN is not equal to NaN
+    assert [str(LossRecord.of(loss.line())) for loss in losses] == list(map(str, losses))
+    read = Ending.of(ending.line(lines_lost=3))
+    assert read == replace(ending, reason="no\\nreason", time=read.time, lines_lost=3)
+    rejected = LossVerdict(torch.tensor([True, False]), torch.tensor([9.0, 3.0]), torch.ones(2))
+    usual = report().decision
+    left_out = Verdict(torch.tensor([[True] * 3, [False] * 3]), usual.verdict.scores)
+    decision = replace(usual, loss=rejected, verdict=left_out)
+    sync = SyncRecord.of(json.loads(json.dumps(sync_line(report(decision=decision)))), 2)
+    assert (sync.round, sync.iteration, sync.samples) == (7, 900, [400, 600])
+    assert sync.weights.tolist() == [[0.5, 0.5], [1.0, 0.0], [0.25, 0.75]]
+    assert (sync.rejected, sync.round_loss.tolist()) == ([0], [9.0, 3.0])
+    assert sync.seconds.size == len(SYNC_TIMES)
 
 
 def test_rejected_loss_is_told() -> None:

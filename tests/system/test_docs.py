@@ -342,10 +342,10 @@ def test_surfaces_are_recorded_and_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Would catch: an argument of compare_surfaces.py that was renamed."""
-    package = REPOSITORY / "megatron_edit"
-    (tmp_path / "here").mkdir()
     (tmp_path / "before").symlink_to(REPOSITORY)
-    (tmp_path / "here" / "megatron_edit").symlink_to(package)
+    (tmp_path / "here").mkdir()
+    for name in ("docs", "megatron_edit"):
+        (tmp_path / "here" / name).symlink_to(REPOSITORY / name)
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setattr(
         compare_surfaces, "surfaces", lambda: [compare_surfaces.Surface("help", "--help")]

@@ -20,9 +20,7 @@ from megatron_edit.tools.monitor.texts import duration, megabytes, milliseconds,
 from megatron_edit.tools.pages import render
 
 TEMPLATE = Path(__file__).with_name("page.html")
-FILTERS = {
-    each.__name__: each for each in (duration, megabytes, milliseconds, number, percent)
-}  # fmt: skip
+FILTERS = {each.__name__: each for each in (duration, megabytes, milliseconds, number, percent)}
 
 
 def page_of(run: MonitoredRun) -> str:
