@@ -48,12 +48,12 @@ TRAINING = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --eval-iters 0 "
     "--micro-batch-size 2 --max-position-embeddings 128 --global-batch-size 32 --train-iters 40 "
     "--lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --edit-num-replicas 2 "
-    "--edit-warmup-steps 8 --edit-sync-interval 4 --edit-sync-seconds 5 --edit-device cpu"
+    "--edit-warmup-steps 8 --edit-sync-interval 4 --edit-device cpu"
 )
 LINK = "--link 10Gbit --step-time 2"
 COMPARISON = (
     f"compare {SCRIPT} {TRAINING} --strategies ddp,stock,edit,edit:delay-steps=2,a-edit "
-    "--seeds 1,2 --with-ideal --nproc-per-node 4 --output-dir comparison"
+    "--edit-sync-seconds 5 --seeds 1,2 --with-ideal --nproc-per-node 4 --output-dir comparison"
 )
 REFUSED = {
     "report-nothing": "report events/nothing",
