@@ -43,12 +43,7 @@ def engine_settings(
         penalty=penalty_of(config),
         outer=strategy.make_rule(rule),
         max_norm=None if config.no_clip else config.clip,
-        landing=LandingRule(
-            config.delay_steps,
-            config.mix,
-            keeps_progress=strategy.keeps_progress,
-            at_next_meeting=strategy.lands_at_next_meeting,
-        ),
+        landing=landing_of(config),
         wire=Wire.of(config.sync_dtype),
         digest_interval=config.digest_interval,
         fixed_timeout=config.timeout_seconds is not None,
@@ -57,6 +52,17 @@ def engine_settings(
         prefetch_units=config.prefetch_units,
         offload=config.offload,
         moments=moments_of(config),
+    )
+
+
+def landing_of(config: EditConfig) -> LandingRule:
+    """When and how the results of syncs reach the parameters."""
+    strategy = STRATEGIES[config.strategy]
+    return LandingRule(
+        config.delay_steps,
+        config.mix,
+        keeps_progress=strategy.keeps_progress,
+        at_next_meeting=strategy.lands_at_next_meeting,
     )
 
 

@@ -32,7 +32,7 @@ CONFIG = (
     Mutant(
         id="config/muon-counted-as-adam",
         bug="the plan counts two moments of matrices that have one momentum",
-        file="tools/plan/storage.py",
+        file="tools/plan/job.py",
         old="int(is_half) + 1 if is_muon else vectors",
         new="vectors",
         test="pure/test_muon_settings.py::test_plan_counts_one_vector_for_each_matrix",

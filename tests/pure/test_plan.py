@@ -18,12 +18,10 @@ from megatron_edit.constants import SYNC_DTYPES
 from megatron_edit.tools.compare.flags import read_flags
 from megatron_edit.tools.compare.traffic import Layout, baseline_bytes, warmup_bytes
 from megatron_edit.tools.plan.advice import advise, least_interval
-from megatron_edit.tools.plan.job import Job, read_job
+from megatron_edit.tools.plan.job import NAMES, Job, read_job
 from megatron_edit.tools.plan.machine import CPU, GPU, Link
 from megatron_edit.tools.plan.memory import edit_parts, persistent_bytes, stock_parts
-from megatron_edit.tools.plan.names import NAMES
-from megatron_edit.tools.plan.plan import make_plan
-from megatron_edit.tools.plan.table import lines
+from megatron_edit.tools.plan.plan import lines, make_plan
 from megatron_edit.tools.plan.timing import (
     BEFORE,
     TimingSetting,

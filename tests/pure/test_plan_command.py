@@ -10,9 +10,8 @@ import pytest
 from megatron_edit.errors import UsageError
 from megatron_edit.tools.cli import main
 from megatron_edit.tools.compare.flags import read_flags
-from megatron_edit.tools.plan.job import read_job
-from megatron_edit.tools.plan.names import NAMES
-from megatron_edit.tools.plan.quantities import parse_bytes, parse_rate, parse_seconds
+from megatron_edit.tools.plan.job import NAMES, read_job
+from megatron_edit.tools.plan.values import parse_bytes, parse_rate, parse_seconds
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 

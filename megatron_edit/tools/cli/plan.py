@@ -11,12 +11,17 @@ from pathlib import Path
 
 from megatron_edit.errors import UsageError
 from megatron_edit.tools.compare.flags import read_flags_or_refuse
-from megatron_edit.tools.plan.job import Job, read_job
-from megatron_edit.tools.plan.limits import LEAST, MOST, check_ranks
+from megatron_edit.tools.plan.job import NAMES, USUAL, Job, read_job
 from megatron_edit.tools.plan.machine import CPU, GPU, MACHINES, Link
-from megatron_edit.tools.plan.names import NAMES, USUAL
-from megatron_edit.tools.plan.quantities import parse_bytes, parse_rate, parse_seconds
-from megatron_edit.tools.plan.words import Words
+from megatron_edit.tools.plan.values import (
+    LEAST,
+    MOST,
+    Words,
+    check_ranks,
+    parse_bytes,
+    parse_rate,
+    parse_seconds,
+)
 
 USUAL_MFU = 0.4
 
@@ -56,10 +61,8 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     Raises:
         UsageError: something given is wrong, or missing.
     """
-    from megatron_edit.tools.plan.plan import (
-        make_plan,  # torch, which no other subcommand should wait for
-    )
-    from megatron_edit.tools.plan.table import lines
+    # torch, which no other subcommand should wait for
+    from megatron_edit.tools.plan.plan import lines, make_plan
     from megatron_edit.tools.plan.timing import TimingSetting
 
     argv = [word for name in options.config for word in _flags_of(name)] + list(rest)

@@ -12,8 +12,8 @@ from megatron_edit.flags import flag
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.plan.job import Job
 from megatron_edit.tools.plan.memory import edit_parts, stock_parts
-from megatron_edit.tools.plan.quantities import show_bytes, show_seconds
 from megatron_edit.tools.plan.timing import TimingSetting, sync_cost
+from megatron_edit.tools.plan.values import show_bytes, show_seconds
 
 SLACK = 1.1  # an exchange should be over a little before it must be
 MAX_DEPTH = 8

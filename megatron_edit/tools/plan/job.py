@@ -7,15 +7,32 @@ from dataclasses import dataclass
 
 from megatron_edit.command_line import OPTIMIZER, config_from_argv
 from megatron_edit.config import EditConfig
+from megatron_edit.constants import ADAM, MUON, SUPPORTED_OPTIMIZERS
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import BEGINNINGS, flag
-from megatron_edit.tools.compare.entries import num_iterations
+from megatron_edit.method.strategy import STRATEGIES
+from megatron_edit.tools.compare.entries import STOCK
 from megatron_edit.tools.compare.flags import groups, without
-from megatron_edit.tools.plan.limits import check_ranks, check_rounds, check_shards
-from megatron_edit.tools.plan.model import Architecture
-from megatron_edit.tools.plan.shards import bucket_size, lay_out, shard_numels
-from megatron_edit.tools.plan.storage import Storage
-from megatron_edit.tools.plan.words import Words
+from megatron_edit.tools.compare.traffic import gradient_bytes
+from megatron_edit.tools.plan.model import Architecture, bucket_size, shard_numels
+from megatron_edit.tools.plan.values import (
+    LEAST,
+    MOST,
+    MOST_COUNTED,
+    Words,
+    check_ranks,
+    shortened,
+)
+
+PUBLISHED_DILOCO = "published-diloco"
+NAMES = (*STRATEGIES, STOCK, PUBLISHED_DILOCO)  # of what can be planned
+USUAL = ("edit", PUBLISHED_DILOCO, "ddp", STOCK)
+MOST_SHARDS = 5_000_000  # of all units on all ranks of a replica; each is a number in memory
+# Buffers or states of a type, or in a place, that is not in here.
+REFUSED = (
+    "--use-megatron-fsdp", "--use-torch-fsdp2", "--use-precision-aware-optimizer",
+    "--optimizer-cpu-offload", "--fp8-param-gather", "--fp4-param-gather",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,9 +64,52 @@ class Mesh:
         return self.num_shards // self.context
 
     @property
+    def host_share(self) -> float:
+        """Part of a replica that is on one host."""
+        return self.ranks_per_host / self.ranks_per_replica
+
+    @property
     def world_size(self) -> int:
         """Ranks of all replicas."""
         return self.num_replicas * self.ranks_per_replica
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Of one element of the model.
+
+    Attributes:
+        parameter_bytes: of a parameter in the model: 2 or 4.
+        gradient_bytes: of a gradient: 4, or 2.
+        num_vectors: fp32 numbers that the optimizer keeps: main parameters where the model's are
+            halved, and its own state.
+        num_matrix_vectors: the same of the matrices that Muon would step.
+    """
+
+    parameter_bytes: int
+    gradient_bytes: int
+    num_vectors: int
+    num_matrix_vectors: int
+
+    @classmethod
+    def from_words(cls, words: Words) -> Storage:
+        """Read Megatron's flags, with Megatron's defaults.
+
+        Raises:
+            UsageError: they keep something in a way that is not known here.
+        """
+        for name in REFUSED:
+            if words.has(name):
+                rule = "the planner counts Megatron's own buffers and optimizer state in fp32 only"
+                raise UsageError(name, rule, "drop the flag")
+        is_bf16, is_fp16 = words.has("--bf16"), words.has("--fp16")
+        if is_bf16 and is_fp16:
+            raise UsageError("--bf16 --fp16", "must be one of them", "drop one")
+        is_half = is_bf16 or is_fp16
+        vectors = int(is_half) + _num_moments(words)
+        is_muon = words.text("--optimizer", ADAM) == MUON  # a momentum of the matrices
+        matrix_vectors = int(is_half) + 1 if is_muon else vectors
+        return cls(2 if is_half else 4, gradient_bytes(words.has), vectors, matrix_vectors)
 
 
 @dataclass(frozen=True)
@@ -64,12 +124,10 @@ class Job:
         is_sharded: whether optimizer state is, by Megatron's distributed optimizer.
         num_micro_batches: of a step, on one rank.
         tokens_per_step: of all replicas.
-        num_steps: of the whole training; 0 where the flags do not say it.
         overlaps_gather: --overlap-param-gather: units can land in the forward pass.
         overlaps_reduce: --overlap-grad-reduce.
         recomputes: whether the backward pass computes the forward again.
         timeout_minutes: --distributed-timeout-minutes.
-        argv: the training's flags, without ours.
         own: ours, and Megatron's `--optimizer`.
     """
 
@@ -82,7 +140,6 @@ class Job:
     is_sharded: bool
     num_micro_batches: int
     tokens_per_step: int
-    num_steps: int
     overlaps_gather: bool
     overlaps_reduce: bool
     recomputes: bool
@@ -94,8 +151,8 @@ class Job:
         """Elements that Muon would step, on the rank that has most parameters."""
         split, stages = self.mesh.tensor, self.mesh.pipeline
         parts = [self.architecture.parameters(stage, stages) for stage in range(stages)]
-        busiest = max(parts, key=lambda part: sum(p.on_rank(split) for p in part))
-        return sum(p.on_rank(split) for p in busiest if p.is_matrix)
+        busiest = max(parts, key=lambda part: sum(p.on_rank(split) for _, p in part))
+        return sum(p.on_rank(split) for _, p in busiest if p.is_matrix)
 
     @property
     def flops_per_step(self) -> float:
@@ -109,7 +166,7 @@ class Job:
         Raises:
             UsageError: a setting is wrong, or does not fit the model.
         """
-        is_given = _strategy_of(self.own)
+        is_given = config_from_argv(self.own).strategy
         words = [*without(self.own, {flag("strategy"), flag("num_replicas")}), flag("strategy")]
         words += [strategy, flag("num_replicas"), str(self.mesh.num_replicas)]
         if flag("use_edit") not in words:
@@ -117,8 +174,36 @@ class Job:
         if strategy != is_given:  # what was given for another strategy may mean nothing to this
             words = _what_fits(words, strategy)
         config = config_from_argv(words)
-        check_rounds(config, len(self.unit_names))
+        _check_rounds(config, len(self.unit_names))
         return config
+
+
+def _check_rounds(config: EditConfig, num_units: int) -> None:
+    """Rounds have a length that can be computed with, and every fragment a unit.
+
+    Raises:
+        UsageError: they have not.
+    """
+    if config.fragments > num_units:
+        raise UsageError(
+            f"{flag('fragments')} {shortened(str(config.fragments))}",
+            f"the model has {num_units} units, and every fragment needs one",
+            "give a smaller value",
+        )
+    for name in ("sync_interval", "delay_steps"):
+        value = getattr(config, name)
+        if value > MOST_COUNTED:
+            raise UsageError(
+                f"{flag(name)} {shortened(str(value))}",
+                f"must be at most {MOST_COUNTED}",
+                "give a smaller value",
+            )
+    if not LEAST <= config.sync_seconds <= MOST:
+        raise UsageError(
+            f"{flag('sync_seconds')} {config.sync_seconds:g}",
+            f"must be from {LEAST:g} to {MOST:g}",
+            "give another value",
+        )
 
 
 def read_job(
@@ -148,7 +233,14 @@ def read_job(
     check_ranks("--replicas", num_replicas)
     mesh = _mesh(words, num_replicas, world_size, ranks_per_host)
     architecture = Architecture.from_flags(argv)
-    check_shards(mesh.world_size, mesh.ranks_per_replica, len(architecture.unit_names))
+    num_units = len(architecture.unit_names)
+    if mesh.ranks_per_replica * num_units > MOST_SHARDS:
+        raise UsageError(
+            f"--world-size {mesh.world_size}",
+            f"gives a replica {mesh.ranks_per_replica} ranks with {num_units} units each, "
+            f"and the product must be at most {MOST_SHARDS}",
+            "give fewer ranks or layers",
+        )
     storage = Storage.from_words(words)
     held, on_rank = _held(words, architecture, mesh)
     batch = words.count("--micro-batch-size") * mesh.num_data_parallel * num_replicas
@@ -169,7 +261,6 @@ def read_job(
         is_sharded=words.has("--use-distributed-optimizer"),
         num_micro_batches=total // batch,
         tokens_per_step=total * architecture.seq_length,
-        num_steps=_num_steps(argv),
         overlaps_gather=words.has("--overlap-param-gather"),
         overlaps_reduce=words.has("--overlap-grad-reduce"),
         recomputes=words.text("--recompute-granularity", "none") == "full",
@@ -218,40 +309,24 @@ def _held(
             "the planner knows even stages only",
         )
     is_sharded = words.has("--use-distributed-optimizer")
-    num_buckets = words.count("--ddp-num-buckets") if words.has("--ddp-num-buckets") else None
-    given = words.count("--ddp-bucket-size") if words.has("--ddp-bucket-size") else None
+    num_shards = mesh.num_shards if is_sharded else 1
     rows: list[tuple[int, ...]] = []
     largest = 0
     for stage in range(mesh.pipeline):
         parameters = architecture.parameters(stage, mesh.pipeline)
-        numel = sum(parameter.on_rank(mesh.tensor) for parameter in parameters)
+        numel = sum(parameter.on_rank(mesh.tensor) for _, parameter in parameters)
         largest = max(largest, numel)
-        size = bucket_size(
-            given=given,
-            num_buckets=num_buckets,
-            overlaps=words.has("--overlap-grad-reduce"),
-            numel=numel,
-            num_shards=mesh.num_shards,
-        )
-        buckets = lay_out(
+        size = bucket_size(words, numel=numel, num_shards=mesh.num_shards)
+        shards = shard_numels(
             parameters,
+            architecture.unit_names,
             tensor_parallel=mesh.tensor,
             size=size if stage == 0 else None,  # Megatron overlaps the first stage alone
-            num_shards=mesh.num_shards if is_sharded else 1,
+            num_shards=num_shards,
             is_tied_over_stages=mesh.pipeline > 1 and not architecture.is_untied,
         )
-        shards = shard_numels(
-            buckets, architecture.unit_names, mesh.num_shards if is_sharded else 1
-        )
-        rows += list(shards) * (mesh.tensor * (1 if is_sharded else mesh.num_shards))
+        rows += list(shards) * (mesh.tensor * (mesh.num_shards // num_shards))
     return tuple(rows), largest
-
-
-def _num_steps(argv: Sequence[str]) -> int:
-    try:
-        return num_iterations(argv)
-    except UsageError:
-        return 0
 
 
 def _own_part(argv: Sequence[str]) -> list[str]:
@@ -261,10 +336,6 @@ def _own_part(argv: Sequence[str]) -> list[str]:
         if name.startswith(BEGINNINGS) or name == OPTIMIZER  # some of our presets go by it
         for word in (name, *values)
     ]
-
-
-def _strategy_of(own: Sequence[str]) -> str:
-    return config_from_argv(own).strategy
 
 
 def _what_fits(words: Sequence[str], strategy: str) -> list[str]:
@@ -281,3 +352,37 @@ def _what_fits(words: Sequence[str], strategy: str) -> list[str]:
                 dropped.append((name, values))
         waiting = dropped
     return kept
+
+
+def _num_moments(words: Words) -> int:
+    """Vectors of the optimizer's own state."""
+    optimizer = words.text("--optimizer", ADAM)
+    if optimizer not in SUPPORTED_OPTIMIZERS:
+        raise UsageError(
+            f"--optimizer {optimizer}",
+            f"the planner knows the state of {', '.join(SUPPORTED_OPTIMIZERS)} only",
+            "use one of these",
+        )
+    if optimizer == ADAM:
+        return 2
+    if optimizer == MUON and words.has("--use-distributed-optimizer"):
+        raise UsageError(
+            f"--optimizer {optimizer} --use-distributed-optimizer",
+            "the planner does not know how Megatron shares whole matrices out among ranks",
+            "drop --use-distributed-optimizer for the plan",
+        )
+    if optimizer == MUON:
+        return 2  # of Adam, which steps what is no matrix
+    if words.has("--use-distributed-optimizer"):
+        raise UsageError(
+            f"--optimizer {optimizer}",
+            "Megatron's distributed optimizer takes Adam alone",
+            "drop --use-distributed-optimizer and --overlap-param-gather, or use adam",
+        )
+    text = words.text("--sgd-momentum", "0.9")
+    try:
+        has_momentum = float(text) != 0
+    except ValueError:
+        raise UsageError(f"--sgd-momentum {text}", "must be a number", "correct it") from None
+    # The fused SGD of GPUs keeps the vector of a momentum of 0, too; torch's does not.
+    return int(has_momentum or words.text("--edit-device", "auto") != "cpu")

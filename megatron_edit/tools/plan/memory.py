@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from megatron_edit.comm.wire import Wire, moment_bytes
 from megatron_edit.config import EditConfig
 from megatron_edit.constants import FP32_BYTES
-from megatron_edit.host.settings import moments_of
-from megatron_edit.method.landing import LandingRule
+from megatron_edit.host.settings import landing_of, moments_of
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.plan.job import Job
 
@@ -33,14 +32,6 @@ class MemoryItem:
     nbytes: int
     is_stock: bool = False
     is_persistent: bool = True
-
-
-def landing_of(config: EditConfig) -> LandingRule:
-    """When and how results land."""
-    strategy = STRATEGIES[config.strategy]
-    return LandingRule(
-        config.delay_steps, config.mix, strategy.keeps_progress, strategy.lands_at_next_meeting
-    )
 
 
 def stock_parts(job: Job) -> tuple[MemoryItem, ...]:

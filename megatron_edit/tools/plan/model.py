@@ -1,14 +1,24 @@
-"""The parameters of a GPT, in closed form from Megatron's flags. Nothing is built or imported."""
+"""The parameters of a GPT, and which rank holds how much of them, from Megatron's flags alone.
+
+Nothing is built or imported: a plan is made where neither Megatron nor Transformer Engine is
+installed, and these register parameters in different orders. `tests/host/test_configs.py` compares
+the counts with the models that Megatron builds, `tests/host/test_plan_memory.py` the shards.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import lcm
 
 from megatron_edit.constants import EMBEDDING, FINAL
 from megatron_edit.errors import UsageError
-from megatron_edit.tools.plan.limits import MOST_LAYERS
-from megatron_edit.tools.plan.words import Words
+from megatron_edit.tools.plan.values import Words
+
+MOST_LAYERS = 10_000
+# Of Megatron's buffer of gradients, in elements.
+PARAMETER_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128
+USUAL_BUCKET, USUAL_BUCKET_PER_RANK = 40_000_000, 1_000_000
 
 # What would change the count in a way that is not in here.
 REFUSED = (
@@ -26,13 +36,11 @@ class Parameter:
     """One parameter.
 
     Attributes:
-        unit: sync unit that it belongs to.
         numel: elements of the whole parameter.
         is_split: whether tensor parallelism cuts it; otherwise each of its ranks has a copy.
         is_matrix: whether Muon steps it: any matrix but the word embeddings and the head.
     """
 
-    unit: str
     numel: int
     is_split: bool = False
     is_matrix: bool = False
@@ -47,31 +55,19 @@ class Architecture:
     """A dense GPT of Megatron's.
 
     Attributes:
-        kv_channels: size of a head.
-        num_groups: of keys and values.
-        vocabulary: padded.
-        has_norm_bias: LayerNorm has one, RMSNorm does not.
-        num_positions: of learned position embeddings; 0 where there are none.
-        has_transformer_engine: it fuses norms with the matrices behind them, which changes the
-            order of the parameters, and so who holds what.
+        attention_width: elements that all heads have of a token.
+        embedding, layer, final: parameters of these units, in the order in which Megatron
+            registers them; all layers are alike.
     """
 
     num_layers: int
     hidden_size: int
-    ffn_hidden_size: int
-    num_heads: int
-    num_groups: int
-    kv_channels: int
     seq_length: int
-    vocabulary: int
-    is_gated: bool
-    has_bias: bool
-    has_qkv_bias: bool
-    has_norm_bias: bool
-    has_qk_norm: bool
+    attention_width: int
     is_untied: bool
-    num_positions: int
-    has_transformer_engine: bool
+    embedding: tuple[Parameter, ...]
+    layer: tuple[Parameter, ...]
+    final: tuple[Parameter, ...]
 
     @classmethod
     def from_flags(cls, argv: Sequence[str]) -> Architecture:
@@ -85,32 +81,35 @@ class Architecture:
             if words.has(name):
                 raise UsageError(name, "the planner counts dense GPTs only", "drop the flag")
         hidden, heads = words.count("--hidden-size"), words.count("--num-attention-heads")
-        gated = words.has("--swiglu") or words.has("--quick-geglu")
         ffn = (8 * hidden // 3) // 64 * 64 if words.has("--swiglu") else 4 * hidden
-        has_bias = not words.has("--disable-bias-linear")
         positions = words.text("--position-embedding-type", "learned_absolute")
         is_rope = words.has("--use-rotary-position-embeddings")  # the old name, which wins
-        learned = positions == "learned_absolute" and not is_rope
+        num_layers = words.count("--num-layers", most=MOST_LAYERS)
+        ffn = words.count("--ffn-hidden-size", ffn)
         grouped = words.has("--group-query-attention")
+        groups = words.count("--num-query-groups", 1) if grouped else heads
+        channels = words.count("--kv-channels", max(1, hidden // heads))
+        seq_length = words.count("--seq-length")
+        word = Parameter(_vocabulary(words) * hidden, is_split=True)
+        has_norm_bias = words.text("--normalization", "LayerNorm") == "LayerNorm"  # not RMSNorm
+        norm = [Parameter(hidden)] * (2 if has_norm_bias else 1)
+        embedding, final = [word], norm
+        if positions == "learned_absolute" and not is_rope:
+            numel = words.count("--max-position-embeddings") * hidden
+            embedding.append(Parameter(numel, is_matrix=True))
+        if is_untied := words.has("--untie-embeddings-and-output-weights"):
+            final = [*norm, word]
+        layer = _layer(words, norm, heads=heads, groups=groups, channels=channels, ffn=ffn)
         return cls(
-            num_layers=words.count("--num-layers", most=MOST_LAYERS),
+            num_layers=num_layers,
             hidden_size=hidden,
-            ffn_hidden_size=words.count("--ffn-hidden-size", ffn),
-            num_heads=heads,
-            num_groups=words.count("--num-query-groups", 1) if grouped else heads,
-            kv_channels=words.count("--kv-channels", max(1, hidden // heads)),
-            seq_length=words.count("--seq-length"),
-            vocabulary=_vocabulary(words),
-            is_gated=gated,
-            has_bias=has_bias,
-            has_qkv_bias=has_bias or words.has("--add-qkv-bias"),
-            has_norm_bias=words.text("--normalization", "LayerNorm") == "LayerNorm",
-            has_qk_norm=words.has("--qk-layernorm"),
-            is_untied=words.has("--untie-embeddings-and-output-weights"),
-            num_positions=words.count("--max-position-embeddings") if learned else 0,
-            has_transformer_engine=words.text("--transformer-impl", "transformer_engine")
-            == "transformer_engine" and words.text("--edit-device", "auto") != "cpu",
-        )  # fmt: skip
+            seq_length=seq_length,
+            attention_width=heads * channels,
+            is_untied=is_untied,
+            embedding=tuple(embedding),
+            layer=tuple(layer),
+            final=tuple(final),
+        )
 
     @property
     def unit_names(self) -> tuple[str, ...]:
@@ -121,8 +120,8 @@ class Architecture:
     def unit_numels(self) -> dict[str, int]:
         """Parameters of each unit, of the whole model."""
         numels = dict.fromkeys(self.unit_names, 0)
-        for parameter in self.parameters():
-            numels[parameter.unit] += parameter.numel
+        for unit, parameter in self.parameters():
+            numels[unit] += parameter.numel
         return numels
 
     @property
@@ -130,59 +129,59 @@ class Architecture:
         """Parameters of the whole model."""
         return sum(self.unit_numels().values())
 
-    def parameters(self, stage: int = 0, num_stages: int = 1) -> tuple[Parameter, ...]:
-        """Parameters of a pipeline stage, in the order in which Megatron registers them."""
-        each = self.num_layers // num_stages
-        found: list[Parameter] = []
-        word = Parameter(EMBEDDING, self.vocabulary * self.hidden_size, is_split=True)
-        is_last = stage == num_stages - 1
-        if stage == 0:
-            found.append(word)
-            if self.num_positions:
-                positions = self.num_positions * self.hidden_size
-                found.append(Parameter(EMBEDDING, positions, is_matrix=True))
+    def parameters(self, stage: int = 0, num_stages: int = 1) -> list[tuple[str, Parameter]]:
+        """Unit and parameter of a pipeline stage, in the order in which Megatron registers them."""
+        each, is_last = self.num_layers // num_stages, stage == num_stages - 1
+        found = [(EMBEDDING, parameter) for parameter in self.embedding if stage == 0]
         for number in range(stage * each + 1, (stage + 1) * each + 1):
-            found += self._layer(f"layer.{number}")
-        if is_last:
-            found += self._norm(FINAL)
-            if self.is_untied:
-                found.append(Parameter(FINAL, word.numel, is_split=True))
-            elif stage > 0:
-                found.append(word)  # the tied copy
-        return tuple(found)
+            found += [(f"layer.{number}", parameter) for parameter in self.layer]
+        found += [(FINAL, parameter) for parameter in self.final if is_last]
+        if is_last and stage > 0 and not self.is_untied:
+            found.append((EMBEDDING, self.embedding[0]))  # the tied copy
+        return found
 
     def flops_per_token(self) -> float:
         """Of forward and backward, without recomputation; causal attention counts half."""
-        matrices = sum(p.numel for p in self.parameters() if p.is_split) - (
-            0 if not self.is_untied else self.vocabulary * self.hidden_size
-        )
-        attention = self.num_layers * self.num_heads * self.kv_channels * self.seq_length
+        matrices = sum(parameter.numel for _, parameter in self.parameters() if parameter.is_split)
+        matrices -= self.embedding[0].numel if self.is_untied else 0  # a look-up
+        attention = self.num_layers * self.attention_width * self.seq_length
         return 6.0 * matrices + 6.0 * attention
 
-    def _norm(self, unit: str) -> list[Parameter]:
-        return [Parameter(unit, self.hidden_size)] * (2 if self.has_norm_bias else 1)
 
-    def _layer(self, unit: str) -> list[Parameter]:
-        query = self.num_heads * self.kv_channels
-        fan_out = query + 2 * self.num_groups * self.kv_channels
-        fc1 = self.ffn_hidden_size * (2 if self.is_gated else 1)
-        norm = self._norm(unit)
-        proj, qkv, up, down = (
-            [Parameter(unit, width * self.hidden_size, is_split=True, is_matrix=True)]
-            for width in (query, fan_out, fc1, self.ffn_hidden_size)
-        )
-        if self.has_qkv_bias:
-            qkv.append(Parameter(unit, fan_out, is_split=True))
-        if self.has_bias:
-            proj.append(Parameter(unit, self.hidden_size))
-            up.append(Parameter(unit, fc1, is_split=True))
-            down.append(Parameter(unit, self.hidden_size))
-        if self.has_qk_norm:
-            both = 2 * (2 if self.has_norm_bias else 1)
-            qkv += [Parameter(unit, self.kv_channels)] * both
-        if self.has_transformer_engine:
-            return [*proj, *norm, *qkv, *norm, *up, *down]
-        return [*norm, *proj, *qkv, *norm, *up, *down]
+def _layer(
+    words: Words, norm: Sequence[Parameter], *, heads: int, groups: int, channels: int, ffn: int
+) -> list[Parameter]:
+    """A layer.
+
+    Args:
+        words: Megatron's flags.
+        norm: one norm of the hidden size.
+        heads, groups: of queries; of keys and values.
+        channels: of a head.
+        ffn: width of the MLP.
+    """
+    hidden, query, fan_out = norm[0].numel, heads * channels, (heads + 2 * groups) * channels
+    fc1 = ffn * (2 if words.has("--swiglu") or words.has("--quick-geglu") else 1)
+    has_bias = not words.has("--disable-bias-linear")
+    proj, qkv, up, down = (
+        [Parameter(width * hidden, is_split=True, is_matrix=True)]
+        for width in (query, fan_out, fc1, ffn)
+    )
+    if has_bias or words.has("--add-qkv-bias"):
+        qkv.append(Parameter(fan_out, is_split=True))
+    if has_bias:
+        proj.append(Parameter(hidden))
+        up.append(Parameter(fc1, is_split=True))
+        down.append(Parameter(hidden))
+    if words.has("--qk-layernorm"):
+        qkv += [Parameter(channels)] * (2 * len(norm))
+    has_transformer_engine = (
+        words.text("--transformer-impl", "transformer_engine") == "transformer_engine"
+        and words.text("--edit-device", "auto") != "cpu"
+    )
+    if has_transformer_engine:  # it fuses norms with the matrices behind them
+        return [*proj, *norm, *qkv, *norm, *up, *down]
+    return [*norm, *proj, *qkv, *norm, *up, *down]
 
 
 def _vocabulary(words: Words) -> int:
@@ -198,3 +197,82 @@ def _vocabulary(words: Words) -> int:
     multiple = words.count("--make-vocab-size-divisible-by", 128)
     multiple *= words.count("--tensor-model-parallel-size", 1)
     return -(-words.count("--vocab-size") // multiple) * multiple
+
+
+def bucket_size(words: Words, *, numel: int, num_shards: int) -> int | None:
+    """Elements that close a bucket; None puts all into one.
+
+    Args:
+        words: Megatron's flags.
+        numel: parameters of the rank.
+        num_shards: ranks of the shard group.
+    """
+    num_buckets = words.count("--ddp-num-buckets", 1)
+    size = words.count("--ddp-bucket-size", max(USUAL_BUCKET, USUAL_BUCKET_PER_RANK * num_shards))
+    if not words.has("--overlap-grad-reduce"):
+        return None
+    return numel // num_buckets if words.has("--ddp-num-buckets") else size
+
+
+def shard_numels(
+    parameters: Sequence[tuple[str, Parameter]],
+    units: Sequence[str],
+    *,
+    tensor_parallel: int,
+    size: int | None,
+    num_shards: int,
+    is_tied_over_stages: bool = False,
+) -> tuple[tuple[int, ...], ...]:
+    """Elements of each unit on each rank of the shard group, [num_shards][units].
+
+    Args:
+        parameters: of a pipeline stage, in the order of their registration.
+        units: of the whole model.
+        tensor_parallel: ranks that share the split parameters.
+        size: that closes a bucket; None puts all into one.
+        num_shards: ranks among which every bucket is cut into equal parts.
+        is_tied_over_stages: whether the embedding is tied to another stage's.
+    """
+    index = {unit: place for place, unit in enumerate(units)}
+    table = [[0] * len(units) for _ in range(num_shards)]
+    sizes = [(unit, p.on_rank(tensor_parallel)) for unit, p in parameters]
+    # The word embedding comes first, or last as the tied copy of the last stage.
+    alone = [p.is_split and unit == EMBEDDING and is_tied_over_stages for unit, p in parameters]
+    for bucket in _buckets(sizes, alone, size):
+        part = _aligned(bucket[-1][2], lcm(num_shards, BUCKET_ALIGNMENT)) // num_shards
+        for unit, start, stop in bucket:
+            for rank in range(start // part, (stop - 1) // part + 1):
+                overlap = min(stop, (rank + 1) * part) - max(start, rank * part)
+                table[rank][index[unit]] += overlap
+    return tuple(map(tuple, table))
+
+
+def _buckets(
+    sizes: Sequence[tuple[str, int]], alone: Sequence[bool], limit: int | None
+) -> Iterator[list[tuple[str, int, int]]]:
+    """Unit, start and stop of the parameters in each bucket, from the bucket's own start.
+
+    Megatron lays parameters out in the reverse of their order, and closes a bucket with the
+    parameter that reaches the bucket's size.
+
+    Args:
+        sizes: unit and elements of each parameter.
+        alone: whether it has a bucket of its own.
+        limit: see `size` of `shard_numels`.
+    """
+    bucket: list[tuple[str, int, int]] = []
+    for (unit, numel), is_alone in zip(reversed(sizes), reversed(alone), strict=True):
+        if is_alone and bucket:
+            yield bucket
+            bucket = []
+        start = _aligned(bucket[-1][2], PARAMETER_ALIGNMENT) if bucket else 0
+        bucket.append((unit, start, start + numel))
+        if is_alone or (limit is not None and start + numel >= limit):
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket
+
+
+def _aligned(place: int, divisor: int) -> int:
+    return -(-place // divisor) * divisor

@@ -17,10 +17,10 @@ from megatron_edit.comm.collectives import all_reduce_payload
 from megatron_edit.comm.wire import Wire
 from megatron_edit.config import EditConfig
 from megatron_edit.constants import BLOCKING, FP32
+from megatron_edit.host.settings import landing_of
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.plan.job import Job
 from megatron_edit.tools.plan.machine import Link, Machine
-from megatron_edit.tools.plan.memory import landing_of
 from megatron_edit.tools.plan.traffic import (
     gradient_traffic,
     stock_traffic,
@@ -257,7 +257,6 @@ def _exchanges(
 ) -> list[UnitExchange]:
     machine, link, size = setting.machine, setting.link, job.mesh.num_replicas
     numels = job.architecture.unit_numels()
-    on_host = job.mesh.ranks_per_host / job.mesh.ranks_per_replica
     forward = forward_seconds(job, setting) if hides else 0.0
     total = sum(numels[unit] for unit in job.unit_names[1:])
     ring_steps = _ring_steps(job, config.sync_dtype)
@@ -265,7 +264,7 @@ def _exchanges(
     for number, nbytes in enumerate(unit_bytes(job, config)):
         largest = max(row[number] for row in job.held)
         slowest = machine.per_wire_byte * nbytes / job.mesh.ranks_per_replica
-        wire = max(link.seconds(nbytes * on_host), slowest) + ring_steps * link.latency
+        wire = max(link.seconds(nbytes * job.mesh.host_share), slowest) + ring_steps * link.latency
         work = machine.per_element * largest
         work += machine.per_sent_byte * all_reduce_payload(4 * largest, size)
         work += machine.per_ring_step * 2 * (size - 1)

@@ -8,10 +8,9 @@ from megatron_edit.comm.collectives import all_reduce_payload
 from megatron_edit.comm.control import record_bytes
 from megatron_edit.comm.wire import Wire, moment_bytes
 from megatron_edit.config import EditConfig
-from megatron_edit.host.settings import moments_of
+from megatron_edit.host.settings import landing_of, moments_of
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.plan.job import Job
-from megatron_edit.tools.plan.memory import landing_of
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ def sync_traffic(job: Job, config: EditConfig, round_steps: float) -> Traffic:
     control = control_bytes(job, config) * config.fragments
     total = sum(unit_bytes(job, config)) + control
     rank = max(sum(_shard_bytes(job, config, n) for n in row) for row in job.held)
-    return Traffic(total, rank, total * _host_share(job), total / round_steps)
+    return Traffic(total, rank, total * job.mesh.host_share, total / round_steps)
 
 
 def gradient_traffic(job: Job) -> Traffic:
@@ -69,7 +68,7 @@ def gradient_traffic(job: Job) -> Traffic:
     size = job.mesh.num_replicas
     each = [all_reduce_payload(job.storage.gradient_bytes * sum(row), size) for row in job.held]
     total = float(sum(each))
-    return Traffic(total, max(each), total * _host_share(job), total)
+    return Traffic(total, max(each), total * job.mesh.host_share, total)
 
 
 def stock_traffic(job: Job, *, reduces_by_all_reduce: bool) -> tuple[Traffic, float]:
@@ -92,7 +91,3 @@ def stock_traffic(job: Job, *, reduces_by_all_reduce: bool) -> tuple[Traffic, fl
     total = gradients + parameters
     replica = numel * share * (total / on_host if on_host else 0.0)
     return Traffic(replica, total / mesh.ranks_per_host, total, replica), gradients
-
-
-def _host_share(job: Job) -> float:
-    return job.mesh.ranks_per_host / job.mesh.ranks_per_replica

@@ -1,0 +1,184 @@
+"""Values on a command line: read, kept within limits, and shown.
+
+Beyond the limits nothing is a training, arithmetic overflows, and tables of ranks and layers never
+end.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+from megatron_edit.errors import UsageError
+from megatron_edit.tools.compare.flags import canonical
+
+LEAST, MOST = 1e-12, 1e18  # bits per second, bytes, seconds, TFLOP/s
+MOST_COUNTED = 10**12
+MOST_RANKS = 1_000_000
+_MOST_SHOWN = 40  # characters of a value
+
+_NUMBER = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-zµ]*)(?:/s)?\s*$")
+_DECIMAL = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0}
+_PREFIXES = {**_DECIMAL, "K": 1e3}
+_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+_RATE_UNITS = {
+    **{f"{prefix}{unit}": factor for prefix, factor in _PREFIXES.items()
+       for unit in ("bit", "bps", "b")},
+    **{f"{prefix}B": 8 * factor for prefix, factor in _PREFIXES.items()},
+}  # fmt: skip
+_SIZE_UNITS = {f"{prefix}B": factor for prefix, factor in (_PREFIXES | _BINARY).items()}
+_TIME_UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "min": 60.0, "h": 3600.0}
+_RANGE = f"from {LEAST:g} to {MOST:g}"
+
+
+class Words:
+    """The flags of a training's command line.
+
+    Args:
+        argv: flags and values; the last of two equal flags counts.
+    """
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self._values = canonical(argv)
+
+    def has(self, name: str) -> bool:
+        """Whether the flag is given."""
+        return name in self._values
+
+    def text(self, name: str, default: str) -> str:
+        """The single value of a flag.
+
+        Raises:
+            UsageError: it has none, or several.
+        """
+        values = self._values.get(name, [default])
+        if len(values) != 1:
+            raise UsageError(
+                " ".join([name, *values]), "must have one value", "correct the flag, or drop it"
+            )
+        return values[0]
+
+    def count(self, name: str, default: int | None = None, most: int = MOST_COUNTED) -> int:
+        """The value of a flag that counts something: a whole number from 1 on.
+
+        Args:
+            name: of the flag.
+            default: where it is missing.
+            most: the largest value.
+
+        Raises:
+            UsageError: it is none, or larger; or the flag is missing, and there is no default.
+        """
+        if not self.has(name):
+            if default is None:
+                raise UsageError(f"{name} (not given)", "the planner needs it", f"add {name}")
+            return default
+        text = self.text(name, "")
+        # Python reads no whole numbers of thousands of digits.
+        if not text.isdecimal() or len(text) > 100 or not 1 <= int(text) <= most:
+            rule = f"must be a whole number from 1 to {most}"
+            raise UsageError(f"{name} {shortened(text)}", rule, "correct it")
+        return int(text)
+
+
+def shortened(text: str) -> str:
+    """The beginning of a value that is too long for a line."""
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+def check_ranks(name: str, ranks: int) -> None:
+    """Whether a plan can be made for so many ranks, or replicas.
+
+    Args:
+        name: of the flag that says it.
+        ranks: how many.
+
+    Raises:
+        UsageError: there are none, or too many.
+    """
+    given = f"{name} {shortened(str(ranks))}"
+    if ranks < 1:
+        raise UsageError(given, "must be at least 1", "give more")
+    if ranks > MOST_RANKS:
+        raise UsageError(given, f"must be at most {MOST_RANKS}", "give fewer")
+
+
+def parse_rate(flag: str, text: str) -> float:
+    """Bits per second of `10Gbit`, `100Mbit/s`, `1.25GB/s`.
+
+    Raises:
+        UsageError: it is none, or not above 0.
+    """
+    rule = f"a rate above 0 with its unit, {_RANGE} bit/s"
+    return _parse(flag, text, _RATE_UNITS, rule, "give for example 10Gbit")
+
+
+def parse_bytes(flag: str, text: str) -> float:
+    """Bytes of `80GB` or `80GiB`.
+
+    Raises:
+        UsageError: it is none, or not above 0.
+    """
+    rule = f"a size above 0 with its unit, {_RANGE} B"
+    return _parse(flag, text, _SIZE_UNITS, rule, "give for example 80GB")
+
+
+def parse_seconds(flag: str, text: str, *, least: float = 0.0) -> float:
+    """Seconds of `2.5`, `350ms`, `10min`; above 0, or from 0 on where `least` is below 0.
+
+    Raises:
+        UsageError: it is none, or out of range.
+    """
+    rule = "a duration above 0" if least >= 0 else "a duration of 0 or more"
+    remedy = "give for example 0.35 or 350ms"
+    return _parse(flag, text, _TIME_UNITS, f"{rule}, {_RANGE} s", remedy, least)
+
+
+def _parse(
+    flag: str, text: str, units: dict[str, float], rule: str, remedy: str, least: float = 0.0
+) -> float:
+    found = _NUMBER.match(text)
+    value = math.nan
+    if found is not None and found[2] in units:
+        value = float(found[1]) * units[found[2]]
+    if not (LEAST <= value <= MOST or (value == 0 and least < 0)):
+        raise UsageError(f"{flag} {shortened(text)}", f"must be {rule}", remedy)
+    return value
+
+
+def show_bytes(value: float) -> str:
+    """`3.37 GB`; decimal prefixes, as networks and GPUs have them."""
+    prefix, factor = _prefix_of(value)
+    digits = ".3g" if prefix and value < 999.5 * factor else ".0f"
+    return f"{value / factor:{digits}} {prefix}B"
+
+
+def show_rate(bits_per_second: float) -> str:
+    """`10 Gbit/s`."""
+    prefix, factor = _prefix_of(bits_per_second)
+    return f"{bits_per_second / factor:.4g} {prefix}bit/s"
+
+
+def _prefix_of(value: float) -> tuple[str, float]:
+    """The decimal prefix that a value is shown with, and its factor."""
+    return next(((p, f) for p, f in _DECIMAL.items() if abs(value) >= f), ("", 1.0))
+
+
+def show_seconds(value: float) -> str:
+    """`1.25 s`, `84 ms`, `12 min`."""
+    if not math.isfinite(value):
+        return "never"
+    if value >= 600:
+        return f"{value / 60:.0f} min" if value < 36000 else f"{value / 3600:.1f} h"
+    if value >= 1:
+        return f"{value:.3g} s"
+    return f"{value * 1e3:.3g} ms" if value >= 1e-3 or value == 0 else f"{value * 1e6:.0f} µs"
+
+
+def show_count(value: float) -> str:
+    """`6.74 billion`, `2.56 million`, `1024`."""
+    for unit, factor in (("billion", 1e9), ("million", 1e6)):
+        if value >= factor:
+            return f"{value / factor:.3g} {unit}"
+    return f"{value:.0f}"
