@@ -19,7 +19,7 @@ from frame.gpt import link_name
 from frame.page import Spread, draw_bars, picture
 from frame.study import read_one, read_series
 
-from megatron_edit.tools.cli.one_line import OneLineParser
+from megatron_edit.tools.cli.common import OneLineParser
 
 BENCHMARKS = Path(__file__).resolve().parent
 RESULTS = BENCHMARKS / "results"

@@ -41,7 +41,7 @@ from gpu_parts.report import draw, markdown
 from gpu_parts.runs import Bench, Reading
 from netlab_tools import leaving_on_signals
 
-from megatron_edit.tools.cli.one_line import OneLineParser
+from megatron_edit.tools.cli.common import OneLineParser
 
 REFERENCE = REPOSITORY / "benchmarks" / "results" / "gpu_check_cpu.json"
 QUICK: dict[str, Any] = {"cases": "stock,overlap"}

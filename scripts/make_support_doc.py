@@ -20,7 +20,7 @@ from script_errors import OneLineParser, exit_code_of
 from support_runs import probe, train
 
 from megatron_edit.host.seams.probes import PROBES
-from megatron_edit.tools.patch.clone import release_of_clone
+from megatron_edit.tools.patch import release_of_clone
 from megatron_edit.versions import RELEASES
 
 REPOSITORY = Path(__file__).resolve().parents[1]

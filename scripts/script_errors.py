@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 
 from megatron_edit.errors import EditError
-from megatron_edit.tools.cli.one_line import OneLineParser
+from megatron_edit.tools.cli.common import OneLineParser
 
 __all__ = ["OneLineParser", "exit_code_of"]
 

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_edit.tools.patch.clone import training_scripts, version_of_clone
-from megatron_edit.tools.patch.line import insert
+from megatron_edit.tools.patch import insert, training_scripts, version_of_clone
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 STEPS, SAVED = 20, 10

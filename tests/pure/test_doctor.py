@@ -7,9 +7,13 @@ from pathlib import Path
 import pytest
 
 from megatron_edit.tools.cli import main
-from megatron_edit.tools.doctor.advice import link_findings, sync_findings
 from megatron_edit.tools.doctor.finding import DoctorFinding, Level, table
-from megatron_edit.tools.doctor.links import MeasuredLink, Together
+from megatron_edit.tools.doctor.links import (
+    AllReduceResult,
+    MeasuredLink,
+    link_findings,
+    sync_findings,
+)
 from megatron_edit.tools.doctor.machine import connections_finding, interface_findings
 
 THERE = {"lo": ["127.0.0.1"], "docker0": ["172.17.0.1"], "eth0": ["10.0.0.2"], "ib0": ["10.1.0.2"]}
@@ -64,7 +68,8 @@ def test_chosen_interfaces(name: str, value: str, level: Level) -> None:
 def test_a_slow_link_is_told_what_to_do() -> None:
     """By hand: 4 GB at 50 MB/s are 80 s; 2 % of the time at 1 s per step is a sync in 4000."""
     fast, slow = (
-        list(sync_findings(Together(1e-3, rate), 2, 4, 10**9, 1.0))[-1] for rate in (1e9, 12.5e6)
+        list(sync_findings(AllReduceResult(1e-3, rate), 2, 4, 10**9, 1.0))[-1]
+        for rate in (1e9, 12.5e6)
     )
     assert (fast.level, fast.remedy) == (Level.OK, "")
     assert slow.level is Level.HINT and slow.value.startswith("80.0 s")

@@ -13,7 +13,7 @@ import pytest
 from support_runs import probe
 
 from megatron_edit.tools.cli import main
-from megatron_edit.tools.patch.line import LINE
+from megatron_edit.tools.patch import LINE
 from megatron_edit.versions import RELEASES
 from tests.harness.launch import REPOSITORY
 from tests.harness.ports import free_ports

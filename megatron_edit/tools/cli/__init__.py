@@ -18,7 +18,7 @@ from megatron_edit.tools.cli import (
     report,
     watch,
 )
-from megatron_edit.tools.cli.one_line import OneLineParser
+from megatron_edit.tools.cli.common import OneLineParser
 
 SUBCOMMANDS = {
     "check": check,

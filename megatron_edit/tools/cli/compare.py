@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron_edit.command_line import config_from_argv, training_script
 from megatron_edit.errors import UsageError
 from megatron_edit.tools.cli.check import check_script
-from megatron_edit.tools.cli.needs import check_installed
+from megatron_edit.tools.cli.common import check_installed, option
 from megatron_edit.tools.compare.entries import parse_entries
 from megatron_edit.tools.compare.follow import Limits
 from megatron_edit.tools.compare.page import summary, write_report
@@ -84,8 +84,7 @@ def _checked_plan(options: Namespace, rest: Sequence[str]) -> tuple[RunPlan, ...
     for name in ("time_limit", "silence_limit"):
         value = getattr(options, name)
         if value is not None and not value > 0:
-            flag = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{flag} {value:g}", "must be above 0", "leave it out")
+            raise UsageError(f"{option(name)} {value:g}", "must be above 0", "leave it out")
     script = training_script(options.script)
     entries = parse_entries(options.strategies, with_ideal=options.with_ideal)
     launcher = _launcher(options.launcher)

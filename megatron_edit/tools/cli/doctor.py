@@ -16,6 +16,7 @@ from pathlib import Path
 from megatron_edit.constants import GRACE_SECONDS
 from megatron_edit.errors import ReplicaLostError, UsageError
 from megatron_edit.flags import USE_EDIT
+from megatron_edit.tools.cli.common import option, refuse_rest
 from megatron_edit.tools.doctor.finding import DoctorFinding, Level, table
 
 FOUND_BAD = 1
@@ -25,7 +26,7 @@ _PASSED_ON = ("edit_num_replicas", "edit_replica_id", "edit_rendezvous", "edit_d
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add this subcommand's own arguments."""
     for name in _PASSED_ON:
-        parser.add_argument("--" + name.replace("_", "-"), help="as in training")
+        parser.add_argument(option(name), help="as in training")
     parser.add_argument("--shared-dir", metavar="DIR", help="a folder that all should see")
     parser.add_argument("--megatron", metavar="DIR", help="a clone (default: what is installed)")
     parser.add_argument("--no-host", action="store_true", help="do not import Megatron")
@@ -81,20 +82,18 @@ def _run(options: Namespace, rest: Sequence[str]) -> int:
 
 
 def _check(options: Namespace, rest: Sequence[str]) -> None:
-    if rest:
-        raise UsageError(" ".join(rest), "is not an argument of doctor", "see doctor --help")
+    refuse_rest("doctor", rest)
     for name in ("parameters", "step_seconds"):
         if not 0 < getattr(options, name) < float("inf"):
-            flag = "--" + name.replace("_", "-")
-            raise UsageError(f"{flag} {getattr(options, name)}", "must be positive", "give another")
+            value = f"{option(name)} {getattr(options, name)}"
+            raise UsageError(value, "must be positive", "give another")
     if os.environ.get("RANK", "0") != "0" or (options.edit_replica_id or "0") != "0":
         return  # whether the others see a folder is to be found out
     for name in ("shared_dir", "megatron"):
         folder = getattr(options, name)
         if folder is not None and not Path(folder).is_dir():
-            flag = "--" + name.replace("_", "-")
             raise UsageError(
-                f"{flag} {folder}", "is not a folder on this machine", "give one that is"
+                f"{option(name)} {folder}", "is not a folder on this machine", "give one that is"
             )
 
 
@@ -103,7 +102,7 @@ def _words(options: Namespace) -> list[str]:
     words = [USE_EDIT]
     for name in _PASSED_ON:
         if getattr(options, name) is not None:
-            words += ["--" + name.replace("_", "-"), getattr(options, name)]
+            words += [option(name), getattr(options, name)]
     return words
 
 

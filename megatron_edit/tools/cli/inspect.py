@@ -14,6 +14,7 @@ from megatron_edit.checkpoint.folder import EDIT, OUTER, RANDOM, CheckpointFolde
 from megatron_edit.checkpoint.manifest import Manifest, read_manifest
 from megatron_edit.constants import ALL, FP32
 from megatron_edit.errors import UsageError
+from megatron_edit.tools.cli.common import refuse_rest
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -30,8 +31,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     Raises:
         UsageError: there is none, or it is not sound.
     """
-    if rest:
-        raise UsageError(" ".join(rest), "is not an argument of inspect", "see inspect --help")
+    refuse_rest("inspect", rest)
     found = _find(Path(options.folder), options.ckpt_step)
     if not found.has_manifest:
         sys.stdout.write(f"{found.path}\n  stock Megatron, without EDiT's state; complete\n")

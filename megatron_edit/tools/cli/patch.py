@@ -8,9 +8,16 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from megatron_edit.errors import UsageError
-from megatron_edit.tools.patch.clone import release_of_clone, training_scripts, write
-from megatron_edit.tools.patch.line import diff, insert, line_number, remove
+from megatron_edit.tools.cli.common import refuse_rest
+from megatron_edit.tools.patch import (
+    diff,
+    insert,
+    line_number,
+    release_of_clone,
+    remove,
+    training_scripts,
+    write,
+)
 
 NOT_PATCHED = 1
 
@@ -34,8 +41,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     Raises:
         UsageError: no clone, a version that is not supported, or a script with no place for it.
     """
-    if rest:
-        raise UsageError(" ".join(rest), "is not an argument of patch", "see patch --help")
+    refuse_rest("patch", rest)
     folder = Path(options.folder)
     if options.revert:  # whatever the clone has become since
         return _change(folder, remove, "not patched", "reverted")

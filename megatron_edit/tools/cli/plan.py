@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_edit.errors import UsageError
+from megatron_edit.tools.cli.common import option
 from megatron_edit.tools.compare.flags import read_flags_or_refuse
 from megatron_edit.tools.plan.job import NAMES, USUAL, Job, read_job
 from megatron_edit.tools.plan.machine import CPU, GPU, MACHINES, Link
@@ -99,16 +100,12 @@ def _check_numbers(options: Namespace) -> None:
     for name in ("replicas", "world_size", "ranks_per_host"):
         value = getattr(options, name)
         if value is not None:
-            check_ranks(_flag(name), value)
+            check_ranks(option(name), value)
     for name, most in (("gpu_tflops", MOST), ("mfu", 1.0), ("forward_share", 1.0)):
         value = getattr(options, name)
         if value is not None and not LEAST <= value <= most:
             rule = f"must be from {LEAST:g} to {most:g}"
-            raise UsageError(f"{_flag(name)} {value:g}", rule, "correct it, or leave it out")
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+            raise UsageError(f"{option(name)} {value:g}", rule, "correct it, or leave it out")
 
 
 def _step_seconds(options: Namespace, job: Job) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_edit.errors import UsageError, on_one_line
-from megatron_edit.tools.cli.needs import check_installed
+from megatron_edit.tools.cli.common import check_installed, refuse_rest
 from megatron_edit.tools.monitor.run import MonitoredRun, open_run
 from megatron_edit.whole_files import write_whole
 
@@ -29,8 +29,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     Raises:
         UsageError: there is no run in the folder, or the page cannot be written.
     """
-    if rest:
-        raise UsageError(" ".join(rest), "is not an argument of report", "see report --help")
+    refuse_rest("report", rest)
     check_installed("matplotlib", "jinja2", "tqdm")
     from megatron_edit.tools.monitor.page import page_of
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_edit.errors import UsageError
-from megatron_edit.tools.cli.needs import check_installed
+from megatron_edit.tools.cli.common import check_installed, refuse_rest
 from megatron_edit.tools.cli.report import read_all
 from megatron_edit.tools.monitor.run import MonitoredRun, check_folder
 
@@ -32,8 +32,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     Raises:
         UsageError: the folder is a file, or what it holds is no run, or cannot be read.
     """
-    if rest:
-        raise UsageError(" ".join(rest), "is not an argument of watch", "see watch --help")
+    refuse_rest("watch", rest)
     if not options.seconds > 0:
         raise UsageError(f"--seconds {options.seconds:g}", "must be above 0", "leave it out")
     check_folder(options.folder, may_come=True)

@@ -12,6 +12,7 @@ from megatron_edit.flags import AUTO, flag
 from megatron_edit.host.settings import schedule_of
 from megatron_edit.method.schedule import last_local
 from megatron_edit.method.strategy import STRATEGIES
+from megatron_edit.tools.cli.common import option
 
 if TYPE_CHECKING:
     from megatron_edit.host.checking import CheckedLine
@@ -129,5 +130,5 @@ def _mid_round(config: EditConfig, interval: int | None, iterations: int) -> int
 def _on_gpus(config: EditConfig, args: Namespace) -> str:
     named = ["syncs between GPUs"]
     named += [flag("offload")] if config.offload else []
-    named += ["--" + name.replace("_", "-") for name in _ON_GPUS if getattr(args, name, False)]
+    named += [option(name) for name in _ON_GPUS if getattr(args, name, False)]
     return f"{', '.join(named)} (docs/gpu.md says what was tested instead)"

@@ -1,10 +1,12 @@
-"""One launch under examination: who takes part, and what is measured among them."""
+"""One launch under examination: who takes part, what is measured, and which folder all see."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
+import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,12 +23,19 @@ from megatron_edit.command_line import config_from_argv
 from megatron_edit.config import EditConfig
 from megatron_edit.constants import CPU, CUDA
 from megatron_edit.errors import ReplicaLostError, UsageError
-from megatron_edit.tools.doctor.advice import link_findings, sync_findings
 from megatron_edit.tools.doctor.finding import DoctorFinding, Level
-from megatron_edit.tools.doctor.folder import Sight, watch
-from megatron_edit.tools.doctor.links import MeasuredLink, Together, measure_links, measure_together
+from megatron_edit.tools.doctor.links import (
+    AllReduceResult,
+    MeasuredLink,
+    link_findings,
+    measure_links,
+    measure_together,
+    sync_findings,
+)
 from megatron_edit.tools.doctor.machine import facts, unusable_interfaces
 
+PATIENCE_SECONDS = 10.0
+POLL_SECONDS = 0.005
 _UNUSABLE = "correct the lines about interfaces first: the ranks could not be connected"
 _BLOCKED = "start all ranks, and open all ports between the machines (docs/troubleshooting.md)"
 
@@ -85,6 +94,19 @@ class Launch:
     def is_first(self) -> bool:
         """Whether this process speaks for all."""
         return self.placement is None or self.placement.global_rank == 0
+
+
+@dataclass(frozen=True)
+class FolderVisibility:
+    """What one rank saw of the file that the first rank wrote.
+
+    Attributes:
+        error: why there is no delay; None where there is one.
+        delay_seconds: from hearing of the file to reading all of it.
+    """
+
+    delay_seconds: float = 0.0
+    error: str | None = None
 
 
 def examine(launch: Launch, *, folder: Path | None, parameters: int, step_seconds: float) -> Report:
@@ -165,7 +187,7 @@ def _introduce(world: ReplicaWorld, report: Report) -> Group | None:
 
 def _measure(
     world: ReplicaWorld, transport: Transport, everybody: Group, report: Report
-) -> Together:
+) -> AllReduceResult:
     """The ways between the replicas; all-reduces among them, of the same rate on all ranks."""
     together = measure_together(_sync_group(world, transport), everybody)
     found = everybody.all_gather_objects(measure_links(world, transport))
@@ -179,9 +201,48 @@ def _measure(
 
 
 def _check_folder(folder: Path, everybody: Group, report: Report) -> None:
-    sights = watch(folder, everybody)
-    report.findings.append(_sight(folder, sights))
-    report.numbers["shared_dir"] = [dataclasses.asdict(sight) for sight in sights]
+    seen = _watch(folder, everybody)
+    report.findings.append(_folder_finding(folder, seen))
+    report.numbers["shared_dir"] = [dataclasses.asdict(one) for one in seen]
+
+
+def _watch(folder: Path, everybody: Group) -> list[FolderVisibility]:
+    """Let the first rank write a file, and all look for it.
+
+    Collective: all ranks of the group.
+
+    Returns:
+        What each rank saw, in rank order.
+    """
+    content = uuid.uuid4().hex
+    written = _write(folder / f".doctor-{content}", content) if everybody.rank == 0 else None
+    content, error = everybody.all_gather_objects((content, written))[0]
+    path = folder / f".doctor-{content}"
+    mine = FolderVisibility(error=error) if error else _poll(path, content)
+    seen: list[FolderVisibility] = everybody.all_gather_objects(mine)
+    if everybody.rank == 0:
+        path.unlink(missing_ok=True)
+    return seen
+
+
+def _write(path: Path, content: str) -> str | None:
+    try:
+        path.write_text(content, encoding="utf-8")
+    except OSError as error:
+        return f"the first rank cannot write to it ({error.strerror})"
+    return None
+
+
+def _poll(path: Path, content: str) -> FolderVisibility:
+    began = time.monotonic()
+    while time.monotonic() - began < PATIENCE_SECONDS:
+        try:
+            if path.read_text(encoding="utf-8") == content:
+                return FolderVisibility(time.monotonic() - began)
+        except OSError:
+            pass  # not there yet
+        time.sleep(POLL_SECONDS)
+    return FolderVisibility(error=f"not seen within {PATIENCE_SECONDS:.0f} s")
 
 
 def _transport(config: EditConfig) -> Transport:
@@ -230,11 +291,11 @@ def _different_versions(everyone: list[dict[str, Any]]) -> Iterator[DoctorFindin
                 yield DoctorFinding(name, value, Level.BAD, "install the same everywhere")
 
 
-def _sight(folder: Path, sights: list[Sight]) -> DoctorFinding:
+def _folder_finding(folder: Path, seen: list[FolderVisibility]) -> DoctorFinding:
     name = f"shared folder {folder}"
-    for rank, sight in enumerate(sights):
-        if sight.error is not None:
+    for rank, one in enumerate(seen):
+        if one.error is not None:
             remedy = "give --save and --edit-log-dir a folder that all machines mount"
-            return DoctorFinding(name, f"rank {rank}: {sight.error}", Level.BAD, remedy)
-    slowest = max(sight.delay_seconds for sight in sights)
-    return DoctorFinding(name, f"seen by all ranks ({len(sights)}) within {slowest * 1e3:.0f} ms")
+            return DoctorFinding(name, f"rank {rank}: {one.error}", Level.BAD, remedy)
+    slowest = max(one.delay_seconds for one in seen)
+    return DoctorFinding(name, f"seen by all ranks ({len(seen)}) within {slowest * 1e3:.0f} ms")

@@ -151,8 +151,7 @@ def _memory(job: Job, config: EditConfig, setting: TimingSetting, device_memory:
     room = device_memory * setting.machine.memory_share
 
     def needed(some: EditConfig) -> int:
-        overlaps = setting.overlaps and job.overlaps_gather
-        parts = (*stock_parts(job), *edit_parts(job, some, overlaps=overlaps))
+        parts = (*stock_parts(job), *edit_parts(job, some, overlaps=job.overlaps_gather))
         return sum(part.nbytes for part in parts if part.place == "device")
 
     kept, offloaded = needed(config), needed(replace(config, offload=True))

@@ -23,14 +23,12 @@ class MemoryItem:
         name: what it is.
         place: "device" or "host".
         nbytes: how much.
-        is_stock: whether Megatron needs it without EDiT.
         is_persistent: whether it is there all the time, and not only while a sync is under way.
     """
 
     name: str
     place: str
     nbytes: int
-    is_stock: bool = False
     is_persistent: bool = True
 
 
@@ -42,9 +40,9 @@ def stock_parts(job: Job) -> tuple[MemoryItem, ...]:
     if storage.num_matrix_vectors != storage.num_vectors:  # never sharded
         vectors -= job.matrices_on_rank * (storage.num_vectors - storage.num_matrix_vectors)
     return (
-        MemoryItem("parameters", DEVICE, job.on_rank * storage.parameter_bytes, is_stock=True),
-        MemoryItem("gradients", DEVICE, job.on_rank * storage.gradient_bytes, is_stock=True),
-        MemoryItem("optimizer state", DEVICE, vectors * FP32_BYTES, is_stock=True),
+        MemoryItem("parameters", DEVICE, job.on_rank * storage.parameter_bytes),
+        MemoryItem("gradients", DEVICE, job.on_rank * storage.gradient_bytes),
+        MemoryItem("optimizer state", DEVICE, vectors * FP32_BYTES),
     )
 
 

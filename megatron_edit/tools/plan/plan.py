@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_edit.constants import BLOCKING, FP32, NONE
+from megatron_edit.constants import FP32, NONE
 from megatron_edit.errors import UsageError
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.compare.entries import STOCK
@@ -22,6 +22,7 @@ from megatron_edit.tools.plan.timing import (
     Cost,
     TimingSetting,
     forward_seconds,
+    lands_in_forward,
     stock_cost,
     sync_cost,
     synchronous_cost,
@@ -142,8 +143,7 @@ def _row(job: Job, setting: TimingSetting, name: str) -> PlanRow:
         return PlanRow(name, 1, gradient_traffic(job), synchronous_cost(job, setting), ())
     cost = sync_cost(job, config, setting)
     every = cost.round / setting.step
-    overlaps = setting.overlaps and job.overlaps_gather and config.sync_mode != BLOCKING
-    parts = edit_parts(job, config, overlaps=overlaps)
+    parts = edit_parts(job, config, overlaps=lands_in_forward(job, config))
     final = config.final_sync_fraction
     nbytes = gradient_traffic(job).per_step if final else 0.0
     return PlanRow(name, every, sync_traffic(job, config, every), cost, parts, final, nbytes)

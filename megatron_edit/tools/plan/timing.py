@@ -40,14 +40,12 @@ class TimingSetting:
         machine: of a rank.
         step: seconds of a step without any exchange between replicas.
         forward_share: part of a step's computing that is forward.
-        overlaps: whether syncs land in the forward pass, where the job gathers there.
     """
 
     link: Link
     machine: Machine
     step: float
     forward_share: float
-    overlaps: bool = True
 
 
 @dataclass(frozen=True)
@@ -181,8 +179,7 @@ def sync_cost(
         blocks: whether nothing is hidden, whatever the settings say.
     """
     landing = landing_of(config)
-    overlaps = setting.overlaps and job.overlaps_gather and config.sync_mode != BLOCKING
-    overlaps = overlaps and not blocks
+    overlaps = lands_in_forward(job, config) and not blocks
     round_seconds = round_of(config, setting.step)
     head_start = min(config.delay_steps * setting.step, round_seconds)
     if landing.at_next_meeting:
@@ -209,6 +206,11 @@ def sync_cost(
         round=round_seconds,
         longest=max(sum(exchange.wire for exchange in group) for group in groups),
     )
+
+
+def lands_in_forward(job: Job, config: EditConfig) -> bool:
+    """Whether syncs land unit by unit in the forward pass."""
+    return job.overlaps_gather and config.sync_mode != BLOCKING
 
 
 def round_of(config: EditConfig, step: float) -> float:

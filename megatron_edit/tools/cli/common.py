@@ -1,0 +1,49 @@
+"""What several subcommands share."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Sequence
+from typing import NoReturn
+
+from megatron_edit.errors import UsageError, on_one_line
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong without the text of usage, and exit with 2."""
+        self.exit(2, on_one_line(f"{self.prog}: {message}; see --help") + "\n")
+
+
+def option(name: str) -> str:
+    """The option that argparse keeps under a name."""
+    return "--" + name.replace("_", "-")
+
+
+def refuse_rest(command: str, rest: Sequence[str]) -> None:
+    """Refuse what a subcommand does not know and has no training command to leave it to.
+
+    Raises:
+        UsageError: there is something.
+    """
+    if rest:
+        raise UsageError(
+            " ".join(rest), f"is not an argument of {command}", f"see {command} --help"
+        )
+
+
+def check_installed(*names: str) -> None:
+    """Refuse to start without libraries of the extra `report`.
+
+    Raises:
+        UsageError: one is missing.
+    """
+    if missing := [name for name in names if importlib.util.find_spec(name) is None]:
+        raise UsageError(
+            f"{', '.join(missing)} (not installed)",
+            "needed for pictures, page and progress",
+            "pip install 'megatron_edit[report]'",
+        )
