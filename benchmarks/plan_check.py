@@ -23,10 +23,9 @@ from frame.page import table
 from frame.study import read_one
 from netlab import burst_bytes
 
+from megatron_edit.tools.plan.exchanges import TimingSetting, stock_cost, sync_cost, sync_traffic
 from megatron_edit.tools.plan.job import Job, read_job
 from megatron_edit.tools.plan.machine import CPU, Link
-from megatron_edit.tools.plan.timing import TimingSetting, stock_cost, sync_cost
-from megatron_edit.tools.plan.traffic import sync_traffic
 
 # The series of each study that the planner is held to.
 SERIES = {"overlap": "all links, three turns", "delayed": "delay 30", "growth": "all"}

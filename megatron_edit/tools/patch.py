@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import ast
 import codecs
-import os
-import shutil
-import tempfile
 from itertools import takewhile
 from pathlib import Path
 
 from megatron_edit.errors import UsageError
 from megatron_edit.versions import Release, release_of
+from megatron_edit.whole_files import write_whole
 
 PACKAGE_INFO = Path("megatron", "core", "package_info.py")
 _PARTS = ("MAJOR", "MINOR", "PATCH", "PRE_RELEASE")
@@ -96,15 +94,9 @@ def write(path: Path, content: bytes) -> None:
         UsageError: it cannot be written.
     """
     path = path.resolve()
-    temporary = ""
     try:
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        shutil.copymode(path, temporary)
-        os.replace(temporary, path)
+        write_whole(path, content, keeps_mode=True)
     except OSError as error:
-        Path(temporary or path.with_name(".none")).unlink(missing_ok=True)
         rule = f"cannot be written ({error.strerror})"
         raise UsageError(str(path), rule, "use a clone that you may write to") from None
 

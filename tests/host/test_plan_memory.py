@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from megatron_edit.tools.plan.exchanges import sync_traffic
 from megatron_edit.tools.plan.job import Job, read_job
 from megatron_edit.tools.plan.memory import edit_parts, persistent_bytes, stock_parts
-from megatron_edit.tools.plan.traffic import sync_traffic
 from tests.harness import Flags
 from tests.host.layouts import GATHER, LAYOUTS
 from tests.host.runs import edit_flags, run_edit

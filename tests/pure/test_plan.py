@@ -18,19 +18,21 @@ from megatron_edit.constants import SYNC_DTYPES
 from megatron_edit.tools.compare.flags import read_flags
 from megatron_edit.tools.compare.traffic import Layout, baseline_bytes, warmup_bytes
 from megatron_edit.tools.plan.advice import advise, least_interval
-from megatron_edit.tools.plan.job import NAMES, Job, read_job
-from megatron_edit.tools.plan.machine import CPU, GPU, Link
-from megatron_edit.tools.plan.memory import edit_parts, persistent_bytes, stock_parts
-from megatron_edit.tools.plan.plan import lines, make_plan
-from megatron_edit.tools.plan.timing import (
+from megatron_edit.tools.plan.exchanges import (
     BEFORE,
     TimingSetting,
     UnitExchange,
     exposed_seconds,
+    gradient_traffic,
+    stock_traffic,
     sync_cost,
+    sync_traffic,
     synchronous_cost,
 )
-from megatron_edit.tools.plan.traffic import gradient_traffic, stock_traffic, sync_traffic
+from megatron_edit.tools.plan.job import NAMES, Job, read_job
+from megatron_edit.tools.plan.machine import CPU, GPU, Link
+from megatron_edit.tools.plan.memory import edit_parts, persistent_bytes, stock_parts
+from megatron_edit.tools.plan.plan import lines, make_plan
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SIZES = ("llama_350m", "llama_1b", "llama_3b", "llama_7b")

@@ -12,9 +12,14 @@ from hypothesis import strategies as st
 from megatron_edit.config import GOAL_SHARE, EditConfig
 from megatron_edit.tools.compare.flags import read_flags
 from megatron_edit.tools.plan.advice import advise, least_interval
+from megatron_edit.tools.plan.exchanges import (
+    TimingSetting,
+    UnitExchange,
+    exposed_of_round,
+    sync_cost,
+)
 from megatron_edit.tools.plan.job import Job, read_job
 from megatron_edit.tools.plan.machine import GPU, Link
-from megatron_edit.tools.plan.timing import TimingSetting, UnitExchange, exposed_of_round, sync_cost
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 STREAMING = ("--edit-strategy", "streaming-diloco", "--edit-delay-steps", "67")

@@ -8,9 +8,9 @@ import pytest
 
 from megatron_edit.errors import UsageError
 from megatron_edit.tools.compare.flags import read_flags
+from megatron_edit.tools.plan.exchanges import gradient_traffic, stock_traffic
 from megatron_edit.tools.plan.job import Job, read_job
 from megatron_edit.tools.plan.memory import stock_parts
-from megatron_edit.tools.plan.traffic import gradient_traffic, stock_traffic
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 MODEL = [word for word in read_flags(CONFIGS / "llama_350m.args") if word != "--bf16"]

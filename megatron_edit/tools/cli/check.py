@@ -6,18 +6,25 @@ import argparse
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_edit.comm.placement import place
 from megatron_edit.command_line import config_from_argv, training_script
-from megatron_edit.config import EditConfig
+from megatron_edit.config import EditConfig, warning_of_phases
+from megatron_edit.constants import BLOCKING, CPU, MUON, OVERLAP
 from megatron_edit.errors import UsageError
-from megatron_edit.flags import flag
+from megatron_edit.flags import AUTO, flag
+from megatron_edit.method.schedule import last_local
+from megatron_edit.method.strategy import STRATEGIES
+from megatron_edit.tools.cli.common import option
 
 if TYPE_CHECKING:
     from megatron_edit.host.checking import CheckedLine
+
+# What stands on kernels or streams of GPUs, by the argument that asks for it (docs/gpu.md).
+_ON_GPUS = ("fp8_param_gather", "use_precision_aware_optimizer", "optimizer_cpu_offload")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -44,9 +51,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     config = config_from_argv(rest)
     world_size = _world_size(options.world_size, config)
     checked = check_script(script, rest, config, world_size)
-    from megatron_edit.tools.cli.what_runs import lines_on
-
-    for line in lines_on(checked, config, world_size):
+    for line in _lines(checked, config, world_size):
         sys.stdout.write(f"{line}\n")
     return 0
 
@@ -102,3 +107,118 @@ def check_script(
     from megatron_edit.host.checking import check_command_line
 
     return check_command_line(script, list(words), config, placement, world_size)
+
+
+def _lines(checked: CheckedLine, config: EditConfig, world_size: int) -> Iterator[str]:
+    """What would run, what was looked at, and what to think about.
+
+    Args:
+        checked: what the check found.
+        config: our settings.
+        world_size: ranks of the launch.
+    """
+    place, args = checked.placement, checked.args
+    if place is None:
+        yield f"ok: stock Megatron on {world_size} ranks"
+    else:
+        yield (
+            f"ok: {place.num_replicas} replicas x {place.ranks_per_replica} ranks, "
+            f"strategy {config.strategy}"
+        )
+    replicas = 1 if place is None else place.num_replicas
+    yield _batch(args, replicas, checked.data_parallel)
+    if checked.sync_mode is not None:
+        yield _sync_mode(config, args, checked.sync_mode)
+    if checked.corpus is not None:
+        yield f"corpus: {checked.corpus}"
+    if checked.checkpoint is not None:
+        yield f"load: {checked.checkpoint}"
+    if checked.device == CPU:
+        yield "checked as a run on CPU: this machine has no GPU, or none was asked for"
+    if place is not None:
+        yield from _remarks(config, args, checked.sync_mode == OVERLAP)
+    for question in checked.questions:
+        yield f"unknown to Megatron, kept for the script: {question}"
+    if checked.unknown:
+        yield f"not checked (unknown to Megatron): {' '.join(checked.unknown)}"
+    if not checked.is_rehearsed:
+        yield (
+            "not checked: the script's own arguments (it is not Megatron's, or its ranks meet "
+            "before it parses them)"
+        )
+
+
+def _batch(args: Namespace, replicas: int, data_parallel: int) -> str:
+    share = args.global_batch_size // replicas
+    micro = share // (args.micro_batch_size * data_parallel)
+    return (
+        f"batch of a replica: {share} of {args.global_batch_size} samples a step, in {micro} "
+        f"micro-batches of {args.micro_batch_size} on each of its {data_parallel} data-parallel "
+        "ranks"
+    )
+
+
+def _sync_mode(config: EditConfig, args: Namespace, mode: str) -> str:
+    if config.sync_mode != AUTO:
+        why = "as asked"
+    elif mode == BLOCKING and args.overlap_param_gather:
+        why = "a full-iteration CUDA graph fixes the gathers"
+    elif mode == BLOCKING and args.optimizer == MUON:
+        why = "Muon's parameters are synced after the step, before they are gathered"
+    elif mode == BLOCKING:
+        why = "without --overlap-param-gather no parameters are gathered in the forward pass"
+    else:
+        why = "--overlap-param-gather gathers parameters in the forward pass"
+    return f"sync mode {mode} ({flag('sync_mode')} {config.sync_mode}): {why}"
+
+
+def _remarks(config: EditConfig, args: Namespace, overlaps: bool) -> Iterator[str]:
+    iterations = args.train_iters or (args.train_samples or 0) // args.global_batch_size
+    if iterations and (text := warning_of_phases(config, iterations)):
+        yield text
+    if args.eval_iters:
+        step = _mid_round(config, args.eval_interval, iterations)
+        if step is not None:
+            yield (
+                f"--eval-interval {args.eval_interval}: step {step} falls in mid-round, where the "
+                "validation loss is a mean over replicas that differ; evaluate after "
+                f"W + k tau = {config.warmup_steps} + k x {config.sync_interval} steps"
+            )
+    if args.save:
+        step = _mid_round(config, args.save_interval, iterations)
+        if step is not None:
+            yield (
+                f"--save-interval {args.save_interval}: step {step} falls in mid-round; other "
+                "numbers of replicas that load it complete that round first"
+            )
+    if overlaps and not args.ddp_bucket_size:
+        yield (
+            "--ddp-bucket-size is not given: where a bucket holds several layers, less of a sync "
+            "hides behind compute; set it to the parameters of a layer"
+        )
+    if config.device != CPU:
+        yield f"never run on a GPU so far: this package, here with {_on_gpus(config, args)}"
+
+
+def _mid_round(config: EditConfig, interval: int | None, iterations: int) -> int | None:
+    """The first multiple of an interval of Megatron's that is after the warm-up and at no sync."""
+    from megatron_edit.host.settings import schedule_of  # torch
+
+    strategy = STRATEGIES[config.strategy]
+    is_counted = not strategy.is_timed and not strategy.endless_warmup
+    schedule = schedule_of(config, last_local(iterations, config.final_sync_fraction))
+    if not interval or not is_counted or not schedule.has_fixed_rounds or config.fragments > 1:
+        return None
+    warmup, tau = config.warmup_steps, config.sync_interval
+    first = (warmup // interval + 1) * interval
+    # A whole period of both intervals, and no more of it than the training has.
+    last = min(iterations, first + interval * tau)
+    steps = range(first, last + 1, interval)
+    return next((s for s in steps if (s - warmup) % tau and s != iterations), None)
+
+
+def _on_gpus(config: EditConfig, args: Namespace) -> str:
+    named = ["syncs between GPUs"]
+    named += [flag("offload")] if config.offload else []
+    named += [option(name) for name in _ON_GPUS if getattr(args, name, False)]
+    return f"{', '.join(named)} (docs/gpu.md says what was tested instead)"

@@ -63,8 +63,8 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
         UsageError: something given is wrong, or missing.
     """
     # torch, which no other subcommand should wait for
+    from megatron_edit.tools.plan.exchanges import TimingSetting
     from megatron_edit.tools.plan.plan import lines, make_plan
-    from megatron_edit.tools.plan.timing import TimingSetting
 
     argv = [word for name in options.config for word in _flags_of(name)] + list(rest)
     _check_numbers(options)

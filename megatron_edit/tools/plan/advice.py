@@ -10,9 +10,9 @@ from megatron_edit.config import GOAL_SHARE, EditConfig
 from megatron_edit.constants import LEAST_TIMEOUT_SECONDS, SYNC_DTYPES, TIMEOUT_ROUNDS
 from megatron_edit.flags import flag
 from megatron_edit.method.strategy import STRATEGIES
+from megatron_edit.tools.plan.exchanges import TimingSetting, sync_cost
 from megatron_edit.tools.plan.job import Job
 from megatron_edit.tools.plan.memory import edit_parts, stock_parts
-from megatron_edit.tools.plan.timing import TimingSetting, sync_cost
 from megatron_edit.tools.plan.values import show_bytes, show_seconds
 
 SLACK = 1.1  # an exchange should be over a little before it must be

@@ -147,6 +147,11 @@ class Job:
     own: tuple[str, ...]
 
     @property
+    def most_held(self) -> int:
+        """Elements on the rank that holds most."""
+        return max(map(sum, self.held))
+
+    @property
     def matrices_on_rank(self) -> int:
         """Elements that Muon would step, on the rank that has most parameters."""
         split, stages = self.mesh.tensor, self.mesh.pipeline

@@ -35,7 +35,7 @@ class MemoryItem:
 def stock_parts(job: Job) -> tuple[MemoryItem, ...]:
     """What Megatron keeps of the parameters. Activations are not counted."""
     storage = job.storage
-    elements = _busiest(job) if job.is_sharded else job.on_rank
+    elements = job.most_held if job.is_sharded else job.on_rank
     vectors = elements * storage.num_vectors
     if storage.num_matrix_vectors != storage.num_vectors:  # never sharded
         vectors -= job.matrices_on_rank * (storage.num_vectors - storage.num_matrix_vectors)
@@ -80,7 +80,7 @@ def published_diloco_parts(job: Job) -> tuple[MemoryItem, ...]:
 
 
 def _parts(job: Job, config: EditConfig, *, overlaps: bool) -> Iterator[MemoryItem]:
-    elements, largest = _busiest(job), max(max(row) for row in job.held)
+    elements, largest = job.most_held, max(max(row) for row in job.held)
     home = HOST if config.offload else DEVICE
     landing, wire = landing_of(config), Wire.of(config.sync_dtype)
     size, depth = job.mesh.num_replicas, config.prefetch_units if overlaps else 1
@@ -130,7 +130,3 @@ def _staged(row: Sequence[int], depth: int, *, is_offloaded: bool) -> int:
         + max(numels[:i], default=0)
         for i in range(len(numels))
     )
-
-
-def _busiest(job: Job) -> int:
-    return max(sum(row) for row in job.held)

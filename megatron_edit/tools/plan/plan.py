@@ -11,6 +11,19 @@ from megatron_edit.errors import UsageError
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.compare.entries import STOCK
 from megatron_edit.tools.plan.advice import Advice, advise
+from megatron_edit.tools.plan.exchanges import (
+    Cost,
+    TimingSetting,
+    Traffic,
+    forward_seconds,
+    gradient_traffic,
+    lands_in_forward,
+    stock_cost,
+    stock_traffic,
+    sync_cost,
+    sync_traffic,
+    synchronous_cost,
+)
 from megatron_edit.tools.plan.job import NAMES, PUBLISHED_DILOCO, Job
 from megatron_edit.tools.plan.memory import (
     MemoryItem,
@@ -18,16 +31,6 @@ from megatron_edit.tools.plan.memory import (
     published_diloco_parts,
     stock_parts,
 )
-from megatron_edit.tools.plan.timing import (
-    Cost,
-    TimingSetting,
-    forward_seconds,
-    lands_in_forward,
-    stock_cost,
-    sync_cost,
-    synchronous_cost,
-)
-from megatron_edit.tools.plan.traffic import Traffic, gradient_traffic, stock_traffic, sync_traffic
 from megatron_edit.tools.plan.values import show_bytes, show_count, show_rate, show_seconds
 
 HEAD = (
@@ -88,7 +91,7 @@ class Plan:
         return {
             "parameters": job.architecture.numel,
             "parameters_on_rank": job.on_rank,
-            "largest_shard": max(sum(row) for row in job.held),
+            "largest_shard": job.most_held,
             "replicas": job.mesh.num_replicas,
             "ranks_per_replica": job.mesh.ranks_per_replica,
             "ranks_per_host": job.mesh.ranks_per_host,
@@ -159,7 +162,7 @@ def _published_diloco(job: Job, setting: TimingSetting) -> PlanRow:
     cost = sync_cost(job, config, setting, blocks=True)
     every = cost.round / setting.step
     # Every rank does the outer step of all that it computes with.
-    work = cost.work + setting.machine.per_element * (job.on_rank - max(map(sum, job.held)))
+    work = cost.work + setting.machine.per_element * (job.on_rank - job.most_held)
     cost = replace(cost, work=work, exposed=cost.exposed + work - cost.work)
     traffic = sync_traffic(job, config, every)
     return PlanRow(PUBLISHED_DILOCO, every, traffic, cost, published_diloco_parts(job))
