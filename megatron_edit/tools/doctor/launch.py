@@ -17,7 +17,7 @@ import torch
 
 from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.placement import Placement, place
-from megatron_edit.comm.transport import Transport, stand_alone_group
+from megatron_edit.comm.transport import ON_CPU, Transport, stand_alone_group
 from megatron_edit.comm.worlds import ReplicaWorld, join
 from megatron_edit.command_line import config_from_argv
 from megatron_edit.config import EditConfig
@@ -251,17 +251,17 @@ def _transport(config: EditConfig) -> Transport:
         remedy = "use --edit-device auto or cpu"
         raise UsageError("--edit-device cuda", "no CUDA device was found", remedy, is_local=True)
     if config.device == CPU or not torch.cuda.is_available():
-        return Transport("gloo", torch.device("cpu"))
+        return ON_CPU
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return Transport("nccl", device)
 
 
 def _everybody(world: ReplicaWorld) -> Group:
-    place, on_cpu = world.placement, Transport("gloo", torch.device("cpu"))
+    place = world.placement
     size = place.num_replicas * place.ranks_per_replica
     return stand_alone_group(
-        world.shared_store, place.global_rank, size, on_cpu, world.timeout, "doctor/everybody"
+        world.shared_store, place.global_rank, size, ON_CPU, world.timeout, "doctor/everybody"
     )
 
 

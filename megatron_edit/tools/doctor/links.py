@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from megatron_edit.comm.collectives import Group, all_reduce_payload
-from megatron_edit.comm.transport import Transport, stand_alone_group
+from megatron_edit.comm.transport import ON_CPU, Transport, stand_alone_group
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import GOAL_SHARE, EditConfig
 from megatron_edit.constants import FP32_BYTES
@@ -172,8 +172,7 @@ def sync_findings(
 
 
 def _measure(world: ReplicaWorld, source: int, target: int, transport: Transport) -> MeasuredLink:
-    small = Transport("gloo", torch.device("cpu"))
-    there, back = (_pair(world, a, b, small) for a, b in ((source, target), (target, source)))
+    there, back = (_pair(world, a, b, ON_CPU) for a, b in ((source, target), (target, source)))
     is_source = world.placement.replica == source
     trips = [_ping(there, back, is_source=is_source) for _ in range(ROUNDS)]
     if transport.backend != "gloo":  # the payload as Megatron's default group would carry it
