@@ -112,6 +112,18 @@ def test_bytes_are_what_the_engine_counts(wire: str, replicas: int) -> None:
     assert traffic.per_replica == pytest.approx(ring, rel=0.01)
 
 
+@pytest.mark.parametrize("more", [(), ("--edit-offload",)])
+def test_ranks_without_a_shard_are_planned(more: tuple[str, ...]) -> None:
+    """Would catch: a crash where the padding of a bucket is all that the last ranks hold."""
+    flags = ("--use-distributed-optimizer", "--use-edit", *more)
+    ranks = 4096
+    batch = ("--micro-batch-size", "1", "--global-batch-size", str(2 * ranks))
+    job = job_of("tiny_cpu", 2, *flags, *batch, world=2 * ranks)
+    assert min(map(sum, job.held)) == 0
+    staged = {p.name: p.nbytes for p in edit_parts(job, job.config("edit"), overlaps=False)}
+    assert staged["staging"] >= 4 * max(map(max, job.held))
+
+
 @pytest.mark.parametrize(("which", "every", "each"), [("both", 1, 2), ("second", 4, 0.25)])
 def test_moments_are_counted(which: str, every: int, each: float) -> None:
     """Beside the parameters, mean over the syncs; and kept on the device while they travel."""

@@ -121,12 +121,15 @@ def _staged(row: Sequence[int], depth: int, *, is_offloaded: bool) -> int:
     An addend each; with offload anchor and momentum beside it, and those of the next unit, too,
     and the anchor of a unit that lands: its outer step may have been taken long before.
     """
-    numels = [numel for numel in row if numel]  # units of other stages are not under way
+    numels = [numel for numel in row if numel]  # others are not under way; a rank may have none
     if not is_offloaded:
-        return max(sum(numels[i : i + depth]) for i in range(len(numels)))
+        return max((sum(numels[i : i + depth]) for i in range(len(numels))), default=0)
     return max(
-        3 * sum(numels[i : i + depth])
-        + 2 * sum(numels[i + depth : i + depth + 1])
-        + max(numels[:i], default=0)
-        for i in range(len(numels))
+        (
+            3 * sum(numels[i : i + depth])
+            + 2 * sum(numels[i + depth : i + depth + 1])
+            + max(numels[:i], default=0)
+            for i in range(len(numels))
+        ),
+        default=0,
     )
