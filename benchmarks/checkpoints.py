@@ -19,6 +19,9 @@ most. Complete: from when the first rank came to a save until the line on the
 console says that it is there. Bytes: sizes of the files, by part; also, once each, in fp32, with
 more replicas, and for a save that `leader` puts off until the next sync.
 
+`--against COMMIT` runs every timed case with the package of an earlier commit, too, and compares
+the two turn by turn (`frame/against.py`).
+
 Prints Markdown tables; writes OUTPUT (their numbers), a picture beside it, and the folder of all
 runs.
 """
@@ -32,25 +35,34 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from checkpoint_parts.analysis import Analysis
-from checkpoint_parts.kinds import BF16, FP32, KINDS, MODES, Case, timed_cases, weighed_cases
+from checkpoint_parts.kinds import (
+    BF16,
+    FP32,
+    KINDS,
+    MODES,
+    WARMUP_SAVES,
+    Case,
+    timed_cases,
+    weighed_cases,
+)
 from checkpoint_parts.readings import Measurement
 from checkpoint_parts.report import draw, markdown
 from checkpoint_parts.runs import Bench
 from frame.gpt import Model
+from frame.launch import REPOSITORY
 from frame.study import (
-    ABOUT_FILES,
     Study,
-    add_common,
     common_flags,
     parse_quick,
     parts_of,
     say,
-    there_and_back,
+    settings_of,
+    study_parser,
 )
-from netlab_tools import leaving_on_signals
 
 DISTURBED_SHARE = 0.5  # of the cores in use by others, right after a run
 QUICK: dict[str, Any] = {
@@ -64,19 +76,17 @@ def main(argv: Sequence[str]) -> int:
     """Measure and report; the exit code is 1 where a run failed, not where a mark is missed."""
     args = parse(argv)
     results = Results(args)
-    with leaving_on_signals():  # which end the ranks
-        results.measure_all()
-    analysis = Analysis(results.measurements)
+    results.measure_all()
+    analysis = Analysis(results.found)
     weights, timings = analysis.weights(), analysis.timings()
-    print(markdown(weights, timings, analysis.verdicts()))
     draw(args.output.with_suffix(".png"), weights, timings)
-    return 1 if results.study.failures else 0
+    return results.report(markdown(weights, timings, analysis.verdicts()))
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    add_common(parser, repeats=2, time_limit=180.0, quick="small, short and once")
+    quick = "small, short and once"
+    parser = study_parser("checkpoints", __doc__, repeats=2, time_limit=180.0, quick=quick)
     add = parser.add_argument
     add("--kinds", default=",".join(KINDS), help="of training (default: %(default)s)")
     add("--modes", default=",".join(MODES), help="of saving (default: %(default)s)")
@@ -133,76 +143,79 @@ def once_cases(args: argparse.Namespace) -> list[Case]:
     return weighed_cases(base_case(args), args.kinds, **more)
 
 
-class Results:
+class Results(Study[Measurement]):
     """Everything measured so far."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self._args = args
-        left_out = (*ABOUT_FILES, "folder", "patience")
-        settings = {name: value for name, value in vars(args).items() if name not in left_out}
         self._timed = timed_cases(base_case(args), args.kinds, args.modes)
         cases = [*self._timed, *once_cases(args)]
+        settings = settings_of(args, "folder", "patience")
         settings["flags"] = common_flags({case.name: case.flags("FOLDER") for case in cases})
-        self.study = Study("checkpoints", args, settings, self._summary)
-        self.measurements: list[Measurement] = []
+        super().__init__("checkpoints", args, Measurement, settings)
         self._disk_speeds: list[float] = []
         self._patience: float = args.patience
         self._num_disturbed = 0  # runs that were thrown away
 
     def measure_all(self) -> None:
-        """Run all cases in turn, as often as asked. A failed run does not end all."""
-        args, study, once = self._args, self.study, once_cases(self._args)
+        """Run all cases in turn, as often as asked, and those for their bytes alone once."""
+        args, once = self.args, once_cases(self.args)
         bench = Bench(args.folder, args.time_limit)
-        with study.progress(args.repeats * len(self._timed) + len(once)):
+        with self.progress(args.repeats * len(self._timed) + len(once)):
             for turn in range(args.repeats):
                 self._patience -= bench.wait_for_quiet(self._patience)
-                speed = study.once(f"turn {turn + 1}, disk", float, bench.disk_speed)
+                speed = self.once(f"turn {turn + 1}, disk", float, bench.disk_speed)
                 self._disk_speeds.append(speed)
                 say(f"turn {turn + 1}: the disk takes {speed / 1e6:.0f} MB/s")
-                for case in there_and_back(self._timed, turn):
-                    self._measure(bench, case, turn)
+                make = partial(self._undisturbed, bench, turn)
+                self.turn(turn, self._timed, lambda case: case.name, make)
             for case in once:
-                self._measure(bench, case, None)
+                make = partial(self._undisturbed, bench, None)
+                found = self.measure(f"once, {case.name}", partial(make, case, REPOSITORY))
+                self.found += [found] if found is not None else []
+                self.write()
 
-    def _measure(self, bench: Bench, case: Case, turn: int | None) -> None:
-        key = f"once, {case.name}" if turn is None else f"turn {turn + 1}, {case.name}"
-        make = partial(self._undisturbed, bench, case, turn)
-        found = self.study.measure(key, Measurement, make, _describe)
-        if found is not None:
-            self.measurements.append(found)
-        self.study.write()
-
-    def _undisturbed(self, bench: Bench, case: Case, turn: int | None) -> Measurement:
+    def _undisturbed(
+        self, bench: Bench, turn: int | None, case: Case, package: Path
+    ) -> Measurement:
         """A run into which nobody else came, as long as there is patience for another."""
         while True:
             self._patience -= bench.wait_for_quiet(self._patience)
             began = time.monotonic()
-            found = bench.measure(case, turn)
+            found = bench.measure(case, turn, package)
             seconds = time.monotonic() - began
             if found.busy[1] < DISTURBED_SHARE or self._patience <= 0:
                 return found
             self._num_disturbed += 1
             self._patience -= seconds
 
-    def _summary(self) -> dict[str, Any]:
-        analysis = Analysis(self.measurements)
+    def describe(self, run: Measurement) -> str:
+        """Stalls, cost in the loop, bytes, and how busy others were."""
+        stalls = " ".join(f"{save.stall:.2f}" for save in run.saves)
+        loop = " ".join("-" if save.loop is None else f"{save.loop:.2f}" for save in run.saves)
+        sizes = " ".join(f"{sum(s.num_bytes.values()) / run.parameters:.1f}" for s in run.saves)
+        others = " and ".join(f"{share:.0%}" for share in run.busy)
+        return (f"stalls {stalls} s, of the loop {loop} s; {sizes} bytes per parameter; others "
+                f"used {others} of the cores before and after")  # fmt: skip
+
+    def numbers(self, run: Measurement) -> dict[str, float | None]:
+        """How long training stalls, and until a checkpoint is complete."""
+        saves = run.saves[WARMUP_SAVES:]
+        return {
+            "stall (s)": median(save.stall for save in saves),
+            "complete (s)": median(save.complete for save in saves),
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """Of bytes and times."""
+        analysis = Analysis(self.found)
         return {
             "bytes": analysis.weights(),
             "times": analysis.timings(),
             "marks": [asdict(v) | {"passes": v.passes} for v in analysis.verdicts()],
             "disk_bytes_per_second": self._disk_speeds,
-            "num_runs": len(self.measurements),
+            "num_runs": len(self.found),
             "num_disturbed": self._num_disturbed,
         }
-
-
-def _describe(found: Measurement) -> str:
-    stalls = " ".join(f"{save.stall:.2f}" for save in found.saves)
-    loop = " ".join("-" if save.loop is None else f"{save.loop:.2f}" for save in found.saves)
-    sizes = " ".join(f"{sum(s.num_bytes.values()) / found.parameters:.1f}" for s in found.saves)
-    others = " and ".join(f"{share:.0%}" for share in found.busy)
-    return (f"stalls {stalls} s, of the loop {loop} s; {sizes} bytes per parameter; others used "
-            f"{others} of the cores before and after")  # fmt: skip
 
 
 if __name__ == "__main__":

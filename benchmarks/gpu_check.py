@@ -26,22 +26,19 @@ from typing import Any
 
 from frame.launch import REPOSITORY, RunFailedError
 from frame.study import (
-    ABOUT_FILES,
     Study,
-    add_common,
     common_flags,
     parse_quick,
     parts_of,
     read_one,
+    settings_of,
+    study_parser,
 )
 from gpu_parts.analysis import Analysis
 from gpu_parts.cases import Case, cases_for, chosen
 from gpu_parts.device import DeviceError, look
 from gpu_parts.report import draw, markdown
 from gpu_parts.runs import Bench, Reading
-from netlab_tools import leaving_on_signals
-
-from megatron_edit.tools.cli.common import OneLineParser
 
 REFERENCE = REPOSITORY / "benchmarks" / "results" / "gpu_check_cpu.json"
 QUICK: dict[str, Any] = {"cases": "stock,overlap"}
@@ -51,10 +48,9 @@ def main(argv: Sequence[str]) -> int:
     """Check and report; the exit code is 1 where a check failed."""
     args = parse(argv)
     results = Results(args)
-    with leaving_on_signals():  # which end the ranks
-        results.measure_all()
+    results.measure_all()
     summary = results.summary()
-    failures = results.failures(summary["complaints"])
+    failures = results.all_failures(summary["complaints"])
     page = markdown(summary, failures)
     print(page)
     args.output.with_suffix(".md").write_text(f"# GPU check\n\n{page}\n", encoding="utf-8")
@@ -65,9 +61,9 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    description = __doc__.partition("\n")[0]
-    parser = OneLineParser(prog="gpu_check", description=description, allow_abbrev=False)
-    add_common(parser, repeats=1, time_limit=120.0, quick="two cases")
+    parser = study_parser("gpu_check", __doc__, repeats=1, time_limit=120.0, quick="two cases",
+                          pairs=False)  # fmt: skip
+    parser.allow_abbrev = False
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda", help="(default: %(default)s)")
     add("--devices", type=int, help="how many to use (default: all; on the CPU as many ranks)")
@@ -98,35 +94,30 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-class Results:
+class Results(Study[Reading]):
     """Everything found so far."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self._args = args
         flags = {case.name: case.flags(args.device, "LOG_DIR") for case in args.chosen}
-        left_out = (*ABOUT_FILES, "chosen", "found", "budget", "reference", "repeats")
-        settings = {name: value for name, value in vars(args).items() if name not in left_out}
+        settings = settings_of(args, "chosen", "found", "budget", "reference", "repeats")
         settings |= {"flags": common_flags(flags)}
-        self.study = Study("gpu_check", args, settings, self.summary, args.found.versions)
-        self.readings: list[Reading] = []
+        super().__init__("gpu_check", args, Reading, settings, args.found.versions)
 
     def measure_all(self) -> None:
         """Run all cases. One that fails does not end the rest, nor does one that hangs."""
-        args, end = self._args, time.monotonic() + self._args.budget
+        args, end = self.args, time.monotonic() + self.args.budget
         bench = Bench(args.device, args.devices, args.time_limit, args.output)
-        with self.study.progress(len(args.chosen)):
+        with self.progress(len(args.chosen)):
             for case in args.chosen:
-                make = partial(self._measure, bench, case, end)
-                found = self.study.measure(case.name, Reading, make, _describe)
-                if found is not None:
-                    self.readings.append(found)
-                self.study.write()
+                found = self.measure(case.name, partial(self._measure, bench, case, end))
+                self.found += [found] if found is not None else []
+                self.write()
 
     def summary(self) -> dict[str, Any]:
         """What OUTPUT has."""
-        args, found = self._args, self._args.found
+        args, found = self.args, self.args.found
         cases = {case.name: case for case in args.chosen}
-        analysis = Analysis(cases, self.readings, self._reference(), found.copy_rate)
+        analysis = Analysis(cases, self.found, self._reference(), found.copy_rate)
         return {
             "device": found.name,
             "num_devices": args.devices,
@@ -141,28 +132,28 @@ class Results:
 
     def _reference(self) -> dict[str, Any]:
         """Losses to compare with; none for those that others are to be compared with."""
-        path = self._args.reference or REFERENCE
-        if not path.exists() or path.resolve() == self._args.output.resolve():
+        path = self.args.reference or REFERENCE
+        if not path.exists() or path.resolve() == self.args.output.resolve():
             return {}
         known: dict[str, Any] = read_one(path)["losses"]
         return known
 
-    def failures(self, complaints: Sequence[str]) -> list[str]:
+    def all_failures(self, complaints: Sequence[str]) -> list[str]:
         """Of runs and of checks, whose complaints are given."""
-        failures = [*self.study.failures, *complaints]
-        if self._args.device != "cpu" and not self._reference():
+        failures = [*self.failures, *complaints]
+        if self.args.device != "cpu" and not self._reference():
             failures.append(f"no losses of the CPU to compare with: {REFERENCE} is not there")
         return failures
 
     def _measure(self, bench: Bench, case: Case, end: float) -> Reading:
         left = end - time.monotonic()
         if left <= 0:
-            raise RunFailedError(f"not begun in {self._args.budget:g} s (--budget)")
-        return bench.measure(case, min(left, self._args.time_limit))
+            raise RunFailedError(f"not begun in {self.args.budget:g} s (--budget)")
+        return bench.measure(case, min(left, self.args.time_limit))
 
-
-def _describe(found: Reading) -> str:
-    return f"loss {found.losses[0]:.3f} -> {found.losses[-1]:.3f} in {found.seconds:.0f} s"
+    def describe(self, run: Reading) -> str:
+        """The losses of its ends."""
+        return f"loss {run.losses[0]:.3f} -> {run.losses[-1]:.3f} in {run.seconds:.0f} s"
 
 
 if __name__ == "__main__":

@@ -6,6 +6,9 @@ Hosts are network namespaces whose links have a limited rate (`netlab`); each is
 rank that trains a tiny GPT with EDiT. Three sweeps change one size alone. Needs root, iproute2 and
 this package installed.
 
+`--against COMMIT` runs every case with the package of an earlier commit, too, and compares the two
+turn by turn (`frame/against.py`).
+
 Prints Markdown tables; writes OUTPUT (their numbers), a picture beside it, and the folder of all
 runs.
 """
@@ -16,21 +19,22 @@ import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 from frame.gpt import Link, Window, link_name
 from frame.launch import measure_link
 from frame.study import (
-    ABOUT_FILES,
     Study,
-    add_common,
     parse_quick,
     parts_of,
     rates_of,
-    there_and_back,
+    settings_of,
+    study_parser,
 )
 from growth_parts.analysis import Analysis
-from growth_parts.cases import distinct, sweeps
+from growth_parts.cases import Case, distinct, sweeps
 from growth_parts.report import draw, markdown
 from growth_parts.runs import Bench, Reading
 from netlab import Lab, LabError
@@ -53,15 +57,14 @@ def main(argv: Sequence[str]) -> int:
         return 1
     analysis = results.analysis()
     rows = analysis.rows()
-    print(markdown(args.sweeps, rows, analysis.fits()))
     draw(args.output.with_suffix(".png"), args.sweeps, rows)
-    return 1 if results.study.failures else 0
+    return results.report(markdown(args.sweeps, rows, analysis.fits()))
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    add_common(parser, repeats=1, time_limit=600.0, quick="few, small and short")
+    quick = "few, small and short"
+    parser = study_parser("growth", __doc__, repeats=1, time_limit=600.0, quick=quick)
     add = parser.add_argument
     add("--mode", default="blocking", help="EDiT's sync mode (default: blocking)")
     add("--links", help="bits per second (default: %(default)s)")
@@ -80,51 +83,52 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-class Results:
+class Results(Study[Reading]):
     """Everything measured so far."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self._args = args
-        left_out = (*ABOUT_FILES, "sweeps")
-        settings = {name: value for name, value in vars(args).items() if name not in left_out}
-        window = Window.of_rounds(args.tau, args.rounds)
+        settings, window = settings_of(args, "sweeps"), Window.of_rounds(args.tau, args.rounds)
         flags = (
             args.sweeps[0].cases[0].flags(args.mode, tau=args.tau, window=window, log_dir="LOG_DIR")
         )
         settings["flags_of_the_first_case"] = " ".join(flags)
-        self.study = Study("growth", args, settings, self._summary)
-        self.links: list[Link] = []
-        self.readings: list[Reading] = []
+        super().__init__("growth", args, Reading, settings)
+        self._links: list[Link] = []
 
     def analysis(self) -> Analysis:
         """Of what there is."""
-        return Analysis(self.readings, self.links, tau=self._args.tau)
+        return Analysis(self.found, self._links, tau=self.args.tau)
 
     def measure_all(self, lab: Lab) -> None:
-        """Run all cases on all links, as often as asked. A failed run does not end the rest."""
-        args, study, cases = self._args, self.study, distinct(self._args.sweeps)
+        """Run all cases on all links, as often as asked."""
+        args, cases = self.args, distinct(self.args.sweeps)
         bench = Bench(lab, args.mode, args.tau, args.rounds, args.time_limit)
-        with study.progress(args.repeats * len(args.links) * len(cases)):
+        with self.progress(args.repeats * len(args.links) * len(cases)):
             for repeat in range(args.repeats):
                 for rate in args.links:
-                    place = f"turn {repeat + 1}, {link_name(rate)}"
-                    link = partial(measure_link, lab, rate, repeat)
-                    self.links.append(study.once(f"{place}, link", Link, link))
-                    for case in there_and_back(cases, repeat):
-                        make = partial(bench.measure, case, rate, repeat)
-                        found = study.measure(f"{place}, {case}", Reading, make, _describe)
-                        if found is not None:
-                            self.readings.append(found)
-                        study.write()
+                    self._measure_link(bench, lab, rate, repeat)
 
-    def _summary(self) -> dict[str, Any]:
+    def _measure_link(self, bench: Bench, lab: Lab, rate: float | None, repeat: int) -> None:
+        place, link = link_name(rate), partial(measure_link, lab, rate, repeat)
+        self._links.append(self.once(f"turn {repeat + 1}, {place}, link", Link, link))
+
+        def make(case: Case, package: Path) -> Reading:
+            return bench.measure(case, rate, repeat, package)
+
+        self.turn(repeat, distinct(self.args.sweeps), lambda case: f"{place}, {case}", make)
+
+    def describe(self, run: Reading) -> str:
+        """Length of every sync."""
+        return " ".join(f"{ms:.1f}" for ms in run.sync_ms) + " ms"
+
+    def numbers(self, run: Reading) -> dict[str, float | None]:
+        """Length of a sync."""
+        return {"sync (ms)": median(run.sync_ms) if run.sync_ms else None}
+
+    def summary(self) -> dict[str, Any]:
+        """Of cases and links."""
         analysis = self.analysis()
-        return {"rows": analysis.rows(), "fits": analysis.fits(), "links": self.links}
-
-
-def _describe(found: Reading) -> str:
-    took = (f"{1e3 * (each['exposed'] - each['wait']):.1f}" for each in found.seconds)
-    return f"{' '.join(took)} ms"
+        return {"rows": analysis.rows(), "fits": analysis.fits(), "links": self._links}
 
 
 if __name__ == "__main__":

@@ -8,6 +8,9 @@ ideal: the same training without any exchange. All of them run in turn, several 
 is compared with those of its own turn, as machines drift. Needs root and iproute2. The modes
 `torchft-diloco` and `torchft-streaming` measure torchft beside EDiT, where it is installed.
 
+`--against COMMIT` runs every case with the package of an earlier commit, too, and compares the two
+turn by turn (`frame/against.py`).
+
 Prints a Markdown table; writes OUTPUT (its numbers, and a row for each run), a picture beside it,
 and the folder of all runs.
 """
@@ -19,19 +22,20 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 from frame.gpt import Link, Model, link_name
 from frame.launch import RunFailedError, measure_link
 from frame.study import (
-    ABOUT_FILES,
     Study,
-    add_common,
     common_flags,
     parse_quick,
     rates_of,
     say,
-    there_and_back,
+    settings_of,
+    study_parser,
 )
 from netlab import Lab, LabError
 from overlap_parts.analysis import Analysis
@@ -63,15 +67,14 @@ def main(argv: Sequence[str]) -> int:
         print(f"overlap: {error}", file=sys.stderr)
         return 1
     rows = results.analysis().rows()
-    print(markdown(rows))
     draw(args.output.with_suffix(".png"), rows)
-    return 1 if results.study.failures else 0
+    return results.report(markdown(rows))
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    add_common(parser, repeats=3, time_limit=600.0, quick="small, short and once")
+    quick = "small, short and once"
+    parser = study_parser("overlap", __doc__, repeats=3, time_limit=600.0, quick=quick)
     add = parser.add_argument
     add("--modes", default="overlap,blocking",
         help=f"overlap, blocking, {', '.join((*variants(1), *RIVALS))} "
@@ -99,70 +102,72 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-class Results:
+class Results(Study[Measurement]):
     """Everything measured so far."""
 
     def __init__(self, args: argparse.Namespace, base: Job, rival: dict[str, str]) -> None:
-        self._args, self._base = args, base
         flags = {kind: _flags(base, kind) for kind in args.kinds}
-        left_out = (*ABOUT_FILES, "torchft_python")
-        settings = {name: value for name, value in vars(args).items() if name not in left_out}
+        settings = settings_of(args, "torchft_python")
         settings |= {"model": base.model, "flags": common_flags(flags)}
         versions = {name: text for name, text in rival.items() if "torchft" in name}
-        self.study = Study("overlap", args, settings, self._summary, versions)
-        self.links: list[Link] = []
-        self.measurements: list[Measurement] = []
-        self.forward_share = 0.0
+        super().__init__("overlap", args, Measurement, settings, versions)
+        self._base = base
+        self._links: list[Link] = []
+        self._forward_share = 0.0
 
     def analysis(self) -> Analysis:
         """Of what there is."""
         return Analysis(
-            self.measurements,
-            self.links,
+            self.found,
+            self._links,
             tau=self._base.tau,
             tokens_per_iteration=self._base.tokens_per_iteration,
-            forward_share=self.forward_share,
+            forward_share=self._forward_share,
         )
 
     def measure_all(self, lab: Lab) -> None:
-        """Run all kinds on all links in turn, as often as asked. A failed run does not end all."""
-        args, study = self._args, self.study
+        """Run all kinds on all links in turn, as often as asked."""
+        args = self.args
         bench = Bench(lab, args.time_limit, args.torchft_python)
-        with study.progress(args.repeats * len(args.links) * len(args.kinds)):
-            self.forward_share = study.once(
+        with self.progress(args.repeats * len(args.links) * len(args.kinds)):
+            self._forward_share = self.once(
                 "forward share", float, lambda: bench.forward_share(self._base)
             )
-            say(f"forward: {self.forward_share:.3f} of an ideal step")
+            say(f"forward: {self._forward_share:.3f} of an ideal step")
             for repeat in range(args.repeats):
                 for rate in args.links:
                     self._measure_link(bench, lab, rate, repeat)
 
     def _measure_link(self, bench: Bench, lab: Lab, rate: float | None, repeat: int) -> None:
-        place = f"turn {repeat + 1}, {link_name(rate)}"
-        self.links.append(
-            self.study.once(f"{place}, link", Link, partial(measure_link, lab, rate, repeat))
-        )
-        for kind in there_and_back(self._args.kinds, repeat):
-            job = replace(self._base, kind=kind)
-            found = self.study.measure(
-                f"{place}, {kind}", Measurement, partial(bench.measure, job, rate, repeat),
-                self._describe,
-            )  # fmt: skip
-            if found is not None:
-                self.measurements.append(found)
-            self.study.write()
+        place, link = link_name(rate), partial(measure_link, lab, rate, repeat)
+        self._links.append(self.once(f"turn {repeat + 1}, {place}, link", Link, link))
 
-    def _describe(self, found: Measurement) -> str:
-        step = self._base.tokens_per_iteration / found.tokens_per_second
-        late = f" (then exited with {found.exit_codes})" if any(found.exit_codes) else ""
+        def make(kind: str, package: Path) -> Measurement:
+            return bench.measure(replace(self._base, kind=kind), rate, repeat, package)
+
+        self.turn(repeat, self.args.kinds, lambda kind: f"{place}, {kind}", make)
+
+    def describe(self, run: Measurement) -> str:
+        """Length of a step."""
+        step = self._base.tokens_per_iteration / run.tokens_per_second
+        late = f" (then exited with {run.exit_codes})" if any(run.exit_codes) else ""
         return f"{step * 1e3:.1f} ms{late}"
 
-    def _summary(self) -> dict[str, Any]:
+    def numbers(self, run: Measurement) -> dict[str, float | None]:
+        """Speed, and what a sync exposes."""
+        exposed = [1e3 * sync["seconds"]["exposed"] for sync in run.syncs]
         return {
-            "forward_share": self.forward_share,
+            "tokens/s": run.tokens_per_second,
+            "exposed (ms / sync)": median(exposed) if exposed else None,
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """Of links, kinds and runs."""
+        return {
+            "forward_share": self._forward_share,
             "summary": self.analysis().rows(),
-            "links": self.links,
-            "runs": [run.short for run in self.measurements],
+            "links": self._links,
+            "runs": [run.short for run in self.found],
         }
 
 

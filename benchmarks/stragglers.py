@@ -20,6 +20,9 @@ and `stock` are measured over the whole steps in one span of time, the same for 
 are ended before their training would end. Waiting is `seconds.wait` of the event file, of replica
 0, which is never a consistent straggler.
 
+`--against COMMIT` runs every case with the package of an earlier commit, too, and compares the two
+turn by turn (`frame/against.py`).
+
 Prints a Markdown table; writes OUTPUT (its numbers), a picture beside it, and the folder of all
 runs.
 """
@@ -30,11 +33,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
+from pathlib import Path
+from statistics import median
 from typing import Any
 
-from frame.study import ABOUT_FILES, Study, add_common, common_flags, parse_quick, there_and_back
-from netlab_tools import leaving_on_signals
+from frame.study import Study, common_flags, parse_quick, settings_of, study_parser
 from straggler_parts.analysis import Analysis
 from straggler_parts.kinds import ALL_KINDS, KINDS, Job, Scenario
 from straggler_parts.readings import Measurement
@@ -51,19 +54,17 @@ def main(argv: Sequence[str]) -> int:
     """Measure and report; the exit code is 1 where a run failed, not where a target is missed."""
     args = parse(argv)
     results = Results(args)
-    with leaving_on_signals():  # which end the replicas
-        results.measure_all()
-    analysis = Analysis(results.measurements)
+    results.measure_all()
+    analysis = Analysis(results.found)
     rows, titles = analysis.rows(), {each.name: each.title for each in args.scenarios}
-    print(markdown(rows, analysis.verdicts(), titles))
     draw(args.output.with_suffix(".png"), rows, titles)
-    return 1 if results.study.failures else 0
+    return results.report(markdown(rows, analysis.verdicts(), titles))
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    add_common(parser, repeats=3, time_limit=180.0, quick="few, short and once")
+    quick = "few, short and once"
+    parser = study_parser("stragglers", __doc__, repeats=3, time_limit=180.0, quick=quick)
     add = parser.add_argument
     add("--scenarios", default="random,2x,4x,equal", help="(default: %(default)s)")
     add("--kinds", default=",".join(KINDS), help="of training (default: %(default)s)")
@@ -89,44 +90,53 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-class Results:
+class Results(Study[Measurement]):
     """Everything measured so far."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self._args = args
-        settings = {name: value for name, value in vars(args).items() if name not in ABOUT_FILES}
         jobs = [_job(args, each, kind, 0) for each in args.scenarios for kind in args.kinds]
         flags = {f"{job.scenario.name}, {job.kind}": job.flags("LOG_DIR") for job in jobs}
-        settings |= {
+        settings = settings_of(args) | {
             "scenarios": args.scenarios,
             "plans_of_the_first_turn": {job.scenario.name: job.plan for job in jobs},
             "flags": common_flags(flags),
         }
-        self.study = Study("stragglers", args, settings, self._summary)
-        self.measurements: list[Measurement] = []
+        super().__init__("stragglers", args, Measurement, settings)
 
     def measure_all(self) -> None:
-        """Run all kinds in all scenarios in turn, as often as asked. One that fails does not end
-        the others."""
-        args, study, bench = self._args, self.study, Bench(self._args.time_limit)
-        with study.progress(args.repeats * len(args.scenarios) * len(args.kinds)):
+        """Run all kinds in all scenarios in turn, as often as asked."""
+        args, bench = self.args, Bench(self.args.time_limit)
+        with self.progress(args.repeats * len(args.scenarios) * len(args.kinds)):
             for repeat in range(args.repeats):
                 for scenario in args.scenarios:
-                    for kind in there_and_back(args.kinds, repeat):
-                        job = _job(args, scenario, kind, repeat)
-                        key = f"turn {repeat + 1}, {scenario.name}, {kind}"
-                        make = partial(bench.measure, job, repeat)
-                        found = study.measure(key, Measurement, make, _describe)
-                        if found is not None:
-                            self.measurements.append(found)
-                        study.write()
+                    self._measure_scenario(bench, scenario, repeat)
 
-    def _summary(self) -> dict[str, Any]:
-        analysis = Analysis(self.measurements)
+    def _measure_scenario(self, bench: Bench, scenario: Scenario, repeat: int) -> None:
+        def make(kind: str, package: Path) -> Measurement:
+            return bench.measure(_job(self.args, scenario, kind, repeat), repeat, package)
+
+        self.turn(repeat, self.args.kinds, lambda kind: f"{scenario.name}, {kind}", make)
+
+    def describe(self, run: Measurement) -> str:
+        """Speed, and what replica 0 waited."""
+        waits = " ".join(f"{sync['seconds']['wait'] * 1e3:.0f}" for sync in run.syncs)
+        return f"{run.tokens_per_second:.0f} tokens/s" + (f", waited {waits} ms" if waits else "")
+
+    def numbers(self, run: Measurement) -> dict[str, float | None]:
+        """Speed, and what replica 0 waited."""
+        waits = [1e3 * sync["seconds"]["wait"] for sync in run.syncs]
+        return {
+            "tokens/s": run.tokens_per_second,
+            "waited (ms / sync)": median(waits) if waits else None,
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """Of scenarios, kinds and runs."""
+        analysis = Analysis(self.found)
         return {
             "summary": analysis.rows(),
             "targets": [asdict(v) | {"passes": v.passes} for v in analysis.verdicts()],
-            "runs": [run.short for run in self.measurements],
+            "runs": [run.short for run in self.found],
         }
 
 
@@ -134,11 +144,6 @@ def _job(args: argparse.Namespace, scenario: Scenario, kind: str, repeat: int) -
     plan = scenario.plan(args.replicas, step=args.step_ms / 1e3, seed=args.seed + repeat)
     phase = (repeat + 0.5) / args.repeats  # in the middle of as many parts of a step
     return Job(scenario, kind, plan, args.tau, args.seconds, phase)
-
-
-def _describe(found: Measurement) -> str:
-    waits = " ".join(f"{sync['seconds']['wait'] * 1e3:.0f}" for sync in found.syncs)
-    return f"{found.tokens_per_second:.0f} tokens/s" + (f", waited {waits} ms" if waits else "")
 
 
 if __name__ == "__main__":

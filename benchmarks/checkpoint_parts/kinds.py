@@ -33,6 +33,8 @@ AT_SYNC, MID_ROUND = "at a sync", "in mid-round"
 # training is another matter.
 TRAIN_ITERS = 20_000
 WARMUP_SAVES = 1  # not timed
+# How a rank learns where to note what, and how long to sleep.
+NOTES_VARIABLE, PAUSE_VARIABLE = "CHECKPOINT_NOTES", "CHECKPOINT_PAUSE"
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,9 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, TextIO
 
-from frame.launch import load_script
+from frame.launch import REPOSITORY, load_script
 
-from checkpoint_parts.runs import NOTES_VARIABLE, PAUSE_VARIABLE
+from checkpoint_parts.kinds import NOTES_VARIABLE, PAUSE_VARIABLE
 
 FINALIZE_FLOOR_SECONDS = 1e-3  # in every iteration there is such a call; most have nothing to do
 COMPLETE = re.compile(r"\[edit\] checkpoint of iteration +(\d+) is complete")
@@ -177,6 +177,8 @@ def main() -> None:
         script.forward_step = notes.counted(paused(script.forward_step, pause))
         for module, name, label in SPANS + (EDIT_SPANS if is_edit else ()):
             owner, attribute = _resolve(module, name)
+            if is_earlier_package() and not hasattr(owner, attribute):
+                continue  # its time then counts as that of the span around it
             setattr(owner, attribute, notes.spanned(getattr(owner, attribute), label))
         training.save_checkpoint_and_time = notes.around_save(training.save_checkpoint_and_time)
         training.maybe_finalize_async_save = notes.around_finalize(
@@ -204,6 +206,13 @@ def serve_async_saves() -> None:
     PersistentAsyncCaller.async_loop = staticmethod(without_devices)
     # Forked, so that it has what is replaced here, and does not import all of Megatron once more.
     initialize.init_persistent_async_worker = lambda rank, mode: start(rank, "fork")
+
+
+def is_earlier_package() -> bool:
+    """Whether the plugin is not that of this checkout: `--against`."""
+    import megatron_edit
+
+    return Path(megatron_edit.__file__).parents[1] != REPOSITORY
 
 
 def _resolve(module: str, name: str) -> tuple[Any, str]:

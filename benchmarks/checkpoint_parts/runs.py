@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from frame.launch import Forks, Rank
+from frame.launch import REPOSITORY, Forks, Rank
 
 from megatron_edit.tools.compare.console_log import read_json_lines
 
-from .kinds import WARMUP_SAVES, Case
+from .kinds import NOTES_VARIABLE, PAUSE_VARIABLE, WARMUP_SAVES, Case
 from .readings import Measurement, Save, saves_of
 
 SCRIPT = Path(__file__).with_name("pretrain_saving.py")
-NOTES_VARIABLE, PAUSE_VARIABLE = "CHECKPOINT_NOTES", "CHECKPOINT_PAUSE"
 POLL_SECONDS = 0.1
 FIRST_PORT = 27500
 PROBE_BYTES = 1 << 28
@@ -50,11 +49,11 @@ class Written:
         found = saves_of(self.notes(), self.checkpoints, self.case)
         return found[:wanted] if len(found) >= wanted else None
 
-    def rank(self, number: int) -> Rank:
+    def rank(self, number: int, package: Path) -> Rank:
         """What a rank runs, and where it notes what."""
         pause = self.case.async_pause if self.case.is_async else self.case.pause
         env = {NOTES_VARIABLE: str(self.notes_file(number)), PAUSE_VARIABLE: str(pause)}
-        return Rank(self.case.flags(str(self.folder)), env, SCRIPT)
+        return Rank(self.case.flags(str(self.folder)), env, SCRIPT, package=package)
 
 
 class Bench:
@@ -70,8 +69,8 @@ class Bench:
         self._time_limit = time_limit
         self._forks = Forks(FIRST_PORT, time_limit)
 
-    def measure(self, case: Case, turn: int | None) -> Measurement:
-        """Run a case once.
+    def measure(self, case: Case, turn: int | None, package: Path = REPOSITORY) -> Measurement:
+        """Run a case once, with the package in a folder.
 
         Raises:
             RunFailedError: it failed or took too long.
@@ -79,7 +78,7 @@ class Bench:
         before = busy_share()
         with self._temporary() as name:
             written = Written(case, Path(name))
-            saves = self._run(written)
+            saves = self._run(written, package)
             calls = [note for own in written.notes() for note in own if "save" in note]
             return Measurement(
                 case=case,
@@ -111,10 +110,10 @@ class Bench:
             prefix="checkpoints-", dir=self._folder, ignore_cleanup_errors=True
         )
 
-    def _run(self, written: Written) -> list[Save]:
+    def _run(self, written: Written, package: Path) -> list[Save]:
         case = written.case
         written.checkpoints.mkdir()
-        ranks = [written.rank(number) for number in range(case.world_size)]
+        ranks = [written.rank(number, package) for number in range(case.world_size)]
         with self._forks.training(case.name, written.folder, ranks) as training:
             saves = training.until(written.saves, limit=self._time_limit, poll=POLL_SECONDS)
             calls = [note for own in written.notes() for note in own if "save" in note]

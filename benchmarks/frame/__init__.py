@@ -3,6 +3,7 @@
 | module | |
 |---|---|
 | gpt | the model that is trained, its flags, which iterations count, links and their names |
+| against | the package of an earlier commit beside that of this checkout |
 | launch | trainings on this machine or in the hosts of a lab: started, followed, ended |
 | study | command line, turns, what was measured so far and going on from it, the small JSON file |
 | page | spreads of repeats, Markdown tables, pictures |

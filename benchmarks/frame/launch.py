@@ -54,12 +54,14 @@ class Rank:
         environment: what it has besides ours and torchrun's.
         script: which.
         python: interpreter, in a lab.
+        package: folder that `megatron_edit` is imported from.
     """
 
     words: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
     script: Path = SCRIPT
     python: str = sys.executable
+    package: Path = REPOSITORY
 
 
 class Training:
@@ -250,12 +252,12 @@ class Hosts:
                     number, len(ranks), address, self._port, apart, (0, 1)
                 )
                 env |= _HOST_VARIABLES | dict(rank.environment)
-                env["PYTHONPATH"] = _python_path()
+                env["PYTHONPATH"] = _python_path(rank.package)
                 launcher = [rank.python, "-m", "megatron_edit", str(rank.script)]
                 argv = [*_core_of(number), *launcher, *rank.words]
                 with training.log(number).open("w") as log:
                     process = self.lab.popen(
-                        number, argv, env, stdout=log, stderr=log, cwd=REPOSITORY
+                        number, argv, env, stdout=log, stderr=log, cwd=rank.package
                     )
                 processes.append(process)
                 training.add(process.pid, process.poll)
@@ -310,7 +312,7 @@ def be_rank(
             for stream in (sys.stdout, sys.stderr):
                 os.dup2(console.fileno(), stream.fileno())
         os.environ.update(env)
-        sys.path.insert(0, str(REPOSITORY))
+        import_package_from(rank.package)
         from megatron_edit.launcher import main
 
         code = main([str(rank.script), *rank.words])
@@ -321,6 +323,19 @@ def be_rank(
         if others_are_done is not None:
             with suppress(OSError):
                 others_are_done.wait(GRACE_SECONDS)
+
+
+def import_package_from(folder: Path) -> None:
+    """Let this process and its children import `megatron_edit` from a folder.
+
+    multiprocessing has imported the benchmark in this process, and with it perhaps the package of
+    this checkout; these modules are forgotten where another package is wanted.
+    """
+    sys.path.insert(0, str(folder))
+    os.environ["PYTHONPATH"] = _python_path(folder)
+    if folder != REPOSITORY:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "megatron_edit"]:
+            del sys.modules[name]
 
 
 def cpu_seconds(folder: Path) -> float:
@@ -365,9 +380,9 @@ def free_ports(after: int, count: int) -> list[int]:
     return found
 
 
-def _python_path() -> str:
+def _python_path(package: Path = REPOSITORY) -> str:
     """Ours, with what the ranks import before all else."""
-    paths = (str(REPOSITORY), str(BENCHMARKS), os.environ.get("PYTHONPATH", ""))
+    paths = (str(package), str(BENCHMARKS), os.environ.get("PYTHONPATH", ""))
     return os.pathsep.join(filter(None, paths))
 
 

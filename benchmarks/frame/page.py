@@ -33,6 +33,11 @@ class Spread:
         assert found is not None, "a spread of no values"
         return found
 
+    @property
+    def relative_range(self) -> float:
+        """(max - min) / median."""
+        return (self.max - self.min) / self.median if self.median else 0.0
+
     def over(self, other: float) -> Spread:
         """Each of them over a number."""
         return Spread(self.min / other, self.median / other, self.max / other)

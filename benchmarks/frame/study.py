@@ -19,14 +19,17 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields, is_dataclass
+from functools import partial
 from importlib import metadata
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from megatron_edit.tools.cli.one_line import OneLineParser
 from megatron_edit.tools.compare.finished import configuration_hash, find, keep
 from megatron_edit.tools.compare.follow import Bar, progress_bar
 
+from .against import Compared, add_against, comparison_table, earlier_package
 from .launch import REPOSITORY, RunFailedError
 from .page import ALL
 
@@ -41,10 +44,20 @@ _PART = 4  # depth of what has no lines of its own in OUTPUT, but for rows
 # ---- command line
 
 
-def add_common(
-    parser: argparse.ArgumentParser, *, repeats: int, time_limit: float, quick: str
-) -> None:
-    """The flags of all studies that run in turns; defaults as given, `quick` says what it is."""
+def study_parser(
+    name: str, doc: str | None, *, repeats: int, time_limit: float, quick: str, pairs: bool = True
+) -> OneLineParser:
+    """A parser with the flags of all studies.
+
+    Args:
+        name: of the benchmark.
+        doc: its docstring, whose first line is the description.
+        repeats: default of `--repeats`.
+        time_limit: default of `--time-limit`.
+        quick: what `--quick` does.
+        pairs: whether there is `--against`.
+    """
+    parser = OneLineParser(prog=name, description=(doc or "").partition("\n")[0])
     add = parser.add_argument
     add("--output", type=Path, required=True, help="JSON file of the summary; a picture and a "
         "folder of all runs lie beside it")  # fmt: skip
@@ -55,6 +68,9 @@ def add_common(
     add("--time-limit", type=float, default=time_limit, help="seconds for one run "
         "(default: %(default)g)")  # fmt: skip
     add("--quick", action="store_true", help=f"a smoke test: {quick}")
+    if pairs:
+        add_against(parser)
+    return parser
 
 
 def parse_quick(
@@ -64,6 +80,15 @@ def parse_quick(
     if "--quick" in argv:
         parser.set_defaults(**quick)
     return parser.parse_args(argv)
+
+
+def settings_of(args: argparse.Namespace, *left_out: str) -> dict[str, Any]:
+    """What a command line says about the numbers: all but files and `left_out`."""
+    return {
+        name: value
+        for name, value in vars(args).items()
+        if name not in (*ABOUT_FILES, *left_out) and not (name == "against" and value is None)
+    }
 
 
 def parts_of(text: str) -> list[str]:
@@ -92,16 +117,18 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
-class Study:
-    """What a benchmark has measured so far.
+class Study[M]:
+    """What a benchmark measures, in turns; a subclass says what a run is and what it amounts to.
 
     Args:
         name: of the benchmark.
-        args: its command line; `output`, `series` and `resume` are of `add_common`.
+        args: its command line, by `study_parser`.
+        form: type of a run: a dataclass, or what JSON has.
         settings: all that decides what is measured.
-        summarize: what OUTPUT has to say of this series, besides settings and versions.
+        versions: of what takes part besides `PACKAGES`.
 
     Attributes:
+        found: runs with the package of this checkout.
         failures: of runs, one line each.
     """
 
@@ -109,33 +136,83 @@ class Study:
         self,
         name: str,
         args: argparse.Namespace,
+        form: type[M],
         settings: Mapping[str, Any],
-        summarize: Callable[[], Mapping[str, Any]],
         versions: Mapping[str, Any] | None = None,
     ) -> None:
-        self._name, self._output, self._series = name, args.output, args.series
+        self.args = args
+        self.found: list[M] = []
+        self.failures: list[str] = []
+        self._name, self._output, self._series, self._form = name, args.output, args.series, form
+        self._against: str | None = getattr(args, "against", None)
+        self._packages = [REPOSITORY]
+        self._sides: dict[str, dict[int, list[M | None]]] = {}  # by name and turn
         self._head = {"versions": environment() | dict(versions or {}), "configuration": settings}
         self._identity = {"study": name, "series": args.series,
                           "settings": configuration_hash(to_json(settings))}  # fmt: skip
-        self._summarize = summarize
         self._bar: Bar | None = None
-        self.failures: list[str] = []
         if not args.resume:
             self._forget()
 
+    # ---- for subclasses
+
+    def summary(self) -> dict[str, Any]:
+        """What OUTPUT has to say of this series, besides settings and versions."""
+        return {}
+
+    def describe(self, run: M) -> str:
+        """What to say of a run that is over."""
+        return f"{run}"
+
+    def numbers(self, run: M) -> dict[str, float | None]:
+        """What of a run is compared with that of an earlier package, by name."""
+        return {}
+
+    # ---- runs
+
     @contextmanager
     def progress(self, total: int) -> Iterator[None]:
-        """Show a bar inside the `with` block; `total` runs are to be measured."""
-        with progress_bar(self._name, total=total, unit="run") as bar:
-            self._bar = bar
-            yield
+        """Show a bar inside the `with` block, have the earlier package, and leave on signals.
+
+        Args:
+            total: runs that are measured with each package.
+        """
+        with earlier_package(self._against) as earlier:
+            self._packages = [REPOSITORY, *([earlier] if earlier else [])]
+            total *= len(self._packages)
+            with progress_bar(self._name, total=total, unit="run") as bar:
+                self._bar = bar
+                yield
+
+    def turn[C](
+        self, turn: int, cases: Sequence[C], name: Callable[[C], str], make: Callable[[C, Path], M]
+    ) -> None:
+        """Run cases once, backwards in every other turn; one that fails does not end the rest.
+
+        Args:
+            turn: from 0.
+            cases: in order.
+            name: of a case; no two of a turn share one.
+            make: runs a case with the package in a folder.
+        """
+        runs = [(case, package) for case in cases for package in self._packages]
+        for case, package in there_and_back(runs, turn):
+            is_earlier = package != REPOSITORY
+            key = f"turn {turn + 1}, {name(case)}"
+            key += f", at {package.name}" if is_earlier else ""
+            found = self.measure(key, partial(make, case, package))
+            sides = self._sides.setdefault(name(case), {}).setdefault(turn, [None, None])
+            sides[is_earlier] = found
+            if found is not None and not is_earlier:
+                self.found.append(found)
+            self.write()
 
     def once[T](self, key: str, form: type[T], make: Callable[[], T]) -> T:
         """What was found under a name before the study was broken off, or what is found now.
 
         Args:
             key: the name; no two things of a series share one.
-            form: its type: a dataclass, or what JSON has.
+            form: its type.
             make: finds it.
         """
         configuration = self._identity | {"key": key}
@@ -146,30 +223,54 @@ class Study:
         keep(path, configuration, {"found": to_json(found)})
         return found
 
-    def measure[T](
-        self, key: str, form: type[T], make: Callable[[], T], describe: Callable[[T], str]
-    ) -> T | None:
+    def measure(self, key: str, make: Callable[[], M]) -> M | None:
         """A run, as `once` has it. One that fails is noted and does not end the rest: None."""
         try:
-            found = self.once(key, form, make)
+            found = self.once(key, self._form, make)
         except RunFailedError as error:
             say(f"{self._name}: {key}: {error}")
             lines = f"{key}: {error}".strip().splitlines()
             self.failures.append(" ".join([lines[0], *lines[1:][-1:]]))
             return None
         else:
-            say(f"{key}: {describe(found)}")
+            say(f"{key}: {self.describe(found)}")
             return found
         finally:
             if self._bar is not None:
                 self._bar.update()
 
+    # ---- results
+
+    def compared(self) -> list[Compared]:
+        """The numbers of both packages for each case, turn by turn."""
+        rows = []
+        for name, turns in self._sides.items():
+            pairs = [
+                (self.numbers(here), self.numbers(earlier))
+                for here, earlier in turns.values()
+                if here is not None and earlier is not None
+            ]
+            for of in pairs[0][0] if pairs else ():
+                both = [(here[of], there[of]) for here, there in pairs]
+                known = [(a, b) for a, b in both if a is not None and b]
+                if known:
+                    rows.append(Compared.of_pairs(name, of, known))
+        return rows
+
     def write(self) -> None:
         """Write OUTPUT: this series anew, and other ones as they are."""
         others = read_series(self._output) if self._output.exists() else {}
-        own = self._head | dict(self._summarize()) | {"failures": self.failures}
+        comparison = {} if self._against is None else {"against": self.compared()}
+        own = self._head | self.summary() | comparison | {"failures": self.failures}
         series = others | {self._series: own}
         write_series(self._output, self._name, series)
+
+    def report(self, page: str) -> int:
+        """Print a page, and the comparison with the earlier package; gives the exit code."""
+        print(page)
+        if self._against is not None:
+            print(f"\n{comparison_table(self._against, self.compared())}")
+        return 1 if self.failures else 0
 
     def _forget(self) -> None:
         """Runs of this series that were kept before."""

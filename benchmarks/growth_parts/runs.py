@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from frame.gpt import Window
-from frame.launch import Hosts, Rank, Training
+from frame.launch import REPOSITORY, Hosts, Rank, Training
 from netlab import INTERFACE, Lab
 
 from megatron_edit.tools.compare.console_log import read_json_lines
@@ -62,6 +62,11 @@ class Reading:
     load: list[float]
     exit_codes: list[int]
 
+    @property
+    def sync_ms(self) -> list[float]:
+        """Milliseconds of each measured sync, without waiting."""
+        return [1e3 * (each["exposed"] - each["wait"]) for each in self.seconds]
+
 
 class Bench:
     """Runs cases in a lab one after another, and watches the interfaces all the time.
@@ -79,8 +84,10 @@ class Bench:
         self._window = Window.of_rounds(tau, rounds)
         self._time_limit = time_limit
 
-    def measure(self, case: Case, rate: float | None, repeat: int) -> Reading:
-        """Run a case once.
+    def measure(
+        self, case: Case, rate: float | None, repeat: int, package: Path = REPOSITORY
+    ) -> Reading:
+        """Run a case once, with the package in a folder.
 
         Raises:
             RunFailedError: it failed or took too long.
@@ -88,7 +95,7 @@ class Bench:
         load, window = os.getloadavg()[0], self._window
         with tempfile.TemporaryDirectory(prefix="growth-") as name:
             words = case.flags(self._mode, tau=self._tau, window=window, log_dir=name)
-            ranks = [Rank(words)] * case.num_replicas
+            ranks = [Rank(words, package=package)] * case.num_replicas
             with self._hosts.training(f"{case}", Path(name), ranks) as training:
                 samples, codes = self._follow(training, rate)
             count = _NUM_PARAMETERS.search(training.log().read_text(errors="replace"))

@@ -7,10 +7,11 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from frame.gpt import Window, link_name
-from frame.launch import Hosts, Rank, Training
+from frame.launch import REPOSITORY, Hosts, Rank, Training
 from netlab import Lab
 
 from .kinds import Job
@@ -42,14 +43,16 @@ class Bench:
         self._time_limit = time_limit
         self._rival_python = rival_python
 
-    def measure(self, job: Job, rate: float | None, repeat: int) -> Measurement:
-        """Run a job once.
+    def measure(
+        self, job: Job, rate: float | None, repeat: int, package: Path = REPOSITORY
+    ) -> Measurement:
+        """Run a job once, with the package in a folder.
 
         Raises:
             RunFailedError: it failed or took too long.
         """
         window, load = job.window(rate), os.getloadavg()[0]
-        with self._training(job, rate, window) as training:
+        with self._training(job, rate, window, package) as training:
             sent, codes = self._follow(training, job, rate, window)
             lines = [console_lines(training.log(host)) for host in range(job.num_hosts)]
             speakers = range(job.num_hosts) if job.is_apart else [job.speaker]
@@ -75,7 +78,8 @@ class Bench:
         From a run of its own, as the timers that tell it cost some time themselves.
         """
         window = job.window(None)
-        with self._training(job, None, window, "--timing-log-level", "2") as training:
+        timers = ("--timing-log-level", "2")
+        with self._training(job, None, window, REPOSITORY, *timers) as training:
             self._follow(training, job, None, window)
             seconds = forward_seconds(training.log())
             if seconds is None:
@@ -84,13 +88,16 @@ class Bench:
 
     @contextmanager
     def _training(
-        self, job: Job, rate: float | None, window: Window, *more: str
+        self, job: Job, rate: float | None, window: Window, package: Path, *more: str
     ) -> Iterator[Training]:
         with tempfile.TemporaryDirectory(prefix="overlap-") as name:
             words = [*job.flags(window, name), *more]
-            ranks = [Rank(words)] * job.num_hosts
+            ranks = [Rank(words, package=package)] * job.num_hosts
             if job.kind in RIVALS:
-                ranks = [self._rival(words, host, job.num_hosts) for host in range(job.num_hosts)]
+                ranks = [
+                    replace(self._rival(words, host, job.num_hosts), package=package)
+                    for host in range(job.num_hosts)
+                ]
             what = f"{job.kind} at {link_name(rate)}"
             with self._hosts.training(what, Path(name), ranks, apart=job.is_apart) as training:
                 yield training

@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from frame.launch import Forks, Rank
+from frame.launch import REPOSITORY, Forks, Rank
 
 from megatron_edit.tools.compare.console_log import read_json_lines
 
@@ -59,14 +59,14 @@ class Notes:
             return stretches_by_steps(marks, *job.edit_steps)  # with the same draws
         return stretches_by_time(marks, job.seconds)
 
-    def rank(self, replica: int) -> Rank:
+    def rank(self, replica: int, package: Path) -> Rank:
         """What a replica runs: the script, and its part in the plan."""
         env = {
             PLAN_VARIABLE: self.job.plan.to_json(),
             REPLICA_VARIABLE: str(replica),
             MARKS_VARIABLE: str(self.marks_file(replica)),
         }
-        return Rank(self.job.flags(str(self.folder)), env, SCRIPT)
+        return Rank(self.job.flags(str(self.folder)), env, SCRIPT, package=package)
 
 
 class Bench:
@@ -80,8 +80,8 @@ class Bench:
         self._time_limit = time_limit
         self._forks = Forks(FIRST_PORT, time_limit)
 
-    def measure(self, job: Job, repeat: int) -> Measurement:
-        """Run a job once.
+    def measure(self, job: Job, repeat: int, package: Path = REPOSITORY) -> Measurement:
+        """Run a job once, with the package in a folder.
 
         Raises:
             RunFailedError: it failed or took too long.
@@ -89,7 +89,7 @@ class Bench:
         load = os.getloadavg()[0]
         with tempfile.TemporaryDirectory(prefix="stragglers-") as name:
             notes = Notes(job, Path(name))
-            stretches = self._run(notes)
+            stretches = self._run(notes, package)
             syncs = notes.syncs()
             rounds = job.scenario.rounds
             return Measurement(
@@ -103,9 +103,9 @@ class Bench:
                 load=[load, os.getloadavg()[0]],
             )
 
-    def _run(self, notes: Notes) -> list[Stretch]:
+    def _run(self, notes: Notes, package: Path) -> list[Stretch]:
         job = notes.job
-        ranks = [notes.rank(replica) for replica in range(job.num_replicas)]
+        ranks = [notes.rank(replica, package) for replica in range(job.num_replicas)]
         apart = job.kind == IDEAL
         with self._forks.training(
             f"{job.scenario.name}, {job.kind}", notes.folder, ranks, apart=apart, one_machine=False

@@ -2,7 +2,8 @@
 
 Would catch: a study that measures again what it has, or takes runs of other settings for its own;
 a failed run that ends the others; numbers that come back from a file as others; a crash after
-training that fails a run, and one before its end that does not; raw data among the results.
+training that fails a run, and one before its end that does not; raw data among the results; an
+earlier package that is not the one that is measured, or is left behind; ratios across turns.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,8 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import stragglers
+from frame.against import (
+    CommitError,
+    Compared,
+    comparison_table,
+    earlier_package,
+    resolve_commit,
+)
 from frame.gpt import Model, Window, edit_flags
-from frame.launch import DONE, RunFailedError, Training, free_ports
+from frame.launch import DONE, REPOSITORY, RunFailedError, Training, free_ports
 from frame.page import Spread, cells, mark_line, middle, table
 from frame.study import (
     Study,
@@ -64,11 +75,26 @@ RUN = Run("a", None, [Part(1, 2.5)], [(10, 1.0), (20, 2.0)], (1.0, 4.0), {"x": 1
           Spread(1.0, 2.0, 3.0))  # fmt: skip
 
 
-def study(folder: Path, *, series: str = "all", resume: bool = False, tau: int = 4) -> Study:
-    """Of two numbers; its summary is what there is."""
+class Numbers(Study[float]):
+    """Of one number a run; its summary is what there is."""
+
+    def summary(self) -> dict[str, Any]:
+        """A row."""
+        return {"rows": [{"tau": self.args.tau, "x": None}]}
+
+    def numbers(self, run: float) -> dict[str, float | None]:
+        """The number, and one that nobody knows."""
+        return {"speed": run, "unknown": None}
+
+
+def study(
+    folder: Path, *, series: str = "all", resume: bool = False, tau: int = 4,
+    against: str | None = None,
+) -> Numbers:  # fmt: skip
+    """A study whose OUTPUT is in a folder."""
     output = folder / "study.json"
-    args = argparse.Namespace(output=output, series=series, resume=resume)
-    return Study("study", args, {"tau": tau}, lambda: {"rows": [{"tau": tau, "x": None}]})
+    args = argparse.Namespace(output=output, series=series, resume=resume, tau=tau, against=against)
+    return Numbers("study", args, float, {"tau": tau})
 
 
 # ---- a study
@@ -78,7 +104,7 @@ def test_a_study_goes_on_where_it_was_broken_off(tmp_path: Path) -> None:
     """With `resume` nothing is made twice; without it, or with other settings, all of it is."""
     made: list[str] = []
 
-    def run(each: Study, key: str) -> Run:
+    def run(each: Study[float], key: str) -> Run:
         def make() -> Run:
             made.append(key)
             return RUN
@@ -110,8 +136,8 @@ def test_a_run_that_fails_does_not_end_the_others(
 
     each = study(tmp_path)
     with each.progress(2):
-        assert each.measure("turn 1", float, fail, str) is None
-        assert each.measure("turn 2", float, lambda: 2.0, str) == 2.0
+        assert each.measure("turn 1", fail) is None
+        assert each.measure("turn 2", lambda: 2.0) == 2.0
     each.write()
     assert each.failures == ["turn 1: rank 0 exited with 1; it said last: no room"]
     assert "no room" in capsys.readouterr().err
@@ -158,6 +184,119 @@ def test_turns_and_flags() -> None:
     assert [there_and_back("abc", turn) for turn in range(3)] == [[*"abc"], [*"cba"], [*"abc"]]
     flags = {"x": ["--a", "1", "--b"], "y": ["--a", "1"], "z": ["--a", "1", "--c", "--b"]}
     assert common_flags(flags) == {"common": "--a 1", "x": "--b", "y": "", "z": "--c --b"}
+
+
+# ---- beside an earlier package
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A git checkout with two commits; the first has no package."""
+    root = tmp_path / "repository"
+    package = root / "megatron_edit" / "__init__.py"
+    git(tmp_path, "init", "--quiet", str(root))
+    who = ("-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "commit.gpgsign=false")
+    git(root, *who, "commit", "--quiet", "--allow-empty", "-m", "first")
+    package.parent.mkdir()
+    package.write_text("VERSION = 'earlier'\n")
+    git(root, "add", ".")
+    git(root, *who, "commit", "--quiet", "-m", "second")
+    package.write_text("VERSION = 'here'\n")
+    return root
+
+
+def git(folder: Path, *words: str) -> str:
+    """What git prints."""
+    argv = ["git", "-C", str(folder), *words]
+    return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_earlier_package_is_checked_out_and_removed(repository: Path) -> None:
+    """As it was committed, also where what is done with it fails."""
+    commit = resolve_commit("HEAD", repository)
+    assert commit == git(repository, "rev-parse", "HEAD")
+    with pytest.raises(RunFailedError), earlier_package(commit, repository) as folder:
+        assert folder is not None
+        assert "earlier" in (folder / "megatron_edit" / "__init__.py").read_text()
+        raise RunFailedError
+    assert not folder.exists()
+    assert len(git(repository, "worktree", "list").splitlines()) == 1
+    with earlier_package(None, repository) as nothing:
+        assert nothing is None
+
+
+def test_commits_that_cannot_be_measured(
+    repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The value, the rule and the remedy on one line; the command line exits with 2."""
+    with pytest.raises(CommitError, match=r"nope: must name one commit of .*; see git log"):
+        resolve_commit("nope", repository)
+    with pytest.raises(CommitError, match=r"HEAD~: must have megatron_edit/.*; name a later"):
+        resolve_commit("HEAD~", repository)
+    with pytest.raises(CommitError, match=r"HEAD: must be .* git checkout, and .*; clone"):
+        resolve_commit("HEAD", tmp_path)
+    with pytest.raises(SystemExit) as error:
+        stragglers.parse(["--output", str(tmp_path / "x.json"), "--against", "nope"])
+    assert error.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("stragglers: argument --against: nope: must ")
+
+
+def test_ranks_import_the_package_of_the_commit(repository: Path) -> None:
+    """Although that of this checkout has been imported before; their children do, too."""
+    code = (
+        "import megatron_edit.flags, subprocess, sys\n"
+        "from pathlib import Path\n"
+        "from frame.launch import import_package_from\n"
+        f"import_package_from(Path({str(repository)!r}))\n"
+        "import megatron_edit\n"
+        "print(megatron_edit.VERSION, flush=True)\n"
+        "child = 'import megatron_edit; print(megatron_edit.VERSION)'\n"
+        "subprocess.run([sys.executable, '-c', child], check=True, cwd='/')\n"
+    )
+    env = {"PYTHONPATH": f"{ROOT}:{BENCHMARKS}", "PATH": "/usr/bin:/bin"}
+    argv = [sys.executable, "-c", code]
+    done = subprocess.run(argv, capture_output=True, text=True, env=env, cwd="/")
+    assert done.stdout.splitlines() == ["here", "here"], done.stderr
+
+
+def test_pairs_of_a_turn_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In alternation, backwards in every other turn; a pair with a failed run does not count."""
+    commit = git(ROOT, "rev-parse", "HEAD")
+    each, made = study(tmp_path, against=commit), list[tuple[str, bool]]()
+    speeds = {True: iter((10.0, 20.0, 40.0)), False: iter((20.0, 10.0, 80.0))}
+
+    def make(case: str, package: Path) -> float:
+        assert (package / "megatron_edit" / "__init__.py").exists()
+        made.append((case, package == REPOSITORY))
+        if case == "b" and package != REPOSITORY:
+            raise RunFailedError("unknown flag")
+        return next(speeds[package == REPOSITORY]) if case == "a" else 1.0
+
+    with each.progress(6):
+        for turn in range(3):
+            each.turn(turn, ("a", "b"), str, make)
+    here_first = [("a", True), ("a", False), ("b", True), ("b", False)]
+    assert made == [*here_first, *reversed(here_first), *here_first]
+    assert each.found == [10.0, 1.0, 1.0, 20.0, 40.0, 1.0] and len(each.failures) == 3
+    (row,) = each.compared()
+    here, earlier, ratios = (
+        Spread(10.0, 20.0, 40.0), Spread(10.0, 20.0, 80.0), Spread(0.5, 0.5, 2.0)
+    )  # fmt: skip
+    assert row == Compared("a", "speed", 3, here, earlier, ratios)
+    assert each.report("the page") == 1
+    said = capsys.readouterr().out
+    assert said == f"the page\n\n{comparison_table(commit, [row])}\n"
+    assert "| a | speed | 3 | 10 | 20 | 40 | 150.0 | 10 | 20 | 80 | 350.0 | 0.500 | 0.500 |" in said
+    (kept,) = read_one(tmp_path / "study.json")["against"]
+    assert kept == to_json(row)
+    assert "against" not in read_one_of(study(tmp_path))
+
+
+def read_one_of(each: Numbers) -> dict[str, Any]:
+    """What a study writes."""
+    each.write()
+    return read_one(each.args.output)
 
 
 # ---- a training

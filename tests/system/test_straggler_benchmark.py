@@ -7,6 +7,7 @@ passes the wrong way round.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -209,6 +210,28 @@ def test_rows_and_targets() -> None:
     assert len(table.splitlines()) == 2 + 5
     assert len({line.count("|") for line in table.splitlines()}) == 1
     assert [line.rsplit(maxsplit=1)[1] for line in targets.splitlines()] == [*["pass"] * 3, "MISS"]
+
+
+@pytest.mark.full
+def test_beside_the_last_commit(tmp_path: Path) -> None:
+    """Real training with both packages, one after the other; nothing of the second stays."""
+    output = tmp_path / "stragglers.json"
+    script = str(ROOT / "benchmarks/stragglers.py")
+    words = ("--quick", "--scenarios", "equal", "--kinds", EDIT, "--against", "HEAD")
+    argv = [sys.executable, script, *words, "--output", str(output)]
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, timeout=280, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = {row["of"]: row for row in read_one(output)["against"]}
+    assert list(rows) == ["tokens/s", "waited (ms / sync)"]
+    speed = rows["tokens/s"]
+    assert speed["pairs"] == 1 and speed["case"] == f"equal, {EDIT}"
+    assert speed["ratio"]["max"] == pytest.approx(
+        speed["here"]["max"] / speed["earlier"]["max"], rel=1e-3
+    )
+    assert f"| equal, {EDIT} | tokens/s | 1 |" in done.stdout
+    assert len(read_runs(output, Measurement)) == 2
+    assert not list(tmp_path.glob("against-*"))
 
 
 @pytest.mark.full

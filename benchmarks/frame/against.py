@@ -1,0 +1,149 @@
+"""The package of an earlier commit, measured side by side with that of this checkout.
+
+With `--against COMMIT` every case of a turn runs twice, one run right after the other: with the
+package of this checkout and with that of COMMIT, which is checked out into a temporary folder. The
+order within a pair changes from turn to turn. Launcher of the ranks, training scripts and readings
+are those of this checkout, so COMMIT has to understand the flags that the cases use. Cases without
+EDiT run twice, too: how far their ratio is from 1 tells the noise of the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from netlab_tools import leaving_on_signals
+
+from .launch import REPOSITORY
+from .page import Spread, cells, table
+
+PACKAGE_FILE = "megatron_edit/__init__.py"
+SHORT_COMMIT = 10  # digits
+HEADER = (
+    "case", "of", "pairs", "here: min", "median", "max", "spread (%)", "earlier: min", "median",
+    "max", "spread (%)", "here / earlier: min", "median", "max",
+)  # fmt: skip
+
+
+class CommitError(ValueError):
+    """A commit that cannot be measured; one line has the value, the rule and the remedy."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One number of a case, with the package of this checkout and with the earlier one.
+
+    Attributes:
+        case: its name.
+        of: which number.
+        pairs: turns in which both were measured.
+        here: with the package of this checkout.
+        earlier: with that of the commit.
+        ratio: here over earlier, turn by turn.
+    """
+
+    case: str
+    of: str
+    pairs: int
+    here: Spread
+    earlier: Spread
+    ratio: Spread
+
+    @classmethod
+    def of_pairs(cls, case: str, of: str, pairs: Sequence[tuple[float, float]]) -> Compared:
+        """From at least one pair, the number of this checkout first."""
+        here, earlier = (Spread.some(values) for values in zip(*pairs, strict=True))
+        return cls(case, of, len(pairs), here, earlier, Spread.some([a / b for a, b in pairs]))
+
+
+def comparison_table(commit: str, rows: Sequence[Compared]) -> str:
+    """A heading and a Markdown table; the spread is (max - min) / median."""
+    title = f"Package of this checkout beside that of {commit[:SHORT_COMMIT]}"
+    return f"{title}:\n\n{table(HEADER, map(_cells, rows))}"
+
+
+def _cells(row: Compared) -> list[str]:
+    sides = [[*cells(side, "{:.4g}"), f"{100 * side.relative_range:.1f}"]
+             for side in (row.here, row.earlier)]  # fmt: skip
+    return [row.case, row.of, str(row.pairs), *sides[0], *sides[1], *cells(row.ratio, "{:.3f}")]
+
+
+def add_against(parser: argparse.ArgumentParser) -> None:
+    """The flag; `args.against` is None or a full hash."""
+
+    def commit(text: str) -> str:
+        try:
+            return resolve_commit(text)
+        except CommitError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    parser.add_argument(
+        "--against", type=commit, metavar="COMMIT", help="run every case with the package of this "
+        "commit, too, in alternation with that of this checkout, and compare them turn by turn",
+    )  # fmt: skip
+
+
+def resolve_commit(text: str, repository: Path = REPOSITORY) -> str:
+    """The full hash of a commit that has the package.
+
+    Raises:
+        CommitError: there is none, or the repository is no git checkout.
+    """
+    if _git(repository, "rev-parse", "--git-dir") is None:
+        raise CommitError(
+            f"{text}: must be a commit of a git checkout, and {repository} is none; clone the "
+            "repository with git, or leave --against out"
+        )
+    found = _git(repository, "rev-parse", "--verify", "--quiet", f"{text}^{{commit}}")
+    if not found:
+        raise CommitError(
+            f"{text}: must name one commit of {repository}; see git log, and git fetch for commits "
+            "of others"
+        )
+    if _git(repository, "cat-file", "-e", f"{found}:{PACKAGE_FILE}") is None:
+        raise CommitError(f"{text}: must have {PACKAGE_FILE}; name a later commit")
+    return found
+
+
+@contextmanager
+def earlier_package(commit: str | None, repository: Path = REPOSITORY) -> Iterator[Path | None]:
+    """Folder with the package of a commit inside the `with` block; None of None.
+
+    It is removed at the end, also by Ctrl-C, SIGTERM or SIGHUP.
+
+    Raises:
+        CommitError: git cannot check it out.
+    """
+    with leaving_on_signals():
+        if commit is None:
+            yield None
+            return
+        with tempfile.TemporaryDirectory(prefix="against-") as folder:
+            path = Path(folder) / commit[:SHORT_COMMIT]
+            argv = ["git", "-C", str(repository), "worktree"]
+            done = subprocess.run(
+                [*argv, "add", "--quiet", "--detach", str(path), commit],
+                capture_output=True, text=True,
+            )  # fmt: skip
+            try:
+                if done.returncode:
+                    reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+                    raise CommitError(f"{commit}: git cannot check it out: {reason}")
+                yield path
+            finally:
+                subprocess.run([*argv, "remove", "--force", str(path)], capture_output=True)
+
+
+def _git(repository: Path, *words: str) -> str | None:
+    """What git prints; None where it fails, or is not there."""
+    argv = ["git", "-C", str(repository), *words]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True)
+    except OSError:
+        return None
+    return None if done.returncode else done.stdout.strip()
