@@ -38,7 +38,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from checkpoint_parts.analysis import Analysis
 from checkpoint_parts.kinds import (
     BF16,
     FP32,
@@ -49,12 +48,12 @@ from checkpoint_parts.kinds import (
     timed_cases,
     weighed_cases,
 )
-from checkpoint_parts.readings import Measurement
-from checkpoint_parts.report import draw, markdown
-from checkpoint_parts.runs import Bench
+from checkpoint_parts.report import Analysis, draw, markdown
+from checkpoint_parts.runs import Bench, Measurement
 from frame.gpt import Model
 from frame.launch import REPOSITORY
 from frame.study import (
+    Flags,
     Study,
     common_flags,
     parse_quick,
@@ -85,27 +84,26 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    quick = "small, short and once"
-    parser = study_parser("checkpoints", __doc__, repeats=2, time_limit=180.0, quick=quick)
-    add = parser.add_argument
-    add("--kinds", default=",".join(KINDS), help="of training (default: %(default)s)")
-    add("--modes", default=",".join(MODES), help="of saving (default: %(default)s)")
-    add("--replicas", type=int, default=2, help="N (default: 2)")
-    add("--more-replicas", default="4", help="for bytes alone, separated by commas (default: 4)")
-    add("--more-precisions", default=FP32, help="the same (default: %(default)s)")
-    add("--ranks-per-replica", type=int, default=1, help="(default: 1)")
-    add("--layers", type=int, default=4, help="of the model (default: 4)")
-    add("--hidden-size", type=int, default=640, help="of the model (default: 640)")
-    add("--interval", type=int, default=12, help="steps between two saves, a multiple of 6 "
-        "(default: 12)")  # fmt: skip
-    add("--saves", type=int, default=2, help="timed in a run, after the first (default: 2)")
-    add("--pause-ms", type=float, default=50.0, help="each step sleeps so long (default: 50)")
-    add("--async-pause-ms", type=float, default=1000.0, help="the same with --async-save; long "
-        "enough for a checkpoint to be complete in half an interval (default: 1000)")  # fmt: skip
-    add("--folder", type=Path, help="where to write checkpoints (default: the system's for "
-        "temporary files)")  # fmt: skip
-    add("--patience", type=float, default=0.0, help="seconds to wait, all in all, for others to "
-        "leave the machine alone (default: 0)")  # fmt: skip
+    flags: Flags = {
+        "kinds": (",".join(KINDS), "of training"),
+        "modes": (",".join(MODES), "of saving"),
+        "replicas": (2, "N"),
+        "more-replicas": ("4", "for bytes alone, separated by commas"),
+        "more-precisions": (FP32, "the same"),
+        "ranks-per-replica": (1, "ranks of a replica"),
+        "layers": (4, "of the model"),
+        "hidden-size": (640, "of the model"),
+        "interval": (12, "steps between two saves, a multiple of 6"),
+        "saves": (2, "timed in a run, after the first"),
+        "pause-ms": (50.0, "each step sleeps so long"),
+        "async-pause-ms": (1000.0, "the same with --async-save; long enough for a checkpoint to be "
+                                   "complete in half an interval"),
+        "patience": (0.0, "seconds to wait, all in all, for others to leave the machine alone"),
+    }  # fmt: skip
+    parser = study_parser("checkpoints", __doc__, flags, repeats=2, time_limit=180.0,
+                          quick="small, short and once")  # fmt: skip
+    parser.add_argument("--folder", type=Path, help="where to write checkpoints (default: the "
+                        "system's for temporary files)")  # fmt: skip
     args = parse_quick(parser, argv, QUICK)
     args.kinds = args.kinds.split(",")
     args.modes = args.modes.split(",")

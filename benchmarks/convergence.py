@@ -28,8 +28,7 @@ from convergence_parts.answers import Answers
 from convergence_parts.bench import Bench
 from convergence_parts.cases import Case, Size
 from convergence_parts.corpus import Corpus
-from convergence_parts.expectations import blocks, with_blocks
-from convergence_parts.gaps import draw_gaps
+from convergence_parts.expectations import blocks, draw_gaps, with_blocks
 from convergence_parts.records import Record, Records, RunTable, identity_of, record_of
 from convergence_parts.report import draw, markdown
 from convergence_parts.study import SEEDS, Study

@@ -26,6 +26,7 @@ from typing import Any
 
 from frame.launch import REPOSITORY, RunFailedError
 from frame.study import (
+    Flags,
     Study,
     common_flags,
     parse_quick,
@@ -34,10 +35,9 @@ from frame.study import (
     settings_of,
     study_parser,
 )
-from gpu_parts.analysis import Analysis
 from gpu_parts.cases import Case, cases_for, chosen
 from gpu_parts.device import DeviceError, look
-from gpu_parts.report import draw, markdown
+from gpu_parts.report import Analysis, draw, markdown
 from gpu_parts.runs import Bench, Reading
 
 REFERENCE = REPOSITORY / "benchmarks" / "results" / "gpu_check_cpu.json"
@@ -61,16 +61,18 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = study_parser("gpu_check", __doc__, repeats=1, time_limit=120.0, quick="two cases",
-                          pairs=False)  # fmt: skip
+    flags: Flags = {
+        "cases": ("", "names, separated by commas; all that can run here, if left out"),
+        "budget": (500.0, "seconds for all of it"),
+    }
+    parser = study_parser("gpu_check", __doc__, flags, repeats=1, time_limit=120.0,
+                          quick="two cases", pairs=False)  # fmt: skip
     parser.allow_abbrev = False
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda", help="(default: %(default)s)")
     add("--devices", type=int, help="how many to use (default: all; on the CPU as many ranks)")
-    add("--cases", default="", help="names, separated by commas (default: all that can run here)")
     add("--reference", type=Path, help="OUTPUT of `--device cpu` "
         "(default: that of the repository)")  # fmt: skip
-    add("--budget", type=float, default=500.0, help="seconds for all of it (default: %(default)g)")
     args = parse_quick(parser, argv, QUICK)
     if args.repeats != 1:
         parser.error(f"--repeats {args.repeats}: must be 1; run it again with another --output")

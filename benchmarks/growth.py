@@ -18,14 +18,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from frame.gpt import Link, Window, link_name
-from frame.launch import measure_link
+from frame.gpt import Link, Window
 from frame.study import (
+    Flags,
     Study,
     parse_quick,
     parts_of,
@@ -33,14 +32,11 @@ from frame.study import (
     settings_of,
     study_parser,
 )
-from growth_parts.analysis import Analysis
 from growth_parts.cases import Case, distinct, sweeps
-from growth_parts.report import draw, markdown
+from growth_parts.report import Analysis, draw, markdown
 from growth_parts.runs import Bench, Reading
 from netlab import Lab, LabError
 
-DEFAULTS = {"links": "none,1e9,100e6", "layers": "4,8,16,32,64", "replicas": "2,3,4,6,8",
-            "hidden_sizes": "64,128,256,512"}  # fmt: skip
 QUICK: dict[str, Any] = {"links": "100e6", "layers": "4,8", "replicas": "2,3",
                          "hidden_sizes": "64,128", "rounds": 3}  # fmt: skip
 
@@ -63,18 +59,18 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    quick = "few, small and short"
-    parser = study_parser("growth", __doc__, repeats=1, time_limit=600.0, quick=quick)
-    add = parser.add_argument
-    add("--mode", default="blocking", help="EDiT's sync mode (default: blocking)")
-    add("--links", help="bits per second (default: %(default)s)")
-    add("--layers", help="of the sweep over units (default: %(default)s)")
-    add("--replicas", help="of the sweep over replicas (default: %(default)s)")
-    add("--hidden-sizes", help="of the sweep over parameters (default: %(default)s)")
-    add("--tau", type=int, default=4, help="sync interval (default: 4)")
-    # No more than 8, or the drift check of every tenth sync falls into the measured ones.
-    add("--rounds", type=int, default=8, help="syncs measured in a run (default: 8)")
-    parser.set_defaults(**DEFAULTS)
+    flags: Flags = {
+        "mode": ("blocking", "EDiT's sync mode"),
+        "links": ("none,1e9,100e6", "bits per second"),
+        "layers": ("4,8,16,32,64", "of the sweep over units"),
+        "replicas": ("2,3,4,6,8", "of the sweep over replicas"),
+        "hidden-sizes": ("64,128,256,512", "of the sweep over parameters"),
+        "tau": (4, "sync interval"),
+        # No more than 8, or the drift check of every tenth sync falls into the measured ones.
+        "rounds": (8, "syncs measured in a run"),
+    }
+    parser = study_parser("growth", __doc__, flags, repeats=1, time_limit=600.0,
+                          quick="few, small and short")  # fmt: skip
     args = parse_quick(parser, argv, QUICK)
     args.links = rates_of(args.links)
     for name in ("layers", "replicas", "hidden_sizes"):
@@ -103,19 +99,13 @@ class Results(Study[Reading]):
         """Run all cases on all links, as often as asked."""
         args, cases = self.args, distinct(self.args.sweeps)
         bench = Bench(lab, args.mode, args.tau, args.rounds, args.time_limit)
-        with self.progress(args.repeats * len(args.links) * len(cases)):
-            for repeat in range(args.repeats):
-                for rate in args.links:
-                    self._measure_link(bench, lab, rate, repeat)
 
-    def _measure_link(self, bench: Bench, lab: Lab, rate: float | None, repeat: int) -> None:
-        place, link = link_name(rate), partial(measure_link, lab, rate, repeat)
-        self._links.append(self.once(f"turn {repeat + 1}, {place}, link", Link, link))
-
-        def make(case: Case, package: Path) -> Reading:
+        def make(rate: float | None, repeat: int, case: Case, package: Path) -> Reading:
             return bench.measure(case, rate, repeat, package)
 
-        self.turn(repeat, distinct(self.args.sweeps), lambda case: f"{place}, {case}", make)
+        with self.progress(args.repeats * len(args.links) * len(cases)):
+            for link in self.links(lab, cases, str, make):
+                self._links.append(link)
 
     def describe(self, run: Reading) -> str:
         """Length of every sync."""

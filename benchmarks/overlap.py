@@ -21,14 +21,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from frame.gpt import Link, Model, link_name
-from frame.launch import RunFailedError, measure_link
+from frame.gpt import Link, Model
+from frame.launch import RunFailedError
 from frame.study import (
+    Flags,
     Study,
     common_flags,
     parse_quick,
@@ -38,14 +38,20 @@ from frame.study import (
     study_parser,
 )
 from netlab import Lab, LabError
-from overlap_parts.analysis import Analysis
-from overlap_parts.kinds import BLOCKING, IDEAL, OVERLAP, STOCK, Job, variants
-from overlap_parts.readings import Measurement
-from overlap_parts.report import draw, markdown
-from overlap_parts.rivals import RIVALS, RivalError, rival_versions
-from overlap_parts.runs import Bench
+from overlap_parts.kinds import (
+    BLOCKING,
+    IDEAL,
+    OVERLAP,
+    RIVALS,
+    STOCK,
+    Job,
+    RivalError,
+    rival_versions,
+    variants,
+)
+from overlap_parts.report import Analysis, draw, markdown
+from overlap_parts.runs import Bench, Measurement
 
-DEFAULT_LINKS = "none,1e9,100e6,20e6"
 QUICK: dict[str, Any] = {
     "links": "none,100e6", "repeats": 1, "rounds": 1, "tau": 8, "layers": 2, "hidden_size": 128,
     "stock_seconds": 3.0,
@@ -73,24 +79,22 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    quick = "small, short and once"
-    parser = study_parser("overlap", __doc__, repeats=3, time_limit=600.0, quick=quick)
-    add = parser.add_argument
-    add("--modes", default="overlap,blocking",
-        help=f"overlap, blocking, {', '.join((*variants(1), *RIVALS))} "
-        "(default: overlap,blocking)")  # fmt: skip
-    add("--torchft-python", default=sys.executable, metavar="PATH",
-        help="interpreter that has torchft, for its modes (default: this one)")  # fmt: skip
-    add("--links", default=DEFAULT_LINKS, help=f"bits per second (default: {DEFAULT_LINKS})")
-    add("--rounds", type=int, default=2, help="rounds measured in a run (default: 2)")
-    add("--tau", type=int, default=40, help="sync interval (default: 40)")
-    add("--hosts", type=int, default=2, help="hosts, each a replica of one rank (default: 2)")
-    add("--layers", type=int, default=4, help="of the model (default: 4)")
-    add("--hidden-size", type=int, default=256, help="of the model (default: 256)")
-    add("--seq-length", type=int, default=128, help="of the model: a step's time (default: 128)")
-    add("--stock-seconds", type=float, default=15.0,
-        help="about how long a stock run is measured; >= 3 iterations (default: 15)")  # fmt: skip
-    add("--without-stock", action="store_true", help="leave stock Megatron out")
+    flags: Flags = {
+        "modes": ("overlap,blocking",
+                  f"separated by commas: overlap, blocking, {', '.join((*variants(1), *RIVALS))}"),
+        "torchft-python": (sys.executable, "interpreter that has torchft, for its modes"),
+        "links": ("none,1e9,100e6,20e6", "bits per second"),
+        "rounds": (2, "measured in a run"),
+        "tau": (40, "sync interval"),
+        "hosts": (2, "each a replica of one rank"),
+        "layers": (4, "of the model"),
+        "hidden-size": (256, "of the model"),
+        "seq-length": (128, "of the model: a step's time"),
+        "stock-seconds": (15.0, "about how long a stock run is measured; >= 3 iterations"),
+    }  # fmt: skip
+    parser = study_parser("overlap", __doc__, flags, repeats=3, time_limit=600.0,
+                          quick="small, short and once")  # fmt: skip
+    parser.add_argument("--without-stock", action="store_true", help="leave stock Megatron out")
     args = parse_quick(parser, argv, QUICK)
     args.links = rates_of(args.links)
     modes = args.modes.split(",")
@@ -129,23 +133,17 @@ class Results(Study[Measurement]):
         """Run all kinds on all links in turn, as often as asked."""
         args = self.args
         bench = Bench(lab, args.time_limit, args.torchft_python)
+
+        def make(rate: float | None, repeat: int, kind: str, package: Path) -> Measurement:
+            return bench.measure(replace(self._base, kind=kind), rate, repeat, package)
+
         with self.progress(args.repeats * len(args.links) * len(args.kinds)):
             self._forward_share = self.once(
                 "forward share", float, lambda: bench.forward_share(self._base)
             )
             say(f"forward: {self._forward_share:.3f} of an ideal step")
-            for repeat in range(args.repeats):
-                for rate in args.links:
-                    self._measure_link(bench, lab, rate, repeat)
-
-    def _measure_link(self, bench: Bench, lab: Lab, rate: float | None, repeat: int) -> None:
-        place, link = link_name(rate), partial(measure_link, lab, rate, repeat)
-        self._links.append(self.once(f"turn {repeat + 1}, {place}, link", Link, link))
-
-        def make(kind: str, package: Path) -> Measurement:
-            return bench.measure(replace(self._base, kind=kind), rate, repeat, package)
-
-        self.turn(repeat, self.args.kinds, lambda kind: f"{place}, {kind}", make)
+            for link in self.links(lab, args.kinds, str, make):
+                self._links.append(link)
 
     def describe(self, run: Measurement) -> str:
         """Length of a step."""

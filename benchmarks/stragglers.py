@@ -37,12 +37,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from frame.study import Study, common_flags, parse_quick, settings_of, study_parser
-from straggler_parts.analysis import Analysis
+from frame.study import Flags, Study, common_flags, parse_quick, settings_of, study_parser
 from straggler_parts.kinds import ALL_KINDS, KINDS, Job, Scenario
-from straggler_parts.readings import Measurement
-from straggler_parts.report import draw, markdown
-from straggler_parts.runs import Bench
+from straggler_parts.report import Analysis, draw, markdown
+from straggler_parts.runs import Bench, Measurement
 
 QUICK: dict[str, Any] = {
     "scenarios": "random,4x", "replicas": 2, "tau": 16, "rounds": 1, "repeats": 1,
@@ -63,21 +61,19 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    quick = "few, short and once"
-    parser = study_parser("stragglers", __doc__, repeats=3, time_limit=180.0, quick=quick)
-    add = parser.add_argument
-    add("--scenarios", default="random,2x,4x,equal", help="(default: %(default)s)")
-    add("--kinds", default=",".join(KINDS), help="of training (default: %(default)s)")
-    add("--replicas", type=int, default=4, help="each of one rank (default: 4)")
-    add("--tau", type=int, default=128, help="EDiT's interval, where nobody is slow in every step; "
-        "A-EDiT's rounds last as long (default: 128)")  # fmt: skip
-    add("--rounds", type=int, default=3, help="measured in a run; one less where nobody is slow in "
-        "every step (default: 3)")  # fmt: skip
-    add("--step-ms", type=float, default=50.0, help="length of a step of who is not slow; well "
-        "above what it computes (default: 50)")  # fmt: skip
-    add("--seconds", type=float, default=5.0,
-        help="how long ideal and stock are measured in a run (default: 5)")  # fmt: skip
-    add("--seed", type=int, default=1234, help="of the draws in the first turn (default: 1234)")
+    flags: Flags = {
+        "scenarios": ("random,2x,4x,equal", "separated by commas"),
+        "kinds": (",".join(KINDS), "of training"),
+        "replicas": (4, "each of one rank"),
+        "tau": (128, "EDiT's interval, where nobody is slow in every step; A-EDiT's rounds last as "
+                     "long"),
+        "rounds": (3, "measured in a run; one less where nobody is slow in every step"),
+        "step-ms": (50.0, "length of a step of who is not slow; well above what it computes"),
+        "seconds": (5.0, "how long ideal and stock are measured in a run"),
+        "seed": (1234, "of the draws in the first turn"),
+    }  # fmt: skip
+    parser = study_parser("stragglers", __doc__, flags, repeats=3, time_limit=180.0,
+                          quick="few, short and once")  # fmt: skip
     args = parse_quick(parser, argv, QUICK)
     try:
         names = args.scenarios.split(",")

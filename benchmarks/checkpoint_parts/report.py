@@ -1,27 +1,309 @@
-"""The results of benchmarks/checkpoints.py for people: tables, the marks, and a picture."""
+"""The numbers of benchmarks/checkpoints.py: bytes beside the limit, times beside stock Megatron.
+
+What a checkpoint must have, in bytes per parameter: the parameters as they are trained (2 in bf16,
+4 in fp32) and the optimizer's fp32 parameters and moments (12); with EDiT the outer momentum (4),
+between two syncs the anchor (4), and with `all` the first two once for every replica.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from frame.page import cells, draw_bars, mark_line, middle, picture, table
+from frame.page import ALL as SPREAD
+from frame.page import Column, Spread, draw_bars, mark_line, picture, table_of
 
-from .analysis import Timing, Verdict, Weight
-from .kinds import BF16, STOCK
-from .readings import PARTS
+from .kinds import (
+    ALL,
+    ASYNC,
+    BF16,
+    LEADER,
+    MID_ROUND,
+    STOCK,
+    STOCK_ALL,
+    STOCK_ONE,
+    SYNC,
+    WARMUP_SAVES,
+)
+from .runs import PARTS, Measurement, Save
 
-WEIGHT_HEADER = (
-    "bytes per parameter", "precision", "N", "saved", *PARTS, "all", "limit", "x stock",
-)  # fmt: skip
-TIMING_HEADER = (
-    "save", "mode", "saved", "number", "stall (s): min", "median", "max", "x stock-one: min",
-    "median", "max", "landing aside", "x stock-all: min", "median", "max",
-    "costs the loop (s): min", "median", "max", "x stock-one: min", "median", "max",
-    "x stock-all: min", "median", "max",
-    "complete (s): median", "max",
-    "x stock-one", "later in the loop (ms)",
+MOST_BYTES, MOST_STALL = 1.6, 1.1
+OPTIMIZER_BYTES, OUTER_BYTES = 12, 4
+REST = "rest"
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Bytes per parameter of one sort of checkpoint.
+
+    Attributes:
+        parts: medians.
+        limit: what it must have.
+        of_stock: its bytes over those of stock Megatron's, in the same precision.
+    """
+
+    kind: str
+    is_asked_late: bool
+    precision: str
+    num_replicas: int
+    position: str
+    parts: dict[str, float]
+    total: Spread
+    limit: float
+    of_stock: Spread | None
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        late = " (asked for in mid-round)" if self.is_asked_late else ""
+        return f"{self.kind} {self.position}{late}, {self.precision}, N = {self.num_replicas}"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """All timed saves of one sort.
+
+    Attributes:
+        stall: seconds, of the rank that stalled longest.
+        of_one: a turn's median stall over that of `stock-one` in the same turn.
+        of_one_aside: as `of_one`, without the landing of the last exchange, of both.
+        of_all: as `of_one`, over `stock-all`.
+        loop: seconds by which it made the training loop longer.
+        loop_of_one, loop_of_all: as `of_one` and `of_all`, of these.
+        complete: seconds until the checkpoint was complete.
+        finalized: seconds in the training loop that completed an asynchronous save, besides.
+        spans: medians of where the stall went, seconds.
+    """
+
+    kind: str
+    is_async: bool
+    position: str
+    num_saves: int
+    stall: Spread
+    of_one: Spread | None
+    of_one_aside: Spread | None
+    of_all: Spread | None
+    loop: Spread | None
+    loop_of_one: Spread | None
+    loop_of_all: Spread | None
+    complete: Spread
+    complete_of_one: Spread | None
+    finalized: Spread
+    spans: dict[str, float]
+
+    @property
+    def mode(self) -> str:
+        """Of saving."""
+        return ASYNC if self.is_async else SYNC
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One mark."""
+
+    text: str
+    value: float
+    bound: float
+
+    @property
+    def passes(self) -> bool:
+        """Whether it is reached."""
+        return self.value <= self.bound
+
+
+def limit_bytes(kind: str, precision: str, num_replicas: int, position: str) -> float:
+    """What a checkpoint must have, per parameter."""
+    own = (2 if precision == BF16 else 4) + OPTIMIZER_BYTES
+    if kind in STOCK:
+        return own
+    copies = num_replicas if kind == ALL else 1
+    return copies * own + OUTER_BYTES * (2 if position == MID_ROUND else 1)
+
+
+class Analysis:
+    """Compares measurements."""
+
+    def __init__(self, measurements: Sequence[Measurement]) -> None:
+        self._runs = measurements
+
+    def weights(self) -> list[Weight]:
+        """Every sort of checkpoint, in the order in which they were first measured."""
+        groups: dict[tuple[str, bool, str, int, str], list[Measurement]] = {}
+        for run in self._runs:
+            case = run.case
+            for position in dict.fromkeys(save.position for save in run.saves):
+                key = (case.kind, case.is_asked_late, case.precision, case.num_replicas, position)
+                groups.setdefault(key, []).append(run)
+        return [self._weight(*key, runs) for key, runs in groups.items()]
+
+    def timings(self) -> list[Timing]:
+        """Every sort of timed save."""
+        keys = dict.fromkeys(
+            (run.case.kind, run.case.is_async, save.position)
+            for run in self._runs
+            if run.turn is not None
+            for save in _timed(run)
+        )
+        return [self._timing(*key) for key in keys]
+
+    def verdicts(self) -> list[Verdict]:
+        """Of what was measured."""
+        found = [
+            Verdict(f"bytes, {w.name}, x stock", w.of_stock.max, MOST_BYTES)
+            for w in self.weights()
+            if w.kind == LEADER and w.of_stock is not None
+        ]
+        for timing in self.timings():
+            if timing.kind in STOCK:
+                continue
+            name = f"{timing.kind} {timing.position}, {timing.mode}"
+            for what, other, ratio in (
+                ("stall", STOCK_ONE, timing.of_one),
+                ("stall", STOCK_ALL, timing.of_all),
+                ("loop", STOCK_ONE, timing.loop_of_one),
+                ("loop", STOCK_ALL, timing.loop_of_all),
+            ):
+                if ratio is not None:
+                    text = f"{what}, {name}, x {other}"
+                    found.append(Verdict(text, ratio.median, MOST_STALL))
+        return found
+
+    def _weight(
+        self,
+        kind: str,
+        is_asked_late: bool,
+        precision: str,
+        num_replicas: int,
+        position: str,
+        runs: Sequence[Measurement],
+    ) -> Weight:
+        each = [
+            {part: save.num_bytes[part] / run.parameters for part in PARTS}
+            for run in runs
+            for save in run.saves
+            if save.position == position
+        ]
+        total = Spread.some([sum(parts.values()) for parts in each])
+        stock = [
+            sum(save.num_bytes.values()) / run.parameters
+            for run in self._runs
+            if run.case.kind == STOCK_ONE and run.case.precision == precision
+            for save in run.saves
+        ]
+        base = median(stock) if stock else None
+        return Weight(
+            kind=kind,
+            is_asked_late=is_asked_late,
+            precision=precision,
+            num_replicas=num_replicas,
+            position=position,
+            parts={part: median(parts[part] for parts in each) for part in PARTS},
+            total=total,
+            limit=limit_bytes(kind, precision, num_replicas, position),
+            of_stock=total.over(base) if base else None,
+        )
+
+    def _timing(self, kind: str, is_async: bool, position: str) -> Timing:
+        saves = self._saves(kind, is_async, position, None)
+        spans = [_by_label(save) for save in saves]
+        labels = dict.fromkeys(label for each in spans for label in each)
+
+        def ratio(other: str, value: Callable[[Save], float | None]) -> Spread | None:
+            if kind == other:
+                return None
+            turns = dict.fromkeys(r.turn for r in self._runs if r.turn is not None)
+            found = []
+            for turn in turns:
+                mine = _known(value, self._saves(kind, is_async, position, turn))
+                theirs = _known(value, self._saves(other, is_async, None, turn))
+                if mine and theirs:
+                    found.append(median(mine) / median(theirs))
+            return Spread.of(found)
+
+        return Timing(
+            kind=kind,
+            is_async=is_async,
+            position=position,
+            num_saves=len(saves),
+            stall=Spread.some([save.stall for save in saves]),
+            of_one=ratio(STOCK_ONE, lambda save: save.stall),
+            of_one_aside=ratio(STOCK_ONE, lambda save: save.aside),
+            of_all=ratio(STOCK_ALL, lambda save: save.stall),
+            loop=Spread.of(_known(lambda save: save.loop, saves)),
+            loop_of_one=ratio(STOCK_ONE, lambda save: save.loop),
+            loop_of_all=ratio(STOCK_ALL, lambda save: save.loop),
+            complete=Spread.some([save.complete for save in saves]),
+            complete_of_one=ratio(STOCK_ONE, lambda save: save.complete),
+            finalized=Spread.some([save.finalized for save in saves]),
+            spans={label: median(each.get(label, 0.0) for each in spans) for label in labels},
+        )
+
+    def _saves(
+        self, kind: str, is_async: bool, position: str | None, turn: int | None
+    ) -> list[Save]:
+        """Timed ones; None stands for any position, and any turn."""
+        return [
+            save
+            for run in self._runs
+            if run.turn is not None and (run.case.kind, run.case.is_async) == (kind, is_async)
+            if turn is None or run.turn == turn
+            for save in _timed(run)
+            if position is None or save.position == position
+        ]
+
+
+def _known(value: Callable[[Save], float | None], saves: Sequence[Save]) -> list[float]:
+    return [found for save in saves if (found := value(save)) is not None]
+
+
+def _timed(run: Measurement) -> list[Save]:
+    return run.saves[WARMUP_SAVES:]
+
+
+def _by_label(save: Save) -> dict[str, float]:
+    """Seconds by the innermost name."""
+    found: dict[str, float] = {}
+    for path, seconds in save.spans.items():
+        label = path.rpartition("/")[2]
+        label = REST if label in ("", "save") else label
+        found[label] = found.get(label, 0.0) + seconds
+    return found
+
+
+def _item(field: str, key: str) -> Callable[[Any], Any]:
+    """Of a row's field: what it has by a key; None if nothing."""
+    return lambda row: getattr(row, field).get(key)
+
+
+WEIGHTS = (
+    Column("bytes per parameter", "kind"),
+    Column("precision", "precision"),
+    Column("N", lambda row: None if row.kind in STOCK else row.num_replicas),
+    Column("saved", lambda row: row.position + (" (asked before)" if row.is_asked_late else "")),
+    *(Column(part, _item("parts", part), "{:.2f}") for part in PARTS),
+    Column("all", "total", "{:.2f}"),
+    Column("limit", "limit", "{:g}"),
+    Column("x stock", "of_stock", "{:.3f}"),
+)
+TIMINGS = (
+    Column("save", "kind"),
+    Column("mode", "mode"),
+    Column("saved", "position"),
+    Column("number", "num_saves"),
+    Column("stall (s)", "stall", "{:.2f}", of=SPREAD),
+    Column("x stock-one", "of_one", "{:.2f}", of=SPREAD),
+    Column("landing aside", "of_one_aside", "{:.2f}"),
+    Column("x stock-all", "of_all", "{:.2f}", of=SPREAD),
+    Column("costs the loop (s)", "loop", "{:.2f}", of=SPREAD),
+    Column("x stock-one", "loop_of_one", "{:.2f}", of=SPREAD),
+    Column("x stock-all", "loop_of_all", "{:.2f}", of=SPREAD),
+    Column("complete (s)", "complete", "{:.2f}", of=("median", "max")),
+    Column("x stock-one", "complete_of_one", "{:.2f}"),
+    Column("later in the loop (ms)", lambda row: row.finalized if row.is_async else None, "{:.0f}",
+           1e3),
 )  # fmt: skip
 LABELS = (
     "gather parameters", "settle", "previous", "write outer", "copy outer", "hand over outer",
@@ -33,58 +315,18 @@ def markdown(
     weights: Sequence[Weight], timings: Sequence[Timing], verdicts: Sequence[Verdict]
 ) -> str:
     """Bytes; times; where the stalls went, in medians; then a line for each mark."""
-    tables = [table(WEIGHT_HEADER, map(_weight, weights))]
+    tables = [table_of(WEIGHTS, weights)]
     if timings:
-        tables.append(table(TIMING_HEADER, map(_timing, timings)))
         labels = [name for name in LABELS if any(name in timing.spans for timing in timings)]
-        header = ("stall (ms) of the slowest rank", "mode", "saved", *labels)
-        rows = ((*_names(t), *(_ms(t.spans.get(name)) for name in labels)) for t in timings)
-        tables.append(table(header, rows))
+        stalls = (
+            Column("stall (ms) of the slowest rank", "kind"), *TIMINGS[1:3],
+            *(Column(label, _item("spans", label), "{:.0f}", 1e3)
+              for label in labels),
+        )  # fmt: skip
+        tables += [table_of(TIMINGS, timings), table_of(stalls, timings)]
     if verdicts:
-        tables.append("\n".join(_said(verdict) for verdict in verdicts))
+        tables.append("\n".join(mark_line(f"{v.text}:", v.value, v.bound) for v in verdicts))
     return "\n\n".join(tables)
-
-
-def _weight(weight: Weight) -> list[str]:
-    return [
-        weight.kind,
-        weight.precision,
-        "" if weight.kind in STOCK else str(weight.num_replicas),
-        weight.position + (" (asked before)" if weight.is_asked_late else ""),
-        *(f"{weight.parts[part]:.2f}" for part in PARTS),
-        middle(weight.total, "{:.2f}"),
-        f"{weight.limit:g}",
-        middle(weight.of_stock, "{:.3f}"),
-    ]
-
-
-def _timing(timing: Timing) -> list[str]:
-    return [
-        *_names(timing),
-        str(timing.num_saves),
-        *cells(timing.stall, "{:.2f}"),
-        *cells(timing.of_one, "{:.2f}"),
-        middle(timing.of_one_aside, "{:.2f}"),
-        *cells(timing.of_all, "{:.2f}"),
-        *cells(timing.loop, "{:.2f}"),
-        *cells(timing.loop_of_one, "{:.2f}"),
-        *cells(timing.loop_of_all, "{:.2f}"),
-        *cells(timing.complete, "{:.2f}", of=("median", "max")),
-        middle(timing.complete_of_one, "{:.2f}"),
-        _ms(timing.finalized.median) if timing.is_async else "",
-    ]
-
-
-def _names(timing: Timing) -> list[str]:
-    return [timing.kind, "async" if timing.is_async else "sync", timing.position]
-
-
-def _ms(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds * 1e3:.0f}"
-
-
-def _said(verdict: Verdict) -> str:
-    return mark_line(verdict.text + ":", verdict.value, verdict.bound)
 
 
 def draw(path: Path, weights: Sequence[Weight], timings: Sequence[Timing]) -> None:

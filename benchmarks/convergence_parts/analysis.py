@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from megatron_edit.tools.compare.statistics import Spread, differences, quotients
 
-from .cases import Case
-from .questions import Member, Question
+from .cases import Case, Member, Question
 from .records import RunSummary
 from .study import Study
 

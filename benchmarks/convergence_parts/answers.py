@@ -1,24 +1,133 @@
-"""What the runs say about the recommended setting: losses beside those of stock DDP."""
+"""What the runs say about the recommended setting: losses and bytes beside stock DDP's, power laws
+through them, and targets.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import fmean
 
 from megatron_edit.comm.collectives import all_reduce_payload
+from megatron_edit.comm.wire import Wire
+from megatron_edit.constants import FP32
+from megatron_edit.method.strategy import STRATEGIES
+from megatron_edit.tools.compare.flags import canonical
 from megatron_edit.tools.compare.statistics import Spread, quotients
 
 from .analysis import Find, Line, make_lines
-from .fit import PowerLaw, exponent_of, fit_power_law
-from .quality import (
+from .cases import Case
+from .study import (
+    CHECKED,
+    CLEAN,
     DDP,
     DDP_LARGER_BETA2,
     HIDDEN_SIZES,
+    LONG,
+    NUM_REPLICAS,
     SAMPLES,
+    SHORT,
+    Study,
+    muon,
+    recommended,
     samples_labels,
     sizes_labels,
 )
-from .study import NUM_REPLICAS, Study
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """y = scale * x ** exponent."""
+
+    scale: float
+    exponent: float
+
+    def at(self, x: float) -> float:
+        """Its value; `x` is above 0."""
+        return float(self.scale * x**self.exponent)
+
+
+# arXiv 2503.09799, fit to its Table 4: DiLoCo's loss over that of data parallelism is
+# N ** (scale * P ** exponent), with N replicas and P parameters.
+PUBLISHED = PowerLaw(1.0923, -0.2342)
+
+
+def loss_ratio(law: PowerLaw, num_replicas: int, num_parameters: float) -> float:
+    """Loss over that of data parallelism by a law for the exponent of N, as `PUBLISHED` is.
+
+    Args:
+        law: of the number of parameters.
+        num_replicas: N.
+        num_parameters: P.
+    """
+    return float(num_replicas ** law.at(num_parameters))
+
+
+def exponent_of(ratio: float, num_replicas: int) -> float:
+    """The exponent of N that gives a ratio of losses; N is above 1."""
+    return math.log(ratio) / math.log(num_replicas)
+
+
+def fit_power_law(points: Sequence[tuple[float, float]]) -> PowerLaw | None:
+    """Least squares of the logarithms.
+
+    Args:
+        points: x and y. Those that are not above 0 have no logarithm and are left out: there is
+            then no distance to tell.
+
+    Returns:
+        None with fewer than two different x.
+    """
+    known = [(math.log(x), math.log(y)) for x, y in points if x > 0 and y > 0]
+    if len({x for x, _ in known}) < 2:
+        return None
+    center_x, center_y = (fmean(values) for values in zip(*known, strict=True))
+    spread = sum((x - center_x) ** 2 for x, _ in known)
+    slope = sum((x - center_x) * (y - center_y) for x, y in known) / spread
+    return PowerLaw(math.exp(center_y - slope * center_x), slope)
+
+
+NUMEL = 1 << 20  # of a unit, large enough for the padding of codes not to count
+MOMENTS = {"none": 0, "second": 1, "both": 2}
+MOMENT_WIRE = "int8"  # moments travel in 8-bit codes with a scale for each block, as int8 does
+
+
+def bytes_per_parameter(case: Case) -> float:
+    """Of one replica in the whole run, its warm-up and its final synchronous phase included.
+
+    Payload, without control records. Gradients of synchronous steps are fp32.
+
+    Args:
+        case: with one number of replicas throughout, and rounds that are counted in steps.
+    """
+    (stage,) = case.stages
+    size = stage.num_replicas
+
+    def sent(wire: str) -> float:
+        return Wire.of(wire).payload_bytes(NUMEL, size) / NUMEL
+
+    if STRATEGIES[case.strategy].endless_warmup:
+        return stage.until * sent(FP32)
+    values = {name: words[0] for name, words in canonical(case.words).items() if words}
+    final = round(float(values.get("--edit-final-sync-fraction", "0")) * stage.until)
+    final = min(final, stage.until - case.warmup_steps)
+    num_syncs = math.ceil((stage.until - case.warmup_steps - final) / case.tau)
+    num_moments = MOMENTS[values.get("--edit-average-moments", "none")]
+    num_moment_syncs = num_syncs // int(values.get("--edit-average-moments-every", "1"))
+    return (
+        (case.warmup_steps + final) * sent(FP32)
+        + num_syncs * sent(values.get("--edit-sync-dtype", FP32))
+        + num_moment_syncs * num_moments * sent(MOMENT_WIRE)
+    )
+
+
+def relative_to_plain(case: Case) -> float:
+    """Bytes of a run over those of plain EDiT with the same warm-up, interval and N."""
+    plain = replace(case, strategy="edit", flags=())
+    return bytes_per_parameter(case) / bytes_per_parameter(plain)
+
 
 GRADIENT_BYTES = all_reduce_payload(4 << 20, NUM_REPLICAS) / (1 << 20)  # of a parameter and step
 
@@ -108,3 +217,114 @@ def num_parameters(ddp: Line) -> int | None:
     """Of the model, from the computed bytes of a step of stock DDP; None where it has no run."""
     sent = ddp.bytes_per_step
     return None if sent is None else round(sent.mean / GRADIENT_BYTES)
+
+
+@dataclass(frozen=True)
+class Target:
+    """One of them.
+
+    Attributes:
+        what: is measured.
+        wanted: the bound, as text.
+        found: the value, as text; "" where there is none yet.
+        is_reached: None while runs are missing.
+    """
+
+    what: str
+    wanted: str
+    found: str
+    is_reached: bool | None
+
+    @property
+    def verdict(self) -> str:
+        """In a word or two."""
+        words = {True: "reached", False: "**missed**", None: "open: runs are missing"}
+        return words[self.is_reached]
+
+
+def targets(answers: Answers) -> list[Target]:
+    """All of them, in the order of the page."""
+    return [
+        *_adam(answers),
+        _bytes(answers),
+        *_muon(answers),
+        *_bad_data(answers),
+    ]
+
+
+def _adam(answers: Answers) -> Iterator[Target]:
+    for tau, bound in ((SHORT, 0.015), (LONG, 0.06)):
+        line = answers.line("quality", recommended(tau))
+        spread = gap(line, answers.baseline)
+        yield _at_most(f"tau {tau}, 8 samples, beside stock DDP", spread, bound, line.planned)
+    ddp, edit = (answers.line("quality-samples", label) for label in samples_labels(32))
+    yield _at_most("tau 16, 32 samples, beside stock DDP", gap(edit, ddp), 0.003, edit.planned)
+
+
+def _bytes(answers: Answers) -> Target:
+    case = answers.line("quality", recommended(SHORT)).member.cases[0]
+    ratio = relative_to_plain(case)
+    what = "tau 16, bytes of the run over plain EDiT's (estimated)"
+    return Target(what, "<= 1.3", f"{ratio:.2f}", ratio <= 1.3)
+
+
+def _muon(answers: Answers) -> Iterator[Target]:
+    line = answers.line("quality-muon", muon(recommended(SHORT)))
+    what = "Muon, tau 16, beside stock DDP with AdamW"
+    yield _at_most(what, gap(line, answers.baseline), -0.02, line.planned)
+
+
+def _bad_data(answers: Answers) -> Iterator[Target]:
+    checked, clean = (answers.line("quality-bursts", label) for label in (CHECKED, CLEAN))
+    caught, bursts = bursts_caught(checked)
+    yield Target(
+        "bursts of random tokens left out within one round of their begin",
+        "all of them",
+        f"{caught} of {bursts}" if bursts else "",
+        caught == bursts if _is_told(checked) else None,
+    )
+    rejected = [r for run in clean.records.values() for r in run.loss_rejections or ()]
+    yield Target(
+        "clean data left out because of their loss",
+        "never",
+        str(len(rejected)) if clean.records else "",
+        not rejected if _is_told(clean) else None,
+    )
+    yield _at_most(
+        "loss at the end with bursts, beside clean data", gap(checked, clean), 0.005,
+        checked.planned,
+    )  # fmt: skip
+
+
+def _is_told(line: Line) -> bool:
+    """Whether all runs are there, and say what the check of losses did."""
+    told = [run for run in line.records.values() if run.loss_rejections is not None]
+    return len(told) == line.planned
+
+
+def bursts_caught(line: Line) -> tuple[int, int]:
+    """How many bursts were left out at the latest a round after their first step, and of how many.
+
+    The loss of a round must have been the reason. Runs that do not say so are not counted.
+    """
+    caught = bursts = 0
+    for case in line.member.cases:
+        run = line.records.get(case.seed)
+        if run is None or run.loss_rejections is None or case.corruption is None:
+            continue
+        syncs = [it for it, replica in run.loss_rejections if replica == case.corruption.replica]
+        for first, _ in case.corruption.bursts:
+            bursts += 1
+            caught += any(first <= iteration < first + case.tau for iteration in syncs)
+    return caught, bursts
+
+
+def _at_most(what: str, spread: Spread | None, bound: float, planned: int) -> Target:
+    wanted = f"<= {bound:+.1%}"
+    if spread is None:
+        return Target(what, wanted, "", None)
+    is_whole = spread.num == planned
+    return Target(
+        what, wanted, f"{spread.text('{:+.2%}'.format)}, {spread.num} of {planned} seeds",
+        spread.mean <= bound if is_whole else None,
+    )  # fmt: skip

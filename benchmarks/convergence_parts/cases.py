@@ -1,10 +1,11 @@
-"""One run of the study: everything that decides what it computes, as immutable data."""
+"""One run of the study, as immutable data, and the questions that several runs answer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import zip_longest
 from typing import Any
 
 from frame.gpt import flag_words
@@ -189,3 +190,45 @@ def _refusal_of(case: Case) -> str:
     except UsageError as error:
         return str(error)
     return ""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One line of a question's table.
+
+    Attributes:
+        label: for people.
+        cases: one for each of its seeds.
+        base: label of the member that it is compared with; "" for none.
+        series: of a sweep: what belongs to one curve.
+        place: of a sweep: where on the axis.
+    """
+
+    label: str
+    cases: tuple[Case, ...]
+    base: str = ""
+    series: str = ""
+    place: float = 0.0
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked, and who is compared.
+
+    Attributes:
+        name: for the command line.
+        title: for people.
+        members: lines of the table.
+        axis: of a sweep: what `place` is; "" for any other question.
+    """
+
+    name: str
+    title: str
+    members: tuple[Member, ...]
+    axis: str = ""
+
+    @property
+    def cases(self) -> Iterator[Case]:
+        """All runs: every member with the first seed, then with the next."""
+        for cases in zip_longest(*(member.cases for member in self.members)):
+            yield from (case for case in cases if case is not None)

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_edit.method.strategy import STRATEGIES
+from frame.launch import REPOSITORY
 
-from .cases import Case, Size, Stage
-from .corruption import TEXT, Corruption
-from .marks import marks
-from .quality import quality
-from .questions import Member, Question
+from megatron_edit.method.strategy import STRATEGIES
+from megatron_edit.tools.compare.flags import read_flags
+
+from .cases import MUON, Case, Member, Question, Size, Stage
+from .corruption import LABELS, TEXT, Corruption
 
 SEEDS = (1, 2, 3)
 NUM_REPLICAS = 4
@@ -222,3 +222,276 @@ class Study:
         members += [self.member(label, "edit", *words, base=base)
                     for label, words in variants.items()]  # fmt: skip
         return Question("beyond", "Beyond the paper, tau 16", tuple(members))
+
+
+BATCHES = (4, 8, 16)  # samples of a replica in a step
+# As where the speed of delayed syncs is measured: overlap_parts/kinds.py. With a fragment for each
+# unit the largest one decides how many steps hide an exchange; all at once need more.
+DELAYED_TAU, DELAYS = 40, ((4, 8), (4, 12), (1, 15), (1, 30))  # fragments and steps
+# Calmer outer steps, as they carry on what is late; with the delay and without it.
+CALM = ("outer-momentum 0.7", "--edit-outer-momentum", "0.7")
+CALMER = (
+    ("outer-momentum 0.6", "--edit-outer-momentum", "0.6"),
+    ("outer-momentum 0.5", "--edit-outer-momentum", "0.5"),
+    ("outer-lr 1, outer-momentum 0.5", "--edit-outer-lr", "1", "--edit-outer-momentum", "0.5"),
+)
+CALM_DELAYS = ((4, 8), (4, 10))  # of the calm ones, which are of several seeds
+BAD_DATA = {
+    TEXT: ("marks-bursts", "random tokens"),
+    LABELS: ("marks-labels", "text with random labels"),
+}
+
+
+def marks(study: Study) -> tuple[Question, ...]:
+    """In order of priority. Most runs are of later questions, too."""
+    bad = (_bursts(study, TEXT), _bursts(study, LABELS))
+    return (_rivals(study), _batch(study), _wire(study), *bad, _delay(study))
+
+
+def _rivals(study: Study) -> Question:
+    edit = "edit, tau 16"
+    quarter = study.size.train_iters // 4
+    members = (
+        study.member("ddp", "ddp"),
+        study.member(edit, "edit", base="ddp"),
+        study.member(f"{edit}, warm-up 25 %", "edit", base="ddp", warmup_steps=quarter),
+        study.member("diloco, tau 16", "diloco", base=edit),
+        study.member("post-local-sgd, tau 16", "post-local-sgd", base=edit),
+    )
+    return Question("marks", "EDiT beside stock DDP and its rivals, four replicas", members)
+
+
+def _batch(study: Study) -> Question:
+    """The noise of a replica's own steps, which DDP averages at once."""
+    quarter, members = study.size.train_iters // 4, []
+    for batch in BATCHES:
+        size = replace(study.size, micro_batch_size=batch)
+        ddp = f"ddp, {batch} samples"
+        edit = f"edit, {batch} samples"
+        members += [
+            study.member(ddp, "ddp", size=size),
+            study.member(edit, "edit", base=ddp, size=size, warmup_steps=quarter),
+        ]
+    title = "Samples of a replica in a step, tau 16, warm-up 25 %"
+    return Question("marks-batch", title, tuple(members))
+
+
+def _wire(study: Study) -> Question:
+    edit = "edit, tau 16"
+    wires = (
+        study.member(f"{edit}, {wire}", "edit", "--edit-sync-dtype", wire, base=edit)
+        for wire in ("int8", "int4")
+    )
+    members = (study.member(edit, "edit"), *wires)
+    return Question("marks-wire", "Fewer bits on the wire", members)
+
+
+def _delay(study: Study) -> Question:
+    edit = f"edit, tau {DELAYED_TAU}"
+
+    def late(fragments: int, delay: int, also: str = "", *words: str) -> Member:
+        label, flags = f"delay {delay}", ("--edit-delay-steps", str(delay), *words)
+        if fragments > 1:
+            label = f"{fragments} fragments, {label}"
+            flags = ("--edit-fragments", str(fragments), *flags)
+        label += f", {also}" if also else ""
+        return study.member(label, "edit", *flags, base=edit, tau=DELAYED_TAU)
+
+    members = [
+        study.member("ddp", "ddp"),
+        study.member(edit, "edit", base="ddp", tau=DELAYED_TAU),
+    ]
+    int8 = ("--edit-sync-dtype", "int8")
+    for where in CALM_DELAYS:
+        members += [late(*where, *CALM), late(*where, f"{CALM[0]}, int8", *CALM[1:], *int8)]
+    members += [late(*where) for where in DELAYS]
+    members += [
+        late(4, 12, "mix 0.5", "--edit-mix", "0.5"),
+        late(4, 12, *CALMER[0]),
+        late(*DELAYS[-1], "int8", *int8),
+    ]
+    members += [late(*DELAYS[0], *words) for words in CALMER]
+    members += [
+        study.member(f"{edit}, {label}", "edit", *words, base=edit, tau=DELAYED_TAU)
+        for label, *words in (CALM, CALMER[0])
+    ]
+    return Question("marks-delay", "Delayed syncs", tuple(members))
+
+
+def _bursts(study: Study, kind: str) -> Question:
+    names = ("ddp", "diloco", "post-local-sgd")
+    members = (study.member("edit", "edit"), *(study.member(n, n, base="edit") for n in names))
+    name, bad = BAD_DATA[kind]
+    title = f"One of four replicas fed {bad} in bursts: the strategies"
+    return Question(name, title, tuple(study.corrupted(member, kind) for member in members))
+
+
+RECOMMENDED = tuple(read_flags(REPOSITORY / "configs" / "edit_quality.args"))
+LARGER_BETA2 = "0.9873"  # 0.95 ** (1 / 4), that of each of four replicas with --edit-scale-beta2
+DDP, DDP_LARGER_BETA2 = "ddp, beta2 0.95", f"ddp, beta2 {LARGER_BETA2}"
+SHORT, LONG = 16, 64  # sync intervals
+SAMPLES = (4, 8, 16, 32)  # of a replica in a step
+HIDDEN_SIZES = (96, 192, 384)
+MUON_FLAGS = ("--optimizer", MUON, "--muon-fp32-matmul-prec", "high")
+# Chosen after the losses with it and without it were seen, as the page says.
+MUON_SCALE = "0.2"
+MUON_RATES = (2e-3, 4e-3)
+MUON_RATE = 4e-3  # the better one with that scale
+MUON_OUTER = ("--edit-outer-lr", "0.9", "--edit-outer-momentum", "0.6")
+FINAL_SHARES = ("0.025", "0.05", "0.1")
+CLEAN, CHECKED, UNCHECKED = "clean", "bursts, loss check", "bursts, no loss check"
+
+
+def plain(tau: int) -> str:
+    """Label of EDiT with nothing else said."""
+    return f"edit, tau {tau}"
+
+
+def recommended(tau: int) -> str:
+    """Label of EDiT with the recommended setting."""
+    return f"recommended, tau {tau}"
+
+
+def muon(label: str) -> str:
+    """Label of the same with Muon, at the rate and the scale of the claim."""
+    return f"muon, {label}"
+
+
+def quality(study: Study) -> tuple[Question, ...]:
+    """All of them, in order of priority."""
+    return (
+        _claims(study), _bad_data(study), _samples(study), _sizes(study), _muon(study),
+        _choices(study),
+    )  # fmt: skip
+
+
+def _baselines(study: Study) -> list[Member]:
+    larger = ("--adam-beta2", LARGER_BETA2)
+    return [
+        study.member(DDP, "ddp"),
+        study.member(DDP_LARGER_BETA2, "ddp", *larger, base=DDP),
+    ]
+
+
+def _claims(study: Study) -> Question:
+    members = _baselines(study)
+    for tau in (SHORT, LONG):
+        name = recommended(tau)
+        members.append(study.member(name, "edit", *RECOMMENDED, base=DDP_LARGER_BETA2, tau=tau))
+    base = DDP_LARGER_BETA2
+    members += [
+        study.member(plain(SHORT), "edit", base=base, tau=SHORT),
+        study.member(plain(LONG), "edit", base=base, tau=LONG, num_seeds=1),
+    ]
+    return Question("quality", "The recommended setting beside stock DDP", tuple(members))
+
+
+def _bad_data(study: Study) -> Question:
+    members = (
+        study.member(CLEAN, "edit", *RECOMMENDED),
+        study.corrupted(
+            study.member(CHECKED, "edit", *RECOMMENDED, base=CLEAN), checks_losses=True
+        ),
+        study.corrupted(study.member(UNCHECKED, "edit", *RECOMMENDED, base=CLEAN)),
+    )
+    title = "Random tokens in bursts on one of four replicas, recommended setting"
+    return Question("quality-bursts", title, members)
+
+
+def samples_labels(samples: int) -> tuple[str, str]:
+    """Labels of stock DDP and of the recommended setting with so many samples."""
+    return f"ddp, {samples} samples", f"recommended, {samples} samples"
+
+
+def _samples(study: Study) -> Question:
+    members = []
+    for samples in SAMPLES:
+        size = replace(study.size, micro_batch_size=samples)
+        members += _pair(study, samples_labels(samples), size=size)
+    title = "Samples of a replica in a step, recommended setting, tau 16"
+    return Question("quality-samples", title, tuple(members))
+
+
+def sizes_labels(hidden_size: int) -> tuple[str, str]:
+    """Labels of stock DDP and of the recommended setting with such a model."""
+    return f"ddp, hidden size {hidden_size}", f"recommended, hidden size {hidden_size}"
+
+
+def _sizes(study: Study) -> Question:
+    members = []
+    for hidden_size in HIDDEN_SIZES:
+        size = replace(study.size, hidden_size=hidden_size)
+        members += _pair(study, sizes_labels(hidden_size), size=size)
+    title = "Size of the model, recommended setting, tau 16"
+    return Question("quality-sizes", title, tuple(members))
+
+
+def _pair(study: Study, labels: tuple[str, str], **changes: Any) -> list[Member]:
+    """One seed of stock DDP with the larger beta2, and of the recommended setting."""
+    ddp, edit = labels
+    options: dict[str, Any] = {**changes, "num_seeds": 1}
+    return [
+        study.member(ddp, "ddp", "--adam-beta2", LARGER_BETA2, **options),
+        study.member(edit, "edit", *RECOMMENDED, base=ddp, **options),
+    ]
+
+
+def _muon(study: Study) -> Question:
+    scale = ("--muon-extra-scale-factor", MUON_SCALE)
+    ddp, members = muon("ddp"), _baselines(study)
+    members.append(
+        study.member(ddp, "ddp", *MUON_FLAGS, *scale, base=DDP_LARGER_BETA2, lr=MUON_RATE)
+    )
+    flags = (*MUON_FLAGS, *scale, *MUON_OUTER)
+    for tau in (SHORT, LONG):
+        name = muon(recommended(tau))
+        members.append(
+            study.member(name, "edit", *flags, *RECOMMENDED, base=ddp, tau=tau, lr=MUON_RATE)
+        )
+    members.append(
+        study.member(muon(plain(SHORT)), "edit", *flags, base=ddp, lr=MUON_RATE, num_seeds=1)
+    )
+    for label, words in ((f"scale {MUON_SCALE}", scale), ("scale 1", ())):
+        for rate in MUON_RATES:
+            if (words, rate) != (scale, MUON_RATE):
+                name = f"muon, ddp, {label}, rate {rate:g}"
+                options: dict[str, Any] = {"base": ddp, "lr": rate, "num_seeds": 1}
+                members.append(study.member(name, "ddp", *MUON_FLAGS, *words, **options))
+    return Question("quality-muon", "Muon as the inner optimizer", tuple(members))
+
+
+def _choices(study: Study) -> Question:
+    """Each part of the recommended setting alone, and parts of it together, in fp32."""
+    base = plain(SHORT)
+    second, both = (("--edit-average-moments", which) for which in ("second", "both"))
+    beta2 = ("--edit-scale-beta2",)
+    final = {share: ("--edit-final-sync-fraction", share) for share in FINAL_SHARES}
+    variants = {
+        "second moments": second,
+        "both moments": both,
+        "beta2": beta2,
+        "final phase 0.05": final["0.05"],
+        "second moments, beta2": (*second, *beta2),
+        "both moments, beta2": (*both, *beta2),
+        **{f"both moments, beta2, final phase {share}": (*both, *beta2, *words)
+           for share, words in final.items()},
+    }  # fmt: skip
+    members = [study.member(base, "edit", num_seeds=1)]
+    members += [
+        study.member(label, "edit", *words, base=base, num_seeds=1)
+        for label, words in variants.items()
+    ]
+    members += [
+        study.member(plain(LONG), "edit", base=base, tau=LONG, num_seeds=1),
+        study.member("both moments, beta2, tau 64", "edit", *both, *beta2, base=plain(LONG),
+                     tau=LONG, num_seeds=1),
+    ]  # fmt: skip
+    flags = (*MUON_FLAGS, "--muon-extra-scale-factor", MUON_SCALE, *MUON_OUTER)
+    name = muon(plain(SHORT))
+    members += [
+        study.member(name, "edit", *flags, base=base, lr=MUON_RATE, num_seeds=1),
+        study.member(muon("both moments"), "edit", *flags, *both, base=name, lr=MUON_RATE,
+                     num_seeds=1),
+    ]  # fmt: skip
+    title = "Parts of the recommended setting, alone and together, tau 16, fp32 on the wire"
+    return Question("quality-choices", title, tuple(members))

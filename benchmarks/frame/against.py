@@ -20,13 +20,17 @@ from pathlib import Path
 from netlab_tools import leaving_on_signals
 
 from .launch import REPOSITORY
-from .page import Spread, cells, table
+from .page import ALL, Column, Spread, table_of
 
 PACKAGE_FILE = "megatron_edit/__init__.py"
 SHORT_COMMIT = 10  # digits
-HEADER = (
-    "case", "of", "pairs", "here: min", "median", "max", "spread (%)", "earlier: min", "median",
-    "max", "spread (%)", "here / earlier: min", "median", "max",
+COLUMNS = (
+    Column("case", "case"), Column("of", "of"), Column("pairs", "pairs"),
+    Column("here", "here", "{:.4g}", of=ALL),
+    Column("spread (%)", lambda row: row.here.relative_range, "{:.1f}", 100),
+    Column("earlier", "earlier", "{:.4g}", of=ALL),
+    Column("spread (%)", lambda row: row.earlier.relative_range, "{:.1f}", 100),
+    Column("here / earlier", "ratio", "{:.3f}", of=ALL),
 )  # fmt: skip
 
 
@@ -64,13 +68,7 @@ class Compared:
 def comparison_table(commit: str, rows: Sequence[Compared]) -> str:
     """A heading and a Markdown table; the spread is (max - min) / median."""
     title = f"Package of this checkout beside that of {commit[:SHORT_COMMIT]}"
-    return f"{title}:\n\n{table(HEADER, map(_cells, rows))}"
-
-
-def _cells(row: Compared) -> list[str]:
-    sides = [[*cells(side, "{:.4g}"), f"{100 * side.relative_range:.1f}"]
-             for side in (row.here, row.earlier)]  # fmt: skip
-    return [row.case, row.of, str(row.pairs), *sides[0], *sides[1], *cells(row.ratio, "{:.3f}")]
+    return f"{title}:\n\n{table_of(COLUMNS, rows)}"
 
 
 def add_against(parser: argparse.ArgumentParser) -> None:

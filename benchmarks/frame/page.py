@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,22 +43,53 @@ class Spread:
         return Spread(self.min / other, self.median / other, self.max / other)
 
 
-def middle(spread: Spread | None, form: str, factor: float = 1.0) -> str:
-    """A cell with the median; an empty one where there is nothing."""
-    return cells(spread, form, factor, of=("median",))[0]
+@dataclass(frozen=True)
+class Column:
+    """A column of a Markdown table, or several beside each other.
+
+    Attributes:
+        head: of the first; those after it are headed by what they are of the spread.
+        get: attribute or key of a row, or a function of it; finds a text, a number, a `Spread`, or
+            None for empty cells.
+        form: of a number.
+        factor: to multiply it by.
+        of: which numbers of a spread are shown.
+    """
+
+    head: str
+    get: str | Callable[[Any], Any]
+    form: str = "{}"
+    factor: float = 1.0
+    of: Sequence[str] = ("median",)
+
+    @property
+    def heads(self) -> list[str]:
+        """Of all of them."""
+        first = self.head if len(self.of) == 1 else f"{self.head}: {self.of[0]}"
+        return [first, *self.of[1:]]
+
+    def cells(self, row: Any) -> list[str]:
+        """Of a row."""
+        if callable(self.get):
+            value = self.get(row)
+        else:
+            value = row[self.get] if isinstance(row, Mapping) else getattr(row, self.get)
+        if value is None:
+            return [""] * len(self.of)
+        if isinstance(value, str):
+            return [value]
+        numbers = [getattr(value, it) for it in self.of] if isinstance(value, Spread) else [value]
+        return [self.form.format(x if self.factor == 1 else x * self.factor) for x in numbers]
 
 
-def cells(
-    spread: Spread | None, form: str, factor: float = 1.0, *, of: Sequence[str] = ALL
-) -> list[str]:
-    """A cell for each of `of`; empty ones where there is nothing."""
-    if spread is None:
-        return [""] * len(of)
-    return [form.format(getattr(spread, name) * factor) for name in of]
+def table_of(columns: Sequence[Column], rows: Iterable[Any]) -> str:
+    """A Markdown table with a line for each row."""
+    heads = [head for column in columns for head in column.heads]
+    return table(heads, ([cell for column in columns for cell in column.cells(r)] for r in rows))
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of Markdown."""
+    """A Markdown table of texts."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 

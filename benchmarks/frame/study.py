@@ -25,12 +25,15 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from netlab import Lab
+
 from megatron_edit.tools.cli.one_line import OneLineParser
 from megatron_edit.tools.compare.finished import configuration_hash, find, keep
 from megatron_edit.tools.compare.follow import Bar, progress_bar
 
 from .against import Compared, add_against, comparison_table, earlier_package
-from .launch import REPOSITORY, RunFailedError
+from .gpt import Link, link_name
+from .launch import REPOSITORY, RunFailedError, measure_link
 from .page import ALL
 
 PACKAGES = ("megatron-edit", "megatron-core", "torch", "numpy")
@@ -41,17 +44,23 @@ _SPREAD = ": min, median, max"  # behind the name of a column of spreads
 _PART = 4  # depth of what has no lines of its own in OUTPUT, but for rows
 
 
+# By name, without dashes: the default, whose type is that of the flag, and what to say of it.
+type Flags = dict[str, tuple[str | int | float, str]]
+
+
 # ---- command line
 
 
 def study_parser(
-    name: str, doc: str | None, *, repeats: int, time_limit: float, quick: str, pairs: bool = True
-) -> OneLineParser:
-    """A parser with the flags of all studies.
+    name: str, doc: str | None, flags: Flags, *, repeats: int, time_limit: float, quick: str,
+    pairs: bool = True,
+) -> OneLineParser:  # fmt: skip
+    """A parser with the flags of all studies, and further ones.
 
     Args:
         name: of the benchmark.
         doc: its docstring, whose first line is the description.
+        flags: further ones.
         repeats: default of `--repeats`.
         time_limit: default of `--time-limit`.
         quick: what `--quick` does.
@@ -61,13 +70,16 @@ def study_parser(
     add = parser.add_argument
     add("--output", type=Path, required=True, help="JSON file of the summary; a picture and a "
         "folder of all runs lie beside it")  # fmt: skip
-    add("--series", default="all", help="name of what is measured, in a file that holds several "
-        "(default: %(default)s)")  # fmt: skip
     add("--resume", action="store_true", help="go on where this study was broken off")
-    add("--repeats", type=int, default=repeats, help="turns of all runs (default: %(default)s)")
-    add("--time-limit", type=float, default=time_limit, help="seconds for one run "
-        "(default: %(default)g)")  # fmt: skip
     add("--quick", action="store_true", help=f"a smoke test: {quick}")
+    common: Flags = {
+        "series": ("all", "name of what is measured, in a file that holds several"),
+        "repeats": (repeats, "turns of all runs"),
+        "time-limit": (time_limit, "seconds for one run"),
+    }
+    for flag, (default, text) in (common | flags).items():
+        shown = f"{default:g}" if isinstance(default, float) else default
+        add(f"--{flag}", type=type(default), default=default, help=f"{text} (default: {shown})")
     if pairs:
         add_against(parser)
     return parser
@@ -239,6 +251,28 @@ class Study[M]:
             if self._bar is not None:
                 self._bar.update()
 
+    def links(
+        self,
+        lab: Lab,
+        cases: Sequence[Any],
+        name: Callable[[Any], str],
+        make: Callable[[float | None, int, Any, Path], M],
+    ) -> Iterator[Link]:
+        """Run cases on all links, `args.links`, in `args.repeats` turns; gives each link before.
+
+        Args:
+            lab: of the links.
+            cases: of a turn on a link.
+            name: of a case.
+            make: runs a case on a link of a rate in a repeat, with the package in a folder.
+        """
+        for repeat in range(self.args.repeats):
+            for rate in self.args.links:
+                place, link = link_name(rate), partial(measure_link, lab, rate, repeat)
+                yield self.once(f"turn {repeat + 1}, {place}, link", Link, link)
+                names = partial(_in_place, place, name)
+                self.turn(repeat, cases, names, partial(make, rate, repeat))
+
     # ---- results
 
     def compared(self) -> list[Compared]:
@@ -277,6 +311,10 @@ class Study[M]:
         for path, record in _kept(self._output):
             if record["configuration"].get("series") == self._series:
                 path.unlink()
+
+
+def _in_place(place: str, name: Callable[[Any], str], case: Any) -> str:
+    return f"{place}, {name(case)}"
 
 
 # ---- files

@@ -1,12 +1,230 @@
-"""The page and the picture of benchmarks/gpu_check.py."""
+"""Whether the cases of benchmarks/gpu_check.py passed, what syncs cost; page and picture."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
-from frame.page import picture, table
+from frame.page import Column, picture, table_of
+
+from .cases import BF16, MODELS, TAU, TRACED, WARMUP, Case
+from .runs import Reading
+
+LEAST_SYNCS = 2  # where a clock tells how many there are
+# Bytes per element that the arithmetic of a sync cannot do without, each tensor read and written
+# once: norm 8, addend 12, norm of the average 4, outer step and parameters 26.
+LEAST_BYTES = 50
+MARK_FIELDS = ("mark", "count", "launches", "host_ms", "device_ms", "transfer_ms")
+OUTSIDE = 2  # units besides the layers: embedding and final norm
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """Of all cases that ran.
+
+    Attributes:
+        cases: by name.
+        readings: of those that came to their end.
+        reference: losses of the cases on the CPU, by name: iterations and values.
+        copy_rate: bytes per second that the device's memory reads and writes.
+    """
+
+    cases: Mapping[str, Case]
+    readings: Sequence[Reading]
+    reference: Mapping[str, Sequence[Sequence[float]]]
+    copy_rate: float
+
+    def complaints(self) -> list[str]:
+        """One line for everything that is wrong."""
+        return [
+            f"{reading.case}: {line}"
+            for reading in self.readings
+            for line in self._complaints_of(reading)
+        ]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each case."""
+        return [self._row(reading) for reading in self.readings]
+
+    def losses(self) -> dict[str, list[list[float]]]:
+        """By case: iterations and losses."""
+        return {
+            reading.case: [[float(i) for i in reading.iterations], reading.losses]
+            for reading in self.readings
+        }
+
+    def times(self) -> dict[str, list[list[float]]]:
+        """By case, milliseconds: of every step, and exposed of every sync."""
+        return {reading.case: [reading.step_ms, reading.exposed_ms] for reading in self.readings}
+
+    def marks(self) -> list[dict[str, Any]]:
+        """What the engine's marks have in each trace, one sync."""
+        return [
+            {"case": reading.case, **{name: getattr(mark, name) for name in MARK_FIELDS},
+             "bytes_per_element": self._bytes_per_element(reading, mark.device_ms)}
+            for reading in self.readings
+            for mark in reading.marks
+        ]  # fmt: skip
+
+    def sync_costs(self) -> list[dict[str, Any]]:
+        """All marks of a trace together, beside the least."""
+        found = []
+        for reading in self.readings:
+            if not reading.marks:
+                continue
+            units = MODELS[self.cases[reading.case].size].num_layers + OUTSIDE
+            times = [mark.device_ms for mark in reading.marks if mark.device_ms is not None]
+            total = sum(times) if times else None
+            launches = sum(mark.launches for mark in reading.marks)
+            least = LEAST_BYTES * reading.num_parameters / self.copy_rate * 1e3
+            found.append({
+                "case": reading.case,
+                "launches": launches,
+                "launches_per_unit": launches / units,
+                "device_ms": total,
+                "least_ms": least,
+                "bytes_per_element": self._bytes_per_element(reading, total),
+                "least_bytes_per_element": LEAST_BYTES,
+            })  # fmt: skip
+        return found
+
+    def _row(self, reading: Reading) -> dict[str, Any]:
+        steady = self._steady(reading)
+        syncs = reading.digests[0]
+        return {
+            "case": reading.case,
+            "backend": reading.backend,
+            "syncs": len(syncs),
+            "are_equal": all(each == syncs for each in reading.digests),
+            "first_loss": _ends(reading.losses)[0],
+            "last_loss": _ends(reading.losses)[1],
+            "distance": self.distance(reading),
+            "step_ms": median(steady),
+            "exposed_ms": median(self._usual_exposed(reading) or [0.0]),
+            "share_beyond_median_step": 1 - median(steady) / mean(steady),
+            "peak_bytes": reading.peak_bytes,
+            "bytes_per_parameter": self._peak_per_parameter(reading),
+            "bytes_beyond_stock": self._beyond_stock(reading),
+            "seconds": reading.seconds,
+        }
+
+    def distance(self, reading: Reading) -> float | None:
+        """Mean distance from the losses of the CPU, relative to them; None without any."""
+        if (found := self.reference.get(reading.case)) is None:
+            return None
+        if self.cases[reading.case].tolerance is None:
+            return None
+        iterations, losses = found
+        if [float(i) for i in reading.iterations] != list(iterations):
+            return math.inf
+        pairs = zip(reading.losses, losses, strict=True)
+        return mean(abs(here - there) / there for here, there in pairs)
+
+    def _complaints_of(self, reading: Reading) -> list[str]:
+        case, found = self.cases[reading.case], []
+        first, wanted = reading.digests[0], case.num_syncs
+        if any(each != first for each in reading.digests):
+            found.append("replicas differ after a sync")
+        if wanted is not None and len(first) != wanted:
+            found.append(f"{len(first)} syncs, not {wanted}")
+        if wanted is None and len(first) < LEAST_SYNCS:
+            found.append(f"{len(first)} syncs, fewer than {LEAST_SYNCS}")
+        if not all(map(math.isfinite, reading.losses)):
+            found.append("a loss is not finite")
+        elif (losses := _ends(reading.losses))[1] >= losses[0]:
+            found.append(f"loss {losses[0]:.3f} -> {losses[1]:.3f}")
+        distance = self.distance(reading)
+        if distance is not None and case.tolerance is not None and distance > case.tolerance:
+            found.append(f"losses {distance:.4f} from the CPU's, more than {case.tolerance:g}")
+        return found
+
+    def _steady(self, reading: Reading) -> list[float]:
+        """Steps after the first sync; not those that a profiler slowed down."""
+        numbered = enumerate(reading.step_ms, start=1)
+        slowed = self._slowed(reading)
+        return [ms for step, ms in numbered if step > WARMUP + TAU + 1 and step not in slowed]
+
+    def _usual_exposed(self, reading: Reading) -> list[float]:
+        """Of syncs but the first, which allocates, and the last, which lands at once; not of one
+        that a profiler slowed down."""
+        slowed = self._slowed(reading)
+        pairs = list(zip(reading.sync_steps, reading.exposed_ms, strict=True))[1:-1]
+        return [ms for step, ms in pairs if step not in slowed]
+
+    def _slowed(self, reading: Reading) -> range:
+        """Steps in which a profiler was at work, or wrote its file."""
+        first, last = TRACED
+        return range(first, last + 1) if self.cases[reading.case].is_traced else range(0)
+
+    def _peak_per_parameter(self, reading: Reading) -> float | None:
+        if reading.peak_bytes is None:
+            return None
+        return reading.peak_bytes / reading.num_parameters
+
+    def _beyond_stock(self, reading: Reading) -> float | None:
+        """Device bytes per parameter beyond those of stock Megatron with the same model."""
+        own = self.cases[reading.case]
+        known = ((each, self.cases[each.case]) for each in self.readings)
+        stock = [each for each, case in known if case.is_stock and case.size == own.size]
+        if not stock or own.ranks > 1 or not set(BF16) <= set(own.words):
+            return None
+        mine, theirs = self._peak_per_parameter(reading), self._peak_per_parameter(stock[0])
+        return None if mine is None or theirs is None else mine - theirs
+
+    def _bytes_per_element(self, reading: Reading, device_ms: float | None) -> float | None:
+        """Of memory traffic, as long as it takes at the rate of a copy."""
+        if device_ms is None:
+            return None
+        return device_ms / 1e3 * self.copy_rate / reading.num_parameters
+
+
+def _ends(losses: Sequence[float]) -> tuple[float, float]:
+    """Means of the first quarter and of the last: single batches differ by more than that."""
+    quarter = max(1, len(losses) // 4)
+    return mean(losses[:quarter]), mean(losses[-quarter:])
+
+
+def _if_synced(value: Callable[[Mapping[str, Any]], Any]) -> Callable[[Mapping[str, Any]], Any]:
+    """Of a row of a case; nothing without syncs."""
+    return lambda row: value(row) if row["syncs"] else None
+
+
+CASES = (
+    Column("case", "case"),
+    Column("between replicas", "backend"),
+    Column("syncs", "syncs"),
+    Column("replicas equal", _if_synced(lambda row: "yes" if row["are_equal"] else "NO")),
+    Column("loss", lambda row: f"{row['first_loss']:.3f} -> {row['last_loss']:.3f}"),
+    Column("from the CPU's", "distance", "{:.2%}"),
+    Column("step (ms)", "step_ms", "{:.1f}"),
+    Column("exposed per sync (ms)", _if_synced(lambda row: row["exposed_ms"]), "{:.1f}"),
+    Column("beyond the median step", "share_beyond_median_step", "{:.1%}"),
+    Column("device bytes per parameter", "bytes_per_parameter", "{:.1f}"),
+    Column("beyond stock", "bytes_beyond_stock", "{:+.1f}"),
+)
+COSTS = (
+    Column("one sync", "case"),
+    Column("launches", "launches"),
+    Column("per unit", "launches_per_unit", "{:.1f}"),
+    Column("device (ms)", "device_ms", "{:.2f}"),
+    Column("least (ms)", "least_ms", "{:.2f}"),
+    Column("bytes per element", "bytes_per_element", "{:.0f}"),
+    Column("least", "least_bytes_per_element"),
+)
+MARKS = (
+    Column("case", "case"),
+    Column("mark", "mark"),
+    Column("count", "count"),
+    Column("launches", "launches"),
+    Column("host (ms)", "host_ms", "{:.2f}"),
+    Column("device (ms)", "device_ms", "{:.2f}"),
+    Column("transfers (ms)", "transfer_ms", "{:.2f}"),
+    Column("bytes per element", "bytes_per_element", "{:.0f}"),
+)
 
 
 def markdown(summary: Mapping[str, Any], failures: Sequence[str]) -> str:
@@ -14,74 +232,10 @@ def markdown(summary: Mapping[str, Any], failures: Sequence[str]) -> str:
     head = f"{summary['device']} x {summary['num_devices']}, "
     head += f"{summary['copy_rate'] / 1e9:.0f} GB/s read and written in a copy"
     verdict = "\n".join(f"- FAILED: {line}" for line in failures) or "All checks passed."
-    parts = [head, verdict, _cases(summary["rows"])]
+    parts = [head, verdict, table_of(CASES, summary["rows"])]
     if summary["sync_costs"]:
-        parts += [_costs(summary["sync_costs"]), _marks(summary["marks"])]
+        parts += [table_of(COSTS, summary["sync_costs"]), table_of(MARKS, summary["marks"])]
     return "\n\n".join(parts)
-
-
-def _cases(rows: Sequence[Mapping[str, Any]]) -> str:
-    header = ["case", "between replicas", "syncs", "replicas equal", "loss", "from the CPU's",
-              "step (ms)", "exposed per sync (ms)", "beyond the median step",
-              "device bytes per parameter", "beyond stock"]  # fmt: skip
-    lines = [
-        [
-            row["case"],
-            row["backend"] or "",
-            str(row["syncs"]),
-            ("yes" if row["are_equal"] else "NO") if row["syncs"] else "",
-            f"{row['first_loss']:.3f} -> {row['last_loss']:.3f}",
-            _cell(row["distance"], "{:.2%}"),
-            f"{row['step_ms']:.1f}",
-            f"{row['exposed_ms']:.1f}" if row["syncs"] else "",
-            f"{row['share_beyond_median_step']:.1%}",
-            _cell(row["bytes_per_parameter"], "{:.1f}"),
-            _cell(row["bytes_beyond_stock"], "{:+.1f}"),
-        ]
-        for row in rows
-    ]
-    return table(header, lines)
-
-
-def _costs(rows: Sequence[Mapping[str, Any]]) -> str:
-    header = ["one sync", "launches", "per unit", "device (ms)", "least (ms)",
-              "bytes per element", "least"]  # fmt: skip
-    lines = [
-        [
-            row["case"],
-            str(row["launches"]),
-            f"{row['launches_per_unit']:.1f}",
-            _cell(row["device_ms"], "{:.2f}"),
-            f"{row['least_ms']:.2f}",
-            _cell(row["bytes_per_element"], "{:.0f}"),
-            str(row["least_bytes_per_element"]),
-        ]
-        for row in rows
-    ]
-    return table(header, lines)
-
-
-def _marks(rows: Sequence[Mapping[str, Any]]) -> str:
-    header = ["case", "mark", "count", "launches", "host (ms)", "device (ms)", "transfers (ms)",
-              "bytes per element"]  # fmt: skip
-    lines = [
-        [
-            row["case"],
-            row["mark"],
-            str(row["count"]),
-            str(row["launches"]),
-            f"{row['host_ms']:.2f}",
-            _cell(row["device_ms"], "{:.2f}"),
-            _cell(row["transfer_ms"], "{:.2f}"),
-            _cell(row["bytes_per_element"], "{:.0f}"),
-        ]
-        for row in rows
-    ]
-    return table(header, lines)
-
-
-def _cell(value: float | None, form: str) -> str:
-    return "" if value is None else form.format(value)
 
 
 def draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

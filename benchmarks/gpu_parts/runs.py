@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from frame.launch import Forks, Rank, RunFailedError, free_ports
+from frame.readings import inner_steps, read_json_lines, read_syncs
 
-from megatron_edit.tools.compare.console_log import RunLog, edit_losses, read_json_lines
+from megatron_edit.tools.compare.console_log import RunLog, edit_losses
 
 from .cases import TRACED, Case
 from .pretrain_measured import MEMORY, STEPS, TRACE
@@ -147,7 +148,7 @@ def read(case: Case, folder: Path, seconds: float) -> Reading:
     lines = [line for path in consoles for line in path.read_text(errors="replace").splitlines()]
     log = RunLog.of(lines)
     losses = log.losses() if case.is_stock else edit_losses(folder, log)
-    syncs = read_json_lines(folder / "sync.jsonl")
+    syncs = read_syncs(folder)
     steps = step_ms(case, folder, log)
     if not losses or len(steps) < case.steps or not log.num_parameters:
         found = f"{len(losses)} losses, {len(steps)} steps, {log.num_parameters} parameters"
@@ -178,8 +179,7 @@ def step_ms(case: Case, folder: Path, log: RunLog) -> list[float]:
     """Of every step of replica 0."""
     if case.is_stock:
         return list(log.milliseconds().values())
-    lines = read_json_lines(folder / "replica-0.jsonl")
-    return [1e3 * line["seconds"] for line in lines if "seconds" in line]
+    return [1e3 * seconds for seconds in inner_steps(folder)]
 
 
 def backend(lines: Sequence[str]) -> str | None:

@@ -1,26 +1,231 @@
-"""The results of benchmarks/growth.py for people: tables and a picture."""
+"""The numbers of benchmarks/growth.py, the line seconds = a + b bytes + c units, tables, a picture.
+
+Seconds are those of a sync without its waiting, `exposed - wait`: where hosts share cores, the
+replicas reach their meeting at different times, and that is no cost of the sync.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from frame.gpt import link_name
-from frame.page import cells, error_lengths, picture, table
+import numpy as np
+from frame.gpt import Link, link_name
+from frame.page import ALL, Column, Spread, error_lengths, picture, table_of
+from netlab import burst_bytes
 
-from .analysis import Fit, Row
-from .cases import Sweep
+from megatron_edit.comm.control import record_bytes
 
-BYTES_HEADER = (
-    "sweep", "layers", "hidden", "N", "units", "parameters", "sent (MB / sync)",
-    "interface (MB / sync)", "interface / sent", "control (bytes)", "control (%)",
-    "ring factor", "2 (N - 1) / N",
-)  # fmt: skip
-SECONDS_HEADER = ("sweep", "layers", "hidden", "N", "link", "sync (ms): min", "median", "max",
-                  "bound (ms)", "median / bound", "beyond, per unit (ms)")  # fmt: skip
-FIT_HEADER = ("link", "of the", "a (ms)", "b (ns / byte)", "link alone (ns / byte)",
-              "c (ms / unit)", "R^2", "largest residual (%)")  # fmt: skip
+from .cases import HELD_REPLICAS, Case, Sweep
+from .runs import Reading
+
+# The least of several syncs is what is left when other programs do not disturb.
+STATISTICS = ("median", "min")
+BYTES_PER_PARAMETER = 4  # averages travel in fp32
+MIN_FITTED = 4  # three coefficients and something left to be wrong about
+
+
+@dataclass(frozen=True)
+class Row:
+    """All syncs of a case on a link.
+
+    Attributes:
+        wire_bytes: payload that a replica sent per sync, by EDiT's own count.
+        control_bytes: of these, its record in the one table, to every other replica.
+        ring_factor: the rest over 4 bytes per parameter; a ring sends 2 (N - 1) / N.
+        interface_bytes: what a host's interface sent per sync, with headers and acknowledgements.
+        seconds: of a sync, without waiting.
+        bound: seconds that the link alone needs for `wire_bytes`.
+    """
+
+    case: Case
+    rate: float | None
+    units: int
+    parameters: int
+    wire_bytes: int
+    control_bytes: int
+    ring_factor: float
+    interface_bytes: float | None
+    seconds: Spread
+    bound: float
+
+    @property
+    def control_share(self) -> float:
+        """Part of the bytes that is control traffic."""
+        return self.control_bytes / self.wire_bytes
+
+    @property
+    def interface_share(self) -> float | None:
+        """Bytes of the interface over those that EDiT counted."""
+        return self.interface_bytes / self.wire_bytes if self.interface_bytes else None
+
+    @property
+    def of_bound(self) -> float | None:
+        """Seconds over the bound; None without one."""
+        return self.seconds.median / self.bound if self.bound else None
+
+    @property
+    def beyond_per_unit(self) -> float:
+        """Seconds that the median sync takes beyond the bound, per unit."""
+        return (self.seconds.median - self.bound) / self.units
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The line of one link, over the cases with as many replicas as are held.
+
+    Attributes:
+        statistic: which of a case's seconds are fitted: "median" or "min".
+        per_sync: a, seconds.
+        per_byte: b, seconds.
+        per_unit: c, seconds.
+        link_per_byte: what the link alone needs for a byte, seconds.
+        r_squared: of the seconds themselves.
+        residuals: per case of the fit, (measured - fitted) / measured.
+    """
+
+    rate: float | None
+    statistic: str
+    per_sync: float
+    per_byte: float
+    per_unit: float
+    link_per_byte: float
+    r_squared: float
+    residuals: dict[str, float]
+
+    @property
+    def largest_residual(self) -> float:
+        """Of all cases, without its sign."""
+        return max(map(abs, self.residuals.values()))
+
+
+def bound_seconds(wire_bytes: float, rate: float | None, bandwidth: float) -> float:
+    """Least time in which a link can carry the bytes of a sync."""
+    return max(0.0, wire_bytes - burst_bytes(rate)) * 8 / bandwidth
+
+
+class Analysis:
+    """Rows and fits of what was read.
+
+    Args:
+        tau: sync interval: a control record has room for as many losses.
+    """
+
+    def __init__(self, readings: Sequence[Reading], links: Sequence[Link], *, tau: int) -> None:
+        self._readings, self._tau = readings, tau
+        rates = dict.fromkeys(link.rate for link in links)
+        self._bandwidth = {
+            rate: median(link.bandwidth for link in links if link.rate == rate) for rate in rates
+        }
+
+    def rows(self) -> list[Row]:
+        """Links, and in each the cases, in the order in which they were first read."""
+        found: dict[tuple[float | None, Case], list[Reading]] = {}
+        for one in self._readings:
+            case = Case(one.num_layers, one.hidden_size, one.num_replicas)
+            found.setdefault((one.rate, case), []).append(one)
+        order = list(self._bandwidth)
+        rows = [self._row(rate, case, readings) for (rate, case), readings in found.items()]
+        return sorted(rows, key=lambda row: order.index(row.rate))
+
+    def _row(self, rate: float | None, case: Case, readings: Sequence[Reading]) -> Row:
+        one = readings[0]
+        wire_bytes = round(median(n for reading in readings for n in reading.wire_bytes))
+        others = case.num_replicas - 1
+        control = others * record_bytes(self._tau, one.units, 0)
+        seconds = [s["exposed"] - s["wait"] for reading in readings for s in reading.seconds]
+        counted = [n for reading in readings for n in reading.interface_bytes or ()]
+        return Row(
+            case=case,
+            rate=rate,
+            units=one.units,
+            parameters=one.parameters,
+            wire_bytes=wire_bytes,
+            control_bytes=control,
+            ring_factor=(wire_bytes - control) / (BYTES_PER_PARAMETER * one.parameters),
+            interface_bytes=median(counted) if counted else None,
+            seconds=Spread.some(seconds),
+            bound=bound_seconds(wire_bytes, rate, self._bandwidth[rate]),
+        )
+
+    def fits(self) -> list[Fit]:
+        """One per statistic of every link that has enough cases."""
+        rows = [row for row in self.rows() if row.case.num_replicas == HELD_REPLICAS]
+        by_rate = {rate: [row for row in rows if row.rate == rate] for rate in self._bandwidth}
+        return [
+            fit(some, statistic, 8 / self._bandwidth[rate])
+            for rate, some in by_rate.items()
+            if len(some) >= MIN_FITTED
+            for statistic in STATISTICS
+        ]
+
+
+def fit(rows: Sequence[Row], statistic: str, link_per_byte: float) -> Fit:
+    """Least squares of the relative residuals: else the longest syncs alone would decide."""
+    terms = np.array([[1.0, row.wire_bytes, row.units] for row in rows])
+    seconds = np.array([getattr(row.seconds, statistic) for row in rows])
+    # Columns of like size, or the smallest of them would count as rank lost to rounding.
+    scale = np.abs(terms).max(axis=0)
+    weighted = terms / scale / seconds[:, None]
+    solution = np.linalg.lstsq(weighted, np.ones(len(rows)), rcond=None)[0] / scale
+    errors = seconds - terms @ solution
+    spread = float(((seconds - seconds.mean()) ** 2).sum())
+    return Fit(
+        rate=rows[0].rate,
+        statistic=statistic,
+        per_sync=float(solution[0]),
+        per_byte=float(solution[1]),
+        per_unit=float(solution[2]),
+        link_per_byte=link_per_byte,
+        r_squared=1.0 - float((errors**2).sum()) / spread if spread else 1.0,
+        residuals={
+            str(row.case): float(error / time)
+            for row, error, time in zip(rows, errors, seconds, strict=True)
+        },
+    )
+
+
+SIZES = (
+    Column("sweep", lambda each: each[0]),
+    Column("layers", lambda each: each[1].case.num_layers),
+    Column("hidden", lambda each: each[1].case.hidden_size),
+    Column("N", lambda each: each[1].case.num_replicas),
+)
+BYTES = (
+    *SIZES,
+    Column("units", lambda each: each[1].units),
+    Column("parameters", lambda each: each[1].parameters),
+    Column("sent (MB / sync)", lambda each: each[1].wire_bytes / 1e6, "{:.3f}"),
+    Column("interface (MB / sync)", lambda each: each[1].interface_bytes, "{:.3f}", 1e-6),
+    Column("interface / sent", lambda each: each[1].interface_share, "{:.4f}"),
+    Column("control (bytes)", lambda each: each[1].control_bytes),
+    Column("control (%)", lambda each: each[1].control_share, "{:.3f}", 100),
+    Column("ring factor", lambda each: each[1].ring_factor, "{:.4f}"),
+    Column("2 (N - 1) / N", lambda each: 2 - 2 / each[1].case.num_replicas, "{:.4f}"),
+)
+SECONDS = (
+    *SIZES,
+    Column("link", lambda each: link_name(each[1].rate)),
+    Column("sync (ms)", lambda each: each[1].seconds, "{:.1f}", 1e3, of=ALL),
+    Column("bound (ms)", lambda each: each[1].bound, "{:.1f}", 1e3),
+    Column("median / bound", lambda each: each[1].of_bound, "{:.2f}"),
+    Column("beyond, per unit (ms)", lambda each: each[1].beyond_per_unit, "{:.2f}", 1e3),
+)
+FITS = (
+    Column("link", lambda fit: link_name(fit.rate)),
+    Column("of the", "statistic"),
+    Column("a (ms)", "per_sync", "{:.1f}", 1e3),
+    Column("b (ns / byte)", "per_byte", "{:.2f}", 1e9),
+    Column("link alone (ns / byte)", "link_per_byte", "{:.2f}", 1e9),
+    Column("c (ms / unit)", "per_unit", "{:.2f}", 1e3),
+    Column("R^2", "r_squared", "{:.4f}"),
+    Column(
+        "largest residual (%)", lambda fit: max(map(abs, fit.residuals.values())), "{:.1f}", 100
+    ),
+)
 # The size that a sweep changes, and how the picture's axis calls it.
 AXES: dict[str, tuple[str, Callable[[Row], float]]] = {
     "units": ("units", lambda row: row.units),
@@ -33,62 +238,15 @@ def markdown(all_sweeps: Sequence[Sweep], rows: Sequence[Row], fits: Sequence[Fi
     """Three tables: bytes, seconds, fits."""
     chosen = [(sweep.name, row) for sweep in all_sweeps for row in _of(sweep, rows)]
     # Bytes are the same on every link; the interface is shown for the first.
-    first = rows[0].rate if rows else None
-    sent = [_sizes(name, row) + _bytes(row) for name, row in chosen if row.rate == first]
-    took = [_seconds(name, row) for name, row in chosen]
-    tables = [table(BYTES_HEADER, sent), table(SECONDS_HEADER, took)]
+    first = [each for each in chosen if each[1].rate == rows[0].rate]
+    tables = [table_of(BYTES, first), table_of(SECONDS, chosen)]
     if fits:
-        tables.append(table(FIT_HEADER, [_fit(one) for one in fits]))
+        tables.append(table_of(FITS, fits))
     return "\n\n".join(tables)
 
 
 def _of(sweep: Sweep, rows: Sequence[Row]) -> list[Row]:
     return [row for case in sweep.cases for row in rows if row.case == case]
-
-
-def _sizes(name: str, row: Row) -> list[str]:
-    case = row.case
-    return [name, *(str(n) for n in (case.num_layers, case.hidden_size, case.num_replicas))]
-
-
-def _bytes(row: Row) -> list[str]:
-    counted, n = row.interface_bytes, row.case.num_replicas
-    return [
-        str(row.units),
-        str(row.parameters),
-        f"{row.wire_bytes / 1e6:.3f}",
-        f"{counted / 1e6:.3f}" if counted else "",
-        f"{counted / row.wire_bytes:.4f}" if counted else "",
-        str(row.control_bytes),
-        f"{100 * row.control_share:.3f}",
-        f"{row.ring_factor:.4f}",
-        f"{2 * (n - 1) / n:.4f}",
-    ]
-
-
-def _seconds(name: str, row: Row) -> list[str]:
-    spread = row.seconds
-    return [
-        *_sizes(name, row),
-        link_name(row.rate),
-        *cells(spread, "{:.1f}", 1e3),
-        f"{1e3 * row.bound:.1f}",
-        f"{spread.median / row.bound:.2f}" if row.bound else "",
-        f"{1e3 * row.beyond_per_unit:.2f}",
-    ]
-
-
-def _fit(one: Fit) -> list[str]:
-    return [
-        link_name(one.rate),
-        one.statistic,
-        f"{1e3 * one.per_sync:.1f}",
-        f"{1e9 * one.per_byte:.2f}",
-        f"{1e9 * one.link_per_byte:.2f}",
-        f"{1e3 * one.per_unit:.2f}",
-        f"{one.r_squared:.4f}",
-        f"{100 * max(map(abs, one.residuals.values())):.1f}",
-    ]
 
 
 def draw(path: Path, all_sweeps: Sequence[Sweep], rows: Sequence[Row]) -> None:

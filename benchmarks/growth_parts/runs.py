@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -14,15 +13,13 @@ from typing import Any
 
 from frame.gpt import Window
 from frame.launch import REPOSITORY, Hosts, Rank, Training
+from frame.readings import read_console, read_syncs
 from netlab import INTERFACE, Lab
-
-from megatron_edit.tools.compare.console_log import read_json_lines
 
 from .cases import Case
 
 # Small models step in 15 ms: the counters must be seen between two syncs. A look takes 0.1 ms.
 SAMPLE_SECONDS = 0.01
-_NUM_PARAMETERS = re.compile(r"> number of parameters on .*: (\d+)\s*$", re.MULTILINE)
 _TX_BYTES = 8  # column of /proc/net/dev, after the name
 
 
@@ -98,11 +95,10 @@ class Bench:
             ranks = [Rank(words, package=package)] * case.num_replicas
             with self._hosts.training(f"{case}", Path(name), ranks) as training:
                 samples, codes = self._follow(training, rate)
-            count = _NUM_PARAMETERS.search(training.log().read_text(errors="replace"))
-            if count is None:
+            if not (parameters := read_console(training.log()).num_parameters):
                 raise training.failed("Megatron did not tell the number of parameters", 0)
-            syncs = read_json_lines(training.folder / "sync.jsonl")
-            measured = [s for s in syncs if window.first < s["iteration"] <= window.last]
+            syncs = read_syncs(training.folder)
+            measured = read_syncs(training.folder, window)
             return Reading(
                 num_layers=case.num_layers,
                 hidden_size=case.hidden_size,
@@ -110,7 +106,7 @@ class Bench:
                 rate=rate,
                 repeat=repeat,
                 units=len(syncs[0]["units"]),
-                parameters=int(count[1]),
+                parameters=parameters,
                 wire_bytes=[sync["wire_bytes"] for sync in measured],
                 interface_bytes=bytes_per_sync(samples, syncs),
                 seconds=[sync["seconds"] for sync in measured],

@@ -27,7 +27,7 @@ from megatron.core.utils import unwrap_model
 from megatron.training import get_args, training
 from torch.distributed import TCPStore
 
-from overlap_parts.rivals import even_cuts
+from overlap_parts.kinds import even_cuts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import pretrain_gpt

@@ -1,47 +1,171 @@
-"""The results of benchmarks/overlap.py for people: a table and a picture."""
+"""The numbers of benchmarks/overlap.py, a table of them and a picture.
+
+Every run is compared with the others of its link and repeat. The exact method can hide an exchange
+only behind one forward pass: all of a unit's inner steps must be in its exchange, and its
+parameters are needed again in the next forward. Its speed is therefore at most
+round / (round + max(0, exchange - forward)) of the ideal one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
-from frame.gpt import link_name
-from frame.page import cells, draw_bars, middle, picture, table
+from frame.gpt import Link, link_name
+from frame.page import ALL, Column, Spread, draw_bars, picture, table_of
 
 from megatron_edit.flags import flag
 
-from .analysis import Row
-from .kinds import IDEAL, STOCK, variants
-from .rivals import RIVALS
+from .kinds import IDEAL, RIVALS, STOCK, sends_all_at_once, variants
+from .runs import Measurement
+
+
+@dataclass(frozen=True)
+class Row:
+    """All repeats of a kind on a link.
+
+    Attributes:
+        bandwidth: measured, payload bits per second.
+        of_ideal: tokens/s over those of `ideal`.
+        limit: of the exact method, as a part of the ideal; None where no EDiT run told the bytes.
+        of_limit: `of_ideal` over `limit`; EDiT only.
+        of_stock: tokens/s over those of `stock`.
+        exposed: exposed seconds per sync, by EDiT's own clock.
+        waited: of these, until all replicas had come; on a busy machine they drift apart.
+        lost: seconds per round beyond the ideal ones; EDiT and rivals.
+        link_bytes: bytes on the link, with headers, over the payload of the syncs; EDiT only.
+    """
+
+    rate: float | None
+    kind: str
+    bandwidth: Spread | None
+    tokens_per_second: Spread | None
+    step_seconds: Spread | None
+    of_ideal: Spread | None
+    limit: Spread | None
+    of_limit: Spread | None
+    of_stock: Spread | None
+    exposed: Spread | None
+    waited: Spread | None
+    lost: Spread | None
+    link_bytes: Spread | None
+
+
+def exact_limit(*, round_seconds: float, exchange: float, forward: float) -> float:
+    """Largest part of the ideal speed that the exact method can reach; arguments in seconds."""
+    return round_seconds / (round_seconds + max(0.0, exchange - forward))
+
+
+class Analysis:
+    """Compares measurements.
+
+    Args:
+        tau: sync interval.
+        tokens_per_iteration: of the whole job.
+        forward_share: the part of an ideal step that its forward takes.
+    """
+
+    def __init__(
+        self,
+        measurements: Sequence[Measurement],
+        links: Sequence[Link],
+        *,
+        tau: int,
+        tokens_per_iteration: int,
+        forward_share: float,
+    ) -> None:
+        self._runs = {(m.kind, m.rate, m.repeat): m for m in measurements}
+        self._bandwidth = {(link.rate, link.repeat): link.bandwidth for link in links}
+        self._tau = tau
+        self._tokens = tokens_per_iteration
+        self._forward_share = forward_share
+
+    def rows(self) -> list[Row]:
+        """Links and kinds, in the order in which they were first measured."""
+        return [self._row(*case) for case in dict.fromkeys((r, k) for k, r, _ in self._runs)]
+
+    def _row(self, rate: float | None, kind: str) -> Row:
+        runs = [m for m in self._runs.values() if (m.kind, m.rate) == (kind, rate)]
+        has_rounds = kind not in (IDEAL, STOCK)
+        is_edit = has_rounds and kind not in RIVALS
+        limits = {m.repeat: self._limit(m) for m in runs}
+        return Row(
+            rate=rate,
+            kind=kind,
+            bandwidth=Spread.of([b for (r, _), b in self._bandwidth.items() if r == rate]),
+            tokens_per_second=Spread.of([m.tokens_per_second for m in runs]),
+            step_seconds=Spread.of([self._tokens / m.tokens_per_second for m in runs]),
+            of_ideal=Spread.of([x for m in runs if (x := self._ratio(m, IDEAL))]),
+            limit=Spread.of([x for x in limits.values() if x]),
+            of_limit=Spread.of(
+                [x / y for m in runs if is_edit and (x := self._ratio(m, IDEAL))
+                 and (y := limits[m.repeat])]
+            ),
+            of_stock=Spread.of([x for m in runs if (x := self._ratio(m, STOCK))]),
+            exposed=Spread.of([sync["seconds"]["exposed"] for m in runs for sync in m.syncs]),
+            waited=Spread.of([s["seconds"]["wait"] for m in runs for s in m.syncs]),
+            lost=Spread.of([x for m in runs if has_rounds and (x := self._lost(m)) is not None]),
+            link_bytes=Spread.of([m.window_bytes[0] / _payload(m) for m in runs if m.syncs]),
+        )  # fmt: skip
+
+    def _ratio(self, run: Measurement, other_kind: str) -> float | None:
+        other = self._runs.get((other_kind, run.rate, run.repeat))
+        return run.tokens_per_second / other.tokens_per_second if other else None
+
+    def _lost(self, run: Measurement) -> float | None:
+        ideal = self._runs.get((IDEAL, run.rate, run.repeat))
+        if ideal is None:
+            return None
+        step, ideal_step = (self._tokens / m.tokens_per_second for m in (run, ideal))
+        return self._tau * (step - ideal_step)
+
+    def _limit(self, run: Measurement) -> float | None:
+        """With the ideal step, the link and the bytes of the same repeat."""
+        ideal = self._runs.get((IDEAL, run.rate, run.repeat))
+        if ideal is None or not (wire_bytes := self._exact_bytes()):
+            return None
+        step = self._tokens / ideal.tokens_per_second
+        return exact_limit(
+            round_seconds=self._tau * step,
+            exchange=8 * wire_bytes / self._bandwidth[run.rate, run.repeat],
+            forward=self._forward_share * step,
+        )
+
+    def _exact_bytes(self) -> float:
+        """Of a sync of all units in fp32; 0 where none was measured."""
+        sent: dict[str, list[int]] = {}
+        for run in self._runs.values():
+            if run.kind not in RIVALS and sends_all_at_once(run.kind, self._tau):
+                sent.setdefault(run.kind, []).extend(sync["wire_bytes"] for sync in run.syncs)
+        return max((median(values) for values in sent.values() if values), default=0.0)
+
+
+def _payload(run: Measurement) -> int:
+    return sum(sync["wire_bytes"] for sync in run.syncs)
+
 
 CROWDED = 6  # kinds; of more, the picture has no room for numbers
-HEADER = (
-    "link", "link measured (Mbit/s)", "training", "ms / iteration", "tokens/s",
-    "of ideal: min", "median", "max", "limit", "of limit: min", "median", "x stock",
-    "exposed (ms / sync)", "of it waiting", "lost (ms / round)",
-)  # fmt: skip
+COLUMNS = (
+    Column("link", lambda row: link_name(row.rate)),
+    Column("link measured (Mbit/s)", "bandwidth", "{:.1f}", 1e-6),
+    Column("training", "kind"),
+    Column("ms / iteration", "step_seconds", "{:.1f}", 1e3),
+    Column("tokens/s", "tokens_per_second", "{:.0f}"),
+    Column("of ideal", "of_ideal", "{:.3f}", of=ALL),
+    Column("limit", lambda row: row.limit if row.of_limit else None, "{:.3f}"),
+    Column("of limit", "of_limit", "{:.3f}", of=("min", "median")),
+    Column("x stock", "of_stock", "{:.2f}"),
+    Column("exposed (ms / sync)", "exposed", "{:.1f}", 1e3),
+    Column("of it waiting", "waited", "{:.1f}", 1e3),
+    Column("lost (ms / round)", "lost", "{:.1f}", 1e3),
+)
 
 
 def markdown(rows: Sequence[Row]) -> str:
     """The table; medians where no more is said."""
-    return table(HEADER, map(_cells, rows))
-
-
-def _cells(row: Row) -> list[str]:
-    return [
-        link_name(row.rate),
-        middle(row.bandwidth, "{:.1f}", 1e-6),
-        row.kind,
-        middle(row.step_seconds, "{:.1f}", 1e3),
-        middle(row.tokens_per_second, "{:.0f}"),
-        *cells(row.of_ideal, "{:.3f}"),
-        middle(row.limit if row.of_limit else None, "{:.3f}"),
-        *cells(row.of_limit, "{:.3f}", of=("min", "median")),
-        middle(row.of_stock, "{:.2f}"),
-        middle(row.exposed, "{:.1f}", 1e3),
-        middle(row.waited, "{:.1f}", 1e3),
-        middle(row.lost, "{:.1f}", 1e3),
-    ]
+    return table_of(COLUMNS, rows)
 
 
 def draw(path: Path, rows: Sequence[Row]) -> None:

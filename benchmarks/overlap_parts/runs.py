@@ -3,31 +3,82 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 from frame.gpt import Window, link_name
 from frame.launch import REPOSITORY, Hosts, Rank, Training
+from frame.readings import Console, inner_steps, read_console, read_syncs
 from netlab import Lab
 
-from .kinds import Job
-from .readings import (
-    GrowingLog,
-    Measurement,
-    console_lines,
-    forward_seconds,
-    replica_seconds,
-    step_seconds,
-    syncs,
-)
-from .rivals import RIVALS
+from .kinds import RIVALS, Job
 
 RIVAL_SCRIPT = Path(__file__).with_name("pretrain_torchft.py")
 POLL_SECONDS = 0.1
+_FORWARD = re.compile(r"^\s*forward-compute \.*: \(([\d.]+), ", re.MULTILINE)
+_SYNC_FIELDS = ("round", "iteration", "wire_bytes", "seconds")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Raw numbers of one run.
+
+    Attributes:
+        rate: of the links, bits per second; None is no limit.
+        window: which iterations were measured.
+        host_step_seconds: mean length of the measured iterations: of every host where each is a
+            job of its own (`Job.is_apart`), else a single one.
+        lines_ms: per host, [iteration, Megatron's "elapsed time per iteration"] of every line.
+        window_bytes: what each host sent during the measured iterations, with headers.
+        syncs: of the measured iterations: round, iteration, wire_bytes, seconds.
+        replica_seconds: of replica 0, all inner steps.
+        load: of the machine, one-minute average before and after.
+        exit_codes: of the hosts' processes; other than 0 only where training was over already.
+    """
+
+    kind: str
+    rate: float | None
+    repeat: int
+    window: Window
+    tokens_per_second: float
+    host_step_seconds: list[float]
+    lines_ms: list[list[tuple[int, float]]]
+    window_bytes: list[int]
+    syncs: list[dict[str, Any]]
+    replica_seconds: list[float]
+    load: list[float]
+    exit_codes: list[int]
+
+    @property
+    def short(self) -> dict[str, Any]:
+        """A row of OUTPUT."""
+        return {
+            "kind": self.kind,
+            "rate": self.rate,
+            "repeat": self.repeat,
+            "tokens_per_second": self.tokens_per_second,
+            "window_bytes": self.window_bytes,
+            "num_syncs": len(self.syncs),
+            "exit_codes": self.exit_codes,
+        }
+
+
+def step_seconds(lines: Sequence[tuple[int, float]], window: Window) -> float:
+    """Mean length of the measured iterations. Each line tells the mean since the line before."""
+    measured = [
+        (iteration - before) * ms / 1e3
+        for (before, _), (iteration, ms) in pairwise(lines)
+        if window.first < iteration <= window.last
+    ]
+    return sum(measured) / (window.last - window.first)
 
 
 class Bench:
@@ -54,9 +105,10 @@ class Bench:
         window, load = job.window(rate), os.getloadavg()[0]
         with self._training(job, rate, window, package) as training:
             sent, codes = self._follow(training, job, rate, window)
-            lines = [console_lines(training.log(host)) for host in range(job.num_hosts)]
+            lines = [_lines(training.log(host)) for host in range(job.num_hosts)]
             speakers = range(job.num_hosts) if job.is_apart else [job.speaker]
             steps = [step_seconds(lines[host], window) for host in speakers]
+            syncs = read_syncs(training.folder, window)
             return Measurement(
                 kind=job.kind,
                 rate=rate,
@@ -66,8 +118,8 @@ class Bench:
                 host_step_seconds=steps,
                 lines_ms=lines,
                 window_bytes=sent,
-                syncs=syncs(training.folder, window),
-                replica_seconds=replica_seconds(training.folder),
+                syncs=[{name: sync[name] for name in _SYNC_FIELDS} for sync in syncs],
+                replica_seconds=inner_steps(training.folder),
                 load=[load, os.getloadavg()[0]],
                 exit_codes=codes,
             )
@@ -77,14 +129,14 @@ class Bench:
 
         From a run of its own, as the timers that tell it cost some time themselves.
         """
-        window = job.window(None)
-        timers = ("--timing-log-level", "2")
+        window, timers = job.window(None), ("--timing-log-level", "2")
         with self._training(job, None, window, REPOSITORY, *timers) as training:
             self._follow(training, job, None, window)
-            seconds = forward_seconds(training.log())
-            if seconds is None:
+            console = training.log().read_text(errors="replace")
+            times = [float(text) / 1e3 for text in _FORWARD.findall(console)]
+            if not times:
                 raise training.failed("Megatron printed no forward time", 0)
-            return seconds / step_seconds(console_lines(training.log()), window)
+            return median(times) / step_seconds(_lines(training.log()), window)
 
     @contextmanager
     def _training(
@@ -92,23 +144,20 @@ class Bench:
     ) -> Iterator[Training]:
         with tempfile.TemporaryDirectory(prefix="overlap-") as name:
             words = [*job.flags(window, name), *more]
-            ranks = [Rank(words, package=package)] * job.num_hosts
-            if job.kind in RIVALS:
-                ranks = [
-                    replace(self._rival(words, host, job.num_hosts), package=package)
-                    for host in range(job.num_hosts)
-                ]
+            ranks = [self._rank(job, words, host, package) for host in range(job.num_hosts)]
             what = f"{job.kind} at {link_name(rate)}"
             with self._hosts.training(what, Path(name), ranks, apart=job.is_apart) as training:
                 yield training
 
-    def _rival(self, words: list[str], host: int, num_hosts: int) -> Rank:
+    def _rank(self, job: Job, words: list[str], host: int, package: Path) -> Rank:
+        if job.kind not in RIVALS:
+            return Rank(words, package=package)
         env = {
             "REPLICA": str(host),
-            "NUM_REPLICAS": str(num_hosts),
+            "NUM_REPLICAS": str(job.num_hosts),
             "FIRST_ADDRESS": self._lab.address(0),
         }
-        return Rank(words, env, RIVAL_SCRIPT, self._rival_python)
+        return Rank(words, env, RIVAL_SCRIPT, self._rival_python, package)
 
     def _follow(
         self, training: Training, job: Job, rate: float | None, window: Window
@@ -118,23 +167,28 @@ class Bench:
         Returns:
             The bytes that each host sent in the window, and the exit codes.
         """
-        log, marks = GrowingLog(training.log(job.speaker)), dict[int, list[int]]()
+        console, counts = Console(training.log(job.speaker)), dict[int, list[int]]()
         is_limited = False
 
         def look() -> None:
             nonlocal is_limited
-            reached = log.iteration()
+            reached = console.read().last_iteration
             if reached and not is_limited:
                 self._lab.set_rate(rate)
                 is_limited = True
             for end in (window.first, window.last):
-                if reached >= end and end not in marks:
-                    marks[end] = self._lab.sent_bytes()
+                if reached >= end and end not in counts:
+                    counts[end] = self._lab.sent_bytes()
                     if end == window.last:
                         self._lab.set_rate(None)  # the end need not be slow, either
 
         codes = training.to_end(look, limit=self._time_limit, poll=POLL_SECONDS)
-        if window.last not in marks:
+        if window.last not in counts:
             raise training.failed("ended before it was measured", job.speaker)
-        ends = zip(marks[window.first], marks[window.last], strict=True)
+        ends = zip(counts[window.first], counts[window.last], strict=True)
         return [after - before for before, after in ends], codes
+
+
+def _lines(log: Path) -> list[tuple[int, float]]:
+    """Iteration and milliseconds of all iteration lines."""
+    return list(read_console(log).milliseconds().items())

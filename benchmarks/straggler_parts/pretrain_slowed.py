@@ -27,7 +27,7 @@ from typing import Any, TextIO
 
 from frame.launch import load_script
 
-from straggler_parts.plan import MARKS_VARIABLE, PLAN_VARIABLE, REPLICA_VARIABLE, Plan
+from straggler_parts.kinds import MARKS_VARIABLE, PLAN_VARIABLE, REPLICA_VARIABLE, Plan
 
 
 def main() -> None:

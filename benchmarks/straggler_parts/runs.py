@@ -1,72 +1,207 @@
-"""One measurement: start a training, follow it until enough is measured, and end it."""
+"""One measurement: start a training, follow it until enough is measured, and end it.
+
+A mark tells when a step began; see `pretrain_slowed`. From one mark of a replica to a later one lie
+as many whole steps, with all that belongs to them: data, sleep, sync, log.
+"""
 
 from __future__ import annotations
 
 import os
 import tempfile
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from frame.launch import REPOSITORY, Forks, Rank
+from frame.readings import read_syncs
 
-from megatron_edit.tools.compare.console_log import read_json_lines
-
-from .kinds import IDEAL, SKIPPED_ROUNDS, SYNCING, Job
-from .plan import MARKS_VARIABLE, PLAN_VARIABLE, REPLICA_VARIABLE
-from .readings import (
-    Mark,
-    Measurement,
-    Stretch,
-    read_marks,
-    rounds_of,
-    short_sync,
-    stretches_by_steps,
-    stretches_by_syncs,
-    stretches_by_time,
-    tokens_per_second,
+from .kinds import (
+    IDEAL,
+    MARKS_VARIABLE,
+    PLAN_VARIABLE,
+    REPLICA_VARIABLE,
+    SKIPPED_ROUNDS,
+    SYNCING,
+    WARMUP_STEPS,
+    Job,
 )
 
 SCRIPT = Path(__file__).with_name("pretrain_slowed.py")
 POLL_SECONDS = 0.25
 FIRST_PORT = 27000
+SKIPPED_STEPS = 5  # of kinds without rounds: the first are slow
+_SYNC_FIELDS = ("round", "iteration", "inner_steps", "samples", "seconds")
+
+
+class Mark(NamedTuple):
+    """The beginning of a step.
+
+    Attributes:
+        time: of a clock that all replicas share, seconds.
+        computed: by the replica until then, seconds.
+    """
+
+    time: float
+    computed: float
 
 
 @dataclass(frozen=True)
-class Notes:
-    """What the replicas of a job note in a folder."""
+class Stretch:
+    """What is measured of a replica: from the mark with number `first` to `last`, from 0.
 
-    job: Job
-    folder: Path
+    Attributes:
+        seconds: between these marks.
+        computed: of these, spent computing.
+    """
 
-    def marks_file(self, replica: int) -> Path:
-        """Where a replica notes when its steps begin."""
-        return self.folder / f"marks{replica}.txt"
+    first: int
+    last: int
+    seconds: float
+    computed: float
 
-    def marks(self) -> list[list[Mark]]:
-        """Of all replicas, so far."""
-        return [read_marks(self.marks_file(replica)) for replica in range(self.job.num_replicas)]
+    @classmethod
+    def between(cls, marks: Sequence[Mark], first: int, last: int) -> Stretch:
+        """The steps first ... last - 1."""
+        start, end = marks[first], marks[last]
+        return cls(first, last, end.time - start.time, end.computed - start.computed)
 
-    def syncs(self) -> list[dict[str, object]]:
-        """So far; none of kinds without rounds."""
-        return [short_sync(line) for line in read_json_lines(self.folder / "sync.jsonl")]
+    @property
+    def num_steps(self) -> int:
+        """How many."""
+        return self.last - self.first
 
-    def stretches(self) -> list[Stretch] | None:
-        """What is to be measured, once it is all there."""
-        job, marks = self.job, self.marks()
-        if job.kind in SYNCING:
-            return stretches_by_syncs(marks, self.syncs(), job.scenario.rounds)
-        if job.kind == IDEAL and job.plan.is_random:
-            return stretches_by_steps(marks, *job.edit_steps)  # with the same draws
-        return stretches_by_time(marks, job.seconds)
+    @property
+    def step_seconds(self) -> float:
+        """Mean length of a step."""
+        return self.seconds / self.num_steps
 
-    def rank(self, replica: int, package: Path) -> Rank:
-        """What a replica runs: the script, and its part in the plan."""
-        env = {
-            PLAN_VARIABLE: self.job.plan.to_json(),
-            REPLICA_VARIABLE: str(replica),
-            MARKS_VARIABLE: str(self.marks_file(replica)),
+
+@dataclass(frozen=True)
+class Measurement:
+    """Raw numbers of one run.
+
+    Attributes:
+        stretches: by replica.
+        tokens_per_second: of all replicas together.
+        round_seconds: per measured round, by the marks of replica 0; empty without rounds.
+        syncs: at the ends of these rounds, as replica 0 saw them.
+        load: of the machine, one-minute average before and after.
+    """
+
+    scenario: str
+    kind: str
+    repeat: int
+    stretches: list[Stretch]
+    tokens_per_second: float
+    round_seconds: list[float]
+    syncs: list[dict[str, Any]]
+    load: list[float]
+
+    @property
+    def short(self) -> dict[str, Any]:
+        """A row of OUTPUT."""
+        return {
+            "scenario": self.scenario,
+            "kind": self.kind,
+            "repeat": self.repeat,
+            "tokens_per_second": self.tokens_per_second,
+            "load": self.load,
         }
-        return Rank(self.job.flags(str(self.folder)), env, SCRIPT, package=package)
+
+    @property
+    def computed_per_step(self) -> float:
+        """Seconds of computing in a step, mean over all replicas."""
+        computed = sum(stretch.computed for stretch in self.stretches)
+        return computed / sum(stretch.num_steps for stretch in self.stretches)
+
+    @property
+    def slowest_step(self) -> float:
+        """Mean length of a step of the slowest replica."""
+        return max(stretch.step_seconds for stretch in self.stretches)
+
+
+def read_marks(path: Path) -> list[Mark]:
+    """All marks of a replica so far; a line that is still being written does not count."""
+    whole, _, _ = path.read_text().rpartition("\n") if path.exists() else ("", "", "")
+    return [Mark(*map(float, line.split())) for line in whole.splitlines()]
+
+
+def stretches_by_time(marks: Sequence[Sequence[Mark]], seconds: float) -> list[Stretch] | None:
+    """The whole steps of each replica in one span of time, the same for all replicas.
+
+    It begins when all have got going. None before all have come to its end.
+    """
+    if any(len(own) <= SKIPPED_STEPS for own in marks):
+        return None
+    start = max(own[SKIPPED_STEPS].time for own in marks)
+    end = start + seconds
+    if any(own[-1].time < end for own in marks):
+        return None
+    found = []
+    for own in marks:
+        times = [mark.time for mark in own]
+        first, last = bisect_left(times, start), bisect_right(times, end) - 1
+        if last <= first:
+            raise ValueError(f"a step takes longer than {seconds} s, which is all that is measured")
+        found.append(Stretch.between(own, first, last))
+    return found
+
+
+def stretches_by_steps(
+    marks: Sequence[Sequence[Mark]], first: int, last: int
+) -> list[Stretch] | None:
+    """The steps first ... last - 1 of every replica. None before these are over."""
+    if any(len(own) <= last for own in marks):
+        return None
+    return [Stretch.between(own, first, last) for own in marks]
+
+
+def stretches_by_syncs(
+    marks: Sequence[Sequence[Mark]], syncs: Sequence[dict[str, Any]], rounds: int
+) -> list[Stretch] | None:
+    """The steps of each replica in `rounds` rounds, each round with the sync that ends it.
+
+    None before these are over.
+    """
+    if len(syncs) < SKIPPED_ROUNDS + rounds:
+        return None
+    firsts = steps_before(syncs, SKIPPED_ROUNDS, len(marks))
+    lasts = steps_before(syncs, SKIPPED_ROUNDS + rounds, len(marks))
+    if any(len(own) <= last for own, last in zip(marks, lasts, strict=True)):
+        return None
+    return [Stretch.between(*three) for three in zip(marks, firsts, lasts, strict=True)]
+
+
+def steps_before(syncs: Sequence[dict[str, Any]], count: int, num_replicas: int) -> list[int]:
+    """Steps of each replica up to and with the first `count` syncs."""
+    rounds = [sync["inner_steps"][:num_replicas] for sync in syncs[:count]]
+    return [WARMUP_STEPS + sum(steps) for steps in zip(*rounds, strict=True)]
+
+
+def rounds_of(marks: Sequence[Mark], syncs: Sequence[dict[str, Any]], rounds: int) -> list[float]:
+    """Lengths of the measured rounds, by the marks of replica 0; empty where there are no syncs."""
+    counts = range(SKIPPED_ROUNDS, min(len(syncs), SKIPPED_ROUNDS + rounds) + 1)
+    ends = [marks[steps_before(syncs, count, 1)[0]].time for count in counts]
+    return [after - before for before, after in pairwise(ends)]
+
+
+def tokens_per_second(stretches: Sequence[Stretch], tokens_per_step: int) -> float:
+    """Of all replicas, each over its own stretch of time."""
+    return sum(tokens_per_step / stretch.step_seconds for stretch in stretches)
+
+
+def stretches_of(
+    job: Job, marks: Sequence[Sequence[Mark]], syncs: Sequence[dict[str, Any]]
+) -> list[Stretch] | None:
+    """What is to be measured of a job, once it is all there."""
+    if job.kind in SYNCING:
+        return stretches_by_syncs(marks, syncs, job.scenario.rounds)
+    if job.kind == IDEAL and job.plan.is_random:
+        return stretches_by_steps(marks, *job.edit_steps)  # with the same draws
+    return stretches_by_time(marks, job.seconds)
 
 
 class Bench:
@@ -86,28 +221,39 @@ class Bench:
         Raises:
             RunFailedError: it failed or took too long.
         """
-        load = os.getloadavg()[0]
-        with tempfile.TemporaryDirectory(prefix="stragglers-") as name:
-            notes = Notes(job, Path(name))
-            stretches = self._run(notes, package)
-            syncs = notes.syncs()
-            rounds = job.scenario.rounds
+        load, rounds, name = os.getloadavg()[0], job.scenario.rounds, job.scenario.name
+        with tempfile.TemporaryDirectory(prefix="stragglers-") as folder_name:
+            folder = Path(folder_name)
+            files = [folder / f"marks{replica}.txt" for replica in range(job.num_replicas)]
+            ranks = [_rank(job, replica, folder, file, package)
+                     for replica, file in enumerate(files)]  # fmt: skip
+
+            def look() -> list[Stretch] | None:
+                return stretches_of(job, list(map(read_marks, files)), read_syncs(folder))
+
+            with self._forks.training(
+                f"{name}, {job.kind}", folder, ranks, apart=job.kind == IDEAL, one_machine=False
+            ) as training:
+                stretches = training.until(look, limit=self._time_limit, poll=POLL_SECONDS)
+            syncs = read_syncs(folder)
+            measured = syncs[SKIPPED_ROUNDS : SKIPPED_ROUNDS + rounds]
             return Measurement(
-                scenario=job.scenario.name,
+                scenario=name,
                 kind=job.kind,
                 repeat=repeat,
                 stretches=stretches,
                 tokens_per_second=tokens_per_second(stretches, job.tokens_per_step),
-                round_seconds=rounds_of(notes.marks()[0], syncs, rounds),
-                syncs=syncs[SKIPPED_ROUNDS : SKIPPED_ROUNDS + rounds],
+                round_seconds=rounds_of(read_marks(files[0]), syncs, rounds),
+                syncs=[{field: sync[field] for field in _SYNC_FIELDS} for sync in measured],
                 load=[load, os.getloadavg()[0]],
             )
 
-    def _run(self, notes: Notes, package: Path) -> list[Stretch]:
-        job = notes.job
-        ranks = [notes.rank(replica, package) for replica in range(job.num_replicas)]
-        apart = job.kind == IDEAL
-        with self._forks.training(
-            f"{job.scenario.name}, {job.kind}", notes.folder, ranks, apart=apart, one_machine=False
-        ) as training:
-            return training.until(notes.stretches, limit=self._time_limit, poll=POLL_SECONDS)
+
+def _rank(job: Job, replica: int, folder: Path, marks: Path, package: Path) -> Rank:
+    """What a replica runs: the script, and its part in the plan."""
+    env = {
+        PLAN_VARIABLE: job.plan.to_json(),
+        REPLICA_VARIABLE: str(replica),
+        MARKS_VARIABLE: str(marks),
+    }
+    return Rank(job.flags(str(folder)), env, SCRIPT, package=package)

@@ -30,7 +30,8 @@ from frame.against import (
 )
 from frame.gpt import Model, Window, edit_flags
 from frame.launch import DONE, REPOSITORY, RunFailedError, Training, free_ports
-from frame.page import Spread, cells, mark_line, middle, table
+from frame.page import ALL, Column, Spread, mark_line, table, table_of
+from frame.readings import Console, read_console
 from frame.study import (
     Study,
     common_flags,
@@ -219,7 +220,7 @@ def test_earlier_package_is_checked_out_and_removed(repository: Path) -> None:
         assert folder is not None
         assert "earlier" in (folder / "megatron_edit" / "__init__.py").read_text()
         raise RunFailedError
-    assert not folder.exists()
+    assert folder is not None and not folder.exists()
     assert len(git(repository, "worktree", "list").splitlines()) == 1
     with earlier_package(None, repository) as nothing:
         assert nothing is None
@@ -370,15 +371,41 @@ def test_flags_of_a_training() -> None:
     assert Window.of_rounds(7, 1) == Window(10, 17, 1, 18)
 
 
-def test_cells_and_marks() -> None:
+def test_columns_and_marks() -> None:
     """An empty cell where there is nothing; a mark is passed from the right side."""
     spread = Spread.of([1.0, 4.0, 3.0])
-    assert middle(spread, "{:.1f}", 10) == "30.0" and middle(None, "{}") == ""
-    assert cells(spread, "{:g}") == ["1", "3", "4"] and cells(None, "{}") == [""] * 3
-    assert cells(spread, "{:g}", of=("max",)) == ["4"] and Spread.of([]) is None
+    columns = (
+        Column("it", "name"),
+        Column("middle", "rate", "{:.1f}", 10),
+        Column("all", lambda row: row["spread"], "{:g}", of=ALL),
+        Column("most", "spread", "{:g}", of=("max",)),
+    )
+    rows = [{"name": "a", "rate": spread, "spread": spread},
+            {"name": None, "rate": 2, "spread": None}]  # fmt: skip
+    assert table_of(columns, rows).splitlines() == [
+        "| it | middle | all: min | median | max | most |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| a | 30.0 | 1 | 3 | 4 | 4 |",
+        "|  | 20.0 |  |  |  |  |",
+    ]
+    assert Column("name", "name").cells(RUN) == ["a"] and Spread.of([]) is None
     assert table(("a", "b"), [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
     assert mark_line("x", 0.9, 1.0) == "- x 0.900, wanted <= 1: pass"
     assert mark_line("x", 0.9, 1.0, is_least=True) == "- x 0.900, wanted >= 1: MISS"
+
+
+def test_consoles_are_read_as_they_grow(tmp_path: Path) -> None:
+    """A line that is still being written does not count, and none is read twice."""
+    path, line = (
+        tmp_path / "console",
+        "iteration {:8d}/ 20 | elapsed time per iteration (ms): 7.5 |",
+    )
+    path.write_text(line.format(1) + "\n" + line.format(2)[:20])
+    console = Console(path)
+    assert console.read().last_iteration == 1
+    path.write_text(f"{line.format(1)}\n{line.format(2)}\n")
+    assert console.read().milliseconds() == {1: 7.5, 2: 7.5}
+    assert read_console(path, path).last_iteration == 2
 
 
 # ---- the folder

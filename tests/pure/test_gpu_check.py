@@ -19,11 +19,10 @@ from typing import Any
 import pytest
 import torch
 from frame.launch import RunFailedError
-from gpu_parts.analysis import LEAST_BYTES, Analysis
 from gpu_parts.cases import TRACED, Case, cases_for, chosen
 from gpu_parts.device import DeviceError, find, look
 from gpu_parts.pretrain_measured import traced
-from gpu_parts.report import draw, markdown
+from gpu_parts.report import LEAST_BYTES, Analysis, draw, markdown
 from gpu_parts.runs import Bench, Reading, backend
 from gpu_parts.trace import MarkReading, read_trace, readings
 from torch.profiler import record_function

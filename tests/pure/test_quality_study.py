@@ -13,31 +13,38 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from convergence_parts.answers import Answers
-from convergence_parts.cases import Case
-from convergence_parts.expectations import blocks, with_blocks
-from convergence_parts.fit import PUBLISHED, exponent_of, fit_power_law, loss_ratio
-from convergence_parts.gaps import draw_gaps, tau_series
-from convergence_parts.quality import (
+from convergence_parts.answers import (
+    PUBLISHED,
+    Answers,
+    bursts_caught,
+    bytes_per_parameter,
+    exponent_of,
+    fit_power_law,
+    loss_ratio,
+    relative_to_plain,
+    targets,
+)
+from convergence_parts.cases import Case, Member, Question
+from convergence_parts.expectations import blocks, draw_gaps, tau_series, with_blocks
+from convergence_parts.records import RunSummary, RunTable, loss_rejections
+from convergence_parts.study import (
+    BURSTS,
     CHECKED,
     CLEAN,
+    CORRUPTED_REPLICA,
     DDP,
     DDP_LARGER_BETA2,
     HIDDEN_SIZES,
     RECOMMENDED,
     SAMPLES,
     UNCHECKED,
+    Study,
     muon,
     plain,
     recommended,
     samples_labels,
     sizes_labels,
 )
-from convergence_parts.questions import Member, Question
-from convergence_parts.records import RunSummary, RunTable, loss_rejections
-from convergence_parts.run_bytes import bytes_per_parameter, relative_to_plain
-from convergence_parts.study import BURSTS, CORRUPTED_REPLICA, Study
-from convergence_parts.targets import bursts_caught, targets
 
 from megatron_edit.command_line import config_from_argv
 from megatron_edit.tools.compare.flags import canonical

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_parts.analysis import Analysis, limit_bytes
 from checkpoint_parts.kinds import (
     ALL,
     AT_SYNC,
@@ -30,7 +29,8 @@ from checkpoint_parts.kinds import (
     weighed_cases,
 )
 from checkpoint_parts.pretrain_saving import COMPLETE, Notes, WatchedOutput
-from checkpoint_parts.readings import (
+from checkpoint_parts.report import Analysis, limit_bytes, markdown
+from checkpoint_parts.runs import (
     OTHERS,
     OUTER,
     OWN,
@@ -41,7 +41,6 @@ from checkpoint_parts.readings import (
     saves_of,
     weigh,
 )
-from checkpoint_parts.report import markdown
 from frame.gpt import Model
 from frame.study import read_one, read_runs
 

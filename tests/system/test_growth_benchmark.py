@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 from frame.gpt import Link
 from frame.study import read_one
-from growth_parts.analysis import Analysis, bound_seconds
 from growth_parts.cases import Case, distinct, sweeps
-from growth_parts.report import markdown
+from growth_parts.report import Analysis, bound_seconds, markdown
 from growth_parts.runs import Reading, Sample, bytes_per_sync
 from netlab import burst_bytes
 

@@ -19,18 +19,19 @@ from typing import Any
 import pytest
 from frame.gpt import Link, Model, Window
 from frame.study import read_one
-from overlap_parts.analysis import Analysis
-from overlap_parts.kinds import IDEAL, Job
-from overlap_parts.readings import Measurement
-from overlap_parts.rivals import (
+from overlap_parts.kinds import (
+    IDEAL,
     RIVALS,
     TORCHFT_DILOCO,
     TORCHFT_STREAMING,
+    Job,
     RivalError,
     even_cuts,
     num_fragments,
     rival_versions,
 )
+from overlap_parts.report import Analysis
+from overlap_parts.runs import Measurement
 
 from tests.harness.lab import need_lab
 

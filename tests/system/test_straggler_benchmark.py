@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 from frame.study import read_one, read_runs
-from straggler_parts.analysis import Analysis
 from straggler_parts.kinds import (
     A_EDIT,
     A_EDIT_BLOCKING,
@@ -24,10 +23,11 @@ from straggler_parts.kinds import (
     KINDS,
     STOCK,
     Job,
+    Plan,
     Scenario,
 )
-from straggler_parts.plan import Plan
-from straggler_parts.readings import (
+from straggler_parts.report import Analysis, markdown
+from straggler_parts.runs import (
     Mark,
     Measurement,
     Stretch,
@@ -38,7 +38,6 @@ from straggler_parts.readings import (
     stretches_by_time,
     tokens_per_second,
 )
-from straggler_parts.report import markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 STEP = 0.05
