@@ -23,11 +23,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from convergence_parts.analysis import Backlog, make_backlog
-from convergence_parts.answers import Answers
-from convergence_parts.bench import Bench
+from convergence_parts.answers import Answers, Backlog, make_backlog
+from convergence_parts.bench import Bench, Corpus
 from convergence_parts.cases import Case, Size
-from convergence_parts.corpus import Corpus
 from convergence_parts.expectations import blocks, draw_gaps, with_blocks
 from convergence_parts.records import Record, Records, RunTable, identity_of, record_of
 from convergence_parts.report import draw, markdown

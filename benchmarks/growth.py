@@ -104,7 +104,7 @@ class Results(Study[Reading]):
             return bench.measure(case, rate, repeat, package)
 
         with self.progress(args.repeats * len(args.links) * len(cases)):
-            for link in self.links(lab, cases, str, make):
+            for link in self.links(lab, cases, make):
                 self._links.append(link)
 
     def describe(self, run: Reading) -> str:

@@ -142,7 +142,7 @@ class Results(Study[Measurement]):
                 "forward share", float, lambda: bench.forward_share(self._base)
             )
             say(f"forward: {self._forward_share:.3f} of an ideal step")
-            for link in self.links(lab, args.kinds, str, make):
+            for link in self.links(lab, args.kinds, make):
                 self._links.append(link)
 
     def describe(self, run: Measurement) -> str:

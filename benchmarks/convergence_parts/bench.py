@@ -1,21 +1,59 @@
-"""Running a case: its ranks are forked, a stage at a time, and their console is followed."""
+"""Running a case: its text is made, its ranks are forked, a stage at a time, and followed."""
 
 from __future__ import annotations
 
+import json
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from frame.launch import SCRIPT, Forks, Rank, cpu_seconds
+from frame.launch import REPOSITORY, SCRIPT, Forks, Rank, cpu_seconds
 
 from .cases import Case
 from .corruption import PLAN_VARIABLE, REPLICA_VARIABLE
 
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+
+import prepare_corpus
+from corpus_files import PREFIX, VALID_PREFIX
+
 CORRUPTED = Path(__file__).with_name("pretrain_corrupted.py")
 POLL_SECONDS = 0.5
 FIRST_PORT = 28000
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The text of the study, indexed: that of the quickstart, with a smaller vocabulary.
+
+    Attributes:
+        folder: where it lies.
+        summary: its `corpus.json`.
+    """
+
+    folder: Path
+    summary: dict[str, Any]
+
+    @classmethod
+    def ensure(cls, folder: Path, vocab_size: int, *, max_megabytes: float = 8.0) -> Corpus:
+        """The corpus of a folder; it is made if there is none of this vocabulary."""
+        file = folder / "corpus.json"
+        if not file.exists() or json.loads(file.read_text())["vocab_size"] != vocab_size:
+            prepare_corpus.make([
+                "--output-dir", str(folder), "--vocab-size", str(vocab_size),
+                "--max-megabytes", str(max_megabytes),
+            ])  # fmt: skip
+        return cls(folder, json.loads(file.read_text()))
+
+    @property
+    def flags(self) -> list[str]:
+        """Megatron's flags for it."""
+        train, valid = (str(self.folder / name) for name in (PREFIX, VALID_PREFIX))
+        return ["--train-data-path", train, "--valid-data-path", valid]
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from frame.page import picture, table
 
 from megatron_edit.tools.pages.drawing import COLORS
 
-from .analysis import Line
 from .answers import (
     PUBLISHED,
     Answers,
+    Line,
     PowerLaw,
     gap,
     loss_ratio,

@@ -7,19 +7,39 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from frame.page import picture, table
+from frame.page import Column, picture, table, table_of
 
 from megatron_edit.tools.compare.pictures import MARKS
 from megatron_edit.tools.pages.drawing import COLORS
 
-from .analysis import Find, Line, make_lines
+from .answers import Find, Line, make_lines
 from .study import Study
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-HEADER = ("", "runs", "validation loss", "difference", "lower in", "MB per step",
-          "effective replicas", "left out, by replica")  # fmt: skip
+
+def _difference(line: Line) -> str | None:
+    if line.difference is None or line.relative is None:
+        return None
+    spread = line.difference.deviation
+    deviation = "" if spread is None else f" ± {spread:.4f}"
+    return (f"{line.difference.mean:+.4f}{deviation} ({line.relative.mean:+.2%}) "
+            f"to {line.member.base}")  # fmt: skip
+
+
+COLUMNS = (
+    Column("", lambda line: line.member.label),
+    Column("runs", lambda line: f"{len(line.records)} of {line.planned}"),
+    Column("validation loss", lambda line: line.loss and line.loss.text("{:.4f}".format)),
+    Column("difference", _difference),
+    Column("lower in", lambda line: line.difference and f"{line.num_better} of "
+           f"{line.difference.num}"),
+    Column("MB per step", lambda line: line.bytes_per_step and line.bytes_per_step.mean, "{:.3f}",
+           1e-6),
+    Column("effective replicas", lambda line: line.effective and line.effective.mean, "{:.2f}"),
+    Column("left out, by replica", "left_out"),
+)  # fmt: skip
 EXPLANATION = """\
 *Validation loss*: nats per token at the end, mean ± standard deviation over the seeds.
 *Difference*: to the line that is named, seed by seed, mean ± standard deviation; *lower in*: of how
@@ -51,7 +71,9 @@ def markdown(study: Study, find: Find, corpus: dict[str, Any], drawing: str) -> 
     for question in study.questions:
         lines = make_lines(question, find)
         if any(line.records for line in lines):
-            tables = _sweep(lines, question.axis) if question.axis else _table(lines)
+            shown = [line for line in lines if line.records]
+            is_sweep = bool(question.axis)
+            tables = _sweep(lines, question.axis) if is_sweep else table_of(COLUMNS, shown)
             parts += [f"## {question.title}", tables, *_rest(lines)]
     versions = sorted({
         ", ".join(f"{name} {text}" for name, text in sorted(record.versions.items()))
@@ -60,10 +82,6 @@ def markdown(study: Study, find: Find, corpus: dict[str, Any], drawing: str) -> 
         for record in line.records.values()
     })  # fmt: skip
     return "\n\n".join([*parts, "Versions: " + ("; ".join(versions) or "none yet") + "."]) + "\n"
-
-
-def _table(lines: Sequence[Line]) -> str:
-    return table(HEADER, (_cells(line) for line in lines if line.records))
 
 
 def _rest(lines: Sequence[Line]) -> list[str]:
@@ -76,26 +94,6 @@ def _rest(lines: Sequence[Line]) -> list[str]:
         f"{what}: {'; '.join(line.member.label for line in found)}."
         for what, found in groups.items()
         if found
-    ]
-
-
-def _cells(line: Line) -> list[str]:
-    difference = ""
-    if line.difference is not None:
-        spread = line.difference.deviation
-        difference = f"{line.difference.mean:+.4f}" + ("" if spread is None else f" ± {spread:.4f}")
-        assert line.relative is not None
-        difference += f" ({line.relative.mean:+.2%}) to {line.member.base}"
-    bytes_per_step, effective = line.bytes_per_step, line.effective
-    return [
-        line.member.label,
-        f"{len(line.records)} of {line.planned}",
-        "" if line.loss is None else line.loss.text("{:.4f}".format),
-        difference,
-        "" if line.difference is None else f"{line.num_better} of {line.difference.num}",
-        "" if bytes_per_step is None else f"{bytes_per_step.mean / 1e6:.3f}",
-        "" if effective is None else f"{effective.mean:.2f}",
-        line.left_out,
     ]
 
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from netlab_tools import leaving_on_signals
+from netlab import leaving_on_signals
 
 from .launch import REPOSITORY
 from .page import ALL, Column, Spread, table_of

@@ -251,26 +251,21 @@ class Study[M]:
             if self._bar is not None:
                 self._bar.update()
 
-    def links(
-        self,
-        lab: Lab,
-        cases: Sequence[Any],
-        name: Callable[[Any], str],
-        make: Callable[[float | None, int, Any, Path], M],
+    def links[C](
+        self, lab: Lab, cases: Sequence[C], make: Callable[[float | None, int, C, Path], M]
     ) -> Iterator[Link]:
-        """Run cases on all links, `args.links`, in `args.repeats` turns; gives each link before.
+        """Run cases on all links, `args.links`, in `args.repeats` turns; gives each link.
 
         Args:
             lab: of the links.
-            cases: of a turn on a link.
-            name: of a case.
+            cases: of a turn on a link, named by their text.
             make: runs a case on a link of a rate in a repeat, with the package in a folder.
         """
         for repeat in range(self.args.repeats):
             for rate in self.args.links:
                 place, link = link_name(rate), partial(measure_link, lab, rate, repeat)
                 yield self.once(f"turn {repeat + 1}, {place}, link", Link, link)
-                names = partial(_in_place, place, name)
+                names = partial("{}, {}".format, place)
                 self.turn(repeat, cases, names, partial(make, rate, repeat))
 
     # ---- results
@@ -311,10 +306,6 @@ class Study[M]:
         for path, record in _kept(self._output):
             if record["configuration"].get("series") == self._series:
                 path.unlink()
-
-
-def _in_place(place: str, name: Callable[[Any], str], case: Any) -> str:
-    return f"{place}, {name(case)}"
 
 
 # ---- files

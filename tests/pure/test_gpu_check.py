@@ -23,8 +23,7 @@ from gpu_parts.cases import TRACED, Case, cases_for, chosen
 from gpu_parts.device import DeviceError, find, look
 from gpu_parts.pretrain_measured import traced
 from gpu_parts.report import LEAST_BYTES, Analysis, draw, markdown
-from gpu_parts.runs import Bench, Reading, backend
-from gpu_parts.trace import MarkReading, read_trace, readings
+from gpu_parts.runs import Bench, MarkReading, Reading, backend, read_trace, readings
 from torch.profiler import record_function
 
 CASES = {case.name: case for case in cases_for("cuda", 4)}

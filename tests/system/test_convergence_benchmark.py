@@ -21,8 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from convergence_parts.analysis import Find, make_backlog, make_lines
-from convergence_parts.answers import Answers
+from convergence_parts.answers import Answers, Find, make_backlog, make_lines
 from convergence_parts.cases import Case, Size, Stage
 from convergence_parts.corruption import LABELS, TEXT, Corruption
 from convergence_parts.expectations import blocks, with_blocks

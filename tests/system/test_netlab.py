@@ -123,6 +123,6 @@ def test_it_says_in_one_line_what_is_missing(monkeypatch: pytest.MonkeyPatch) ->
         patch.setattr(os, "geteuid", lambda: 1000)
         with pytest.raises(LabUnavailableError, match=r"^network namespaces need root[^\n]*$"):
             Lab(1).__enter__()
-    monkeypatch.setattr("netlab_tools.shutil.which", lambda *_args, **_options: None)
+    monkeypatch.setattr("netlab.shutil.which", lambda *_args, **_options: None)
     with pytest.raises(LabUnavailableError, match=r"^ip is missing: install iproute2$"):
         Lab(1).__enter__()
