@@ -7,14 +7,16 @@ between two syncs the anchor (4), and with `all` the first two once for every re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from frame.page import ALL as SPREAD
 from frame.page import Column, Spread, draw_bars, mark_line, picture, table_of
+
+from megatron_edit.tools.compare.statistics import quotients
 
 from .kinds import (
     ALL,
@@ -100,6 +102,16 @@ class Timing:
         return ASYNC if self.is_async else SYNC
 
 
+class TimedSave(NamedTuple):
+    """A save whose times count, and what it is one of."""
+
+    kind: str
+    is_async: bool
+    position: str
+    turn: int
+    save: Save
+
+
 @dataclass(frozen=True)
 class Verdict:
     """One mark."""
@@ -128,26 +140,27 @@ class Analysis:
 
     def __init__(self, measurements: Sequence[Measurement]) -> None:
         self._runs = measurements
+        self._timed = [
+            TimedSave(run.case.kind, run.case.is_async, save.position, run.turn, save)
+            for run in measurements
+            if run.turn is not None
+            for save in run.saves[WARMUP_SAVES:]
+        ]
 
     def weights(self) -> list[Weight]:
         """Every sort of checkpoint, in the order in which they were first measured."""
-        groups: dict[tuple[str, bool, str, int, str], list[Measurement]] = {}
+        groups: dict[tuple[str, bool, str, int, str], list[dict[str, float]]] = {}
         for run in self._runs:
             case = run.case
-            for position in dict.fromkeys(save.position for save in run.saves):
-                key = (case.kind, case.is_asked_late, case.precision, case.num_replicas, position)
-                groups.setdefault(key, []).append(run)
-        return [self._weight(*key, runs) for key, runs in groups.items()]
+            for save in run.saves:
+                kind = (case.kind, case.is_asked_late, case.precision, case.num_replicas)
+                parts = {part: save.num_bytes[part] / run.parameters for part in PARTS}
+                groups.setdefault((*kind, save.position), []).append(parts)
+        return [self._weight(*key, parts) for key, parts in groups.items()]
 
     def timings(self) -> list[Timing]:
         """Every sort of timed save."""
-        keys = dict.fromkeys(
-            (run.case.kind, run.case.is_async, save.position)
-            for run in self._runs
-            if run.turn is not None
-            for save in _timed(run)
-        )
-        return [self._timing(*key) for key in keys]
+        return [self._timing(*key) for key in dict.fromkeys(each[:3] for each in self._timed)]
 
     def verdicts(self) -> list[Verdict]:
         """Of what was measured."""
@@ -178,14 +191,8 @@ class Analysis:
         precision: str,
         num_replicas: int,
         position: str,
-        runs: Sequence[Measurement],
+        each: Sequence[Mapping[str, float]],
     ) -> Weight:
-        each = [
-            {part: save.num_bytes[part] / run.parameters for part in PARTS}
-            for run in runs
-            for save in run.saves
-            if save.position == position
-        ]
         total = Spread.some([sum(parts.values()) for parts in each])
         stock = [
             sum(save.num_bytes.values()) / run.parameters
@@ -207,21 +214,16 @@ class Analysis:
         )
 
     def _timing(self, kind: str, is_async: bool, position: str) -> Timing:
-        saves = self._saves(kind, is_async, position, None)
+        saves = [each.save for each in self._timed if each[:3] == (kind, is_async, position)]
         spans = [_by_label(save) for save in saves]
         labels = dict.fromkeys(label for each in spans for label in each)
+        loops = [save.loop for save in saves if save.loop is not None]
 
         def ratio(other: str, value: Callable[[Save], float | None]) -> Spread | None:
             if kind == other:
                 return None
-            turns = dict.fromkeys(r.turn for r in self._runs if r.turn is not None)
-            found = []
-            for turn in turns:
-                mine = _known(value, self._saves(kind, is_async, position, turn))
-                theirs = _known(value, self._saves(other, is_async, None, turn))
-                if mine and theirs:
-                    found.append(median(mine) / median(theirs))
-            return Spread.of(found)
+            mine = self._by_turn(value, kind, is_async, position)
+            return Spread.of(quotients(mine, self._by_turn(value, other, is_async)))
 
         return Timing(
             kind=kind,
@@ -232,7 +234,7 @@ class Analysis:
             of_one=ratio(STOCK_ONE, lambda save: save.stall),
             of_one_aside=ratio(STOCK_ONE, lambda save: save.aside),
             of_all=ratio(STOCK_ALL, lambda save: save.stall),
-            loop=Spread.of(_known(lambda save: save.loop, saves)),
+            loop=Spread.of(loops),
             loop_of_one=ratio(STOCK_ONE, lambda save: save.loop),
             loop_of_all=ratio(STOCK_ALL, lambda save: save.loop),
             complete=Spread.some([save.complete for save in saves]),
@@ -241,26 +243,20 @@ class Analysis:
             spans={label: median(each.get(label, 0.0) for each in spans) for label in labels},
         )
 
-    def _saves(
-        self, kind: str, is_async: bool, position: str | None, turn: int | None
-    ) -> list[Save]:
-        """Timed ones; None stands for any position, and any turn."""
-        return [
-            save
-            for run in self._runs
-            if run.turn is not None and (run.case.kind, run.case.is_async) == (kind, is_async)
-            if turn is None or run.turn == turn
-            for save in _timed(run)
-            if position is None or save.position == position
-        ]
-
-
-def _known(value: Callable[[Save], float | None], saves: Sequence[Save]) -> list[float]:
-    return [found for save in saves if (found := value(save)) is not None]
-
-
-def _timed(run: Measurement) -> list[Save]:
-    return run.saves[WARMUP_SAVES:]
+    def _by_turn(
+        self,
+        value: Callable[[Save], float | None],
+        kind: str,
+        is_async: bool,
+        position: str | None = None,
+    ) -> dict[int, float]:
+        """Medians of timed saves; None stands for any position."""
+        found: dict[int, list[float]] = {}
+        for each in self._timed:
+            is_it = each[:2] == (kind, is_async) and position in (None, each.position)
+            if is_it and (number := value(each.save)) is not None:
+                found.setdefault(each.turn, []).append(number)
+        return {turn: median(numbers) for turn, numbers in found.items()}
 
 
 def _by_label(save: Save) -> dict[str, float]:

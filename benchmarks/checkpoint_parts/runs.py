@@ -18,6 +18,12 @@ from frame.readings import read_json_lines
 
 from .kinds import AT_SYNC, MID_ROUND, NOTES_VARIABLE, PAUSE_VARIABLE, WARMUP_SAVES, Case
 
+SCRIPT = Path(__file__).with_name("pretrain_saving.py")
+POLL_SECONDS = 0.1
+FIRST_PORT = 27500
+PROBE_BYTES = 1 << 28
+QUIET_SHARE = 0.2
+
 OWN, OUTER, OTHERS, REST = "replica 0", "outer state", "other replicas", "rest"
 PARTS = (OWN, OUTER, OTHERS, REST)
 LANDING = ("gather parameters", "save/settle")
@@ -183,13 +189,6 @@ def part_of(path: Path) -> str:
     if more[0] == "outer":
         return OUTER
     return OTHERS if more[0].startswith("replica_") else REST
-
-
-SCRIPT = Path(__file__).with_name("pretrain_saving.py")
-POLL_SECONDS = 0.1
-FIRST_PORT = 27500
-PROBE_BYTES = 1 << 28
-QUIET_SHARE = 0.2
 
 
 class Bench:

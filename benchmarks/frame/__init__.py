@@ -5,7 +5,8 @@
 | gpt | the model that is trained, its flags, which iterations count, links and their names |
 | against | the package of an earlier commit beside that of this checkout |
 | launch | trainings on this machine or in the hosts of a lab: started, followed, ended |
-| study | command line, turns, what was measured so far and going on from it, the small JSON file |
+| study | command line and runner: turns, what was measured and going on from it, small JSON file |
+| readings | what a training leaves behind: the console, event files |
 | page | spreads of repeats, Markdown tables, pictures |
 
 Studies measure in turns, so that all runs of a turn meet the same machine. `convergence` does not:

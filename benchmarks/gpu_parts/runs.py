@@ -29,6 +29,11 @@ from megatron_edit.tools.compare.console_log import RunLog, edit_losses
 from .cases import TRACED, Case
 from .pretrain_measured import MEMORY, STEPS, TRACE
 
+SCRIPT = Path(__file__).with_name("pretrain_measured.py")
+FIRST_PORT, FIRST_RENDEZVOUS = 28000, 28500
+POLL_SECONDS = 0.25
+_BACKEND = re.compile(r"exchanges over (\w+) \(")
+
 PREFIX = "edit/"
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -150,12 +155,6 @@ def _outermost(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             until[event["tid"]] = event["ts"] + event["dur"]
             found.append(event)
     return found
-
-
-SCRIPT = Path(__file__).with_name("pretrain_measured.py")
-FIRST_PORT, FIRST_RENDEZVOUS = 28000, 28500
-POLL_SECONDS = 0.25
-_BACKEND = re.compile(r"exchanges over (\w+) \(")
 
 
 @dataclass(frozen=True)

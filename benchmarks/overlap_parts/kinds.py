@@ -11,7 +11,8 @@
 All kinds have the same Megatron flags, so that they differ in their exchange alone. torchft need
 not be installed in the environment of the benchmark: `--torchft-python` names the interpreter of
 one that has it, with the same torch and megatron-core (else the ideal, which runs here, would be no
-measure for it).
+measure for it). `pretrain_torchft`, which is run as a script by that interpreter, uses this module,
+which therefore imports nothing of the plugin.
 """
 
 from __future__ import annotations
@@ -27,7 +28,16 @@ from itertools import combinations, pairwise
 
 from frame.gpt import Model, Window, edit_flags
 
-from megatron_edit.flags import flag
+IDEAL = "ideal"
+STOCK = "stock"
+MIN_STOCK_ITERATIONS = 3
+# What stock Megatron was seen to need per parameter and iteration, times the bytes it must send;
+# and a step without exchange. Only for choosing how many iterations to run.
+STOCK_EXCESS = 2.0
+GUESSED_STEP_SECONDS = 0.15
+TIMED_STEP_SECONDS = 0.12  # of A-EDiT: a round of tau such steps is as long as the others'
+
+BLOCKING, OVERLAP = "blocking", "overlap"
 
 TORCHFT_DILOCO, TORCHFT_STREAMING = "torchft-diloco", "torchft-streaming"
 RIVALS = (TORCHFT_DILOCO, TORCHFT_STREAMING)
@@ -119,18 +129,6 @@ def even_cuts(sizes: Sequence[int], num_parts: int) -> list[range]:
     return [range(first, last) for first, last in pairwise(best)]
 
 
-IDEAL = "ideal"
-STOCK = "stock"
-MIN_STOCK_ITERATIONS = 3
-# What stock Megatron was seen to need per parameter and iteration, times the bytes it must send;
-# and a step without exchange. Only for choosing how many iterations to run.
-STOCK_EXCESS = 2.0
-GUESSED_STEP_SECONDS = 0.15
-TIMED_STEP_SECONDS = 0.12  # of A-EDiT: a round of tau such steps is as long as the others'
-
-BLOCKING, OVERLAP = "blocking", "overlap"
-
-
 def variants(tau: int, num_layers: int = 4) -> dict[str, list[str]]:
     """Flags of EDiT's other kinds, by name, for a sync interval and a model's layers."""
     late = ["--edit-delay-steps", str(tau * 3 // 4)]
@@ -158,7 +156,7 @@ def variants(tau: int, num_layers: int = 4) -> dict[str, list[str]]:
 def sends_all_at_once(kind: str, tau: int) -> bool:
     """Whether a sync of one of EDiT's kinds is of all units, in fp32."""
     flags = variants(tau).get(kind, [])
-    own_flags = {flag("fragments"), flag("sync_dtype")}
+    own_flags = {"--edit-fragments", "--edit-sync-dtype"}
     return kind != "streaming-diloco" and own_flags.isdisjoint(flags)
 
 

@@ -21,6 +21,28 @@ from dataclasses import asdict, dataclass, replace
 
 from frame.gpt import Model, edit_flags
 
+IDEAL = "ideal"
+STOCK = "stock"
+EDIT = "edit"
+A_EDIT = "a-edit"
+A_EDIT_BLOCKING = "a-edit-blocking"
+KINDS = (IDEAL, STOCK, EDIT, A_EDIT)
+ALL_KINDS = (*KINDS, A_EDIT_BLOCKING)
+SYNCING = (EDIT, A_EDIT, A_EDIT_BLOCKING)
+
+RANDOM = "random"
+EQUAL = "equal"
+IN_FORWARD = "-forward"
+FORWARD_SHARE = 1 / 3  # of a step, as of one that computes
+WARMUP_STEPS = 1
+SKIPPED_ROUNDS = 1  # not measured: some replicas are still getting going
+# Never reached: a run is ended as soon as it has been measured. The end of training is no part of
+# it, where A-EDiT deals the last samples by quota.
+TRAIN_ITERS = 20_000
+# As little to compute as can be: the replicas share a few cores.
+MODEL = Model(num_layers=1, hidden_size=64, seq_length=64, vocab_size=1024, bucket_numel=60_000)
+DEEP_MODEL = replace(MODEL, num_layers=4)  # layers whose exchanges can hide behind others
+
 # How a replica learns of it, and where it notes when its steps begin. `RANK` would not do: the
 # launcher rewrites it before the training script runs.
 PLAN_VARIABLE = "STRAGGLER_PLAN"
@@ -64,29 +86,6 @@ class Plan:
         """The way back."""
         fields = json.loads(text)
         return cls(**fields | {"factors": tuple(fields["factors"])})
-
-
-IDEAL = "ideal"
-STOCK = "stock"
-EDIT = "edit"
-A_EDIT = "a-edit"
-A_EDIT_BLOCKING = "a-edit-blocking"
-KINDS = (IDEAL, STOCK, EDIT, A_EDIT)
-ALL_KINDS = (*KINDS, A_EDIT_BLOCKING)
-SYNCING = (EDIT, A_EDIT, A_EDIT_BLOCKING)
-
-RANDOM = "random"
-EQUAL = "equal"
-IN_FORWARD = "-forward"
-FORWARD_SHARE = 1 / 3  # of a step, as of one that computes
-WARMUP_STEPS = 1
-SKIPPED_ROUNDS = 1  # not measured: some replicas are still getting going
-# Never reached: a run is ended as soon as it has been measured. The end of training is no part of
-# it, where A-EDiT deals the last samples by quota.
-TRAIN_ITERS = 20_000
-# As little to compute as can be: the replicas share a few cores.
-MODEL = Model(num_layers=1, hidden_size=64, seq_length=64, vocab_size=1024, bucket_numel=60_000)
-DEEP_MODEL = replace(MODEL, num_layers=4)  # layers whose exchanges can hide behind others
 
 
 @dataclass(frozen=True)
