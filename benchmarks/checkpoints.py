@@ -158,7 +158,7 @@ class Results(Study[Measurement]):
         """Run all cases in turn, as often as asked, and those for their bytes alone once."""
         args, once = self.args, once_cases(self.args)
         bench = Bench(args.folder, args.time_limit)
-        with self.progress(args.repeats * len(self._timed) + len(once)):
+        with self.progress(args.repeats * len(self._timed), more=len(once)):
             for turn in range(args.repeats):
                 self._patience -= bench.wait_for_quiet(self._patience)
                 speed = self.once(f"turn {turn + 1}, disk", float, bench.disk_speed)

@@ -23,15 +23,7 @@ from statistics import median
 from typing import Any
 
 from frame.gpt import Link, Window
-from frame.study import (
-    Flags,
-    Study,
-    parse_quick,
-    parts_of,
-    rates_of,
-    settings_of,
-    study_parser,
-)
+from frame.study import Flags, Study, parse_quick, parts_of, rates_of, settings_of, study_parser
 from growth_parts.cases import Case, distinct, sweeps
 from growth_parts.report import Analysis, draw, markdown
 from growth_parts.runs import Bench, Reading

@@ -19,7 +19,7 @@ from typing import Any
 
 from frame.gpt import link_name
 from frame.launch import BENCHMARKS, REPOSITORY
-from frame.page import table
+from frame.page import Column, table_of
 from frame.study import read_one
 from netlab import burst_bytes
 
@@ -58,6 +58,12 @@ class Prediction:
     def error(self) -> float:
         """(predicted - measured) / measured."""
         return self.predicted / self.measured - 1
+
+    @property
+    def note(self) -> str:
+        """For the table: whether it was fitted, and missed."""
+        missed = "" if self.is_within(SPEED_MARK) else "**missed**"
+        return " ".join(filter(None, ("fitted" if self.is_fitted else "", missed)))
 
     def is_within(self, mark: float) -> bool:
         """Whether the error is at most that."""
@@ -197,14 +203,14 @@ def tables() -> str:
 
 
 def _predictions(head: str, found: Sequence[Prediction], form: str, factor: float) -> str:
-    rows = []
-    for each in found:
-        note = "fitted" if each.is_fitted else ""
-        if not each.is_within(SPEED_MARK):
-            note = (note + " **missed**").strip()
-        numbers = (form.format(each.predicted * factor), form.format(each.measured * factor))
-        rows.append([each.what, *numbers, f"{each.error:+.1%}", note])
-    return table((head, "predicted", "measured", "difference", ""), rows)
+    columns = (
+        Column(head, "what"),
+        Column("predicted", "predicted", form, factor),
+        Column("measured", "measured", form, factor),
+        Column("difference", "error", "{:+.1%}"),
+        Column("", "note"),
+    )
+    return table_of(columns, found)
 
 
 def _bytes_line() -> str:

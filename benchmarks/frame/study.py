@@ -130,7 +130,7 @@ def say(text: str) -> None:
 
 
 class Study[M]:
-    """What a benchmark measures, in turns; a subclass says what a run is and what it amounts to.
+    """What a benchmark measures, in turns; a subclass says what a run is and how it is summarized.
 
     Args:
         name: of the benchmark.
@@ -140,6 +140,7 @@ class Study[M]:
         versions: of what takes part besides `PACKAGES`.
 
     Attributes:
+        args: as given.
         found: runs with the package of this checkout.
         failures: of runs, one line each.
     """
@@ -158,7 +159,7 @@ class Study[M]:
         self._name, self._output, self._series, self._form = name, args.output, args.series, form
         self._against: str | None = getattr(args, "against", None)
         self._packages = [REPOSITORY]
-        self._sides: dict[str, dict[int, list[M | None]]] = {}  # by name and turn
+        self._pairs: dict[str, dict[int, list[M | None]]] = {}  # by name and turn
         self._head = {"versions": environment() | dict(versions or {}), "configuration": settings}
         self._identity = {"study": name, "series": args.series,
                           "settings": configuration_hash(to_json(settings))}  # fmt: skip
@@ -183,15 +184,16 @@ class Study[M]:
     # ---- runs
 
     @contextmanager
-    def progress(self, total: int) -> Iterator[None]:
+    def progress(self, total: int, *, more: int = 0) -> Iterator[None]:
         """Show a bar inside the `with` block, have the earlier package, and leave on signals.
 
         Args:
             total: runs that are measured with each package.
+            more: runs that are measured with that of this checkout alone.
         """
         with earlier_package(self._against) as earlier:
             self._packages = [REPOSITORY, *([earlier] if earlier else [])]
-            total *= len(self._packages)
+            total = total * len(self._packages) + more
             with progress_bar(self._name, total=total, unit="run") as bar:
                 self._bar = bar
                 yield
@@ -213,8 +215,8 @@ class Study[M]:
             key = f"turn {turn + 1}, {name(case)}"
             key += f", at {package.name}" if is_earlier else ""
             found = self.measure(key, partial(make, case, package))
-            sides = self._sides.setdefault(name(case), {}).setdefault(turn, [None, None])
-            sides[is_earlier] = found
+            pair = self._pairs.setdefault(name(case), {}).setdefault(turn, [None, None])
+            pair[is_earlier] = found
             if found is not None and not is_earlier:
                 self.found.append(found)
             self.write()
@@ -273,17 +275,16 @@ class Study[M]:
     def compared(self) -> list[Compared]:
         """The numbers of both packages for each case, turn by turn."""
         rows = []
-        for name, turns in self._sides.items():
+        for name, turns in self._pairs.items():
             pairs = [
                 (self.numbers(here), self.numbers(earlier))
                 for here, earlier in turns.values()
                 if here is not None and earlier is not None
             ]
             for of in pairs[0][0] if pairs else ():
-                both = [(here[of], there[of]) for here, there in pairs]
-                known = [(a, b) for a, b in both if a is not None and b]
-                if known:
-                    rows.append(Compared.of_pairs(name, of, known))
+                numbers = [(here[of], earlier[of]) for here, earlier in pairs]
+                known = [(a, b) for a, b in numbers if a is not None and b]
+                rows += [Compared.of_pairs(name, of, known)] if known else []
         return rows
 
     def write(self) -> None:
