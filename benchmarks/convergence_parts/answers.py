@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from statistics import fmean
+from statistics import linear_regression
 
 from megatron_edit.comm.collectives import all_reduce_payload
 from megatron_edit.comm.wire import Wire
@@ -214,10 +214,8 @@ def fit_power_law(points: Sequence[tuple[float, float]]) -> PowerLaw | None:
     known = [(math.log(x), math.log(y)) for x, y in points if x > 0 and y > 0]
     if len({x for x, _ in known}) < 2:
         return None
-    center_x, center_y = (fmean(values) for values in zip(*known, strict=True))
-    spread = sum((x - center_x) ** 2 for x, _ in known)
-    slope = sum((x - center_x) * (y - center_y) for x, y in known) / spread
-    return PowerLaw(math.exp(center_y - slope * center_x), slope)
+    slope, intercept = linear_regression(*zip(*known, strict=True))
+    return PowerLaw(math.exp(intercept), slope)
 
 
 NUMEL = 1 << 20  # of a unit, large enough for the padding of codes not to count

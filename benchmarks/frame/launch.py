@@ -98,10 +98,6 @@ class Training:
         """By rank; None for those that run."""
         return [code() for code in self._codes]
 
-    def is_over(self, rank: int) -> bool:
-        """Whether a rank's training came to its end, however the process ended then."""
-        return is_over(self.folder, rank)
-
     def failed(self, reason: str, rank: int) -> RunFailedError:
         """The error to raise."""
         logs = [self.log(rank), *sorted(self.folder.rglob("replica-*.log"))]
@@ -152,7 +148,7 @@ class Training:
     def _checked_codes(self) -> list[int | None]:
         codes = self.exit_codes()
         for rank, code in enumerate(codes):
-            if code and not self.is_over(rank):
+            if code and not is_over(self.folder, rank):
                 raise self.failed(f"rank {rank} exited with {code}", rank)
         return codes
 
