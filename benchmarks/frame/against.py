@@ -115,7 +115,7 @@ def earlier_package(commit: str | None, repository: Path = REPOSITORY) -> Iterat
     It is removed at the end, also by Ctrl-C, SIGTERM or SIGHUP.
 
     Raises:
-        CommitError: git cannot check it out.
+        SystemExit: git cannot check it out.
     """
     with leaving_on_signals():
         if commit is None:
@@ -131,7 +131,7 @@ def earlier_package(commit: str | None, repository: Path = REPOSITORY) -> Iterat
             try:
                 if done.returncode:
                     reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-                    raise CommitError(f"{commit}: git cannot check it out: {reason}")
+                    raise SystemExit(f"--against {commit}: git cannot check it out: {reason}")
                 yield path
             finally:
                 subprocess.run([*argv, "remove", "--force", str(path)], capture_output=True)
