@@ -31,9 +31,9 @@ from convergence_parts.records import Record, Records, RunTable, identity_of, re
 from convergence_parts.report import draw, markdown
 from convergence_parts.study import SEEDS, Study
 from frame.launch import BENCHMARKS, REPOSITORY, RunFailedError
+from frame.readings import read_console
 from frame.study import parse_quick, parts_of, say
 
-from megatron_edit.tools.compare.console_log import RunLog
 from megatron_edit.tools.compare.follow import Bar, progress_bar
 
 OUTPUT = BENCHMARKS / "results" / "convergence.json"
@@ -229,8 +229,7 @@ def _follower(case: Case, bar: Bar, start: float) -> Callable[[Path], None]:
     def follow(console: Path) -> None:
         if not console.exists():
             return
-        with console.open(encoding="utf-8", errors="replace") as lines:
-            iteration = RunLog.of(lines).last_iteration
+        iteration = read_console(console).last_iteration
         reached = start + case.cost * iteration / case.stages[-1].until
         if reached > bar.n:
             bar.update(reached - bar.n)

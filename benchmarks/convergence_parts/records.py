@@ -14,10 +14,10 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from frame.readings import edit_losses, read_console, read_syncs
 from frame.study import read_one, write_series
 
 from megatron_edit.method.strategy import STRATEGIES
-from megatron_edit.tools.compare.console_log import RunLog, edit_losses, read_json_lines
 from megatron_edit.tools.compare.finished import find, keep
 from megatron_edit.tools.compare.flags import canonical
 from megatron_edit.tools.compare.readings import Kind, Reading, make_reading
@@ -143,11 +143,6 @@ def identity_of(corpus: Mapping[str, Any]) -> dict[str, Any]:
     return {part: corpus[part]["sha256"] for part in ("train", "valid") if part in corpus}
 
 
-def summary_of(record: RunSummary) -> RunSummary:
-    """What the small file keeps of a record."""
-    return RunSummary(**{spec.name: getattr(record, spec.name) for spec in fields(RunSummary)})
-
-
 class Records:
     """The files of all finished runs.
 
@@ -178,8 +173,13 @@ class Records:
 
     def summaries(self, cases: Iterable[Case]) -> dict[str, RunSummary]:
         """All that was kept of some runs, by hash."""
+        names = [spec.name for spec in fields(RunSummary)]
         found = {case.hash(self._corpus): self.find(case) for case in cases}
-        return {key: summary_of(run) for key, run in found.items() if run is not None}
+        return {
+            key: RunSummary(**{name: getattr(run, name) for name in names})
+            for key, run in found.items()
+            if run is not None
+        }
 
     def _path(self, case: Case) -> Path:
         return self._folder / f"{case.hash(self._corpus)}.json"
@@ -192,19 +192,21 @@ def record_of(case: Case, stages: Sequence[StageFiles], load_before: float) -> R
         ValueError: there is no evaluation in it.
     """
     readings = [_reading(case, number, files) for number, files in enumerate(stages)]
-    syncs = [sync for files in stages for sync in read_json_lines(files.folder / "sync.jsonl")]
+    syncs = [sync for files in stages for sync in read_syncs(files.folder)]
     final = readings[-1].final_loss
     if final is None:
         raise ValueError("the run ended without an evaluation")
     clips = [c for sync in syncs for c in sync["clip"] if c is not None]
+    effective = [e for sync in syncs for e in sync["effective_replicas"] if e is not None]
+    last_syncs = read_syncs(stages[-1].folder)
     return Record(
         final_loss=final,
         validation=[[p.iteration, p.tokens, p.loss] for r in readings for p in r.validation],
         training=thinned([(p.iteration, p.tokens, p.loss) for r in readings for p in r.training]),
         bytes_per_step=_bytes_per_step(readings),
         num_syncs=len(syncs),
-        effective_replicas=_median(e for sync in syncs for e in sync["effective_replicas"]),
-        left_out=left_out(read_json_lines(stages[-1].folder / "sync.jsonl")),
+        effective_replicas=round(median(effective), 4) if effective else None,
+        left_out=left_out(last_syncs),
         rollbacks=sum(sum(sync["rollback"]) for sync in syncs),
         clipped=fmean(c < 1 for c in clips) if clips else None,
         seconds=round(sum(files.seconds for files in stages), 1),
@@ -212,7 +214,7 @@ def record_of(case: Case, stages: Sequence[StageFiles], load_before: float) -> R
         exit_codes=[list(files.exit_codes) for files in stages],
         load=[round(load_before, 2), round(os.getloadavg()[0], 2)],
         versions=dict(readings[-1].versions),
-        loss_rejections=loss_rejections(read_json_lines(stages[-1].folder / "sync.jsonl")),
+        loss_rejections=loss_rejections(last_syncs),
     )
 
 
@@ -226,8 +228,7 @@ def _bytes_per_step(readings: Sequence[Reading]) -> float:
 
 
 def _reading(case: Case, number: int, files: StageFiles) -> Reading:
-    with files.console().open(encoding="utf-8", errors="replace") as lines:
-        log = RunLog.of(lines)
+    log = read_console(files.console())
     run = json.loads((files.folder / "run.json").read_text(encoding="utf-8"))
     strategy = STRATEGIES[case.strategy]
     kind = Kind(
@@ -238,7 +239,7 @@ def _reading(case: Case, number: int, files: StageFiles) -> Reading:
         is_synchronous=strategy.endless_warmup,
         element=ElementBytes.of_flags(canonical(case.words).__contains__),
     )
-    losses, syncs = edit_losses(files.folder, log), read_json_lines(files.folder / "sync.jsonl")
+    losses, syncs = edit_losses(files.folder, log), read_syncs(files.folder)
     return make_reading(log, losses, syncs, run, kind)
 
 
@@ -272,8 +273,3 @@ def thinned(points: Sequence[tuple[int, float, float]]) -> list[list[float]]:
     width = -(-len(points) // NUM_BINS)
     parts = [points[start : start + width] for start in range(0, len(points), width)]
     return [[part[-1][0], part[-1][1], round(fmean(p[2] for p in part), 5)] for part in parts]
-
-
-def _median(values: Any) -> float | None:
-    known = [value for value in values if value is not None]
-    return round(median(known), 4) if known else None

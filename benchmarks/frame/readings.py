@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_edit.tools.compare.console_log import RunLog, read_json_lines
+from megatron_edit.tools.compare.console_log import RunLog, edit_losses, read_json_lines
 
 from .gpt import Window
 
-__all__ = ["Console", "RunLog", "inner_steps", "read_console", "read_json_lines", "read_syncs"]
+__all__ = ["Console", "RunLog", "edit_losses", "inner_steps", "read_console", "read_json_lines",
+           "read_syncs"]  # fmt: skip
 
 
 class Console:

@@ -22,9 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from frame.launch import Forks, Rank, RunFailedError, free_ports
-from frame.readings import inner_steps, read_json_lines, read_syncs
-
-from megatron_edit.tools.compare.console_log import RunLog, edit_losses
+from frame.readings import RunLog, edit_losses, inner_steps, read_json_lines, read_syncs
 
 from .cases import TRACED, Case
 from .pretrain_measured import MEMORY, STEPS, TRACE
