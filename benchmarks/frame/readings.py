@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_edit.tools.compare.console_log import RunLog, edit_losses, read_json_lines
+from megatron_edit.observe.line_files import read_json_lines
+from megatron_edit.tools.compare.console_log import RunLog, edit_losses
 
 from .gpt import Window
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from netlab import Lab
 
-from megatron_edit.tools.cli.one_line import OneLineParser
+from megatron_edit.tools.cli.common import OneLineParser
 from megatron_edit.tools.compare.finished import configuration_hash, find, keep
 from megatron_edit.tools.compare.follow import Bar, progress_bar
 

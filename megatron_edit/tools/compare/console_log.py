@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_edit.observe.line_files import read_json_lines as read_json_lines  # for benchmarks/
+from megatron_edit.observe.line_files import read_json_lines
 from megatron_edit.observe.records import LOSSES, VALIDATION, LossRecord
 
 _ITERATION = re.compile(r"(?<!at )\biteration\s+(\d+)/\s*(\d+)\s*\|(.*)")
