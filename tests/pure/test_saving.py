@@ -39,7 +39,7 @@ class Saves:
         self.engine = anything(**{
             "step": 15, "suppresses_joint_actions": False, "is_warmup": False, "is_mid_round": True,
             "has_replica_left": False, "records": records, "began_identical": True,
-            "num_syncs": 3, "settle": lambda: None, "clock": clock,
+            "num_syncs": 3, "land_all": lambda: None, "clock": clock,
             "settings": anything(timed=None), **engine,
         })  # fmt: skip
         self.args = Namespace(save_interval=5, exit_interval=None, global_batch_size=8)
