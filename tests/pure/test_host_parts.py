@@ -40,11 +40,11 @@ class Engine:
 
     def __init__(self, has_pending_units: bool = True) -> None:
         self.calls: list[Any] = []
-        self.has_pending_units = has_pending_units
+        self.status = anything(has_pending_units=has_pending_units)
         shards = [anything(name=name) for name in ("embedding", "layer.1", "layer.2", "final")]
         self.plan = anything(shards=shards)
 
-    def apply_up_to(self, num_shards: int) -> None:
+    def land_up_to(self, num_shards: int) -> None:
         """Land."""
         self.calls.append(("land", num_shards))
 
@@ -230,7 +230,7 @@ def test_copies_are_counted_once(rank: int, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_resumed_round_goes_on_with_its_blocks() -> None:
     """Catches a sampler that begins the round anew, or reads another replica's blocks."""
     dealing, order = Dealing(2, 5), SampleOrder(4)
-    engine: Any = anything(dealing=dealing, inner_steps=1)
+    engine: Any = anything(status=anything(dealing=dealing, inner_steps=1))
     share = Share(micro_batch=2, ranks=1, micro_batches=1, rank=0)
     sampler = DealtSampler(engine, 1, share, order)
     assert list(sampler) == [[4 + 6, 4 + 7]]  # blocks 1 and 3 are its own, and 1 is done

@@ -35,10 +35,10 @@ class Run:
         )  # fmt: skip
         loop = LoopControl(self.args, anything(num_steps=0))
         loop.take(2 * BATCH, is_over=False)
-        self.engine = anything(
-            settings=anything(timed=True), was_warmup_step=False, steps_of_others=2, records=(),
-            dealing=anything(target=target),
-        )  # fmt: skip
+        status = anything(
+            was_warmup_step=False, steps_of_others=2, records=(), dealing=anything(target=target)
+        )
+        self.engine = anything(settings=anything(timed=True), status=status)
         self.host = anything(
             arguments=self.args, loop=loop, samples=2 * STEP, samples_per_step=STEP,
             samples_at_start=(0, 0), order=SampleOrder(start), iteration=2, counting=nullcontext,

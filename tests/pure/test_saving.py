@@ -32,16 +32,18 @@ anything: Any = SimpleNamespace
 class Saves:
     """A replica whose saves are noted, not written: of two, five steps after a sync."""
 
-    def __init__(self, policy: str = ALL, **engine: Any) -> None:
+    def __init__(self, policy: str = ALL, **status: Any) -> None:
         self.plans: list[Any] = []
         clock = anything(pause=lambda: None, resume=lambda: None)
         records = [anything(step=12, inner_steps=2), anything(step=10, inner_steps=0)]
-        self.engine = anything(**{
-            "step": 15, "suppresses_joint_actions": False, "is_warmup": False, "is_mid_round": True,
-            "has_replica_left": False, "records": records, "began_identical": True,
-            "num_syncs": 3, "land_all": lambda: None, "clock": clock,
-            "settings": anything(timed=None), **engine,
-        })  # fmt: skip
+        self.engine = anything(
+            land_all=lambda: None, clock=clock, settings=anything(timed=None),
+            status=anything(**{
+                "step": 15, "suppresses_joint_actions": False, "is_warmup": False,
+                "is_mid_round": True, "has_replica_left": False, "records": records,
+                "began_identical": True, "num_syncs": 3, **status,
+            }),
+        )  # fmt: skip
         self.args = Namespace(save_interval=5, exit_interval=None, global_batch_size=8)
         writer: Any = anything(write=lambda plan, call: self.plans.append(plan))
         host = anything(

@@ -19,15 +19,18 @@ anything: Any = SimpleNamespace
 class Replica:
     """Notes what is done; Megatron wants to exit where `wants_exit`."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **engine: Any) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **status: Any) -> None:
         self.done: list[Any] = []
         self.wants_exit = False
         self.args = anything(save="saves", exit_interval=None, train_iters=100)
-        self.engine = anything(**{
-            "step": 7, "suppresses_joint_actions": False, "is_warmup": False, "is_stopping": False,
-            "is_stop_seen": False, "announce_stop": lambda: self.done.append("announce"),
-            "leave": self._leave, "check_in": lambda: True, **engine,
-        })  # fmt: skip
+        self.engine = anything(
+            announce_stop=lambda: self.done.append("announce"), leave=self._leave,
+            check_in=lambda: True,
+            status=anything(**{
+                "step": 7, "suppresses_joint_actions": False, "is_warmup": False,
+                "is_stopping": False, "is_stop_seen": False, **status,
+            }),
+        )  # fmt: skip
         self.saves: Any = anything(deciding=self._deciding, ending=self._ending, gives_up=False)
         progress: Any = anything(shown=lambda call: nullcontext())
         self.control = StopControl(self.engine, self.saves, progress, is_first=False)
@@ -112,7 +115,8 @@ def test_at_a_planned_exit_all_are_together(monkeypatch: pytest.MonkeyPatch) -> 
     replica = Replica(monkeypatch)
     replica.args.exit_interval, replica.wants_exit = 4, True
     assert replica.decide(8) is True and replica.done == [("planned", 8)]
-    broken_off = Replica(monkeypatch, check_in=lambda: False)
+    broken_off = Replica(monkeypatch)
+    broken_off.engine.check_in = lambda: False
     broken_off.args.exit_interval = 4
     assert broken_off.decide(8) is True and broken_off.done == SAVED
     last = Replica(monkeypatch)
