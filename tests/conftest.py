@@ -8,9 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.harness import shut_down
 from tests.harness.shares import Share, share_of_each
+
+# Where cores are shared an example may take any time.
+settings.register_profile("shared cores", deadline=None)
+settings.load_profile("shared cores")
 
 CLONE = "MEGATRON_LM_DIR"
 SECONDS = 120

@@ -22,7 +22,7 @@ from megatron_edit.tools.cli import main
 from megatron_edit.tools.monitor.findings import findings_of
 from megatron_edit.tools.monitor.run import MonitoredRun
 from megatron_edit.tools.monitor.series import MAX_POINTS, Bins, Rows
-from megatron_edit.tools.monitor.texts import duration
+from megatron_edit.tools.pages.texts import duration
 from tests.harness.event_files import BATCH, SEQ_LENGTH, MadeUp
 
 pytest.importorskip("rich")

@@ -15,8 +15,8 @@ from megatron_edit.tools.compare.analysis import ComparisonResult, ComparisonRow
 from megatron_edit.tools.compare.flags import model_of
 from megatron_edit.tools.compare.pictures import Picture, draw, smoothing_tokens
 from megatron_edit.tools.compare.statistics import Spread
-from megatron_edit.tools.monitor.texts import UNKNOWN
 from megatron_edit.tools.pages import render
+from megatron_edit.tools.pages.texts import UNKNOWN
 
 TEMPLATE = Path(__file__).with_name("page.html")
 

@@ -23,7 +23,6 @@ from matplotlib.ticker import (
 from megatron_edit.constants import SYNC_TIMES
 from megatron_edit.observe.records import VALIDATION, Array
 from megatron_edit.tools.monitor.run import MonitoredRun
-from megatron_edit.tools.monitor.texts import number, percent
 from megatron_edit.tools.pages.drawing import (
     COLORS,
     INK,
@@ -34,6 +33,7 @@ from megatron_edit.tools.pages.drawing import (
     running_mean,
     svg_drawing,
 )
+from megatron_edit.tools.pages.texts import number, percent
 
 MANY_REPLICAS = 8  # more of them are drawn as a band
 FLAT_SHARE = 0.005  # on an axis from zero, a curve that varies by less is a flat line

@@ -17,7 +17,7 @@ from megatron_edit.tools.monitor.facts import Facts
 from megatron_edit.tools.monitor.run import LOST, MonitoredRun
 from megatron_edit.tools.monitor.spikes import Spike
 from megatron_edit.tools.monitor.syncs import LossRejections
-from megatron_edit.tools.monitor.texts import duration, number, percent
+from megatron_edit.tools.pages.texts import duration, number, percent
 
 EXPOSED_SHARE = 0.05
 WAIT_SHARE = 0.10

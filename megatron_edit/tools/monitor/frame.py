@@ -18,7 +18,7 @@ from megatron_edit.tools.monitor.findings import findings_of
 from megatron_edit.tools.monitor.replicas import Replica
 from megatron_edit.tools.monitor.run import RUNNING, MonitoredRun
 from megatron_edit.tools.monitor.summary import layout, loss_of, resumes, rhythm, whose_speed
-from megatron_edit.tools.monitor.texts import (
+from megatron_edit.tools.pages.texts import (
     UNKNOWN,
     duration,
     megabytes,

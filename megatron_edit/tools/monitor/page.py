@@ -16,8 +16,8 @@ from megatron_edit.tools.monitor.charts import charts_of
 from megatron_edit.tools.monitor.findings import findings_of
 from megatron_edit.tools.monitor.run import MonitoredRun
 from megatron_edit.tools.monitor.summary import layout, loss_of, resumes, rhythm, whose_speed
-from megatron_edit.tools.monitor.texts import duration, megabytes, milliseconds, number, percent
 from megatron_edit.tools.pages import render
+from megatron_edit.tools.pages.texts import duration, megabytes, milliseconds, number, percent
 
 TEMPLATE = Path(__file__).with_name("page.html")
 FILTERS = {each.__name__: each for each in (duration, megabytes, milliseconds, number, percent)}

@@ -33,7 +33,7 @@ from megatron_edit.tools.monitor.replicas import Replica
 from megatron_edit.tools.monitor.segments import Segment, earlier_segments
 from megatron_edit.tools.monitor.series import Bins
 from megatron_edit.tools.monitor.syncs import Syncs
-from megatron_edit.tools.monitor.texts import duration
+from megatron_edit.tools.pages.texts import duration
 
 SILENT_SECONDS = 120.0
 SILENT_STEPS = 10  # of the slowest replica's longest steps
