@@ -10,7 +10,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from statistics import linear_regression
+
+import numpy as np
 
 from megatron_edit.comm.collectives import all_reduce_payload
 from megatron_edit.comm.wire import Wire
@@ -201,21 +202,33 @@ def exponent_of(ratio: float, num_replicas: int) -> float:
     return math.log(ratio) / math.log(num_replicas)
 
 
+STEEPEST = 6.0  # largest exponent of a fit, either sign
+
+
 def fit_power_law(points: Sequence[tuple[float, float]]) -> PowerLaw | None:
-    """Least squares of the logarithms.
+    """Least squares of the values: a point at or below 0 counts like any other.
 
     Args:
-        points: x and y. Those that are not above 0 have no logarithm and are left out: there is
-            then no distance to tell.
+        points: x, above 0, and y.
 
     Returns:
-        None with fewer than two different x.
+        None where no such law goes through the points: fewer than two different x, a steeper law
+        than `STEEPEST`, or one below 0.
     """
-    known = [(math.log(x), math.log(y)) for x, y in points if x > 0 and y > 0]
-    if len({x for x, _ in known}) < 2:
+    if len({x for x, _ in points}) < 2:
         return None
-    slope, intercept = linear_regression(*zip(*known, strict=True))
-    return PowerLaw(math.exp(intercept), slope)
+    xs, ys = np.array(points, dtype=np.float64).T
+    smallest, center, width = xs.min(), 0.0, STEEPEST
+    for _ in range(4):  # ever finer around the best exponent so far
+        exponents = np.linspace(center - width, center + width, 1201)
+        bases = (xs / smallest) ** exponents[:, None]
+        scales = bases @ ys / (bases**2).sum(axis=1)
+        errors = ((scales[:, None] * bases - ys) ** 2).sum(axis=1)
+        best = int(errors.argmin())
+        center, width = float(exponents[best]), width / 300
+    if abs(center) >= STEEPEST or scales[best] <= 0:
+        return None
+    return PowerLaw(float(scales[best] / smallest**center), center)
 
 
 NUMEL = 1 << 20  # of a unit, large enough for the padding of codes not to count

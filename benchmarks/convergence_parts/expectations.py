@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from frame.page import picture, table
 
 from megatron_edit.tools.pages.drawing import COLORS
@@ -158,7 +159,7 @@ def _samples(answers: Answers) -> str:
     parts = [table(header, rows)] if rows else []
     if (law := answers.samples_law()) is not None:
         parts.append(
-            f"Fit (least squares of logarithms, {len(answers.sample_gaps())} points): gap = "
+            f"Fit (least squares, {len(answers.sample_gaps())} points): gap = "
             f"{law.scale:.3f} samples^{law.exponent:.2f}."
         )
     text = f"One seed; DDP with beta2 {LARGER_BETA2}."
@@ -181,11 +182,17 @@ def _sizes(answers: Answers) -> str:
         "Published law (arXiv 2503.09799, fit to its Table 4, of DiLoCo): loss over that of data "
         f"parallelism = N^({PUBLISHED.scale:g} P^{PUBLISHED.exponent:g})."
     )
+    num_sizes = len(answers.size_gaps())
     if (law := answers.size_law()) is not None:
         parts.append(
-            f"The same form through the {len(answers.size_gaps())} sizes here: "
+            f"The same form through the {num_sizes} sizes here: "
             f"N^({law.scale:.3g} P^{law.exponent:.3f}), at N = {NUM_REPLICAS}, one seed, one rate "
             "for all sizes: it is not to be extrapolated far."
+        )
+    elif num_sizes > 1:
+        parts.append(
+            f"No law of this form goes through the {num_sizes} sizes here, of one seed and one "
+            "learning rate for all sizes."
         )
     parts.append(_law_table())
     text = f"One seed; DDP with beta2 {LARGER_BETA2}."
@@ -193,20 +200,22 @@ def _sizes(answers: Answers) -> str:
 
 
 def _estimate(answers: Answers) -> str:
-    by_size, by_samples = answers.size_law(), answers.samples_law()
+    by_size, by_samples, size = answers.size_law(), answers.samples_law(), answers.study.size
     gaps = [gap(answers.line("quality", recommended(tau)), answers.baseline)
             for tau in (SHORT, LONG)]  # fmt: skip
-    if by_size is None or by_samples is None or None in gaps:
+    if by_samples is None or None in gaps:
         return "Needs the runs of the three sections above."
     short, long = (spread.mean for spread in gaps if spread is not None)
-    size = answers.study.size
+    factor, parameters = f"{short:.2%} of the model above and N = {NUM_REPLICAS}", ""
+    if by_size is not None:
+        factor = f"(N^({by_size.scale:.3g} P^{by_size.exponent:.3f}) - 1)"
+        parameters = "P: parameters; "
     return (
-        f"gap = (N^({by_size.scale:.3g} P^{by_size.exponent:.3f}) - 1) "
-        f"(samples / {size.micro_batch_size})^{by_samples.exponent:.2f} at tau {SHORT}; times "
-        f"{long / short:.1f} at tau {LONG}. P: parameters; samples: of a replica in a step, "
-        f"{size.seq_length} tokens each. Each factor is from runs in which the others stayed as "
-        "they are, at one N: a product of them has not been measured. For more than ten million "
-        "parameters the published law above is the better guide."
+        f"gap = {factor}, times (samples / {size.micro_batch_size})^{by_samples.exponent:.2f}, at "
+        f"tau {SHORT}; times {long / short:.1f} at tau {LONG}. {parameters}samples: of a replica "
+        f"in a step, {size.seq_length} tokens each. Each factor is from runs in which the others "
+        "stayed as they are, at one N: a product of them has not been measured. For more than ten "
+        "million parameters the published law above is the better guide."
     )
 
 
@@ -359,7 +368,8 @@ def _points(axes: Axes, points: Sequence[tuple[float, float]], label: str) -> No
 def _curve(
     axes: Axes, points: Sequence[tuple[float, float]], law: Callable[[float], float], label: str
 ) -> None:
-    places = [place for place, _ in points]
+    ends = [place for place, _ in points]
+    places = np.geomspace(min(ends), max(ends), 100).tolist()
     style = "-" if label == "fit" else "--"
     axes.plot(places, _percent([law(place) for place in places]), style, label=label)
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from convergence_parts.answers import (
     PUBLISHED,
@@ -198,15 +199,16 @@ def test_fit_finds_a_power_law() -> None:
     law = fit_power_law([(x, 0.5 * x**-1.5) for x in (1.0, 3.0, 10.0)])
     assert law is not None
     assert law.scale == pytest.approx(0.5) and law.exponent == pytest.approx(-1.5)
-    # Least squares by hand: y = 1, 2, 8 at x = 1, 2, 4 has logarithms to base 2 of 0, 1, 3.
-    law = fit_power_law([(1, 1), (2, 2), (4, 8)])
+    law = fit_power_law([(1, 1.0), (10, 0.5), (10, -0.1)])  # through the mean of both: 0.2
     assert law is not None
-    assert law.scale == pytest.approx(2 ** (-1 / 6)) and law.exponent == pytest.approx(1.5)
+    assert law.scale == pytest.approx(1.0) and law.exponent == pytest.approx(np.log10(0.2), 1e-4)
 
 
 def test_fit_needs_two_places_with_a_gap() -> None:
     assert fit_power_law([]) is None and fit_power_law([(1, 2), (1, 3)]) is None
-    assert fit_power_law([(1, 2), (2, -0.1)]) is None  # better than data parallelism
+    assert fit_power_law([(1, -0.2), (2, -0.1)]) is None  # better than data parallelism
+    assert fit_power_law([(1, -0.1), (2, 2.0), (4, 2.0)]) is not None
+    assert fit_power_law([(1, 0.0), (2, 2.0)]) is None  # steeper than any power
 
 
 # ---- bytes
@@ -371,10 +373,10 @@ def test_page_says_what_the_runs_say(tmp_path: Path) -> None:
     assert law.scale == pytest.approx(0.32 / 3) and law.exponent == pytest.approx(-1.0)
     texts = blocks(found, "x.png")
     text = texts["expectations"]
-    assert "Fit (least squares of logarithms, 4 points): gap = 0.107 samples^-1.00." in text
+    assert "Fit (least squares, 4 points): gap = 0.107 samples^-1.00." in text
     assert "| recommended, tau 16 | 3.0400 ± 0.0100 | +1.33% ± 0.33% | 1.22 | 3 |" in text
     assert "chosen after the losses with them and without them were seen" in text
-    assert "Needs the runs of the three sections above." in text  # no sizes
+    assert "gap = 1.33% of the model above and N = 4, times (samples / 8)^-1.00" in text
     assert not any("None" in line for line in "".join(texts.values()).splitlines())
     assert set(tau_series(found)) == {"recommended setting", "recommended, Muon beside Muon"}
     assert draw_gaps(tmp_path / "gaps.png", found)
@@ -400,7 +402,7 @@ def test_estimate_multiplies_what_was_measured_alone() -> None:
     assert size_law is not None
     assert size_law.scale == pytest.approx(2.0) and size_law.exponent == pytest.approx(-0.3)
     text = blocks(both, "")["expectations"]
-    assert "gap = (N^(2 P^-0.300) - 1) (samples / 8)^" in text and "![" not in text
+    assert "gap = (N^(2 P^-0.300) - 1), times (samples / 8)^" in text and "![" not in text
 
 
 def test_parts_of_the_page_are_replaced() -> None:
