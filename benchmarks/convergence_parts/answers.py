@@ -340,9 +340,11 @@ class Answers:
         return fit_power_law(self.sample_gaps())
 
     def size_law(self) -> PowerLaw | None:
-        """Exponent of N as a power of the number of parameters, as the published law has it."""
+        """Exponent of N as a power of the number of parameters, as the published law has it; None
+        where the gap does not fall with the size."""
         points = [(numel, exponent_of(1 + gap, NUM_REPLICAS)) for numel, gap in self.size_gaps()]
-        return fit_power_law(points)
+        law = fit_power_law(points)
+        return law if law is not None and law.exponent < 0 else None
 
 
 def gap(line: Line, base: Line | None) -> Spread | None:

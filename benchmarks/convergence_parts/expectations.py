@@ -190,9 +190,14 @@ def _sizes(answers: Answers) -> str:
             "for all sizes: it is not to be extrapolated far."
         )
     elif num_sizes > 1:
+        size = answers.study.size
+        tokens = size.train_iters * NUM_REPLICAS * size.micro_batch_size * size.seq_length
         parts.append(
-            f"No law of this form goes through the {num_sizes} sizes here, of one seed and one "
-            "learning rate for all sizes."
+            f"The {num_sizes} sizes here do not follow a law of this form: the gap does not fall "
+            "with the size. All of them have one seed, the same learning rate and the same "
+            f"{tokens / 1e6:.1f}M tokens, while the law is of models that were trained on tokens "
+            "in proportion to their parameters, at rates of their own. Whether that is the cause "
+            "has not been measured."
         )
     parts.append(_law_table())
     text = f"One seed; DDP with beta2 {LARGER_BETA2}."
@@ -206,13 +211,13 @@ def _estimate(answers: Answers) -> str:
     if by_samples is None or None in gaps:
         return "Needs the runs of the three sections above."
     short, long = (spread.mean for spread in gaps if spread is not None)
-    factor, parameters = f"{short:.2%} of the model above and N = {NUM_REPLICAS}", ""
+    factor, parameters = f"{short:.2%} of the model above and N = {NUM_REPLICAS}", "S"
     if by_size is not None:
         factor = f"(N^({by_size.scale:.3g} P^{by_size.exponent:.3f}) - 1)"
-        parameters = "P: parameters; "
+        parameters = "P: parameters; s"
     return (
         f"gap = {factor}, times (samples / {size.micro_batch_size})^{by_samples.exponent:.2f}, at "
-        f"tau {SHORT}; times {long / short:.1f} at tau {LONG}. {parameters}samples: of a replica "
+        f"tau {SHORT}; times {long / short:.1f} at tau {LONG}. {parameters}amples: of a replica "
         f"in a step, {size.seq_length} tokens each. Each factor is from runs in which the others "
         "stayed as they are, at one N: a product of them has not been measured. For more than ten "
         "million parameters the published law above is the better guide."
