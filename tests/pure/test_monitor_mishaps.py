@@ -279,7 +279,7 @@ def test_outputs_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[st
     log = str(MadeUp(rounds=0).write(tmp_path / "log"))
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "gone").symlink_to(tmp_path / "no" / "where.html")
-    for name in ("x" * 300, "x" * 250, "loop", "gone", "loop/page.html"):
+    for name in ("x" * 300, "x" * 253, "loop", "gone", "loop/page.html"):
         refused(capsys, "report", log, "--output", str(tmp_path / name))
     if Path("/proc/self").exists():  # there, and with leave to write: until it is tried
         refused(capsys, "report", log, "--output", "/proc/x.html")
