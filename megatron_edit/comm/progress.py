@@ -99,7 +99,11 @@ class ProgressThread:
             if self._is_closed:
                 return None
             self._has_news = False
-            return self._drive()
+            try:
+                return self._drive()
+            except Exception as error:
+                self.failure = error  # before another turn can begin, on what is half done
+                raise
 
     def _poll_wire(self, work: Work | None) -> None:
         """Poll what is on the wire until it is over: then there is something new."""

@@ -7,8 +7,8 @@ the end. All ranks of a replica make the same calls in the same order. What the 
 `status`.
 
 A round: meeting (records) -> plan_round (pure) -> check drift -> commit -> exchange -> land. Where
-training stands still for the exchange, the plan is committed after it: until then nothing but
-parameters, anchor and momentum has changed.
+training stands still for the exchange, the plan is committed after it: until then only the units
+that sync have changed, each when its average is there.
 """
 
 from __future__ import annotations

@@ -128,6 +128,34 @@ def test_it_ends_beside_what_never_comes() -> None:
     assert time.monotonic() - began < 1.0
 
 
+class SlowRelease(threading.Condition):
+    """A condition whose holder does nothing for a while after it has let go of the lock."""
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)
+        time.sleep(0.02)
+
+
+def test_no_turn_begins_after_a_failure() -> None:
+    """A turn that waits while the thread fails raises. Catches one that goes on with what the
+    thread has left half done."""
+    driving = threading.Event()
+
+    def drive() -> Work | None:
+        driving.set()
+        time.sleep(0.02)
+        raise RuntimeError("half done")
+
+    thread = ProgressThread(drive)
+    thread._changed = SlowRelease(threading.RLock())
+    with thread.turn():
+        pass
+    assert driving.wait(SOON)
+    with pytest.raises(RuntimeError, match="half done"), thread.turn():
+        pass
+    thread.close()
+
+
 def test_it_is_left_behind_where_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank of the replica hangs while this one waits for it: catches an end that waits, too."""
     monkeypatch.setattr(progress, "CLOSE_SECONDS", 0.1)
