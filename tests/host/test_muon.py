@@ -139,7 +139,7 @@ def test_momentum_that_is_not_finite_is_zeroed(tmp_path: Path, form: Flags, rank
 @pytest.mark.parametrize(
     "flags",
     [
-        {"edit_strategy": "a-edit", "edit_sync_interval": 128, "edit_sync_seconds": 0.2,
+        {"edit_strategy": "a-edit", "edit_sync_interval": 128, "edit_sync_seconds": 0.05,
          "edit_min_round_steps": 2},
         {"edit_strategy": "streaming-diloco", "edit_delay_steps": 1, "edit_fragments": 2},
         {"edit_strategy": "co2"},
