@@ -28,7 +28,7 @@ KEYS = {"replicas_identical": "is_level"}  # fields that have another name in th
 
 @dataclass(frozen=True)
 class Ledger:
-    """Fields of `method.ledger.Dealing`."""
+    """Fields of `method.ledger.BlockAssignment`."""
 
     target: int
     frontier: int

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_edit.checkpoint.manifest import Ledger, Manifest
-from megatron_edit.method.ledger import Dealing
+from megatron_edit.method.ledger import BlockAssignment
 from megatron_edit.method.order import (
     SampleOrder,
     after_counted_steps,
-    after_dealing,
+    after_assignment,
     share_of,
 )
 from megatron_edit.saved_state import ReplicaEntry
@@ -49,7 +49,7 @@ class ResumePlan:
         entries: where each replica of this run stands.
         order: of samples.
         consumed: samples, by all replicas.
-        dealing: of the round that is under way or begins, where replicas run at their own speeds.
+        assignment: of the round that is under way or begins, where replicas run at their own speeds.
         iteration: for Megatron's loop; None where what it saved is right.
     """
 
@@ -57,36 +57,36 @@ class ResumePlan:
     entries: tuple[ReplicaEntry, ...]
     order: SampleOrder
     consumed: int
-    dealing: Dealing | None
+    assignment: BlockAssignment | None
     iteration: int | None
 
     @property
     def suppressed_until_step(self) -> int:
         """The last step of replicas that were stopped at different steps; else 0."""
         steps = {entry.step for entry in self.entries}
-        is_apart = self.dealing is None and (len(steps) > 1 or self.is_rejoined)
+        is_apart = self.assignment is None and (len(steps) > 1 or self.resumes_at_meeting)
         return max(steps) if is_apart else 0
 
     @property
-    def is_rejoined(self) -> bool:
+    def resumes_at_meeting(self) -> bool:
         """Whether a replica comes to the next meeting before it has made a step."""
         return any(entry.is_waiting for entry in self.entries)
 
 
-def ledger_of(dealing: Dealing) -> Ledger:
+def ledger_of(assignment: BlockAssignment) -> Ledger:
     """For a manifest."""
-    return Ledger(dealing.target, dealing.frontier, dealing.holes, dealing.quotas)
+    return Ledger(assignment.target, assignment.frontier, assignment.holes, assignment.quotas)
 
 
-def dealing_of(manifest: Manifest) -> Dealing | None:
-    """The dealing of the round that was under way; None where steps were counted.
+def assignment_of(manifest: Manifest) -> BlockAssignment | None:
+    """The assignment of the round that was under way; None where steps were counted.
 
     Raises:
         ValueError: its fields contradict each other.
     """
     if (ledger := manifest.ledger) is None:
         return None
-    return Dealing(
+    return BlockAssignment(
         manifest.num_replicas, ledger.target, ledger.frontier, ledger.holes, ledger.quotas
     )
 
@@ -105,9 +105,9 @@ def plan_resume(manifest: Manifest, run: ResumingRun, warmup_steps: int) -> Resu
     """
     order = SampleOrder(manifest.order_start, manifest.displaced)
     if _is_same(manifest, run):
-        dealing = _same_dealing(manifest, run, order)
-        if dealing is not None or not run.is_timed:
-            return ResumePlan(True, manifest.replicas, order, manifest.samples, dealing, None)
+        assignment = _same_assignment(manifest, run, order)
+        if assignment is not None or not run.is_timed:
+            return ResumePlan(True, manifest.replicas, order, manifest.samples, assignment, None)
     if manifest.is_warmup:
         steps = manifest.replicas[0].step
         entries = _entries(run, steps, manifest.samples, manifest.replicas[0].schedule_position)
@@ -127,17 +127,17 @@ def _is_same(manifest: Manifest, run: ResumingRun) -> bool:
     return manifest.batch == run.batch if was_timed else shares or is_together
 
 
-def _same_dealing(manifest: Manifest, run: ResumingRun, order: SampleOrder) -> Dealing | None:
-    """The dealing that was under way, if it can go on: with another target, a final one cannot."""
-    if (dealing := dealing_of(manifest)) is None:
+def _same_assignment(manifest: Manifest, run: ResumingRun, order: SampleOrder) -> BlockAssignment | None:
+    """The assignment that was under way, if it can go on: with another target, a final one cannot."""
+    if (assignment := assignment_of(manifest)) is None:
         return None
     target = (run.target - order.start) // run.block
-    if target != dealing.target:
-        if dealing.is_final:
+    if target != assignment.target:
+        if assignment.is_final:
             return None
-        dealing = replace(dealing, target=target)
-        dealing.settle([entry.inner_steps for entry in manifest.replicas])  # raises beyond it
-    return dealing
+        assignment = replace(assignment, target=target)
+        assignment.next_round([entry.inner_steps for entry in manifest.replicas])  # raises beyond it
+    return assignment
 
 
 def _begin_anew(
@@ -146,28 +146,28 @@ def _begin_anew(
     """The saved replicas' round is over; N replicas, perhaps others, begin the next."""
     counts = [entry.inner_steps for entry in manifest.replicas]
     block = manifest.batch // manifest.num_replicas
-    dealing = dealing_of(manifest)
-    if dealing is not None:
-        order = after_dealing(order, dealing, counts, block)
+    assignment = assignment_of(manifest)
+    if assignment is not None:
+        order = after_assignment(order, assignment, counts, block)
     else:
         start = manifest.samples - block * sum(counts)
         order = after_counted_steps(order, counts, manifest.batch, manifest.chunk, start)
     consumed = order.start
     batches = -(-consumed // run.batch)  # begun
     steps = {entry.step for entry in manifest.replicas}
-    is_aligned = dealing is None and len(steps) == 1
+    is_aligned = assignment is None and len(steps) == 1
     step = steps.pop() if is_aligned else max(warmup_steps, batches)
     position = consumed
-    if dealing is None:  # steps that fp16 skipped have consumed samples and moved no schedule
+    if assignment is None:  # steps that fp16 skipped have consumed samples and moved no schedule
         old = manifest.num_replicas
         position -= min(e.samples * old - e.schedule_position for e in manifest.replicas)
-    new = Dealing(run.num_replicas, (run.target - consumed) // run.block) if run.is_timed else None
+    new = BlockAssignment(run.num_replicas, (run.target - consumed) // run.block) if run.is_timed else None
     return ResumePlan(
         goes_on=False,
         entries=_entries(run, step, consumed, position),
         order=order,
         consumed=consumed,
-        dealing=new,
+        assignment=new,
         iteration=None if is_aligned and not run.is_timed else max(1, batches),
     )
 

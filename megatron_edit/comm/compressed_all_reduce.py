@@ -256,7 +256,7 @@ def start_second_phases(group: Group, *, also_pending: bool = False) -> None:
         group.backlog[0].start_second_phase()
 
 
-def beside_compute(group: Group) -> AbstractContextManager[Any]:
+def on_exchange_stream(group: Group) -> AbstractContextManager[Any]:
     """The stream of exchanges, behind what computes now; nothing where they run all at once."""
     if group.runs_in_order:
         streams = group.streams

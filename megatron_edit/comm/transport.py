@@ -40,7 +40,7 @@ ON_CPU = Transport("gloo", torch.device("cpu"))
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankDevice:
     """Where a rank computes.
 
     Attributes:
@@ -54,7 +54,7 @@ class Seat:
     has_nccl: bool
 
 
-def choose_backend(wanted: str, seats: Sequence[Sequence[Seat]]) -> str:
+def choose_backend(wanted: str, seats: Sequence[Sequence[RankDevice]]) -> str:
     """What carries exchanges: the same answer on all ranks, which know the same seats.
 
     Args:
@@ -75,7 +75,7 @@ def choose_backend(wanted: str, seats: Sequence[Sequence[Seat]]) -> str:
     raise UsageError(f"--edit-sync-backend {wanted}", rule, f"{remedy}, or use auto or gloo")
 
 
-def _hindrance_to_nccl(seats: Sequence[Sequence[Seat]]) -> tuple[str, str] | None:
+def _hindrance_to_nccl(seats: Sequence[Sequence[RankDevice]]) -> tuple[str, str] | None:
     """Why NCCL cannot be used, and what to do about it; None where it can."""
     taken: dict[tuple[str, str], str] = {}
     for replica, ranks in enumerate(seats):

@@ -26,7 +26,7 @@ from megatron_edit.comm.compressed_all_reduce import (
     Chunks,
     CodedExchange,
     Residual,
-    beside_compute,
+    on_exchange_stream,
     start_second_phases,
 )
 from megatron_edit.constants import FP32, FP32_BYTES, SYNC_DTYPES
@@ -129,7 +129,7 @@ def _start_coded(group: Group, addends: Sequence[Addend]) -> Exchange:
     has_phases = group.runs_in_order or len(group.phases) == NUM_PHASES
     assert group.size == 1 or has_phases, f"{group.name}: not made for exchanges in phases"
     exchange = CodedExchange.prepare(group, addends)
-    with beside_compute(group):
+    with on_exchange_stream(group):
         exchange.begin()
         group.backlog.append(exchange)
     return exchange

@@ -135,7 +135,7 @@ class ReplicaWorld:
             return False
         return True
 
-    def leave_together(self, timeout: timedelta = LEAVING_TIMEOUT) -> None:
+    def exit_barrier(self, timeout: timedelta = LEAVING_TIMEOUT) -> None:
         """Training is over: wait until it is for all ranks of all replicas, or for a while.
 
         Who closes a connection takes back what its other end has not read yet, and the ranks of

@@ -19,7 +19,7 @@ from megatron_edit.engine.saved import EngineState as EngineState
 from megatron_edit.engine.saved import PendingState as PendingState
 from megatron_edit.engine.saved import UnitTensors as UnitTensors
 from megatron_edit.engine.status import EngineStatus as EngineStatus
-from megatron_edit.engine.units import HeldShard as HeldShard
+from megatron_edit.engine.units import ShardAccessor as ShardAccessor
 from megatron_edit.engine.units import ParamShard as ParamShard
 from megatron_edit.engine.units import UnitPlan as UnitPlan
 from megatron_edit.engine.units import UnitShard as UnitShard

@@ -527,11 +527,11 @@ class EditEngine:
         counters, and buffers that no optimizer owns."""
         assert plan.decision is not None, "a plan without a sync"
         self.state.apply(plan, self.reporter)
-        if plan.is_dealt:
+        if plan.is_assigned:
             self.host.end_round(
-                plan.samples, is_over=self._trigger.is_over, is_followed=plan.is_followed
+                plan.samples, is_over=self._trigger.is_over, next_meeting_without_step=plan.next_meeting_without_step
             )
-        elif plan.after.dealing is None:
+        elif plan.after.assignment is None:
             behind = plan.schedule_position - self.host.progress().schedule_position
             if behind:  # it skipped steps: it catches up with the learning rate of the others
                 self.host.advance_schedule(behind)

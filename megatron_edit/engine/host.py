@@ -150,13 +150,13 @@ class Host(Protocol):
             is_over: whether all samples have been consumed already.
         """
 
-    def end_round(self, samples: int, *, is_over: bool, is_followed: bool) -> None:
+    def end_round(self, samples: int, *, is_over: bool, next_meeting_without_step: bool) -> None:
         """A round of replicas at their own speeds is over: counters and schedules meet.
 
         Args:
             samples: consumed by all replicas so far.
             is_over: whether these are all; no further step may be made.
-            is_followed: whether a replica goes on to the next meeting without a step. Nothing that
+            next_meeting_without_step: whether a replica goes on to the next meeting without a step. Nothing that
                 all replicas do together may come in between.
         """
 

@@ -20,7 +20,7 @@ from megatron_edit.constants import BAD_LOSS, NO_STEP, NON_FINITE, OUTLYING_NORM
 from megatron_edit.engine.units import Selection
 from megatron_edit.method.detector import DetectorConfig, DetectorState, Verdict, judge_units
 from megatron_edit.method.landing import DIRECT_COPY, LandingRule
-from megatron_edit.method.ledger import Dealing
+from megatron_edit.method.ledger import BlockAssignment
 from megatron_edit.method.loss_check import (
     LossCheckConfig,
     LossHistory,
@@ -226,8 +226,8 @@ class RoundState:
             at the last meeting.
         replicas_identical: whether all replicas held the anchor in all units when the round began.
         length: steps of the round that is under way, where a count decides; else 0.
-        dealing: the ledger of samples, where replicas run at their own speeds; else None.
-        is_rejoined: whether a replica comes to the next meeting outside of a step, as it had come
+        assignment: the ledger of samples, where replicas run at their own speeds; else None.
+        resumes_at_meeting: whether a replica comes to the next meeting outside of a step, as it had come
             to it before a checkpoint.
         first_loss: F_0, mean loss of the first round over the replicas; None before the first
             meeting, and where no loss is known.
@@ -239,16 +239,16 @@ class RoundState:
     loss_history: LossHistory
     replicas_identical: bool = True
     length: int = 0
-    dealing: Dealing | None = None
-    is_rejoined: bool = False
+    assignment: BlockAssignment | None = None
+    resumes_at_meeting: bool = False
     first_loss: float | None = None
 
     @classmethod
-    def fresh(cls, num_replicas: int, num_units: int, dealing: Dealing | None) -> RoundState:
+    def fresh(cls, num_replicas: int, num_units: int, assignment: BlockAssignment | None) -> RoundState:
         """Before the first round."""
         steps = torch.zeros(num_replicas, num_units, dtype=torch.int64)
         detectors = DetectorState.fresh(num_replicas, num_units)
-        return cls(0, detectors, steps, LossHistory.fresh(num_replicas), dealing=dealing)
+        return cls(0, detectors, steps, LossHistory.fresh(num_replicas), assignment=assignment)
 
 
 @dataclass(frozen=True)
@@ -264,8 +264,8 @@ class RoundPlan:
         landing: how parameters take the result.
         inner_lr: of the inner optimizer, the largest of all replicas.
         schedule_position: of the learning rate, the furthest of all replicas.
-        is_dealt: whether a round of replicas at their own speeds is over: counters meet.
-        is_followed: whether a replica then goes on to the next meeting without a step.
+        is_assigned: whether a round of replicas at their own speeds is over: counters meet.
+        next_meeting_without_step: whether a replica then goes on to the next meeting without a step.
         moments: of the inner optimizer that are averaged with these units.
     """
 
@@ -277,8 +277,8 @@ class RoundPlan:
     landing: LandingRule = DIRECT_COPY
     inner_lr: float = 0.0
     schedule_position: int = 0
-    is_dealt: bool = False
-    is_followed: bool = False
+    is_assigned: bool = False
+    next_meeting_without_step: bool = False
     moments: MomentRule = NO_MOMENTS
 
     @property
@@ -308,24 +308,24 @@ def plan_round(
     if any(record.is_leaving for record in records):
         return RoundPlan(MeetingOutcome.LEAVE, records, before)
     counts = [record.inner_steps for record in records]
-    dealing, length, is_dealt, is_followed = before.dealing, before.length, False, False
+    assignment, length, is_assigned, next_meeting_without_step = before.assignment, before.length, False, False
     first_loss = before.first_loss
-    if dealing is None:
+    if assignment is None:
         mean_loss = mean_round_loss(records)
         first_loss = mean_loss if first_loss is None else first_loss
         next_lr = max(record.next_lr for record in records)
         start = RoundStart(records[0].step, next_lr, mean_loss, first_loss)
         length = rules.schedule.round_length(start)
-    elif not dealing.is_over:
-        # Once it is over there is no round to settle: the replicas meet again only because they do
+    elif not assignment.is_over:
+        # Once it is over there is no round to next_round: the replicas meet again only because they do
         # not hold the same in all units yet.
-        if _is_extended(dealing, counts, rules.min_steps):
-            return RoundPlan(MeetingOutcome.EXTEND, records, replace(before, is_rejoined=False))
-        dealing, is_dealt = dealing.settle(counts), True
-        has_empty_share = not dealing.is_over and any(
-            dealing.is_exhausted(replica, 0) for replica in range(len(records))
+        if _is_extended(assignment, counts, rules.min_steps):
+            return RoundPlan(MeetingOutcome.EXTEND, records, replace(before, resumes_at_meeting=False))
+        assignment, is_assigned = assignment.next_round(counts), True
+        has_empty_share = not assignment.is_over and any(
+            assignment.is_exhausted(replica, 0) for replica in range(len(records))
         )
-        is_followed = before.is_rejoined or has_empty_share
+        next_meeting_without_step = before.resumes_at_meeting or has_empty_share
     columns = list(units)
     unit_steps = before.unit_steps + torch.tensor([[count] for count in counts])
     norms = torch.tensor([record.norms for record in records], dtype=torch.float64)[:, columns]
@@ -342,8 +342,8 @@ def plan_round(
         loss_history=loss_history,
         replicas_identical=len(columns) == unit_steps.shape[1] and landing.is_direct_copy,
         length=length,
-        dealing=dealing,
-        is_rejoined=before.is_rejoined and dealing is not None and not is_dealt,
+        assignment=assignment,
+        resumes_at_meeting=before.resumes_at_meeting and assignment is not None and not is_assigned,
         first_loss=first_loss,
     )
     return RoundPlan(
@@ -355,8 +355,8 @@ def plan_round(
         landing,
         inner_lr=max(record.inner_lr for record in records),
         schedule_position=max(record.schedule_position for record in records),
-        is_dealt=is_dealt,
-        is_followed=is_followed,
+        is_assigned=is_assigned,
+        next_meeting_without_step=next_meeting_without_step,
         moments=_moments_of(rules, after.count, len(records)),
     )
 
@@ -385,9 +385,9 @@ def _check_losses(
     return check_losses(losses, has_steps, history, penalty.loss_check)
 
 
-def _is_extended(dealing: Dealing, counts: Sequence[int], min_steps: float) -> bool:
+def _is_extended(assignment: BlockAssignment, counts: Sequence[int], min_steps: float) -> bool:
     """Whether a round is extended: too few steps, and nothing but the clock has cut it."""
-    is_cut = dealing.is_final or any(
-        dealing.is_exhausted(replica, count) for replica, count in enumerate(counts)
+    is_cut = assignment.is_final or any(
+        assignment.is_exhausted(replica, count) for replica, count in enumerate(counts)
     )
     return not is_cut and sum(counts) < min_steps

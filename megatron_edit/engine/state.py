@@ -21,7 +21,7 @@ from megatron_edit.engine.host import EngineGroups, EngineSettings, Progress, Re
 from megatron_edit.engine.plan import MeetingOutcome, RoundPlan, RoundState
 from megatron_edit.engine.saved import EngineState
 from megatron_edit.method.clock import PhaseClock, TimeTrigger
-from megatron_edit.method.ledger import Dealing
+from megatron_edit.method.ledger import BlockAssignment
 from megatron_edit.saved_state import PendingSync, ReplicaEntry
 
 
@@ -218,7 +218,7 @@ class RunState:
         round_start: the own step after which the round began.
         records: of the last meeting, by replica.
         accepted: bool [N, U], which replicas the last sync of a unit accepted.
-        num_dealings: how often samples were dealt; data prefetched under another dealing is void.
+        assignment_epoch: how often samples were dealt; data prefetched under another assignment is void.
         has_left: whether a meeting was the last one, because a replica obeyed a stop.
         is_stopping: whether this replica must end here, because a replica obeys a stop.
         is_waiting: whether it came to a meeting that did not take place, as a replica left.
@@ -236,7 +236,7 @@ class RunState:
     round_start: int = 0
     records: Sequence[ControlRecord] = ()
     accepted: Tensor = field(init=False)
-    num_dealings: int = 0
+    assignment_epoch: int = 0
     has_left: bool = False
     is_stopping: bool = False
     is_waiting: bool = False
@@ -260,9 +260,9 @@ class RunState:
         """
         replicas, timed = groups.sync.size, settings.timed
         is_even = timed is None and settings.schedule.has_fixed_rounds
-        dealing = None if timed is None else Dealing(replicas, timed.target)
+        assignment = None if timed is None else BlockAssignment(replicas, timed.target)
         return cls(
-            rounds=RoundState.fresh(replicas, num_units, dealing),
+            rounds=RoundState.fresh(replicas, num_units, assignment),
             losses=StepLosses(settings.schedule.interval) if is_even else MeanLoss(),
             clock=clock,
             timeout=AdaptiveTimeout((groups.sync, groups.meeting), settings.fixed_timeout),
@@ -285,10 +285,10 @@ class RunState:
         self.records = ()  # those of evaluations in warm-up are of no meeting of the rounds
         self.rounds = replace(self.rounds, length=round_length)
 
-    def deal(self, dealing: Dealing) -> None:
+    def assign_blocks(self, assignment: BlockAssignment) -> None:
         """Samples are dealt anew, where replicas run at their own speeds."""
-        self.rounds = replace(self.rounds, dealing=dealing)
-        self.num_dealings += 1
+        self.rounds = replace(self.rounds, assignment=assignment)
+        self.assignment_epoch += 1
         self.round_start = self.step
 
     def record(self, progress: Progress, **rest: Any) -> ControlRecord:
@@ -329,7 +329,7 @@ class RunState:
         if plan.outcome is not MeetingOutcome.SYNC:
             return
         self.round_start = self.step
-        self.num_dealings += plan.is_dealt
+        self.assignment_epoch += plan.is_assigned
         assert plan.decision is not None
         self.accepted[:, list(plan.units)] = ~plan.decision.verdict.anomalous
         self.losses.report(plan.records, reporter)
@@ -379,7 +379,7 @@ class RunState:
         replica = saved.replica
         self.step, self.rounds = replica.step, saved.rounds
         self.round_start = replica.step - replica.inner_steps
-        self.num_dealings += 1
+        self.assignment_epoch += 1
         self.is_waiting = replica.is_waiting
         self.losses.restore(replica.losses, replica.last_loss_step, is_waiting=self.is_waiting)
         if self.timer is not None:

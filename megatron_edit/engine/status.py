@@ -9,7 +9,7 @@ from megatron_edit.comm.flags import DelayedFlags, Flag
 from megatron_edit.engine.host import EngineSettings
 from megatron_edit.engine.state import RunState
 from megatron_edit.engine.sync.manager import SyncManager
-from megatron_edit.method.ledger import Dealing
+from megatron_edit.method.ledger import BlockAssignment
 
 
 class EngineStatus:
@@ -90,14 +90,14 @@ class EngineStatus:
         return self._state.records
 
     @property
-    def dealing(self) -> Dealing | None:
+    def assignment(self) -> BlockAssignment | None:
         """The ledger of samples of the round under way; None where steps are counted."""
-        return self._state.rounds.dealing
+        return self._state.rounds.assignment
 
     @property
-    def num_dealings(self) -> int:
-        """How often samples were dealt; data prefetched under another dealing is void."""
-        return self._state.num_dealings
+    def assignment_epoch(self) -> int:
+        """How often samples were dealt; data prefetched under another assignment is void."""
+        return self._state.assignment_epoch
 
     @property
     def has_pending_units(self) -> bool:

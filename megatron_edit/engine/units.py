@@ -27,7 +27,7 @@ def forward_order(name: str) -> tuple[int, int]:
     return _ORDER[kind], int(number or 0)
 
 
-class HeldShard(Protocol):
+class ShardAccessor(Protocol):
     """A main shard that its optimizer keeps in a form, or a place, of its own."""
 
     def numel(self) -> int:
@@ -59,7 +59,7 @@ class ParamShard:
 
     parameter: str
     unit: str
-    main: Tensor | HeldShard
+    main: Tensor | ShardAccessor
     is_counted: bool
     tie: str | None
     source: Tensor | None = None

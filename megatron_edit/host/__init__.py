@@ -8,7 +8,7 @@
 | training, stops | Megatron's training loop and its ends |
 | model/ | one replica's model, optimizers and schedule as the engine's host |
 | overlap, groups | landing units before Megatron gathers them; Megatron's process groups |
-| data, dealing | samples: each replica's share, and those that the ledger deals |
+| data, assigned_data | samples: each replica's share, and those that the ledger deals |
 | observe, metrics, timers | what Megatron logs, and what EDiT adds to it |
 | checkpoint/ | checkpoints of replicas, through Megatron's own |
 | cpu/ | Megatron without CUDA |

@@ -146,7 +146,7 @@ class Attachment:
             # while it does may abort, with another exit code.
             engine.close()
             if error is None:
-                self._world.leave_together()
+                self._world.exit_barrier()
                 engine.close(groups=True)
         if self._loop is not None:
             self._loop.end(loss or error)

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.transport import (
     ON_CPU,
-    Seat,
+    RankDevice,
     Transport,
     choose_backend,
     stand_alone_group,
@@ -63,7 +63,7 @@ def build_groups(
         f"control group of replica {place.replica}",
     )
     meeting: Group = across(ON_CPU, "meeting")
-    seats = meeting.all_gather_objects(control.all_gather_objects(_seat(device)))
+    seats = meeting.all_gather_objects(control.all_gather_objects(_rank_device(device)))
     backend = choose_backend(config.sync_backend, seats)
     if place.global_rank == 0:
         say(f"exchanges over {backend} (--edit-sync-backend {config.sync_backend})")
@@ -80,13 +80,13 @@ def build_groups(
     )
 
 
-def _seat(device: torch.device) -> Seat:
+def _rank_device(device: torch.device) -> RankDevice:
     """Where this rank computes. A GPU has the same name for all that see it."""
     gpu = ""
     if device.type == "cuda":
         number = torch.cuda.current_device()
         gpu = str(getattr(torch.cuda.get_device_properties(number), "uuid", number))
-    return Seat(socket.gethostname(), gpu, torch.distributed.is_nccl_available())
+    return RankDevice(socket.gethostname(), gpu, torch.distributed.is_nccl_available())
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class MegatronWriters:
             self._wandb.log(dict(values), self._progress.iteration)
 
 
-def tell_of_the_run(
+def write_run_header(
     events: EventLog,
     config: EditConfig,
     placement: Placement,

@@ -40,10 +40,10 @@ from megatron_edit.host.checkpoint.paths import Redirection
 from megatron_edit.host.checkpoint.saving import SaveControl
 from megatron_edit.host.checkpoint.write_errors import WriteErrors
 from megatron_edit.host.checkpoint.writing import CheckpointWriter
-from megatron_edit.host.dealing import DealtLoader, dealt_loader
+from megatron_edit.host.assigned_data import AssignedLoader, assigned_loader
 from megatron_edit.host.files import check_data, looks_for_its_host
 from megatron_edit.host.groups import build_groups
-from megatron_edit.host.metrics import tell_of_the_run
+from megatron_edit.host.metrics import write_run_header
 from megatron_edit.host.model.ends import reason_of_end
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.model.progress import RunProgress
@@ -235,7 +235,7 @@ class TrainingLoop:
             if run is not None:
                 if not run.engine.join_pending_meeting():
                     run.stops.leave_before_training(call.arguments)
-                run.host.hold_back(0)  # no meeting is left that it waits at
+                run.host.set_pending_schedule(0)  # no meeting is left that it waits at
                 run.engine.clock.pause()  # until the first step
             result = call.proceed()
         except SystemExit as stop:
@@ -257,8 +257,8 @@ class TrainingLoop:
 
     def _deal(
         self, run: TrainingRun, call: Call[DataLoader[object] | None]
-    ) -> DataLoader[object] | DealtLoader | None:
-        return dealt_loader(call, run.engine, run.host, self._world.placement.replica)
+    ) -> DataLoader[object] | AssignedLoader | None:
+        return assigned_loader(call, run.engine, run.host, self._world.placement.replica)
 
     # ---- what they lead to
 
@@ -302,7 +302,7 @@ class TrainingLoop:
         progress = RunProgress(engine, host, place.replica, place.num_replicas)
         where = (place, self._device)
         resumed_from = self._loads.resumed_from
-        tell_of_the_run(self._events, self._config, *where, progress, resumed_from)
+        write_run_header(self._events, self._config, *where, progress, resumed_from)
         observer = Observer(self._events, engine, host, progress, get_timers())
         if mode == OVERLAP:
             self._hook_gathers(engine, host, model, groups)

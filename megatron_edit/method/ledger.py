@@ -22,7 +22,7 @@ FINAL_ROUNDS = 2  # the last blocks are dealt by quota from two rounds of the fa
 
 
 @dataclass(frozen=True)
-class Dealing:
+class BlockAssignment:
     """How one round deals the blocks that are still to consume.
 
     The list of entries of the round is `holes`, then `frontier`, `frontier` + 1, ... up to
@@ -103,8 +103,8 @@ class Dealing:
         """Whether a replica must meet at once after `steps` steps of this round."""
         return self.block(replica, steps) is None
 
-    def settle(self, steps: Sequence[int]) -> Dealing:
-        """The dealing of the next round, in time proportional to the entries touched.
+    def next_round(self, steps: Sequence[int]) -> BlockAssignment:
+        """The assignment of the next round, in time proportional to the entries touched.
 
         A round may end anywhere, also a final one: a stop cuts it short, and what is left
         unused becomes holes again.
@@ -129,7 +129,7 @@ class Dealing:
         # After a round without a step there is no speed to go by; nothing is final then.
         is_final = 0 < remaining <= FINAL_ROUNDS * self.num_replicas * max(steps)
         quotas = proportional_shares(remaining, steps) if is_final else None
-        return Dealing(self.num_replicas, self.target, frontier, holes, quotas)
+        return BlockAssignment(self.num_replicas, self.target, frontier, holes, quotas)
 
     @cached_property
     def _dealt(self) -> tuple[range, ...]:

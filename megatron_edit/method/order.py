@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from megatron_edit.method.ledger import Dealing
+from megatron_edit.method.ledger import BlockAssignment
 
 
 @dataclass(frozen=True)
@@ -94,18 +94,18 @@ def after_counted_steps(
     return _displacing(order, ranges, start + max(steps) * batch)
 
 
-def after_dealing(
-    order: SampleOrder, dealing: Dealing, steps: Sequence[int], block: int
+def after_assignment(
+    order: SampleOrder, assignment: BlockAssignment, steps: Sequence[int], block: int
 ) -> SampleOrder:
     """The order after a round was cut short.
 
     Args:
         order: block b has the numbers from `order.start` + b * `block` on.
-        dealing: of the round.
+        assignment: of the round.
         steps: of each replica in it.
         block: samples of a block.
     """
-    settled = dealing.settle(steps)
+    settled = assignment.next_round(steps)
     left = [
         (order.start + hole * block, order.start + (hole + 1) * block) for hole in settled.holes
     ]

@@ -175,7 +175,7 @@ class ToyHost:
     def begin_local(self, *, is_over: bool) -> None:
         self.ended_rounds.append((0, is_over))
 
-    def end_round(self, samples: int, *, is_over: bool, is_followed: bool) -> None:
+    def end_round(self, samples: int, *, is_over: bool, next_meeting_without_step: bool) -> None:
         self.ended_rounds.append((samples, is_over))
 
     def advance_schedule(self, samples: int) -> None:

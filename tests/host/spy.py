@@ -308,14 +308,14 @@ def note_leaving() -> None:
     """Leave a file for each rank that waits for the others at the end."""
     from megatron_edit.comm.worlds import ReplicaWorld
 
-    leave_together = ReplicaWorld.leave_together
+    exit_barrier = ReplicaWorld.exit_barrier
 
-    @wraps(leave_together)
+    @wraps(exit_barrier)
     def noted(self: ReplicaWorld, *args: Any, **kwargs: Any) -> None:
-        leave_together(self, *args, **kwargs)
+        exit_barrier(self, *args, **kwargs)
         (out_dir() / f"left-{self.placement.global_rank}").touch()
 
-    ReplicaWorld.leave_together = noted  # type: ignore[method-assign]
+    ReplicaWorld.exit_barrier = noted  # type: ignore[method-assign]
 
 
 def record_embeddings() -> None:

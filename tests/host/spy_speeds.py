@@ -247,25 +247,25 @@ def lose_a_part() -> None:
 
 def record_consumed() -> None:
     """Write the sample indices that this rank's training consumed, by step."""
-    from megatron_edit.host.dealing import DealtLoader, DealtSampler
+    from megatron_edit.host.assigned_data import AssignedLoader, AssignedSampler
 
     rank, waiting, consumed = os.environ["RANK"], deque[list[int]](), list[list[int]]()
-    sample, load = DealtSampler.__iter__, DealtLoader.__iter__
+    sample, load = AssignedSampler.__iter__, AssignedLoader.__iter__
 
-    def spied_sampler(self: DealtSampler) -> Iterator[list[int]]:
+    def spied_sampler(self: AssignedSampler) -> Iterator[list[int]]:
         waiting.clear()  # what was read ahead and never delivered
         for indices in sample(self):
             waiting.append(indices)
             yield indices
 
-    def spied_loader(self: DealtLoader) -> Iterator[Any]:
+    def spied_loader(self: AssignedLoader) -> Iterator[Any]:
         for batch in load(self):
             consumed.append(waiting.popleft())
             (out_dir() / f"consumed-{rank}.json").write_text(json.dumps(consumed))
             yield batch
 
-    DealtSampler.__iter__ = spied_sampler  # type: ignore[method-assign]
-    DealtLoader.__iter__ = spied_loader  # type: ignore[method-assign]
+    AssignedSampler.__iter__ = spied_sampler  # type: ignore[method-assign]
+    AssignedLoader.__iter__ = spied_loader  # type: ignore[method-assign]
 
 
 def record_spy() -> None:

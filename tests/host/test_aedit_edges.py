@@ -41,7 +41,7 @@ def test_samples_follow_the_ledger_at_speeds_far_apart(tmp_path: Path) -> None:
     for line in run.syncs:
         for blocks, dealt, steps in zip(expected, ledger.dealt, line["inner_steps"], strict=True):
             blocks += dealt[:steps]
-        ledger.settle(line["inner_steps"])
+        ledger.next_round(line["inner_steps"])
     for replica, blocks in enumerate(expected):
         batches = json.loads((tmp_path / f"consumed-{replica}.json").read_text())
         assert batches == [[2 * block, 2 * block + 1] for block in blocks]

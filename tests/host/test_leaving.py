@@ -8,7 +8,7 @@ from tests.host.runs import run_edit
 
 
 def test_every_rank_waits_for_the_others(tmp_path: Path) -> None:
-    """Would catch: a launcher that ends its ranks without `ReplicaWorld.leave_together`
-    (test_leave_together.py)."""
+    """Would catch: a launcher that ends its ranks without `ReplicaWorld.exit_barrier`
+    (test_exit_barrier.py)."""
     run_edit(tmp_path, 4, 2, before="tests.host.spy:note_leaving")
     assert {path.name for path in tmp_path.glob("left-*")} == {f"left-{r}" for r in range(4)}

@@ -204,7 +204,7 @@ COMM = (
         file="comm/worlds.py",
         old="everybody = self.placement.num_replicas * self.placement.ranks_per_replica",
         new="everybody = self.placement.num_replicas",
-        test="distributed/test_leave_together.py::test_all_ranks_of_all_replicas_are_waited_for",
+        test="distributed/test_exit_barrier.py::test_all_ranks_of_all_replicas_are_waited_for",
     ),
     Mutant(
         id="comm/environment-not-restored",

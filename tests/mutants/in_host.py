@@ -138,10 +138,10 @@ HOST = (
     Mutant(
         id="host/remainder-not-rounded",
         bug="main parameters that are kept as remainders are off where the rounding went up",
-        file="host/model/held.py",
+        file="host/model/shard_access.py",
         old="    high = (bits >> 16) + (remainder < 0)",
         new="    high = bits >> 16",
-        test="pure/test_held_shards.py::test_remainders_lose_no_bit",
+        test="pure/test_shard_accessors.py::test_remainders_lose_no_bit",
     ),
     Mutant(
         id="host/quantized-by-owners",
@@ -149,7 +149,7 @@ HOST = (
         file="host/model/quantized.py",
         old="            if id(parameter) in chosen:",
         new="            if id(parameter) in chosen and main is not None:",
-        test="pure/test_held_shards.py::test_parameters_in_eight_bits",
+        test="pure/test_shard_accessors.py::test_parameters_in_eight_bits",
     ),
     Mutant(
         id="host/graph-scopes-of-lists",
@@ -404,7 +404,7 @@ HOST = (
     Mutant(
         id="host/resumed-round-anew",
         bug="a resumed round of clocks reads its blocks from the first on: samples twice",
-        file="host/dealing.py",
+        file="host/assigned_data.py",
         old="order, step = self._order, self._engine.status.inner_steps",
         new="order, step = self._order, 0",
         test="pure/test_host_parts.py::test_a_resumed_round_goes_on_with_its_blocks",
@@ -541,10 +541,10 @@ HOST = (
     Mutant(
         id="host/joined-saves-mixed",
         bug="of saves that are handed over as one, each writes the tensors of the last",
-        file="host/checkpoint/together.py",
+        file="host/checkpoint/async_requests.py",
         old="        arguments[_BUCKETS] = buckets\n",
         new="        arguments[_BUCKETS] = fetched[-1]\n",
-        test="host/test_joined_saves.py::test_two_become_one",
+        test="host/test_merged_async_requests.py::test_two_become_one",
     ),
     Mutant(
         id="host/norm-gradients-unsummed",

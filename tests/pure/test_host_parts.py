@@ -21,7 +21,7 @@ from megatron_edit.errors import HostVersionError, UsageError
 from megatron_edit.host.arguments import check_arguments, global_arithmetic
 from megatron_edit.host.checkpoint.fingerprint import check_same_model, model_of
 from megatron_edit.host.cpu.checkpoints import Snapshots
-from megatron_edit.host.dealing import DealtSampler, Share
+from megatron_edit.host.assigned_data import AssignedSampler, Share
 from megatron_edit.host.model.loop import LoopControl
 from megatron_edit.host.model.moments import zero_nonfinite
 from megatron_edit.host.model.routers import Routers
@@ -29,7 +29,7 @@ from megatron_edit.host.overlap import keep_sends_asynchronous, land_before_gath
 from megatron_edit.host.seams.patching import Patcher
 from megatron_edit.host.seams.probes import Probe, _check
 from megatron_edit.method.clock import PhaseClock
-from megatron_edit.method.ledger import Dealing
+from megatron_edit.method.ledger import BlockAssignment
 from megatron_edit.method.order import SampleOrder
 
 anything: Any = SimpleNamespace
@@ -134,7 +134,7 @@ def loop(**intervals: int | None) -> tuple[LoopControl, Namespace]:
     vars(args).update(intervals)
     scheduler = anything(num_steps=0, step=lambda increment: None)
     control = LoopControl(args, scheduler)
-    control.take(16, is_over=False)
+    control.override_intervals(16, is_over=False)
     control.begin_step()
     return control, args
 
@@ -142,7 +142,7 @@ def loop(**intervals: int | None) -> tuple[LoopControl, Namespace]:
 def test_the_schedule_stands_where_the_samples_do() -> None:
     """Megatron adds what the step consumed afterwards: catches a rate that is a step ahead."""
     control, args = loop()
-    control.end_round(56, 4, is_over=False, is_followed=False)
+    control.end_round(56, 4, is_over=False, next_meeting_without_step=False)
     assert control.scheduler.num_steps == 52 and args.consumed_train_samples == 48
 
 
@@ -152,7 +152,7 @@ def test_intervals_are_of_the_samples_of_all() -> None:
     seen = []
     for samples in (20, 24, 40, 90):  # multiples of 24 and 80 are crossed by some
         control.begin_step()
-        control.end_round(samples, 4, is_over=False, is_followed=False)
+        control.end_round(samples, 4, is_over=False, next_meeting_without_step=False)
         seen.append((args.eval_interval, args.save_interval))
     assert seen == [(None, None), (3, None), (None, None), (3, 3)]
     control.release()
@@ -229,10 +229,10 @@ def test_copies_are_counted_once(rank: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_resumed_round_goes_on_with_its_blocks() -> None:
     """Catches a sampler that begins the round anew, or reads another replica's blocks."""
-    dealing, order = Dealing(2, 5), SampleOrder(4)
-    engine: Any = anything(status=anything(dealing=dealing, inner_steps=1))
+    assignment, order = BlockAssignment(2, 5), SampleOrder(4)
+    engine: Any = anything(status=anything(assignment=assignment, inner_steps=1))
     share = Share(micro_batch=2, ranks=1, micro_batches=1, rank=0)
-    sampler = DealtSampler(engine, 1, share, order)
+    sampler = AssignedSampler(engine, 1, share, order)
     assert list(sampler) == [[4 + 6, 4 + 7]]  # blocks 1 and 3 are its own, and 1 is done
     engine.status.inner_steps = 0
     assert list(sampler) == [[6, 7], [10, 11]]

@@ -103,7 +103,7 @@ def test_a_replica_that_goes_back_to_its_meeting(host: MegatronHost) -> None:
     """Its schedule has moved on already: catches a rate, or a position, that counts it twice."""
     schedule: Any = host._scheduler
     schedule.num_steps = 40
-    host.hold_back(8)
+    host.set_pending_schedule(8)
     progress = host.progress()
     assert (progress.schedule_position, progress.pending_schedule) == (32, 8)
     step(host, 1)

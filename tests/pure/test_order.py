@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_edit.method.ledger import Dealing
+from megatron_edit.method.ledger import BlockAssignment
 from megatron_edit.method.order import (
     IN_ORDER,
     SampleOrder,
     after_counted_steps,
-    after_dealing,
+    after_assignment,
     share_of,
 )
 
@@ -58,18 +58,18 @@ class Training:
     def deal(self, num: int, rounds: Sequence[Sequence[int]]) -> None:
         """Rounds of replicas with clocks; the last is cut short."""
         start, block = self.order.start, BATCH // num
-        dealing = Dealing(num, (TARGET - start) // block)
+        assignment = BlockAssignment(num, (TARGET - start) // block)
         for number, wishes in enumerate(rounds, 1):
             steps = [0] * num
             for replica, wish in enumerate(wishes):
                 while steps[replica] < wish:
-                    if (taken := dealing.block(replica, steps[replica])) is None:
+                    if (taken := assignment.block(replica, steps[replica])) is None:
                         break
                     self.consume(range(start + taken * block, start + (taken + 1) * block))
                     steps[replica] += 1
             if number < len(rounds):
-                dealing = dealing.settle(steps)
-        self.change(after_dealing(self.order, dealing, steps, block))
+                assignment = assignment.next_round(steps)
+        self.change(after_assignment(self.order, assignment, steps, block))
 
 
 @st.composite
@@ -147,7 +147,7 @@ def test_micro_batches(chunk: int) -> None:
 def test_equal_steps_leave_nothing() -> None:
     """A change at a sync: would catch an order where none is needed."""
     assert after_counted_steps(IN_ORDER, [3, 3, 3], BATCH, 8, 48) == SampleOrder(120)
-    assert after_dealing(IN_ORDER, Dealing(2, 20), [3, 3], 12) == SampleOrder(72)
+    assert after_assignment(IN_ORDER, BlockAssignment(2, 20), [3, 3], 12) == SampleOrder(72)
 
 
 @st.composite

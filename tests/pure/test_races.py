@@ -290,7 +290,7 @@ MISTAKES: dict[str, tuple[str, Mistake]] = {
     "stream beside not after the sync": ("overlap", NOBODY_WAITS_FOR_HOME),
     "exchange not awaited": ("overlap", Mistake("work", "UnitSync.await_average")),
     "delayed exchange not awaited": ("delayed", Mistake("work", "UnitSync.await_average")),
-    "encoding not after compute": ("int8", Mistake("wait", "beside_compute")),
+    "encoding not after compute": ("int8", Mistake("wait", "on_exchange_stream")),
     "sum of chunks not awaited": ("int8", Mistake("work", "CodedExchange.start_second_phase")),
     "encoded sums not awaited": ("int8", Mistake("work", "CodedExchange.wait")),
     "sums of a batch not awaited": (

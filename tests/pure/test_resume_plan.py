@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from megatron_edit.checkpoint import resume
 from megatron_edit.checkpoint.manifest import Ledger, Manifest
-from megatron_edit.checkpoint.resume import ResumePlan, ResumingRun, dealing_of, ledger_of
+from megatron_edit.checkpoint.resume import ResumePlan, ResumingRun, assignment_of, ledger_of
 from megatron_edit.method.detector import DetectorState
-from megatron_edit.method.ledger import Dealing
+from megatron_edit.method.ledger import BlockAssignment
 from megatron_edit.method.order import IN_ORDER, SampleOrder
 from megatron_edit.saved_state import ReplicaEntry
 
@@ -34,7 +34,7 @@ def run_of(
 
 
 def saved(
-    steps: Sequence[int], before: int = 0, dealing: Dealing | None = None, **changes: Any
+    steps: Sequence[int], before: int = 0, assignment: BlockAssignment | None = None, **changes: Any
 ) -> Manifest:
     """What replicas write after these inner steps, `before` of them all having been synced."""
     num, block = len(steps), BATCH // len(steps)
@@ -42,19 +42,19 @@ def saved(
         ReplicaEntry(s, n, s * block, s * BATCH, (0.5,), s, 1.5, 1.25, True)
         for n, s in ((count, before + count) for count in steps)
     )
-    strategy, ledger = ("edit", None) if dealing is None else ("a-edit", ledger_of(dealing))
+    strategy, ledger = ("edit", None) if assignment is None else ("a-edit", ledger_of(assignment))
     manifest = Manifest(
         before, "all", strategy, num, 1, {}, {}, ("u",), False, 3, entries, {}, BATCH, 1, ledger
     )
     return replace(manifest, **changes)
 
 
-SETTLED = Dealing(2, 24, 9, (3, 5, 7))  # after steps 5 and 1
-FINAL = Dealing(2, 24).settle([8, 2])
+SETTLED = BlockAssignment(2, 24, 9, (3, 5, 7))  # after steps 5 and 1
+FINAL = BlockAssignment(2, 24).next_round([8, 2])
 SAME = [
     saved([0, 0], before=4), saved([2, 2], before=4), saved([3, 1], before=4),
-    saved([0, 0], before=3, dealing=SETTLED), saved([2, 0], before=3, dealing=SETTLED),
-    saved([0, 0], before=5, dealing=FINAL), saved([3, 1], before=5, dealing=FINAL),
+    saved([0, 0], before=3, assignment=SETTLED), saved([2, 0], before=3, assignment=SETTLED),
+    saved([0, 0], before=5, assignment=FINAL), saved([3, 1], before=5, assignment=FINAL),
     saved([0, 0], before=5, is_warmup=True),
 ]  # fmt: skip
 
@@ -63,8 +63,8 @@ SAME = [
 def test_the_same_replicas_go_on(manifest: Manifest) -> None:
     """With clocks, losses and all: would catch a resume that is not that of nobody stopping."""
     plan = plan_resume(manifest, run_of(2, timed=manifest.ledger is not None))
-    dealing = None if manifest.ledger is None else dealing_of(manifest)
-    assert plan == ResumePlan(True, manifest.replicas, IN_ORDER, manifest.samples, dealing, None)
+    assignment = None if manifest.ledger is None else assignment_of(manifest)
+    assert plan == ResumePlan(True, manifest.replicas, IN_ORDER, manifest.samples, assignment, None)
 
 
 @pytest.mark.parametrize("num", [1, 3, 4])
@@ -74,7 +74,7 @@ def test_others_after_equal_steps(num: int, count: int) -> None:
     plan = plan_resume(saved([count] * 2, before=4), run_of(num))
     step = 4 + count
     assert (plan.goes_on, plan.order, plan.iteration) == (False, SampleOrder(step * BATCH), None)
-    assert plan.consumed == step * BATCH and plan.dealing is None
+    assert plan.consumed == step * BATCH and plan.assignment is None
     entry = ReplicaEntry(step, 0, step * BATCH // num, step * BATCH)
     assert plan.entries == (entry,) * num
 
@@ -84,7 +84,7 @@ def test_others_in_the_middle_of_a_round() -> None:
     plan = plan_resume(saved([3, 1], before=4, chunk=6), run_of(3))
     left = ((126, 132), (138, 144), (150, 156), (162, 168))  # two micro-batches of two steps
     assert plan.order == SampleOrder(144, left) and plan.consumed == 144
-    assert plan.iteration == 6 and plan.dealing is None and not plan.goes_on
+    assert plan.iteration == 6 and plan.assignment is None and not plan.goes_on
     assert plan.entries == (ReplicaEntry(6, 0, 48, 6 * BATCH),) * 3
 
 
@@ -102,7 +102,7 @@ def test_odd_numbers() -> None:
 def test_clocks_after_counted_steps(num: int, blocks: int) -> None:
     """At a sync: block 0 of the new ledger is the first sample that is left."""
     plan = plan_resume(saved([0, 0], before=4), run_of(num, timed=True))
-    assert plan.dealing == Dealing(num, blocks) and plan.order == SampleOrder(96)
+    assert plan.assignment == BlockAssignment(num, blocks) and plan.order == SampleOrder(96)
     assert (plan.goes_on, plan.consumed, plan.iteration) == (False, 96, 4)
     assert {(e.step, e.inner_steps, e.schedule_position) for e in plan.entries} == {(4, 0, 96)}
 
@@ -110,10 +110,10 @@ def test_clocks_after_counted_steps(num: int, blocks: int) -> None:
 @pytest.mark.parametrize("num", [1, 2, 3])
 def test_counted_steps_after_clocks(num: int) -> None:
     """The holes of the ledger, and those of the round that was cut, come first."""
-    plan = plan_resume(saved([2, 0], before=3, dealing=SETTLED), run_of(num))
+    plan = plan_resume(saved([2, 0], before=3, assignment=SETTLED), run_of(num))
     # Replica 0 has taken holes 3 and 7 of 3 5 7: block 5 is left, and the frontier stands.
     assert plan.order == SampleOrder(8 * 12, ((60, 72),)) and plan.consumed == 96
-    assert (plan.goes_on, plan.iteration, plan.dealing) == (False, 4, None)
+    assert (plan.goes_on, plan.iteration, plan.assignment) == (False, 4, None)
     assert {(e.step, e.inner_steps, e.schedule_position) for e in plan.entries} == {(4, 0, 96)}
 
 
@@ -131,18 +131,18 @@ def test_warm_up_with_others(num: int, timed: bool) -> None:
 def test_a_longer_training(steps: list[int]) -> None:
     """The same round goes on with more blocks; a final one, whose quotas are void, does not."""
     longer = run_of(2, timed=True, target=2 * TARGET)
-    plan = plan_resume(saved(steps, before=3, dealing=SETTLED), longer)
-    assert plan.goes_on and plan.dealing == Dealing(2, 48, SETTLED.frontier, SETTLED.holes)
-    manifest = saved(steps, before=5, dealing=FINAL)
+    plan = plan_resume(saved(steps, before=3, assignment=SETTLED), longer)
+    assert plan.goes_on and plan.assignment == BlockAssignment(2, 48, SETTLED.frontier, SETTLED.holes)
+    manifest = saved(steps, before=5, assignment=FINAL)
     plan = plan_resume(manifest, longer)
-    assert not plan.goes_on and plan.dealing == Dealing(2, 48 - manifest.samples // 12)
+    assert not plan.goes_on and plan.assignment == BlockAssignment(2, 48 - manifest.samples // 12)
     assert plan.consumed == manifest.samples == plan.order.start
 
 
 def test_another_batch() -> None:
     """Blocks of another size: would catch a ledger that goes on counting in the old ones."""
-    plan = plan_resume(saved([2, 0], before=3, dealing=SETTLED), run_of(2, timed=True, batch=48))
-    assert not plan.goes_on and plan.dealing == Dealing(2, (TARGET - 96) // 24)
+    plan = plan_resume(saved([2, 0], before=3, assignment=SETTLED), run_of(2, timed=True, batch=48))
+    assert not plan.goes_on and plan.assignment == BlockAssignment(2, (TARGET - 96) // 24)
     assert plan.order == SampleOrder(96, ((60, 72),)) and plan.iteration == 2
 
 
@@ -153,15 +153,15 @@ def test_another_batch_in_the_middle_of_a_round() -> None:
 
 def test_fewer_replicas_with_larger_blocks() -> None:
     """Blocks of the saved run and of this one differ in size: neither bounds the other."""
-    plan = plan_resume(saved([0, 0], before=8, dealing=Dealing(2, 24, 16)), run_of(1, timed=True))
-    assert plan.dealing == Dealing(1, 4) and plan.order == SampleOrder(192)
+    plan = plan_resume(saved([0, 0], before=8, assignment=BlockAssignment(2, 24, 16)), run_of(1, timed=True))
+    assert plan.assignment == BlockAssignment(1, 4) and plan.order == SampleOrder(192)
 
 
 @pytest.mark.parametrize(
     "manifest",
     [
-        saved([0, 0], before=3, dealing=SETTLED), saved([3, 1], before=5, dealing=FINAL),
-        saved([6, 5], before=0, dealing=Dealing(2, 24)),
+        saved([0, 0], before=3, assignment=SETTLED), saved([3, 1], before=5, assignment=FINAL),
+        saved([6, 5], before=0, assignment=BlockAssignment(2, 24)),
     ],
     ids=["frontier", "final", "inside the round"],
 )  # fmt: skip
@@ -175,7 +175,7 @@ def test_a_target_that_has_passed(manifest: Manifest, num: int) -> None:
 
 def test_a_ledger_that_contradicts_itself() -> None:
     """The caller turns it into one line; would catch samples that get lost silently."""
-    broken = replace(saved([0, 0], dealing=SETTLED), ledger=Ledger(24, 9, (7, 5), None))
+    broken = replace(saved([0, 0], assignment=SETTLED), ledger=Ledger(24, 9, (7, 5), None))
     for run in (run_of(2, timed=True), run_of(2), run_of(1)):
         with pytest.raises(ValueError, match="holes"):
             plan_resume(broken, run)
@@ -194,32 +194,32 @@ class Job:
         if not plan.goes_on:
             rest = {plan.order.sample(number) for number in range(plan.consumed, TARGET)}
             assert rest == set(range(TARGET)) - self.consumed
-        if run.is_timed and plan.dealing is None:  # after the warm-up
-            return replace(plan, dealing=Dealing(run.num_replicas, TARGET // run.block))
+        if run.is_timed and plan.assignment is None:  # after the warm-up
+            return replace(plan, assignment=BlockAssignment(run.num_replicas, TARGET // run.block))
         return plan
 
     def train(self, run: ResumingRun, rounds: Sequence[Sequence[int]]) -> None:
         """Resume, make rounds with a sync after each but the last, save in the middle of it."""
         plan = self.resume(run)
-        entries, dealing, order = list(plan.entries), plan.dealing, plan.order
+        entries, assignment, order = list(plan.entries), plan.assignment, plan.order
         start = plan.consumed - sum(entry.inner_steps for entry in entries) * run.block
         for number, wishes in enumerate(rounds):
             if number > 0:
                 counts = [entry.inner_steps for entry in entries]
-                dealing, start = dealing and dealing.settle(counts), start + max(counts) * BATCH
+                assignment, start = assignment and assignment.next_round(counts), start + max(counts) * BATCH
                 entries = [replace(entry, inner_steps=0) for entry in entries]
-            if dealing is None and number < len(rounds) - 1:  # all come to the sync
+            if assignment is None and number < len(rounds) - 1:  # all come to the sync
                 wishes = [max(*wishes, *(e.inner_steps for e in entries))] * len(entries)
             for replica, wish in enumerate(wishes):
                 while (step := entries[replica].inner_steps) < wish:
-                    if dealing is None:
+                    if assignment is None:
                         numbers = shared(start + step * BATCH, replica, run.num_replicas, run.chunk)
-                    elif (block := dealing.block(replica, step)) is not None:
+                    elif (block := assignment.block(replica, step)) is not None:
                         low = order.start + block * run.block
                         numbers = list(range(low, low + run.block))
                     else:
                         break
-                    if dealing is None and start + (step + 1) * BATCH > TARGET:
+                    if assignment is None and start + (step + 1) * BATCH > TARGET:
                         break  # the loop ends with the last whole step
                     samples = {order.sample(number) for number in numbers}
                     assert len(samples) == run.block and self.consumed.isdisjoint(samples)
@@ -228,7 +228,7 @@ class Job:
                     counters = entry.step + 1, step + 1, entry.samples + run.block
                     entries[replica] = ReplicaEntry(*counters, entry.schedule_position)
         self.manifest = replace(
-            saved([0] * len(entries), dealing=dealing, chunk=run.chunk),
+            saved([0] * len(entries), assignment=assignment, chunk=run.chunk),
             replicas=tuple(entries),
             order_start=order.start,
             displaced=order.displaced,
@@ -299,9 +299,9 @@ def test_damaged_detectors(mean: Any) -> None:
 
 def test_the_ledger_comes_back() -> None:
     """A final round too, whose quotas a checkpoint must hold."""
-    for dealing in (SETTLED, FINAL, Dealing(2, 0)):
-        assert dealing_of(saved([0, 0], dealing=dealing)) == dealing
-    assert FINAL.is_final and dealing_of(saved([0, 0])) is None
+    for assignment in (SETTLED, FINAL, BlockAssignment(2, 0)):
+        assert assignment_of(saved([0, 0], assignment=assignment)) == assignment
+    assert FINAL.is_final and assignment_of(saved([0, 0])) is None
 
 
 def test_nothing_is_done_twice_after_unequal_stops() -> None:
@@ -309,7 +309,7 @@ def test_nothing_is_done_twice_after_unequal_stops() -> None:
     some come to alone."""
     assert plan_resume(saved([3, 1], before=4), run_of(2)).suppressed_until_step == 7
     assert plan_resume(saved([2, 2], before=4), run_of(2)).suppressed_until_step == 0
-    clocks = saved([2, 0], before=3, dealing=SETTLED)
+    clocks = saved([2, 0], before=3, assignment=SETTLED)
     assert plan_resume(clocks, run_of(2, timed=True)).suppressed_until_step == 0
 
 

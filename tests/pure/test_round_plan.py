@@ -27,7 +27,7 @@ from megatron_edit.engine.state import MeanLoss, RunState
 from megatron_edit.method.clock import PhaseClock, TimeTrigger
 from megatron_edit.method.detector import DetectorConfig
 from megatron_edit.method.landing import DIRECT_COPY
-from megatron_edit.method.ledger import Dealing
+from megatron_edit.method.ledger import BlockAssignment
 from megatron_edit.method.schedule import StepSchedule
 
 PENALTY = Penalty(
@@ -38,7 +38,7 @@ RULES = RoundRules(PENALTY, DIRECT_COPY, StepSchedule(0, 4, 1), min_steps=10)  #
 
 def fresh(target: int = 100) -> RoundState:
     """Two replicas, one unit, and so many blocks of samples in the whole training."""
-    return RoundState.fresh(2, 1, Dealing(2, target))
+    return RoundState.fresh(2, 1, BlockAssignment(2, target))
 
 
 def meet(before: RoundState, *steps: int) -> RoundPlan:
@@ -51,14 +51,14 @@ def meet(before: RoundState, *steps: int) -> RoundPlan:
 def test_what_is_due_is_put_off_once(is_extended: bool) -> None:
     """A replica rejoins outside of a step: only that meeting puts off what is due, also where the
     round goes on after it."""
-    state = replace(fresh(), is_rejoined=True)
+    state = replace(fresh(), resumes_at_meeting=True)
     if is_extended:
         plan = meet(state, 4, 4)
         assert plan.outcome is MeetingOutcome.EXTEND and plan.after.count == 0
         state = plan.after
     plan = meet(state, 6, 6)
-    assert plan.outcome is MeetingOutcome.SYNC and plan.is_dealt and plan.after.count == 1
-    assert plan.is_followed is (not is_extended) and not plan.after.is_rejoined
+    assert plan.outcome is MeetingOutcome.SYNC and plan.is_assigned and plan.after.count == 1
+    assert plan.next_meeting_without_step is (not is_extended) and not plan.after.resumes_at_meeting
 
 
 def test_more_steps_loaded_than_asked_for() -> None:
@@ -71,11 +71,11 @@ def test_more_steps_loaded_than_asked_for() -> None:
     trigger = ClockTrigger(0, nobody, 100, cast(Host, nobody), state)
     state.step = 30
     trigger.begin_warmup()
-    assert trigger.dealing == Dealing(2, 100, 60) and not trigger.is_over
+    assert trigger.assignment == BlockAssignment(2, 100, 60) and not trigger.is_over
     state.step = 60
     trigger.begin_warmup()
-    assert trigger.dealing == Dealing(2, 120, 120) and trigger.is_over
-    assert state.inner_steps == 0 and state.num_dealings == 2
+    assert trigger.assignment == BlockAssignment(2, 120, 120) and trigger.is_over
+    assert state.inner_steps == 0 and state.assignment_epoch == 2
 
 
 @pytest.mark.parametrize("steps", [(6, 6), (1, 1), (6, 0)])
@@ -106,8 +106,8 @@ def gathered(draw: st.DrawFn) -> tuple[RoundState, list[ControlRecord], list[int
     if not is_timed:
         counts = [max(counts)] * replicas
     blocks = draw(st.integers(40, 60))
-    dealing = Dealing(replicas, blocks) if is_timed else None
-    before = RoundState.fresh(replicas, NUM_UNITS, dealing)
+    assignment = BlockAssignment(replicas, blocks) if is_timed else None
+    before = RoundState.fresh(replicas, NUM_UNITS, assignment)
     size = st.one_of(st.floats(1e-6, 1e6), st.sampled_from([0.0, math.nan, math.inf, 1e38]))
     row = st.lists(size, min_size=NUM_UNITS, max_size=NUM_UNITS)
     records = [
@@ -131,7 +131,7 @@ def gathered(draw: st.DrawFn) -> tuple[RoundState, list[ControlRecord], list[int
 def values_of(state: RoundState) -> list[Any]:
     """Everything in it, comparable."""
     tables = [tensor.tolist() for tensor in vars(state.detectors).values()]
-    rest = (state.count, state.replicas_identical, state.length, state.dealing, state.is_rejoined)
+    rest = (state.count, state.replicas_identical, state.length, state.assignment, state.resumes_at_meeting)
     return [str(tables), state.unit_steps.tolist(), *rest]
 
 
@@ -167,7 +167,7 @@ def test_what_a_plan_may_and_may_not_do(
         return
     total = sum(record.inner_steps for record in records)
     if plan.outcome is MeetingOutcome.EXTEND:
-        assert before.dealing is not None and total < rules.min_steps
+        assert before.assignment is not None and total < rules.min_steps
         assert values_of(plan.after) == values_of(before)
         return
     decision, after = plan.decision, plan.after
@@ -192,6 +192,6 @@ def test_what_a_plan_may_and_may_not_do(
     assert after.replicas_identical is (is_whole and plan.landing.is_direct_copy)
     assert plan.landing == (DIRECT_COPY if is_last else rules.landing)
     assert plan.inner_lr == max(record.inner_lr for record in records)
-    if before.dealing is not None:
-        assert plan.is_dealt and after.dealing is not None
-        assert after.dealing.frontier - len(after.dealing.holes) == total
+    if before.assignment is not None:
+        assert plan.is_assigned and after.assignment is not None
+        assert after.assignment.frontier - len(after.assignment.holes) == total

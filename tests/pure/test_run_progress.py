@@ -34,9 +34,9 @@ class Run:
             exit_interval=None, start_eval_at_iter=None, **args,
         )  # fmt: skip
         loop = LoopControl(self.args, anything(num_steps=0))
-        loop.take(2 * BATCH, is_over=False)
+        loop.override_intervals(2 * BATCH, is_over=False)
         status = anything(
-            was_warmup_step=False, steps_of_others=2, records=(), dealing=anything(target=target)
+            was_warmup_step=False, steps_of_others=2, records=(), assignment=anything(target=target)
         )
         self.engine = anything(settings=anything(timed=True), status=status)
         self.host = anything(

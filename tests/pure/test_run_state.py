@@ -31,7 +31,7 @@ from megatron_edit.engine.units import FragmentPlan
 from megatron_edit.method.clock import NANOSECONDS, PhaseClock, TimeTrigger
 from megatron_edit.method.detector import DetectorConfig
 from megatron_edit.method.landing import DIRECT_COPY, LandingRule
-from megatron_edit.method.ledger import Dealing
+from megatron_edit.method.ledger import BlockAssignment
 from megatron_edit.method.moments import MomentRule
 from megatron_edit.method.schedule import QuadraticSchedule, StepSchedule
 from tests.harness.memory_network import Network, groups_of
@@ -125,21 +125,21 @@ def test_a_round_of_clocks_is_extended() -> None:
         (100, (6, 6), MeetingOutcome.SYNC),
         (8, (4, 1), MeetingOutcome.SYNC),
     ):
-        before = RoundState.fresh(2, 2, Dealing(2, target))
+        before = RoundState.fresh(2, 2, BlockAssignment(2, target))
         records = [record((1.0, 1.0), inner_steps=count) for count in counts]
         plan = meet(before, records, rules=rules_with(min_steps=10))
         assert plan.outcome is outcome, (target, counts)
-    final = Dealing(2, 24).settle([8, 2])
+    final = BlockAssignment(2, 24).next_round([8, 2])
     assert final.is_final
-    plan = meet(replace(before, dealing=final), records, rules=rules_with(min_steps=100))
+    plan = meet(replace(before, assignment=final), records, rules=rules_with(min_steps=100))
     assert plan.outcome is MeetingOutcome.SYNC
 
 
-def run_state(timer: TimeTrigger | None = None, dealing: Dealing | None = None) -> RunState:
+def run_state(timer: TimeTrigger | None = None, assignment: BlockAssignment | None = None) -> RunState:
     """Of replica 0 of two, two units, four steps after the switch."""
     clock = PhaseClock(lambda: 7 * NANOSECONDS) if timer is None else timer.clock
     state = RunState(
-        RoundState.fresh(2, 2, dealing), StepLosses(4), clock, AdaptiveTimeout((), True), timer
+        RoundState.fresh(2, 2, assignment), StepLosses(4), clock, AdaptiveTimeout((), True), timer
     )
     state.step = 6
     state.begin_rounds(4)
@@ -166,12 +166,12 @@ def test_all_of_it_comes_back() -> None:
     """From what a checkpoint keeps, but what is of this process: catches a field that is dropped,
     and a clock that begins its phase anew."""
     now = [3 * NANOSECONDS]
-    state = run_state(TimeTrigger(10.0, PhaseClock(lambda: now[0])), Dealing(2, 100))
+    state = run_state(TimeTrigger(10.0, PhaseClock(lambda: now[0])), BlockAssignment(2, 100))
     state.begin_phase()
     now[0] += 4 * NANOSECONDS
     assert state.timer is not None and state.timer.after_step() is False
     state.is_waiting, state.suppressed_until_step = True, 17
-    state.rounds = replace(state.rounds, count=5, is_rejoined=True, length=4)
+    state.rounds = replace(state.rounds, count=5, resumes_at_meeting=True, length=4)
     for step in (9, 10):
         state.losses.note(step, float(step))
     progress = Progress(40, 80, 8, is_last_step=False)
@@ -187,7 +187,7 @@ def test_all_of_it_comes_back() -> None:
     )  # fmt: skip
     fresh.load_state_dict(saved)
     again = fresh.replica_entry(progress, (), **asks)
-    assert fresh.num_dealings == 1 and fresh.timer is not None and fresh.timer.last == 4.0
+    assert fresh.assignment_epoch == 1 and fresh.timer is not None and fresh.timer.last == 4.0
     assert fresh.rounds is saved.rounds and fresh.suppressed_until_step == 17
     # The loss of the step before the meeting that it goes to belongs to the round after that.
     assert (again.losses, again.last_loss_step) == ((9.0,), 9)
@@ -218,7 +218,7 @@ def test_partial_rounds_are_synced_at_the_end() -> None:
 
 def test_when_the_ledger_cuts_a_round() -> None:
     """After the last block that was dealt; in a final round nothing else does."""
-    state = run_state(TimeTrigger(10.0, PhaseClock()), Dealing(2, 9))
+    state = run_state(TimeTrigger(10.0, PhaseClock()), BlockAssignment(2, 9))
     state.losses = MeanLoss()
     trigger = ClockTrigger(0, fragments_of(1), 9, anything(), state)
     due = []
@@ -227,21 +227,21 @@ def test_when_the_ledger_cuts_a_round() -> None:
     assert due == [False, False, False, False, True]
     state.step = 7
     assert trigger.meeting_after(8, is_asked=True) is not None
-    state.rounds = replace(state.rounds, dealing=Dealing(2, 9, 0, (), (5, 4)))
+    state.rounds = replace(state.rounds, assignment=BlockAssignment(2, 9, 0, (), (5, 4)))
     assert trigger.meeting_after(8, is_asked=True) is None
 
 
 def test_fragments_take_turns_by_the_clock() -> None:
     """Meetings j = 1, 2, ... are for the fragments j mod F, the last one for all: catches a final
     round that leaves a fragment behind."""
-    state = run_state(TimeTrigger(10.0, PhaseClock()), Dealing(2, 9))
+    state = run_state(TimeTrigger(10.0, PhaseClock()), BlockAssignment(2, 9))
     trigger = ClockTrigger(0, fragments_of(2), 9, anything(), state)
     turns = []
     for count in range(3):
         state.rounds = replace(state.rounds, count=count)
         turns.append(trigger.next_meeting().selection.indices)
     assert turns == [(1,), (0,), (1,)] and not trigger.next_meeting().is_last
-    state.rounds = replace(state.rounds, dealing=Dealing(2, 9, 0, (), (5, 4)))
+    state.rounds = replace(state.rounds, assignment=BlockAssignment(2, 9, 0, (), (5, 4)))
     assert trigger.next_meeting().selection.is_whole and trigger.next_meeting().is_last
 
 

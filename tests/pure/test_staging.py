@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_edit.comm import transport
 from megatron_edit.comm.collectives import Group, Work
 from megatron_edit.comm.staging import StagedProcessGroup
-from megatron_edit.comm.transport import Seat, Transport, choose_backend, stand_alone_group
+from megatron_edit.comm.transport import RankDevice, Transport, choose_backend, stand_alone_group
 from megatron_edit.errors import ReplicaLostError, UsageError
 from tests.harness.memory_network import CPU, End, Network
 
@@ -182,9 +182,9 @@ def test_gathered_rows() -> None:
 # ---- what carries exchanges
 
 
-def seats(*gpus: tuple[str, ...], has_nccl: bool = True) -> list[list[Seat]]:
+def seats(*gpus: tuple[str, ...], has_nccl: bool = True) -> list[list[RankDevice]]:
     """Of replicas on one machine each, by the GPUs of their ranks."""
-    return [[Seat("a", gpu, has_nccl) for gpu in replica] for replica in gpus]
+    return [[RankDevice("a", gpu, has_nccl) for gpu in replica] for replica in gpus]
 
 
 @pytest.mark.parametrize(
@@ -196,10 +196,10 @@ def seats(*gpus: tuple[str, ...], has_nccl: bool = True) -> list[list[Seat]]:
         ("auto", seats(("0",), ("0",)), "gloo"),
         ("auto", seats(("",), ("",)), "gloo"),
         ("auto", seats(("0",), ("1",), has_nccl=False), "gloo"),
-        ("auto", [[Seat("a", "0", True)], [Seat("b", "0", True)]], "nccl"),
+        ("auto", [[RankDevice("a", "0", True)], [RankDevice("b", "0", True)]], "nccl"),
     ],
 )
-def test_auto_takes_nccl_where_it_can(wanted: str, places: list[list[Seat]], chosen: str) -> None:
+def test_auto_takes_nccl_where_it_can(wanted: str, places: list[list[RankDevice]], chosen: str) -> None:
     """A GPU belongs to its machine. Catches two ranks on one GPU, which NCCL refuses."""
     assert choose_backend(wanted, places) == chosen
 
@@ -212,7 +212,7 @@ def test_auto_takes_nccl_where_it_can(wanted: str, places: list[list[Seat]], cho
         (seats(("0",), has_nccl=False), "torch of rank 0 of replica 0 was built without NCCL"),
     ],
 )
-def test_nccl_that_cannot_be(places: list[list[Seat]], rule: str) -> None:
+def test_nccl_that_cannot_be(places: list[list[RankDevice]], rule: str) -> None:
     """One line: the value, the rule, the remedy."""
     with pytest.raises(UsageError, match=rule) as caught:
         choose_backend("nccl", places)

@@ -32,7 +32,7 @@ class SlowLedger:
             for replica, quota in enumerate(slow_shares(len(entries), steps)):
                 self.dealt[replica], entries = entries[:quota], entries[quota:]
 
-    def settle(self, steps: Sequence[int]) -> None:
+    def next_round(self, steps: Sequence[int]) -> None:
         """Consume, each block for the first time, and deal anew."""
         for blocks, count in zip(self.dealt, steps, strict=True):
             assert len(blocks) >= count and self.consumed.isdisjoint(blocks[:count])

@@ -12,7 +12,7 @@ from typing import Protocol
 from megatron_edit.engine.host import EngineSettings, Host
 from megatron_edit.engine.state import RunState
 from megatron_edit.engine.units import FragmentPlan, Selection
-from megatron_edit.method.ledger import Dealing
+from megatron_edit.method.ledger import BlockAssignment
 from megatron_edit.method.schedule import Schedule
 
 
@@ -132,35 +132,35 @@ class ClockTrigger:
     state: RunState
 
     @property
-    def dealing(self) -> Dealing:
+    def assignment(self) -> BlockAssignment:
         """Which blocks of samples the round that is under way deals to whom."""
-        dealing = self.state.rounds.dealing
-        assert dealing is not None, "replicas at their own speeds without a ledger"
-        return dealing
+        assignment = self.state.rounds.assignment
+        assert assignment is not None, "replicas at their own speeds without a ledger"
+        return assignment
 
     def begin_warmup(self) -> None:
         """Deal the blocks of samples that are left: in warm-up every replica consumed one at each
         step. A run that loads more steps than it is to make is over."""
-        replicas = self.dealing.num_replicas
+        replicas = self.assignment.num_replicas
         consumed = self.state.step * replicas
-        self.state.deal(Dealing(replicas, max(self.target, consumed), consumed))
+        self.state.assign_blocks(BlockAssignment(replicas, max(self.target, consumed), consumed))
 
     def begin_rounds(self) -> None:
         """Deal the blocks that warm-up has left; the host goes on at its own speed."""
         self.begin_warmup()
-        self.host.begin_local(is_over=self.dealing.is_over)
+        self.host.begin_local(is_over=self.assignment.is_over)
 
     def meeting_after(self, step: int, *, is_asked: bool) -> MeetingPlan | None:
         """Where the clock says so, or no block is left for another step. In the final round each
         replica makes the run that it was given (method 5): no clock cuts it."""
-        is_cut = is_asked and not self.dealing.is_final
-        if is_cut or self.dealing.is_exhausted(self.replica, self.state.inner_steps + 1):
+        is_cut = is_asked and not self.assignment.is_final
+        if is_cut or self.assignment.is_exhausted(self.replica, self.state.inner_steps + 1):
             return self.next_meeting()
         return None
 
     def next_meeting(self) -> MeetingPlan:
         """Meetings j = 1, 2, ... are for the fragments j mod F in turn, the last one for all."""
-        is_last = self.dealing.is_final or self.dealing.is_over
+        is_last = self.assignment.is_final or self.assignment.is_over
         num_fragments = len(self.fragments.selections)
         due = (self.state.rounds.count + 1) % num_fragments
         return MeetingPlan(
@@ -170,12 +170,12 @@ class ClockTrigger:
     @property
     def has_empty_round(self) -> bool:
         """Whether the ledger has no block for it: a final round gives none to a very slow one."""
-        return not self.is_over and self.dealing.is_exhausted(self.replica, 0)
+        return not self.is_over and self.assignment.is_exhausted(self.replica, 0)
 
     @property
     def is_over(self) -> bool:
         """Whether every block of the training has been consumed."""
-        return self.dealing.is_over
+        return self.assignment.is_over
 
 
 def trigger_of(settings: EngineSettings, host: Host, replica: int, state: RunState) -> SyncTrigger:

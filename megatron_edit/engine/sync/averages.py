@@ -64,16 +64,16 @@ def agree_on_average(
     """
     values = (average, *moments)
     for tie, group in groups.ties.items():
-        if not _is_told_with_norm(shard, tie):
+        if not _is_sent_with_norm(shard, tie):
             tie_copies(shard, values, tie, group)
     squares = sum_in_rank_order(groups.stage.all_gather(shard.squared_norm(average)))
     stages = groups.ties.get(TIED_EMBEDDING)
-    if stages is not None and _is_told_with_norm(shard, TIED_EMBEDDING):
+    if stages is not None and _is_sent_with_norm(shard, TIED_EMBEDDING):
         squares = _tie_embedding(shard, values, squares, stages)
     return squares.sqrt()
 
 
-def _is_told_with_norm(shard: UnitShard, tie: str) -> bool:
+def _is_sent_with_norm(shard: UnitShard, tie: str) -> bool:
     return shard.name == EMBEDDING and tie == TIED_EMBEDDING
 
 

@@ -138,7 +138,7 @@ class LoadControl:
         entry = plan.entries[place.replica]
         host.resume(entry.samples, plan.consumed, plan.order, manifest.common_steps)
         if entry.is_waiting:
-            host.hold_back(entry.pending_schedule)
+            host.set_pending_schedule(entry.pending_schedule)
         if manifest.is_warmup:
             engine.start(entry.step, manifest.round)
         else:
@@ -270,9 +270,9 @@ def _state_of(resume: _Resume, shards: RankShards) -> EngineState:
 def _take_loop(engine: EditEngine, host: MegatronHost, plan: ResumePlan) -> None:
     """Megatron's loop in our hands again, as it was since the last sync."""
     since = sum(entry.inner_steps for entry in plan.entries) * host.samples_per_step
-    dealing = engine.status.dealing
-    assert dealing is not None, "replicas at their own speeds without a ledger"
-    host.loop.take(plan.consumed - since, is_over=dealing.is_over)
+    assignment = engine.status.assignment
+    assert assignment is not None, "replicas at their own speeds without a ledger"
+    host.loop.override_intervals(plan.consumed - since, is_over=assignment.is_over)
 
 
 def _has_same_stages(manifest: Manifest, args: Namespace) -> bool:

@@ -24,14 +24,14 @@ def fields_of(rounds: RoundState, *, is_warmup: bool) -> dict[str, Any]:
         rounds: of the engine.
         is_warmup: whether the replicas train in step: no samples are dealt.
     """
-    dealing = None if is_warmup else rounds.dealing
+    assignment = None if is_warmup else rounds.assignment
     return {
         "round": rounds.count,
         "detectors": rounds.detectors.to_lists(),
         "unit_steps": tuple(map(tuple, rounds.unit_steps.tolist())),
         "loss_history": rounds.loss_history.to_lists(),
         "replicas_identical": rounds.replicas_identical,
-        "ledger": None if dealing is None else ledger_of(dealing),
+        "ledger": None if assignment is None else ledger_of(assignment),
         "first_loss": rounds.first_loss,
     }
 
@@ -65,8 +65,8 @@ def rounds_of(
         loss_history=_loss_history_of(path, manifest, num_replicas),
         replicas_identical=manifest.replicas_identical or not goes_on,
         length=plan.entries[replica].round_length,
-        dealing=plan.dealing,
-        is_rejoined=plan.is_rejoined,
+        assignment=plan.assignment,
+        resumes_at_meeting=plan.resumes_at_meeting,
         first_loss=manifest.first_loss if goes_on else None,
     )
 

@@ -224,14 +224,14 @@ class CheckpointWriter:
 
     def schedule(self, call: Call[None]) -> None:
         """Megatron's `schedule_async_save`: what waits of the outer state goes with it."""
-        from megatron_edit.host.checkpoint.together import joined
+        from megatron_edit.host.checkpoint.async_requests import merge_async_requests
 
         before, self._outer = self._outer, []
         requests = [*before, call.arguments["async_request"]]
         if self._record is not None:
             for request in requests:
                 self._write_errors.guard_completion(request, self._record)
-        for each in joined(requests):
+        for each in merge_async_requests(requests):
             if self._requests is not None:
                 self._requests.append(each)
             call.function(each)

@@ -36,7 +36,7 @@ class LoopControl:
     _samples: int = 0
     _has_begun: bool = False  # the loop, with its first step
 
-    def take(self, samples: int, *, is_over: bool) -> None:
+    def override_intervals(self, samples: int, *, is_over: bool) -> None:
         """Local training begins. What is due at the very step of the switch still happens as ever.
 
         Args:
@@ -55,19 +55,19 @@ class LoopControl:
             self._hide_intervals()
             self.args.train_iters = max(self._given["train_iters"], self._iteration + 1)
 
-    def end_round(self, samples: int, pending: int, *, is_over: bool, is_followed: bool) -> None:
+    def end_round(self, samples: int, pending: int, *, is_over: bool, next_meeting_without_step: bool) -> None:
         """All replicas have met, inside an optimizer step.
 
         Args:
             samples: consumed by all replicas so far.
             pending: samples by which Megatron will advance the schedule after the step.
             is_over: whether these are all.
-            is_followed: whether a replica goes on to the next meeting at once: what is due now is
+            next_meeting_without_step: whether a replica goes on to the next meeting at once: what is due now is
                 then due at that one, as nothing that all replicas do may come in between.
         """
         # Outside of a step (before the loop begins) Megatron will add nothing.
         batch = self.args.global_batch_size if self._has_begun else 0
-        if not is_followed:
+        if not next_meeting_without_step:
             self._reveal_intervals(samples, self.args.global_batch_size)
         self.scheduler.num_steps = samples - pending
         self.scheduler.step(increment=0)

@@ -333,7 +333,7 @@ class MegatronHost:
         self.samples_at_start = (consumed - samples, samples)
         self.iteration = int(self._args.iteration)
 
-    def hold_back(self, samples: int) -> None:
+    def set_pending_schedule(self, samples: int) -> None:
         """Until the next step, say that the schedule stands by `samples` less."""
         self._held_back = samples
 
@@ -439,11 +439,11 @@ class MegatronHost:
 
     def begin_local(self, *, is_over: bool) -> None:
         """Let Megatron's loop make steps at this replica's own speed from here on."""
-        self.loop.take(self._samples * self._placement.num_replicas, is_over=is_over)
+        self.loop.override_intervals(self._samples * self._placement.num_replicas, is_over=is_over)
 
-    def end_round(self, samples: int, *, is_over: bool, is_followed: bool) -> None:
+    def end_round(self, samples: int, *, is_over: bool, next_meeting_without_step: bool) -> None:
         """Put Megatron's counters and schedule to `samples`, consumed by all replicas so far."""
-        self.loop.end_round(samples, self._pending, is_over=is_over, is_followed=is_followed)
+        self.loop.end_round(samples, self._pending, is_over=is_over, next_meeting_without_step=next_meeting_without_step)
 
     def advance_schedule(self, samples: int) -> None:
         """Move Megatron's learning-rate schedule forward by `samples` of all replicas."""

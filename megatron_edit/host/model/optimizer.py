@@ -17,8 +17,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from torch import Tensor
 
-from megatron_edit.engine import TIED_EMBEDDING, HeldShard, ParamShard, UnitPlan
-from megatron_edit.host.model.held import AdamShard, HybridShard
+from megatron_edit.engine import TIED_EMBEDDING, ShardAccessor, ParamShard, UnitPlan
+from megatron_edit.host.model.shard_access import AdamShard, HybridShard
 from megatron_edit.host.model.quantized import is_quantized
 from megatron_edit.host.seams.megatron import InnerOptimizer, MixedOptimizer, ParamBuffer
 
@@ -35,7 +35,7 @@ class OuterShard:
         momentum: fp32 [n], a view of the outer state.
     """
 
-    main: Tensor | HeldShard
+    main: Tensor | ShardAccessor
     anchor: Tensor
     momentum: Tensor
 
@@ -47,7 +47,7 @@ class ShardedOptimizer(Protocol):
         """Model parameter and what is stepped of it, in the order of the optimizer's shard map:
         the fp32 main shard, or what the optimizer keeps its main shard by."""
 
-    def main_of(self, parameter: torch.nn.Parameter, key: Tensor) -> Tensor | HeldShard:
+    def main_of(self, parameter: torch.nn.Parameter, key: Tensor) -> Tensor | ShardAccessor:
         """The main shard of what `main_shards` gives: flat, fp32."""
 
     def is_first_holder(self, parameter: torch.nn.Parameter) -> bool:
@@ -115,7 +115,7 @@ class EditDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
         """Whether the inner optimizer keeps the main shards of 16-bit parameters."""
         return bool(getattr(self.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
 
-    def main_of(self, parameter: torch.nn.Parameter, key: Tensor) -> Tensor | HeldShard:
+    def main_of(self, parameter: torch.nn.Parameter, key: Tensor) -> Tensor | ShardAccessor:
         """The main shard, fp32 [n]: itself, or what reads and writes it in the inner optimizer."""
         if hasattr(self.optimizer, "param_to_inner_param"):
             return HybridShard(self.optimizer, key)
@@ -223,7 +223,7 @@ class PlainOptimizer:
             for parameter in parameters:
                 yield parameter, parameter
 
-    def main_of(self, parameter: torch.nn.Parameter, key: Tensor) -> Tensor | HeldShard:
+    def main_of(self, parameter: torch.nn.Parameter, key: Tensor) -> Tensor | ShardAccessor:
         """The main copy, flat: a view, fp32 [n]."""
         return key.detach().view(-1)
 

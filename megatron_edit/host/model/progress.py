@@ -59,12 +59,12 @@ class RunProgress:
         Args:
             samples: consumed by all replicas.
         """
-        dealing, batch = self.engine.status.dealing, int(self.host.arguments.global_batch_size)
+        assignment, batch = self.engine.status.assignment, int(self.host.arguments.global_batch_size)
         whole = max(1, samples // batch)  # Megatron takes 0 for no iteration
-        if dealing is None:
+        if assignment is None:
             return whole
         # A rest that makes no block for a replica is never consumed.
-        end = self.host.order.start + dealing.target * self.host.samples_per_step
+        end = self.host.order.start + assignment.target * self.host.samples_per_step
         return max(whole, self.host.loop.train_iters) if samples >= end else whole
 
     @contextmanager

@@ -144,7 +144,7 @@ def examine(launch: Launch, *, folder: Path | None, parameters: int, step_second
             report.findings += sync_findings(together, *shape, parameters, step_seconds)
         if everybody is not None and folder is not None:
             _check_folder(folder, everybody, report)
-        world.leave_together()
+        world.exit_barrier()
         world.let_all_read("doctor/left", world.timeout)  # the first rank may host the store
     except ReplicaLostError as error:
         if not launch.is_first:

@@ -17,7 +17,7 @@ _Call = tuple[Callable[..., None], list[object], Mapping[str, object]]
 _BUCKETS = 1  # place of what is to be written among a writer's arguments
 
 
-def joined(requests: Sequence[Request]) -> list[Request]:
+def merge_async_requests(requests: Sequence[Request]) -> list[Request]:
     """The same saves in as few requests as possible, in their order.
 
     What is handed over is copied to the host in one go; then it is written, and completed, one

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
-from megatron_edit.host.checkpoint.together import joined
+from megatron_edit.host.checkpoint.async_requests import merge_async_requests
 
 
 def fetch(buckets: list[str]) -> list[str]:
@@ -56,7 +56,7 @@ def run(one: AsyncRequest) -> bytes:
 def test_two_become_one(tmp_path: Path) -> None:
     """In their order, each with its own; what is added later is called last."""
     log, done = tmp_path / "log", list[str]()
-    (one,) = joined([request("outer", log, done), request("model", log, done, preload_fn=None)])
+    (one,) = merge_async_requests([request("outer", log, done), request("model", log, done, preload_fn=None)])
     one.add_finalize_fn(lambda: done.append("commit"))
     sent = run(one)
     assert sent.count(b"outer") == 1
@@ -68,10 +68,10 @@ def test_a_rank_that_has_nothing_to_write(tmp_path: Path) -> None:
     """Of one of them, or of both: it still completes both with the other ranks."""
     log, done = tmp_path / "log", list[str]()
     nothing: dict[str, Any] = {"async_fn": None, "async_fn_args": [], "preload_fn": None}
-    (one,) = joined([request("outer", log, done, **nothing), request("model", log, done)])
+    (one,) = merge_async_requests([request("outer", log, done, **nothing), request("model", log, done)])
     run(one)
     assert log.read_text().count("\n") == 1 and done == ["outer", "model"]
-    (none,) = joined([request("outer", log, done, **nothing), request("m", log, done, **nothing)])
+    (none,) = merge_async_requests([request("outer", log, done, **nothing), request("m", log, done, **nothing)])
     assert none.async_fn is None and len(none.finalize_fns) == 2
 
 
@@ -82,6 +82,6 @@ def test_others_are_left_alone(tmp_path: Path) -> None:
         """Of the resiliency extension."""
 
     alone: Any = request("model", tmp_path, [])
-    assert joined([alone]) == [alone] and joined([alone])[0] is alone
+    assert merge_async_requests([alone]) == [alone] and joined([alone])[0] is alone
     both: Any = [Foreign(*cast(Any, alone)), alone]
-    assert all(a is b for a, b in zip(joined(both), both, strict=True))
+    assert all(a is b for a, b in zip(merge_async_requests(both), both, strict=True))

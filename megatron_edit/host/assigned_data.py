@@ -33,11 +33,11 @@ class Share:
     rank: int
 
 
-class DealtSampler:
+class AssignedSampler:
     """A batch sampler over the blocks of the round that is under way.
 
     Args:
-        engine: holds the dealing.
+        engine: holds the assignment.
         replica: r.
         share: of this rank.
         order: of samples; block 0 is the first that it says.
@@ -51,11 +51,11 @@ class DealtSampler:
 
     def __iter__(self) -> Iterator[list[int]]:
         """Indices of one micro-batch after another, from where the round stands."""
-        dealing, replica, share = self._engine.status.dealing, self._replica, self._share
-        assert dealing is not None, "replicas at their own speeds without a ledger"
+        assignment, replica, share = self._engine.status.assignment, self._replica, self._share
+        assert assignment is not None, "replicas at their own speeds without a ledger"
         # A resumed round has steps behind it.
         order, step = self._order, self._engine.status.inner_steps
-        while (block := dealing.block(replica, step)) is not None:
+        while (block := assignment.block(replica, step)) is not None:
             for index in range(share.micro_batches):
                 numbers = samples_of(block, index=index, **vars(share))
                 yield [order.sample(order.start + number) for number in numbers]
@@ -63,12 +63,12 @@ class DealtSampler:
 
 
 @dataclass
-class DealtLoader:
-    """A data loader that begins anew with every dealing: what was read ahead under another
-    dealing belongs to somebody else now.
+class AssignedLoader:
+    """A data loader that begins anew with every assignment: what was read ahead under another
+    assignment belongs to somebody else now.
 
     Attributes:
-        loader: over a `DealtSampler`.
+        loader: over a `AssignedSampler`.
         engine: counts the dealings.
     """
 
@@ -78,10 +78,10 @@ class DealtLoader:
     def __iter__(self) -> Iterator[object]:
         """Micro-batches of one round after another."""
         while True:
-            epoch = self.engine.status.num_dealings
+            epoch = self.engine.status.assignment_epoch
             for batch in self.loader:
                 yield batch
-                if epoch != self.engine.status.num_dealings:
+                if epoch != self.engine.status.assignment_epoch:
                     break
             else:
                 return  # who has nothing left meets, and asks for nothing
@@ -105,31 +105,31 @@ class ReorderedSampler:
             yield [self.order.sample(number) for number in numbers]
 
 
-def dealt_loader(
+def assigned_loader(
     call: Call[DataLoader[object] | None], engine: EditEngine, host: MegatronHost, replica: int
-) -> DataLoader[object] | DealtLoader | None:
+) -> DataLoader[object] | AssignedLoader | None:
     """Let Megatron's training split be read as the ledger deals it; the others as ever.
 
     Where steps are counted Megatron deals, perhaps in an order of ours.
 
     Args:
         call: of Megatron's `build_pretraining_data_loader`.
-        engine: holds the dealing.
+        engine: holds the assignment.
         host: knows the order of samples.
         replica: r.
     """
     from megatron.core.datasets.utils import Split
 
     loader = call.proceed()
-    is_dealt, order = engine.status.dealing is not None, host.order
-    if loader is None or not (is_dealt or call.arguments["consumed_samples"] < order.end):
+    is_assigned, order = engine.status.assignment is not None, host.order
+    if loader is None or not (is_assigned or call.arguments["consumed_samples"] < order.end):
         return loader
     if _split_of(call.arguments["dataset"]) is not Split.train:
         return loader
-    if not is_dealt:
+    if not is_assigned:
         return _with_sampler(loader, ReorderedSampler(loader.batch_sampler, order))
-    sampler = DealtSampler(engine, replica, _share_of(host.arguments), order)
-    return DealtLoader(_with_sampler(loader, sampler), engine)
+    sampler = AssignedSampler(engine, replica, _share_of(host.arguments), order)
+    return AssignedLoader(_with_sampler(loader, sampler), engine)
 
 
 def _split_of(dataset: object) -> object:
@@ -156,7 +156,7 @@ def _share_of(args: Namespace) -> Share:
 
 
 def _with_sampler(
-    loader: DataLoader[object], sampler: DealtSampler | ReorderedSampler
+    loader: DataLoader[object], sampler: AssignedSampler | ReorderedSampler
 ) -> DataLoader[object]:
     """The same loader over another sampler; torch lets nobody exchange it later."""
     return DataLoader(

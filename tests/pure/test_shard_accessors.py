@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_edit.engine import ParamShard, plan_units
 from megatron_edit.errors import UsageError
-from megatron_edit.host.model.held import AdamShard, HybridShard, joined, split_fp32
+from megatron_edit.host.model.shard_access import AdamShard, HybridShard, join_remainder, split_fp32
 from megatron_edit.host.model.moments import reset, zero_nonfinite
 
 anything: Any = SimpleNamespace
@@ -65,7 +65,7 @@ def test_remainders_lose_no_bit() -> None:
     values = numbers()
     rounded, remainder = split_fp32(values)
     assert rounded.dtype == torch.bfloat16 and remainder.dtype == torch.int16
-    assert torch.equal(joined(rounded, remainder).view(torch.int32), values.view(torch.int32))
+    assert torch.equal(join_remainder(rounded, remainder).view(torch.int32), values.view(torch.int32))
     is_tie = (values.view(torch.int32) & 0xFFFF) == 0x8000  # the kernels round these up
     assert torch.equal(rounded[~is_tie], values[~is_tie].to(torch.bfloat16))
     assert is_tie.sum() >= 4

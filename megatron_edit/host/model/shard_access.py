@@ -44,7 +44,7 @@ class AdamShard:
         if MASTER not in self.optimizer.state.get(self.model, {}):
             return self.model.detach().float()
         main = self.optimizer.get_unscaled_state(self.model, MASTER)
-        return joined(self.model.detach(), main) if main.dtype == torch.int16 else main
+        return join_remainder(self.model.detach(), main) if main.dtype == torch.int16 else main
 
     def write(self, values: Tensor) -> None:
         """Make theta `values`, fp32 [n]. The model's part is rounded as Adam's kernels round it."""
@@ -103,7 +103,7 @@ def split_fp32(values: Tensor) -> tuple[Tensor, Tensor]:
     return high.to(torch.int16).view(torch.bfloat16), remainder
 
 
-def joined(rounded: Tensor, remainder: Tensor) -> Tensor:
+def join_remainder(rounded: Tensor, remainder: Tensor) -> Tensor:
     """fp32 [n] from what `split_fp32` made of it, exactly.
 
     Args:

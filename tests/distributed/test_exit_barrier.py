@@ -31,13 +31,13 @@ def test_who_is_first_waits_for_the_last() -> None:
     store, left = dist.HashStore(), threading.Event()
 
     def first() -> None:
-        world(store, 0).leave_together(SECONDS)
+        world(store, 0).exit_barrier(SECONDS)
         left.set()
 
     thread = threading.Thread(target=first)
     thread.start()
     assert not left.wait(0.5)
-    world(store, 1).leave_together(SECONDS)
+    world(store, 1).exit_barrier(SECONDS)
     assert left.wait(5)
     thread.join()
 
@@ -47,7 +47,7 @@ def test_all_ranks_of_all_replicas_are_waited_for() -> None:
     store, left = dist.HashStore(), []
 
     def leave(replica: int, rank: int) -> None:
-        world(store, replica, rank, ranks=2).leave_together(SECONDS)
+        world(store, replica, rank, ranks=2).exit_barrier(SECONDS)
         left.append((replica, rank))
 
     places = [(0, 0), (1, 0), (0, 1), (1, 1)]
@@ -65,5 +65,5 @@ def test_all_ranks_of_all_replicas_are_waited_for() -> None:
 def test_nobody_waits_for_ever() -> None:
     """The other one never comes."""
     began = time.monotonic()
-    world(dist.HashStore(), 0).leave_together(timedelta(seconds=0.3))
+    world(dist.HashStore(), 0).exit_barrier(timedelta(seconds=0.3))
     assert 0.2 < time.monotonic() - began < 5
