@@ -47,7 +47,7 @@ class ProgressThread:
         self._is_closed = False
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Inside, the thread does nothing; afterwards it drives.
 
         Raises:
@@ -57,9 +57,14 @@ class ProgressThread:
             self.raise_failure()
             if self._thread is None:
                 self._start()
-            yield
-            self._has_news = True
-            self._changed.notify()
+            try:
+                yield
+            except Exception as error:
+                self.failure = error  # the thread must not go on with what is half done
+                raise
+            finally:
+                self._has_news = True
+                self._changed.notify()
 
     def raise_failure(self) -> None:
         """Raise what has ended the thread, if anything has."""
@@ -85,7 +90,7 @@ class ProgressThread:
 
     def _run(self) -> None:
         try:
-            while not self._is_closed:
+            while not self._is_closed and self.failure is None:
                 self._poll_wire(self._do_turn())
         except Exception as error:
             self.failure = error  # at once, for the next turn to raise: `explain` may take a while
@@ -96,7 +101,7 @@ class ProgressThread:
         with self._changed:
             while not (self._has_news or self._is_closed):
                 self._changed.wait()
-            if self._is_closed:
+            if self._is_closed or self.failure is not None:
                 return None
             self._has_news = False
             try:

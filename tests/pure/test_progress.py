@@ -22,7 +22,7 @@ from megatron_edit.engine.plan import Decision, SyncPlan, SyncRules
 from megatron_edit.engine.sync.manager import SyncManager
 from megatron_edit.engine.sync.outer_state import OuterState
 from megatron_edit.engine.sync.syncs import ForwardSync, SyncContext
-from megatron_edit.engine.units import select
+from megatron_edit.engine.units import select_units
 from megatron_edit.errors import ReplicaLostError
 from megatron_edit.method.detector import Verdict
 from megatron_edit.method.landing import DIRECT_COPY
@@ -78,7 +78,7 @@ def test_it_drives_when_the_wire_is_free() -> None:
         return Work("a group", (waiting[0],)) if waiting else None
 
     with running(drive) as thread:
-        with thread.turn():
+        with thread.paused():
             pass
         for message in messages:
             time.sleep(0.02)
@@ -93,7 +93,7 @@ def test_a_turn_is_undisturbed() -> None:
 
     with running(lambda: seen.append(inside[0])) as thread:
         for _ in range(50):
-            with thread.turn():
+            with thread.paused():
                 inside[0] = True
                 time.sleep(0.0005)
                 inside[0] = False
@@ -108,11 +108,11 @@ def test_what_ends_it_is_heard() -> None:
         raise ReplicaLostError("sync group: a collective failed")
 
     with running(drive) as thread:
-        with thread.turn():
+        with thread.paused():
             pass
         assert thread._thread is not None
         thread._thread.join(SOON)
-        with pytest.raises(ReplicaLostError, match="a collective failed"), thread.turn():
+        with pytest.raises(ReplicaLostError, match="a collective failed"), thread.paused():
             pass
 
 
@@ -120,7 +120,7 @@ def test_it_ends_beside_what_never_comes() -> None:
     """A peer that is gone keeps no process alive: catches a wait in the transport."""
     message = Message()
     with running(lambda: Work("a group", (message,))) as thread:
-        with thread.turn():
+        with thread.paused():
             pass
         time.sleep(0.01)
         threading.Timer(2.0, message.over.set).start()
@@ -148,10 +148,29 @@ def test_no_turn_begins_after_a_failure() -> None:
 
     thread = ProgressThread(drive)
     thread._changed = SlowRelease(threading.RLock())
-    with thread.turn():
+    with thread.paused():
         pass
     assert driving.wait(SOON)
-    with pytest.raises(RuntimeError, match="half done"), thread.turn():
+    with pytest.raises(RuntimeError, match="half done"), thread.paused():
+        pass
+    thread.close()
+
+
+def test_thread_stops_after_main_thread_failure() -> None:
+    """An error of the main thread inside a turn. Catches a thread that goes on with what the main
+    thread has left half done, so that other replicas get later results of a failed one."""
+    drives: list[float] = []
+
+    def drive() -> Work | None:
+        drives.append(time.monotonic())
+        return None
+
+    thread = ProgressThread(drive)
+    with pytest.raises(RuntimeError, match="half done"), thread.paused():
+        raise RuntimeError("half done")
+    time.sleep(0.05)
+    assert not drives and thread._thread is not None and not thread._thread.is_alive()
+    with pytest.raises(RuntimeError, match="half done"), thread.paused():
         pass
     thread.close()
 
@@ -166,7 +185,7 @@ def test_it_is_left_behind_where_nobody_answers(monkeypatch: pytest.MonkeyPatch)
         return None
 
     thread = ProgressThread(drive)
-    with thread.turn():
+    with thread.paused():
         pass
     time.sleep(0.02)
     began = time.monotonic()
@@ -194,7 +213,7 @@ class Replica:
         self, rank: int, groups: Any, wire: Wire, *, offload: bool = False, depth: int = 2
     ) -> None:
         plan = plan_of(0.0)
-        outer = OuterState.take(plan, CPU, offload=offload, wire=wire, num_replicas=2, max_staged=2)
+        outer = OuterState.from_parameters(plan, CPU, offload=offload, wire=wire, num_replicas=2, max_staged=2)
         for shard in plan.shards:
             shard.scatter(torch.full((2,), -1.0 - rank))
         shape = (2, len(UNITS))
@@ -204,7 +223,7 @@ class Replica:
         loss = LossVerdict.without_check(torch.full(shape[:1], torch.nan))
         decision = Decision(norms, verdict, torch.full(shape, 0.5), none, loss)
         sync_plan = SyncPlan(
-            1, 1, 1, select(plan, range(len(UNITS))), decision,
+            1, 1, 1, select_units(plan, range(len(UNITS))), decision,
             SyncRules(Nesterov(1.0, 0.5), None, DIRECT_COPY), (1, 1), (1, 1),
         )  # fmt: skip
         self.plan, self.outer = plan, outer
