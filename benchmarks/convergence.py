@@ -1,14 +1,15 @@
-"""How well strategies converge on real text: a long study, a run at a time, that can always go on.
+"""Convergence of the strategies on real text: a long study that can be interrupted and resumed.
 
     python benchmarks/convergence.py --list
     python benchmarks/convergence.py --limit-minutes 60
 
-A GPT of about a million parameters trains on Python's own library, with replicas of one rank on the
-cores of this machine. The questions, in order of priority, are in `convergence_parts/study.py`.
-Each finished run is kept as a JSON file, named by the hash of its configuration, in a folder that
-git ignores (`--records`). OUTPUT, `benchmarks/results/convergence.json`, has a row for each; runs
-that are in either are not made again. Page and pictures beside OUTPUT are drawn from it alone, and
-so are the parts of docs/results.md that say what loss to expect.
+A GPT of about a million parameters trains on Python's standard library, with replicas of one rank
+on the cores of this machine. The questions, in order of priority, are in
+`convergence_parts/study.py`. Each finished run is stored as a JSON file, named by the hash of its
+configuration, in a folder that git ignores (`--records`). OUTPUT,
+`benchmarks/results/convergence.json`, has a row for each run; runs in either are not repeated. The
+page and the pictures next to OUTPUT are made from it alone, and so are the parts of
+docs/results.md on expected losses.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from pathlib import Path
 from convergence_parts.answers import Answers, Backlog, make_backlog
 from convergence_parts.bench import Bench, Corpus
 from convergence_parts.cases import Case, Size
-from convergence_parts.expectations import blocks, draw_gaps, with_blocks
-from convergence_parts.records import Record, Records, RunTable, identity_of, record_of
+from convergence_parts.expectations import draw_gaps, make_blocks, replace_blocks
+from convergence_parts.records import Record, Records, RunTable, corpus_identity, make_record
 from convergence_parts.report import draw, markdown
 from convergence_parts.study import SEEDS, Study
 from frame.launch import BENCHMARKS, REPOSITORY, RunFailedError
 from frame.readings import read_console
-from frame.study import parse_quick, parts_of, say
+from frame.study import parse_quick, say, split_commas
 
 from megatron_edit.tools.compare.follow import Bar, progress_bar
 
@@ -42,7 +43,7 @@ GAPS = USER_PAGE.with_name("convergence_gaps.png")
 OUT = BENCHMARKS / "out"
 CORPUS = Path(tempfile.gettempdir()) / "megatron_edit_convergence_corpus"
 INTERRUPTED = 130
-# Two cores, nothing else on them: seconds of a run are about so many for a step of a replica.
+# Approximate seconds per step of a replica on two idle cores.
 SECONDS_PER_STEP = 0.04
 QUICK = Size(
     num_layers=1, hidden_size=32, num_attention_heads=2, seq_length=16, vocab_size=320,
@@ -52,30 +53,30 @@ MEGABYTES, QUICK_MEGABYTES = 8.0, 0.4
 
 
 def main(argv: Sequence[str]) -> int:
-    """List, or run and report; 1 where a run failed, 130 where the study was broken off."""
+    """List, or run and report; returns 1 where a run failed, 130 where interrupted."""
     args = parse(argv)
     study = Study(QUICK if args.quick else Size(), seeds=args.seeds)
     if args.report:
         return report(study, args.output)
     megabytes = QUICK_MEGABYTES if args.quick else MEGABYTES
     corpus = Corpus.ensure(args.corpus, study.size.vocab_size, max_megabytes=megabytes)
-    table, identity = RunTable.read(args.output), identity_of(corpus.summary)
-    if table.corpus and identity_of(table.corpus) != identity:
+    table, identity = RunTable.read(args.output), corpus_identity(corpus.summary)
+    if table.corpus and corpus_identity(table.corpus) != identity:
         print(f"convergence: {args.output} is of another text ({table.corpus['source']}); "
               "give another --output", file=sys.stderr)  # fmt: skip
         return 1
     records = Records(args.records, identity, table)
     backlog = make_backlog(study, records.find, args.only)
     if args.list:
-        print(listing(backlog, records))
+        print(format_backlog(backlog, records))
         return 0
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the ranks, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the ranks are stopped, too
     code = 0
     runner = Runner(Bench(corpus.flags, args.time_limit), records, args.limit_minutes)
     try:
         runner.run(backlog)
     except KeyboardInterrupt:
-        say("interrupted; the same command goes on")
+        say("interrupted; the same command resumes")
         code = INTERRUPTED
     labels = {
         case: f"{question.name}: {member.label}, seed {case.seed}"
@@ -88,9 +89,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def report(study: Study, output: Path) -> int:
-    """Make the page and the pictures of OUTPUT, beside it; 1 where there is none.
+    """Write the page and the pictures of OUTPUT next to it; returns 1 where OUTPUT is missing.
 
-    Of the default OUTPUT also the parts of docs/results.md that are made from it.
+    For the default OUTPUT, update the generated parts of docs/results.md, too.
     """
     table = RunTable.read(output)
     if not table.corpus:
@@ -105,35 +106,40 @@ def report(study: Study, output: Path) -> int:
     gaps = GAPS if output == OUTPUT else output.with_name(f"{output.stem}_gaps.png")
     is_drawn = draw_gaps(gaps, answers)
     if output == OUTPUT:
-        texts = blocks(answers, GAPS.name if is_drawn else "")
+        texts = make_blocks(answers, GAPS.name if is_drawn else "")
         USER_PAGE.write_text(
-            with_blocks(USER_PAGE.read_text(encoding="utf-8"), texts), encoding="utf-8"
+            replace_blocks(USER_PAGE.read_text(encoding="utf-8"), texts), encoding="utf-8"
         )
         say(f"page: {USER_PAGE}")
     return 0
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
-    add("--list", action="store_true", help="say what there is to do and how long it may take")
-    add("--report", action="store_true", help="only make the page of OUTPUT again")
+    add("--list", action="store_true", help="list the missing runs and how long they may take")
+    add("--report", action="store_true", help="only write the page of OUTPUT again")
     add("--only", default="", help="names of questions, separated by commas (default: all)")
-    add("--limit-minutes", type=float, default=math.inf, help="start no run that would not be done "
-        "by then (default: no limit)")  # fmt: skip
+    add("--limit-minutes", type=float, default=math.inf, help="start no run that would not "
+        "finish by then (default: no limit)")  # fmt: skip
     add("--seeds", default=",".join(map(str, SEEDS)), help="(default: %(default)s)")
     add("--output", type=Path, default=OUTPUT, help="JSON file with a row for each finished run, "
-        "page and picture beside it (default: benchmarks/results/convergence.json)")  # fmt: skip
+        "page and picture next to it (default: benchmarks/results/convergence.json)")  # fmt: skip
     add("--records", type=Path, default=OUT / "convergence", help="folder of finished runs "
         "(default: benchmarks/out/convergence)")  # fmt: skip
-    add("--corpus", type=Path, default=CORPUS, help="folder of the text; made if there is none")
-    add("--time-limit", type=float, default=1800.0, help="seconds until a stage of a run is given "
-        "up (default: %(default)g)")  # fmt: skip
+    add(
+        "--corpus",
+        type=Path,
+        default=CORPUS,
+        help="folder of the corpus; prepared if there is none",
+    )
+    add("--time-limit", type=float, default=1800.0, help="seconds until a stage of a run is "
+        "stopped (default: %(default)g)")  # fmt: skip
     add("--quick", action="store_true", help="a smoke test: a tiny model and a few steps")
     quick = {"output": OUT / "convergence_quick.json", "records": OUT / "convergence_quick"}
     args = parse_quick(parser, argv, quick)
-    args.only = parts_of(args.only)
+    args.only = split_commas(args.only)
     names = [question.name for question in Study().questions]
     if unknown := set(args.only) - set(names):
         parser.error(f"--only {','.join(sorted(unknown))}: must be of {', '.join(names)}")
@@ -146,15 +152,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def listing(backlog: Sequence[Backlog], records: Records) -> str:
-    """What there is to do, question by question."""
+def format_backlog(backlog: Sequence[Backlog], records: Records) -> str:
+    """Return a table of finished and missing runs, by question."""
     rate = seconds_per_step(backlog, records)
     rows: list[tuple[int, ...]] = [
         (each.planned, each.finished, each.refused, each.cost, each.refused_cost)
         for each in backlog
     ]
     rows.append(tuple(map(sum, zip(*rows, strict=True))))
-    names = [*(each.question.name for each in backlog), "in all"]
+    names = [*(each.question.name for each in backlog), "total"]
     lines = [f"{'question':14} {'runs':>5} {'finished':>9} {'refused':>8} {'hours left':>11} "
              f"{'and refused':>12}"]  # fmt: skip
     for name, (planned, finished, refused, cost, more) in zip(names, rows, strict=True):
@@ -165,7 +171,7 @@ def listing(backlog: Sequence[Backlog], records: Records) -> str:
 
 
 def seconds_per_step(backlog: Sequence[Backlog], records: Records) -> float:
-    """Of a replica; of the finished runs, else what was seen elsewhere."""
+    """Return seconds per step of a replica: of the finished runs, else an estimate."""
     found = [
         record.seconds / case.cost
         for each in backlog
@@ -176,12 +182,12 @@ def seconds_per_step(backlog: Sequence[Backlog], records: Records) -> float:
 
 
 class Runner:
-    """Makes the runs that are missing, in order, and keeps each as soon as it is finished.
+    """Makes the missing runs in order, and records each as soon as it is finished.
 
     Args:
-        bench: trains.
+        bench: runs the cases.
         records: of finished runs.
-        limit_minutes: of the whole; a run that would not be done by then is not started.
+        limit_minutes: of the study; a run that would not finish by then is not started.
     """
 
     def __init__(self, bench: Bench, records: Records, limit_minutes: float) -> None:
@@ -190,27 +196,27 @@ class Runner:
         self.failures: list[str] = []
 
     def run(self, backlog: Sequence[Backlog]) -> None:
-        """Go through everything that is to be done. A run that fails does not end the others."""
+        """Make all missing runs. A failed run does not stop the study."""
         total = sum(each.cost for each in backlog)
         rate = seconds_per_step(backlog, self._records)
         with progress_bar("study", total=total, unit="step") as bar:
             for each in backlog:
                 for case in each.todo:
                     if time.monotonic() + case.cost * rate > self._deadline:
-                        say("the time is over; the same command goes on")
+                        say("time limit reached; the same command resumes")
                         return
                     name = f"{each.question.name}: {case.strategy}, seed {case.seed}"
                     bar.set_postfix_str(name)
-                    record = self._one(case, name, bar)
+                    record = self._run_case(case, name, bar)
                     rate = record.seconds / case.cost if record is not None else rate
 
-    def _one(self, case: Case, name: str, bar: Bar) -> Record | None:
+    def _run_case(self, case: Case, name: str, bar: Bar) -> Record | None:
         load = os.getloadavg()[0]
         start = bar.n
         try:
             with tempfile.TemporaryDirectory(prefix="convergence-") as folder:
-                stages = self._bench.run(case, Path(folder), _follower(case, bar, start))
-                record = record_of(case, stages, load)
+                stages = self._bench.run(case, Path(folder), _make_follower(case, bar, start))
+                record = make_record(case, stages, load)
         except (RunFailedError, ValueError) as error:
             self.failures.append(f"{name}: {error}")
             say(f"{name}: {error}")
@@ -223,8 +229,8 @@ class Runner:
         return record
 
 
-def _follower(case: Case, bar: Bar, start: float) -> Callable[[Path], None]:
-    """Moves the bar to the last iteration of a console."""
+def _make_follower(case: Case, bar: Bar, start: float) -> Callable[[Path], None]:
+    """Return a callback that moves the bar to the last iteration of a console."""
 
     def follow(console: Path) -> None:
         if not console.exists():

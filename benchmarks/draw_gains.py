@@ -1,4 +1,4 @@
-"""Draws docs/gains.png: the speed that EDiT keeps over slow links, beside the loss that it costs.
+"""Draw docs/gains.png: EDiT's speed over slow links, and its cost in loss.
 
     python benchmarks/draw_gains.py [--output FILE] [--print]
 
@@ -31,20 +31,20 @@ STOCK, EDIT, DELAYED, TORCHFT = (
     "EDiT, tau 40, delay 8, int8",
     "torchft streaming DiLoCo, tau 40",
 )
-# By label: the name of the kind of run in its study.
+# By label: the kind of run in its study.
 OVERLAP_KINDS = {STOCK: "stock", EDIT: "overlap"}
 DELAYED_KINDS = {DELAYED: "staggered-int8", TORCHFT: "torchft-streaming"}
 OVERLAP_SERIES = ("all links, three turns", "all links again")
-# Its parts with the delay of 8 steps, and torchft in the same turns.
+# The parts with a delay of 8 steps, and torchft in the same repeats.
 DELAYED_SERIES, DELAY = "a group for each layer", "delay 8"
-FIRST_PART = 5  # those before it have steps of 128 tokens, or other connections
+FIRST_PART = 5  # earlier parts have steps of 128 tokens, or other connections
 COLORS = {STOCK: "#9aa5b1", EDIT: "#4c78a8", DELAYED: "#9ecae9", TORCHFT: "#f58518"}
 SEEDS = (1, 2, 3)
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A setting of the convergence study: its runs, those of stock DDP, and its bar."""
+    """A setting of the convergence study: label and colour of its bar, and its runs."""
 
     label: str
     runs: str
@@ -73,8 +73,8 @@ class Cost:
 
 
 def shares_of_ideal() -> dict[str, dict[float | None, Spread]]:
-    """Speed over that of the same training without exchange, by label and link, over the turns."""
-    turns: dict[str, dict[float | None, list[float]]] = defaultdict(lambda: defaultdict(list))
+    """Return speed over that without exchange, by label and link, as spreads over the repeats."""
+    ratios: dict[str, dict[float | None, list[float]]] = defaultdict(lambda: defaultdict(list))
     overlap = read_series(RESULTS / "overlap_2cpu_202611.json")
     for series in OVERLAP_SERIES:
         speed = {(run["kind"], run["rate"], run["repeat"]): run["tokens_per_second"]
@@ -82,20 +82,20 @@ def shares_of_ideal() -> dict[str, dict[float | None, Spread]]:
         for label, kind in OVERLAP_KINDS.items():
             for (name, rate, repeat), tokens in speed.items():
                 if name == kind:
-                    turns[label][rate].append(tokens / speed["ideal", rate, repeat])
+                    ratios[label][rate].append(tokens / speed["ideal", rate, repeat])
     delayed = read_one(RESULTS / "delayed_2cpu_202611.json", DELAYED_SERIES)
     parts = {part["number"] for part in delayed["series"]
              if part["what"].startswith(DELAY) and part["number"] >= FIRST_PART}  # fmt: skip
     for label, kind in DELAYED_KINDS.items():
         for run in delayed["runs"]:
             if run["kind"] == kind and run["series"] in parts and run["of_ideal"] is not None:
-                turns[label][run["rate"]].append(run["of_ideal"])
+                ratios[label][run["rate"]].append(run["of_ideal"])
     return {label: {rate: Spread.some(values) for rate, values in by_rate.items()}
-            for label, by_rate in turns.items()}  # fmt: skip
+            for label, by_rate in ratios.items()}  # fmt: skip
 
 
 def costs() -> list[Cost]:
-    """For each of `LOSSES`, seed by seed beside the baseline of the same seed."""
+    """Return the cost of each of `LOSSES` over its baseline, seed by seed."""
     final = {
         run["what"]: run["final_loss"] for run in read_one(RESULTS / "convergence.json")["runs"]
     }
@@ -110,7 +110,7 @@ def costs() -> list[Cost]:
 
 
 def draw(path: Path) -> None:
-    """Both panels, on white, so that dark pages show them as well."""
+    """Draw both panels on a white background, which is readable on dark pages, too."""
     options: dict[str, Any] = {"figsize": (11, 4.6), "width_ratios": (3, 2), "facecolor": "white"}
     with picture(path, ncols=2, **options) as (figure, (speed, loss)):
         figure.suptitle("EDiT on two CPU cores over gloo: the speed it keeps over slow links, "

@@ -1,17 +1,17 @@
-"""Whether EDiT trains rightly on this machine's GPUs, and what its syncs cost there.
+"""Check that EDiT trains correctly on this machine's GPUs, and measure the cost of its syncs.
 
     scripts/gpu_check.sh --output benchmarks/results/gpu_check.json
 
-Small trainings in every mode: replicas are equal after every sync, and losses are those of the
-same training on the CPU. Larger ones, on GPUs only: launches and device time of a sync by the
-engine's marks in a trace of torch's profiler, beside the time in which the device would copy the
-bytes that a sync cannot do without; the time of training that syncs take; the device memory beyond
-that of stock Megatron. On one GPU two replicas share it: each is a world of NCCL by itself, and
-between them goes gloo, through pinned host memory, as NCCL refuses two ranks on one device. On
-several GPUs each rank has its own, with NCCL between the replicas, and once gloo.
+Small trainings in every mode check that replicas are equal after every sync, and that losses match
+the same training on the CPU. Larger ones, on GPUs only, measure launches and device time of a sync
+by the engine's marks in a trace of torch's profiler, compared with the time of copying the bytes
+that a sync must read and write; the share of the training time that syncs take; and device memory
+beyond that of stock Megatron. Two replicas share a single GPU: each has an NCCL world of its own,
+and gloo connects them through pinned host memory, as NCCL refuses two ranks on one device. On
+several GPUs each rank has its own, with NCCL between the replicas, and gloo in one case.
 
-Prints Markdown; writes OUTPUT (its numbers), the page and a picture beside it, the traces, and the
-folder of all runs. `--device cpu` writes the losses that others are compared with.
+Prints Markdown; writes OUTPUT (its numbers), the page and a picture next to it, the traces, and the
+folder of all runs. `--device cpu` writes the reference losses.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from frame.study import (
     Study,
     common_flags,
     parse_quick,
-    parts_of,
     read_one,
-    settings_of,
+    result_settings,
+    split_commas,
     study_parser,
 )
 from gpu_parts.cases import Case, cases_for, chosen
@@ -60,53 +60,53 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     flags: Flags = {
-        "cases": ("", "names, separated by commas; all that can run here, if left out"),
-        "budget": (500.0, "seconds for all of it"),
+        "cases": ("", "names, separated by commas (default: all that can run here)"),
+        "budget": (500.0, "seconds for all cases"),
     }
     parser = study_parser("gpu_check", __doc__, flags, repeats=1, time_limit=120.0,
                           quick="two cases", pairs=False)  # fmt: skip
     parser.allow_abbrev = False
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda", help="(default: %(default)s)")
-    add("--devices", type=int, help="how many to use (default: all; on the CPU as many ranks)")
+    add("--devices", type=int, help="number to use (default: all); on the CPU, number of ranks")
     add("--reference", type=Path, help="OUTPUT of `--device cpu` "
         "(default: that of the repository)")  # fmt: skip
     args = parse_quick(parser, argv, QUICK)
     if args.repeats != 1:
         parser.error(f"--repeats {args.repeats}: must be 1; run it again with another --output")
     if args.reference is not None and not args.reference.exists():
-        parser.error(f"--reference {args.reference}: is not there; make it with --device cpu")
+        parser.error(f"--reference {args.reference}: does not exist; make it with --device cpu")
     try:
         args.found = look(args.device)
     except DeviceError as error:
         parser.error(f"--device {args.device}: {error}")
-    there = args.found.count
+    available = args.found.count
     if args.devices is None:
-        args.devices = there
-    if not args.devices >= 1 or (args.device == "cuda" and args.devices > there):
-        most = "" if args.device == "cpu" else f" and at most {there}, which this machine has"
+        args.devices = available
+    if not args.devices >= 1 or (args.device == "cuda" and args.devices > available):
+        most = "" if args.device == "cpu" else f" and at most {available}, which this machine has"
         parser.error(f"--devices {args.devices}: must be at least 1{most}")
     cases = cases_for(args.device, args.devices)
     try:
-        args.chosen = chosen(cases, parts_of(args.cases)) or cases
+        args.chosen = chosen(cases, split_commas(args.cases)) or cases
     except ValueError as error:
         parser.error(f"--cases {error}")
     return args
 
 
 class Results(Study[Reading]):
-    """Everything found so far."""
+    """The measurements of the study."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         flags = {case.name: case.flags(args.device, "LOG_DIR") for case in args.chosen}
-        settings = settings_of(args, "chosen", "found", "budget", "reference", "repeats")
+        settings = result_settings(args, "chosen", "found", "budget", "reference", "repeats")
         settings |= {"flags": common_flags(flags)}
         super().__init__("gpu_check", args, Reading, settings, args.found.versions)
 
     def measure_all(self) -> None:
-        """Run all cases. One that fails does not end the rest, nor does one that hangs."""
+        """Run all cases. A failed or hanging case does not stop the others."""
         args, end = self.args, time.monotonic() + self.args.budget
         bench = Bench(args.device, args.devices, args.time_limit, args.output)
         with self.progress(len(args.chosen)):
@@ -116,7 +116,7 @@ class Results(Study[Reading]):
                 self.write()
 
     def summary(self) -> dict[str, Any]:
-        """What OUTPUT has."""
+        """Return the results for OUTPUT."""
         args, found = self.args, self.args.found
         cases = {case.name: case for case in args.chosen}
         analysis = Analysis(cases, self.found, self._reference(), found.copy_rate)
@@ -133,7 +133,7 @@ class Results(Study[Reading]):
         }
 
     def _reference(self) -> dict[str, Any]:
-        """Losses to compare with; none for those that others are to be compared with."""
+        """Return the reference losses; empty where this run writes them."""
         path = self.args.reference or REFERENCE
         if not path.exists() or path.resolve() == self.args.output.resolve():
             return {}
@@ -141,20 +141,20 @@ class Results(Study[Reading]):
         return known
 
     def all_failures(self, complaints: Sequence[str]) -> list[str]:
-        """Of runs and of checks, whose complaints are given."""
+        """Return the failures of runs, and of checks given as `complaints`."""
         failures = [*self.failures, *complaints]
         if self.args.device != "cpu" and not self._reference():
-            failures.append(f"no losses of the CPU to compare with: {REFERENCE} is not there")
+            failures.append(f"no losses of the CPU to compare with: {REFERENCE} does not exist")
         return failures
 
     def _measure(self, bench: Bench, case: Case, end: float) -> Reading:
         left = end - time.monotonic()
         if left <= 0:
-            raise RunFailedError(f"not begun in {self.args.budget:g} s (--budget)")
+            raise RunFailedError(f"not started within {self.args.budget:g} s (--budget)")
         return bench.measure(case, min(left, self.args.time_limit))
 
     def describe(self, run: Reading) -> str:
-        """The losses of its ends."""
+        """Return the first and last loss as text."""
         return f"loss {run.losses[0]:.3f} -> {run.losses[-1]:.3f} in {run.seconds:.0f} s"
 
 

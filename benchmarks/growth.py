@@ -1,15 +1,15 @@
-"""How the cost of a sync grows: with the units of a model, with replicas, and with parameters.
+"""Growth of the cost of a sync with units, replicas and parameters.
 
     python benchmarks/growth.py --output benchmarks/results/growth.json
 
 Hosts are network namespaces whose links have a limited rate (`netlab`); each is a replica of one
-rank that trains a tiny GPT with EDiT. Three sweeps change one size alone. Needs root, iproute2 and
-this package installed.
+rank that trains a tiny GPT with EDiT. Each of three sweeps changes one size. Needs root, iproute2
+and this package installed.
 
-`--against COMMIT` runs every case with the package of an earlier commit, too, and compares the two
-turn by turn (`frame/against.py`).
+`--against COMMIT` also runs every case with the package of an earlier commit, and compares the two
+in pairs (`frame/against.py`).
 
-Prints Markdown tables; writes OUTPUT (their numbers), a picture beside it, and the folder of all
+Prints Markdown tables; writes OUTPUT (their numbers), a picture next to it, and the folder of all
 runs.
 """
 
@@ -23,8 +23,16 @@ from statistics import median
 from typing import Any
 
 from frame.gpt import Link, Window
-from frame.study import Flags, Study, parse_quick, parts_of, rates_of, settings_of, study_parser
-from growth_parts.cases import Case, distinct, sweeps
+from frame.study import (
+    Flags,
+    Study,
+    parse_links,
+    parse_quick,
+    result_settings,
+    split_commas,
+    study_parser,
+)
+from growth_parts.cases import Case, distinct_cases, make_sweeps
 from growth_parts.report import Analysis, draw, markdown
 from growth_parts.runs import Bench, Reading
 from netlab import Lab, LabError
@@ -37,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     """Measure and report; the exit code is 1 where a run failed."""
     args = parse(argv)
     try:
-        with Lab(max(2, *(case.num_replicas for case in distinct(args.sweeps)))) as lab:
+        with Lab(max(2, *(case.num_replicas for case in distinct_cases(args.sweeps)))) as lab:
             results = Results(args)
             results.measure_all(lab)
     except LabError as error:
@@ -50,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     flags: Flags = {
         "mode": ("blocking", "EDiT's sync mode"),
         "links": ("none,1e9,100e6", "bits per second"),
@@ -58,24 +66,26 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "replicas": ("2,3,4,6,8", "of the sweep over replicas"),
         "hidden-sizes": ("64,128,256,512", "of the sweep over parameters"),
         "tau": (4, "sync interval"),
-        # No more than 8, or the drift check of every tenth sync falls into the measured ones.
+        # At most 8, so that the drift check of every tenth sync is not measured.
         "rounds": (8, "syncs measured in a run"),
     }
     parser = study_parser("growth", __doc__, flags, repeats=1, time_limit=600.0,
-                          quick="few, small and short")  # fmt: skip
+                          quick="few cases, small models, few steps")  # fmt: skip
     args = parse_quick(parser, argv, QUICK)
-    args.links = rates_of(args.links)
+    args.links = parse_links(args.links)
     for name in ("layers", "replicas", "hidden_sizes"):
-        setattr(args, name, [int(word) for word in parts_of(getattr(args, name))])
-    args.sweeps = sweeps(layers=args.layers, replicas=args.replicas, hidden_sizes=args.hidden_sizes)
+        setattr(args, name, [int(word) for word in split_commas(getattr(args, name))])
+    args.sweeps = make_sweeps(
+        layers=args.layers, replicas=args.replicas, hidden_sizes=args.hidden_sizes
+    )
     return args
 
 
 class Results(Study[Reading]):
-    """Everything measured so far."""
+    """The measurements of the study."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        settings, window = settings_of(args, "sweeps"), Window.of_rounds(args.tau, args.rounds)
+        settings, window = result_settings(args, "sweeps"), Window.of_rounds(args.tau, args.rounds)
         flags = (
             args.sweeps[0].cases[0].flags(args.mode, tau=args.tau, window=window, log_dir="LOG_DIR")
         )
@@ -84,12 +94,12 @@ class Results(Study[Reading]):
         self._links: list[Link] = []
 
     def analysis(self) -> Analysis:
-        """Of what there is."""
+        """Analyse the measurements so far."""
         return Analysis(self.found, self._links, tau=self.args.tau)
 
     def measure_all(self, lab: Lab) -> None:
-        """Run all cases on all links, as often as asked."""
-        args, cases = self.args, distinct(self.args.sweeps)
+        """Run all cases on all links, `args.repeats` times."""
+        args, cases = self.args, distinct_cases(self.args.sweeps)
         bench = Bench(lab, args.mode, args.tau, args.rounds, args.time_limit)
 
         def make(rate: float | None, repeat: int, case: Case, package: Path) -> Reading:
@@ -100,15 +110,15 @@ class Results(Study[Reading]):
                 self._links.append(link)
 
     def describe(self, run: Reading) -> str:
-        """Length of every sync."""
+        """Return the length of every sync as text."""
         return " ".join(f"{ms:.1f}" for ms in run.sync_ms) + " ms"
 
     def numbers(self, run: Reading) -> dict[str, float | None]:
-        """Length of a sync."""
+        """Return the median length of a sync."""
         return {"sync (ms)": median(run.sync_ms) if run.sync_ms else None}
 
     def summary(self) -> dict[str, Any]:
-        """Of cases and links."""
+        """Return the results by case and link."""
         analysis = self.analysis()
         return {"rows": analysis.rows(), "fits": analysis.fits(), "links": self._links}
 

@@ -1,16 +1,16 @@
-"""Hosts of a network lab on one machine: network namespaces joined by links of a chosen rate.
+"""A network lab on one machine: network namespaces connected by links of a configurable rate.
 
-Each host is a namespace of its own, with one interface; a further namespace is the switch, a
-bridge that the hosts hang on by veth pairs. Nothing is made or changed outside of these
-namespaces, so deleting them takes everything away. Needs root and Debian's `iproute2`.
+Each host is a namespace of its own with one interface; a further namespace is the switch, a bridge
+to which the hosts are connected by veth pairs. Nothing is created or changed outside these
+namespaces, so deleting them removes everything. Needs root and Debian's `iproute2`.
 
     with Lab(2, 100_000_000) as lab:
         server = lab.popen(0, ["python3", "server.py", lab.address(0)])
         lab.set_rate(20_000_000)
         print(lab.measure_bandwidth())
 
-A rate holds for what a host sends. Both directions between two hosts are therefore limited, and
-independent of each other, as on a full-duplex wire.
+A rate limits what a host sends. Both directions between two hosts are therefore limited
+independently, as on a full-duplex link.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ from typing import Any, NoReturn, Self
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 INTERFACE = "link0"  # of every host
 MAX_HOSTS = 200
-# A token bucket must hold what may leave in one go: a segmentation-offloaded packet of 64 KiB,
-# and what passes between two ticks of a coarse timer.
+# A token bucket must hold what may be sent at once: a segmentation-offloaded packet of 64 KiB, and
+# the bytes of one tick of a coarse timer.
 MIN_BURST_BYTES = 128 * 1024
 BURST_SECONDS = 0.004
-QUEUE_SECONDS = 0.05  # as much as a sender may have waiting before packets are dropped
-SKIPPED_SECONDS = 0.3  # of a transfer that is measured: slow start, and the full bucket
+QUEUE_SECONDS = 0.05  # length of the send queue; packets beyond it are dropped
+SKIPPED_SECONDS = 0.3  # at the start of a measured transfer: slow start and the full bucket
 _numbers = itertools.count()
 _NAMESPACES = Path("/run/netns")
 _TRANSFER = str(Path(__file__).with_name("netlab_transfer.py"))
 
 
 class LabError(RuntimeError):
-    """The lab cannot be made or used; one line says why."""
+    """The lab cannot be created or used; the message is one line."""
 
 
 class LabUnavailableError(LabError):
-    """This machine or this user cannot have a lab at all."""
+    """This machine or this user cannot create a lab."""
 
 
 def fresh_prefix() -> str:
-    """Start of the names of one lab's namespaces; no other lab on this machine has it."""
+    """Return a name prefix for the namespaces of one lab, unique on this machine."""
     return f"lab{os.getpid()}-{next(_numbers)}-"
 
 
 def require_lab() -> None:
-    """Check that this machine can have a lab.
+    """Check that a lab can be created on this machine.
 
     Raises:
         LabUnavailableError: it cannot; the message says what is missing.
@@ -76,7 +76,7 @@ def require_lab() -> None:
 
 
 def tool(name: str) -> str:
-    """Path of a command of iproute2."""
+    """Return the path of a command of iproute2."""
     # For users other than root, /usr/sbin may not be on the path.
     path = shutil.which(name, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
     if path is None:
@@ -85,10 +85,10 @@ def tool(name: str) -> str:
 
 
 def run(name: str, *arguments: str) -> str:
-    """Run a command of iproute2 to its end; returns what it printed.
+    """Run a command of iproute2 and return its output.
 
     Raises:
-        LabError: it failed.
+        LabError: the command failed.
     """
     done = subprocess.run(
         [tool(name), *arguments], capture_output=True, text=True, start_new_session=True
@@ -101,22 +101,22 @@ def run(name: str, *arguments: str) -> str:
 
 @contextmanager
 def leaving_on_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP unwind the stack, as Ctrl-C does, so that `with` blocks end."""
-    with _handling(ENDING_SIGNALS, _leave):
+    """Let SIGTERM and SIGHUP unwind the stack like Ctrl-C, so that `with` blocks end."""
+    with _handler_set(ENDING_SIGNALS, _raise_exit):
         yield
 
 
 @contextmanager
 def signals_ignored() -> Iterator[None]:
-    """For a clean-up: a second Ctrl-C in the middle would leave namespaces behind."""
-    with _handling((signal.SIGINT, *ENDING_SIGNALS), signal.SIG_IGN):
+    """Ignore signals during a clean-up, which a second Ctrl-C would leave incomplete."""
+    with _handler_set((signal.SIGINT, *ENDING_SIGNALS), signal.SIG_IGN):
         yield
 
 
 @contextmanager
-def _handling(numbers: tuple[signal.Signals, ...], handler: object) -> Iterator[None]:
+def _handler_set(numbers: tuple[signal.Signals, ...], handler: object) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers, and only it gets signals
+        yield  # only the main thread can set handlers, and only it receives signals
         return
     before = {number: signal.signal(number, handler) for number in numbers}  # type: ignore[arg-type]
     try:
@@ -126,14 +126,14 @@ def _handling(numbers: tuple[signal.Signals, ...], handler: object) -> Iterator[
             signal.signal(number, signal.SIG_DFL if old is None else old)
 
 
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
+def _raise_exit(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 
 class Lab:
-    """A context manager: the hosts exist inside the `with` block.
+    """A context manager whose hosts exist inside the `with` block.
 
-    At its end, also by an exception, SIGTERM or SIGHUP, every process still running in a host is
+    At its end, also on an exception, SIGTERM or SIGHUP, every process still running in a host is
     killed and the namespaces are deleted. Only SIGKILL leaves them behind, named `lab<pid>-...`.
 
     Args:
@@ -169,7 +169,7 @@ class Lab:
         self.close()
 
     def address(self, host: int) -> str:
-        """IPv4 address of a host."""
+        """Return the IPv4 address of a host."""
         return f"10.77.0.{host + 1}"
 
     def set_rate(self, rate_bits_per_second: float | None) -> None:
@@ -186,13 +186,13 @@ class Lab:
     ) -> subprocess.Popen[Any]:
         """Start a command in a host; `options` are those of `subprocess.Popen`."""
         command = [tool("ip"), "netns", "exec", self._hosts[host], *argv]
-        # A session of its own: Ctrl-C must reach this program alone, which then cleans up.
+        # A session of its own: Ctrl-C must reach only this program, which then cleans up.
         process = subprocess.Popen(command, env=env, start_new_session=True, **options)
         self._processes.append(process)
         return process
 
     def kill(self, process: subprocess.Popen[Any]) -> None:
-        """Kill what `popen` started, with its children, and forget it. It may have ended."""
+        """Kill a process that `popen` started, with its children. It may have ended already."""
         if process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -201,14 +201,14 @@ class Lab:
             self._processes.remove(process)
 
     def sent_bytes(self) -> list[int]:
-        """Bytes that each host has sent so far, with headers (once per offloaded packet)."""
-        # The switch sees them arrive: one call for all hosts.
+        """Return the bytes sent by each host so far, with headers (once per offloaded packet)."""
+        # Counted as received by the switch: one call for all hosts.
         links = json.loads(run("ip", "-n", self._switch, "-s", "-j", "link", "show"))
         received = {link["ifname"]: int(link["stats64"]["rx"]["bytes"]) for link in links}
         return [received[f"port{host}"] for host in range(self.num_hosts)]
 
     def measure_bandwidth(self, source: int = 0, target: int = 1, *, seconds: float = 1.0) -> float:
-        """Bits of payload per second that one TCP connection carries from one host to another."""
+        """Measure the payload bits per second of one TCP connection between two hosts."""
         end = [sys.executable, _TRANSFER]
         receive = [*end, "receive", self.address(target), str(SKIPPED_SECONDS), str(seconds)]
         receiver = self.popen(target, receive, stdout=subprocess.PIPE, text=True)
@@ -227,7 +227,7 @@ class Lab:
         """End the processes in the hosts and delete the namespaces. May be called again.
 
         Raises:
-            LabError: something could not be deleted; all else has been.
+            LabError: a namespace could not be deleted; all others have been.
         """
         failures: list[LabError] = []
         with signals_ignored():
@@ -246,7 +246,7 @@ class Lab:
 
     def _build(self) -> None:
         for name in (self._switch, *self._hosts):
-            self._made.append(name)  # before it is: a signal may come right after
+            self._made.append(name)  # recorded first: a signal may follow the creation
             run("ip", "netns", "add", name)
         run("ip", "-n", self._switch, "link", "add", "bridge", "up", "type", "bridge")
         for host, name in enumerate(self._hosts):
@@ -259,7 +259,7 @@ class Lab:
 
 
 def burst_bytes(rate: float | None) -> float:
-    """What a link that was idle lets through at once, beyond its rate (bits per second)."""
+    """Return the bytes that an idle link passes at once, beyond its rate (bits per second)."""
     return 0.0 if rate is None else max(MIN_BURST_BYTES, rate / 8 * BURST_SECONDS)
 
 
@@ -275,7 +275,7 @@ def _root_queue(name: str, action: str, *rest: str) -> None:
 
 def _delete(name: str) -> None:
     if (_NAMESPACES / name).exists():
-        # Whoever still runs there would keep the namespace alive without its name.
+        # A process still running there would keep the namespace alive without its name.
         for pid in run("ip", "netns", "pids", name).split():
             with suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)

@@ -1,10 +1,10 @@
-"""The two ends of a TCP transfer whose rate is measured; `Lab.measure_bandwidth` starts them.
+"""Sender and receiver of a TCP transfer; started by `Lab.measure_bandwidth`.
 
     python netlab_transfer.py receive ADDRESS SKIPPED_SECONDS SECONDS
     python netlab_transfer.py send ADDRESS PORT
 
-The receiver first prints its port, at the end the bits per second that came. No imports beyond
-the standard library's small ones: they would delay the start.
+The receiver prints its port first, and the received bits per second at the end. Only small modules
+of the standard library are imported, so that the start is fast.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 
 
 def receive(address: str, skipped_seconds: float, seconds: float) -> None:
-    """Count what arrives for `seconds`, after `skipped_seconds` that do not count."""
+    """Measure the received bits per second for `seconds`, after skipping `skipped_seconds`."""
     with socket.create_server((address, 0)) as server:
         print(server.getsockname()[1], flush=True)
         link, _ = server.accept()
@@ -33,7 +33,7 @@ def receive(address: str, skipped_seconds: float, seconds: float) -> None:
 
 
 def send(address: str, port: int) -> None:
-    """Send until the receiver hangs up."""
+    """Send until the receiver closes the connection."""
     data = bytes(1 << 18)
     with socket.create_connection((address, port)) as link:
         try:

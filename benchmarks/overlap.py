@@ -1,17 +1,17 @@
-"""How much of an ideal speed EDiT keeps on slow links, beside stock Megatron.
+"""Speed of EDiT on slow links, relative to training without exchange and to stock Megatron.
 
     python benchmarks/overlap.py --output benchmarks/results/overlap.json
 
 Hosts are network namespaces whose links have a limited rate (`netlab`); each is a rank that trains
-a GPT. Compared are EDiT in the modes asked for, stock data parallelism across the link, and the
-ideal: the same training without any exchange. All of them run in turn, several times, and each run
-is compared with those of its own turn, as machines drift. Needs root and iproute2. The modes
-`torchft-diloco` and `torchft-streaming` measure torchft beside EDiT, where it is installed.
+a GPT. The benchmark compares EDiT in the given modes, stock data parallelism across the link, and
+the ideal: the same training without exchange. All of them are repeated alternately, and each run is
+compared with those of its own repeat, as machines drift. Needs root and iproute2. The modes
+`torchft-diloco` and `torchft-streaming` also measure torchft, where it is installed.
 
-`--against COMMIT` runs every case with the package of an earlier commit, too, and compares the two
-turn by turn (`frame/against.py`).
+`--against COMMIT` also runs every case with the package of an earlier commit, and compares the two
+in pairs (`frame/against.py`).
 
-Prints a Markdown table; writes OUTPUT (its numbers, and a row for each run), a picture beside it,
+Prints a Markdown table; writes OUTPUT (its numbers, and a row for each run), a picture next to it,
 and the folder of all runs.
 """
 
@@ -31,10 +31,10 @@ from frame.study import (
     Flags,
     Study,
     common_flags,
+    parse_links,
     parse_quick,
-    rates_of,
+    result_settings,
     say,
-    settings_of,
     study_parser,
 )
 from netlab import Lab, LabError
@@ -64,8 +64,8 @@ def main(argv: Sequence[str]) -> int:
     model = Model(num_layers=args.layers, hidden_size=args.hidden_size, seq_length=args.seq_length)
     base = Job(IDEAL, model, args.hosts, args.tau, args.rounds, args.stock_seconds)
     try:
-        wanted = any(kind in RIVALS for kind in args.kinds)
-        rival = rival_versions(args.torchft_python) if wanted else {}
+        has_rivals = any(kind in RIVALS for kind in args.kinds)
+        rival = rival_versions(args.torchft_python) if has_rivals else {}
         with Lab(args.hosts) as lab:
             results = Results(args, base, rival)
             results.measure_all(lab)
@@ -78,25 +78,25 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     flags: Flags = {
         "modes": ("overlap,blocking",
                   f"separated by commas: overlap, blocking, {', '.join((*variants(1), *RIVALS))}"),
         "torchft-python": (sys.executable, "interpreter that has torchft, for its modes"),
         "links": ("none,1e9,100e6,20e6", "bits per second"),
-        "rounds": (2, "measured in a run"),
+        "rounds": (2, "rounds measured in a run"),
         "tau": (40, "sync interval"),
-        "hosts": (2, "each a replica of one rank"),
+        "hosts": (2, "number of hosts, each a replica of one rank"),
         "layers": (4, "of the model"),
         "hidden-size": (256, "of the model"),
-        "seq-length": (128, "of the model: a step's time"),
+        "seq-length": (128, "of the model; sets the time of a step"),
         "stock-seconds": (15.0, "about how long a stock run is measured; >= 3 iterations"),
     }  # fmt: skip
     parser = study_parser("overlap", __doc__, flags, repeats=3, time_limit=600.0,
-                          quick="small, short and once")  # fmt: skip
+                          quick="a small model, few steps, one repeat")  # fmt: skip
     parser.add_argument("--without-stock", action="store_true", help="leave stock Megatron out")
     args = parse_quick(parser, argv, QUICK)
-    args.links = rates_of(args.links)
+    args.links = parse_links(args.links)
     modes = args.modes.split(",")
     known = [OVERLAP, BLOCKING, *variants(args.tau), *RIVALS]
     unknown = [kind for kind in modes if kind not in known]
@@ -107,11 +107,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 class Results(Study[Measurement]):
-    """Everything measured so far."""
+    """The measurements of the study."""
 
     def __init__(self, args: argparse.Namespace, base: Job, rival: dict[str, str]) -> None:
         flags = {kind: _flags(base, kind) for kind in args.kinds}
-        settings = settings_of(args, "torchft_python")
+        settings = result_settings(args, "torchft_python")
         settings |= {"model": base.model, "flags": common_flags(flags)}
         versions = {name: text for name, text in rival.items() if "torchft" in name}
         super().__init__("overlap", args, Measurement, settings, versions)
@@ -120,7 +120,7 @@ class Results(Study[Measurement]):
         self._forward_share = 0.0
 
     def analysis(self) -> Analysis:
-        """Of what there is."""
+        """Analyse the measurements so far."""
         return Analysis(
             self.found,
             self._links,
@@ -130,7 +130,7 @@ class Results(Study[Measurement]):
         )
 
     def measure_all(self, lab: Lab) -> None:
-        """Run all kinds on all links in turn, as often as asked."""
+        """Run all kinds on all links, `args.repeats` times."""
         args = self.args
         bench = Bench(lab, args.time_limit, args.torchft_python)
 
@@ -146,13 +146,13 @@ class Results(Study[Measurement]):
                 self._links.append(link)
 
     def describe(self, run: Measurement) -> str:
-        """Length of a step."""
+        """Return the length of a step as text."""
         step = self._base.tokens_per_iteration / run.tokens_per_second
         late = f" (then exited with {run.exit_codes})" if any(run.exit_codes) else ""
         return f"{step * 1e3:.1f} ms{late}"
 
     def numbers(self, run: Measurement) -> dict[str, float | None]:
-        """Speed, and what a sync exposes."""
+        """Return the speed and the exposed time per sync."""
         exposed = [1e3 * sync["seconds"]["exposed"] for sync in run.syncs]
         return {
             "tokens/s": run.tokens_per_second,
@@ -160,7 +160,7 @@ class Results(Study[Measurement]):
         }
 
     def summary(self) -> dict[str, Any]:
-        """Of links, kinds and runs."""
+        """Return the results by link, kind and run."""
         return {
             "forward_share": self._forward_share,
             "summary": self.analysis().rows(),

@@ -1,10 +1,10 @@
-"""Holds the planner's predictions to what was measured, and writes the tables of docs/plan.md.
+"""Compare the planner's predictions with measurements, and write the tables of docs/plan.md.
 
     python benchmarks/plan_check.py           writes the tables
     python benchmarks/plan_check.py --check   exits 1 where they are not current
 
-The measurements are the committed results of benchmarks/overlap.py and benchmarks/growth.py; a test
-calls it with --check, and another one holds the marks.
+The measurements are the committed results of benchmarks/overlap.py and benchmarks/growth.py. One
+test runs this script with --check, and another one checks the errors against the limits.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from megatron_edit.tools.plan.exchanges import TimingSetting, stock_cost, sync_c
 from megatron_edit.tools.plan.job import Job, read_job
 from megatron_edit.tools.plan.machine import CPU, Link
 
-# The series of each study that the planner is held to.
+# The series of each study that the planner is compared with.
 SERIES = {"overlap": "all links, three turns", "delayed": "delay 30", "growth": "all"}
 TARGET = REPOSITORY / "docs" / "plan.md"
 BEGIN, END = "<!-- made by benchmarks/plan_check.py -->", "<!-- end -->"
-SPEED_MARK, BYTES_MARK = 0.20, 0.10
+MAX_SPEED_ERROR, MAX_BYTES_ERROR = 0.20, 0.10
 CORES = 2
-# The coefficients of megatron_edit/tools/plan/machine.py were fitted to these.
+# The coefficients in megatron_edit/tools/plan/machine.py were fitted to these.
 FITTED = {("stock", None), ("stock", 20e6)}
 STEP_OF_GROWTH = 0.03  # seconds; blocking syncs do not depend on it
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One number, twice.
+    """A predicted and a measured number.
 
     Attributes:
-        what: a run.
+        what: name of the run.
         predicted: by the planner.
         measured: by the benchmark.
         is_fitted: whether a coefficient of the planner was fitted to it.
@@ -61,22 +61,22 @@ class Prediction:
 
     @property
     def note(self) -> str:
-        """For the table: whether it was fitted, and missed."""
-        missed = "" if self.is_within(SPEED_MARK) else "**missed**"
+        """Text in the table: whether it was fitted, and whether the limit was missed."""
+        missed = "" if self.is_within(MAX_SPEED_ERROR) else "**missed**"
         return " ".join(filter(None, ("fitted" if self.is_fitted else "", missed)))
 
-    def is_within(self, mark: float) -> bool:
-        """Whether the error is at most that."""
-        return abs(self.error) <= mark
+    def is_within(self, limit: float) -> bool:
+        """Return whether the absolute error is at most a limit."""
+        return abs(self.error) <= limit
 
 
 def lab_link(rate: float | None, bandwidth: float) -> Link:
-    """A link of the lab: `tc tbf` lets a bucket through at once."""
+    """Return a link of the lab, with the burst that `tc tbf` passes at once."""
     return Link(bandwidth, burst_seconds=8 * burst_bytes(rate) / bandwidth)
 
 
 def lab_job(flags: str, num_replicas: int) -> Job:
-    """A training of the lab: a rank per replica, and a replica per host."""
+    """Return a training of the lab: one rank per replica, one replica per host."""
     return read_job(
         shlex.split(flags),
         num_replicas=num_replicas,
@@ -86,7 +86,7 @@ def lab_job(flags: str, num_replicas: int) -> Job:
 
 
 def shares() -> list[Prediction]:
-    """Speed as a part of the ideal, from the link and the ideal step that were measured."""
+    """Predict the shares of the ideal speed, from the measured link and ideal step."""
     return [p for name in ("overlap", "delayed") for p in _shares_of(_results(name))]
 
 
@@ -110,7 +110,7 @@ def _shares_of(results: dict[str, Any]) -> Iterator[Prediction]:
 
 
 def syncs() -> list[Prediction]:
-    """Seconds of a blocking sync; measured is the least of 32, least disturbed by others."""
+    """Predict seconds of a blocking sync; measured is the minimum of 32, the least disturbed."""
     results = _results("growth")
     bandwidths: dict[float | None, list[float]] = {}
     for link in results["links"]:
@@ -119,10 +119,10 @@ def syncs() -> list[Prediction]:
     for row in results["rows"]:
         case, rate = row["case"], row["rate"]
         job = _job_of(results, case)
-        crowd = max(1.0, case["num_replicas"] / CORES)
+        load = max(1.0, case["num_replicas"] / CORES)
         setting = TimingSetting(
             link=lab_link(rate, median(bandwidths[rate])),
-            machine=CPU.crowded(crowd),
+            machine=CPU.crowded(load),
             step=STEP_OF_GROWTH,
             forward_share=1 / 3,
         )
@@ -133,7 +133,7 @@ def syncs() -> list[Prediction]:
 
 
 def sent_bytes() -> list[Prediction]:
-    """Payload of a sync and replica, as EDiT counted it, and as a host's interface did."""
+    """Predict bytes per sync and replica; measured by EDiT, and at a host's interface."""
     results, found = _results("growth"), []
     for row in results["rows"]:
         job = _job_of(results, row["case"])
@@ -149,7 +149,7 @@ def sent_bytes() -> list[Prediction]:
 
 
 def _sent_in_window(results: dict[str, Any]) -> Iterator[Prediction]:
-    """What a host sent in the measured rounds, where nothing but syncs is on the link."""
+    """Predict the bytes of a host in the measured rounds, where only syncs use the link."""
     for run in results["runs"]:
         if not run["num_syncs"]:
             continue
@@ -189,7 +189,7 @@ def _results(name: str) -> dict[str, Any]:
 
 
 def tables() -> str:
-    """What goes into docs/plan.md."""
+    """Return the generated part of docs/plan.md."""
     parts = [
         "Share of the ideal speed (`benchmarks/results/overlap_2cpu_202611.md`, the first of its "
         "two series; `delayed_2cpu_202611.md`), medians:",
@@ -225,18 +225,18 @@ def _bytes_line() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the script."""
+    """Write or check the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if stale")
     args = parser.parse_args(argv)
     text = TARGET.read_text(encoding="utf-8")
     head, _, rest = text.partition(BEGIN)
     _, _, tail = rest.partition(END)
-    wanted = f"{head}{BEGIN}\n\n{tables()}\n\n{END}{tail}"
+    new_text = f"{head}{BEGIN}\n\n{tables()}\n\n{END}{tail}"
     if not args.check:
-        TARGET.write_text(wanted, encoding="utf-8")
+        TARGET.write_text(new_text, encoding="utf-8")
         return 0
-    if wanted == text:
+    if new_text == text:
         return 0
     print("docs/plan.md is stale: run python benchmarks/plan_check.py", file=sys.stderr)
     return 1

@@ -1,10 +1,10 @@
-"""Run the tests of the batch scripts on a real SLURM, and write down how they and their jobs ended.
+"""Run the tests of the batch scripts on a real SLURM, and record the outcome of tests and jobs.
 
     python benchmarks/slurm_log.py
 
-Writes the page `benchmarks/results/slurm_<year><month>.md` and the same as JSON beside it; the log,
-with what each job said, goes to `benchmarks/out/`, which git ignores. Exit code 1 where a test
-failed or was skipped. Takes ten minutes.
+Writes the page `benchmarks/results/slurm_<year><month>.md` and a JSON file with the same content.
+The log, with the output of each job, goes to `benchmarks/out/`, which git ignores. The exit code is
+1 where a test failed or was skipped. Takes ten minutes.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ TESTS = "tests/system/test_slurm.py"
 TEST = re.compile(r"^tests/\S+::(\S+) (PASSED|FAILED|ERROR|SKIPPED)")
 JOB = re.compile(
     r"^tests/\S+::(\S+) \(\w+\)\njob (.*)$", re.M
-)  # as tests/harness/slurm_jobs.py tells
+)  # as tests/harness/slurm_jobs.py writes it
 OUTCOME = re.compile(r"^tests/\S+::.* (PASSED|FAILED|ERROR|SKIPPED).*|^=+ .* in [\d.]+s.*=+$", re.M)
 
 
 def versions() -> list[str]:
-    """Of what took part."""
+    """Return the versions of all components."""
     programs = [("slurmd", "-V"), ("munged", "--version")]
     lines = []
     for argv in programs:
@@ -43,10 +43,10 @@ def versions() -> list[str]:
     return [*lines, f"Python {platform.python_version()}, {os.cpu_count()} CPU cores"]
 
 
-def run_tests(stories: Path) -> str:
-    """What pytest says."""
+def run_tests(job_log_file: Path) -> str:
+    """Run the tests and return the output of pytest."""
     env = os.environ | {
-        "MEGATRON_EDIT_SLURM_LOG": str(stories), "COLUMNS": "100",
+        "MEGATRON_EDIT_SLURM_LOG": str(job_log_file), "COLUMNS": "100",
         "PATH": f"{os.environ['PATH']}:/usr/sbin",
     }  # fmt: skip
     done = subprocess.run(
@@ -57,7 +57,7 @@ def run_tests(stories: Path) -> str:
 
 
 def without_paths(text: str) -> str:
-    """The log says what happened, not on whose machine."""
+    """Replace the paths of this machine in a text."""
     for path, name in ((str(ROOT), "<repository>"), (sys.prefix, "<venv>")):
         text = text.replace(path, name)
     text = re.sub(
@@ -66,10 +66,10 @@ def without_paths(text: str) -> str:
     return re.sub(r"/(?:opt|usr|tmp|home|root)/\S*/(?=\w)", "<path>/", text)
 
 
-def rows_of(outcomes: list[str], told: str) -> list[dict[str, str]]:
-    """Each test, how it ended, and how its jobs did."""
+def make_rows(outcomes: list[str], job_log: str) -> list[dict[str, str]]:
+    """Return a row for each test: its outcome, and those of its jobs."""
     jobs: dict[str, list[str]] = {}
-    for test, job in JOB.findall(told):
+    for test, job in JOB.findall(job_log):
         jobs.setdefault(test, []).append(job)
     found = (TEST.match(line) for line in outcomes)
     return [{"test": one[1], "outcome": one[2].lower(), "jobs": "; ".join(jobs.get(one[1], []))}
@@ -77,7 +77,7 @@ def rows_of(outcomes: list[str], told: str) -> list[dict[str, str]]:
 
 
 def page(date: str, on: list[str], rows: list[dict[str, str]], summary: str) -> str:
-    """For people."""
+    """Return the Markdown page."""
     lines = table(("test", "outcome", "jobs"), [list(row.values()) for row in rows])
     head = f"# The batch scripts on a real SLURM, {date}"
     how = "    python benchmarks/slurm_log.py"
@@ -85,26 +85,26 @@ def page(date: str, on: list[str], rows: list[dict[str, str]], summary: str) -> 
 
 
 def main() -> int:
-    """Run, write, tell."""
+    """Run the tests, and write the log and the page."""
     today = datetime.date.today()
     with tempfile.TemporaryDirectory() as folder:
-        stories = Path(folder) / "stories"
-        stories.touch()
-        output = run_tests(stories)
-        told = without_paths(stories.read_text(encoding="utf-8"))
+        job_log_file = Path(folder) / "jobs"
+        job_log_file.touch()
+        output = run_tests(job_log_file)
+        job_log = without_paths(job_log_file.read_text(encoding="utf-8"))
     outcomes = [found.group() for found in OUTCOME.finditer(without_paths(output))]
     on, summary = versions(), outcomes[-1] if outcomes else "no test ran"
     log = BENCHMARKS / "out" / f"slurm_{today:%Y%m}.log"
     log.parent.mkdir(exist_ok=True)
-    lines = [f"{TESTS} --full, {today}", "", *on, "", *outcomes, "", "Jobs:", "", told]
+    lines = [f"{TESTS} --full, {today}", "", *on, "", *outcomes, "", "Jobs:", "", job_log]
     log.write_text("\n".join(lines), encoding="utf-8")
-    write(today, on, rows_of(outcomes, told), summary)
+    write(today, on, make_rows(outcomes, job_log), summary)
     print(f"{log.relative_to(ROOT)}: {summary}")
     return 0 if re.fullmatch(r"=+ \d+ passed in .*", summary) else 1
 
 
 def write(date: datetime.date, on: list[str], rows: list[dict[str, str]], summary: str) -> None:
-    """The page and its JSON file."""
+    """Write the page and its JSON file."""
     output = BENCHMARKS / "results" / f"slurm_{date:%Y%m}.json"
     series = {"date": f"{date}", "versions": on, "tests": rows, "summary": summary.strip(" =")}
     write_series(output, "slurm", {"all": series})

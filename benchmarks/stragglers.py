@@ -1,29 +1,28 @@
-"""What slow replicas cost: A-EDiT and EDiT beside stock Megatron and beside not waiting at all.
+"""Cost of slow replicas: A-EDiT and EDiT relative to stock Megatron and to no waiting.
 
     python benchmarks/stragglers.py --output benchmarks/results/stragglers.json
 
 Replicas of one rank train a tiny GPT on this machine. A step has a planned length, most of which is
-sleep (`straggler_parts/pretrain_slowed.py`), so that a few cores can run several replicas at their
-own speeds. Random stragglers: in each step one replica, drawn anew, takes a mean step more; all
-kinds of a turn have the same draws. Consistent stragglers: the last replica takes 2 or 4 times as
-long in every step. All kinds run in turn, several times, and each run is compared with those of its
-own turn, as machines drift. From turn to turn the draws change, and the point of a slow step at
-which A-EDiT's rounds end.
+sleep (`straggler_parts/pretrain_slowed.py`), so that a few cores can run several replicas at
+different speeds. Random stragglers: in each step one randomly drawn replica takes one mean step
+longer; all kinds of a repeat have the same draws. Consistent stragglers: the last replica takes 2
+or 4 times as long in every step. All kinds are repeated alternately, and each run is compared with
+those of its own repeat, as machines drift. The draws change between repeats, and so does the point
+of a slow step at which A-EDiT's rounds end.
 
-What counts: each replica notes on a common clock when its steps begin. Its speed is its tokens in a
-number of whole steps, with all that belongs to them, over the time from the beginning of the first
-to the beginning of the one after the last; the speed of a job is the sum over its replicas. EDiT
-and A-EDiT are measured over whole rounds, syncs included, from the end of the first sync to the end
-of a later one; how many steps each replica made in these rounds is in EDiT's event file. `ideal`
-and `stock` are measured over the whole steps in one span of time, the same for all replicas;
-`ideal` with random stragglers over the same steps as EDiT, for the sake of the same draws. All runs
-are ended before their training would end. Waiting is `seconds.wait` of the event file, of replica
-0, which is never a consistent straggler.
+Each replica records on a common clock when its steps begin. Its speed is its tokens in a number of
+steps over the time from the beginning of the first step to the beginning of the step after the
+last; the speed of a job is the sum over its replicas. EDiT and A-EDiT are measured over complete
+rounds, syncs included, from the end of the first sync to the end of a later one; EDiT's event file
+has the number of steps of each replica in these rounds. `ideal` and `stock` are measured over the
+complete steps in one time span, the same for all replicas; `ideal` with random stragglers over the
+same steps as EDiT, to have the same draws. All runs are ended before the end of training. Waiting
+is `seconds.wait` of replica 0's event file, which is never a consistent straggler.
 
-`--against COMMIT` runs every case with the package of an earlier commit, too, and compares the two
-turn by turn (`frame/against.py`).
+`--against COMMIT` also runs every case with the package of an earlier commit, and compares the two
+in pairs (`frame/against.py`).
 
-Prints a Markdown table; writes OUTPUT (its numbers), a picture beside it, and the folder of all
+Prints a Markdown table; writes OUTPUT (its numbers), a picture next to it, and the folder of all
 runs.
 """
 
@@ -37,7 +36,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from frame.study import Flags, Study, common_flags, parse_quick, settings_of, study_parser
+from frame.study import Flags, Study, common_flags, parse_quick, result_settings, study_parser
 from straggler_parts.kinds import ALL_KINDS, KINDS, Job, Scenario
 from straggler_parts.report import Analysis, draw, markdown
 from straggler_parts.runs import Bench, Measurement
@@ -60,20 +59,20 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     flags: Flags = {
         "scenarios": ("random,2x,4x,equal", "separated by commas"),
         "kinds": (",".join(KINDS), "of training"),
-        "replicas": (4, "each of one rank"),
-        "tau": (128, "EDiT's interval, where nobody is slow in every step; A-EDiT's rounds last as "
+        "replicas": (4, "number of replicas, each of one rank"),
+        "tau": (128, "EDiT's interval without consistent stragglers; A-EDiT's rounds last as "
                      "long"),
-        "rounds": (3, "measured in a run; one less where nobody is slow in every step"),
-        "step-ms": (50.0, "length of a step of who is not slow; well above what it computes"),
-        "seconds": (5.0, "how long ideal and stock are measured in a run"),
-        "seed": (1234, "of the draws in the first turn"),
+        "rounds": (3, "rounds measured in a run; one less without consistent stragglers"),
+        "step-ms": (50.0, "length of a step without slowdown; well above its compute time"),
+        "seconds": (5.0, "measured time of ideal and stock in a run"),
+        "seed": (1234, "seed of the draws in the first repeat"),
     }  # fmt: skip
     parser = study_parser("stragglers", __doc__, flags, repeats=3, time_limit=180.0,
-                          quick="few, short and once")  # fmt: skip
+                          quick="few cases, short rounds, one repeat")  # fmt: skip
     args = parse_quick(parser, argv, QUICK)
     try:
         names = args.scenarios.split(",")
@@ -87,12 +86,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 class Results(Study[Measurement]):
-    """Everything measured so far."""
+    """The measurements of the study."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         jobs = [_job(args, each, kind, 0) for each in args.scenarios for kind in args.kinds]
         flags = {f"{job.scenario.name}, {job.kind}": job.flags("LOG_DIR") for job in jobs}
-        settings = settings_of(args) | {
+        settings = result_settings(args) | {
             "scenarios": args.scenarios,
             "plans_of_the_first_turn": {job.scenario.name: job.plan for job in jobs},
             "flags": common_flags(flags),
@@ -100,7 +99,7 @@ class Results(Study[Measurement]):
         super().__init__("stragglers", args, Measurement, settings)
 
     def measure_all(self) -> None:
-        """Run all kinds in all scenarios in turn, as often as asked."""
+        """Run all kinds in all scenarios, `args.repeats` times."""
         args, bench = self.args, Bench(self.args.time_limit)
         with self.progress(args.repeats * len(args.scenarios) * len(args.kinds)):
             for repeat in range(args.repeats):
@@ -111,15 +110,15 @@ class Results(Study[Measurement]):
         def make(kind: str, package: Path) -> Measurement:
             return bench.measure(_job(self.args, scenario, kind, repeat), repeat, package)
 
-        self.turn(repeat, self.args.kinds, lambda kind: f"{scenario.name}, {kind}", make)
+        self.run_repeat(repeat, self.args.kinds, lambda kind: f"{scenario.name}, {kind}", make)
 
     def describe(self, run: Measurement) -> str:
-        """Speed, and what replica 0 waited."""
+        """Return the speed and the waiting time of replica 0 as text."""
         waits = " ".join(f"{sync['seconds']['wait'] * 1e3:.0f}" for sync in run.syncs)
         return f"{run.tokens_per_second:.0f} tokens/s" + (f", waited {waits} ms" if waits else "")
 
     def numbers(self, run: Measurement) -> dict[str, float | None]:
-        """Speed, and what replica 0 waited."""
+        """Return the speed and the waiting time of replica 0."""
         waits = [1e3 * sync["seconds"]["wait"] for sync in run.syncs]
         return {
             "tokens/s": run.tokens_per_second,
@@ -127,7 +126,7 @@ class Results(Study[Measurement]):
         }
 
     def summary(self) -> dict[str, Any]:
-        """Of scenarios, kinds and runs."""
+        """Return the results by scenario, kind and run."""
         analysis = Analysis(self.found)
         return {
             "summary": analysis.rows(),
@@ -138,7 +137,7 @@ class Results(Study[Measurement]):
 
 def _job(args: argparse.Namespace, scenario: Scenario, kind: str, repeat: int) -> Job:
     plan = scenario.plan(args.replicas, step=args.step_ms / 1e3, seed=args.seed + repeat)
-    phase = (repeat + 0.5) / args.repeats  # in the middle of as many parts of a step
+    phase = (repeat + 0.5) / args.repeats  # the middle of one of `repeats` equal parts of a step
     return Job(scenario, kind, plan, args.tau, args.seconds, phase)
 
 

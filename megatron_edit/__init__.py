@@ -1,3 +1,3 @@
-"""EDiT and its relatives for Megatron-LM. Importing this package changes nothing."""
+"""EDiT and related local-training strategies for Megatron-LM. Importing it has no side effects."""
 
 __version__ = "0.2.0"

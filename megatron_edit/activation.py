@@ -1,9 +1,8 @@
-"""What the line does that `megatron-edit patch` puts into a training script.
+"""Implements the line that `megatron-edit patch` adds to a training script.
 
-It starts the script once more, as ``-m megatron_edit`` would, and ends the process with its exit
-code: a patched script and the launcher are one and the same way to train. Where the script was not
-started with flags of ours, was started by the launcher, or is imported, nothing happens; not even
-torch is imported.
+The line runs the script again through the launcher, as ``-m megatron_edit`` would, and ends the
+process with its exit code. It does nothing, and does not import torch, if the command line has no
+flags of this package, if the launcher has started the script already, or if the script is imported.
 """
 
 from __future__ import annotations
@@ -11,21 +10,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from megatron_edit.flags import BEGINNINGS_TO_REFUSE
+from megatron_edit.flags import RESERVED_PREFIXES
 from megatron_edit.launched import is_launched
 
 
 def activate(module: str, file: str) -> None:
-    """Train with EDiT, if the command line says so, and exit.
+    """Train with EDiT and exit, if the command line has flags of this package.
 
     Args:
         module: ``__name__`` of the training script.
         file: ``__file__`` of the training script.
 
     Raises:
-        SystemExit: the training is over; only where there are flags of ours.
+        SystemExit: training has ended; only if there are such flags.
     """
-    if module != "__main__" or not is_asked_for(sys.argv[1:]):
+    if module != "__main__" or not has_edit_flags(sys.argv[1:]):
         return
     if is_launched():
         return
@@ -34,6 +33,6 @@ def activate(module: str, file: str) -> None:
     sys.exit(launcher.main([file, *sys.argv[1:]]))
 
 
-def is_asked_for(words: Sequence[str]) -> bool:
-    """Whether a command line holds a flag of ours; stock Megatron would refuse any of them."""
-    return any(word.startswith(BEGINNINGS_TO_REFUSE) for word in words)
+def has_edit_flags(words: Sequence[str]) -> bool:
+    """Whether a command line has a flag of this package, which stock Megatron would refuse."""
+    return any(word.startswith(RESERVED_PREFIXES) for word in words)

@@ -1,4 +1,4 @@
-"""Reading our flags from a command line that also holds Megatron's, and the help on them."""
+"""Parses the `--edit-*` flags of a command line that also has Megatron's, and prints their help."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import NoReturn
 from megatron_edit.config import EditConfig, add_arguments
 from megatron_edit.constants import ADAM
 from megatron_edit.errors import UsageError
-from megatron_edit.flags import BEGINNINGS_TO_REFUSE, attribute, flag, preset_of, shown
+from megatron_edit.flags import RESERVED_PREFIXES, attribute, flag, format_value, preset_of
 
-OPTIMIZER = "--optimizer"  # of Megatron's
+OPTIMIZER = "--optimizer"  # a flag of Megatron
 _OTHERS = (
     "Megatron's own flags: python SCRIPT --help, without the plugin (where that fails, as with "
     "megatron-core 0.19.2: megatron/training/arguments.py)"
@@ -22,29 +22,29 @@ _OTHERS = (
 
 
 class _OneLineParser(argparse.ArgumentParser):
-    """argparse that answers bad input with one line instead of a page of usage."""
+    """An argument parser that reports errors in one line instead of printing its usage."""
 
     def error(self, message: str) -> NoReturn:
-        # argparse says "argument --edit-clip: invalid float value: 'abc'"
+        # argparse's message: "argument --edit-clip: invalid float value: 'abc'"
         subject, _, rule = message.removeprefix("argument ").partition(": ")
         raise UsageError(subject, rule or message, "see the table of flags in docs/flags.md")
 
 
-def asks_for_help(argv: Sequence[str]) -> bool:
-    """Whether `-h` or `--help` is among the words, before a bare `--` if there is one."""
+def has_help_flag(argv: Sequence[str]) -> bool:
+    """Whether `-h` or `--help` is among the arguments before a bare `--`, if there is one."""
     words = list(argv)
     end = words.index("--") if "--" in words else len(words)
     return not {"-h", "--help"}.isdisjoint(words[:end])
 
 
 def help_text(usage: str) -> str:
-    """How to launch, and our own flags.
+    """Return the help text: how to launch, and the flags of this package.
 
-    Megatron's parser is not asked: it takes torch to build, and that of megatron-core 0.19.2 cannot
-    print its help (a text with a lone percent sign).
+    Megatron's flags are left out: building its parser takes torch, and that of megatron-core 0.19.2
+    fails to print its help because of an unescaped percent sign.
 
     Args:
-        usage: of the launcher.
+        usage: usage line of the launcher.
     """
     about = "Train with EDiT replicas: Megatron's training script under the plugin."
     parser = argparse.ArgumentParser(
@@ -54,14 +54,14 @@ def help_text(usage: str) -> str:
 
 
 def config_from_argv(argv: Sequence[str]) -> EditConfig:
-    """Read our flags from a command line that also holds Megatron's.
+    """Parse the flags of this package from a command line that also has Megatron's.
 
     Args:
-        argv: words of the command line, without the program's name.
+        argv: arguments, without the name of the program.
 
     Raises:
-        UsageError: a value that does not parse or is refused, an unknown `--edit-*` flag, or
-            `--edit-*` flags without `--use-edit` (they would be ignored, silently).
+        UsageError: a value is invalid, an `--edit-*` flag is unknown, or `--edit-*` flags are given
+            without `--use-edit` (they would be silently ignored).
     """
     parser = add_arguments(_OneLineParser(add_help=False, allow_abbrev=False))
     known, rest = parser.parse_known_args(list(argv))
@@ -76,10 +76,10 @@ def config_from_argv(argv: Sequence[str]) -> EditConfig:
 
 
 def inner_optimizer_of(words: Sequence[str]) -> str:
-    """Megatron's `--optimizer`, by which some of our presets go; Adam, its default, without.
+    """Return the value of Megatron's `--optimizer` (default: Adam), on which some presets depend.
 
     Args:
-        words: of a command line. As in argparse the last one counts.
+        words: arguments. If the flag is repeated, the last one counts, as in argparse.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument(OPTIMIZER, nargs="?", default=ADAM, const=ADAM)
@@ -87,10 +87,13 @@ def inner_optimizer_of(words: Sequence[str]) -> str:
 
 
 def training_script(name: str) -> Path:
-    """The script that a command line names.
+    """Return the path of the training script.
+
+    Args:
+        name: path, as given on the command line.
 
     Raises:
-        UsageError: there is none that can be read.
+        UsageError: it is no readable file.
     """
     path, rule = Path(name), "no such training script"
     try:
@@ -103,7 +106,7 @@ def training_script(name: str) -> Path:
 
 
 def _refuse_unknown(word: str) -> None:
-    if not word.startswith(BEGINNINGS_TO_REFUSE):
+    if not word.startswith(RESERVED_PREFIXES):
         return
     names = [flag(spec.name) for spec in dataclasses.fields(EditConfig)]
     close = difflib.get_close_matches(word, names, n=1)
@@ -116,7 +119,7 @@ def _refuse_unused(config: EditConfig, inner_optimizer: str) -> None:
         usual = preset_of(spec, config.strategy, inner_optimizer)
         if spec.name != "device" and getattr(config, spec.name) != usual:
             raise UsageError(
-                f"{flag(spec.name)} {shown(getattr(config, spec.name))}",
+                f"{flag(spec.name)} {format_value(getattr(config, spec.name))}",
                 "has no effect without --use-edit",
                 "add --use-edit, or drop the flag",
             )

@@ -1,7 +1,7 @@
-"""Every setting of the plugin: name, default, range and flag, each written once; and their rules.
+"""Settings of the plugin: names, defaults, ranges, flags and the rules between them.
 
-`EditConfig` is the resolved configuration. Its fields carry the text of their flags, from which
-`add_arguments` builds the `--edit-*` group, for our own parser (`command_line`) and Megatron's.
+`EditConfig` is the resolved configuration. From the metadata of its fields `add_arguments` builds
+the `--edit-*` flags for this package's own parser (`command_line`) and for Megatron's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_edit.constants import (
     FP32,
     INNER_STATES,
     INTERVALS,
-    LEAST_TIMEOUT_SECONDS,
+    MIN_TIMEOUT_SECONDS,
     NONE,
     OPTIMIZERS_WITH_MOMENTS,
     QSR,
@@ -39,47 +39,47 @@ from megatron_edit.flags import (
     AUTO,
     default_text,
     flag,
+    format_value,
     parse_endpoint,
     preset_of,
-    shown,
 )
 from megatron_edit.method.schedule import last_local as last_local_of
 from megatron_edit.method.strategy import STRATEGIES
 
-# The largest share of the time that syncs should take: what all advice about settings aims at.
-GOAL_SHARE = 0.02
+# Share of the training time that syncs should not exceed; the target of all advice on settings.
+TARGET_SYNC_SHARE = 0.02
 _WITHOUT_DEFAULT = ("num_replicas", "replica_id")
-# Settings that strategies with the clock do not look at, those of syncs, and of the penalty.
-ONLY_COUNTED = ("sync_interval", "interval", "qsr_a", "stl_stages", "final_sync_fraction")
-ONLY_SYNCED = (
+# Settings without effect: with timed strategies, with an endless warm-up, without a penalty.
+STEP_COUNT_SETTINGS = ("sync_interval", "interval", "qsr_a", "stl_stages", "final_sync_fraction")
+SYNC_SETTINGS = (
     "fragments", "delay_steps", "mix", "average_moments", "average_moments_every", "scale_beta2",
     "final_sync_fraction",
 )  # fmt: skip
-_ONLY_PENALTY = (
+_PENALTY_SETTINGS = (
     "anomaly_threshold", "anomaly_alpha", "anomaly_warmup_syncs", "anomaly_patience",
     "loss_threshold", "clip", "weight_temperature",
 )  # fmt: skip
 
 
-# argparse shows the names of these two: "invalid number_or_auto value: 'x'".
+# argparse shows the names of these functions: "invalid number_or_auto value: 'x'".
 def number_or_auto(text: str) -> float | None:
-    """A flag's value; None is `auto`."""
+    """Parse a number or `auto` (None)."""
     return None if text == AUTO else float(text)
 
 
 def number_or_none(text: str) -> float | None:
-    """A flag's value; None is `none`."""
+    """Parse a number or `none` (None)."""
     return None if text == NONE else float(text)
 
 
 def _setting(default: Any, doc: str, *, kind: Any = None, only: Iterable[Any] | None = None) -> Any:
-    """A field with its flag.
+    """Return a dataclass field with the metadata of its flag.
 
     Args:
-        default: the value when the flag is not given.
+        default: value if the flag is not given.
         doc: help text, with unit and range.
         kind: converter of the flag's text; None for a switch.
-        only: the values that this version supports; any other is refused, never ignored.
+        only: supported values, if there are few; any other is refused.
     """
     metadata = {"doc": doc, "kind": kind, "only": None if only is None else tuple(only)}
     if kind is number_or_none:
@@ -88,10 +88,10 @@ def _setting(default: Any, doc: str, *, kind: Any = None, only: Iterable[Any] | 
 
 
 def _preset(usual: Any, doc: str, *, kind: Any) -> Any:
-    """A field that strategies preset: its default is None, which becomes the strategy's value.
+    """Return a field that strategies may preset: its default None is replaced by the preset.
 
     Args:
-        usual: for strategies that say nothing.
+        usual: value for strategies without a preset.
         doc: see `_setting`.
         kind: see `_setting`.
     """
@@ -100,10 +100,10 @@ def _preset(usual: Any, doc: str, *, kind: Any) -> Any:
 
 @dataclass(frozen=True)
 class EditConfig:
-    """Settings of EDiT. Construction fills in the strategy's presets, and checks everything.
+    """Settings of EDiT. The constructor fills in the strategy's presets and checks all values.
 
     Args:
-        inner_optimizer: Megatron's `--optimizer`, which some presets depend on; not kept.
+        inner_optimizer: Megatron's `--optimizer`, on which some presets depend; not stored.
 
     Raises:
         UsageError: a value is out of range, not supported by this version, or contradicts another.
@@ -112,14 +112,16 @@ class EditConfig:
     use_edit: bool = _setting(False, "train with EDiT replicas")
     num_replicas: int | None = _setting(
         None,
-        "N, replicas of the model; where not set: nodes of the launch, if more than 1",
+        "N, number of replicas; if not set: nodes of the launch, if more than 1",
         kind=int,
     )
     replica_id: int | None = _setting(
-        None, "which replica this launch is, 0..N-1 (one launch per replica)", kind=int
+        None, "index of this launch's replica, 0..N-1 (one launch per replica)", kind=int
     )
     rendezvous: str | None = _setting(
-        None, "HOST:PORT where replica 0 listens for the others (one launch per replica)", kind=str
+        None,
+        "HOST:PORT at which replica 0 listens for the others (one launch per replica)",
+        kind=str,
     )
     strategy: str = _setting("edit", "how replicas are synchronised", kind=str, only=STRATEGIES)
     warmup_steps: int = _preset(
@@ -128,7 +130,7 @@ class EditConfig:
     sync_interval: int = _setting(128, "tau, inner steps between two syncs; >= 1", kind=int)
     final_sync_fraction: float = _setting(
         0.0,
-        "X, share at the end of training (iterations, or samples with --train-samples) in which "
+        "X, last fraction of training (of iterations, or of samples with --train-samples) in which "
         "gradients are averaged at every step, as in the warm-up; in [0, 1]",
         kind=float,
     )
@@ -136,31 +138,31 @@ class EditConfig:
         600.0, "a-edit: tau_time, seconds between two syncs; > 0", kind=float
     )
     min_round_steps: int = _setting(
-        100, "a-edit: steps of all replicas below which a round is extended; >= 0", kind=int
+        100, "a-edit: minimum steps of a round, of all replicas together; >= 0", kind=int
     )
     step_weight: float = _setting(
-        0.0, "a-edit: rho, share of the step counts in the weights; in [0, 1]", kind=float
+        0.0, "a-edit: rho, influence of step counts on the weights; in [0, 1]", kind=float
     )
     outer_lr: float = _preset(0.8, "nu, outer learning rate (slowmo, co2: alpha); > 0", kind=float)
     outer_momentum: float = _preset(
         0.85, "mu_o, outer Nesterov momentum (slowmo, co2: beta); in [0, 1)", kind=float
     )
     anomaly_threshold: float = _setting(
-        3.0, "delta, standard deviations above the mean norm; > 0", kind=float
+        3.0, "delta, standard deviations above the mean norm that are allowed; > 0", kind=float
     )
     anomaly_alpha: float = _setting(
-        0.02, "weight of the newest norm in the statistics; in (0, 1]", kind=float
+        0.02, "alpha, weight of the newest norm in the statistics; in (0, 1]", kind=float
     )
     anomaly_warmup_syncs: int = _setting(
         20, "accepted syncs before a detector is armed; >= 0", kind=int
     )
     anomaly_patience: int = _setting(
-        3, "rejections in a row before a norm or a loss is accepted again; >= 0", kind=int
+        3, "consecutive rejections before a norm or a loss is accepted again; >= 0", kind=int
     )
     loss_threshold: float = _setting(
         6.0,
-        "standard deviations by which the loss of a replica's round may exceed its history, "
-        "relative to the other replicas; > 0",
+        "standard deviations by which a replica's loss of a round, relative to the other replicas, "
+        "may exceed its history; > 0",
         kind=float,
     )
     clip: float = _setting(10.0, "phi, largest norm of a unit's averaged update; > 0", kind=float)
@@ -169,65 +171,67 @@ class EditConfig:
     )
     no_anomaly: bool = _setting(
         False,
-        "switch anomaly elimination off, the loss check too (norms that are not finite are still "
-        "left out)",
+        "disable anomaly elimination, including the loss check (non-finite norms are still "
+        "rejected)",
     )
-    no_loss_check: bool = _setting(False, "leave no replica out because of its loss")
-    no_weighting: bool = _setting(False, "weigh all accepted replicas alike")
-    no_clip: bool = _setting(False, "switch the clip off")
+    no_loss_check: bool = _setting(False, "do not reject replicas because of their loss")
+    no_weighting: bool = _setting(False, "give all accepted replicas equal weights")
+    no_clip: bool = _setting(False, "disable the clip")
     sync_mode: str = _setting(
         AUTO,
-        "where the exchange happens; overlap: in the forward pass",
+        "when updates are exchanged; blocking: right after the step, overlap: in the forward pass",
         kind=str,
         only=(AUTO, *SYNC_MODES),
     )
-    prefetch_units: int = _setting(2, "units staged ahead (gloo sends one at a time)", kind=int)
+    prefetch_units: int = _setting(
+        2, "units whose exchange is prepared ahead (gloo sends one at a time)", kind=int
+    )
     fragments: int = _preset(1, "F, groups of units synced at staggered steps; >= 1", kind=int)
     delay_steps: int = _preset(
         0,
-        "d, steps between the start of a sync and its landing; >= 0, < tau (a-edit: the next "
-        "meeting ends it)",
+        "d, steps between the start of a sync and its landing; >= 0, < tau (a-edit: it lands at "
+        "the next meeting at the latest)",
         kind=int,
     )
     mix: float = _preset(
-        0.0, "share of the local parameters kept when a sync lands; in [0, 1]", kind=float
+        0.0, "weight of the local parameters when a sync lands; in [0, 1]", kind=float
     )
-    offload: bool = _setting(False, "keep anchor and momentum in (pinned) host memory")
+    offload: bool = _setting(False, "keep anchor and outer momentum in (pinned) host memory")
     sync_dtype: str = _setting(
-        FP32, "type of the exchanged updates on the wire", kind=str, only=SYNC_DTYPES
+        FP32, "data type in which updates are exchanged", kind=str, only=SYNC_DTYPES
     )
     sync_backend: str = _setting(
         AUTO,
-        "what carries updates between replicas; auto takes nccl where every rank has a GPU of its "
-        "own, else gloo",
+        "backend for updates between replicas; auto uses nccl if every rank has its own GPU, else "
+        "gloo",
         kind=str,
         only=(AUTO, *SYNC_BACKENDS),
     )
     digest_interval: int = _setting(10, "syncs of a unit between two drift checks; >= 1", kind=int)
-    log_dir: str | None = _setting(None, "folder of the event files", kind=str)
+    log_dir: str | None = _setting(None, "folder for the event files", kind=str)
     log_units_to_tensorboard: bool = _setting(
         False,
-        f"also scalars of each unit, and of each replica where there are more than {FEW_REPLICAS}",
+        f"also write scalars of each unit, and of each replica if more than {FEW_REPLICAS}",
     )
     inner_state: str = _setting(
         ALL,
-        "whose inner optimizer state a checkpoint holds; all: every replica's (resume is exact), "
-        "leader: replica 0's (saves wait for a sync), reset: like leader (moments start anew)",
+        "whose inner optimizer state is saved; all: that of every replica (exact resume), leader: "
+        "that of replica 0 (saves wait for a sync), reset: like leader, moments restart at zero",
         kind=str,
         only=INNER_STATES,
     )
     timeout_seconds: float | None = _setting(
         None,
-        "longest wait for a replica without progress, seconds; > 0, or auto = "
-        f"max({LEAST_TIMEOUT_SECONDS:g}, {TIMEOUT_ROUNDS} x the last round)",
+        "seconds without progress after which a replica counts as lost; > 0, or auto = "
+        f"max({MIN_TIMEOUT_SECONDS:g}, {TIMEOUT_ROUNDS} x the last round)",
         kind=number_or_auto,
     )
     interval: str = _setting(
         FIXED,
         "schedule of the sync interval; qsr = max(tau, (a / lr)^2), stl: tau doubles in each of "
         "the equal stages of local training, adacomm = ceil(tau sqrt(loss / first loss)). In "
-        "measurements intervals that change while the outer momentum stays fixed lost loss in both "
-        "directions at equal bytes (docs/strategies.md)",
+        "measurements with a fixed outer momentum, growing and shrinking intervals gave a worse "
+        "loss than a fixed one at equal traffic (docs/strategies.md)",
         kind=str,
         only=INTERVALS,
     )
@@ -235,27 +239,25 @@ class EditConfig:
         None, "a of the qsr schedule, in units of the learning rate; > 0", kind=number_or_none
     )
     stl_stages: int = _setting(
-        3, "stl: equal stages of the local training, tau doubles in each; >= 1", kind=int
+        3, "stl: number of equal stages of local training, tau doubles in each; >= 1", kind=int
     )
     average_moments: str = _setting(
         NONE,
-        "Adam's moments that a sync averages over the replicas, in codes of one byte",
+        "moments of Adam that a sync averages over the replicas, in 8-bit codes",
         kind=str,
         only=AVERAGED_MOMENTS,
     )
     average_moments_every: int = _setting(
         1, "K, syncs between two averages of moments; >= 1", kind=int
     )
-    scale_beta2: bool = _setting(
-        False, "Adam's beta2 becomes beta2^(1/N) while replicas train by themselves"
-    )
+    scale_beta2: bool = _setting(False, "use beta2^(1/N) as Adam's beta2 during local training")
     co2_gap: float = _setting(1.0, "co2: Lambda, divisor of the average; > 0", kind=float)
     co2_clip: float | None = _setting(
         None, "co2: phi_m, largest element of the momentum; > 0", kind=number_or_none
     )
     device: str = _setting(
         AUTO,
-        "where to train; auto takes CUDA, and the CPU only where the machine has no GPU",
+        "device; auto uses CUDA, and the CPU only if the machine has no GPU",
         kind=str,
         only=(AUTO, *DEVICES),
     )
@@ -290,20 +292,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _help_on(spec: dataclasses.Field[Any]) -> str:
-    """The text of `--help` on a setting."""
+    """Return the help text of a setting, with its values and default."""
     doc = str(spec.metadata["doc"])
     if spec.metadata["kind"] is None:
         return f"{doc} (default: off)"
     if spec.metadata["only"] is not None:
-        doc += f"; one of {', '.join(shown(value) for value in spec.metadata['only'])}"
+        doc += f"; one of {', '.join(format_value(value) for value in spec.metadata['only'])}"
     return f"{doc} (default: {default_text(spec)})"
 
 
-# ---- what settings must be, each alone and together
+# ---- rules for single settings and for combinations
 
 
 def check_all(config: EditConfig) -> None:
-    """Check a configuration whose presets are filled in.
+    """Check a configuration with its presets filled in.
 
     Raises:
         UsageError: a value is out of range, or contradicts another.
@@ -316,17 +318,16 @@ def check_all(config: EditConfig) -> None:
     check_launch(config)
 
 
-def warning_of_phases(
+def phase_warning(
     config: EditConfig, num_iterations: int, last_local: int | None = None
 ) -> str | None:
-    """What to say of a training without a local step, or without the final phase that was asked
-    for; None where nothing is to be said.
+    """Return a warning if training has no local step, or no final phase although one is set.
 
     Args:
         config: settings.
-        num_iterations: of the whole training.
-        last_local: the last iteration before the final synchronous phase; None where it is not
-            known: the share of the iterations decides.
+        num_iterations: iterations of the whole training.
+        last_local: last iteration before the final synchronous phase; None if unknown: it is then
+            computed from the fraction of the iterations.
     """
     if last_local is None:
         last_local = last_local_of(num_iterations, config.final_sync_fraction)
@@ -352,20 +353,20 @@ def warning_of_phases(
 
 
 def check_supported(spec: dataclasses.Field[Any], value: Any) -> None:
-    """A setting has one of the values that are supported, where these are few."""
+    """Check that a setting with a list of supported values has one of them."""
     only = spec.metadata["only"]
     if only is None or value in only:
         return
-    allowed = ", ".join(shown(v) for v in only)
+    allowed = ", ".join(format_value(v) for v in only)
     raise UsageError(
-        f"{flag(spec.name)} {shown(value)}",
+        f"{flag(spec.name)} {format_value(value)}",
         f"this version supports only: {allowed}",
         f"use one of these, or leave {flag(spec.name)} out",
     )
 
 
 def check_ranges(config: EditConfig) -> None:
-    """Each setting is in its range."""
+    """Check the range of each setting."""
     _at_least(config, "num_replicas", 1)
     _at_least(config, "replica_id", 0)
     _at_least(config, "warmup_steps", 0)
@@ -390,37 +391,37 @@ def check_ranges(config: EditConfig) -> None:
 
 
 def check_strategy(config: EditConfig) -> None:
-    """No setting is given that the strategy does not look at."""
+    """Refuse settings that have no effect with the strategy."""
     strategy = STRATEGIES[config.strategy]
     for other in STRATEGIES.values():
         for name in other.own_settings:
             if name not in strategy.own_settings:
                 _refuse_unless_default(config, name, other.name)
     if strategy.is_timed:
-        for name in ONLY_COUNTED:
+        for name in STEP_COUNT_SETTINGS:
             _refuse_unless_default(config, name, "edit")
     if not strategy.has_penalty:
-        for name in _ONLY_PENALTY:
+        for name in _PENALTY_SETTINGS:
             _refuse_unless_default(config, name, "edit")
     if strategy.endless_warmup:
-        for name in ONLY_SYNCED:
+        for name in SYNC_SETTINGS:
             _refuse_unless_default(config, name, "edit")
 
 
-def _refuse_unless_default(config: EditConfig, name: str, fitting: str) -> None:
+def _refuse_unless_default(config: EditConfig, name: str, suitable: str) -> None:
     value = getattr(config, name)
-    # No setting that is refused here has a preset of an inner optimizer (a test says so).
+    # No setting that is refused here has a preset for an inner optimizer (tested).
     if value != preset_of(_spec(config, name), config.strategy, ADAM):
-        shown_value = "" if value is True else f" {shown(value)}"
+        value_text = "" if value is True else f" {format_value(value)}"
         raise UsageError(
-            f"{flag(name)}{shown_value}",
+            f"{flag(name)}{value_text}",
             f"has no effect with {flag('strategy')} {config.strategy}",
-            f"use {flag('strategy')} {fitting}, or drop the flag",
+            f"use {flag('strategy')} {suitable}, or drop the flag",
         )
 
 
 def check_inner_optimizer(config: EditConfig, inner_optimizer: str) -> None:
-    """Refuse settings of Adam's moments with an optimizer that has none."""
+    """Refuse settings for moments with an inner optimizer that has none."""
     if inner_optimizer in OPTIMIZERS_WITH_MOMENTS:
         return
     for name, off in (("average_moments", NONE), ("scale_beta2", False)):
@@ -433,7 +434,7 @@ def check_inner_optimizer(config: EditConfig, inner_optimizer: str) -> None:
 
 
 def check_landing(config: EditConfig) -> None:
-    """Fragments, delay and mix go with the rest."""
+    """Check fragments, delay and mix against the other settings."""
     strategy = STRATEGIES[config.strategy]
     if not strategy.is_timed:
         _below_interval(config, "delay_steps", config.delay_steps, "d < tau")
@@ -443,12 +444,12 @@ def check_landing(config: EditConfig) -> None:
             if getattr(config, name):
                 raise UsageError(
                     f"{flag(name)} {getattr(config, name)}",
-                    f"{config.strategy} has a delay of its own: one round, nothing kept",
+                    f"{config.strategy} always lands one round later, without a mix",
                     "drop the flag, or use another strategy",
                 )
-    is_whole = config.fragments == 1 and config.delay_steps == 0 and config.mix == 0.0
-    is_whole = is_whole and not strategy.lands_at_next_meeting
-    if config.inner_state != ALL and not is_whole:
+    is_plain = config.fragments == 1 and config.delay_steps == 0 and config.mix == 0.0
+    is_plain = is_plain and not strategy.lands_at_next_meeting
+    if config.inner_state != ALL and not is_plain:
         raise UsageError(
             f"{flag('inner_state')} {config.inner_state}",
             "with fragments, a delay or a mix there is no step at which replicas are equal",
@@ -457,13 +458,13 @@ def check_landing(config: EditConfig) -> None:
     if strategy.endless_warmup and config.sync_dtype != FP32:
         raise UsageError(
             f"{flag('sync_dtype')} {config.sync_dtype}",
-            f"has no effect with {flag('strategy')} {config.strategy}: gradients cross, no syncs",
+            f"has no effect with {flag('strategy')} {config.strategy}: it has no syncs",
             "drop the flag; Megatron's --grad-reduce-in-bf16 is about gradients",
         )
 
 
 def check_moments(config: EditConfig) -> None:
-    """The interval of averages of moments is of something."""
+    """Refuse an interval for averaging moments if none are averaged."""
     if config.average_moments_every > 1 and config.average_moments == NONE:
         raise UsageError(
             f"{flag('average_moments_every')} {config.average_moments_every}",
@@ -473,11 +474,11 @@ def check_moments(config: EditConfig) -> None:
 
 
 def check_interval(config: EditConfig) -> None:
-    """The schedule of the interval has what it needs."""
+    """Check the schedule of the interval against the other settings."""
     if (config.interval == QSR) != (config.qsr_a is not None):
         raise UsageError(
             f"{flag('interval')} {config.interval}, {flag('qsr_a')} {config.qsr_a}",
-            "the qsr schedule needs its a, and no other schedule has one",
+            "the qsr schedule needs a, and other schedules do not take it",
             f"give both {flag('interval')} qsr and {flag('qsr_a')}, or none of them",
         )
     if config.interval != STL:
@@ -500,14 +501,14 @@ def _refuse_unless_default_with(config: EditConfig, name: str, needed: str) -> N
     value = getattr(config, name)
     if value != _spec(config, name).default:
         raise UsageError(
-            f"{flag(name)} {shown(value)}",
+            f"{flag(name)} {format_value(value)}",
             f"has no effect without {needed}",
             f"add {needed}, or drop the flag",
         )
 
 
 def check_launch(config: EditConfig) -> None:
-    """A launch per replica says which replica it is."""
+    """Check the settings of one launch per replica."""
     if (config.replica_id is None) != (config.rendezvous is None):
         given, missing = ("replica_id", "rendezvous")
         if config.replica_id is None:

@@ -1,11 +1,12 @@
-"""Choices and numbers that more than one part of the package goes by, each written once.
+"""Constants that several parts of the package use.
 
-It imports nothing: settings can be read without torch, and the engine without settings.
+This module imports nothing, so that settings can be read without torch and the engine can be
+imported without settings.
 """
 
 from __future__ import annotations
 
-# What settings can be; `EditConfig` says what each of them means, and which is the default.
+# Allowed values of settings; `EditConfig` describes them and has the defaults.
 SYNC_BACKENDS = ("nccl", "gloo")
 FP32, BF16, INT8, INT4 = SYNC_DTYPES = ("fp32", "bf16", "int8", "int4")
 OVERLAP, BLOCKING = SYNC_MODES = ("overlap", "blocking")
@@ -15,23 +16,22 @@ CPU, CUDA = DEVICES = ("cpu", "cuda")
 ALL, LEADER, RESET = INNER_STATES = ("all", "leader", "reset")
 CHECKPOINT_FORMS = (ALL, LEADER)  # inner state of every replica, or of replica 0 alone
 
-# Seconds: nobody is given up sooner, unless the user says so (`--edit-timeout-seconds auto`),
-# nor sooner than after so many times the last round.
-LEAST_TIMEOUT_SECONDS = 600.0
+# With `--edit-timeout-seconds auto` a replica counts as lost after the larger of these seconds and
+# this multiple of the duration of the last round.
+MIN_TIMEOUT_SECONDS = 600.0
 TIMEOUT_ROUNDS = 4
-GRACE_SECONDS = 5.0  # a rank that ends with an error lets the first rank speak before
-FEW_REPLICAS = 8  # so many have scalars of their own without being asked for
-# Weights near one-hot, or a clip that always binds: so many syncs before it is worth a warning,
-# and the factor of the clip below which it counts.
+GRACE_SECONDS = 5.0  # a failing rank waits for the first rank to report the error
+FEW_REPLICAS = 8  # up to this number each replica has its own scalars by default
+# Warn after so many syncs in a row with weights near one-hot, or with a clip factor below LOW_CLIP.
 WATCHED_SYNCS = 10
 LOW_CLIP = 0.5
 
-FIRST_MOMENT, SECOND_MOMENT = "first", "second"  # of the inner optimizer
+FIRST_MOMENT, SECOND_MOMENT = "first", "second"  # moments of the inner optimizer
 EMBEDDING, LAYER, FINAL, MTP = "embedding", "layer", "final", "mtp"  # kinds of sync units
-SYNC_TIMES = ("wait", "exchange", "outer", "exposed", "total")  # of a sync, in event files
-ADAM, SGD, MUON = SUPPORTED_OPTIMIZERS = ("adam", "sgd", "muon")  # of Megatron's
-OPTIMIZERS_WITH_MOMENTS = (ADAM, MUON)  # muon: adam for what is no matrix, a momentum for matrices
+SYNC_TIMES = ("wait", "exchange", "outer", "exposed", "total")  # durations of a sync in event files
+ADAM, SGD, MUON = SUPPORTED_OPTIMIZERS = ("adam", "sgd", "muon")  # values of Megatron's --optimizer
+OPTIMIZERS_WITH_MOMENTS = (ADAM, MUON)  # muon: momentum for matrices, adam for the rest
 FP32_BYTES = 4
-# Why a replica was left out of a unit, in event files: the norm of its pseudo-gradient is not
-# finite, the loss check, the detector of norms, no step since the last sync.
+# Reasons in event files for excluding a replica from a unit: non-finite norm of the
+# pseudo-gradient, loss check, norm detector, no step since the last sync.
 NON_FINITE, BAD_LOSS, OUTLYING_NORM, NO_STEP = ("non-finite", "loss", "norm", "no-step")

@@ -1,4 +1,4 @@
-"""Flags and values as people write them on the command line."""
+"""Names, values and presets of flags, as written on the command line."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from megatron_edit.method.strategy import STRATEGIES
 
 AUTO = "auto"
 USE_EDIT, PREFIX = "--use-edit", "--edit-"
-BEGINNINGS = (USE_EDIT, PREFIX)  # of our flags
-# With those of a flag that is written with underscores, which there is not.
-BEGINNINGS_TO_REFUSE = (*BEGINNINGS, *("--" + b[2:].replace("-", "_") for b in BEGINNINGS))
+FLAG_PREFIXES = (USE_EDIT, PREFIX)
+# With those of misspelt flags: underscores instead of dashes.
+RESERVED_PREFIXES = (*FLAG_PREFIXES, *("--" + b[2:].replace("-", "_") for b in FLAG_PREFIXES))
 
 
 def flag(name: str) -> str:
-    """The command-line flag of a field of `EditConfig`."""
+    """Return the command-line flag of a field of `EditConfig`."""
     return USE_EDIT if name == "use_edit" else PREFIX + name.replace("_", "-")
 
 
 def attribute(name: str) -> str:
-    """The attribute that argparse gives a field of `EditConfig`."""
+    """Return the name of argparse's attribute for a field of `EditConfig`."""
     return flag(name)[2:].replace("-", "_")
 
 
-def shown(value: Any, none: str = AUTO) -> str:
-    """A value as people write it on the command line."""
+def format_value(value: Any, none: str = AUTO) -> str:
+    """Return a value as written on the command line, `none` for None."""
     return none if value is None else str(value)
 
 
 def preset_of(spec: dataclasses.Field[Any], strategy: str, inner_optimizer: str) -> Any:
-    """What a setting is where the command line is silent.
+    """Return the value of a setting whose flag is not given.
 
     Args:
-        spec: the field of `EditConfig`.
-        strategy: whose presets count.
-        inner_optimizer: of Megatron's, `--optimizer`: some have presets of their own.
+        spec: field of `EditConfig`.
+        strategy: name of the strategy, which may have a preset.
+        inner_optimizer: Megatron's `--optimizer`; some strategies have presets for it.
     """
     if "usual" not in spec.metadata:
         return spec.default
@@ -45,10 +45,10 @@ def preset_of(spec: dataclasses.Field[Any], strategy: str, inner_optimizer: str)
 
 
 def default_text(spec: dataclasses.Field[Any]) -> str:
-    """The default of a setting; with the strategies and inner optimizers that have another."""
+    """Describe the default of a setting, and the presets of strategies and inner optimizers."""
     if "usual" not in spec.metadata:
         unset = AUTO if AUTO in spec.metadata["doc"] else "not set"
-        return shown(spec.default, none=spec.metadata.get("none", unset))
+        return format_value(spec.default, none=spec.metadata.get("none", unset))
     usual = preset_of(spec, "edit", ADAM)
     others = [
         f"{strategy.name} {strategy.presets[spec.name]}"
@@ -66,10 +66,10 @@ def default_text(spec: dataclasses.Field[Any]) -> str:
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
-    """Host and port of ``HOST:PORT``.
+    """Split ``HOST:PORT`` into host and port.
 
     Raises:
-        UsageError: it is not of that form.
+        UsageError: the text has another form.
     """
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:

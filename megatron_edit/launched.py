@@ -1,4 +1,4 @@
-"""Whether a training script runs under the launcher (or a rehearsal of a launch)."""
+"""Records whether a training script runs under the launcher (or in a dry run of it)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _IS_LAUNCHED: ContextVar[bool] = ContextVar("is_launched", default=False)
 
 
 def is_launched() -> bool:
-    """Whether a script runs under the launcher, in this context."""
+    """Whether the current context runs a script under the launcher."""
     return _IS_LAUNCHED.get()
 
 
 @contextmanager
 def launched() -> Iterator[None]:
-    """Inside, the script runs under the launcher, and activates nothing once more."""
+    """Mark the context as run by the launcher, so that a patched script does not start it again."""
     token = _IS_LAUNCHED.set(True)
     try:
         yield

@@ -1,7 +1,7 @@
 """The launcher: ``torchrun ... -m megatron_edit SCRIPT [Megatron's arguments] --use-edit``.
 
-It attaches the plugin and runs SCRIPT as `python SCRIPT` would. Without `--use-edit` the script
-runs as stock Megatron.
+Attaches the plugin and runs SCRIPT as `python SCRIPT` would. Without `--use-edit` the script runs
+as stock Megatron.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_edit.command_line import asks_for_help, config_from_argv, help_text, training_script
+from megatron_edit.command_line import config_from_argv, has_help_flag, help_text, training_script
 from megatron_edit.config import EditConfig
 from megatron_edit.constants import GRACE_SECONDS
 from megatron_edit.errors import EditError, UsageError
@@ -30,10 +30,10 @@ def main(argv: Sequence[str]) -> int:
         argv: SCRIPT and its arguments.
 
     Returns:
-        The exit code, where the script itself does not exit.
+        The exit code, unless the script itself exits.
     """
     is_first = is_first_rank()
-    if asks_for_help(argv):
+    if has_help_flag(argv):
         if is_first:
             sys.stdout.write(help_text(USAGE))
         return 0
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def is_first_rank() -> bool:
-    """Whether this process speaks for a launch; one by itself does."""
+    """Whether this is rank 0 of the launch, or a single process."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
@@ -57,7 +57,7 @@ def _read(argv: Sequence[str]) -> tuple[Path, EditConfig]:
 
 
 def _run(script: Path, arguments: list[str], config: EditConfig) -> None:
-    # The script's folder comes first, before Megatron is imported: a clone must win over a wheel.
+    # Before Megatron is imported: a clone next to the script must win over an installed wheel.
     sys.path.insert(0, str(script.resolve().parent))
     sys.argv = [str(script), *arguments]
     from megatron_edit.host.attach import Attachment
@@ -73,21 +73,21 @@ def _run(script: Path, arguments: list[str], config: EditConfig) -> None:
             try:
                 with launched():
                     runpy.run_path(str(script), run_name="__main__")
-            except SystemExit as stop:  # also how Megatron's loop ends early, with 0
+            except SystemExit as stop:  # Megatron's loop also ends early by it, with code 0
                 if stop.code:
                     raise
             else:
-                attachment.check_used()
+                attachment.check_model_was_built()
     except Exception:
         if attachment.placement is not None:
             name_replica_in_tracebacks(attachment.placement.replica, attachment.placement.rank)
         raise
     if device.type == "cpu":
-        _leave_process_groups()
+        _destroy_process_groups()
 
 
-def _leave_process_groups() -> None:
-    """Join gloo's threads, which a process that just ends may abort in (exit code -6)."""
+def _destroy_process_groups() -> None:
+    """Join gloo's threads: without this the exiting process may abort (exit code -6)."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -95,10 +95,10 @@ def _leave_process_groups() -> None:
 
 
 def _refuse(error: EditError, *, is_first: bool) -> int:
-    """Say what is wrong; the exit code. Of bad input only the first rank speaks.
+    """Print the error and return its exit code; only the first rank prints a global `UsageError`.
 
-    The others wait a little: a launcher that sees any rank exit ends them all, and the line must
-    be out by then.
+    The other ranks wait before they exit: torchrun kills all ranks when one exits, and the first
+    rank must have printed the message by then.
     """
     sys.stdout.flush()
     if isinstance(error, UsageError) and not is_first:

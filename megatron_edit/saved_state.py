@@ -1,4 +1,4 @@
-"""Where a replica stood when a checkpoint was written: plain data, as the manifest has it."""
+"""Progress of a replica at a checkpoint, as plain data of the manifest."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PendingSync:
-    """A sync that had begun and not landed on a replica. Nothing of it was on the wire.
+    """A sync that had begun but not landed on a replica. None of its messages was in flight.
 
     Attributes:
-        round: which.
-        step: after which it began. `due`: after which it lands; None is at the next meeting.
-        units: that sync, in forward order; columns of the tables.
-        excluded: whether the replica takes the anchor as it is, by unit.
-        is_stepped: whether the outer step is done; otherwise the average is beside the anchor.
-        has_snapshot: whether the replica's parameters at its start are kept.
+        round: number of its round.
+        step: step after which it began.
+        due: step after which it lands; None: at the next meeting.
+        units: units to sync, in forward order; the columns of the tables.
+        excluded: per unit, whether the replica takes the anchor unchanged.
+        is_stepped: whether the outer step is done; otherwise the average is saved with the anchor.
+        has_snapshot: whether the replica's parameters at the start of the sync are saved.
         landing: fields of `method.landing.LandingRule`.
-        inner_lr: of the inner optimizer at the sync.
-        tables: what was decided, lists [N][units], and `rollback` [units].
-        inner_steps: of each replica. `samples`: consumed by each.
-        moments: kinds of inner moments whose means had not landed; they lie beside the anchor.
+        inner_lr: learning rate of the inner optimizer at the sync.
+        tables: the decisions, lists [N][units], and `rollback` [units].
+        inner_steps: steps of the round, per replica.
+        samples: samples consumed, per replica.
+        moments: kinds of inner moments whose averages had not landed; saved with the anchor.
     """
 
     round: int
@@ -42,22 +44,22 @@ class PendingSync:
 
 @dataclass(frozen=True)
 class ReplicaEntry:
-    """Where one replica stood.
+    """Progress of one replica.
 
     Attributes:
         step: s, attempted optimizer steps.
-        inner_steps: of them since the last sync.
-        samples: consumed by this replica.
-        schedule_position: of its learning rate, in samples of all replicas.
-        losses: not reported yet.
-        last_loss_step: the step of the last of them.
-        phase_seconds: what its clock of the inner phase showed.
-        last_step_seconds: what it showed after the step before.
-        is_asking: whether it had asked for a meeting.
-        is_waiting: whether it had come to a meeting that never took place: it goes there first.
-        pending_schedule: samples by which its schedule had advanced since it came there.
-        round_length: steps of the round, where it varies; else 0.
-        pending: syncs that had not landed on it.
+        inner_steps: steps since the last sync.
+        samples: samples consumed by this replica.
+        schedule_position: position of its learning-rate schedule, in samples of all replicas.
+        losses: losses not reported yet.
+        last_loss_step: step of the last of these.
+        phase_seconds: reading of its inner-phase clock.
+        last_step_seconds: reading of that clock after the previous step.
+        is_asking: whether it had requested a meeting.
+        is_waiting: whether it was waiting at a meeting, which it joins first when it resumes.
+        pending_schedule: samples by which its schedule had advanced since it reached that meeting.
+        round_length: steps of the round if round lengths vary; else 0.
+        pending: syncs that had not landed.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""The releases of Megatron-LM and torch that this package works with. Nothing is imported."""
+"""Supported releases of Megatron-LM and torch. Imports neither."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from megatron_edit.errors import HostVersionError
 
 @dataclass(frozen=True)
 class Release:
-    """One minor version of megatron-core, and the state of Megatron-LM that stands for it.
+    """A minor version of megatron-core, and the tag of Megatron-LM on which it is tested.
 
     Attributes:
-        major: of megatron-core.
-        minor: of megatron-core.
-        tag: of Megatron-LM, or its branch; what we test and make patches for.
-        commit: of the branch, where `tag` is one; empty for a tag.
+        major: major version of megatron-core.
+        minor: minor version of megatron-core.
+        tag: tag or branch of Megatron-LM that is tested and has patches.
+        commit: commit of the branch; empty for a tag.
     """
 
     major: int
@@ -37,19 +37,19 @@ RELEASES = (
 )
 
 
-# setup.py has the same number.
+# Also in setup.py.
 OLDEST_TORCH = (2, 6)
 
 
 def check_torch(version: str) -> None:
-    """Is this torch new enough?
+    """Check that this torch is new enough.
 
     Args:
-        version: as torch says it. Only its first two numbers count: by the order of Python's
-            packages ``"2.13.0a0+x.nv26.9"``, as NVIDIA's containers have it, is older than 2.13.0.
+        version: torch's version. Only the first two numbers count: in Python's version order
+            ``"2.13.0a0+x.nv26.9"``, as in NVIDIA's containers, is older than 2.13.0.
 
     Raises:
-        HostVersionError: it is not, or is no version.
+        HostVersionError: torch is too old, or the version has no two numbers.
     """
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers is None or (int(numbers[1]), int(numbers[2])) < OLDEST_TORCH:
@@ -62,14 +62,14 @@ def check_torch(version: str) -> None:
 
 
 def release_of(version: str) -> Release:
-    """The release that a version of megatron-core belongs to.
+    """Return the supported release of a version of megatron-core.
 
     Args:
-        version: as megatron-core says it, ``"0.17.0rc0"``. Its last number does not count: clones
-            of one tag differ in it.
+        version: version of megatron-core, e.g. ``"0.17.0rc0"``. Its patch number is ignored:
+            clones of one tag differ in it.
 
     Raises:
-        HostVersionError: it belongs to none.
+        HostVersionError: the version is not supported.
     """
     numbers = version.split(".")
     for release in RELEASES:

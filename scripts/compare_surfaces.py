@@ -1,19 +1,19 @@
-"""Records what users of the tools see, and compares the records of two checkouts.
+"""Record the user-visible output of the tools, and compare the records of two checkouts.
 
     python scripts/compare_surfaces.py record --package CHECKOUT --out FOLDER [--only NAME ...]
     python scripts/compare_surfaces.py compare FOLDER FOLDER
 
 `record` writes one text file for each surface: the pages docs/events.md and docs/flags.md, the
 help of `megatron-edit` and its subcommands, the JSON of `plan`, `compare`, `inspect` and `doctor`,
-and what `check`, `report` and `watch` say. The inputs are fixed: the flags of configs/, the
-checkpoint in tests/fixtures/, and made-up event files (`made_up_events.py`). The package that lies
-in CHECKOUT runs in processes of its own, so the same script drives versions whose modules lie
-elsewhere. Values that depend on machine and time are replaced; of what `doctor` finds only the keys
-and types are kept. `--only` takes the beginnings of names.
+and the output of `check`, `report` and `watch`. The inputs are fixed: the flags of configs/, the
+checkpoint in tests/fixtures/, and synthetic event files (`made_up_events.py`). The package in
+CHECKOUT runs in separate processes, so the same script works with versions whose modules are at
+other places. Values that depend on machine and time are replaced; of the output of `doctor` only
+keys and types are recorded. `--only` takes prefixes of names.
 
 `compare` prints the first difference of each surface, and exits with 1 if there is any. Pictures
-are left out of it. Where they may have changed, look at the pages in the folder `pages` of both
-records in a browser.
+are not compared. Where they may have changed, open the pages in the folder `pages` of both records
+in a browser.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ REFUSED = {
     "inspect-nothing": "inspect empty",
     "check-ranks": f"check {SCRIPT} {TRAINING} --use-edit --world-size 3",
 }  # fmt: skip
-# What depends on machine and time, and what stands for it in a record.
+# Values that depend on machine and time, and their replacements in a record.
 REPLACED = (
     (re.compile(r"\d{4}-\d\d-\d\d( \d\d:\d\d:\d\d \w+)?"), "DATE"),
     (re.compile(r"((?:last|[Nn]o) \w+ (?:for )?)\d+ (?:d|h|min|s)(?: \d+ \w+)?"), r"\1A WHILE"),
@@ -82,13 +82,13 @@ REPLACED = (
 
 @dataclass(frozen=True)
 class Surface:
-    """Something that users see.
+    """User-visible output of a command.
 
     Attributes:
         name: of its file in a record.
         command: words after `megatron-edit`.
-        change: makes the text that is recorded from standard output.
-        files: patterns of files that the command writes, which are recorded, too.
+        change: applied to standard output before it is recorded.
+        files: patterns of files written by the command, which are also recorded.
     """
 
     name: str
@@ -97,8 +97,8 @@ class Surface:
     files: tuple[str, ...] = ()
 
 
-def surfaces() -> Iterator[Surface]:
-    """All that are made by commands."""
+def make_surfaces() -> Iterator[Surface]:
+    """Yield all surfaces that are output of commands."""
     yield Surface("help", "--help")
     for name in SUBCOMMANDS:
         yield Surface(f"help-{name}", f"{name} --help")
@@ -123,7 +123,7 @@ def surfaces() -> Iterator[Surface]:
 
 
 def keys_and_types(text: str) -> str:
-    """The keys of a JSON text and the types of its values."""
+    """Return the keys of a JSON text and the types of its values."""
 
     def shape(value: Any) -> Any:
         if isinstance(value, dict):
@@ -140,8 +140,8 @@ def record(package: Path, out: Path, only: Sequence[str]) -> None:
 
     Args:
         package: a checkout.
-        out: folder of the record, which must not be there yet.
-        only: beginnings of the names of the surfaces to record; empty for all.
+        out: folder of the record, which must not exist yet.
+        only: prefixes of the names of the surfaces to record; empty for all.
     """
     out.mkdir(parents=True)
     for name in DOCUMENTS:
@@ -149,24 +149,24 @@ def record(package: Path, out: Path, only: Sequence[str]) -> None:
             shutil.copy(package / "docs" / name, out / name)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary).resolve()
-        chosen = [s for s in surfaces() if not only or s.name.startswith(tuple(only))]
+        chosen = [s for s in make_surfaces() if not only or s.name.startswith(tuple(only))]
         _write_inputs(folder, " ".join(surface.command for surface in chosen).split())
         for surface in chosen:
             print(surface.name, flush=True)
-            (out / surface.name).write_text(_seen(surface, package.resolve(), folder))
+            (out / surface.name).write_text(_record_surface(surface, package.resolve(), folder))
         shutil.copytree(folder / PAGES, out / PAGES)
         for page in folder.glob("comparison/*.[hp][tn][mg]*"):
             shutil.copy(page, out / PAGES)
 
 
 def _write_inputs(folder: Path, words: Sequence[str]) -> None:
-    """Write what the commands read; of the event files those that they name."""
+    """Write the inputs of the commands; only those event files that are named in `words`."""
     for name in ("empty", "other", PAGES):
         (folder / name).mkdir()
     (folder / SCRIPT).write_text("print('a training script')\n")
     (folder / "other" / "run.json").write_text('{"config": {}}')
-    stand_in = Path(__file__).with_name("made_up_events.py")
-    (folder / LAUNCHER).write_text(f'#!/bin/sh\nexec {sys.executable} {stand_in} "$@"\n')
+    fake_launcher = Path(__file__).with_name("made_up_events.py")
+    (folder / LAUNCHER).write_text(f'#!/bin/sh\nexec {sys.executable} {fake_launcher} "$@"\n')
     (folder / LAUNCHER).chmod(0o755)
     shutil.copytree(REPOSITORY / "configs", folder / "configs")
     shutil.unpack_archive(CHECKPOINT, folder, filter="data")
@@ -175,8 +175,8 @@ def _write_inputs(folder: Path, words: Sequence[str]) -> None:
             write_training(folder / "events" / name, runs)
 
 
-def _seen(surface: Surface, package: Path, folder: Path) -> str:
-    """Exit code, standard output, the tool's own lines on standard error, and files."""
+def _record_surface(surface: Surface, package: Path, folder: Path) -> str:
+    """Return exit code, standard output, the tool's lines on standard error, and files."""
     words = surface.command.split()
     if surface.command.startswith(COMPARISON):
         words += ["--launcher", f"./{LAUNCHER}"]
@@ -203,7 +203,7 @@ def _seen(surface: Surface, package: Path, folder: Path) -> str:
 
 
 def differences(first: Path, second: Path) -> Iterator[str]:
-    """The first difference of each surface, in words."""
+    """Yield the first difference of each surface as text."""
     names = {path.name for folder in (first, second) for path in folder.iterdir() if path.is_file()}
     for name in sorted(names):
         missing = [folder for folder in (first, second) if not (folder / name).exists()]
@@ -218,7 +218,7 @@ def differences(first: Path, second: Path) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Record or compare; the exit code.
+    """Record or compare; returns the exit code.
 
     Args:
         argv: words after the script; None takes those of the process.
@@ -227,14 +227,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     add = commands.add_parser("record", help="write a record").add_argument
     add("--package", type=Path, required=True, help="a checkout")
-    add("--out", type=Path, required=True, help="folder of the record, which is made")
-    add("--only", nargs="*", default=[], help="beginnings of names (default: all surfaces)")
+    add("--out", type=Path, required=True, help="folder of the record; must not exist")
+    add("--only", nargs="*", default=[], help="prefixes of names (default: all surfaces)")
     comparing = commands.add_parser("compare", help="compare two records")
     comparing.add_argument("folder", type=Path, nargs=2)
     options = parser.parse_args(argv)
     if options.command == "record":
         if options.out.exists():
-            raise UsageError(f"--out {options.out}", "is there already", "give a new folder")
+            raise UsageError(f"--out {options.out}", "exists already", "give a new folder")
         if not (options.package / "megatron_edit").is_dir():
             raise UsageError(
                 f"--package {options.package}", "holds no megatron_edit", "give a checkout"

@@ -1,4 +1,4 @@
-"""The files of a corpus: its tokenizer, its indexed datasets, and how they come into place."""
+"""The files of a corpus: tokenizer, indexed datasets, and their installation."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ ENCODE_BATCH = 64
 
 
 def train_tokenizer(documents: Sequence[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE with `vocab_size - 1` tokens; the end token is for the caller to add.
+    """Train byte-level BPE with `vocab_size - 1` tokens; the caller adds the end token.
 
-    It is added after the text has been encoded: text that spells it must not become it.
+    The end token must be added after the text has been encoded, so that text that spells it is not
+    encoded as the end token.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -49,7 +50,7 @@ def train_tokenizer(documents: Sequence[str], vocab_size: int) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, documents: Sequence[str], label: str) -> Iterator[list[int]]:
-    """Token ids of each document, with a progress bar."""
+    """Yield the token ids of each document, with a progress bar."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     with tqdm(total=len(documents), desc=f"encode {label}", unit="doc", leave=False) as bar:
@@ -63,10 +64,10 @@ def encode(tokenizer: Tokenizer, documents: Sequence[str], label: str) -> Iterat
 def write_dataset(
     prefix: Path, documents: Sequence[str], tokenizer: Tokenizer, *, vocab_size: int
 ) -> dict[str, object]:
-    """Writes one indexed dataset with Megatron's own builder; returns its counts."""
+    """Write one indexed dataset with Megatron's builder; returns its counts."""
     import torch
 
-    with warnings.catch_warnings():  # GPU packages that Megatron misses; no matter here
+    with warnings.catch_warnings():  # about missing GPU packages
         warnings.simplefilter("ignore", UserWarning)
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
@@ -88,10 +89,10 @@ def write_dataset(
 
 
 def install(finished: Path, output_dir: Path) -> None:
-    """Moves a finished corpus into place; corpus.json goes first and comes last.
+    """Move a finished corpus into place; corpus.json is deleted first and written last.
 
-    Whoever finds corpus.json thus finds the corpus that it describes. Megatron keeps sample
-    indices beside a dataset and looks them up by its name only: those of an older text go too.
+    An existing corpus.json thus always describes the corpus next to it. Megatron caches sample
+    indices next to a dataset by its name only, so those of an older corpus are deleted.
     """
     (output_dir / "corpus.json").unlink(missing_ok=True)
     for name in (PREFIX, VALID_PREFIX):
@@ -102,10 +103,10 @@ def install(finished: Path, output_dir: Path) -> None:
 
 @contextlib.contextmanager
 def scratch_folder(output_dir: Path) -> Iterator[Path]:
-    """A hidden folder inside `output_dir`, gone afterwards, as are folders left empty by it.
+    """Make a hidden folder inside `output_dir`; removed at the end, like new folders left empty.
 
     Raises:
-        UsageError: something below `output_dir` cannot be written.
+        UsageError: `output_dir` cannot be written.
     """
     created = [folder for folder in (output_dir, *output_dir.parents) if not folder.exists()]
     scratch: Path | None = None
@@ -122,6 +123,6 @@ def scratch_folder(output_dir: Path) -> Iterator[Path]:
     finally:
         if scratch is not None:
             shutil.rmtree(scratch, ignore_errors=True)
-        with contextlib.suppress(OSError):  # of the first folder that is not empty
+        with contextlib.suppress(OSError):  # from the first folder that is not empty
             for folder in created:
                 folder.rmdir()

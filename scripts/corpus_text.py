@@ -1,4 +1,4 @@
-"""The text of a corpus: where it comes from, and what counts as a document."""
+"""The text of a corpus: its files, and their documents."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from pathlib import Path
 
 from megatron_edit.errors import UsageError
 
-# A longer file becomes several documents, so that one big text file can still be held out in part.
+# A longer file is split into several documents, so that a part of it can be held out.
 MAX_DOCUMENT_CHARS = 65536
 
-# Not text that a person wrote about the language: tests are half of the library and repeat
-# themselves, the others are generated or belong to other projects.
+# Tests are half of the library and repetitive; the other folders are generated or belong to other
+# projects.
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "test", "tests"})
 _SKIPPED_PREFIX = "_sysconfigdata"  # build settings of one machine
 
 
 def standard_library_files() -> list[Path]:
-    """Python files of the running interpreter's standard library.
+    """Return the Python files of the running interpreter's standard library.
 
-    In the order of the hash of their names: a size limit then takes a fair sample of the
-    library instead of its first letters, and the order is the same on every machine.
+    They are ordered by the hash of their names, so that a size limit takes a random sample of the
+    library, and the order is the same on every machine.
     """
     root = Path(sysconfig.get_path("stdlib"))
     names = []
@@ -38,7 +38,7 @@ def standard_library_files() -> list[Path]:
 
 
 def named_files(inputs: Sequence[str]) -> list[tuple[Path, bool]]:
-    """Files behind the names that a user gave, each with whether it was named itself.
+    """Return the files of the given names, each with whether it was named itself.
 
     Raises:
         UsageError: a name does not exist, or is neither a file nor a folder.
@@ -56,7 +56,7 @@ def named_files(inputs: Sequence[str]) -> list[tuple[Path, bool]]:
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    """Visible files under `root`, in sorted order."""
+    """Yield the visible files under `root`, in sorted order."""
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
@@ -66,7 +66,7 @@ def _walk(root: Path) -> Iterator[Path]:
 
 
 def read_text(path: Path, *, is_named: bool) -> str | None:
-    """The text of a file; None for one that is not text and was only found in a folder.
+    """Return the text of a file; None for a binary file that was only found in a folder.
 
     Raises:
         UsageError: a file that the user named cannot be read, or is not UTF-8 text.
@@ -82,7 +82,7 @@ def read_text(path: Path, *, is_named: bool) -> str | None:
 
 
 def split_document(text: str) -> Iterator[str]:
-    """Cuts `text` into documents of at most MAX_DOCUMENT_CHARS, at line ends if there are any."""
+    """Split text into documents of at most MAX_DOCUMENT_CHARS, at line ends where possible."""
     start = 0
     while start < len(text):
         end = start + MAX_DOCUMENT_CHARS
@@ -94,9 +94,9 @@ def split_document(text: str) -> Iterator[str]:
 
 
 def read_documents(files: Sequence[tuple[Path, bool]], *, max_bytes: int) -> Iterator[str]:
-    """Distinct documents that are not blank, until the next one would exceed `max_bytes`.
+    """Yield distinct documents that are not blank, until the next one would exceed `max_bytes`.
 
-    A copy is left out: the halves of the corpus must not share a document.
+    Copies are skipped, so that training and held-out part share no document.
     """
     seen: set[bytes] = set()
     total = 0
@@ -114,6 +114,6 @@ def read_documents(files: Sequence[tuple[Path, bool]], *, max_bytes: int) -> Ite
 
 
 def is_held_out(document: str, *, percent: float) -> bool:
-    """Whether a document belongs to the held-out part: by its hash, so the same on every run."""
+    """Return whether a document is held out; by its hash, so the same in every run."""
     first = hashlib.sha256(document.encode("utf-8")).digest()[:8]
     return int.from_bytes(first, "big") < percent / 100 * 2**64

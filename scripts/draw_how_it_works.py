@@ -1,4 +1,4 @@
-"""Draws docs/how-it-works.png: the phases of a run, and one sync inside the forward pass.
+"""Draw docs/how-it-works.png: the phases of a run, and one sync in the forward pass.
 
 python scripts/draw_how_it_works.py [--output FILE]
 """
@@ -24,7 +24,7 @@ UNITS = ("embedding", "layer 1", "layer 2", "layer 3", "layer 4", "final")
 
 @dataclass(frozen=True)
 class Block:
-    """A stretch of time in a lane: what, from when, how long, in which color."""
+    """A time span in a lane, with its color and text."""
 
     lane: float
     start: float
@@ -42,29 +42,29 @@ def main() -> int:
 
 
 def draw(path: Path) -> None:
-    """Both panels, for a page of 100 characters width."""
+    """Draw both panels."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, (phases, sync) = pyplot.subplots(2, 1, figsize=(10, 5.6), height_ratios=(3, 4))
-    _phases(phases)
-    _sync(sync)
+    _draw_phases(phases)
+    _draw_sync(sync)
     figure.tight_layout(h_pad=2)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 
-def _phases(axes: Axes) -> None:
-    """Two replicas: shared gradients, then rounds; a sync crosses both."""
+def _draw_phases(axes: Axes) -> None:
+    """Draw two replicas: averaged gradients, then rounds; a sync spans both."""
     end = NUM_WARMUP + NUM_ROUNDS * TAU
     blocks = [
         Block(lane, step, 0.9, WARMUP if step < NUM_WARMUP else INNER)
         for lane in (1, 0)
         for step in range(end)
     ]
-    _paint(axes, blocks)
+    _draw_blocks(axes, blocks)
     for step in range(NUM_WARMUP):
         axes.annotate("", (step + 0.45, 0.62), (step + 0.45, 0.38), arrowprops=_arrow(WARMUP))
     for number in range(1, NUM_ROUNDS + 1):
@@ -76,15 +76,16 @@ def _phases(axes: Axes) -> None:
     axes.text(x, 1.5, "switch: anchor", color=OUTER, ha="center", va="bottom", fontsize=9)
     axes.text(NUM_WARMUP / 2, -0.55, "warm-up: gradients\nare averaged at every step",
               ha="center", va="top", fontsize=9, color="#555555")  # fmt: skip
-    axes.text((NUM_WARMUP + end) / 2, -0.55, "rounds of tau steps: nothing leaves a replica "
-              "between two syncs", ha="center", va="top", fontsize=9, color=INNER)  # fmt: skip
-    _lanes(axes, {1: "replica 0", 0: "replica 1"}, (-0.2, end + 0.2), (-1.3, 1.9))
+    axes.text((NUM_WARMUP + end) / 2, -0.55, "rounds of tau steps: no exchange between "
+              "replicas between two syncs",
+              ha="center", va="top", fontsize=9, color=INNER)  # fmt: skip
+    _set_lanes(axes, {1: "replica 0", 0: "replica 1"}, (-0.2, end + 0.2), (-1.3, 1.9))
     axes.set_title("A run", loc="left", fontsize=11)
 
 
-def _sync(axes: Axes) -> None:
-    """One sync of one replica, in three lanes: compute, link, outer steps."""
-    begin, flight, layer = 4.2, 2.1, 2.2
+def _draw_sync(axes: Axes) -> None:
+    """Draw one sync of one replica: compute and link, with the outer steps between layers."""
+    begin, exchange_length, layer_length = 4.2, 2.1, 2.2
     blocks = [
         Block(2, 0, 3, INNER, "optimizer, last step"), Block(2, 3.1, 1, SHARED, "norms"),
         Block(1, 4.0, 0.25, SHARED),
@@ -92,26 +93,26 @@ def _sync(axes: Axes) -> None:
     now = begin + 0.1
     landed = begin
     for unit in UNITS:
-        landed += flight
-        blocks.append(Block(1, landed - flight + 0.05, flight - 0.1, WIRE, unit))
+        landed += exchange_length
+        blocks.append(Block(1, landed - exchange_length + 0.05, exchange_length - 0.1, WIRE, unit))
         start = max(now, landed)
         blocks.append(Block(2, start, 0.28, OUTER))
-        blocks.append(Block(2, start + 0.3, layer - 0.5, INNER, unit))
-        now = start + layer - 0.15
+        blocks.append(Block(2, start + 0.3, layer_length - 0.5, INNER, unit))
+        now = start + layer_length - 0.15
     blocks.append(Block(2, now, 3, INNER, "backward ..."))
-    _paint(axes, blocks)
-    axes.text(4.2, 0.35, "one small table: norms, losses and counts of all replicas; from it "
-              "everybody computes\nwho is left out, and the weights", fontsize=9, color=SHARED,
-              ha="left", va="top")  # fmt: skip
+    _draw_blocks(axes, blocks)
+    axes.text(4.2, 0.35, "control records: norms, losses and counts of all replicas; from them "
+              "every rank computes\nwhich replicas are left out, and the weights",
+              fontsize=9, color=SHARED, ha="left", va="top")  # fmt: skip
     axes.text(4.2, -0.45, "green: average, clip, Nesterov outer step of one unit, "
               "just before its layer computes", fontsize=9, color=OUTER,
               ha="left", va="top")  # fmt: skip
-    _lanes(axes, {2: "compute", 1: "link"}, (-0.2, now + 3.2), (-0.9, 2.6))
+    _set_lanes(axes, {2: "compute", 1: "link"}, (-0.2, now + 3.2), (-0.9, 2.6))
     axes.set_title("A sync, in the forward pass of one replica: while a layer computes, "
-                   "the next units fly", loc="left", fontsize=11)  # fmt: skip
+                   "the next units are exchanged", loc="left", fontsize=11)  # fmt: skip
 
 
-def _paint(axes: Axes, blocks: Sequence[Block]) -> None:
+def _draw_blocks(axes: Axes, blocks: Sequence[Block]) -> None:
     for each in blocks:
         axes.broken_barh([(each.start, each.length)], (each.lane - 0.3, 0.6), color=each.color)
         axes.text(each.start + each.length / 2, each.lane, each.text, ha="center", va="center",
@@ -122,7 +123,7 @@ def _arrow(color: str) -> dict[str, object]:
     return {"arrowstyle": "<->", "color": color, "shrinkA": 0, "shrinkB": 0}
 
 
-def _lanes(
+def _set_lanes(
     axes: Axes, names: dict[int, str], width: tuple[float, float], height: tuple[float, float]
 ) -> None:
     axes.set_yticks(list(names), list(names.values()))

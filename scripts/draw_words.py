@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws names, test names, docstrings and sentences at random, to judge how they read.
+"""Draw names, test names, docstrings and sentences at random, to review their wording.
 
     python scripts/draw_words.py [--repository CHECKOUT] [--seed SEED] [--count COUNT]
 
@@ -27,7 +27,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def definitions(folder: Path) -> Iterator[tuple[str, Definition]]:
-    """Functions and classes under a folder, with the file each is in, in a fixed order."""
+    """Yield file and node of all functions and classes under a folder, in a fixed order."""
     for path in sorted(folder.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, Definition):
@@ -35,7 +35,7 @@ def definitions(folder: Path) -> Iterator[tuple[str, Definition]]:
 
 
 def sentences(page: str) -> list[str]:
-    """The sentences of a Markdown page; code fences, tables, headings and pictures left out."""
+    """Return the sentences of a Markdown page, without code, tables, headings and pictures."""
     text = re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
     paragraphs = re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", text)
     plain = [" ".join(each.split()) for each in paragraphs if not re.match(r"\s*[|#!<]", each)]
@@ -44,10 +44,10 @@ def sentences(page: str) -> list[str]:
 
 
 def collect(repository: Path) -> dict[str, list[str]]:
-    """All that can be drawn, by section.
+    """Return all items that can be drawn, by section.
 
     Raises:
-        UsageError: no such checkout.
+        UsageError: the folder is not a checkout.
     """
     if not (repository / "megatron_edit").is_dir():
         raise UsageError(f"--repository {repository}", "holds no megatron_edit/", "name a checkout")
@@ -76,7 +76,7 @@ def collect(repository: Path) -> dict[str, list[str]]:
 
 
 def draw(repository: Path, seed: int, count: int) -> str:
-    """A Markdown page with `count` items of each section.
+    """Return a Markdown page with `count` items of each section.
 
     Raises:
         UsageError: `count` is less than 1, or there is no such checkout.

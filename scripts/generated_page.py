@@ -1,4 +1,4 @@
-"""What the scripts that write a page of docs/ from the source have in common."""
+"""Shared code of the scripts that generate pages of docs/."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 def write_or_check(
     argv: Sequence[str] | None, script: str, about: str, target: Path, text: Callable[[], str]
 ) -> int:
-    """Writes the page, or with `--check` compares it.
+    """Write the page, or with `--check` compare it.
 
     Args:
         argv: words after the script; None takes those of the process.
         script: name, without `.py`.
         about: the script's docstring.
         target: the page.
-        text: makes what it should hold.
+        text: returns the content of the page.
 
     Returns:
         The exit code: 1 where the page is not current.

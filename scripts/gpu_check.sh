@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Checks EDiT on this machine's GPUs, one or several, in under nine minutes; see benchmarks/gpu_check.py.
+# Checks EDiT on this machine's GPUs in under nine minutes; see benchmarks/gpu_check.py.
 #
 #   scripts/gpu_check.sh [--python INTERPRETER] [--output FILE.json] [--cases NAMES] [--device cuda|cpu]
 #
-# Writes one JSON with all that was measured, a page, a picture and traces beside it; the default is
-# benchmarks/out/gpu_check.json. INTERPRETER needs torch, megatron-core and our requirements, not our
-# package: it is found here. Exit code 0 where all checks pass, 1 where one failed, 2 without a GPU.
+# Writes a JSON file (default: benchmarks/out/gpu_check.json) with a page, a picture and traces next
+# to it. INTERPRETER needs torch, megatron-core and our requirements; our package is imported from
+# this repository. Exit code 0 where all checks pass, 1 where one failed, 2 without a GPU.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -1,8 +1,8 @@
-"""Made-up trainings for `compare_surfaces.py`: event files, and the console log of a launcher.
+"""Synthetic trainings for `compare_surfaces.py`: event files, and the console log of a launcher.
 
 Nothing of the package is imported and nothing depends on the clock, so that two checkouts read
-exactly the same files. As a program it stands in for a launcher: `megatron-edit compare --launcher
-"python made_up_events.py"` starts it in place of torchrun, and it trains nothing.
+exactly the same files. As a program it replaces a launcher: `megatron-edit compare --launcher
+"python made_up_events.py"` starts it in place of torchrun, without any training.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-FUTURE, PAST = 4_000_000_000.0, 1_700_000_000.0  # Unix seconds: a run that goes on, or is lost
+FUTURE, PAST = 4_000_000_000.0, 1_700_000_000.0  # Unix seconds: of a running, and of a lost run
 BATCH, SEQ_LENGTH = 8, 128
 Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Training:
-    """A made-up training.
+    """A synthetic training.
 
     Attributes:
         strategy: value of `--edit-strategy`.
         replicas, units, rounds, tau, warmup: sizes; `tau` is the length of a round.
-        planned: `--train-iters`; 0 for as many as were made.
+        planned: `--train-iters`; 0 for the number of iterations made.
         slow: factor on the step time of the last replica.
-        sick: whether one replica is left out now and then, by its norm and by its loss.
+        has_rejections: whether replicas are rejected at some syncs, by norm and by loss.
         spike: iteration at which the loss jumps; 0 for none.
-        end: last record of each replica; None for a run that writes none.
-        after: iteration of the checkpoint that it goes on from; 0 for a new training.
-        number: which run in its folder.
+        end: end record of each replica; None for a run without one.
+        after: iteration of the checkpoint that it resumes from; 0 for a new training.
+        number: of the run in its folder.
         is_old: written by a version without segments, evaluations and cumulative samples.
-        is_damaged: has lines that are cut, not JSON, or not of the right form.
+        is_damaged: has lines that are truncated, not JSON, or have wrong fields.
         time: of all files, Unix seconds.
     """
 
@@ -49,7 +49,7 @@ class Training:
     warmup: int = 20
     planned: int = 0
     slow: float = 1.0
-    sick: bool = False
+    has_rejections: bool = False
     spike: int = 0
     end: str | None = "finished"
     after: int = 0
@@ -60,7 +60,7 @@ class Training:
 
     @property
     def is_timed(self) -> bool:
-        """Whether replicas make different numbers of steps."""
+        """Whether replicas make unequal numbers of steps."""
         return self.strategy == "a-edit"
 
     @property
@@ -69,12 +69,12 @@ class Training:
         return self.after + self.rounds * self.tau + (0 if self.after else self.warmup)
 
     @property
-    def units_of(self) -> list[str]:
+    def unit_names(self) -> list[str]:
         """Names of the units."""
         return ["embedding", *(f"layer.{i}" for i in range(1, self.units - 1)), "final"]
 
     def header(self) -> Line:
-        """The content of run.json."""
+        """Return the content of run.json."""
         batch = BATCH * self.replicas
         point = {"iteration": self.after, "samples": self.after * batch} if self.after else None
         run: Line = {
@@ -95,7 +95,7 @@ class Training:
                                                           "resumed_from": point}}  # fmt: skip
 
     def files(self) -> Iterator[tuple[str, list[Line]]]:
-        """Names of the JSON Lines files, and their lines."""
+        """Yield names and lines of the JSON Lines files."""
         rng = random.Random(self.number)
         yield "sync.jsonl", [self._sync(number, rng) for number in self._round_numbers]
         yield "loss.jsonl", [line for i in self._steps for line in self._losses(i, rng)]
@@ -129,9 +129,9 @@ class Training:
                 yield found | samples | {"perplexity": 20.0, "name": name}
 
     def _replica(self, replica: int, rng: random.Random) -> Iterator[Line]:
-        mine = self.slow if replica == self.replicas - 1 else 1.0
+        slowdown = self.slow if replica == self.replicas - 1 else 1.0
         for i in self._steps:
-            if self.is_timed and mine > 1 and i % 3 == 0 and i > self.warmup:
+            if self.is_timed and slowdown > 1 and i % 3 == 0 and i > self.warmup:
                 continue
             ended, rest = divmod(i - self.warmup, self.tau)
             if i > self.warmup and not rest and self.rounds:
@@ -140,7 +140,7 @@ class Training:
             line: Line = {
                 "iteration": i, "replica_step": i, "loss": self._loss(i, rng), "samples": BATCH,
                 "samples_all": i * BATCH * self.replicas, "tokens": BATCH * SEQ_LENGTH,
-                "seconds": 0.1 * (mine if rest else self.slow) * (1 + 0.1 * rng.random()),
+                "seconds": 0.1 * (slowdown if rest else self.slow) * (1 + 0.1 * rng.random()),
                 "grad_norm": 1.0, "lr": 1e-3,
             }  # fmt: skip
             if replica == 0 and i % 29 == 0:
@@ -156,11 +156,15 @@ class Training:
 
     def _sync(self, number: int, rng: random.Random) -> Line:
         out, norms, weights, scores = [], [], [], []
-        by_loss = self.sick and number % 11 == 5
-        for place, _ in enumerate(self.units_of):
+        by_loss = self.has_rejections and number % 11 == 5
+        for place, _ in enumerate(self.unit_names):
             scale = (1 + place) * 0.2 * (1 + 3 / number)
-            bad = [self.sick and r == 1 and number % 7 == 3 for r in range(self.replicas)]
-            bad = [True] * self.replicas if self.sick and number == 12 and place == 1 else bad
+            bad = [self.has_rejections and r == 1 and number % 7 == 3 for r in range(self.replicas)]
+            bad = (
+                [True] * self.replicas
+                if self.has_rejections and number == 12 and place == 1
+                else bad
+            )
             bad = [b or (by_loss and r == 2) for r, b in enumerate(bad)]
             row = [scale * rng.lognormvariate(0, 0.15) * (6 if b else 1) for b in bad]
             raw = [0.0 if b else math.exp(-x / scale) for x, b in zip(row, bad, strict=True)]
@@ -171,7 +175,7 @@ class Training:
         iteration = self.warmup + number * self.tau
         exposed = 0.004 + 0.02 * (self.slow > 1)
         line: Line = {
-            "round": number, "iteration": iteration, "units": self.units_of, "norms": norms,
+            "round": number, "iteration": iteration, "units": self.unit_names, "norms": norms,
             "time": self.time - 1000 + number * self.tau * 0.1, "z": scores, "anomalous": out,
             "weights": weights, "effective_replicas": [1.0] * self.units, "clip":
             [min(1.0, 0.3 + rng.random() * (0.15 if self.slow > 1 else 1)) for _ in out],
@@ -191,10 +195,10 @@ class Training:
 
 
 TRAININGS: Mapping[str, Sequence[Training]] = {
-    "usual": [Training(slow=1.4, sick=True, spike=150)],
+    "usual": [Training(slow=1.4, has_rejections=True, spike=150)],
     "running": [Training(replicas=2, end=None, planned=400)],
     "timed": [Training("a-edit", replicas=3, slow=1.5)],
-    "many": [Training(replicas=9, units=16, rounds=520, tau=1, sick=True, end="stopped")],
+    "many": [Training(replicas=9, units=16, rounds=520, tau=1, has_rejections=True, end="stopped")],
     "resumed": [Training(rounds=6, end="stopped"),
                 Training(rounds=5, after=52, number=2, end=None),
                 Training(rounds=9, after=84, number=3)],
@@ -211,7 +215,7 @@ def write_training(folder: Path, runs: Sequence[Training]) -> None:
     """Write the event files of all runs of a training.
 
     Args:
-        folder: takes the files of the newest run, and those of the others under other names.
+        folder: for the files of the newest run, and the renamed files of earlier runs.
         runs: from the first to the newest.
     """
     folder.mkdir(parents=True)
@@ -230,11 +234,11 @@ def write_training(folder: Path, runs: Sequence[Training]) -> None:
             os.utime(path, (run.time, run.time))
 
 
-def stand_in(words: Sequence[str]) -> int:
-    """Print and write what the training of a command line would; the exit code.
+def fake_launcher(words: Sequence[str]) -> int:
+    """Print and write the output of a training; returns the exit code.
 
     Args:
-        words: the command line that the launcher is given.
+        words: the arguments of the launcher.
     """
     values = dict(zip(words, [*words[1:], ""], strict=True))
     seed, strategy = int(values.get("--seed", "1")), values.get("--edit-strategy", "stock")
@@ -260,4 +264,4 @@ def stand_in(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(stand_in(sys.argv[1:]))
+    raise SystemExit(fake_launcher(sys.argv[1:]))

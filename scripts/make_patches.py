@@ -1,4 +1,4 @@
-"""Writes patches/<tag>/, what `megatron-edit patch` does as files for git apply.
+"""Write patches/<tag>/: the changes of `megatron-edit patch` as files for git apply.
 
     python scripts/make_patches.py CLONE...           writes the folders of these clones' tags
     python scripts/make_patches.py CLONE... --check   exits 1 where one is not current
@@ -21,8 +21,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TARGET = REPOSITORY / "patches"
 
 
-def patches_of(clone: Path) -> dict[Path, str]:
-    """Path and content of each patch file for a clone."""
+def make_patches(clone: Path) -> dict[Path, str]:
+    """Return path and content of each patch file for a clone."""
     folder = TARGET / release_of_clone(clone).tag
     return {
         (folder / name).with_suffix(".patch"): diff(remove(source, name), name)
@@ -30,29 +30,31 @@ def patches_of(clone: Path) -> dict[Path, str]:
     }
 
 
-def is_current(wanted: dict[Path, str]) -> bool:
-    """Whether a tag's folder holds these files and no other."""
-    folder = next(iter(wanted)).parent
-    there = {path: path.read_text(encoding="utf-8") for path in folder.glob("*")}
-    return there == wanted
+def is_current(patches: dict[Path, str]) -> bool:
+    """Return whether a tag's folder contains exactly these files."""
+    folder = next(iter(patches)).parent
+    existing = {path: path.read_text(encoding="utf-8") for path in folder.glob("*")}
+    return existing == patches
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the script."""
+    """Write or check the patch files."""
     parser = OneLineParser(prog="make_patches", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("clones", nargs="+", metavar="CLONE", help="a clone of Megatron-LM")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if stale")
     args = parser.parse_args(argv)
-    stale = [wanted for wanted in map(patches_of, map(Path, args.clones)) if not is_current(wanted)]
-    for wanted in stale:
-        folder = next(iter(wanted)).parent
+    stale = [
+        patches for patches in map(make_patches, map(Path, args.clones)) if not is_current(patches)
+    ]
+    for patches in stale:
+        folder = next(iter(patches)).parent
         if args.check:
             print(f"patches/{folder.name} is stale: run {parser.prog}.py", file=sys.stderr)
             continue
         folder.mkdir(exist_ok=True)
         for path in folder.glob("*"):
             path.unlink()
-        for path, text in wanted.items():
+        for path, text in patches.items():
             path.write_text(text, encoding="utf-8")
     return 1 if args.check and stale else 0
 

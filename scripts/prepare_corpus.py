@@ -1,14 +1,14 @@
-"""Makes a small corpus for Megatron: a tokenizer, a training and a held-out indexed dataset.
+"""Make a small corpus for Megatron: a tokenizer, a training and a held-out indexed dataset.
 
     python scripts/prepare_corpus.py --output-dir corpus
 
-Without --input the text is the source of Python's own standard library, which every machine has.
+Without --input the text is the source of Python's standard library, which exists on every machine.
 The same input gives the same bytes. Use it with Megatron's own flags:
 
     --train-data-path corpus/corpus --valid-data-path corpus/corpus_valid
     --tokenizer-type NullTokenizer --vocab-size 4096
 
-NullTokenizer fits because the end-of-document token is the last id of the vocabulary.
+NullTokenizer works because the end-of-document token is the last id of the vocabulary.
 """
 
 from __future__ import annotations
@@ -34,20 +34,24 @@ from script_errors import OneLineParser, exit_code_of
 
 from megatron_edit.errors import UsageError
 
-NUM_BYTES = 256  # a byte-level vocabulary starts with every byte
+NUM_BYTES = 256  # a byte-level vocabulary contains every byte
 MAX_VOCAB_SIZE = 200_000
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parses the command line and checks what can be checked without reading any text."""
+    """Parse the command line, and check it without reading any text."""
     parser = OneLineParser(prog="prepare_corpus", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--output-dir", type=Path, required=True, help="folder to write into")
-    parser.add_argument("--vocab-size", type=int, default=4096, help="with the end token")
+    parser.add_argument("--vocab-size", type=int, default=4096, help="including the end token")
     parser.add_argument(
         "--input", nargs="+", default=None, help="text files or folders (default: Python's library)"
     )
-    parser.add_argument("--max-megabytes", type=float, default=8.0, help="text to take, 10^6 bytes")
-    parser.add_argument("--valid-percent", type=float, default=5.0, help="documents held out")
+    parser.add_argument(
+        "--max-megabytes", type=float, default=8.0, help="size of the text, 10^6 bytes"
+    )
+    parser.add_argument(
+        "--valid-percent", type=float, default=5.0, help="share of held-out documents"
+    )
     args = parser.parse_args(argv)
     if not NUM_BYTES + 1 <= args.vocab_size <= MAX_VOCAB_SIZE:
         raise UsageError(
@@ -70,8 +74,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def is_own(path: Path, args: argparse.Namespace) -> bool:
-    """Whether `path` is what an earlier run left in an output folder that lies in an input one."""
+def is_own_output(path: Path, args: argparse.Namespace) -> bool:
+    """Return whether `path` is output of an earlier run, in an output folder inside an input."""
     return (
         path.name in ("corpus.json", "tokenizer.json")
         and path.parent.resolve() == args.output_dir.resolve()
@@ -79,11 +83,15 @@ def is_own(path: Path, args: argparse.Namespace) -> bool:
 
 
 def split_corpus(args: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Reads the text and deals its documents to the training and the held-out part."""
+    """Read the text and split its documents into the training and the held-out part."""
     if args.input is None:
         files = [(path, False) for path in standard_library_files()]
     else:
-        files = [(path, named) for path, named in named_files(args.input) if not is_own(path, args)]
+        files = [
+            (path, named)
+            for path, named in named_files(args.input)
+            if not is_own_output(path, args)
+        ]
     train: list[str] = []
     valid: list[str] = []
     for document in read_documents(files, max_bytes=int(args.max_megabytes * 1e6)):
@@ -98,7 +106,7 @@ def split_corpus(args: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 
 def write_corpus(args: argparse.Namespace, folder: Path) -> dict[str, object]:
-    """Writes the whole corpus into an empty `folder`; returns what corpus.json says."""
+    """Write the corpus into an empty folder; returns the content of corpus.json."""
     train, valid = split_corpus(args)
     print(f"corpus: training a tokenizer on {len(train)} documents", file=sys.stderr)
     tokenizer = train_tokenizer(train, args.vocab_size)
@@ -121,7 +129,7 @@ def write_corpus(args: argparse.Namespace, folder: Path) -> dict[str, object]:
 
 
 def make(argv: Sequence[str] | None = None) -> dict[str, object]:
-    """Makes the corpus that a command line asks for; returns what corpus.json says."""
+    """Make the corpus of a command line; returns the content of corpus.json."""
     args = parse_args(argv)
     with scratch_folder(args.output_dir) as scratch:
         summary = write_corpus(args, scratch)
@@ -130,7 +138,7 @@ def make(argv: Sequence[str] | None = None) -> dict[str, object]:
 
 
 def main() -> int:
-    """Runs the script."""
+    """Make the corpus, and print its summary."""
     print(json.dumps(make()))
     return 0
 

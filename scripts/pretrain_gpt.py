@@ -1,8 +1,8 @@
-"""Pretrain a GPT with Megatron, where there is no clone of Megatron-LM to take its script from.
+"""Pretrain a GPT with Megatron without a clone of Megatron-LM.
 
-The megatron-core wheel carries `megatron.training` but not `pretrain_gpt.py`. This one takes the
-same flags and gives the same losses, bit for bit, for pretraining on mock or indexed data; what it
-leaves out (fine-tuning, packed sequences, multi-token prediction, distillation) it refuses.
+The megatron-core wheel contains `megatron.training` but not `pretrain_gpt.py`. This script takes
+the same flags and gives the same losses, bit for bit, for pretraining on mock or indexed data. It
+refuses fine-tuning, packed sequences, multi-token prediction and distillation.
 
     torchrun --nproc-per-node 2 -m megatron_edit scripts/pretrain_gpt.py --num-layers 2 ...
 """
@@ -40,12 +40,12 @@ RENAMED = {
     "fast_cache_load": "dataloader_fast_cache_load",
     "defer_npy_index_mmap": "dataloader_defer_npy_index_mmap",
 }
-LEFT_OUT = ("sft", "fim_data", "mtp_num_layers", "logits_load_dir", "per_dataset_sequences_path")
+UNSUPPORTED = ("sft", "fim_data", "mtp_num_layers", "logits_load_dir", "per_dataset_sequences_path")
 PACKED = ("hybrid_context_parallel", "dataloader_inter_document_masking")
 
 
 def get_batch(data_iterator: Any, vp_stage: int | None) -> Any:
-    """This rank's part of the next micro-batch; empty on stages that need none."""
+    """Return this rank's part of the next micro-batch; empty on stages that need none."""
     if not is_first_or_last_pipeline_stage(vp_stage):
         return {}
     args = get_args()
@@ -75,7 +75,7 @@ def get_batch(data_iterator: Any, vp_stage: int | None) -> Any:
 
 
 def loss_func(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[Any, Any, dict[str, Any]]:
-    """Sum of the token losses, number of tokens, and both as Megatron reports them."""
+    """Return the sum of the token losses, the number of tokens, and both for Megatron's report."""
     mask = loss_mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * mask)
     num_tokens = mask.sum().detach().to(torch.int)
@@ -86,7 +86,7 @@ def loss_func(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[Any, Any, 
 
 
 def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Any]:
-    """One forward pass: the model's token losses, and the function that reduces them."""
+    """Run a forward pass; returns the token losses, and the function that reduces them."""
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     tokens, position_ids, attention_mask, labels = (batch.get(k) for k in MODEL_INPUTS)
     output = model(tokens, position_ids, attention_mask, labels=labels)
@@ -94,7 +94,7 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Any]:
 
 
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> Any:
-    """Training, validation and test sets of the wanted sizes, on the ranks that read them."""
+    """Return training, validation and test sets of the given sizes, on the ranks that read them."""
     args = get_args()
     names = {f.name: RENAMED.get(f.name, f.name) for f in fields(GPTDatasetConfig) if f.init}
     settings = {name: getattr(args, arg) for name, arg in names.items() if hasattr(args, arg)}
@@ -109,7 +109,7 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> An
 def main() -> None:
     """Parse Megatron's flags and train."""
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
-    if unsupported := [name for name in LEFT_OUT + PACKED if getattr(args, name)]:
+    if unsupported := [name for name in UNSUPPORTED + PACKED if getattr(args, name)]:
         raise SystemExit(f"{unsupported}: not in this script; use Megatron-LM's pretrain_gpt.py")
     datasets_provider.is_distributed = True  # type: ignore[attr-defined]
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))

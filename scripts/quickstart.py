@@ -1,9 +1,9 @@
-"""Trains a small GPT twice, with EDiT and as stock Megatron, and compares the two.
+"""Train a small GPT with EDiT and with stock Megatron, and compare the two.
 
     bash scripts/quickstart.sh            makes the environment first
-    python scripts/quickstart.py          in an environment that is there
+    python scripts/quickstart.py          in an existing environment
 
-Both runs see the same samples with the same Megatron flags (configs/tiny_cpu.args); EDiT's are in
+Both runs read the same samples with the same Megatron flags (configs/tiny_cpu.args); EDiT's are in
 configs/tiny_cpu_edit.args and configs/edit_quality.args, the recommended settings for loss.
 Results: a table, OUTPUT/loss.png, OUTPUT/summary.json and the logs.
 """
@@ -42,16 +42,15 @@ RANKS_PER_REPLICA = 2
 CONFIGS = REPOSITORY / "configs"
 EDIT_CONFIGS = ("tiny_cpu_edit.args", "edit_quality.args")
 FOOTNOTE = """\
-Bytes are payload between the replicas. EDiT counts its syncs itself; those of its {synchronous}
-synchronous steps, the warm-up and the last ones, are computed. The baseline's bytes are computed
-too, as if each machine held one replica's ranks; formulas: megatron_edit/tools/compare/traffic.py.
-On one machine the replicas are not really apart: the speeds show what EDiT costs here, not what it
-saves on a slow network."""
+Bytes are payload between the replicas. Those of EDiT's syncs are recorded; those of its
+{synchronous} synchronous steps (warm-up and final phase) and of the baseline are computed, as if
+each machine held one replica's ranks; formulas: megatron_edit/tools/compare/traffic.py. Here all
+replicas share one machine: the speeds show the overhead of EDiT, not its gain on a slow network."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run, and where its results go."""
+    """Flags of the two runs, and the folder of the results."""
 
     flags: list[str]
     edit_flags: list[str]
@@ -64,17 +63,17 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        """Of each of the two runs."""
+        """Ranks of each run."""
         return self.num_replicas * RANKS_PER_REPLICA
 
     @property
     def edit_dir(self) -> Path:
-        """EDiT's event files."""
+        """Folder of EDiT's event files."""
         return self.output_dir / "edit"
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parses the command line."""
+    """Parse the command line."""
     parser = OneLineParser(prog="quickstart", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--output-dir", type=Path, default=REPOSITORY / "quickstart_out")
     parser.add_argument("--train-iters", type=int, help="instead of those in configs/tiny_cpu.args")
@@ -87,19 +86,19 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def ensure_corpus(folder: Path, vocab_size: int) -> list[str]:
-    """Makes the corpus unless one of this vocabulary is there; returns Megatron's flags for it."""
+    """Make the corpus unless one with this vocabulary exists; returns Megatron's flags for it."""
     summary = folder / "corpus.json"
-    is_there = summary.exists() and (
+    exists = summary.exists() and (
         json.loads(summary.read_text(encoding="utf-8"))["vocab_size"] == vocab_size
     )
-    if not is_there:
+    if not exists:
         prepare_corpus.make(["--output-dir", str(folder), "--vocab-size", str(vocab_size)])
     train, valid = (str(folder / name) for name in (PREFIX, VALID_PREFIX))
     return ["--train-data-path", train, "--valid-data-path", valid]
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
-    """Reads the flags, makes the corpus, and clears what an earlier quickstart left."""
+    """Read the flags, make the corpus, and delete results of an earlier quickstart."""
     output_dir = args.output_dir.absolute()
     flags = read_flags(CONFIGS / "tiny_cpu.args")
     if args.train_iters is not None:
@@ -113,8 +112,8 @@ def make_plan(args: argparse.Namespace) -> Plan:
     return plan
 
 
-def timed(name: str, plan: Plan, extra_flags: Sequence[str]) -> tuple[RunLog, float]:
-    """One training: its log, and the seconds it took with its start-up."""
+def run_timed(name: str, plan: Plan, extra_flags: Sequence[str]) -> tuple[RunLog, float]:
+    """Run one training; returns its log, and its seconds, start-up included."""
     start = time.monotonic()
     flags = [*plan.flags, *extra_flags, "--edit-device", "auto"]
     log_path = plan.output_dir / f"{name.lower()}.log"
@@ -123,10 +122,10 @@ def timed(name: str, plan: Plan, extra_flags: Sequence[str]) -> tuple[RunLog, fl
 
 
 def num_synchronous_steps(edit_dir: Path, warmup: int, last_iteration: int) -> int:
-    """Steps in which the replicas average gradients: the warm-up, and the final phase if any.
+    """Return the number of steps that average gradients: warm-up and final phase.
 
     Args:
-        edit_dir: EDiT's event files.
+        edit_dir: folder of EDiT's event files.
         warmup: steps of the warm-up.
         last_iteration: of the training.
     """
@@ -137,7 +136,7 @@ def num_synchronous_steps(edit_dir: Path, warmup: int, last_iteration: int) -> i
 
 
 def report(plan: Plan, edit: tuple[RunLog, float], baseline: tuple[RunLog, float]) -> None:
-    """Prints the table and writes the picture and the summary."""
+    """Print the table, and write the picture and the summary."""
     (edit_log, edit_seconds), (base_log, base_seconds) = edit, baseline
     seq_length = int_flag(plan.flags, "--seq-length")
     warmup = int_flag(plan.edit_flags, "--edit-warmup-steps")
@@ -183,10 +182,10 @@ def report(plan: Plan, edit: tuple[RunLog, float], baseline: tuple[RunLog, float
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the script."""
+    """Run both trainings and report."""
     plan = make_plan(parse_args(argv))
-    edit = timed("EDiT", plan, [*plan.edit_flags, "--edit-log-dir", str(plan.edit_dir)])
-    baseline = timed("Baseline", plan, [])
+    edit = run_timed("EDiT", plan, [*plan.edit_flags, "--edit-log-dir", str(plan.edit_dir)])
+    baseline = run_timed("Baseline", plan, [])
     report(plan, edit, baseline)
     return 0
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From a fresh clone to a comparison of EDiT with stock Megatron, on two CPU cores in five to ten minutes.
+# Compares EDiT with stock Megatron from a fresh clone: five to ten minutes on two CPU cores.
 #
 #   scripts/quickstart.sh [--output-dir DIR] [--train-iters N]
 set -euo pipefail

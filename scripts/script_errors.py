@@ -1,4 +1,4 @@
-"""How the scripts of this folder refuse what they cannot work with: one line, exit code 2."""
+"""Error handling of the scripts in this folder: one line and an exit code."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["OneLineParser", "exit_code_of"]
 
 
 def exit_code_of(name: str, body: Callable[[], int]) -> int:
-    """Runs `body`; an error of this project becomes one line on stderr and its exit code.
+    """Run `body`; an error of this project is printed as one line, and gives its exit code.
 
-    A request to end is treated like Ctrl-C, so that `body` can clean up after itself.
+    SIGTERM is treated like Ctrl-C, so that `body` can clean up.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Makes the environment of this repository: a virtual environment with all that it needs.
+# Makes the environment of this repository: a virtual environment with all requirements.
 #
-#   scripts/setup.sh                  makes or updates it; quick when nothing changed
-#   scripts/setup.sh --print-python   the same, and prints the path of its interpreter on stdout
+#   scripts/setup.sh                  makes or updates it; fast when nothing changed
+#   scripts/setup.sh --print-python   also prints the path of its interpreter on stdout
 #
-# Environment: MEGATRON_EDIT_VENV   where it goes (default: .venv in the repository)
+# Environment: MEGATRON_EDIT_VENV   its folder (default: .venv in the repository)
 #              MEGATRON_EDIT_TORCH  the version of torch (default: the one that constraints.txt pins)
 #              PYTHON               the interpreter to make it with (default: any >= 3.12 found)
 set -euo pipefail
@@ -17,8 +17,8 @@ log=$venv/setup.log
 
 say() { echo "setup: $*" >&2; }
 
-# Really runs it: a shim of a version manager is there even where its version is not. The modules
-# are missing on systems that package them apart.
+# works PYTHON: runs it, as a version manager's shim exists even for a missing version. Checks for
+# modules that some systems package separately.
 works() {
     "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1
 }
@@ -47,7 +47,7 @@ find_python() {
     return 2
 }
 
-# What was installed, and for which clone: an editable install points to a folder.
+# Hash of the requirements and of the path of the clone, which an editable install refers to.
 fingerprint() {
     "$venv/bin/python" - "$root" <<'PY'
 import hashlib, os, pathlib, sys

@@ -1,4 +1,4 @@
-"""What make_support_doc.py asks of a clone of Megatron-LM: its symbols, and short trainings."""
+"""Checks of a clone of Megatron-LM for make_support_doc.py: symbols, and short trainings."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ print("\\n" + json.dumps(failed))
 
 
 def probe(clone: Path) -> dict[str, Any]:
-    """Version and failed probes of a clone."""
+    """Return version and failed probes of a clone."""
     done = subprocess.run(
         [sys.executable, "-c", PROBE],
         env=_environment(clone), stdout=subprocess.PIPE, text=True, timeout=SECONDS, check=True,
@@ -48,7 +48,7 @@ def probe(clone: Path) -> dict[str, Any]:
 
 
 def train(clone: Path) -> Iterator[tuple[str, str]]:
-    """What was trained with a copy of the clone, and "yes" or how it failed."""
+    """Train with a copy of the clone; yields name and verdict ("yes" or a failure) of each run."""
     with tempfile.TemporaryDirectory(prefix="support-") as name:
         copy, work = Path(name, "Megatron-LM"), Path(name)
         shutil.copytree(clone, copy, ignore=shutil.ignore_patterns(".git", "tests", "docs"))
@@ -69,7 +69,7 @@ def train(clone: Path) -> Iterator[tuple[str, str]]:
 
 
 def _losses(folder: Path, words: list[str], ranks: int = 2) -> dict[int, float]:
-    """Loss by step; empty where the run failed or never synced. Its output is on stderr."""
+    """Train and return the loss by step; empty after a failure, or without a sync."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
         f"--nproc-per-node={ranks}", *words, *TINY, "--edit-log-dir", str(folder),
@@ -90,7 +90,10 @@ def _losses(folder: Path, words: list[str], ranks: int = 2) -> dict[int, float]:
 def _verdict(
     losses: dict[int, float], expected: dict[int, float] | None, resumed_after: int = 0
 ) -> str:
-    """Whether all steps are there; a resumed run says its last losses before the save again."""
+    """Return "yes" if all steps have the expected losses, else a reason.
+
+    A resumed run may repeat steps before its checkpoint.
+    """
     missing = set(range(resumed_after + 1, STEPS + 1)) - set(losses)
     if missing:
         return f"no: {len(missing)} steps are missing"
@@ -99,7 +102,7 @@ def _verdict(
 
 
 def _environment(*paths: Path) -> dict[str, str]:
-    there = os.environ.get("PYTHONPATH")
-    words = [*map(str, paths), str(REPOSITORY), *([there] if there else [])]
+    existing = os.environ.get("PYTHONPATH")
+    words = [*map(str, paths), str(REPOSITORY), *([existing] if existing else [])]
     added = {"PYTHONPATH": os.pathsep.join(words), "OMP_NUM_THREADS": "1"}
     return os.environ | added | {"GLOO_SOCKET_IFNAME": "lo"}

@@ -3,12 +3,12 @@
 #
 #   scripts/test.sh [--rotating] [--system | --full] [pytest arguments]
 #
-# Without an option the core tier, which runs on a laptop in ten minutes, two files side by side.
-# --system: SLURM, a browser, a network lab, launches, documents, benchmarks' smoke tests, where the
-# machine has what they need. --full: everything. --rotating: to the core or the system tier adds
-# one of eight shares of the tests marked `full`, chosen by the commit. Makes the environment first.
+# Without an option it runs the core tier: ten minutes on a laptop, two files in parallel. --system:
+# SLURM, a browser, a network lab, launches, documents, benchmarks' smoke tests, each where the
+# machine supports it. --full: everything. --rotating: adds to the core or the system tier one of
+# eight shares of the tests marked `full`, chosen by the commit. Makes the environment first.
 #
-# Environment: MEGATRON_EDIT_TEST_JOBS  files that run side by side, outside of tests/system
+# Environment: MEGATRON_EDIT_TEST_JOBS  files that run in parallel, outside of tests/system
 #                                       (default: 2)
 set -euo pipefail
 
@@ -19,7 +19,7 @@ esac
 cd "$root"
 python=$(bash scripts/setup.sh --print-python)
 
-# A complaint of a linter should not hide the tests' result; it still fails the whole.
+# Run the tests even after a linter has failed; the exit code still reports the failure.
 failed=()
 check() {
     echo "== $*" >&2
@@ -28,7 +28,7 @@ check() {
 check ruff check .
 check ruff format --check .
 check mypy
-# Where there is no commit, as in an unpacked archive, the share is the first.
+# Without a commit, as in an unpacked archive, the first share is chosen.
 choose_share() {
     local count=8 number=1 commit reason="as there is no commit to choose it by"
     if [ -e .git ] && commit=$(git rev-parse --verify --quiet HEAD); then
@@ -46,18 +46,18 @@ if [ "${1:-}" = --rotating ]; then
 fi
 status=0
 run() { "$python" -m pytest "$@" || status=$?; }
-beside=(-n "${MEGATRON_EDIT_TEST_JOBS:-2}" --dist loadfile)
+parallel=(-n "${MEGATRON_EDIT_TEST_JOBS:-2}" --dist loadfile)
 case " $* " in
     *" --full "* | *" -n "* | *" tests/"* | *.py*) run "$@" ;;
     *" --system "*)
-        # A cluster, a browser, a network lab: one at a time. The rest is as in the core tier.
-        run "${beside[@]}" "$@" tests/pure tests/distributed tests/host
+        # tests/system uses a cluster, a browser and a network lab, so it runs sequentially.
+        run "${parallel[@]}" "$@" tests/pure tests/distributed tests/host
         run "$@" tests/system
         ;;
-    *) run "${beside[@]}" "$@" ;;
+    *) run "${parallel[@]}" "$@" ;;
 esac
 if [ ${#failed[@]} -gt 0 ]; then
-    echo "test: these complained before pytest: ${failed[*]}" >&2
+    echo "test: failed before pytest: ${failed[*]}" >&2
     [ "$status" -ne 0 ] || status=1
 fi
 exit "$status"

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Runs the core tests with another torch than scripts/setup.sh installs, in an environment of its own.
+# Runs the core tests with another version of torch, in a separate environment.
 #
 #   scripts/test_torch.sh [VERSION [pytest arguments]]
 #
-# VERSION is 2.11.0 where it is not given. The environment is .venv-torch-VERSION in the repository:
-# some gigabytes, made once. Without pytest arguments: tests/pure, tests/distributed, tests/host.
-# With torch 2.6 on a machine without a GPU, uninstall its triton there: Megatron's kernels ask that
-# version of triton for a device when they are imported. Its gloo needs twice a time-out to time out.
+# VERSION defaults to 2.11.0. The environment is .venv-torch-VERSION in the repository: some
+# gigabytes, made once. Without pytest arguments: tests/pure, tests/distributed, tests/host. With
+# torch 2.6 on a machine without a GPU, uninstall its triton there: Megatron's kernels query it for a
+# device on import. The gloo of torch 2.6 takes twice the configured time to time out.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

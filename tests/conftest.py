@@ -1,4 +1,4 @@
-"""What all tests share: tiers, time limits, the server of ranks. Paths are in pyproject.toml."""
+"""Shared test setup: tiers, time limits, the server of ranks. Paths are in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import settings
 from tests.harness import shut_down
 from tests.harness.shares import Share, share_of_each
 
-# Where cores are shared an example may take any time.
+# No deadline for examples: on shared cores they may be slow.
 settings.register_profile("shared cores", deadline=None)
 settings.load_profile("shared cores")
 
@@ -22,8 +22,8 @@ SECONDS = 120
 FULL_SECONDS = 600
 NOT_CHOSEN = "full tier: needs --full"
 SYSTEM = Path(__file__).parent / "system"
-# Of tests/system, what needs neither a cluster, a browser, a network lab nor minutes.
-QUICK = {
+# Files of tests/system that need no cluster, browser or network lab, and take no minutes.
+QUICK_SYSTEM_FILES = {
     "test_plan_check.py",
     "test_quickstart_parts.py",
     "test_slurm_docs.py",
@@ -31,12 +31,12 @@ QUICK = {
     "test_support.py",
     "test_unreadable_paths.py",
 }
-# Files that take longest, first: where files run side by side, none should begin last.
-LONGEST = (
+# The slowest files, which run first so that none starts last when files run in parallel.
+SLOWEST_FILES = (
     "test_checkpoints.py",
     "test_resume.py",
-    "test_lost.py",
-    "test_stops_saved.py",
+    "test_lost_replica.py",
+    "test_stop_combinations.py",
     "test_overlap.py",
     "test_stops.py",
     "test_every_strategy.py",
@@ -65,26 +65,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """All tests run on the CPU; pytest-xdist keeps our order of files, which knows more than the
-    number of their tests."""
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # else a GPU that torch cannot use is refused
+    """Run all tests on the CPU, and let pytest-xdist keep our order of files."""
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # an unusable GPU would be refused
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
 
 
 def is_system(item: pytest.Item) -> bool:
-    """Whether a test belongs to the system tier: by its file, or by its mark."""
-    is_there = item.path.parent == SYSTEM and item.path.name not in QUICK
+    """Return whether a test belongs to the system tier, by its file or its mark."""
+    is_there = item.path.parent == SYSTEM and item.path.name not in QUICK_SYSTEM_FILES
     return is_there or item.get_closest_marker("system") is not None
 
 
-def _rank(item: pytest.Item) -> int:
+def _position(item: pytest.Item) -> int:
     name = item.path.name
-    return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+    return SLOWEST_FILES.index(name) if name in SLOWEST_FILES else len(SLOWEST_FILES)
 
 
-def _chosen(config: pytest.Config, items: list[pytest.Item]) -> set[str]:
-    """Ids of the tests marked `full` that are to run."""
+def _selected_full_tests(config: pytest.Config, items: list[pytest.Item]) -> set[str]:
+    """Return the ids of the tests marked `full` that are selected."""
     full = [item.nodeid for item in items if item.get_closest_marker("full") is not None]
     share: Share | None = config.getoption("--full-share")
     if config.getoption("--full"):
@@ -98,7 +97,7 @@ def _chosen(config: pytest.Config, items: list[pytest.Item]) -> set[str]:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """How many tests of the share of the full tier have run, where there is one."""
+    """Print how many tests of the share of the full tier have run, if there is a share."""
     share: Share | None = config.getoption("--full-share")
     if share is None:
         return
@@ -111,7 +110,7 @@ def pytest_terminal_summary(
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     no_full = pytest.mark.skip(reason=NOT_CHOSEN)
-    chosen = _chosen(config, items)
+    chosen = _selected_full_tests(config, items)
     no_clone = pytest.mark.skip(reason=f"needs a clone of Megatron-LM in {CLONE}")
     is_named = any(".py" in argument for argument in config.invocation_params.args)
     if not (is_named or config.getoption("--full")):
@@ -119,7 +118,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         other = [item for item in items if is_system(item) != wanted]
         config.hook.pytest_deselected(items=other)
         items[:] = [item for item in items if is_system(item) == wanted]
-    items.sort(key=_rank)
+    items.sort(key=_position)
     for item in items:
         is_full = item.get_closest_marker("full") is not None
         if item.get_closest_marker("timeout") is None:
@@ -132,20 +131,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session", autouse=True)
 def interrupts() -> None:
-    """Shells start background jobs deaf to Ctrl-C, and what tests start would inherit that."""
+    """Restore SIGINT, which background jobs of shells ignore; child processes inherit that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def server_of_ranks() -> Iterator[None]:
-    """Close the warm server at the end. The first test that needs ranks starts it."""
+    """Shut down the server of ranks at the end. The first test that needs ranks starts it."""
     yield
     shut_down()
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own with 1 MiB of room."""
+    """Return a folder with its own file system of 1 MiB."""
     from tests.harness.disk import mounted
 
     with mounted(tmp_path / "disk", 1 << 20) as folder:
@@ -154,5 +153,5 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def megatron_clone() -> Path:
-    """The clone of Megatron-LM, for tests marked `clone`."""
+    """Return the clone of Megatron-LM, for tests marked `clone`."""
     return Path(os.environ[CLONE])

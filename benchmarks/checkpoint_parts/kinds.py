@@ -1,15 +1,15 @@
-"""What is compared: the kinds of training, and what each of them saves.
+"""The compared kinds of training, and what each of them saves.
 
-| kind | what trains |
+| kind | training |
 |---|---|
-| stock-one | stock Megatron with as many ranks as one replica |
-| stock-all | one stock Megatron job with as many ranks as all replicas together |
-| leader | EDiT with `--edit-inner-state leader`: every checkpoint is of a sync |
-| all | EDiT with `--edit-inner-state all`: every other checkpoint is of the middle of a round |
+| stock-one | stock Megatron with the ranks of one replica |
+| stock-all | one stock Megatron job with the ranks of all replicas |
+| leader | EDiT with `--edit-inner-state leader`: every checkpoint is taken at a sync |
+| all | EDiT with `--edit-inner-state all`: every other checkpoint is taken in mid-round |
 
-All kinds have the same Megatron flags, so that they differ in what they save alone. What a save
-costs the loop is seen beside iterations of the same run at the same place in a round, without a
-save: so `leader` saves at every second sync, and `all` after one round and a half.
+All kinds have the same Megatron flags, so that they differ only in what they save. The cost of a
+save in the loop is relative to iterations of the same run at the same place in a round without a
+save; therefore `leader` saves at every second sync, and `all` every one and a half rounds.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ STOCK = (STOCK_ONE, STOCK_ALL)
 SYNC, ASYNC = MODES = "sync", "async"
 BF16, FP32 = "bf16", "fp32"
 AT_SYNC, MID_ROUND = "at a sync", "in mid-round"
-# Never reached: a run is ended as soon as its checkpoints are complete. What is saved at the end of
-# training is another matter.
+# Never reached: a run is ended as soon as its checkpoints are complete, so that the save at the end
+# of training is not measured.
 TRAIN_ITERS = 20_000
 WARMUP_SAVES = 1  # not timed
-# How a rank learns where to note what, and how long to sleep.
+# Environment variables of a rank: the file for its notes, and the seconds to sleep.
 NOTES_VARIABLE, PAUSE_VARIABLE = "CHECKPOINT_NOTES", "CHECKPOINT_PAUSE"
 
 
@@ -44,10 +44,10 @@ class Case:
     Attributes:
         is_async: whether with `--async-save`.
         interval: iterations between two saves; a multiple of 6.
-        num_saves: that are timed, after the first.
-        pause: seconds that each step sleeps: the cores are idle then, as where GPUs train.
+        num_saves: number of timed saves, after the first.
+        pause: seconds that each step sleeps, with idle cores as in training on GPUs.
         async_pause: the same with asynchronous saves.
-        is_asked_late: leader only: whether saves are asked for in mid-round, and so wait.
+        is_asked_late: leader only: whether saves are requested in mid-round, and so delayed.
     """
 
     kind: str
@@ -69,28 +69,28 @@ class Case:
 
     @property
     def tau(self) -> int:
-        """EDiT's interval; after so many iterations any kind is at the same place again."""
+        """EDiT's interval, and for all kinds the period of comparable iterations."""
         if self.is_asked_late:
             return 2 * self.interval
         return 2 * self.interval // 3 if self.kind == ALL else self.interval // 2
 
     @property
     def span(self) -> int:
-        """Iterations over which the cost of a save is looked for: its own, and those after it."""
+        """Iterations that the cost of a save is measured over: its own, and some after it."""
         return self.interval // 3
 
-    def is_like(self, one: int, other: int) -> bool:
-        """Whether two iterations have the same place in a round."""
+    def is_same_place(self, one: int, other: int) -> bool:
+        """Return whether two iterations have the same place in a round."""
         return (one - other) % self.tau == 0
 
     @property
     def warmup_steps(self) -> int:
-        """Of EDiT: none, or so many that no sync falls on a save."""
+        """EDiT's warm-up: none, or so many steps that no sync coincides with a save."""
         return self.interval // 2 if self.is_asked_late else 0
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name of the case."""
         late = " (asked in mid-round)" if self.is_asked_late else ""
         return (
             f"{self.kind}{late}, {self.precision}, {self.num_replicas} x {self.ranks_per_replica} "
@@ -98,7 +98,7 @@ class Case:
         )
 
     def flags(self, folder: str) -> list[str]:
-        """All flags of the training script."""
+        """Return all flags of the training script."""
         flags = self.model.flags(self.world_size, train_iters=TRAIN_ITERS, log_interval=TRAIN_ITERS)
         values = {
             "save": f"{folder}/checkpoints",
@@ -121,7 +121,7 @@ class Case:
 
 
 def timed_cases(base: Case, kinds: Sequence[str], modes: Sequence[str] = MODES) -> list[Case]:
-    """What one turn runs; `base` gives the sizes."""
+    """Return the cases of one repeat, with the sizes of `base`."""
     return [
         replace(base, kind=kind, is_async=mode == ASYNC)
         for mode in MODES
@@ -133,9 +133,9 @@ def timed_cases(base: Case, kinds: Sequence[str], modes: Sequence[str] = MODES) 
 def weighed_cases(
     base: Case, kinds: Sequence[str], *, precisions: Sequence[str], replicas: Sequence[int]
 ) -> list[Case]:
-    """What is run once, for its bytes: another precision, more replicas, a save that waits.
+    """Return the cases that measure only bytes: other precisions, more replicas, a delayed save.
 
-    Two checkpoints each: `all` then has both of its kinds.
+    Each makes two checkpoints, so that `all` makes one at a sync and one in mid-round.
     """
     once = replace(base, is_async=False, num_saves=1)
     cases = [

@@ -1,16 +1,16 @@
-"""scripts/pretrain_gpt.py, watched while it saves.
+"""Run scripts/pretrain_gpt.py and record the times of its saves.
 
     CHECKPOINT_NOTES=FILE CHECKPOINT_PAUSE=0.1 \
         python -m megatron_edit benchmarks/checkpoint_parts/pretrain_saving.py --num-layers 2 ...
 
-FILE gets a line of JSON for every save of this rank: when Megatron's `save_checkpoint_and_time`
-began and ended, and where the time went; for every line on the console that says that a checkpoint
-is complete; for every call that completes an asynchronous save in the training loop; and when each
-iteration began. Times are of the monotonic clock, which all processes of a machine share.
+FILE gets a line of JSON for every save of this rank (begin and end of Megatron's
+`save_checkpoint_and_time`, and the time by span), for every console line that reports a complete
+checkpoint, for every call that completes an asynchronous save in the training loop, and for the
+begin of each iteration. Times are of the monotonic clock, which all processes of a machine share.
 
-The launcher has attached the plugin when this script begins. The plugin wraps what
-`save_checkpoint_and_time` calls, never that function itself, so what is measured here has all of
-its work inside.
+The launcher has attached the plugin before this script begins. The plugin wraps functions that
+`save_checkpoint_and_time` calls, never that function itself, so that the measured time includes all
+of the plugin's work.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from frame.launch import REPOSITORY, load_script
 
 from checkpoint_parts.kinds import NOTES_VARIABLE, PAUSE_VARIABLE
 
-FINALIZE_FLOOR_SECONDS = 1e-3  # in every iteration there is such a call; most have nothing to do
+FINALIZE_FLOOR_SECONDS = 1e-3  # shorter calls have nothing to finalize
 COMPLETE = re.compile(r"\[edit\] checkpoint of iteration +(\d+) is complete")
 STOCK_COMPLETE = re.compile(r"successfully saved checkpoint from iteration +(\d+)")
 
-# Where a save spends its time: module, name in it, and how it is called in the report.
+# Measured spans of a save: module, function, and name in the report.
 SPANS = (
     ("megatron.training.training", "force_param_sync", "gather parameters"),
     ("megatron.training.training", "save_checkpoint", "save"),
@@ -51,11 +51,11 @@ EDIT_SPANS = (
     ("megatron_edit.engine.engine", "EditEngine.land_all", "settle"),
     ("megatron_edit.host.checkpoint.committing", "Committer.wait", "previous"),
 )
-_OUTER = "outer"  # the folder of EDiT's outer state, which is written by the same function
+_OUTER = "outer"  # folder of EDiT's outer state, which the same function writes
 
 
 class Notes:
-    """What this rank tells the benchmark.
+    """Writer of the file that this rank records for the benchmark.
 
     Args:
         file: one JSON object per line.
@@ -63,20 +63,20 @@ class Notes:
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
-        self._lock = threading.Lock()  # a checkpoint is completed by a thread of its own
+        self._lock = threading.Lock()  # another thread completes the checkpoints
         self._main = threading.get_ident()
-        self._stack: list[list[Any]] = []  # name, and seconds of the spans inside
+        self._stack: list[list[Any]] = []  # name, and seconds of nested spans
         self._spans: dict[str, float] = {}
         self._is_outer = False
 
     def write(self, **values: Any) -> None:
-        """One line, at once."""
+        """Write one line and flush it."""
         with self._lock:
             self._file.write(json.dumps(values) + "\n")
             self._file.flush()
 
     def around_save(self, save: Callable[..., Any]) -> Callable[..., Any]:
-        """Megatron's `save_checkpoint_and_time`."""
+        """Wrap Megatron's `save_checkpoint_and_time` to record its time."""
 
         from megatron.training import get_args
 
@@ -84,7 +84,7 @@ class Notes:
         def timed(iteration: int, model: Any, *args: Any, **kwargs: Any) -> Any:
             self._spans = {}
             began = time.monotonic()
-            result = self.spanned(save, "")(iteration, model, *args, **kwargs)
+            result = self.around_span(save, "")(iteration, model, *args, **kwargs)
             ended = time.monotonic()
             sizes = [each.numel() for chunk in model for each in chunk.parameters()]
             self.write(save=iteration, began=began, ended=ended, spans=self._spans,
@@ -93,19 +93,19 @@ class Notes:
 
         return timed
 
-    def counted(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward step, of which there is one in an iteration."""
+    def around_forward_step(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the forward step, of which there is one per iteration, to record when it begins."""
         iterations = itertools.count(1)
 
         @wraps(forward_step)
-        def noted(*args: Any, **kwargs: Any) -> Any:
+        def recorded(*args: Any, **kwargs: Any) -> Any:
             self.write(iteration=next(iterations), at=time.monotonic())
             return forward_step(*args, **kwargs)
 
-        return noted
+        return recorded
 
     def around_finalize(self, finalize: Callable[..., Any]) -> Callable[..., Any]:
-        """Megatron's `maybe_finalize_async_save`, as the training loop calls it."""
+        """Wrap Megatron's `maybe_finalize_async_save` to record long calls by the training loop."""
 
         @wraps(finalize)
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -117,8 +117,8 @@ class Notes:
 
         return timed
 
-    def spanned(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """A function whose own time in a save is counted, without that of spans inside."""
+    def around_span(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """Wrap a function to record its time in a save, without that of nested spans."""
 
         @wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -140,57 +140,57 @@ class Notes:
         return timed
 
     def _label(self, name: str, args: tuple[Any, ...]) -> str:
-        """The outer state goes through the same functions as Megatron's own."""
+        """Return the span name, marked where the function writes the outer state."""
         if name == "write":
             self._is_outer = Path(args[1]).name == _OUTER
         is_outer = self._is_outer and name in ("write", "copy", "hand over")
         return f"{name} {_OUTER}" if is_outer else name
 
 
-class WatchedOutput(io.TextIOBase):
-    """Standard output; notes when it is told that a checkpoint is complete."""
+class SearchedOutput(io.TextIOBase):
+    """Standard output that records when a checkpoint is reported as complete."""
 
     def __init__(self, stream: TextIO, pattern: re.Pattern[str], notes: Notes) -> None:
         self._stream, self._pattern, self._notes = stream, pattern, notes
 
     def write(self, text: str) -> int:
-        """Look, and pass it on."""
+        """Search the text, and write it to the stream."""
         if found := self._pattern.search(text):
             self._notes.write(complete=int(found.group(1)), at=time.monotonic())
         return self._stream.write(text)
 
     def flush(self) -> None:
-        """Pass it on."""
+        """Flush the stream."""
         self._stream.flush()
 
 
 def main() -> None:
-    """Watch the script and run it."""
+    """Wrap the measured functions, and run the training script."""
     import megatron.training.training as training
 
     is_edit = "--use-edit" in sys.argv
     script: Any = load_script()
-    serve_async_saves()
+    allow_async_saves_without_gpu()
     with open(os.environ[NOTES_VARIABLE], "w", encoding="utf-8") as file:
         notes = Notes(file)
         pause = float(os.environ[PAUSE_VARIABLE])
-        script.forward_step = notes.counted(paused(script.forward_step, pause))
+        script.forward_step = notes.around_forward_step(with_pause(script.forward_step, pause))
         for module, name, label in SPANS + (EDIT_SPANS if is_edit else ()):
             owner, attribute = _resolve(module, name)
             if is_earlier_package() and not hasattr(owner, attribute):
-                continue  # its time then counts as that of the span around it
-            setattr(owner, attribute, notes.spanned(getattr(owner, attribute), label))
+                continue  # its time then counts for the enclosing span
+            setattr(owner, attribute, notes.around_span(getattr(owner, attribute), label))
         training.save_checkpoint_and_time = notes.around_save(training.save_checkpoint_and_time)
         training.maybe_finalize_async_save = notes.around_finalize(
             training.maybe_finalize_async_save
         )
         pattern = COMPLETE if is_edit else STOCK_COMPLETE
-        sys.stdout = WatchedOutput(sys.stdout, pattern, notes)
+        sys.stdout = SearchedOutput(sys.stdout, pattern, notes)
         script.main()
 
 
-def serve_async_saves() -> None:
-    """Let Megatron's worker for asynchronous saves, which asks for a CUDA device, run without."""
+def allow_async_saves_without_gpu() -> None:
+    """Let Megatron's worker for asynchronous saves, which uses a CUDA device, run without one."""
     import megatron.training.initialize as initialize
     import torch
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
@@ -204,12 +204,12 @@ def serve_async_saves() -> None:
         loop(*args)
 
     PersistentAsyncCaller.async_loop = staticmethod(without_devices)
-    # Forked, so that it has what is replaced here, and does not import all of Megatron once more.
+    # Forked, so that it has the replaced functions, and does not import Megatron again.
     initialize.init_persistent_async_worker = lambda rank, mode: start(rank, "fork")
 
 
 def is_earlier_package() -> bool:
-    """Whether the plugin is not that of this checkout: `--against`."""
+    """Return whether the plugin is not that of this checkout (`--against`)."""
     import megatron_edit
 
     return Path(megatron_edit.__file__).parents[1] != REPOSITORY
@@ -223,8 +223,8 @@ def _resolve(module: str, name: str) -> tuple[Any, str]:
     return owner, attribute
 
 
-def paused(forward_step: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-    """A forward step that sleeps at its end."""
+def with_pause(forward_step: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    """Wrap a forward step to sleep at its end."""
 
     @wraps(forward_step)
     def sleeping(*args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""The numbers of benchmarks/checkpoints.py: bytes beside the limit, times beside stock Megatron.
+"""Analysis and report of benchmarks/checkpoints.py: bytes and times relative to stock Megatron.
 
-What a checkpoint must have, in bytes per parameter: the parameters as they are trained (2 in bf16,
-4 in fp32) and the optimizer's fp32 parameters and moments (12); with EDiT the outer momentum (4),
-between two syncs the anchor (4), and with `all` the first two once for every replica.
+The necessary bytes of a checkpoint per parameter: the model parameters (2 in bf16, 4 in fp32) and
+the optimizer's fp32 parameters and moments (12); with EDiT also the outer momentum (4), between two
+syncs the anchor (4), and with `all` the first two for every replica.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from frame.page import ALL as SPREAD
-from frame.page import Column, Spread, draw_bars, mark_line, picture, table_of
+from frame.page import Column, Spread, draw_bars, picture, table_of, target_line
 
 from megatron_edit.tools.compare.statistics import quotients
 
@@ -32,19 +32,19 @@ from .kinds import (
 )
 from .runs import PARTS, Measurement, Save
 
-MOST_BYTES, MOST_STALL = 1.6, 1.1
+MAX_BYTES_RATIO, MAX_STALL_RATIO = 1.6, 1.1
 OPTIMIZER_BYTES, OUTER_BYTES = 12, 4
 REST = "rest"
 
 
 @dataclass(frozen=True)
 class Weight:
-    """Bytes per parameter of one sort of checkpoint.
+    """Bytes per parameter of one type of checkpoint.
 
     Attributes:
-        parts: medians.
-        limit: what it must have.
-        of_stock: its bytes over those of stock Megatron's, in the same precision.
+        parts: medians by part.
+        limit: necessary bytes.
+        of_stock: bytes over those of stock Megatron in the same precision.
     """
 
     kind: str
@@ -59,25 +59,25 @@ class Weight:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name of the type."""
         late = " (asked for in mid-round)" if self.is_asked_late else ""
         return f"{self.kind} {self.position}{late}, {self.precision}, N = {self.num_replicas}"
 
 
 @dataclass(frozen=True)
 class Timing:
-    """All timed saves of one sort.
+    """All timed saves of one type.
 
     Attributes:
-        stall: seconds, of the rank that stalled longest.
-        of_one: a turn's median stall over that of `stock-one` in the same turn.
-        of_one_aside: as `of_one`, without the landing of the last exchange, of both.
+        stall: seconds, of the rank with the longest stall.
+        of_one: median stall of a repeat over that of `stock-one` in the same repeat.
+        of_one_aside: as `of_one`, both without the landing of the last exchange.
         of_all: as `of_one`, over `stock-all`.
-        loop: seconds by which it made the training loop longer.
-        loop_of_one, loop_of_all: as `of_one` and `of_all`, of these.
+        loop: seconds by which the save lengthened the training loop.
+        loop_of_one, loop_of_all: as `of_one` and `of_all`, of `loop`.
         complete: seconds until the checkpoint was complete.
-        finalized: seconds in the training loop that completed an asynchronous save, besides.
-        spans: medians of where the stall went, seconds.
+        finalized: additional seconds in the training loop to complete an asynchronous save.
+        spans: median seconds of the stall by span.
     """
 
     kind: str
@@ -98,12 +98,12 @@ class Timing:
 
     @property
     def mode(self) -> str:
-        """Of saving."""
+        """Mode of saving."""
         return ASYNC if self.is_async else SYNC
 
 
 class TimedSave(NamedTuple):
-    """A save whose times count, and what it is one of."""
+    """A timed save and its type."""
 
     kind: str
     is_async: bool
@@ -114,7 +114,7 @@ class TimedSave(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """One mark."""
+    """A target with its measured value."""
 
     text: str
     value: float
@@ -122,12 +122,12 @@ class Verdict:
 
     @property
     def passes(self) -> bool:
-        """Whether it is reached."""
+        """Whether the target is reached."""
         return self.value <= self.bound
 
 
 def limit_bytes(kind: str, precision: str, num_replicas: int, position: str) -> float:
-    """What a checkpoint must have, per parameter."""
+    """Return the necessary bytes of a checkpoint per parameter."""
     own = (2 if precision == BF16 else 4) + OPTIMIZER_BYTES
     if kind in STOCK:
         return own
@@ -148,7 +148,7 @@ class Analysis:
         ]
 
     def weights(self) -> list[Weight]:
-        """Every sort of checkpoint, in the order in which they were first measured."""
+        """Return the bytes of every type of checkpoint, in the order of measurement."""
         groups: dict[tuple[str, bool, str, int, str], list[dict[str, float]]] = {}
         for run in self._runs:
             case = run.case
@@ -159,13 +159,13 @@ class Analysis:
         return [self._weight(*key, parts) for key, parts in groups.items()]
 
     def timings(self) -> list[Timing]:
-        """Every sort of timed save."""
+        """Return the times of every type of save."""
         return [self._timing(*key) for key in dict.fromkeys(each[:3] for each in self._timed)]
 
     def verdicts(self) -> list[Verdict]:
-        """Of what was measured."""
+        """Return the targets of what was measured."""
         found = [
-            Verdict(f"bytes, {w.name}, x stock", w.of_stock.max, MOST_BYTES)
+            Verdict(f"bytes, {w.name}, x stock", w.of_stock.max, MAX_BYTES_RATIO)
             for w in self.weights()
             if w.kind == LEADER and w.of_stock is not None
         ]
@@ -181,7 +181,7 @@ class Analysis:
             ):
                 if ratio is not None:
                     text = f"{what}, {name}, x {other}"
-                    found.append(Verdict(text, ratio.median, MOST_STALL))
+                    found.append(Verdict(text, ratio.median, MAX_STALL_RATIO))
         return found
 
     def _weight(
@@ -222,8 +222,8 @@ class Analysis:
         def ratio(other: str, value: Callable[[Save], float | None]) -> Spread | None:
             if kind == other:
                 return None
-            mine = self._by_turn(value, kind, is_async, position)
-            return Spread.of(quotients(mine, self._by_turn(value, other, is_async)))
+            own_values = self._by_turn(value, kind, is_async, position)
+            return Spread.of(quotients(own_values, self._by_turn(value, other, is_async)))
 
         return Timing(
             kind=kind,
@@ -250,17 +250,17 @@ class Analysis:
         is_async: bool,
         position: str | None = None,
     ) -> dict[int, float]:
-        """Medians of timed saves; None stands for any position."""
+        """Return medians of timed saves by repeat; a position of None matches any."""
         found: dict[int, list[float]] = {}
         for each in self._timed:
-            is_it = each[:2] == (kind, is_async) and position in (None, each.position)
-            if is_it and (number := value(each.save)) is not None:
+            is_match = each[:2] == (kind, is_async) and position in (None, each.position)
+            if is_match and (number := value(each.save)) is not None:
                 found.setdefault(each.turn, []).append(number)
         return {turn: median(numbers) for turn, numbers in found.items()}
 
 
 def _by_label(save: Save) -> dict[str, float]:
-    """Seconds by the innermost name."""
+    """Return the seconds of a save by the innermost span name."""
     found: dict[str, float] = {}
     for path, seconds in save.spans.items():
         label = path.rpartition("/")[2]
@@ -270,7 +270,7 @@ def _by_label(save: Save) -> dict[str, float]:
 
 
 def _item(field: str, key: str) -> Callable[[Any], Any]:
-    """Of a row's field: what it has by a key; None if nothing."""
+    """Return a getter for a key in a mapping field of a row; None where it is missing."""
     return lambda row: getattr(row, field).get(key)
 
 
@@ -310,7 +310,7 @@ LABELS = (
 def markdown(
     weights: Sequence[Weight], timings: Sequence[Timing], verdicts: Sequence[Verdict]
 ) -> str:
-    """Bytes; times; where the stalls went, in medians; then a line for each mark."""
+    """Return tables of bytes, times and median stalls by span, and a line for each target."""
     tables = [table_of(WEIGHTS, weights)]
     if timings:
         labels = [name for name in LABELS if any(name in timing.spans for timing in timings)]
@@ -321,12 +321,12 @@ def markdown(
         )  # fmt: skip
         tables += [table_of(TIMINGS, timings), table_of(stalls, timings)]
     if verdicts:
-        tables.append("\n".join(mark_line(f"{v.text}:", v.value, v.bound) for v in verdicts))
+        tables.append("\n".join(target_line(f"{v.text}:", v.value, v.bound) for v in verdicts))
     return "\n\n".join(tables)
 
 
 def draw(path: Path, weights: Sequence[Weight], timings: Sequence[Timing]) -> None:
-    """Writes the picture: bytes by part, and stalls."""
+    """Write the picture: bytes by part, and stalls."""
     with picture(path, ncols=2, figsize=(13, 5.5)) as (_, (left, right)):
         _draw_weights(left, [w for w in weights if not w.is_asked_late])
         _draw_stalls(right, timings)
@@ -360,7 +360,7 @@ def _draw_stalls(axes: Any, timings: Sequence[Timing]) -> None:
     sorts = list(dict.fromkeys((t.kind, t.position) for t in timings))
     series = {
         label: {(t.kind, t.position): t.stall for t in timings if t.is_async == is_async}
-        for label, is_async in (("as ever", False), ("--async-save", True))
+        for label, is_async in (("synchronous", False), ("--async-save", True))
     }
     draw_bars(axes, sorts, series)
     axes.set_xticks(range(len(sorts)), ["\n".join(sort) for sort in sorts])

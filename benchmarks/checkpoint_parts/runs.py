@@ -1,4 +1,4 @@
-"""One measurement: start a training, follow it until its checkpoints are complete, and end it."""
+"""Measure one run: start a training, follow it until its checkpoints are complete, and end it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCRIPT = Path(__file__).with_name("pretrain_saving.py")
 POLL_SECONDS = 0.1
 FIRST_PORT = 27500
 PROBE_BYTES = 1 << 28
-QUIET_SHARE = 0.2
+IDLE_SHARE = 0.2
 
 OWN, OUTER, OTHERS, REST = "replica 0", "outer state", "other replicas", "rest"
 PARTS = (OWN, OUTER, OTHERS, REST)
@@ -37,12 +37,11 @@ class Save:
         position: `at a sync`, `in mid-round`, or empty for stock Megatron.
         num_bytes: of its files, by part.
         stalls: per rank, seconds in `save_checkpoint_and_time`.
-        spans: seconds of the rank that stalled longest, by where; they sum up to its stall.
-        complete: seconds from when the first rank came to the save until it was complete.
-        finalized: seconds, the longest of all ranks, in the calls of the training loop that
-            completed it; asynchronous saves only.
-        loop: seconds by which it made the training loop longer; None where there is nothing to
-            compare with.
+        spans: seconds of the rank with the longest stall, by span; they sum up to its stall.
+        complete: seconds from the start of the save on the first rank until it was complete.
+        finalized: seconds, on the slowest rank, in the calls of the training loop that completed
+            it; asynchronous saves only.
+        loop: seconds by which it lengthened the training loop; None without comparable iterations.
     """
 
     iteration: int
@@ -56,14 +55,13 @@ class Save:
 
     @property
     def stall(self) -> float:
-        """Of the rank that stalled longest."""
+        """Longest stall of a rank."""
         return max(self.stalls)
 
     @property
     def aside(self) -> float:
-        """The stall without what Megatron waits for before it saves: the gather of parameters,
-        into which EDiT's last exchange has to land first, where it was to land in the forward pass
-        that comes next."""
+        """The stall without landing: the last exchange must land before the parameters are gathered
+        for the save, else it would land in the next forward pass."""
         return self.stall - sum(self.spans.get(name, 0.0) for name in LANDING)
 
 
@@ -72,10 +70,10 @@ class Measurement:
     """Raw numbers of one run.
 
     Attributes:
-        turn: number of the turn, from 0; None where it was run once, for its bytes.
+        turn: number of the repeat, from 0; None for a single run that measures only bytes.
         parameters: of the model.
-        saves: in order; the first is no good for times.
-        busy: part of the machine's cores that others used, just before and just after.
+        saves: in order; the first is not timed.
+        busy: share of the cores that other programs used, just before and just after.
     """
 
     case: Case
@@ -85,17 +83,17 @@ class Measurement:
     busy: list[float]
 
 
-def completed(notes: Sequence[Sequence[dict[str, Any]]]) -> dict[int, float]:
-    """When the checkpoint of each iteration was complete."""
+def completion_times(notes: Sequence[Sequence[dict[str, Any]]]) -> dict[int, float]:
+    """Return when the checkpoint of each iteration was complete."""
     return {note["complete"]: note["at"] for own in notes for note in own if "complete" in note}
 
 
 def saves_of(
     notes: Sequence[Sequence[dict[str, Any]]], checkpoints: Path, case: Case
 ) -> list[Save]:
-    """All checkpoints that are complete, and after which every rank has gone on for a while."""
-    found, loops = [], [Loop(own, case, completed(notes)) for own in notes]
-    for iteration, at in sorted(completed(notes).items()):
+    """Return all checkpoints that are complete and followed by enough iterations on every rank."""
+    found, loops = [], [Loop(own, case, completion_times(notes)) for own in notes]
+    for iteration, at in sorted(completion_times(notes).items()):
         calls = [note for own in notes for note in own if note.get("save") == iteration]
         if len(calls) < len(notes) or any(loop.duration(iteration) is None for loop in loops):
             continue
@@ -107,7 +105,7 @@ def saves_of(
             Save(
                 iteration=iteration,
                 position=position_of(folder),
-                num_bytes=weigh(folder),
+                num_bytes=count_bytes(folder),
                 stalls=stalls,
                 spans=calls[stalls.index(max(stalls))]["spans"],
                 complete=at - began,
@@ -119,11 +117,11 @@ def saves_of(
 
 
 class Loop:
-    """The iterations of a rank.
+    """The times of the iterations of a rank.
 
     Args:
         notes: of the rank.
-        case: says when it saves.
+        case: gives the iterations with a save.
         complete: when the checkpoint of each iteration was complete.
     """
 
@@ -139,41 +137,40 @@ class Loop:
         ]
 
     def duration(self, iteration: int) -> float | None:
-        """Seconds from the begin of an iteration until the end of the last that counts with it."""
+        """Return the seconds of an iteration and the rest of its span; None if unfinished."""
         end = self._begins.get(iteration + self._case.span)
         return None if end is None else float(end - self._begins[iteration])
 
     def cost(self, iteration: int) -> float | None:
-        """By how much a save made that longer, beside those of the run that are alike."""
+        """Return the duration of a save minus the median over comparable iterations of the run."""
         own = self.duration(iteration)
-        others = [seconds for other in self._begins if self._is_idle_like(other, iteration)
+        others = [seconds for other in self._begins if self._is_comparable(other, iteration)
                   if (seconds := self.duration(other)) is not None]  # fmt: skip
         return own - median(others) if own is not None and others else None
 
-    def _is_idle_like(self, other: int, iteration: int) -> bool:
-        """Whether nothing is saved, or still being written; what comes before the first save does
-        not count."""
+    def _is_comparable(self, other: int, iteration: int) -> bool:
+        """Return whether an iteration after the first save is comparable, and without any save."""
         case = self._case
         begin, end = self._begins[other], self._begins.get(other + case.span, math.inf)
         is_idle = not any(began < end and begin < at for began, at in self._writing)
-        return is_idle and other > case.interval and case.is_like(other, iteration)
+        return is_idle and other > case.interval and case.is_same_place(other, iteration)
 
 
 def _finalized(notes: Iterable[dict[str, Any]], began: float, at: float) -> float:
-    """Of the calls from a save until it is complete."""
+    """Return the seconds of the finalize calls between a save and its completion."""
     return sum(float(n["finalize"]) for n in notes if "finalize" in n and began <= n["began"] <= at)
 
 
 def position_of(checkpoint: Path) -> str:
-    """By its manifest."""
+    """Return the position of a checkpoint in a round, by its manifest."""
     manifest = checkpoint / "edit" / "edit.json"
     if not manifest.exists():
         return ""
     return MID_ROUND if json.loads(manifest.read_text())["has_anchor"] else AT_SYNC
 
 
-def weigh(checkpoint: Path) -> dict[str, int]:
-    """Bytes of its files, by part."""
+def count_bytes(checkpoint: Path) -> dict[str, int]:
+    """Return the bytes of the files of a checkpoint, by part."""
     found = dict.fromkeys(PARTS, 0)
     for path in checkpoint.rglob("*"):
         if path.is_file():
@@ -182,7 +179,7 @@ def weigh(checkpoint: Path) -> dict[str, int]:
 
 
 def part_of(path: Path) -> str:
-    """To which part of a checkpoint a file belongs."""
+    """Return the part of a checkpoint that a file belongs to."""
     first, *more = path.parts
     if first != "edit" or not more:
         return OWN
@@ -195,8 +192,8 @@ class Bench:
     """Runs cases one after another.
 
     Args:
-        folder: in which checkpoints are written, and removed again; None is the system's.
-        time_limit: seconds until a single run is given up.
+        folder: for temporary checkpoints; None is the system's.
+        time_limit: seconds until a run is stopped.
     """
 
     def __init__(self, folder: Path | None, time_limit: float) -> None:
@@ -210,7 +207,7 @@ class Bench:
         Raises:
             RunFailedError: it failed or took too long.
         """
-        before, wanted = busy_share(), WARMUP_SAVES + case.num_saves
+        before, num_saves = busy_share(), WARMUP_SAVES + case.num_saves
         with self._temporary() as name:
             folder = Path(name)
             files = [folder / f"notes{rank}.jsonl" for rank in range(case.world_size)]
@@ -218,27 +215,27 @@ class Bench:
             checkpoints.mkdir()
             ranks = [_rank(case, folder, file, package) for file in files]
 
-            def look() -> list[Save] | None:
+            def find_saves() -> list[Save] | None:
                 found = saves_of(list(map(read_json_lines, files)), checkpoints, case)
-                return found[:wanted] if len(found) >= wanted else None
+                return found[:num_saves] if len(found) >= num_saves else None
 
             with self._forks.training(case.name, folder, ranks) as training:
-                saves = training.until(look, limit=self._time_limit, poll=POLL_SECONDS)
+                saves = training.until(find_saves, limit=self._time_limit, poll=POLL_SECONDS)
                 calls = [n for file in files for n in read_json_lines(file) if "save" in n]
                 if any(call["is_async"] != case.is_async for call in calls):
-                    raise training.failed("Megatron has switched asynchronous saves off", 0)
+                    raise training.failed("Megatron has disabled asynchronous saves", 0)
             parameters = calls[0]["parameters"]
             return Measurement(case, turn, parameters, saves, [before, busy_share()])
 
-    def wait_for_quiet(self, patience: float) -> float:
-        """Wait until others leave the machine alone, at most so many seconds; how many it took."""
+    def wait_until_idle(self, patience: float) -> float:
+        """Wait for an idle machine, at most `patience` seconds; returns the seconds waited."""
         began = time.monotonic()
-        while (waited := time.monotonic() - began) < patience and busy_share(3.0) > QUIET_SHARE:
+        while (waited := time.monotonic() - began) < patience and busy_share(3.0) > IDLE_SHARE:
             time.sleep(2.0)
         return waited
 
     def disk_speed(self) -> float:
-        """Bytes per second of one process that writes, until they are on the disk."""
+        """Return the bytes per second that one process writes to the disk, with fsync."""
         block = os.urandom(1 << 20)
         with self._temporary() as name, Path(name, "probe").open("wb", buffering=0) as file:
             began = time.monotonic()
@@ -254,14 +251,14 @@ class Bench:
 
 
 def _rank(case: Case, folder: Path, notes: Path, package: Path) -> Rank:
-    """What a rank runs, and where it notes what."""
+    """Return the command of a rank, with the file for its notes."""
     pause = case.async_pause if case.is_async else case.pause
     env = {NOTES_VARIABLE: str(notes), PAUSE_VARIABLE: str(pause)}
     return Rank(case.flags(str(folder)), env, SCRIPT, package=package)
 
 
 def busy_share(seconds: float = 1.0) -> float:
-    """The part of the machine's cores that is in use; between two runs, by others."""
+    """Return the share of the cores in use; between two runs, by other programs."""
     idle, total = _ticks()
     time.sleep(seconds)
     more_idle, more_total = _ticks()
@@ -269,6 +266,6 @@ def busy_share(seconds: float = 1.0) -> float:
 
 
 def _ticks() -> tuple[int, int]:
-    """Of all cores: idle ones, also those that wait for the disk; and all."""
+    """Return the clock ticks of all cores: idle (with I/O wait), and total."""
     ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
     return ticks[3] + ticks[4], sum(ticks)

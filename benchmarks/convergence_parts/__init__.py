@@ -1,1 +1,1 @@
-"""What benchmarks/convergence.py is made of."""
+"""Parts of benchmarks/convergence.py."""

@@ -1,7 +1,7 @@
-"""From finished runs to answers: means over seeds, differences of pairs, and what is left to do.
+"""Answers from finished runs: means over seeds, paired differences, and the missing runs.
 
-Of the recommended setting also: losses and bytes beside those of stock DDP, power laws through
-them, and targets.
+For the recommended setting also losses and bytes compared with stock DDP, power laws fit to them,
+and targets.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from .study import (
     sizes_labels,
 )
 
-Find = Callable[[Case], RunSummary | None]
+FindRun = Callable[[Case], RunSummary | None]
 
 
 @dataclass(frozen=True)
 class Line:
-    """A member of a question, as far as its runs are finished.
+    """The finished runs of a member of a question.
 
     Attributes:
-        member: which.
-        planned: runs.
-        records: of the finished ones, by seed.
-        loss: at the end.
-        difference: of it to that of the member's base, seed by seed.
-        relative: the same over the loss of the base.
-        num_better: pairs in which it is lower than the base's.
+        member: of the question.
+        planned: number of runs.
+        records: of the finished runs, by seed.
+        loss: final validation loss.
+        difference: of the loss to that of the member's base, seed by seed.
+        relative: the difference over the loss of the base.
+        num_better: pairs with a loss lower than the base's.
         refusal: why this version cannot run it; "" if it can.
     """
 
@@ -68,24 +68,24 @@ class Line:
 
     @property
     def bytes_per_step(self) -> Spread | None:
-        """Of one replica, after the warm-up."""
+        """Bytes sent by one replica per step after the warm-up."""
         return Spread.of([record.bytes_per_step for record in self.records.values()])
 
     @property
     def effective(self) -> Spread | None:
-        """Median number of replicas that counted."""
+        """Median effective number of replicas."""
         return Spread.of([record.effective_replicas for record in self.records.values()])
 
     @property
     def left_out(self) -> str:
-        """By replica: the share of syncs and units without it, mean over the seeds."""
+        """Share of syncs and units that excluded each replica, mean over the seeds, as text."""
         rows = [record.left_out for record in self.records.values() if record.left_out]
         means = [sum(column) / len(column) for column in zip(*rows, strict=True)]
         return " ".join(f"{mean:.1%}" for mean in means) if any(means) else ""
 
 
-def make_lines(question: Question, find: Find) -> list[Line]:
-    """A line for each member."""
+def make_lines(question: Question, find: FindRun) -> list[Line]:
+    """Return a line for each member."""
     records = {member.label: _finished(member, find) for member in question.members}
     return [_line(member, records) for member in question.members]
 
@@ -106,7 +106,7 @@ def _line(member: Member, records: dict[str, dict[int, RunSummary]]) -> Line:
     )
 
 
-def _finished(member: Member, find: Find) -> dict[int, RunSummary]:
+def _finished(member: Member, find: FindRun) -> dict[int, RunSummary]:
     found = {case.seed: find(case) for case in member.cases}
     return {seed: record for seed, record in found.items() if record is not None}
 
@@ -117,15 +117,15 @@ def _losses(records: dict[int, RunSummary]) -> dict[int, float]:
 
 @dataclass(frozen=True)
 class Backlog:
-    """How much of a question is done. Runs that an earlier question has are not counted again.
+    """Progress of a question. Runs shared with an earlier question are not counted again.
 
     Attributes:
-        question: which.
-        planned: runs.
-        finished: of them.
-        refused: runs that this version of the package cannot make.
-        refused_cost: of them.
-        todo: what is left and can be made.
+        question: of the study.
+        planned: number of runs.
+        finished: number of finished runs.
+        refused: number of runs that this version of the package cannot make.
+        refused_cost: of the refused runs.
+        todo: missing runs that can be made.
     """
 
     question: Question
@@ -137,23 +137,23 @@ class Backlog:
 
     @property
     def cost(self) -> int:
-        """Of what is left: steps of single replicas."""
+        """Cost of the missing runs, in steps of single replicas."""
         return sum(case.cost for case in self.todo)
 
 
-def make_backlog(study: Study, find: Find, only: Iterable[str] = ()) -> list[Backlog]:
-    """What there is to do, in order of priority.
+def make_backlog(study: Study, find: FindRun, only: Iterable[str] = ()) -> list[Backlog]:
+    """Return the progress of the questions, in order of priority.
 
     Args:
         study: all questions.
-        find: finished runs.
-        only: names of questions; none for all.
+        find: returns finished runs.
+        only: names of questions; empty for all.
     """
     wanted, seen, backlog = set(only), set(), []
     for question in study.questions:
         if wanted and question.name not in wanted:
             continue
-        # `ddp` is the same run whatever the interval: what it is told decides.
+        # Compare by hash: runs of `ddp` with different sync intervals are the same run.
         new: dict[object, Case] = {}
         for case in question.cases:
             key = case if case.refusal else case.hash({})
@@ -177,7 +177,7 @@ class PowerLaw:
     exponent: float
 
     def at(self, x: float) -> float:
-        """Its value; `x` is above 0."""
+        """Return the value at `x`, which is above 0."""
         return float(self.scale * x**self.exponent)
 
 
@@ -187,10 +187,10 @@ PUBLISHED = PowerLaw(1.0923, -0.2342)
 
 
 def loss_ratio(law: PowerLaw, num_replicas: int, num_parameters: float) -> float:
-    """Loss over that of data parallelism by a law for the exponent of N, as `PUBLISHED` is.
+    """Return loss over that of data parallelism, by a law for the exponent of N like `PUBLISHED`.
 
     Args:
-        law: of the number of parameters.
+        law: exponent of N as a function of the number of parameters.
         num_replicas: N.
         num_parameters: P.
     """
@@ -198,7 +198,7 @@ def loss_ratio(law: PowerLaw, num_replicas: int, num_parameters: float) -> float
 
 
 def exponent_of(ratio: float, num_replicas: int) -> float:
-    """The exponent of N that gives a ratio of losses; N is above 1."""
+    """Return the exponent of N for a ratio of losses; N is above 1."""
     return math.log(ratio) / math.log(num_replicas)
 
 
@@ -206,20 +206,20 @@ STEEPEST = 6.0  # largest exponent of a fit, either sign
 
 
 def fit_power_law(points: Sequence[tuple[float, float]]) -> PowerLaw | None:
-    """Least squares of the values: a point at or below 0 counts like any other.
+    """Fit by least squares of the values (not their logarithms): values may be 0 or below.
 
     Args:
         points: x, above 0, and y.
 
     Returns:
-        None where no such law goes through the points: fewer than two different x, a steeper law
-        than `STEEPEST`, or one below 0.
+        None where no law fits: fewer than two different x, an exponent beyond `STEEPEST`, or a
+        scale of 0 or below.
     """
     if len({x for x, _ in points}) < 2:
         return None
     xs, ys = np.array(points, dtype=np.float64).T
     smallest, center, width = xs.min(), 0.0, STEEPEST
-    for _ in range(4):  # ever finer around the best exponent so far
+    for _ in range(4):  # refine around the best exponent so far
         exponents = np.linspace(center - width, center + width, 1201)
         bases = (xs / smallest) ** exponents[:, None]
         scales = bases @ ys / (bases**2).sum(axis=1)
@@ -231,18 +231,18 @@ def fit_power_law(points: Sequence[tuple[float, float]]) -> PowerLaw | None:
     return PowerLaw(float(scales[best] / smallest**center), center)
 
 
-NUMEL = 1 << 20  # of a unit, large enough for the padding of codes not to count
+NUMEL = 1 << 20  # of a unit; so large that the padding of codes is negligible
 MOMENTS = {"none": 0, "second": 1, "both": 2}
-MOMENT_WIRE = "int8"  # moments travel in 8-bit codes with a scale for each block, as int8 does
+MOMENT_WIRE = "int8"  # moments are sent in 8-bit codes with a scale per block, like int8
 
 
 def bytes_per_parameter(case: Case) -> float:
-    """Of one replica in the whole run, its warm-up and its final synchronous phase included.
+    """Return bytes per parameter sent by one replica in a run, all phases included.
 
     Payload, without control records. Gradients of synchronous steps are fp32.
 
     Args:
-        case: with one number of replicas throughout, and rounds that are counted in steps.
+        case: with one stage, and rounds of a fixed number of steps.
     """
     (stage,) = case.stages
     size = stage.num_replicas
@@ -265,13 +265,13 @@ def bytes_per_parameter(case: Case) -> float:
     )
 
 
-def relative_to_plain(case: Case) -> float:
-    """Bytes of a run over those of plain EDiT with the same warm-up, interval and N."""
+def bytes_over_plain(case: Case) -> float:
+    """Return bytes of a run over those of plain EDiT with the same warm-up, interval and N."""
     plain = replace(case, strategy="edit", flags=())
     return bytes_per_parameter(case) / bytes_per_parameter(plain)
 
 
-GRADIENT_BYTES = all_reduce_payload(4 << 20, NUM_REPLICAS) / (1 << 20)  # of a parameter and step
+GRADIENT_BYTES = all_reduce_payload(4 << 20, NUM_REPLICAS) / (1 << 20)  # per parameter and step
 
 
 class Answers:
@@ -279,10 +279,10 @@ class Answers:
 
     Args:
         study: all questions.
-        find: finished runs.
+        find: returns finished runs.
     """
 
-    def __init__(self, study: Study, find: Find) -> None:
+    def __init__(self, study: Study, find: FindRun) -> None:
         self.study = study
         self._find = find
 
@@ -296,32 +296,32 @@ class Answers:
         }
 
     def line(self, question: str, label: str) -> Line:
-        """A member of a question, as far as its runs are finished."""
+        """Return the line of a member of a question."""
         return self._lines[question, label]
 
     def lines(self, question: str) -> list[Line]:
-        """All members of a question."""
+        """Return the lines of all members of a question."""
         return [line for (name, _), line in self._lines.items() if name == question]
 
     @cached_property
     def baseline(self) -> Line | None:
-        """Stock DDP with AdamW at the better beta2 of those that are finished; None of none."""
+        """Stock DDP with AdamW at the better finished beta2; None if none is finished."""
         known = [
             (line.loss.num, -line.loss.mean, line)
             for line in (self.line("quality", label) for label in (DDP, DDP_LARGER_BETA2))
             if line.loss is not None
         ]
-        # More seeds first: a single seed does not decide against three.
+        # More seeds first: a single seed cannot outweigh three.
         return max(known, key=lambda item: item[:2])[2] if known else None
 
     def sample_gaps(self) -> list[tuple[float, float]]:
-        """Samples of a replica in a step, and the gap of the recommended setting, one seed."""
+        """Return samples per replica and step with the gap of the recommended setting, one seed."""
         found = ((samples, self._gap("quality-samples", samples_labels(samples)))
                  for samples in SAMPLES)  # fmt: skip
         return [(samples, spread.mean) for samples, spread in found if spread is not None]
 
     def size_gaps(self) -> list[tuple[float, float]]:
-        """Parameters of the model, and the gap of the recommended setting, one seed."""
+        """Return model parameters with the gap of the recommended setting, one seed."""
         found = []
         for hidden_size in HIDDEN_SIZES:
             labels = sizes_labels(hidden_size)
@@ -336,19 +336,21 @@ class Answers:
         return gap(edit, ddp)
 
     def samples_law(self) -> PowerLaw | None:
-        """Gap as a power of the samples of a replica in a step."""
+        """Return the gap as a power law of the samples per replica and step."""
         return fit_power_law(self.sample_gaps())
 
     def size_law(self) -> PowerLaw | None:
-        """Exponent of N as a power of the number of parameters, as the published law has it; None
-        where the gap does not fall with the size."""
+        """Return the exponent of N as a power law of the parameters, in the form of `PUBLISHED`.
+
+        None where the gap does not fall with the size.
+        """
         points = [(numel, exponent_of(1 + gap, NUM_REPLICAS)) for numel, gap in self.size_gaps()]
         law = fit_power_law(points)
         return law if law is not None and law.exponent < 0 else None
 
 
 def gap(line: Line, base: Line | None) -> Spread | None:
-    """Loss over that of another member, less 1, for the seeds that both have; None of none."""
+    """Return loss over that of another member, minus 1, over common seeds; None without any."""
     if base is None:
         return None
     losses, others = (
@@ -358,17 +360,17 @@ def gap(line: Line, base: Line | None) -> Spread | None:
 
 
 def num_parameters(ddp: Line) -> int | None:
-    """Of the model, from the computed bytes of a step of stock DDP; None where it has no run."""
+    """Return the model's parameters, from the bytes per step of stock DDP; None without a run."""
     sent = ddp.bytes_per_step
     return None if sent is None else round(sent.mean / GRADIENT_BYTES)
 
 
 @dataclass(frozen=True)
 class Target:
-    """One of them.
+    """A target with its bound and the measured value.
 
     Attributes:
-        what: is measured.
+        what: the measured quantity.
         wanted: the bound, as text.
         found: the value, as text; "" where there is none yet.
         is_reached: None while runs are missing.
@@ -381,75 +383,79 @@ class Target:
 
     @property
     def verdict(self) -> str:
-        """In a word or two."""
+        """The result as a short text."""
         words = {True: "reached", False: "**missed**", None: "open: runs are missing"}
         return words[self.is_reached]
 
 
-def targets(answers: Answers) -> list[Target]:
-    """All of them, in the order of the page."""
+def make_targets(answers: Answers) -> list[Target]:
+    """Return all targets, in the order of the page."""
     return [
-        *_adam(answers),
-        _bytes(answers),
-        *_muon(answers),
-        *_bad_data(answers),
+        *_adam_targets(answers),
+        _bytes_target(answers),
+        *_muon_targets(answers),
+        *_bad_data_targets(answers),
     ]
 
 
-def _adam(answers: Answers) -> Iterator[Target]:
+def _adam_targets(answers: Answers) -> Iterator[Target]:
     for tau, bound in ((SHORT, 0.015), (LONG, 0.06)):
         line = answers.line("quality", recommended(tau))
         spread = gap(line, answers.baseline)
-        yield _at_most(f"tau {tau}, 8 samples, beside stock DDP", spread, bound, line.planned)
+        yield _upper_bound_target(
+            f"tau {tau}, 8 samples, relative to stock DDP", spread, bound, line.planned
+        )
     ddp, edit = (answers.line("quality-samples", label) for label in samples_labels(32))
-    yield _at_most("tau 16, 32 samples, beside stock DDP", gap(edit, ddp), 0.003, edit.planned)
+    yield _upper_bound_target(
+        "tau 16, 32 samples, relative to stock DDP", gap(edit, ddp), 0.003, edit.planned
+    )
 
 
-def _bytes(answers: Answers) -> Target:
+def _bytes_target(answers: Answers) -> Target:
     case = answers.line("quality", recommended(SHORT)).member.cases[0]
-    ratio = relative_to_plain(case)
+    ratio = bytes_over_plain(case)
     what = "tau 16, bytes of the run over plain EDiT's (estimated)"
     return Target(what, "<= 1.3", f"{ratio:.2f}", ratio <= 1.3)
 
 
-def _muon(answers: Answers) -> Iterator[Target]:
+def _muon_targets(answers: Answers) -> Iterator[Target]:
     line = answers.line("quality-muon", muon(recommended(SHORT)))
-    what = "Muon, tau 16, beside stock DDP with AdamW"
-    yield _at_most(what, gap(line, answers.baseline), -0.02, line.planned)
+    what = "Muon, tau 16, relative to stock DDP with AdamW"
+    yield _upper_bound_target(what, gap(line, answers.baseline), -0.02, line.planned)
 
 
-def _bad_data(answers: Answers) -> Iterator[Target]:
+def _bad_data_targets(answers: Answers) -> Iterator[Target]:
     checked, clean = (answers.line("quality-bursts", label) for label in (CHECKED, CLEAN))
     caught, bursts = bursts_caught(checked)
     yield Target(
-        "bursts of random tokens left out within one round of their begin",
+        "bursts of random tokens rejected within one round of their begin",
         "all of them",
         f"{caught} of {bursts}" if bursts else "",
-        caught == bursts if _is_told(checked) else None,
+        caught == bursts if _has_loss_rejections(checked) else None,
     )
     rejected = [r for run in clean.records.values() for r in run.loss_rejections or ()]
     yield Target(
-        "clean data left out because of their loss",
+        "clean data rejected because of their loss",
         "never",
         str(len(rejected)) if clean.records else "",
-        not rejected if _is_told(clean) else None,
+        not rejected if _has_loss_rejections(clean) else None,
     )
-    yield _at_most(
-        "loss at the end with bursts, beside clean data", gap(checked, clean), 0.005,
+    yield _upper_bound_target(
+        "final loss with bursts, relative to clean data", gap(checked, clean), 0.005,
         checked.planned,
     )  # fmt: skip
 
 
-def _is_told(line: Line) -> bool:
-    """Whether all runs are there, and say what the check of losses did."""
-    told = [run for run in line.records.values() if run.loss_rejections is not None]
-    return len(told) == line.planned
+def _has_loss_rejections(line: Line) -> bool:
+    """Return whether all runs are finished and record the loss rejections."""
+    recorded = [run for run in line.records.values() if run.loss_rejections is not None]
+    return len(recorded) == line.planned
 
 
 def bursts_caught(line: Line) -> tuple[int, int]:
-    """How many bursts were left out at the latest a round after their first step, and of how many.
+    """Return how many bursts the loss check rejected within a round, and the number of bursts.
 
-    The loss of a round must have been the reason. Runs that do not say so are not counted.
+    Runs that do not record the loss rejections are not counted.
     """
     caught = bursts = 0
     for case in line.member.cases:
@@ -463,12 +469,12 @@ def bursts_caught(line: Line) -> tuple[int, int]:
     return caught, bursts
 
 
-def _at_most(what: str, spread: Spread | None, bound: float, planned: int) -> Target:
+def _upper_bound_target(what: str, spread: Spread | None, bound: float, planned: int) -> Target:
     wanted = f"<= {bound:+.1%}"
     if spread is None:
         return Target(what, wanted, "", None)
-    is_whole = spread.num == planned
+    is_complete = spread.num == planned
     return Target(
         what, wanted, f"{spread.text('{:+.2%}'.format)}, {spread.num} of {planned} seeds",
-        spread.mean <= bound if is_whole else None,
+        spread.mean <= bound if is_complete else None,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Running a case: its text is made, its ranks are forked, a stage at a time, and followed."""
+"""Runs a case: prepares the corpus, forks the ranks of each stage, and follows them."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ FIRST_PORT = 28000
 
 @dataclass(frozen=True)
 class Corpus:
-    """The text of the study, indexed: that of the quickstart, with a smaller vocabulary.
+    """The indexed corpus of the study: that of the quickstart, with a smaller vocabulary.
 
     Attributes:
-        folder: where it lies.
-        summary: its `corpus.json`.
+        folder: of the corpus.
+        summary: contents of its `corpus.json`.
     """
 
     folder: Path
@@ -40,7 +40,7 @@ class Corpus:
 
     @classmethod
     def ensure(cls, folder: Path, vocab_size: int, *, max_megabytes: float = 8.0) -> Corpus:
-        """The corpus of a folder; it is made if there is none of this vocabulary."""
+        """Return the corpus of a folder; prepare it if there is none with this vocabulary."""
         file = folder / "corpus.json"
         if not file.exists() or json.loads(file.read_text())["vocab_size"] != vocab_size:
             prepare_corpus.make([
@@ -51,20 +51,20 @@ class Corpus:
 
     @property
     def flags(self) -> list[str]:
-        """Megatron's flags for it."""
+        """Megatron's data flags for the corpus."""
         train, valid = (str(self.folder / name) for name in (PREFIX, VALID_PREFIX))
         return ["--train-data-path", train, "--valid-data-path", valid]
 
 
 @dataclass(frozen=True)
 class StageFiles:
-    """What a stage left behind.
+    """Files and times of a finished stage.
 
     Attributes:
         folder: with the event files.
-        exit_codes: of the ranks; one that broke off after training was over does not fail a run.
-        seconds: from its first process to the end of the last.
-        cpu_seconds: of all ranks; says more than `seconds` where others use the machine, too.
+        exit_codes: of the ranks; a rank that fails after training is over does not fail the run.
+        seconds: from the start of the first process to the end of the last.
+        cpu_seconds: of all ranks; more reliable than `seconds` on a shared machine.
     """
 
     folder: Path
@@ -73,7 +73,7 @@ class StageFiles:
     cpu_seconds: float
 
     def console(self, replica: int = 0) -> Path:
-        """Output of a replica's only rank."""
+        """Return the console file of a replica's only rank."""
         return self.folder / f"console{replica}.log"
 
 
@@ -81,8 +81,8 @@ class Bench:
     """Runs cases one after another on this machine, without a GPU.
 
     Args:
-        corpus: flags of Megatron that name the data.
-        time_limit: seconds until a stage is given up.
+        corpus: Megatron's data flags.
+        time_limit: seconds until a stage is stopped.
     """
 
     def __init__(self, corpus: Sequence[str], time_limit: float) -> None:
@@ -91,31 +91,36 @@ class Bench:
         self._forks = Forks(FIRST_PORT, time_limit, ["convergence_parts.warm"])
 
     def run(self, case: Case, folder: Path, on_console: Callable[[Path], None]) -> list[StageFiles]:
-        """Train a case from its first to its last step.
+        """Run all stages of a case.
 
         Args:
             case: what to train.
-            folder: takes all files; checkpoints go elsewhere and are removed.
-            on_console: called with the newest console file, again and again.
+            folder: for all files; checkpoints are written elsewhere and removed.
+            on_console: called repeatedly with the newest console file.
 
         Raises:
             RunFailedError: it failed or took too long.
         """
-        with tempfile.TemporaryDirectory(prefix="convergence-") as saves:
+        with tempfile.TemporaryDirectory(prefix="convergence-") as checkpoints:
             stages = []
             for number in range(len(case.stages)):
                 stage = folder / f"stage{number}"
                 stage.mkdir(parents=True)
-                stages.append(self._run_stage(case, number, stage, saves, on_console))
+                stages.append(self._run_stage(case, number, stage, checkpoints, on_console))
             return stages
 
     def _run_stage(
-        self, case: Case, number: int, folder: Path, saves: str,
+        self, case: Case, number: int, folder: Path, checkpoints: str,
         on_console: Callable[[Path], None],
     ) -> StageFiles:  # fmt: skip
-        words = [*case.stage_words(number, saves), *self._corpus, "--edit-log-dir", str(folder)]
-        count, name = case.stages[number].num_replicas, f"{case.strategy}, stage {number}"
-        ranks = [_rank(case, words, rank) for rank in range(count)]
+        words = [
+            *case.stage_words(number, checkpoints),
+            *self._corpus,
+            "--edit-log-dir",
+            str(folder),
+        ]
+        num_ranks, name = case.stages[number].num_replicas, f"{case.strategy}, stage {number}"
+        ranks = [_rank(case, words, rank) for rank in range(num_ranks)]
         began = time.monotonic()
         with self._forks.training(name, folder, ranks) as training:
             codes = training.to_end(
@@ -126,7 +131,7 @@ class Bench:
 
 
 def _rank(case: Case, words: Sequence[str], rank: int) -> Rank:
-    """What a rank runs; the corrupted script wants to know which one it is."""
+    """Return what a rank runs; with bad data, the script that corrupts them."""
     if case.corruption is None:
         return Rank(words, script=SCRIPT)
     env = {PLAN_VARIABLE: case.corruption.to_json(), REPLICA_VARIABLE: str(rank)}

@@ -1,4 +1,4 @@
-"""One run of the study, as immutable data, and the questions that several runs answer."""
+"""Immutable descriptions of the runs of the study, and of the questions that they answer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from megatron_edit.tools.compare.flags import canonical
 
 from .corruption import Corruption
 
-# Of configurations and results; another number makes all that was kept unknown. A configuration
-# holds the flags that are given, so a default that changes needs another number, too.
+# Version of configurations and results: a new number invalidates all stored runs. A configuration
+# holds only the flags that are given, so a changed default also needs a new number.
 FORM = 1
 MUON = "muon"  # a value of `--optimizer`
 
@@ -30,11 +30,11 @@ class Size:
     """The model and the length of a run.
 
     Attributes:
-        micro_batch_size: samples of a replica in a step.
+        micro_batch_size: samples per replica and step.
         train_iters: steps.
         eval_interval: steps between two evaluations.
-        eval_samples: of each, whatever the number of replicas.
-        lr: peak rate, where nothing else is said.
+        eval_samples: of each evaluation, for any number of replicas.
+        lr: default peak learning rate.
         lr_warmup_iters: steps until the peak.
     """
 
@@ -65,14 +65,14 @@ class Case:
 
     Attributes:
         strategy: the value of `--edit-strategy`.
-        seed: of initial weights and of the order of the data.
-        stages: one, or several that hand over by a checkpoint.
+        seed: of the initial weights and the data order.
+        stages: one, or several connected by checkpoints.
         size: of the model.
         warmup_steps: W.
-        tau: sync interval; of A-EDiT, whose rounds are timed, `flags` say how long.
-        lr: peak rate.
+        tau: sync interval; for A-EDiT, whose rounds are timed, `flags` set the seconds.
+        lr: peak learning rate.
         samples_per_step: of all replicas together.
-        flags: further ones, after all others.
+        flags: additional flags, after all others.
         corruption: bad data of one replica.
     """
 
@@ -89,7 +89,7 @@ class Case:
 
     @property
     def cost(self) -> int:
-        """Steps of single replicas; the cores do them one after the other."""
+        """Steps times replicas, as all replicas share the cores."""
         begins = (0, *(stage.until for stage in self.stages))
         samples = self.samples_per_step // self.size.micro_batch_size
         return samples * (begins[-1] - begins[0])
@@ -137,13 +137,13 @@ class Case:
         return Entry(self.strategy, self.flags).words(common)
 
     def configuration(self, corpus: Mapping[str, Any]) -> dict[str, Any]:
-        """For the hash: all that decides what is computed, and nothing of where.
+        """Return everything that affects the numbers, without paths, for the hash.
 
         Args:
-            corpus: what tells it from another one.
+            corpus: hashes that identify the corpus.
         """
         flags = canonical(self.words)
-        # Kept runs with bad data are older than the loss check: they are those without it.
+        # Stored runs with bad data from before the loss check equal new runs with the check off.
         is_unchecked = flags.pop("--edit-no-loss-check", None) is not None
         has_check = STRATEGIES[self.strategy].has_penalty and not is_unchecked
         checked = {"loss_check": True} if self.corruption and has_check else {}
@@ -157,7 +157,7 @@ class Case:
         }
 
     def hash(self, corpus: Mapping[str, Any]) -> str:
-        """Of the configuration."""
+        """Return the hash of the configuration."""
         return configuration_hash(self.configuration(corpus))
 
     @property
@@ -165,19 +165,19 @@ class Case:
         """Why this version of the package cannot run it; "" if it can."""
         return _refusal_of(self)
 
-    def stage_words(self, number: int, saves: str) -> list[str]:
-        """Flags of one stage: all, and those of its checkpoints.
+    def stage_words(self, number: int, checkpoints: str) -> list[str]:
+        """Return the flags of one stage, with those of its checkpoints.
 
         Args:
             number: of the stage, from 0.
-            saves: folder of the run's checkpoints.
+            checkpoints: folder of the run's checkpoints.
         """
         words = [*self.words, "--edit-num-replicas", str(self.stages[number].num_replicas)]
         if number:
-            words += ["--load", saves]
+            words += ["--load", checkpoints]
         if number + 1 < len(self.stages):
             end = str(self.stages[number].until)
-            words += ["--save", saves, "--save-interval", end, "--exit-interval", end]
+            words += ["--save", checkpoints, "--save-interval", end, "--exit-interval", end]
         return words
 
 
@@ -197,11 +197,11 @@ class Member:
     """One line of a question's table.
 
     Attributes:
-        label: for people.
-        cases: one for each of its seeds.
+        label: in tables.
+        cases: one per seed.
         base: label of the member that it is compared with; "" for none.
-        series: of a sweep: what belongs to one curve.
-        place: of a sweep: where on the axis.
+        series: of a sweep: the curve it belongs to.
+        place: of a sweep: x value on the axis.
     """
 
     label: str
@@ -213,13 +213,13 @@ class Member:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, and who is compared.
+    """A question of the study, and the members that are compared.
 
     Attributes:
-        name: for the command line.
-        title: for people.
+        name: on the command line.
+        title: on the page.
         members: lines of the table.
-        axis: of a sweep: what `place` is; "" for any other question.
+        axis: of a sweep: name of the x axis; "" for other questions.
     """
 
     name: str
@@ -229,6 +229,6 @@ class Question:
 
     @property
     def cases(self) -> Iterator[Case]:
-        """All runs: every member with the first seed, then with the next."""
+        """Yield all runs: all members with the first seed, then with the next."""
         for cases in zip_longest(*(member.cases for member in self.members)):
             yield from (case for case in cases if case is not None)

@@ -1,4 +1,4 @@
-"""Which batches of which replica are bad, and how: the same answer in every process that asks."""
+"""Which batches of which replica are corrupted, and how; deterministic in every process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-# How a replica learns of it. `RANK` would not do: the launcher rewrites it.
+# Environment variables for a replica. `RANK` cannot be used: the launcher rewrites it.
 PLAN_VARIABLE = "CORRUPTION_PLAN"
 REPLICA_VARIABLE = "CORRUPTION_REPLICA"
 TEXT, LABELS = "text", "labels"
@@ -20,10 +20,10 @@ class Corruption:
     """Bursts of bad data.
 
     Attributes:
-        replica: whose data are bad.
-        bursts: of each, its first step and the first step after it; steps count from 1.
+        replica: the one with bad data.
+        bursts: first step of each burst and first step after it; steps count from 1.
         seed: of the random tokens.
-        kind: what they replace: the whole `TEXT`, or the `LABELS` of a text that stays.
+        kind: what the random tokens replace: `TEXT` (inputs and labels) or `LABELS` alone.
     """
 
     replica: int
@@ -31,17 +31,17 @@ class Corruption:
     seed: int
     kind: str = TEXT
 
-    def strikes(self, replica: int, step: int) -> bool:
-        """Whether a replica's data are bad in a step."""
+    def is_corrupted(self, replica: int, step: int) -> bool:
+        """Return whether a replica's data are corrupted in a step."""
         return replica == self.replica and any(a <= step < b for a, b in self.bursts)
 
     def tokens(self, step: int, shape: tuple[int, int], vocab_size: int) -> torch.Tensor:
-        """Random tokens in place of a batch of samples.
+        """Return random tokens that replace a batch of samples.
 
         Args:
             step: from 1.
-            shape: samples, and tokens of each.
-            vocab_size: tokens are below it.
+            shape: [samples, tokens per sample].
+            vocab_size: exclusive upper bound of the tokens.
 
         Returns:
             int64, on the CPU.
@@ -53,19 +53,19 @@ class Corruption:
 
     @property
     def configuration(self) -> dict[str, Any]:
-        """For the hash of a run. `TEXT` goes without saying: its runs are older than the others."""
+        """Fields for the hash of a run; without `kind` for `TEXT`, as older runs have none."""
         fields = asdict(self)
         if self.kind == TEXT:
             del fields["kind"]
         return fields
 
     def to_json(self) -> str:
-        """For the environment of a process."""
+        """Return the JSON text for the environment variable."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Corruption:
-        """The way back."""
+        """Parse the text of `to_json`."""
         fields = json.loads(text)
         bursts = tuple((int(first), int(after)) for first, after in fields["bursts"])
         return cls(int(fields["replica"]), bursts, int(fields["seed"]), fields["kind"])

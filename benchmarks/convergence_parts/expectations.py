@@ -1,4 +1,4 @@
-"""What loss to expect: the parts of docs/results.md made from the runs, and their picture."""
+"""The generated parts of docs/results.md on expected losses, and their picture."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .answers import (
     Answers,
     Line,
     PowerLaw,
+    bytes_over_plain,
     gap,
     loss_ratio,
+    make_targets,
     num_parameters,
-    relative_to_plain,
-    targets,
 )
 from .study import (
     CLEAN,
@@ -48,21 +48,21 @@ LAW_SIZES = (1.1e6, 1e8, 1e9, 7e9)
 LAW_REPLICAS = (2, 4, 8, 16)
 
 
-def blocks(answers: Answers, drawing: str) -> dict[str, str]:
-    """Text of each part, by its name.
+def make_blocks(answers: Answers, drawing: str) -> dict[str, str]:
+    """Return the text of each generated part, by name.
 
     Args:
-        answers: of the finished runs.
+        answers: from the finished runs.
         drawing: link to the picture; "" where there is none.
     """
     return {"expectations": _expectations(answers, drawing), "single seeds": _choices(answers)}
 
 
-def with_blocks(page: str, texts: dict[str, str]) -> str:
-    """A page with these parts anew.
+def replace_blocks(page: str, texts: dict[str, str]) -> str:
+    """Return a page with these parts replaced.
 
     Raises:
-        ValueError: a part has no place in it.
+        ValueError: the page has no markers for a part.
     """
     for name, text in texts.items():
         begin, end = BLOCK.format(name=name), END.format(name=name)
@@ -81,19 +81,21 @@ def _expectations(answers: Answers, drawing: str) -> str:
     intro = (
         f"A GPT of {size.num_layers} layers, hidden size {size.hidden_size}; {NUM_REPLICAS} "
         f"replicas, {size.train_iters} steps of {size.micro_batch_size} samples of "
-        f"{size.seq_length} tokens for each, tau 16 and a warm-up of 10 % of the steps where "
-        "nothing else is said. *Recommended* is "
-        "[configs/edit_quality.args](../configs/edit_quality.args). *Beside DDP*: loss at equal "
-        f"tokens over that of stock DDP with AdamW at the better of two beta2{better}, seed by "
-        "seed, mean ± standard deviation. *Bytes*: of a replica in the whole run, warm-up and "
+        f"{size.seq_length} tokens for each, tau 16 and a warm-up of 10 % of the steps "
+        "unless stated otherwise. *Recommended* is "
+        "[configs/edit_quality.args](../configs/edit_quality.args). *Relative to DDP*: loss at "
+        f"equal tokens over that of stock DDP with AdamW at the better of two beta2{better}, seed "
+        "by seed, mean ± standard deviation. *Bytes*: sent by a replica in the run, warm-up and "
         "final phase included, over those of plain EDiT with the same tau; estimated from the "
-        "flags. Rows of one seed are an indication only."
+        "flags. Rows with one seed are only an indication."
     )
-    shown = [f"![Loss beside stock DDP, by tau, samples and size]({drawing})"] if drawing else []
+    shown = (
+        [f"![Loss relative to stock DDP, by tau, samples and size]({drawing})"] if drawing else []
+    )
     return "\n\n".join([
         intro, *shown,
         "### The recommended setting", _claims(answers),
-        "### Samples of a replica in a step", _samples(answers),
+        "### Samples per replica and step", _samples(answers),
         "### Size of the model and number of replicas", _sizes(answers),
         "### An estimate for other trainings", _estimate(answers),
         "### Muon", _muon(answers),
@@ -107,21 +109,21 @@ def _claims(answers: Answers) -> str:
 
 
 def _losses(lines: Sequence[Line], base: Line | None, *more: Line) -> str:
-    """A row for each line with runs, beside one member and perhaps others; what is missing below.
+    """Return a table of the lines with runs, compared with other members, and the missing runs.
 
     Args:
         lines: of one question.
-        base: what *beside DDP* is relative to.
-        more: further members to be told beside, a column each.
+        base: baseline of the DDP column.
+        more: further members to compare with, a column each.
     """
-    header = ["", "validation loss", "beside DDP", *(f"beside {m.member.label}" for m in more),
-              "bytes", "seeds"]  # fmt: skip
+    columns = [f"relative to {each.member.label}" for each in more]
+    header = ["", "validation loss", "relative to DDP", *columns, "bytes", "seeds"]
     rows = []
     for line in lines:
         if line.loss is not None:
             others = [_gap_text(line, each) for each in (base, *more)]
             case = line.member.cases[0]
-            sent = f"{relative_to_plain(case):.2f}" if case.strategy != "ddp" else ""
+            sent = f"{bytes_over_plain(case):.2f}" if case.strategy != "ddp" else ""
             loss = line.loss.text("{:.4f}".format)
             rows.append([line.member.label, loss, *others, sent, str(line.loss.num)])
     return _with_missing(table(header, rows) if rows else "", lines)
@@ -142,7 +144,7 @@ def _gap_text(line: Line, base: Line | None) -> str:
 def _pairs(
     answers: Answers, question: str, labels: Sequence[tuple[str, str]], heads: Sequence[str]
 ) -> list[list[str]]:
-    """A row for each pair with a run: its head, loss of DDP and of EDiT, and the gap."""
+    """Return a row for each pair with a run: head, loss of DDP and of EDiT, and the gap."""
     rows = []
     for head, pair in zip(heads, labels, strict=True):
         ddp, edit = (answers.line(question, label) for label in pair)
@@ -155,7 +157,7 @@ def _pairs(
 def _samples(answers: Answers) -> str:
     labels = [samples_labels(samples) for samples in SAMPLES]
     rows = _pairs(answers, "quality-samples", labels, list(map(str, SAMPLES)))
-    header = ["samples", "stock DDP", "recommended", "beside DDP"]
+    header = ["samples", "stock DDP", "recommended", "relative to DDP"]
     parts = [table(header, rows)] if rows else []
     if (law := answers.samples_law()) is not None:
         parts.append(
@@ -176,7 +178,7 @@ def _sizes(answers: Answers) -> str:
         laws.append((heads[-1], f"{ratio - 1:+.1%}"))
     rows = _pairs(answers, "quality-sizes", labels, heads)
     rows = [[*row, dict(laws)[row[0]]] for row in rows]
-    header = ["parameters", "stock DDP", "recommended", "beside DDP", "published law"]
+    header = ["parameters", "stock DDP", "recommended", "relative to DDP", "published law"]
     parts = [table(header, rows)] if rows else []
     parts.append(
         "Published law (arXiv 2503.09799, fit to its Table 4, of DiLoCo): loss over that of data "
@@ -186,8 +188,8 @@ def _sizes(answers: Answers) -> str:
     if (law := answers.size_law()) is not None:
         parts.append(
             f"The same form through the {num_sizes} sizes here: "
-            f"N^({law.scale:.3g} P^{law.exponent:.3f}), at N = {NUM_REPLICAS}, one seed, one rate "
-            "for all sizes: it is not to be extrapolated far."
+            f"N^({law.scale:.3g} P^{law.exponent:.3f}), at N = {NUM_REPLICAS}, one seed, one "
+            "learning rate for all sizes: do not extrapolate it far."
         )
     elif num_sizes > 1:
         size = answers.study.size
@@ -195,9 +197,9 @@ def _sizes(answers: Answers) -> str:
         parts.append(
             f"The {num_sizes} sizes here do not follow a law of this form: the gap does not fall "
             "with the size. All of them have one seed, the same learning rate and the same "
-            f"{tokens / 1e6:.1f}M tokens, while the law is of models that were trained on tokens "
-            "in proportion to their parameters, at rates of their own. Whether that is the cause "
-            "has not been measured."
+            f"{tokens / 1e6:.1f}M tokens, while the models of the law were trained on tokens in "
+            "proportion to their parameters, at learning rates of their own. Whether that is the "
+            "cause has not been measured."
         )
     parts.append(_law_table())
     text = f"One seed; DDP with beta2 {LARGER_BETA2}."
@@ -217,10 +219,10 @@ def _estimate(answers: Answers) -> str:
         parameters = "P: parameters; s"
     return (
         f"gap = {factor}, times (samples / {size.micro_batch_size})^{by_samples.exponent:.2f}, at "
-        f"tau {SHORT}; times {long / short:.1f} at tau {LONG}. {parameters}amples: of a replica "
-        f"in a step, {size.seq_length} tokens each. Each factor is from runs in which the others "
-        "stayed as they are, at one N: a product of them has not been measured. For more than ten "
-        "million parameters the published law above is the better guide."
+        f"tau {SHORT}; times {long / short:.1f} at tau {LONG}. {parameters}amples: per replica "
+        f"and step, {size.seq_length} tokens each. Each factor was measured with the others "
+        "constant, at one N; products of them have not been measured. For more than ten million "
+        "parameters the published law above is the better guide."
     )
 
 
@@ -237,10 +239,10 @@ def _law_table() -> str:
 def _muon(answers: Answers) -> str:
     text = (
         f"`--optimizer muon`, peak rate {MUON_RATE:g}, `--muon-extra-scale-factor {MUON_SCALE}`, "
-        "outer learning rate 0.9, outer momentum 0.6; other rates and scales where a row says so. "
-        "**The scale and the rate were chosen after the losses with them and without them were "
-        "seen**, on these data and seed 1, for stock DDP with Muon. Bytes of the moments are "
-        "those of two for each parameter; Muon's matrices have one, so they are an upper bound."
+        "outer learning rate 0.9, outer momentum 0.6; other rates and scales where a row states "
+        "them. **The scale and the rate were chosen with knowledge of the losses with and without "
+        "them**, on these data and seed 1, for stock DDP with Muon. The bytes assume two moments "
+        "per parameter; Muon's matrices have one, so they are an upper bound."
     )
     lines = answers.lines("quality-muon")
     muon_ddp = answers.line("quality-muon", muon("ddp"))
@@ -255,13 +257,13 @@ def _bad_data(answers: Answers) -> str:
          str(line.loss.num)]
         for line in lines if line.loss is not None
     ]  # fmt: skip
-    header = ["", "validation loss", "beside clean", "left out, by replica", "seeds"]
+    header = ["", "validation loss", "relative to clean", "left out, by replica", "seeds"]
     return _with_missing(table(header, rows) if rows else "", lines)
 
 
 def _targets(answers: Answers) -> str:
-    rows = [[each.what, each.wanted, each.found, each.verdict] for each in targets(answers)]
-    return table(["", "wanted", "found", ""], rows)
+    rows = [[each.what, each.wanted, each.found, each.verdict] for each in make_targets(answers)]
+    return table(["", "target", "measured", ""], rows)
 
 
 def _choices(answers: Answers) -> str:
@@ -270,9 +272,9 @@ def _choices(answers: Answers) -> str:
     for line in lines:
         if line.loss is not None:
             base = line.member.base
-            beside = "" if line.relative is None else f"{line.relative.mean:+.2%} to {base}"
-            sent = f"{relative_to_plain(line.member.cases[0]):.2f}"
-            rows.append([line.member.label, f"{line.loss.mean:.4f}", beside, sent])
+            difference = "" if line.relative is None else f"{line.relative.mean:+.2%} to {base}"
+            sent = f"{bytes_over_plain(line.member.cases[0]):.2f}"
+            rows.append([line.member.label, f"{line.loss.mean:.4f}", difference, sent])
     header = ["", "validation loss", "difference", "bytes"]
     return _with_missing(table(header, rows) if rows else "", lines)
 
@@ -281,8 +283,9 @@ Panel = Callable[["Axes"], None]
 
 
 def draw_gaps(path: Path, answers: Answers) -> bool:
-    """Write the picture: a panel for each axis with finished runs; False if none has."""
-    panels = [panel for panel in (_by_tau(answers), _by_samples(answers), _by_size(answers))
+    """Write the picture: a panel for each axis with finished runs; False if there is none."""
+    candidates = (_tau_panel(answers), _samples_panel(answers), _size_panel(answers))
+    panels = [panel for panel in candidates
               if panel is not None]  # fmt: skip
     if not panels:
         return False
@@ -292,19 +295,19 @@ def draw_gaps(path: Path, answers: Answers) -> bool:
         for axes, panel in zip(grid.flat, panels, strict=True):
             panel(axes)
             axes.axhline(0, color="black", linewidth=0.8, linestyle=":")
-            axes.set_ylabel("validation loss beside stock DDP (%)")
+            axes.set_ylabel("validation loss relative to stock DDP (%)")
             axes.grid(alpha=0.3)
             axes.legend(fontsize=8)
     return True
 
 
 def tau_series(answers: Answers) -> dict[str, list[tuple[float, float, float]]]:
-    """By label: tau, the gap to the DDP of the same inner optimizer, and its deviation."""
+    """Return by label: tau, the gap to DDP with the same inner optimizer, and its deviation."""
     muon_ddp = answers.line("quality-muon", muon("ddp"))
     wanted = {
         "EDiT": ("quality", plain, answers.baseline),
         "recommended setting": ("quality", recommended, answers.baseline),
-        "recommended, Muon beside Muon": (
+        "recommended, Muon relative to Muon": (
             "quality-muon", lambda tau: muon(recommended(tau)), muon_ddp,
         ),
     }  # fmt: skip
@@ -317,7 +320,7 @@ def tau_series(answers: Answers) -> dict[str, list[tuple[float, float, float]]]:
     return found
 
 
-def _by_tau(answers: Answers) -> Panel | None:
+def _tau_panel(answers: Answers) -> Panel | None:
     series = tau_series(answers)
 
     def panel(axes: Axes) -> None:
@@ -332,29 +335,29 @@ def _by_tau(answers: Answers) -> Panel | None:
     return panel if series else None
 
 
-def _by_samples(answers: Answers) -> Panel | None:
+def _samples_panel(answers: Answers) -> Panel | None:
     points = answers.sample_gaps()
     law = answers.samples_law()
 
     def panel(axes: Axes) -> None:
-        _points(axes, points, "recommended setting, one seed")
+        _plot_points(axes, points, "recommended setting, one seed")
         if law is not None:
-            _curve(axes, points, law.at, "fit")
+            _plot_law(axes, points, law.at, "fit")
         axes.set_xscale("log", base=2)
         axes.set_xticks([n for n, _ in points], [str(int(n)) for n, _ in points])
-        axes.set_xlabel("samples of a replica in a step")
+        axes.set_xlabel("samples per replica and step")
 
     return panel if points else None
 
 
-def _by_size(answers: Answers) -> Panel | None:
+def _size_panel(answers: Answers) -> Panel | None:
     points, law = answers.size_gaps(), answers.size_law()
 
     def panel(axes: Axes) -> None:
-        _points(axes, points, "recommended setting, one seed")
+        _plot_points(axes, points, "recommended setting, one seed")
         if law is not None:
-            _curve(axes, points, lambda numel: _gap_of(law, numel), "fit")
-        _curve(axes, points, lambda numel: _gap_of(PUBLISHED, numel), "DiLoCo, 2503.09799")
+            _plot_law(axes, points, lambda numel: _gap_of(law, numel), "fit")
+        _plot_law(axes, points, lambda numel: _gap_of(PUBLISHED, numel), "DiLoCo, 2503.09799")
         axes.set_xscale("log")
         axes.set_xlabel("parameters of the model")
 
@@ -365,12 +368,12 @@ def _gap_of(law: PowerLaw, num_parameters: float) -> float:
     return loss_ratio(law, NUM_REPLICAS, num_parameters) - 1
 
 
-def _points(axes: Axes, points: Sequence[tuple[float, float]], label: str) -> None:
+def _plot_points(axes: Axes, points: Sequence[tuple[float, float]], label: str) -> None:
     places, gaps = zip(*points, strict=True)
     axes.plot(places, _percent(gaps), "o", color=COLORS[0], label=label)
 
 
-def _curve(
+def _plot_law(
     axes: Axes, points: Sequence[tuple[float, float]], law: Callable[[float], float], label: str
 ) -> None:
     ends = [place for place, _ in points]

@@ -1,7 +1,7 @@
-"""What is kept of a finished run: a JSON file, named by the hash of its configuration.
+"""Records of finished runs: a JSON file each, named by the hash of the run's configuration.
 
-These files do not belong in the repository. What the page needs of them does: a row for each run,
-in a single file, from which the page is drawn, and whose runs are not made again, either.
+These files are not in the repository. A single file with a row for each run is: the page is made
+from it, and its runs are not repeated.
 """
 
 from __future__ import annotations
@@ -18,34 +18,32 @@ from frame.readings import edit_losses, read_console, read_syncs
 from frame.study import read_one, write_series
 
 from megatron_edit.method.strategy import STRATEGIES
-from megatron_edit.tools.compare.finished import find, keep
+from megatron_edit.tools.compare.finished import load_result, store_result
 from megatron_edit.tools.compare.flags import canonical
-from megatron_edit.tools.compare.readings import Kind, Reading, make_reading
+from megatron_edit.tools.compare.readings import Reading, RunKind, make_reading
 from megatron_edit.tools.compare.traffic import ElementBytes, Layout
 
 from .bench import StageFiles
 from .cases import Case
 
 LOSS = "loss"  # the reason in `why` of a sync
-NUM_BINS = 48  # of the training losses that are kept
-DIGITS = 9  # differences of losses are told with four decimals
+NUM_BINS = 48  # of the stored training losses
+DIGITS = 9  # the page shows differences of losses with four decimals
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What the page needs of a finished run.
+    """Values of a finished run that the page shows.
 
     Attributes:
         final_loss: of the last evaluation; nats per token.
         bytes_per_step: sent by one replica after the warm-up.
         effective_replicas: median over syncs and units; None without syncs.
-        left_out: share of syncs and units in which a replica was left out, by replica, of the
-            last stage.
-        seconds: from the first process to the end of the last.
-        versions: of what it was trained with.
-        loss_rejections: iteration of the sync and replica, of the last stage, where the loss of a
-            round was the reason to leave a replica out of a unit or more; None of runs without
-            such a check.
+        left_out: share of syncs and units that excluded a replica, by replica, in the last stage.
+        seconds: from the start of the first process to the end of the last.
+        versions: of the packages it was trained with.
+        loss_rejections: iteration of the sync and replica wherever the loss check excluded a
+            replica from a unit, in the last stage; None for runs that do not record it.
     """
 
     final_loss: float
@@ -63,13 +61,13 @@ class Record(RunSummary):
 
     Attributes:
         validation: iteration, tokens and loss of each evaluation.
-        training: iteration, tokens and loss; means over as many iterations as there are between.
-        num_syncs: counted.
-        rollbacks: units rolled back, in all.
-        clipped: share of syncs and units in which the clip bound.
+        training: iteration, tokens and loss; means over the iterations since the point before.
+        num_syncs: number of syncs.
+        rollbacks: number of units rolled back.
+        clipped: share of syncs and units with a clip factor below 1.
         cpu_seconds: of all ranks.
-        exit_codes: by stage and rank; other than 0 only after training was over.
-        load: of the machine, before and after.
+        exit_codes: by stage and rank; not 0 only where training had finished.
+        load: of the machine, before and after the run.
     """
 
     validation: list[list[float]]
@@ -83,17 +81,17 @@ class Record(RunSummary):
 
 
 _ALL = {spec.name for spec in fields(Record)}
-_NEEDED = _ALL - {"loss_rejections"}  # files that are older than the check do without
+_REQUIRED = _ALL - {"loss_rejections"}  # missing in files that are older than the loss check
 
 
 @dataclass(frozen=True)
 class RunTable:
-    """The small file: the text of the study, and a row for each finished run.
+    """The results file: the corpus of the study, and a row for each finished run.
 
     Attributes:
-        corpus: summary of the text; empty where there is no file yet.
+        corpus: summary of the corpus; empty where there is no file yet.
         runs: by the hash of their configuration.
-        labels: of them, for people.
+        labels: of the runs, by the same hash.
     """
 
     corpus: dict[str, Any]
@@ -102,7 +100,7 @@ class RunTable:
 
     @classmethod
     def read(cls, path: Path) -> RunTable:
-        """Of a file; nothing, if there is none."""
+        """Read a file; an empty table if there is none."""
         if not path.exists():
             return cls({}, {}, {})
         found = read_one(path)
@@ -116,14 +114,14 @@ class RunTable:
     def with_runs(
         self, corpus: dict[str, Any], records: Records, labels: Mapping[Case, str]
     ) -> RunTable:
-        """This, and what there is of the runs that have a label."""
-        names = {case.hash(identity_of(corpus)): label for case, label in labels.items()}
+        """Return this table with the recorded runs of all labelled cases added."""
+        names = {case.hash(corpus_identity(corpus)): label for case, label in labels.items()}
         runs = self.runs | records.summaries(labels)
         return RunTable(corpus, runs, self.labels | names)
 
     def write(self, path: Path) -> None:
         """Write the file."""
-        versions: list[dict[str, str]] = []  # most runs have the same: rows have the place
+        versions: list[dict[str, str]] = []  # most runs have the same: rows hold an index
         rows = []
         for key, run in sorted(self.runs.items(), key=lambda item: self.labels[item[0]]):
             if run.versions not in versions:
@@ -134,12 +132,12 @@ class RunTable:
         write_series(path, "convergence", series, digits=DIGITS)
 
     def find(self, case: Case) -> RunSummary | None:
-        """What there is of a run."""
-        return None if case.refusal else self.runs.get(case.hash(identity_of(self.corpus)))
+        """Return the summary of a run; None if it is not in the table."""
+        return None if case.refusal else self.runs.get(case.hash(corpus_identity(self.corpus)))
 
 
-def identity_of(corpus: Mapping[str, Any]) -> dict[str, Any]:
-    """What tells a text from others, of its summary; nothing of an empty one."""
+def corpus_identity(corpus: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hashes that identify a corpus, from its summary; empty for an empty summary."""
     return {part: corpus[part]["sha256"] for part in ("train", "valid") if part in corpus}
 
 
@@ -147,9 +145,9 @@ class Records:
     """The files of all finished runs.
 
     Args:
-        folder: where they are.
-        corpus: what tells the text of the study from others.
-        results: where else a run may be found.
+        folder: of the files.
+        corpus: hashes that identify the corpus of the study.
+        results: searched for runs without a file.
     """
 
     def __init__(
@@ -158,21 +156,21 @@ class Records:
         self._folder, self._corpus, self._results = folder, corpus, results
 
     def find(self, case: Case) -> RunSummary | None:
-        """What was kept of a run; None if it has to be made."""
+        """Return the record of a run; None if it has to be run."""
         if case.refusal:
             return None
         configuration = case.configuration(self._corpus)
-        found = find(self._path(case), configuration)
-        if found is not None and _NEEDED <= set(found) <= _ALL:
+        found = load_result(self._path(case), configuration)
+        if found is not None and _REQUIRED <= set(found) <= _ALL:
             return Record(**found)
         return self._results.find(case) if self._results is not None else None
 
     def keep(self, case: Case, record: Record) -> None:
-        """Keep a run."""
-        keep(self._path(case), case.configuration(self._corpus), vars(record))
+        """Write the record of a run."""
+        store_result(self._path(case), case.configuration(self._corpus), vars(record))
 
     def summaries(self, cases: Iterable[Case]) -> dict[str, RunSummary]:
-        """All that was kept of some runs, by hash."""
+        """Return the summaries of all recorded runs among the cases, by hash."""
         names = [spec.name for spec in fields(RunSummary)]
         found = {case.hash(self._corpus): self.find(case) for case in cases}
         return {
@@ -185,11 +183,11 @@ class Records:
         return self._folder / f"{case.hash(self._corpus)}.json"
 
 
-def record_of(case: Case, stages: Sequence[StageFiles], load_before: float) -> Record:
-    """Read what a run left behind.
+def make_record(case: Case, stages: Sequence[StageFiles], load_before: float) -> Record:
+    """Make the record of a run from its files.
 
     Raises:
-        ValueError: there is no evaluation in it.
+        ValueError: the run has no evaluation.
     """
     readings = [_reading(case, number, files) for number, files in enumerate(stages)]
     syncs = [sync for files in stages for sync in read_syncs(files.folder)]
@@ -202,7 +200,9 @@ def record_of(case: Case, stages: Sequence[StageFiles], load_before: float) -> R
     return Record(
         final_loss=final,
         validation=[[p.iteration, p.tokens, p.loss] for r in readings for p in r.validation],
-        training=thinned([(p.iteration, p.tokens, p.loss) for r in readings for p in r.training]),
+        training=bin_losses(
+            [(p.iteration, p.tokens, p.loss) for r in readings for p in r.training]
+        ),
         bytes_per_step=_bytes_per_step(readings),
         num_syncs=len(syncs),
         effective_replicas=round(median(effective), 4) if effective else None,
@@ -219,7 +219,7 @@ def record_of(case: Case, stages: Sequence[StageFiles], load_before: float) -> R
 
 
 def _bytes_per_step(readings: Sequence[Reading]) -> float:
-    """Between replicas, after the warm-up, over all stages: each knows of its own syncs."""
+    """Return bytes per step between replicas after the warm-up, over the syncs of all stages."""
     last = readings[-1]
     if len(readings) == 1:
         return last.bytes_per_step
@@ -231,7 +231,7 @@ def _reading(case: Case, number: int, files: StageFiles) -> Reading:
     log = read_console(files.console())
     run = json.loads((files.folder / "run.json").read_text(encoding="utf-8"))
     strategy = STRATEGIES[case.strategy]
-    kind = Kind(
+    kind = RunKind(
         layout=Layout(case.stages[number].num_replicas, 1, 0),
         seq_length=case.size.seq_length,
         warmup_steps=case.warmup_steps,
@@ -244,30 +244,30 @@ def _reading(case: Case, number: int, files: StageFiles) -> Reading:
 
 
 def left_out(syncs: Sequence[Mapping[str, Any]]) -> list[float]:
-    """By replica, the share of syncs and units in which it was left out."""
+    """Return by replica the share of syncs and units that excluded it."""
     rows = [row for sync in syncs for row in sync["anomalous"]]
     return [round(fmean(column), 4) for column in zip(*rows, strict=True)]
 
 
 def loss_rejections(syncs: Sequence[Mapping[str, Any]]) -> list[list[int]] | None:
-    """Iteration and replica where the loss of a round was a reason; None where no line has any.
+    """Return iteration and replica of loss rejections; None where no line has `why`.
 
     Args:
         syncs: lines of `sync.jsonl`; `why` has the reason by unit and replica.
     """
-    told = [sync for sync in syncs if "why" in sync]
-    if not told:
+    with_reasons = [sync for sync in syncs if "why" in sync]
+    if not with_reasons:
         return None
     return [
         [sync["iteration"], replica]
-        for sync in told
+        for sync in with_reasons
         for replica, reasons in enumerate(zip(*sync["why"], strict=True))
         if LOSS in reasons
     ]
 
 
-def thinned(points: Sequence[tuple[int, float, float]]) -> list[list[float]]:
-    """Iteration, tokens and mean loss of at most NUM_BINS stretches; each stands at its end."""
+def bin_losses(points: Sequence[tuple[int, float, float]]) -> list[list[float]]:
+    """Return last iteration, tokens and mean loss of at most NUM_BINS bins of points."""
     if not points:
         return []
     width = -(-len(points) // NUM_BINS)

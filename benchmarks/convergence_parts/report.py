@@ -1,4 +1,4 @@
-"""The results of the study for people: a page of tables, and a picture."""
+"""The report of the study: a Markdown page with tables, and a picture."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from frame.page import Column, picture, table, table_of
 
-from megatron_edit.tools.compare.pictures import MARKS
+from megatron_edit.tools.compare.pictures import MARKERS
 from megatron_edit.tools.pages.drawing import COLORS
 
-from .answers import Find, Line, make_lines
+from .answers import FindRun, Line, make_lines
 from .study import Study
 
 if TYPE_CHECKING:
@@ -49,14 +49,14 @@ over syncs and units. *Left out*: share of syncs and units in which a replica wa
 outlier, by replica."""
 
 
-def markdown(study: Study, find: Find, corpus: dict[str, Any], drawing: str) -> str:
-    """The page.
+def markdown(study: Study, find: FindRun, corpus: dict[str, Any], drawing: str) -> str:
+    """Return the Markdown page.
 
     Args:
         study: all questions.
-        find: finished runs.
-        corpus: its summary.
-        drawing: name of the picture's file.
+        find: returns finished runs.
+        corpus: summary of the corpus.
+        drawing: file name of the picture.
     """
     size = study.size
     intro = (
@@ -74,7 +74,7 @@ def markdown(study: Study, find: Find, corpus: dict[str, Any], drawing: str) -> 
             shown = [line for line in lines if line.records]
             is_sweep = bool(question.axis)
             tables = _sweep(lines, question.axis) if is_sweep else table_of(COLUMNS, shown)
-            parts += [f"## {question.title}", tables, *_rest(lines)]
+            parts += [f"## {question.title}", tables, *_unfinished(lines)]
     versions = sorted({
         ", ".join(f"{name} {text}" for name, text in sorted(record.versions.items()))
         for question in study.questions
@@ -84,8 +84,8 @@ def markdown(study: Study, find: Find, corpus: dict[str, Any], drawing: str) -> 
     return "\n\n".join([*parts, "Versions: " + ("; ".join(versions) or "none yet") + "."]) + "\n"
 
 
-def _rest(lines: Sequence[Line]) -> list[str]:
-    """Members without a finished run."""
+def _unfinished(lines: Sequence[Line]) -> list[str]:
+    """Return lists of the members without a finished run."""
     groups = {
         "Not in this version": [line for line in lines if line.refusal],
         "Not run yet": [line for line in lines if not line.records and not line.refusal],
@@ -98,7 +98,7 @@ def _rest(lines: Sequence[Line]) -> list[str]:
 
 
 def _sweep(lines: Sequence[Line], axis: str) -> str:
-    """A row for each curve, and where it is lowest."""
+    """Return a table with a row for each curve, and the place of its minimum."""
     places = sorted({line.member.place for line in lines})
     series = list(dict.fromkeys(line.member.series for line in lines if line.records))
     found = {(line.member.series, line.member.place): line.loss for line in lines}
@@ -109,15 +109,15 @@ def _sweep(lines: Sequence[Line], axis: str) -> str:
         texts = [losses[p].text("{:.4f}".format) if p in losses else "" for p in places]
         finite = {place: loss.mean for place, loss in losses.items() if math.isfinite(loss.mean)}
         lowest = min(finite, key=lambda place: finite[place], default=math.nan)
-        is_whole = len(losses) == len(places)
-        rows.append([name, *texts, f"{lowest:g}" if is_whole else ""])
+        is_complete = len(losses) == len(places)
+        rows.append([name, *texts, f"{lowest:g}" if is_complete else ""])
     return table(header, rows)
 
 
-def draw(path: Path, study: Study, find: Find) -> bool:
-    """Write the picture: a panel for each question with two finished lines; False if none has."""
+def draw(path: Path, study: Study, find: FindRun) -> bool:
+    """Write the picture, a panel per question with two finished lines; False if there is none."""
     answered = [(q, make_lines(q, find)) for q in study.questions]
-    # A line alone compares nothing.
+    # A single line has nothing to be compared with.
     answered = [(q, ls) for q, ls in answered if sum(bool(line.records) for line in ls) > 1]
     if not answered:
         return False
@@ -139,7 +139,7 @@ def draw(path: Path, study: Study, find: Find) -> bool:
 
 
 def _draw_dots(axes: Axes, lines: Sequence[Line]) -> None:
-    """A row for each member: its seeds, and their mean."""
+    """Draw a row for each member: its seeds, and their mean."""
     shown = [line for line in lines if line.records]
     for place, line in enumerate(shown):
         losses = [record.final_loss for record in line.records.values()]
@@ -152,7 +152,7 @@ def _draw_dots(axes: Axes, lines: Sequence[Line]) -> None:
 
 
 def _draw_sweep(axes: Axes, lines: Sequence[Line], axis: str) -> None:
-    """A curve for each series."""
+    """Draw a curve for each series."""
     series: dict[str, list[Line]] = {}
     for line in lines:
         if line.loss is not None:
@@ -161,7 +161,7 @@ def _draw_sweep(axes: Axes, lines: Sequence[Line], axis: str) -> None:
         places = [line.member.place for line in found]
         means = [line.loss.mean for line in found if line.loss is not None]
         style = "--" if name.startswith("ddp") else "-"
-        axes.plot(places, means, MARKS[number % len(MARKS)] + style, label=name,
+        axes.plot(places, means, MARKERS[number % len(MARKERS)] + style, label=name,
                   color=COLORS[number % len(COLORS)])  # fmt: skip
     axes.set_xscale("log")
     axes.set_xlabel(axis)

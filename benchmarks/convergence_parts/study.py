@@ -1,7 +1,7 @@
-"""The study: its questions in order of priority, and for each the runs that answer it.
+"""The study: its questions in order of priority, and the runs that answer each of them.
 
-Runs that several questions need are the same runs: they are known by their hash. What is
-compared is compared seed by seed; a member has every seed, or only the first ones.
+Questions share runs, which are identified by their hash. Members are compared seed by seed; a
+member has all seeds, or only the first ones.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ SEEDS = (1, 2, 3)
 NUM_REPLICAS = 4
 TAUS = (16, 64)
 RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
-ONE_HOT = "1e-6"  # a temperature at which the least norm takes all
-STEP_SECONDS = 0.15  # of a step of four replicas on two cores: what A-EDiT's clock is set by
+ONE_HOT = "1e-6"  # a temperature at which the replica with the smallest norm has all the weight
+STEP_SECONDS = 0.15  # of a step of four replicas on two cores; sets A-EDiT's interval
 CORRUPTED_REPLICA = 1
-# Share of the steps: bursts begin when detectors have seen enough to be armed, and do not end
-# together with rounds. A detector is armed after 20 syncs: after step 416 of 960.
+# Shares of the steps: bursts begin after the detectors are armed (20 syncs: step 416 of 960), and
+# do not end at the end of a round.
 BURSTS = ((488 / 960, 520 / 960), (616 / 960, 648 / 960), (744 / 960, 776 / 960),
           (872 / 960, 904 / 960))  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Study:
-    """Makes the questions for a model.
+    """The questions for one model.
 
     Attributes:
-        size: of it.
+        size: of the model.
         seeds: of all runs.
     """
 
@@ -44,10 +44,10 @@ class Study:
 
     @property
     def questions(self) -> tuple[Question, ...]:
-        """In order of priority."""
+        """All questions, in order of priority."""
         return (
-            *marks(self),
-            *quality(self),
+            *comparison_questions(self),
+            *quality_questions(self),
             self._strategies(), self._ablation(), self._two_replicas(), self._warmup(),
             self._temperature(), self._bursts(), self._rates(), self._elastic(), self._beyond(),
         )  # fmt: skip
@@ -57,18 +57,18 @@ class Study:
         num_replicas: int = NUM_REPLICAS, tau: int = TAUS[0], num_seeds: int | None = None,
         **changes: Any,
     ) -> Member:  # fmt: skip
-        """A member with one case for each seed.
+        """Return a member with one case per seed.
 
         Args:
-            label: for people.
+            label: in tables.
             strategy: the value of `--edit-strategy`.
-            flags: further ones.
-            base: whom it is compared with.
-            size: of the model, where it is not the study's.
-            num_replicas: N, all the time.
+            flags: additional flags.
+            base: label of the member that it is compared with.
+            size: of the model; that of the study by default.
+            num_replicas: N, constant.
             tau: sync interval.
-            num_seeds: how many of the study's seeds, the first ones; None for all.
-            changes: of other fields of `Case`.
+            num_seeds: use so many of the study's seeds; None for all.
+            changes: other fields of `Case`.
         """
         size = size or self.size
         first = Case(
@@ -87,7 +87,7 @@ class Study:
         return Member(label, tuple(replace(first, seed=seed) for seed in seeds), base)
 
     def corrupted(self, member: Member, kind: str = TEXT, *, checks_losses: bool = False) -> Member:
-        """The case seed is also that of the bad data: paired runs get the same.
+        """Return a member with bad data, seeded by the case, so that paired runs have the same.
 
         Args:
             member: on clean data.
@@ -127,7 +127,7 @@ class Study:
         return Question("ablation", "Parts of the penalty, clean data, tau 16", tuple(members))
 
     def _parts(self, base: str, **changes: Any) -> list[Member]:
-        """EDiT without single parts of the penalty, with single parts, and without all."""
+        """Return EDiT without each part of the penalty, with each part alone, and with none."""
         off = {"elimination": "--edit-no-anomaly", "weights": "--edit-no-weighting",
                "clip": "--edit-no-clip"}  # fmt: skip
         members = [
@@ -178,7 +178,7 @@ class Study:
         return Question("bursts", title, tuple(map(self.corrupted, members)))
 
     def _rates(self) -> Question:
-        """Each replica keeps its batch: with more of them, a step has more samples."""
+        """Return a sweep with a constant batch per replica, so that N scales the samples."""
         members = []
         for strategy, counts in (("ddp", (1, 2, 4, 8)), ("edit", (2, 4, 8))):
             for num_replicas in counts:
@@ -191,7 +191,7 @@ class Study:
         return Question("rates", title, tuple(members), axis="peak learning rate")
 
     def _elastic(self) -> Question:
-        """A step has as many samples whatever the number of replicas."""
+        """Return cases with a constant number of samples per step and changing replicas."""
         steps = self.size.train_iters
         batch = NUM_REPLICAS * self.size.micro_batch_size
         base = "four throughout"
@@ -224,31 +224,34 @@ class Study:
         return Question("beyond", "Beyond the paper, tau 16", tuple(members))
 
 
-BATCHES = (4, 8, 16)  # samples of a replica in a step
-# As where the speed of delayed syncs is measured: overlap_parts/kinds.py. With a fragment for each
-# unit the largest one decides how many steps hide an exchange; all at once need more.
+BATCHES = (4, 8, 16)  # samples per replica and step
+# As in the speed measurement of delayed syncs, overlap_parts/kinds.py. With a fragment per unit,
+# the largest unit determines how many steps hide an exchange; one fragment needs more steps.
 DELAYED_TAU, DELAYS = 40, ((4, 8), (4, 12), (1, 15), (1, 30))  # fragments and steps
-# Calmer outer steps, as they carry on what is late; with the delay and without it.
-CALM = ("outer-momentum 0.7", "--edit-outer-momentum", "0.7")
-CALMER = (
+# Smaller outer momentum, which suits delayed pseudo-gradients; with the delay and without it.
+LOW_MOMENTUM = ("outer-momentum 0.7", "--edit-outer-momentum", "0.7")
+LOWER_MOMENTA = (
     ("outer-momentum 0.6", "--edit-outer-momentum", "0.6"),
     ("outer-momentum 0.5", "--edit-outer-momentum", "0.5"),
     ("outer-lr 1, outer-momentum 0.5", "--edit-outer-lr", "1", "--edit-outer-momentum", "0.5"),
 )
-CALM_DELAYS = ((4, 8), (4, 10))  # of the calm ones, which are of several seeds
+LOW_MOMENTUM_DELAYS = ((4, 8), (4, 10))  # with smaller momentum, over several seeds
 BAD_DATA = {
     TEXT: ("marks-bursts", "random tokens"),
     LABELS: ("marks-labels", "text with random labels"),
 }
 
 
-def marks(study: Study) -> tuple[Question, ...]:
-    """In order of priority. Most runs are of later questions, too."""
+def comparison_questions(study: Study) -> tuple[Question, ...]:
+    """Return the comparison with other strategies, in order of priority.
+
+    Most runs are shared with later questions.
+    """
     bad = (_bursts(study, TEXT), _bursts(study, LABELS))
-    return (_rivals(study), _batch(study), _wire(study), *bad, _delay(study))
+    return (_compare_strategies(study), _batch(study), _wire(study), *bad, _delay(study))
 
 
-def _rivals(study: Study) -> Question:
+def _compare_strategies(study: Study) -> Question:
     edit = "edit, tau 16"
     quarter = study.size.train_iters // 4
     members = (
@@ -262,7 +265,7 @@ def _rivals(study: Study) -> Question:
 
 
 def _batch(study: Study) -> Question:
-    """The noise of a replica's own steps, which DDP averages at once."""
+    """Return a sweep over the samples per step: a replica's local steps are noisier than DDP's."""
     quarter, members = study.size.train_iters // 4, []
     for batch in BATCHES:
         size = replace(study.size, micro_batch_size=batch)
@@ -289,7 +292,7 @@ def _wire(study: Study) -> Question:
 def _delay(study: Study) -> Question:
     edit = f"edit, tau {DELAYED_TAU}"
 
-    def late(fragments: int, delay: int, also: str = "", *words: str) -> Member:
+    def delayed(fragments: int, delay: int, also: str = "", *words: str) -> Member:
         label, flags = f"delay {delay}", ("--edit-delay-steps", str(delay), *words)
         if fragments > 1:
             label = f"{fragments} fragments, {label}"
@@ -302,18 +305,21 @@ def _delay(study: Study) -> Question:
         study.member(edit, "edit", base="ddp", tau=DELAYED_TAU),
     ]
     int8 = ("--edit-sync-dtype", "int8")
-    for where in CALM_DELAYS:
-        members += [late(*where, *CALM), late(*where, f"{CALM[0]}, int8", *CALM[1:], *int8)]
-    members += [late(*where) for where in DELAYS]
+    for where in LOW_MOMENTUM_DELAYS:
+        members += [
+            delayed(*where, *LOW_MOMENTUM),
+            delayed(*where, f"{LOW_MOMENTUM[0]}, int8", *LOW_MOMENTUM[1:], *int8),
+        ]
+    members += [delayed(*where) for where in DELAYS]
     members += [
-        late(4, 12, "mix 0.5", "--edit-mix", "0.5"),
-        late(4, 12, *CALMER[0]),
-        late(*DELAYS[-1], "int8", *int8),
+        delayed(4, 12, "mix 0.5", "--edit-mix", "0.5"),
+        delayed(4, 12, *LOWER_MOMENTA[0]),
+        delayed(*DELAYS[-1], "int8", *int8),
     ]
-    members += [late(*DELAYS[0], *words) for words in CALMER]
+    members += [delayed(*DELAYS[0], *words) for words in LOWER_MOMENTA]
     members += [
         study.member(f"{edit}, {label}", "edit", *words, base=edit, tau=DELAYED_TAU)
-        for label, *words in (CALM, CALMER[0])
+        for label, *words in (LOW_MOMENTUM, LOWER_MOMENTA[0])
     ]
     return Question("marks-delay", "Delayed syncs", tuple(members))
 
@@ -330,10 +336,10 @@ RECOMMENDED = tuple(read_flags(REPOSITORY / "configs" / "edit_quality.args"))
 LARGER_BETA2 = "0.9873"  # 0.95 ** (1 / 4), that of each of four replicas with --edit-scale-beta2
 DDP, DDP_LARGER_BETA2 = "ddp, beta2 0.95", f"ddp, beta2 {LARGER_BETA2}"
 SHORT, LONG = 16, 64  # sync intervals
-SAMPLES = (4, 8, 16, 32)  # of a replica in a step
+SAMPLES = (4, 8, 16, 32)  # per replica and step
 HIDDEN_SIZES = (96, 192, 384)
 MUON_FLAGS = ("--optimizer", MUON, "--muon-fp32-matmul-prec", "high")
-# Chosen after the losses with it and without it were seen, as the page says.
+# Chosen with knowledge of the losses with and without it, as the page says.
 MUON_SCALE = "0.2"
 MUON_RATES = (2e-3, 4e-3)
 MUON_RATE = 4e-3  # the better one with that scale
@@ -343,22 +349,22 @@ CLEAN, CHECKED, UNCHECKED = "clean", "bursts, loss check", "bursts, no loss chec
 
 
 def plain(tau: int) -> str:
-    """Label of EDiT with nothing else said."""
+    """Return the label of EDiT with default settings."""
     return f"edit, tau {tau}"
 
 
 def recommended(tau: int) -> str:
-    """Label of EDiT with the recommended setting."""
+    """Return the label of EDiT with the recommended setting."""
     return f"recommended, tau {tau}"
 
 
 def muon(label: str) -> str:
-    """Label of the same with Muon, at the rate and the scale of the claim."""
+    """Return the label of the same setting with Muon, at `MUON_RATE` and `MUON_SCALE`."""
     return f"muon, {label}"
 
 
-def quality(study: Study) -> tuple[Question, ...]:
-    """All of them, in order of priority."""
+def quality_questions(study: Study) -> tuple[Question, ...]:
+    """Return the questions on the recommended setting, in order of priority."""
     return (
         _claims(study), _bad_data(study), _samples(study), _sizes(study), _muon(study),
         _choices(study),
@@ -399,7 +405,7 @@ def _bad_data(study: Study) -> Question:
 
 
 def samples_labels(samples: int) -> tuple[str, str]:
-    """Labels of stock DDP and of the recommended setting with so many samples."""
+    """Return the labels of stock DDP and of the recommended setting for a number of samples."""
     return f"ddp, {samples} samples", f"recommended, {samples} samples"
 
 
@@ -413,7 +419,7 @@ def _samples(study: Study) -> Question:
 
 
 def sizes_labels(hidden_size: int) -> tuple[str, str]:
-    """Labels of stock DDP and of the recommended setting with such a model."""
+    """Return the labels of stock DDP and of the recommended setting for a hidden size."""
     return f"ddp, hidden size {hidden_size}", f"recommended, hidden size {hidden_size}"
 
 
@@ -427,7 +433,7 @@ def _sizes(study: Study) -> Question:
 
 
 def _pair(study: Study, labels: tuple[str, str], **changes: Any) -> list[Member]:
-    """One seed of stock DDP with the larger beta2, and of the recommended setting."""
+    """Return stock DDP with the larger beta2 and the recommended setting, one seed each."""
     ddp, edit = labels
     options: dict[str, Any] = {**changes, "num_seeds": 1}
     return [
@@ -461,7 +467,7 @@ def _muon(study: Study) -> Question:
 
 
 def _choices(study: Study) -> Question:
-    """Each part of the recommended setting alone, and parts of it together, in fp32."""
+    """Return the parts of the recommended setting, alone and combined, in fp32."""
     base = plain(SHORT)
     second, both = (("--edit-average-moments", which) for which in ("second", "both"))
     beta2 = ("--edit-scale-beta2",)

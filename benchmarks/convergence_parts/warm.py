@@ -1,7 +1,6 @@
-"""Imported once by the process from which all ranks are forked: the start of each is then short.
+"""Imports for the process from which all ranks are forked, so that each rank starts fast.
 
-Megatron without CUDA has to be prepared before it is imported; the launcher then finds it as it
-would have made it.
+Megatron without CUDA has to be patched before it is imported, as the launcher does.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import warnings
 from megatron_edit.host.cpu import enable_cpu_backend
 from megatron_edit.host.seams.patching import Patcher
 
-with warnings.catch_warnings():  # GPU packages that Megatron misses; no matter here
+with warnings.catch_warnings():  # about missing GPU packages
     warnings.simplefilter("ignore", UserWarning)
     enable_cpu_backend(Patcher("Megatron-LM"))
     for name in (

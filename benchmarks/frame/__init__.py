@@ -1,17 +1,18 @@
-"""What all benchmarks stand on.
+"""The framework of all benchmarks.
 
 | module | |
 |---|---|
-| gpt | the model that is trained, its flags, which iterations count, links and their names |
-| against | the package of an earlier commit beside that of this checkout |
-| launch | trainings on this machine or in the hosts of a lab: started, followed, ended |
-| study | command line and runner: turns, what was measured and going on from it, small JSON file |
-| readings | what a training leaves behind: the console, event files |
-| page | spreads of repeats, Markdown tables, pictures |
+| gpt | the model that is trained, its flags, the measured iterations, links and their names |
+| against | comparison with the package of an earlier commit |
+| launch | starts, follows and ends trainings on this machine or in the hosts of a lab |
+| study | command line and runner: repeats, stored runs, `--resume`, the JSON file of results |
+| readings | reads the console and the event files of a training |
+| page | spreads over repeats, Markdown tables, pictures |
 
-Studies measure in turns, so that all runs of a turn meet the same machine. `convergence` does not:
-its losses are the same on a slow machine, and its questions share runs, known by their hash.
+Studies repeat all runs alternately, so that all runs of a repeat share the state of the machine.
+`convergence` does not: its losses do not depend on the speed of the machine, and its questions
+share runs, which are identified by their hash.
 
-A benchmark is a script beside this package and a package of its parts; parts import this frame and
-never each other.
+A benchmark is a script next to this package and a package of its parts. Parts import this package,
+and never each other.
 """

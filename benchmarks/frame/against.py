@@ -1,10 +1,10 @@
-"""The package of an earlier commit, measured side by side with that of this checkout.
+"""Comparison with the package of an earlier commit.
 
-With `--against COMMIT` every case of a turn runs twice, one run right after the other: with the
+With `--against COMMIT` every case of a repeat runs twice, one run right after the other: with the
 package of this checkout and with that of COMMIT, which is checked out into a temporary folder. The
-order within a pair changes from turn to turn. Launcher of the ranks, training scripts and readings
-are those of this checkout, so COMMIT has to understand the flags that the cases use. Cases without
-EDiT run twice, too: how far their ratio is from 1 tells the noise of the machine.
+order within a pair alternates. The launcher of the ranks, the training scripts and the readers are
+those of this checkout, so COMMIT has to accept the flags that the cases use. Cases without EDiT
+run twice, too: the distance of their ratio from 1 shows the noise of the machine.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ COLUMNS = (
 
 
 class CommitError(ValueError):
-    """A commit that cannot be measured; one line has the value, the rule and the remedy."""
+    """A commit cannot be measured; the message is one line with value, rule and remedy."""
 
 
 @dataclass(frozen=True)
-class Compared:
+class Comparison:
     """One number of a case, with the package of this checkout and with the earlier one.
 
     Attributes:
-        case: its name.
-        of: which number.
-        pairs: turns in which both were measured.
+        case: name of the case.
+        of: name of the number.
+        pairs: repeats in which both were measured.
         here: with the package of this checkout.
-        earlier: with that of the commit.
-        ratio: here over earlier, turn by turn.
+        earlier: with the package of the commit.
+        ratio: here over earlier, per repeat.
     """
 
     case: str
@@ -59,20 +59,20 @@ class Compared:
     ratio: Spread
 
     @classmethod
-    def of_pairs(cls, case: str, of: str, pairs: Sequence[tuple[float, float]]) -> Compared:
-        """From at least one pair, the number of this checkout first."""
+    def of_pairs(cls, case: str, of: str, pairs: Sequence[tuple[float, float]]) -> Comparison:
+        """Compare at least one pair of numbers; that of this checkout comes first."""
         here, earlier = (Spread.some(values) for values in zip(*pairs, strict=True))
         return cls(case, of, len(pairs), here, earlier, Spread.some([a / b for a, b in pairs]))
 
 
-def comparison_table(commit: str, rows: Sequence[Compared]) -> str:
-    """A heading and a Markdown table; the spread is (max - min) / median."""
-    title = f"Package of this checkout beside that of {commit[:SHORT_COMMIT]}"
+def comparison_table(commit: str, rows: Sequence[Comparison]) -> str:
+    """Return a heading and a Markdown table; the spread is (max - min) / median."""
+    title = f"Package of this checkout compared with that of {commit[:SHORT_COMMIT]}"
     return f"{title}:\n\n{table_of(COLUMNS, rows)}"
 
 
 def add_against(parser: argparse.ArgumentParser) -> None:
-    """The flag; `args.against` is None or a full hash."""
+    """Add the flag `--against`; `args.against` is None or a full hash."""
 
     def commit(text: str) -> str:
         try:
@@ -82,15 +82,15 @@ def add_against(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument(
         "--against", type=commit, metavar="COMMIT", help="run every case with the package of this "
-        "commit, too, in alternation with that of this checkout, and compare them turn by turn",
+        "commit, too, alternating with that of this checkout, and compare them in pairs",
     )  # fmt: skip
 
 
 def resolve_commit(text: str, repository: Path = REPOSITORY) -> str:
-    """The full hash of a commit that has the package.
+    """Return the full hash of a commit that has the package.
 
     Raises:
-        CommitError: there is none, or the repository is no git checkout.
+        CommitError: there is no such commit, or the repository is not a git checkout.
     """
     if _git(repository, "rev-parse", "--git-dir") is None:
         raise CommitError(
@@ -110,9 +110,9 @@ def resolve_commit(text: str, repository: Path = REPOSITORY) -> str:
 
 @contextmanager
 def earlier_package(commit: str | None, repository: Path = REPOSITORY) -> Iterator[Path | None]:
-    """Folder with the package of a commit inside the `with` block; None of None.
+    """Check out the package of a commit for the `with` block; yields its folder, None for None.
 
-    It is removed at the end, also by Ctrl-C, SIGTERM or SIGHUP.
+    It is removed at the end, also on Ctrl-C, SIGTERM or SIGHUP.
 
     Raises:
         SystemExit: git cannot check it out.
@@ -138,7 +138,7 @@ def earlier_package(commit: str | None, repository: Path = REPOSITORY) -> Iterat
 
 
 def _git(repository: Path, *words: str) -> str | None:
-    """What git prints; None where it fails, or is not there."""
+    """Return the output of git; None where it fails or is not installed."""
     argv = ["git", "-C", str(repository), *words]
     try:
         done = subprocess.run(argv, capture_output=True, text=True)

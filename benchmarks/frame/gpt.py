@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 
 def flag_words(values: Mapping[str, object], switches: Iterable[str] = ()) -> list[str]:
-    """Words of a command line: names with their values, then names alone; both without dashes."""
+    """Return the words of a command line; `values` and `switches` are named without dashes."""
     words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
     return words + [f"--{name}" for name in switches]
 
 
 def link_name(rate: float | None) -> str:
-    """A rate in bits per second, as people say it; None is no limit."""
+    """Return a rate in bits per second as a short text; None is no limit."""
     if rate is None:
         return "no limit"
     return f"{rate / 1e9:g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:g} Mbit/s"
@@ -21,7 +21,7 @@ def link_name(rate: float | None) -> str:
 
 @dataclass(frozen=True)
 class Link:
-    """A link in one repeat: the rate asked for, and the payload bits per second measured."""
+    """A link in one repeat: the configured rate, and the measured payload bits per second."""
 
     rate: float | None
     repeat: int
@@ -41,22 +41,22 @@ class Model:
     bucket_numel: int = 800_000
 
     @property
-    def guessed_bytes(self) -> float:
-        """About what the fp32 parameters need; the number on the wire is measured."""
+    def estimated_bytes(self) -> float:
+        """Approximate size of the fp32 parameters; the bytes on the wire are measured."""
         return 4.0 * self.hidden_size * (12 * self.num_layers * self.hidden_size + self.vocab_size)
 
     @property
     def tokens_per_replica(self) -> int:
-        """Of one replica in a step."""
+        """Tokens of one replica in a step."""
         return self.micro_batch_size * self.seq_length
 
     def flags(self, world_size: int, *, train_iters: int, log_interval: int) -> list[str]:
-        """Megatron's flags for a training on the CPU, with one micro-batch on each rank.
+        """Return Megatron's flags for a training on the CPU, with one micro-batch on each rank.
 
         Args:
             world_size: ranks of the job.
             train_iters: steps.
-            log_interval: between two lines on the console.
+            log_interval: steps between two lines on the console.
         """
         model = {
             "num-layers": self.num_layers,
@@ -67,7 +67,7 @@ class Model:
             "micro-batch-size": self.micro_batch_size,
             "ddp-bucket-size": self.bucket_numel,
             "tokenizer-type": "NullTokenizer",
-            "vocab-size": self.vocab_size - 1,  # the tokenizer adds the end of a document
+            "vocab-size": self.vocab_size - 1,  # the tokenizer adds the end-of-document token
             "attention-dropout": 0,
             "hidden-dropout": 0,
             "lr": 1e-4,
@@ -88,18 +88,18 @@ class Model:
 
 
 def edit_flags(num_replicas: int, *, warmup_steps: int, log_dir: str) -> list[str]:
-    """Flags of any training with EDiT."""
+    """Return the flags common to all trainings with EDiT."""
     values = {"num-replicas": num_replicas, "warmup-steps": warmup_steps, "log-dir": log_dir}
     return ["--use-edit", *flag_words({f"edit-{name}": value for name, value in values.items()})]
 
 
 @dataclass(frozen=True)
 class Window:
-    """The iterations first + 1 .. last of a run are measured.
+    """The measured iterations of a run: first + 1 .. last.
 
     Attributes:
-        log_interval: between two lines of Megatron; divides `first` and `last`.
-        train_iters: of the whole run: beyond `last`, so that its end is not measured.
+        log_interval: steps between two lines of Megatron; divides `first` and `last`.
+        train_iters: of the run; larger than `last`, so that its end is not measured.
     """
 
     first: int
@@ -109,13 +109,12 @@ class Window:
 
     @classmethod
     def of_rounds(cls, tau: int, rounds: int) -> Window:
-        """From the middle of a round to the middle of another.
+        """Return the window from the middle of the second round to the middle of a later one.
 
-        There is nothing of an exchange in flight at either end, whichever mode it is, and as many
-        syncs as rounds are inside. Not the first round: its sync waits for the host that started
-        last.
+        In no mode is an exchange in flight at either end, and there are as many syncs as rounds
+        inside. The first round is left out: its sync waits for the host that started last.
         """
-        every = tau // 4 if tau % 4 == 0 else 1
-        first = tau + (2 * every if every > 1 else tau // 2)
+        interval = tau // 4 if tau % 4 == 0 else 1
+        first = tau + (2 * interval if interval > 1 else tau // 2)
         last = first + rounds * tau
-        return cls(first, last, every, last + every)
+        return cls(first, last, interval, last + interval)

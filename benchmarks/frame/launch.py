@@ -1,8 +1,8 @@
-"""Trainings: their ranks are started on this machine or in a lab's hosts, followed, and ended.
+"""Start, follow and end trainings on this machine or in the hosts of a network lab.
 
-`Forks` starts ranks as children of a process that has imported already what takes long;
-`Hosts` starts each in a host of a network lab, on a core of its own. Both give a `Training`, which
-waits for what is to be measured, or for the end. Nothing uses a GPU that is not asked to.
+`Forks` forks ranks from a process that has already imported the slow modules; `Hosts` starts each
+rank in a host of a network lab, on a core of its own. Both give a `Training`, which waits for a
+measurement or for the end. GPUs are hidden from the ranks unless requested.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ BENCHMARKS = REPOSITORY / "benchmarks"
 SCRIPT = REPOSITORY / "scripts" / "pretrain_gpt.py"
 DONE = "[after training is done]"
 NUM_TAIL_LINES = 40
-GRACE_SECONDS = 30  # for the others once one has broken off; and until a forgotten rank ends itself
+GRACE_SECONDS = 30  # for the other ranks after a failure, and beyond the time limit
 FIRST_LAB_PORT = 29500
-# Most of the start of a training is the import of these. Not Megatron: it must not be there before
-# the plugin is.
+# Importing these takes most of the start of a training. Megatron is not among them: the plugin must
+# be imported first.
 PRELOADED = ("torch", "torch.distributed.tensor", "torch._inductor.compile_fx", "torch.utils.data")
 _PR_SET_PDEATHSIG = 1
 
@@ -47,13 +47,13 @@ class RunFailedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank is to run.
+    """The command of one rank.
 
     Attributes:
         words: flags of the script.
-        environment: what it has besides ours and torchrun's.
-        script: which.
-        python: interpreter, in a lab.
+        environment: variables in addition to torchrun's and those of this module.
+        script: path of the training script.
+        python: interpreter; used in a lab.
         package: folder that `megatron_edit` is imported from.
     """
 
@@ -65,11 +65,11 @@ class Rank:
 
 
 class Training:
-    """Ranks that train.
+    """The running ranks of a training.
 
     Args:
         name: for messages.
-        folder: takes what they write.
+        folder: for their output.
         others_are_done: called when all ranks but the first have ended.
 
     Attributes:
@@ -86,31 +86,31 @@ class Training:
         self._others_are_done = others_are_done
 
     def add(self, pid: int, code: Callable[[], int | None]) -> None:
-        """The next rank, and how to ask for its exit code."""
+        """Add the next rank; `code` returns its exit code, None while it runs."""
         self.pids.append(pid)
         self._codes.append(code)
 
     def log(self, rank: int = 0) -> Path:
-        """Console output of a rank; of replicas after the first it may have the start alone."""
+        """Return the console file of a rank; for later replicas it may hold only the start."""
         return self.folder / f"console{rank}.log"
 
     def exit_codes(self) -> list[int | None]:
-        """By rank; None for those that run."""
+        """Return the exit codes by rank; None while a rank runs."""
         return [code() for code in self._codes]
 
     def failed(self, reason: str, rank: int) -> RunFailedError:
-        """The error to raise."""
+        """Return the error to raise, with the last output of a rank."""
         logs = [self.log(rank), *sorted(self.folder.rglob("replica-*.log"))]
-        said, speaker = "\n".join(filter(None, map(tail, logs))), rank
-        if not said:  # one may speak for all
-            said, speaker = tail(self.log()), 0
-        return RunFailedError(f"{self._name}: {reason}; rank {speaker} said last:\n{said}")
+        output, source = "\n".join(filter(None, map(tail, logs))), rank
+        if not output:  # the first rank may report for all
+            output, source = tail(self.log()), 0
+        return RunFailedError(f"{self._name}: {reason}; last output of rank {source}:\n{output}")
 
     def until[T](self, probe: Callable[[], T | None], *, limit: float, poll: float) -> T:
-        """What `probe` finds, once it finds anything; asked every `poll` seconds.
+        """Call `probe` every `poll` seconds until it returns a result, and return that.
 
         Raises:
-            RunFailedError: a rank has ended before, or `limit` seconds were over.
+            RunFailedError: a rank has ended before, or `limit` seconds have passed.
         """
         deadline = time.monotonic() + limit
         while (found := probe()) is None:
@@ -126,11 +126,11 @@ class Training:
         """Wait until all ranks have ended, and call `callback` every `poll` seconds until then.
 
         Returns:
-            The exit codes. An interpreter that crashes while it shuts down has trained all the
-            same: a code other than 0 is no failure where training was over.
+            The exit codes. They may differ from 0 where training was over, as an interpreter may
+            crash in its shutdown.
 
         Raises:
-            RunFailedError: a rank ended too early, or `limit` seconds were over.
+            RunFailedError: a rank ended too early, or `limit` seconds have passed.
         """
         deadline = time.monotonic() + limit
         while any(code is None for code in self._checked_codes()):
@@ -157,11 +157,11 @@ class Forks:
     """Starts trainings on this machine, one after another.
 
     Args:
-        first_port: where to look for ports that are free.
+        first_port: where to start the search for free ports.
         time_limit: seconds of a training; ranks end themselves some time after it.
-        preload: modules that are imported once, in a process from which all ranks are forked. It
-            never uses a device, so that what is forked from it may.
-        gpus: whether ranks may use this machine's.
+        preload: modules that are imported once, in the process from which all ranks are forked. It
+            never uses a device, so that the forked ranks can.
+        gpus: whether ranks may use the GPUs of this machine.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class Forks:
         os.environ["OMP_NUM_THREADS"] = "1"  # the ranks share this machine's cores
         if not gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        os.environ["PYTHONPATH"] = _python_path()  # of the process below
+        os.environ["PYTHONPATH"] = _python_path()  # for the forkserver started below
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(preload))
 
@@ -186,17 +186,17 @@ class Forks:
         self, name: str, folder: Path, ranks: Sequence[Rank], *, apart: bool = False,
         one_machine: bool = True,
     ) -> Iterator[Training]:  # fmt: skip
-        """Ranks that train inside the `with` block; what still runs at its end is killed.
+        """Run ranks inside the `with` block; those still running at its end are killed.
 
         Args:
             name: for messages.
-            folder: takes their output.
+            folder: for their output.
             ranks: in order.
-            apart: whether each is a job of its own.
-            one_machine: whether they know that they are on one machine.
+            apart: whether each rank is a job of its own.
+            one_machine: whether LOCAL_RANK and LOCAL_WORLD_SIZE show that they share a machine.
         """
         ports = free_ports(self._last_port, len(ranks) if apart else 1)
-        self._last_port = ports[-1]  # one that was used may linger in the kernel
+        self._last_port = ports[-1]  # a used port may stay occupied for a while
         done = self._context.Event()
         training = Training(name, folder, done.set)
         processes: list[ForkServerProcess] = []
@@ -208,12 +208,12 @@ class Forks:
                 env = torchrun | {"GLOO_SOCKET_IFNAME": "lo"} | dict(rank.environment)
                 event = None if number or apart else done
                 given = (rank, env, training.log(number), self._limit_seconds, event)
-                # Not a daemon: those may not have children, and asynchronous saves need some.
-                process = self._context.Process(target=be_rank, args=given)
+                # Not a daemon: daemons may not have child processes, which asynchronous saves need.
+                process = self._context.Process(target=run_rank, args=given)
                 process.start()
                 processes.append(process)
                 assert process.pid is not None, "it has been started"
-                training.add(process.pid, _asked(process))
+                training.add(process.pid, _exit_code_reader(process))
             yield training
         finally:
             for process in processes:
@@ -237,9 +237,9 @@ class Hosts:
     def training(
         self, name: str, folder: Path, ranks: Sequence[Rank], *, apart: bool = False
     ) -> Iterator[Training]:
-        """As that of `Forks`. Links have no limit: neither the start nor the end need be slow."""
+        """Run ranks like `Forks.training`, with unlimited links at the start and at the end."""
         self.lab.set_rate(None)
-        self._port += 1  # the last one may linger in the kernel
+        self._port += 1  # the last port may stay occupied for a while
         training, processes = Training(name, folder), []
         try:
             for number, rank in enumerate(ranks):
@@ -250,7 +250,7 @@ class Hosts:
                 env |= _HOST_VARIABLES | dict(rank.environment)
                 env["PYTHONPATH"] = _python_path(rank.package)
                 launcher = [rank.python, "-m", "megatron_edit", str(rank.script)]
-                argv = [*_core_of(number), *launcher, *rank.words]
+                argv = [*_pin_to_core(number), *launcher, *rank.words]
                 with training.log(number).open("w") as log:
                     process = self.lab.popen(
                         number, argv, env, stdout=log, stderr=log, cwd=rank.package
@@ -265,7 +265,7 @@ class Hosts:
 
 
 def measure_link(lab: Lab, rate: float | None, repeat: int) -> Link:
-    """What a lab's links carry at a rate."""
+    """Measure the bandwidth of a lab's links at a rate."""
     lab.set_rate(rate)
     return Link(rate, repeat, lab.measure_bandwidth(seconds=2.0))
 
@@ -281,7 +281,7 @@ _HOST_VARIABLES = {
 def torchrun_variables(
     number: int, count: int, address: str, port: int, apart: bool, place: tuple[int, int]
 ) -> dict[str, str]:
-    """What torchrun would set for a rank; `place` is its local rank, and of how many."""
+    """Return torchrun's variables for a rank; `place` is its local rank and local world size."""
     values = {
         "RANK": 0 if apart else number,
         "WORLD_SIZE": 1 if apart else count,
@@ -293,15 +293,15 @@ def torchrun_variables(
     return {name: str(value) for name, value in values.items()}
 
 
-def be_rank(
+def run_rank(
     rank: Rank, env: Mapping[str, str], log: Path, limit_seconds: int, others_are_done: Event | None
 ) -> None:
-    """What the process of a forked rank does: it ends with its script, or with its time.
+    """Run the script of a rank in its forked process, for at most `limit_seconds`.
 
-    The first rank holds the store, so it leaves last.
+    The first rank hosts the store, so it exits last.
     """
-    os.setsid()  # a group of its own, to be ended with all that it starts
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody would wait for it
+    os.setsid()  # a process group of its own, to be killed with all its children
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the parent
     signal.alarm(limit_seconds)
     try:
         with log.open("w", buffering=1) as console:
@@ -322,10 +322,10 @@ def be_rank(
 
 
 def import_package_from(folder: Path) -> None:
-    """Let this process and its children import `megatron_edit` from a folder.
+    """Make this process and its children import `megatron_edit` from a folder.
 
     multiprocessing has imported the benchmark in this process, and with it perhaps the package of
-    this checkout; these modules are forgotten where another package is wanted.
+    this checkout; its modules are removed where another package is to be imported.
     """
     sys.path.insert(0, str(folder))
     os.environ["PYTHONPATH"] = _python_path(folder)
@@ -335,24 +335,24 @@ def import_package_from(folder: Path) -> None:
 
 
 def cpu_seconds(folder: Path) -> float:
-    """Of all ranks that were forked for a training, and that have ended by themselves."""
+    """Return the CPU seconds of all forked ranks that were not killed."""
     return sum(float(path.read_text()) for path in folder.glob("*.cpu"))
 
 
 def is_over(folder: Path, rank: int) -> bool:
-    """Whether a rank says, on its console or in its replica's file, that it trained to the end."""
+    """Return whether the console or replica log of a rank says that training is over."""
     files = (folder / f"console{rank}.log", folder / f"replica-{rank}.log")
     return any(DONE in path.read_text(errors="replace") for path in files if path.exists())
 
 
 def tail(log: Path) -> str:
-    """The end of a log; nothing of one that is not there."""
+    """Return the end of a log; empty where the file does not exist."""
     text = log.read_text(errors="replace") if log.exists() else ""
     return "\n".join(text.splitlines()[-NUM_TAIL_LINES:])
 
 
 def load_script(path: Path = SCRIPT) -> ModuleType:
-    """A script as a module, not yet run."""
+    """Load a script as a module without running its main function."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None, f"no Python file: {path}"
     module = importlib.util.module_from_spec(spec)
@@ -361,10 +361,10 @@ def load_script(path: Path = SCRIPT) -> ModuleType:
 
 
 def free_ports(after: int, count: int) -> list[int]:
-    """The next ports that nobody listens on now.
+    """Return the next free ports after a number.
 
-    They are below those that a system gives to outgoing connections: one of these could otherwise
-    take a port before the ranks do.
+    They should be below the ephemeral ports, which outgoing connections could occupy before the
+    ranks do.
     """
     found: list[int] = []
     port = after
@@ -377,26 +377,29 @@ def free_ports(after: int, count: int) -> list[int]:
 
 
 def _python_path(package: Path = REPOSITORY) -> str:
-    """Ours, with what the ranks import before all else."""
+    """Return PYTHONPATH with the folders of the package and of the benchmarks first."""
     paths = (str(package), str(BENCHMARKS), os.environ.get("PYTHONPATH", ""))
     return os.pathsep.join(filter(None, paths))
 
 
-def _asked(process: ForkServerProcess) -> Callable[[], int | None]:
+def _exit_code_reader(process: ForkServerProcess) -> Callable[[], int | None]:
     return lambda: process.exitcode
 
 
 def _kill_group(process: ForkServerProcess) -> None:
-    """Kill a rank and what it has started: Megatron's writers of checkpoints."""
+    """Kill a rank and its children, such as Megatron's checkpoint writers."""
     assert process.pid is not None, "it has been started"
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.kill()  # where it has not come to its own group yet
+    process.kill()  # where it has not created its process group yet
 
 
-def _core_of(host: int) -> list[str]:
-    """Give each host a core of its own, as far as they go: hosts do not share them in earnest, and
-    which process waits for which core would differ from run to run."""
+def _pin_to_core(host: int) -> list[str]:
+    """Return a taskset prefix that pins each host to a core, reused where there are too few.
+
+    Real hosts do not share cores, and without pinning the competition for cores would differ from
+    run to run.
+    """
     if shutil.which("taskset") is None:
         return []
     return ["taskset", "--cpu-list", str(host % (os.cpu_count() or 1))]

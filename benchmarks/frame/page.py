@@ -1,4 +1,4 @@
-"""Results for people: spreads of repeats, cells and tables of Markdown, pictures."""
+"""Presentation of results: spreads over repeats, Markdown tables, pictures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALL = ("min", "median", "max")
 
 @dataclass(frozen=True)
 class Spread:
-    """Of several values."""
+    """Minimum, median and maximum of several values."""
 
     min: float
     median: float
@@ -23,12 +23,12 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread | None:
-        """None where there are no values."""
+        """Return the spread of the values; None where there are none."""
         return cls(min(values), median(values), max(values)) if values else None
 
     @classmethod
     def some(cls, values: Sequence[float]) -> Spread:
-        """Of at least one value."""
+        """Return the spread of at least one value."""
         found = cls.of(values)
         assert found is not None, "a spread of no values"
         return found
@@ -39,21 +39,21 @@ class Spread:
         return (self.max - self.min) / self.median if self.median else 0.0
 
     def over(self, other: float) -> Spread:
-        """Each of them over a number."""
+        """Return the spread divided by a number."""
         return Spread(self.min / other, self.median / other, self.max / other)
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a Markdown table, or several beside each other.
+    """A column of a Markdown table, or several adjacent ones for a spread.
 
     Attributes:
-        head: of the first; those after it are headed by what they are of the spread.
-        get: attribute or key of a row, or a function of it; finds a text, a number, a `Spread`, or
+        head: of the first column; the others are headed by the name of their number.
+        get: attribute or key of a row, or a function of it; gives a text, a number, a `Spread`, or
             None for empty cells.
-        form: of a number.
-        factor: to multiply it by.
-        of: which numbers of a spread are shown.
+        form: format of a number.
+        factor: multiplied to each number.
+        of: numbers of a spread to show.
     """
 
     head: str
@@ -64,12 +64,12 @@ class Column:
 
     @property
     def heads(self) -> list[str]:
-        """Of all of them."""
+        """Headings of the columns."""
         first = self.head if len(self.of) == 1 else f"{self.head}: {self.of[0]}"
         return [first, *self.of[1:]]
 
     def cells(self, row: Any) -> list[str]:
-        """Of a row."""
+        """Return the cells of a row."""
         if callable(self.get):
             value = self.get(row)
         else:
@@ -83,19 +83,19 @@ class Column:
 
 
 def table_of(columns: Sequence[Column], rows: Iterable[Any]) -> str:
-    """A Markdown table with a line for each row."""
+    """Return a Markdown table with a line for each row."""
     heads = [head for column in columns for head in column.heads]
     return table(heads, ([cell for column in columns for cell in column.cells(r)] for r in rows))
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table of texts."""
+    """Return a Markdown table of texts."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def mark_line(text: str, value: float, bound: float, *, is_least: bool = False) -> str:
-    """A line of a list that holds a value to its mark."""
+def target_line(text: str, value: float, bound: float, *, is_least: bool = False) -> str:
+    """Return a list item that compares a value with its target."""
     passes = value >= bound if is_least else value <= bound
     wanted = f"{'>=' if is_least else '<='} {bound:g}"
     return f"- {text} {value:.3f}, wanted {wanted}: {'pass' if passes else 'MISS'}"
@@ -103,11 +103,11 @@ def mark_line(text: str, value: float, bound: float, *, is_least: bool = False) 
 
 @contextmanager
 def picture(path: Path, *, dpi: int = DPI, **options: Any) -> Iterator[tuple[Any, Any]]:
-    """A figure and its axes, an array where there are several; written to `path` in the end.
+    """Draw on a figure and its axes (an array for several); written to `path` at the end.
 
     Args:
         path: of the picture.
-        dpi: of it.
+        dpi: dots per inch.
         options: of matplotlib's `subplots`.
     """
     import matplotlib
@@ -124,7 +124,7 @@ def picture(path: Path, *, dpi: int = DPI, **options: Any) -> Iterator[tuple[Any
 
 
 def error_lengths(spreads: Sequence[Spread]) -> list[list[float]]:
-    """From the medians down to the least, and up to the most, as matplotlib wants them."""
+    """Return the distances from median to minimum and to maximum, as for `yerr` of matplotlib."""
     return [[s.median - s.min for s in spreads], [s.max - s.median for s in spreads]]
 
 
@@ -136,16 +136,16 @@ def draw_bars[K: Hashable](
     colors: Sequence[Any] | None = None,
     with_numbers: bool = True,
 ) -> None:
-    """Bars of medians side by side, with the least and the most.
+    """Draw grouped bars of medians, with error bars from minimum to maximum.
 
     Args:
-        axes: where to; groups stand at 0, 1, 2, ...
+        axes: to draw on; groups are at 0, 1, 2, ...
         groups: from left to right.
-        series: by label: what there is for each group.
-        colors: one for each series; the usual ones, if left out.
+        series: by label: the spread of each group.
+        colors: one per series; matplotlib's by default.
         with_numbers: whether to write the medians above the bars.
     """
-    width = 0.8 / max(1, len(series))  # none where all have failed
+    width = 0.8 / max(1, len(series))  # no series where all runs have failed
     for number, (label, found) in enumerate(series.items()):
         cases = [(x, s) for x, group in enumerate(groups) if (s := found.get(group)) is not None]
         shift = (number - (len(series) - 1) / 2) * width

@@ -1,4 +1,4 @@
-"""What a training leaves behind: Megatron's console, and EDiT's event files."""
+"""Readers of a training's output: Megatron's console and EDiT's event files."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["Console", "RunLog", "edit_losses", "inner_steps", "read_console", "r
 
 
 class Console:
-    """A console log that is still written to; each look reads only whole lines that are new."""
+    """A console log that is still being written; each read takes only new, complete lines."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._offset, self._rest = path, 0, ""
         self._log = RunLog()
 
     def read(self) -> RunLog:
-        """What it has said so far."""
+        """Return the contents so far."""
         with self._path.open(encoding="utf-8", errors="replace") as source:
             source.seek(self._offset)
             *lines, self._rest = (self._rest + source.read()).split("\n")
@@ -33,19 +33,19 @@ class Console:
 
 
 def read_console(*paths: Path) -> RunLog:
-    """What the consoles of trainings that are over have said."""
+    """Return the contents of the consoles of finished trainings."""
     texts = (path.read_text(encoding="utf-8", errors="replace") for path in paths)
     return RunLog.of(line for text in texts for line in text.splitlines())
 
 
 def read_syncs(folder: Path, window: Window | None = None) -> list[dict[str, Any]]:
-    """What EDiT says of its syncs, or of those in the measured iterations alone."""
+    """Return the records of all syncs, or of those in the measured iterations."""
     lines = read_json_lines(folder / "sync.jsonl")
     return [line for line in lines
             if window is None or window.first < line["iteration"] <= window.last]  # fmt: skip
 
 
 def inner_steps(folder: Path, replica: int = 0) -> list[float]:
-    """Seconds of each inner step of a replica, under EDiT."""
+    """Return the seconds of each inner step of a replica under EDiT."""
     lines = read_json_lines(folder / f"replica-{replica}.jsonl")
     return [line["seconds"] for line in lines if "seconds" in line]

@@ -1,8 +1,8 @@
-"""A study: its command line, its turns, what it has measured so far, and the JSON file of it.
+"""A study: its command line, repeated runs, stored measurements and JSON file of results.
 
-Everything that is measured is kept as soon as it is there, a small file each, in a folder beside
-OUTPUT that git ignores; with `--resume` the study goes on from these files. OUTPUT itself is small:
-settings, versions and summaries, of as many series as were measured into it.
+Each measurement is stored at once in a small file, in a folder next to OUTPUT that git ignores;
+with `--resume` the study continues from these files. OUTPUT itself is small: settings, versions
+and summaries of one or more series.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from typing import Any
 from netlab import Lab
 
 from megatron_edit.tools.cli.common import OneLineParser
-from megatron_edit.tools.compare.finished import configuration_hash, find, keep
+from megatron_edit.tools.compare.finished import configuration_hash, load_result, store_result
 from megatron_edit.tools.compare.follow import Bar, progress_bar
 
-from .against import Compared, add_against, comparison_table, earlier_package
+from .against import Comparison, add_against, comparison_table, earlier_package
 from .gpt import Link, link_name
 from .launch import REPOSITORY, RunFailedError, measure_link
 from .page import ALL
 
 PACKAGES = ("megatron-edit", "megatron-core", "torch", "numpy")
-DIGITS = 5  # of numbers in OUTPUT
-# Flags that say nothing about the numbers.
-ABOUT_FILES = ("output", "series", "resume")
-_SPREAD = ": min, median, max"  # behind the name of a column of spreads
-_PART = 4  # depth of what has no lines of its own in OUTPUT, but for rows
+DIGITS = 5  # significant digits of numbers in OUTPUT
+# Flags that do not affect the numbers.
+FILE_FLAGS = ("output", "series", "resume")
+_SPREAD = ": min, median, max"  # suffix of the name of a column of spreads
+_MAX_LINE_DEPTH = 4  # depth in OUTPUT below which only rows of tables have lines of their own
 
 
-# By name, without dashes: the default, whose type is that of the flag, and what to say of it.
+# By name, without dashes: the default, whose type is that of the flag, and the help text.
 type Flags = dict[str, tuple[str | int | float, str]]
 
 
@@ -55,26 +55,26 @@ def study_parser(
     name: str, doc: str | None, flags: Flags, *, repeats: int, time_limit: float, quick: str,
     pairs: bool = True,
 ) -> OneLineParser:  # fmt: skip
-    """A parser with the flags of all studies, and further ones.
+    """Return a parser with the flags common to all studies and those of a benchmark.
 
     Args:
         name: of the benchmark.
-        doc: its docstring, whose first line is the description.
-        flags: further ones.
+        doc: its docstring; the first line is the description.
+        flags: of the benchmark.
         repeats: default of `--repeats`.
         time_limit: default of `--time-limit`.
-        quick: what `--quick` does.
-        pairs: whether there is `--against`.
+        quick: what `--quick` does, for its help text.
+        pairs: whether to add `--against`.
     """
     parser = OneLineParser(prog=name, description=(doc or "").partition("\n")[0])
     add = parser.add_argument
     add("--output", type=Path, required=True, help="JSON file of the summary; a picture and a "
-        "folder of all runs lie beside it")  # fmt: skip
-    add("--resume", action="store_true", help="go on where this study was broken off")
+        "folder of all runs are written next to it")  # fmt: skip
+    add("--resume", action="store_true", help="continue an interrupted study")
     add("--quick", action="store_true", help=f"a smoke test: {quick}")
     common: Flags = {
-        "series": ("all", "name of what is measured, in a file that holds several"),
-        "repeats": (repeats, "turns of all runs"),
+        "series": ("all", "name of the series, in a file that holds several"),
+        "repeats": (repeats, "repeats of all runs"),
         "time-limit": (time_limit, "seconds for one run"),
     }
     for flag, (default, text) in (common | flags).items():
@@ -88,41 +88,41 @@ def study_parser(
 def parse_quick(
     parser: argparse.ArgumentParser, argv: Sequence[str], quick: Mapping[str, Any]
 ) -> argparse.Namespace:
-    """Parse; `--quick` changes defaults, so that other flags still count."""
+    """Parse the command line; `--quick` changes defaults, which other flags override."""
     if "--quick" in argv:
         parser.set_defaults(**quick)
     return parser.parse_args(argv)
 
 
-def settings_of(args: argparse.Namespace, *left_out: str) -> dict[str, Any]:
-    """What a command line says about the numbers: all but files and `left_out`."""
+def result_settings(args: argparse.Namespace, *left_out: str) -> dict[str, Any]:
+    """Return the settings that affect the numbers: all but files and `left_out`."""
     return {
         name: value
         for name, value in vars(args).items()
-        if name not in (*ABOUT_FILES, *left_out) and not (name == "against" and value is None)
+        if name not in (*FILE_FLAGS, *left_out) and not (name == "against" and value is None)
     }
 
 
-def parts_of(text: str) -> list[str]:
-    """What is separated by commas; nothing of an empty text."""
+def split_commas(text: str) -> list[str]:
+    """Split a text at commas; an empty text gives an empty list."""
     return [word for word in text.split(",") if word]
 
 
-def rates_of(text: str) -> list[float | None]:
-    """Links: bits per second, separated by commas; `none` is no limit."""
-    return [None if word == "none" else float(word) for word in parts_of(text)]
+def parse_links(text: str) -> list[float | None]:
+    """Parse the rates of links in bits per second, separated by commas; `none` is no limit."""
+    return [None if word == "none" else float(word) for word in split_commas(text)]
 
 
-# ---- turns
+# ---- repeats
 
 
-def there_and_back[T](cases: Sequence[T], repeat: int) -> list[T]:
-    """The cases of a turn: a steady drift of the machine then hits all of them alike."""
+def alternate_order[T](cases: Sequence[T], repeat: int) -> list[T]:
+    """Return the cases in order, reversed in every other repeat, to average out drift."""
     return list(cases if repeat % 2 == 0 else reversed(cases))
 
 
 def say(text: str) -> None:
-    """A line of progress on the error stream; the standard output is for tables."""
+    """Print a line of progress on standard error; standard output is for tables."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     tqdm.write(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr)
@@ -130,19 +130,19 @@ def say(text: str) -> None:
 
 
 class Study[M]:
-    """What a benchmark measures, in turns; a subclass says what a run is and how it is summarized.
+    """The repeated measurements of a benchmark; subclasses define runs and their summary.
 
     Args:
         name: of the benchmark.
-        args: its command line, by `study_parser`.
-        form: type of a run: a dataclass, or what JSON has.
-        settings: all that decides what is measured.
-        versions: of what takes part besides `PACKAGES`.
+        args: its command line, parsed by `study_parser`.
+        form: type of a measurement: a dataclass or a JSON type.
+        settings: everything that affects the measurements.
+        versions: of components besides `PACKAGES`.
 
     Attributes:
-        args: as given.
-        found: runs with the package of this checkout.
-        failures: of runs, one line each.
+        args: the parsed command line.
+        found: measurements with the package of this checkout.
+        failures: failed runs, one line each.
     """
 
     def __init__(
@@ -159,37 +159,40 @@ class Study[M]:
         self._name, self._output, self._series, self._form = name, args.output, args.series, form
         self._against: str | None = getattr(args, "against", None)
         self._packages = [REPOSITORY]
-        self._pairs: dict[str, dict[int, list[M | None]]] = {}  # by name and turn
-        self._head = {"versions": environment() | dict(versions or {}), "configuration": settings}
+        self._pairs: dict[str, dict[int, list[M | None]]] = {}  # by name and repeat
+        self._head = {
+            "versions": describe_environment() | dict(versions or {}),
+            "configuration": settings,
+        }
         self._identity = {"study": name, "series": args.series,
                           "settings": configuration_hash(to_json(settings))}  # fmt: skip
         self._bar: Bar | None = None
         if not args.resume:
-            self._forget()
+            self._delete_stored()
 
     # ---- for subclasses
 
     def summary(self) -> dict[str, Any]:
-        """What OUTPUT has to say of this series, besides settings and versions."""
+        """Return the results of this series for OUTPUT, besides settings and versions."""
         return {}
 
     def describe(self, run: M) -> str:
-        """What to say of a run that is over."""
+        """Return the text to print for a finished run."""
         return f"{run}"
 
     def numbers(self, run: M) -> dict[str, float | None]:
-        """What of a run is compared with that of an earlier package, by name."""
+        """Return the numbers of a run to compare with an earlier package, by name."""
         return {}
 
     # ---- runs
 
     @contextmanager
     def progress(self, total: int, *, more: int = 0) -> Iterator[None]:
-        """Show a bar inside the `with` block, have the earlier package, and leave on signals.
+        """Show a progress bar inside the `with` block, with the earlier package checked out.
 
         Args:
             total: runs that are measured with each package.
-            more: runs that are measured with that of this checkout alone.
+            more: runs that are measured only with that of this checkout.
         """
         with earlier_package(self._against) as earlier:
             self._packages = [REPOSITORY, *([earlier] if earlier else [])]
@@ -198,47 +201,51 @@ class Study[M]:
                 self._bar = bar
                 yield
 
-    def turn[C](
-        self, turn: int, cases: Sequence[C], name: Callable[[C], str], make: Callable[[C, Path], M]
+    def run_repeat[C](
+        self,
+        repeat: int,
+        cases: Sequence[C],
+        name: Callable[[C], str],
+        make: Callable[[C, Path], M],
     ) -> None:
-        """Run cases once, backwards in every other turn; one that fails does not end the rest.
+        """Run all cases once, reversed in every other repeat; failed runs do not stop the others.
 
         Args:
-            turn: from 0.
+            repeat: from 0.
             cases: in order.
-            name: of a case; no two of a turn share one.
+            name: returns the unique name of a case.
             make: runs a case with the package in a folder.
         """
         runs = [(case, package) for case in cases for package in self._packages]
-        for case, package in there_and_back(runs, turn):
+        for case, package in alternate_order(runs, repeat):
             is_earlier = package != REPOSITORY
-            key = f"turn {turn + 1}, {name(case)}"
+            key = f"turn {repeat + 1}, {name(case)}"
             key += f", at {package.name}" if is_earlier else ""
             found = self.measure(key, partial(make, case, package))
-            pair = self._pairs.setdefault(name(case), {}).setdefault(turn, [None, None])
+            pair = self._pairs.setdefault(name(case), {}).setdefault(repeat, [None, None])
             pair[is_earlier] = found
             if found is not None and not is_earlier:
                 self.found.append(found)
             self.write()
 
     def once[T](self, key: str, form: type[T], make: Callable[[], T]) -> T:
-        """What was found under a name before the study was broken off, or what is found now.
+        """Return the stored result of a key, or make and store it.
 
         Args:
-            key: the name; no two things of a series share one.
-            form: its type.
-            make: finds it.
+            key: unique in the series.
+            form: type of the result.
+            make: returns the result.
         """
         configuration = self._identity | {"key": key}
         path = runs_folder(self._output) / f"{configuration_hash(configuration)}.json"
-        if (kept := find(path, configuration)) is not None:
+        if (kept := load_result(path, configuration)) is not None:
             return typing.cast(T, from_json(form, kept["found"]))
         found = make()
-        keep(path, configuration, {"found": to_json(found)})
+        store_result(path, configuration, {"found": to_json(found)})
         return found
 
     def measure(self, key: str, make: Callable[[], M]) -> M | None:
-        """A run, as `once` has it. One that fails is noted and does not end the rest: None."""
+        """Return the stored or new measurement of a key; record a failed run and return None."""
         try:
             found = self.once(key, self._form, make)
         except RunFailedError as error:
@@ -256,55 +263,55 @@ class Study[M]:
     def links[C](
         self, lab: Lab, cases: Sequence[C], make: Callable[[float | None, int, C, Path], M]
     ) -> Iterator[Link]:
-        """Run cases on all links, `args.links`, in `args.repeats` turns; gives each link.
+        """Run cases on all links (`args.links`), `args.repeats` times; yields each measured link.
 
         Args:
             lab: of the links.
-            cases: of a turn on a link, named by their text.
-            make: runs a case on a link of a rate in a repeat, with the package in a folder.
+            cases: to run on each link, named by their text.
+            make: runs a case at a rate in a repeat, with the package in a folder.
         """
         for repeat in range(self.args.repeats):
             for rate in self.args.links:
                 place, link = link_name(rate), partial(measure_link, lab, rate, repeat)
                 yield self.once(f"turn {repeat + 1}, {place}, link", Link, link)
                 names = partial("{}, {}".format, place)
-                self.turn(repeat, cases, names, partial(make, rate, repeat))
+                self.run_repeat(repeat, cases, names, partial(make, rate, repeat))
 
     # ---- results
 
-    def compared(self) -> list[Compared]:
-        """The numbers of both packages for each case, turn by turn."""
+    def compare_packages(self) -> list[Comparison]:
+        """Return the numbers of both packages for each case, paired by repeat."""
         rows = []
-        for name, turns in self._pairs.items():
+        for name, repeats in self._pairs.items():
             pairs = [
                 (self.numbers(here), self.numbers(earlier))
-                for here, earlier in turns.values()
+                for here, earlier in repeats.values()
                 if here is not None and earlier is not None
             ]
             for of in pairs[0][0] if pairs else ():
                 numbers = [(here[of], earlier[of]) for here, earlier in pairs]
                 known = [(a, b) for a, b in numbers if a is not None and b]
-                rows += [Compared.of_pairs(name, of, known)] if known else []
+                rows += [Comparison.of_pairs(name, of, known)] if known else []
         return rows
 
     def write(self) -> None:
-        """Write OUTPUT: this series anew, and other ones as they are."""
+        """Write OUTPUT: replace this series, and keep the others."""
         others = read_series(self._output) if self._output.exists() else {}
-        comparison = {} if self._against is None else {"against": self.compared()}
+        comparison = {} if self._against is None else {"against": self.compare_packages()}
         own = self._head | self.summary() | comparison | {"failures": self.failures}
         series = others | {self._series: own}
         write_series(self._output, self._name, series)
 
     def report(self, page: str) -> int:
-        """Print a page, and the comparison with the earlier package; gives the exit code."""
+        """Print a page and the comparison with the earlier package; returns the exit code."""
         print(page)
         if self._against is not None:
-            print(f"\n{comparison_table(self._against, self.compared())}")
+            print(f"\n{comparison_table(self._against, self.compare_packages())}")
         return 1 if self.failures else 0
 
-    def _forget(self) -> None:
-        """Runs of this series that were kept before."""
-        for path, record in _kept(self._output):
+    def _delete_stored(self) -> None:
+        """Delete the stored measurements of this series."""
+        for path, record in _stored(self._output):
             if record["configuration"].get("series") == self._series:
                 path.unlink()
 
@@ -313,47 +320,47 @@ class Study[M]:
 
 
 def runs_folder(output: Path) -> Path:
-    """Where all runs of a study are kept."""
+    """Return the folder of the stored measurements of a study."""
     return output.with_suffix(".runs")
 
 
 def read_runs(output: Path, form: type[Any]) -> list[dict[str, Any]]:
-    """All runs that were kept, as JSON has them: those whose fields are those of a dataclass."""
+    """Return the stored measurements with the fields of a dataclass, as JSON objects."""
     names = {spec.name for spec in fields(form)}
-    found = [record["result"]["found"] for _, record in _kept(output)]
+    found = [record["result"]["found"] for _, record in _stored(output)]
     return [each for each in found if isinstance(each, dict) and each.keys() == names]
 
 
-def _kept(output: Path) -> list[tuple[Path, dict[str, Any]]]:
+def _stored(output: Path) -> list[tuple[Path, dict[str, Any]]]:
     paths = sorted(runs_folder(output).glob("*.json"))
     return [(path, json.loads(path.read_text(encoding="utf-8"))) for path in paths]
 
 
 def read_series(output: Path) -> dict[str, dict[str, Any]]:
-    """All series of an OUTPUT, by name."""
+    """Return all series of an OUTPUT, by name."""
     series: dict[str, dict[str, Any]] = json.loads(output.read_text(encoding="utf-8"))["series"]
-    return {name: {part: _rows_of(each) for part, each in own.items()}
+    return {name: {part: _from_table(each) for part, each in own.items()}
             for name, own in series.items()}  # fmt: skip
 
 
 def read_one(output: Path, series: str = "all") -> dict[str, Any]:
-    """One series of an OUTPUT."""
+    """Return one series of an OUTPUT."""
     return read_series(output)[series]
 
 
 def write_series(
     output: Path, name: str, series: Mapping[str, Mapping[str, Any]], *, digits: int = DIGITS
 ) -> None:
-    """Write an OUTPUT, with lists of objects as tables and no digits that nobody needs."""
+    """Write an OUTPUT, with lists of objects as tables and rounded numbers."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    tables = {name: {part: _table_of(_short(each, digits)) for part, each in own.items()}
+    tables = {name: {part: _to_table(_round(each, digits)) for part, each in own.items()}
               for name, own in to_json(series).items()}  # fmt: skip
-    text = _lines({"study": name, "series": tables})
+    text = _format_json({"study": name, "series": tables})
     output.write_text(text + "\n", encoding="utf-8")
 
 
-def _table_of(rows: Any) -> Any:
-    """Objects of the same keys as their keys and rows of values; all else as it is."""
+def _to_table(rows: Any) -> Any:
+    """Convert objects with equal keys to a table of columns and rows; return the rest unchanged."""
     if not (isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)):
         return rows
     names = list(rows[0])
@@ -366,8 +373,8 @@ def _table_of(rows: Any) -> Any:
     return {"columns": columns, "rows": values}
 
 
-def _rows_of(table: Any) -> Any:
-    """The way back."""
+def _from_table(table: Any) -> Any:
+    """Convert a table of columns and rows back to objects."""
     if not (isinstance(table, dict) and table.keys() == {"columns", "rows"}):
         return table
     return [
@@ -386,7 +393,7 @@ def _is_spread(value: Any) -> bool:
 
 
 def to_json(value: Any) -> Any:
-    """As JSON has it: dataclasses and mappings as objects, paths as texts."""
+    """Convert to JSON types: dataclasses and mappings to objects, paths to strings."""
     if is_dataclass(value) and not isinstance(value, type):
         return to_json(asdict(value))
     if isinstance(value, Mapping):
@@ -397,7 +404,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(form: Any, value: Any) -> Any:
-    """The way back, by the types of a dataclass's fields."""
+    """Convert from JSON types to a type, by the annotations of dataclass fields."""
     origin, of = typing.get_origin(form), typing.get_args(form)
     if value is None or form is Any:
         return value
@@ -417,23 +424,25 @@ def from_json(form: Any, value: Any) -> Any:
     return float(value) if form is float else value
 
 
-def _short(value: Any, digits: int) -> Any:
-    """Floats with so many digits."""
+def _round(value: Any, digits: int) -> Any:
+    """Round all floats to `digits` significant digits."""
     if isinstance(value, float):
         return float(f"{value:.{digits}g}")
     if isinstance(value, list):
-        return [_short(each, digits) for each in value]
+        return [_round(each, digits) for each in value]
     if isinstance(value, dict):
-        return {name: _short(each, digits) for name, each in value.items()}
+        return {name: _round(each, digits) for name, each in value.items()}
     return value
 
 
-def _lines(value: Any, depth: int = 0) -> str:
-    """JSON with a line for each part of a series, and for each row of a table."""
-    is_table = depth == _PART and isinstance(value, list) and isinstance((value or [0])[0], list)
-    if not value or depth > _PART or not (isinstance(value, dict) or is_table):
+def _format_json(value: Any, depth: int = 0) -> str:
+    """Return JSON text with a line for each part of a series and each row of a table."""
+    is_table = (
+        depth == _MAX_LINE_DEPTH and isinstance(value, list) and isinstance((value or [0])[0], list)
+    )
+    if not value or depth > _MAX_LINE_DEPTH or not (isinstance(value, dict) or is_table):
         return json.dumps(value, ensure_ascii=False)
-    parts = [_lines(each, depth + 1) for each in (value if is_table else value.values())]
+    parts = [_format_json(each, depth + 1) for each in (value if is_table else value.values())]
     if not is_table:
         parts = [f"{json.dumps(name)}: {part}" for name, part in zip(value, parts, strict=True)]
     pad = "\n" + " " * depth
@@ -442,18 +451,18 @@ def _lines(value: Any, depth: int = 0) -> str:
 
 
 def common_flags(flags: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Flags of several runs, in few bytes: what all of them begin with, and the rest of each."""
+    """Return the common prefix of the flags of several runs, and the rest of each."""
     columns = zip(*flags.values(), strict=False)
     common = [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
     rest = {name: " ".join(words[len(common) :]) for name, words in flags.items()}
     return {"common": " ".join(common)} | rest
 
 
-# ---- what it ran on
+# ---- environment
 
 
-def environment() -> dict[str, Any]:
-    """Versions and machine, for the record."""
+def describe_environment() -> dict[str, Any]:
+    """Return versions and a description of the machine."""
     versions: dict[str, Any] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:

@@ -1,1 +1,1 @@
-"""Parts of benchmarks/gpu_check.py: what is run, how it is run, the numbers, and their report."""
+"""Parts of benchmarks/gpu_check.py: cases, their runs, analysis and report."""

@@ -1,4 +1,4 @@
-"""What is checked: small trainings in every mode, and larger ones that are measured."""
+"""The cases: small trainings in every mode for checks, and larger ones for measurements."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from frame.gpt import Model, edit_flags, flag_words
 
 WARMUP, TAU = 10, 10
 STEPS, LARGE_STEPS, A_EDIT_STEPS = 60, 50, 200
-# From the forward pass of one step to that of another, with one sync in between; in overlap mode it
-# lands in the forward pass of step 41.
+# Traced from the forward pass of one step until that of another, with one sync in between, which
+# lands in the forward pass of step 41 in overlap mode.
 TRACED = (39, 42)
 SMALL, LARGE = "small", "large"
 MODELS = {
@@ -23,8 +23,8 @@ MODELS = {
         micro_batch_size=4, bucket_numel=20_000_000,
     ),
 }  # fmt: skip
-# Plain attention and norms: the check needs neither Transformer Engine nor Apex. Parameters are
-# drawn on the CPU: they are the same on all devices, and losses can be compared.
+# Plain attention and norms, so that neither Transformer Engine nor Apex is needed. Parameters are
+# initialized on the CPU, so that they are the same on all devices, and losses are comparable.
 PLAIN = ("use-cpu-initialization", "no-bias-gelu-fusion", "no-persist-layer-norm",
          "no-gradient-accumulation-fusion", "no-masked-softmax-fusion")  # fmt: skip
 BF16 = ("--bf16",)
@@ -33,7 +33,7 @@ OFFLOAD = (*OVERLAP, "--edit-offload")
 INT8 = ("--edit-sync-dtype", "int8")
 DELAYED = ("--edit-delay-steps", "5")
 GLOO = ("--edit-sync-backend", "gloo")
-# Steps of a GPU take milliseconds: a few rounds in a few seconds.
+# Steps on a GPU take milliseconds: a few rounds take a few seconds.
 A_EDIT = ("--edit-strategy", "a-edit", "--edit-sync-seconds", "0.5", "--edit-min-round-steps", "8")
 # Mean relative distance from the CPU's losses. On the CPU, bf16 instead of fp32 moves them by 2e-4,
 # int8 instead of fp32 on the wire by 5e-5, a delay of five steps by 2e-2.
@@ -42,19 +42,19 @@ CLOSE, BF16_CLOSE = 0.0005, 0.002
 
 @dataclass(frozen=True)
 class Case:
-    """A training.
+    """A training to check or measure.
 
     Attributes:
         name: of the case.
-        words: flags besides those of all cases.
+        words: flags in addition to those of all cases.
         size: of the model.
         num_replicas: 1 is stock Megatron.
         ranks: of a replica.
         steps: of the training.
-        is_timed: whether a clock tells when replicas sync.
-        tolerance: mean distance from the losses of the CPU, relative to them, beyond which the case
-            fails; None where the losses depend on the clock.
-        is_traced: whether a sync is written down by torch's profiler.
+        is_timed: whether replicas sync by time.
+        tolerance: largest accepted mean relative distance from the losses of the CPU; None where
+            the losses depend on the clock.
+        is_traced: whether a sync is traced by torch's profiler.
     """
 
     name: str
@@ -69,23 +69,23 @@ class Case:
 
     @property
     def num_ranks(self) -> int:
-        """Of all replicas."""
+        """Ranks of all replicas."""
         return self.num_replicas * self.ranks
 
     @property
     def is_stock(self) -> bool:
-        """Whether Megatron trains alone."""
+        """Whether this is stock Megatron."""
         return self.num_replicas == 1
 
     @property
     def num_syncs(self) -> int | None:
-        """How many there are to be; None where a clock tells. Training ends with one."""
+        """Expected number of syncs, one at the end included; None where rounds are timed."""
         if self.is_timed:
             return None
         return 0 if self.is_stock else math.ceil((self.steps - WARMUP) / TAU)
 
     def flags(self, device: str, log_dir: str) -> list[str]:
-        """Of every rank.
+        """Return the flags of every rank.
 
         Args:
             device: `cuda` or `cpu`.
@@ -104,7 +104,7 @@ class Case:
 
 
 def small_cases() -> list[Case]:
-    """Whether training is right: every mode."""
+    """Return small trainings in every mode, which check correctness."""
     return [
         Case("stock", BF16, num_replicas=1),
         Case("blocking", (*BF16, "--edit-sync-mode", "blocking")),
@@ -119,10 +119,10 @@ def small_cases() -> list[Case]:
 
 
 def cases_of_several_devices(count: int) -> list[Case]:
-    """What one device cannot show: a second transport, and replicas of several ranks."""
+    """Return cases that need several devices: gloo between GPUs, and replicas of several ranks."""
     cases = [Case("overlap-gloo", (*BF16, *OVERLAP, *GLOO))] if count >= 2 else []
     if count >= 4:
-        # Tied embeddings on two stages: two messages on one queue were a deadlock once.
+        # Tied embeddings on two stages: a regression case of a deadlock of two messages on a queue.
         pipeline, tensor = (f"--{kind}-model-parallel-size" for kind in ("pipeline", "tensor"))
         cases += [
             Case("overlap-two-ranks", (*BF16, *OVERLAP), ranks=2),
@@ -133,7 +133,7 @@ def cases_of_several_devices(count: int) -> list[Case]:
 
 
 def large_cases() -> list[Case]:
-    """What a sync takes: 134 million parameters, most of them in matrices."""
+    """Return trainings of 134 million parameters that measure the cost of a sync."""
     words = (*BF16, "--lr", "1e-4")
     stock = Case("large-stock", words, LARGE, num_replicas=1, steps=LARGE_STEPS, tolerance=None)
     edit = replace(stock, num_replicas=2)
@@ -147,16 +147,16 @@ def large_cases() -> list[Case]:
 
 
 def cases_for(device: str, count: int) -> list[Case]:
-    """All that such a machine can run, in order: what matters most comes first."""
+    """Return all cases that a machine can run, the most important first."""
     large = large_cases() if device == "cuda" else []
     return small_cases() + cases_of_several_devices(count) + large
 
 
 def chosen(cases: Sequence[Case], names: Sequence[str]) -> list[Case]:
-    """Those of some names, in their order.
+    """Return the cases with these names, in their order.
 
     Raises:
-        ValueError: there is none of such a name.
+        ValueError: no case has one of the names.
     """
     known = {case.name: case for case in cases}
     if unknown := [name for name in names if name not in known]:

@@ -1,8 +1,8 @@
-"""What a machine's devices are, and how fast one copies within its memory.
+"""Describe the devices of a machine, and measure the copy rate of one.
 
     python benchmarks/gpu_parts/device.py cuda
 
-Prints JSON. A process of its own: a context on a device would stay, and take its memory.
+Prints JSON. It runs in a separate process, as a context on a device would keep its memory.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ SECONDS = 120.0
 
 
 class DeviceError(Exception):
-    """There is no such device."""
+    """There is no usable device of the given type."""
 
 
 @dataclass(frozen=True)
 class Devices:
-    """Those of this machine.
+    """The devices of this machine.
 
     Attributes:
-        name: of the first.
-        count: how many there are.
-        versions: of what belongs to them.
-        copy_rate: bytes per second that are read and written when memory is copied within one.
+        name: of the first device.
+        count: number of devices.
+        versions: of CUDA and NCCL.
+        copy_rate: bytes per second that a device reads and writes in a copy within its memory.
     """
 
     name: str
@@ -41,24 +41,24 @@ class Devices:
 
 
 def look(device: str) -> Devices:
-    """`cuda` or `cpu`, in another process.
+    """Describe the devices of a type, `cuda` or `cpu`, in another process.
 
     Raises:
-        DeviceError: there is none that torch can use.
+        DeviceError: torch can use no such device.
     """
     argv = [sys.executable, __file__, device]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
-        raise DeviceError(f"it did not answer in {SECONDS:g} s; see nvidia-smi") from None
+        raise DeviceError(f"no answer within {SECONDS:g} s; see nvidia-smi") from None
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise DeviceError(f"torch finds no GPU ({reason}); without one: --device cpu")
     return Devices(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def find(device: str) -> Devices:
-    """In this process."""
+def describe_devices(device: str) -> Devices:
+    """Describe the devices of a type in this process."""
     if device == "cpu":
         return Devices("CPU", 1, {}, copy_rate(device))
     torch.cuda.init()
@@ -72,7 +72,7 @@ def find(device: str) -> Devices:
 
 
 def copy_rate(device: str) -> float:
-    """Bytes per second that the device reads and writes when it copies within its memory."""
+    """Return the bytes per second that a device reads and writes in a copy within its memory."""
     source = torch.ones(COPIED_NUMEL, device=device)
     target = torch.empty_like(source)
     seconds = [_seconds_of_copy(source, target) for _ in range(NUM_COPIES)]
@@ -93,4 +93,4 @@ def _seconds_of_copy(source: torch.Tensor, target: torch.Tensor) -> float:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(find(sys.argv[1]))))
+    print(json.dumps(asdict(describe_devices(sys.argv[1]))))

@@ -1,9 +1,9 @@
-"""scripts/pretrain_gpt.py, with what a sync does written down, and the device memory at the end.
+"""Run scripts/pretrain_gpt.py with a profiler trace of a sync, and record peak device memory.
 
     GPU_CHECK_MEMORY=FILE GPU_CHECK_TRACE=FILE GPU_CHECK_STEPS=39,42 \
         python -m megatron_edit benchmarks/gpu_parts/pretrain_measured.py --num-layers 2 ...
 
-Without GPU_CHECK_TRACE nothing is written down. A traced step has one micro-batch.
+Without GPU_CHECK_TRACE there is no trace. A with_trace step must have one micro-batch.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ MEMORY, TRACE, STEPS = "GPU_CHECK_MEMORY", "GPU_CHECK_TRACE", "GPU_CHECK_STEPS"
 
 
 def main() -> None:
-    """Run the script."""
+    """Run the training script, and write the peak device memory."""
     script: Any = load_script()
     if path := os.environ.get(TRACE):
         first, last = map(int, os.environ[STEPS].split(","))
-        script.forward_step = traced(script.forward_step, Path(path), first, last)
+        script.forward_step = with_trace(script.forward_step, Path(path), first, last)
     script.main()
     Path(os.environ[MEMORY]).write_text(json.dumps(peak_bytes()), encoding="utf-8")
 
 
-def traced(
+def with_trace(
     forward_step: Callable[..., Any], path: Path, first: int, last: int
 ) -> Callable[..., Any]:
-    """A forward step that profiles from that of step `first` to that of step `last`."""
-    # The engine's thread, too: outer steps may be taken there.
+    """Wrap a forward step to profile from step `first` until step `last`."""
+    # The engine's thread, too, as it may make outer steps.
     config = _ExperimentalConfig(profile_all_threads=True)
     steps, profiler = count(1), profile(experimental_config=config)
 
     @wraps(forward_step)
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def profiled_forward_step(*args: Any, **kwargs: Any) -> Any:
         step = next(steps)
         if step == first:
             profiler.start()
@@ -52,11 +52,11 @@ def traced(
             profiler.export_chrome_trace(str(path))
         return forward_step(*args, **kwargs)
 
-    return watched
+    return profiled_forward_step
 
 
 def peak_bytes() -> int | None:
-    """The most that tensors took of the device; None on the CPU."""
+    """Return the peak device memory of tensors; None on the CPU."""
     return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None
 
 

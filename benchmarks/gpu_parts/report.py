@@ -1,4 +1,4 @@
-"""Whether the cases of benchmarks/gpu_check.py passed, what syncs cost; page and picture."""
+"""Checks, cost of syncs, page and picture of benchmarks/gpu_check.py."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from frame.page import Column, picture, table_of
 from .cases import BF16, MODELS, TAU, TRACED, WARMUP, Case
 from .runs import Reading
 
-LEAST_SYNCS = 2  # where a clock tells how many there are
-# Bytes per element that the arithmetic of a sync cannot do without, each tensor read and written
-# once: norm 8, addend 12, norm of the average 4, outer step and parameters 26.
-LEAST_BYTES = 50
+MIN_SYNCS = 2  # where rounds are timed
+# Minimal memory traffic of a sync in bytes per element, each tensor read and written once: norm 8,
+# addend 12, norm of the average 4, outer step and parameters 26.
+MIN_BYTES = 50
 MARK_FIELDS = ("mark", "count", "launches", "host_ms", "device_ms", "transfer_ms")
-OUTSIDE = 2  # units besides the layers: embedding and final norm
+NUM_OTHER_UNITS = 2  # units that are not layers: embedding and final norm
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """Of all cases that ran.
+    """Analysis of all finished cases.
 
     Attributes:
         cases: by name.
-        readings: of those that came to their end.
+        readings: of the finished cases.
         reference: losses of the cases on the CPU, by name: iterations and values.
-        copy_rate: bytes per second that the device's memory reads and writes.
+        copy_rate: bytes per second that the device reads and writes in a copy.
     """
 
     cases: Mapping[str, Case]
@@ -39,7 +39,7 @@ class Analysis:
     copy_rate: float
 
     def complaints(self) -> list[str]:
-        """One line for everything that is wrong."""
+        """Return a line for each failed check."""
         return [
             f"{reading.case}: {line}"
             for reading in self.readings
@@ -47,22 +47,22 @@ class Analysis:
         ]
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each case."""
+        """Return a row for each case."""
         return [self._row(reading) for reading in self.readings]
 
     def losses(self) -> dict[str, list[list[float]]]:
-        """By case: iterations and losses."""
+        """Return iterations and losses by case."""
         return {
             reading.case: [[float(i) for i in reading.iterations], reading.losses]
             for reading in self.readings
         }
 
     def times(self) -> dict[str, list[list[float]]]:
-        """By case, milliseconds: of every step, and exposed of every sync."""
+        """Return by case the milliseconds of every step, and those exposed by every sync."""
         return {reading.case: [reading.step_ms, reading.exposed_ms] for reading in self.readings}
 
     def marks(self) -> list[dict[str, Any]]:
-        """What the engine's marks have in each trace, one sync."""
+        """Return the values of the engine's marks in each trace of one sync."""
         return [
             {"case": reading.case, **{name: getattr(mark, name) for name in MARK_FIELDS},
              "bytes_per_element": self._bytes_per_element(reading, mark.device_ms)}
@@ -71,16 +71,16 @@ class Analysis:
         ]  # fmt: skip
 
     def sync_costs(self) -> list[dict[str, Any]]:
-        """All marks of a trace together, beside the least."""
+        """Return the sums over all marks of each trace, and the minimal cost."""
         found = []
         for reading in self.readings:
             if not reading.marks:
                 continue
-            units = MODELS[self.cases[reading.case].size].num_layers + OUTSIDE
+            units = MODELS[self.cases[reading.case].size].num_layers + NUM_OTHER_UNITS
             times = [mark.device_ms for mark in reading.marks if mark.device_ms is not None]
             total = sum(times) if times else None
             launches = sum(mark.launches for mark in reading.marks)
-            least = LEAST_BYTES * reading.num_parameters / self.copy_rate * 1e3
+            least = MIN_BYTES * reading.num_parameters / self.copy_rate * 1e3
             found.append({
                 "case": reading.case,
                 "launches": launches,
@@ -88,12 +88,12 @@ class Analysis:
                 "device_ms": total,
                 "least_ms": least,
                 "bytes_per_element": self._bytes_per_element(reading, total),
-                "least_bytes_per_element": LEAST_BYTES,
+                "least_bytes_per_element": MIN_BYTES,
             })  # fmt: skip
         return found
 
     def _row(self, reading: Reading) -> dict[str, Any]:
-        steady = self._steady(reading)
+        steady = self._steady_steps(reading)
         syncs = reading.digests[0]
         return {
             "case": reading.case,
@@ -113,7 +113,7 @@ class Analysis:
         }
 
     def distance(self, reading: Reading) -> float | None:
-        """Mean distance from the losses of the CPU, relative to them; None without any."""
+        """Return the mean relative distance from the losses of the CPU; None without any."""
         if (found := self.reference.get(reading.case)) is None:
             return None
         if self.cases[reading.case].tolerance is None:
@@ -131,8 +131,8 @@ class Analysis:
             found.append("replicas differ after a sync")
         if wanted is not None and len(first) != wanted:
             found.append(f"{len(first)} syncs, not {wanted}")
-        if wanted is None and len(first) < LEAST_SYNCS:
-            found.append(f"{len(first)} syncs, fewer than {LEAST_SYNCS}")
+        if wanted is None and len(first) < MIN_SYNCS:
+            found.append(f"{len(first)} syncs, fewer than {MIN_SYNCS}")
         if not all(map(math.isfinite, reading.losses)):
             found.append("a loss is not finite")
         elif (losses := _ends(reading.losses))[1] >= losses[0]:
@@ -142,21 +142,21 @@ class Analysis:
             found.append(f"losses {distance:.4f} from the CPU's, more than {case.tolerance:g}")
         return found
 
-    def _steady(self, reading: Reading) -> list[float]:
-        """Steps after the first sync; not those that a profiler slowed down."""
+    def _steady_steps(self, reading: Reading) -> list[float]:
+        """Return the steps after the first sync, without those that a profiler slowed down."""
         numbered = enumerate(reading.step_ms, start=1)
         slowed = self._slowed(reading)
         return [ms for step, ms in numbered if step > WARMUP + TAU + 1 and step not in slowed]
 
     def _usual_exposed(self, reading: Reading) -> list[float]:
-        """Of syncs but the first, which allocates, and the last, which lands at once; not of one
-        that a profiler slowed down."""
+        """Return the exposed times, without the first sync, which allocates, the last, which lands
+        at once, and those that a profiler slowed down."""
         slowed = self._slowed(reading)
         pairs = list(zip(reading.sync_steps, reading.exposed_ms, strict=True))[1:-1]
         return [ms for step, ms in pairs if step not in slowed]
 
     def _slowed(self, reading: Reading) -> range:
-        """Steps in which a profiler was at work, or wrote its file."""
+        """Return the steps in which a profiler was active, or wrote its file."""
         first, last = TRACED
         return range(first, last + 1) if self.cases[reading.case].is_traced else range(0)
 
@@ -166,30 +166,33 @@ class Analysis:
         return reading.peak_bytes / reading.num_parameters
 
     def _beyond_stock(self, reading: Reading) -> float | None:
-        """Device bytes per parameter beyond those of stock Megatron with the same model."""
+        """Return device bytes per parameter beyond those of stock Megatron with the same model."""
         own = self.cases[reading.case]
         known = ((each, self.cases[each.case]) for each in self.readings)
         stock = [each for each, case in known if case.is_stock and case.size == own.size]
         if not stock or own.ranks > 1 or not set(BF16) <= set(own.words):
             return None
-        mine, theirs = self._peak_per_parameter(reading), self._peak_per_parameter(stock[0])
-        return None if mine is None or theirs is None else mine - theirs
+        own_bytes, stock_bytes = (
+            self._peak_per_parameter(reading),
+            self._peak_per_parameter(stock[0]),
+        )
+        return None if own_bytes is None or stock_bytes is None else own_bytes - stock_bytes
 
     def _bytes_per_element(self, reading: Reading, device_ms: float | None) -> float | None:
-        """Of memory traffic, as long as it takes at the rate of a copy."""
+        """Return the memory traffic per element that a copy would make in this time."""
         if device_ms is None:
             return None
         return device_ms / 1e3 * self.copy_rate / reading.num_parameters
 
 
 def _ends(losses: Sequence[float]) -> tuple[float, float]:
-    """Means of the first quarter and of the last: single batches differ by more than that."""
+    """Return the means of the first and last quarter, as single batches vary too much."""
     quarter = max(1, len(losses) // 4)
     return mean(losses[:quarter]), mean(losses[-quarter:])
 
 
 def _if_synced(value: Callable[[Mapping[str, Any]], Any]) -> Callable[[Mapping[str, Any]], Any]:
-    """Of a row of a case; nothing without syncs."""
+    """Return a getter for rows of cases that gives None without syncs."""
     return lambda row: value(row) if row["syncs"] else None
 
 
@@ -228,7 +231,7 @@ MARKS = (
 
 
 def markdown(summary: Mapping[str, Any], failures: Sequence[str]) -> str:
-    """All of it."""
+    """Return the page."""
     head = f"{summary['device']} x {summary['num_devices']}, "
     head += f"{summary['copy_rate'] / 1e9:.0f} GB/s read and written in a copy"
     verdict = "\n".join(f"- FAILED: {line}" for line in failures) or "All checks passed."
@@ -239,7 +242,7 @@ def markdown(summary: Mapping[str, Any], failures: Sequence[str]) -> str:
 
 
 def draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Time beyond the median step, and device memory, of each case."""
+    """Draw time beyond the median step and device memory of each case."""
     names = [row["case"] for row in rows]
     panels = [
         ("time beyond the median step (%)", [100 * r["share_beyond_median_step"] for r in rows]),

@@ -1,8 +1,8 @@
-"""One case: its ranks train to the end, and what they leave behind is read.
+"""Run a case to the end of training, and read its output.
 
-The engine marks what it does with `record_function("edit/...")`. A launch belongs to the innermost
-mark that was open on its thread; what runs on the device belongs to its launch. Without a device an
-operator counts as a launch, and those that it calls do not.
+The engine marks its work with `record_function("edit/...")`. A launch belongs to the innermost open
+mark of its thread; an event on the device belongs to its launch. Without a device, operators that
+no other operator called count as launches.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ _BACKEND = re.compile(r"exchanges over (\w+) \(")
 PREFIX = "edit/"
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-TRANSFERS = ("nccl", "dtoh", "htod")  # in the names of what carries data between ranks
+TRANSFERS = ("nccl", "dtoh", "htod")  # in the names of events that transfer data between ranks
 
 
 @dataclass(frozen=True)
 class MarkReading:
-    """All that was done under a mark, but for what other marks inside it have.
+    """The work under a mark, without that of marks nested in it.
 
     Attributes:
-        mark: its name.
-        count: how often it was set.
-        host_ms: of all marks of this name.
+        mark: name of the mark.
+        count: number of marks of this name.
+        host_ms: total time of all marks of this name.
         launches: of kernels, copies and fills; of operators, without a device.
         device_ms: sum over kernels, copies and fills, transfers left out; None without a device.
-        transfer_ms: of collectives, waiting for other ranks included, and of copies from and to the
-            host, which gloo needs.
+        transfer_ms: of collectives, including waiting for other ranks, and of copies between device
+            and host for gloo.
     """
 
     mark: str
@@ -74,24 +74,24 @@ class _Span:
 
 
 def read_trace(path: Path) -> list[MarkReading]:
-    """Of a file that torch's profiler wrote, by the marks' names; none where there are no marks."""
+    """Read a trace of torch's profiler; returns the marks by name, none without marks."""
     with gzip.open(path, "rt", encoding="utf-8") as source:
-        return readings(json.load(source)["traceEvents"])
+        return read_marks(json.load(source)["traceEvents"])
 
 
-def readings(events: Iterable[dict[str, Any]]) -> list[MarkReading]:
-    """Of the events of a trace."""
-    whole = [event for event in events if event.get("ph") == "X"]
+def read_marks(events: Iterable[dict[str, Any]]) -> list[MarkReading]:
+    """Return the marks of the events of a trace, by name."""
+    complete = [event for event in events if event.get("ph") == "X"]
     marks: dict[Any, list[_Span]] = defaultdict(list)
-    for event in whole:
-        # "gpu_user_annotation" is the same mark once more, as the device saw it.
+    for event in complete:
+        # "gpu_user_annotation" is the same mark on the device.
         if event["name"].startswith(PREFIX) and event.get("cat") == "user_annotation":
             marks[event["tid"]].append(_Span.of(event))
-    on_device = _by_correlation(event for event in whole if event.get("cat") in ON_DEVICE)
-    launches = [event for event in whole if _correlation(event) in on_device
+    on_device = _by_correlation(event for event in complete if event.get("cat") in ON_DEVICE)
+    launches = [event for event in complete if _correlation(event) in on_device
                 and event.get("cat") in LAUNCHES]  # fmt: skip
     if not on_device:
-        launches = _outermost([event for event in whole if event.get("cat") == "cpu_op"])
+        launches = _outermost([event for event in complete if event.get("cat") == "cpu_op"])
     found: dict[str, list[dict[str, Any]]] = {
         span.name: [] for spans in marks.values() for span in spans
     }
@@ -127,7 +127,7 @@ def _reading(
 
 
 def _correlation(event: dict[str, Any]) -> int:
-    """What a launch and that which it launched have in common; -1 if nothing."""
+    """Return the id shared by a launch and its device events; -1 without one."""
     return int(event.get("args", {}).get("correlation", -1))
 
 
@@ -140,13 +140,13 @@ def _by_correlation(events: Iterable[dict[str, Any]]) -> dict[int, list[dict[str
 
 
 def _innermost(ordered: Sequence[_Span], moment: float) -> _Span | None:
-    """The span that began last of those that are open; `ordered` by their beginnings."""
+    """Return the open span that began last; `ordered` is sorted by begin."""
     last = bisect_right(ordered, moment, key=lambda span: span.begin)
     return next((span for span in reversed(ordered[:last]) if span.end > moment), None)
 
 
 def _outermost(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Operators that no other operator of their thread called."""
+    """Return the operators that no other operator of their thread called."""
     found, until = list[dict[str, Any]](), dict[Any, float]()
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
         if event["ts"] >= until.get(event["tid"], float("-inf")):
@@ -157,21 +157,21 @@ def _outermost(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a case left behind.
+    """The measurements of a case.
 
     Attributes:
-        case: its name.
+        case: name of the case.
         losses: nats per token, mean over the replicas, by iteration or, under A-EDiT, by round.
-        iterations: of these.
+        iterations: of the losses.
         digests: of the parameters after each sync, a list for each replica.
         step_ms: length of every step, of replica 0.
-        sync_steps: after which the syncs began.
-        exposed_ms: of every sync, in which training waited for it, by the engine's own account.
+        sync_steps: steps after which the syncs began.
+        exposed_ms: exposed time of every sync, as EDiT records it.
         backend: between the replicas; None for stock Megatron.
-        peak_bytes: of device memory, the first rank's; None on the CPU.
+        peak_bytes: peak device memory of the first rank; None on the CPU.
         num_parameters: of a replica.
         marks: of the first rank's trace.
-        seconds: of the whole, start included.
+        seconds: of the run, start included.
     """
 
     case: str
@@ -193,14 +193,14 @@ class Bench:
 
     Args:
         device: `cuda` or `cpu`.
-        count: devices; where there is one, the replicas share it, each in a launch of its own.
-        time_limit: most seconds of a single case.
-        output: beside it go traces, and what ranks said that failed.
+        count: devices; replicas share a single device, each in a launch of its own.
+        time_limit: most seconds of a case.
+        output: traces and the logs of failed ranks are written next to this file.
     """
 
     def __init__(self, device: str, count: int, time_limit: float, output: Path) -> None:
         self._device, self._count, self._output = device, count, output
-        # Megatron compiles a few small functions in each rank: it takes longer than the training.
+        # Megatron would compile small functions in each rank, which takes longer than training.
         os.environ["TORCH_COMPILE_DISABLE"] = "1"
         self._forks = Forks(FIRST_PORT, time_limit, gpus=device == "cuda")
         self._port = FIRST_RENDEZVOUS
@@ -209,11 +209,11 @@ class Bench:
         """Run a case once.
 
         Args:
-            case: which.
-            limit: seconds until it is given up.
+            case: to run.
+            limit: seconds until it is stopped.
 
         Raises:
-            RunFailedError: it failed, took too long, or left not all behind that it should.
+            RunFailedError: it failed, took too long, or its output is incomplete.
         """
         began = time.monotonic()
         apart = self._count == 1
@@ -231,7 +231,7 @@ class Bench:
                 raise
             except (OSError, EOFError, ValueError, KeyError) as error:
                 self._keep_logs(case, folder)
-                raise RunFailedError(f"it left no whole readings: {error!r}") from error
+                raise RunFailedError(f"its output is incomplete: {error!r}") from error
 
     def _beside(self, name: str) -> Path:
         self._output.parent.mkdir(parents=True, exist_ok=True)
@@ -262,15 +262,15 @@ class Bench:
 
 
 def trace_file(folder: Path) -> Path:
-    """Where the first rank leaves its trace."""
+    """Return the path of the first rank's trace."""
     return folder / "trace.json.gz"
 
 
 def read(case: Case, folder: Path, seconds: float) -> Reading:
-    """What a case left in its folder.
+    """Read the measurements of a case from its folder.
 
     Raises:
-        OSError, ValueError, KeyError: not all that it should.
+        OSError, ValueError, KeyError: the output is incomplete.
     """
     consoles = sorted(folder.glob("console*.log"))
     lines = [line for path in consoles for line in path.read_text(errors="replace").splitlines()]
@@ -280,7 +280,7 @@ def read(case: Case, folder: Path, seconds: float) -> Reading:
     steps = step_ms(case, folder, log)
     if not losses or len(steps) < case.steps or not log.num_parameters:
         found = f"{len(losses)} losses, {len(steps)} steps, {log.num_parameters} parameters"
-        raise ValueError(f"it says too little: {found}")
+        raise ValueError(f"too few values: {found}")
     return Reading(
         case=case.name,
         losses=list(losses.values()),
@@ -298,19 +298,19 @@ def read(case: Case, folder: Path, seconds: float) -> Reading:
 
 
 def digests(folder: Path, replica: int) -> list[str]:
-    """What a replica said of its parameters after every sync."""
+    """Return the digests of a replica's parameters after every sync."""
     lines = read_json_lines(folder / f"replica-{replica}.jsonl")
     return [line["digest"] for line in lines if "digest" in line]
 
 
 def step_ms(case: Case, folder: Path, log: RunLog) -> list[float]:
-    """Of every step of replica 0."""
+    """Return the milliseconds of every step of replica 0."""
     if case.is_stock:
         return list(log.milliseconds().values())
     return [1e3 * seconds for seconds in inner_steps(folder)]
 
 
 def backend(lines: Sequence[str]) -> str | None:
-    """What the averages travelled by, as the first replica said it."""
+    """Return the backend between the replicas, from the console of the first replica."""
     found = (_BACKEND.search(line) for line in lines)
     return next((match[1] for match in found if match), None)

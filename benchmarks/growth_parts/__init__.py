@@ -1,1 +1,1 @@
-"""Parts of benchmarks/growth.py: its cases, how they are run, the fits, and their report."""
+"""Parts of benchmarks/growth.py: cases, their runs, fits and report."""

@@ -1,6 +1,6 @@
-"""What grows: three sweeps over a tiny GPT, in each of which one size changes alone.
+"""Three sweeps over a tiny GPT, each of which changes one size.
 
-| sweep | grows | held |
+| sweep | changes | constant |
 |---|---|---|
 | units | layers; each is a unit, besides the embedding and the final norm | hidden, replicas |
 | replicas | replicas, each of one rank on a host of its own | layers, hidden |
@@ -16,9 +16,9 @@ from frame.gpt import Model, Window, edit_flags
 
 SEQ_LENGTH = 32
 VOCAB_SIZE = 512
-HELD_LAYERS, HELD_REPLICAS = 4, 2
-# Narrow, so that 64 layers are many units and not many bytes; wider where replicas are added, so
-# that the time is not one of messages alone.
+DEFAULT_LAYERS, DEFAULT_REPLICAS = 4, 2
+# Narrow, so that 64 layers give many units with few bytes; wider in the sweep over replicas, so
+# that latency does not dominate.
 UNITS_HIDDEN, REPLICAS_HIDDEN = 64, 128
 
 
@@ -32,7 +32,7 @@ class Case:
 
     @property
     def model(self) -> Model:
-        """The GPT."""
+        """The GPT of this case."""
         return Model(
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
@@ -41,7 +41,7 @@ class Case:
         )
 
     def flags(self, mode: str, *, tau: int, window: Window, log_dir: str) -> list[str]:
-        """Of the training to run. It has no warm-up, whose steps are those of stock Megatron."""
+        """Return the flags of the training, without warm-up, whose steps equal stock Megatron's."""
         return [
             *self.model.flags(
                 self.num_replicas, train_iters=window.train_iters, log_interval=window.log_interval
@@ -57,23 +57,23 @@ class Case:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Cases that differ in one size, which `name` says."""
+    """Cases that differ in the size given by `name`."""
 
     name: str
     cases: tuple[Case, ...]
 
 
-def sweeps(
+def make_sweeps(
     *, layers: Sequence[int], replicas: Sequence[int], hidden_sizes: Sequence[int]
 ) -> list[Sweep]:
-    """The three sweeps; they may share cases."""
+    """Return the three sweeps; they may share cases."""
     return [
-        Sweep("units", tuple(Case(n, UNITS_HIDDEN, HELD_REPLICAS) for n in layers)),
-        Sweep("replicas", tuple(Case(HELD_LAYERS, REPLICAS_HIDDEN, n) for n in replicas)),
-        Sweep("parameters", tuple(Case(HELD_LAYERS, n, HELD_REPLICAS) for n in hidden_sizes)),
+        Sweep("units", tuple(Case(n, UNITS_HIDDEN, DEFAULT_REPLICAS) for n in layers)),
+        Sweep("replicas", tuple(Case(DEFAULT_LAYERS, REPLICAS_HIDDEN, n) for n in replicas)),
+        Sweep("parameters", tuple(Case(DEFAULT_LAYERS, n, DEFAULT_REPLICAS) for n in hidden_sizes)),
     ]
 
 
-def distinct(all_sweeps: Sequence[Sweep]) -> list[Case]:
-    """Every case once, in order."""
+def distinct_cases(all_sweeps: Sequence[Sweep]) -> list[Case]:
+    """Return every case once, in order."""
     return list(dict.fromkeys(case for sweep in all_sweeps for case in sweep.cases))

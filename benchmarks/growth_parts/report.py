@@ -1,7 +1,7 @@
-"""The numbers of benchmarks/growth.py, the line seconds = a + b bytes + c units, tables, a picture.
+"""Analysis, the fit seconds = a + b bytes + c units, tables and picture of benchmarks/growth.py.
 
-Seconds are those of a sync without its waiting, `exposed - wait`: where hosts share cores, the
-replicas reach their meeting at different times, and that is no cost of the sync.
+Seconds are those of a sync without waiting, `exposed - wait`: where hosts share cores, replicas
+reach the meeting at different times, which is not a cost of the sync.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from netlab import burst_bytes
 
 from megatron_edit.comm.control import record_bytes
 
-from .cases import HELD_REPLICAS, Case, Sweep
+from .cases import DEFAULT_REPLICAS, Case, Sweep
 from .runs import Reading
 
-# The least of several syncs is what is left when other programs do not disturb.
+# The minimum over several syncs is least disturbed by other programs.
 STATISTICS = ("median", "min")
-BYTES_PER_PARAMETER = 4  # averages travel in fp32
-MIN_FITTED = 4  # three coefficients and something left to be wrong about
+BYTES_PER_PARAMETER = 4  # averages are sent in fp32
+MIN_FITTED_CASES = 4  # more than the three coefficients, so that residuals are meaningful
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Row:
     """All syncs of a case on a link.
 
     Attributes:
-        wire_bytes: payload that a replica sent per sync, by EDiT's own count.
-        control_bytes: of these, its record in the one table, to every other replica.
-        ring_factor: the rest over 4 bytes per parameter; a ring sends 2 (N - 1) / N.
-        interface_bytes: what a host's interface sent per sync, with headers and acknowledgements.
+        wire_bytes: payload that a replica sent per sync, as recorded by EDiT.
+        control_bytes: of these, its control record, sent to every other replica.
+        ring_factor: the other bytes over 4 bytes per parameter; a ring sends 2 (N - 1) / N.
+        interface_bytes: sent by a host's interface per sync, with headers and acknowledgements.
         seconds: of a sync, without waiting.
         bound: seconds that the link alone needs for `wire_bytes`.
     """
@@ -54,12 +54,12 @@ class Row:
 
     @property
     def control_share(self) -> float:
-        """Part of the bytes that is control traffic."""
+        """Share of control records in the bytes."""
         return self.control_bytes / self.wire_bytes
 
     @property
     def interface_share(self) -> float | None:
-        """Bytes of the interface over those that EDiT counted."""
+        """Bytes of the interface over those recorded by EDiT."""
         return self.interface_bytes / self.wire_bytes if self.interface_bytes else None
 
     @property
@@ -69,20 +69,20 @@ class Row:
 
     @property
     def beyond_per_unit(self) -> float:
-        """Seconds that the median sync takes beyond the bound, per unit."""
+        """Seconds of the median sync beyond the bound, per unit."""
         return (self.seconds.median - self.bound) / self.units
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The line of one link, over the cases with as many replicas as are held.
+    """The fit of one link, over the cases with the default number of replicas.
 
     Attributes:
-        statistic: which of a case's seconds are fitted: "median" or "min".
+        statistic: of a case's seconds that is fitted: "median" or "min".
         per_sync: a, seconds.
         per_byte: b, seconds.
         per_unit: c, seconds.
-        link_per_byte: what the link alone needs for a byte, seconds.
+        link_per_byte: seconds that the link alone needs for a byte.
         r_squared: of the seconds themselves.
         residuals: per case of the fit, (measured - fitted) / measured.
     """
@@ -98,12 +98,12 @@ class Fit:
 
     @property
     def largest_residual(self) -> float:
-        """Of all cases, without its sign."""
+        """Largest absolute residual."""
         return max(map(abs, self.residuals.values()))
 
 
 def bound_seconds(wire_bytes: float, rate: float | None, bandwidth: float) -> float:
-    """Least time in which a link can carry the bytes of a sync."""
+    """Return the minimal time in which a link can carry the bytes of a sync."""
     return max(0.0, wire_bytes - burst_bytes(rate)) * 8 / bandwidth
 
 
@@ -122,7 +122,7 @@ class Analysis:
         }
 
     def rows(self) -> list[Row]:
-        """Links, and in each the cases, in the order in which they were first read."""
+        """Return a row for each link and case, in the order of measurement."""
         found: dict[tuple[float | None, Case], list[Reading]] = {}
         for one in self._readings:
             case = Case(one.num_layers, one.hidden_size, one.num_replicas)
@@ -152,22 +152,22 @@ class Analysis:
         )
 
     def fits(self) -> list[Fit]:
-        """One per statistic of every link that has enough cases."""
-        rows = [row for row in self.rows() if row.case.num_replicas == HELD_REPLICAS]
+        """Return a fit for each statistic of every link with enough cases."""
+        rows = [row for row in self.rows() if row.case.num_replicas == DEFAULT_REPLICAS]
         by_rate = {rate: [row for row in rows if row.rate == rate] for rate in self._bandwidth}
         return [
             fit(some, statistic, 8 / self._bandwidth[rate])
             for rate, some in by_rate.items()
-            if len(some) >= MIN_FITTED
+            if len(some) >= MIN_FITTED_CASES
             for statistic in STATISTICS
         ]
 
 
 def fit(rows: Sequence[Row], statistic: str, link_per_byte: float) -> Fit:
-    """Least squares of the relative residuals: else the longest syncs alone would decide."""
+    """Fit by least squares of the relative residuals, so that long syncs do not dominate."""
     terms = np.array([[1.0, row.wire_bytes, row.units] for row in rows])
     seconds = np.array([getattr(row.seconds, statistic) for row in rows])
-    # Columns of like size, or the smallest of them would count as rank lost to rounding.
+    # Scale the columns to similar size, else the smallest would be treated as rank deficient.
     scale = np.abs(terms).max(axis=0)
     weighted = terms / scale / seconds[:, None]
     solution = np.linalg.lstsq(weighted, np.ones(len(rows)), rcond=None)[0] / scale
@@ -226,7 +226,7 @@ FITS = (
         "largest residual (%)", lambda fit: max(map(abs, fit.residuals.values())), "{:.1f}", 100
     ),
 )
-# The size that a sweep changes, and how the picture's axis calls it.
+# By sweep: label of the x axis, and the size that changes.
 AXES: dict[str, tuple[str, Callable[[Row], float]]] = {
     "units": ("units", lambda row: row.units),
     "replicas": ("replicas", lambda row: row.case.num_replicas),
@@ -235,9 +235,9 @@ AXES: dict[str, tuple[str, Callable[[Row], float]]] = {
 
 
 def markdown(all_sweeps: Sequence[Sweep], rows: Sequence[Row], fits: Sequence[Fit]) -> str:
-    """Three tables: bytes, seconds, fits."""
+    """Return three tables: bytes, seconds, fits."""
     chosen = [(sweep.name, row) for sweep in all_sweeps for row in _of(sweep, rows)]
-    # Bytes are the same on every link; the interface is shown for the first.
+    # Bytes are the same on every link; those of the interface are shown for the first.
     first = [each for each in chosen if each[1].rate == rows[0].rate]
     tables = [table_of(BYTES, first), table_of(SECONDS, chosen)]
     if fits:
@@ -250,7 +250,7 @@ def _of(sweep: Sweep, rows: Sequence[Row]) -> list[Row]:
 
 
 def draw(path: Path, all_sweeps: Sequence[Sweep], rows: Sequence[Row]) -> None:
-    """Writes the picture: seconds of a sync over each size, a colour per link; bounds dashed."""
+    """Write the picture: seconds of a sync by size, a colour per link; bounds dashed."""
     with picture(path, ncols=3, figsize=(13, 4.4), sharey=True) as (_, panels):
         for axes, sweep in zip(panels, all_sweeps, strict=True):
             label, size = AXES[sweep.name]
@@ -273,7 +273,7 @@ def _draw_sweep(axes: Any, rows: Sequence[Row], size: Callable[[Row], float]) ->
         style: dict[str, Any] = {"color": f"C{number}"}
         axes.errorbar(places, middles, errors, marker="o", capsize=3,
                       label=link_name(rate), **style)  # fmt: skip
-        if rate is not None:  # without a limit there is no link to be bound by, only a copy
+        if rate is not None:  # without a limit the link gives no bound
             axes.plot(places, [row.bound for row in some], linestyle="dashed",
                       label=f"{link_name(rate)}: the link alone", **style)  # fmt: skip
 

@@ -18,14 +18,14 @@ from netlab import INTERFACE, Lab
 
 from .cases import Case
 
-# Small models step in 15 ms: the counters must be seen between two syncs. A look takes 0.1 ms.
+# Small models step in 15 ms, and the counters must be read between two syncs, which takes 0.1 ms.
 SAMPLE_SECONDS = 0.01
 _TX_BYTES = 8  # column of /proc/net/dev, after the name
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What each host had sent at a Unix time, with headers."""
+    """Bytes sent by each host until a Unix time, with headers."""
 
     time: float
     sent: tuple[int, ...]
@@ -39,11 +39,11 @@ class Reading:
         rate: of the links, bits per second; None is no limit.
         units: of the model.
         parameters: of the model, as Megatron counts them.
-        wire_bytes: per measured sync, payload that replica 0 sent, by EDiT's own count.
-        interface_bytes: per sync, what each host's interface sent; None: no look between syncs.
-        seconds: per measured sync, EDiT's durations on replica 0.
+        wire_bytes: payload that replica 0 sent per measured sync, as recorded by EDiT.
+        interface_bytes: sent by each host's interface per sync; None without samples between syncs.
+        seconds: EDiT's times of each measured sync on replica 0.
         load: of the machine, one-minute average before and after.
-        exit_codes: of the hosts' processes; other than 0 only where training was over already.
+        exit_codes: of the hosts' processes; not 0 only where training had finished.
     """
 
     num_layers: int
@@ -66,13 +66,13 @@ class Reading:
 
 
 class Bench:
-    """Runs cases in a lab one after another, and watches the interfaces all the time.
+    """Runs cases in a lab one after another, and samples the interface counters.
 
     Args:
         mode: EDiT's sync mode.
         tau: sync interval.
         rounds: measured in a run.
-        time_limit: seconds until a single run is given up.
+        time_limit: seconds until a run is stopped.
     """
 
     def __init__(self, lab: Lab, mode: str, tau: int, rounds: int, time_limit: float) -> None:
@@ -96,7 +96,7 @@ class Bench:
             with self._hosts.training(f"{case}", Path(name), ranks) as training:
                 samples, codes = self._follow(training, rate)
             if not (parameters := read_console(training.log()).num_parameters):
-                raise training.failed("Megatron did not tell the number of parameters", 0)
+                raise training.failed("Megatron did not print the number of parameters", 0)
             syncs = read_syncs(training.folder)
             measured = read_syncs(training.folder, window)
             return Reading(
@@ -115,27 +115,26 @@ class Bench:
             )
 
     def _follow(self, training: Training, rate: float | None) -> tuple[list[Sample], list[int]]:
-        """Sample the counters until all is over; the samples, and the exit codes.
+        """Sample the counters until the training ends; returns the samples and the exit codes.
 
-        The link is limited from the start: small models reach their first sync sooner than anyone
-        could see it come.
+        The link is limited from the start, as small models reach their first sync very soon.
         """
         samples: list[Sample] = []
 
-        def look() -> None:
+        def take_sample() -> None:
             sent = [sent_bytes(pid) for pid in training.pids]
             if all(count is not None for count in sent):
                 samples.append(Sample(time.time(), tuple(count or 0 for count in sent)))
 
         self._lab.set_rate(rate)
-        codes = training.to_end(look, limit=self._time_limit, poll=SAMPLE_SECONDS)
+        codes = training.to_end(take_sample, limit=self._time_limit, poll=SAMPLE_SECONDS)
         return samples, codes
 
 
 def sent_bytes(pid: int) -> int | None:
-    """Bytes sent so far by the host that a process is in; None before it is there, or after."""
+    """Return the bytes sent so far by the host of a process; None while there is no process."""
     try:
-        # The file shows the process's own namespace: no command has to be started in there.
+        # The file shows the namespace of the process: no command has to be run inside it.
         lines = Path(f"/proc/{pid}/net/dev").read_text().splitlines()
     except OSError:
         return None
@@ -146,7 +145,7 @@ def sent_bytes(pid: int) -> int | None:
 def bytes_per_sync(
     samples: Sequence[Sample], syncs: Sequence[Mapping[str, Any]]
 ) -> list[float] | None:
-    """Bytes that each host sent per sync, from samples taken between syncs, when all is quiet.
+    """Return the bytes that each host sent per sync, from samples taken between syncs.
 
     Args:
         samples: in order of time.
@@ -157,7 +156,7 @@ def bytes_per_sync(
         begin, end = before["time"], after["time"] - after["seconds"]["total"]
         between = [sample for sample in samples if begin < sample.time < end]
         if between:
-            # Replicas leave a sync and reach the next a little before or after replica 0.
+            # Replicas finish a sync and reach the next a little before or after replica 0.
             middle = min(between, key=lambda sample: abs(sample.time - (begin + end) / 2))
             quiet.append((number, middle.sent))
     if len(quiet) < 2:

@@ -1,1 +1,1 @@
-"""Parts of benchmarks/overlap.py: what is run, how it is run, the numbers, and their report."""
+"""Parts of benchmarks/overlap.py: kinds of training, their runs, analysis and report."""

@@ -1,18 +1,18 @@
-"""What is compared: the model, the kinds of training, and which iterations of a run count.
+"""The compared kinds of training, and which iterations of a run are measured.
 
-| kind | what trains |
+| kind | training |
 |---|---|
-| ideal | every host alone, as stock Megatron with one rank: no exchange at all |
+| ideal | every host alone, as stock Megatron with one rank, without exchange |
 | stock | one stock Megatron job over all hosts, with the overlaps of its distributed optimizer |
 | blocking, overlap | EDiT with that `--edit-sync-mode`, one replica per host |
-| a name of `variants` | another strategy, a delayed sync or a wire type, in overlap mode |
+| a key of `variants` | another strategy, a delayed sync or a wire dtype, in overlap mode |
 | torchft-diloco, torchft-streaming | every host as in `ideal`, with torchft's DiLoCo across them |
 
-All kinds have the same Megatron flags, so that they differ in their exchange alone. torchft need
-not be installed in the environment of the benchmark: `--torchft-python` names the interpreter of
-one that has it, with the same torch and megatron-core (else the ideal, which runs here, would be no
-measure for it). `pretrain_torchft`, which is run as a script by that interpreter, uses this module,
-which therefore imports nothing of the plugin.
+All kinds have the same Megatron flags, so that they differ only in their exchange. torchft need not
+be installed in the environment of the benchmark: `--torchft-python` names an interpreter that has
+it, with the same torch and megatron-core (else its speed could not be compared with the ideal).
+That interpreter runs the script `pretrain_torchft`, which uses this module; so this module imports
+nothing of the plugin.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from frame.gpt import Model, Window, edit_flags
 IDEAL = "ideal"
 STOCK = "stock"
 MIN_STOCK_ITERATIONS = 3
-# What stock Megatron was seen to need per parameter and iteration, times the bytes it must send;
-# and a step without exchange. Only for choosing how many iterations to run.
+# Observed exchange time of stock Megatron over that of the bytes it must send, and the time of a
+# step without exchange. Only used to choose the number of iterations.
 STOCK_EXCESS = 2.0
-GUESSED_STEP_SECONDS = 0.15
-TIMED_STEP_SECONDS = 0.12  # of A-EDiT: a round of tau such steps is as long as the others'
+ESTIMATED_STEP_SECONDS = 0.15
+TIMED_STEP_SECONDS = 0.12  # sets A-EDiT's interval: a round lasts tau such steps
 
 BLOCKING, OVERLAP = "blocking", "overlap"
 
@@ -60,17 +60,18 @@ print(json.dumps(versions))
 
 
 class RivalError(RuntimeError):
-    """The rival cannot be run; the message is one line."""
+    """torchft cannot be run; the message is one line."""
 
 
 def rival_versions(python: str) -> dict[str, str]:
-    """Versions of torchft and of what it shares with this environment.
+    """Return the versions of torchft, torch and megatron-core in an environment.
 
     Args:
         python: the interpreter of the environment that has torchft.
 
     Raises:
-        RivalError: torchft cannot be imported there, or torch or megatron-core are others.
+        RivalError: torchft cannot be imported there, or the versions of torch or megatron-core
+            differ from those here.
     """
     remedy = 'pip install -e ".[rival]", or name an interpreter that has it: --torchft-python'
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
@@ -94,9 +95,9 @@ def rival_versions(python: str) -> dict[str, str]:
 
 
 def num_fragments(kind: str, *, tau: int, num_layers: int) -> int:
-    """Into how many fragments the model is cut: 1 without streaming.
+    """Return the number of fragments of the model: 1 without streaming.
 
-    As many as torchft's rules allow, up to `MAX_FRAGMENTS`: they must divide the interval, and
+    As many as torchft allows, up to `MAX_FRAGMENTS`: the number must divide the interval, and
     streaming needs a step between two fragments.
     """
     if kind == TORCHFT_DILOCO:
@@ -106,10 +107,10 @@ def num_fragments(kind: str, *, tau: int, num_layers: int) -> int:
 
 
 def rival_flags(kind: str, *, tau: int, num_layers: int) -> list[str]:
-    """Flags of `pretrain_torchft`.
+    """Return the flags of `pretrain_torchft`.
 
-    A streamed fragment is sent over all the steps that torchft allows it (until the next fragment
-    is due, less one), so that as much as possible of it is hidden.
+    A streamed fragment is sent over as many steps as torchft allows (one less than until the next
+    fragment is due), so that as much as possible of it is hidden.
     """
     fragments = num_fragments(kind, tau=tau, num_layers=num_layers)
     delay = 0 if kind == TORCHFT_DILOCO else tau // fragments - 1
@@ -120,20 +121,22 @@ def rival_flags(kind: str, *, tau: int, num_layers: int) -> list[str]:
     ]
 
 
-def even_cuts(sizes: Sequence[int], num_parts: int) -> list[range]:
-    """Cut a row of things into contiguous parts, the largest of which is as small as can be."""
+def split_evenly(sizes: Sequence[int], num_parts: int) -> list[range]:
+    """Split a sequence into contiguous parts whose largest sum is minimal."""
     if not 1 <= num_parts <= len(sizes):
-        raise ValueError(f"{num_parts} parts of {len(sizes)} things")
-    cuts = ([0, *inner, len(sizes)] for inner in combinations(range(1, len(sizes)), num_parts - 1))
-    best = min(cuts, key=lambda ends: max(sum(sizes[a:b]) for a, b in pairwise(ends)))
+        raise ValueError(f"{num_parts} parts of {len(sizes)} items")
+    splits = (
+        [0, *inner, len(sizes)] for inner in combinations(range(1, len(sizes)), num_parts - 1)
+    )
+    best = min(splits, key=lambda ends: max(sum(sizes[a:b]) for a, b in pairwise(ends)))
     return [range(first, last) for first, last in pairwise(best)]
 
 
 def variants(tau: int, num_layers: int = 4) -> dict[str, list[str]]:
-    """Flags of EDiT's other kinds, by name, for a sync interval and a model's layers."""
-    late = ["--edit-delay-steps", str(tau * 3 // 4)]
-    # As little delay as should hide the largest unit at 100 Mbit/s, as what lands late costs loss:
-    # the embedding, alone in its group but for the last norm.
+    """Return the flags of EDiT's other kinds by name, for a sync interval and number of layers."""
+    delayed = ["--edit-delay-steps", str(tau * 3 // 4)]
+    # The smallest delay that should hide the largest unit at 100 Mbit/s, as delay costs loss. That
+    # unit is the embedding, alone in its group but for the final norm.
     groups = min(num_layers + 1, tau)
     staggered = ["--edit-fragments", f"{groups}", "--edit-delay-steps", f"{tau // 5}"]
     strategies = ("local-sgd", "post-local-sgd", "slowmo", "diloco", "co2")
@@ -143,10 +146,10 @@ def variants(tau: int, num_layers: int = 4) -> dict[str, list[str]]:
         "a-edit": ["--edit-strategy", "a-edit",
                    "--edit-sync-seconds", f"{tau * TIMED_STEP_SECONDS:g}",
                    "--edit-min-round-steps", str(tau)],
-        "delayed": late,
-        "delayed-bf16": [*late, "--edit-sync-dtype", "bf16"],
-        "delayed-int8": [*late, "--edit-sync-dtype", "int8"],
-        "delayed-int4": [*late, "--edit-sync-dtype", "int4"],
+        "delayed": delayed,
+        "delayed-bf16": [*delayed, "--edit-sync-dtype", "bf16"],
+        "delayed-int8": [*delayed, "--edit-sync-dtype", "int8"],
+        "delayed-int4": [*delayed, "--edit-sync-dtype", "int4"],
         "int8": ["--edit-sync-dtype", "int8"],
         "staggered": staggered,
         "staggered-int8": [*staggered, "--edit-sync-dtype", "int8"],
@@ -154,7 +157,7 @@ def variants(tau: int, num_layers: int = 4) -> dict[str, list[str]]:
 
 
 def sends_all_at_once(kind: str, tau: int) -> bool:
-    """Whether a sync of one of EDiT's kinds is of all units, in fp32."""
+    """Return whether each sync of one of EDiT's kinds exchanges all units in fp32."""
     flags = variants(tau).get(kind, [])
     own_flags = {"--edit-fragments", "--edit-sync-dtype"}
     return kind != "streaming-diloco" and own_flags.isdisjoint(flags)
@@ -165,10 +168,10 @@ class Job:
     """One kind of training on a number of hosts.
 
     Attributes:
-        kind: see above.
-        tau: sync interval of EDiT and of the rivals.
-        rounds: how many rounds are measured.
-        stock_seconds: about how long stock Megatron is measured.
+        kind: see the module's table.
+        tau: sync interval of EDiT and torchft.
+        rounds: number of measured rounds.
+        stock_seconds: approximate measured time of stock Megatron.
     """
 
     kind: str
@@ -180,12 +183,12 @@ class Job:
 
     @property
     def tokens_per_iteration(self) -> int:
-        """Of all hosts together; the same for all kinds."""
+        """Tokens per iteration of all hosts together; the same for all kinds."""
         return self.num_hosts * self.model.tokens_per_replica
 
     @property
     def is_apart(self) -> bool:
-        """Whether each host is a Megatron job of its own, which prints its own lines."""
+        """Whether each host is a Megatron job of its own, with its own console lines."""
         return self.kind in (IDEAL, *RIVALS)
 
     @property
@@ -194,27 +197,27 @@ class Job:
         return 1 if self.is_apart else self.num_hosts
 
     @property
-    def speaker(self) -> int:
+    def logging_host(self) -> int:
         """The host whose console is followed: Megatron prints on the last rank of a world."""
         return self.num_hosts - 1 if self.kind == STOCK else 0
 
     def window(self, rate: float | None) -> Window:
-        """Which iterations to measure on links of a rate (bits per second; None: no limit)."""
+        """Return the iterations to measure on links of a rate (bits per second; None: no limit)."""
         if self.kind == STOCK:
             return self._stock_window(rate)
         return Window.of_rounds(self.tau, self.rounds)
 
     def _stock_window(self, rate: float | None) -> Window:
-        seconds = GUESSED_STEP_SECONDS
+        seconds = ESTIMATED_STEP_SECONDS
         if rate is not None:
-            seconds += STOCK_EXCESS * self.model.guessed_bytes * 8 / rate
-        wanted = min(self.stock_seconds / seconds, self.rounds * self.tau)
-        every = max(1, int(wanted) // 8)  # a line costs a barrier: not at every fast iteration
-        count = max(MIN_STOCK_ITERATIONS, round(wanted / every)) * every
+            seconds += STOCK_EXCESS * self.model.estimated_bytes * 8 / rate
+        target = min(self.stock_seconds / seconds, self.rounds * self.tau)
+        every = max(1, int(target) // 8)  # a console line costs a barrier: not at every iteration
+        count = max(MIN_STOCK_ITERATIONS, round(target / every)) * every
         return Window(2 * every, 2 * every + count, every, 3 * every + count)
 
     def flags(self, window: Window, log_dir: str) -> list[str]:
-        """All flags of the training script."""
+        """Return all flags of the training script."""
         flags = self.model.flags(
             self.world_size, train_iters=window.train_iters, log_interval=window.log_interval
         )
@@ -224,7 +227,7 @@ class Job:
             layers = self.model.num_layers
             return [*flags, *rival_flags(self.kind, tau=self.tau, num_layers=layers)]
         mode = BLOCKING if self.kind == BLOCKING else OVERLAP
-        # No warm-up: its steps are those of stock data parallelism, which is measured apart.
+        # No warm-up: its steps equal those of stock data parallelism, which is measured separately.
         return [
             *flags,
             *edit_flags(self.num_hosts, warmup_steps=0, log_dir=log_dir),

@@ -1,9 +1,9 @@
-"""The numbers of benchmarks/overlap.py, a table of them and a picture.
+"""Analysis, table and picture of benchmarks/overlap.py.
 
-Every run is compared with the others of its link and repeat. The exact method can hide an exchange
-only behind one forward pass: all of a unit's inner steps must be in its exchange, and its
-parameters are needed again in the next forward. Its speed is therefore at most
-round / (round + max(0, exchange - forward)) of the ideal one.
+Every run is compared with the others of its link and repeat. A sync without delay can hide its
+exchange behind only one forward pass: it includes all inner steps of the round, and its result is
+needed in the next forward pass. Its speed is therefore at most
+round / (round + max(0, exchange - forward)) of the ideal speed.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Row:
     Attributes:
         bandwidth: measured, payload bits per second.
         of_ideal: tokens/s over those of `ideal`.
-        limit: of the exact method, as a part of the ideal; None where no EDiT run told the bytes.
+        limit: of syncs without delay, as a share of the ideal; None without bytes of an EDiT run.
         of_limit: `of_ideal` over `limit`; EDiT only.
         of_stock: tokens/s over those of `stock`.
-        exposed: exposed seconds per sync, by EDiT's own clock.
-        waited: of these, until all replicas had come; on a busy machine they drift apart.
+        exposed: exposed seconds per sync, as EDiT records them.
+        waited: of these, waiting for other replicas; on a busy machine they drift apart.
         lost: seconds per round beyond the ideal ones; EDiT and rivals.
         link_bytes: bytes on the link, with headers, over the payload of the syncs; EDiT only.
     """
@@ -54,7 +54,7 @@ class Row:
 
 
 def exact_limit(*, round_seconds: float, exchange: float, forward: float) -> float:
-    """Largest part of the ideal speed that the exact method can reach; arguments in seconds."""
+    """Return the highest share of the ideal speed without delay; arguments in seconds."""
     return round_seconds / (round_seconds + max(0.0, exchange - forward))
 
 
@@ -64,7 +64,7 @@ class Analysis:
     Args:
         tau: sync interval.
         tokens_per_iteration: of the whole job.
-        forward_share: the part of an ideal step that its forward takes.
+        forward_share: share of the forward pass in an ideal step.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Analysis:
         self._forward_share = forward_share
 
     def rows(self) -> list[Row]:
-        """Links and kinds, in the order in which they were first measured."""
+        """Return a row for each link and kind, in the order of measurement."""
         return [self._row(*case) for case in dict.fromkeys((r, k) for k, r, _ in self._runs)]
 
     def _row(self, rate: float | None, kind: str) -> Row:
@@ -122,7 +122,7 @@ class Analysis:
         return self._tau * (step - ideal_step)
 
     def _limit(self, run: Measurement) -> float | None:
-        """With the ideal step, the link and the bytes of the same repeat."""
+        """Return the limit, from ideal step, link and bytes of the same repeat."""
         ideal = self._runs.get((IDEAL, run.rate, run.repeat))
         if ideal is None or not (wire_bytes := self._exact_bytes()):
             return None
@@ -134,7 +134,7 @@ class Analysis:
         )
 
     def _exact_bytes(self) -> float:
-        """Of a sync of all units in fp32; 0 where none was measured."""
+        """Return the bytes of a sync of all units in fp32; 0 where none was measured."""
         sent: dict[str, list[int]] = {}
         for run in self._runs.values():
             if run.kind not in RIVALS and sends_all_at_once(run.kind, self._tau):
@@ -146,7 +146,7 @@ def _payload(run: Measurement) -> int:
     return sum(sync["wire_bytes"] for sync in run.syncs)
 
 
-CROWDED = 6  # kinds; of more, the picture has no room for numbers
+MAX_KINDS_WITH_NUMBERS = 6  # more kinds leave no room for numbers in the picture
 COLUMNS = (
     Column("link", lambda row: link_name(row.rate)),
     Column("link measured (Mbit/s)", "bandwidth", "{:.1f}", 1e-6),
@@ -164,16 +164,16 @@ COLUMNS = (
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The table; medians where no more is said."""
+    """Return the table; numbers are medians unless stated."""
     return table_of(COLUMNS, rows)
 
 
 def draw(path: Path, rows: Sequence[Row]) -> None:
-    """Writes the picture: tokens/s as parts of the ideal, by link; the limit as a line."""
+    """Write the picture: tokens/s as a share of the ideal, by link; the limit as a line."""
     links = list(dict.fromkeys(row.rate for row in rows))
     kinds = list(dict.fromkeys(row.kind for row in rows if row.kind != IDEAL))
     kinds.sort(key=lambda kind: (kind == STOCK, kind in RIVALS))  # EDiT first
-    is_crowded = len(kinds) > CROWDED
+    is_crowded = len(kinds) > MAX_KINDS_WITH_NUMBERS
     with picture(path, figsize=(11, 5) if is_crowded else (8, 4.5)) as (figure, axes):
         from matplotlib import colormaps
 
@@ -199,7 +199,7 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
 
 
 def _name(kind: str) -> str:
-    """In the legend."""
+    """Return the name of a kind in the legend."""
     if kind == STOCK:
         return "stock DistOpt, overlapped"
     is_named = kind in RIVALS or flag("strategy") in variants(1).get(kind, ())

@@ -1,4 +1,4 @@
-"""One measurement: start a training in the hosts of a lab, follow it, and read what it left."""
+"""Measure one run: start a training in the hosts of a lab, follow it, and read its output."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class Measurement:
 
     Attributes:
         rate: of the links, bits per second; None is no limit.
-        window: which iterations were measured.
+        window: the measured iterations.
         host_step_seconds: mean length of the measured iterations: of every host where each is a
-            job of its own (`Job.is_apart`), else a single one.
+            job of its own (`Job.is_apart`), else a single number.
         lines_ms: per host, [iteration, Megatron's "elapsed time per iteration"] of every line.
-        window_bytes: what each host sent during the measured iterations, with headers.
-        syncs: of the measured iterations: round, iteration, wire_bytes, seconds.
-        replica_seconds: of replica 0, all inner steps.
+        window_bytes: sent by each host during the measured iterations, with headers.
+        syncs: in the measured iterations: round, iteration, wire_bytes, seconds.
+        replica_seconds: of all inner steps of replica 0.
         load: of the machine, one-minute average before and after.
-        exit_codes: of the hosts' processes; other than 0 only where training was over already.
+        exit_codes: of the hosts' processes; not 0 only where training had finished.
     """
 
     kind: str
@@ -72,7 +72,7 @@ class Measurement:
 
 
 def step_seconds(lines: Sequence[tuple[int, float]], window: Window) -> float:
-    """Mean length of the measured iterations. Each line tells the mean since the line before."""
+    """Return the mean seconds of the measured iterations; each line has the mean since the last."""
     measured = [
         (iteration - before) * ms / 1e3
         for (before, _), (iteration, ms) in pairwise(lines)
@@ -85,7 +85,7 @@ class Bench:
     """Runs jobs in a lab, one after another.
 
     Args:
-        time_limit: seconds until a single run is given up.
+        time_limit: seconds until a run is stopped.
         rival_python: the interpreter that has torchft.
     """
 
@@ -106,8 +106,8 @@ class Bench:
         with self._training(job, rate, window, package) as training:
             sent, codes = self._follow(training, job, rate, window)
             lines = [_lines(training.log(host)) for host in range(job.num_hosts)]
-            speakers = range(job.num_hosts) if job.is_apart else [job.speaker]
-            steps = [step_seconds(lines[host], window) for host in speakers]
+            logging_hosts = range(job.num_hosts) if job.is_apart else [job.logging_host]
+            steps = [step_seconds(lines[host], window) for host in logging_hosts]
             syncs = read_syncs(training.folder, window)
             return Measurement(
                 kind=job.kind,
@@ -125,9 +125,9 @@ class Bench:
             )
 
     def forward_share(self, job: Job) -> float:
-        """The part of a step of the `ideal` kind that its forward pass takes.
+        """Return the share of the forward pass in a step of the `ideal` kind.
 
-        From a run of its own, as the timers that tell it cost some time themselves.
+        It is measured in a separate run, as the timers themselves take time.
         """
         window, timers = job.window(None), ("--timing-log-level", "2")
         with self._training(job, None, window, REPOSITORY, *timers) as training:
@@ -162,15 +162,15 @@ class Bench:
     def _follow(
         self, training: Training, job: Job, rate: float | None, window: Window
     ) -> tuple[list[int], list[int]]:
-        """Limit the links once training has begun, and count bytes at the ends of the window.
+        """Limit the links once training has begun, and count bytes at both ends of the window.
 
         Returns:
             The bytes that each host sent in the window, and the exit codes.
         """
-        console, counts = Console(training.log(job.speaker)), dict[int, list[int]]()
+        console, counts = Console(training.log(job.logging_host)), dict[int, list[int]]()
         is_limited = False
 
-        def look() -> None:
+        def poll_console() -> None:
             nonlocal is_limited
             reached = console.read().last_iteration
             if reached and not is_limited:
@@ -180,15 +180,15 @@ class Bench:
                 if reached >= end and end not in counts:
                     counts[end] = self._lab.sent_bytes()
                     if end == window.last:
-                        self._lab.set_rate(None)  # the end need not be slow, either
+                        self._lab.set_rate(None)  # so that the end is fast
 
-        codes = training.to_end(look, limit=self._time_limit, poll=POLL_SECONDS)
+        codes = training.to_end(poll_console, limit=self._time_limit, poll=POLL_SECONDS)
         if window.last not in counts:
-            raise training.failed("ended before it was measured", job.speaker)
+            raise training.failed("ended before it was measured", job.logging_host)
         ends = zip(counts[window.first], counts[window.last], strict=True)
         return [after - before for before, after in ends], codes
 
 
 def _lines(log: Path) -> list[tuple[int, float]]:
-    """Iteration and milliseconds of all iteration lines."""
+    """Return iteration and milliseconds of all iteration lines."""
     return list(read_console(log).milliseconds().items())

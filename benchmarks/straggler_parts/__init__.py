@@ -1,1 +1,1 @@
-"""Parts of benchmarks/stragglers.py: what is run, how it is run, the numbers, and their report."""
+"""Parts of benchmarks/stragglers.py: kinds of training, their runs, analysis and report."""

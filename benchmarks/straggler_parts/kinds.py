@@ -1,16 +1,16 @@
-"""What is compared: the scenarios, the kinds of training, and what is measured of a run.
+"""The compared scenarios and kinds of training, and what is measured in a run.
 
-| kind | what trains |
+| kind | training |
 |---|---|
-| ideal | every replica alone, as stock Megatron with one rank: nobody waits for anybody |
+| ideal | every replica alone, as stock Megatron with one rank, without waiting |
 | stock | one stock Megatron job over all replicas, with the overlaps of its distributed optimizer |
-| edit | EDiT: the replicas meet after tau steps |
-| a-edit | A-EDiT: the replicas meet by the clock, after as long as a round of `edit` takes |
+| edit | EDiT: the replicas sync after tau steps |
+| a-edit | A-EDiT: the replicas sync by time, after as long as a round of `edit` takes |
 | a-edit-blocking | the same with syncs that do not overlap (not measured by default) |
 
-All kinds are slowed alike and have the same Megatron flags, so that they differ in their waiting
-and their exchange alone. Warm-up, whose steps are those of `stock`, is a single step; the replicas
-then part together, however long each needed to start.
+All kinds have the same slowdown and the same Megatron flags, so that they differ only in their
+waiting and their exchange. Warm-up, whose steps equal those of `stock`, is a single step: it aligns
+the replicas, which may have started at different times.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ SYNCING = (EDIT, A_EDIT, A_EDIT_BLOCKING)
 RANDOM = "random"
 EQUAL = "equal"
 IN_FORWARD = "-forward"
-FORWARD_SHARE = 1 / 3  # of a step, as of one that computes
+FORWARD_SHARE = 1 / 3  # of a step, as without sleep
 WARMUP_STEPS = 1
-SKIPPED_ROUNDS = 1  # not measured: some replicas are still getting going
-# Never reached: a run is ended as soon as it has been measured. The end of training is no part of
-# it, where A-EDiT deals the last samples by quota.
+SKIPPED_ROUNDS = 1  # not measured: some replicas are still slow after their start
+# Never reached: a run is ended as soon as it has been measured. The end of training is excluded, as
+# A-EDiT assigns the last samples by quota there.
 TRAIN_ITERS = 20_000
-# As little to compute as can be: the replicas share a few cores.
+# Minimal compute, as the replicas share a few cores.
 MODEL = Model(num_layers=1, hidden_size=64, seq_length=64, vocab_size=1024, bucket_numel=60_000)
-DEEP_MODEL = replace(MODEL, num_layers=4)  # layers whose exchanges can hide behind others
+DEEP_MODEL = replace(MODEL, num_layers=4)  # exchanges can hide behind other layers
 
-# How a replica learns of it, and where it notes when its steps begin. `RANK` would not do: the
-# launcher rewrites it before the training script runs.
+# Environment variables of a replica: the plan, its number, and the file for the begin of its steps.
+# `RANK` cannot be used: the launcher rewrites it before the training script runs.
 PLAN_VARIABLE = "STRAGGLER_PLAN"
 REPLICA_VARIABLE = "STRAGGLER_REPLICA"
 MARKS_VARIABLE = "STRAGGLER_MARKS"
@@ -52,14 +52,15 @@ MARKS_VARIABLE = "STRAGGLER_MARKS"
 
 @dataclass(frozen=True)
 class Plan:
-    """How long the steps of each replica last, but for waiting and exchanges.
+    """The length of the steps of each replica, without waiting and exchanges.
 
     Attributes:
-        step: of a replica that is not slow, seconds.
-        factors: per replica, how many such steps one of its steps takes; 1 is not slow.
-        is_random: whether in each step one replica, drawn anew, takes a mean step more.
+        step: seconds of a step without slowdown.
+        factors: slowdown of each replica; 1 is not slow.
+        is_random: whether in each step one randomly drawn replica takes one step longer.
         seed: of the draws.
-        forward_share: part of a step that the layers' forward passes sleep; the rest follows.
+        forward_share: share of a step that is slept in the layers' forward passes; the rest of the
+            sleep follows them.
     """
 
     step: float
@@ -69,35 +70,35 @@ class Plan:
     forward_share: float = 0.0
 
     def step_seconds(self, replica: int, step: int) -> float:
-        """Of a replica in a step, which counts from 0."""
-        is_struck = self.is_random and self.struck(step) == replica
-        return (self.factors[replica] + is_struck) * self.step
+        """Return the seconds of a step of a replica; steps count from 0."""
+        is_drawn = self.is_random and self.drawn_replica(step) == replica
+        return (self.factors[replica] + is_drawn) * self.step
 
-    def struck(self, step: int) -> int:
-        """The replica that is drawn for a step."""
+    def drawn_replica(self, step: int) -> int:
+        """Return the replica that is drawn for a step."""
         return random.Random(f"{self.seed} {step}").randrange(len(self.factors))
 
     def to_json(self) -> str:
-        """For the environment of a process."""
+        """Return the JSON text for the environment variable."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The way back."""
+        """Parse the text of `to_json`."""
         fields = json.loads(text)
         return cls(**fields | {"factors": tuple(fields["factors"])})
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """Which replicas are slow.
+    """A scenario: which replicas are slow.
 
     Attributes:
-        name: `random`, `equal`, or like `4x`: the last replica takes four times as long. With
-            `-forward` behind it a third of a step's sleep is in the layers' forward passes.
-        factor: of the last replica.
+        name: `random`, `equal`, or like `4x`: the last replica takes four times as long. With the
+            suffix `-forward` a third of a step's sleep is in the layers' forward passes.
+        factor: slowdown of the last replica.
         rounds: measured in a run, after the first.
-        in_forward: see `name`.
+        in_forward: whether the name has the suffix `-forward`.
     """
 
     name: str
@@ -107,7 +108,7 @@ class Scenario:
 
     @classmethod
     def named(cls, name: str, rounds: int) -> Scenario:
-        """The scenario of a name; a round less where nobody is slow in every step."""
+        """Return the scenario of a name; with one round less without consistent stragglers."""
         kind = name.removesuffix(IN_FORWARD)
         factor = int(kind.removesuffix("x")) if kind.endswith("x") else 1
         if factor < 1 or (factor == 1 and kind not in (RANDOM, EQUAL)):
@@ -117,7 +118,7 @@ class Scenario:
 
     @property
     def title(self) -> str:
-        """For people."""
+        """Title of the scenario."""
         where = ", in its layers" if self.in_forward else ""
         if self.factor > 1:
             return f"one {self.factor}x slower{where}"
@@ -125,16 +126,16 @@ class Scenario:
 
     @property
     def is_random(self) -> bool:
-        """Whether another replica is slow in each step."""
+        """Whether a randomly drawn replica is slow in each step."""
         return self.name.removesuffix(IN_FORWARD) == RANDOM
 
     @property
     def model(self) -> Model:
-        """What is trained."""
+        """The trained model."""
         return DEEP_MODEL if self.in_forward else MODEL
 
     def plan(self, num_replicas: int, *, step: float, seed: int) -> Plan:
-        """How long steps last; seconds."""
+        """Return the lengths of steps; `step` is in seconds."""
         factors = (*[1.0] * (num_replicas - 1), float(self.factor))
         share = FORWARD_SHARE if self.in_forward else 0.0
         return Plan(step, factors, is_random=self.is_random, seed=seed, forward_share=share)
@@ -145,13 +146,13 @@ class Job:
     """One kind of training in one scenario.
 
     Attributes:
-        plan: of the lengths of steps.
-        tau: steps of a round of a replica that is not slow. EDiT's interval is a part of it where
-            one replica is, so that its rounds do not last longer.
-        seconds: how long kinds without rounds are measured.
-        phase: part of a step of the slowest replica, by which A-EDiT's rounds last longer. Steps
-            here always last the same; so it is this that decides at which point of such a step a
-            round ends, and how long the others then wait.
+        plan: lengths of the steps.
+        tau: steps per round of a replica that is not slow. With a consistent straggler EDiT's
+            interval is divided by its factor, so that rounds take the same time.
+        seconds: measured time of kinds without rounds.
+        phase: share of a step of the slowest replica by which A-EDiT's rounds last longer. As the
+            length of steps is constant here, it determines at which point of such a step a round
+            ends, and how long the other replicas wait.
     """
 
     scenario: Scenario
@@ -163,7 +164,7 @@ class Job:
 
     @property
     def model(self) -> Model:
-        """What is trained."""
+        """The trained model."""
         return self.scenario.model
 
     @property
@@ -178,20 +179,20 @@ class Job:
 
     @property
     def round_seconds(self) -> float:
-        """A-EDiT's tau_time: what EDiT's steps of a round take, and `phase`."""
+        """A-EDiT's tau_time: the time of EDiT's steps of a round, plus `phase`."""
         mean_step = max(self.plan.factors) + self.plan.is_random / self.num_replicas
         return (self.interval + self.phase) * mean_step * self.plan.step
 
     @property
     def edit_steps(self) -> tuple[int, int]:
-        """Number of the first step, from 0, that is measured of EDiT, and of the first after."""
+        """Range of EDiT's measured steps, from 0: the first, and the first one after the range."""
         rounds = (SKIPPED_ROUNDS, SKIPPED_ROUNDS + self.scenario.rounds)
         first, last = (WARMUP_STEPS + self.interval * count for count in rounds)
         return first, last
 
     @property
     def tokens_per_step(self) -> int:
-        """Of one replica."""
+        """Tokens per step of one replica."""
         return self.model.tokens_per_replica
 
     @property
@@ -200,8 +201,8 @@ class Job:
         return 1 if self.kind == IDEAL else self.num_replicas
 
     def flags(self, log_dir: str) -> list[str]:
-        """All flags of the training script."""
-        # A line of stock Megatron on the console costs a barrier.
+        """Return all flags of the training script."""
+        # A console line of stock Megatron costs a barrier.
         flags = self.model.flags(self.world_size, train_iters=TRAIN_ITERS, log_interval=TRAIN_ITERS)
         if self.kind not in SYNCING:
             return flags
@@ -211,6 +212,11 @@ class Job:
             flags += ["--edit-sync-mode", "blocking"]
         if self.kind == EDIT:
             return [*flags, "--edit-sync-interval", str(self.interval)]
-        # Rounds are long enough, and of the same length for all kinds.
-        rhythm = ("--edit-sync-seconds", f"{self.round_seconds:.3f}", "--edit-min-round-steps", "0")
-        return [*flags, *rhythm]
+        # The minimum is off: rounds are long enough, and of the same length for all kinds.
+        interval_flags = (
+            "--edit-sync-seconds",
+            f"{self.round_seconds:.3f}",
+            "--edit-min-round-steps",
+            "0",
+        )
+        return [*flags, *interval_flags]

@@ -1,17 +1,17 @@
-"""scripts/pretrain_gpt.py, slowed on purpose: each step takes as long as a plan says.
+"""Run scripts/pretrain_gpt.py slow_down down: each step takes as long as planned.
 
     STRAGGLER_PLAN={...} STRAGGLER_REPLICA=0 STRAGGLER_MARKS=FILE \
         python -m megatron_edit benchmarks/straggler_parts/pretrain_slowed.py --num-layers 2 ...
 
-A step sleeps for what its computing has left of its length. To compute is to run or to be ready to
-run: where replicas share the cores of a machine, one that has to wait for a core sleeps that much
-less, as if it had a core of its own. To wait for another replica, or for a message, is not to
-compute; it comes on top.
+A step sleeps for its planned length minus its compute time. Compute time includes waiting for a
+core: where replicas share the cores of a machine, a replica that waits for a core sleeps that much
+less, as if it had a core of its own. Waiting for another replica or for a message is not compute
+time; it lengthens the step.
 
-The sleep follows the forward pass of the model, so that no exchange of parameters can hide behind
-it; with a `forward_share` that part of it is spread over the layers' forward passes. FILE gets a
-line for every step: the monotonic time, which all processes of a machine share, when its forward
-pass began, and the seconds computed until then.
+The sleep follows the forward pass of the model, so that no exchange can hide behind it; with a
+`forward_share` that share of it is spread over the layers' forward passes. FILE gets a line for
+every step: the begin of its forward pass (monotonic time, which all processes of a machine share)
+and the compute time until then, in seconds.
 """
 
 from __future__ import annotations
@@ -31,40 +31,40 @@ from straggler_parts.kinds import MARKS_VARIABLE, PLAN_VARIABLE, REPLICA_VARIABL
 
 
 def main() -> None:
-    """Slow the script down and run it."""
+    """Wrap the forward step of the training script, and run the script."""
     plan = Plan.from_json(os.environ[PLAN_VARIABLE])
     replica = int(os.environ[REPLICA_VARIABLE])
     script: Any = load_script()
     with Path(os.environ[MARKS_VARIABLE]).open("w", buffering=1) as marks:
-        script.forward_step = slowed(script.forward_step, plan, replica, marks)
+        script.forward_step = slow_down(script.forward_step, plan, replica, marks)
         script.main()
 
 
-def slowed(
+def slow_down(
     forward_step: Callable[..., Any], plan: Plan, replica: int, marks: TextIO
 ) -> Callable[..., Any]:
-    """A forward step that notes when it begins and sleeps at its end. There is one in a step."""
+    """Wrap a forward step to record its begin and to sleep at its end; there is one per step."""
     steps = count()
-    woken = computed_seconds()
+    computed_before = computed_seconds()
 
     @wraps(forward_step)
-    def sleeping(data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal woken
+    def slowed_forward_step(data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal computed_before
         marks.write(f"{time.monotonic():.6f} {computed_seconds():.6f}\n")
-        whole = plan.step_seconds(replica, next(steps))
-        with layers_asleep(model, whole * plan.forward_share):
+        total = plan.step_seconds(replica, next(steps))
+        with sleeping_layers(model, total * plan.forward_share):
             result = forward_step(data, model, *args, **kwargs)
-        left = whole * (1.0 - plan.forward_share) - (computed_seconds() - woken)
+        left = total * (1.0 - plan.forward_share) - (computed_seconds() - computed_before)
         time.sleep(max(0.0, left))
-        woken = computed_seconds()
+        computed_before = computed_seconds()
         return result
 
-    return sleeping
+    return slowed_forward_step
 
 
 @contextmanager
-def layers_asleep(model: Any, seconds: float) -> Iterator[None]:
-    """Inside, the layers sleep so long in a forward pass of the model, each after its own."""
+def sleeping_layers(model: Any, seconds: float) -> Iterator[None]:
+    """Make the layers sleep `seconds` in total in each forward pass inside the block."""
     if not seconds:
         yield
         return
@@ -84,7 +84,7 @@ def layers_asleep(model: Any, seconds: float) -> Iterator[None]:
 
 
 def computed_seconds() -> float:
-    """How long this thread has run, or waited for a core to run on, since it was started."""
+    """Return the seconds that this thread has run or waited for a core, since its start."""
     ran, waited, _ = Path("/proc/thread-self/schedstat").read_text().split()
     return (int(ran) + int(waited)) / 1e9
 

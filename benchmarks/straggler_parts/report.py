@@ -1,4 +1,4 @@
-"""The numbers of benchmarks/stragglers.py: runs of a scenario and repeat beside each other."""
+"""Analysis and report of benchmarks/stragglers.py: runs are compared within scenario and repeat."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from frame.page import ALL, Column, Spread, draw_bars, mark_line, picture, table_of
+from frame.page import ALL, Column, Spread, draw_bars, picture, table_of, target_line
 
 from .kinds import A_EDIT, A_EDIT_BLOCKING, EDIT, IDEAL, RANDOM, STOCK
 from .runs import Measurement
@@ -21,11 +21,11 @@ class Row:
         of_ideal: tokens/s over those of `ideal`.
         of_stock: tokens/s over those of `stock`.
         slow_step: seconds; mean step of the slowest replica.
-        computed: seconds per step in which a replica computed, or waited for a core to.
+        computed: seconds per step in which a replica computed or waited for a core.
         round_seconds: from sync to sync.
         waited: seconds per sync that replica 0, which is not slow, waited for the others.
-        waited_steps: the same in steps that the slowest replica makes in `ideal`.
-        synced: further exposed seconds per sync, on replica 0.
+        waited_steps: the same in steps of the slowest replica in `ideal`.
+        synced: other exposed seconds per sync, on replica 0.
     """
 
     scenario: str
@@ -43,12 +43,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Target:
-    """What one number of the table must be.
+    """A bound for one number of the table.
 
     Attributes:
         field: of `Row`.
         statistic: of its `Spread`.
-        is_least: whether `bound` is the least that passes, else the most.
+        is_least: whether `bound` is a lower bound, else an upper bound.
     """
 
     scenario: str
@@ -62,7 +62,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What it is."""
+    """A target with its measured value."""
 
     target: Target
     value: float
@@ -95,11 +95,11 @@ class Analysis:
         self._runs = {(m.scenario, m.kind, m.repeat): m for m in measurements}
 
     def rows(self) -> list[Row]:
-        """Scenarios and kinds, in the order in which they were first measured."""
+        """Return a row for each scenario and kind, in the order of measurement."""
         return [self._row(*case) for case in dict.fromkeys((s, k) for s, k, _ in self._runs)]
 
     def verdicts(self) -> list[Verdict]:
-        """Of the targets whose numbers were measured."""
+        """Return the targets whose numbers were measured."""
         rows = {(row.scenario, row.kind): row for row in self.rows()}
         found = []
         for target in TARGETS:
@@ -146,7 +146,7 @@ NAMES = {
 
 
 def markdown(rows: Sequence[Row], verdicts: Sequence[Verdict], titles: Mapping[str, str]) -> str:
-    """The table, medians where no more is said; then a line for each target."""
+    """Return the table (medians unless stated), and a line for each target."""
     upper = ("median", "max")
     columns = (
         Column("stragglers", lambda row: titles[row.scenario]),
@@ -163,17 +163,17 @@ def markdown(rows: Sequence[Row], verdicts: Sequence[Verdict], titles: Mapping[s
     lines = [table_of(columns, rows)]
     if verdicts:
         lines.append("")
-    return "\n".join(lines + [_said(verdict, titles) for verdict in verdicts])
+    return "\n".join(lines + [_target_text(verdict, titles) for verdict in verdicts])
 
 
-def _said(verdict: Verdict, titles: Mapping[str, str]) -> str:
+def _target_text(verdict: Verdict, titles: Mapping[str, str]) -> str:
     target = verdict.target
     text = f"{titles[target.scenario]}, {target.kind}: {target.text}"
-    return mark_line(text, verdict.value, target.bound, is_least=target.is_least)
+    return target_line(text, verdict.value, target.bound, is_least=target.is_least)
 
 
 def draw(path: Path, rows: Sequence[Row], titles: Mapping[str, str]) -> None:
-    """Writes the picture: tokens/s as parts of the ideal, by scenario."""
+    """Write the picture: tokens/s as a share of the ideal, by scenario."""
     scenarios = list(dict.fromkeys(row.scenario for row in rows))
     series = {
         name: {row.scenario: row.of_ideal for row in rows if row.kind == kind}
@@ -182,7 +182,7 @@ def draw(path: Path, rows: Sequence[Row], titles: Mapping[str, str]) -> None:
     }
     with picture(path, figsize=(8, 4.5)) as (_, axes):
         draw_bars(axes, scenarios, series)
-        axes.axhline(1.0, color="black", linestyle="dashed", linewidth=1, label="nobody waits")
+        axes.axhline(1.0, color="black", linestyle="dashed", linewidth=1, label="no waiting")
         axes.set_xticks(range(len(scenarios)), [titles[name] for name in scenarios])
         axes.set_ylabel("tokens/s, part of the ideal")
         axes.set_ylim(0, 1.15)

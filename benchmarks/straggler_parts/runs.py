@@ -1,7 +1,7 @@
-"""One measurement: start a training, follow it until enough is measured, and end it.
+"""Measure one run: start a training, follow it until enough is measured, and end it.
 
-A mark tells when a step began; see `pretrain_slowed`. From one mark of a replica to a later one lie
-as many whole steps, with all that belongs to them: data, sleep, sync, log.
+A mark records when a step began; see `pretrain_slowed`. The time between two marks of a replica
+covers complete steps: data, sleep, sync, log.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Mark(NamedTuple):
     """The beginning of a step.
 
     Attributes:
-        time: of a clock that all replicas share, seconds.
-        computed: by the replica until then, seconds.
+        time: seconds, of a clock shared by all replicas.
+        computed: compute time of the replica until then, seconds.
     """
 
     time: float
@@ -50,11 +50,11 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class Stretch:
-    """What is measured of a replica: from the mark with number `first` to `last`, from 0.
+    """The measured steps of a replica: from mark `first` to mark `last`, counted from 0.
 
     Attributes:
         seconds: between these marks.
-        computed: of these, spent computing.
+        computed: compute time between these marks.
     """
 
     first: int
@@ -64,13 +64,13 @@ class Stretch:
 
     @classmethod
     def between(cls, marks: Sequence[Mark], first: int, last: int) -> Stretch:
-        """The steps first ... last - 1."""
+        """Return the steps first ... last - 1."""
         start, end = marks[first], marks[last]
         return cls(first, last, end.time - start.time, end.computed - start.computed)
 
     @property
     def num_steps(self) -> int:
-        """How many."""
+        """Number of steps."""
         return self.last - self.first
 
     @property
@@ -124,15 +124,15 @@ class Measurement:
 
 
 def read_marks(path: Path) -> list[Mark]:
-    """All marks of a replica so far; a line that is still being written does not count."""
-    whole, _, _ = path.read_text().rpartition("\n") if path.exists() else ("", "", "")
-    return [Mark(*map(float, line.split())) for line in whole.splitlines()]
+    """Return all marks of a replica so far, without a line that is still being written."""
+    complete, _, _ = path.read_text().rpartition("\n") if path.exists() else ("", "", "")
+    return [Mark(*map(float, line.split())) for line in complete.splitlines()]
 
 
 def stretches_by_time(marks: Sequence[Sequence[Mark]], seconds: float) -> list[Stretch] | None:
-    """The whole steps of each replica in one span of time, the same for all replicas.
+    """Return the complete steps of each replica in one time span, the same for all replicas.
 
-    It begins when all have got going. None before all have come to its end.
+    It begins when all replicas have made their first steps. None before all have reached its end.
     """
     if any(len(own) <= SKIPPED_STEPS for own in marks):
         return None
@@ -153,7 +153,7 @@ def stretches_by_time(marks: Sequence[Sequence[Mark]], seconds: float) -> list[S
 def stretches_by_steps(
     marks: Sequence[Sequence[Mark]], first: int, last: int
 ) -> list[Stretch] | None:
-    """The steps first ... last - 1 of every replica. None before these are over."""
+    """Return the steps first ... last - 1 of every replica; None before these are over."""
     if any(len(own) <= last for own in marks):
         return None
     return [Stretch.between(own, first, last) for own in marks]
@@ -162,7 +162,7 @@ def stretches_by_steps(
 def stretches_by_syncs(
     marks: Sequence[Sequence[Mark]], syncs: Sequence[dict[str, Any]], rounds: int
 ) -> list[Stretch] | None:
-    """The steps of each replica in `rounds` rounds, each round with the sync that ends it.
+    """Return the steps of each replica in `rounds` rounds, each with the sync at its end.
 
     None before these are over.
     """
@@ -176,27 +176,29 @@ def stretches_by_syncs(
 
 
 def steps_before(syncs: Sequence[dict[str, Any]], count: int, num_replicas: int) -> list[int]:
-    """Steps of each replica up to and with the first `count` syncs."""
+    """Return the number of steps of each replica until the end of the first `count` syncs."""
     rounds = [sync["inner_steps"][:num_replicas] for sync in syncs[:count]]
     return [WARMUP_STEPS + sum(steps) for steps in zip(*rounds, strict=True)]
 
 
-def rounds_of(marks: Sequence[Mark], syncs: Sequence[dict[str, Any]], rounds: int) -> list[float]:
-    """Lengths of the measured rounds, by the marks of replica 0; empty where there are no syncs."""
+def round_lengths(
+    marks: Sequence[Mark], syncs: Sequence[dict[str, Any]], rounds: int
+) -> list[float]:
+    """Return the lengths of the measured rounds, by the marks of replica 0; empty without syncs."""
     counts = range(SKIPPED_ROUNDS, min(len(syncs), SKIPPED_ROUNDS + rounds) + 1)
     ends = [marks[steps_before(syncs, count, 1)[0]].time for count in counts]
     return [after - before for before, after in pairwise(ends)]
 
 
 def tokens_per_second(stretches: Sequence[Stretch], tokens_per_step: int) -> float:
-    """Of all replicas, each over its own stretch of time."""
+    """Return the total speed of all replicas, each over its own stretch."""
     return sum(tokens_per_step / stretch.step_seconds for stretch in stretches)
 
 
-def stretches_of(
+def find_stretches(
     job: Job, marks: Sequence[Sequence[Mark]], syncs: Sequence[dict[str, Any]]
 ) -> list[Stretch] | None:
-    """What is to be measured of a job, once it is all there."""
+    """Return the measured stretches of a job; None before they are complete."""
     if job.kind in SYNCING:
         return stretches_by_syncs(marks, syncs, job.scenario.rounds)
     if job.kind == IDEAL and job.plan.is_random:
@@ -208,7 +210,7 @@ class Bench:
     """Runs jobs one after another.
 
     Args:
-        time_limit: seconds until a single run is given up.
+        time_limit: seconds until a run is stopped.
     """
 
     def __init__(self, time_limit: float) -> None:
@@ -228,13 +230,15 @@ class Bench:
             ranks = [_rank(job, replica, folder, file, package)
                      for replica, file in enumerate(files)]  # fmt: skip
 
-            def look() -> list[Stretch] | None:
-                return stretches_of(job, list(map(read_marks, files)), read_syncs(folder))
+            def poll_stretches() -> list[Stretch] | None:
+                return find_stretches(job, list(map(read_marks, files)), read_syncs(folder))
 
             with self._forks.training(
                 f"{name}, {job.kind}", folder, ranks, apart=job.kind == IDEAL, one_machine=False
             ) as training:
-                stretches = training.until(look, limit=self._time_limit, poll=POLL_SECONDS)
+                stretches = training.until(
+                    poll_stretches, limit=self._time_limit, poll=POLL_SECONDS
+                )
             syncs = read_syncs(folder)
             measured = syncs[SKIPPED_ROUNDS : SKIPPED_ROUNDS + rounds]
             return Measurement(
@@ -243,14 +247,14 @@ class Bench:
                 repeat=repeat,
                 stretches=stretches,
                 tokens_per_second=tokens_per_second(stretches, job.tokens_per_step),
-                round_seconds=rounds_of(read_marks(files[0]), syncs, rounds),
+                round_seconds=round_lengths(read_marks(files[0]), syncs, rounds),
                 syncs=[{field: sync[field] for field in _SYNC_FIELDS} for sync in measured],
                 load=[load, os.getloadavg()[0]],
             )
 
 
 def _rank(job: Job, replica: int, folder: Path, marks: Path, package: Path) -> Rank:
-    """What a replica runs: the script, and its part in the plan."""
+    """Return the command of a replica, with its plan."""
     env = {
         PLAN_VARIABLE: job.plan.to_json(),
         REPLICA_VARIABLE: str(replica),

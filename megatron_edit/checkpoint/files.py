@@ -10,12 +10,12 @@ from pathlib import Path
 
 from megatron_edit.errors import UsageError
 
-REMEDY = "load another checkpoint with --ckpt-step, or bring the file back"
+REMEDY = "load another checkpoint with --ckpt-step, or restore the file"
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file must be.
+    """Size and checksum of a file of a checkpoint.
 
     Attributes:
         size: bytes.
@@ -27,14 +27,14 @@ class FileRecord:
 
 
 def record_of(path: Path) -> FileRecord:
-    """Bring a file to the disk for good, and read it once. Lets other threads run meanwhile."""
+    """Flush a file to disk and return its size and checksum. Releases the GIL while it reads."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return _read(path)
 
 
 def files_under(folder: Path, leave_out: Iterable[str] = ()) -> list[Path]:
-    """Files in a folder and below, sorted; without the sub-folders named in `leave_out`."""
+    """Return all files under a folder, sorted, without the sub-folders named in `leave_out`."""
     left_out = {folder / name for name in leave_out}
     return sorted(
         path
@@ -44,7 +44,7 @@ def files_under(folder: Path, leave_out: Iterable[str] = ()) -> list[Path]:
 
 
 def check_sizes(checkpoint: Path, files: Mapping[str, FileRecord]) -> None:
-    """Cheap, so every rank does it.
+    """Check that all files exist and have the recorded size. Cheap: every rank calls it.
 
     Raises:
         UsageError: a file is missing, or has another size.
@@ -65,10 +65,10 @@ def _read(path: Path) -> FileRecord:
 
 
 def check_content(checkpoint: Path, name: str, record: FileRecord) -> None:
-    """Read one file.
+    """Compare the checksum of one file with the recorded one.
 
     Raises:
-        UsageError: it is not what was written, or cannot be read.
+        UsageError: it differs, or the file cannot be read.
     """
     path = checkpoint / name
     try:

@@ -1,7 +1,7 @@
-"""A folder of checkpoints: where each lies, which is complete, and how a save becomes one.
+"""A folder of checkpoints: paths, which checkpoints are complete, and how a save is committed.
 
-A save is written under another name and renamed when its manifest, the last file of all, is
-there. So a crash at any moment leaves the folder with the checkpoints that it had.
+A save is written under a temporary name and renamed once its manifest, the last file, is written.
+A crash at any moment therefore leaves the earlier checkpoints of the folder intact.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 EDIT, MANIFEST, LISTED = "edit", "edit.json", "listed"
 OUTER, RANDOM = "outer", "random"
 TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's own name
-STOCK_MARK = "metadata.json"  # what Megatron writes last
-STOP = "stop"  # ends the job's name in the last save of a run, which others may be in the midst of
+STOCK_METADATA = "metadata.json"  # the last file that Megatron writes
+STOP = "stop"  # suffix of the job name in the last save of a run, which other ranks may be writing
 _FINAL = re.compile(r"^iter_(\d{7,})$")
 _PARTIAL = re.compile(r"^\.iter_(\d{7,})\.[0-9a-z]+\.partial$")
 _REPLACED = re.compile(r"^\.iter_(\d{7,})\.[0-9a-z]+\.replaced$")
@@ -26,13 +26,13 @@ _ITERATION = re.compile(r"^\d{1,18}$", re.ASCII)
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """A checkpoint that can be loaded.
 
     Attributes:
         path: its folder.
         iteration: in the name of the folder; None for Megatron's `release`.
-        has_manifest: whether it was written with EDiT; otherwise it is stock Megatron's.
+        has_manifest: whether it was written with EDiT; otherwise by stock Megatron.
     """
 
     path: Path
@@ -41,22 +41,22 @@ class Found:
 
 
 def replica_folder(checkpoint: Path, replica: int) -> Path:
-    """Where the Megatron checkpoint of a replica lies."""
+    """Return the folder of a replica's Megatron checkpoint."""
     return checkpoint if replica == 0 else checkpoint / EDIT / f"replica_{replica}"
 
 
 def replica_local_folder(checkpoint: Path, replica: int) -> Path:
-    """Where a replica keeps what is its own of the outer state."""
+    """Return the folder of the outer state that belongs to one replica alone."""
     return checkpoint / EDIT / f"own_{replica}"
 
 
-def manifest_of(checkpoint: Path) -> Path:
-    """The manifest of a checkpoint; where it is, the checkpoint is complete."""
+def manifest_path(checkpoint: Path) -> Path:
+    """Return the path of the manifest; a checkpoint is complete if this file exists."""
     return checkpoint / EDIT / MANIFEST
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a small file that is whole wherever it is, also after a loss of power."""
+    """Write a small file atomically: it is never seen half written, even after a power loss."""
     new = path.with_name(f".{path.name}.new")
     with new.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -65,8 +65,8 @@ def write_durably(path: Path, text: str) -> None:
     os.replace(new, path)
 
 
-def final_of(path: Path) -> Path:
-    """Where a path in a partial checkpoint will lie once it is complete; others stay."""
+def final_path(path: Path) -> Path:
+    """Return what a path in a partial checkpoint becomes at the commit; other paths unchanged."""
     for folder in (path, *path.parents):
         if found := _PARTIAL.match(folder.name):
             final = folder.with_name(f"iter_{found.group(1)}")
@@ -75,7 +75,7 @@ def final_of(path: Path) -> Path:
 
 
 def _delete(path: Path) -> None:
-    """As far as that can be done. Of a link, itself alone."""
+    """Delete a folder, ignoring errors. Of a symbolic link, only the link."""
     if path.is_symlink():
         with suppress(OSError):
             path.unlink()
@@ -93,7 +93,7 @@ def _sync_folder(path: Path) -> None:
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """What `--save` and `--load` name.
+    """The folder that `--save` or `--load` names.
 
     Attributes:
         root: the folder; it need not exist.
@@ -102,15 +102,15 @@ class CheckpointFolder:
     root: Path
 
     def final(self, iteration: int) -> Path:
-        """Where the complete checkpoint of an iteration lies."""
+        """Return the path of the complete checkpoint of an iteration."""
         return self.root / f"iter_{iteration:07d}"
 
     def partial(self, iteration: int, job: str) -> Path:
-        """Where a job writes the checkpoint of an iteration."""
+        """Return the path where a job writes the checkpoint of an iteration."""
         return self.root / f".iter_{iteration:07d}.{job}.partial"
 
-    def tracked(self) -> str | None:
-        """What the tracker says, an iteration or `release`; None where it says nothing."""
+    def read_tracker(self) -> str | None:
+        """Return the tracker's text, an iteration or `release`; None if missing or invalid."""
         try:
             text = (self.root / TRACKER).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError):
@@ -118,16 +118,16 @@ class CheckpointFolder:
         return text if text == "release" or _ITERATION.match(text) else None
 
     def commit(self, iteration: int, job: str) -> int | None:
-        """Turn a partial checkpoint, whose manifest is there, into a complete one.
+        """Turn a partial checkpoint, whose manifest is written, into a complete one.
 
         Raises:
             OSError: it cannot be renamed, or the tracker cannot be written.
 
         Returns:
-            The iteration that the tracker named before, where there was one.
+            The iteration that the tracker named before; None if there was none.
         """
         partial, final = self.partial(iteration, job), self.final(iteration)
-        if final.exists():  # saved again, after a resume from an earlier one
+        if final.exists():  # saved again, after a resume from an earlier checkpoint
             old = self.root / f".{final.name}.{job}.replaced"
             final.rename(old)
             partial.rename(final)
@@ -136,95 +136,97 @@ class CheckpointFolder:
             partial.rename(final)
         folders = [Path(path) for path, _, _ in os.walk(final)]
         for path in (*folders, self.root):
-            _sync_folder(path)  # names, too, before the tracker says that they are there
-        before = self.tracked()
-        self._track(iteration)
+            _sync_folder(path)  # directory entries, too, before the tracker names the checkpoint
+        before = self.read_tracker()
+        self._write_tracker(iteration)
         for path in self._entries():
             listed = path / EDIT / LISTED
-            if _FINAL.match(path.name) and manifest_of(path).is_file() and not listed.exists():
-                with suppress(OSError):  # somebody else's, kept here by a link
+            if _FINAL.match(path.name) and manifest_path(path).is_file() and not listed.exists():
+                with suppress(OSError):  # another user's, linked into this folder
                     listed.touch()
-        self._sweep(job)
+        self._remove_leftovers(job)
         return int(before) if before not in (None, "release") else None
 
-    def last_before(self, iteration: int) -> int:
-        """Iteration of the newest complete checkpoint that is older; 0 for none."""
+    def newest_before(self, iteration: int) -> int:
+        """Return the iteration of the newest complete checkpoint that is older; 0 for none."""
         older = (f.iteration for f in self._complete() if (f.iteration or 0) < iteration)
         return max((found for found in older if found is not None), default=0)
 
     def remove(self, iteration: int, job: str) -> None:
-        """Remove a checkpoint, never leaving half of it under its name."""
+        """Remove a checkpoint; it is renamed first, so that no partial one keeps its name."""
         self._remove(self.final(iteration), job)
 
     def discard(self, iteration: int, job: str) -> None:
-        """Remove a partial checkpoint that will never be complete, and free its room.
+        """Remove a partial checkpoint that will never be completed, to free its disk space.
 
-        One whose manifest is there is complete but for its name: `repair` gives it that.
+        One with a manifest is complete except for its name and is kept: `repair` renames it.
         """
         partial = self.partial(iteration, job)
-        if not manifest_of(partial).is_file():
+        if not manifest_path(partial).is_file():
             _delete(partial)
 
     def repair(self) -> list[Path]:
-        """Finish what a crash between two renames has left; the checkpoints that came back.
+        """Complete checkpoints after a crash between two renames; return those it restored.
 
         Does nothing in a folder that cannot be written to.
         """
         repaired = []
         for pattern in (_PARTIAL, _REPLACED):  # in this order: the newer copy wins
             left = [p for p in self._entries() if pattern.match(p.name)]
-            whole = [path for path in left if manifest_of(path).is_file()]
-            for path in sorted(whole, key=lambda p: manifest_of(p).stat().st_mtime, reverse=True):
+            complete = [path for path in left if manifest_path(path).is_file()]
+            complete.sort(key=lambda path: manifest_path(path).stat().st_mtime, reverse=True)
+            for path in complete:
                 final = self.root / path.name[1:].partition(".")[0]
                 if not final.exists() and os.access(self.root, os.W_OK):
                     path.rename(final)
                     repaired.append(final)
         return repaired
 
-    def newest(self) -> Found | None:
-        """The checkpoint to load where the user names none.
+    def newest(self) -> FoundCheckpoint | None:
+        """Return the checkpoint to load if the user names none.
 
-        That which the tracker names, if it is complete: people roll back by editing the tracker.
-        A newer one that no tracker has named yet was cut off just after its rename; it counts.
+        It is the one that the tracker names, if complete: users roll back by editing the tracker.
+        A newer one that no tracker has named yet takes precedence: its save was interrupted
+        between the rename and the tracker.
         """
-        tracked = self.tracked()
+        tracked = self.read_tracker()
         if tracked == "release" and (self.root / "release").is_dir():
-            return Found(self.root / "release", None, has_manifest=False)
+            return FoundCheckpoint(self.root / "release", None, has_manifest=False)
         complete = {found.iteration: found for found in self._complete()}
         named = None if tracked in (None, "release") else complete.get(int(tracked))
         others = [f for f in complete.values() if named is None or not _is_listed(f)]
         candidates = others if named is None else [named, *others]
         return max(candidates, key=lambda found: found.iteration or 0, default=None)
 
-    def at(self, iteration: int) -> Found | None:
-        """The complete checkpoint of an iteration, if there is one."""
+    def at(self, iteration: int) -> FoundCheckpoint | None:
+        """Return the complete checkpoint of an iteration, if there is one."""
         return next((f for f in self._complete() if f.iteration == iteration), None)
 
-    def is_broken_off(self, iteration: int) -> bool:
-        """Whether there is something at this iteration that is not a complete checkpoint."""
+    def is_incomplete(self, iteration: int) -> bool:
+        """Return whether the folder of this iteration exists but holds no complete checkpoint."""
         return self.final(iteration).exists() and self.at(iteration) is None
 
-    def _complete(self) -> list[Found]:
+    def _complete(self) -> list[FoundCheckpoint]:
         found = []
         for path in self._entries():
             name = _FINAL.match(path.name)
             if name is None:
                 continue
-            has_manifest = manifest_of(path).is_file()
+            has_manifest = manifest_path(path).is_file()
             is_stock = not (path / EDIT).exists() and self._is_stock(path)
             if has_manifest or is_stock:
-                found.append(Found(path, int(name.group(1)), has_manifest))
+                found.append(FoundCheckpoint(path, int(name.group(1)), has_manifest))
         return found
 
     def _is_stock(self, path: Path) -> bool:
-        """Whether Megatron finished it. Other formats than `torch_dist` leave no mark: who the
-        tracker names is complete."""
-        tracked = self.tracked()
+        """Return whether stock Megatron completed it. Formats other than `torch_dist` write no
+        `metadata.json`: of those the checkpoint that the tracker names counts as complete."""
+        tracked = self.read_tracker()
         is_named = tracked not in (None, "release") and self.final(int(tracked)) == path
-        return path.is_dir() and ((path / STOCK_MARK).is_file() or is_named)
+        return path.is_dir() and ((path / STOCK_METADATA).is_file() or is_named)
 
-    def _track(self, iteration: int) -> None:
-        """Replace the tracker at once: Megatron's own way leaves it empty for a moment."""
+    def _write_tracker(self, iteration: int) -> None:
+        """Replace the tracker atomically: Megatron's own code leaves it empty for a moment."""
         write_durably(self.root / TRACKER, str(iteration))
 
     def _remove(self, path: Path, job: str) -> None:
@@ -233,20 +235,20 @@ class CheckpointFolder:
         path.rename(going)
         _delete(going)
 
-    def _sweep(self, job: str) -> None:
-        """Remove what crashed saves of other jobs have left.
+    def _remove_leftovers(self, job: str) -> None:
+        """Remove the remains of crashed saves of other jobs.
 
-        Other ranks may have begun to write this run's last save; that one comes after all others.
+        This run's last save is kept: other ranks may already be writing it.
         """
         for path in self._entries():
             left = any(pattern.match(path.name) for pattern in (_PARTIAL, _REPLACED, _REMOVED))
             if left and path.name.split(".")[-2] not in (job, job + STOP):
                 _delete(path)
 
-    def sweep_broken(self, job: str) -> None:
-        """Remove saves of other jobs that will never be complete: their room may be needed."""
+    def remove_partial_saves(self, job: str) -> None:
+        """Remove partial saves of other jobs, which will never be completed, to free disk space."""
         for path in self._entries():
-            if not _PARTIAL.match(path.name) or manifest_of(path).is_file():
+            if not _PARTIAL.match(path.name) or manifest_path(path).is_file():
                 continue
             if path.name.split(".")[-2].removesuffix(STOP) != job.removesuffix(STOP):
                 _delete(path)
@@ -258,6 +260,6 @@ class CheckpointFolder:
             return []
 
 
-def _is_listed(found: Found) -> bool:
-    """Whether a tracker has named it once; stock Megatron lists whatever it completes."""
+def _is_listed(found: FoundCheckpoint) -> bool:
+    """Return whether a tracker has ever named it; for stock Megatron, every complete one."""
     return not found.has_manifest or (found.path / EDIT / LISTED).exists()

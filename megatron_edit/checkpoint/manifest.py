@@ -1,6 +1,6 @@
-"""The manifest of a checkpoint, `edit/edit.json`: what it holds, and what it must be.
+"""The manifest of a checkpoint, `edit/edit.json`: everything that is not a tensor, and checksums.
 
-Numbers that decide anything are written so that they come back bit for bit.
+Numbers that affect training are written so that they are restored bit for bit.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from megatron_edit.checkpoint.files import REMEDY, FileRecord
-from megatron_edit.checkpoint.folder import manifest_of
+from megatron_edit.checkpoint.folder import manifest_path
 from megatron_edit.constants import CHECKPOINT_FORMS, FP32
 from megatron_edit.errors import UsageError
 from megatron_edit.saved_state import PendingSync, ReplicaEntry
 
-# 2: syncs that land late, wire types; 3: settings; 4: a final phase, moments that travel,
-# history of losses.
+# 2: syncs that land late, wire types; 3: settings; 4: a final phase, exchanged moments,
+# loss history.
 FORMAT, VERSION = "megatron_edit checkpoint", 4
-KEYS = {"replicas_identical": "is_level"}  # fields that have another name in the file
+KEYS = {"replicas_identical": "is_level"}  # fields with another name in the file
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """Fields of `method.ledger.BlockAssignment`."""
+    """The saved fields of `method.ledger.BlockAssignment`."""
 
     target: int
     frontier: int
@@ -41,33 +41,33 @@ class Manifest:
     """Everything about a checkpoint that is not a tensor.
 
     Attributes:
-        iteration: in whole global batches.
+        iteration: in complete global batches.
         form: `all`, or `leader`.
-        strategy: that trained.
+        strategy: of the run that saved.
         num_replicas: N. `ranks_per_replica`: K.
         parallel: sizes of Megatron's parallel groups of a replica.
-        model: what makes another model of it (`host.checkpoint.fingerprint`).
+        model: arguments that must be equal on resume (`host.checkpoint.fingerprint`).
         units: names, in forward order.
-        is_warmup: whether the replicas trained in step: there is no outer state.
-        is_final_phase: whether that was in the final synchronous phase, and not in the warm-up.
-        first_loss: F_0 of `method.schedule.RoundStart`; None where it does not matter.
-        common_steps: that Adam had made before the first local one; None where beta2 is not scaled.
+        is_warmup: whether gradients were averaged at every step: there is no outer state.
+        is_final_phase: whether this was in the final synchronous phase, not in the warm-up.
+        first_loss: F_0 of `method.schedule.RoundStart`; None where it is not used.
+        common_steps: Adam's steps before the first local one; None where beta2 is not scaled.
         round: syncs so far.
-        replicas: by replica.
+        replicas: one entry per replica.
         detectors: fields of `method.detector.DetectorState`, lists [N][U].
-        round_seconds: how long the last round was: the others are waited for accordingly.
-        ledger: of a strategy with the clock; else None.
+        round_seconds: length of the last round; timeouts follow from it.
+        ledger: of a strategy with timed rounds (A-EDiT); else None.
         batch: samples of one step of all replicas; `chunk`: of one micro-batch of a replica.
         order_start: fields of `method.order.SampleOrder`, with `displaced`.
-        has_anchor: whether the anchor is there; at a sync it is the parameters.
+        has_anchor: whether the anchor is stored; at a sync it equals the parameters.
         replicas_identical: whether all replicas held the anchor in all units when the round began.
         unit_steps: lists [N][U], steps since a unit's own last sync, as of the last meeting.
         wire: type on the wire. Error-feedback residuals of a lossy one are kept for each replica
             in form `all`.
         files: size and checksum by path, from the checkpoint's folder.
         written_by: versions.
-        settings: of the run that wrote it, by the names of `EditConfig`'s fields; only for people,
-            who are told what has changed. Empty where an older version wrote it.
+        settings: of the run that wrote it, by the names of `EditConfig`'s fields; only to report
+            which have changed. Empty where an older version wrote it.
         loss_history: fields of `method.loss_check.LossHistory`, lists [N]. Empty where an older
             version wrote it.
     """
@@ -105,32 +105,32 @@ class Manifest:
     @property
     def is_mid_round(self) -> bool:
         """Whether the replicas differed: they had made steps since the last sync of all units, or
-        it had kept something of their parameters."""
+        that sync had not set their parameters to the anchor."""
         has_steps = any(entry.inner_steps for entry in self.replicas)
         return not self.is_warmup and (has_steps or not self.replicas_identical)
 
     @property
     def samples(self) -> int:
-        """Consumed by all replicas together."""
+        """Samples consumed by all replicas together."""
         return sum(entry.samples for entry in self.replicas)
 
     def as_dict(self) -> dict[str, Any]:
-        """Fields under the names that they have in the file."""
+        """Return the fields by their names in the file."""
         return {KEYS.get(name, name): value for name, value in dataclasses.asdict(self).items()}
 
     def text(self) -> str:
-        """As JSON."""
+        """Return the manifest as JSON, with its checksum."""
         body = _without_nan({"format": FORMAT, "version": VERSION, **self.as_dict()})
         return json.dumps({**body, "sha256": _checksum(body)}, indent=1) + "\n"
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """The manifest of a checkpoint.
+    """Read and check the manifest of a checkpoint.
 
     Raises:
-        UsageError: it is missing, broken, of another program or of a newer format.
+        UsageError: it is missing, damaged, of another program or of a newer format.
     """
-    path = manifest_of(checkpoint)
+    path = manifest_path(checkpoint)
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -200,7 +200,7 @@ def _checksum(body: Mapping[str, Any]) -> str:
 
 
 def _without_nan(value: Any) -> Any:
-    """JSON knows no NaN."""
+    """Replace NaN by None and infinities by strings: JSON has neither."""
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else str(value)
     if isinstance(value, dict):
@@ -211,7 +211,7 @@ def _without_nan(value: Any) -> Any:
 
 
 def _numbers(values: list[Any]) -> list[Any]:
-    """Inverse of `_without_nan` for lists of floats, also nested ones."""
+    """Inverse of `_without_nan` for lists of floats, including nested ones."""
     return [
         _numbers(value) if isinstance(value, list) else math.nan if value is None else float(value)
         for value in values

@@ -1,4 +1,4 @@
-"""How a run goes on from a checkpoint: planned from the manifest alone, alike on all ranks."""
+"""How a run resumes from a checkpoint: planned from the manifest alone, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from megatron_edit.checkpoint.manifest import Ledger, Manifest
 from megatron_edit.method.ledger import BlockAssignment
 from megatron_edit.method.order import (
     SampleOrder,
-    after_counted_steps,
     after_assignment,
+    after_counted_steps,
     share_of,
 )
 from megatron_edit.saved_state import ReplicaEntry
@@ -17,14 +17,14 @@ from megatron_edit.saved_state import ReplicaEntry
 
 @dataclass(frozen=True)
 class ResumingRun:
-    """What a run is, as far as it matters here.
+    """The properties of a run that a resume depends on.
 
     Attributes:
         num_replicas: N.
-        is_timed: whether replicas run at their own speeds.
+        is_timed: whether rounds are timed (A-EDiT).
         batch: samples of one step of all replicas.
         chunk: samples of one micro-batch of a replica.
-        target: samples of the whole training.
+        target: samples of the complete training.
     """
 
     num_replicas: int
@@ -41,19 +41,19 @@ class ResumingRun:
 
 @dataclass(frozen=True)
 class ResumePlan:
-    """What follows from a manifest for each replica of a run.
+    """Where each replica of a run resumes from a checkpoint.
 
     Attributes:
-        goes_on: whether the same replicas go on, in the middle of a round if they were; otherwise
-            their round is completed first, and another begins.
-        entries: where each replica of this run stands.
+        continues: whether training continues exactly where it was saved, possibly within a round;
+            otherwise the saved round is completed first, and a new one begins.
+        entries: state of each replica of this run.
         order: of samples.
         consumed: samples, by all replicas.
-        assignment: of the round that is under way or begins, where replicas run at their own speeds.
-        iteration: for Megatron's loop; None where what it saved is right.
+        assignment: of the round that continues or begins; None where rounds are not timed.
+        iteration: for Megatron's loop; None where the one that it saved is right.
     """
 
-    goes_on: bool
+    continues: bool
     entries: tuple[ReplicaEntry, ...]
     order: SampleOrder
     consumed: int
@@ -62,24 +62,24 @@ class ResumePlan:
 
     @property
     def suppressed_until_step(self) -> int:
-        """The last step of replicas that were stopped at different steps; else 0."""
+        """The highest step of replicas that were stopped at different steps; else 0."""
         steps = {entry.step for entry in self.entries}
-        is_apart = self.assignment is None and (len(steps) > 1 or self.resumes_at_meeting)
-        return max(steps) if is_apart else 0
+        steps_differ = self.assignment is None and (len(steps) > 1 or self.resumes_at_meeting)
+        return max(steps) if steps_differ else 0
 
     @property
     def resumes_at_meeting(self) -> bool:
-        """Whether a replica comes to the next meeting before it has made a step."""
+        """Whether a replica joins the next meeting before its next step."""
         return any(entry.is_waiting for entry in self.entries)
 
 
 def ledger_of(assignment: BlockAssignment) -> Ledger:
-    """For a manifest."""
+    """Return the fields of an assignment that the manifest stores."""
     return Ledger(assignment.target, assignment.frontier, assignment.holes, assignment.quotas)
 
 
 def assignment_of(manifest: Manifest) -> BlockAssignment | None:
-    """The assignment of the round that was under way; None where steps were counted.
+    """Return the assignment of the saved round; None where rounds were not timed.
 
     Raises:
         ValueError: its fields contradict each other.
@@ -92,43 +92,45 @@ def assignment_of(manifest: Manifest) -> BlockAssignment | None:
 
 
 def plan_resume(manifest: Manifest, run: ResumingRun, warmup_steps: int) -> ResumePlan:
-    """Plan it.
+    """Plan how a run resumes from a checkpoint.
 
     Args:
         manifest: of the checkpoint.
-        run: that goes on.
-        warmup_steps: W; steps that are counted anew, by another batch size, end no earlier.
+        run: that resumes.
+        warmup_steps: W; lower bound of the step where it is recomputed from the samples.
 
     Raises:
-        ValueError: the manifest contradicts itself, or its replicas with clocks have consumed
-            more than this run is to train.
+        ValueError: the manifest is inconsistent, or replicas with timed rounds have consumed more
+            samples than this run is to train.
     """
     order = SampleOrder(manifest.order_start, manifest.displaced)
-    if _is_same(manifest, run):
-        assignment = _same_assignment(manifest, run, order)
+    if _can_continue(manifest, run):
+        assignment = _continued_assignment(manifest, run, order)
         if assignment is not None or not run.is_timed:
             return ResumePlan(True, manifest.replicas, order, manifest.samples, assignment, None)
     if manifest.is_warmup:
         steps = manifest.replicas[0].step
         entries = _entries(run, steps, manifest.samples, manifest.replicas[0].schedule_position)
         return ResumePlan(True, entries, order, manifest.samples, None, None)
-    return _begin_anew(manifest, run, order, warmup_steps)
+    return _plan_next_round(manifest, run, order, warmup_steps)
 
 
-def _is_same(manifest: Manifest, run: ResumingRun) -> bool:
-    """Whether the replicas may go on from where each was: they share the samples as before."""
+def _can_continue(manifest: Manifest, run: ResumingRun) -> bool:
+    """Return whether each replica can continue where it was: the samples are shared as before."""
     was_timed = manifest.ledger is not None
     if manifest.num_replicas != run.num_replicas or (
         was_timed != run.is_timed and not manifest.is_warmup
     ):
         return False
-    is_together = len({entry.step for entry in manifest.replicas}) == 1
+    has_equal_steps = len({entry.step for entry in manifest.replicas}) == 1
     shares = (manifest.batch, manifest.chunk) == (run.batch, run.chunk)
-    return manifest.batch == run.batch if was_timed else shares or is_together
+    return manifest.batch == run.batch if was_timed else shares or has_equal_steps
 
 
-def _same_assignment(manifest: Manifest, run: ResumingRun, order: SampleOrder) -> BlockAssignment | None:
-    """The assignment that was under way, if it can go on: with another target, a final one cannot."""
+def _continued_assignment(
+    manifest: Manifest, run: ResumingRun, order: SampleOrder
+) -> BlockAssignment | None:
+    """Return the saved assignment if it can continue; a final one cannot with another target."""
     if (assignment := assignment_of(manifest)) is None:
         return None
     target = (run.target - order.start) // run.block
@@ -136,14 +138,15 @@ def _same_assignment(manifest: Manifest, run: ResumingRun, order: SampleOrder) -
         if assignment.is_final:
             return None
         assignment = replace(assignment, target=target)
-        assignment.next_round([entry.inner_steps for entry in manifest.replicas])  # raises beyond it
+        # Raises if more was consumed than the new target.
+        assignment.next_round([entry.inner_steps for entry in manifest.replicas])
     return assignment
 
 
-def _begin_anew(
+def _plan_next_round(
     manifest: Manifest, run: ResumingRun, order: SampleOrder, warmup_steps: int
 ) -> ResumePlan:
-    """The saved replicas' round is over; N replicas, perhaps others, begin the next."""
+    """Complete the saved round first; then N replicas, perhaps others, begin the next."""
     counts = [entry.inner_steps for entry in manifest.replicas]
     block = manifest.batch // manifest.num_replicas
     assignment = assignment_of(manifest)
@@ -153,7 +156,7 @@ def _begin_anew(
         start = manifest.samples - block * sum(counts)
         order = after_counted_steps(order, counts, manifest.batch, manifest.chunk, start)
     consumed = order.start
-    batches = -(-consumed // run.batch)  # begun
+    batches = -(-consumed // run.batch)  # rounded up: a begun batch counts
     steps = {entry.step for entry in manifest.replicas}
     is_aligned = assignment is None and len(steps) == 1
     step = steps.pop() if is_aligned else max(warmup_steps, batches)
@@ -161,9 +164,11 @@ def _begin_anew(
     if assignment is None:  # steps that fp16 skipped have consumed samples and moved no schedule
         old = manifest.num_replicas
         position -= min(e.samples * old - e.schedule_position for e in manifest.replicas)
-    new = BlockAssignment(run.num_replicas, (run.target - consumed) // run.block) if run.is_timed else None
+    new = None
+    if run.is_timed:
+        new = BlockAssignment(run.num_replicas, (run.target - consumed) // run.block)
     return ResumePlan(
-        goes_on=False,
+        continues=False,
         entries=_entries(run, step, consumed, position),
         order=order,
         consumed=consumed,

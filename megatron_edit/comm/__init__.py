@@ -1,1 +1,1 @@
-"""Replica worlds: who is where, the sync groups between replicas, and what travels on them."""
+"""Replica worlds: placement of ranks, communication groups, and the messages between replicas."""

@@ -1,8 +1,8 @@
-"""Where collectives are issued: nowhere else, but for `staging.py`, a process group below it.
+"""Communication groups. All collectives are issued here, except in `staging.py` below it.
 
-A `Group` wraps a `torch.distributed.ProcessGroup`: the stand-alone groups between replicas and
-Megatron's groups inside one alike. It counts the payload it sends, and turns a collective that
-failed or timed out into a `ReplicaLostError`.
+A `Group` wraps a `torch.distributed.ProcessGroup`: a stand-alone group between replicas, or one of
+Megatron's groups inside a replica. It counts the payload it sends, and converts the error of a
+failed or timed-out collective to a `ReplicaLostError`.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from megatron_edit.errors import ReplicaLostError
 
 @dataclass
 class Work:
-    """A collective that was started and not waited for.
+    """Handle of a collective that was started.
 
     Attributes:
         name: of the group, for errors.
-        works: the transport's handles; none where there was nothing to do.
+        works: the transport's handles; empty if there was nothing to send.
     """
 
     name: str
     works: tuple[Any, ...] = ()
-    _is_over: bool = False  # asked often: a delayed sync is polled at each bucket
+    _is_over: bool = False  # cached: a delayed sync is polled at each bucket
 
     def advance(self) -> bool:
-        """Whether it is over; then the result may be used. Waits for nothing.
+        """Return whether it is done and the result may be used, without blocking.
 
         Raises:
             ReplicaLostError: it failed or timed out.
@@ -49,7 +49,7 @@ class Work:
         return self._is_over
 
     def wait(self) -> None:
-        """Wait until the result may be used: the host on CPU tensors, the stream on CUDA.
+        """Wait for the result: blocks the host on CPU tensors, the current stream on CUDA.
 
         Raises:
             ReplicaLostError: it failed or timed out.
@@ -63,30 +63,30 @@ class Work:
 
     @property
     def is_completed(self) -> bool:
-        """Whether it is over, well or badly."""
+        """Whether it is done or has failed."""
         if self._is_over:
             return True
         try:
-            # All are asked, not only up to one that is not over: a collective of `staging.py`
-            # begins when it is asked.
+            # Poll all, not only up to the first unfinished one: a collective of `staging.py` begins
+            # when it is polled.
             return all([work.is_completed() for work in self.works])
         except RuntimeError as error:
             raise _lost(self.name, error) from error
 
     @property
     def on_wire(self) -> Work | None:
-        """Itself, until it is known to be over."""
+        """Itself, until it is known to be done."""
         return None if self._is_over else self
 
 
 @dataclass(frozen=True)
 class Duplex:
-    """Transports of a phase of exchanges over gloo: connections of its own for each direction.
+    """Transports of a phase of exchanges over gloo: separate connections for each direction.
 
-    On one connection two ranks that send to each other do so one after the other, unless they
-    begin at the same moment: who comes later sends at once, and that it is ready to receive comes
-    after its data. Here nothing but such notices runs against the data: each way is an all-to-all
-    whose other rows are empty.
+    On a single connection two ranks that send to each other do so one after the other, unless they
+    begin at the same time: the later rank sends its data at once, and its notice that it is ready
+    to receive is queued behind that data. Here only such notices run against the data: each
+    direction is an all-to-all whose rows of the other direction are empty.
 
     Attributes:
         up: to ranks of higher numbers.
@@ -99,24 +99,24 @@ class Duplex:
 
 @dataclass
 class Group:
-    """Ranks that communicate, and what this one has sent.
+    """A group of ranks that communicate, with counters of this rank's messages.
 
     Attributes:
-        process_group: the transport; None is a group of this rank alone.
+        process_group: the transport; None for a group of this rank alone.
         rank: this rank's position, from 0.
         size: number of ranks.
         device: where tensors on the wire must live.
         timeout: longest wait of one collective.
-        name: how error messages call the group.
+        name: of the group in error messages.
         payload_bytes: payload sent so far by this rank, counted as ring algorithms send it.
         num_started: collectives that this rank has begun on it.
-        phases: transports of each phase of an exchange. A phase begins whenever the one before is
-            over, which is at another moment on each rank; none where `runs_in_order`, or nobody
-            needs them.
+        phases: transports of each phase of an exchange. A phase begins when the one before is done,
+            which is at another time on each rank; empty where `runs_in_order`, or no exchange has
+            phases.
         backlog: exchanges whose second phase has still to begin, oldest first; see the note on the
             order of phases (`compressed_all_reduce.py`).
-        make_streams: makes `streams`; tests write down what these are told.
-        is_own: whether the transport is ours to shut down, and not Megatron's.
+        make_streams: creates `streams`; tests pass one that records the calls.
+        is_own: whether this plugin created the transport and shuts it down, not Megatron.
     """
 
     process_group: Any
@@ -135,26 +135,26 @@ class Group:
 
     @classmethod
     def of(cls, process_group: Any, device: torch.device, timeout: timedelta, name: str) -> Group:
-        """Wrap a group that exists already, such as one of Megatron's."""
+        """Wrap an existing process group, such as one of Megatron's."""
         return cls(process_group, process_group.rank(), process_group.size(), device, timeout, name)
 
     @cached_property
     def runs_in_order(self) -> bool:
-        """Whether collectives run one after another, as on NCCL's stream; on gloo, all at once."""
+        """Whether collectives run one after another, as on NCCL's stream, and not all at once."""
         return self.process_group is not None and str(self.process_group.name()) == "nccl"
 
     @cached_property
     def streams(self) -> Streams:
-        """Of the device."""
+        """Streams of the device."""
         return self.make_streams(self.device)
 
     @cached_property
     def side_stream(self) -> Stream:
-        """One for all exchanges of the group: each stream has a memory pool of its own."""
+        """One stream for all exchanges of the group: each stream has its own memory pool."""
         return self.streams.new()
 
     def start_all_reduce(self, tensor: Tensor) -> Work:
-        """Begin to sum `tensor` over the group, in place; it must not be touched until waited for.
+        """Begin to sum `tensor` over the group, in place; do not access it before `wait`.
 
         Collective: all ranks of the group, same numel and dtype.
         """
@@ -170,12 +170,11 @@ class Group:
     def start_all_reduce_together(self, tensors: Sequence[Tensor]) -> Work:
         """`start_all_reduce` of several tensors in one launch, where collectives run in order.
 
-        Several launches would wait for each other in the device's queue, and block what is
-        launched behind them.
+        Several launches would wait for each other in the device's queue, and block later kernels.
 
         Collective: all ranks of the group, same numels, one dtype.
         """
-        assert self.size == 1 or self.runs_in_order, f"{self.name}: they run at once anyway"
+        assert self.size == 1 or self.runs_in_order, f"{self.name}: they run concurrently anyway"
         tensors = [tensor for tensor in tensors if tensor.numel()]
         if self.size == 1 or not tensors:
             return Work(self.name)
@@ -194,16 +193,16 @@ class Group:
         self.start_all_reduce(tensor).wait()
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Give every rank the tensor of rank 0 of the group, in place.
+        """Broadcast the tensor of rank 0 of the group to all ranks, in place.
 
         Collective: all ranks of the group, same numel and dtype.
         """
         self.start_broadcast(tensor).wait()
 
     def broadcast_nowait(self, tensor: Tensor) -> None:
-        """Like `broadcast`, but rank 0 does not wait until the others have come for it.
+        """Like `broadcast`, but rank 0 does not wait for the other ranks.
 
-        They may come only after work that waits for rank 0 (a later pipeline stage). Rank 0 must
+        They may join only after work that waits for rank 0 (a later pipeline stage). Rank 0 must
         not change `tensor` afterwards.
         """
         work = self.start_broadcast(tensor)
@@ -214,11 +213,11 @@ class Group:
         self._unreaped.append((work, tensor))
 
     def reap(self) -> None:
-        """Keep no tensor alive that was given to the others and has reached them."""
+        """Release the tensors of finished `broadcast_nowait` calls."""
         self._unreaped = [entry for entry in self._unreaped if not entry[0].is_completed]
 
     def start_broadcast(self, tensor: Tensor) -> Work:
-        """Begin to give every rank the tensor of rank 0 of the group, in place.
+        """Begin to broadcast the tensor of rank 0 of the group to all ranks, in place.
 
         Collective: all ranks of the group, same numel and dtype.
         """
@@ -232,12 +231,12 @@ class Group:
         return work
 
     def start_all_to_all(self, output: Tensor, rows: Tensor, phase: int) -> Work:
-        """Begin to send row j to rank j; row i of `output` becomes what rank i sent here.
+        """Begin to send row j to rank j; row i of `output` becomes the row that rank i sent.
 
-        Neither tensor may be touched until waited for.
+        Neither tensor may be accessed before `wait`.
         Collective: all ranks of the group, same shape and dtype, in the same order as other calls
-        of the phase. Unless it `runs_in_order` each rank may begin at a moment of its own,
-        between other collectives.
+        of the phase. Unless it `runs_in_order` each rank may begin at a time of its own, between
+        other collectives.
 
         Args:
             output: [size, n], contiguous, overwritten.
@@ -273,8 +272,8 @@ class Group:
 
         Args:
             tensor: of this rank.
-            poll: called again and again while this rank waits, on the CPU; tells after how many
-                seconds. There is no time-out then: it raises when it is too late.
+            poll: called repeatedly while this rank waits, on the CPU; returns the seconds to the
+                next call. There is no time-out then: `poll` raises instead.
         """
         if self.size == 1:
             return tensor.unsqueeze(0).clone()
@@ -289,12 +288,12 @@ class Group:
         return rows.to(tensor.device)
 
     def _all_gather(self, rows: Tensor, local: Tensor, options: AllgatherOptions) -> Any:
-        if self.runs_in_order:  # one launch; into a list NCCL would copy each part by a launch more
+        if self.runs_in_order:  # one launch; a list would cost NCCL one more launch for each part
             return self.process_group._allgather_base(rows.flatten(), local.flatten(), options)
         return self.process_group.allgather([list(rows.unbind())], [local], options)
 
     def all_gather_objects(self, value: Any) -> list[Any]:
-        """The picklable values of all ranks, in rank order. For set-up, not for the hot path."""
+        """Gather the picklable values of all ranks in rank order. For set-up only."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = self.all_gather(torch.tensor([len(data)])).flatten().tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
@@ -304,7 +303,7 @@ class Group:
 
     def warm_up(self, *, has_exchanges: bool = False) -> None:
         """Use the group once, so that NCCL connects and allocates its buffers, which lie outside of
-        torch's pool, now and not in the middle of training. On gloo nothing: it has connected.
+        torch's pool, now and not during training. Does nothing on gloo, which is connected.
 
         Collective: all ranks of the group.
 
@@ -320,11 +319,11 @@ class Group:
         self.all_gather(token)
         if has_exchanges:
             self.start_all_to_all(torch.empty_like(token), token, 0).wait()
-        self.payload_bytes, self.num_started = counts  # no sync has sent it
+        self.payload_bytes, self.num_started = counts  # do not count these
 
     def close(self) -> None:
-        """Give up the transport; nothing may be on its way. Threads of gloo are joined here, and
-        communicators of NCCL are freed where they are ours."""
+        """Release the transport; no message may be in flight. Threads of gloo are joined here, and
+        NCCL communicators are freed where `is_own`."""
         if self.runs_in_order:
             if self.is_own and self.process_group is not None:
                 own, self.process_group = self.process_group, None
@@ -343,7 +342,7 @@ class Group:
 
 
 def _lost(name: str, error: RuntimeError) -> ReplicaLostError:
-    """Gloo and NCCL report a dead or late peer of a group as a `RuntimeError`."""
+    """Convert the `RuntimeError` that gloo and NCCL raise for a dead or late peer."""
     return ReplicaLostError(f"{name}: a collective failed: {error}")
 
 

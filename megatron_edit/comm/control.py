@@ -1,6 +1,6 @@
-"""The control record: what a replica tells the others at a meeting.
+"""The control record that a replica sends to the others at a meeting.
 
-Every decision across replicas is taken from the gathered records and from nothing else.
+All decisions across replicas depend on the gathered records alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HEADER = (
     "inner_steps",
     "samples",
     "schedule_position",
-    "is_leaving",
+    "is_stopping",
     "num_losses",
 )
 _RATES = ("inner_lr", "next_lr", "round_loss")
@@ -29,22 +29,23 @@ _RATES = ("inner_lr", "next_lr", "round_loss")
 
 @dataclass(frozen=True)
 class ControlRecord:
-    """One replica's part of a meeting.
+    """Control record of one replica at a meeting.
 
     Attributes:
         round: syncs before this meeting.
         step: s, attempted optimizer steps so far.
         inner_steps: steps of this round.
         samples: samples that this replica has consumed so far.
-        schedule_position: where its learning-rate schedule stands, in samples.
-        losses: training losses since the last meeting, oldest first; NaN where not known here.
+        schedule_position: position of its learning-rate schedule, in samples.
+        losses: training losses since the last meeting, oldest first; NaN where this rank does not
+            know them.
         norms: pseudo-gradient norm of every unit.
         buffers: state that no optimizer owns, of this rank's stage.
-        is_leaving: whether the replica obeys a stop from outside: there is no sync.
+        is_stopping: whether the replica stops on request, so that there is no sync.
         inner_lr: learning rate of the last step.
-        next_lr: of the next step; while the schedule warms up, the peak that it comes to.
-        digests: of every unit that meets again after a delayed landing; NaN for the others. Empty
-            where nothing is delayed.
+        next_lr: of the next step; while the schedule warms up, its peak value.
+        digests: of every unit that syncs again after a delayed landing; NaN for the others. Empty
+            where no landing is delayed.
         round_loss: nats per token, mean of the replica's training losses since the last meeting,
             the same on all its ranks; NaN where there is none.
     """
@@ -57,7 +58,7 @@ class ControlRecord:
     losses: Sequence[float]
     norms: Sequence[float]
     buffers: Sequence[float] = ()
-    is_leaving: int = 0
+    is_stopping: int = 0
     inner_lr: float = 0.0
     next_lr: float = 0.0
     digests: Sequence[float] = ()
@@ -65,11 +66,11 @@ class ControlRecord:
 
     @property
     def num_losses(self) -> int:
-        """How many losses there are."""
+        """Number of losses."""
         return len(self.losses)
 
     def pack(self, capacity: int) -> Tensor:
-        """As float64 [10 + capacity + units + digests + buffers]; whole numbers are exact to 2^53.
+        """Pack into float64 [10 + capacity + units + digests + buffers]; integers exact to 2^53.
 
         Args:
             capacity: room for losses, the same for all records of a run.
@@ -100,22 +101,22 @@ class ControlRecord:
 def unpack_meeting(
     rows: Tensor, capacity: int, num_units: int, *, has_digests: bool, same_step: bool
 ) -> list[ControlRecord]:
-    """The records of a meeting, by replica.
+    """Unpack and check the records of a meeting, by replica.
 
     Args:
-        rows: float64 [N, ...], what the replicas have packed.
+        rows: float64 [N, ...], the packed records.
         capacity: room for losses, as packed.
         num_units: U.
         has_digests: whether there are digests.
-        same_step: whether all replicas come after the same step.
+        same_step: whether all replicas meet after the same step.
 
     Raises:
-        SyncProtocolError: nobody leaves, and the replicas are not in the same round.
+        SyncProtocolError: no replica stops, and the replicas are not in the same round.
     """
     records = [
         ControlRecord.unpack(row, capacity, num_units, has_digests=has_digests) for row in rows
     ]
-    if not any(record.is_leaving for record in records):
+    if not any(record.is_stopping for record in records):
         check_same_meeting(records, same_step=same_step)
     return records
 
@@ -123,16 +124,16 @@ def unpack_meeting(
 def record_bytes(
     capacity: int, num_units: int, num_buffers: int, *, has_digests: bool = False
 ) -> int:
-    """Size of a packed record."""
+    """Size of a packed record in bytes."""
     rows = 2 if has_digests else 1
     return 8 * (len(_HEADER) + len(_RATES) + capacity + rows * num_units + num_buffers)
 
 
 def check_same_meeting(records: Sequence[ControlRecord], *, same_step: bool) -> None:
-    """All replicas must be in the same round, and where they are to be, at the same step.
+    """Check that all replicas are in the same round, and with `same_step` at the same step.
 
     Raises:
-        SyncProtocolError: they are not; the message shows where each stands.
+        SyncProtocolError: they are not; the message has round and step of each.
     """
     places = [(record.round, record.step) for record in records]
     if len({place if same_step else place[0] for place in places}) > 1:
@@ -140,7 +141,7 @@ def check_same_meeting(records: Sequence[ControlRecord], *, same_step: bool) -> 
 
 
 def check_same_digests(records: Sequence[ControlRecord], names: Sequence[str], count: int) -> None:
-    """Compare what the replicas say of units that have landed since they met.
+    """Compare the replicas' digests of units that have landed since their last meeting.
 
     Args:
         records: of a meeting.

@@ -1,4 +1,4 @@
-"""Errors between replicas say where training stood, and who was lost."""
+"""Adds the lost replicas and the place in training to errors between replicas."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from megatron_edit.comm.heartbeat import HeartbeatMonitor
 from megatron_edit.errors import ReplicaLostError
 
 
-def located(error: ReplicaLostError, heartbeat: HeartbeatMonitor, place: str) -> ReplicaLostError:
-    """The same error with the replicas that were lost, as far as can be known, and where.
+def with_lost_replicas(
+    error: ReplicaLostError, heartbeat: HeartbeatMonitor, place: str
+) -> ReplicaLostError:
+    """Return the error with the lost replicas, as far as they can be determined, and the place.
 
-    Blocks: the host, some seconds, in which whoever was not lost says so.
+    Blocks: the host, some seconds, in which replicas that are not lost report it.
 
     Args:
         error: of a collective with other replicas.
-        heartbeat: knows the replicas' signs of life.
-        place: in what it was, and at which step.
+        heartbeat: monitor of the replicas' heartbeats.
+        place: activity and step, for the message.
     """
-    lost = error.lost or heartbeat.lost()
-    return error.placed(lost, place, has_come=not heartbeat.is_waiting)
+    lost = error.lost or heartbeat.find_lost()
+    return error.with_context(lost, place, has_joined=not heartbeat.is_waiting)

@@ -1,7 +1,7 @@
-"""What one rank of a replica knows, and all its ranks learn one step later: flags and a count.
+"""Flags and a count of rank 0 that all ranks of the replica receive one step later.
 
-A replica must act as one, and rank 0 alone reads the clock and the control store. What it saw
-after a step is on its way while the next step computes, so nobody waits for it.
+All ranks of a replica must act alike, but only rank 0 reads the clock and the control store. Its
+flags after a step are sent while the next step computes, so that no rank waits for them.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from megatron_edit.comm.collectives import Group, Work
 
 
 class Flag(IntFlag):
-    """What rank 0 may tell the ranks of its replica."""
+    """Flags that rank 0 sends to the ranks of its replica."""
 
     NONE = 0
-    MEET = 1  # the inner phase is as long as it should be
-    STOP = 2  # somebody asked from outside for an end
+    MEET = 1  # the inner phase is long enough: meet
+    STOP = 2  # a stop was requested by a signal or the time limit
 
 
 @dataclass
 class DelayedFlags:
-    """One set of flags for each step.
+    """Sends one set of flags per step.
 
     Attributes:
         group: the ranks of the replica, on the CPU: the host must not wait for the device.
-        latest: what was read last, the same on all ranks.
+        latest: the flags that were read last, the same on all ranks.
         steps_of_others: optimizer steps of the other replicas, read with the flags.
     """
 
@@ -39,9 +39,9 @@ class DelayedFlags:
     _sent: tuple[Work, Tensor] | None = None
 
     def post(self, flags: Flag, steps_of_others: int = 0) -> None:
-        """After a step. Only what rank 0 gives counts.
+        """Send the flags of rank 0, after a step. Other ranks' arguments are ignored.
 
-        Collective: the ranks of the replica, once after each step. Waits for nothing.
+        Collective: the ranks of the replica, once after each step. Does not block.
 
         Args:
             flags: raised after the step.
@@ -52,10 +52,10 @@ class DelayedFlags:
         self._sent = (self.group.start_broadcast(tensor), tensor)
 
     def read(self) -> Flag:
-        """In the step that follows: the flags, the same on all ranks; as often as wanted.
+        """Return the flags sent after the last step, the same on all ranks.
 
         Raises:
-            ReplicaLostError: a rank of the replica is gone.
+            ReplicaLostError: a rank of the replica is lost.
         """
         if self._sent is not None:
             work, tensor = self._sent

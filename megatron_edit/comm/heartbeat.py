@@ -1,8 +1,8 @@
-"""Signs of life: how far each replica has come, told through the shared store.
+"""Heartbeats: the progress of each replica, reported through the shared store.
 
-Rank 0 of every replica tells it twice a second, and ranks that wait for other replicas read it, all
-in the thread that looks out for stops: a store that does not answer holds nobody up. So who waits
-knows that the others go on, however slow they are, and who was lost where nobody comes any more.
+Rank 0 of every replica reports it twice a second, and ranks that wait for other replicas read it,
+all in the thread that watches for stop requests: a store that does not answer blocks no training.
+So a waiting rank can tell slow replicas from lost ones.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-# To tell who is lost from who is heard too late, as hosts may be very busy: whoever says nothing
-# new between the first looks and the last ones is silent.
+# On busy hosts heartbeats may be late: only a replica whose heartbeat does not change between the
+# first and the last of these reads is silent.
 FIRST_SECONDS, LISTEN_SECONDS = 1.5, 4.5
-FRESH_SECONDS = 2.0  # this rank's own looks, where it has to be quick
-STALE_SECONDS = 5.0
-LEAVE_SECONDS = 1.0  # in which the thread says that this rank gives up
+FRESH_SECONDS = 2.0  # largest age of this rank's last read, for a quick answer
+STALE_SECONDS = 5.0  # largest age otherwise
+GIVE_UP_SECONDS = 1.0  # in which the thread reports that this rank gives up
 
 
 class ReplicaProgress(NamedTuple):
-    """How far a replica has come. It only grows.
+    """Progress counters of a replica, which never decrease.
 
     Attributes:
-        meetings: records that it gave the others, or began to.
-        exchanges: collectives with the others that it began.
+        meetings: records that it has sent, or begun to send.
+        exchanges: collectives with other replicas that it has begun.
         work: optimizer steps of this launch, and batches of evaluations.
     """
 
@@ -37,62 +37,62 @@ class ReplicaProgress(NamedTuple):
     work: int
 
 
-NOWHERE = ReplicaProgress(-1, -1, -1)
+NO_PROGRESS = ReplicaProgress(-1, -1, -1)
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What is known of a replica. Times are of this process's monotonic clock.
+    """Last heartbeat of a replica. Times are of this process's monotonic clock.
 
     Attributes:
-        place: how far it has come.
-        text: what it said last.
-        is_over: whether it has given up the others, and so is not the one who was lost.
-        moved: when it was last seen to have come farther.
+        progress: its counters.
+        text: of the heartbeat.
+        has_given_up: whether it has given up the others, and so is not itself lost.
+        last_progress: when its counters were last seen to increase.
     """
 
-    place: ReplicaProgress = NOWHERE
+    progress: ReplicaProgress = NO_PROGRESS
     text: str = ""
-    is_over: bool = False
-    moved: float = float("-inf")
+    has_given_up: bool = False
+    last_progress: float = float("-inf")
 
-    def followed_by(self, text: str, now: float) -> Heartbeat:
-        """What is known once the replica has said `text`."""
+    def updated_with(self, text: str, now: float) -> Heartbeat:
+        """The heartbeat after reading `text` at time `now`."""
         if text == self.text:
             return self
-        *numbers, _, is_over = map(int, text.split())
-        place = ReplicaProgress(*numbers)
-        moved = now if place != self.place else self.moved
-        return Heartbeat(place, text, bool(is_over), moved)
+        *numbers, _, has_given_up = map(int, text.split())
+        progress = ReplicaProgress(*numbers)
+        last_progress = now if progress != self.progress else self.last_progress
+        return Heartbeat(progress, text, bool(has_given_up), last_progress)
 
 
 class HeartbeatMonitor:
-    """What this rank tells and hears of the replicas' progress.
+    """Reports this replica's heartbeat and reads those of the others.
 
     Args:
-        replica: this rank's.
+        replica: number of this replica.
         num_replicas: N.
-        place: how far this rank has come; read in another thread.
-        is_telling: whether this rank speaks for its replica.
-        store_host: the replica whose rank 0 holds the store; None where it is none of theirs.
+        progress: returns the counters of this rank; called in another thread.
+        is_reporting: whether this rank reports for its replica.
+        store_host: the replica whose rank 0 hosts the store; None where no replica does.
 
     Attributes:
-        is_telling: see above.
-        is_listening: whether it wants to know of the others.
-        is_waiting: whether it is at a meeting that not all have come to, as far as it knows.
-        is_closed: whether nobody tells or listens here any more.
+        is_reporting: see above.
+        is_listening: whether this rank reads the heartbeats of other replicas.
+        is_waiting: whether it is at a meeting that, as far as known, some replicas have not joined.
+        is_closed: whether heartbeats are no longer reported and read.
         batches: of evaluations, so far.
-        steps_of_others: that the other replicas have made in this launch, as far as is known.
-        heartbeats: what is known of each replica.
+        steps_of_others: known optimizer steps of the other replicas in this launch.
+        heartbeats: the last one of each replica.
     """
 
     def __init__(
         self,
         replica: int,
         num_replicas: int,
-        place: Callable[[], ReplicaProgress],
+        progress: Callable[[], ReplicaProgress],
         *,
-        is_telling: bool,
+        is_reporting: bool,
         store_host: int | None = None,
     ) -> None:
         self.is_closed = False
@@ -100,29 +100,30 @@ class HeartbeatMonitor:
         self.batches = self.steps_of_others = 0
         self.heartbeats = [Heartbeat()] * num_replicas
         self._replica = replica
-        self._place = place
-        self.is_telling = is_telling
+        self._progress = progress
+        self.is_reporting = is_reporting
         self._store_host = store_host
         self._ticks = self._counted = 0
-        self._is_over = False
-        self._looked = time.monotonic()
+        self._has_given_up = False
+        self._last_read = time.monotonic()
 
-    # ---- in the thread that looks out
+    # ---- in the thread that watches for stop requests
 
     def exchange(self, store: dist.Store) -> None:
-        """Tell where this replica stands; look where the others do, if this rank waits for them."""
+        """Report this replica's heartbeat, and read those of the others if this rank listens."""
         keys = [f"heartbeat/{replica}" for replica in range(len(self.heartbeats))]
-        if self.is_telling:
+        if self.is_reporting:
             self._ticks += 1
-            meetings, exchanges, work = self._place()
-            values = (meetings, exchanges, work + self.batches, self._ticks, int(self._is_over))
+            meetings, exchanges, work = self._progress()
+            work_done, flag = work + self.batches, int(self._has_given_up)
+            values = (meetings, exchanges, work_done, self._ticks, flag)
             store.set(keys[self._replica], " ".join(map(str, values)))
             self._count_steps(store, work)
         if self.is_listening:
-            if not store.check(keys):  # at the start some have said nothing yet
+            if not store.check(keys):  # at the start some replicas have not reported yet
                 keys = [key for key in keys if store.check([key])]
-            said = zip(keys, store.multi_get(keys) if keys else (), strict=True)
-            self.hear({int(key.rpartition("/")[2]): text.decode() for key, text in said})
+            found = zip(keys, store.multi_get(keys) if keys else (), strict=True)
+            self.update({int(key.rpartition("/")[2]): text.decode() for key, text in found})
 
     def _count_steps(self, store: dist.Store, steps: int) -> None:
         """Add this replica's new steps to the sum over all replicas, and read the sum.
@@ -131,66 +132,66 @@ class HeartbeatMonitor:
             store: shared by all.
             steps: of this replica.
         """
-        # Counted before the store is asked: what fails is not added again, so that the sum never
-        # exceeds what was made.
+        # Updated before the call: steps of a failed call are not added again, so that the sum never
+        # exceeds the number of steps made.
         new, self._counted = steps - self._counted, steps
         others = store.add("optimizer-steps", new) - steps
         self.steps_of_others = max(self.steps_of_others, others)
 
-    def hear(self, texts: Mapping[int, str], now: float | None = None) -> None:
-        """Note what replicas say."""
+    def update(self, texts: Mapping[int, str], now: float | None = None) -> None:
+        """Store heartbeats of replicas, by replica."""
         now = time.monotonic() if now is None else now
         for replica, text in texts.items():
-            self.heartbeats[replica] = self.heartbeats[replica].followed_by(text, now)
-        self._looked = now
+            self.heartbeats[replica] = self.heartbeats[replica].updated_with(text, now)
+        self._last_read = now
 
-    # ---- in the training's thread
+    # ---- in the training thread
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Inside, replicas are waited for: this rank hears how far they have come."""
+        """Read the heartbeats of the other replicas inside the block, which waits for them."""
         self.is_waiting = self.is_listening = True
         try:
             yield
-            self.is_waiting = False  # but not after an error: then somebody has still not come
+            self.is_waiting = False  # not after an error: then some replica has still not joined
         finally:
             self.is_listening = False
 
     def overdue(self, began: float, limit: float, now: float) -> list[int]:
-        """Replicas that are waited for at a meeting, and made no progress for too long.
+        """Return missing replicas at a meeting that have made no progress for too long.
 
         Args:
-            began: when the wait did.
+            began: start of the wait.
             limit: seconds without progress.
             now: on the same clock.
         """
-        # Where all have come and the meeting is still not over, any of them may hold it up.
+        # If all have joined and the meeting is still not done, any of them may be the cause.
         awaited = self._absent(self._others) or self._others
-        return [r for r in awaited if now - max(began, self.heartbeats[r].moved) > limit]
+        return [r for r in awaited if now - max(began, self.heartbeats[r].last_progress) > limit]
 
     def give_up(self, overdue: Sequence[int]) -> list[int]:
-        """Of the replicas that are overdue, those that are surely lost; the others hear that this
-        one gives up, and do not take it for lost.
+        """Return those of the overdue replicas that are certainly lost, and report that this one
+        gives up, so that the others do not consider it lost.
 
         Blocks: the host, a second.
         """
-        self._is_over = True
-        time.sleep(LEAVE_SECONDS)
+        self._has_given_up = True
+        time.sleep(GIVE_UP_SECONDS)
         if not self._is_fresh(STALE_SECONDS):
-            return []  # the store did not answer of late: this rank knows nothing of the others
+            return []  # the store has not answered lately: the state of the others is unknown
         return list(overdue) if len(self._others) == 1 else self._absent(overdue)
 
-    def lost(self) -> list[int]:
-        """After a collective with the others failed: who was lost, as far as can be known.
+    def find_lost(self) -> list[int]:
+        """Return the replicas that are lost, as far as known, after a collective has failed.
 
-        Blocks: the host, some seconds, in which whoever was not lost says so.
+        Blocks: the host, some seconds, in which replicas that are not lost report it.
         """
         others = self._others
         if len(others) == 1 and self._is_fresh(FRESH_SECONDS) and self._absent(others):
-            return others  # a launch whose rank fails ends the other ranks soon: be quick
-        self._is_over = self.is_listening = True
+            return others  # be quick: a launch with a failed rank soon ends its other ranks
+        self._has_given_up = self.is_listening = True
         time.sleep(FIRST_SECONDS)
-        said = [heartbeat.text for heartbeat in self.heartbeats]
+        first_texts = [heartbeat.text for heartbeat in self.heartbeats]
         time.sleep(LISTEN_SECONDS)
         self.is_listening = False
         if self.is_closed:
@@ -198,17 +199,17 @@ class HeartbeatMonitor:
         if not self._is_fresh(STALE_SECONDS):
             host = self._store_host
             return [] if host is None or host == self._replica else [host]
-        if not self.is_telling:  # the rank that speaks for this replica may be gone, too
+        if not self.is_reporting:  # the rank that reports for this replica may be lost, too
             others = list(range(len(self.heartbeats)))
-        suspects = [r for r in others if not self.heartbeats[r].is_over]
+        suspects = [r for r in others if not self.heartbeats[r].has_given_up]
         return self._suspected(
-            suspects, [r for r in suspects if self.heartbeats[r].text == said[r]]
+            suspects, [r for r in suspects if self.heartbeats[r].text == first_texts[r]]
         )
 
     def _suspected(self, suspects: Sequence[int], silent: Sequence[int]) -> list[int]:
-        mine = self._place() if self.is_telling else self.heartbeats[self._replica].place
+        mine = self._progress() if self.is_reporting else self.heartbeats[self._replica].progress
         absent = self._absent(suspects)
-        behind = [r for r in suspects if self.heartbeats[r].place[:2] < mine[:2]]
+        behind = [r for r in suspects if self.heartbeats[r].progress[:2] < mine[:2]]
         return [r for r in absent if r in silent] or list(silent) or absent or behind
 
     @property
@@ -216,11 +217,11 @@ class HeartbeatMonitor:
         return [replica for replica in range(len(self.heartbeats)) if replica != self._replica]
 
     def _absent(self, replicas: Sequence[int]) -> list[int]:
-        """Those that have not come to the meeting at which this rank waits."""
+        """Replicas that have not joined the meeting at which this rank waits."""
         if not self.is_waiting:
             return []
-        meetings = self._place().meetings
-        return [r for r in replicas if 0 <= self.heartbeats[r].place.meetings < meetings]
+        meetings = self._progress().meetings
+        return [r for r in replicas if 0 <= self.heartbeats[r].progress.meetings < meetings]
 
     def _is_fresh(self, seconds: float) -> bool:
-        return time.monotonic() - self._looked < seconds
+        return time.monotonic() - self._last_read < seconds

@@ -1,4 +1,4 @@
-"""Which replica a process belongs to, from the launch's environment. Pure: no communication."""
+"""Placement of a process among the replicas, from the launch's environment. No communication."""
 
 from __future__ import annotations
 
@@ -36,31 +36,33 @@ class Placement:
     def is_writer(self) -> bool:
         """Whether this rank writes its replica's event files.
 
-        It is the last rank, as for Megatron's console and TensorBoard: the loss is known there.
+        It is the last rank, as for Megatron's console and TensorBoard, because it knows the loss.
         """
         return self.rank == self.ranks_per_replica - 1
 
 
-def place(wanted_replicas: int | None, replica_id: int | None, env: Mapping[str, str]) -> Placement:
-    """Find this process's replica.
+def place(
+    requested_replicas: int | None, replica_id: int | None, env: Mapping[str, str]
+) -> Placement:
+    """Compute the placement of this process.
 
     Args:
-        wanted_replicas: N, where the user gave it.
+        requested_replicas: N, where the user gave it.
         replica_id: r, where each replica has its own launch; else None.
         env: `RANK` and `WORLD_SIZE` as torchrun or the batch system set them (0 and 1 if not).
 
     Raises:
         UsageError: N is unknown, or does not divide the world.
     """
-    if "RANK" not in env and _whole(env, "SLURM_NTASKS", 1) > 1 and "SLURM_PROCID" in env:
+    if "RANK" not in env and _integer(env, "SLURM_NTASKS", 1) > 1 and "SLURM_PROCID" in env:
         raise UsageError(
             "environment RANK, WORLD_SIZE (not set)",
             "srun alone does not set what Megatron reads",
             "export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID "
             "MASTER_ADDR=... MASTER_PORT=... in each task, or launch with torchrun",
         )
-    rank, world = _whole(env, "RANK", 0), _whole(env, "WORLD_SIZE", 1)
-    num_replicas = wanted_replicas or _number_of_nodes(env, world)
+    rank, world = _integer(env, "RANK", 0), _integer(env, "WORLD_SIZE", 1)
+    num_replicas = requested_replicas or _number_of_nodes(env, world)
     if num_replicas is None:
         raise UsageError(
             f"{flag('num_replicas')} (not given)",
@@ -80,7 +82,7 @@ def place(wanted_replicas: int | None, replica_id: int | None, env: Mapping[str,
     return Placement(num_replicas, replica, ranks_per_replica, inner, is_single_launch=True)
 
 
-def _whole(env: Mapping[str, str], name: str, default: int) -> int:
+def _integer(env: Mapping[str, str], name: str, default: int) -> int:
     text = env.get(name, str(default))
     if not text.isdecimal():
         raise UsageError(
@@ -90,7 +92,7 @@ def _whole(env: Mapping[str, str], name: str, default: int) -> int:
 
 
 def _number_of_nodes(env: Mapping[str, str], world: int) -> int | None:
-    """Nodes of the launch, where more than one: torchrun's agents, else SLURM's count."""
+    """Number of nodes of the launch, from torchrun or SLURM; None if it is 1 or not known."""
     for name in ("GROUP_WORLD_SIZE", "SLURM_NNODES"):
         if env.get(name, "").isdecimal():
             nodes = int(env[name])

@@ -1,4 +1,4 @@
-"""Waiting for a collective that others may come to late, without being blind and deaf meanwhile."""
+"""Polled wait for a collective that other ranks may join late, which still handles signals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 UNLIMITED = timedelta(days=365)
 POLL_SECONDS = 0.0002  # between two polls, at least
-POLL_SHARE = 0.01  # of the time waited so far: who waits long need not poll so often
+POLL_SHARE = 0.01  # of the time waited so far: a long wait needs fewer polls
 
 
 class Waitable(Protocol):
@@ -18,7 +18,7 @@ class Waitable(Protocol):
 
     @property
     def is_completed(self) -> bool:
-        """Whether it is over, well or badly."""
+        """Whether it is done or has failed."""
 
 
 def poll_interval(waited: float, longest: float) -> float:
@@ -27,18 +27,18 @@ def poll_interval(waited: float, longest: float) -> float:
 
 
 def wait_polling(work: Waitable, process_group: Any, poll: Callable[[], float]) -> None:
-    """Wait in short slices, in which the interpreter handles signals.
+    """Wait for a collective in short sleeps, between which the interpreter handles signals.
 
     Args:
-        work: a collective that has no time-out of its own.
-        process_group: that it runs on.
-        poll: called before each slice; gives its length in seconds, or raises.
+        work: a collective without a time-out.
+        process_group: on which it runs.
+        poll: called before each sleep; returns its length in seconds, or raises.
     """
     try:
         while not work.is_completed:
             time.sleep(poll())
     except BaseException:
-        # The group must never be destroyed: that would wait for this collective, which may never
-        # end. So one reference to it is leaked.
+        # Leak one reference to the group: its destructor would wait for this collective, which may
+        # never end.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(process_group))
         raise

@@ -1,8 +1,8 @@
-"""A thread that goes on with exchanges while the main thread computes.
+"""A thread that advances exchanges while the main thread computes.
 
-Over sockets an exchange is over when the sockets say so, and the next one should begin then, not
-when the forward pass comes by: between replicas of unequal speed all would wait for the slowest
-one's pass. NCCL needs no such thread, as its collectives queue on the device.
+Over sockets the next exchange should begin when the one before completes, and not at the next poll
+in the forward pass: otherwise replicas of unequal speed would all wait for the forward pass of the
+slowest. NCCL needs no such thread, as its collectives queue on the device.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ CLOSE_SECONDS = 5.0
 
 
 class ProgressThread:
-    """Calls `drive` again and again: when what is on the wire is over, and after each turn.
+    """Calls `drive` whenever the collective in flight completes, and after each `paused` block.
 
-    One lock guards what both threads touch. The main thread holds it in a `turn`, this one while it
-    drives. It polls the wire without the lock, and never blocks in the transport, so that a process
-    which fails may end at once.
+    One lock guards the state that both threads use. The main thread holds it in `paused`, this
+    thread during a pass, which is one call of `drive`. It polls collectives without the lock, and
+    never blocks in the transport, so that a failing process can exit at once.
 
     Args:
-        drive: does all that needs no waiting; tells what to wait for, None where there is nothing.
-        explain: what is to be said of an error that ends the thread. It may take a while.
+        drive: does all work that does not block; returns the collective to wait for, or None.
+        explain: converts the error that ends the thread. It may take a while.
 
     Attributes:
-        failure: what has ended the thread; None where it has not failed.
+        failure: the error that has ended the thread; None if it has not failed.
     """
 
     def __init__(
@@ -43,15 +43,15 @@ class ProgressThread:
         self._changed = threading.Condition(threading.RLock())
         self.failure: Exception | None = None
         self._thread: threading.Thread | None = None
-        self._has_news = False
+        self._needs_pass = False
         self._is_closed = False
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, the thread does nothing; afterwards it drives.
+        """Pause the thread inside the block; afterwards it makes a pass.
 
         Raises:
-            Exception: what has ended the thread.
+            Exception: the error that has ended the thread.
         """
         with self._changed:
             self.raise_failure()
@@ -60,22 +60,22 @@ class ProgressThread:
             try:
                 yield
             except Exception as error:
-                self.failure = error  # the thread must not go on with what is half done
+                self.failure = error  # the thread must not continue half-finished work
                 raise
             finally:
-                self._has_news = True
+                self._needs_pass = True
                 self._changed.notify()
 
     def raise_failure(self) -> None:
-        """Raise what has ended the thread, if anything has."""
+        """Raise the error that has ended the thread, if there is one."""
         if self.failure is not None:
             raise self.failure
 
     def close(self) -> None:
-        """End the thread. Idempotent; there is no turn afterwards.
+        """End the thread. Idempotent; `paused` must not be used afterwards.
 
-        Blocks: the host, for a while at most, where ranks of the replica that do not answer keep
-        the thread: then it is left behind.
+        Blocks: the host, for at most some seconds. A thread that still waits for other ranks of the
+        replica is abandoned.
         """
         self._is_closed = True
         if self._changed.acquire(timeout=CLOSE_SECONDS):
@@ -91,30 +91,30 @@ class ProgressThread:
     def _run(self) -> None:
         try:
             while not self._is_closed and self.failure is None:
-                self._poll_wire(self._do_turn())
+                self._poll_wire(self._do_pass())
         except Exception as error:
-            self.failure = error  # at once, for the next turn to raise: `explain` may take a while
+            self.failure = error  # at once, for `paused` to raise: `explain` may take a while
             self.failure = self._explain(error)
 
-    def _do_turn(self) -> Work | None:
-        """Drive, once there is something new."""
+    def _do_pass(self) -> Work | None:
+        """Wait for work to do, then make one pass."""
         with self._changed:
-            while not (self._has_news or self._is_closed):
+            while not (self._needs_pass or self._is_closed):
                 self._changed.wait()
             if self._is_closed or self.failure is not None:
                 return None
-            self._has_news = False
+            self._needs_pass = False
             try:
                 return self._drive()
             except Exception as error:
-                self.failure = error  # before another turn can begin, on what is half done
+                self.failure = error  # before `paused` can run on half-finished work
                 raise
 
     def _poll_wire(self, work: Work | None) -> None:
-        """Poll what is on the wire until it is over: then there is something new."""
+        """Poll a collective until it is done, which requests the next pass."""
         if work is None:
             return
         began = time.monotonic()
         while not (work.is_completed or self._is_closed):
             time.sleep(poll_interval(time.monotonic() - began, LONGEST_POLL_SECONDS))
-        self._has_news = True
+        self._needs_pass = True

@@ -1,8 +1,8 @@
-"""One launch for each `--edit-replica-id`: a second one ends all launches before training begins.
+"""Refuses two launches with the same `--edit-replica-id`: all launches end before training begins.
 
-Which of the two has the wrong id cannot be known, and the launches that wait for the missing
-replica would wait long. A launch that comes once no replica is missing any more ends alone: it is
-one too many, or of another job that was given the same port.
+Which of the two has the wrong id cannot be determined, and the other launches would wait a long
+time for the missing replica. A launch that starts when no replica is missing any more ends alone:
+it is one too many, or belongs to another job with the same port.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from megatron_edit.comm.placement import Placement
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import flag
 
-LOOK = timedelta(seconds=4)  # between two looks of who waits for something else
-_STAY_SECONDS = 2 * LOOK.total_seconds()  # the store's host stays until the others have looked
+POLL_INTERVAL = timedelta(seconds=4)  # between two checks of a waiting rank
+# The host of the store stays until the other ranks have checked.
+_STAY_SECONDS = 2 * POLL_INTERVAL.total_seconds()
 _STATE, _BEGUN = "start", "begun"
 
 
 def launch_key(replica: int) -> str:
-    """Of the shared store: which launch has this replica id."""
+    """Key in the shared store of the launch that has this replica id."""
     return f"launch/{replica}"
 
 
 class LaunchRegistry:
-    """Which launch has which replica id, and whether training may begin.
+    """Registry of the launches by replica id, which decides whether training may begin.
 
-    One key of the store says that training has begun or why it does not; who sets it first decides
-    for all, so that all ranks do the same.
+    One key of the store holds either that training has begun or why it is refused; the first rank
+    that sets it decides for all, so that all ranks act alike.
 
     Args:
         shared: the store that all launches share.
@@ -45,7 +46,7 @@ class LaunchRegistry:
         self._shared, self._own, self._place = shared, own, placement
 
     def register(self, timeout: timedelta) -> None:
-        """Take this launch's replica id. Blocks: until rank 0 of the launch has.
+        """Claim this launch's replica id. Blocks: until rank 0 of the launch has claimed it.
 
         Args:
             timeout: longest wait for rank 0.
@@ -60,7 +61,7 @@ class LaunchRegistry:
         self._raise(self._own.get(key).decode())
 
     def check(self) -> None:
-        """Go on unless all launches are refused.
+        """Check that the launches are not refused.
 
         Raises:
             UsageError: two launches have the same id.
@@ -69,15 +70,15 @@ class LaunchRegistry:
             self._raise(self._shared.get(_STATE).decode())
 
     def begin(self) -> None:
-        """All replicas are there: training begins, and nobody can refuse it any more.
+        """Record that all replicas have joined: training begins and cannot be refused any more.
 
         Raises:
-            UsageError: somebody has refused it before; then on every rank.
+            UsageError: a launch has refused it before; then on every rank.
         """
         self._raise(self._shared.compare_set(_STATE, "", _BEGUN).decode())
 
     def _refusal(self) -> str:
-        """Take the id; empty where that worked, else what is wrong."""
+        """Claim the id; return an empty string on success, else the error as JSON."""
         replica, host = self._place.replica, socket.gethostname()
         mine = f"{host} {uuid.uuid4().hex}"
         holder = self._shared.compare_set(launch_key(replica), "", mine).decode()

@@ -1,12 +1,12 @@
-"""Gloo for tensors of a device: down to pinned host memory, across the sockets, and up again.
+"""Staging: gloo collectives on tensors of a device, through pinned host memory.
 
-    down:    copied on a stream beside compute, behind what computes the tensor
+    down:    copied on a side stream, ordered after the kernels that compute the tensor
     across:  gloo, from host memory to host memory, when the copy is done
-    up:      copied on the same stream; whoever waits lets its own stream wait for that
+    up:      copied on the side stream; the stream that waits for the result waits for the copy
 
-The host waits for a copy only where it waits for the result. `is_completed` is asked by whoever
-drives exchanges, and lets begin what may: collectives cross in the order in which they were asked
-for, however long their copies take.
+The host waits for a copy only when it waits for the result. Polling `is_completed` also starts the
+collectives whose copies are done, in the order in which they were issued, however long their copies
+take.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ type Pair = tuple[Tensor, Tensor]  # on the device, and its place in host memory
 
 @dataclass
 class StagedWork:
-    """A collective, as torch's `Work` has it.
+    """Handle of a staged collective, with the interface of torch's `Work`.
 
     Attributes:
         owner: the process group.
-        downloaded: event behind the copies down.
-        start: begins it on host memory; None when it has begun.
-        results: what goes up.
-        work: gloo's handle; None before it crosses.
-        uploaded: event behind the copies up; None before them.
+        downloaded: event after the copies to the host.
+        start: begins the collective on host memory; None when it has begun.
+        results: tensors to copy back to the device.
+        work: gloo's handle; None before the collective begins.
+        uploaded: event after the copies to the device; None before them.
     """
 
     owner: StagedProcessGroup
@@ -47,19 +47,19 @@ class StagedWork:
     _is_up: bool = False
 
     def is_completed(self) -> bool:
-        """Whether it has crossed, well or badly. Waits for nothing."""
+        """Return whether gloo is done or has failed, without blocking."""
         self.owner.begin_ready()
         return self._is_up or (self.work is not None and bool(self.work.is_completed()))
 
     def begin(self) -> None:
-        """Let it cross: it is down, and the next in order."""
+        """Start it on gloo: its copies are done, and it is the next in order."""
         with self.owner.lock:
             if self.start is not None:
                 self.work = self.start()
                 self.start = None  # it holds host memory, which gloo keeps as long as it needs it
 
     def wait(self) -> None:
-        """Let the host wait until it has crossed, and the current stream until all is up.
+        """Block the host until gloo is done, and the current stream until the copies are done.
 
         Raises:
             RuntimeError: it failed or timed out.
@@ -74,12 +74,12 @@ class StagedWork:
 
 
 class StagedProcessGroup:
-    """A process group for tensors of a device over one of gloo, with the calls that `Group` makes.
+    """A process group for tensors of a device on top of gloo, with the methods that `Group` calls.
 
     Args:
         gloo: the process group.
         streams: of the device.
-        pin: whether host memory is page-locked: copies wait for the host otherwise.
+        pin: whether host memory is page-locked; otherwise copies block the host.
     """
 
     def __init__(self, gloo: Any, streams: Streams, *, pin: bool) -> None:
@@ -90,7 +90,7 @@ class StagedProcessGroup:
         self.lock = threading.RLock()
 
     def name(self) -> str:
-        """Collectives run all at once."""
+        """Name of the backend, "gloo": collectives run concurrently."""
         return "gloo"
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> StagedWork:
@@ -98,10 +98,10 @@ class StagedProcessGroup:
         return self._begin_in_place(self._gloo.allreduce, tensors, options)
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> StagedWork:
-        """Begin to give tensors of one rank to all, in place; the host waits for the copy down.
+        """Begin to broadcast tensors of one rank, in place; blocks the host for the copy down.
 
-        Who gives something away may never ask for it again, and what nobody asks for would not
-        cross.
+        The sender may never poll the handle again, and a collective that is not polled would not
+        start.
         """
         work = self._begin_in_place(self._gloo.broadcast, tensors, options)
         self.begin_until(work)
@@ -111,8 +111,8 @@ class StagedProcessGroup:
         self, parts: list[list[Tensor]], tensors: list[Tensor], options: Any
     ) -> StagedWork:
         """Begin to gather the tensors of all ranks into `parts`, a list of N for each tensor."""
-        mine = [(tensor, self._room(tensor)) for tensor in tensors]
-        theirs = [[(part, self._room(part)) for part in row] for row in parts]
+        mine = [(tensor, self._host_buffer(tensor)) for tensor in tensors]
+        theirs = [[(part, self._host_buffer(part)) for part in row] for row in parts]
         host, rows = [place for _, place in mine], [[p for _, p in row] for row in theirs]
         results = [pair for row in theirs for pair in row]
         return self._begin(mine, results, lambda: self._gloo.allgather(rows, host, options))
@@ -127,7 +127,10 @@ class StagedProcessGroup:
     ) -> StagedWork:
         """Begin to send rows of `outgoing`, `sent[j]` to rank j, and to fill `incoming` with
         `received[i]` rows of rank i."""
-        mine, theirs = (outgoing, self._room(outgoing)), (incoming, self._room(incoming))
+        mine, theirs = (
+            (outgoing, self._host_buffer(outgoing)),
+            (incoming, self._host_buffer(incoming)),
+        )
         return self._begin(
             [mine],
             [theirs],
@@ -135,26 +138,26 @@ class StagedProcessGroup:
         )
 
     def begin_ready(self) -> None:
-        """Let cross, in order, what has come down. Waits for nothing."""
+        """Start, in order, the collectives whose copies are done. Does not block."""
         with self.lock:
             while self._waiting and self.streams.is_done(self._waiting[0].downloaded):
                 self._begin_next()
 
     def begin_until(self, work: StagedWork) -> None:
-        """Let cross all up to `work`. The host waits for the copies down."""
+        """Start all collectives up to `work`. Blocks the host until their copies are done."""
         with self.lock:
             while work.start is not None:
                 self.streams.synchronize(self._waiting[0].downloaded)
                 self._begin_next()
 
     def upload(self, pairs: Sequence[Pair]) -> Event:
-        """Begin to copy back to the device; the event behind it."""
+        """Begin to copy back to the device; return the event after the copies."""
         return self._copy((tensor, place, tensor) for tensor, place in pairs)
 
     def _begin_in_place(
         self, collective: Callable[..., Any], tensors: Sequence[Tensor], options: Any
     ) -> StagedWork:
-        pairs = [(tensor, self._room(tensor)) for tensor in tensors]
+        pairs = [(tensor, self._host_buffer(tensor)) for tensor in tensors]
         host = [place for _, place in pairs]
         return self._begin(pairs, pairs, lambda: collective(host, options))
 
@@ -169,7 +172,7 @@ class StagedProcessGroup:
         return work
 
     def _copy(self, copies: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Event:
-        """Begin to copy, beside compute: target, source, and which of them is on the device."""
+        """Begin copies on the side stream: (target, source, the one of them on the device)."""
         streams = self.streams
         streams.wait(self._side, streams.record(streams.current()))
         with streams.use(self._side):
@@ -179,8 +182,8 @@ class StagedProcessGroup:
         return streams.record(self._side)
 
     def _begin_next(self) -> None:
-        self._waiting[0].begin()  # where that raises it stays the first
+        self._waiting[0].begin()  # if this raises, it stays the first
         self._waiting.popleft()
 
-    def _room(self, tensor: Tensor) -> Tensor:
+    def _host_buffer(self, tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pin)

@@ -1,8 +1,8 @@
-"""A stop from outside (a signal, the end of the allotted time) on its way to all replicas.
+"""Stop requests (a signal, the end of the allotted time), propagated to all replicas.
 
-It travels through the shared store, not through the sync groups: replicas that run at their own
-speed must not wait for a meeting to learn of it. Rank 0 of every replica asks the store from a
-thread of its own, off the training's path; signs of life take the same way.
+They are sent through the shared store, not through the sync groups: replicas that run at their own
+speed must not wait for a meeting to receive them. Rank 0 of every replica polls the store in a
+thread of its own, outside of training; heartbeats use the same thread.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from megatron_edit.errors import ReplicaLostError
 
 KEY = "stop"
 POLL_SECONDS = 0.5
-JOIN_SECONDS = 10.0  # for a question that is under way
+JOIN_SECONDS = 10.0  # for a request to the store that is in progress
 
 
 class StopBoard:
-    """Where a stop is announced and seen.
+    """Announces and receives stop requests through the shared store.
 
     Args:
-        store: shared by all replicas; it is asked through a connection of its own.
-        heartbeat: what this rank tells and hears of the replicas' progress.
-        is_watching: whether this rank asks for stops.
-        poll_seconds: between two questions.
+        store: shared by all replicas; it is polled over a separate connection.
+        heartbeat: reports and reads heartbeats in the same thread.
+        is_watching: whether this rank polls for stop requests.
+        poll_seconds: between two polls.
     """
 
     def __init__(
@@ -56,25 +56,25 @@ class StopBoard:
         sync: Group,
         step: Callable[[], int],
     ) -> StopBoard:
-        """Where this rank learns of stops, and of the others' progress.
+        """Create the board of this rank, with its heartbeat monitor.
 
         Args:
-            world: whose store is asked.
-            control: all ranks of the replica: rank 0 speaks and asks.
-            meeting: counts the records that this rank has given.
+            world: has the store.
+            control: all ranks of the replica, of which rank 0 reports and polls.
+            meeting: counts the records that this rank has sent.
             sync: counts the exchanges that it has begun.
-            step: steps of this replica in this launch.
+            step: returns the steps of this replica in this launch.
         """
         place, is_first = world.placement, control.rank == 0
 
-        def where() -> ReplicaProgress:
+        def progress() -> ReplicaProgress:
             return ReplicaProgress(meeting.num_started, sync.num_started, step())
 
         heartbeat = HeartbeatMonitor(
             place.replica,
             place.num_replicas,
-            where,
-            is_telling=is_first,
+            progress,
+            is_reporting=is_first,
             store_host=None if place.is_single_launch else 0,
         )
         return cls(world.shared_store, heartbeat, is_watching=is_first)
@@ -83,7 +83,7 @@ class StopBoard:
         """Tell all replicas to stop at their next step boundary.
 
         Raises:
-            ReplicaLostError: the store is gone, and with it the replica that held it.
+            ReplicaLostError: the store is gone, and with it the replica that hosts it.
         """
         try:
             self._store.set(KEY, "1")
@@ -93,14 +93,14 @@ class StopBoard:
 
     @property
     def is_seen(self) -> bool:
-        """Whether this rank knows of a stop. No communication."""
+        """Whether this rank has seen a stop request. No communication."""
         return self._seen.is_set()
 
     def close(self) -> None:
-        """Ask no more. Idempotent.
+        """Stop polling. Idempotent.
 
-        The thread is over then: an interpreter that ends while a thread of its own is in the
-        store's C++ code aborts the process (exit code -6).
+        Joins the thread: an interpreter that exits while a Python thread is in the store's C++ code
+        aborts the process (exit code -6).
         """
         self._closed.set()
         self.heartbeat.is_closed = True
@@ -116,9 +116,9 @@ class StopBoard:
                 store = store or self._store.clone()
                 self._poll(store)
             except dist.DistNetworkError:
-                return  # the store is gone with its host: training fails, and says so, by itself
+                return  # the store is gone with its host: training itself will fail and report it
             except RuntimeError:
-                store = None  # it took too long: ask again, over a new connection
+                store = None  # time-out: retry over a new connection
 
     def _poll(self, store: dist.Store) -> None:
         if self._is_watching and not self.is_seen and store.check([KEY]):

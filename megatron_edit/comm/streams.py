@@ -1,9 +1,8 @@
-"""Streams of a device: the only place that calls `torch.cuda` for them.
+"""Streams of a device: the only module that calls `torch.cuda` for them.
 
-Work is given to a stream and runs in the order in which it was given; streams run beside each
-other, unless one waits for an event of another. Whoever needs streams is handed an object that has
-these operations, by its `Group` or by who made it, so that a test can hand out another one that
-writes down what it is told.
+Work on a stream runs in the order in which it was queued; streams run concurrently, unless one
+waits for an event of another. Users of streams receive an object with these operations, from their
+`Group` or their creator, so that tests can pass one that records the calls.
 """
 
 from __future__ import annotations
@@ -19,44 +18,44 @@ type Event = Any  # whatever `record` returns; None on the CPU
 
 
 class Streams(Protocol):
-    """The streams of one device. Nothing but `synchronize` lets the host wait."""
+    """The streams of one device. Only `synchronize` blocks the host."""
 
     def current(self) -> Stream:
-        """The stream that work of this thread is given to."""
+        """The stream on which this thread queues work."""
 
     def new(self) -> Stream:
-        """Another stream."""
+        """Create a stream."""
 
-    def serve_thread(self) -> None:
-        """Make the device that of this thread: a thread begins on the first one."""
+    def use_device_in_thread(self) -> None:
+        """Make the device the current one of this thread; a new thread begins on device 0."""
 
     def use(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Inside, `stream` is the current one: work and new tensors are its own."""
+        """Make `stream` the current one: it gets new work, and its pool new tensors."""
 
     def record(self, stream: Stream) -> Event:
-        """An event behind all that `stream` was given so far."""
+        """Record an event after all work queued on `stream` so far."""
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """What `stream` is given from here on runs after `event`."""
+        """Make later work on `stream` wait for `event`."""
 
     def keep(self, tensor: Tensor, stream: Stream) -> None:
-        """Memory of `tensor`, once free, is given out again only after what `stream` was given.
+        """Do not reuse the memory of `tensor` before work queued on `stream` is done.
 
-        Needed where `stream` is not the one that was current when the tensor was made.
+        Needed where `stream` was not the current one when the tensor was allocated.
         """
 
     def synchronize(self, event: Event) -> None:
-        """Let the host wait for `event`. Blocks: the host."""
+        """Block the host until `event`."""
 
     def is_done(self, event: Event) -> bool:
-        """Whether `event` has come to pass. Waits for nothing."""
+        """Whether the device has passed `event`. Does not block."""
 
 
 class CudaStreams:
-    """Those of CUDA.
+    """The streams of a CUDA device.
 
     Args:
-        device: whose.
+        device: of the streams.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -69,24 +68,24 @@ class CudaStreams:
         return torch.cuda.current_stream(self._device)
 
     def new(self) -> Stream:
-        """Another CUDA stream of the device."""
+        """Create a CUDA stream of the device."""
         return torch.cuda.Stream(self._device)
 
-    def serve_thread(self) -> None:
+    def use_device_in_thread(self) -> None:
         """Make the device the current one of this thread; a new thread begins on device 0."""
         torch.cuda.set_device(self._device)
 
     def use(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Inside, `stream` is the current one: kernels and memory of new tensors are its own."""
+        """Make `stream` the current one: it gets new kernels, and its pool new tensors."""
         context: AbstractContextManager[Any] = torch.cuda.stream(stream)
         return context
 
     def record(self, stream: Stream) -> Event:
-        """A CUDA event behind all that `stream` was given so far."""
+        """Record a CUDA event after all work queued on `stream` so far."""
         return stream.record_event()
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """Let `stream` do later work only after `event`; the host goes on."""
+        """Make later work on `stream` wait for `event`. Does not block the host."""
         stream.wait_event(event)
 
     def keep(self, tensor: Tensor, stream: Stream) -> None:
@@ -94,16 +93,16 @@ class CudaStreams:
         tensor.record_stream(stream)
 
     def synchronize(self, event: Event) -> None:
-        """Let the host wait for `event`. Blocks: the host."""
+        """Block the host until `event`."""
         event.synchronize()
 
     def is_done(self, event: Event) -> bool:
-        """Whether the device has come past `event`. Waits for nothing."""
+        """Whether the device has passed `event`. Does not block."""
         return bool(event.query())
 
 
 class NoStreams:
-    """On the CPU: all work is done at once, by the host."""
+    """The CPU has no streams: the host does all work immediately."""
 
     def current(self) -> Stream:
         """None: there are no streams."""
@@ -113,8 +112,8 @@ class NoStreams:
         """None: there are no streams."""
         return None
 
-    def serve_thread(self) -> None:
-        """Do nothing: a thread has no device of its own."""
+    def use_device_in_thread(self) -> None:
+        """Do nothing: threads on the CPU have no current device."""
 
     def use(self, stream: Stream) -> AbstractContextManager[Any]:
         """A context that changes nothing."""

@@ -1,4 +1,4 @@
-"""How long a replica waits for the others before it gives them up."""
+"""Time-outs of the waits for other replicas."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from megatron_edit.comm.collectives import Group
-from megatron_edit.constants import LEAST_TIMEOUT_SECONDS, TIMEOUT_ROUNDS
+from megatron_edit.constants import MIN_TIMEOUT_SECONDS, TIMEOUT_ROUNDS
 
 
 def set_timeout(group: Group, timeout: timedelta) -> None:
-    """Let collectives that begin from now on wait so long.
+    """Set the time-out of collectives that begin from now on.
 
-    Gloo is told with each call; NCCL knows only the group's own time-out, after which its watchdog
-    ends the process.
+    Gloo receives it with each call; NCCL has only the group's own time-out, after which its
+    watchdog ends the process.
     """
     group.timeout = timeout
     if group.runs_in_order:
@@ -24,9 +24,9 @@ def set_timeout(group: Group, timeout: timedelta) -> None:
 
 @dataclass
 class AdaptiveTimeout:
-    """Lets the time-outs between replicas follow the length of the rounds.
+    """Adapts the time-outs between replicas to the length of the rounds.
 
-    At meetings they hold for replicas that make no progress: see `Meetings`.
+    At meetings they apply only to replicas that make no progress: see `Meetings`.
 
     Attributes:
         groups: between replicas.
@@ -40,7 +40,7 @@ class AdaptiveTimeout:
     _began: float = field(default_factory=time.monotonic)
 
     def begin(self, length: float = 0.0) -> None:
-        """The first round begins, or one that a checkpoint has cut off.
+        """Begin the first round, or resume the round of a checkpoint.
 
         Args:
             length: seconds of the last round before it.
@@ -49,7 +49,7 @@ class AdaptiveTimeout:
         self._allow(length)
 
     def after_round(self) -> None:
-        """A round is over: the next may take `TIMEOUT_ROUNDS` times as long."""
+        """End a round: the next may take `TIMEOUT_ROUNDS` times as long."""
         now = time.monotonic()
         length, self._began = now - self._began, now
         self._allow(length)
@@ -59,5 +59,5 @@ class AdaptiveTimeout:
         if not self.is_fixed:
             for group in self.groups:
                 set_timeout(
-                    group, timedelta(seconds=max(LEAST_TIMEOUT_SECONDS, TIMEOUT_ROUNDS * length))
+                    group, timedelta(seconds=max(MIN_TIMEOUT_SECONDS, TIMEOUT_ROUNDS * length))
                 )

@@ -1,4 +1,4 @@
-"""Makes groups that belong to no `torch.distributed` world: between replicas, and inside one."""
+"""Creates groups outside of any `torch.distributed` world: between replicas, and inside one."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megatron_edit.comm.staging import StagedProcessGroup
 from megatron_edit.errors import ReplicaLostError, UsageError
 from megatron_edit.flags import AUTO
 
-# NCCL holds its blocks of the GPU, up to 32, as long as an exchange lasts, and one over a slow link
-# lasts long. Few can feed any link between machines; NCCL_MAX_CTAS overrides it.
+# NCCL occupies up to 32 thread blocks during an exchange, which takes long over a slow link. A few
+# blocks saturate any link between machines; NCCL_MAX_CTAS overrides this value.
 MAX_CTAS = 8
 
 
@@ -26,9 +26,9 @@ class Transport:
 
     Attributes:
         backend: "gloo" or "nccl".
-        device: of the tensors. Gloo takes those of a GPU through host memory (`staging.py`).
-        members: ranks in the whole job of the group's ranks, for NCCL's logs and flight recorder;
-            empty where nobody knows.
+        device: of the tensors. Gloo stages those of a GPU in host memory (`staging.py`).
+        members: global ranks, in the job of all replicas, of the group's ranks, for NCCL's logs
+            and flight recorder; empty if not known.
     """
 
     backend: str
@@ -41,12 +41,12 @@ ON_CPU = Transport("gloo", torch.device("cpu"))
 
 @dataclass(frozen=True)
 class RankDevice:
-    """Where a rank computes.
+    """The device of a rank.
 
     Attributes:
         host: name of the machine.
-        gpu: of its GPUs; empty is the CPU.
-        has_nccl: whether torch was built with it.
+        gpu: identifier of the GPU on it; empty for the CPU.
+        has_nccl: whether torch was built with NCCL.
     """
 
     host: str
@@ -54,40 +54,40 @@ class RankDevice:
     has_nccl: bool
 
 
-def choose_backend(wanted: str, seats: Sequence[Sequence[RankDevice]]) -> str:
-    """What carries exchanges: the same answer on all ranks, which know the same seats.
+def choose_backend(requested: str, devices: Sequence[Sequence[RankDevice]]) -> str:
+    """Choose the backend of exchanges; the same on all ranks, which have the same arguments.
 
     Args:
-        wanted: "auto", "nccl" or "gloo".
-        seats: of all ranks of all replicas.
+        requested: "auto", "nccl" or "gloo".
+        devices: of all ranks of all replicas.
 
     Raises:
-        UsageError: NCCL is wanted and some rank cannot use it.
+        UsageError: NCCL is requested and some rank cannot use it.
     """
-    if wanted == "gloo":
-        return wanted
-    hindrance = _hindrance_to_nccl(seats)
-    if hindrance is None:
+    if requested == "gloo":
+        return requested
+    reason = _reason_against_nccl(devices)
+    if reason is None:
         return "nccl"
-    if wanted == AUTO:
+    if requested == AUTO:
         return "gloo"
-    rule, remedy = hindrance
-    raise UsageError(f"--edit-sync-backend {wanted}", rule, f"{remedy}, or use auto or gloo")
+    rule, remedy = reason
+    raise UsageError(f"--edit-sync-backend {requested}", rule, f"{remedy}, or use auto or gloo")
 
 
-def _hindrance_to_nccl(seats: Sequence[Sequence[RankDevice]]) -> tuple[str, str] | None:
-    """Why NCCL cannot be used, and what to do about it; None where it can."""
+def _reason_against_nccl(devices: Sequence[Sequence[RankDevice]]) -> tuple[str, str] | None:
+    """Rule and remedy for an error where NCCL cannot be used; None where it can."""
     taken: dict[tuple[str, str], str] = {}
-    for replica, ranks in enumerate(seats):
-        for rank, seat in enumerate(ranks):
-            who = f"rank {rank} of replica {replica}"
-            if not seat.gpu:
-                return f"needs CUDA, and {who} trains on the CPU", "train on GPUs"
-            if not seat.has_nccl:
-                return f"torch of {who} was built without NCCL", "install one with it"
-            other = taken.setdefault((seat.host, seat.gpu), who)
-            if other != who:
-                rule = f"needs a GPU for each rank, and {other} and {who} share one"
+    for replica, ranks in enumerate(devices):
+        for rank, device in enumerate(ranks):
+            name = f"rank {rank} of replica {replica}"
+            if not device.gpu:
+                return f"needs CUDA, and {name} trains on the CPU", "train on GPUs"
+            if not device.has_nccl:
+                return f"torch of {name} was built without NCCL", "install one with it"
+            other = taken.setdefault((device.host, device.gpu), name)
+            if other != name:
+                rule = f"needs a GPU for each rank, and {other} and {name} share one"
                 return rule, "launch fewer ranks on a machine"
     return None
 
@@ -102,23 +102,23 @@ def stand_alone_group(
     *,
     num_phases: int = 0,
 ) -> Group:
-    """A group that belongs to no `torch.distributed` world: the ranks need only share `store`.
+    """Create a group outside of any `torch.distributed` world, for ranks that share a store.
 
     Collective: the `size` ranks of the group.
-    Blocks: the host, until all of them have come.
+    Blocks: the host, until all of them have joined.
 
     Args:
-        store: where the ranks find each other.
+        store: for the rendezvous of the ranks.
         rank: this rank's position, from 0.
         size: number of ranks.
         transport: how they communicate.
         timeout: longest wait of one collective.
         name: of the group, unique in the store.
-        num_phases: of the exchanges that will run on it (`wire.py`); 0 is whole collectives alone.
-            On gloo each phase costs two connections to each other rank.
+        num_phases: of the exchanges that will run on it (`wire.py`); 0 if none has phases. On gloo
+            each phase costs two connections to each other rank.
 
     Raises:
-        ReplicaLostError: they did not all come within `timeout`.
+        ReplicaLostError: some rank did not join within `timeout`.
     """
     group = Group(None, rank, size, transport.device, timeout, name, is_own=True)
     if size == 1:
@@ -130,7 +130,7 @@ def stand_alone_group(
             up, down = (_process_group(store, group, transport, prefix) for prefix in prefixes)
             group.phases += (Duplex(up, down),)
     except RuntimeError as error:
-        raise ReplicaLostError(f"{name}: not all {size} replicas came: {error}") from error
+        raise ReplicaLostError(f"{name}: not all {size} ranks joined: {error}") from error
     return group
 
 

@@ -1,14 +1,14 @@
-"""How a sum over a group travels: as fp32, or encoded to fewer bytes in two phases.
+"""The wire: sums over a group in fp32, or encoded to fewer bytes in two phases.
 
     fp32              one all-reduce, in place
     bf16, int8, int4  encoded chunks to their owners, and their encoded sums back
                       (`compressed_all_reduce.py`)
 
-Several sums may travel as one exchange, each in a form of its own: parameters of a unit beside
-moments of the inner optimizer.
+Several sums may form one exchange, each with its own encoding: parameters of a unit and moments of
+the inner optimizer.
 
-Everybody decodes the same bytes, so that all ranks end with the same bits. A group of one rank
-encodes and decodes twice, too: it shows what the codec does to training.
+All ranks decode the same bytes, so that all end with the same bits. A group of one rank encodes and
+decodes twice, too, so that the effect of the codec on training is visible.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _CODECS: dict[str, Codec | None] = {FP32: None, **{c.name: c for c in (BF16, INT
 
 
 class Exchange(Protocol):
-    """A sum over a group that is under way; its tensor must not be touched until it is over."""
+    """Handle of a sum over a group; its tensor must not be accessed until it is done."""
 
     def advance(self) -> bool:
-        """Do what can be done without waiting; whether all is over and the sum is there.
+        """Advance without blocking; return whether the sum is available.
 
         Raises:
             ReplicaLostError: it failed or timed out.
         """
 
     def wait(self) -> None:
-        """Finish it: the host waits on CPU tensors, the current stream on CUDA.
+        """Finish it: blocks the host on CPU tensors, the current stream on CUDA.
 
         Raises:
             ReplicaLostError: it failed or timed out.
@@ -56,21 +56,21 @@ class Exchange(Protocol):
 
     @property
     def is_completed(self) -> bool:
-        """Whether nothing of it is on the wire any more, or ever will be. Asking does nothing."""
+        """Whether all its collectives are done. Does not advance it."""
 
     @property
     def on_wire(self) -> Work | None:
-        """What must be over before `advance` can do more; None where the sum is there."""
+        """The collective that `advance` waits for; None if the sum is available."""
 
 
 @dataclass(frozen=True)
 class ExchangeSet:
-    """Several exchanges that began together and are over when all are."""
+    """Several exchanges that began together, as one."""
 
     exchanges: tuple[Exchange, ...]
 
     def advance(self) -> bool:
-        """Do what can be done of all without waiting; whether all sums are there."""
+        """Advance all without blocking; return whether all sums are available."""
         return all([exchange.advance() for exchange in self.exchanges])
 
     def wait(self) -> None:
@@ -80,27 +80,27 @@ class ExchangeSet:
 
     @property
     def is_completed(self) -> bool:
-        """Whether nothing of any is on the wire any more."""
+        """Whether all collectives of all exchanges are done."""
         return all(exchange.is_completed for exchange in self.exchanges)
 
     @property
     def on_wire(self) -> Work | None:
-        """What must be over before `advance` can do more; None where all sums are there."""
+        """The collective that `advance` waits for; None if all sums are available."""
         works = (exchange.on_wire for exchange in self.exchanges)
         return next((work for work in works if work is not None), None)
 
 
 def start_exchange(group: Group, addends: Sequence[Addend]) -> Exchange:
-    """Begin several sums over the group as one exchange, in place. Waits for nothing.
+    """Begin several sums over the group as one exchange, in place, without blocking.
 
-    Scratch of the encoded ones, until their sums are there: twice the encoded bytes, and while a
-    sum is taken 4 numel / size bytes and a codec's own.
+    Scratch of the encoded ones, until their sums are available: twice the encoded bytes, and during
+    summation 4 numel / size bytes and the scratch of the codec.
     Collective: all ranks of the group, the same numels and codecs. On gloo the group must have been
-    made for `NUM_PHASES` phases, if anything is encoded.
-    Mutates: values and residuals of the addends, when it is over.
+    created for `NUM_PHASES` phases, if a sum is encoded.
+    Mutates: values and residuals of the addends, until it is done.
 
     Args:
-        group: who adds.
+        group: the ranks that sum.
         addends: of this rank.
     """
     addends = [addend for addend in addends if addend.values.numel()]  # a shard may be empty
@@ -108,10 +108,10 @@ def start_exchange(group: Group, addends: Sequence[Addend]) -> Exchange:
     coded = [addend for addend in addends if addend.codec is not None]
     for addend in plain:
         assert addend.residual is None, "fp32 loses nothing"
-        if addend.is_left_out:
+        if addend.is_excluded:
             addend.values.zero_()
-    # Second phases of earlier exchanges begin before anything of this one: see the note on their
-    # order in `compressed_all_reduce.py`.
+    # Second phases of earlier exchanges begin before this one: see the note on their order in
+    # `compressed_all_reduce.py`.
     progress_exchanges(group)
     exchanges: list[Exchange] = []
     if group.runs_in_order and len(plain) > 1:
@@ -136,31 +136,31 @@ def _start_coded(group: Group, addends: Sequence[Addend]) -> Exchange:
 
 
 def progress_exchanges(group: Group) -> None:
-    """Where collectives run in order: let the device go on with all exchanges that have begun,
-    though it may have to wait for them. Waits for nothing."""
+    """Where collectives run in order, queue the second phases of all exchanges on the device, which
+    then waits for their first phases. Does not block the host."""
     if group.runs_in_order:
         start_second_phases(group, also_pending=True)
 
 
 def payload_bytes_of(codec: Codec | None, numel: int, size: int) -> int:
-    """Bytes that one rank sends of one sum; exactly what `Group` counts.
+    """Bytes that one rank sends for one sum; exactly what `Group` counts.
 
     Args:
-        codec: how it travels; None is as fp32.
+        codec: encoding of the sum; None is fp32.
         numel: elements of the addend.
         size: ranks of the group.
     """
     if codec is None:
         return all_reduce_payload(FP32_BYTES * numel, size)
-    chunks = Chunks.cut(numel, size, codec)
+    chunks = Chunks.split(numel, size, codec)
     return 2 * (size - 1) * codec.encoded_bytes(chunks.numel)
 
 
 def moment_bytes(rule: MomentRule, numel: int, size: int) -> int:
-    """Payload that one rank sends of the moments of the inner optimizer of a unit.
+    """Payload bytes that one rank sends for the inner optimizer's moments of a unit.
 
     Args:
-        rule: which, and how they travel.
+        rule: which moments, and how they are encoded.
         numel: elements of its shard of the unit.
         size: N.
     """
@@ -169,11 +169,11 @@ def moment_bytes(rule: MomentRule, numel: int, size: int) -> int:
 
 @dataclass(frozen=True)
 class Wire:
-    """How sums travel.
+    """Type of sums on the wire.
 
     Attributes:
-        name: how settings call it, one of `constants.SYNC_DTYPES`.
-        codec: what encodes; None for fp32.
+        name: in settings, one of `constants.SYNC_DTYPES`.
+        codec: the encoding; None for fp32.
     """
 
     name: str
@@ -181,10 +181,10 @@ class Wire:
 
     @classmethod
     def of(cls, name: str) -> Wire:
-        """The wire of that name.
+        """The wire of the given name.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no such wire.
         """
         if name not in _CODECS:
             raise ValueError(f"wire {name!r}: must be one of {', '.join(SYNC_DTYPES)}")
@@ -192,33 +192,33 @@ class Wire:
 
     @property
     def num_phases(self) -> int:
-        """Of an exchange, in which sums are encoded by their owners; 0 is one whole collective."""
+        """Phases of an exchange; 0 for fp32, which is a single collective."""
         return 0 if self.codec is None else NUM_PHASES
 
     @property
     def has_residual(self) -> bool:
-        """Whether it is so coarse that it should be given a `Residual`."""
+        """Whether it is so coarse that it needs a `Residual`."""
         return self.codec is not None and self.codec.has_residual
 
     def owner_numel(self, numel: int, size: int) -> int:
-        """Elements of the chunk that a rank encodes a second time; on the last ones fewer count.
+        """Elements of the chunk whose sum a rank encodes; the last chunks may have fewer.
 
         Args:
             numel: elements of the addend.
             size: ranks of the group.
         """
-        return 0 if self.codec is None else Chunks.cut(numel, size, self.codec).numel
+        return 0 if self.codec is None else Chunks.split(numel, size, self.codec).numel
 
     def owned(self, numel: int, size: int, rank: int) -> slice:
-        """The elements whose sum a rank encodes."""
-        return slice(0, 0) if self.codec is None else Chunks.cut(numel, size, self.codec).of(rank)
+        """Slice of the elements whose sum a rank encodes."""
+        return slice(0, 0) if self.codec is None else Chunks.split(numel, size, self.codec).of(rank)
 
     def payload_bytes(self, numel: int, size: int) -> int:
-        """Bytes that one rank sends in one exchange; exactly what `Group` counts."""
+        """Bytes that one rank sends for one sum; exactly what `Group` counts."""
         return payload_bytes_of(self.codec, numel, size)
 
     def new_residual(self, numel: int, size: int, device: torch.device) -> Residual:
-        """Zeros of the right sizes: 4 (1 + 1 / size) bytes an element."""
+        """Create a zero residual: 4 (1 + 1 / size) bytes per element."""
         owned = self.owner_numel(numel, size)
         return Residual(torch.zeros(numel, device=device), torch.zeros(owned, device=device))
 
@@ -228,11 +228,11 @@ class Wire:
         values: Tensor,
         residual: Residual | None = None,
         *,
-        is_left_out: bool = False,
+        is_excluded: bool = False,
     ) -> Exchange:
         """Begin to sum `values` over the group, in place; see `start_exchange` and `Addend`.
 
         Collective: all ranks of the group, same numel and wire.
-        Mutates: `values`, when it is over; `residual`, until then.
+        Mutates: `values` and `residual`, until it is done.
         """
-        return start_exchange(group, [Addend(values, residual, is_left_out, self.codec)])
+        return start_exchange(group, [Addend(values, residual, is_excluded, self.codec)])

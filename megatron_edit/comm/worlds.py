@@ -1,8 +1,8 @@
-"""Joining: the stores behind a replica's own Megatron world and behind the sync groups.
+"""Rendezvous: the stores for a replica's own Megatron world and for the sync groups.
 
 Every replica is a complete `torch.distributed` world of its own (design section 1). Under a
 single launch the replicas share the launch's store, each under a prefix; with one launch per
-replica each keeps its launch's store, and all meet on a second one at `--edit-rendezvous`.
+replica each uses its launch's store, and all share a second one at `--edit-rendezvous`.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megatron_edit.comm.placement import Placement
-from megatron_edit.comm.replica_ids import LOOK, LaunchRegistry, launch_key
-from megatron_edit.constants import LEAST_TIMEOUT_SECONDS
+from megatron_edit.comm.replica_ids import POLL_INTERVAL, LaunchRegistry, launch_key
+from megatron_edit.constants import MIN_TIMEOUT_SECONDS
 from megatron_edit.errors import ReplicaLostError, UsageError
 from megatron_edit.flags import flag, parse_endpoint
 
 JOIN_TIMEOUT = timedelta(minutes=10)
-SOON = timedelta(seconds=3)
-LEAVING_TIMEOUT = timedelta(minutes=1)
-# Building the index of a large data set, or compiling, may take a replica hours.
+SHORT_TIMEOUT = timedelta(seconds=3)
+EXIT_TIMEOUT = timedelta(minutes=1)
+# Building the index of a large data set, or compilation, may take hours.
 SETUP_TIMEOUT = timedelta(hours=6)
 _SHARED = "edit/shared"  # prefix in the store that all replicas reach
 
 
 @dataclass
 class ReplicaWorld:
-    """This process's place, and the stores that it reaches the others through.
+    """Placement of this process, and its stores.
 
     Attributes:
-        placement: who this process is.
+        placement: of this process among the replicas.
         replica_store: for the replica's own default process group (`pretrain(store=...)`).
-        shared_store: seen by the ranks of all replicas.
+        shared_store: shared by the ranks of all replicas.
         timeout: longest wait at a sync.
         registry: of the launches, until training begins; None in a single launch.
     """
@@ -51,14 +51,14 @@ class ReplicaWorld:
     _saved_environment: dict[str, str | None] = field(default_factory=dict)
 
     def announce(self, event: str) -> None:
-        """Tell all replicas that this one has come to `event` (rank 0 of the replica says so)."""
+        """Announce to all replicas that this one has reached `event`; only rank 0 acts."""
         if self.placement.rank == 0:
             self.shared_store.set(f"{event}/{self.placement.replica}", "1")
 
-    def after_first_replica(self, event: str) -> None:
+    def wait_for_first_replica(self, event: str) -> None:
         """Wait until replica 0 has announced `event`. Returns at once on replica 0.
 
-        For work on shared files: replica 0 does it, the others then find it done.
+        For work on shared files, which replica 0 does for all.
 
         Raises:
             ReplicaLostError: replica 0 did not announce it.
@@ -69,24 +69,24 @@ class ReplicaWorld:
     def shared_text(
         self, key: str, make: Callable[[], str], timeout: timedelta = SETUP_TIMEOUT
     ) -> str:
-        """A text that the first rank of all makes and all ranks of all replicas learn.
+        """Share a text that global rank 0 creates with all ranks of all replicas.
 
         Raises:
-            ReplicaLostError: the first rank did not make it within `timeout`.
+            ReplicaLostError: rank 0 did not create it within `timeout`.
         """
         if self.placement.global_rank == 0:
             self.shared_store.set(key, make())
         self.wait_for(key, timeout, replica=0)
         return str(self.shared_store.get(key).decode())
 
-    def after_all_replicas(self, event: str) -> None:
-        """Announce `event` and wait until all replicas have."""
+    def wait_for_all_replicas(self, event: str) -> None:
+        """Announce `event` and wait until all replicas have announced it."""
         self.announce(event)
         for replica in range(self.placement.num_replicas):
             self.wait_for(f"{event}/{replica}", SETUP_TIMEOUT)
 
     def begin_training(self) -> None:
-        """All replicas are set up. A launch that comes from now on ends by itself.
+        """Begin training, when all replicas are set up. A launch that joins later is refused.
 
         Raises:
             UsageError: two launches have the same replica id; then on every rank.
@@ -95,76 +95,76 @@ class ReplicaWorld:
             self.registry.begin()
             self.registry = None
 
-    def agree(self, event: str, complaint: str | None) -> str | None:
-        """Let all ranks of all replicas hear one of their complaints, if there is any.
+    def share_error(self, event: str, error: str | None) -> str | None:
+        """Return one of the errors of all ranks of all replicas, the same on all; None if none.
 
-        Blocks until every rank has said its own and heard the answer.
+        Blocks: the host, until every rank has reported its own and read the result.
         """
-        if complaint is not None:
-            self.shared_store.set(f"{event}/complaint", complaint)
+        if error is not None:
+            self.shared_store.set(f"{event}/complaint", error)
         self._count_rank(f"{event}/said")
         self.wait_for(f"{event}/said/all", SETUP_TIMEOUT)
         key = f"{event}/complaint"
-        heard = self.shared_store.get(key).decode() if self.shared_store.check([key]) else None
-        self.let_all_read(f"{event}/heard")
-        return heard
+        found = self.shared_store.get(key).decode() if self.shared_store.check([key]) else None
+        self.wait_for_all_readers(f"{event}/heard")
+        return found
 
-    def let_all_read(self, event: str, timeout: timedelta = SETUP_TIMEOUT) -> None:
-        """All ranks come here when they have read something; the first rank waits for them.
+    def wait_for_all_readers(self, event: str, timeout: timedelta = SETUP_TIMEOUT) -> None:
+        """Report that this rank has read a value; global rank 0 waits until all ranks have.
 
-        It may host the store, so it must not leave before.
+        It may host the store, so it must not exit before.
         """
         self._count_rank(event)
         if self.placement.global_rank == 0:
             self.wait_for(f"{event}/all", timeout)
 
-    def first_rank_announces(self, event: str) -> bool:
-        """Whether the first rank of all comes to `event`, too, now or soon after.
+    def is_announced_by_first_rank(self, event: str) -> bool:
+        """Whether global rank 0 reaches `event`, too, now or soon after.
 
-        For who would otherwise say what the first rank says already.
+        For ranks that would otherwise repeat a message of global rank 0.
         """
         if self.placement.global_rank == 0:
-            with suppress(RuntimeError):  # the store may be gone: then nobody asks it
+            with suppress(RuntimeError):  # the store may be gone: then no rank reads it
                 self.shared_store.set(event, "1")
             return True
         try:
-            self.shared_store.wait([event], SOON)
+            self.shared_store.wait([event], SHORT_TIMEOUT)
         except dist.DistNetworkError:
-            return True  # it hosted the store, and has left
+            return True  # it hosted the store, and has exited
         except RuntimeError:
             return False
         return True
 
-    def exit_barrier(self, timeout: timedelta = LEAVING_TIMEOUT) -> None:
-        """Training is over: wait until it is for all ranks of all replicas, or for a while.
+    def exit_barrier(self, timeout: timedelta = EXIT_TIMEOUT) -> None:
+        """Wait at the end of training until all ranks of all replicas have finished, or `timeout`.
 
-        Who closes a connection takes back what its other end has not read yet, and the ranks of
-        another replica would miss the last records. Once all are here, nobody reads any more.
+        Closing a connection discards data that the peer has not read yet, so that ranks of another
+        replica could miss the last records. Once all ranks are here, all records have been read.
 
         Args:
-            timeout: after which this rank leaves alone. Whoever failed never comes.
+            timeout: after which this rank exits alone, because failed ranks never join.
         """
         try:
             self._count_rank("leaving")
             self.shared_store.wait(["leaving/all"], timeout)
         except RuntimeError:
-            return  # somebody failed; or the store has gone with its host, which had waited for all
+            return  # a rank failed; or the store's host has exited, after it had waited for all
 
     def _count_rank(self, event: str) -> None:
-        everybody = self.placement.num_replicas * self.placement.ranks_per_replica
-        if self.shared_store.add(f"{event}/count", 1) == everybody:
+        num_ranks = self.placement.num_replicas * self.placement.ranks_per_replica
+        if self.shared_store.add(f"{event}/count", 1) == num_ranks:
             self.shared_store.set(f"{event}/all", "1")
 
     def wait_for(self, key: str, timeout: timedelta, *, replica: int | None = None) -> None:
-        """Wait until somebody has set a key of the shared store.
+        """Wait until a key of the shared store is set.
 
         Args:
-            key: of the store; `event/r` is what replica r announces.
+            key: of the store; `event/r` is announced by replica r.
             timeout: longest wait.
-            replica: whose key it is, where its name does not say so, or not that alone.
+            replica: that sets the key, for the error message; None takes it from `event/r`.
 
         Raises:
-            ReplicaLostError: nobody did within `timeout`, or the store is gone.
+            ReplicaLostError: the key was not set within `timeout`, or the store is gone.
             UsageError: before training, two launches have the same replica id.
         """
         try:
@@ -173,17 +173,17 @@ class ReplicaWorld:
             event, _, last = key.rpartition("/")
             if replica is None and last.isdecimal():
                 key, replica = event, int(last)
-            raise ReplicaLostError(self._absence(key, replica, timeout, error)) from error
+            raise ReplicaLostError(self._missing_message(key, replica, timeout, error)) from error
 
     def _wait(self, key: str, timeout: timedelta) -> None:
         end = time.monotonic() + timeout.total_seconds()
         while self.registry is not None:
             self.registry.check()
             left = timedelta(seconds=end - time.monotonic())
-            if left <= LOOK:
+            if left <= POLL_INTERVAL:
                 break
             try:
-                self.shared_store.wait([key], LOOK)
+                self.shared_store.wait([key], POLL_INTERVAL)
                 return
             except dist.DistNetworkError:
                 raise
@@ -191,24 +191,24 @@ class ReplicaWorld:
                 continue
         self.shared_store.wait([key], timedelta(seconds=max(end - time.monotonic(), 0.001)))
 
-    def _absence(
+    def _missing_message(
         self, event: str, replica: int | None, timeout: timedelta, error: RuntimeError
     ) -> str:
-        """Who did not come, and what to look at."""
-        who = "some rank of some replica" if replica is None else f"replica {replica}"
+        """Error message for a key that was not set: the missing replica, and a remedy."""
+        missing = "some rank of some replica" if replica is None else f"replica {replica}"
         if isinstance(error, dist.DistNetworkError):
             reason = str(error).partition("\n")[0]
-            return f"the store broke while {who} was waited for ({event}): {reason}"
+            return f"the store failed while waiting for {missing} ({event}): {reason}"
         is_joining = timeout == JOIN_TIMEOUT
-        what = f"has not {'joined' if is_joining else 'come'} ({event})"
-        remedy = "look at what it said last"
+        what = f"has not {'joined' if is_joining else 'arrived'} ({event})"
+        remedy = "look at its last output"
         place = self.placement
         if is_joining and replica not in (None, place.replica) and not place.is_single_launch:
             remedy = f"is it started, with {flag('replica_id')} {replica}?"
-        return f"{who} {what} within {_in_words(timeout)}; {remedy}"
+        return f"{missing} {what} within {_in_words(timeout)}; {remedy}"
 
     def enter_environment(self, env: MutableMapping[str, str]) -> None:
-        """Make `RANK` and `WORLD_SIZE` those of the replica; `leave_environment` undoes it."""
+        """Set `RANK` and `WORLD_SIZE` to those of the replica; `leave_environment` undoes it."""
         values = {
             "RANK": str(self.placement.rank),
             "WORLD_SIZE": str(self.placement.ranks_per_replica),
@@ -218,7 +218,7 @@ class ReplicaWorld:
             env[name] = value
 
     def leave_environment(self, env: MutableMapping[str, str]) -> None:
-        """Put back what `enter_environment` changed."""
+        """Restore what `enter_environment` changed."""
         for name, value in self._saved_environment.items():
             if value is None:
                 env.pop(name, None)
@@ -238,19 +238,19 @@ def _in_words(time: timedelta) -> str:
 def join(
     placement: Placement, *, rendezvous: str | None, timeout_seconds: float | None
 ) -> ReplicaWorld:
-    """Open the stores. Blocks until the store's host is there.
+    """Open the stores. Blocks: the host, until the store's host has joined.
 
     Args:
-        placement: this process's place.
+        placement: of this process.
         rendezvous: HOST:PORT of the shared store, where each replica has its own launch.
-        timeout_seconds: longest wait at a sync; None is the least that `auto` comes to.
+        timeout_seconds: longest wait at a sync; None is the lower bound of `auto`.
 
     Raises:
         UsageError: the launch has no store, the rendezvous cannot be reached, or another launch
             has the same replica id.
     """
     launch_store = _store_of_launch(placement)
-    timeout = timedelta(seconds=timeout_seconds or LEAST_TIMEOUT_SECONDS)
+    timeout = timedelta(seconds=timeout_seconds or MIN_TIMEOUT_SECONDS)
     if placement.is_single_launch:
         replica_store = dist.PrefixStore(f"edit/replica{placement.replica}", launch_store)
         shared_store = dist.PrefixStore(_SHARED, launch_store)
@@ -267,7 +267,7 @@ def _store_of_launch(placement: Placement) -> dist.Store:
     if "MASTER_ADDR" not in os.environ and (alone or placement.ranks_per_replica == 1):
         if placement.is_single_launch and not alone:
             raise _no_master()
-        return dist.HashStore()  # a launch of one process needs nobody to meet
+        return dist.HashStore()  # a launch of one process needs no rendezvous
     if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
         raise _no_master()
     # rank and world as the launcher gave them: this runs before `enter_environment`.
@@ -302,10 +302,10 @@ def _rendezvous_store(rendezvous: str | None, placement: Placement) -> dist.Stor
 
 
 def _other_launch(host: str, port: int) -> dist.Store | None:
-    """The store of another launch that has replica 0 on this machine, if that holds the port."""
+    """The store of another launch of replica 0 on this machine, if that has the port."""
     try:
-        store = dist.TCPStore(host, port, None, False, SOON, wait_for_workers=False)
-        store.wait([f"{_SHARED}/{launch_key(0)}"], SOON)
+        store = dist.TCPStore(host, port, None, False, SHORT_TIMEOUT, wait_for_workers=False)
+        store.wait([f"{_SHARED}/{launch_key(0)}"], SHORT_TIMEOUT)
     except RuntimeError:
         return None
     return store

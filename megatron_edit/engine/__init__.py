@@ -1,6 +1,6 @@
-"""The engine: phases, rounds and syncs of one rank. Knows its host only by a protocol.
+"""The engine: phases, rounds and syncs of one rank. It reaches its host only through a protocol.
 
-`EditEngine` is the only face. What is named here is all that other packages may use of the engine.
+`EditEngine` is the entry point. Other packages import only the names listed here.
 """
 
 from megatron_edit.engine.engine import EditEngine as EditEngine
@@ -19,8 +19,8 @@ from megatron_edit.engine.saved import EngineState as EngineState
 from megatron_edit.engine.saved import PendingState as PendingState
 from megatron_edit.engine.saved import UnitTensors as UnitTensors
 from megatron_edit.engine.status import EngineStatus as EngineStatus
-from megatron_edit.engine.units import ShardAccessor as ShardAccessor
 from megatron_edit.engine.units import ParamShard as ParamShard
+from megatron_edit.engine.units import ShardAccessor as ShardAccessor
 from megatron_edit.engine.units import UnitPlan as UnitPlan
 from megatron_edit.engine.units import UnitShard as UnitShard
 from megatron_edit.engine.units import forward_order as forward_order

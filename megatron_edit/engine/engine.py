@@ -1,14 +1,14 @@
-"""The engine: start, warm-up, switch, rounds (method section 2). One per rank, and the only face.
+"""The engine: start, warm-up, switch, rounds (method section 2). One instance per rank.
 
 The host calls `start` or `load_state_dict` once; `before_gradients` and `average_gradients` around
 each reduction of gradients; `before_step` and `after_step` around each attempted optimizer step;
-`land_up_to` before it gathers parameters; `leave` when it is asked to stop; `finish` and `close` at
-the end. All ranks of a replica make the same calls in the same order. What the host may ask is in
-`status`.
+`land_up_to` before it gathers parameters; `stop_mid_round` on a request to stop; `finish` and
+`close` at the end. All ranks of a replica make the same calls in the same order. `status` has what
+the host may query.
 
-A round: meeting (records) -> plan_round (pure) -> check drift -> commit -> exchange -> land. Where
-training stands still for the exchange, the plan is committed after it: until then only the units
-that sync have changed, each when its average is there.
+A round: meeting (records) -> plan_round (pure) -> check drift -> commit -> exchange -> land. In a
+blocking exchange the plan is committed after it: until then only the units that sync have changed,
+each as soon as its average has arrived.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_edit.comm.control import check_same_digests
-from megatron_edit.comm.error_context import located
+from megatron_edit.comm.error_context import with_lost_replicas
 from megatron_edit.comm.flags import DelayedFlags, Flag
 from megatron_edit.comm.stop import StopBoard
 from megatron_edit.comm.worlds import ReplicaWorld
@@ -46,7 +46,7 @@ from megatron_edit.engine.rounds.synchronous import (
     check_identical,
     sum_counts,
 )
-from megatron_edit.engine.rounds.trigger import MeetingPlan, trigger_of
+from megatron_edit.engine.rounds.trigger import MeetingPlan, create_trigger
 from megatron_edit.engine.saved import EngineState
 from megatron_edit.engine.state import RunState
 from megatron_edit.engine.status import EngineStatus
@@ -61,22 +61,22 @@ from megatron_edit.method.schedule import RoundStart
 
 
 class EditEngine:
-    """Keeps one rank of one replica in step with the others.
+    """Synchronises one rank of one replica with the other replicas.
 
     Args:
         settings: of the run.
         host: the training framework.
-        groups: who communicates.
-        world: this process's place among the replicas, and the store that all share.
-        reporter: where news go.
-        clock: of the inner phase; tests make the time.
+        groups: the communication groups.
+        world: this process's placement among the replicas, and the store that all share.
+        reporter: receives reports and messages.
+        clock: of the inner phase; tests pass one with a simulated time.
 
     Attributes:
         settings, host, groups: see above.
         clock: see above. The host pauses it while it evaluates or saves.
-        state: run-long state, but for anchor and momentum.
-        syncs: that are under way, with anchor and momentum.
-        status: where training stands.
+        state: run-long state, except for anchor and momentum.
+        syncs: the syncs that are under way, with anchor and momentum.
+        status: read-only state of training.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class EditEngine:
             host, groups, self._board, state, settings.timed is None, has_digests,
             poll_exchanges=self.syncs.poll_if_busy,
         )  # fmt: skip
-        self._trigger = trigger_of(settings, host, groups.sync.rank, state)
+        self._trigger = create_trigger(settings, host, groups.sync.rank, state)
         self.syncs.begin_thread(self._with_context)
         self._stream = SyncStream(groups.sync.streams)
         self._flags = DelayedFlags(groups.control)
@@ -112,11 +112,11 @@ class EditEngine:
     # ---- start and end
 
     def start(self, step: int = 0, num_syncs: int = 0) -> None:
-        """Give every replica the parameters of replica 0, and check that they hold the same.
+        """Broadcast the parameters of replica 0, check that all replicas hold them, and begin.
 
         Args:
             step: steps that all replicas, or stock Megatron, have made together before.
-            num_syncs: syncs before a final synchronous phase that goes on.
+            num_syncs: syncs so far, when a final synchronous phase is resumed.
         """
         self.state.step = step
         self.state.rounds = replace(self.state.rounds, count=num_syncs)
@@ -131,53 +131,60 @@ class EditEngine:
             self._switch()
 
     def join_pending_meeting(self) -> bool:
-        """Come to the meeting at which this replica waited; whether no replica stops there."""
+        """Join the meeting at which this replica waited before the checkpoint.
+
+        Returns:
+            Whether training goes on: no replica stops at the meeting.
+        """
         if self.state.is_waiting:
             self.state.is_waiting = False
             with self._context():
                 self._meet(self._trigger.next_meeting())
                 if self.status.is_final_phase:
-                    # The others tell the loss of the step that this one made.
+                    # The other replicas report the loss of the step that this one made.
                     self.record_loss(self.state.losses.forget())
-                # Not in the forward pass: the host's loop has not begun, and when it does it takes
-                # the parameters for gathered.
+                # Not in the forward pass: the host's loop has not begun, and when it does it
+                # assumes that the parameters are gathered.
                 self.syncs.land_all()
         return not self.state.is_stopping
 
-    def leave(self) -> None:
-        """End at this step, in the middle of the round, as this replica was asked to stop.
+    def stop_mid_round(self) -> None:
+        """Stop after this step, in the middle of the round, because of a stop request.
 
-        The others may wait at a meeting: the record that says so releases them.
+        Other replicas may be waiting at a meeting: a record with `is_stopping` releases them.
         """
         if self.state.is_stopping:
             return
         self.state.is_stopping = True
         with self._context():
             self.syncs.land_all()
-            self.state.note_meeting(self._meetings.exchange_records(is_leaving=True))
+            self.state.note_meeting(self._meetings.exchange_records(is_stopping=True))
 
     def finish(self) -> None:
-        """Land and report what is left, losses too. All replicas must come, or have left."""
+        """Land and report the remaining syncs and losses.
+
+        Collective: all replicas, unless one has stopped before.
+        """
         state = self.state
         with self._context():
             self.syncs.land_all()
-            if not state.has_left:
-                # Not kept as `state.records`: a save after the end of training is to know the
-                # records of the last meeting in it.
+            if not state.has_replica_stopped:
+                # Not stored as `state.records`: a save after the end of training needs the records
+                # of the last meeting during training.
                 records = self._meetings.exchange_records()
-                state.has_left = any(record.is_leaving for record in records)
-                if not state.has_left:
+                state.has_replica_stopped = any(record.is_stopping for record in records)
+                if not state.has_replica_stopped:
                     state.losses.report(records, self.reporter)
             self.syncs.finish_exchanges()
-        # All replicas have come here, so that nothing is suppressed at the end: none is ahead.
+        # All replicas are at the end and none is ahead, so nothing is suppressed any more.
         state.suppressed_until_step = 0
 
     def close(self, *, groups: bool = False) -> None:
-        """Ask the store no more, and let no exchange go on. Idempotent.
+        """Stop polling the store and progressing exchanges. Idempotent.
 
         Args:
-            groups: whether to give up the transports, too: at a good end, when nothing is on its
-                way and all replicas are through.
+            groups: whether to release the transports, too: at a regular end, when no message is in
+                flight and all replicas have finished.
         """
         self.syncs.close()
         self._board.close()
@@ -185,9 +192,9 @@ class EditEngine:
             self.groups.close()
 
     def pending_replica_failure(self) -> ReplicaLostError | None:
-        """The loss of a replica that the exchanges have met, and the main thread not yet.
+        """Return a replica loss that the progress thread has found and the main thread has not.
 
-        Where the host's own communication fails, that is why: other ranks have ended by it.
+        If the host's own communication fails, this is the cause: it has ended other ranks.
         """
         failure = self.syncs.failure
         error = None if failure is None else self._with_context(failure)
@@ -196,7 +203,7 @@ class EditEngine:
     # ---- steps
 
     def before_gradients(self) -> None:
-        """In warm-up and in the final phase, before the host moves what its optimizer does not."""
+        """In warm-up and in the final phase, sum the counts that the host updates buffers from."""
         if self.status.is_warmup:
             with self._context():
                 sum_counts(self.host, self.groups)
@@ -213,28 +220,28 @@ class EditEngine:
                 average_gradients(self.host, self.groups, num_tokens)
 
     def before_step(self) -> None:
-        """Close the sync that lands: it may not once the inner optimizer has moved on."""
+        """Finish the landing sync: it must not land after the inner optimizer's next step."""
         self._stream.remember()
         with self._context():
             self.syncs.land_all()
             self.syncs.poll()
 
     def after_step(self) -> None:
-        """Count an attempted step, whether it was applied or skipped, and do what is due.
+        """Count an attempted step, applied or skipped, and run the landings and meeting due now.
 
-        In the rounds the host's step leaves out its gather of the parameters: a landing may replace
-        them. Whether they are gathered now is decided here, and nowhere else.
+        In the rounds the host's step omits its gather of the parameters, because a landing may
+        replace them. Only this method decides whether they are gathered now.
         """
         state, syncs, is_local = self.state, self.syncs, not self.status.is_warmup
         meeting = None
         if is_local:
-            is_asked = Flag.MEET in self._flags.read()
-            meeting = self._trigger.meeting_after(state.step + 1, is_asked=is_asked)
+            is_requested = Flag.MEET in self._flags.read()
+            meeting = self._trigger.meeting_after(state.step + 1, is_requested=is_requested)
         landing = syncs.due(state.step + 1)
         state.step += 1
         state.launch_steps += 1
         with self._context():
-            is_asking = is_local and self._asks_for_meeting() and meeting is None
+            is_requesting = is_local and self._should_request_meeting() and meeting is None
             for sync in landing:
                 syncs.begin_landing(sync)
                 self._land_unless_in_forward()
@@ -247,24 +254,27 @@ class EditEngine:
                 self.host.gather_parameters()
             syncs.poll()
             self._flags.post(
-                (Flag.MEET if is_asking else Flag.NONE)
+                (Flag.MEET if is_requesting else Flag.NONE)
                 | (Flag.STOP if self._board.is_seen else Flag.NONE),
                 self._board.heartbeat.steps_of_others,
             )
 
     def land_up_to(self, num_shards: int) -> None:
-        """Land the first `num_shards` shards of the plan, if a sync lands; let the others go on."""
+        """Land the first `num_shards` shards of the plan, if a sync is landing; poll the rest."""
         if self.syncs.is_busy:
             with self._context(), self._stream.use():
                 self.syncs.land_up_to(num_shards)
                 self.syncs.poll()
 
-    # ---- what replicas do together besides syncs
+    # ---- joint actions of the replicas other than syncs
 
-    def check_in(self) -> bool:
-        """Before an evaluation: whether all replicas come to it, so that none waits there alone.
+    def meet_without_sync(self) -> bool:
+        """Exchange records before an evaluation or an end, so that no replica waits there alone.
 
-        Collective: all ranks of all replicas that have not left.
+        Collective: all ranks of all replicas that have not stopped.
+
+        Returns:
+            Whether all replicas take part: none stops here.
         """
         state = self.state
         if not state.is_stopping:
@@ -274,7 +284,7 @@ class EditEngine:
         return not state.is_stopping
 
     def gather_evaluation(self, values: Tensor) -> Tensor:
-        """[N, ...]: what all replicas have evaluated, however late they come.
+        """[N, ...]: the evaluation results of all replicas, however late they arrive.
 
         Collective: the sync group.
         """
@@ -282,7 +292,7 @@ class EditEngine:
             return self._meetings.gather(values)
 
     def gather_step(self, values: Tensor) -> Tensor:
-        """[N, ...]: figures of a warm-up step of all replicas.
+        """[N, ...]: values of a warm-up step from all replicas.
 
         Collective: the sync group.
         """
@@ -290,10 +300,11 @@ class EditEngine:
             return self.groups.sync.all_gather(values)
 
     def record_loss(self, loss: float) -> None:
-        """Note the training loss of the step just made; NaN on ranks that do not know it.
+        """Record the training loss of the last step; NaN on ranks that do not know it.
 
-        Of a step with averaged gradients it must be the mean over the replicas already. In a round
-        it waits for the next meeting; that of the last local step, which has none, crosses at once.
+        For a step with averaged gradients it must already be the mean over the replicas. In a round
+        it is kept for the next meeting; the loss of the last local step, which no meeting follows,
+        is exchanged at once.
 
         Collective after the last local step before a final phase: the sync group.
         """
@@ -307,16 +318,16 @@ class EditEngine:
             self.state.losses.note(self.state.step, loss)
 
     def announce_stop(self) -> None:
-        """Tell all replicas to stop at their next step boundary. Rank 0 of the replica does."""
+        """Tell all replicas to stop at their next step boundary. Only rank 0 of a replica acts."""
         if self.groups.control.rank == 0:
             self._board.announce()
 
     def count_evaluation_batch(self) -> None:
-        """Let the heartbeat show progress: a batch of an evaluation is done."""
+        """Count an evaluated batch as progress in the heartbeat."""
         self._board.heartbeat.batches += 1
 
     def is_true_on_any_rank(self, value: bool) -> bool:
-        """Whether a value is true on any rank of the replica; the same answer on all of them.
+        """Whether a value is true on any rank of the replica; the same result on all of them.
 
         Collective: the ranks of the replica.
         """
@@ -327,8 +338,10 @@ class EditEngine:
     # ---- checkpoints
 
     def land_all(self) -> None:
-        """Before anybody reads this replica's state: land what lands (then collective), and let
-        nothing be on the wire. What is to land later does not land now."""
+        """Land the landing sync (then collective) and finish all exchanges, before a save.
+
+        Delayed syncs that are due later do not land now.
+        """
         with self._context():
             self.syncs.land_all()
             self.syncs.finish_exchanges()
@@ -336,7 +349,7 @@ class EditEngine:
     def state_dict(self) -> EngineState:
         """All run-long state of this rank, after `land_all`. Tensors are not copied.
 
-        All ranks of the replica come.
+        Collective: all ranks of the replica.
         """
         state, pending, is_warmup = self.state, self.syncs.state_dict(), self.status.is_warmup
         entry = state.replica_entry(
@@ -356,16 +369,17 @@ class EditEngine:
         )
 
     def load_state_dict(self, saved: EngineState, unfinished: SavedRound | None = None) -> None:
-        """Go on where a checkpoint was written. The host has loaded the parameters.
+        """Resume from a checkpoint, after the host has loaded the parameters.
 
         Collective: all ranks of all replicas.
 
         Args:
-            saved: what `state_dict` told, for the replicas of this run.
-            unfinished: the round of other replicas that was under way: it is completed first.
+            saved: what `state_dict` returned, mapped to the replicas of this run.
+            unfinished: the round that the saved replicas had not finished, where their number
+                differs: it is completed first.
 
         Raises:
-            DriftError: the replicas had met when it was written, and do not hold the same now.
+            DriftError: the checkpoint was written at a sync, and the replicas differ now.
         """
         if saved.is_warmup:
             self.start(saved.replica.step, saved.rounds.count)
@@ -394,7 +408,7 @@ class EditEngine:
     # ---- phases
 
     def _switch(self) -> None:
-        """End the warm-up: make sure that the replicas agree, then take the anchor (method 2.3)."""
+        """End the warm-up: make the replicas identical, then take the anchor (method 2.3)."""
         self._common_stop.drain()
         broadcast_if_different(self.host, self.groups, self.reporter)
         self.syncs.begin(self.syncs.take_anchor())
@@ -411,8 +425,7 @@ class EditEngine:
             self.reporter.on_message(message)
 
     def _end_warmup_if_due(self) -> None:
-        """After a step of the warm-up or of the final phase: the warm-up ends with step W, unless
-        the final phase follows."""
+        """End the warm-up after step W, or where the final phase follows; nothing in that phase."""
         if self.status.is_final_phase:
             return
         if self.host.progress().begins_final_phase:
@@ -421,8 +434,8 @@ class EditEngine:
             self._switch()
 
     def _end_rounds(self) -> None:
-        """End local training: all lands, and what replicas hold becomes equal; then gradients are
-        averaged at every step, as in the warm-up."""
+        """End local training: land all units, make the replicas identical, and average gradients
+        at every step from here on, as in the warm-up."""
         self.syncs.land_all()
         begin_final_phase(self.host, self.groups, self.reporter, self.state.accepted)
         self.host.set_local_training(False)
@@ -437,31 +450,31 @@ class EditEngine:
         )
 
     def _round_length(self, step: int) -> int:
-        """Steps of a round that begins after a step, where a count decides; else 0."""
+        """Steps of the round that begins after `step`; 0 where rounds end by the clock."""
         if self.settings.timed is not None:
             return 0
         return self.settings.schedule.round_length(RoundStart(step, self.host.progress().next_lr))
 
     # ---- meetings
 
-    def _asks_for_meeting(self) -> bool:
-        """After an inner step: whether this rank, if it is rank 0, asks for a meeting."""
+    def _should_request_meeting(self) -> bool:
+        """Whether this replica's clock requests a meeting; only rank 0's request counts."""
         return self.state.timer is not None and self.state.timer.after_step()
 
     def _meet(self, meeting: MeetingPlan) -> None:
-        """Come to a meeting and do what it decides; to the next at once, where nothing is left."""
-        self.clock.pause()  # to wait for others is no inner training
+        """Run a meeting and its sync, and the next ones at once while no step is left to make."""
+        self.clock.pause()  # waiting for other replicas is not inner training
         last = meeting
-        while self._hold_meeting(last) and (self._trigger.has_empty_round or self._must_equalize):
+        while self._meet_once(last) and (self._trigger.has_empty_round or self._must_equalize):
             last = self._trigger.next_meeting()
-        is_met = not self.state.has_left
-        self.state.is_stopping = self.state.is_waiting = not is_met
-        if is_met and meeting.ends_rounds:
+        is_continuing = not self.state.has_replica_stopped
+        self.state.is_stopping = self.state.is_waiting = not is_continuing
+        if is_continuing and meeting.ends_rounds:
             self._end_rounds()
         self.state.begin_phase()
 
-    def _hold_meeting(self, meeting: MeetingPlan) -> bool:
-        """Meet once, and sync where the plan says so; whether it does."""
+    def _meet_once(self, meeting: MeetingPlan) -> bool:
+        """Run one meeting, and a sync if the plan has one; return whether it has."""
         state, syncs = self.state, self.syncs
         before = syncs.of_units(meeting.selection)
         takes_addends_first = self.settings.landing.at_next_meeting
@@ -479,8 +492,8 @@ class EditEngine:
         if takes_addends_first:
             self._land(before)
             if not before:
-                # The first meeting of these units: there is no earlier result to land. The next
-                # round begins from the anchor all the same, not from what this one has trained.
+                # The first meeting of these units: there is no earlier result to land. Even so the
+                # next round begins from the anchor, not from the parameters trained in this one.
                 syncs.restore_anchor(sync)
         state.timeout.after_round()
         syncs.start(sync)
@@ -492,7 +505,7 @@ class EditEngine:
         return True
 
     def _plan_round(self, meeting: MeetingPlan) -> tuple[RoundPlan, float]:
-        """What follows from the records of a meeting; with the seconds that this rank waited."""
+        """Exchange records and plan the round; return the plan and the seconds waited."""
         state, syncs, selection = self.state, self.syncs, meeting.selection
         norms, loss = syncs.norms(selection, state.losses.mean())
         waiting = time.monotonic()
@@ -523,17 +536,19 @@ class EditEngine:
         )
 
     def _commit(self, plan: RoundPlan) -> None:
-        """The next round begins: change all that replicas know alike, the host's schedule and
-        counters, and buffers that no optimizer owns."""
+        """Begin the next round: update the state shared by all replicas, the host's schedule and
+        counters, and the buffers that no optimizer owns."""
         assert plan.decision is not None, "a plan without a sync"
         self.state.apply(plan, self.reporter)
         if plan.is_assigned:
             self.host.end_round(
-                plan.samples, is_over=self._trigger.is_over, next_meeting_without_step=plan.next_meeting_without_step
+                plan.samples,
+                is_over=self._trigger.is_over,
+                next_meeting_without_step=plan.next_meeting_without_step,
             )
         elif plan.after.assignment is None:
             behind = plan.schedule_position - self.host.progress().schedule_position
-            if behind:  # it skipped steps: it catches up with the learning rate of the others
+            if behind:  # this replica skipped steps: catch up with the others' learning rate
                 self.host.advance_schedule(behind)
         if rows := [record.buffers for record in plan.records if record.buffers]:
             accepted = ~plan.decision.verdict.anomalous
@@ -541,16 +556,16 @@ class EditEngine:
 
     @property
     def _lands_in_forward(self) -> bool:
-        """Whether the next forward pass will ask for the units of a sync that lands now."""
+        """Whether the next forward pass will land the units of a sync that lands now."""
         return self.settings.overlap and self.host.lands_in_forward
 
     @property
     def _must_equalize(self) -> bool:
-        """Whether training is over, and the replicas do not hold the same yet."""
+        """Whether training is over and the replicas are not yet identical."""
         return self._trigger.is_over and not self.state.rounds.replicas_identical
 
     def _land_unless_in_forward(self) -> None:
-        """Land what lands now; in the forward pass, if nothing comes before it."""
+        """Land all units of the landing sync now, unless the next forward pass will land them."""
         if not self._lands_in_forward or self._trigger.has_empty_round or self._must_equalize:
             self.syncs.land_all()
 
@@ -562,7 +577,7 @@ class EditEngine:
     # ---- errors
 
     def _with_context(self, error: Exception) -> Exception:
-        """An error of the thread: of a lost replica, with who that was and where."""
+        """Return an error of the progress thread; a lost replica with its number and place."""
         if not isinstance(error, ReplicaLostError):
             return error
         try:
@@ -573,10 +588,10 @@ class EditEngine:
 
     @contextmanager
     def _context(self, what: str = "") -> Iterator[None]:
-        """Inside nothing is differentiated, and errors say where training stood, and who was lost.
+        """Disable gradients, and add the step and the lost replicas to errors.
 
         Args:
-            what: that is done; empty is the sync of the round, or the warm-up.
+            what: the action, for messages; empty is the sync of the round, or the warm-up.
         """
         try:
             with torch.no_grad():
@@ -585,7 +600,7 @@ class EditEngine:
             if error.has_context:
                 raise
             place = f"{what or self.status.activity} (step {self.state.step})"
-            raise located(error, self._board.heartbeat, place) from error
+            raise with_lost_replicas(error, self._board.heartbeat, place) from error
         except Exception as error:
             error.add_note(f"in round {self.status.round} of EDiT, after step {self.state.step}")
             raise

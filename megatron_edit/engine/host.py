@@ -1,7 +1,7 @@
-"""What an engine is given: host, reporter, settings, and the groups that it communicates over.
+"""The interfaces of the engine: host, reporter, settings, and communication groups.
 
-`megatron_edit.host` answers for Megatron and `megatron_edit.observe` writes down what is reported;
-tests answer with plain tensors.
+`megatron_edit.host` implements `Host` for Megatron, and `megatron_edit.observe` implements
+`Reporter`; tests implement them with plain tensors.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ TIED_EMBEDDING = "tied-embedding"
 
 @dataclass(frozen=True)
 class Progress:
-    """Where training stands on this replica.
+    """Progress of training on this replica.
 
     Attributes:
         samples: consumed so far by this replica alone.
         schedule_position: of the learning-rate schedule, in samples of all replicas.
         pending_schedule: samples by which it advances, or advanced, with the last step.
-        is_last_step: training reaches its target with the step being attempted.
-        begins_final_phase: no local step follows the step being attempted, or, before the first
-            one, is left: the final synchronous phase follows.
+        is_last_step: whether training reaches its target with the step being attempted.
+        begins_final_phase: whether the final synchronous phase follows the step being attempted,
+            or, before the first step, there is no local step.
         inner_lr: learning rate of the last step, the largest of all parameter groups.
-        next_lr: of the next step; while the schedule warms up, the peak that it comes to.
+        next_lr: of the next step; while the schedule warms up, its peak value.
     """
 
     samples: int
@@ -55,28 +55,30 @@ class Host(Protocol):
     plan: UnitPlan
 
     def gradient_shards(self) -> Iterable[Tensor]:
-        """The reduced gradients that this rank's optimizer reads, as flat views; in place."""
+        """The reduced gradients that this rank's optimizer reads, as flat views to be mutated."""
 
     def tied_gradients(self) -> Iterable[tuple[str, Tensor]]:
-        """Tie and gradient of parameters whose copies could be averaged to different bits."""
+        """Tie name and gradient of parameters whose copies could average to different bits."""
 
     def replicated_tensors(self) -> Iterable[Tensor]:
-        """Tensors of the model that no optimizer owns and that must start equal."""
+        """Tensors of the model that no optimizer owns and that must be identical at the start."""
 
     def shared_buffers(self) -> Sequence[tuple[int, Tensor]]:
-        """Position of the unit and tensor of all state that training changes and no optimizer
-        owns; averaged at a sync. The same order and sizes on all ranks of a sync group."""
+        """Unit position and tensor of all state that training changes and no optimizer owns.
+
+        Averaged at a sync. The order and sizes are the same on all ranks of a sync group.
+        """
 
     def shared_counts(self) -> Sequence[Tensor]:
-        """What a step counts before it moves some of these buffers; summed in warm-up."""
+        """Counts from which a step updates some of these buffers; summed in warm-up."""
 
     def linear_buffers(self) -> Sequence[Tensor]:
-        """The buffers that may be averaged after they moved; averaged in warm-up."""
+        """The buffers that may be averaged after their update; averaged in warm-up."""
 
     def attach_outer_state(
         self, anchors: Mapping[str, Tensor], momenta: Mapping[str, Tensor]
     ) -> None:
-        """Learn where anchor and momentum of the shards are, fp32 [numel] by unit."""
+        """Receive anchor and momentum of the shards, fp32 [numel] by unit."""
 
     def gather_parameters(self) -> None:
         """Give all ranks of the replica the parameters that the last step, or `UnitShard.publish`,
@@ -84,98 +86,98 @@ class Host(Protocol):
 
     @property
     def awaits_gather(self) -> bool:
-        """Whether the last step of local training left out its gather of the parameters, no
+        """Whether the last local step omitted its gather of the parameters, no
         `gather_parameters` has followed, and the next forward pass will not gather them."""
 
     @property
     def lands_in_forward(self) -> bool:
-        """Whether the next forward pass will ask for each unit before it is gathered."""
+        """Whether the next forward pass will land each unit before gathering it."""
 
     def zero_nonfinite_moments(self, shard: UnitShard) -> int:
-        """Zero the inner moments of a shard that are not finite; returns how many elements."""
+        """Zero the inner moments of a shard that are not finite; return the number of elements."""
 
     def num_moment_elements(self) -> int:
         """Elements of all moments that the inner optimizers of this rank hold now."""
 
     def inner_counters(self) -> Tensor:
-        """float64 [n], what the inner optimizers count: step counters, loss scales."""
+        """float64 [n], step counters and loss scales of the inner optimizers."""
 
     def set_inner_counters(self, values: Tensor) -> None:
-        """Put these counters to what `inner_counters` of a replica told, float64 [n]."""
+        """Set these counters to the `inner_counters` of a replica, float64 [n]."""
 
     def reset_moments(self) -> None:
-        """Let the inner optimizers begin anew, as before their first step."""
+        """Reset the inner optimizers to their state before the first step."""
 
     def read_moments(self, shard: UnitShard, kind: str, out: Tensor) -> None:
-        """Copy a moment of the inner optimizer, of a whole shard.
+        """Copy a moment of the inner optimizer for a complete shard.
 
         Mutates: `out`. Where a parameter has no such moment (yet), its elements stay as they are.
 
         Args:
-            shard: whose.
+            shard: of the moment.
             kind: `constants.FIRST_MOMENT` or `SECOND_MOMENT`.
             out: fp32 [numel].
         """
 
     def write_moments(self, shard: UnitShard, kind: str, values: Tensor) -> None:
-        """Inverse of `read_moments`; a moment that a parameter does not have is not made.
+        """Inverse of `read_moments`; a moment that a parameter does not have is not created.
 
         Args:
-            shard: whose.
+            shard: of the moment.
             kind: `constants.FIRST_MOMENT` or `SECOND_MOMENT`.
             values: fp32 [numel].
         """
 
     def set_local_training(self, is_local: bool) -> str | None:
-        """Learn whether gradients stay in the replica from the next step on.
+        """Set whether gradients stay in the replica from the next step on.
 
         Returns:
-            What the inner optimizer does otherwise by that, for people; None where nothing is.
+            A message on what this changes in the inner optimizer; None if nothing.
         """
 
     @property
-    def is_end_asked(self) -> bool:
-        """Whether this process got a signal to end, or its time is over. Communicates nothing."""
+    def is_end_requested(self) -> bool:
+        """Whether this process got a signal to end, or its time is over. No communication."""
 
     def progress(self) -> Progress:
-        """Where training stands now."""
+        """Progress of training on this replica."""
 
     def advance_schedule(self, samples: int) -> None:
-        """Move the learning-rate schedule forward by `samples` of all replicas."""
+        """Advance the learning-rate schedule by `samples` of all replicas."""
 
     def begin_local(self, *, is_over: bool) -> None:
-        """From here on each replica makes steps at its own speed; the engine says when to end.
+        """Begin local training at each replica's own speed; the engine decides when it ends.
 
         Args:
             is_over: whether all samples have been consumed already.
         """
 
     def end_round(self, samples: int, *, is_over: bool, next_meeting_without_step: bool) -> None:
-        """A round of replicas at their own speeds is over: counters and schedules meet.
+        """Equalize counters and schedules after a round of replicas at their own speeds.
 
         Args:
             samples: consumed by all replicas so far.
             is_over: whether these are all; no further step may be made.
-            next_meeting_without_step: whether a replica goes on to the next meeting without a step. Nothing that
-                all replicas do together may come in between.
+            next_meeting_without_step: whether some replica goes on to the next meeting without a
+                step. No joint action of all replicas may come in between.
         """
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One sync, as every rank of every replica saw it.
+    """Report of one sync, the same on all ranks of all replicas except for `seconds`.
 
     Attributes:
         round: from 1.
         step: s, attempted optimizer steps so far.
         units: names in forward order; rows of the tables below.
-        decision: norms, scores, who was left out, weights, roll-backs.
+        decision: norms, scores, rejected replicas, weights, roll-backs.
         clip: float64 [U].
         update_norm: float64 [U], norms of the weighted averages, before the clip.
         inner_steps: of the round, by replica.
         samples: consumed so far, by replica.
         wire_bytes: payload sent by the ranks of one replica.
-        state_bytes: what outer state takes on the ranks of one replica.
+        state_bytes: size of the outer state on all ranks of one replica.
         seconds: wait, exchange, outer, exposed, total, as this rank measured them.
         digest: of all replicas, or None where it was not computed.
     """
@@ -195,43 +197,43 @@ class SyncReport:
 
 
 class Reporter(Protocol):
-    """Where the engine's news go."""
+    """Receives the engine's reports and messages."""
 
     def on_sync(self, report: SyncReport) -> None:
-        """A sync is over."""
+        """Report a finished sync."""
 
     def on_losses(
         self, first_step: int, losses: Sequence[float], samples: int | None = None
     ) -> None:
-        """Mean losses over the replicas, of steps `first_step`, `first_step` + 1, ...
+        """Report mean losses over the replicas, of steps `first_step`, `first_step` + 1, ...
 
         Args:
             first_step: of the first loss.
-            losses: one for each step, or one for a whole round.
-            samples: consumed by all replicas at the end of that round; None where each step has its
-                loss.
+            losses: one for each step, or one for a round.
+            samples: consumed by all replicas at the end of that round; None where there is a loss
+                for each step.
         """
 
     def on_message(self, text: str) -> None:
-        """A line for people, which all ranks say alike."""
+        """Log a line that is the same on all ranks."""
 
     def on_local_message(self, text: str) -> None:
-        """A line for people about this rank alone."""
+        """Log a line about this rank alone."""
 
 
 @dataclass(frozen=True)
 class EngineGroups:
-    """Who talks to whom.
+    """The communication groups of a rank.
 
     Attributes:
-        sync: the N ranks, one per replica, that hold the same shard as this one: parameters.
-        meeting: the same ranks, on the CPU: records. What it carries never waits behind an
-            exchange, and the two may be under way in any order.
+        sync: the N ranks, one per replica, that hold the same shard as this one; for parameters.
+        meeting: the same ranks, on the CPU; for records, which never wait behind an exchange.
+            Collectives of the two groups may be in flight in any order.
         replica: all ranks of this replica.
         stage: the ranks of this replica on this rank's pipeline stage.
-        control: all ranks of this replica, on the CPU: what it carries waits for no device.
+        control: all ranks of this replica, on the CPU: its messages wait for no device.
         ties: by name, groups over which copies of a parameter stay bit-identical; `TIED_EMBEDDING`
-            joins the stages that hold a copy of the embedding.
+            has the stages that hold a copy of the embedding.
     """
 
     sync: Group
@@ -242,8 +244,8 @@ class EngineGroups:
     ties: Mapping[str, Group]
 
     def warm_up(self, *, has_exchanges: bool) -> None:
-        """Use every group of the device once, in the same order on all ranks: NCCL's buffers are
-        then there before training takes the memory.
+        """Use every group of the device once, in the same order on all ranks, so that NCCL
+        allocates its buffers before training takes the memory.
 
         Collective: all ranks of all replicas.
 
@@ -255,15 +257,17 @@ class EngineGroups:
             group.warm_up()
 
     def close(self) -> None:
-        """At a good end: give up the transports, so that the threads of gloo are joined here and
-        not in an interpreter that ends, which may abort (exit code -6). Nothing may be on its way.
+        """Release the transports at a regular end, with no message in flight.
+
+        The threads of gloo are joined here and not at interpreter exit, which may abort the process
+        (exit code -6).
         """
         for group in (self.sync, self.meeting, self.control, *self._inside):
             group.close()
 
     @property
     def _inside(self) -> tuple[Group, ...]:
-        """Inside the replica, in an order that is the same on all ranks."""
+        """Groups inside the replica, in an order that is the same on all ranks."""
         return (self.replica, self.stage, *(self.ties[name] for name in sorted(self.ties)))
 
 
@@ -290,13 +294,13 @@ class EngineSettings:
         schedule: warm-up and sync interval.
         penalty: the pseudo-gradient penalty.
         outer: the outer step.
-        max_norm: phi of the clip; None is off.
+        max_norm: phi of the clip; None switches the clip off.
         landing: when and how parameters take the result of a sync.
         wire: type on the wire.
         digest_interval: syncs between two drift checks.
-        fixed_timeout: whether the user gave the time-out; otherwise it follows the rounds.
+        fixed_timeout: whether the user gave the time-out; otherwise it adapts to the rounds.
         timed: how rounds end by the clock; None ends them by the schedule.
-        overlap: whether units land in the forward pass, where the host can.
+        overlap: whether units land in the forward pass, where the host supports it.
         prefetch_units: units in flight in overlap mode.
         offload: whether the outer state lives in host memory.
         moments: which moments of the inner optimizer are averaged, and at which syncs.
@@ -324,20 +328,20 @@ class EngineSettings:
 
     @property
     def num_phases(self) -> int:
-        """Phases that exchanges of the sync group may have, see `comm.wire`; 0 is none."""
+        """Phases that exchanges of the sync group may have, see `comm.wire`; 0 if none has any."""
         return NUM_PHASES if self.moments.rule.has_phases else self.wire.num_phases
 
     def checks_drift_after(self, round: int) -> bool:
-        """Whether drift is looked for after a sync: one of each fragment, then none for a while."""
-        turn = (round - 1) // self.schedule.fragments + 1
-        return turn % self.digest_interval == 0
+        """Whether drift is checked after a sync: every `digest_interval`-th sync of a fragment."""
+        sync_of_fragment = (round - 1) // self.schedule.fragments + 1
+        return sync_of_fragment % self.digest_interval == 0
 
     @cached_property
     def depth(self) -> int:
-        """Units in flight at most, of a sync that lands at once."""
+        """Maximum number of units in flight, of a sync that lands immediately."""
         return self.prefetch_units if self.overlap else 1
 
     @property
     def overlaps_compute(self) -> bool:
-        """Whether exchanges may be under way while the host computes."""
+        """Whether exchanges may be in flight while the host computes."""
         return self.overlap or not self.landing.is_immediate

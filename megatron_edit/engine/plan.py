@@ -1,8 +1,8 @@
 """What a meeting decides: from the gathered records to the immutable plan of a round.
 
-`plan_round` is a pure function of what all replicas have gathered and of what they all knew before.
-Every rank of every replica calls it with the same values and gets the same plan, so that no two can
-disagree about what comes next. Nothing is changed here: `RunState.apply` does that.
+`plan_round` is a pure function of the gathered records and of the state that all replicas share.
+Every rank of every replica calls it with the same values and gets the same plan. Nothing is mutated
+here: `RunState.apply` does that.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ LARGEST_AVERAGE = 1e37  # fp32 ends at 3.4e38
 
 @dataclass(frozen=True)
 class Penalty:
-    """The pseudo-gradient penalty's settings, in the terms of the method.
+    """Settings of the pseudo-gradient penalty.
 
     Attributes:
         detector: settings of anomaly elimination.
-        eliminate: False leaves out only what is not finite.
+        eliminate: False rejects only norms that are not finite.
         temperature: T of the weights; None is auto.
-        uniform: True weighs all accepted replicas alike.
+        uniform: True gives all accepted replicas the same weight.
         step_share: rho, share of the step counts in the weights.
-        loss_check: settings of the loss check; None leaves nobody out because of the loss.
+        loss_check: settings of the loss check; None rejects no replica because of its loss.
     """
 
     detector: DetectorConfig
@@ -62,12 +62,13 @@ class Decision:
 
     Attributes:
         norms: float64, the gathered pseudo-gradient norms.
-        verdict: who is left out, and the scores.
+        verdict: the anomalous replicas, and the scores.
         weights: float64, weight of each replica in the average.
         rollback: bool [U], units that return to their anchor: every replica is anomalous, or the
             average could overflow.
-        loss: the verdict of the loss check, on all units alike.
-        excluded: bool, whether a replica takes a unit's anchor as it is: it was left out, or all.
+        loss: the verdict of the loss check, which holds for all units.
+        excluded: bool, whether a replica takes a unit's anchor unmerged: it was rejected, or the
+            unit is rolled back.
     """
 
     norms: Tensor
@@ -81,7 +82,7 @@ class Decision:
         object.__setattr__(self, "excluded", self.rollback | self.verdict.anomalous)
 
     def reasons(self) -> list[list[str | None]]:
-        """[U][N]: why a replica was left out of a unit (see `constants`); None where it was not."""
+        """[U][N]: why a replica was rejected in a unit (see `constants`); None where it was not."""
         return [
             [self._reason(replica, unit) for replica in range(len(self.norms))]
             for unit in range(self.norms.shape[1])
@@ -107,17 +108,18 @@ def decide(
     units: Sequence[int],
     loss: LossVerdict | None = None,
 ) -> tuple[Decision, DetectorState]:
-    """Judge the gathered norms and weigh the replicas; method 3.2, 3.3, 3.6 and 5.
+    """Run the detectors on the gathered norms and weight the replicas; method 3.2, 3.3, 3.6, 5.
 
     Args:
         norms: float64 [N, U] of the units that sync.
         detectors: statistics of all units before this sync.
         penalty: settings.
-        steps: int64 [N, U], inner steps of each replica since the unit's own last sync. Who made
-            none has weight 0 and teaches no detector: it is judged like a norm that is not finite.
+        steps: int64 [N, U], inner steps of each replica since the unit's own last sync. A replica
+            with none has weight 0 and updates no detector: it is treated like a norm that is not
+            finite.
         units: positions of the units that sync, among all.
         loss: verdict of the loss check; None where losses are not checked. Norms of a replica that
-            it rejects teach no detector.
+            it rejects update no detector.
 
     Returns:
         The decision, and the statistics of all units after this sync.
@@ -143,11 +145,11 @@ def decide(
 
 @dataclass(frozen=True)
 class SyncRules:
-    """What becomes of an average.
+    """How anchor and parameters take an average.
 
     Attributes:
         outer: the outer step.
-        max_norm: phi of the clip; None is off.
+        max_norm: phi of the clip; None switches the clip off.
         landing: how parameters take the anchor.
         inner_lr: of the inner optimizer at the sync.
     """
@@ -160,19 +162,19 @@ class SyncRules:
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """What is synced, and how: decided before the first message.
+    """Plan of one sync, decided before its first message.
 
     Attributes:
-        round: which sync, from 1.
+        round: number of the sync, from 1.
         step: s at which it began.
-        due: the own step after which it lands; None is at the next meeting of its units.
+        due: this replica's step after which it lands; None is at the next meeting of its units.
         selection: its units.
-        decision: what the gathered table decided; columns are the selected units.
-        rules: what becomes of the averages.
+        decision: taken from the gathered norms; columns are the selected units.
+        rules: how anchor and parameters take the averages.
         inner_steps: of the round, by replica.
         samples: consumed so far, by replica.
         moments: of the inner optimizer that are averaged, too.
-        is_checked: whether drift is looked for after it.
+        is_checked: whether drift is checked after it.
     """
 
     round: int
@@ -188,16 +190,16 @@ class SyncPlan:
 
 
 class MeetingOutcome(Enum):
-    """What follows from a meeting."""
+    """What a meeting decides."""
 
     SYNC = auto()
     EXTEND = auto()  # too few steps so far: the round goes on
-    LEAVE = auto()  # a replica obeys a stop: the meeting is no sync
+    STOP = auto()  # a replica stops on request: no sync
 
 
 @dataclass(frozen=True)
 class RoundRules:
-    """Settings that plans follow.
+    """Settings that plans of rounds depend on.
 
     Attributes:
         penalty: the pseudo-gradient penalty.
@@ -216,7 +218,7 @@ class RoundRules:
 
 @dataclass(frozen=True)
 class RoundState:
-    """What all replicas know alike of the rounds. Each meeting replaces it.
+    """State of the rounds that is the same on all replicas. Each meeting replaces it.
 
     Attributes:
         count: syncs so far.
@@ -225,10 +227,10 @@ class RoundState:
         unit_steps: int64 [N, U], steps of each replica since a unit's own last sync, as they were
             at the last meeting.
         replicas_identical: whether all replicas held the anchor in all units when the round began.
-        length: steps of the round that is under way, where a count decides; else 0.
-        assignment: the ledger of samples, where replicas run at their own speeds; else None.
-        resumes_at_meeting: whether a replica comes to the next meeting outside of a step, as it had come
-            to it before a checkpoint.
+        length: steps of the current round; 0 where rounds end by the clock.
+        assignment: of blocks to replicas that run at their own speeds; else None.
+        resumes_at_meeting: whether a replica joins the next meeting without a step, because it had
+            reached it before a checkpoint.
         first_loss: F_0, mean loss of the first round over the replicas; None before the first
             meeting, and where no loss is known.
     """
@@ -244,8 +246,10 @@ class RoundState:
     first_loss: float | None = None
 
     @classmethod
-    def fresh(cls, num_replicas: int, num_units: int, assignment: BlockAssignment | None) -> RoundState:
-        """Before the first round."""
+    def fresh(
+        cls, num_replicas: int, num_units: int, assignment: BlockAssignment | None
+    ) -> RoundState:
+        """The state before the first round."""
         steps = torch.zeros(num_replicas, num_units, dtype=torch.int64)
         detectors = DetectorState.fresh(num_replicas, num_units)
         return cls(0, detectors, steps, LossHistory.fresh(num_replicas), assignment=assignment)
@@ -253,19 +257,20 @@ class RoundState:
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """The plan of a round: what a meeting has decided, the same on every rank of every replica.
+    """What a meeting has decided, the same on every rank of every replica.
 
     Attributes:
-        outcome: what follows.
+        outcome: sync, longer round, or stop.
         records: of all replicas, by replica.
-        after: what all replicas know of the rounds once this plan is applied.
-        decision: of the units that sync, whose columns it has; None where nothing syncs.
+        after: the shared state of the rounds once this plan is applied.
+        decision: with one column per unit that syncs; None where nothing syncs.
         units: positions of these units in the replica's list.
         landing: how parameters take the result.
         inner_lr: of the inner optimizer, the largest of all replicas.
         schedule_position: of the learning rate, the furthest of all replicas.
-        is_assigned: whether a round of replicas at their own speeds is over: counters meet.
-        next_meeting_without_step: whether a replica then goes on to the next meeting without a step.
+        is_assigned: whether the next round has its own assignment of blocks, so that the counters
+            of all replicas are equalized.
+        next_meeting_without_step: whether a replica goes on to the next meeting without a step.
         moments: of the inner optimizer that are averaged with these units.
     """
 
@@ -295,21 +300,21 @@ def plan_round(
     *,
     is_last: bool,
 ) -> RoundPlan:
-    """Plan what follows from a meeting. Pure; the tensors of `before` are not written to.
+    """Decide what follows a meeting. Pure; the tensors of `before` are not written to.
 
     Args:
-        before: what all replicas knew.
+        before: shared state before the meeting.
         records: gathered, by replica.
         units: positions of the units that are to sync, ascending.
         rules: settings.
-        is_last: whether local training ends with this meeting: what syncs lands at once.
+        is_last: whether local training ends with this meeting: its sync lands immediately.
     """
     records = tuple(records)
-    if any(record.is_leaving for record in records):
-        return RoundPlan(MeetingOutcome.LEAVE, records, before)
+    if any(record.is_stopping for record in records):
+        return RoundPlan(MeetingOutcome.STOP, records, before)
     counts = [record.inner_steps for record in records]
-    assignment, length, is_assigned, next_meeting_without_step = before.assignment, before.length, False, False
-    first_loss = before.first_loss
+    assignment, length, first_loss = before.assignment, before.length, before.first_loss
+    is_assigned = next_meeting_without_step = False
     if assignment is None:
         mean_loss = mean_round_loss(records)
         first_loss = mean_loss if first_loss is None else first_loss
@@ -317,10 +322,11 @@ def plan_round(
         start = RoundStart(records[0].step, next_lr, mean_loss, first_loss)
         length = rules.schedule.round_length(start)
     elif not assignment.is_over:
-        # Once it is over there is no round to next_round: the replicas meet again only because they do
-        # not hold the same in all units yet.
+        # After the last block there is no next round: the replicas meet again only because they are
+        # not yet identical in all units.
         if _is_extended(assignment, counts, rules.min_steps):
-            return RoundPlan(MeetingOutcome.EXTEND, records, replace(before, resumes_at_meeting=False))
+            extended = replace(before, resumes_at_meeting=False)
+            return RoundPlan(MeetingOutcome.EXTEND, records, extended)
         assignment, is_assigned = assignment.next_round(counts), True
         has_empty_share = not assignment.is_over and any(
             assignment.is_exhausted(replica, 0) for replica in range(len(records))
@@ -362,7 +368,7 @@ def plan_round(
 
 
 def _moments_of(rules: RoundRules, sync: int, num_replicas: int) -> MomentRule:
-    """What is averaged at a sync. One replica keeps its own moments, which a code would round."""
+    """Moments averaged at a sync. A single replica keeps its own, which encoding would round."""
     if num_replicas == 1:
         return NO_MOMENTS
     return rules.moments.rule_of(sync, rules.schedule.fragments)
@@ -370,14 +376,14 @@ def _moments_of(rules: RoundRules, sync: int, num_replicas: int) -> MomentRule:
 
 def mean_round_loss(records: Sequence[ControlRecord]) -> float | None:
     """Mean training loss of a round over the replicas; None where none is finite."""
-    told = [record.round_loss for record in records if math.isfinite(record.round_loss)]
-    return sum(told) / len(told) if told else None
+    losses = [record.round_loss for record in records if math.isfinite(record.round_loss)]
+    return sum(losses) / len(losses) if losses else None
 
 
 def _check_losses(
     history: LossHistory, records: Sequence[ControlRecord], penalty: Penalty
 ) -> tuple[LossVerdict, LossHistory]:
-    """The loss check's verdict on the losses that replicas told, and the histories after it."""
+    """The loss check's verdict on the losses in the records, and the histories after it."""
     losses = torch.tensor([record.round_loss for record in records], dtype=torch.float64)
     if penalty.loss_check is None:
         return LossVerdict.without_check(losses), history
@@ -386,8 +392,8 @@ def _check_losses(
 
 
 def _is_extended(assignment: BlockAssignment, counts: Sequence[int], min_steps: float) -> bool:
-    """Whether a round is extended: too few steps, and nothing but the clock has cut it."""
-    is_cut = assignment.is_final or any(
+    """Whether a round is extended: too few steps, and only the clock has ended it."""
+    has_no_blocks = assignment.is_final or any(
         assignment.is_exhausted(replica, count) for replica, count in enumerate(counts)
     )
-    return not is_cut and sum(counts) < min_steps
+    return not has_no_blocks and sum(counts) < min_steps

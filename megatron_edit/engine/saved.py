@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of the engine: entries of the manifest, and the tensors beside it."""
+"""State of the engine in a checkpoint: entries of the manifest, and the tensors."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megatron_edit.saved_state import PendingSync, ReplicaEntry
 
 @dataclass(frozen=True)
 class PendingState:
-    """A sync that has begun and not landed. Nothing of it is on the wire.
+    """A sync that has begun and not landed, with no message in flight.
 
     Attributes:
-        sync: what the manifest says of it.
-        averages: fp32 [numel] of this rank's shards by unit; without the outer step.
-        snapshots: the same, of the parameters at its start.
-        moments: fp32 [numel] by kind and unit, means of moments of the inner optimizer; a kind has
-            an entry on every rank, also where none of its units has.
+        sync: its entry in the manifest.
+        averages: fp32 [numel] of this rank's shards by unit, before the outer step.
+        snapshots: fp32 [numel] by unit, the parameters when the sync began.
+        moments: fp32 [numel] by kind and unit, means of moments of the inner optimizer; every kind
+            has an entry on every rank, even if it holds no unit.
     """
 
     sync: PendingSync
@@ -31,13 +31,13 @@ class PendingState:
 
 
 class UnitTensors(TypedDict, total=False):
-    """Outer state of this rank's shard of one unit, fp32. Missing ones are as after the switch.
+    """Outer state of this rank's shard of one unit, fp32. A missing key is as after the switch.
 
     Keys:
-        anchor: [numel]; missing where it is the parameters.
+        anchor: [numel]; missing where it equals the parameters.
         momentum: [numel].
         sent: [numel], error-feedback residual of this replica's addends.
-        summed: [>= owned], the same of the sums of the chunk that this rank encodes.
+        summed: [>= owned], error-feedback residual of the sums of the chunk that this rank encodes.
     """
 
     anchor: Tensor
@@ -48,20 +48,20 @@ class UnitTensors(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class EngineState:
-    """Everything that `EditEngine.load_state_dict` needs to go on. Tensors are not copied.
+    """Everything that `EditEngine.load_state_dict` needs to resume. Tensors are not copied.
 
     Attributes:
-        replica: where this replica stands.
-        rounds: what all replicas know alike.
-        is_warmup: whether the replicas train in step, in the warm-up or in the final phase; then
-            nothing else counts but the step and the number of syncs.
+        replica: progress of this replica.
+        rounds: state that is the same on all replicas.
+        is_warmup: whether gradients are averaged at every step, in the warm-up or in the final
+            phase; then only the step and the number of syncs are used.
         outer: anchor, momentum and residuals of this rank's shards, by unit.
         pending: syncs that have not landed.
-        round_seconds: how long the last round was.
-        suppressed_until_step: up to which evaluations, saves and exits are suppressed, because
-            replicas were stopped at different steps and some have passed them already.
-        is_at_sync: whether no replica has made a step since the last sync of all units. A
-            checkpoint knows it of all replicas; `EditEngine.state_dict` does not say it.
+        round_seconds: duration of the last round.
+        suppressed_until_step: last step at which evaluations, saves and exits are suppressed,
+            because replicas were stopped at different steps and some have passed it already.
+        is_at_sync: whether no replica has made a step since the last sync of all units. Set when a
+            checkpoint is read, which has all replicas; `EditEngine.state_dict` does not set it.
     """
 
     replica: ReplicaEntry

@@ -1,8 +1,8 @@
-"""Run-long state of the engine: what a checkpoint brings back, and what ends with the process.
+"""Run-long state of the engine, with and without an entry in checkpoints.
 
-It has one owner, `RunState`. What all replicas know alike is one immutable value (`RoundState`),
-which `apply` replaces by what a plan says; the rest is this rank's own. Anchor and momentum belong
-to the syncs (`sync/`).
+`RunState` owns all of it. State that is the same on all replicas is one immutable `RoundState`,
+which `apply` replaces by that of a plan; the rest is this rank's own. Anchor and momentum belong to
+the syncs (`sync/`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from megatron_edit.saved_state import PendingSync, ReplicaEntry
 
 
 class Losses(Protocol):
-    """What a replica has to tell of its losses at the next meeting.
+    """Losses of this replica that the next control record reports.
 
     Attributes:
-        capacity: numbers that a record has room for. Records of one run are all of one size.
+        capacity: numbers that a record has room for, the same in all records of a run.
     """
 
     @property
@@ -37,43 +37,43 @@ class Losses(Protocol):
         """How many numbers a record has room for, the same in all records of a run."""
 
     def note(self, step: int, loss: float) -> None:
-        """Keep the loss of a step; NaN where this rank does not know it."""
+        """Store the loss of a step; NaN where this rank does not know it."""
 
     def payload(self) -> tuple[float, ...]:
-        """What this replica has to tell; the last `capacity` numbers go into the next record."""
+        """The numbers to report; the last `capacity` of them go into the next record."""
 
     def mean(self) -> float:
-        """Nats per token, mean loss since the last meeting; NaN where no loss is known."""
+        """Mean loss since the last meeting, nats per token; NaN where no loss is known."""
 
     @property
     def last_step(self) -> int:
-        """The step of the last loss; 0 where that does not matter."""
+        """The step of the last loss; 0 where losses are not stored step by step."""
 
     def restore(
         self, payload: Sequence[float], last_step: int, *, is_waiting: bool = False
     ) -> None:
-        """Come back to what `payload` and `last_step` said.
+        """Restore the losses of a checkpoint.
 
         Args:
-            payload: as told.
-            last_step: as told.
-            is_waiting: whether the replica goes to the meeting that it waited at before it makes
+            payload: saved result of `payload`.
+            last_step: saved value of `last_step`.
+            is_waiting: whether the replica joins the meeting at which it waited before it makes
                 another step.
         """
 
     def begin_phase(self) -> None:
-        """A meeting and what it led to are over."""
+        """Begin a round, after a meeting and its sync."""
 
     def forget(self) -> float:
-        """Keep nothing any more; the loss of the last step, NaN where it is not known."""
+        """Drop all losses; return that of the last step, NaN where it is not known."""
 
     def report(self, records: Sequence[ControlRecord], reporter: Reporter) -> None:
-        """Report what all replicas told, and forget what has been reported."""
+        """Report the losses in the records of all replicas, and drop those reported."""
 
 
 @dataclass
 class StepLosses:
-    """Every loss travels: all replicas make the same steps.
+    """The loss of every step is exchanged: all replicas make the same steps.
 
     Attributes:
         capacity: steps between two meetings.
@@ -82,10 +82,10 @@ class StepLosses:
     capacity: int
     last_step: int = 0
     _losses: list[float] = field(default_factory=list)
-    _held_back: tuple[int, float] | None = None
+    _deferred_loss: tuple[int, float] | None = None
 
     def note(self, step: int, loss: float) -> None:
-        """Append the loss, NaN too: every step has its place."""
+        """Append the loss, also NaN, so that positions correspond to steps."""
         self._losses.append(loss)
         self.last_step = step
 
@@ -94,34 +94,34 @@ class StepLosses:
         return tuple(self._losses)
 
     def mean(self) -> float:
-        """Of the losses that are not NaN."""
+        """Mean of the losses that are not NaN."""
         known = [loss for loss in self._losses if not math.isnan(loss)]
         return sum(known) / len(known) if known else math.nan
 
     def restore(
         self, payload: Sequence[float], last_step: int, *, is_waiting: bool = False
     ) -> None:
-        """Take over losses that were kept step by step; a mean, which has no last step, cannot be
-        told so. The loss of the step before a meeting belongs to the round after it."""
+        """Restore losses that were stored step by step; a saved mean has no last step and is
+        dropped. The loss of the step before a meeting belongs to the round after it."""
         losses = list(payload) if last_step else []
         if is_waiting and losses:
-            self._held_back, last_step = (last_step, losses.pop()), last_step - 1
+            self._deferred_loss, last_step = (last_step, losses.pop()), last_step - 1
         self._losses, self.last_step = losses, last_step
 
     def begin_phase(self) -> None:
-        """Append the loss that `restore` has kept for the round that begins now."""
-        if self._held_back is not None:
-            (step, loss), self._held_back = self._held_back, None
+        """Append the loss that `restore` has deferred to the round that begins now."""
+        if self._deferred_loss is not None:
+            (step, loss), self._deferred_loss = self._deferred_loss, None
             self.note(step, loss)
 
     def forget(self) -> float:
-        """Keep nothing any more; the loss of the last step."""
+        """Drop all losses; return that of the last step."""
         last = self._losses[-1] if self._losses else math.nan
         self._losses.clear()
         return last
 
     def report(self, records: Sequence[ControlRecord], reporter: Reporter) -> None:
-        """The mean over the replicas of each step. A step's loss is known after its sync."""
+        """Report the mean over the replicas of each step. A step's loss is known after its sync."""
         losses = torch.tensor([record.losses for record in records], dtype=torch.float64)
         first = self.last_step - losses.shape[1] + 1
         reporter.on_losses(first, torch.nanmean(losses, dim=0).tolist())
@@ -130,22 +130,22 @@ class StepLosses:
 
 @dataclass
 class MeanLoss:
-    """One mean per round, weighted by steps: replicas make different numbers of them."""
+    """One mean per round, weighted by steps: replicas make different numbers of steps."""
 
     last_step: int = 0
     _total: float = 0.0
     _count: int = 0
     _before: tuple[float, int] = (0.0, 0)  # sum and count without the last step
     _last: float = math.nan
-    _held_back: float | None = None
+    _deferred_loss: float | None = None
 
     @property
     def capacity(self) -> int:
-        """A sum and a count."""
+        """Two: a sum and a count."""
         return 2
 
     def note(self, step: int, loss: float) -> None:
-        """Add the loss to the mean. A step without one (fp16 skipped it, or another rank knows it)
+        """Add the loss to the mean. A NaN (fp16 skipped the step, or another rank knows the loss)
         does not count."""
         self._before, self._last = (self._total, self._count), loss
         if not math.isnan(loss):
@@ -153,21 +153,21 @@ class MeanLoss:
             self._count += 1
 
     def payload(self) -> tuple[float, ...]:
-        """The loss of the last step, sum and count of the losses before it since the last meeting,
-        and sum and count with it."""
+        """The loss of the last step; sum and count of the losses since the last meeting without
+        it; sum and count with it."""
         total, count = self._before
         return (self._last, total, float(count), self._total, float(self._count))
 
     def mean(self) -> float:
-        """The sum of the losses by how many they are."""
+        """Sum of the losses divided by their count."""
         return self._total / self._count if self._count else math.nan
 
     def restore(
         self, payload: Sequence[float], last_step: int, *, is_waiting: bool = False
     ) -> None:
-        """Take over what `payload` said, or the sum and count of older versions; a run with rounds
-        of fixed length has left a loss for each step. That of the step before a meeting belongs to
-        the round after it."""
+        """Restore a `payload`, the sum and count of older versions, or the losses of a run with
+        rounds of fixed length, which has one for each step. The loss of the step before a meeting
+        belongs to the round after it."""
         if last_step:
             for loss in payload:
                 self.note(last_step, loss)
@@ -176,23 +176,23 @@ class MeanLoss:
             if len(payload) > 2:
                 self._last, self._before = payload[0], (payload[1], int(payload[2]))
         if is_waiting and (last_step or len(payload) > 2):
-            self._held_back = self._last
+            self._deferred_loss = self._last
             self._total, self._count = self._before
 
     def begin_phase(self) -> None:
-        """Add the loss that `restore` has kept for the round that begins now."""
-        if self._held_back is not None:
-            loss, self._held_back = self._held_back, None
+        """Add the loss that `restore` has deferred to the round that begins now."""
+        if self._deferred_loss is not None:
+            loss, self._deferred_loss = self._deferred_loss, None
             self.note(0, loss)
 
     def forget(self) -> float:
-        """Keep nothing any more; the loss of the last step."""
+        """Drop all losses; return that of the last step."""
         last = self._last
         self._clear()
         return last
 
     def report(self, records: Sequence[ControlRecord], reporter: Reporter) -> None:
-        """One line: the step of replica 0, and the mean over all steps of all replicas."""
+        """Report one mean over all steps of all replicas, at the step of replica 0."""
         total, count = (sum(column) for column in zip(*(r.losses for r in records), strict=True))
         if count:
             samples = sum(record.samples for record in records)
@@ -208,20 +208,21 @@ class RunState:
     """Run-long state of one rank.
 
     Attributes:
-        rounds: what all replicas know alike.
+        rounds: state that is the same on all replicas.
         losses: not reported yet.
         clock: of the inner phase.
-        timeout: how long other replicas are waited for.
-        timer: asks for meetings where replicas run at their own speeds; else None.
+        timeout: longest wait for other replicas.
+        timer: requests meetings where replicas run at their own speeds; else None.
         step: s, attempted optimizer steps so far.
         launch_steps: those of them that were made in this launch.
-        round_start: the own step after which the round began.
+        round_start: this replica's step after which the round began.
         records: of the last meeting, by replica.
         accepted: bool [N, U], which replicas the last sync of a unit accepted.
-        assignment_epoch: how often samples were dealt; data prefetched under another assignment is void.
-        has_left: whether a meeting was the last one, because a replica obeyed a stop.
-        is_stopping: whether this replica must end here, because a replica obeys a stop.
-        is_waiting: whether it came to a meeting that did not take place, as a replica left.
+        assignment_epoch: number of assignments so far; data prefetched under an earlier one is
+            invalid.
+        has_replica_stopped: whether a meeting was the last one, because a replica stopped.
+        is_stopping: whether this replica must stop here, because a replica stops.
+        is_waiting: whether it reached a meeting without a sync, because another replica stopped.
         suppressed_until_step: see `EngineState`.
         last_local_step: the step after which the final synchronous phase began; None before.
     """
@@ -237,7 +238,7 @@ class RunState:
     records: Sequence[ControlRecord] = ()
     accepted: Tensor = field(init=False)
     assignment_epoch: int = 0
-    has_left: bool = False
+    has_replica_stopped: bool = False
     is_stopping: bool = False
     is_waiting: bool = False
     suppressed_until_step: int = 0
@@ -250,20 +251,20 @@ class RunState:
     def fresh(
         cls, settings: EngineSettings, groups: EngineGroups, num_units: int, clock: PhaseClock
     ) -> RunState:
-        """Before the first step.
+        """The state before the first step.
 
         Args:
             settings: of the run.
-            groups: whose time-outs follow the rounds.
+            groups: whose time-outs adapt to the rounds.
             num_units: U.
             clock: of the inner phase.
         """
         replicas, timed = groups.sync.size, settings.timed
-        is_even = timed is None and settings.schedule.has_fixed_rounds
+        has_step_losses = timed is None and settings.schedule.has_fixed_rounds
         assignment = None if timed is None else BlockAssignment(replicas, timed.target)
         return cls(
             rounds=RoundState.fresh(replicas, num_units, assignment),
-            losses=StepLosses(settings.schedule.interval) if is_even else MeanLoss(),
+            losses=StepLosses(settings.schedule.interval) if has_step_losses else MeanLoss(),
             clock=clock,
             timeout=AdaptiveTimeout((groups.sync, groups.meeting), settings.fixed_timeout),
             timer=None if timed is None else TimeTrigger(timed.length, clock),
@@ -271,32 +272,32 @@ class RunState:
 
     @property
     def inner_steps(self) -> int:
-        """Steps of this replica in the round that is under way."""
+        """Steps of this replica in the current round."""
         return self.step - self.round_start
 
     @property
     def replicas_identical(self) -> bool:
-        """Whether all replicas hold the same: no step was made since a sync of all units."""
+        """Whether all replicas are identical: no step was made since a sync of all units."""
         return self.step == self.round_start and self.rounds.replicas_identical
 
     def begin_rounds(self, round_length: int) -> None:
-        """The anchor is taken: the first round begins."""
+        """Begin the first round, after the anchor was taken."""
         self.round_start = self.step
-        self.records = ()  # those of evaluations in warm-up are of no meeting of the rounds
+        self.records = ()  # those of evaluations in warm-up belong to no round
         self.rounds = replace(self.rounds, length=round_length)
 
     def assign_blocks(self, assignment: BlockAssignment) -> None:
-        """Samples are dealt anew, where replicas run at their own speeds."""
+        """Replace the assignment of blocks, where replicas run at their own speeds."""
         self.rounds = replace(self.rounds, assignment=assignment)
         self.assignment_epoch += 1
         self.round_start = self.step
 
     def record(self, progress: Progress, **rest: Any) -> ControlRecord:
-        """What this replica tells at a meeting now.
+        """The control record of this replica now.
 
         Args:
-            progress: where training stands.
-            rest: fields of the record that the engine does not keep.
+            progress: of training.
+            rest: fields of the record that are not in this state.
         """
         return ControlRecord(
             round=self.rounds.count,
@@ -304,7 +305,7 @@ class RunState:
             inner_steps=self.inner_steps,
             samples=progress.samples,
             schedule_position=progress.schedule_position,
-            # A round that was resumed may have been longer than a record has room for.
+            # A resumed round may have been longer than a record has room for.
             losses=self.losses.payload()[-self.losses.capacity :],
             inner_lr=progress.inner_lr,
             next_lr=progress.next_lr,
@@ -312,20 +313,20 @@ class RunState:
         )
 
     def note_meeting(self, records: Sequence[ControlRecord]) -> bool:
-        """A meeting without a sync is over; whether nobody obeys a stop."""
+        """Store the records of a meeting without a sync; return whether no replica stops."""
         self.records = records
-        self.has_left = any(record.is_leaving for record in records)
-        return not self.has_left
+        self.has_replica_stopped = any(record.is_stopping for record in records)
+        return not self.has_replica_stopped
 
     def apply(self, plan: RoundPlan, reporter: Reporter) -> None:
-        """Take over the plan of a meeting. The only place where a plan changes run-long state.
+        """Apply the plan of a meeting. The only place where a plan changes run-long state.
 
         Args:
             plan: of the meeting.
-            reporter: learns of the losses that its records told.
+            reporter: receives the losses in its records.
         """
         self.rounds, self.records = plan.after, plan.records
-        self.has_left = plan.outcome is MeetingOutcome.LEAVE
+        self.has_replica_stopped = plan.outcome is MeetingOutcome.STOP
         if plan.outcome is not MeetingOutcome.SYNC:
             return
         self.round_start = self.step
@@ -335,7 +336,7 @@ class RunState:
         self.losses.report(plan.records, reporter)
 
     def begin_phase(self) -> None:
-        """Inner training goes on: a meeting and what it led to are over."""
+        """Resume inner training after a meeting and its sync."""
         if self.timer is not None:
             self.timer.restart()
         else:
@@ -350,13 +351,13 @@ class RunState:
         is_asking: bool,
         is_warmup: bool,
     ) -> ReplicaEntry:
-        """Where this replica stands, for a checkpoint.
+        """The entry of this replica in a checkpoint's manifest.
 
         Args:
-            progress: where training stands.
+            progress: of training.
             pending: syncs that have not landed.
-            is_asking: whether rank 0 of the replica has asked for a meeting.
-            is_warmup: whether the replicas train in step.
+            is_asking: whether rank 0 of the replica has requested a meeting.
+            is_warmup: whether gradients are averaged at every step.
         """
         return ReplicaEntry(
             step=self.step,
@@ -375,7 +376,7 @@ class RunState:
         )
 
     def load_state_dict(self, saved: EngineState) -> None:
-        """Stand where a checkpoint was written, after the switch."""
+        """Restore the state of a checkpoint that was written after the switch."""
         replica = saved.replica
         self.step, self.rounds = replica.step, saved.rounds
         self.round_start = replica.step - replica.inner_steps

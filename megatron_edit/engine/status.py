@@ -1,4 +1,4 @@
-"""Where training stands, as the host may ask at any time. Nothing here communicates."""
+"""Read-only state of the engine, which the host may query at any time. No communication."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_edit.method.ledger import BlockAssignment
 
 
 class EngineStatus:
-    """What the engine knows, to be read; the same on all ranks of the replica.
+    """Read-only state of the engine; the same on all ranks of the replica.
 
     Args:
         settings: of the engine.
@@ -35,8 +35,8 @@ class EngineStatus:
 
     @property
     def is_warmup(self) -> bool:
-        """Whether the replicas train in step, in the warm-up or in the final synchronous phase:
-        there is no anchor."""
+        """Whether gradients are averaged at every step, in the warm-up or in the final synchronous
+        phase: there is no anchor."""
         return not self._syncs.has_outer_state
 
     @property
@@ -53,17 +53,17 @@ class EngineStatus:
     @property
     def is_mid_round(self) -> bool:
         """Whether the replicas may differ: they have made steps since the last sync of all units,
-        or it keeps something of their parameters."""
+        or its landing mixes in their own parameters."""
         return not self.is_warmup and not self._state.replicas_identical
 
     @property
-    def began_identical(self) -> bool:
+    def round_began_identical(self) -> bool:
         """Whether all replicas held the anchor in all units when the round began."""
         return self._state.rounds.replicas_identical
 
     @property
     def inner_steps(self) -> int:
-        """Steps of this replica in the round that is under way."""
+        """Steps of this replica in the current round."""
         return self._state.inner_steps
 
     @property
@@ -73,65 +73,65 @@ class EngineStatus:
 
     @property
     def round(self) -> int:
-        """The round whose sync is under way, or comes next."""
+        """The round whose sync is landing, or else the next one."""
         sync = self._syncs.landing
         return sync.plan.round if sync is not None else self.num_syncs + 1
 
     @property
     def activity(self) -> str:
-        """What replicas do together now, for messages."""
+        """The joint activity of the replicas now, for messages."""
         if not self.is_warmup:
             return f"the sync of round {self.round}"
         return "the final synchronous phase" if self.is_final_phase else "the warm-up"
 
     @property
     def records(self) -> Sequence[ControlRecord]:
-        """Of the last meeting, by replica; none before it."""
+        """Records of the last meeting, by replica; empty before it."""
         return self._state.records
 
     @property
     def assignment(self) -> BlockAssignment | None:
-        """The ledger of samples of the round under way; None where steps are counted."""
+        """Blocks of the current round by replica; None where rounds are counted in steps."""
         return self._state.rounds.assignment
 
     @property
     def assignment_epoch(self) -> int:
-        """How often samples were dealt; data prefetched under another assignment is void."""
+        """Number of assignments so far; data prefetched under an earlier one is invalid."""
         return self._state.assignment_epoch
 
     @property
     def has_pending_units(self) -> bool:
-        """Whether units of the last sync have still to land."""
+        """Whether units of the landing sync have not landed yet."""
         return self._syncs.has_pending_units
 
     @property
     def num_shard_elements(self) -> int:
-        """Elements that all ranks of the replica hold of all units together."""
+        """Elements of all units in the shards of all ranks of the replica."""
         return int(self._syncs.footprint.unit_numels.sum())
 
     @property
     def steps_of_others(self) -> int:
-        """Optimizer steps that the other replicas have made in this launch: at least so many. For
-        display; no decision may follow from it."""
+        """Lower bound of the optimizer steps of the other replicas in this launch. For display; no
+        decision may depend on it."""
         return self._flags.steps_of_others
 
     @property
     def is_stop_seen(self) -> bool:
-        """Whether a stop from outside has come to this replica."""
+        """Whether this replica has received a request to stop."""
         return Flag.STOP in self._flags.latest
 
     @property
     def is_stopping(self) -> bool:
-        """Whether this replica must end here, because a replica was asked to stop."""
+        """Whether this replica must stop here, because a replica stops on request."""
         return self._state.is_stopping
 
     @property
-    def has_replica_left(self) -> bool:
-        """Whether the last meeting was the last one, because a replica was asked to stop."""
-        return self._state.has_left
+    def has_replica_stopped(self) -> bool:
+        """Whether a replica stopped on request at the last meeting: no other meeting follows."""
+        return self._state.has_replica_stopped
 
     @property
     def suppresses_joint_actions(self) -> bool:
         """Whether evaluations, saves and exits are suppressed at this step: replicas were stopped
-        at different steps, and some have passed this one before."""
+        at different steps, and some passed this one before they stopped."""
         return self.step <= self._state.suppressed_until_step

@@ -28,31 +28,31 @@ def forward_order(name: str) -> tuple[int, int]:
 
 
 class ShardAccessor(Protocol):
-    """A main shard that its optimizer keeps in a form, or a place, of its own."""
+    """Access to a main shard that its optimizer stores in another format or place."""
 
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
 
     def read(self) -> Tensor:
-        """fp32 [numel], on the device of the parameter; it may be the optimizer's own."""
+        """The values, fp32 [numel], on the parameter's device; may be the optimizer's tensor."""
 
     def write(self, values: Tensor) -> None:
-        """Take `values`, fp32 [numel], and show the model what it reads of them."""
+        """Store `values`, fp32 [numel], and update the model's copy of them."""
 
 
 @dataclass(frozen=True)
 class ParamShard:
-    """The part of one parameter that this rank's optimizer owns.
+    """The shard of one parameter that this rank's optimizer owns.
 
     Attributes:
         parameter: the parameter's name in the model.
         unit: name of the unit that it belongs to.
-        main: fp32 [numel], a view of the optimizer's own main shard; read and written in place. Or
-            what reads and writes it where the optimizer keeps it in another way.
+        main: fp32 [numel], a view of the optimizer's own main shard, read and written in place; or
+            an accessor where the optimizer stores it differently.
         is_counted: whether this copy enters the unit's norms. TP-replicated and tied copies, and
             copies held by several data-parallel ranks, count once.
         tie: name of the group over which copies must stay bit-identical, or None.
-        source: the host's own tensor behind `main`, by which it finds the inner state.
+        source: the host's own tensor behind `main`, the key of its inner state.
         target: where the model reads this part of the parameter, in the model's dtype; None where
             that is `main` itself.
     """
@@ -86,8 +86,8 @@ class UnitShard:
         index: the unit's position in the replica's list of units.
         params: in the order of the optimizer's own shard map.
         slices: where each parameter shard lies in the flat range.
-        publish_rest: the host's own way to what the model reads of the unit without a target, as
-            parameters in eight bits; collective over the ranks that share its shards.
+        publish_rest: host function that updates the model's parameters that have no `target`, such
+            as those in eight bits; collective over the ranks that share its shards.
     """
 
     name: str
@@ -98,11 +98,11 @@ class UnitShard:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the shard."""
+        """Number of elements of the shard."""
         return self.slices[-1].stop if self.slices else 0
 
     def gather(self, out: Tensor) -> Tensor:
-        """Copy the main shards into `out`, fp32 [>= numel], and return the part that was filled."""
+        """Copy the main shards into `out`, fp32 [>= numel], and return the filled part."""
         for param, where in zip(self.params, self.slices, strict=True):
             out[where].copy_(param.read())
         return out[: self.numel]
@@ -118,8 +118,10 @@ class UnitShard:
             param.write(flat[where])
 
     def publish(self) -> None:
-        """Copy the main shards to where the model reads them. All ranks of the stage come, also
-        those whose shard is empty."""
+        """Copy the main shards to where the model reads them.
+
+        Collective: the ranks of the pipeline stage, also those whose shard is empty.
+        """
         for param in self.params:
             if param.target is not None:
                 param.target.copy_(param.read())
@@ -127,7 +129,7 @@ class UnitShard:
             self.publish_rest()
 
     def digest(self) -> Tensor:
-        """Digest of the main shards, int64 scalar. The host does not wait."""
+        """Digest of the main shards, int64 scalar. Does not block the host."""
         return tensor_digest(param.read() for param in self.params)
 
     def squared_norm(self, flat: Tensor) -> Tensor:
@@ -146,7 +148,7 @@ class UnitPlan:
     Attributes:
         names: every unit of the replica in forward order; the same on every rank.
         shards: the units of this rank's pipeline stage, in forward order. A shard may be empty:
-            ZeRO cuts the parameters without regard to units.
+            ZeRO splits the parameters without regard to units.
     """
 
     names: tuple[str, ...]
@@ -154,12 +156,12 @@ class UnitPlan:
 
     @cached_property
     def largest_numel(self) -> int:
-        """Elements of the largest shard: what a sync needs as scratch."""
+        """Number of elements of the largest shard: the scratch size of a sync."""
         return max((shard.numel for shard in self.shards), default=0)
 
     @property
     def numel(self) -> int:
-        """Elements of all shards together."""
+        """Number of elements of all shards together."""
         return sum(shard.numel for shard in self.shards)
 
 
@@ -173,7 +175,7 @@ def plan_units(
 
     Args:
         params: of this rank, in the order of the optimizer's shard map.
-        names: units of the whole replica, in forward order.
+        names: all units of the replica, in forward order.
         stage_units: units of which this rank's pipeline stage holds parameters.
         publish_rest: by unit, see `UnitShard`.
 
@@ -208,23 +210,23 @@ def _end_to_end(params: Sequence[ParamShard]) -> tuple[slice, ...]:
 
 @dataclass(frozen=True)
 class Selection:
-    """Some units, in forward order.
+    """A subset of the units, in forward order.
 
     Attributes:
         indices: their positions in the replica's list of units.
-        plan: of these units alone, numbered anew from 0.
+        plan: of these units alone, renumbered from 0.
         positions: of the plan's shards among all shards of this rank's stage.
-        is_whole: whether these are all units.
+        has_all_units: whether the subset is all units.
     """
 
     indices: tuple[int, ...]
     plan: UnitPlan
     positions: tuple[int, ...]
-    is_whole: bool
+    has_all_units: bool
 
 
-def select(plan: UnitPlan, indices: Iterable[int]) -> Selection:
-    """The units at some positions of a plan."""
+def select_units(plan: UnitPlan, indices: Iterable[int]) -> Selection:
+    """Select the units at the given positions of a plan."""
     chosen = tuple(sorted(indices))
     number = {index: place for place, index in enumerate(chosen)}
     positions = tuple(p for p, shard in enumerate(plan.shards) if shard.index in number)
@@ -243,16 +245,16 @@ class FragmentPlan:
     Attributes:
         plan: all units.
         selections: by fragment.
-        whole: all fragments together.
+        all_units: all fragments together.
     """
 
     plan: UnitPlan
     selections: tuple[Selection, ...]
-    whole: Selection
+    all_units: Selection
 
     @classmethod
     def of(cls, plan: UnitPlan, num_fragments: int) -> FragmentPlan:
-        """Deal the units out.
+        """Distribute the units over the fragments.
 
         Raises:
             UsageError: there are more fragments than units.
@@ -265,14 +267,14 @@ class FragmentPlan:
                 "give a smaller value",
             )
         selections = tuple(
-            select(plan, units[fragment::num_fragments]) for fragment in range(num_fragments)
+            select_units(plan, units[fragment::num_fragments]) for fragment in range(num_fragments)
         )
-        return cls(plan, selections, select(plan, units))
+        return cls(plan, selections, select_units(plan, units))
 
     def union(self, fragments: Sequence[int]) -> Selection:
         """The units of some fragments."""
         if len(fragments) == len(self.selections):
-            return self.whole
+            return self.all_units
         if len(fragments) == 1:
             return self.selections[fragments[0]]
-        return select(self.plan, (i for f in fragments for i in self.selections[f].indices))
+        return select_units(self.plan, (i for f in fragments for i in self.selections[f].indices))

@@ -1,15 +1,15 @@
-"""The only package that imports Megatron: it attaches the engine and can detach it again.
+"""Attaches the engine to Megatron and detaches it; the only package that imports Megatron.
 
-| module | what it holds |
+| module | content |
 |---|---|
-| attach, seams/ | what is wrapped, how it is undone, and what we use of Megatron: is it there? |
-| arguments, checking, agreement, settings | flags: beside Megatron's, checked, alike everywhere |
-| devices | CUDA or CPU, and GPUs that cannot be used |
-| training, stops | Megatron's training loop and its ends |
+| attach, seams/ | reversible patches of Megatron, and probes of the symbols that they use |
+| arguments, checking, agreement, settings | flags: added, checked, equal on all replicas |
+| devices | choice of CUDA or CPU; GPUs that torch cannot use |
+| training, stops | hooks of Megatron's training loop, and its early end |
 | model/ | one replica's model, optimizers and schedule as the engine's host |
-| overlap, groups | landing units before Megatron gathers them; Megatron's process groups |
-| data, assigned_data | samples: each replica's share, and those that the ledger deals |
-| observe, metrics, timers | what Megatron logs, and what EDiT adds to it |
-| checkpoint/ | checkpoints of replicas, through Megatron's own |
+| overlap, groups | landing units before Megatron gathers them; process groups |
+| data, assigned_data | samples of a replica: its fixed share, or blocks of the ledger |
+| observe, metrics, timers | Megatron's logs, and what EDiT adds to them |
+| checkpoint/ | checkpoints of replicas, built on Megatron's |
 | cpu/ | Megatron without CUDA |
 """

@@ -1,4 +1,4 @@
-"""Do all replicas train with the same settings? Compared through the store, before training."""
+"""Compares the settings and devices of all replicas through the store, before training."""
 
 from __future__ import annotations
 
@@ -16,69 +16,75 @@ from megatron_edit.errors import UsageError
 from megatron_edit.flags import flag
 from megatron_edit.observe.folder_lock import FolderLock
 
-_OURS_APART = ("replica_id", "rendezvous", "log_dir", "log_units_to_tensorboard", "device")
-# Megatron's arguments that may differ from host to host, or say where and what is written: by
-# words of their names, or by the whole name. (`--q-lora-rank` is neither.)
+_PER_REPLICA_SETTINGS = (
+    "replica_id",
+    "rendezvous",
+    "log_dir",
+    "log_units_to_tensorboard",
+    "device",
+)
+# Megatron's arguments that may differ between hosts, or concern outputs: by words of their names,
+# or by the complete name. (`--q-lora-rank` is neither.)
 _HOST_WORDS = frozenset(
     ("files", "filename", "cache", "port", "workers", "threads", "prefetch", "log", "logger",
      "logging", "wandb", "tensorboard", "profile", "profiler", "injector", "edit")
 )  # fmt: skip
-_HOST_ENDINGS = ("dir", "path", "file")  # of words: `--logdir`, too
+_HOST_ENDINGS = ("dir", "path", "file")  # of words, as in `--logdir`
 _HOST_NAMES = frozenset(("rank", "local_rank"))
 
 
 def agree_on_settings(
     world: ReplicaWorld, config: EditConfig, args: Namespace, device: torch.device
 ) -> None:
-    """Compare this replica's settings with replica 0's; all replicas learn of a difference.
+    """Compare this replica's settings with replica 0's, and report differences to all replicas.
 
-    Blocks: until every replica has said what it found.
+    Blocks: until every replica has published its result.
 
     Args:
-        world: this process's place, and the store that all share.
-        config: our settings.
-        args: Megatron's.
-        device: that this rank trains on; the ranks of a replica may have chosen apart.
+        world: placement of this process, and the store that all replicas share.
+        config: settings of this package.
+        args: Megatron's arguments.
+        device: device of this rank; the ranks of a replica may have chosen different ones.
 
     Raises:
-        UsageError: a setting or a device differs; on every rank of every replica.
+        UsageError: a setting or a device differs; raised on every rank of every replica.
     """
     place = world.placement
     if place.num_replicas * place.ranks_per_replica == 1:
         return
     world.shared_store.set(_device_key(place.replica, place.rank), _shown(device))
-    mine = comparable(config, args) | {"ranks per replica": place.ranks_per_replica}
+    mine = comparable_settings(config, args) | {"ranks per replica": place.ranks_per_replica}
     first = json.loads(world.shared_text("settings", lambda: json.dumps(mine), JOIN_TIMEOUT))
     if place.rank == 0:
-        # First: on another device Megatron's arguments differ, too.
-        finding = _other_device(world) or _other_setting(first, mine, place.replica)
+        # Devices first: Megatron's arguments differ between devices.
+        finding = _device_mismatch(world) or _setting_mismatch(first, mine, place.replica)
         world.shared_store.set(f"agreed/{place.replica}", json.dumps(finding))
     found = []
     for replica in range(place.num_replicas):
         world.wait_for(f"agreed/{replica}", JOIN_TIMEOUT)
         found.append(json.loads(world.shared_store.get(f"agreed/{replica}")))
-    world.let_all_read("findings", JOIN_TIMEOUT)
+    world.wait_for_all_readers("findings", JOIN_TIMEOUT)
     for finding in found:
         if finding is not None:
             raise UsageError(*finding)
 
 
 def lock_log_dir(world: ReplicaWorld, lock: FolderLock | None) -> None:
-    """Let this run alone write into its folder of event files; all ranks learn if it may not.
+    """Lock the folder of event files for this run, and report a failure to all ranks.
 
-    Blocks: until the rank that locks has tried.
+    Blocks: until the rank that takes the lock has tried.
 
     Args:
-        world: this process's place, and the store that all share.
-        lock: of the rank that writes `run.json`, where it writes; else None.
+        world: placement of this process, and the store that all replicas share.
+        lock: the lock, on the rank that writes `run.json`, if it writes; else None.
 
     Raises:
-        UsageError: another run writes there; on every rank of every replica.
+        UsageError: another run uses the folder; raised on every rank of every replica.
     """
-    found = None if lock is None else lock.take()
+    found = None if lock is None else lock.acquire()
     complaint = None if found is None else json.dumps([found.value, found.rule, found.remedy])
-    if (heard := world.agree("log folder", complaint)) is not None:
-        raise UsageError(*json.loads(heard))
+    if (shared := world.share_error("log folder", complaint)) is not None:
+        raise UsageError(*json.loads(shared))
 
 
 def _device_key(replica: int, rank: int) -> str:
@@ -89,8 +95,8 @@ def _shown(device: torch.device) -> str:
     return f"{device.type} on {socket.gethostname()}"
 
 
-def _other_device(world: ReplicaWorld) -> tuple[str, str, str] | None:
-    """Value, rule and remedy of the first rank of this replica that trains on another device."""
+def _device_mismatch(world: ReplicaWorld) -> tuple[str, str, str] | None:
+    """Return value, rule and remedy for the first rank whose device differs from replica 0's."""
     place, store = world.placement, world.shared_store
     theirs = _device_of(store, 0, 0)
     for rank in range(place.ranks_per_replica):
@@ -111,34 +117,34 @@ def _device_of(store: dist.Store, replica: int, rank: int) -> str:
     return str(store.get(_device_key(replica, rank)).decode())
 
 
-def comparable(config: EditConfig, args: Namespace) -> dict[str, object]:
-    """All that must be the same on every replica, by flag, as JSON gives it back."""
+def comparable_settings(config: EditConfig, args: Namespace) -> dict[str, object]:
+    """Return all settings that must be equal on all replicas, by flag, as read back from JSON."""
     ours = {
         flag(name): value
         for name, value in dataclasses.asdict(config).items()
-        if name not in _OURS_APART
+        if name not in _PER_REPLICA_SETTINGS
     }
     theirs = {
         "--" + name.replace("_", "-"): value
         for name, value in vars(args).items()
-        if isinstance(value, int | float | str | None) and not _is_of_a_host(name)
+        if isinstance(value, int | float | str | None) and not _may_differ_between_hosts(name)
     }
     return json.loads(json.dumps(ours | theirs))  # type: ignore[no-any-return]
 
 
-def _is_of_a_host(name: str) -> bool:
+def _may_differ_between_hosts(name: str) -> bool:
     words = name.split("_")
     is_place = any(word.endswith(_HOST_ENDINGS) for word in words)
     return name in _HOST_NAMES or is_place or not _HOST_WORDS.isdisjoint(words)
 
 
-def _other_setting(
+def _setting_mismatch(
     first: dict[str, object], mine: dict[str, object], replica: int
 ) -> tuple[str, str, str] | None:
-    """Value, rule and remedy of the first setting that is not as on replica 0."""
+    """Return value, rule and remedy for the first setting that differs from replica 0's."""
     for name in sorted(first.keys() | mine.keys()):
         theirs, value = first.get(name), mine.get(name)
-        if theirs != value and not (theirs != theirs and value != value):  # NaN equals itself here
+        if theirs != value and not (theirs != theirs and value != value):  # two NaNs count as equal
             return (
                 f"{name} {value} on replica {replica}",
                 f"must be as on replica 0, which has {theirs}",

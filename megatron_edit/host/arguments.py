@@ -1,8 +1,8 @@
-"""Megatron's arguments: our flags beside them, what we refuse, and the view of N*D ranks.
+"""Checks and adapts Megatron's arguments for training with N replicas.
 
-The user's flags stay global. Megatron's own arithmetic (micro-batches, samples, schedules, log
-lines, counters in checkpoints) is therefore given the N*D data-parallel ranks of the whole job,
-while its process groups are those of one replica; nothing has to be divided and multiplied back.
+The user's flags are for the whole job. Megatron's own arithmetic (micro-batches, samples,
+schedules, log lines, counters in checkpoints) therefore uses the N*D data-parallel ranks of the
+whole job, while its process groups are those of one replica. No flag has to be converted.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from megatron_edit.flags import AUTO, attribute
 from megatron_edit.host.muon import check_muon
 from megatron_edit.method.strategy import STRATEGIES
 
-# Argument, value that is refused (None: any value but None or False), rule, remedy.
+# Argument, refused value (None: any but None, False, 0 and empty), rule, remedy.
 _LATER = "is not supported together with --use-edit yet"
 REFUSED: tuple[tuple[str, object, str, str], ...] = (
     ("use_megatron_fsdp", True, "keeps its own parameter buffers", "use the distributed optimizer"),
     ("use_torch_fsdp2", True, "keeps its own parameter buffers", "use the distributed optimizer"),
-    ("main_params_dtype", "fp16", "cannot hold what a sync gives", "use --main-params-dtype fp32"),
+    ("main_params_dtype", "fp16", "cannot hold the result of a sync",
+     "use --main-params-dtype fp32"),
     ("overlap_param_gather_with_optimizer_step", True, "gathers parameters before a sync",
      "drop the flag"),
     ("optimizer_cuda_graph", True, "fixes the optimizer step before a sync is known",
@@ -56,7 +57,7 @@ REFUSED: tuple[tuple[str, object, str, str], ...] = (
     ("ckpt_convert_format", None, _LATER, "convert without --use-edit"),
     *((f"save_{what}_interval", None, "would let all replicas write to one file", "drop the flag")
       for what in ("params", "activations", "tokens_per_expert", "wgrads", "dgrads")),
-    ("override_ckpt_iteration", None, "does not know the data ledger", "drop the flag"),
+    ("override_ckpt_iteration", None, "ignores the data ledger", "drop the flag"),
     ("dataloader_save", None, _LATER, "drop the flag"),
     ("inprocess_restart", True, _LATER, "drop the flag"),
     ("perform_rl_step", True, _LATER, "drop the flag"),
@@ -66,17 +67,22 @@ REFUSED: tuple[tuple[str, object, str, str], ...] = (
     ("dataloader_type", "external", "does not share the samples out among the replicas",
      "use --dataloader-type single or cyclic"),
 )  # fmt: skip
-# What is counted in steps that all replicas make alike, or reads the samples in another way.
+# Refused with timed strategies: arguments that assume equal steps or another order of samples.
 REFUSED_WHERE_TIMED: tuple[tuple[str, object, str, str], ...] = (
     ("rampup_batch_size", None, "changes what a step consumes", "use a fixed batch size"),
     ("step_batch_size_schedule", None, "changes what a step consumes", "use a fixed batch size"),
     ("decrease_batch_size_if_needed", True, "changes what a step consumes", "drop the flag"),
     ("iterations_to_skip", None, "skips samples of one replica alone", "drop the flag"),
     ("phase_transition_iterations", None, "is counted in one replica's steps", "drop the flag"),
-    ("dataloader_type", "cyclic", "does not let blocks be dealt", "use --dataloader-type single"),
+    (
+        "dataloader_type",
+        "cyclic",
+        "does not allow blocks to be assigned",
+        "use --dataloader-type single",
+    ),
 )
-# Where Megatron 0.16 to main let a user ask for one graph of the whole iteration; validation moves
-# what the later ones say into the first.
+# Arguments of Megatron 0.16 to main that may request a CUDA graph of the whole iteration;
+# Megatron's validation moves values of the later ones into the first.
 FULL_ITERATION = "full_iteration"
 _GRAPHS = {
     "cuda_graph_impl": "--cuda-graph-impl",
@@ -85,23 +91,23 @@ _GRAPHS = {
     "cuda_graph_modules": "--cuda-graph-modules",
 }
 
-# What rank 0 or the last rank of every replica would write. Replica 0 keeps it; the others do
-# without the writers, and get other names for the files.
+# Outputs of rank 0 or the last rank of each replica. Replica 0 keeps all; on the other replicas
+# writers are disabled, and files are renamed.
 _ONE_WRITER = ("tensorboard_dir", "wandb_project", "log_progress")
 _ONE_FILE_EACH = ("result_rejected_tracker_filename", "memory_snapshot_path", "config_logger_dir",
                   "moe_routing_trace_path")  # fmt: skip
 
 
 def flag_of(attribute: str) -> str:
-    """Megatron's flag of an argument."""
+    """Return Megatron's flag for an argument."""
     return "--" + attribute.replace("_", "-")
 
 
 def check_arguments(args: Namespace, placement: Placement, config: EditConfig) -> None:
-    """Refuse what cannot work with EDiT, before Megatron validates the rest.
+    """Refuse arguments that do not work with EDiT, before Megatron's validation.
 
     Raises:
-        UsageError: an incompatible flag, or sizes that N replicas cannot share.
+        UsageError: a flag is incompatible, or a size is not divisible among N replicas.
     """
     is_timed = STRATEGIES[config.strategy].is_timed
     for name, refused, rule, remedy in REFUSED + (REFUSED_WHERE_TIMED if is_timed else ()):
@@ -134,20 +140,20 @@ def check_arguments(args: Namespace, placement: Placement, config: EditConfig) -
         )
     check_graphs(args)
     _check_model(args)
-    _check_eight_bits(args)
+    _check_fp8_params(args)
     _check_layout(args, placement)
     _check_batch(args, placement)
     _check_checkpoints(args)
 
 
 def check_graphs(args: Namespace) -> None:
-    """Refuse a CUDA graph of the whole iteration: before Megatron's validation, and again after it,
-    which moves what old flags say into new arguments.
+    """Refuse a CUDA graph of the whole iteration, which would capture the warm-up's averaging.
 
-    The graph would hold the averaging of the warm-up, or its absence, for ever.
+    Called before Megatron's validation, and again after it, because validation moves values of
+    old flags into new arguments.
 
     Raises:
-        UsageError: there is one.
+        UsageError: such a graph is requested.
     """
     if (given := full_iteration_graph(args)) is not None:
         raise UsageError(
@@ -158,7 +164,7 @@ def check_graphs(args: Namespace) -> None:
 
 
 def full_iteration_graph(args: Namespace) -> str | None:
-    """The flag that asks for a CUDA graph of the whole iteration; None where there is none."""
+    """Return the flag that requests a CUDA graph of the whole iteration; None if there is none."""
     for name, given in _GRAPHS.items():
         if FULL_ITERATION in _words_of(getattr(args, name, None)):
             return given
@@ -166,7 +172,7 @@ def full_iteration_graph(args: Namespace) -> str | None:
 
 
 def _words_of(value: object) -> list[str]:
-    """Words of a value: a string with commas, an enum, or a list of these."""
+    """Return the words of a value: a string with commas, an enum, or a list of these."""
     if isinstance(value, list | tuple | set | frozenset):
         return [word for one in value for word in _words_of(one)]
     if isinstance(value, Enum):
@@ -175,7 +181,7 @@ def _words_of(value: object) -> list[str]:
 
 
 def _check_model(args: Namespace) -> None:
-    """What Megatron meets while it builds the model, or in its first step, without a word."""
+    """Refuse arguments with which Megatron fails later without a clear message."""
     if getattr(args, "lr", 0.0) is None:
         raise UsageError("--lr (not given)", "must be given", "add --lr RATE")
     heads, groups = getattr(args, "num_attention_heads", None), getattr(args, "num_query_groups", 1)
@@ -194,8 +200,8 @@ def _check_model(args: Namespace) -> None:
         )
 
 
-def _check_eight_bits(args: Namespace) -> None:
-    """Allow `--fp8-param-gather` where Megatron can write such parameters from main shards."""
+def _check_fp8_params(args: Namespace) -> None:
+    """Refuse `--fp8-param-gather` if Megatron cannot quantize parameters from main shards."""
     if not getattr(args, "fp8_param_gather", False):
         return
     recipe = _words_of(getattr(args, "fp8_recipe", None))
@@ -208,13 +214,13 @@ def _check_eight_bits(args: Namespace) -> None:
     if getattr(args, "use_precision_aware_optimizer", False) and "delayed" in recipe:
         raise UsageError(
             "--fp8-param-gather with --use-precision-aware-optimizer and --fp8-recipe delayed",
-            "Adam's own kernel then writes the parameters, from main shards that nobody else has",
+            "Adam's own kernel then writes the parameters, from main shards that only it can read",
             "use --fp8-recipe tensorwise, or drop one of the first two flags",
         )
 
 
 def _check_checkpoints(args: Namespace) -> None:
-    """What would fail at the first save, after hours."""
+    """Refuse checkpoint formats that would fail at the first save."""
     if args.save and args.ckpt_format != "torch_dist":
         rule = "with --use-edit checkpoints are saved in the format torch_dist"
         raise UsageError(f"--ckpt-format {args.ckpt_format}", rule, "drop the flag")
@@ -227,7 +233,7 @@ def _is_refused(value: object, refused: object) -> bool:
 
 
 def _check_layout(args: Namespace, placement: Placement) -> None:
-    """The replica's own ranks must suffice: Megatron only sees that all N*K together do."""
+    """Check the layout against the ranks of one replica; Megatron checks all N*K ranks."""
     for name in (
         "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
         "expert_model_parallel_size", "micro_batch_size", "global_batch_size",
@@ -259,7 +265,7 @@ def _check_layout(args: Namespace, placement: Placement) -> None:
 
 
 def data_parallel_size(args: Namespace, placement: Placement) -> int:
-    """D, data-parallel ranks of one replica (without context parallelism)."""
+    """Return D, the data-parallel ranks of one replica (without context parallelism)."""
     return int(
         placement.ranks_per_replica
         // (
@@ -272,7 +278,7 @@ def data_parallel_size(args: Namespace, placement: Placement) -> int:
 
 def _check_batch(args: Namespace, placement: Placement) -> None:
     if args.micro_batch_size is None:
-        return  # Megatron says so itself
+        return  # Megatron reports it
     ranks = placement.num_replicas * data_parallel_size(args, placement)
     for name in ("global_batch_size", "eval_global_batch_size"):
         batch = getattr(args, name, None)
@@ -298,10 +304,10 @@ def _next_multiple(value: int, step: int) -> int:
 
 
 def resolve_sync_mode(config: EditConfig, args: Namespace) -> str:
-    """`overlap` or `blocking`; `auto` overlaps where Megatron gathers in the forward pass.
+    """Return `overlap` or `blocking`; `auto` overlaps if Megatron gathers in the forward pass.
 
     Raises:
-        UsageError: `overlap` was asked for and cannot be had.
+        UsageError: `overlap` is requested and not possible.
     """
     is_graph = full_iteration_graph(args) is not None
     if config.sync_mode == BLOCKING:
@@ -323,10 +329,10 @@ def resolve_sync_mode(config: EditConfig, args: Namespace) -> str:
     return BLOCKING
 
 
-def show_settings(args: Namespace, config: EditConfig, placement: Placement) -> None:
-    """Put our settings as used among Megatron's arguments, which it prints and saves.
+def record_settings(args: Namespace, config: EditConfig, placement: Placement) -> None:
+    """Write the resolved settings to Megatron's arguments, which it prints and saves.
 
-    Megatron's parser does not know the presets of a strategy.
+    Megatron's parser does not apply the presets of a strategy.
     """
     for spec in dataclasses.fields(config):
         value = getattr(config, spec.name)
@@ -336,10 +342,10 @@ def show_settings(args: Namespace, config: EditConfig, placement: Placement) -> 
     setattr(args, attribute("sync_mode"), resolve_sync_mode(config, args))
 
 
-def global_arithmetic(
+def validate_as_one_job(
     args: Namespace, placement: Placement, validate: Callable[[], object]
 ) -> None:
-    """Run Megatron's validation as if all N*K ranks were one job, then restore the replica's.
+    """Run Megatron's validation with the world size of the whole job, N*K, then restore it.
 
     `args.data_parallel_size` stays N*D.
     """
@@ -352,7 +358,7 @@ def global_arithmetic(
 
 
 def separate_outputs(args: Namespace, placement: Placement) -> None:
-    """Take the writers of shared files away from all replicas but the first."""
+    """Disable writers, and rename output files, on all replicas except the first."""
     if placement.replica == 0:
         return
     for name in _ONE_WRITER:
@@ -365,11 +371,11 @@ def separate_outputs(args: Namespace, placement: Placement) -> None:
         args.straggler_ctrlr_port -= placement.replica  # replicas may share a host
 
 
-def switch_reruns_off(args: Namespace) -> bool:
-    """Stop Megatron from repeating a step by one replica's own judgement; whether it would have.
+def disable_reruns(args: Namespace) -> bool:
+    """Disable Megatron's reruns of steps on one replica; return whether they were enabled.
 
-    A repeated step would average gradients once more than the other replicas. Its checks for
-    values that are not finite stay: they raise at once.
+    A rerun would average gradients once more than the other replicas. Megatron's checks for
+    non-finite values stay enabled: they raise at once.
     """
     was_on = getattr(args, "rerun_mode", "disabled") != "disabled"
     args.rerun_mode = "disabled"
@@ -377,7 +383,7 @@ def switch_reruns_off(args: Namespace) -> bool:
 
 
 def apply_cpu_defaults(args: Namespace, defaults: Mapping[str, object]) -> list[str]:
-    """Set what a CPU run must have; returns the flags that had another value."""
+    """Set the arguments that a CPU run needs; return those that had another value."""
     changed = []
     for name, value in defaults.items():
         if hasattr(args, name) and getattr(args, name) != value:

@@ -1,4 +1,4 @@
-"""Samples as the data ledger deals them, where replicas run at their own speeds (A-EDiT)."""
+"""Data loading by assignments of the ledger, for replicas that run at their own speeds (A-EDiT)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from megatron_edit.method.order import SampleOrder
 
 @dataclass(frozen=True)
 class Share:
-    """What this rank reads of a block.
+    """This rank's share of a block.
 
     Attributes:
         micro_batch: samples of one micro-batch of one rank.
         ranks: D, data-parallel ranks of the replica.
-        micro_batches: in one step of one rank.
-        rank: d.
+        micro_batches: micro-batches of one rank in one step.
+        rank: d, this data-parallel rank.
     """
 
     micro_batch: int
@@ -34,13 +34,13 @@ class Share:
 
 
 class AssignedSampler:
-    """A batch sampler over the blocks of the round that is under way.
+    """A batch sampler over this replica's blocks of the current round.
 
     Args:
-        engine: holds the assignment.
+        engine: has the assignment.
         replica: r.
-        share: of this rank.
-        order: of samples; block 0 is the first that it says.
+        share: share of this rank.
+        order: order of samples; block 0 begins at its start.
     """
 
     def __init__(self, engine: EditEngine, replica: int, share: Share, order: SampleOrder) -> None:
@@ -50,10 +50,10 @@ class AssignedSampler:
         self._order = order
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Indices of one micro-batch after another, from where the round stands."""
+        """Yield the indices of each micro-batch, from the current step of the round on."""
         assignment, replica, share = self._engine.status.assignment, self._replica, self._share
         assert assignment is not None, "replicas at their own speeds without a ledger"
-        # A resumed round has steps behind it.
+        # A resumed round does not begin at step 0.
         order, step = self._order, self._engine.status.inner_steps
         while (block := assignment.block(replica, step)) is not None:
             for index in range(share.micro_batches):
@@ -64,19 +64,20 @@ class AssignedSampler:
 
 @dataclass
 class AssignedLoader:
-    """A data loader that begins anew with every assignment: what was read ahead under another
-    assignment belongs to somebody else now.
+    """A data loader that restarts at each new assignment.
+
+    Prefetched batches of the previous assignment may now be assigned to other replicas.
 
     Attributes:
-        loader: over a `AssignedSampler`.
-        engine: counts the dealings.
+        loader: data loader with an `AssignedSampler`.
+        engine: counts the assignments.
     """
 
     loader: DataLoader[object]
     engine: EditEngine
 
     def __iter__(self) -> Iterator[object]:
-        """Micro-batches of one round after another."""
+        """Yield the micro-batches of each round."""
         while True:
             epoch = self.engine.status.assignment_epoch
             for batch in self.loader:
@@ -84,23 +85,23 @@ class AssignedLoader:
                 if epoch != self.engine.status.assignment_epoch:
                     break
             else:
-                return  # who has nothing left meets, and asks for nothing
+                return  # a replica without blocks joins the meeting and reads no more batches
 
 
 @dataclass(frozen=True)
 class ReorderedSampler:
-    """A batch sampler of Megatron's, whose indices are numbers in another order.
+    """Maps the indices of a batch sampler of Megatron to another order of samples.
 
     Attributes:
-        sampler: of Megatron.
-        order: of samples.
+        sampler: Megatron's batch sampler.
+        order: order of samples.
     """
 
     sampler: Iterable[list[int]]
     order: SampleOrder
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Indices of one micro-batch after another."""
+        """Yield the indices of each micro-batch."""
         for numbers in self.sampler:
             yield [self.order.sample(number) for number in numbers]
 
@@ -108,14 +109,15 @@ class ReorderedSampler:
 def assigned_loader(
     call: Call[DataLoader[object] | None], engine: EditEngine, host: MegatronHost, replica: int
 ) -> DataLoader[object] | AssignedLoader | None:
-    """Let Megatron's training split be read as the ledger deals it; the others as ever.
+    """Make Megatron's loader of the training split read the blocks assigned by the ledger.
 
-    Where steps are counted Megatron deals, perhaps in an order of ours.
+    Without an assignment Megatron's sampler is kept, with another order of samples if there is one.
+    Loaders of other splits are returned unchanged.
 
     Args:
-        call: of Megatron's `build_pretraining_data_loader`.
-        engine: holds the assignment.
-        host: knows the order of samples.
+        call: call of Megatron's `build_pretraining_data_loader`.
+        engine: has the assignment.
+        host: has the order of samples.
         replica: r.
     """
     from megatron.core.datasets.utils import Split
@@ -137,7 +139,7 @@ def _split_of(dataset: object) -> object:
     if split is None:
         raise UsageError(
             f"data set {type(dataset).__name__}",
-            "to share its samples out anew, it must have an attribute `split` or `index_split`",
+            "must have an attribute `split` or `index_split` for the assignment of its samples",
             "set it to Megatron's Split.train, Split.valid or Split.test",
         )
     return split
@@ -158,7 +160,7 @@ def _share_of(args: Namespace) -> Share:
 def _with_sampler(
     loader: DataLoader[object], sampler: AssignedSampler | ReorderedSampler
 ) -> DataLoader[object]:
-    """The same loader over another sampler; torch lets nobody exchange it later."""
+    """Return a loader like this one with another sampler, which torch does not allow to replace."""
     return DataLoader(
         loader.dataset,
         batch_sampler=sampler,

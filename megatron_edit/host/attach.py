@@ -1,4 +1,4 @@
-"""Attach the plugin to Megatron, and detach it so that the host is as it was."""
+"""Attaches the plugin to Megatron, and detaches it so that Megatron is unchanged."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from megatron_edit.config import EditConfig
 from megatron_edit.errors import EditError, UsageError
 from megatron_edit.flags import USE_EDIT, flag
 from megatron_edit.host.agreement import agree_on_settings, lock_log_dir
-from megatron_edit.host.checkpoint.choosing import check_together
-from megatron_edit.host.complaints import CommandLine, comes_from_megatron
+from megatron_edit.host.argument_errors import CommandLine, comes_from_megatron
+from megatron_edit.host.checkpoint.choosing import check_on_all_ranks
 from megatron_edit.host.cpu import cpu_argument_defaults, enable_cpu_backend
-from megatron_edit.host.cpu.checkpoints import serve_checkpoints
-from megatron_edit.host.cpu.gathers import serve_layer_wise_gathers
-from megatron_edit.host.cpu.norm import serve_sequence_parallelism
+from megatron_edit.host.cpu.checkpoints import patch_checkpoints
+from megatron_edit.host.cpu.gathers import patch_layer_wise_gathers
+from megatron_edit.host.cpu.norm import patch_sequence_parallelism
 from megatron_edit.host.files import check_folder
 from megatron_edit.host.forks import ForkWatch, watch_spawned
 from megatron_edit.host.muon import import_optimizers
@@ -40,19 +40,19 @@ from megatron_edit.observe.console import (
 from megatron_edit.observe.events import EventLog, prepare_log_dir
 from megatron_edit.observe.folder_lock import FolderLock
 
-if TYPE_CHECKING:  # it imports Megatron, which must be prepared before
+if TYPE_CHECKING:  # it imports Megatron, which must be patched first
     from megatron_edit.host.training import TrainingLoop
 
 
 class Attachment:
-    """Everything that was changed in the host, and the way back. A context manager.
+    """Context manager that changes Megatron for EDiT, and undoes all changes.
 
     Args:
         config: settings; without `use_edit` only what a stock run needs on this machine is changed.
-        device: of the parameters, from `host.devices.choose_device`.
+        device: device of the parameters, from `host.devices.choose_device`.
 
     Attributes:
-        placement: of this process among the replicas, once it is known; None in a stock run.
+        placement: placement of this process, once known; None in a stock run.
     """
 
     def __init__(self, config: EditConfig, device: torch.device) -> None:
@@ -65,15 +65,15 @@ class Attachment:
         self._lock: FolderLock | None = None
         self._output = ExitStack()
         self._command_line = CommandLine()
-        self._args: Namespace | None = None  # Megatron's, once it validates them
+        self._args: Namespace | None = None  # Megatron's arguments, once it validates them
         self._forks: ForkWatch | None = None
         self.placement: Placement | None = None
 
     def attach(self) -> None:
-        """Change the host. Imports Megatron.
+        """Import and patch Megatron.
 
         Raises:
-            UsageError: the host or the launch cannot be used.
+            UsageError: this Megatron or launch cannot be used.
         """
         config = self._config
         if config.use_edit:
@@ -81,7 +81,7 @@ class Attachment:
             self.placement = place(config.num_replicas, config.replica_id, os.environ)
         with warnings.catch_warnings():
             if self._device.type == "cpu":
-                # Megatron warns at import of every GPU package that is missing: here they are.
+                # When imported, Megatron warns of every missing GPU package; on CPU all are.
                 warnings.simplefilter("ignore")
                 enable_cpu_backend(self._patcher)
             import_optimizers()
@@ -96,9 +96,9 @@ class Attachment:
             self._attach_edit(self.placement)
         data.compile_helpers_once(self._patcher, self._world)
         if self._device.type == "cpu":
-            serve_sequence_parallelism(self._patcher)
-            serve_checkpoints(self._patcher)
-            serve_layer_wise_gathers(self._patcher)
+            patch_sequence_parallelism(self._patcher)
+            patch_checkpoints(self._patcher)
+            patch_layer_wise_gathers(self._patcher)
         self._wrap_arguments()
 
     def detach(self) -> None:
@@ -136,14 +136,14 @@ class Attachment:
         engine = None if self._loop is None else self._loop.engine
         loss: EditError | None = None
         if isinstance(error, UsageError) and engine is None:
-            self._say_who_speaks(error)
+            self._set_is_local(error)
         elif isinstance(error, Exception) and not isinstance(error, EditError):
             loss = self._refusal_of(error) if engine is None else engine.pending_replica_failure()
         if error is not None and self._moved is not None:
             self._moved.record(loss or error)
         if self._world is not None and engine is not None:
-            # Its thread asks the store, which may go once all have left; and a process that ends
-            # while it does may abort, with another exit code.
+            # Its thread uses the store, which may be gone once all ranks have exited; and a process
+            # that ends during such a request may abort with another exit code.
             engine.close()
             if error is None:
                 self._world.exit_barrier()
@@ -155,30 +155,29 @@ class Attachment:
             raise loss from error
 
     def _refusal_of(self, error: Exception) -> UsageError | None:
-        """What Megatron raised over its arguments before the ranks met, as one line.
+        """Return a one-line error if Megatron refused its arguments before process groups formed.
 
-        None for all else: a traceback then shows where the script, or we, went wrong.
+        None for all other errors: their traceback shows where the script or this package failed.
         """
-        args, have_met = self._args, torch.distributed.is_initialized()
-        if args is None or have_met or not comes_from_megatron(error):
+        args, has_groups = self._args, torch.distributed.is_initialized()
+        if args is None or has_groups or not comes_from_megatron(error):
             return None
         refusal = self._command_line.usage_error(error, args, Path(sys.argv[0]).name)
-        self._say_who_speaks(refusal)
+        self._set_is_local(refusal)
         return refusal
 
-    def _say_who_speaks(self, refusal: UsageError) -> None:
-        """Before training one rank alone may be refused: its host may lack a file or a package."""
+    def _set_is_local(self, refusal: UsageError) -> None:
+        """Decide whether this rank reports the refusal: it may be the only one that has it."""
         world = self._world
-        is_of_launch = self._config.use_edit and self.placement is None  # flags and world size
+        is_of_launch = self._config.use_edit and self.placement is None  # about flags or world size
         if not refusal.is_local and not is_of_launch:
-            refusal.is_local = world is None or not world.first_rank_announces("refused")
+            refusal.is_local = world is None or not world.is_announced_by_first_rank("refused")
 
-    def check_used(self) -> None:
-        """After the script: was there anything to train with EDiT?
+    def check_model_was_built(self) -> None:
+        """Check after the script that it built a model through Megatron's training loop.
 
         Raises:
-            UsageError: the script never built a model through Megatron's training loop, so the
-                replicas would have trained apart, in silence.
+            UsageError: it did not, so that the replicas silently trained without any sync.
         """
         if self._loop is not None and self._loop.engine is None:
             raise UsageError(
@@ -227,13 +226,13 @@ class Attachment:
         def checked(args: Namespace, *rest: object, **kwargs: object) -> object:
             self._args = args
             self._before_validation(args)
-            with self._command_line.refusals(args):
+            with self._command_line.as_usage_errors(args):
                 if self._world is None:
                     return validate(args, *rest, **kwargs)
-                from megatron_edit.host.arguments import check_graphs, global_arithmetic
+                from megatron_edit.host.arguments import check_graphs, validate_as_one_job
 
                 placement = self._world.placement
-                global_arithmetic(args, placement, lambda: validate(args, *rest, **kwargs))
+                validate_as_one_job(args, placement, lambda: validate(args, *rest, **kwargs))
             check_graphs(args)
             return None
 
@@ -243,7 +242,7 @@ class Attachment:
         from megatron_edit.host import arguments
 
         world = self._world
-        if world is not None:  # before a CPU run would drop a flag
+        if world is not None:  # before the defaults of a CPU run replace flags
             arguments.check_arguments(args, world.placement, self._config)
             arguments.resolve_sync_mode(self._config, args)
         if self._device.type == "cpu":
@@ -253,22 +252,22 @@ class Attachment:
         if world is None:
             return
         placement = world.placement
-        arguments.show_settings(args, self._config, placement)
+        arguments.record_settings(args, self._config, placement)
         arguments.separate_outputs(args, placement)
-        has_reruns = arguments.switch_reruns_off(args)
+        has_reruns = arguments.disable_reruns(args)
         if placement.global_rank == 0:
-            _say_what_is_chosen(self._config, placement, args)
+            _log_sync_mode(self._config, placement, args)
             if has_reruns:
                 say("--rerun-mode disabled: one replica must not repeat a step by itself")
         agree_on_settings(world, self._config, args, self._device)
         lock_log_dir(world, self._lock)
         if args.save:  # hosts may see different file systems
-            check_together(
+            check_on_all_ranks(
                 world, "save/checked", lambda: check_folder("--save", args.save), what="--save"
             )
 
 
-def _say_what_is_chosen(config: EditConfig, placement: Placement, args: Namespace) -> None:
+def _log_sync_mode(config: EditConfig, placement: Placement, args: Namespace) -> None:
     from megatron_edit.host.arguments import resolve_sync_mode
 
     mode = resolve_sync_mode(config, args)

@@ -1,4 +1,4 @@
-"""Validate a command line with the script's own parser and Megatron's checks; launch nothing."""
+"""Validates a command line with the script's parser and Megatron's checks, without a launch."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from megatron_edit.comm.placement import Placement
 from megatron_edit.config import EditConfig
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import USE_EDIT, flag
-from megatron_edit.host.complaints import CommandLine
+from megatron_edit.host.argument_errors import CommandLine
 from megatron_edit.host.corpus import CorpusReport
 from megatron_edit.host.cpu import cpu_argument_defaults, enable_cpu_backend
 from megatron_edit.host.devices import choose_device
 from megatron_edit.host.files import check_data, check_folder
-from megatron_edit.host.rehearsal import Rehearsal, process_of, rehearsed, speaks_of_megatron
+from megatron_edit.host.rehearsal import Rehearsal, as_rank_process, mentions_megatron, rehearsed
 from megatron_edit.host.seams.patching import Patcher
 
 
 @dataclass(frozen=True)
 class CheckedLine:
-    """A command line that would start.
+    """A command line that passed all checks.
 
     Attributes:
-        args: Megatron's arguments, validated.
-        placement: of rank 0; None for a stock run.
+        args: Megatron's validated arguments.
+        placement: placement of rank 0; None for a stock run.
         device: cpu or cuda, as on this machine.
-        sync_mode: what `--edit-sync-mode` comes to; None for a stock run.
-        data_parallel: replicas' data-parallel ranks, each.
-        corpus: what was looked at of it, if Megatron reads it.
-        checkpoint: what would be loaded, in words; None for nothing.
-        unknown: words that Megatron does not know, and the script takes.
-        questions: about those that are almost flags of Megatron's.
-        is_rehearsed: whether the script was run up to where its ranks would meet, so that its own
-            arguments are checked, too.
+        sync_mode: resolved `--edit-sync-mode`; None for a stock run.
+        data_parallel: data-parallel ranks of each replica.
+        corpus: report of the corpus check, if Megatron reads one.
+        checkpoint: description of what would be loaded; None for nothing.
+        unknown: arguments that are unknown to Megatron and left to the script.
+        suggestions: flags of Megatron that are similar to these.
+        is_rehearsed: whether the script was run up to its process groups, so that its own arguments
+            are checked, too.
     """
 
     args: Namespace
@@ -53,20 +53,20 @@ class CheckedLine:
     corpus: CorpusReport | None
     checkpoint: str | None
     unknown: list[str]
-    questions: list[str]
+    suggestions: list[str]
     is_rehearsed: bool
 
 
 @dataclass
 class _Check:
-    """One command line on its way.
+    """State of the check of one command line.
 
     Attributes:
-        config: our settings, read from the same words.
-        placement: of rank 0; None for a stock run.
-        device: of the parameters.
-        command_line: Megatron's parser.
-        sync_mode: once Megatron's validation is over.
+        config: settings of this package, from the same command line.
+        placement: placement of rank 0; None for a stock run.
+        device: device of the parameters.
+        command_line: patches Megatron's parser.
+        sync_mode: resolved `--edit-sync-mode`, set by `validate`; None for a stock run.
     """
 
     config: EditConfig
@@ -76,7 +76,7 @@ class _Check:
     sync_mode: str | None = None
 
     def validate(self, megatrons: Callable[[], object], args: Namespace) -> None:
-        """Our checks around Megatron's validation, in the order of a launch."""
+        """Run this package's checks and Megatron's validation in the order of a launch."""
         from megatron_edit.host import arguments
 
         placement = self.placement
@@ -85,22 +85,22 @@ class _Check:
             self.sync_mode = arguments.resolve_sync_mode(self.config, args)
         if self.device.type == "cpu":
             arguments.apply_cpu_defaults(args, cpu_argument_defaults(args.optimizer))
-        with self.command_line.refusals(args):
+        with self.command_line.as_usage_errors(args):
             if placement is None:
                 megatrons()
             else:
-                arguments.global_arithmetic(args, placement, megatrons)
+                arguments.validate_as_one_job(args, placement, megatrons)
         if placement is not None:
             arguments.check_graphs(args)
 
     def finish(self, found: Rehearsal, *, is_rehearsed: bool) -> CheckedLine:
-        """What comes after Megatron's validation: files, the checkpoint."""
+        """Check the model's configuration, folders, corpus and checkpoint after the validation."""
         from megatron_edit.host.arguments import data_parallel_size
         from megatron_edit.host.preview import check_load
 
         args = found.args
         assert args is not None, "the arguments were not parsed"
-        with self.command_line.refusals(args):
+        with self.command_line.as_usage_errors(args):
             _build_model_config(args)
         if self.config.log_dir is not None:
             check_folder(flag("log_dir"), self.config.log_dir)
@@ -113,14 +113,15 @@ class _Check:
             ranks = data_parallel_size(args, self.placement)
         return CheckedLine(
             args, self.placement, self.device.type, self.sync_mode, ranks, corpus, checkpoint,
-            self.command_line.unknown, self.command_line.questions(), is_rehearsed,
+            self.command_line.unknown, self.command_line.suggestions(), is_rehearsed,
         )  # fmt: skip
 
 
 def _build_model_config(args: Namespace) -> None:
-    """Build the model's configuration as scripts up to Megatron 0.18 do once their ranks have met.
+    """Build the model's configuration, which may refuse arguments.
 
-    Scripts of later versions build it before, so that the rehearsal has seen what it refuses.
+    Scripts up to Megatron 0.18 build it after they form process groups. Scripts of later versions
+    build it before, so that running the script has already checked it.
     """
     if find_spec("megatron.training.argument_utils") is not None:
         argument_utils = import_module("megatron.training.argument_utils")
@@ -138,22 +139,22 @@ def check_command_line(
     placement: Placement | None,
     world_size: int,
 ) -> CheckedLine:
-    """Parse and validate as the script and Megatron would on every rank.
+    """Parse and validate a command line as the script and Megatron would on every rank.
 
     Args:
-        script: of the training. It is run up to the point where its ranks would meet, if it names
-            Megatron.
+        script: training script. If it mentions Megatron, it is run up to the point where it would
+            form process groups.
         words: its arguments.
-        config: our settings, read from the same words.
-        placement: of rank 0; None for a stock run.
+        config: settings of this package, from the same command line.
+        placement: placement of rank 0; None for a stock run.
         world_size: ranks of the launch.
 
     Raises:
-        UsageError: the command would not start.
+        UsageError: the command would fail at the start.
     """
     device = choose_device(config)
     patcher = Patcher("the host")
-    warnings.simplefilter("ignore")  # Megatron's, on what is not installed here
+    warnings.simplefilter("ignore")  # Megatron's warnings about packages that are not installed
     ranks = world_size if placement is None else placement.ranks_per_replica
     environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
     try:
@@ -163,7 +164,7 @@ def check_command_line(
 
         check_host()
         check = _Check(config, placement, device, CommandLine())
-        if speaks_of_megatron(script):
+        if mentions_megatron(script):
             return _rehearse(check, script, words, environment)
         return _parse(check, words, environment)
     finally:
@@ -186,11 +187,11 @@ def _rehearse(
 
 
 def _parse(check: _Check, words: list[str], environment: Mapping[str, str]) -> CheckedLine:
-    """For a script of which nothing is known: Megatron's flags alone, others are the script's."""
+    """Check Megatron's flags alone; unknown arguments are left to the script."""
     from megatron.training.arguments import parse_args, validate_args
 
     patcher = Patcher("the host")
-    with process_of(["", *words], environment), redirect_stdout(io.StringIO()):
+    with as_rank_process(["", *words], environment), redirect_stdout(io.StringIO()):
         try:
             check.command_line.attach(patcher)
             args = parse_args(None, ignore_unknown_args=True)

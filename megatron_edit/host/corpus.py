@@ -1,7 +1,7 @@
-"""Is the corpus what the command line says? Asked before the model is built.
+"""Checks the files of the corpus before the model is built.
 
-Megatron finds a missing file only once the model is there, a truncated one where a sample is cut
-off, and a token beyond the vocabulary as an index error in the first step that meets one.
+Megatron finds a missing file only after it has built the model, a truncated file at the first
+incomplete sample, and a token outside the vocabulary by an index error in a training step.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_edit.errors import UsageError
-from megatron_edit.host.complaints import RAISED
+from megatron_edit.host.argument_errors import ARGUMENT_ERRORS
 
-# Tokens are looked at in pieces spread evenly over a file, of all files together so many bytes.
+# Bytes of tokens that are read in all files together, in pieces spread evenly over each file.
 SCANNED_BYTES = 64 << 20
 _PIECE_BYTES = 1 << 18
-_BLOCK = 1 << 18  # sequences of an index that are looked at together
+_BLOCK = 1 << 18  # sequences of an index that are checked at a time
 _ENDINGS = (".idx", ".bin")
 _FLAGS = ("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path",
           "per_split_data_args_path")  # fmt: skip
@@ -34,13 +34,13 @@ _REMEDY = "give the path of the two files without .idx and .bin"
 
 @dataclass(frozen=True)
 class CorpusReport:
-    """What was looked at.
+    """Result of the check of a corpus.
 
     Attributes:
-        num_files: pairs of an index and a file of tokens.
-        num_tokens: in all of them, as their indices say.
-        num_bytes: of the files of tokens.
-        scanned_bytes: of these, in which the largest token was looked for.
+        num_files: pairs of .idx and .bin files.
+        num_tokens: tokens in all files, according to their indices.
+        num_bytes: size of the .bin files.
+        scanned_bytes: bytes of these that were read to find the largest token.
     """
 
     num_files: int
@@ -57,11 +57,12 @@ class CorpusReport:
 
 
 def reads_indexed_corpus(provider: object) -> bool:
-    """Whether a script's provider of data sets reads Megatron's own files of tokens.
+    """Whether a script's data set provider reads Megatron's indexed files.
+
+    It does if its module imports Megatron's builder, and no data set class with its own reader.
 
     Args:
-        provider: what the script hands to `pretrain`. Where its module names Megatron's builder,
-            and no data set with a reader of its own, it does.
+        provider: data set provider that the script passes to `pretrain`.
     """
     from megatron.core.datasets.blended_megatron_dataset_builder import (
         BlendedMegatronDatasetBuilder,
@@ -85,13 +86,13 @@ def check_corpus(args: Namespace) -> CorpusReport | None:
     """Compare the files of the corpus with their indices, and their tokens with the vocabulary.
 
     Args:
-        args: Megatron's, validated; where it has built a tokenizer, they know the vocabulary.
+        args: Megatron's validated arguments; with the vocabulary size if a tokenizer was built.
 
     Returns:
-        What was looked at; None where there are no indexed files.
+        Report of the check; None if there are no indexed files.
 
     Raises:
-        UsageError: a file is missing, foreign or truncated, or holds tokens that the model lacks.
+        UsageError: a file is missing, invalid or truncated, or has tokens outside the vocabulary.
     """
     prefixes = list(dict.fromkeys(_prefixes(args)))
     if not prefixes:
@@ -108,7 +109,7 @@ def check_corpus(args: Namespace) -> CorpusReport | None:
 
 
 def _prefixes(args: Namespace) -> Iterator[str]:
-    """Paths without ending of all indexed files that the flags name, on this file system."""
+    """Yield the paths, without ending, of all local indexed files that the flags name."""
     if args.mock_data or getattr(args, "sft", False):
         return
     from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
@@ -127,7 +128,7 @@ def _prefixes(args: Namespace) -> Iterator[str]:
             )
     for one in [blend, *(per_split or ())]:
         for prefix in one[0] if one is not None else ():
-            if "://" not in prefix:  # an object store: nothing there is cheap
+            if "://" not in prefix:  # not in an object store, where reading is slow
                 yield prefix
 
 
@@ -138,7 +139,7 @@ def _shown(value: object) -> str:
 def _read[R](value: str, read: Callable[[], R]) -> R:
     try:
         return read()
-    except RAISED as error:
+    except ARGUMENT_ERRORS as error:
         why = f": {error}" if str(error) else ""
         rule = f"cannot be understood ({type(error).__name__}{why})"
         raise UsageError(value, rule, "see Megatron's own help for this flag") from error
@@ -172,7 +173,7 @@ def _check_pair(args: Namespace, prefix: str, vocabulary: int | None, budget: in
 
 
 def _flag_with(args: Namespace, prefix: str) -> str:
-    """The flag that names a path, in its value or in the file that is its value."""
+    """Return the flag that names a path, in its value or in the file that is its value."""
     given = [name for name in _FLAGS if getattr(args, name, None) is not None]
     named = [name for name in given if prefix in getattr(args, name)]
     return "--" + (named or given)[0].replace("_", "-")
@@ -181,17 +182,18 @@ def _flag_with(args: Namespace, prefix: str) -> str:
 def _index_of(
     indexed_dataset: ModuleType, prefix: str, value: str
 ) -> tuple[np.dtype[np.generic], int, int]:
-    """Type and number of the tokens that an index describes, and the bytes that these need."""
+    """Return the data type and number of an index's tokens, and the bytes that they need."""
 
     class Corpus(indexed_dataset.IndexedDataset):  # type: ignore[misc, name-defined]
         def __del__(self) -> None:
-            """Megatron's own complains on stderr of what was never read."""
+            """Do nothing: Megatron's method prints an error if no file was opened."""
 
     try:
         index = Corpus(prefix, mmap=False).index
         dtype = np.dtype(index.dtype)
         num_tokens, last_byte = 0, 0
-        for start in range(0, len(index.sequence_lengths), _BLOCK):  # it is mapped, and may be huge
+        # In blocks: the index is memory-mapped and may be huge.
+        for start in range(0, len(index.sequence_lengths), _BLOCK):
             block = slice(start, start + _BLOCK)
             lengths = index.sequence_lengths[block].astype(np.int64)
             ends = index.sequence_pointers[block] + lengths * dtype.itemsize
@@ -200,11 +202,11 @@ def _index_of(
             num_tokens += int(lengths.sum())
             last_byte = max(last_byte, int(ends.max()))
         return dtype, num_tokens, last_byte
-    except (*RAISED, EOFError, struct.error) as error:
+    except (*ARGUMENT_ERRORS, EOFError, struct.error) as error:
         why = str(error) or "its parts contradict each other"
         raise UsageError(
             value,
-            f"{prefix}.idx is no index of Megatron's, or is damaged ({why})",
+            f"{prefix}.idx is not a Megatron index, or is damaged ({why})",
             "preprocess the corpus again (tools/preprocess_data.py)",
         ) from error
 
@@ -212,7 +214,7 @@ def _index_of(
 def _check_tokens(
     prefix: str, dtype: np.dtype[np.generic], size: int, vocabulary: int, budget: int, value: str
 ) -> int:
-    """Look for a token beyond the vocabulary; the bytes that were read."""
+    """Refuse tokens outside the vocabulary; return the number of bytes read."""
     file = Path(prefix + ".bin")
     if size < dtype.itemsize or not np.issubdtype(dtype, np.integer):
         return 0
@@ -234,7 +236,7 @@ def _check_tokens(
 
 
 def _pieces(tokens: NDArray[np.generic], most: int) -> Iterator[NDArray[np.generic]]:
-    """All tokens, or as many as `most` in pieces from the first to the last token."""
+    """Yield all tokens in pieces, or about `most` of them, evenly spread over the file."""
     length = max(1, _PIECE_BYTES // tokens.itemsize)
     if len(tokens) <= most:
         yield from (tokens[start : start + length] for start in range(0, len(tokens), length))

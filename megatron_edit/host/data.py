@@ -1,4 +1,4 @@
-"""Data: every replica reads its own share, and shared files are written by one replica first."""
+"""Gives each replica its share of the samples, and lets replica 0 write shared files first."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megatron_edit.host.seams.patching import Patcher
 
 
 class DataParallelView:
-    """`parallel_state` as it would be on the N*D data-parallel ranks of the whole job.
+    """`parallel_state` with the N*D data-parallel ranks of the whole job.
 
-    It stands in for the name `mpu` in the host modules that share samples out, count them or
-    seed random streams. Groups, and everything else, are those of the replica.
+    Replaces the name `mpu` in Megatron's modules that distribute or count samples, or seed random
+    number generators. Groups and everything else are those of the replica.
 
     Args:
-        mpu: the host's `megatron.core.parallel_state`.
+        mpu: `megatron.core.parallel_state`.
         placement: gives the replica and the number of replicas.
     """
 
@@ -31,13 +31,13 @@ class DataParallelView:
         self._placement = placement
 
     def get_data_parallel_rank(self, *args: object, **kwargs: object) -> int:
-        """r * D + rank: the replica's ranks are contiguous, as stock Megatron would number them."""
+        """Return r * D + rank: a replica's ranks are contiguous, as in stock Megatron."""
         size = self._mpu.get_data_parallel_world_size(*args, **kwargs)
         rank = self._mpu.get_data_parallel_rank(*args, **kwargs)
         return self._placement.replica * size + rank
 
     def get_data_parallel_world_size(self, *args: object, **kwargs: object) -> int:
-        """N * D."""
+        """Return N * D."""
         size = self._mpu.get_data_parallel_world_size(*args, **kwargs)
         return self._placement.num_replicas * size
 
@@ -46,7 +46,7 @@ class DataParallelView:
 
 
 def share_samples(patcher: Patcher, placement: Placement) -> None:
-    """Give samplers, counters and seeds the view of N*D ranks."""
+    """Replace `mpu` in Megatron's modules for samples and seeds by a view of N*D ranks."""
     import megatron.training.datasets.data_samplers as samplers
     import megatron.training.initialize as initialize
     import megatron.training.training as training
@@ -56,7 +56,7 @@ def share_samples(patcher: Patcher, placement: Placement) -> None:
 
 
 def gate_dataset_index(patcher: Patcher, world: ReplicaWorld) -> None:
-    """Build the dataset index cache on replica 0 first: its writes are in place and unlocked."""
+    """Build the dataset index cache on replica 0 first: it is written in place without a lock."""
     import megatron.training.training as training
 
     def around[**P, R](build: Callable[P, R]) -> Callable[P, R]:
@@ -64,7 +64,7 @@ def gate_dataset_index(patcher: Patcher, world: ReplicaWorld) -> None:
 
         def gated(*args: P.args, **kwargs: P.kwargs) -> R:
             event = f"datasets/{next(calls)}"  # once per virtual pipeline stage
-            world.after_first_replica(event)
+            world.wait_for_first_replica(event)
             built = build(*args, **kwargs)
             world.announce(event)
             return built
@@ -75,10 +75,10 @@ def gate_dataset_index(patcher: Patcher, world: ReplicaWorld) -> None:
 
 
 def compile_helpers_once(patcher: Patcher, world: ReplicaWorld | None = None) -> None:
-    """Compile the host's dataset helper once, and not at all where it cannot be compiled.
+    """Compile Megatron's dataset helper once, on replica 0 first, unless it is prebuilt.
 
-    The wheel of megatron-core brings the helper built but no Makefile; the host would run make
-    all the same, fail and exit.
+    The wheel of megatron-core has a built helper but no Makefile; Megatron would run make
+    nevertheless, fail and exit.
     """
     import megatron.core.datasets.utils as utils
 
@@ -91,7 +91,7 @@ def compile_helpers_once(patcher: Patcher, world: ReplicaWorld | None = None) ->
     def around(compile_helpers: Callable[[], None]) -> Callable[[], None]:
         def gated() -> None:
             if world is not None:
-                world.after_first_replica("helpers")
+                world.wait_for_first_replica("helpers")
             if not is_prebuilt:
                 with _own_python_first():
                     compile_helpers()
@@ -105,7 +105,7 @@ def compile_helpers_once(patcher: Patcher, world: ReplicaWorld | None = None) ->
 
 @contextmanager
 def _own_python_first() -> Iterator[None]:
-    """Let make find this interpreter as `python3`, also where its environment is not activated."""
+    """Put this interpreter first in PATH, so that make finds it if its venv is not activated."""
     path = os.environ.get("PATH", "")
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), path])
     try:

@@ -1,4 +1,4 @@
-"""Where to train: on CUDA, or on the CPU, which is never a silent substitute for a GPU."""
+"""Chooses the device of training, CUDA or CPU; the CPU never silently replaces a GPU."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from megatron_edit.errors import UsageError
 from megatron_edit.flags import AUTO, flag
 
 ROOT = Path("/")
-# What a driver shows of its GPUs, and the variables by which a user hides them.
+# Files by which drivers show their GPUs, and the variables by which a user hides them.
 _NVIDIA = ("dev/nvidia[0-9]*", "proc/driver/nvidia/gpus/*")
 _AMD = ("dev/kfd",)
 _HIDING = {
     _NVIDIA: ("CUDA_VISIBLE_DEVICES",),
     _AMD: ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
 }
-_NONE = ("", "-1", "NoDevFiles")  # the last is what SLURM sets for a job without GPUs
+_NONE = ("", "-1", "NoDevFiles")  # SLURM sets the last for jobs without GPUs
 
 
-def gpus_of_machine(env: Mapping[str, str], root: Path = ROOT) -> list[str]:
-    """Signs of GPUs that the user has not hidden, as paths; torch is not asked.
+def visible_gpus(env: Mapping[str, str], root: Path = ROOT) -> list[str]:
+    """Return paths of driver files for GPUs that the user has not hidden, without using torch.
 
     Args:
-        env: an empty `CUDA_VISIBLE_DEVICES` hides them.
-        root: of the file system.
+        env: environment; an empty `CUDA_VISIBLE_DEVICES` hides GPUs.
+        root: root of the file system.
     """
     return [
         str(path)
@@ -47,13 +47,13 @@ def _first_found(patterns: tuple[str, ...], root: Path) -> Iterator[Path]:
 
 
 def unusable_gpus(env: Mapping[str, str], root: Path = ROOT) -> str | None:
-    """GPUs of this machine that this torch cannot use, and why, in words; None if there are none.
+    """Describe the GPUs of this machine that torch cannot use, and why; None if there are none.
 
     Args:
-        env: see `gpus_of_machine`.
-        root: of the file system.
+        env: see `visible_gpus`.
+        root: root of the file system.
     """
-    gpus = gpus_of_machine(env, root)
+    gpus = visible_gpus(env, root)
     if torch.cuda.is_available() or not gpus:
         return None
     built_for = torch.version.cuda or getattr(torch.version, "hip", None)
@@ -67,16 +67,16 @@ def unusable_gpus(env: Mapping[str, str], root: Path = ROOT) -> str | None:
 
 
 def choose_device(config: EditConfig, root: Path = ROOT) -> torch.device:
-    """CPU or CUDA, as asked; `auto` takes CUDA, and the CPU only where the machine has no GPU.
+    """Return the requested device; `auto` uses CUDA, and the CPU only if the machine has no GPU.
 
-    Asking for the CPU hides the GPUs from this process, which must not have used them yet.
+    Requesting the CPU hides the GPUs from this process, which must not have used them yet.
 
     Args:
         config: settings.
-        root: of the file system in which drivers show their GPUs.
+        root: root of the file system in which drivers show their GPUs.
 
     Raises:
-        UsageError: CUDA was asked for and there is none, or the machine's GPUs cannot be used.
+        UsageError: CUDA was requested and there is none, or torch cannot use the machine's GPUs.
     """
     if config.device == CPU:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

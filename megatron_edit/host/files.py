@@ -1,7 +1,7 @@
-"""Files and folders that a command line names: are they what a training needs?
+"""Checks the files and folders that a command line names.
 
-Asked in a launch before the model is built, and by `megatron-edit check`. Hosts may see different
-file systems: in a launch all ranks hear of what one of them has found.
+Used in a launch before the model is built, and by `megatron-edit check`. Hosts may see different
+file systems, so that in a launch an error on one rank is reported to all.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from megatron_edit.host.corpus import CorpusReport, check_corpus, reads_indexed_
 
 
 def check_folder(flag: str, path: str, *, is_local: bool = False) -> None:
-    """Refuse what can never be a folder with our files in it. Makes nothing.
+    """Refuse a path at which no writable folder can be made. Does not make it.
 
     Args:
-        flag: that names it.
-        path: of a folder that need not exist yet.
+        flag: flag that names the folder.
+        path: path of a folder, which need not exist yet.
         is_local: see `UsageError`.
 
     Raises:
-        UsageError: it, or the first of its parents that exists, is no folder to write to.
+        UsageError: the path, or its first existing parent, is no writable folder.
     """
     folder = Path(path)
     while not os.path.lexists(folder) and folder != folder.parent:
@@ -36,26 +36,27 @@ def check_folder(flag: str, path: str, *, is_local: bool = False) -> None:
 
 
 def check_data(args: Namespace, provider: object) -> CorpusReport | None:
-    """Refuse a corpus that cannot be trained on.
+    """Refuse a corpus with missing or damaged files, or with tokens outside the vocabulary.
 
     Args:
-        args: Megatron's, validated.
-        provider: of data sets, as the script hands it to `pretrain`.
+        args: Megatron's validated arguments.
+        provider: data set provider that the script passes to `pretrain`.
 
     Returns:
-        What was looked at; None where Megatron reads no files of tokens.
+        Report of the check; None if Megatron reads no indexed files.
 
     Raises:
-        UsageError: a file is not what it must be.
+        UsageError: the corpus cannot be used.
     """
     return check_corpus(args) if reads_indexed_corpus(provider) else None
 
 
-def looks_for_its_host(world: ReplicaWorld) -> bool:
-    """Whether this rank looks at the corpus: the first to ask of a host's ranks that read it.
+def claim_data_check(world: ReplicaWorld) -> bool:
+    """Claim the check of the corpus for this host; only the first of its ranks gets True.
 
-    Megatron builds data sets on the first and the last pipeline stage, on tensor rank 0. A host
-    without such a rank may lack the files. Asked once, when Megatron's groups are there.
+    Only ranks that read the corpus can claim it: Megatron builds data sets on the first and last
+    pipeline stage, on tensor rank 0, and a host without such a rank may lack the files. Call it
+    once, after Megatron has made its groups.
     """
     from megatron.core import parallel_state
 

@@ -1,7 +1,7 @@
-"""Processes of `multiprocessing` end with the one that started them, however that ends.
+"""Makes child processes of `multiprocessing` exit when their parent has ended for any reason.
 
-Megatron writes checkpoints in processes of their own, forked or spawned. Killed by a signal, a rank
-cannot end them: they would keep its memory and its ports.
+Megatron writes checkpoints in forked or spawned processes. A rank that is killed by a signal cannot
+end them, and they would keep its memory and ports.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from multiprocessing.process import BaseProcess
 
 from megatron_edit.host.seams.patching import Patcher
 
-_LOOK_SECONDS = 2.0
+_PARENT_CHECK_SECONDS = 2.0
 
 
 class ForkWatch:
-    """While it exists, what `multiprocessing` forks looks for its parent, and ends without it."""
+    """While this object exists, processes forked by `multiprocessing` exit after their parent."""
 
     def __init__(self) -> None:
         util.register_after_fork(self, _watch_parent)  # for as long as this object lives
 
 
 def watch_spawned(patcher: Patcher) -> None:
-    """Let what `multiprocessing` spawns end with this process, too, with what it forks itself.
+    """Make processes spawned by `multiprocessing`, and their own forks, exit after their parent.
 
     Args:
-        patcher: that undoes it.
+        patcher: undoes the change.
     """
     patcher.wrap(popen_spawn_posix.Popen, "_launch", _with_watch)
 
 
 class _SpawnWatch:
-    """An attribute of a process that is spawned: unpickled there, it begins to watch."""
+    """An attribute of a spawned process that starts the watch when it is unpickled there."""
 
     def __reduce__(self) -> tuple[Callable[[int], ForkWatch], tuple[int]]:
-        return _begin_in_spawned, (os.getpid(),)
+        return _start_in_spawned, (os.getpid(),)
 
 
 def _with_watch(launch: Callable[..., None]) -> Callable[..., None]:
@@ -55,18 +55,18 @@ def _with_watch(launch: Callable[..., None]) -> Callable[..., None]:
     return launch_watched
 
 
-def _begin_in_spawned(parent: int) -> ForkWatch:
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+def _start_in_spawned(parent: int) -> ForkWatch:
+    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
     return ForkWatch()
 
 
 def _watch_parent(_: ForkWatch) -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
-        threading.Thread(target=_end_with, args=(parent.pid,), daemon=True).start()
+        threading.Thread(target=_exit_with_parent, args=(parent.pid,), daemon=True).start()
 
 
-def _end_with(parent: int | None) -> None:
+def _exit_with_parent(parent: int | None) -> None:
     while os.getppid() == parent:
-        time.sleep(_LOOK_SECONDS)
-    os._exit(1)  # nobody is left to be told
+        time.sleep(_PARENT_CHECK_SECONDS)
+    os._exit(1)  # no process is left to read an exit code or message

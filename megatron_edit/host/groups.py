@@ -1,4 +1,4 @@
-"""Megatron's groups of a replica, and ours beside them."""
+"""Makes the engine's process groups, between replicas and inside a replica."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from megatron_edit.observe.console import say
 def build_groups(
     world: ReplicaWorld, device: torch.device, config: EditConfig, *, overlap: bool
 ) -> EngineGroups:
-    """Wrap Megatron's groups of this replica, and join those with the other replicas.
+    """Make groups from Megatron's groups of this replica, and join those with other replicas.
 
     Args:
-        world: this process's place, and the stores.
-        device: of the parameters.
-        config: says what travels between replicas, and over what.
-        overlap: whether syncs go on beside the forward pass.
+        world: placement of this process, and the stores.
+        device: device of the parameters.
+        config: gives the data type and the backend of exchanges.
+        overlap: whether syncs overlap the forward pass.
 
     Raises:
-        UsageError: the replicas cannot use the backend that was asked for.
+        UsageError: the replicas cannot use the requested backend.
     """
-    world.after_all_replicas("groups")  # forming a group has a time-out, start-up has none
+    world.wait_for_all_replicas("groups")  # forming a group has a timeout, start-up has none
     world.begin_training()
     place = world.placement
 
     def across(transport: Transport, name: str, num_phases: int = 0) -> Group:
-        """The ranks of all replicas that hold the same shard as this one."""
+        """Make a group of the ranks of all replicas that have the same shard as this one."""
         return stand_alone_group(
             world.shared_store,
             place.replica,
@@ -63,25 +63,25 @@ def build_groups(
         f"control group of replica {place.replica}",
     )
     meeting: Group = across(ON_CPU, "meeting")
-    seats = meeting.all_gather_objects(control.all_gather_objects(_rank_device(device)))
-    backend = choose_backend(config.sync_backend, seats)
+    rank_devices = meeting.all_gather_objects(control.all_gather_objects(_rank_device(device)))
+    backend = choose_backend(config.sync_backend, rank_devices)
     if place.global_rank == 0:
         say(f"exchanges over {backend} (--edit-sync-backend {config.sync_backend})")
     members = tuple(r * place.ranks_per_replica + place.rank for r in range(place.num_replicas))
     transport = Transport(backend, device, members)
-    inside = _Inside(world, transport, has_thread=overlap and backend == "gloo")
+    in_replica = _ReplicaGroups(world, transport, has_thread=overlap and backend == "gloo")
     return EngineGroups(
         control=control,
         sync=across(transport, "sync", num_phases_of(config)),
         meeting=meeting,
         replica=Group.of(torch.distributed.group.WORLD, device, world.timeout, "replica"),
-        stage=inside.stage(),
-        ties=inside.ties(),
+        stage=in_replica.stage(),
+        ties=in_replica.ties(),
     )
 
 
 def _rank_device(device: torch.device) -> RankDevice:
-    """Where this rank computes. A GPU has the same name for all that see it."""
+    """Describe this rank's device. A GPU has the same name on all ranks that see it."""
     gpu = ""
     if device.type == "cuda":
         number = torch.cuda.current_device()
@@ -90,14 +90,15 @@ def _rank_device(device: torch.device) -> RankDevice:
 
 
 @dataclass(frozen=True)
-class _Inside:
-    """Groups inside a replica that outer steps communicate on.
+class _ReplicaGroups:
+    """Groups inside a replica on which outer steps communicate.
 
     Attributes:
-        world: this process's place, and the stores.
-        transport: between the replicas.
-        has_thread: whether a thread takes outer steps: then Megatron may be in the middle of a
-            collective, on some ranks before it and on some after, and its groups cannot be used.
+        world: placement of this process, and the stores.
+        transport: transport between the replicas.
+        has_thread: whether a thread makes the outer steps. Then Megatron's groups cannot be used:
+            on some ranks the thread's collective would come before one of Megatron's, on others
+            after it.
     """
 
     world: ReplicaWorld
@@ -105,12 +106,12 @@ class _Inside:
     has_thread: bool
 
     def stage(self) -> Group:
-        """The ranks of this pipeline stage."""
+        """Return the group of the ranks of this pipeline stage."""
         stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         return self._group(stage, "pipeline stage")
 
     def ties(self) -> dict[str, Group]:
-        """By name, where there are several copies."""
+        """Return the groups of tied copies by name, if there are several copies."""
         ties = {
             TIED_TP: parallel_state.get_tensor_model_parallel_group(),
             TIED_EXPERT_TP: parallel_state.get_expert_tensor_parallel_group(),
@@ -121,7 +122,7 @@ class _Inside:
         return {name: self._group(tie, name) for name, tie in ties.items() if tie.size() > 1}
 
     def _group(self, group: torch.distributed.ProcessGroup, name: str) -> Group:
-        """Megatron's, or another of the same ranks."""
+        """Return Megatron's group, or with a thread a new one of the same ranks."""
         if not self.has_thread or group.size() == 1:
             return Group.of(group, self.transport.device, self.world.timeout, name)
         first = torch.distributed.get_process_group_ranks(group)[0]

@@ -1,9 +1,9 @@
-"""Megatron's log lines where replicas run at their own speeds (A-EDiT).
+"""Adapts Megatron's log lines to replicas that run at their own speeds (A-EDiT).
 
 Megatron writes a line at every iteration that is a multiple of an interval, and divides times by
-the steps since the line before. Iterations of all replicas together may pass over a multiple, or
-stand still for a step of this replica: a line is written where one is reached or passed over, and
-times are divided by these iterations.
+the steps since the previous line. The global iteration of A-EDiT may skip a multiple, or stay the
+same for a step of this replica: a line is written when it reaches or passes a multiple, and times
+are divided by global iterations.
 """
 
 from __future__ import annotations
@@ -23,47 +23,47 @@ _INTERVALS = (_CONSOLE, "tensorboard_log_interval", "log_memory_interval")
 
 
 class LogLines:
-    """Answers Megatron's `training_log`.
+    """Handles calls of Megatron's `training_log`.
 
     Args:
-        progress: of all replicas.
-        timers: Megatron's.
+        progress: progress of all replicas.
+        timers: Megatron's timers.
     """
 
     def __init__(self, progress: RunProgress, timers: Timers) -> None:
         self._progress = progress
         self._timers = timers
         self._patcher = Patcher(host_name())
-        self._last: int | None = None  # iteration of the call before
-        self._first = 0  # iteration from which times count
-        self._steps = 0  # of this replica since then
+        self._last: int | None = None  # iteration of the previous call
+        self._first = 0  # iteration at which the timed interval began
+        self._steps = 0  # steps of this replica since then
 
     def begin_step(self) -> None:
-        """A step begins now."""
+        """Record the beginning of a step."""
         if self._last is None:
             self._last = self._first = self._progress.iteration if self._progress.samples else 0
 
     def log[R](self, call: Call[R]) -> R:
-        """Megatron's call, with iterations and samples of all replicas."""
+        """Make Megatron's call with iterations and samples of all replicas."""
         progress = self._progress
         if not progress.is_timed:
             return call.proceed()
         assert self._last is not None, "a log line before the first step"
         self._steps += 1
-        with progress.shown(call), self._due_intervals(progress.iteration) as is_due:
+        with progress.with_global_counts(call), self._due_intervals(progress.iteration) as is_due:
             is_first = bool(call.arguments.get("is_first_iteration", False))
-            with self._times_of_all(progress.iteration):
+            with self._with_global_times(progress.iteration):
                 result = call.proceed()
         self._last = progress.iteration
-        if is_due and not is_first:  # after the first step Megatron writes a line, and counts on
+        if is_due and not is_first:  # Megatron's extra line after the first step resets no timers
             self._first, self._steps = self._last, 0
         return result
 
     @contextmanager
     def _due_intervals(self, iteration: int) -> Iterator[bool]:
-        """Inside, every iteration is a multiple of the intervals that are due, and of no other.
+        """Set the intervals so that Megatron finds exactly those due that were reached or passed.
 
-        Yields whether the console's is due.
+        Yields whether a console line is due.
         """
         args, last = self._progress.host.arguments, self._last or 0
         given = {name: int(getattr(args, name, None) or 0) for name in _INTERVALS}
@@ -78,8 +78,8 @@ class LogLines:
                 setattr(args, name, interval)
 
     @contextmanager
-    def _times_of_all(self, iteration: int) -> Iterator[None]:
-        """Inside, the time per iteration is one of all replicas; timers show a step of this one."""
+    def _with_global_times(self, iteration: int) -> Iterator[None]:
+        """Show the time per global iteration, and timers per step of this replica."""
         steps = self._steps
         scale = steps / max(1, iteration - self._first)
 

@@ -1,4 +1,4 @@
-"""EDiT's scalars in Megatron's own TensorBoard and W&B writers, and what `run.json` says."""
+"""Writes EDiT's scalars to Megatron's TensorBoard and W&B writers, and `run.json`."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from megatron_edit.observe.metrics import LOSS, SyncMetrics
 
 
 class MegatronWriters:
-    """Megatron's writers, which only the last rank of replica 0 has.
+    """Writes scalars to Megatron's writers, which only the last rank of replica 0 has.
 
-    W&B takes no value for a step that has gone by. There a sync stands at the iteration of its
-    landing; the one that it followed is `edit/iteration`. Values stand where Megatron writes its
-    own: skipped iterations count, and A-EDiT counts whole batches of all replicas.
+    W&B accepts no values for past steps, so that a sync is logged there at the iteration of its
+    landing; `edit/iteration` has the iteration that it followed. Iterations are numbered as by
+    Megatron: skipped ones count, and A-EDiT counts global batches of all replicas.
 
     Args:
         tensorboard: a `SummaryWriter`, or None.
         wandb: the module `wandb`, or None.
-        engine: knows how many steps were made.
-        host: knows Megatron's number of the last of them.
-        progress: of all replicas.
+        engine: gives the number of steps.
+        host: gives Megatron's iteration of the last step.
+        progress: progress of all replicas.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class MegatronWriters:
         self._engine = engine
         self._host = host
         self._progress = progress
-        # Where replicas run at their own speeds there is one loss a round, and none is left out.
+        # If replicas run at their own speeds there is one loss per round; all are written.
         every = 1 if progress.is_timed else host.arguments.tensorboard_log_interval
         self._loss_interval = max(1, every)
 
     def write(self, values: Mapping[str, float], step: int, samples: int) -> None:
-        """Write the scalars of one sync; those of no single replica or unit also by samples, like
-        Megatron's."""
+        """Write the scalars of a sync, to TensorBoard also by samples, as Megatron does, except for
+        scalars of single replicas and units."""
         step = self._iteration_of(step)
         if self._tensorboard is not None:
             for name, value in values.items():
@@ -65,8 +65,7 @@ class MegatronWriters:
         self._log(values)
 
     def write_losses(self, first_step: int, losses: Sequence[float]) -> None:
-        """Write mean losses: TensorBoard gets them at its interval, W&B the mean of those that come
-        together."""
+        """Write mean losses: to TensorBoard those at its interval, to W&B the mean of all."""
         known = [(step, loss) for step, loss in enumerate(losses, first_step) if loss == loss]
         if self._tensorboard is not None:
             for step, loss in ((self._iteration_of(step), loss) for step, loss in known):
@@ -76,17 +75,17 @@ class MegatronWriters:
             self._log({LOSS: sum(loss for _, loss in known) / len(known)})
 
     def flush(self) -> None:
-        """Bring what TensorBoard's writer was given to the disk."""
+        """Flush TensorBoard's writer to disk."""
         if self._tensorboard is not None:
             self._tensorboard.flush()
 
     def _iteration_of(self, step: int) -> int:
-        if self._progress.is_timed:  # an iteration already
+        if self._progress.is_timed:  # already an iteration
             return step
         return self._host.iteration_of(step, self._host.iteration, self._engine.status.step)
 
     def _log(self, values: Mapping[str, float]) -> None:
-        # Where a signal ends training, Megatron closes W&B before the last losses are known.
+        # When a signal ends training, Megatron closes W&B before the last losses are known.
         if self._wandb is not None and self._wandb.run is not None:
             self._wandb.log(dict(values), self._progress.iteration)
 
@@ -99,15 +98,15 @@ def write_run_header(
     progress: RunProgress,
     resumed_from: Mapping[str, object] | None,
 ) -> None:
-    """Begin the event files, and connect them to Megatron's writers where this rank has them.
+    """Begin the event files, and connect them to Megatron's writers if this rank has them.
 
     Args:
-        events: of this rank.
-        config: the user's.
-        placement: of this rank.
-        device: of the parameters.
-        progress: of all replicas; its engine is newly built.
-        resumed_from: where the run goes on; None where it begins.
+        events: event files of this rank.
+        config: settings of the user.
+        placement: placement of this rank.
+        device: device of the parameters.
+        progress: progress of all replicas, with a newly built engine.
+        resumed_from: where a resumed run continues; None for a new run.
     """
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
@@ -115,46 +114,46 @@ def write_run_header(
     args = host.arguments
     sync_mode = OVERLAP if engine.settings.overlap else BLOCKING
     run = describe(config, placement, device, sync_mode)
-    inside = inside_bytes(engine, args)
+    step_bytes = inside_bytes(engine, args)
     run["training"] = {
         "train_iters": args.train_iters,
         "last_local_step": host.last_local_step,
         "global_batch_size": args.global_batch_size,
         "seq_length": args.seq_length,
-        "inside_bytes_per_step": inside,
+        "inside_bytes_per_step": step_bytes,
     }
     run["segment"] = {"number": events.segment_number, "resumed_from": resumed_from}
     events.begin(run)
     if progress.is_timed:
-        events.count_all(progress)
+        events.use_global_progress(progress)
     tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
     if tensorboard is None and wandb is None:
         return
     sink = MegatronWriters(tensorboard, wandb, engine, host, progress)
-    metrics = SyncMetrics(args.seq_length, inside, config.log_units_to_tensorboard)
+    metrics = SyncMetrics(args.seq_length, step_bytes, config.log_units_to_tensorboard)
     events.connect(metrics, sink)
 
 
 def inside_bytes(engine: EditEngine, args: Namespace) -> float:
-    """Bytes that the data-parallel ranks of a replica send each other in one step, all together.
+    """Return the bytes that all data-parallel ranks of a replica together send in one step.
 
-    In closed form: rings that reduce the gradients (fp32, but for `--grad-reduce-in-bf16`, and
-    where fp16 does not accumulate them in fp32) and, with the distributed optimizer, gather the
-    parameters. Experts count as if they were shared out like the rest; what tensor, pipeline and
-    expert parallelism exchange of activations is not in it.
+    A closed form for ring algorithms: gradients are reduced (in fp32, except with
+    `--grad-reduce-in-bf16`, or if fp16 does not accumulate them in fp32) and, with the distributed
+    optimizer, parameters are gathered. Experts count as if they were sharded like the rest;
+    activations of tensor, pipeline and expert parallelism are not included.
 
     Args:
-        engine: knows what each rank holds.
-        args: Megatron's.
+        engine: gives the number of elements of this rank's shards.
+        args: Megatron's arguments.
     """
-    held = engine.status.num_shard_elements
+    elements = engine.status.num_shard_elements
     ranks = int(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
     parameter_bytes = torch.finfo(args.params_dtype).bits // 8
     gradient_bytes = 4 if args.accumulate_allreduce_grads_in_fp32 else parameter_bytes
     if is_layer_wise(args):
-        # In buffers laid out by parameter gradients are reduced to who steps them, else to all.
-        rounds = 1 if getattr(args, "use_layer_wise_param_layout", True) else 2
-        return float((ranks - 1) * held * (rounds * gradient_bytes + parameter_bytes))
-    if not args.use_distributed_optimizer:  # every rank holds all: a ring goes round twice
-        return 2 * (ranks - 1) / ranks * held * gradient_bytes
-    return float((ranks - 1) * held * (gradient_bytes + parameter_bytes))
+        # With buffers laid out by parameter, gradients are reduced to their owner; else to all.
+        passes = 1 if getattr(args, "use_layer_wise_param_layout", True) else 2
+        return float((ranks - 1) * elements * (passes * gradient_bytes + parameter_bytes))
+    if not args.use_distributed_optimizer:  # an all-reduce by a ring: two passes
+        return 2 * (ranks - 1) / ranks * elements * gradient_bytes
+    return float((ranks - 1) * elements * (gradient_bytes + parameter_bytes))

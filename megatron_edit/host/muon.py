@@ -1,7 +1,7 @@
-"""Training with Muon inside the replicas: what must be there, and what is refused.
+"""Requirements and refused settings for Muon as the inner optimizer.
 
-Megatron's Muon (core 0.19) comes in two forms. Without the distributed optimizer every rank steps
-all matrices. With it, Megatron switches to its layer-wise distributed optimizer, which gives whole
+Megatron's Muon (core 0.19) has two forms. Without the distributed optimizer every rank steps all
+matrices. With it, Megatron uses its layer-wise distributed optimizer, which assigns complete
 matrices to the data-parallel ranks of the replica.
 """
 
@@ -34,7 +34,7 @@ _LAYER_WISE = "with --optimizer muon --use-distributed-optimizer"
 
 
 def is_layer_wise(args: Namespace) -> bool:
-    """Whether Megatron shards whole matrices; before its validation, and after it."""
+    """Whether Megatron uses its layer-wise optimizer; valid before and after its validation."""
     return args.optimizer == MUON and bool(
         args.use_distributed_optimizer
         or getattr(args, "use_layer_wise_distributed_optimizer", False)
@@ -42,31 +42,31 @@ def is_layer_wise(args: Namespace) -> bool:
 
 
 def import_optimizers() -> None:
-    """Import Megatron's optimizers, where they can be, without harm to its log.
+    """Import Megatron's optimizers, if possible, without changing its logging.
 
-    The package of Muon logs through absl when it is imported, and absl gives a root logger without
-    handlers one of its own. What Megatron then asks of the log (`megatron.training.training`) would
-    be ignored, and its lines of level INFO, those of timers too, would be lost.
+    Muon's package logs through absl when it is imported, and absl adds a handler to a root logger
+    without handlers. Megatron's own setup of logging (`megatron.training.training`) would then be
+    ignored, and its lines of level INFO, including timers, would be lost.
     """
     root, placeholder = logging.getLogger(), logging.NullHandler()
     root.addHandler(placeholder)
     try:
-        with suppress(ImportError):  # the probes of the host say what is missing
+        with suppress(ImportError):  # the probes report what is missing
             importlib.import_module("megatron.core.optimizer")
     finally:
         root.removeHandler(placeholder)
 
 
 def check_muon(args: Namespace, sync_mode: str) -> None:
-    """Refuse what Muon inside the replicas cannot work with, before Megatron's validation.
+    """Refuse settings that do not work with Muon, before Megatron's validation.
 
     Args:
-        args: Megatron's.
-        sync_mode: the value of `--edit-sync-mode`.
+        args: Megatron's arguments.
+        sync_mode: value of `--edit-sync-mode`.
 
     Raises:
-        UsageError: this Megatron is older than 0.19, a package is missing, or another flag does
-            not go with it.
+        UsageError: this Megatron is older than 0.19, a package is missing or has an unsupported
+            version, or another flag is incompatible.
     """
     _check_megatron()
     _check_package()
@@ -98,17 +98,17 @@ def _check_megatron() -> None:
 
 
 def _check_package() -> None:
-    """Megatron asks for it only while it builds the optimizer, after the ranks have met."""
-    wanted = f"{PACKAGE} >= {_shown(OLDEST)}, < {_shown(TOO_NEW)}"
+    """Check Muon's package, which Megatron imports only when it builds the optimizer."""
+    required = f"{PACKAGE} >= {_shown(OLDEST)}, < {_shown(TOO_NEW)}"
     try:
         version = importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
-        rule = f"needs the package {wanted}, which is not installed"
+        rule = f"needs the package {required}, which is not installed"
         raise UsageError(f"--optimizer {MUON}", rule, _INSTALL, is_local=True) from None
     numbers = re.match(r"(\d+)\.(\d+)", version)
     found = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
     if not OLDEST <= found < TOO_NEW:
-        raise UsageError(f"{PACKAGE} {version}", f"must be {wanted}", _INSTALL, is_local=True)
+        raise UsageError(f"{PACKAGE} {version}", f"must be {required}", _INSTALL, is_local=True)
 
 
 def _check_layer_wise(args: Namespace) -> None:
@@ -128,7 +128,7 @@ def _check_layer_wise(args: Namespace) -> None:
         raise UsageError(
             f"--num-distributed-optimizer-instances {args.num_distributed_optimizer_instances} "
             f"{_LAYER_WISE}",
-            "Megatron's layer-wise distributed optimizer knows one instance only",
+            "Megatron's layer-wise distributed optimizer supports one instance only",
             "drop the flag",
         )
 

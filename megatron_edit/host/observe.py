@@ -1,4 +1,4 @@
-"""What Megatron logs and evaluates, seen over all replicas and written to the event files."""
+"""Averages Megatron's logged and evaluated losses over the replicas and writes event files."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ _LOSS = "lm loss"
 
 
 def with_own_world_size[R](start_time: Callable[[], R]) -> Callable[[], R]:
-    """Megatron's reading of the progress log, whose lines have the size of one replica."""
+    """Wrap Megatron's reading of the progress log, whose lines have one replica's world size."""
 
     @wraps(start_time)
     def of_this_replica() -> R:
         from megatron.training import get_args
 
         args = get_args()
-        whole, args.world_size = args.world_size, dist.get_world_size()
+        global_size, args.world_size = args.world_size, dist.get_world_size()
         try:
             return start_time()
         finally:
-            args.world_size = whole
+            args.world_size = global_size
 
     return of_this_replica
 
 
 def with_progress_log_optional(append: Callable[..., None]) -> Callable[..., None]:
-    """Megatron's line in the progress log (`--log-progress`), which one rank alone writes."""
+    """Wrap the writing of the progress log (`--log-progress`): errors become a warning."""
     failed: list[OSError] = []
 
     @wraps(append)
@@ -62,7 +62,7 @@ def with_progress_log_optional(append: Callable[..., None]) -> Callable[..., Non
 
 @contextmanager
 def _without_time_limit() -> Iterator[None]:
-    """Keep Megatron from ending an evaluation on one replica alone; it looks again right after."""
+    """Keep Megatron from ending an evaluation on one replica; it checks the time right after it."""
     from megatron.training import get_args
 
     args = get_args()
@@ -74,14 +74,14 @@ def _without_time_limit() -> Iterator[None]:
 
 
 class Observer:
-    """Answers Megatron's calls that log and evaluate.
+    """Handles Megatron's calls that log and evaluate.
 
     Args:
-        events: where iterations go.
-        engine: knows the phase; gathers what is logged.
-        host: knows samples.
-        progress: of all replicas.
-        timers: Megatron's.
+        events: event files.
+        engine: gives the phase, and gathers losses.
+        host: gives the number of samples.
+        progress: progress of all replicas.
+        timers: Megatron's timers.
     """
 
     def __init__(
@@ -98,28 +98,28 @@ class Observer:
         self._progress = progress
         self._lines = LogLines(progress, timers)
         self._step_began = time.monotonic()
-        self._split: str | None = None  # of the evaluation under way that Megatron reports
-        self._num_sets = 0  # evaluated in it so far
+        self._split: str | None = None  # split of the evaluation that Megatron is reporting
+        self._num_sets = 0  # data sets evaluated in it so far
 
     def begin_step(self) -> None:
-        """A step begins now; a clock that stood still since a checkpoint goes on."""
+        """Record the beginning of a step; resume the clock if a checkpoint had paused it."""
         self._engine.clock.resume()
         self._lines.begin_step()
         self._step_began = time.monotonic()
 
     def log[R](self, call: Call[R]) -> R:
-        """Megatron's `training_log`: event files, and the loss for the next meeting."""
+        """Handle `training_log`: write event files, and record the loss for the next meeting."""
         given = call.arguments
         self._on_iteration(given["loss_dict"], given["learning_rate"], given["grad_norm"])
         return self._lines.log(call)
 
     def evaluate(self, call: Call[Evaluation]) -> Evaluation:
-        """Megatron's `evaluate`: its losses become means over the replicas."""
+        """Handle `evaluate`: replace its losses by their means over the replicas."""
         if self._engine.status.step > 0 and self._engine.status.suppresses_joint_actions:
-            return None, None, True  # some replicas have passed this evaluation
-        self._engine.clock.pause()  # until all replicas are through: some are slower at it
-        if not self._engine.check_in():
-            return None, None, True  # as if the time were over: Megatron reports nothing
+            return None, None, True  # some replicas are past this evaluation
+        self._engine.clock.pause()  # until all replicas are done: some are slower
+        if not self._engine.meet_without_sync():
+            return None, None, True  # the value for an expired time limit: Megatron reports nothing
         call.arguments["forward_step_func"] = self._counting(call.arguments["forward_step_func"])
         with _without_time_limit():
             losses, *rest = call.proceed()
@@ -129,7 +129,7 @@ class Observer:
         return (losses, *rest)
 
     def report_evaluation[R](self, call: Call[R]) -> R:
-        """Megatron's report of it: a result in the middle of a round is labelled."""
+        """Handle the report of an evaluation: label results in the middle of a round."""
         given = call.arguments
         self._split = "test" if given["prefix"].endswith(" on test set") else "validation"
         self._num_sets = 0
@@ -137,7 +137,7 @@ class Observer:
             given["prefix"] += " (mid-round, mean over the replicas)"
         own = given["iteration"]
         try:
-            with self._progress.shown(call):
+            with self._progress.with_global_counts(call):
                 shown = f"iteration {given['iteration']}"
                 given["prefix"] = given["prefix"].replace(f"iteration {own}", shown, 1)
                 return call.proceed()
@@ -165,7 +165,7 @@ class Observer:
         from megatron.training import get_args
 
         if self._engine.status.was_warmup_step and losses:
-            self._average(losses, self._engine.gather_step)  # Megatron logs the whole job's, too
+            self._average(losses, self._engine.gather_step)  # as Megatron's log of the whole job
         loss = float(losses[_LOSS]) if _LOSS in losses else math.nan
         consumed = int(get_args().consumed_train_samples)
         self._events.count_samples(self._engine.status.step, consumed, self._host.batch)
@@ -190,7 +190,7 @@ class Observer:
         )
 
     def _counting[**P, R](self, forward_step: Callable[P, R]) -> Callable[P, R]:
-        """The forward step of an evaluation, each call a sign of life."""
+        """Wrap the forward step of an evaluation, so that each call counts for the heartbeat."""
 
         @wraps(forward_step)
         def counted(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -202,11 +202,11 @@ class Observer:
     def _average(self, losses: Losses | None, gather: Callable[[Tensor], Tensor]) -> None:
         """Replace each loss by its mean over the replicas, in place.
 
-        Ranks that know no losses come all the same: no rank goes on before the others.
+        Ranks without losses join the gather, too, so that no rank continues before the others.
 
         Args:
-            losses: by name.
-            gather: from all replicas.
+            losses: losses by name.
+            gather: gathers values from all replicas.
         """
         losses = losses or {"none": torch.zeros(())}
         values = torch.stack([loss.detach().double().reshape(()) for loss in losses.values()])

@@ -1,10 +1,10 @@
-"""Landing units just before Megatron gathers them, on its own bucket groups.
+"""Lands units just before Megatron gathers their parameters, by hooks on its bucket groups.
 
-Every route to a gather ends in a bucket group's `start_param_sync`: the forward hooks, gathers
-forced by evaluation or saving, recomputation, interleaved schedules. It is overridden there, on
-the instances. Stock `finish_param_sync` of one bucket starts the gather of the next before the
-layer computes; while units are pending that would expose the next unit's exchange, so the next
-gather is then left to the next bucket's own first use.
+All gathers go through a bucket group's `start_param_sync`: those of forward hooks, evaluation,
+saving, recomputation and interleaved schedules. It is overridden on the instances. In stock
+Megatron `finish_param_sync` of a bucket starts the gather of the next bucket before the layer
+computes. While units are pending this would wait for the next unit's exchange, so that the next
+gather is then started at the first use of its own bucket.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from megatron_edit.host.seams.patching import Patcher
 
 
 def bucket_groups(model: Sequence[DdpChunk]) -> Iterator[BucketGroup]:
-    """All bucket groups of Megatron's DDP, dense and expert."""
+    """Yield all bucket groups of Megatron's DDP, dense and expert."""
     for chunk in model:
         yield from chunk.bucket_groups
         yield from chunk.expert_parallel_bucket_groups
 
 
 def shards_needed(group: BucketGroup, plan: UnitPlan, unit_of: Mapping[Parameter, str]) -> int:
-    """How many shards of the plan, from the first on, must have landed before `group` is gathered.
+    """Return how many leading shards of the plan must have landed before `group` is gathered.
 
-    Units land in forward order, so a bucket needs all shards up to the last one that it touches.
+    Units land in forward order, so that a bucket needs all shards up to its last one.
     """
     position = {shard.name: place for place, shard in enumerate(plan.shards)}
     touched = [
@@ -46,18 +46,18 @@ def land_before_gathers(
     plan: UnitPlan,
     unit_of: Mapping[Parameter, str],
 ) -> bool:
-    """Override the bucket groups of a model.
+    """Override the gathers of a model's bucket groups, so that they land units first.
 
     Args:
-        patcher: undoes it.
+        patcher: undoes the overrides.
         model: chunks in Megatron's DDP.
-        engine: asked to land units.
+        engine: lands the units.
         plan: this rank's shards.
         unit_of: unit of every trainable parameter.
 
     Returns:
-        Whether some bucket is gathered before all units of the stage must have landed: only then
-        can a sync hide behind compute.
+        Whether some bucket can be gathered before all units of the stage have landed: only then
+        can a sync overlap compute.
     """
     can_hide = False
     for group in bucket_groups(model):
@@ -69,19 +69,19 @@ def land_before_gathers(
 
 
 def keep_sends_asynchronous(patcher: Patcher, config: ModelConfig, device: torch.device) -> None:
-    """Stop Megatron from synchronising the device after each send between pipeline stages.
+    """Stop Megatron from synchronizing the device after each send between pipeline stages.
 
-    `batch_p2p_sync`, on by default, would wait for the exchanges behind the forward pass, too: no
-    sync would hide. It works around a race of old torch. Since torch 2 `wait` orders the stream
-    that receives behind NCCL's, Megatron waits for every request of a batch before it hands its
-    tensors on, and frees what it sent on that same stream: nothing is left to guard. That does not
-    hold for the custom ring exchange, whose handles are not torch's; on the CPU, and where sends
-    are not batched, the flag does nothing.
+    `batch_p2p_sync`, on by default, would also wait for the exchanges that overlap the forward
+    pass, so that no sync would be hidden. It works around a race in old versions of torch. Since
+    torch 2 `wait` orders the receiving stream after NCCL's, Megatron waits for every request of a
+    batch before it passes its tensors on, and it frees sent tensors on that same stream: the flag
+    is not needed. This does not hold for the custom ring exchange, whose handles are not torch's.
+    On the CPU, and with sends that are not batched, the flag has no effect.
 
     Args:
-        patcher: undoes it.
-        config: of the model's first chunk, which Megatron's schedules read.
-        device: of the parameters.
+        patcher: undoes the change.
+        config: config of the model's first chunk, which Megatron's schedules read.
+        device: device of the parameters.
     """
     if device.type == "cuda" and config.batch_p2p_comm and not config.use_ring_exchange_p2p:
         patcher.replace(config, "batch_p2p_sync", False)
@@ -105,7 +105,7 @@ def _one_bucket_at_a_time[R](engine: EditEngine) -> Callable[[Callable[..., R]],
     def around(finish: Callable[..., R]) -> Callable[..., R]:
         @wraps(finish)
         def finished(skip_next_bucket_dispatch: bool = False) -> R:
-            # Asked before the landing: all ranks of the bucket's group answer alike.
+            # Read before the landing, when all ranks of the bucket's group have the same value.
             skip = skip_next_bucket_dispatch or engine.status.has_pending_units
             return finish(skip_next_bucket_dispatch=skip)
 

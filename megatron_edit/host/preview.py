@@ -1,6 +1,6 @@
-"""Could a command line load its checkpoint? Asked without ranks, by `megatron-edit check`.
+"""Checks for `megatron-edit check`, without a launch, whether a checkpoint could be loaded.
 
-The same questions as in a launch, but for the checksums of files and the shapes of their tensors.
+Makes the same checks as a launch, except for the checksums of files and the shapes of tensors.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from argparse import Namespace
 from pathlib import Path
 
 from megatron_edit.checkpoint.files import REMEDY, check_sizes
-from megatron_edit.checkpoint.folder import Found
+from megatron_edit.checkpoint.folder import FoundCheckpoint
 from megatron_edit.checkpoint.manifest import Manifest, read_manifest
 from megatron_edit.config import EditConfig
 from megatron_edit.errors import UsageError
 from megatron_edit.host.checkpoint.choosing import check_manifest, find
 from megatron_edit.host.checkpoint.fingerprint import check_same_model, model_of
-from megatron_edit.host.checkpoint.loading import planned, resuming_run
+from megatron_edit.host.checkpoint.loading import checked_plan, resuming_run
 from megatron_edit.host.checkpoint.refusals import (
     check_pending,
     check_rounds,
@@ -29,25 +29,25 @@ STRICT = "assume_ok_unexpected"  # Megatron's default of --dist-ckpt-strictness
 
 
 def check_load(args: Namespace, config: EditConfig, sync_mode: str | None) -> str | None:
-    """Refuse a `--load` that the launch would refuse.
+    """Refuse a `--load` that a launch would refuse.
 
     Args:
-        args: Megatron's, validated.
-        config: our settings.
-        sync_mode: what `--edit-sync-mode` came to; None for a run of stock Megatron.
+        args: Megatron's validated arguments.
+        config: settings of this package.
+        sync_mode: resolved `--edit-sync-mode`; None for a run of stock Megatron.
 
     Returns:
-        What would be loaded, in words; None where training starts anew.
+        Description of what would be loaded; None without `--load`.
 
     Raises:
-        UsageError: it cannot be loaded.
+        UsageError: the checkpoint cannot be loaded.
     """
     if not args.load:
         return None
     try:
         found = find(args, repairs=False)
         if found is None:
-            return f"{args.load} holds no checkpoint: training starts anew"
+            return f"{args.load} has no checkpoint: training starts from step 0"
         if found.has_manifest and sync_mode is not None:
             _check_replicas(found, args, config, sync_mode)
         else:
@@ -59,7 +59,9 @@ def check_load(args: Namespace, config: EditConfig, sync_mode: str | None) -> st
     return f"{found.path} (model and file sizes compared; checksums are left to the launch)"
 
 
-def _check_replicas(found: Found, args: Namespace, config: EditConfig, sync_mode: str) -> None:
+def _check_replicas(
+    found: FoundCheckpoint, args: Namespace, config: EditConfig, sync_mode: str
+) -> None:
     manifest = read_manifest(found.path)
     check_manifest(found.path, manifest, args)
     check_sizes(found.path, manifest.files)
@@ -70,10 +72,10 @@ def _check_replicas(found: Found, args: Namespace, config: EditConfig, sync_mode
 def _check_resume(
     path: Path, manifest: Manifest, args: Namespace, config: EditConfig, sync_mode: str
 ) -> None:
-    """Whether this run's settings go with the rounds that were saved."""
+    """Check that this run's settings are compatible with the saved rounds."""
     iterations = args.train_iters or (args.train_samples or 0) // args.global_batch_size
     run = resuming_run(config, config.num_replicas or 1, args, iterations)
-    plan = planned(path, manifest, run, config.warmup_steps)
+    plan = checked_plan(path, manifest, run, config.warmup_steps)
     last = last_local(iterations, config.final_sync_fraction)
     settings = engine_settings(config, sync_mode, iterations * run.num_replicas, last)
     check_schedule(path, manifest, plan, settings.schedule)
@@ -83,11 +85,11 @@ def _check_resume(
 
 
 def _check_stock(path: Path, args: Namespace) -> None:
-    """Of stock Megatron: its arguments are in the part of it that all ranks share."""
+    """Check a checkpoint of stock Megatron by the arguments saved in its common state."""
     from megatron.core import dist_checkpointing
 
     if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
-        return  # one file for each rank, of pickled objects
+        return  # the legacy format: a pickled file per rank
     if args.dist_ckpt_strictness != STRICT:
         return  # the user allows keys to be missing
     try:

@@ -1,8 +1,8 @@
-"""Run a training script in this process up to the point where its ranks would meet.
+"""Runs a training script in this process up to the point where it would form process groups.
 
-Only the script itself knows which arguments it adds to Megatron's parser, what it sets, and what it
-refuses. Nothing is trained and no process group is made: Megatron's `pretrain` stops where it would
-build its model, and every script where it would make a process group.
+Only by running the script can we find the arguments that it adds to Megatron's parser, and those
+that it sets or refuses. Nothing is trained and no process group is made: Megatron's `pretrain`
+stops before it builds a model, and any script stops before it makes a process group.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_edit.errors import EditError, UsageError
-from megatron_edit.host.complaints import CommandLine
-from megatron_edit.host.seams.calls import Call, answered_by
+from megatron_edit.host.argument_errors import CommandLine
+from megatron_edit.host.seams.calls import Call, handled_by
 from megatron_edit.host.seams.patching import Patcher
 from megatron_edit.launched import launched
 
-# What a run would write to, or install, before its ranks meet.
-_QUIET: dict[str, object] = {
+# Outputs and handlers that a run would set up before it forms process groups.
+_DISABLED_OUTPUTS: dict[str, object] = {
     "tensorboard_dir": None, "wandb_project": "", "enable_one_logger": False,
     "exit_signal_handler": False, "exit_signal_handler_for_training": False, "log_progress": False,
 }  # fmt: skip
 
 
-class _RanksWouldMeet(BaseException):
-    """Stops a script; no `except Exception` of the script's can hold it."""
+class _DistributedInitReached(BaseException):
+    """Stops the script; no `Exception`, so that the script does not catch it."""
 
 
 @dataclass
 class Rehearsal:
-    """What became of a script.
+    """Result of running a script.
 
     Attributes:
-        args: Megatron's arguments, validated; None where the script has not got so far.
-        provider: of data sets, as the script hands it to `pretrain`; None where it did not.
-        has_stopped: where its ranks would meet; else it came to its own end.
+        args: Megatron's validated arguments; None if the script did not parse any.
+        provider: data set provider that the script passed to `pretrain`; None without this call.
+        has_stopped: whether it was stopped before process groups; otherwise it ended by itself.
     """
 
     args: Namespace | None = None
@@ -53,8 +53,8 @@ class Rehearsal:
     has_stopped: bool = False
 
 
-def speaks_of_megatron(script: Path) -> bool:
-    """Whether a script's text names Megatron; another one is never run without a launch."""
+def mentions_megatron(script: Path) -> bool:
+    """Whether a script's source mentions Megatron; others are not run without a launch."""
     return "megatron" in script.read_text(encoding="utf-8", errors="replace")
 
 
@@ -66,17 +66,17 @@ def rehearsed(
     command_line: CommandLine,
     validate: Callable[[Callable[[], object], Namespace], None],
 ) -> Iterator[Rehearsal]:
-    """Run `script` until its ranks would meet. Inside, Megatron's global arguments are set.
+    """Run `script` until it would form process groups. Inside, Megatron's global arguments are set.
 
     Args:
-        script: of the training.
+        script: training script.
         words: its arguments.
-        environment: of the rank that it runs as.
-        command_line: watches Megatron's parser.
-        validate: is given Megatron's own validation, to be called, and its arguments.
+        environment: environment variables of the rank as which it runs.
+        command_line: patches Megatron's parser.
+        validate: called with Megatron's validation function, which it must call, and arguments.
 
     Raises:
-        UsageError: the script ends before its ranks would meet.
+        UsageError: the script fails before it would form process groups.
     """
     import megatron.training.global_vars as global_vars
 
@@ -84,7 +84,7 @@ def rehearsed(
     _watch(patcher, found, validate)
     try:
         command_line.attach(patcher)
-        with process_of([str(script), *words], environment):
+        with as_rank_process([str(script), *words], environment):
             _run(script, command_line, found)
             yield found
     finally:
@@ -93,12 +93,12 @@ def rehearsed(
 
 
 @contextlib.contextmanager
-def process_of(argv: list[str], environment: Mapping[str, str]) -> Iterator[None]:
-    """Inside, this process has the arguments and the environment of a rank.
+def as_rank_process(argv: list[str], environment: Mapping[str, str]) -> Iterator[None]:
+    """Set `sys.argv` and the environment to those of a rank; restored on exit.
 
     Args:
         argv: script and arguments.
-        environment: that the rank has beside what is there.
+        environment: additional environment variables of the rank.
     """
     arguments, variables, paths = sys.argv, dict(os.environ), list(sys.path)
     sys.argv = argv
@@ -127,22 +127,24 @@ def _watch(
         found.provider = call.arguments.get("train_valid_test_dataset_provider")
         if global_vars._GLOBAL_ARGS is None:  # before 0.18 it reads the command line itself
             call.proceed()
-        raise _RanksWouldMeet
+        raise _DistributedInitReached
 
     def validated[R](megatrons: Callable[..., R]) -> Callable[..., Namespace]:
         @wraps(megatrons)
         def checked(args: Namespace, *rest: object, **kwargs: object) -> Namespace:
             found.args = args
             validate(lambda: megatrons(args, *rest, **kwargs), args)
-            vars(args).update({name: x for name, x in _QUIET.items() if hasattr(args, name)})
+            vars(args).update(
+                {name: x for name, x in _DISABLED_OUTPUTS.items() if hasattr(args, name)}
+            )
             return args
 
         return checked
 
     def stop(*args: object, **kwargs: object) -> None:
-        raise _RanksWouldMeet
+        raise _DistributedInitReached
 
-    wrapped = answered_by(pretrain)(training.pretrain)
+    wrapped = handled_by(pretrain)(training.pretrain)
     megatrons = arguments.validate_args
     checked = validated(megatrons)
     for module in (package, training):
@@ -157,7 +159,7 @@ def _watch(
 
 def _run(script: Path, command_line: CommandLine, found: Rehearsal) -> None:
     printed, level = io.StringIO(), logging.root.manager.disable
-    logging.disable(logging.ERROR)  # loggers keep the stream that they were made with
+    logging.disable(logging.ERROR)  # existing loggers ignore redirected streams
     try:
         with (
             contextlib.redirect_stdout(printed),
@@ -165,7 +167,7 @@ def _run(script: Path, command_line: CommandLine, found: Rehearsal) -> None:
             launched(),
         ):
             runpy.run_path(str(script), run_name="__main__")
-    except _RanksWouldMeet:
+    except _DistributedInitReached:
         found.has_stopped = True
     except EditError:
         raise

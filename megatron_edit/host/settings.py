@@ -1,4 +1,4 @@
-"""The engine's settings, from ours."""
+"""Converts `EditConfig` to the settings of the engine."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from megatron_edit.method.strategy import STRATEGIES, RuleSettings
 def engine_settings(
     config: EditConfig, sync_mode: str, target_blocks: int, last_local_step: int
 ) -> EngineSettings:
-    """What the engine needs of the configuration.
+    """Return the engine's settings.
 
     Args:
-        config: the user's.
-        sync_mode: what `--edit-sync-mode` came to.
+        config: settings of the user.
+        sync_mode: resolved `--edit-sync-mode`.
         target_blocks: steps of all replicas together in the whole training.
-        last_local_step: the last step before the final synchronous phase, or of the training.
+        last_local_step: last step before the final synchronous phase, or of the training.
     """
     strategy = STRATEGIES[config.strategy]
     rule = RuleSettings(config.outer_lr, config.outer_momentum, config.co2_gap, config.co2_clip)
@@ -56,7 +56,7 @@ def engine_settings(
 
 
 def landing_of(config: EditConfig) -> LandingRule:
-    """When and how the results of syncs reach the parameters."""
+    """Return the rule by which results of syncs are applied to the parameters."""
     strategy = STRATEGIES[config.strategy]
     return LandingRule(
         config.delay_steps,
@@ -67,22 +67,22 @@ def landing_of(config: EditConfig) -> LandingRule:
 
 
 def moments_of(config: EditConfig) -> MomentSchedule:
-    """Which moments of the inner optimizer are averaged, and when."""
+    """Return which moments of the inner optimizer are averaged, and at which syncs."""
     return MomentSchedule.of(config.average_moments, config.average_moments_every)
 
 
 def num_phases_of(config: EditConfig) -> int:
-    """Phases that the sync groups must be made for; 0 is whole collectives alone."""
+    """Return the number of phases of an exchange for which sync groups are made; 0: no phases."""
     has_phases = moments_of(config).rule.has_phases
     return NUM_PHASES if has_phases else Wire.of(config.sync_dtype).num_phases
 
 
 def schedule_of(config: EditConfig, last_local_step: int) -> Schedule:
-    """When replicas sync, by steps.
+    """Return the schedule of syncs.
 
     Args:
-        config: the user's.
-        last_local_step: the last step before the final synchronous phase, or of the training.
+        config: settings of the user.
+        last_local_step: last step before the final synchronous phase, or of the training.
     """
     is_endless = STRATEGIES[config.strategy].endless_warmup
     warmup = None if is_endless else config.warmup_steps
@@ -97,7 +97,7 @@ def schedule_of(config: EditConfig, last_local_step: int) -> Schedule:
 
 
 def penalty_of(config: EditConfig) -> Penalty:
-    """The pseudo-gradient penalty that a configuration asks for."""
+    """Return the settings of the pseudo-gradient penalty."""
     detector = DetectorConfig(
         config.anomaly_threshold,
         config.anomaly_alpha,

@@ -1,8 +1,8 @@
-"""EDiT's timers in Megatron's `Timers`, for its log and its TensorBoard (`--timing-log-level 1`).
+"""Adds EDiT's timers to Megatron's `Timers`, for its log and TensorBoard (`--timing-log-level 1`).
 
-Megatron's own timers stop the device at every start and stop, and with it an overlap: on GPUs this
-level is for looking, not for training. These count what the engine measured anyway, so they cost
-nothing and nobody waits for them.
+Megatron's own timers synchronize the device at every start and stop, which prevents overlap: on
+GPUs use this level for diagnosis, not for training. EDiT's timers only add up durations that the
+engine measures anyway, without any synchronization.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ LOG_LEVEL = 1
 
 
 class PhaseTimer(TimerBase):  # type: ignore[misc]
-    """Seconds of inner training, on a monotonic clock that stands still while it is stopped.
+    """Seconds of inner training, by the engine's pausable monotonic clock.
 
     Args:
-        name: as Megatron's log shows it.
-        clock: the engine's; the stamp at which its phase began decides when A-EDiT meets. Here
-            only the total of all phases counts: a log line covers several, or a part of one.
+        name: name in Megatron's log.
+        clock: the engine's clock. The start of its phase decides when A-EDiT meets; this timer
+            only uses the total of all phases, since a log line may cover several or part of one.
     """
 
     def __init__(self, name: str, clock: PhaseClock) -> None:
@@ -36,15 +36,15 @@ class PhaseTimer(TimerBase):  # type: ignore[misc]
         self.reset()
 
     def start(self, barrier: bool = False) -> None:
-        """Go on. Never a barrier: replicas must not wait for a log line."""
+        """Resume the clock; without a barrier, since replicas must not wait for a log line."""
         self.clock.resume()
 
     def stop(self, barrier: bool = False) -> None:
-        """Stand still."""
+        """Pause the clock."""
         self.clock.pause()
 
     def reset(self) -> None:
-        """Count anew, for the log; the phase itself goes on."""
+        """Restart the count for the log; the phase itself continues."""
         self._taken = self.clock.total_seconds
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
@@ -60,10 +60,10 @@ class PhaseTimer(TimerBase):  # type: ignore[misc]
 
 
 class SumTimer(TimerBase):  # type: ignore[misc]
-    """Seconds that were measured elsewhere, added up until the log takes them.
+    """Sum of seconds measured elsewhere since the last reset.
 
     Args:
-        name: as Megatron's log shows it.
+        name: name in Megatron's log.
     """
 
     def __init__(self, name: str) -> None:
@@ -71,18 +71,18 @@ class SumTimer(TimerBase):  # type: ignore[misc]
         self._sum, self._total = 0.0, 0.0
 
     def add(self, seconds: float) -> None:
-        """Count a stretch of time."""
+        """Add a duration."""
         self._sum += seconds
         self._total += seconds
 
     def start(self, barrier: bool = False) -> None:
-        """Nothing: what is counted is measured where it happens."""
+        """Do nothing: durations are measured elsewhere."""
 
     def stop(self, barrier: bool = False) -> None:
-        """Nothing, like `start`."""
+        """Do nothing, like `start`."""
 
     def reset(self) -> None:
-        """Count anew."""
+        """Restart the count."""
         self._sum = 0.0
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
@@ -98,13 +98,13 @@ class SumTimer(TimerBase):  # type: ignore[misc]
 
 
 class EditTimers:
-    """The four timers, registered.
+    """Registers EDiT's four timers with Megatron.
 
     Args:
         timers: Megatron's `Timers`.
-        clock: of the inner phase.
-        log_level: of the run; below `LOG_LEVEL` nothing is registered.
-        patcher: undoes it.
+        clock: clock of the inner phase.
+        log_level: timing log level of the run; below `LOG_LEVEL` nothing is registered.
+        patcher: undoes the registration.
     """
 
     def __init__(self, timers: Timers, clock: PhaseClock, log_level: int, patcher: Patcher) -> None:
@@ -120,7 +120,7 @@ class EditTimers:
         def around[R](method: Callable[..., R]) -> Callable[..., R]:
             @wraps(method)
             def with_ours(names: Sequence[str] | None, *args: object, **kwargs: object) -> R:
-                # The list of `training_log` is the one that asks for all steps' timers.
+                # Only the list of names in `training_log` has this one.
                 if names is not None and "forward-backward" in names:
                     names = [*names, *ours]
                 return method(names, *args, **kwargs)
@@ -131,7 +131,7 @@ class EditTimers:
         patcher.wrap(timers, "write", around)
 
     def add_sync(self, seconds: Mapping[str, float]) -> None:
-        """Count a finished sync.
+        """Add the durations of a finished sync.
 
         Args:
             seconds: `SyncReport.seconds`.

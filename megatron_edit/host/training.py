@@ -1,18 +1,18 @@
-"""The training loop with an engine inside: which of Megatron's calls lead to which of ours.
+"""Hooks of Megatron's training loop that call the engine.
 
-| Megatron's call | what we add |
+| Megatron's call | what the hook adds |
 |---|---|
 | `pretrain` | the replica's own store |
-| `setup_model_and_optimizer` | the engine; equal start; the step and gradient hooks |
+| `setup_model_and_optimizer` | the engine; equal parameters; hooks of step and gradients |
 | `config.finalize_model_grads_func` | warm-up: average the gradient shards over the replicas |
 | `optimizer.step` (instance) | count the step; sync when a round ends |
 | `training_log` | event files; the loss for the next meeting |
 | `evaluate` | mean over the replicas |
-| `checkpoint_and_decide_exit` | an end from outside reaches all replicas |
-| `save_checkpoint`, `load_checkpoint` | each replica's part; what is beside Megatron's own |
-| `schedule_async_save` | outer state is written together with Megatron's own |
-| `build_pretraining_data_loader` | A-EDiT: samples as the ledger deals them |
-| `train` | at its end, the losses that no meeting has carried |
+| `checkpoint_and_decide_exit` | a stop on one replica stops all replicas |
+| `save_checkpoint`, `load_checkpoint` | each replica's part; state that Megatron does not save |
+| `schedule_async_save` | outer state is written together with Megatron's state |
+| `build_pretraining_data_loader` | A-EDiT: samples as assigned by the ledger |
+| `train` | at its end, losses that no meeting has reported |
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from megatron_edit.comm.worlds import ReplicaWorld
-from megatron_edit.config import EditConfig, warning_of_phases
+from megatron_edit.config import EditConfig, phase_warning
 from megatron_edit.constants import OVERLAP
 from megatron_edit.engine import TIED_EMBEDDING, EditEngine, EngineGroups
 from megatron_edit.errors import SyncProtocolError, outcome_of
 from megatron_edit.host.arguments import resolve_sync_mode
-from megatron_edit.host.checkpoint.choosing import check_together
+from megatron_edit.host.assigned_data import AssignedLoader, assigned_loader
+from megatron_edit.host.checkpoint.choosing import check_on_all_ranks
 from megatron_edit.host.checkpoint.loading import LoadControl
-from megatron_edit.host.checkpoint.outer import LocalPiece, pieces_of
+from megatron_edit.host.checkpoint.outer import LocalPiece, local_pieces
 from megatron_edit.host.checkpoint.paths import Redirection
 from megatron_edit.host.checkpoint.saving import SaveControl
 from megatron_edit.host.checkpoint.write_errors import WriteErrors
 from megatron_edit.host.checkpoint.writing import CheckpointWriter
-from megatron_edit.host.assigned_data import AssignedLoader, assigned_loader
-from megatron_edit.host.files import check_data, looks_for_its_host
+from megatron_edit.host.files import check_data, claim_data_check
 from megatron_edit.host.groups import build_groups
 from megatron_edit.host.metrics import write_run_header
-from megatron_edit.host.model.ends import reason_of_end
+from megatron_edit.host.model.exit_requests import exit_reason
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.model.progress import RunProgress
 from megatron_edit.host.observe import (
@@ -53,7 +53,7 @@ from megatron_edit.host.observe import (
     with_progress_log_optional,
 )
 from megatron_edit.host.overlap import keep_sends_asynchronous, land_before_gathers
-from megatron_edit.host.seams.calls import Call, answered_by
+from megatron_edit.host.seams.calls import Call, handled_by
 from megatron_edit.host.seams.megatron import (
     DdpChunk,
     ModelConfig,
@@ -63,7 +63,7 @@ from megatron_edit.host.seams.megatron import (
 )
 from megatron_edit.host.seams.patching import Patcher
 from megatron_edit.host.settings import engine_settings
-from megatron_edit.host.stops import StopControl, save_at_the_end
+from megatron_edit.host.stops import StopControl, save_after_training
 from megatron_edit.host.timers import EditTimers
 from megatron_edit.host.writers import SafeWriter, guard_writers
 from megatron_edit.observe.console import say
@@ -76,16 +76,16 @@ type Built = tuple[Sequence[DdpChunk], OptimizerOfLoop, ParamScheduler]
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """What there is from the moment that Megatron has built the model.
+    """Objects that exist once Megatron has built the model.
 
     Attributes:
-        engine: of this rank.
-        host: of the engine.
-        observer: of logs and evaluations.
-        writer: of checkpoints.
-        saves: when and in which form it writes.
-        stops: ends from outside.
-        progress: of all replicas.
+        engine: engine of this rank.
+        host: host of the engine.
+        observer: handles logs and evaluations.
+        writer: writes checkpoints.
+        saves: decides when and in which form checkpoints are written.
+        stops: handles early ends of training.
+        progress: progress of all replicas.
     """
 
     engine: EditEngine
@@ -98,14 +98,14 @@ class TrainingRun:
 
 
 class TrainingLoop:
-    """Carries the engine through one run of Megatron's training loop.
+    """Connects the engine to one run of Megatron's training loop.
 
     Args:
         config: settings.
-        world: this process's place among the replicas.
-        events: where news go.
-        device: of the parameters.
-        patcher: for hooks on instances.
+        world: placement of this process, and the stores.
+        events: event files.
+        device: device of the parameters.
+        patcher: patches Megatron's functions and instances.
     """
 
     def __init__(
@@ -127,14 +127,14 @@ class TrainingLoop:
         self._run: TrainingRun | None = None
         self._stop_reason: str | None = None
         self._writers: list[SafeWriter] = []
-        self._provider: object = None  # of data sets
+        self._provider: object = None  # data set provider
         self._cleanup = ExitStack()
-        self._cleanup.callback(self._tell_of_writers)
+        self._cleanup.callback(self._report_lost_writes)
         self._cleanup.callback(events.close)
 
     @property
     def engine(self) -> EditEngine | None:
-        """None until the model is built."""
+        """The engine; None until the model is built."""
         return None if self._run is None else self._run.engine
 
     def attach(self) -> None:
@@ -145,12 +145,12 @@ class TrainingLoop:
 
         self._redirection.attach(self._patcher)
         self._write_errors.attach(self._patcher)
-        wrapped_pretrain = answered_by(self._pretrain)(training.pretrain)
+        wrapped_pretrain = handled_by(self._pretrain)(training.pretrain)
         for module in (package, training):
             self._patcher.replace(module, "pretrain", wrapped_pretrain)
         for name, around in (
-            ("setup_model_and_optimizer", answered_by(self._set_up)),
-            ("train", answered_by(self._train)),
+            ("setup_model_and_optimizer", handled_by(self._set_up)),
+            ("train", handled_by(self._train)),
             ("training_log", self._in_run(lambda run, call: run.observer.log(call))),
             ("get_start_time_from_progress_log", with_own_world_size),
             ("evaluate", self._in_run(lambda run, call: run.observer.evaluate(call))),
@@ -162,9 +162,9 @@ class TrainingLoop:
                 "checkpoint_and_decide_exit",
                 self._in_run(lambda run, call: run.stops.decide(call)),
             ),
-            ("save_checkpoint", answered_by(self._save)),
-            ("load_checkpoint", answered_by(self._loads.load)),
-            ("build_pretraining_data_loader", self._in_run(self._deal)),
+            ("save_checkpoint", handled_by(self._save)),
+            ("load_checkpoint", handled_by(self._loads.load)),
+            ("build_pretraining_data_loader", self._in_run(self._build_loader)),
         ):
             self._patcher.wrap(training, name, around)
         schedule = self._in_run(lambda run, call: run.writer.schedule(call))
@@ -173,14 +173,14 @@ class TrainingLoop:
             self._patcher.wrap(module, "append_to_progress_log", with_progress_log_optional)
 
     def release(self) -> None:
-        """Hand Megatron's objects back and close the event files."""
+        """Release Megatron's objects and close the event files."""
         self._cleanup.close()
 
     def end(self, error: BaseException | None) -> None:
-        """Note for the event files how the script ended.
+        """Record in the event files how the script ended.
 
         Args:
-            error: that ends this process; None where it is to exit with 0.
+            error: error that ends this process; None if it exits with 0.
         """
         if self._run is None:
             return
@@ -194,12 +194,12 @@ class TrainingLoop:
     def _in_run[R](
         self, answer: Callable[[TrainingRun, Call[R]], R]
     ) -> Callable[[Callable[..., R]], Callable[..., R]]:
-        """For calls that are Megatron's own as long as there is no run."""
+        """Return a wrapper that calls `answer`, or Megatron's function before there is a run."""
 
         def answered(call: Call[R]) -> R:
             return call.proceed() if self._run is None else answer(self._run, call)
 
-        return answered_by(answered)
+        return handled_by(answered)
 
     def _pretrain[R](self, call: Call[R]) -> R:
         self._provider = call.arguments.get("train_valid_test_dataset_provider")
@@ -224,30 +224,30 @@ class TrainingLoop:
         from megatron.training import get_args
 
         def check() -> None:
-            if looks_for_its_host(self._world):
+            if claim_data_check(self._world):
                 check_data(get_args(), self._provider)
 
-        check_together(self._world, "data/checked", check, what="the corpus")
+        check_on_all_ranks(self._world, "data/checked", check, what="the corpus")
 
     def _train(self, call: Call[tuple[int, float]]) -> tuple[int, float]:
         run = self._run
         try:
             if run is not None:
                 if not run.engine.join_pending_meeting():
-                    run.stops.leave_before_training(call.arguments)
-                run.host.set_pending_schedule(0)  # no meeting is left that it waits at
+                    run.stops.exit_before_training(call.arguments)
+                run.host.set_pending_schedule(0)  # no meeting is pending now
                 run.engine.clock.pause()  # until the first step
             result = call.proceed()
         except SystemExit as stop:
-            if not stop.code:  # --exit-interval: all replicas come here, at the same step
+            if not stop.code:  # --exit-interval: all replicas exit here, at the same step
                 self._stop_reason = self._reason_of_stop()
                 self._finish()
             raise
         self._finish()
         if run is not None and run.progress.is_timed:
             result = run.progress.iteration, result[1]
-            # Megatron would ask each replica's own number of steps whether to save.
-            save_at_the_end(call.arguments, *result)
+            # Megatron would decide by each replica's own number of steps whether to save.
+            save_after_training(call.arguments, *result)
         return result
 
     def _save(self, call: Call[None]) -> None:
@@ -255,22 +255,22 @@ class TrainingLoop:
             raise SyncProtocolError("a checkpoint is to be saved before training")
         self._run.saves.save(call)
 
-    def _deal(
+    def _build_loader(
         self, run: TrainingRun, call: Call[DataLoader[object] | None]
     ) -> DataLoader[object] | AssignedLoader | None:
         return assigned_loader(call, run.engine, run.host, self._world.placement.replica)
 
-    # ---- what they lead to
+    # ---- what the hooks do
 
     def _begin(
         self, model: Sequence[DdpChunk], optimizer: OptimizerOfLoop, scheduler: ParamScheduler
     ) -> None:
-        """Build the engine and all that stands on it, and start."""
+        """Build the engine and the objects that use it, load a checkpoint if any, and start."""
         from megatron.core.utils import get_model_config, unwrap_model
         from megatron.training import get_args, get_timers
 
         args = get_args()
-        # From here on the number of ranks only appears in logs, which are about the whole job.
+        # From here on the world size is used only in logs, which are about the whole job.
         args.world_size = self._world.placement.num_replicas * args.world_size
         mode = resolve_sync_mode(self._config, args)
         groups = build_groups(self._world, self._device, self._config, overlap=mode == OVERLAP)
@@ -310,13 +310,13 @@ class TrainingLoop:
         self._hook_step(engine, host, observer, optimizer)
         self._hook_gradients(engine, get_model_config(model[0]))
         unwrapped = unwrap_model(model)
-        pieces = cache(partial(pieces_of, host, unwrapped))  # for a load and for all saves
+        pieces = cache(partial(local_pieces, host, unwrapped))  # once, for a load and all saves
         if args.save:
-            pieces()  # a model that cannot be saved is refused now
+            pieces()  # refuse a model that cannot be saved before training
         self._run = self._run_of(engine, host, progress, observer, pieces)
         self._loads.begin(engine, host, pieces)
         self._events.count_samples(engine.status.step, int(args.consumed_train_samples), host.batch)
-        engine.clock.pause()  # until the first step: Megatron builds its data sets before that
+        engine.clock.pause()  # until the first step: Megatron first builds its data sets
         self._events.connect_timers(
             EditTimers(get_timers(), engine.clock, args.timing_log_level, self._patcher)
         )
@@ -340,7 +340,7 @@ class TrainingLoop:
         return TrainingRun(engine, host, observer, writer, saves, stops, progress)
 
     def _warn_of_endless_warmup(self, args: Namespace, last_local: int) -> None:
-        text = warning_of_phases(self._config, args.train_iters, last_local)
+        text = phase_warning(self._config, args.train_iters, last_local)
         if text and self._world.placement.global_rank == 0:
             say(text)
 
@@ -351,7 +351,7 @@ class TrainingLoop:
         observer: Observer,
         optimizer: OptimizerOfLoop,
     ) -> None:
-        """Override `step` and `zero_grad` on the instance that Megatron's loop calls."""
+        """Override `step` and `zero_grad` on the optimizer that Megatron's loop calls."""
 
         def around_step(step: Callable[[], StepResult]) -> Callable[[], StepResult]:
             @wraps(step)
@@ -366,7 +366,7 @@ class TrainingLoop:
         def around_zero[**P](zero_grad: Callable[P, None]) -> Callable[P, None]:
             @wraps(zero_grad)
             def stamped(*args: P.args, **kwargs: P.kwargs) -> None:
-                observer.begin_step()  # the first call of Megatron's train_step
+                observer.begin_step()  # the first call in Megatron's train_step
                 zero_grad(*args, **kwargs)
 
             return stamped
@@ -392,12 +392,12 @@ class TrainingLoop:
             )
         if groups.stage.size < groups.replica.size:
             say(
-                "Megatron does not cut later pipeline stages into buckets: their part of a sync "
+                "Megatron does not split later pipeline stages into buckets: their part of a sync "
                 "cannot hide behind compute"
             )
 
     def _hook_gradients(self, engine: EditEngine, model_config: ModelConfig) -> None:
-        """Preset the model's finalize hook, which Megatron's loop honours."""
+        """Set the model's `finalize_model_grads_func`, which Megatron's loop then uses."""
         from megatron.core.distributed import finalize_model_grads
 
         finalize = model_config.finalize_model_grads_func or finalize_model_grads
@@ -417,17 +417,17 @@ class TrainingLoop:
         self._events.flush()
 
     def _reason_of_stop(self) -> str:
-        """Why Megatron's loop ends early, with exit code 0."""
+        """Return why Megatron's loop ended early with exit code 0."""
         from megatron.training import get_args
 
-        if reason := reason_of_end(get_args()):
+        if reason := exit_reason(get_args()):
             return reason
-        is_asked = self._run is not None and self._run.engine.status.is_stopping
-        return "another replica was asked to stop" if is_asked else "--exit-interval"
+        is_requested = self._run is not None and self._run.engine.status.is_stopping
+        return "another replica was asked to stop" if is_requested else "--exit-interval"
 
-    def _tell_of_writers(self) -> None:
+    def _report_lost_writes(self) -> None:
         for writer in self._writers:
-            writer.tell_of_losses()
+            writer.report_lost_writes()
 
     def _finish_saves(self) -> None:
         if self._run is not None:

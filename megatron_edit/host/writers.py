@@ -1,7 +1,7 @@
-"""Megatron's TensorBoard and W&B writers, of which a failing one never ends a training.
+"""Keeps errors of Megatron's TensorBoard and W&B writers from ending a training.
 
-Megatron calls them in the middle of `training_log` and of an evaluation, and holds them in two
-global variables. There we put objects that hand every call on and keep its error to themselves.
+Megatron calls the writers in `training_log` and in evaluations, and stores them in two global
+variables. These are replaced by objects that forward every call and catch its errors.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from megatron_edit.host.seams.megatron import TensorBoard
 from megatron_edit.host.seams.patching import Patcher
 from megatron_edit.observe.console import warn
 
-RETRY_SECONDS = 60.0  # between two attempts to open a writer anew
+RETRY_SECONDS = 60.0  # between two attempts to reopen a writer
 
 
 class SafeWriter:
-    """Stands for a writer, whose failing calls are told once, and counted.
+    """Proxy of a writer that warns once about failing calls, and counts them.
 
     Args:
         writer: a `SummaryWriter`, or the module `wandb`.
-        name: for people.
-        reopen: a new writer of the same kind, for one that does not recover by itself; it may fail,
-            too.
+        name: name of the writer in messages.
+        reopen: makes a replacement for a writer that does not recover by itself; it may fail, too.
     """
 
     def __init__(
@@ -34,11 +33,11 @@ class SafeWriter:
         self._name = name
         self._reopen = reopen
         self._num_lost = 0
-        self._reopens_at: float | None = None  # on a monotonic clock; None: it is open
+        self._reopens_at: float | None = None  # monotonic time; None: the writer is open
 
     def __getattr__(self, name: str) -> object:
         found = getattr(self._writer, name)
-        if name == "config":  # of W&B: an object with methods of its own
+        if name == "config":  # of W&B: an object with methods
             return SafeWriter(found, self._name)
         if isinstance(found, type) or not callable(found):
             return found
@@ -49,8 +48,8 @@ class SafeWriter:
 
         return safe
 
-    def tell_of_losses(self) -> None:
-        """At the end of training: say how many calls failed, if any did."""
+    def report_lost_writes(self) -> None:
+        """Warn at the end of training about the number of failed calls, if any."""
         if self._num_lost:
             warn(f"{self._name}: {self._num_lost} calls failed, and what they wrote is lost")
             self._num_lost = 0
@@ -59,7 +58,7 @@ class SafeWriter:
         try:
             if self._is_open():
                 return getattr(self._writer, name)(*args, **kwargs)
-        except Exception as error:  # whatever it is, it is about a log
+        except Exception as error:  # logging must not stop training, whatever the error
             if not self._num_lost:
                 warn(f"{self._name} cannot be written ({_in_words(error)}); training goes on")
             if self._reopen is not None:
@@ -68,7 +67,7 @@ class SafeWriter:
         return None
 
     def _is_open(self) -> bool:
-        """Whether there is a writer to call; one that has failed is opened anew now and then."""
+        """Whether the writer can be called; reopen a failed one every `RETRY_SECONDS`."""
         if self._reopens_at is None or self._reopen is None:
             return True
         if time.monotonic() < self._reopens_at:
@@ -79,17 +78,17 @@ class SafeWriter:
 
 
 def guard_writers(patcher: Patcher) -> list[SafeWriter]:
-    """Put a `SafeWriter` in the place of each writer that this rank has; returns them.
+    """Replace each writer of this rank by a `SafeWriter`, and return these.
 
     Args:
-        patcher: undoes it.
+        patcher: restores the writers.
     """
     from megatron.training import global_vars, wandb_utils
 
     guarded = []
     board, wandb = global_vars.get_tensorboard_writer(), global_vars.get_wandb_writer()
     if board is not None:
-        guarded.append(SafeWriter(board, "TensorBoard", lambda: opened_anew(board)))
+        guarded.append(SafeWriter(board, "TensorBoard", lambda: reopen_writer(board)))
         patcher.replace(global_vars, "_GLOBAL_TENSORBOARD_WRITER", guarded[-1])
     if wandb is not None:
         guarded.append(SafeWriter(wandb, "W&B"))
@@ -98,8 +97,8 @@ def guard_writers(patcher: Patcher) -> list[SafeWriter]:
     return guarded
 
 
-def opened_anew(board: TensorBoard) -> TensorBoard:
-    """A writer into the same folder; the thread of this one has ended with its first error."""
+def reopen_writer(board: TensorBoard) -> TensorBoard:
+    """Open a new writer to the same folder; the old one's thread ended with its first error."""
     from torch.utils.tensorboard import SummaryWriter
 
     writer: TensorBoard = SummaryWriter(log_dir=board.log_dir, max_queue=board.max_queue)
@@ -107,16 +106,18 @@ def opened_anew(board: TensorBoard) -> TensorBoard:
 
 
 def _without_errors[**P](record: Callable[P, None]) -> Callable[P, None]:
-    """Telling W&B of a checkpoint, which is complete whatever W&B does."""
+    """Wrap the report of a checkpoint to W&B, whose failure does not affect the checkpoint."""
 
     @wraps(record)
-    def told(*args: P.args, **kwargs: P.kwargs) -> None:
+    def reported(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             record(*args, **kwargs)
         except Exception as error:
-            warn(f"W&B could not be told of a checkpoint ({_in_words(error)}); training goes on")
+            warn(
+                f"a checkpoint could not be reported to W&B ({_in_words(error)}); training goes on"
+            )
 
-    return told
+    return reported
 
 
 def _in_words(error: Exception) -> str:

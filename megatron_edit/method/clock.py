@@ -1,7 +1,7 @@
-"""When a replica that runs at its own speed asks for a meeting (paper: A-EDiT; method section 5).
+"""When a replica that runs at its own speed requests a meeting (paper: A-EDiT; method section 5).
 
-Time is counted in whole nanoseconds of a monotonic clock: after weeks of uptime it still
-resolves what it did at the start, and nobody who sets the host's clock can move it.
+Time is counted in integer nanoseconds of a monotonic clock: the resolution does not decrease with
+uptime, and changes of the host's clock have no effect.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ NANOSECONDS = 1_000_000_000
 
 @dataclass
 class PhaseClock:
-    """How long the inner phase has lasted. It stands still while training does something else.
+    """Duration of the inner phase. It is paused while training does something else.
 
     Attributes:
-        read: the monotonic clock, nanoseconds.
+        read: returns the monotonic clock, nanoseconds.
     """
 
     read: Callable[[], int] = time.monotonic_ns
@@ -30,25 +30,25 @@ class PhaseClock:
         self._start = self.read()
 
     def restart(self) -> None:
-        """A new inner phase begins now."""
+        """Begin a new inner phase now."""
         self._past += self._now - self._start
         self._start, self._paused_at = self.read(), None
 
     def pause(self) -> None:
-        """Stand still from here on. Does nothing where it does already."""
+        """Pause the clock. Does nothing if it is paused."""
         if self._paused_at is None:
             self._paused_at = self.read()
 
     def resume(self) -> None:
-        """Go on, as if no time had passed since `pause`."""
+        """Continue as if no time had passed since `pause`."""
         if self._paused_at is not None:
             self._start += self.read() - self._paused_at
             self._paused_at = None
 
     def set(self, seconds: float) -> None:
-        """Stand still at `seconds` of a phase that another process began; `resume` lets it go on.
+        """Pause the clock at `seconds` of a phase that another process began.
 
-        The total does not change: it is of this process.
+        The total does not change: it counts this process only.
         """
         self.pause()
         start = self._now - round(seconds * NANOSECONDS)
@@ -57,12 +57,12 @@ class PhaseClock:
 
     @property
     def seconds(self) -> float:
-        """Since the start of the phase, without the pauses."""
+        """Seconds since the start of the phase, without pauses."""
         return (self._now - self._start) / NANOSECONDS
 
     @property
     def total_seconds(self) -> float:
-        """Of all phases so far, without the pauses. For logs: no meeting depends on it."""
+        """Seconds of all phases so far, without pauses. For logs: no meeting depends on it."""
         return (self._past + self._now - self._start) / NANOSECONDS
 
     @property
@@ -72,14 +72,14 @@ class PhaseClock:
 
 @dataclass
 class TimeTrigger:
-    """Asks for a meeting as soon as another step would take the phase past its length.
+    """Requests a meeting as soon as another step would exceed the length of the phase.
 
-    The answer is agreed one step late, so the next step is counted as if it were made already.
+    A request takes effect one step later, so the next step is counted as if already made.
 
     Attributes:
         length: tau_time, seconds.
         clock: of the inner phase.
-        last: what it showed after the step before.
+        last: its value after the previous step.
     """
 
     length: float
@@ -87,12 +87,12 @@ class TimeTrigger:
     last: float = 0.0
 
     def restart(self) -> None:
-        """A new inner phase begins now."""
+        """Begin a new inner phase now."""
         self.clock.restart()
         self.last = 0.0
 
     def after_step(self) -> bool:
-        """Note that a step is over; whether the next one should be the last of the phase."""
+        """Record the end of a step; return whether the next one should be the last of the phase."""
         now = self.clock.seconds
         step, self.last = now - self.last, now
         return now + step >= self.length

@@ -1,21 +1,22 @@
-"""Codecs: fp32 numbers as fewer bytes. Pure: tensors in, tensors out, no host reads.
+"""Codecs: fp32 numbers in fewer bytes. Pure functions of tensors, without host reads.
 
-    BF16    2 bytes a value
-    INT8    1 byte a value, an fp32 scale for every 256
-    INT4    half a byte a value, a bf16 scale for every 128
-    LOG8    1 byte a value, sign and base-2 logarithm, an exponent for every 256
-    ULOG8   the same of values that are never negative, over twice the range
+    BF16    2 bytes per value
+    INT8    1 byte per value, an fp32 scale for every 256
+    INT4    half a byte per value, a bf16 scale for every 128
+    LOG8    1 byte per value, sign and base-2 logarithm, an exponent for every 256
+    ULOG8   the same for non-negative values, over twice the range
 
-A block has the scale largest / 127 (largest / 7), cut to so few bits that code x scale is exact in
-fp32, and not so few that a code would pass 127 (7). Hence nothing saturates; the same bytes decode
-to the same bits on every machine, with and without fused multiply-add; value = decoded + rest
-holds exactly; and what was decoded once encodes to itself. Values below 1e-34 are zeros.
+A block has the scale largest / 127 (largest / 7), truncated to so few bits that code x scale is
+exact in fp32, but not so few that a code could exceed 127 (7). Hence no value saturates; the same
+bytes decode to the same bits on every machine, with and without fused multiply-add; value =
+decoded + residual holds exactly; and decoded values encode to themselves. Values below 1e-34 are
+zeros.
 
-The two logarithmic codecs are for moments of the inner optimizer, which must be right relative to
-themselves and not to the largest of a block; see `_LogBlocks`.
+The two logarithmic codecs are for moments of the inner optimizer, whose error must be small
+relative to each value and not to the largest one of a block; see `_LogBlocks`.
 
-Non-finite input: a block with a NaN or an infinity decodes to NaN or infinities as a whole, and
-its rest is not finite either. It is never a wrong finite number.
+Non-finite input: all values of a block with a NaN or an infinity decode to NaN or infinities, and
+their residual is not finite either. They never decode to a wrong finite number.
 """
 
 from __future__ import annotations
@@ -31,66 +32,66 @@ from torch import Tensor
 
 from megatron_edit import constants
 
-# A slab's numbers pass several times through a core's second-level cache, not through memory;
-# on a GPU it is the launches that should be few.
+# On the CPU a slab stays in a core's second-level cache during its passes; on a GPU large slabs
+# keep the number of launches small.
 _SLAB_NUMEL = {"cpu": 1 << 17}
 _SLAB_NUMEL_ELSEWHERE = 1 << 24
-_ALIGNMENT = 4  # so that scales of codes which lie one after another can be viewed in place
+_ALIGNMENT = 4  # so that scales in concatenated encodings can be viewed in place
 _CODES_PER_OCTAVE = 8  # of the logarithmic codecs
 _SIGN = 128  # in a code with a sign
 _MANTISSA = (1 << 23) - 1  # of fp32 bits
-_SMALLEST_SCALE = 2.0**-120  # far from subnormals, which some devices flush; below it all is 0
+_SMALLEST_SCALE = 2.0**-120  # far from subnormals, which some devices flush; less becomes 0
 
 
 class Codec(Protocol):
-    """What turns fp32 numbers into bytes and back.
+    """Encodes fp32 numbers to bytes and decodes them.
 
     Scratch: 4 bytes for each of at most 131072 values on the CPU, of 2^24 elsewhere.
     """
 
     @property
     def name(self) -> str:
-        """How settings call it."""
+        """Name in settings and messages."""
 
     @property
     def has_residual(self) -> bool:
-        """Whether it is so coarse that what it loses must be kept and sent later."""
+        """Whether it is so coarse that it needs error feedback."""
 
     @property
     def block_numel(self) -> int:
-        """Values that share a scale; a cut elsewhere costs a scale more."""
+        """Values that share a scale; a split inside a block needs one more scale."""
 
     def encoded_bytes(self, numel: int) -> int:
-        """Size of `numel` encoded values, a multiple of 4."""
+        """Size of `numel` encoded values in bytes, a multiple of 4."""
 
     def encode(
         self, values: Tensor, *, residual: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         """Encode values, with error feedback where a residual is given.
 
-        Mutates: `out`; and `residual`, which becomes residual + values - what was encoded.
+        Mutates: `out`; and `residual`, which becomes residual + values - decoded values.
 
         Args:
             values: fp32 [n], contiguous.
             residual: fp32 [n] on the same device, added to the values before they are encoded.
-            out: uint8 [encoded_bytes(n)] that begins at a multiple of 4 bytes; None makes one.
+            out: uint8 [encoded_bytes(n)] at a multiple of 4 bytes; None allocates one.
 
         Returns:
             `out`.
         """
 
     def decode(self, data: Tensor, out: Tensor) -> None:
-        """Inverse of `encode`, as far as there is one.
+        """Decode to fp32, the inverse of `encode` up to its rounding.
 
         Mutates: `out`.
 
         Args:
-            data: uint8 [encoded_bytes(n)] that begins at a multiple of 4 bytes.
+            data: uint8 [encoded_bytes(n)] at a multiple of 4 bytes.
             out: fp32 [n], contiguous.
         """
 
     def add_decoded(self, data: Tensor, total: Tensor) -> None:
-        """Like `decode`, but added to `total`: one rounding, that of the sum.
+        """Add the decoded values to `total`, with the rounding of the sum only.
 
         Mutates: `total`.
         """
@@ -134,14 +135,14 @@ class _BFloat16:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Symmetric whole numbers -top..top, in blocks that share a scale.
+    """Symmetric integers -top..top, in blocks that share a scale.
 
     Bytes: the scales of all blocks, then the codes of all blocks, then zeros up to a multiple of 4.
     The last block may be short. Where two values share a byte, they are value i of the first half
     of a block and value i of its second half: byte = first + 16 second, as a signed number.
 
     Attributes:
-        name: how settings call it.
+        name: in settings.
         block_numel: values that share a scale.
         top: largest code.
         scale_dtype: how scales are stored.
@@ -196,7 +197,7 @@ class _Blocks:
         return -(-numel // self.block_numel) * int(self.scale_dtype.itemsize)
 
     def _code_bytes(self, numel: int) -> int:
-        """Bytes of codes; the last block begins a byte of its own."""
+        """Bytes of codes; the last block begins at a byte boundary."""
         full, rest = divmod(numel, self.block_numel)
         return full * (self.block_numel // self.values_per_byte) + -(-rest // self.values_per_byte)
 
@@ -217,7 +218,7 @@ class _Blocks:
             yield where, rows, held.view(len(rows), -1)
 
     def _scale(self, largest: Tensor) -> Tensor:
-        """fp32 scales: 0 for a block of zeros, not finite for one that is not.
+        """fp32 scales: 0 for a block of zeros, not finite for a block that is not finite.
 
         Args:
             largest: fp32 [rows, 1], largest magnitude of each block.
@@ -227,7 +228,7 @@ class _Blocks:
         return torch.nn.functional.threshold_(scale, _SMALLEST_SCALE, 0.0)
 
     def _pack(self, rounded: Tensor, codes: Tensor) -> None:
-        """Whole numbers, fp32 [rows, values], to int8 [rows, bytes]. Mutates both."""
+        """Pack integers, fp32 [rows, values], into int8 [rows, bytes]. Mutates both."""
         if self.values_per_byte == 2:
             half = codes.shape[1]
             second = rounded[:, half:]
@@ -254,8 +255,8 @@ class _LogBlocks:
     A block has the exponent e of its largest magnitude. Code c > 0 stands for the magnitudes from
     2^(e + (c - top + 7) / 8) up to the next code's, and decodes to the geometric middle of both:
     the relative error is at most 2^(1/16) - 1 = 4.5 %, for the largest value and the smallest.
-    Code 0 is zero. What was decoded once encodes to itself, and the sum of decoded values is
-    never negative where the values are not.
+    Code 0 is zero. Decoded values encode to themselves, and the sum of decoded values is never
+    negative if the values are not.
 
     Below the smallest code a signed value is zero. An unsigned one, which is a second moment and so
     a divisor, takes the smallest code: zero would make the update of that element unbounded.
@@ -267,11 +268,11 @@ class _LogBlocks:
     up to a multiple of 4. The last block may be short. Exponent 255 is a block that is not finite.
 
     Attributes:
-        name: how messages call it.
+        name: in messages.
         top: the largest code; 8 codes are an octave.
         is_signed: whether the upper bit of a code is the sign.
         block_numel: values that share an exponent.
-        has_residual: False: what is lost is small beside each value, and nothing keeps it.
+        has_residual: False: the error is small relative to each value.
     """
 
     name: str
@@ -323,7 +324,7 @@ class _LogBlocks:
 
     @property
     def _least_exponent(self) -> int:
-        """Biased: the smallest code of such a block is a normal number, which no device flushes."""
+        """Smallest biased exponent at which code 1 is a normal number, which no device flushes."""
         return 1 + -(-self.top // _CODES_PER_OCTAVE)
 
     def _parts(self, data: Tensor, values: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -341,7 +342,7 @@ class _LogBlocks:
             yield where, exponents, codes[where].view(len(exponents), -1)
 
     def _unscaled(self, codes: Tensor) -> Tensor:
-        """fp32 [rows, values]: what the codes stand for, divided by 2^e of their block."""
+        """fp32 [rows, values]: decoded codes, divided by 2^e of their block."""
         table = _log_table(self.top, self.is_signed).to(codes.device)
         return table.index_select(0, codes.flatten().int()).view(codes.shape)
 
@@ -358,7 +359,7 @@ def _bounds() -> Tensor:
 
 @cache
 def _log_table(top: int, is_signed: bool) -> Tensor:
-    """fp32 [256] or less: what each code of `_LogBlocks` decodes to, divided by 2^e."""
+    """fp32 [256] or less: decoded value of each code of `_LogBlocks`, divided by 2^e."""
     magnitudes = [0.0]
     for code in range(1, top + 1):
         octave, step = divmod(code - top + _CODES_PER_OCTAVE - 1, _CODES_PER_OCTAVE)
@@ -368,7 +369,7 @@ def _log_table(top: int, is_signed: bool) -> Tensor:
 
 
 def _sixteenths(count: int) -> float:
-    """2^(count / 16), by roots and products that every machine rounds alike; `pow` may differ."""
+    """2^(count / 16), by roots and products that all machines round equally, unlike `pow`."""
     root, power = math.sqrt(math.sqrt(math.sqrt(math.sqrt(2.0)))), 1.0
     for _ in range(count):
         power *= root
@@ -376,7 +377,7 @@ def _sixteenths(count: int) -> float:
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:
-    """fp32 [rows, 1] of biased exponents: 0 of 0, infinity of 255."""
+    """fp32 [rows, 1], 2 to the power of biased exponents: 0 for 0, infinity for 255."""
     return (exponents.to(torch.int32) << 23).view(torch.float32)
 
 
@@ -398,14 +399,14 @@ def _scratch(values: Tensor) -> Tensor:
 
 
 def _padded(data: Tensor, used: int) -> Tensor:
-    """Zeros where there is no code, so that equal values have equal bytes."""
+    """Zero the bytes after the codes, so that equal values have equal bytes."""
     if used < data.numel():
         data[used:].zero_()
     return data
 
 
 def _target(codec: Codec, values: Tensor, out: Tensor | None) -> Tensor:
-    """Where to encode to, after a look at what goes in."""
+    """Return the output of `encode`, after checking the arguments."""
     assert values.dtype == torch.float32 and values.dim() == 1, (values.dtype, values.shape)
     size = codec.encoded_bytes(values.numel())
     if out is None:

@@ -1,8 +1,8 @@
-"""Anomaly elimination: which replicas are left out of which units (paper 3.3, method 3.2).
+"""Anomaly elimination: which replicas are rejected in which units (paper 3.3, method 3.2).
 
-One detector per (replica, unit) keeps an exponential mean and variance of the pseudo-gradient
-norms that it accepted. What it rejects never enters its statistics, and two rules keep that
-from locking a replica out for ever: the patience, and the restart after a change of regime.
+One detector per (replica, unit) has an exponential mean and variance of the pseudo-gradient norms
+that it accepted. Rejected norms never enter its statistics; two rules prevent a permanent rejection
+of a replica: the patience, and the restart after a change of regime.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-RELATIVE_SIGMA_FLOOR = 0.01  # of the mean: norms that hardly vary must not make a hair trigger
+RELATIVE_SIGMA_FLOOR = 0.01  # of the mean: the test must not be too sensitive at a small sigma
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class DetectorState:
     Attributes:
         mean: mu, float64; 0 before the first accepted value.
         variance: sigma^2, float64, without the correction for a young history.
-        updates: k, int64, how often `variance` was updated.
+        updates: k, int64, number of updates of `variance`.
         accepted: int64, values accepted since the detector started.
         rejected: int64, finite rejections in a row.
     """
@@ -53,17 +53,17 @@ class DetectorState:
 
     @classmethod
     def fresh(cls, num_replicas: int, num_units: int) -> DetectorState:
-        """Detectors that have seen nothing."""
+        """Detectors without any value."""
         real = torch.zeros(num_replicas, num_units, dtype=torch.float64)
         count = torch.zeros(num_replicas, num_units, dtype=torch.int64)
         return cls(real, real.clone(), count, count.clone(), count.clone())
 
     @classmethod
-    def of_lists(cls, lists: Mapping[str, list[list[float]]]) -> DetectorState:
-        """From what a checkpoint keeps: the fields as lists [N][U].
+    def from_lists(cls, lists: Mapping[str, list[list[float]]]) -> DetectorState:
+        """Restore the fields from lists [N][U] of a checkpoint.
 
         Raises:
-            KeyError, TypeError, ValueError: a field is missing, or is no table of numbers.
+            KeyError, TypeError, ValueError: a field is missing, or is not a table of numbers.
         """
         reals, counts = ("mean", "variance"), ("updates", "accepted", "rejected")
         return cls(
@@ -72,23 +72,23 @@ class DetectorState:
         )
 
     def to_lists(self) -> dict[str, list[list[float]]]:
-        """For a checkpoint: exact; see `of_lists`."""
+        """The fields as exact lists for a checkpoint; see `from_lists`."""
         return {name: tensor.tolist() for name, tensor in vars(self).items()}
 
     def of_units(self, units: Sequence[int]) -> DetectorState:
-        """The detectors of some units, in this order."""
+        """The detectors of the given units, in this order."""
         columns = list(units)
         return DetectorState(*(tensor[:, columns] for tensor in vars(self).values()))
 
     def with_units(self, units: Sequence[int], part: DetectorState) -> DetectorState:
-        """All detectors, those of some units replaced by `part`."""
-        whole = DetectorState(*(tensor.clone() for tensor in vars(self).values()))
-        for name, tensor in vars(whole).items():
+        """A copy in which the detectors of the given units are replaced by `part`."""
+        merged = DetectorState(*(tensor.clone() for tensor in vars(self).values()))
+        for name, tensor in vars(merged).items():
             tensor[:, list(units)] = getattr(part, name)
-        return whole
+        return merged
 
     def for_replicas(self, num_replicas: int) -> DetectorState:
-        """The same replicas' detectors, as far as they are still there; fresh ones for others."""
+        """The detectors for another number of replicas; fresh ones for additional replicas."""
         kept = min(num_replicas, self.mean.shape[0])
         fresh = DetectorState.fresh(num_replicas, self.mean.shape[1])
         for name, tensor in vars(fresh).items():
@@ -98,10 +98,10 @@ class DetectorState:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the detectors say of one sync.
+    """Results of the detectors for one sync.
 
     Attributes:
-        anomalous: bool [N, U], replicas to leave out.
+        anomalous: bool [N, U], replicas to reject.
         scores: float64 [N, U], z of each norm; NaN where not armed or the norm is not finite.
     """
 
@@ -112,14 +112,14 @@ class Verdict:
 def judge(
     norms: Tensor, state: DetectorState, config: DetectorConfig, *, enabled: bool = True
 ) -> tuple[Verdict, DetectorState]:
-    """Judge one sync's norms and learn from those that are accepted.
+    """Test the norms of one sync, and update the statistics with those that are accepted.
 
     Args:
         norms: float64 [N, U], pseudo-gradient norms G; NaN and inf are allowed.
         state: statistics before this sync; not changed.
         config: thresholds.
         enabled: False is the ablation: only norms that are not finite are anomalous (a NaN must
-            never spread), and nothing is learned.
+            never spread), and the statistics do not change.
 
     Returns:
         The verdict, and the statistics after this sync.
@@ -132,12 +132,12 @@ def judge(
     excess, scale = norms - state.mean, _scale(state, config)
     is_tested = armed & finite
     scores = torch.where(is_tested, excess / scale, blank)
-    # The difference decides, not the quotient: the two can round to different sides of the bound.
+    # Compare the difference, not the quotient: the two can round to different sides of the bound.
     suspicious = is_tested & (excess > config.threshold * scale)
     overdue = state.rejected >= config.patience
     rejected = suspicious & ~overdue
     accepted = finite & ~rejected
-    first = accepted & ((state.accepted == 0) | suspicious)  # a suspicious one starts it anew
+    first = accepted & ((state.accepted == 0) | suspicious)  # a suspicious one restarts it
     return (
         Verdict(~finite | rejected, scores),
         _learn(norms, state, config, accepted=accepted, first=first, rejected=rejected),
@@ -152,7 +152,7 @@ def judge_units(
     *,
     enabled: bool = True,
 ) -> tuple[Verdict, DetectorState]:
-    """Like `judge`, of some units.
+    """Like `judge`, for some of the units.
 
     Args:
         norms: float64 [N, len(units)].
@@ -197,6 +197,6 @@ def _learn(
         ),
         updates=torch.where(first, zero, state.updates + later),
         accepted=torch.where(first, zero + 1, state.accepted + later),
-        # A value that is not finite is neither accepted nor rejected here: no count, no reset.
+        # A value that is not finite neither increments nor resets this count.
         rejected=torch.where(accepted, zero, state.rejected + rejected),
     )

@@ -1,4 +1,4 @@
-"""Digests: 64 bits that differ where tensors differ in any bit. No communication."""
+"""64-bit digests, which differ if tensors differ in any bit. No communication."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _MASK = (1 << 64) - 1
 def tensor_digest(tensors: Iterable[Tensor]) -> Tensor:
     """Digest of fp32 tensors in order: an int64 scalar on their device.
 
-    A sum of the bit patterns with odd, position-dependent factors modulo 2^64: it sees order and
-    position, and any single changed element changes it. The host does not wait for it: it is read
+    The sum of the bit patterns with odd, position-dependent factors modulo 2^64: it depends on the
+    order, and any single changed element changes it. Does not block the host: the digest is read
     where digests are compared, which is never inside a forward pass.
     """
     total: Tensor | None = None
@@ -33,7 +33,7 @@ def tensor_digest(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def combine(digests: Sequence[int]) -> int:
-    """One digest of several, sensitive to their order."""
+    """Combine several digests to one that depends on their order."""
     total = 0
     for digest in digests:
         total = (total * _MIX + digest + 1) & _MASK
@@ -42,7 +42,7 @@ def combine(digests: Sequence[int]) -> int:
 
 
 def as_hex(digest: int) -> str:
-    """Sixteen hexadecimal digits."""
+    """Format a digest as sixteen hexadecimal digits."""
     return f"{digest & _MASK:016x}"
 
 

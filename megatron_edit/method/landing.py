@@ -1,4 +1,4 @@
-"""When the result of a sync reaches the parameters, and what is kept of theirs (method 4 and 6)."""
+"""When parameters take the result of a sync, and how both are merged (method 4 and 6)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class LandingRule:
     """When and how theta takes the new anchor A'.
 
     Attributes:
-        delay: d, own steps between the snapshot and the landing.
+        delay: d, steps of this replica between the snapshot and the landing.
         mix: share of theta that is kept.
-        keeps_progress: whether what theta has gained since the snapshot is added to A'.
-        at_next_meeting: CO2: the result lands when its group meets again, after the next
-            pseudo-gradient was taken.
+        keeps_progress: whether the change of theta since the snapshot is added to A'.
+        at_next_meeting: CO2: the result lands at the next meeting of its units, after the next
+            pseudo-gradient was computed.
     """
 
     delay: int
@@ -28,17 +28,17 @@ class LandingRule:
 
     @cached_property
     def is_immediate(self) -> bool:
-        """Whether nothing is trained between snapshot and landing."""
+        """Whether no step lies between the start of the sync and the landing."""
         return self.delay == 0 and not self.at_next_meeting
 
     @cached_property
     def is_direct_copy(self) -> bool:
-        """Whether theta becomes the anchor at once: all replicas are equal after the sync."""
+        """Whether theta becomes the anchor immediately: all replicas are equal after the sync."""
         return self.is_immediate and self.mix == 0.0
 
     @cached_property
     def merges(self) -> bool:
-        """Whether something of theta is left when it lands."""
+        """Whether the landing merges theta into the result."""
         return self.mix > 0.0 or (self.keeps_progress and not self.is_immediate)
 
     @cached_property
@@ -55,10 +55,10 @@ class LandingRule:
             snapshot: theta when the sync began, fp32 [n], mutated as scratch; None where there is
                 no progress to keep.
         """
-        if self.mix == 0.0:  # in as few passes over memory as there can be
+        if self.mix == 0.0:  # with the fewest passes over memory
             return theta.copy_(anchor) if snapshot is None else theta.sub_(snapshot).add_(anchor)
         target = anchor
-        if snapshot is not None:  # A' - (snapshot - theta), in its place
+        if snapshot is not None:  # A' - (snapshot - theta), in place
             target = torch.sub(anchor, snapshot.sub_(theta), out=snapshot)
         return theta.mul_(self.mix).add_(target, alpha=1.0 - self.mix)
 

@@ -1,14 +1,14 @@
-"""Who consumes which data when replicas make different numbers of steps (method section 5).
+"""The ledger: assignment of samples to replicas that make different numbers of steps (method 5).
 
-Data is counted in blocks. A block is what one replica consumes in one step: the micro-batches
-of all its data-parallel ranks, consecutive samples of the dataset. Replicas that run on their
-own clocks cannot agree on a block before they take it, so a round deals more than it uses: one
-list of the blocks that are still to consume, and to each replica its own entries. At the meeting
-every replica computes from the gathered step counts which entries were used. Those that were
-not, the holes, are dealt first in the next round, so that none is left behind for long.
+Samples are counted in blocks. A block is what one replica consumes in one step: the micro-batches
+of all its data-parallel ranks, consecutive samples of the dataset. Replicas that run at their own
+speeds cannot negotiate a block before they use it, so a round assigns more blocks than it uses: it
+has one list of the remaining blocks, of which each replica has its own entries. At the meeting
+every replica computes from the gathered step counts which entries were used. Unused blocks, the
+holes, are assigned first in the next round, so that none is delayed for long.
 
-A slow replica must not sit on the last blocks while the others are idle: when few are left, a
-final round deals all of them, in proportion to the speeds last seen.
+The other replicas must not be idle while a slow one consumes the last blocks: when few are left, a
+final round assigns all of them, in proportion to the last step counts.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, compress, pairwise
 
-FINAL_ROUNDS = 2  # the last blocks are dealt by quota from two rounds of the fastest replica on
+FINAL_ROUNDS = 2  # the final round has at most this many rounds' blocks at the fastest speed
 
 
 @dataclass(frozen=True)
 class BlockAssignment:
-    """How one round deals the blocks that are still to consume.
+    """Assignment of the remaining blocks to replicas in one round.
 
     The list of entries of the round is `holes`, then `frontier`, `frontier` + 1, ... up to
-    `target`, in other words all blocks that are still to consume, ascending. Blocks, entries,
-    steps and replicas count from 0. Everything follows from the fields: replicas whose fields
-    are equal deal alike, and the fields are all that a checkpoint has to hold.
+    `target`, in other words all remaining blocks, ascending. Blocks, entries, steps and replicas
+    count from 0. Everything follows from the fields: replicas with equal fields have the same
+    assignment, and a checkpoint stores only the fields.
 
     Attributes:
         num_replicas: N.
-        target: blocks of the whole training; each of 0 ... target - 1 is consumed exactly once.
-        frontier: first block beyond all that the rounds before this one consumed. Below it,
-            every block was consumed or is a hole; from it on, none was consumed. At the start of
-            local training: the blocks that the warm-up consumed.
-        holes: blocks below the frontier that are still to consume, ascending.
-        quotas: entries of each replica in a final round, dealt as consecutive runs in the order
-            of the replicas. None is a normal round: replica r takes entries r, r + N, r + 2N, ...
+        target: blocks of the complete training; each of 0 ... target - 1 is consumed exactly once.
+        frontier: first block beyond all that earlier rounds consumed. Below it, every block was
+            consumed or is a hole; from it on, none was consumed. At the start of local training:
+            the number of blocks that the warm-up consumed.
+        holes: blocks below the frontier that are not consumed yet, ascending.
+        quotas: number of entries of each replica in a final round, assigned as consecutive runs in
+            the order of the replicas. None is a normal round: replica r has entries r, r + N, ...
 
     Raises:
         ValueError: the fields contradict each other.
@@ -51,7 +51,7 @@ class BlockAssignment:
     quotas: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Check what a damaged checkpoint could break: a wrong field would lose samples."""
+        """Validate the fields: a damaged checkpoint could lose samples."""
         if self.num_replicas < 1:
             raise ValueError(f"num_replicas {self.num_replicas}: at least 1")
         if not 0 <= self.frontier <= self.target:
@@ -66,7 +66,7 @@ class BlockAssignment:
 
     @property
     def remaining(self) -> int:
-        """R, blocks still to consume when this round starts."""
+        """R, remaining blocks when this round starts."""
         return len(self.holes) + self.target - self.frontier
 
     @property
@@ -76,7 +76,7 @@ class BlockAssignment:
 
     @property
     def is_final(self) -> bool:
-        """Whether this round deals all that remains by quota; each replica meets after its run."""
+        """Whether this round assigns all remaining blocks by quota; a replica meets after them."""
         return self.quotas is not None
 
     def block(self, replica: int, step: int) -> int | None:
@@ -84,16 +84,16 @@ class BlockAssignment:
 
         Args:
             replica: r, in 0 ... N - 1.
-            step: inner steps that the replica made in this round before this one.
+            step: inner steps that the replica has made in this round before.
 
         Returns:
-            The block, or None where nothing is left for the replica, so that it must meet.
+            The block, or None if no block is left for the replica, so that it must meet.
         """
         if not 0 <= replica < self.num_replicas or step < 0:
             raise ValueError(
                 f"replica {replica}, step {step}: in 0 ... {self.num_replicas - 1}, from 0"
             )
-        entries = self._dealt[replica]
+        entries = self._entries[replica]
         if step >= len(entries):
             return None
         entry, num_holes = entries[step], len(self.holes)
@@ -104,21 +104,21 @@ class BlockAssignment:
         return self.block(replica, steps) is None
 
     def next_round(self, steps: Sequence[int]) -> BlockAssignment:
-        """The assignment of the next round, in time proportional to the entries touched.
+        """The assignment of the next round, in time proportional to the entries used.
 
-        A round may end anywhere, also a final one: a stop cuts it short, and what is left
-        unused becomes holes again.
+        Any round may end early, also a final one after a stop request; its unused blocks become
+        holes again.
 
         Args:
             steps: inner steps of each replica in this round, gathered at the meeting.
 
         Raises:
-            ValueError: `steps` has not one count per replica, or a count that cannot be.
+            ValueError: `steps` has not one count per replica, or an impossible count.
         """
         self._check_steps(steps)
-        taken = [run[:count] for run, count in zip(self._dealt, steps, strict=True) if count]
+        taken = [run[:count] for run, count in zip(self._entries, steps, strict=True) if count]
         touched = max((run[-1] + 1 for run in taken), default=0)  # no entry from here on was used
-        # Marked and selected run by run, not block by block: holes may be tens of thousands.
+        # Mark and select runs, not single blocks: there may be tens of thousands of holes.
         unused = bytearray(b"\x01") * touched
         for run in taken:
             unused[run.start : run.stop : run.step] = bytes(len(run))
@@ -126,14 +126,14 @@ class BlockAssignment:
         listed = chain(self.holes[:touched], range(self.frontier, frontier))
         holes = (*compress(listed, unused), *self.holes[touched:])
         remaining = len(holes) + self.target - frontier
-        # After a round without a step there is no speed to go by; nothing is final then.
+        # After a round without a step the speeds are unknown: no final round follows.
         is_final = 0 < remaining <= FINAL_ROUNDS * self.num_replicas * max(steps)
         quotas = proportional_shares(remaining, steps) if is_final else None
         return BlockAssignment(self.num_replicas, self.target, frontier, holes, quotas)
 
     @cached_property
-    def _dealt(self) -> tuple[range, ...]:
-        """Entries of each replica, in the order in which it takes them."""
+    def _entries(self) -> tuple[range, ...]:
+        """Entries of each replica, in the order in which it uses them."""
         if self.quotas is None:
             stop, stride = self.remaining, self.num_replicas
             return tuple(range(first, stop, stride) for first in range(self.num_replicas))
@@ -142,27 +142,27 @@ class BlockAssignment:
 
     def _check_steps(self, steps: Sequence[int]) -> None:
         _check_counts("steps", steps, self.num_replicas)
-        for replica, (count, entries) in enumerate(zip(steps, self._dealt, strict=True)):
+        for replica, (count, entries) in enumerate(zip(steps, self._entries, strict=True)):
             if count > len(entries):
                 raise ValueError(
-                    f"steps {count} of replica {replica}: it was dealt {len(entries)} blocks"
+                    f"steps {count} of replica {replica}: it was assigned {len(entries)} blocks"
                 )
 
 
 def proportional_shares(total: int, counts: Sequence[int]) -> tuple[int, ...]:
-    """Whole shares of `total` in proportion to `counts`, by largest remainder.
+    """Integer shares of `total` in proportion to `counts`, by largest remainder.
 
-    Ties go to the lower index. Shares are as equal as can be where all counts are zero.
+    Ties go to the lower index. Shares are as equal as possible if all counts are zero.
 
     Args:
-        total: what the shares sum to.
-        counts: one or more numbers from 0 on; who has 0 gets 0, unless all have.
+        total: sum of the shares.
+        counts: one or more numbers >= 0; a count of 0 gets the share 0, unless all are 0.
     """
     counts = counts if any(counts) else [1] * len(counts)
-    whole = sum(counts)
-    # Whole numbers throughout: every replica must find the same shares, to the last block.
-    shares = [total * count // whole for count in counts]
-    by_remainder = sorted(range(len(counts)), key=lambda index: -(total * counts[index] % whole))
+    divisor = sum(counts)
+    # Integers only: every replica must find exactly the same shares.
+    shares = [total * count // divisor for count in counts]
+    by_remainder = sorted(range(len(counts)), key=lambda index: -(total * counts[index] % divisor))
     for index in by_remainder[: total - sum(shares)]:
         shares[index] += 1
     return tuple(shares)
@@ -173,8 +173,8 @@ def samples_of(
 ) -> range:
     """Samples of the dataset in one micro-batch of one data-parallel rank of a replica.
 
-    A block holds micro_batches x ranks x micro_batch consecutive samples. Within it, they are
-    laid out as by stock sampling: the micro-batches in order, each split over the ranks.
+    A block holds micro_batches x ranks x micro_batch consecutive samples. Their order in it is that
+    of Megatron's sampler: the micro-batches in order, each split over the ranks.
 
     Args:
         block: number of the block, from 0.

@@ -1,9 +1,9 @@
-"""The loss check: which replicas are left out of a sync because of their training loss.
+"""The loss check: which replicas are rejected in a sync because of their training loss.
 
 Bad data (random tokens, a corrupted shard) raises the loss of a replica without changing the norm
 of its pseudo-gradient by much. Each replica's loss of a round is compared with the losses of the
-others in the same round, and that difference with the replica's own history: a replica whose data
-are harder has a steady difference, which its history absorbs.
+others in the same round, and that difference with the replica's own history: harder data cause a
+steady difference, which is part of the history.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MIN_EXCESS = 0.1  # nats per token: a smaller rise of the loss is never a reason to leave out
+MIN_EXCESS = 0.1  # nats per token: a smaller rise of the loss never rejects a replica
 WARMUP_ROUNDS = 8  # accepted values before a history is armed
-NEWEST_WEIGHT = 0.05  # of the newest value in an old history; a young one is a plain mean
+NEWEST_WEIGHT = 0.05  # of the newest value in a long history; a short one is a plain mean
 SIGMA_PER_DEVIATION = math.sqrt(math.pi / 2)  # sigma / mean absolute deviation, of a normal value
-FEWEST_COMPARED = 3  # replicas; of two that differ nobody can say which one is wrong
+FEWEST_COMPARED = 3  # replicas; with two that differ it is unknown which one is wrong
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class LossCheckConfig:
 
 @dataclass(frozen=True)
 class LossHistory:
-    """What each replica's accepted differences have been; every tensor is [N].
+    """Statistics of each replica's accepted differences; every tensor is [N].
 
     Attributes:
         mean: float64, nats per token; 0 before the first accepted value.
@@ -59,8 +59,8 @@ class LossHistory:
         return cls(real, real.clone(), count, count.clone())
 
     @classmethod
-    def of_lists(cls, lists: Mapping[str, list[float]], num_replicas: int) -> LossHistory:
-        """From what a checkpoint holds; fresh where it holds none, or that of another N.
+    def from_lists(cls, lists: Mapping[str, list[float]], num_replicas: int) -> LossHistory:
+        """Restore from lists of a checkpoint; fresh if it has none, or that of another N.
 
         Args:
             lists: the fields as lists [N]; empty in checkpoints of older versions.
@@ -80,21 +80,21 @@ class LossHistory:
         return saved if len(saved.mean) == num_replicas else cls.fresh(num_replicas)
 
     def to_lists(self) -> dict[str, list[float]]:
-        """For a checkpoint: exact; see `of_lists`."""
+        """The fields as exact lists for a checkpoint; see `from_lists`."""
         return {name: tensor.tolist() for name, tensor in vars(self).items()}
 
 
 @dataclass(frozen=True)
 class LossVerdict:
-    """What the loss check says of one sync; every tensor is [N].
+    """Result of the loss check for one sync; every tensor is [N].
 
     Attributes:
-        rejected: bool, replicas to leave out of all units of the sync.
+        rejected: bool, replicas to reject in all units of the sync.
         losses: float64, nats per token, mean loss of each replica since the last meeting; NaN
             where it is not known.
         scores: float64, z: excess over the history's mean in standard deviations, of which the
             smallest is MIN_EXCESS / threshold; NaN where the history is not armed or the replica
-            is not judged.
+            is not tested.
     """
 
     rejected: Tensor
@@ -103,7 +103,7 @@ class LossVerdict:
 
     @classmethod
     def without_check(cls, losses: Tensor) -> LossVerdict:
-        """Where nobody is judged.
+        """The verdict that rejects no replica.
 
         Args:
             losses: see the attribute.
@@ -112,18 +112,18 @@ class LossVerdict:
 
 
 def loss_differences(losses: Tensor, judged: Tensor) -> Tensor:
-    """d of each replica: its loss less the median of the others' losses.
+    """d of each replica: its loss minus the median of the others' losses.
 
-    Where the others are even in number, the replica itself counts among them: one bad loss among
+    If the number of others is even, the median includes the replica itself: one bad loss among
     three replicas, high or low, then does not change the differences of the other two. With fewer
     than three replicas d is the loss itself.
 
     Args:
         losses: float64 [N], nats per token.
-        judged: bool [N], replicas whose losses count.
+        judged: bool [N], replicas with a usable loss.
 
     Returns:
-        float64 [N]; NaN for replicas that do not count, or have fewer than two others.
+        float64 [N]; NaN for replicas without a usable loss, or with fewer than two others.
     """
     num_replicas = len(losses)
     differences = torch.full_like(losses, torch.nan)
@@ -142,19 +142,19 @@ def loss_differences(losses: Tensor, judged: Tensor) -> Tensor:
 def check_losses(
     losses: Tensor, has_steps: Tensor, history: LossHistory, config: LossCheckConfig
 ) -> tuple[LossVerdict, LossHistory]:
-    """Judge the losses of one round and learn from those that are accepted.
+    """Test the losses of one round, and update the histories with those that are accepted.
 
-    A replica is rejected where its history is armed and
+    A replica is rejected if its history is armed and
     d - mean > max(threshold * sigma, MIN_EXCESS). A rejected value does not enter the history.
     After `patience` rejections in a row the next value is accepted; if it, too, would have been
-    rejected, the history starts anew with it: a change of regime must not lock a replica out.
-    With fewer than three replicas, where d has nothing to be compared with, a rise of all that are
-    judged is such a change at once, and rejects nobody.
+    rejected, the history restarts with it: a change of regime must not reject a replica for ever.
+    With fewer than three replicas, whose d is relative to no other loss, a rise of all tested
+    replicas counts as such a change immediately, and rejects none.
 
     Args:
         losses: float64 [N], nats per token, mean loss of each replica since the last meeting.
-        has_steps: bool [N], whether a replica made a step since then; only these are judged, and
-            only where the loss is finite.
+        has_steps: bool [N], whether a replica made a step since then; only these are tested, and
+            only if the loss is finite.
         history: of all replicas before this round; not changed.
         config: settings.
 
@@ -183,7 +183,7 @@ def _learn(
 ) -> LossHistory:
     later = accepted & ~first
     count = history.accepted.double()
-    # The n-th value weighs 1 / n, and the first deviation comes with the second value.
+    # The n-th value has the weight 1 / n; the first deviation is that of the second value.
     mean_weight = (1.0 / (count + 1.0)).clamp(min=NEWEST_WEIGHT)
     deviation_weight = (1.0 / count.clamp(min=1.0)).clamp(min=NEWEST_WEIGHT)
     excess = values - history.mean

@@ -1,12 +1,12 @@
 """Which moments of the inner optimizer are averaged over the replicas, at which syncs, and how.
 
 The average of a moment of a unit is the uniform mean over the replicas that are accepted in the
-unit. Every replica takes it, also one that is left out. Averaging the second moment at some syncs
-is from DES-LOC (arXiv 2505.22549); the first alone is not offered: where a replica's second moment
-is near zero, the others' first moment would be divided by it.
+unit. Every replica takes it, also a rejected one. Averaging the second moment at some syncs is from
+DES-LOC (arXiv 2505.22549); averaging the first one alone is not supported: it would divide the
+others' first moment by a replica's second moment that may be near zero.
 
 A replica's second moment is an average over samples of that replica alone. With beta2^(1/N) it
-covers as many samples as that of one optimizer on all N replicas would (`local_beta2`).
+covers as many samples as that of one optimizer on all N replicas (`local_beta2`).
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ _CODECS = {FIRST_MOMENT: LOG8, SECOND_MOMENT: ULOG8}
 
 @dataclass(frozen=True)
 class MomentRule:
-    """Which moments a sync averages, and how they travel.
+    """Which moments a sync averages, and how they are encoded.
 
     Attributes:
-        kinds: of `constants.FIRST_MOMENT` and `SECOND_MOMENT`, in this order.
-        is_coded: whether they travel in 8-bit codes; otherwise as fp32.
+        kinds: subset of `constants.FIRST_MOMENT` and `SECOND_MOMENT`, in this order.
+        is_coded: whether they are sent in 8-bit codes; otherwise in fp32.
     """
 
     kinds: tuple[str, ...] = ()
     is_coded: bool = True
 
     def codec_of(self, kind: str) -> Codec | None:
-        """What encodes a moment; None for fp32."""
+        """The codec of a moment; None for fp32."""
         return _CODECS[kind] if self.is_coded else None
 
     @property
     def has_phases(self) -> bool:
-        """Whether an exchange of them is one in two phases (`comm.compressed_all_reduce`)."""
+        """Whether their exchange has two phases (`comm.compressed_all_reduce`)."""
         return bool(self.kinds) and self.is_coded
 
 
@@ -61,8 +61,8 @@ class MomentSchedule:
     """At which syncs moments are averaged.
 
     Attributes:
-        rule: what is averaged at these syncs.
-        interval: K: at every K-th sync of a unit, counted from the first.
+        rule: the moments averaged at these syncs.
+        interval: K: at every K-th sync of a unit.
     """
 
     rule: MomentRule
@@ -79,26 +79,26 @@ class MomentSchedule:
         return cls(MomentRule(_KINDS[which]), interval)
 
     def rule_of(self, sync: int, num_fragments: int) -> MomentRule:
-        """What sync number `sync` averages, from 1; each unit takes part in every F-th of them.
+        """The rule of one sync; each unit takes part in every F-th sync.
 
         Args:
-            sync: its number.
+            sync: number of the sync, from 1.
             num_fragments: F.
         """
-        turn = (sync - 1) // num_fragments + 1
-        return self.rule if turn % self.interval == 0 else NO_MOMENTS
+        sync_of_unit = (sync - 1) // num_fragments + 1
+        return self.rule if sync_of_unit % self.interval == 0 else NO_MOMENTS
 
 
 NEVER = MomentSchedule(NO_MOMENTS, 1)
 
 
 def local_beta2(beta2: float, num_replicas: int) -> float:
-    """beta2^(1/N), for steps of one of N replicas."""
+    """beta2^(1/N), the decay rate for local steps of one of N replicas."""
     return float(beta2 ** (1.0 / num_replicas))
 
 
 def extra_steps(common_steps: int, num_replicas: int) -> int:
-    """What Adam's count of steps lacks in a local step, so that its bias correction fits.
+    """Steps to add to Adam's step count in a local step, for the right bias correction.
 
     After c steps with beta2 and l with beta2^(1/N), the weights in the second moment sum to
     1 - beta2^(c + l/N) = 1 - (beta2^(1/N))^(N c + l), which is Adam's correction for step N c + l.

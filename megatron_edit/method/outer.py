@@ -1,4 +1,4 @@
-"""What happens to one unit's shard at a sync: contribution, clip, outer step (method 3, 6)."""
+"""Arithmetic of a sync on one unit's shard: contribution, clip, outer step (method 3, 6)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CLIP_EPSILON = 1e-6
 def weighted_contribution(delta: Tensor, weight: float) -> Tensor:
     """This replica's addend to the weighted average, of the shape and dtype of `delta`.
 
-    A replica that is left out contributes exact zeros by selection: 0 * inf would be NaN.
+    Weight 0, of a rejected replica, gives exact zeros without a product: 0 * inf would be NaN.
     """
     return weighted_contribution_(delta.clone(), weight)
 
@@ -37,7 +37,7 @@ def clip_factor(norm: Tensor, max_norm: float | None) -> Tensor:
 
 
 class OuterRule(Protocol):
-    """How the average moves anchor and momentum."""
+    """Outer step: updates anchor and momentum with the average."""
 
     def step_(
         self,
@@ -48,13 +48,13 @@ class OuterRule(Protocol):
         clip: float | Tensor,
         inner_lr: float,
     ) -> None:
-        """Move anchor and momentum in place.
+        """Update anchor and momentum in place.
 
         Args:
             anchor: A, fp32 [n]. Mutated.
             momentum: b, fp32 [n]. Mutated.
             average: Dbar, fp32 [n], a descent direction. Used as scratch.
-            clip: c; a number, or a scalar tensor, which no host has to read.
+            clip: c; a number, or a scalar tensor, which needs no host read.
             inner_lr: learning rate of the inner optimizer at the sync.
         """
 
@@ -82,7 +82,7 @@ class Nesterov:
         clip: float | Tensor,
         inner_lr: float,
     ) -> None:
-        """Move anchor and momentum, fp32 [n], in place; the average is used as scratch."""
+        """Update anchor and momentum, fp32 [n], in place; the average is used as scratch."""
         average.mul_(clip)
         momentum.mul_(self.momentum).add_(average)
         anchor.sub_(average.add_(momentum, alpha=self.momentum), alpha=self.lr)
@@ -92,7 +92,7 @@ class Nesterov:
 class SlowMomentum:
     """u <- beta u + c Dbar / lr;  A <- A - alpha lr u (SlowMo, arXiv 1910.00643, Algorithm 1).
 
-    At lr 0 the division has no meaning: the anchor becomes the average, u stays.
+    At lr 0 the division is undefined: the anchor becomes the average, and u does not change.
 
     Attributes:
         lr: alpha, the slow learning rate.
@@ -111,7 +111,7 @@ class SlowMomentum:
         clip: float | Tensor,
         inner_lr: float,
     ) -> None:
-        """Move anchor and momentum, fp32 [n], in place; at `inner_lr` 0 the anchor alone."""
+        """Update anchor and momentum, fp32 [n], in place; at `inner_lr` 0 the anchor alone."""
         average.mul_(clip)
         if inner_lr == 0.0:
             anchor.sub_(average)
@@ -128,7 +128,7 @@ class StaleMomentum:
         lr: alpha.
         momentum: beta.
         gap: Lambda, the penalty on the staleness gap.
-        bound: phi_m, largest element of m; None is off.
+        bound: phi_m, largest element of m; None does not clamp.
     """
 
     lr: float
@@ -145,7 +145,7 @@ class StaleMomentum:
         clip: float | Tensor,
         inner_lr: float,
     ) -> None:
-        """Move anchor and momentum, fp32 [n], in place; `inner_lr` is not used."""
+        """Update anchor and momentum, fp32 [n], in place; `inner_lr` is not used."""
         average.mul_(clip)
         momentum.mul_(self.momentum).add_(average, alpha=1.0 / self.gap)
         if self.bound is not None:

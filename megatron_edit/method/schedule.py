@@ -1,4 +1,4 @@
-"""When things happen: phases of training by attempted optimizer step (method sections 2, 4, 6)."""
+"""Phases of training and times of syncs, by attempted optimizer step (method sections 2, 4, 6)."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import Protocol
 def last_local(total: int, final_fraction: float) -> int:
     """The last iteration (or sample) before the final synchronous phase.
 
-    A step belongs to the final phase if the share 1 - X of the training was over when it began.
+    A step belongs to the final phase if the share 1 - X of the training was done when it began.
 
     Args:
-        total: iterations, or samples, of the whole training.
+        total: iterations, or samples, of the complete training.
         final_fraction: X, share of the training that the final phase takes; in [0, 1].
 
     Returns:
-        ceil((1 - X) total), in the decimal value of X: 0 where all of the training is synchronous,
-        `total` where there is no final phase.
+        ceil((1 - X) total), exact in the decimal value of X: 0 if all of the training is
+        synchronous, `total` if there is no final phase.
     """
     return math.ceil((1 - Fraction(repr(final_fraction))) * total)
 
 
 @dataclass(frozen=True)
 class RoundStart:
-    """What the length of a round may depend on; the same on all ranks of all replicas.
+    """Values that the length of a round may depend on; the same on all ranks of all replicas.
 
     Attributes:
         step: s, the step after which the round begins.
@@ -47,7 +47,7 @@ class Schedule(Protocol):
 
     Attributes:
         interval: tau, steps between two syncs of a unit.
-        fragments: F, groups of units that sync at steps of their own.
+        fragments: F, number of groups of units that sync at different steps.
         has_fixed_rounds: whether all rounds have at most `interval` steps.
     """
 
@@ -55,7 +55,7 @@ class Schedule(Protocol):
 
     @property
     def warmup_steps(self) -> int | None:
-        """W; None is a warm-up that never ends."""
+        """W; None for an endless warm-up."""
 
     @property
     def interval(self) -> int:
@@ -63,7 +63,7 @@ class Schedule(Protocol):
 
     @property
     def fragments(self) -> int:
-        """F, number of fragments that sync at steps of their own."""
+        """F, number of fragments, which sync at different steps."""
 
     def is_warmup(self, step: int) -> bool:
         """Whether the gradients of step `step` (from 1) are averaged over the replicas."""
@@ -77,7 +77,7 @@ class Schedule(Protocol):
         Args:
             step: s, from 1.
             start: the step after which the round began.
-            length: steps that `round_length` gave it.
+            length: of the round, from `round_length`.
         """
 
     def round_length(self, start: RoundStart) -> int:
@@ -89,9 +89,9 @@ class StepSchedule:
     """A synchronous warm-up, then a sync of each fragment every `interval` steps.
 
     Attributes:
-        warmup_steps: W; None is a warm-up that never ends (strategy `ddp`).
+        warmup_steps: W; None for an endless warm-up (strategy `ddp`).
         interval: tau, inner steps between two syncs of a fragment.
-        fragments: F; fragment f is late by floor(f tau / F) steps.
+        fragments: F; fragment f syncs with an offset of floor(f tau / F) steps.
     """
 
     warmup_steps: int | None
@@ -100,7 +100,7 @@ class StepSchedule:
     has_fixed_rounds = True
 
     def is_warmup(self, step: int) -> bool:
-        """Whether `step` is one of the first W, or warm-up never ends."""
+        """Whether `step` is one of the first W, or the warm-up is endless."""
         return self.warmup_steps is None or step <= self.warmup_steps
 
     def is_switch(self, step: int) -> bool:
@@ -125,7 +125,7 @@ class StepSchedule:
 
 @dataclass(frozen=True)
 class VaryingSchedule(StepSchedule):
-    """Rounds whose lengths are decided where they begin. There is one fragment."""
+    """Rounds whose length is determined when they begin. There is one fragment."""
 
     has_fixed_rounds = False
 
@@ -153,13 +153,13 @@ class QuadraticSchedule(VaryingSchedule):
 
 @dataclass(frozen=True)
 class StagewiseSchedule(VaryingSchedule):
-    """STL: rounds of tau 2^k steps in stage k of the local training (arXiv 2006.06377, cut into
-    equal stages).
+    """STL: rounds of tau 2^k steps in stage k of the local training (arXiv 2006.06377, with
+    stages of equal length).
 
     A round has the length of the stage in which it begins, and may end in the next one.
 
     Attributes:
-        stages: equal parts of the local training; >= 1.
+        stages: number of equal parts of the local training; >= 1.
         last_step: L, the last local step.
     """
 
@@ -190,4 +190,4 @@ class LossSchedule(VaryingSchedule):
         return max(1, min(LONGEST, math.ceil(self.interval * math.sqrt(ratio))))
 
 
-LONGEST = 2**53  # what a control record and a manifest hold exactly
+LONGEST = 2**53  # the largest length that control records and manifests represent exactly

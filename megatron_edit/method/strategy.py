@@ -1,6 +1,6 @@
-"""The strategies: what a name on the command line means for the engine (method section 6).
+"""The strategies of `--edit-strategy` and their settings of the engine (method section 6).
 
-Nothing outside of this file asks for the name of a strategy.
+No other module depends on the name of a strategy.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RuleSettings:
-    """What the command line says of the outer step.
+    """Settings of the outer step from the command line.
 
     Attributes:
-        lr: nu, or alpha. `momentum`: mu_o, or beta.
-        gap: Lambda of CO2. `bound`: its phi_m; None is off.
+        lr: nu, or alpha.
+        momentum: mu_o, or beta.
+        gap: Lambda of CO2.
+        bound: phi_m of CO2; None does not clamp.
     """
 
     lr: float
@@ -30,7 +32,7 @@ class RuleSettings:
     bound: float | None
 
 
-# Imported when it is needed: settings can be read without torch.
+# The rules are imported on demand, so that settings can be read without torch.
 
 
 def _nesterov(settings: RuleSettings) -> OuterRule:
@@ -53,21 +55,22 @@ def _stale_momentum(settings: RuleSettings) -> OuterRule:
 
 @dataclass(frozen=True)
 class Strategy:
-    """One rule of synchronisation.
+    """A synchronisation strategy.
 
     Attributes:
         name: the value of `--edit-strategy`.
-        presets: settings that the strategy brings, where the command line is silent; only those
-            that differ from the usual defaults, which `EditConfig` has.
-        optimizer_presets: the same by Megatron's `--optimizer`: they replace the strategy's own
-            where the replicas train with that inner optimizer.
+        presets: defaults of settings that are not on the command line; only those that differ from
+            the general defaults in `EditConfig`.
+        optimizer_presets: presets by Megatron's `--optimizer`, which replace those above where the
+            replicas train with that inner optimizer.
         endless_warmup: gradients are averaged at every step; there is never an outer step.
         is_timed: replicas meet by the clock, after as many steps as each has made by then.
-        has_penalty: whether replicas are weighed, left out as anomalous, and averages clipped.
-        make_rule: the outer step.
-        keeps_progress: whether a delayed landing keeps what was learned since the snapshot.
+        has_penalty: whether replicas are weighted, anomalous ones rejected, and averages clipped.
+        make_rule: creates the outer step.
+        keeps_progress: whether a delayed landing keeps the change of the parameters since the
+            snapshot.
         lands_at_next_meeting: the result of a round lands at the end of the next.
-        own_settings: settings that have a meaning for this strategy alone, or a few.
+        own_settings: settings that apply to this strategy alone, or to a few.
     """
 
     name: str
@@ -82,7 +85,7 @@ class Strategy:
     own_settings: tuple[str, ...] = ()
 
     def presets_with(self, inner_optimizer: str) -> Mapping[str, float]:
-        """The presets where the replicas train with an inner optimizer of Megatron's.
+        """The presets with one of Megatron's inner optimizers.
 
         Args:
             inner_optimizer: the value of `--optimizer`.
@@ -92,8 +95,8 @@ class Strategy:
 
 _AVERAGING = {"outer_lr": 1.0, "outer_momentum": 0.0}
 _DILOCO = {"outer_lr": 0.7, "outer_momentum": 0.9}
-# Muon's updates all have one size: the averages are not too short, as Adam's are, and need less
-# outer momentum (2505.23725; docs/strategies.md has our own numbers).
+# Muon's updates all have the same size: their averages are not too small, as Adam's are, and need
+# less outer momentum (2505.23725; docs/strategies.md has our own numbers).
 _WITH_MUON = {MUON: {"outer_lr": 0.9, "outer_momentum": 0.6}}
 TIMED_SETTINGS = ("sync_seconds", "min_round_steps", "step_weight")
 

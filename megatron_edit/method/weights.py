@@ -37,7 +37,7 @@ def replica_weights(
     distance = torch.where(accepted, norms - lowest, infinity)
     raised = torch.where(accepted, torch.exp(-distance / scale), torch.zeros_like(norms))
     total = raised.sum(dim=0)
-    # T = 0 happens only where half of the norms are exactly 0: then the spec says 1 / n.
+    # T = 0 happens only if half of the norms are exactly 0: then the method specifies 1 / n.
     usable = (scale > 0) & (total > 0)
     return torch.where(usable, raised / torch.where(usable, total, torch.ones_like(total)), equal)
 
@@ -47,8 +47,8 @@ def blend_step_weights(weights: Tensor, accepted: Tensor, steps: Tensor, share: 
 
     Args:
         weights: float64 [N, U], from `replica_weights`.
-        accepted: bool [N, U]; the others keep weight 0. An accepted one may have 0, too, where its
-            norm is so far above the least that exp(-G / T) is none.
+        accepted: bool [N, U]; the others keep weight 0. An accepted one may also have weight 0, if
+            its norm is so far above the smallest that exp(-G / T) underflows.
         steps: float64 [N, U], inner steps since the unit's last sync.
         share: rho, in [0, 1].
 
@@ -66,7 +66,7 @@ def blend_step_weights(weights: Tensor, accepted: Tensor, steps: Tensor, share: 
 
 
 def effective_replicas(weights: Tensor) -> Tensor:
-    """1 / sum_r w^2, float64 [U]: how many replicas an average stands on; 0 where none."""
+    """1 / sum_r w^2, float64 [U]: effective number of replicas in an average; 0 where none."""
     squares = (weights * weights).sum(dim=0)
     return torch.where(squares > 0, 1.0 / squares, torch.zeros_like(squares))
 

@@ -1,1 +1,1 @@
-"""What people read: event files, console lines, later pictures."""
+"""Output for users: event files, console lines and metrics."""

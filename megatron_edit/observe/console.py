@@ -1,7 +1,7 @@
-"""The console belongs to replica 0; the others write to files of their own.
+"""Console output: replica 0 writes to the console, the other replicas to files of their own.
 
-Neither ends a training: what cannot be written, on a full disk or to a pipe that nobody reads any
-more, is dropped (`tolerate_broken_output`).
+Failed writes, to a full disk or a closed pipe, never end a training: they are dropped
+(`tolerate_broken_output`).
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
 PREFIX = "[edit]"
 _STREAMS = ("stdout", "stderr")
-_RANK = re.compile(r"^\[rank\d+\]: ")  # PyTorch's, before each line of an error
+_RANK = re.compile(r"^\[rank\d+\]: ")  # PyTorch's prefix to each line of an error
 
 
 def say(text: str) -> None:
-    """Print one line for people, at once."""
+    """Print one line on standard output, and flush it."""
     sys.stdout.write(f"{PREFIX} {text}\n")
     sys.stdout.flush()
 
 
 def warn(text: str) -> None:
-    """Print one line on the error stream, at once.
+    """Print one line on standard error, and flush it.
 
-    It is seen also where output is dropped for want of a file, but not where the stream is broken.
+    It appears even where standard output is dropped for lack of a file.
     """
     sys.stderr.write(f"{PREFIX} {text}\n")
     sys.stderr.flush()
@@ -48,37 +48,37 @@ class DroppingFile(io.FileIO):
     """A file descriptor whose failing writes are dropped, and counted.
 
     Attributes:
-        num_lost_bytes: dropped so far.
+        num_lost_bytes: bytes dropped so far.
     """
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "w", closefd=False)
         self.num_lost_bytes = 0
-        self._is_cut = False  # the last thing written may be half a line
+        self._is_line_partial = False  # whether the last write may have left a partial line
 
     def write(self, data: ReadableBuffer, /) -> int:
-        """Write what can be written, and say that it was all."""
+        """Write what can be written, and report everything as written."""
         view = memoryview(data).cast("B")
         try:
-            if self._is_cut:
+            if self._is_line_partial:
                 super().write(b"\n")
-                self._is_cut = False
+                self._is_line_partial = False
             while (written := super().write(view)) is None:
-                select.select([], [self.fileno()], [])  # a full pipe that must not be waited for
+                select.select([], [self.fileno()], [])  # a full non-blocking pipe
         except OSError:
-            self._is_cut = True
+            self._is_line_partial = True
             self.num_lost_bytes += len(view)
             return len(view)
         return written
 
 
 def tolerate_broken_output() -> Callable[[], None]:
-    """Let no error of standard output or standard error reach who prints, in Python.
+    """Drop failed writes of Python's standard output and standard error instead of raising.
 
-    Libraries in C do not look at such errors. Where a stream has no file descriptor, it stays.
+    Libraries in C ignore such errors. A stream without a file descriptor is not changed.
 
     Returns:
-        What undoes it, and says on standard error how many bytes were lost.
+        A function that undoes it, and reports on standard error how many bytes were lost.
     """
     before: dict[str, tuple[TextIO, TextIO, DroppingFile]] = {}
     for name in _STREAMS:
@@ -109,10 +109,10 @@ def tolerate_broken_output() -> Callable[[], None]:
 
 
 def name_replica_in_tracebacks(replica: int, rank: int) -> None:
-    """Begin the lines of an error that ends this process with ``[replica1 rank0]: ``.
+    """Prefix each line of an uncaught error with ``[replica1 rank0]: ``.
 
-    PyTorch begins them with ``[rank0]: ``, which every replica has one of. *Mutates*
-    ``sys.excepthook``; what it was prints the error.
+    PyTorch's own prefix ``[rank0]: `` does not identify the replica. *Mutates* ``sys.excepthook``;
+    the previous hook prints the error.
     """
     print_error = sys.excepthook
 
@@ -131,7 +131,7 @@ def name_replica_in_tracebacks(replica: int, rank: int) -> None:
 
 @dataclass
 class MovedOutput:
-    """Where standard output and errors were before they were moved.
+    """The original targets of standard output and standard error.
 
     Attributes:
         saved: copies of the moved file descriptors, by number.
@@ -140,7 +140,7 @@ class MovedOutput:
     saved: dict[int, int]
 
     def record(self, error: BaseException) -> None:
-        """Write an error to where the output went; the console will hear of it, too."""
+        """Write an error to the file of the output, too; the caller reports it on the console."""
         if 2 not in self.saved or isinstance(error, SystemExit):
             return
         if isinstance(error, EditError):
@@ -149,7 +149,7 @@ class MovedOutput:
             traceback.print_exception(error, file=sys.stderr)
 
     def restore(self) -> None:
-        """Give the process its console back. Idempotent."""
+        """Restore the original file descriptors. Idempotent."""
         sys.stdout.flush()
         sys.stderr.flush()
         for number, copy in self.saved.items():
@@ -159,10 +159,10 @@ class MovedOutput:
 
 
 def move_output_to(path: Path | None) -> MovedOutput:
-    """Send this process's standard output, and its errors where there is a file, to `path`.
+    """Redirect this process's standard output and standard error to `path`.
 
-    It works on file descriptors, so that libraries in C are moved too. Without a file only the
-    output is dropped: errors must stay visible somewhere.
+    It works on file descriptors, so that output of C libraries is redirected too. Without a file
+    only standard output is dropped: errors must remain visible.
 
     Args:
         path: file to append to, shared by the ranks of one replica; None drops the output.

@@ -1,4 +1,4 @@
-"""One run at a time in a folder of event files."""
+"""A lock that allows one run at a time in a folder of event files."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from megatron_edit.flags import flag
 from megatron_edit.observe.console import say, warn
 
 NAME = "run.lock"
-ENDING_SECONDS = 10.0  # for a run that is just ending
-# A file server keeps the locks of a machine that went down until its lease ends, a minute or two.
+ENDING_SECONDS = 10.0  # time for a run that is just ending
+# A file server keeps the locks of a crashed machine until its lease ends, a minute or two.
 LEASE_SECONDS = 180.0
 _POLL_SECONDS = 0.25
-_HELD = (errno.EACCES, errno.EAGAIN)
+_LOCKED = (errno.EACCES, errno.EAGAIN)
 
 
 class FolderLock:
-    """A lock of the operating system, on a file in the folder.
+    """A lock of the operating system on a file in the folder.
 
-    It ends with the process that holds it, however that ends, and processes that are forked from it
-    do not hold it. The file stays: were it removed, two runs could lock two files of one name.
+    It is released when the process that holds it ends, in whatever way; forked processes do not
+    inherit it. The file is never removed: else two runs could lock two files of the same name.
 
     Args:
         folder: `--edit-log-dir`.
@@ -36,22 +36,22 @@ class FolderLock:
         self._folder = folder
         self._descriptor: int | None = None
 
-    def take(self) -> UsageError | None:
-        """Lock the folder; what to say where another run has it.
+    def acquire(self) -> UsageError | None:
+        """Lock the folder; return an error if another run holds the lock.
 
-        Blocks: while another run has it, `ENDING_SECONDS`, or `LEASE_SECONDS` for one on another
-        machine, which may have gone down.
+        Blocks while another run holds it: up to `ENDING_SECONDS`, or `LEASE_SECONDS` for a run on
+        another machine, which may have crashed.
 
-        Where nothing can be locked (a file system without locks, a full disk), the run goes on
-        without, and that is said.
+        If the file cannot be locked (a file system without locks, a full disk), the run continues
+        without a lock, after a warning.
         """
         path = self._folder / NAME
         try:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             if (holder := self._wait_for_lock()) is not None:
                 self.release()
-                return _held(self._folder, holder)
-            with suppress(OSError):  # of a full disk: who holds it is then not known, that is all
+                return _locked_error(self._folder, holder)
+            with suppress(OSError):  # full disk: only the name of the holder is missing
                 os.ftruncate(self._descriptor, 0)
                 os.pwrite(self._descriptor, f"{socket.gethostname()} {os.getpid()}\n".encode(), 0)
         except OSError as error:
@@ -62,15 +62,15 @@ class FolderLock:
         return None
 
     def release(self) -> None:
-        """Let other runs have the folder. Idempotent."""
+        """Release the lock. Idempotent."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
 
     def _wait_for_lock(self) -> str | None:
-        """Lock the file. Who has it, where that one keeps it for too long."""
+        """Wait for the lock; return its holder if it is held for too long, else None."""
         assert self._descriptor is not None, "no file to lock"
-        began, is_said = time.monotonic(), False
+        began, is_announced = time.monotonic(), False
         while not self._try_to_lock():
             waited = time.monotonic() - began
             if waited > ENDING_SECONDS:
@@ -78,12 +78,12 @@ class FolderLock:
                 host = holder.partition(" ")[0]
                 if host in ("", socket.gethostname()) or waited > LEASE_SECONDS:
                     return holder
-                if not is_said:
+                if not is_announced:
                     say(
                         f"{flag('log_dir')} {self._folder}: locked by {_shown(holder)}, which may "
                         f"have gone down; waiting for the lock, {LEASE_SECONDS:.0f} s at most"
                     )
-                    is_said = True
+                    is_announced = True
             time.sleep(_POLL_SECONDS)
         return None
 
@@ -92,13 +92,13 @@ class FolderLock:
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno in _HELD:
+            if error.errno in _LOCKED:
                 return False
             raise
         return True
 
 
-def _held(folder: Path, holder: str) -> UsageError:
+def _locked_error(folder: Path, holder: str) -> UsageError:
     return UsageError(
         f"{flag('log_dir')} {folder}",
         f"another run writes its event files there ({_shown(holder)})",

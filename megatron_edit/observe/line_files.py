@@ -1,7 +1,7 @@
-"""JSON Lines files, written and read.
+"""Writing and reading of JSON Lines files.
 
-The disk of a writer may be full, or gone: lines wait in memory and are tried again. A file that is
-read may still grow, end in half a line, be damaged, or be replaced.
+The disk of a writer may be full or missing: lines wait in memory and are retried. A file that is
+read may still grow, end in a partial line, be damaged, or be replaced.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ TAIL_BYTES = 1 << 18
 class LineWriter:
     """Appends to one file, of which it is the only writer.
 
-    A line stands in the file as a whole or not at all: nothing is buffered below this class, and
-    what a full disk has cut off is taken back.
+    A line is written completely or not at all: nothing is buffered below this class, and a line
+    that a full disk truncated is removed.
 
     Args:
         path: of the file. Its folder is made where it is missing.
 
     Attributes:
-        num_dropped: lines that were given up because too many waited already.
+        num_dropped: lines that were dropped because too many were waiting.
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,11 +48,11 @@ class LineWriter:
         return len(self._waiting)
 
     def append(self, line: Mapping[str, Any], *, is_last: bool = False) -> None:
-        """Take a line for the next `flush`.
+        """Queue a line for the next `flush`.
 
         Args:
-            line: an object without values that JSON does not know.
-            is_last: whether it is kept however many lines wait.
+            line: an object with JSON values only.
+            is_last: whether it is queued however many lines wait.
         """
         text = json.dumps(line).encode() + b"\n"
         if self._waiting_bytes + len(text) > MAX_WAITING_BYTES and not is_last:
@@ -62,27 +62,27 @@ class LineWriter:
         self._waiting_bytes += len(text)
 
     def flush(self) -> None:
-        """Write all lines that wait.
+        """Write all waiting lines.
 
         Raises:
-            OSError: not all could be written; the others wait for the next call.
+            OSError: not all could be written; the rest wait for the next call.
         """
         try:
             while self._waiting:
                 _write_or_undo(self._open(), self._waiting[0])
                 self._waiting_bytes -= len(self._waiting.popleft())
         except OSError:
-            self._close()  # a handle that has gone stale is of no use later
+            self._close()  # the file handle may be stale
             raise
 
     def close(self) -> None:
-        """Write what waits, if that can be done, and close the file. Idempotent."""
+        """Write the waiting lines if possible, and close the file. Idempotent."""
         with suppress(OSError):
             self.flush()
         self._close()
 
     def _open(self) -> int:
-        """The file, made anew where somebody has deleted it."""
+        """Return the open file; it is created again if it was deleted."""
         if self._descriptor is not None and os.fstat(self._descriptor).st_nlink == 0:
             self._close()
         if self._descriptor is None:
@@ -91,7 +91,7 @@ class LineWriter:
             self._descriptor = os.open(self._path, flags, 0o644)
             size = os.fstat(self._descriptor).st_size
             if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
-                _write_or_undo(self._descriptor, b"\n")  # half a line that could not be undone
+                _write_or_undo(self._descriptor, b"\n")  # ends a remaining partial line
         return self._descriptor
 
     def _close(self) -> None:
@@ -102,7 +102,7 @@ class LineWriter:
 
 
 def _write_or_undo(descriptor: int, data: bytes) -> None:
-    """Append all of it, or nothing.
+    """Append all the data, or nothing.
 
     Raises:
         OSError: it could not be written.
@@ -117,29 +117,29 @@ def _write_or_undo(descriptor: int, data: bytes) -> None:
         raise
 
 
-def status(path: Path) -> os.stat_result | None:
-    """Of a file or folder; None where there is none.
+def stat_or_none(path: Path) -> os.stat_result | None:
+    """Return the status of a file or folder; None where there is none.
 
     Raises:
-        UsageError: that cannot be found out.
+        UsageError: the status cannot be read.
     """
     try:
         return path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError) as error:  # ValueError: of a name that no file can have
-        raise unreadable(path, error) from None
+    except (OSError, ValueError) as error:  # ValueError: an invalid file name
+        raise unreadable_error(path, error) from None
 
 
-def unreadable(path: Path, error: OSError | ValueError) -> UsageError:
-    """What to say of a file or folder that cannot be read."""
+def unreadable_error(path: Path, error: OSError | ValueError) -> UsageError:
+    """Return the error for a file or folder that cannot be read."""
     reason = error.strerror if isinstance(error, OSError) else error
     return UsageError(str(path), f"cannot be read ({reason})", "give the folder of --edit-log-dir")
 
 
 def last_records(path: Path) -> list[dict[str, Any]]:
-    """The last whole lines of a file, of 256 KiB, that are JSON objects; none without a file."""
-    found = status(path)
+    """Return the JSON objects of the last 256 KiB of a file; empty without a file."""
+    found = stat_or_none(path)
     if found is None or not stat.S_ISREG(found.st_mode):
         return []
     try:
@@ -147,20 +147,20 @@ def last_records(path: Path) -> list[dict[str, Any]]:
             source.seek(max(0, found.st_size - TAIL_BYTES))
             lines = source.read().split(b"\n")
     except OSError as error:
-        raise unreadable(path, error) from None
+        raise unreadable_error(path, error) from None
     return [record for line in lines if (record := _record(line)) is not None]
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError):  # also where the bytes are no text
+    except (ValueError, RecursionError):  # also where the bytes are not text
         return None
     return record if isinstance(record, dict) else None
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Records of a file, up to the first line that is none; none without a file."""
+    """Return the records of a file up to the first damaged line; empty without a file."""
     records: list[dict[str, Any]] = []
     lines = path.read_bytes().splitlines() if path.exists() else []
     for line in lines:
@@ -171,14 +171,14 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class LineReader:
-    """Reads each whole line once, as the file grows.
+    """Reads each complete line once, as the file grows.
 
     Args:
-        path: of the file; it need not be there yet.
+        path: of the file; it need not exist yet.
 
     Attributes:
-        path: the same.
-        num_damaged: lines so far that are no JSON objects, or that nobody could make sense of.
+        path: of the file.
+        num_damaged: lines so far that are not JSON objects, or that a caller could not use.
     """
 
     def __init__(self, path: Path) -> None:
@@ -190,37 +190,37 @@ class LineReader:
 
     @property
     def was_replaced(self) -> bool:
-        """Whether another file is there now, of a newer run, or none, or this one was cut."""
+        """Whether the file was replaced by a newer run's, deleted or truncated."""
         if self._inode is None:
             return False
-        now = status(self.path)
+        now = stat_or_none(self.path)
         return now is None or now.st_ino != self._inode or now.st_size < self._offset
 
     @property
     def unread_bytes(self) -> int:
-        """What has come since the last time."""
-        now = status(self.path)
+        """Bytes written since the last `read`."""
+        now = stat_or_none(self.path)
         return 0 if now is None else max(0, now.st_size - self._offset)
 
     def read(self, on_bytes: Callable[[int], object] = lambda _: None) -> Iterator[dict[str, Any]]:
-        """The records of the lines that have come since the last time. Half a line waits.
+        """Yield the records of the lines written since the last call. A partial line waits.
 
         Args:
-            on_bytes: told how many bytes were read, now and then.
+            on_bytes: called with the number of bytes of each chunk.
 
         Raises:
-            UsageError: the file is there, and cannot be read.
+            UsageError: the file exists and cannot be read.
         """
         for chunk in self._chunks():
             self._offset += len(chunk)
             on_bytes(len(chunk))
-            *whole, self._rest = (self._rest + chunk).split(b"\n")
-            for line in whole:
+            *lines, self._rest = (self._rest + chunk).split(b"\n")
+            for line in lines:
                 if (record := self._parse(line)) is not None:
                     yield record
 
     def _chunks(self) -> Iterator[bytes]:
-        found = status(self.path)
+        found = stat_or_none(self.path)
         if found is None:
             return
         try:
@@ -229,7 +229,7 @@ class LineReader:
             with self.path.open("rb") as source:
                 inode = os.fstat(source.fileno()).st_ino
                 self._inode = inode if self._inode is None else self._inode
-                if inode != self._inode:  # replaced just now: the next reading begins anew
+                if inode != self._inode:  # replaced just now: the next call starts over
                     return
                 source.seek(self._offset)
                 while chunk := source.read(CHUNK_BYTES):
@@ -237,7 +237,7 @@ class LineReader:
         except FileNotFoundError:  # renamed just now
             return
         except (OSError, ValueError) as error:
-            raise unreadable(self.path, error) from None
+            raise unreadable_error(self.path, error) from None
 
     def _parse(self, line: bytes) -> dict[str, Any] | None:
         if (record := _record(line)) is not None:

@@ -1,7 +1,7 @@
-"""Syncs as scalars for TensorBoard and Weights & Biases: names, meanings, values.
+"""Scalars of a sync for TensorBoard and Weights & Biases: names, meanings, values.
 
-Everything comes from the report of a sync, which every rank has anyway: nothing is gathered, and
-between two syncs nothing is done.
+They are computed from the report of a sync, which every rank has: nothing is gathered, and there is
+no work between syncs.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ TAGS = tuple(
 
 
 class MetricSink(Protocol):
-    """Where scalars go: the host's writers."""
+    """The host's writers of scalars."""
 
     def write(self, values: Mapping[str, float], step: int, samples: int) -> None:
         """Write the scalars of one sync.
@@ -94,24 +94,24 @@ class MetricSink(Protocol):
         Args:
             values: by name, all finite.
             step: the iteration that the sync followed.
-            samples: of all replicas until then.
+            samples: consumed by all replicas so far.
         """
 
     def write_losses(self, first_step: int, losses: Sequence[float]) -> None:
-        """Mean losses over the replicas, of steps `first_step`, `first_step` + 1, ..."""
+        """Write mean losses over the replicas, of steps `first_step`, `first_step` + 1, ..."""
 
     def flush(self) -> None:
-        """Bring what was written to the disk."""
+        """Flush the writers."""
 
 
 @dataclass
 class SyncMetrics:
-    """Turns the reports of syncs into scalars.
+    """Computes scalars from the reports of syncs.
 
     Attributes:
         seq_length: tokens of a sample.
-        inside_bytes: of one inner step inside a replica; None where not known.
-        with_units: also scalars of each unit, and of each replica, however many.
+        inside_bytes: exchanged inside a replica in one inner step; None where not known.
+        with_units: whether to include scalars of each unit, and of each replica, however many.
     """
 
     seq_length: int
@@ -120,20 +120,20 @@ class SyncMetrics:
     _last: tuple[float, list[int]] | None = None
 
     def values(self, report: SyncReport, now: float | None = None) -> dict[str, float]:
-        """Scalars of a sync, without those that are not finite or not known yet.
+        """Return the scalars of a sync, without those that are not finite or not known yet.
 
         Args:
             report: of the sync.
             now: seconds on a monotonic clock; None reads it.
         """
         now = time.monotonic() if now is None else now
-        found = dict(_of_all(report))
+        found = dict(_overall_scalars(report))
         if self.inside_bytes is not None:
             found["bytes-inside-replica"] = self.inside_bytes * report.inner_steps[0]
         if self.with_units or len(report.inner_steps) <= FEW_REPLICAS:
-            found.update(_of_replicas(report))
+            found.update(_replica_scalars(report))
         if self.with_units:
-            found.update(_of_units(report))
+            found.update(_unit_scalars(report))
         samples = list(report.samples)
         if self._last is not None:
             found.update(self._speeds(report, samples, now))
@@ -143,7 +143,7 @@ class SyncMetrics:
     def _speeds(
         self, report: SyncReport, samples: list[int], now: float
     ) -> Iterator[tuple[str, float]]:
-        """What took place since the sync before."""
+        """Return the speeds since the previous sync."""
         assert self._last is not None
         then, before = self._last
         seconds = now - then
@@ -158,7 +158,7 @@ class SyncMetrics:
                 yield f"replica-{replica}/tokens-per-second", speed
 
 
-def _of_all(report: SyncReport) -> Iterator[tuple[str, float]]:
+def _overall_scalars(report: SyncReport) -> Iterator[tuple[str, float]]:
     decision = report.decision
     yield "round", report.round
     yield "iteration", report.step
@@ -181,7 +181,7 @@ def _of_all(report: SyncReport) -> Iterator[tuple[str, float]]:
     yield "bytes-between-replicas", report.wire_bytes
 
 
-def _of_replicas(report: SyncReport) -> Iterator[tuple[str, float]]:
+def _replica_scalars(report: SyncReport) -> Iterator[tuple[str, float]]:
     decision = report.decision
     for replica, steps in enumerate(report.inner_steps):
         name = f"replica-{replica}"
@@ -193,7 +193,7 @@ def _of_replicas(report: SyncReport) -> Iterator[tuple[str, float]]:
         yield f"{name}/inner-steps", steps
 
 
-def _of_units(report: SyncReport) -> Iterator[tuple[str, float]]:
+def _unit_scalars(report: SyncReport) -> Iterator[tuple[str, float]]:
     decision = report.decision
     effective = effective_replicas(decision.weights)
     for index, unit in enumerate(report.units):
@@ -206,7 +206,7 @@ def _of_units(report: SyncReport) -> Iterator[tuple[str, float]]:
 
 
 def _mean_and(values: Tensor, name: str, other: str) -> Iterator[tuple[str, float]]:
-    """The mean of what is finite, and its largest (`max`) or smallest (`min`)."""
+    """Yield the mean of the finite values, and the largest (`max`) or smallest (`min`)."""
     yield f"{name}/mean", _mean(values)
     yield f"{name}/{other}", _largest(values) if other == "max" else -_largest(-values)
 

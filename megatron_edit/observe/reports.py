@@ -1,4 +1,4 @@
-"""The report of a sync, as lines of event files and of the console.
+"""Formatting of a sync's report for event files and the console.
 
 The fields of `sync.jsonl` are read by `records.SyncRecord`. Fields may be added, never renamed.
 """
@@ -14,11 +14,11 @@ from megatron_edit.constants import FEW_REPLICAS
 from megatron_edit.engine import SyncReport
 from megatron_edit.method.digest import as_hex
 from megatron_edit.method.weights import effective_replicas
-from megatron_edit.observe.records import number
+from megatron_edit.observe.records import finite_or_none
 
 
 def sync_line(report: SyncReport) -> dict[str, Any]:
-    """A line of `sync.jsonl`. Tables are [unit][replica]."""
+    """Return a line of `sync.jsonl`. Tables are [unit][replica]."""
     decision = report.decision
     return {
         "round": report.round,
@@ -45,13 +45,13 @@ def sync_line(report: SyncReport) -> dict[str, Any]:
 
 
 def digest_line(report: SyncReport) -> dict[str, Any]:
-    """The line that `replica-<r>.jsonl` gets at a sync."""
+    """Return the line of `replica-<r>.jsonl` for a sync."""
     digest = None if report.digest is None else as_hex(report.digest)
     return {"round": report.round, "digest": digest}
 
 
 def sync_summary(report: SyncReport) -> str:
-    """One console line per sync, in the style of Megatron's own."""
+    """Return the console line of a sync, in the style of Megatron's own."""
     decision = report.decision
     left_out = int(decision.verdict.anomalous.sum())
     effective = effective_replicas(decision.weights).median().item()
@@ -72,7 +72,7 @@ def sync_summary(report: SyncReport) -> str:
 
 
 def loss_rejections(report: SyncReport) -> list[str]:
-    """One console line for each replica that the loss check left out."""
+    """Return a console line for each replica that the loss check rejected."""
     loss = report.decision.loss
     lines = []
     for replica in loss.rejected.nonzero().flatten().tolist():
@@ -91,4 +91,4 @@ def _table(values: Tensor) -> list[list[Any]]:
 
 
 def _row(values: Tensor) -> list[Any]:
-    return [number(value) for value in values.tolist()]
+    return [finite_or_none(value) for value in values.tolist()]

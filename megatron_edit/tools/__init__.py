@@ -1,1 +1,1 @@
-"""Around training: the command line, comparison, planning, diagnosis, watching, patching."""
+"""Tools beside training: the command line, comparison, planner, diagnosis, monitor, patch."""

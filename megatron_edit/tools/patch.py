@@ -1,7 +1,6 @@
-"""One activating line in the training scripts of a clone of Megatron-LM (megatron-edit patch).
+"""The activating line in the training scripts of a clone of Megatron-LM (megatron-edit patch).
 
-Scripts are bytes throughout: what is not our line stays as it is, whatever its line ends, its
-encoding or its last line.
+Scripts are handled as bytes: all other lines stay unchanged, with any line ends or encoding.
 """
 
 from __future__ import annotations
@@ -11,15 +10,15 @@ import codecs
 from itertools import takewhile
 from pathlib import Path
 
+from megatron_edit.atomic_files import write_atomic
 from megatron_edit.errors import UsageError
 from megatron_edit.versions import Release, release_of
-from megatron_edit.whole_files import write_whole
 
 PACKAGE_INFO = Path("megatron", "core", "package_info.py")
 _PARTS = ("MAJOR", "MINOR", "PATCH", "PRE_RELEASE")
 MODULE = "megatron_edit.activation"
-# Also for who has a patched clone and not this package: with --use-edit, exit code 2 and what to
-# install; without it the script is stock Megatron.
+# It also works without this package: with --use-edit it exits with 2 and says what to install;
+# without the flag the script is stock Megatron.
 LINE = (
     "import importlib.util, sys; "
     f'importlib.import_module("{MODULE}").activate(__name__, __file__) '
@@ -29,11 +28,11 @@ LINE = (
     'pip install -e PATH_TO_MEGATRON_EDIT, or drop --use-edit\\n") and 2)  # megatron-edit patch'
 )
 _OLD_LINE = f"from {MODULE} import activate; activate(__name__, __file__)  # megatron-edit patch"
-_REVERT = "take the line out by hand"
+_REVERT = "remove the line by hand"
 
 
 def release_of_clone(folder: Path) -> Release:
-    """The release that a clone belongs to.
+    """Return the release that a clone belongs to.
 
     Raises:
         UsageError: `folder` is no clone of Megatron-LM.
@@ -43,7 +42,7 @@ def release_of_clone(folder: Path) -> Release:
 
 
 def version_of_clone(folder: Path) -> str:
-    """Version of megatron-core in a clone; read, not imported.
+    """Return the version of megatron-core in a clone; it is read, not imported.
 
     Raises:
         UsageError: `folder` is no clone of Megatron-LM.
@@ -65,9 +64,9 @@ def version_of_clone(folder: Path) -> str:
 
 
 def training_scripts(folder: Path) -> dict[str, bytes]:
-    """Name and content of the scripts at the top of a clone that call ``pretrain``.
+    """Return name and content of the top-level scripts of a clone that call ``pretrain``.
 
-    Those that only pass on to another need nothing.
+    Scripts that only call another one need no line.
 
     Raises:
         UsageError: there are none, or one cannot be read.
@@ -88,37 +87,37 @@ def training_scripts(folder: Path) -> dict[str, bytes]:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Replace a file at once, keeping its mode; a link goes on leading to it.
+    """Replace a file atomically, keeping its mode and symbolic links to it.
 
     Raises:
         UsageError: it cannot be written.
     """
     path = path.resolve()
     try:
-        write_whole(path, content, keeps_mode=True)
+        write_atomic(path, content, keeps_mode=True)
     except OSError as error:
         rule = f"cannot be written ({error.strerror})"
         raise UsageError(str(path), rule, "use a clone that you may write to") from None
 
 
 def trains(source: bytes, name: str) -> bool:
-    """Whether a script calls Megatron's ``pretrain``.
+    """Return whether a script calls Megatron's ``pretrain``.
 
     Args:
         source: of the script.
         name: of the script, for the error.
 
     Raises:
-        UsageError: it is no Python.
+        UsageError: it is not valid Python.
     """
     return bool(_calls(_parse(source, name)))
 
 
 def line_number(source: bytes, name: str) -> int | None:
-    """Number of the activating line, from 1; None where there is none.
+    """Return the number of the activating line, from 1; None where there is none.
 
     Raises:
-        UsageError: the script is no Python, or the line was changed by hand.
+        UsageError: the script is not valid Python, or the line was changed by hand.
     """
     ours = [node.lineno for node in _parse(source, name).body if _names_module(node)]
     if not ours:
@@ -130,10 +129,10 @@ def line_number(source: bytes, name: str) -> int | None:
 
 
 def insert(source: bytes, name: str) -> bytes:
-    """The script with the activating line: after docstring and future imports, before the rest.
+    """Return the script with the activating line, after docstring and future imports.
 
     Raises:
-        UsageError: the script has no place for a line before it trains.
+        UsageError: no line can be inserted before the call of ``pretrain``.
     """
     number = line_number(source, name)
     if number is not None:
@@ -145,13 +144,13 @@ def insert(source: bytes, name: str) -> bytes:
     neighbour = lines[place - 1 if place else 0]
     end = neighbour[len(_without_end(neighbour)) :]
     patched = mark + b"".join([*lines[:place], LINE.encode() + end, *lines[place:]])
-    if not end or not _is_as_before(source, patched, name):
+    if not end or not _is_otherwise_unchanged(source, patched, name):
         raise UsageError(name, "has no place for a line before it trains", "start it with a line")
     return patched
 
 
 def remove(source: bytes, name: str) -> bytes:
-    """The script without the activating line, as it was.
+    """Return the script without the activating line.
 
     Raises:
         UsageError: the line was changed by hand.
@@ -164,7 +163,7 @@ def remove(source: bytes, name: str) -> bytes:
 
 
 def diff(source: bytes, name: str) -> str:
-    """What `insert` does, for ``git apply --unidiff-zero``: no line but ours.
+    """Return the change of `insert` as a patch for ``git apply --unidiff-zero``.
 
     Args:
         source: of the script, without the line.
@@ -179,7 +178,7 @@ def diff(source: bytes, name: str) -> str:
 
 
 def _place(tree: ast.Module) -> int:
-    """Lines before ours: docstring and future imports with all that shares a line with them."""
+    """Return the number of lines before the activating one: docstring and future imports."""
     head = [*takewhile(_comes_first, tree.body)]
     place = head[-1].end_lineno or 0 if head else _first_line(tree.body[0]) - 1
     for statement in tree.body:
@@ -196,13 +195,13 @@ def _comes_first(statement: ast.stmt) -> bool:
 
 
 def _first_line(statement: ast.stmt) -> int:
-    """A decorator comes before the line that its function begins on."""
+    """Return the first line of a statement, including its decorators."""
     decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
     return min([statement.lineno, *(node.lineno for node in decorators)])
 
 
 def _names_module(statement: ast.stmt) -> bool:
-    """Whether it imports the module that the line calls."""
+    """Return whether it imports the module of the activating line."""
     return any(
         node.module == MODULE if isinstance(node, ast.ImportFrom)
         else isinstance(node, ast.Constant) and node.value == MODULE
@@ -210,8 +209,8 @@ def _names_module(statement: ast.stmt) -> bool:
     )  # fmt: skip
 
 
-def _is_as_before(source: bytes, patched: bytes, name: str) -> bool:
-    """Whether two statements have come, before any call of `pretrain`, and nothing else."""
+def _is_otherwise_unchanged(source: bytes, patched: bytes, name: str) -> bool:
+    """Return whether only the line was added, and before any call of `pretrain`."""
     try:
         before, after = _parse(source, name), _parse(patched, name)
         number = line_number(patched, name)
@@ -231,11 +230,12 @@ def _parse(source: bytes, name: str) -> ast.Module:
     try:
         return ast.parse(source)
     except (SyntaxError, ValueError) as error:
-        raise UsageError(name, f"is no Python ({error})", "give a clone as it was") from None
+        rule = f"is not valid Python ({error})"
+        raise UsageError(name, rule, "give an unmodified clone") from None
 
 
 def _lines(source: bytes) -> tuple[bytes, list[bytes]]:
-    """The byte order mark, if there is one, and the lines with their ends."""
+    """Return the byte order mark, if there is one, and the lines with their ends."""
     mark = codecs.BOM_UTF8 if source.startswith(codecs.BOM_UTF8) else b""
     return mark, source[len(mark) :].splitlines(keepends=True)
 

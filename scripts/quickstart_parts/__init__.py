@@ -1,1 +1,1 @@
-"""What scripts/quickstart.py is made of."""
+"""Parts of scripts/quickstart.py."""

@@ -1,4 +1,4 @@
-"""The picture of the quickstart: losses of its runs, and the bytes between their replicas."""
+"""The picture of the quickstart: losses of its runs, and bytes between their replicas."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatron_edit.tools.pages.drawing import running_mean
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SMOOTHING = 15  # iterations; single batches of a small run differ by more than the runs do
+SMOOTHING = 15  # iterations; single batches vary more than the two runs differ
 
 
 @dataclass(frozen=True)
 class Style:
-    """How a run is drawn. Two runs with equal losses both remain visible: wide under narrow."""
+    """Style of a run. Two runs with equal losses remain visible: a narrow line over a wide one."""
 
     color: str
     width: float
@@ -31,14 +31,14 @@ STYLES = (Style("#1f4e9c", 1.4, "o", 5), Style("#f2a65a", 5.0, "s", 10))
 
 @dataclass(frozen=True)
 class Curve:
-    """One run.
+    """Losses and bytes of one run.
 
     Attributes:
         name: of the run.
         losses: training loss by iteration.
         validation: validation loss by iteration.
-        bytes_total: payload between replicas in the whole run.
-        bytes_synchronous: what of it was exchanged in EDiT's synchronous steps.
+        bytes_total: payload between replicas in the run.
+        bytes_synchronous: the part of it that EDiT's synchronous steps exchanged.
     """
 
     name: str
@@ -49,12 +49,12 @@ class Curve:
 
 
 def draw(path: Path, curves: Sequence[Curve], *, warmup_steps: int, tokens_per_step: int) -> None:
-    """Writes the picture: training losses, validation losses and bytes, a panel each.
+    """Write the picture: training losses, validation losses and bytes, a panel each.
 
     Args:
         path: image file; its suffix is the format.
         curves: the runs.
-        warmup_steps: where the replicas stop averaging every step; marked by a line.
+        warmup_steps: end of EDiT's warm-up, marked by a line.
         tokens_per_step: for the label of the axis.
     """
     import matplotlib
@@ -90,7 +90,7 @@ def draw(path: Path, curves: Sequence[Curve], *, warmup_steps: int, tokens_per_s
 
 
 def _draw_bytes(axes: Axes, curves: Sequence[Curve]) -> None:
-    """A bar for each run; EDiT's synchronous steps are hatched."""
+    """Draw a bar for each run; EDiT's synchronous steps are hatched."""
     for place, (curve, style) in enumerate(zip(curves, STYLES, strict=False)):
         total, synchronous = curve.bytes_total / 1e6, curve.bytes_synchronous / 1e6
         axes.bar(place, total, color=style.color)

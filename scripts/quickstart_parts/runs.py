@@ -1,4 +1,4 @@
-"""One training of the quickstart."""
+"""Runs one training of the quickstart."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def launch_line(flags: Sequence[str], *, num_ranks: int) -> list[str]:
-    """The command that starts `num_ranks` local ranks; `torchrun` of this very environment."""
+    """Return the command that starts `num_ranks` local ranks with this environment's torchrun."""
     script = str(REPOSITORY / "scripts" / "pretrain_gpt.py")
     return [*torchrun_line(num_ranks), "-m", "megatron_edit", script, *flags]
 
 
 def train(name: str, flags: Sequence[str], *, num_ranks: int, log_path: Path) -> RunLog:
-    """Trains to the end.
+    """Run a training to its end.
 
     Raises:
         RunFailedError: it failed; the end of its output has been printed.

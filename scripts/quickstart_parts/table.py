@@ -11,15 +11,15 @@ from megatron_edit.tools.compare.console_log import RunLog
 
 @dataclass(frozen=True)
 class Result:
-    """What the table says of one run.
+    """The numbers of one run in the table.
 
     Attributes:
-        name: what the run is called.
+        name: of the run.
         validation_loss: of the last evaluation; nan if there was none.
         tokens_per_second: of all ranks together.
-        bytes_total: payload between replicas in the whole run.
+        bytes_total: payload between replicas in the run.
         bytes_per_step: the same per iteration.
-        seconds: the whole run, start-up included.
+        seconds: of the run, start-up included.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Result:
 def summarize(
     name: str, log: RunLog, *, seq_length: int, bytes_total: float, seconds: float
 ) -> Result:
-    """Sums one run up."""
+    """Return the result of one run."""
     validation = log.validation()
     return Result(
         name=name,
@@ -46,7 +46,7 @@ def summarize(
 
 
 def format_table(results: Sequence[Result]) -> str:
-    """The comparison as text, a run a column."""
+    """Return the comparison as text, one column per run."""
     rows = [
         ("", *(r.name for r in results)),
         ("validation loss", *(f"{r.validation_loss:.4f}" for r in results)),

@@ -1,24 +1,24 @@
 # shellcheck shell=bash
-# What the scripts of this folder share. Sourced, never run; docs/slurm.md tells the story.
+# Functions shared by the batch scripts of this folder. Sourced, never run; see docs/slurm.md.
 #
-# A batch script calls `prepare KIND`, says which launches there are (`launch_all_nodes` or
+# A batch script calls `prepare KIND`, starts its launches (`launch_all_nodes` or
 # `launch_each_replica`), and ends with `finish`.
 
 # shellcheck source=scripts/slurm/settings.sh
 source "$(dirname "${BASH_SOURCE[0]}")/settings.sh"
-LAST_WORDS_SECONDS=60 # for the other launches to notice that one has failed
-STOPS_IN_VAIN=10      # a time limit may be shorter than the signal's lead
-QUESTIONS=12          # to a SLURM that does not answer, while its controller restarts, say
-QUESTION_SECONDS=5    # between two of them
+FAILURE_GRACE_SECONDS=60 # for the other launches to end after one has failed
+MAX_STOPS=10             # stops without a newer checkpoint, as with a too short time limit
+MAX_QUERIES=12           # attempts to reach SLURM, for example while its controller restarts
+QUERY_SECONDS=5          # between two attempts
 
 launches=()     # process ids of srun
-launched=0      # how many there were
-asked=''        # the signal that asked this job to stop
+launched=0      # number of launches
+stop_signal=''  # the signal that requested this job to stop
 srun_options=() # words of EDIT_SRUN_OPTIONS
 
-# ---- the job that SLURM has given us
+# ---- the SLURM job
 
-# of_component NAME I: what SLURM's variable says about component I of a heterogeneous job.
+# of_component NAME I: value of SLURM's variable for component I of a heterogeneous job.
 of_component() {
     local name=$1
     [ -z "${SLURM_HET_SIZE:-}" ] || name=$1_HET_GROUP_$2
@@ -27,22 +27,22 @@ of_component() {
 
 num_components() { echo "${SLURM_HET_SIZE:-1}"; }
 
-# ranks_per_node I: tasks that component I was given on each of its nodes.
+# ranks_per_node I: tasks of component I on each of its nodes.
 ranks_per_node() {
     echo $(($(of_component SLURM_NTASKS "$1") / $(of_component SLURM_JOB_NUM_NODES "$1")))
 }
 
-# port OFFSET: one of this job's. Jobs that share a node get different ones, almost always.
+# port OFFSET: a port of this job. Jobs that share a node almost always have different ports.
 port() {
     local base=$EDIT_PORT
     ((base)) || base=$((10000 + SLURM_JOB_ID % 300 * PORTS_PER_JOB))
     echo $((base + $1))
 }
 
-# address NODE: where other nodes reach it.
+# address NODE: its network address.
 address() { scontrol show node "$1" --oneliner | sed 's/.* NodeAddr=\([^ ]*\).*/\1/'; }
 
-# words FILE: its words but for comments, one a line.
+# words FILE: its words without comments, one per line.
 words() { grep -v '^#' "$1" | grep -o '[^[:space:]]*'; }
 
 prepare() {
@@ -65,7 +65,7 @@ prepare() {
     say "job $SLURM_JOB_ID ($1), start $((restarts + 1))"
 }
 
-# gather_flags KIND: `flags` of every launch; what comes later on a command line wins.
+# gather_flags KIND: sets `flags` of every launch; later flags override earlier ones.
 gather_flags() {
     local file more
     mapfile -t flags < <(words "$EDIT_MODEL_FLAGS_FILE")
@@ -86,7 +86,7 @@ gather_flags() {
     export CUDA_DEVICE_MAX_CONNECTIONS
 }
 
-# hardware_queues FLAG...: as many as Megatron allows with these flags.
+# hardware_queues FLAG...: the largest number that Megatron allows with these flags.
 hardware_queues() {
     local given word name='' tensor=1 context=1
     for given in "${@//=/ }"; do
@@ -101,7 +101,7 @@ hardware_queues() {
     if [ "$tensor" = 1 ] && [ "$context" = 1 ]; then echo 32; else echo 1; fi
 }
 
-# check_command RANKS FLAG...: what a launch of so many ranks would say, before any of them starts.
+# check_command RANKS FLAG...: runs `megatron-edit check` for a launch of so many ranks.
 check_command() {
     local ranks=$1
     shift
@@ -112,13 +112,13 @@ check_command() {
     fi
     local code=0
     "${command[@]}" || code=$?
-    [ "$code" -eq 0 ] || [ -n "$asked" ] || exit "$code"
+    [ "$code" -eq 0 ] || [ -n "$stop_signal" ] || exit "$code"
 }
 
 # ---- launches
 
-# launch COMPONENT PORT NODELIST FLAG...: ranks on these nodes (comma-separated), a world of their
-# own, in the background.
+# launch COMPONENT PORT NODELIST FLAG...: starts ranks on these nodes (comma-separated), in a world
+# of their own, in the background.
 launch() {
     local component=$1 nodelist=$3 nodes ranks cpus
     local MASTER_PORT=$2 MASTER_ADDR
@@ -136,17 +136,17 @@ launch() {
     launched=$((launched + 1))
 }
 
-# expanded COMPONENT: names of its nodes, one a line.
-expanded() { scontrol show hostnames "$(of_component SLURM_JOB_NODELIST "$1")"; }
+# node_names COMPONENT: names of its nodes, one per line.
+node_names() { scontrol show hostnames "$(of_component SLURM_JOB_NODELIST "$1")"; }
 
 launch_all_nodes() {
     local nodes
-    mapfile -t nodes < <(expanded 0)
+    mapfile -t nodes < <(node_names 0)
     check_command $((${#nodes[@]} * $(ranks_per_node 0)))
-    [ -n "$asked" ] || launch 0 "$(port 0)" "$(IFS=, && echo "${nodes[*]}")"
+    [ -n "$stop_signal" ] || launch 0 "$(port 0)" "$(IFS=, && echo "${nodes[*]}")"
 }
 
-# All components must be made alike, because all replicas must have the same ranks.
+# All components must have the same ranks per node, as all replicas must have the same ranks.
 launch_each_replica() {
     local i total=0 each ranks
     for ((i = 0; i < $(num_components); i++)); do
@@ -174,15 +174,15 @@ launch_each_replica() {
     start_replicas "$each" $((each * ranks))
 }
 
-# start_replicas NODES RANKS: as many launches as there are replicas, each of these sizes.
+# start_replicas NODES RANKS: starts one launch per replica, each of this size.
 start_replicas() {
     local each=$1 replica=0 i k nodes rendezvous
-    mapfile -t nodes < <(expanded 0)
+    mapfile -t nodes < <(node_names 0)
     rendezvous=$(address "${nodes[0]}"):$(port 0)
     check_command "$2" --edit-replica-id 0 --edit-rendezvous "$rendezvous"
-    [ -z "$asked" ] || return 0
+    [ -z "$stop_signal" ] || return 0
     for ((i = 0; i < $(num_components); i++)); do
-        mapfile -t nodes < <(expanded "$i")
+        mapfile -t nodes < <(node_names "$i")
         for ((k = 0; k < ${#nodes[@]}; k += each)); do
             launch "$i" "$(port $((1 + replica)))" "$(IFS=, && echo "${nodes[*]:k:each}")" \
                 --edit-replica-id "$replica" --edit-rendezvous "$rendezvous"
@@ -194,18 +194,18 @@ start_replicas() {
 # ---- the end
 
 on_signal() {
-    [ -n "$asked" ] || say "$1: asked to stop"
-    asked=$1
+    [ -n "$stop_signal" ] || say "$1: asked to stop"
+    stop_signal=$1
 }
 
-# Tells the ranks, until one has noted it: a step that is just starting misses a signal.
+# Signals the ranks until one has received it: a step that is just starting misses signals.
 pass_on() {
-    if [ -n "$asked" ] && [ ! -f "$EDIT_STATE/stopped" ]; then
+    if [ -n "$stop_signal" ] && [ ! -f "$EDIT_STATE/stopped" ]; then
         scancel --signal=USR1 "$SLURM_JOB_ID" || true
     fi
 }
 
-# fail_with CODE: a launch has ended like this; the first one counts.
+# fail_with CODE: records the exit code of a failed launch; the first one counts.
 fail_with() {
     ((code)) || code=$1
     failed_at=${failed_at:-$SECONDS}
@@ -227,14 +227,14 @@ wait_for_launches() {
         done
         launches=("${running[@]}")
         [ ! -f "$EDIT_STATE/failed" ] || failed_at=${failed_at:-$SECONDS}
-        if [ -n "$failed_at" ] && ((SECONDS > failed_at + LAST_WORDS_SECONDS)); then
-            return 0 # SLURM ends what is left together with the job
+        if [ -n "$failed_at" ] && ((SECONDS > failed_at + FAILURE_GRACE_SECONDS)); then
+            return 0 # SLURM ends the other launches together with the job
         fi
-        [ ${#launches[@]} -eq 0 ] || sleep 1 # a trap waits for it
+        [ ${#launches[@]} -eq 0 ] || sleep 1 # traps run after it
     done
 }
 
-# Training is over (0), was stopped (queue again), or has failed (queue again if it may help).
+# Ends the job: done (0), stopped (queue again), or failed (queue again if that may help).
 finish() {
     wait_for_launches
     [ "$launched" -gt 0 ] || : >"$EDIT_STATE/stopped" # before any rank started
@@ -245,16 +245,16 @@ finish() {
             exit "$code"
             ;;
     esac
-    # Ranks that are ended because another one failed have been told to stop, too.
-    if [ -f "$EDIT_STATE/stopped" ] && [[ -n $asked || ! -f $EDIT_STATE/failed ]]; then
-        again_at_most "$STOPS_IN_VAIN" stops "${asked:-TERM to the ranks}: the run was stopped"
+    # After a failure the other ranks have received a signal to stop, too.
+    if [ -f "$EDIT_STATE/stopped" ] && [[ -n $stop_signal || ! -f $EDIT_STATE/failed ]]; then
+        again_at_most "$MAX_STOPS" stops "${stop_signal:-TERM to the ranks}: the run was stopped"
     fi
     [ "$code" -ne 0 ] || exit 0
     again_at_most "$EDIT_MAX_FAILURES" failures "exit code $code"
 }
 
-# again_at_most LIMIT NAME WHY: queues again, unless this is the start number LIMIT in a row that
-# ends like this without a newer checkpoint. Ends this script either way.
+# again_at_most LIMIT NAME WHY: queues again, unless LIMIT starts in a row have ended for this reason
+# without a newer checkpoint. Ends this script in both cases.
 again_at_most() {
     local note=$EDIT_DIR/slurm/$SLURM_JOB_ID.$2 newest before='' count=0
     newest=$(cat "$EDIT_DIR/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || echo none)
@@ -269,11 +269,11 @@ again_at_most() {
     requeue "$3"
 }
 
-# job_state: what SLURM calls the state of this job. Fails where it does not answer for a while.
+# job_state: SLURM's state of this job. Fails where SLURM does not answer for a while.
 job_state() {
     local state i
-    for ((i = 0; i < QUESTIONS; i++)); do
-        ((i == 0)) || sleep "$QUESTION_SECONDS"
+    for ((i = 0; i < MAX_QUERIES; i++)); do
+        ((i == 0)) || sleep "$QUERY_SECONDS"
         if state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T | sed -n 1p); then
             echo "${state:-gone}"
             return 0
@@ -282,8 +282,8 @@ job_state() {
     return 1
 }
 
-# requeue WHY: SLURM then ends this script. A job that was cancelled stays cancelled: SLURM itself
-# would queue it again, so without knowing the state nothing is asked of it.
+# requeue WHY: queues the job again; SLURM then ends this script. SLURM would also requeue a
+# cancelled job, so the job is requeued only where its state is known to be running.
 requeue() {
     local state
     state=$(job_state) || {

@@ -13,8 +13,8 @@ refuse() {
     exit 2
 }
 
-# into_words ARRAY TEXT: the words of all its lines. `read` does not find the byte at which it is to
-# stop, so it takes everything, and fails.
+# into_words ARRAY TEXT: splits all lines of a text into words. `read` never finds its delimiter, so
+# it reads everything and fails.
 into_words() { read -r -d '' -a "$1" <<<"$2" || true; }
 
 SETTINGS=(EDIT_DIR EDIT_SCRIPT EDIT_MODEL_FLAGS_FILE EDIT_EDIT_FLAGS_FILE EDIT_A_EDIT_FLAGS_FILE
@@ -23,7 +23,7 @@ SETTINGS=(EDIT_DIR EDIT_SCRIPT EDIT_MODEL_FLAGS_FILE EDIT_EDIT_FLAGS_FILE EDIT_A
     EDIT_NODES EDIT_GPUS_PER_NODE EDIT_RANKS_PER_NODE EDIT_CPUS_PER_RANK EDIT_PARTITION
     EDIT_MIXED EDIT_TIME_LIMIT EDIT_SIGNAL_LEAD_SECONDS EDIT_SBATCH_OPTIONS)
 
-# read_settings KIND: from the file and the environment, checked.
+# read_settings KIND: reads and checks the settings of the file and the environment.
 read_settings() {
     EDIT_KIND=$1
     settings=${MEGATRON_EDIT_SETTINGS:-$scripts/settings.env}

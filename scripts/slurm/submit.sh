@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Submits a batch script of this folder with what settings.env says about nodes and limits.
+# Submits a batch script of this folder with the nodes and limits of settings.env.
 #
 #   scripts/slurm/submit.sh ddp|edit|edit_per_replica|a_edit_mixed [sbatch options]
 set -euo pipefail
@@ -14,18 +14,18 @@ read_settings "$kind"
 more=()
 into_words more "$EDIT_SBATCH_OPTIONS"
 
-# component COUNT PARTITION EXTRA...: adds what one component asks for to `asks`.
-asks=()
+# component COUNT PARTITION EXTRA...: adds the options of one component to `options`.
+options=()
 component() {
     local count=$1 partition=$2 ranks=$EDIT_RANKS_PER_NODE
     shift 2
     ((EDIT_GPUS_PER_NODE == 0)) || ranks=$EDIT_GPUS_PER_NODE
-    [ ${#asks[@]} -eq 0 ] || asks+=(:)
-    asks+=(--nodes="$count" --ntasks-per-node="$ranks" --cpus-per-task="$EDIT_CPUS_PER_RANK")
-    ((EDIT_GPUS_PER_NODE == 0)) || asks+=(--gpus-per-node="$EDIT_GPUS_PER_NODE")
-    [ -z "$partition" ] || asks+=(--partition="$partition")
-    [ -z "$EDIT_TIME_LIMIT" ] || asks+=(--time="$EDIT_TIME_LIMIT")
-    asks+=(--signal="B:USR1@$EDIT_SIGNAL_LEAD_SECONDS" "${more[@]}" "$@")
+    [ ${#options[@]} -eq 0 ] || options+=(:)
+    options+=(--nodes="$count" --ntasks-per-node="$ranks" --cpus-per-task="$EDIT_CPUS_PER_RANK")
+    ((EDIT_GPUS_PER_NODE == 0)) || options+=(--gpus-per-node="$EDIT_GPUS_PER_NODE")
+    [ -z "$partition" ] || options+=(--partition="$partition")
+    [ -z "$EDIT_TIME_LIMIT" ] || options+=(--time="$EDIT_TIME_LIMIT")
+    options+=(--signal="B:USR1@$EDIT_SIGNAL_LEAD_SECONDS" "${more[@]}" "$@")
 }
 
 case $kind in
@@ -49,4 +49,4 @@ case $kind in
         ;;
     *) component "$EDIT_NODES" "$EDIT_PARTITION" "$@" ;;
 esac
-exec sbatch "${asks[@]}" "$scripts/$kind.sbatch"
+exec sbatch "${options[@]}" "$scripts/$kind.sbatch"

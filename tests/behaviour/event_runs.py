@@ -1,19 +1,19 @@
-"""Ten tiny runs whose event files show whether two checkouts of the package behave alike.
+"""Ten tiny runs whose event files show whether two checkouts of the package behave equally.
 
     python tests/behaviour/event_runs.py record --package CHECKOUT --out FOLDER [--only NAME ...]
     python tests/behaviour/event_runs.py compare FOLDER FOLDER
 
-`record` trains through the command line of the package that lies in CHECKOUT, in processes of
-their own (CPU, gloo); it needs nothing of the package but flags, event files and
-`method/clock.py`, so the same script drives checkouts whose modules lie elsewhere:
+`record` trains through the command line of the package in CHECKOUT, in processes of their own
+(CPU, gloo). It depends only on the package's flags, event files and `method/clock.py`, so that the
+same script runs checkouts with other modules:
 
     git worktree add ../before 00d2a33
 
-`compare` holds the event files of two records against each other, line by line, floats digit by
-digit; what depends on time and place, or is new, is left out (`LEFT_OUT`). It prints the
-first difference of each file and exits with 1 if there is any. Two records of one checkout are
-equal; those of two machines may not be, as torch's CPU kernels round as the processor lets them.
-That is why the repository keeps no record.
+`compare` compares the event files of two records line by line, floats digit by digit, without
+fields that depend on time and place or are new (`LEFT_OUT`). It prints the first difference of
+each file and exits with 1 if there is any. Two records of one checkout on one machine are equal;
+those of two machines may differ, as torch's CPU kernels round differently by processor. That is why
+the repository contains no record.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 EVENTS = "events"  # folder of the event files, in that of the run
-ATTEMPTS = 3  # gloo may crash, which says nothing about behaviour
+ATTEMPTS = 3  # gloo may crash, which is unrelated to behaviour
 SECONDS = 300.0
 
-# Fields that tell of time and place, by file; a dot leads into a field, a number into a list.
+# Fields that depend on time and place, by file; dots separate names of fields and list indices.
 LEFT_OUT: dict[str, tuple[str, ...]] = {
     "sync.jsonl": ("time", "seconds"),
     "replica": ("seconds", "time"),
     "loss.jsonl": (),
-    # argv.0: where the script lies; sync_backend: a flag that came later than the first record
+    # argv.0: the path of the script; sync_backend: a flag that came later than the first record
     "run.json": ("versions", "topology.host", "argv.0", "config.sync_backend"),
 }
 
@@ -72,7 +72,7 @@ MOE = {
     "expert_model_parallel_size": 2,
 }  # fmt: skip
 LATE = {"edit_sync_dtype": "int8", "edit_delay_steps": 2}
-SAVED_AT = 11  # the meeting after step 10 is on its way; the round that began there goes on
+SAVED_AT = 11  # the sync after step 10 is in flight, in the round that began there
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Run:
         name: of its folder.
         flags: over those of the tiny GPT; None and False drop one.
         ranks: of all replicas.
-        step_seconds: of a step by a scripted clock, by replica.
+        step_seconds: seconds per step of a scripted clock, by replica.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Run:
     step_seconds: tuple[float, ...] | None = None
 
     def argv(self) -> list[str]:
-        """Flags as on the command line."""
+        """Return the flags as words of a command line."""
         words: list[str] = []
         for name, value in (TINY | dict(self.flags)).items():
             if value is None or value is False:
@@ -148,7 +148,7 @@ RUNS = (
 
 
 def environment(package: Path, run: Run) -> dict[str, str]:
-    """Of the processes of a run: the package of the checkout, one thread, no GPU."""
+    """Environment of the processes of a run: the package of the checkout, one thread, no GPU."""
     more = {
         "PYTHONPATH": os.pathsep.join([str(package), str(package / "scripts")]),
         "CUDA_VISIBLE_DEVICES": "",
@@ -160,7 +160,7 @@ def environment(package: Path, run: Run) -> dict[str, str]:
 
 
 def train(package: Path, run: Run, folder: Path, extra: Sequence[str]) -> int:
-    """Train once; the launcher's exit code. What it prints goes to `console.log`."""
+    """Train once, with output to `console.log`; returns the launcher's exit code."""
     script = package / "scripts/pretrain_gpt.py"
     if run.step_seconds is not None:
         script = HERE / "scripted_clock.py"
@@ -176,13 +176,13 @@ def train(package: Path, run: Run, folder: Path, extra: Sequence[str]) -> int:
         try:
             return process.wait(SECONDS)
         except BaseException:
-            process.terminate()  # not kill: torchrun ends its ranks, which nobody else would
+            process.terminate()  # not kill: torchrun must end its ranks
             process.wait()
             raise
 
 
 def record(package: Path, out: Path, only: Sequence[str], extra: Sequence[str]) -> int:
-    """Make the runs; 0 if all of them ended well."""
+    """Make the runs; returns 0 if all of them succeeded."""
     check_package(package)
     for run in RUNS:
         if only and run.name not in only:
@@ -203,7 +203,7 @@ def record(package: Path, out: Path, only: Sequence[str], extra: Sequence[str]) 
 
 
 def check_package(package: Path) -> None:
-    """Make sure that it is the package of the checkout that will be imported."""
+    """Check that the package of the checkout is the one that is imported."""
     found = subprocess.run(
         [sys.executable, "-c", "import megatron_edit; print(megatron_edit.__file__)"],
         env=environment(package, RUNS[0]), cwd="/", capture_output=True, text=True, check=True,
@@ -216,7 +216,7 @@ def check_package(package: Path) -> None:
 
 
 def compare(one: Path, two: Path) -> int:
-    """Print the first difference of each file; 0 if there is none."""
+    """Print the first difference of each file; returns 0 if there is none."""
     names = [{path.parent.name for path in folder.glob(f"*/{EVENTS}")} for folder in (one, two)]
     if names[0] != names[1] or not names[0]:
         print(f"runs: {sorted(names[0])} and {sorted(names[1])}")
@@ -239,7 +239,7 @@ def compare(one: Path, two: Path) -> int:
 
 
 def entries(path: Path) -> list[Any]:
-    """The lines of an event file, without what is left out; `run.json` is one."""
+    """Parse the lines of an event file, without `LEFT_OUT`; `run.json` is one line."""
     text = path.read_text(encoding="utf-8")
     found = [json.loads(x) for x in ([text] if path.suffix == ".json" else text.splitlines())]
     kind = "replica" if path.name.startswith("replica-") else path.name
@@ -250,7 +250,7 @@ def entries(path: Path) -> list[Any]:
 
 
 def drop(entry: Any, place: Sequence[str]) -> None:
-    """Take a field out of a line, if it is there."""
+    """Remove a field from a line, if present."""
     *outer, last = place
     for name in outer:
         entry = entry.get(name, {})
@@ -261,7 +261,7 @@ def drop(entry: Any, place: Sequence[str]) -> None:
 
 
 def first_difference(one: Sequence[Any], two: Sequence[Any]) -> str | None:
-    """Where two files part; None if they do not. Order of fields counts, and every digit."""
+    """The first difference of two files, or None; the order of fields and every digit count."""
     for number, (mine, other) in enumerate(zip(one, two, strict=False), start=1):
         if json.dumps(mine) != json.dumps(other):
             place, values = next(differences(mine, other), ("", ["order of the fields"]))
@@ -270,7 +270,7 @@ def first_difference(one: Sequence[Any], two: Sequence[Any]) -> str | None:
 
 
 def differences(one: Any, two: Any) -> Iterator[tuple[str, list[str]]]:
-    """Places at which two values differ, and what stands there."""
+    """Yield the paths at which two values differ, and both values."""
     if isinstance(one, dict) and isinstance(two, dict):
         for name in [*one, *(name for name in two if name not in one)]:
             if (name in one) != (name in two):
@@ -287,7 +287,7 @@ def differences(one: Any, two: Any) -> Iterator[tuple[str, list[str]]]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """See the top of this file."""
+    """Run the command line; see the docstring of this module."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,9 +1,9 @@
-"""A training script: `pretrain_gpt.py` under a clock on which a step of replica r lasts as told.
+"""A training script: `pretrain_gpt.py` with a clock on which a step of a replica takes a set time.
 
-`CLOCK_SECONDS` holds the seconds of a step, by replica. One micro-batch a step, one rank a replica
-(so LOCAL_RANK is the replica; RANK is given anew inside of it): time goes on when the script's
-forward step is called, and at no other time. `pretrain_gpt.py` is looked for on the path; of the
-plugin only `megatron_edit.method.clock` is touched.
+`CLOCK_SECONDS` holds the seconds per step, by replica. With one micro-batch per step and one rank
+per replica, LOCAL_RANK is the replica (RANK is rewritten in it). Time advances only when the
+script's forward step is called. `pretrain_gpt.py` is imported from the path; of the plugin only
+`megatron_edit.method.clock` is patched.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ pretrain_gpt: Any = import_module("pretrain_gpt")
 
 
 class ScriptedClock:
-    """Shows nanoseconds that only `advance` changes.
+    """A clock that only `advance` moves.
 
     Attributes:
-        step: nanoseconds that a step takes.
-        now: nanoseconds that it shows.
+        step: nanoseconds per step.
+        now: current time, nanoseconds.
     """
 
     def __init__(self, step: int) -> None:
@@ -31,16 +31,16 @@ class ScriptedClock:
         self.now = 0
 
     def advance(self) -> None:
-        """A step goes by."""
+        """Advance by one step."""
         self.now += self.step
 
     def read(self) -> int:
-        """What it shows, nanoseconds."""
+        """Return the current time, nanoseconds."""
         return self.now
 
 
 def install(clock: ScriptedClock) -> None:
-    """Let all phase clocks that are made from now on read `clock`, and steps advance it."""
+    """Make all new phase clocks read `clock`, and each forward step advance it."""
     begin, forward_step = PhaseClock.__post_init__, pretrain_gpt.forward_step
 
     def scripted(self: PhaseClock) -> None:

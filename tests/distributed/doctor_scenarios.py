@@ -1,4 +1,4 @@
-"""What ranks do in test_doctor_links.py."""
+"""Functions that the ranks of test_doctor_links.py run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ AHEAD_SECONDS = 5.0
 
 
 def doctor(*words: str, clock_of: int | None = None, blind: int | None = None) -> None:
-    """The command, with short exchanges.
+    """Run the doctor with short measurements and without Megatron.
 
     Args:
-        words: of the command line, without Megatron.
+        words: further words of the command line.
         clock_of: rank whose clock is ahead.
         blind: rank that does not see the shared folder.
     """
@@ -35,20 +35,20 @@ def doctor(*words: str, clock_of: int | None = None, blind: int | None = None) -
 
 
 def with_faults(words: list[str]) -> None:
-    """See `doctor`: rank 1 is ahead, rank 3 is blind."""
+    """Run `doctor` where rank 1's clock is ahead and rank 3 does not see the folder."""
     doctor(*words, clock_of=1, blind=3)
 
 
 def with_interface(words: list[str], name: str, ranks: list[int]) -> None:
-    """See `doctor`: these ranks are told to use an interface."""
+    """Run `doctor` where some ranks have `GLOO_SOCKET_IFNAME` set."""
     if int(os.environ["RANK"]) in ranks:
         os.environ["GLOO_SOCKET_IFNAME"] = name
     doctor(*words)
 
 
-def with_one_that_leaves(words: list[str], leaver: int) -> None:
-    """See `doctor`: a rank is gone when the others connect to each other."""
-    vars(world)["LEAST_TIMEOUT_SECONDS"], vars(command)["GRACE_SECONDS"] = 4.0, 0.5
-    if int(os.environ["RANK"]) == leaver:
-        launch._everybody = lambda world: os._exit(0)
+def with_exited_rank(words: list[str], exited: int) -> None:
+    """Run `doctor` where a rank exits before the ranks connect to each other."""
+    vars(world)["MIN_TIMEOUT_SECONDS"], vars(command)["GRACE_SECONDS"] = 4.0, 0.5
+    if int(os.environ["RANK"]) == exited:
+        launch._all_ranks_group = lambda world: os._exit(0)
     doctor(*words)

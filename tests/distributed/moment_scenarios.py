@@ -1,4 +1,4 @@
-"""What the ranks of the tests of moments do: a toy host that keeps moments, step by step."""
+"""Functions that the ranks of the moment tests run: a toy host with moments, step by step."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def run_moments(
     """Move by `moves[step][replica]` and add `moments[step][replica]` to the moments; then sync.
 
     Returns:
-        One record a step: this rank's cut of the moments and parameters afterwards, by unit, what
-        the syncs reported as sent, and whether training was said to be local.
+        One record per step: this rank's slices of moments and parameters after it, by unit, the
+        bytes sent and reported, and the calls of `set_local_training`.
     """
     config = EditConfig(use_edit=True, digest_interval=1, warmup_steps=0, **settings)
     engine, host, reporter = build_engine(config, sizes, start)

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of the final synchronous phase and of losses that set intervals."""
+"""Functions that ranks run in the tests of the final synchronous phase and of `adacomm`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ START = {name: [0.5] * size for name, size in SIZES.items()}
 
 
 def end_rounds(
-    values: list[list[float] | None], settings: dict[str, Any], broken: int = -1
+    values: list[list[float] | None], settings: dict[str, Any], nonfinite: int = -1
 ) -> dict[str, Any]:
-    """Three local steps, the last of which is followed by the final phase; then two more.
+    """Make three local steps and then two in the final phase.
 
     Args:
-        values: of the first inner moment of the unit "final", by replica; None has none.
+        values: the first moment of the unit "final", by replica; None where it has no moments.
         settings: of the run.
-        broken: replica whose unit "final" is not finite at the last sync; or all of them.
+        nonfinite: replica whose unit "final" is not finite at the last sync, or `ALL_REPLICAS`.
     """
     config = EditConfig(use_edit=True, warmup_steps=0, sync_interval=2, digest_interval=1,
                         num_replicas=len(values), **settings)  # fmt: skip
@@ -36,23 +36,23 @@ def end_rounds(
     phases = []
     for step in range(1, 6):
         host.begins_final = step >= 3
-        # In the last local step replica 0 alone has an applied step, which moves its schedule.
+        # Only replica 0 applies the last local step, which advances its schedule.
         host.pending_schedule = 2 if step == 3 and replica == 0 else 0
         engine.before_step()
         if step <= 3:  # afterwards gradients are averaged: a toy has none
             host.move({name: [0.1 * (replica + step)] * size for name, size in SIZES.items()})
-        if step == 3 and broken in (replica, ALL_REPLICAS):
+        if step == 3 and nonfinite in (replica, ALL_REPLICAS):
             host.full["final"][0] = float("nan")
         engine.after_step()
         engine.record_loss(float(step))
         if step == 3:
             schedule = host.schedule_position + host.pending_schedule
         phases.append((engine.status.is_warmup, engine.status.is_final_phase))
-    held = host.moments.get(FIRST_MOMENT, {})
+    moments = host.moments.get(FIRST_MOMENT, {})
     return {
         "phases": phases,
         "theta": {name: value.tolist() for name, value in host.full.items()},
-        "moments": held["final"].tolist() if held else [],
+        "moments": moments["final"].tolist() if moments else [],
         "counters": host.counters,
         "schedule": schedule,
         "is_local": host.is_local,
@@ -65,7 +65,7 @@ def end_rounds(
 
 
 def follow_losses(losses: list[list[float]], tau: int) -> list[int]:
-    """Steps after which replicas sync with `adacomm`.
+    """Train with `adacomm`; returns the steps after which replicas sync.
 
     Args:
         losses: by replica and step.
@@ -76,9 +76,9 @@ def follow_losses(losses: list[list[float]], tau: int) -> list[int]:
     engine, _, reporter = build_engine(config, SIZES, START)
     engine.start()
     mine = losses[engine.groups.sync.rank]
-    is_knowing = engine.groups.control.rank == engine.groups.control.size - 1  # the last stage
+    has_loss = engine.groups.control.rank == engine.groups.control.size - 1  # the last stage
     for loss in mine:
         engine.before_step()
         engine.after_step()
-        engine.record_loss(loss if is_knowing else float("nan"))
+        engine.record_loss(loss if has_loss else float("nan"))
     return [report.step for report in reporter.syncs]

@@ -1,4 +1,4 @@
-"""What the ranks of the distributed tests do. Each function runs in every rank."""
+"""Functions of the distributed tests. Each runs on every rank."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def run_rounds(
     start: dict[str, Any],
     displacements: list[list[dict[str, Any]]],
 ) -> list[Record]:
-    """Rounds of one step each: move by `displacements[round][replica]`, then sync.
+    """Make rounds of one step: move by `displacements[round][replica]`, then sync.
 
     Returns:
-        One record a round: what the sync decided, and this rank's shards afterwards.
+        One record per round: the decision of the sync, and this rank's shards after it.
     """
     config = EditConfig(use_edit=True, warmup_steps=0, sync_interval=1, digest_interval=1,
                         **settings)  # fmt: skip
@@ -61,12 +61,12 @@ def run_rounds(
 
 
 def _payload(engine: EditEngine) -> int:
-    """Bytes that this rank has sent to other replicas."""
+    """Return the bytes that this rank has sent to other replicas."""
     return engine.groups.sync.payload_bytes + engine.groups.meeting.payload_bytes
 
 
-def lag_in_schedule(behind: int) -> int:
-    """Replica 1 has skipped `behind` samples of the schedule; returns its position after a sync."""
+def sync_with_schedule_lag(behind: int) -> int:
+    """Sync with replica 1's schedule `behind` samples behind; returns the position afterwards."""
     config = EditConfig(use_edit=True, num_replicas=2, warmup_steps=0, sync_interval=1)
     engine, host, _ = build_engine(config, {"final": 3}, {"final": [0.0, 0.0, 0.0]})
     engine.start()
@@ -76,8 +76,8 @@ def lag_in_schedule(behind: int) -> int:
     return host.schedule_position
 
 
-def one_never_comes() -> None:
-    """Replica 1 stops answering; replica 0 waits at the sync."""
+def miss_a_sync() -> None:
+    """Wait at a sync that replica 1 never reaches."""
     config = EditConfig(use_edit=True, num_replicas=2, warmup_steps=0, sync_interval=1,
                         timeout_seconds=3.0)  # fmt: skip
     engine, _, _ = build_engine(config, {"embedding": 2, "final": 3},
@@ -93,8 +93,8 @@ def one_never_comes() -> None:
     engine.after_step()
 
 
-def different_starts() -> list[float]:
-    """Every replica starts from other numbers; returns what this rank holds after `start`."""
+def start_from_different_values() -> list[float]:
+    """Start each replica from other numbers; returns this rank's parameters after `start`."""
     config = EditConfig(use_edit=True, num_replicas=2, warmup_steps=5, sync_interval=1)
     import os
 
@@ -104,8 +104,8 @@ def different_starts() -> list[float]:
     return [float(x) for x in host.full["final"]]
 
 
-def rounding_at_switch() -> tuple[list[str], list[float]]:
-    """The replicas differ by an ulp when the warm-up ends."""
+def switch_with_rounding_difference() -> tuple[list[str], list[float]]:
+    """End the warm-up with replicas that differ by an ulp; returns messages and parameters."""
     config = EditConfig(use_edit=True, num_replicas=2, warmup_steps=1, sync_interval=1)
     engine, host, reporter = build_engine(config, {"final": 3}, {"final": [1.0, 2.0, 3.0]})
     engine.start()
@@ -136,7 +136,7 @@ class _Counter:
 
 
 def count_messages(num_replicas: int, num_layers: int, unit_numel: int) -> Record:
-    """Collectives and bytes of one sync without a drift check."""
+    """Count collectives and bytes of one sync without a drift check."""
     names = ["embedding", *(f"layer.{i + 1}" for i in range(num_layers)), "final"]
     config = EditConfig(use_edit=True, num_replicas=num_replicas, warmup_steps=0, sync_interval=1)
     zeros = torch.zeros(unit_numel)
@@ -162,14 +162,14 @@ def count_messages(num_replicas: int, num_layers: int, unit_numel: int) -> Recor
     }
 
 
-def rounds_with_losses(losses: list[list[float]], settings: dict[str, Any]) -> list[Record]:
-    """Rounds of two steps with the loss `losses[round][replica]` in both of them.
+def run_rounds_with_losses(losses: list[list[float]], settings: dict[str, Any]) -> list[Record]:
+    """Make rounds of two steps with the loss `losses[round][replica]` in both of them.
 
-    Only the last rank of a replica knows its loss, as with pipeline stages, and knows it after the
-    step and its sync, as in Megatron.
+    Only the last rank of a replica has its loss, as with pipeline stages, and only after the step
+    and its sync, as in Megatron.
 
     Returns:
-        What each sync decided, as this rank saw it, and the round's number in the parameters.
+        The decision of each sync, as this rank saw it.
     """
     config = EditConfig(use_edit=True, num_replicas=len(losses[0]), warmup_steps=0,
                         digest_interval=1, **{"sync_interval": 2, **settings})  # fmt: skip
@@ -177,13 +177,13 @@ def rounds_with_losses(losses: list[list[float]], settings: dict[str, Any]) -> l
     engine, host, reporter = build_engine(config, sizes, {n: [0.0] * s for n, s in sizes.items()})
     engine.start()
     replica, control = engine.groups.sync.rank, engine.groups.control
-    knows_loss = control.rank == control.size - 1
+    has_loss = control.rank == control.size - 1
     for own in (row[replica] for row in losses):
         for _ in range(2):
             engine.before_step()
             host.move({name: [1.0 + replica] * size for name, size in sizes.items()})
             engine.after_step()
-            engine.record_loss(own if knows_loss else float("nan"))
+            engine.record_loss(own if has_loss else float("nan"))
     engine.finish()
     return [
         {

@@ -1,7 +1,7 @@
-"""Runs of the engine over real process groups beside the oracle of the strategies.
+"""Runs of the engine over real process groups, compared with the strategy oracle.
 
 Parameters of all replicas are compared after every step, anchor and momentum after every step at
-which nothing of their group is in flight.
+which no sync of their group is in flight.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Frame:
 
     Attributes:
         theta: parameters, theta[replica][unit].
-        anchor: of the units of which nothing is in flight.
+        anchor: of the units without a sync in flight.
         momentum: of the same units, where the strategy has one.
     """
 
@@ -46,11 +46,11 @@ class Frame:
 
 
 def oracle_settings(config: Settings) -> StrategySettings:
-    """The oracle's settings of a configuration; what it leaves out is the strategy's preset."""
+    """The oracle's settings of a configuration; missing ones are the presets of the strategy."""
     ours = {_STRATEGY_NAMES.get(n, n): v for n, v in config.items()}
     strategy = ours.pop("strategy")
     penalty = {_PENALTY_NAMES[n]: ours.pop(n) for n in _PENALTY_NAMES if n in ours}
-    for name in ("interval", "qsr_a", "sync_dtype"):  # of the schedule, and of the wire
+    for name in ("interval", "qsr_a", "sync_dtype"):  # settings of the schedule and of the wire
         ours.pop(name, None)
     if strategy in PENALIZED:
         ours["penalty"] = OracleSettings(**penalty)
@@ -58,17 +58,17 @@ def oracle_settings(config: Settings) -> StrategySettings:
 
 
 def expected_frames(simulation: Simulation, moves: Moves, lrs: list[float]) -> list[Frame]:
-    """The oracle's course; training ends with the last move."""
+    """States of the oracle after each step; training ends with the last move."""
     frames = []
     for step, (row, lr) in enumerate(zip(moves, lrs, strict=True), start=1):
         simulation.step(row, lr=lr, last=step == len(moves))
-        flying = {
+        in_flight = {
             name
             for group in simulation.pending
             for name in simulation.units_of(group)
-            if simulation.settings.strategy != "co2"  # there something always is
+            if simulation.settings.strategy != "co2"  # which always has one in flight
         }
-        settled = [n for n in simulation.anchor if n not in flying]
+        settled = [n for n in simulation.anchor if n not in in_flight]
         has_momentum = simulation.settings.strategy not in AVERAGING
         frames.append(
             Frame(
@@ -83,29 +83,29 @@ def expected_frames(simulation: Simulation, moves: Moves, lrs: list[float]) -> l
 def assert_follows(
     results: list[RankResult], frames: list[Frame], ranks: int, warmup: int, slack: float = 0.0
 ) -> None:
-    """Every rank held its cut of the oracle's state after every step.
+    """Assert that every rank had its slice of the oracle's state after every step.
 
     Args:
-        results: what the ranks held.
-        frames: what the oracle expects.
+        results: states of the ranks.
+        frames: states of the oracle.
         ranks: of a replica.
         warmup: steps before there are anchors.
-        slack: how far values may be off, beyond the rounding of fp32: what the wire loses.
+        slack: error of the wire dtype that is allowed in addition to the rounding of fp32.
     """
     for result in results:
         replica = result.rank // ranks
         for step, (ours, frame) in enumerate(zip(result.value, frames, strict=True), start=1):
-            wholes = {"theta": frame.theta[replica]}
+            full_units = {"theta": frame.theta[replica]}
             if step >= warmup:
-                wholes |= {"anchor": frame.anchor, "momentum": frame.momentum}
-            for key, units in wholes.items():
-                for name, whole in units.items():
-                    # fp32 sums of steps against float64: errors grow with what is added up.
-                    finite = whole[np.isfinite(whole)]
+                full_units |= {"anchor": frame.anchor, "momentum": frame.momentum}
+            for key, units in full_units.items():
+                for name, full in units.items():
+                    # fp32 sums against float64 sums: errors grow with the size of the addends.
+                    finite = full[np.isfinite(full)]
                     size = max(1.0, np.abs(finite).max(initial=0.0))
                     np.testing.assert_allclose(
                         ours[key][name],
-                        whole[ours["slices"][name]],
+                        full[ours["slices"][name]],
                         rtol=1e-5,
                         atol=2e-6 * size + slack,
                         err_msg=f"{key} of {name}, replica {replica}, after step {step}",
@@ -113,7 +113,7 @@ def assert_follows(
 
 
 def assert_ends_in_anchor(results: list[RankResult], ranks: int) -> None:
-    """After the last step parameters and anchor are the same bits on all replicas."""
+    """Assert that after the last step parameters and anchor are bitwise equal on all replicas."""
     for result in results:
         first, last = results[result.rank % ranks].value[-1], result.value[-1]
         for name in SIZES:
@@ -125,7 +125,7 @@ def run_both(
     config: Settings, world: tuple[int, int], moves: Moves, start: Any, lrs: list[float],
     slack: float = 0.0,
 ) -> tuple[list[RankResult], Simulation, list[Frame]]:  # fmt: skip
-    """Run the engine on all ranks and the oracle beside it, and compare; see `assert_follows`."""
+    """Run engine and oracle, and compare their states; see `assert_follows`."""
     num_replicas, ranks = world
     warmup = config.get("warmup_steps", 0)
     for row in moves[:warmup]:

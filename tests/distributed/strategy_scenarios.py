@@ -1,4 +1,4 @@
-"""What the ranks of the strategy tests do: steps of a toy host, its state after each of them."""
+"""Functions that ranks of the strategy tests run: steps of a toy host, its state after each."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def run_steps(
     moves: list[list[dict[str, Any]]],
     lrs: Sequence[float],
 ) -> list[Record]:
-    """Move by `moves[step][replica]`, then let the engine do what is due; the last move ends it.
+    """Make one step per `moves[step][replica]`; training ends with the last.
 
-    In warm-up the replicas are to move alike: the toy has no gradients that could be averaged.
+    In warm-up the moves of all replicas must be equal: the toy has no gradients to average.
 
     Returns:
-        What this rank holds after every step, the first entry after step 1.
+        The state of this rank after every step, from step 1 on.
     """
     engine, host, reporter = build_engine(_config(settings), sizes, start)
     host.next_lr = lrs[0]
@@ -43,7 +43,7 @@ def run_steps(
             "sent": engine.groups.sync.payload_bytes + engine.groups.meeting.payload_bytes,
             "reported": [(report.wire_bytes, len(report.units)) for report in reporter.syncs],
         }
-        records.append(_held(engine, host) | counted)
+        records.append(_state_of(engine, host) | counted)
     return records
 
 
@@ -57,11 +57,11 @@ def run_timed(
 ) -> tuple[list[Record], list[tuple[int, tuple[int, ...]]]]:
     """Move by `moves[replica][own step]`, each replica at its own speed, until all is consumed.
 
-    Time is made here: a step of replica r lasts `step_seconds[r]`, and a meeting nothing.
+    Time is simulated: a step of replica r takes `step_seconds[r]`, and a meeting no time.
 
     Returns:
-        What this rank holds after every step of its own; and of every sync, the groups' first unit
-        by its place in `sizes`, and the steps of all replicas since the meeting before.
+        The state of this rank after each of its steps; and for every sync, the index in `sizes` of
+        its first unit, and the steps of all replicas since the last meeting.
     """
     now = [0]
     clock = PhaseClock(read=lambda: now[0])
@@ -75,8 +75,8 @@ def run_timed(
             break
         now[0] += round(step_seconds[replica] * NANOSECONDS)
         _step(engine, host, move)
-        records.append(_held(engine, host))
-    assert engine._trigger.is_over, "the moves did not suffice"
+        records.append(_state_of(engine, host))
+    assert engine._trigger.is_over, "there are too few moves"
     engine.finish()
     names = list(sizes)
     syncs = [
@@ -92,19 +92,19 @@ def run_table(
     moves: list[dict[str, Any]],
     starts: dict[int, Sequence[int]],
 ) -> list[Record]:
-    """All replicas move alike by `moves[step]`; syncs start after the steps of the table."""
+    """Move all replicas by `moves[step]`; syncs start after the steps of the table `starts`."""
     sizes = {name: len(values) for name, values in start.items()}
     engine, host, _ = build_engine(_config(settings), sizes, start, starts)
     engine.start()
     records = []
     for move in moves:
         _step(engine, host, move)
-        records.append(_held(engine, host))
+        records.append(_state_of(engine, host))
     return records
 
 
 def train_linear(settings: dict[str, Any], steps: int) -> list[tuple[float, Record]]:
-    """Train the linear model of MaxText's test: loss before every step, state after it.
+    """Train the linear model of MaxText's test; returns the loss before and state after each step.
 
     Its weights are the unit `embedding`, its bias the unit `final`; replicas of one rank.
     """
@@ -118,7 +118,7 @@ def train_linear(settings: dict[str, Any], steps: int) -> list[tuple[float, Reco
         loss, slopes = published.maxtext_gradients(engine.groups.sync.rank, w, b)
         move = {"embedding": slopes["w"], "final": slopes["b"]}
         _step(engine, host, {n: -published.MAXTEXT_RATE * g for n, g in move.items()})
-        records.append((loss, _held(engine, host)))
+        records.append((loss, _state_of(engine, host)))
     return records
 
 
@@ -132,8 +132,8 @@ def _step(engine: EditEngine, host: ToyHost, move: dict[str, Any]) -> None:
     engine.after_step()
 
 
-def _held(engine: EditEngine, host: ToyHost) -> Record:
-    """This rank's cuts of the parameters and, after the switch, of anchor and momentum."""
+def _state_of(engine: EditEngine, host: ToyHost) -> Record:
+    """This rank's slices of the parameters and, after the switch, of anchor and momentum."""
     state = engine.syncs.outer if engine.syncs.has_outer_state else None
     units = {} if state is None else state.units
     return {

@@ -1,4 +1,4 @@
-"""One decision per replica: all its ranks, whose clocks jitter, meet after the same step."""
+"""One decision per replica: all its ranks meet after the same step, although clocks jitter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LATE_SECONDS = 2.0
 
 
 def decide_with_jitter(seed: int, num_steps: int) -> dict[str, list[int]]:
-    """In each rank a clock of its own; the steps after which it meets, and asks."""
+    """Run with one clock per rank; returns the steps after which it meets, or asks to meet."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank, jitter = dist.get_rank(), random.Random(seed * 100 + dist.get_rank())
     now = [jitter.randrange(10**15)]
@@ -41,7 +41,7 @@ def decide_with_jitter(seed: int, num_steps: int) -> dict[str, list[int]]:
 
 
 def post_late() -> dict[str, float]:
-    """In each rank: seconds until its post was made, and until it had read; rank 0 comes late."""
+    """Post a flag, rank 0 late; returns the seconds until `post` and `read` returned."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     group = Group.of(dist.group.WORLD, torch.device("cpu"), timedelta(seconds=60), "control")
     flags, is_first = DelayedFlags(group), dist.get_rank() == 0
@@ -62,20 +62,20 @@ def post_late() -> dict[str, float]:
     ("seed", "num_steps"),
     [(7, 2500), *(pytest.param(seed, 10_000, marks=pytest.mark.full) for seed in (7, 8, 9))],
 )
-def test_all_ranks_of_a_replica_decide_alike(seed: int, num_steps: int) -> None:
-    """Catches a rank that trusts its own clock: the ranks would wait for each other for ever."""
+def test_all_ranks_of_a_replica_meet_after_the_same_step(seed: int, num_steps: int) -> None:
+    """Catches a rank that follows its own clock, so that the ranks hang."""
     target = "tests.distributed.test_decision:decide_with_jitter"
     results = [result.value for result in run_ranks(target, 4, (seed, num_steps), check=True)]
     first = results[0]
     assert len(first["met"]) > num_steps / 20
     assert all(result["met"] == first["met"] for result in results)
     assert first["met"] == [step + 1 for step in first["asked"]]  # one step late
-    assert any(result["asked"] != first["asked"] for result in results)  # clocks did differ
+    assert any(result["asked"] != first["asked"] for result in results)  # the clocks differ
 
 
-def test_nobody_waits_to_post() -> None:
-    """The hot path does not stall: catches a `post` that waits for rank 0, which is late."""
+def test_posting_a_flag_does_not_block() -> None:
+    """Catches a `post` that waits for rank 0, which is late, and stalls training."""
     results = run_ranks("tests.distributed.test_decision:post_late", 3, check=True)
     for result in results[1:]:
         assert result.value["posted"] < LATE_SECONDS / 2
-        assert result.value["read"] > LATE_SECONDS / 2  # it was late indeed
+        assert result.value["read"] > LATE_SECONDS / 2  # rank 0 was late

@@ -1,4 +1,4 @@
-"""The doctor among ranks: links, clocks, the shared folder. Rates are tested in a network lab."""
+"""The doctor with several ranks: links, clocks, the shared folder. (Rates: the network lab.)"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCENARIOS = "tests.distributed.doctor_scenarios:"
 
 
 def examine(world_size: int, *words: str, target: str = "doctor") -> tuple[int, dict[str, Any]]:
-    """Exit code and numbers of the first rank; the others must be silent."""
+    """Exit code and JSON report of the first rank; the others must print nothing."""
     args: tuple[Any, ...] = ("--json", *words)
     if target != "doctor":
         args = ([*args],)
@@ -26,12 +26,12 @@ def examine(world_size: int, *words: str, target: str = "doctor") -> tuple[int, 
 
 
 def levels(report: dict[str, Any]) -> dict[str, str]:
-    """Level of each finding."""
+    """The level of each finding by name."""
     return {finding["name"]: finding["level"] for finding in report["findings"]}
 
 
-def test_two_replicas_of_two_ranks(tmp_path: Path) -> None:
-    """Would catch: a rank that waits for a measurement of others, a file that is left behind."""
+def test_doctor_measures_two_replicas_of_two_ranks(tmp_path: Path) -> None:
+    """Would catch: a rank that waits in a measurement of others, a file that is not removed."""
     words = ("--edit-num-replicas", "2", "--shared-dir", str(tmp_path))
     code, report = examine(4, *words)
     (link,) = report["links"]
@@ -45,15 +45,15 @@ def test_two_replicas_of_two_ranks(tmp_path: Path) -> None:
     assert code == 0 and "bad" not in levels(report).values(), levels(report)
 
 
-def test_every_rank_is_a_replica_where_nothing_says_more() -> None:
-    """Would catch: a way that nobody measures."""
+def test_doctor_takes_every_rank_for_a_replica_by_default() -> None:
+    """Would catch: a link that is not measured."""
     code, report = examine(3)
     assert [(x["source"], x["target"]) for x in report["links"]] == [(0, 1), (1, 2), (2, 0)]
     assert code == 0 and "shared_dir" not in report
 
 
-def test_faults_are_found(tmp_path: Path) -> None:
-    """A clock that is ahead, seen from both sides, and a rank that does not see the folder."""
+def test_doctor_finds_clock_skew_and_unshared_folder(tmp_path: Path) -> None:
+    """A clock that is ahead, measured from both sides; a rank that does not see the folder."""
     code, report = examine(4, "--shared-dir", str(tmp_path), target="with_faults")
     skew = {(x["source"], x["target"]): x["clock_offset_seconds"] for x in report["links"]}
     assert skew[0, 1] == pytest.approx(AHEAD_SECONDS, abs=0.2)
@@ -65,9 +65,9 @@ def test_faults_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [[0, 1], [1]])
-def test_an_interface_that_is_not_there(ranks: list[int]) -> None:
-    """Would catch: ranks that give up, or wait for ever, before the first has said what is wrong;
-    silence about what is wrong on another machine than the first rank's."""
+def test_doctor_reports_missing_interface(ranks: list[int]) -> None:
+    """Would catch: ranks that fail or hang before the first has reported the cause; a cause on
+    another machine than the first rank's that is not reported."""
     args = (["--json"], "ib7", ranks)
     first, other = run_ranks(SCENARIOS + "with_interface", 2, args, timeout=60)
     assert (first.returncode, first.stderr) == (1, "")
@@ -80,10 +80,10 @@ def test_an_interface_that_is_not_there(ranks: list[int]) -> None:
     assert levels(report)["between the ranks"] == "hint" and "links" not in report
 
 
-def test_ranks_that_cannot_meet() -> None:
-    """Would catch: a table that is not printed because its last lines could not be measured."""
+def test_doctor_prints_the_table_if_ranks_cannot_connect() -> None:
+    """Would catch: a table that is not printed because the last lines cannot be measured."""
     args = (["--edit-num-replicas", "3"], 2)
-    first, other, _ = run_ranks(SCENARIOS + "with_one_that_leaves", 3, args, timeout=60)
+    first, other, _ = run_ranks(SCENARIOS + "with_exited_rank", 3, args, timeout=60)
     assert first.returncode == 1 and "megatron-edit doctor:" not in first.stderr, first.stderr
     assert "torch " in first.stdout and "interfaces" in first.stdout
     assert "bad   between the ranks" in first.stdout and "open all ports" in first.stdout
@@ -91,14 +91,14 @@ def test_ranks_that_cannot_meet() -> None:
     assert "megatron-edit doctor: " in other.stderr  # after what torch says
 
 
-def test_a_single_replica(tmp_path: Path) -> None:
-    """Nothing to compare. Would catch: a division by the bytes that one replica sends to itself."""
+def test_doctor_with_a_single_replica(tmp_path: Path) -> None:
+    """Would catch: a division by the zero bytes that one replica sends."""
     code, report = examine(2, "--edit-num-replicas", "1", "--shared-dir", str(tmp_path))
     assert code == 0 and "links" not in report and "a sync" not in levels(report)
     assert [sight["error"] for sight in report["shared_dir"]] == [None] * 2
 
 
-def test_bad_input_is_said_once() -> None:
+def test_doctor_reports_invalid_input_once() -> None:
     results = run_ranks(SCENARIOS + "doctor", 3, ("--edit-num-replicas", "2"), timeout=60)
     assert [x.returncode for x in results] == [2] * 3
     assert "must divide the 3 ranks" in results[0].stderr

@@ -1,4 +1,4 @@
-"""How a sync grows: linear in bytes, one table between replicas, one scalar gather per unit."""
+"""Costs of a sync: linear bytes, one gather of records, one scalar gather per unit."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ SCENARIO = "tests.distributed.scenarios:count_messages"
 
 
 @pytest.mark.parametrize("num_layers", [4, 16, 64])
-def test_messages_grow_with_units_alone(num_layers: int) -> None:
-    """Catches a table per unit, a message per parameter, or chatter inside the replica."""
+def test_number_of_messages_depends_only_on_units(num_layers: int) -> None:
+    """Catches records per unit, a message per parameter, or more messages inside the replica."""
     units = num_layers + 2
     for result in run_ranks(SCENARIO, 4, (2, num_layers, 20_000), check=True):
         counts = result.value
@@ -22,8 +22,8 @@ def test_messages_grow_with_units_alone(num_layers: int) -> None:
 
 
 @pytest.mark.parametrize("num_replicas", [2, 4, pytest.param(8, marks=pytest.mark.full)])
-def test_bytes_grow_as_a_ring_does(num_replicas: int) -> None:
-    """2 (N - 1) / N of 4 bytes a parameter from every replica, and a table beside it."""
+def test_bytes_per_replica_grow_as_in_a_ring(num_replicas: int) -> None:
+    """2 (N - 1) / N of 4 bytes per parameter from every replica, and the control records."""
     for result in run_ranks(SCENARIO, num_replicas, (num_replicas, 4, 20_000), check=True):
         counts = result.value
         payload = 2 * (num_replicas - 1) * 4 * counts["numel"] // num_replicas
@@ -31,7 +31,7 @@ def test_bytes_grow_as_a_ring_does(num_replicas: int) -> None:
 
 
 def test_bytes_are_linear_in_parameters() -> None:
-    """Four times the parameters, four times the bytes."""
+    """Four times the parameters take four times the bytes."""
     small, large = (
         run_ranks(SCENARIO, 2, (2, 4, size), check=True)[0].value for size in (10_000, 40_000)
     )

@@ -1,4 +1,4 @@
-"""Moments in the exchange of a unit, over real process groups, against NumPy, bit for bit."""
+"""Moments in the exchange of a unit over real process groups, bitwise equal to NumPy."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 
 from megatron_edit.constants import FIRST_MOMENT, SECOND_MOMENT
 from tests.distributed.test_rounds import SIZES, Moves, make_moves
-from tests.distributed.toy import cut
+from tests.distributed.toy import shard_slices
 from tests.harness import RankResult, run_ranks
-from tests.reference.wire import Round
+from tests.reference.wire import AllReduce
 
 SCENARIO = "tests.distributed.moment_scenarios:run_moments"
 KINDS = {FIRST_MOMENT: "log8", SECOND_MOMENT: "ulog8"}
@@ -19,7 +19,7 @@ BOTH = {"average_moments": "both", "no_anomaly": True}
 
 
 def make_moments(num_steps: int, num_replicas: int, seed: int) -> list[list[dict[str, Any]]]:
-    """What each step adds: first moments of any sign, second ones over many decades."""
+    """Increments of each step: first moments of both signs, second moments of many magnitudes."""
     rng = np.random.default_rng(seed)
 
     def draw(size: int, kind: str) -> Any:
@@ -38,21 +38,21 @@ def make_moments(num_steps: int, num_replicas: int, seed: int) -> list[list[dict
 def run(
     settings: dict[str, Any], world: tuple[int, int], start: Any, moves: Moves, moments: Any
 ) -> list[RankResult]:
-    """On world[0] replicas of world[1] ranks."""
-    everything = {"num_replicas": world[0], **settings}
+    """Run the scenario on world[0] replicas of world[1] ranks."""
+    all_settings = {"num_replicas": world[0], **settings}
     return run_ranks(
-        SCENARIO, world[0] * world[1], (everything, SIZES, start, moves, moments), check=True
+        SCENARIO, world[0] * world[1], (all_settings, SIZES, start, moves, moments), check=True
     )
 
 
 def mean(values: list[Any], accepted: list[bool], ranks: int, kind: str) -> Any:
-    """Of a moment of a unit: each rank's cut travels by itself, in its codes."""
+    """The mean of a moment of a unit; each rank's slice is encoded and exchanged separately."""
     share, out = np.float32(1.0 / sum(accepted)), np.zeros_like(values[0])
     left_out = {replica for replica, is_in in enumerate(accepted) if not is_in}
-    for where in cut(len(out), ranks):
+    for where in shard_slices(len(out), ranks):
         addends = [value[where] * share for value in values]
         if len(addends[0]):
-            out[where] = Round(addends, left_out).sum(KINDS[kind], None)
+            out[where] = AllReduce(addends, left_out).sum(KINDS[kind], None)
     return out
 
 
@@ -62,22 +62,22 @@ def assert_moments(
     expected: list[dict[str, dict[str, Any]]],
     ranks: int,
 ) -> None:
-    """What each rank holds after a step, counted from 0, is its cut of `expected[replica]`."""
+    """Assert that each rank has its slice of `expected[replica]` after `step`, from 0."""
     for result in results:
-        held = result.value[step]
+        state = result.value[step]
         for kind in KINDS:
-            for name, whole in expected[result.rank // ranks][kind].items():
-                np.testing.assert_array_equal(held[kind][name], whole[held["slices"][name]])
+            for name, full in expected[result.rank // ranks][kind].items():
+                np.testing.assert_array_equal(state[kind][name], full[state["slices"][name]])
 
 
-def course(
+def expected_moments(
     moments: Any, syncs: dict[int, list[bool]], num_replicas: int, ranks: int, delay: int = 0
 ) -> list[list[dict[str, dict[str, Any]]]]:
     """Moments of all replicas after each step.
 
     Args:
-        moments: what each step adds.
-        syncs: who is accepted, by step from 1.
+        moments: increments of each step.
+        syncs: the accepted replicas, by step from 1.
         num_replicas: N.
         ranks: of a replica.
         delay: steps between a sample of the moments and the landing of its mean.
@@ -110,28 +110,28 @@ def course(
 
 @pytest.mark.parametrize("wire", ["fp32", "int8"])
 @pytest.mark.parametrize("world", [(2, 1), (3, 2)])
-def test_means_equal_the_formula(world: tuple[int, int], wire: str) -> None:
-    """Bit for bit on all replicas, whatever the parameters travel as, and every second sync. Bytes
-    are those that were sent. Catches weights of the parameters in the mean, and K off by one."""
+def test_exchanged_moments_equal_the_reference(world: tuple[int, int], wire: str) -> None:
+    """Bitwise, for each dtype of the parameters, at every second sync; reported bytes equal those
+    sent. Catches weights of the parameters in the mean of moments, and K off by one."""
     replicas, ranks = world
     start, moves = make_moves(6, replicas, seed=3)
     moments = make_moments(6, replicas, seed=4)
     settings = {**BOTH, "average_moments_every": 2, "sync_interval": 1, "sync_dtype": wire}
     results = run(settings, world, start, moves, moments)
-    everybody = [True] * replicas
-    frames = course(moments, {step: everybody for step in (2, 4, 6)}, replicas, ranks)
+    all_accepted = [True] * replicas
+    frames = expected_moments(moments, {step: all_accepted for step in (2, 4, 6)}, replicas, ranks)
     for step, expected in enumerate(frames):
         assert_moments(results, step, expected, ranks)
     mine = [result.value for result in results[:ranks]]
     reported = mine[0][-1]["reported"]
     assert reported[1] > reported[0] == reported[2]
     digests = 8 * (replicas - 1) * ranks * len(SIZES)
-    sent = sum(held[-1]["sent"] - held[0]["sent"] for held in mine)
+    sent = sum(state[-1]["sent"] - state[0]["sent"] for state in mine)
     assert sent == sum(reported[1:]) + digests * len(reported[1:])
 
 
-def test_parameters_do_not_depend_on_moments() -> None:
-    """In the same exchange: catches sums that are mixed up, or rounded by the moments' codes."""
+def test_parameters_do_not_depend_on_exchanged_moments() -> None:
+    """Both are in one exchange. Catches swapped sums, and sums rounded by the codec of moments."""
     start, moves = make_moves(4, 2, seed=5)
     moments = make_moments(4, 2, seed=6)
     with_them = run({**BOTH, "sync_interval": 1}, (2, 2), start, moves, moments)
@@ -144,9 +144,9 @@ def test_parameters_do_not_depend_on_moments() -> None:
         assert one.value[-1]["is_local"] == [True]
 
 
-def test_one_that_is_left_out_takes_the_others() -> None:
-    """Its parameters and moments are not finite: it comes back with the mean of the others. Where
-    all are left out of a unit, each keeps its own moments of it."""
+def test_rejected_replica_takes_moments_of_the_others() -> None:
+    """A replica with non-finite values takes the mean of the others. Where all replicas are
+    rejected for a unit, each keeps its own moments."""
     start, moves = make_moves(3, 3, seed=7)
     moments = make_moments(3, 3, seed=8)
     for name in SIZES:
@@ -157,7 +157,7 @@ def test_one_that_is_left_out_takes_the_others() -> None:
     results = run({**BOTH, "sync_interval": 1}, (3, 1), start, moves, moments)
     syncs = {1: [True] * 3, 2: [True, True, False], 3: [True] * 3}
     with np.errstate(invalid="ignore"):
-        frames = course(moments, syncs, 3, 1)
+        frames = expected_moments(moments, syncs, 3, 1)
     for kind in KINDS:
         before = [one[kind]["layer.1"] for one in frames[1]]
         for replica in range(3):
@@ -170,21 +170,21 @@ def test_one_that_is_left_out_takes_the_others() -> None:
         assert_moments(results, step, expected, 1)
 
 
-def test_a_delayed_mean_replaces_what_was_trained_since() -> None:
-    """Sampled when the sync begins, landed with it."""
+def test_delayed_moments_replace_later_ones() -> None:
+    """The mean is of the moments at the start of the sync, and lands with it."""
     start, moves = make_moves(8, 2, seed=9)
     moments = make_moments(8, 2, seed=10)
     settings = {**BOTH, "sync_interval": 4, "delay_steps": 2}
     results = run(settings, (2, 2), start, moves, moments)
-    frames = course(moments, {4: [True, True]}, 2, 2, delay=2)
+    frames = expected_moments(moments, {4: [True, True]}, 2, 2, delay=2)
     for step, expected in enumerate(frames[:-1]):  # the last sync lands at once
         assert_moments(results, step, expected, 2)
 
 
 def test_one_replica_keeps_its_own_moments() -> None:
-    """N = 1: not even a code rounds them."""
+    """With N = 1 they are not even rounded by the codec."""
     start, moves = make_moves(2, 1, seed=11)
     moments = make_moments(2, 1, seed=12)
     results = run({**BOTH, "sync_interval": 1}, (1, 1), start, moves, moments)
-    for step, expected in enumerate(course(moments, {}, 1, 1)):
+    for step, expected in enumerate(expected_moments(moments, {}, 1, 1)):
         assert_moments(results, step, expected, 1)

@@ -1,4 +1,4 @@
-"""The final synchronous phase and intervals that follow losses, over real process groups."""
+"""The final synchronous phase, and `adacomm` intervals, over real process groups."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ SECOND = [3.0, 6.0, math.inf]
     [{}, {"delay_steps": 1, "mix": 0.5}, {"strategy": "co2"}],
     ids=["edit", "delayed", "co2"],
 )
-def test_inner_state_becomes_equal(settings: dict[str, object]) -> None:
-    """The partial round is synced and lands; moments are the mean in fp32 (what is not finite
-    counts as zero), counters those of replica 0, the schedule the furthest."""
+def test_inner_state_is_equal_in_the_final_phase(settings: dict[str, object]) -> None:
+    """The partial round is synced and lands; moments are the fp32 mean (non-finite values count as
+    zero), counters those of replica 0, the schedule position the largest."""
     results = run_ranks(f"{MODULE}:end_rounds", 2, ([FIRST, SECOND], settings), check=True)
     found = [result.value for result in results]
     finite = [np.where(np.isfinite(v), v, 0).astype(np.float32) for v in (FIRST, SECOND)]
@@ -37,22 +37,22 @@ def test_inner_state_becomes_equal(settings: dict[str, object]) -> None:
     assert found[0]["theta"] == found[1]["theta"]
 
 
-@pytest.mark.parametrize("broken", [[1], [0, 1, 2]], ids=["one", "all"])
-def test_replicas_that_are_left_out_take_the_mean_of_the_others(broken: list[int]) -> None:
-    """By the last sync; where that accepted none, the mean is of all. Catches moments of bad data
-    in the mean, and a unit that keeps moments of each replica's own."""
+@pytest.mark.parametrize("nonfinite", [[1], [0, 1, 2]], ids=["one", "all"])
+def test_final_moments_are_the_mean_of_accepted_replicas(nonfinite: list[int]) -> None:
+    """Accepted by the last sync; where it accepted none, the mean is over all. Catches moments of
+    bad data in the mean, and moments that stay different."""
     values = [[1.0, 2.0, 4.0], [100.0, 200.0, 400.0], [5.0, 6.0, 8.0]]
-    which = broken[0] if len(broken) == 1 else ALL_REPLICAS
+    which = nonfinite[0] if len(nonfinite) == 1 else ALL_REPLICAS
     results = run_ranks(f"{MODULE}:end_rounds", 3, (values, {}, which), check=True)
-    chosen = [r for r in range(3) if len(broken) == 3 or r not in broken]
+    chosen = [r for r in range(3) if len(nonfinite) == 3 or r not in nonfinite]
     expected = np.array(values, dtype=np.float32)[chosen].mean(axis=0)
     for result in results:
         np.testing.assert_allclose(result.value["moments"], expected, rtol=1e-6)
     assert len({str(result.value["moments"]) for result in results}) == 1
 
 
-def test_replica_without_moments() -> None:
-    """One has made no applied step: all begin anew, as all know from what they gather."""
+def test_moments_are_reset_where_one_replica_has_none() -> None:
+    """One has applied no step: all reset their moments."""
     results = run_ranks(f"{MODULE}:end_rounds", 2, ([FIRST, None], {}), check=True)
     for result in results:
         assert result.value["is_reset"] and result.value["counters"] == [8.0, 3.0]
@@ -60,9 +60,9 @@ def test_replica_without_moments() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_interval_follows_the_loss(ranks: int) -> None:
-    """ceil(tau sqrt(F / F_0)) by hand; with two ranks only the last knows the loss: would catch
-    ranks of a replica that count rounds of other lengths, and wait for each other for ever."""
+def test_adacomm_interval_follows_the_loss(ranks: int) -> None:
+    """ceil(tau sqrt(F / F_0)); with two ranks only the last has the loss. Would catch: ranks of a
+    replica that use different round lengths and hang."""
     losses = [[4.0] * 8 + [1.0] * 12, [6.0] * 8 + [1.5] * 12]
     results = run_ranks(f"{MODULE}:follow_losses", 2 * ranks, (losses, 4), check=True)
     means = np.array(losses).mean(axis=0)

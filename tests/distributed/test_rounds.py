@@ -1,4 +1,4 @@
-"""The engine over real process groups against the NumPy oracle: whole rounds, odd sizes, faults."""
+"""The engine over real process groups against the NumPy oracle: rounds, odd sizes, faults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Moves = list[list[dict[str, Any]]]
 
 
 def make_moves(num_rounds: int, num_replicas: int, seed: int) -> tuple[dict[str, Any], Moves]:
-    """A start and displacements that are exact in fp32, so that both sides begin with equals."""
+    """Start values and displacements, exact in fp32 so that engine and oracle start equal."""
     rng = np.random.default_rng(seed)
 
     def draw(size: int, scale: float) -> Any:
@@ -38,7 +38,7 @@ def make_moves(num_rounds: int, num_replicas: int, seed: int) -> tuple[dict[str,
 def run_both(
     num_replicas: int, ranks: int, moves: Moves, start: dict[str, Any], **settings: Any
 ) -> tuple[list[RankResult], EditOracle, list[Any], list[Any]]:
-    """Run the engine on num_replicas x ranks processes and the oracle beside it."""
+    """Run the engine on num_replicas x ranks processes, and the oracle."""
     results = run_ranks(
         SCENARIO,
         num_replicas * ranks,
@@ -63,7 +63,7 @@ def run_both(
 def assert_equal_to_oracle(
     results: list[RankResult], records: list[Any], anchors: list[Any]
 ) -> None:
-    """Every rank saw the oracle's decisions, and holds its cut of the oracle's state."""
+    """Assert that every rank has the oracle's decisions and its slice of the oracle's state."""
     for result in results:
         for ours, expected, (anchor, momentum) in zip(result.value, records, anchors, strict=True):
             np.testing.assert_array_equal(ours["anomalous"], expected.anomalous)
@@ -71,51 +71,51 @@ def assert_equal_to_oracle(
             np.testing.assert_allclose(ours["norms"], expected.norms, rtol=1e-5)
             np.testing.assert_allclose(ours["weights"], expected.weights, rtol=1e-5)
             np.testing.assert_allclose(ours["clip"], expected.clip, rtol=1e-5)
-            # An average may nearly cancel; fp32 then knows it only to the size of its addends.
+            # An average may nearly cancel; its error in fp32 then has the size of its addends.
             atol = 1e-6 * np.nanmax(np.where(np.isfinite(ours["norms"]), ours["norms"], 0.0))
             np.testing.assert_allclose(
                 ours["update_norm"], expected.update_norm, rtol=1e-5, atol=atol
             )
             for unit, name in enumerate(SIZES):
-                cut = ours["slices"][name]
-                for key, whole in (("anchor", anchor), ("momentum", momentum), ("theta", anchor)):
+                piece = ours["slices"][name]
+                for key, full in (("anchor", anchor), ("momentum", momentum), ("theta", anchor)):
                     np.testing.assert_allclose(
-                        ours[key][name], whole[unit][cut], rtol=1e-5, atol=1e-6, err_msg=key
+                        ours[key][name], full[unit][piece], rtol=1e-5, atol=1e-6, err_msg=key
                     )
 
 
 @pytest.mark.parametrize(("num_replicas", "ranks"), [(2, 1), (3, 1), (2, 2), (1, 2)])
 def test_three_rounds_equal_the_oracle(num_replicas: int, ranks: int) -> None:
-    """Catches: norms or clip over one rank's shard, wrong weights, order of the outer step."""
+    """Catches: norms or clip of one rank's shard, wrong weights, a wrong outer step."""
     start, moves = make_moves(3, num_replicas, seed=num_replicas)
     results, _, records, anchors = run_both(num_replicas, ranks, moves, start, clip=0.5)
     assert_equal_to_oracle(results, records, anchors)
-    assert min(r.clip.min() for r in records) < 1.0  # the clip did bind somewhere
+    assert min(r.clip.min() for r in records) < 1.0  # some unit was clipped
     digests = {tuple(record["digest"] for record in result.value) for result in results}
-    assert len(digests) == 1  # replicas equal after every sync
+    assert len(digests) == 1  # replicas are equal after every sync
 
 
 @pytest.mark.parametrize("what", [100.0, np.nan, np.inf], ids=["x100", "nan", "inf"])
-def test_a_bad_replica_is_left_out_and_comes_back(what: float) -> None:
+def test_anomalous_replica_is_left_out_and_recovers(what: float) -> None:
     """Catches: NaN that spreads, an excluded replica that still shrinks the mean, lock-out."""
     start, moves = make_moves(8, 3, seed=7)
-    victim = moves[5][1]
+    bad_move = moves[5][1]
     if np.isfinite(what):
-        victim["layer.1"] = victim["layer.1"] * np.float32(what)
+        bad_move["layer.1"] = bad_move["layer.1"] * np.float32(what)
     else:
-        victim["layer.1"][3] = what
+        bad_move["layer.1"][3] = what
     # a threshold above the noise of so small units
     results, _, records, anchors = run_both(
         3, 1, moves, start, anomaly_warmup_syncs=3, anomaly_threshold=12.0
     )
     left_out = [record.anomalous[:, 1].tolist() for record in records]
     assert left_out == [[False] * 3] * 5 + [[False, True, False]] + [[False] * 3] * 2
-    # theta <- A overwrites an infinite theta, so even the victim equals the oracle afterwards
+    # theta <- A overwrites an infinite theta, so the bad replica equals the oracle, too
     assert_equal_to_oracle(results, records, anchors)
 
 
-def test_all_anomalous_rolls_back_and_keeps_the_momentum() -> None:
-    """Catches: an outer step on nothing, momentum that decays or takes in NaN."""
+def test_unit_anomalous_on_all_replicas_is_rolled_back() -> None:
+    """Catches: an outer step without an average, momentum that decays or takes in NaN."""
     start, moves = make_moves(3, 2, seed=3)
     for replica in range(2):
         moves[1][replica]["final"][0] = np.nan
@@ -129,7 +129,7 @@ def test_all_anomalous_rolls_back_and_keeps_the_momentum() -> None:
     assert_equal_to_oracle(results, records, anchors)
 
 
-def test_a_change_of_regime_does_not_lock_out() -> None:
+def test_change_of_regime_does_not_lock_a_replica_out() -> None:
     """From round 6 every norm of replica 0 is 50 times larger: at most `patience` rejections."""
     start, moves = make_moves(14, 2, seed=11)
     for round_ in moves[5:]:
@@ -137,7 +137,7 @@ def test_a_change_of_regime_does_not_lock_out() -> None:
     results, _, records, _ = run_both(
         2, 1, moves, start, anomaly_warmup_syncs=3, anomaly_threshold=12.0
     )
-    # not the last unit: the norm of its single element is all noise
+    # not the last unit: the norm of its single element is noise
     rejected = [record["anomalous"][0, :3].tolist() for record in results[0].value]
     assert rejected[:5] == [[False] * 3] * 5
     assert rejected[5:8] == [[True] * 3] * 3  # patience 3
@@ -145,13 +145,13 @@ def test_a_change_of_regime_does_not_lock_out() -> None:
     assert [r.anomalous[0, :3].tolist() for r in records] == rejected
 
 
-def test_bytes_are_counted_and_shared_out() -> None:
-    """The counter of the group and the bytes in the report agree, and no gather is full-size."""
+def test_reported_bytes_equal_sent_bytes() -> None:
+    """The group's counter equals the bytes in the report, and no gather sends a full unit."""
     start, moves = make_moves(2, 2, seed=5)
     results, _, _, _ = run_both(2, 2, moves, start)
     last = [result.value[-1] for result in results]
     first = [result.value[0] for result in results]
-    # Ranks 0 and 1 are replica 0. Digest tables (8 bytes a unit) are control traffic beside it.
+    # Ranks 0 and 1 are replica 0. Digest tables (8 bytes per unit) are control traffic in addition.
     sent = sum(a["bytes"] - b["bytes"] for a, b in zip(last[:2], first[:2], strict=True))
     digest_bytes = 2 * 8 * len(SIZES)
     assert sent - digest_bytes == last[0]["wire_bytes"]
@@ -159,30 +159,31 @@ def test_bytes_are_counted_and_shared_out() -> None:
 
 
 def test_replicas_start_from_replica_0() -> None:
-    """Catches: a start that is only compared, or broadcast over the wrong group."""
-    results = run_ranks("tests.distributed.scenarios:different_starts", 4, check=True)
+    """Catches: starts that are only compared, or broadcast over the wrong group."""
+    results = run_ranks("tests.distributed.scenarios:start_from_different_values", 4, check=True)
     values = [result.value for result in results]
-    # ranks 0, 1 hold replica 0's cuts (made from 0.0 and 1.0); ranks 2, 3 take theirs over
+    # ranks 0, 1 are replica 0, with slices of 0.0 and 1.0; ranks 2, 3 take these values
     assert values == [[0.0] * 3, [1.0] * 2, [0.0] * 3, [1.0] * 2]
 
 
-def test_rounding_in_warmup_is_removed_at_the_switch() -> None:
-    """Different hardware may round differently: replica 0's state wins, and it is said."""
-    results = run_ranks("tests.distributed.scenarios:rounding_at_switch", 2, check=True)
+def test_rounding_differences_are_removed_at_the_switch() -> None:
+    """Hardware may round differently: replica 0's parameters are broadcast, and that is logged."""
+    scenario = "tests.distributed.scenarios:switch_with_rounding_difference"
+    results = run_ranks(scenario, 2, check=True)
     for result in results:
         messages, theta = result.value
         assert theta == [1.0, 2.0, 3.0]
         assert any("rounded differently" in text for text in messages)
 
 
-def test_schedules_are_aligned_at_a_sync() -> None:
-    """A replica that skipped steps (fp16) must not train at another learning rate for ever."""
-    results = run_ranks("tests.distributed.scenarios:lag_in_schedule", 2, (8,), check=True)
+def test_learning_rate_schedules_are_aligned_at_a_sync() -> None:
+    """A replica that skipped steps (fp16) must not keep another learning rate."""
+    results = run_ranks("tests.distributed.scenarios:sync_with_schedule_lag", 2, (8,), check=True)
     assert [result.value for result in results] == [100, 100]
 
 
-def test_a_replica_that_never_comes_is_named() -> None:
-    """A silent replica is an error with its number and the round, not a hang."""
-    results = run_ranks("tests.distributed.scenarios:one_never_comes", 2, timeout=60, grace=1)
+def test_replica_missing_at_a_sync_is_named() -> None:
+    """A hang of one replica is an error with its number and the round."""
+    results = run_ranks("tests.distributed.scenarios:miss_a_sync", 2, timeout=60, grace=1)
     assert results[0].returncode == 1
-    assert "replica 1 did not come to the sync of round 1" in results[0].stderr
+    assert "replica 1 did not reach the sync of round 1" in results[0].stderr

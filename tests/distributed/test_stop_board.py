@@ -1,4 +1,4 @@
-"""The thread that looks out for stops: it must be gone before the interpreter is."""
+"""The thread that polls for stops, which must end before the interpreter."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import time
 
 import torch.distributed as dist
 
-from megatron_edit.comm.heartbeat import NOWHERE, HeartbeatMonitor
+from megatron_edit.comm.heartbeat import NO_PROGRESS, HeartbeatMonitor
 from megatron_edit.comm.stop import StopBoard
 
-ASK_WITHOUT_PAUSE = """
+POLL_WITHOUT_PAUSE = """
 import time
 import torch.distributed as dist
-from megatron_edit.comm.heartbeat import NOWHERE, HeartbeatMonitor
+from megatron_edit.comm.heartbeat import NO_PROGRESS, HeartbeatMonitor
 from megatron_edit.comm.stop import StopBoard
-heartbeats = [HeartbeatMonitor(0, 1, lambda: NOWHERE, is_telling=True) for _ in range(4)]
+heartbeats = [HeartbeatMonitor(0, 1, lambda: NO_PROGRESS, is_reporting=True) for _ in range(4)]
 store = dist.TCPStore("127.0.0.1", 0, 1, True)
 boards = [StopBoard(store, heartbeat, is_watching=True, poll_seconds=0) for heartbeat in heartbeats]
 time.sleep(0.2)
@@ -26,20 +26,20 @@ for board in boards:
 """
 
 
-def test_an_end_while_the_board_asks() -> None:
-    """Would catch a thread that the interpreter ends inside the store's C++ code: without `close`
-    every such process aborts, and a run one time in some hundreds."""
+def test_process_can_exit_while_the_stop_board_polls() -> None:
+    """Would catch: a thread that the interpreter ends inside the store's C++ code. Without `close`
+    each such process aborts, and about one run in some hundreds."""
     ended = subprocess.run(
-        [sys.executable, "-c", ASK_WITHOUT_PAUSE], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", POLL_WITHOUT_PAUSE], capture_output=True, text=True, timeout=120
     )
     assert ended.returncode == 0, ended.stderr
 
 
-def test_close_ends_the_thread() -> None:
-    """Whether it has seen a stop or not; twice does no harm."""
+def test_close_ends_the_stop_board_thread() -> None:
+    """Whether it has seen a stop or not. `close` may be called twice."""
     store = dist.TCPStore("127.0.0.1", 0, 1, True)
     for is_stopped in (False, True):
-        heartbeat = HeartbeatMonitor(0, 1, lambda: NOWHERE, is_telling=True)
+        heartbeat = HeartbeatMonitor(0, 1, lambda: NO_PROGRESS, is_reporting=True)
         board = StopBoard(store, heartbeat, is_watching=True, poll_seconds=0.01)
         if is_stopped:
             board.announce()
@@ -49,10 +49,11 @@ def test_close_ends_the_thread() -> None:
         assert board.is_seen == is_stopped
 
 
-def test_a_stop_is_seen_by_the_other_replicas() -> None:
-    """By who watches, soon. Catches a replica that goes on alone, and one that stops by itself."""
+def test_announced_stop_is_seen_by_other_replicas() -> None:
+    """Ranks that watch see it soon. Catches a replica that goes on alone, and one that stops
+    without a request."""
     store = dist.TCPStore("127.0.0.1", 0, 1, True)
-    heartbeats = [HeartbeatMonitor(r, 3, lambda: NOWHERE, is_telling=True) for r in range(3)]
+    heartbeats = [HeartbeatMonitor(r, 3, lambda: NO_PROGRESS, is_reporting=True) for r in range(3)]
     boards = [
         StopBoard(store, heartbeat, is_watching=replica < 2, poll_seconds=0.01)
         for replica, heartbeat in enumerate(heartbeats)

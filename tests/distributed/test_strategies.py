@@ -57,7 +57,7 @@ CASES: dict[str, Settings] = {
     },
 }  # fmt: skip
 
-# Each case in one world in the core tier, in the others in the full one.
+# Each case runs in one world in the core tier, and in the others in the full tier.
 CASES_IN_WORLDS = [
     pytest.param(
         name,
@@ -71,8 +71,8 @@ CASES_IN_WORLDS = [
 
 
 @pytest.mark.parametrize(("name", "world"), CASES_IN_WORLDS)
-def test_steps_equal_the_oracle(name: str, world: tuple[int, int]) -> None:
-    """Three rounds and a partial one. Catches: a result a step early or late, groups mixed up,
+def test_every_strategy_equals_the_oracle(name: str, world: tuple[int, int]) -> None:
+    """Three rounds and a partial one. Catches: a landing a step early or late, swapped fragments,
     a wrong rule, a wrong preset, a partial round lost or counted twice at the end."""
     config = {"sync_interval": 4, **CASES[name]}
     num_steps = config.get("warmup_steps", 0) + 3 * config["sync_interval"] + 2
@@ -80,10 +80,10 @@ def test_steps_equal_the_oracle(name: str, world: tuple[int, int]) -> None:
     _, simulation, _ = run_both(config, world, moves, start, [0.5] * num_steps)
     assert len({record.step for record in simulation.records}) >= 3
     if config.get("clip") or config.get("co2_clip"):
-        assert is_bound(simulation)
+        assert has_clipped(simulation)
 
 
-def is_bound(simulation: Simulation) -> bool:
+def has_clipped(simulation: Simulation) -> bool:
     """Whether a clip has acted."""
     settings = simulation.settings
     if settings.co2_clip is None:
@@ -93,9 +93,9 @@ def is_bound(simulation: Simulation) -> bool:
 
 @pytest.mark.parametrize("strategy", ["edit", "co2", "slowmo", "streaming-diloco"])
 @pytest.mark.parametrize("extra", [0, 1, 2])
-def test_the_last_step_may_be_any(strategy: str, extra: int) -> None:
-    """Training ends at a sync, in flight, and after a landing. Catches: a sync done twice at the
-    end, which momentum turns into a step; a result that lands after the sync it should precede."""
+def test_training_may_end_at_any_step_of_a_round(strategy: str, extra: int) -> None:
+    """At a sync, while a sync is in flight, and after a landing. Catches: a second sync at the end,
+    which momentum turns into a step; a landing after the sync that it should precede."""
     config: Settings = {"strategy": strategy, "sync_interval": 4}
     if strategy != "co2":
         config |= {"fragments": 2, "delay_steps": 1, "mix": 0.25}
@@ -103,20 +103,20 @@ def test_the_last_step_may_be_any(strategy: str, extra: int) -> None:
     run_both(config, (2, 1), moves, start, [0.5] * (8 + extra))
 
 
-def test_slowmo_follows_the_learning_rate() -> None:
-    """Catches: the rate of another step than that of the sync, a division by a rate of zero."""
+def test_slowmo_uses_the_learning_rate_of_the_sync_step() -> None:
+    """Catches: the learning rate of another step, a division by a rate of zero."""
     start, moves = make_moves(14, 2, seed=31)
     lrs = [0.05 * s for s in range(1, 8)] + [0.0, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01]
     _, simulation, frames = run_both(
         {"strategy": "slowmo", "sync_interval": 4}, (2, 1), moves, start, lrs
     )
     assert [r.step for r in simulation.records if r.unit == "final"] == [4, 8, 12, 14]
-    # at rate 0 nothing but the average: the momentum stays what it was
+    # at rate 0 parameters are only averaged: the momentum does not change
     np.testing.assert_array_equal(frames[7].momentum["layer.1"], frames[3].momentum["layer.1"])
 
 
-def test_qsr_follows_the_learning_rate() -> None:
-    """Catches: rounds counted from the warm-up's end, the rate of their end, no lower bound."""
+def test_qsr_uses_the_learning_rate_of_the_round_start() -> None:
+    """Catches: rounds counted from the end of warm-up, the rate of their end, no lower bound."""
     start, moves = make_moves(17, 2, seed=33)
     lrs = [1.0] * 4 + [0.45] * 3 + [0.35] * 10
     _, simulation, _ = run_both(
@@ -130,12 +130,12 @@ def test_qsr_follows_the_learning_rate() -> None:
     assert [r.step for r in simulation.records if r.unit == "final"] == [4, 8, 16, 17]
 
 
-# ---- what the command line says
+# ---- settings
 
 
 @pytest.mark.parametrize("strategy", [name for name in PRESETS if name != "a-edit"])
-def test_presets(strategy: str) -> None:
-    """Catches: a preset that is not the method's, an explicit value that does not win."""
+def test_strategy_presets_and_overrides(strategy: str) -> None:
+    """Catches: a preset that differs from the publication, an explicit value without effect."""
     config = EditConfig(use_edit=True, strategy=strategy)
     preset = settings_for(strategy, tau=1)
     if strategy not in ("local-sgd", "post-local-sgd"):  # they have no outer step
@@ -157,7 +157,7 @@ def test_presets(strategy: str) -> None:
     ],
     ids=["F-above-tau", "d-not-below-tau", "co2-delayed"],
 )
-def test_what_has_no_meaning_is_refused(settings: Settings) -> None:
-    """Catches: a group that never meets, a result that lands after its successor started."""
+def test_meaningless_strategy_settings_are_refused(settings: Settings) -> None:
+    """Catches: a fragment that never syncs, a landing after the unit's next sync has started."""
     with pytest.raises(UsageError, match=r"fragments|delay"):
         EditConfig(use_edit=True, **settings)

@@ -1,4 +1,4 @@
-"""Replicas that fail under every strategy, while a sync is in flight or not: engine and oracle."""
+"""Bad replicas under every strategy, while a sync is in flight or not, against the oracle."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ BAD_STRATEGIES: dict[str, Settings] = {
 }
 
 
-# layer.1 is of group 1: with F = 2 and tau = 4 it starts after steps 2, 6, 10, ... and lands two
-# steps later; with F = 1 after 4, 8, ... So step 7 is in flight with F = 2, and step 9 with F = 1.
+# layer.1 is in fragment 1: with F = 2 and tau = 4 it starts after steps 2, 6, 10, ... and lands two
+# steps later; with F = 1 after 4, 8, ... So a sync is in flight at step 7 with F = 2, at step 9
+# with F = 1.
 BAD_CASES = [
     pytest.param(
         name,
@@ -32,17 +33,17 @@ BAD_CASES = [
     for name in BAD_STRATEGIES
     for what in ("nan", "inf")
     for step in (7, 9)
-    # With 2x2 one rank of the replica has it, and both must see it: the same code for all.
+    # With 2x2 one rank of the replica has it, and both must find it; the code is that of all.
     for world in ([(3, 1), (2, 2)] if name == "edit" and what == "nan" else [(3, 1)])
 ]
 
 
 @pytest.mark.parametrize(("name", "what", "bad_step", "world"), BAD_CASES)
-def test_what_is_not_finite_is_left_out_and_comes_back(
+def test_nonfinite_replica_is_left_out_and_recovers(
     name: str, what: str, bad_step: int, world: tuple[int, int]
 ) -> None:
-    """Catches: NaN that reaches others, that survives a landing through mix or progress, or that
-    is seen by the one rank of its replica that holds it (2x2) and not by the other."""
+    """Catches: NaN that reaches other replicas, that survives a landing through mix or progress, or
+    that only the rank with the NaN finds, and not the other of its replica (2x2)."""
     config = {"sync_interval": 4, **BAD_STRATEGIES[name]}
     start, moves = make_moves(16, world[0], seed=41)
     moves[bad_step - 1][1]["layer.1"][3] = float(what)
@@ -52,16 +53,16 @@ def test_what_is_not_finite_is_left_out_and_comes_back(
         for step, frame in enumerate(frames, start=1)
         if not np.isfinite(frame.theta[1]["layer.1"]).all()
     ]
-    assert damaged and damaged[0] == bad_step and damaged[-1] < 13  # it came back
+    assert damaged and damaged[0] == bad_step and damaged[-1] < 13  # it has recovered
     assert all(np.isfinite(frame.theta[0]["layer.1"]).all() for frame in frames)
     assert simulation.records[-1].left_out == (False,) * world[0]
 
 
 @pytest.mark.parametrize("bad_step", [15, 17], ids=["in-flight", "none-in-flight"])
 @pytest.mark.parametrize("world", [(3, 1), (2, 2)], ids=["3x1", "2x2"])
-def test_an_anomaly_loses_its_progress(bad_step: int, world: tuple[int, int]) -> None:
+def test_anomalous_replica_loses_its_progress(bad_step: int, world: tuple[int, int]) -> None:
     """x100 in one step of replica 1, while a sync is in flight or not. Catches: an anomalous
-    replica that keeps through mix or progress what it was left out for; a lock-out."""
+    replica that keeps its rejected update through mix or progress; a lock-out."""
     config: Settings = {
         "strategy": "edit", "sync_interval": 4, "fragments": 2, "delay_steps": 2, "mix": 0.25,
         "anomaly_warmup_syncs": 3, "anomaly_threshold": 12.0,
@@ -71,13 +72,13 @@ def test_an_anomaly_loses_its_progress(bad_step: int, world: tuple[int, int]) ->
     move["layer.1"] = move["layer.1"] * np.float32(100.0)
     _, simulation, _ = run_both(config, world, moves, start, [0.5] * 28)
     out = [(r.step, r.unit) for r in simulation.records if r.left_out[1]]
-    # layer.1 starts after 14, 18, 22, ...: what step 15 did is seen after 18, not in that of 14
+    # layer.1 starts after 14, 18, 22, ...: step 15 is found after 18, not in the sync of 14
     assert out == [(18, "layer.1")]
-    assert min(r.closeness for r in simulation.records) > 1e-3  # no test hangs on a rounding
+    assert min(r.closeness for r in simulation.records) > 1e-3  # no decision depends on rounding
 
 
-def test_all_lost_rolls_back_while_in_flight() -> None:
-    """Catches: an outer step on nothing, progress kept in a roll-back."""
+def test_delayed_sync_is_rolled_back_where_no_replica_is_finite() -> None:
+    """Catches: an outer step without an average, progress kept in a roll-back."""
     config: Settings = {"strategy": "edit", "sync_interval": 4, "delay_steps": 2, "mix": 0.25}
     start, moves = make_moves(13, 2, seed=47)
     moves[6][0]["final"][0], moves[6][1]["final"][0] = np.nan, np.inf

@@ -1,4 +1,4 @@
-"""Published cases of DiLoCo and Streaming DiLoCo through the engine."""
+"""The engine against published test cases of DiLoCo and Streaming DiLoCo."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.reference import published
 
 
 @pytest.mark.parametrize(("delay", "mix"), list(published.TORCHFT))
-def test_torchft_fixtures(delay: int, mix: float) -> None:
+def test_engine_equals_torchft_fixtures(delay: int, mix: float) -> None:
     """Catches: a pseudo-gradient taken at the landing, mix on the wrong side, a wrong schedule."""
     config = {
         "num_replicas": 2, "strategy": "streaming-diloco", "warmup_steps": 0, "sync_interval": 6,
@@ -32,8 +32,8 @@ def test_torchft_fixtures(delay: int, mix: float) -> None:
                     assert result.value[step - 1]["anchor"][name] == anchor
 
 
-def test_maxtext_numeric_case() -> None:
-    """Catches: heavy-ball for Nesterov, a sum for the mean; the gradients are real ones."""
+def test_engine_equals_maxtext_numeric_case() -> None:
+    """With real gradients. Catches: heavy-ball in place of Nesterov, a sum in place of the mean."""
     config = {
         "num_replicas": 2, "strategy": "diloco", "warmup_steps": 0, "sync_interval": 3,
         "outer_lr": 1.0, "outer_momentum": 0.9,

@@ -1,4 +1,4 @@
-"""A-EDiT through the engine, over real process groups, against the NumPy oracle."""
+"""A-EDiT over real process groups, against the NumPy oracle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.reference.strategies import Simulation
 SCENARIO = "tests.distributed.strategy_scenarios:run_timed"
 TARGET = 60
 NAMES = list(SIZES)
-# Seconds of a step of each replica.
+# Seconds per step of each replica.
 SPEEDS = {"equal": (1.0, 1.0), "uneven": (1.0, 3.0), "three": (1.0, 1.5, 4.0)}
 CASES: dict[str, tuple[str, Settings]] = {
     "equal": ("equal", {}),
@@ -32,10 +32,10 @@ CASES: dict[str, tuple[str, Settings]] = {
 def replay(
     config: Settings, moves: Any, start: Any, syncs: list[tuple[int, tuple[int, ...]]]
 ) -> tuple[list[list[dict[str, Any]]], Simulation]:
-    """The oracle's course, by the steps that the replicas have made before every sync.
+    """Run the oracle with the steps that the replicas made before each sync.
 
     Returns:
-        Parameters of every replica after each step of its own; and the oracle at the end.
+        Parameters of every replica after each of its steps; and the oracle at the end.
     """
     names = {"fragments": "fragments", "step_weight": "rho"}
     changes = {ours: config[name] for name, ours in names.items() if name in config}
@@ -58,9 +58,9 @@ def replay(
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", CASES)
-def test_own_speeds_equal_the_oracle(name: str, ranks: int) -> None:
-    """Catches: steps of another round in the weights, a detector that hears of nobody, a
-    fragment out of turn, a sync that is not of the pseudo-gradient at the meeting, samples lost
+def test_aedit_equals_the_oracle(name: str, ranks: int) -> None:
+    """Catches: steps of another round in the weights, a detector that observes no norms, fragments
+    in a wrong order, a sync with another pseudo-gradient than that at the meeting, samples lost
     at the end."""
     speeds, more = CASES[name]
     step_seconds = SPEEDS[speeds]
@@ -89,15 +89,15 @@ def test_own_speeds_equal_the_oracle(name: str, ranks: int) -> None:
 
 
 def compare(ours: list[dict[str, Any]], frames: list[dict[str, Any]], oracle: Simulation) -> None:
-    """Parameters after every own step; anchor and momentum at the end."""
+    """Compare parameters after each step of a replica; anchor and momentum at the end."""
     assert len(ours) == len(frames)
-    for step, (held, theta) in enumerate(zip(ours, frames, strict=True), start=1):
+    for step, (state, theta) in enumerate(zip(ours, frames, strict=True), start=1):
         for name in NAMES:
             np.testing.assert_allclose(
-                held["theta"][name], theta[name][held["slices"][name]],
+                state["theta"][name], theta[name][state["slices"][name]],
                 rtol=1e-5, atol=1e-5, err_msg=f"{name} after its step {step}",
             )  # fmt: skip
     for name in NAMES:
-        cut = ours[-1]["slices"][name]
-        for key, whole in (("anchor", oracle.anchor), ("momentum", oracle.momentum)):
-            np.testing.assert_allclose(ours[-1][key][name], whole[name][cut], rtol=1e-5, atol=1e-5)
+        piece = ours[-1]["slices"][name]
+        for key, full in (("anchor", oracle.anchor), ("momentum", oracle.momentum)):
+            np.testing.assert_allclose(ours[-1][key][name], full[name][piece], rtol=1e-5, atol=1e-5)

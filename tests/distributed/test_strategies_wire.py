@@ -1,4 +1,4 @@
-"""Every strategy with every coded wire type, against the oracle, which loses nothing."""
+"""Every strategy with every encoded wire dtype, against the oracle, which does not encode."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_edit.comm.wire import Wire
 from megatron_edit.constants import SYNC_DTYPES
 from tests.distributed.strategy_runs import Frame, Settings, run_both
 from tests.distributed.test_rounds import SIZES, make_moves
-from tests.distributed.toy import cut
+from tests.distributed.toy import shard_slices
 from tests.harness import RankResult
 
 STRATEGIES: dict[str, Settings] = {
@@ -22,32 +22,32 @@ STRATEGIES: dict[str, Settings] = {
     "edit": {},
     "edit-late": {"strategy": "edit", "fragments": 2, "delay_steps": 2, "mix": 0.5},
 }
-# How far a parameter may be off after three rounds, where replicas move by up to about 1 in a
-# round: the codes are 2^-9, 1/254 and 1/14 of a block's largest value at most beside the value.
+# Allowed error of a parameter after three rounds, in which replicas move by up to about 1: the
+# error of a code is at most 2^-9, 1/254 and 1/14 of the largest value of its block.
 SLACK = {"bf16": 0.01, "int8": 0.02, "int4": 0.3}
 
 
 def largest_error(results: list[RankResult], frames: list[Frame], ranks: int) -> float:
-    """Of the parameters at the end, against the oracle's."""
+    """The largest error of the final parameters against the oracle."""
     return max(
-        float(np.abs(r.value[-1]["theta"][n] - whole[r.value[-1]["slices"][n]]).max(initial=0.0))
+        float(np.abs(r.value[-1]["theta"][n] - full[r.value[-1]["slices"][n]]).max(initial=0.0))
         for r in results
-        for n, whole in frames[-1].theta[r.rank // ranks].items()
+        for n, full in frames[-1].theta[r.rank // ranks].items()
     )
 
 
 @pytest.mark.parametrize("wire", SYNC_DTYPES[1:])
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_coded_wire_is_near_the_oracle(name: str, wire: str) -> None:
-    """Digests are compared at every sync. Catches: a type that is not used, one whose losses add
-    up over the rounds, replicas that decode differently, bytes that are not what was sent."""
+def test_encoded_wire_is_close_to_the_oracle(name: str, wire: str) -> None:
+    """Digests are compared at every sync. Catches: a dtype that is not used, errors that add up
+    over the rounds, replicas that decode differently, reported bytes that were not sent."""
     config: Settings = {
         "strategy": name, "sync_interval": 4, **STRATEGIES[name], "sync_dtype": wire,
     }  # fmt: skip
     world = (3, 1) if wire == "int8" else (2, 2)
     start, moves = make_moves(14, world[0], seed=len(name))
     results, simulation, frames = run_both(config, world, moves, start, [0.5] * 14, SLACK[wire])
-    assert largest_error(results, frames, world[1]) > 1e-4  # or nothing was coded
+    assert largest_error(results, frames, world[1]) > 1e-4  # the exchanges were encoded
     assert len(simulation.records) >= 3 * len(SIZES)
     assert_bytes(results, wire, world, is_late="delay_steps" in config or name == "co2")
 
@@ -55,11 +55,13 @@ def test_a_coded_wire_is_near_the_oracle(name: str, wire: str) -> None:
 def assert_bytes(
     results: list[RankResult], wire: str, world: tuple[int, int], *, is_late: bool
 ) -> None:
-    """All units of a round cost what the closed form of the wire says, beside control records; the
-    ranks of a replica sent what they reported, beside digests. (Of a late sync both are not seen
-    after the same step.)"""
+    """Assert that reported bytes are the payload of all units and the control records, and that the
+    ranks of a replica sent these bytes and the digests. (A delayed sync is reported and counted
+    after different steps: only the former is checked.)"""
     replicas, ranks = world
-    numels = [piece.stop - piece.start for size in SIZES.values() for piece in cut(size, ranks)]
+    numels = [
+        piece.stop - piece.start for size in SIZES.values() for piece in shard_slices(size, ranks)
+    ]
     payload = sum(Wire.of(wire).payload_bytes(numel, replicas) for numel in numels)
     assert payload < 0.75 * sum(Wire.of("fp32").payload_bytes(n, replicas) for n in numels)
     reported = results[0].value[-1]["reported"]
@@ -67,9 +69,9 @@ def assert_bytes(
     assert 0 < control < 200 * (replicas - 1) * ranks
     if is_late:
         return
-    first = next(i for i, held in enumerate(results[0].value) if held["reported"])
+    first = next(i for i, state in enumerate(results[0].value) if state["reported"])
     mine = [result.value for result in results[:ranks]]  # the ranks of replica 0
-    sent = sum(held[-1]["sent"] - held[first]["sent"] for held in mine)
-    said = sum(num_bytes for num_bytes, _ in reported[1:])
+    sent = sum(state[-1]["sent"] - state[first]["sent"] for state in mine)
+    counted = sum(num_bytes for num_bytes, _ in reported[1:])
     digests = 8 * (replicas - 1) * ranks * sum(units for _, units in reported[1:])
-    assert sent == said + digests
+    assert sent == counted + digests

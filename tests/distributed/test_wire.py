@@ -1,4 +1,4 @@
-"""Wires over real gloo groups: the same bits everywhere, the reference's numbers, exact bytes."""
+"""Wires over real gloo groups: equal bits on all ranks, the reference's sums, exact bytes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 from megatron_edit.comm.wire import Wire
 from megatron_edit.constants import SYNC_DTYPES
-from tests.distributed.wire_scenarios import addend, is_left_out
+from tests.distributed.wire_scenarios import addend, is_excluded
 from tests.harness import RankResult, run_ranks
-from tests.reference.wire import Lost, Round, cut
+from tests.reference.wire import AllReduce, Residuals, chunk_slices
 
 SCENARIOS = "tests.distributed.wire_scenarios:"
 SIZES = [0, 1, 7, 130, 1000, 100_003]
@@ -20,30 +20,30 @@ CODED = list(SYNC_DTYPES[1:])
 NUM_ROUNDS = 3
 
 
-def expected(name: str, numel: int, size: int, lost: Lost | None) -> list[Any]:
-    """The reference's sums of all rounds. Mutates `lost`."""
+def expected(name: str, numel: int, size: int, residuals: Residuals | None) -> list[Any]:
+    """Sums of the reference in all rounds. Mutates `residuals`."""
     return [
-        Round(
+        AllReduce(
             [addend(numel, replica, round) for replica in range(size)],
-            {replica for replica in range(size) if is_left_out(replica, round, size)},
-        ).sum(name, lost)
+            {replica for replica in range(size) if is_excluded(replica, round, size)},
+        ).sum(name, residuals)
         for round in range(NUM_ROUNDS)
     ]
 
 
 def assert_same_bits(results: list[RankResult], key: tuple[str, int]) -> list[Any]:
-    """All ranks hold the same sums; returns them."""
+    """Assert that all ranks have bitwise equal sums; returns them."""
     sums = [result.value[key]["sums"] for result in results]
     for others in sums[1:]:
         assert [s.tobytes() for s in others] == [s.tobytes() for s in sums[0]], key
     return list(sums[0])
 
 
-@pytest.mark.parametrize("has_rest", [True, False], ids=["feedback", "plain"])
+@pytest.mark.parametrize("has_residual", [True, False], ids=["feedback", "plain"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_sums_equal_the_reference(size: int, has_rest: bool) -> None:
-    """Catches: sums in order of arrival, a chunk off by one, a residual of somebody left out."""
-    args = (list(SYNC_DTYPES), SIZES, NUM_ROUNDS, has_rest)
+def test_sums_equal_the_reference(size: int, has_residual: bool) -> None:
+    """Catches: sums in order of arrival, a chunk off by one, a residual of a left-out replica."""
+    args = (list(SYNC_DTYPES), SIZES, NUM_ROUNDS, has_residual)
     results = run_ranks(SCENARIOS + "sum_rounds", size, args, check=True)
     for numel in SIZES:
         for name in SYNC_DTYPES:
@@ -55,26 +55,28 @@ def test_sums_equal_the_reference(size: int, has_rest: bool) -> None:
                 exact = expected(name, numel, size, None) if size <= 2 else None
                 assert exact is None or all(map(np.array_equal, sums, exact))
                 continue
-            lost = Lost.nothing(size, numel) if has_rest else None
-            for ours, theirs in zip(sums, expected(name, numel, size, lost), strict=True):
+            residuals = Residuals.zeros(size, numel) if has_residual else None
+            for ours, theirs in zip(sums, expected(name, numel, size, residuals), strict=True):
                 np.testing.assert_array_equal(ours, theirs, err_msg=f"{name} {numel}")
-            if lost is not None:
-                assert_residuals(results, name, numel, lost)
+            if residuals is not None:
+                assert_residuals(results, name, numel, residuals)
 
 
-def assert_residuals(results: list[RankResult], name: str, numel: int, lost: Lost) -> None:
-    """What each rank has lost of its addends, and of the chunk that it owns."""
-    chunks = cut(numel, len(results), name)
-    for result, sent, chunk in zip(results, lost.sent, chunks, strict=True):
-        ours_sent, ours_summed = result.value[name, numel]["rest"]
+def assert_residuals(
+    results: list[RankResult], name: str, numel: int, residuals: Residuals
+) -> None:
+    """Assert each rank's residuals: of its addends, and of the sum of the chunk that it owns."""
+    chunks = chunk_slices(numel, len(results), name)
+    for result, sent, chunk in zip(results, residuals.sent, chunks, strict=True):
+        ours_sent, ours_summed = result.value[name, numel]["residual"]
         np.testing.assert_array_equal(ours_sent, sent)
         owned = chunk.stop - chunk.start
-        np.testing.assert_array_equal(ours_summed[:owned], lost.summed[chunk])
+        np.testing.assert_array_equal(ours_summed[:owned], residuals.summed[chunk])
         assert not ours_summed[owned:].any()
 
 
-def test_the_reference_is_near_the_exact_sum() -> None:
-    """So that wire and reference cannot be wrong together: within half a step of each addend."""
+def test_reference_is_close_to_the_exact_sum() -> None:
+    """Within the rounding of each addend, so that wire and reference do not share an error."""
     for name, bound in (("bf16", 0.02), ("int8", 0.03), ("int4", 0.5)):
         exact = sum(addend(1000, replica, 0).astype(np.float64) for replica in range(3))
         ours = expected(name, 1000, 3, None)[0]
@@ -83,11 +85,11 @@ def test_the_reference_is_near_the_exact_sum() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_fp32_does_not_care_for_buckets(size: int) -> None:
-    """At N = 2 one sum has one rounding: any cut gives the bits of plain all-reduces. Beyond, the
-    order of the addends depends on the cut: equal to their rounding, and on all ranks alike."""
+def test_fp32_sums_do_not_depend_on_buckets(size: int) -> None:
+    """At N = 2 any buckets give the bits of plain all-reduces. Beyond, the order of addends depends
+    on the buckets: sums are equal up to rounding, and bitwise equal on all ranks."""
     args = (SIZES, [1_000_000, 4096, 333])
-    results = run_ranks(SCENARIOS + "fp32_in_pieces", size, args, check=True)
+    results = run_ranks(SCENARIOS + "sum_fp32_in_buckets", size, args, check=True)
     largest = np.concatenate(
         [np.sum([np.abs(addend(n, replica, 0)) for replica in range(size)], axis=0) for n in SIZES]
     )
@@ -101,11 +103,13 @@ def test_fp32_does_not_care_for_buckets(size: int) -> None:
 
 @pytest.mark.parametrize("name", SYNC_DTYPES)
 @pytest.mark.parametrize("size", [2, 3])
-def test_many_in_flight(name: str, size: int) -> None:
-    """Catches: phases that begin in another order on another rank (a hang, or mixed sums)."""
+def test_many_exchanges_in_flight_at_once(name: str, size: int) -> None:
+    """Catches: phases that start in different orders on different ranks (a hang, or mixed sums)."""
     for seed in range(2):
         args = (name, [5000, 1, 70_000, 300, 20_000, 64, 9000], seed)
-        for result in run_ranks(SCENARIOS + "many_in_flight", size, args, timeout=60, check=True):
+        for result in run_ranks(
+            SCENARIOS + "start_many_exchanges", size, args, timeout=60, check=True
+        ):
             assert all(together == alone for together, alone in result.value)
 
 
@@ -121,40 +125,40 @@ def test_many_in_flight(name: str, size: int) -> None:
         ("int8", "dead between"),
     ],
 )
-def test_a_lost_peer_is_an_error(name: str, when: str) -> None:
-    """Catches: a hang, a time-out of the group's default, a raw RuntimeError."""
+def test_lost_peer_raises_within_the_timeout(name: str, when: str) -> None:
+    """Catches: a hang, the default time-out of the group, a bare RuntimeError."""
     results = run_ranks(SCENARIOS + "lose_rank_1", 2, (name, when), timeout=60)
     assert results[0].returncode == 0, results[0].stderr
     assert results[0].value is not None, "the exchange succeeded without the peer"
     message, seconds = results[0].value
     assert "sync group: a collective failed" in message
-    assert seconds < 2.0 + 1.5  # the time-out of one collective, and slack of a loaded machine
+    assert seconds < 2.0 + 1.5  # the time-out of one collective, and slack for a busy machine
 
 
 @pytest.mark.parametrize("name", CODED)
-def test_second_phases_come_before_the_next_exchange_where_they_run_in_order(name: str) -> None:
-    """The order of calls that NCCL sees, and the same numbers."""
-    for result in run_ranks(SCENARIOS + "phases_in_order", 3, (name, SIZES), check=True):
+def test_ordered_group_runs_second_phase_before_next_exchange(name: str) -> None:
+    """NCCL needs this order of calls. The sums do not change."""
+    for result in run_ranks(SCENARIOS + "run_phases_in_order", 3, (name, SIZES), check=True):
         assert all(in_order == apart for in_order, apart in result.value)
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_each_direction_has_connections_of_its_own(size: int) -> None:
-    """Catches: ranks that send to each other over one connection, one after the other."""
-    for result in run_ranks(SCENARIOS + "ways_taken", size, check=True):
+def test_each_direction_uses_its_own_connections(size: int) -> None:
+    """Catches: two ranks that send to each other one after the other, over one connection."""
+    for result in run_ranks(SCENARIOS + "record_directions", size, check=True):
         rank, phases = result.value
         lower, higher = ([int(i < rank) for i in range(size)], [int(i > rank) for i in range(size)])
         assert phases == [{"up": [(lower, higher)], "down": [(higher, lower)]}] * 2
 
 
-def test_a_group_for_two_phases_is_asked_for() -> None:
-    """Catches: phases of different ranks that meet each other on one connection."""
-    for result in run_ranks(SCENARIOS + "no_phases", 2, check=True):
+def test_group_without_phases_refuses_encoded_exchange() -> None:
+    """Catches: different phases of two ranks that are matched on one connection."""
+    for result in run_ranks(SCENARIOS + "start_without_phases", 2, check=True):
         assert "not made for exchanges in phases" in result.value
 
 
-def test_payload() -> None:
-    """Bytes of one rank: 2 (N - 1) / N of the encoded size, but for the last bits of chunks."""
+def test_payload_bytes_of_each_wire() -> None:
+    """A rank sends 2 (N - 1) / N of the encoded size, up to the padding of chunks."""
     numel = 1_000_000
     for size in (1, 2, 3, 8):
         share = 2 * (size - 1) / size * numel
@@ -162,15 +166,15 @@ def test_payload() -> None:
             assert Wire.of(name).payload_bytes(numel, size) == pytest.approx(
                 share * width, rel=0.002
             )
-    for name in SYNC_DTYPES:  # even of little, nothing costs more than fp32 and a scale per chunk
+    for name in SYNC_DTYPES:  # small tensors cost at most fp32 and a scale per chunk
         assert Wire.of(name).payload_bytes(3, 2) <= Wire.of("fp32").payload_bytes(3, 2) + 8
 
 
-def test_names() -> None:
-    """A name that is not there is refused, with those that are."""
+def test_unknown_wire_name_is_refused() -> None:
+    """The error lists the known names."""
     with pytest.raises(ValueError, match="wire 'int2': must be one of fp32, bf16, int8, int4"):
         Wire.of("int2")
     assert [Wire.of(name).has_residual for name in SYNC_DTYPES] == [False, False, True, True]
-    rest = Wire.of("int8").new_residual(1000, 3, torch.device("cpu"))
-    assert (rest.sent.numel(), rest.summed.numel()) == (1000, 512)
+    residual = Wire.of("int8").new_residual(1000, 3, torch.device("cpu"))
+    assert (residual.sent.numel(), residual.summed.numel()) == (1000, 512)
     assert Wire.of("fp32").owner_numel(1000, 3) == 0

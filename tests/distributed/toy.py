@@ -1,7 +1,7 @@
 """A host without Megatron: plain tensors behind the engine's `Host`, over real process groups.
 
-A replica of K ranks shares every unit out among them, cut without regard to parameters, as ZeRO
-does. Displacements stand in for inner training.
+The K ranks of a replica share every unit, split without regard to parameters, like ZeRO.
+Displacements stand in for inner training.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ CPU = torch.device("cpu")
 TIMEOUT = timedelta(seconds=30)
 
 
-def cut(total: int, parts: int) -> list[slice]:
-    """Split `total` elements over `parts` ranks as evenly as ZeRO would: the last gets less."""
+def shard_slices(total: int, parts: int) -> list[slice]:
+    """Split `total` elements over `parts` ranks like ZeRO: the last ranks may get fewer."""
     step = -(-total // parts)
     return [slice(min(i * step, total), min((i + 1) * step, total)) for i in range(parts)]
 
@@ -50,15 +50,15 @@ class ToyHost:
     """Units as flat tensors, two parameters each where they are long enough.
 
     Attributes:
-        lr: rate of the inner optimizer in the step being attempted.
-        next_lr: in the step after it.
-        pending_schedule: by which the schedule moves after the step.
+        lr: learning rate of the inner optimizer in the step being attempted.
+        next_lr: learning rate in the step after it.
+        pending_schedule: samples by which the schedule advances after the step.
         is_last: whether training ends with the step being attempted.
         begins_final: whether the final synchronous phase follows that step.
         counters: of the inner optimizer.
         is_reset: whether the moments were reset.
-        moments: of the inner optimizer, this rank's cut, by kind and unit; there may be none.
-        is_local: what `set_local_training` was told.
+        moments: of the inner optimizer, this rank's slice, by kind and unit; may be empty.
+        is_local: the arguments of all calls of `set_local_training`.
     """
 
     full: dict[str, Tensor]
@@ -73,17 +73,17 @@ class ToyHost:
     begins_final: bool = False
     counters: list[float] = field(default_factory=list)
     is_reset: bool = False
-    is_end_asked: bool = False
+    is_end_requested: bool = False
     ended_rounds: list[tuple[int, bool]] = field(default_factory=list)
     moments: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     is_local: list[bool] = field(default_factory=list)
 
     @classmethod
     def build(cls, sizes: dict[str, int], rank: int, ranks: int, start: dict[str, Any]) -> ToyHost:
-        """This rank's cut of every unit, starting from `start` (name -> array of the unit)."""
+        """Build this rank's slice of every unit from `start` (name -> array of the full unit)."""
         full, slices, shards = {}, {}, []
         for name, size in sizes.items():
-            slices[name] = cut(size, ranks)[rank]
+            slices[name] = shard_slices(size, ranks)[rank]
             mine = torch.tensor(start[name], dtype=torch.float32)[slices[name]].clone()
             full[name] = mine
             half = mine.numel() // 2
@@ -94,7 +94,7 @@ class ToyHost:
         return cls(full, plan, slices)
 
     def move(self, displacement: dict[str, Any]) -> None:
-        """Stand in for inner training: theta += displacement (whole units)."""
+        """Stand in for inner training: theta += displacement (full units)."""
         for name, values in displacement.items():
             self.full[name] += torch.tensor(values, dtype=torch.float32)[self.slices[name]]
 
@@ -148,7 +148,7 @@ class ToyHost:
         self.is_reset = True
 
     def set_moments(self, kind: str, values: dict[str, Any]) -> None:
-        """Stand in for what inner training makes of a moment (whole units)."""
+        """Set a moment as inner training would (full units)."""
         self.moments[kind] = {
             name: torch.tensor(each, dtype=torch.float32)[self.slices[name]]
             for name, each in values.items()
@@ -183,7 +183,7 @@ class ToyHost:
 
 
 class Collector:
-    """A reporter that keeps everything."""
+    """A reporter that keeps all reports and messages."""
 
     def __init__(self) -> None:
         self.syncs: list[SyncReport] = []
@@ -207,7 +207,7 @@ class Collector:
 
 @dataclass(frozen=True)
 class TableSchedule(StepSchedule):
-    """A schedule of rounds without warm-up that a test writes down: step -> fragments."""
+    """A schedule without warm-up that is given as a table: step -> fragments."""
 
     starts: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
@@ -225,15 +225,15 @@ def build_engine(
     target: int = 0,
     last_local_step: int = 0,
 ) -> tuple[EditEngine, ToyHost, Collector]:
-    """An engine in this rank, with its replica's own world; `start` must name every unit.
+    """Build the engine of this rank with the world of its replica; `start` must name every unit.
 
     Args:
         config: of the run.
-        sizes: of the units.
-        start: their values.
+        sizes: elements by unit.
+        start: values by unit.
         starts: see `TableSchedule`.
-        clock: of the inner phase, where a test makes the time.
-        target: steps of all replicas together, where they run at their own speeds.
+        clock: of the inner phase, where a test simulates time.
+        target: steps of all replicas together, with A-EDiT.
         last_local_step: for the schedule `stl`.
     """
     placement = place(config.num_replicas, config.replica_id, os.environ)

@@ -1,4 +1,4 @@
-"""What the ranks of the tests of wires do. Each function runs in every rank."""
+"""Functions of the wire tests. Each runs on every rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Record = dict[str, Any]
 
 
 def join() -> Group:
-    """A group of all ranks, for exchanges in two phases."""
+    """Create a group of all ranks for exchanges in two phases."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=rank == 0
@@ -36,13 +36,13 @@ def join() -> Group:
 
 
 def addend(numel: int, replica: int, round: int) -> Any:
-    """fp32 [numel], the same wherever it is drawn."""
+    """The addend of a replica in a round: fp32 [numel], the same on all ranks."""
     rng = np.random.default_rng([numel, replica, round])
     return (rng.standard_normal(numel) * 10.0 ** rng.integers(-4, 3)).astype(np.float32)
 
 
-def is_left_out(replica: int, round: int, size: int) -> bool:
-    """Somebody is left out in every round but the first, and nobody always."""
+def is_excluded(replica: int, round: int, size: int) -> bool:
+    """Whether a replica is left out: one in every round after the first, in alternation."""
     return size > 1 and round > 0 and round % size == replica
 
 
@@ -51,40 +51,42 @@ def mine(numel: int, round: int, group: Group) -> Tensor:
     return torch.from_numpy(addend(numel, group.rank, round))
 
 
-def sum_rounds(names: list[str], sizes: list[int], num_rounds: int, has_rest: bool) -> Record:
-    """Sums of every wire and size; in the rounds a replica is left out it holds NaN.
+def sum_rounds(names: list[str], sizes: list[int], num_rounds: int, has_residual: bool) -> Record:
+    """Sum with every wire and size; a replica that is left out of a round has NaN in it.
 
     Returns:
-        By (name, size): the sums of all rounds, the residuals at the end, and the bytes that one
-        exchange has sent with those that were expected.
+        By (name, size): the sums of all rounds, the final residuals, and pairs of the sent and the
+        expected bytes of an exchange.
     """
     group = join()
     records: dict[Any, Any] = {}
     for name in names:
         wire = Wire.of(name)
         for numel in sizes:
-            rest = None
-            if has_rest and wire.codec is not None:
-                rest = wire.new_residual(numel, group.size, CPU)
+            residual = None
+            if has_residual and wire.codec is not None:
+                residual = wire.new_residual(numel, group.size, CPU)
             sums, sent = [], set()
             for round in range(num_rounds):
-                values, out = mine(numel, round, group), is_left_out(group.rank, round, group.size)
+                values, out = mine(numel, round, group), is_excluded(group.rank, round, group.size)
                 if out:
                     values.fill_(torch.nan)
                 before = group.payload_bytes
-                wire.start(group, values, rest, is_left_out=out).wait()
+                wire.start(group, values, residual, is_excluded=out).wait()
                 sent.add((group.payload_bytes - before, wire.payload_bytes(numel, group.size)))
                 sums.append(values.numpy())
             records[name, numel] = {
                 "sums": sums,
                 "sent": sent,
-                "rest": None if rest is None else (rest.sent.numpy(), rest.summed.numpy()),
+                "residual": None
+                if residual is None
+                else (residual.sent.numpy(), residual.summed.numpy()),
             }
     return records
 
 
-def fp32_in_pieces(sizes: list[int], buckets: list[int]) -> list[tuple[bytes, bytes]]:
-    """Plain all-reduces of each tensor, and fp32 wires over all of them in buckets."""
+def sum_fp32_in_buckets(sizes: list[int], buckets: list[int]) -> list[tuple[bytes, bytes]]:
+    """Compare plain all-reduces of each tensor with fp32 wires over all tensors in buckets."""
     group, wire = join(), Wire.of("fp32")
     tensors = [mine(numel, 0, group) for numel in sizes]
     flat = torch.cat(tensors)
@@ -102,33 +104,33 @@ def fp32_in_pieces(sizes: list[int], buckets: list[int]) -> list[tuple[bytes, by
     return pairs
 
 
-def many_in_flight(name: str, sizes: list[int], seed: int) -> list[tuple[bytes, bytes]]:
-    """Exchanges in flight at once, each rank with a rhythm and an order of its own.
+def start_many_exchanges(name: str, sizes: list[int], seed: int) -> list[tuple[bytes, bytes]]:
+    """Start many exchanges and advance them at random, in a different order on each rank.
 
     Returns:
-        The sum of each, and the sum of the same addends one exchange at a time.
+        The sum of each exchange, and the same sum made one exchange at a time.
     """
     group, wire = join(), Wire.of(name)
     dice = random.Random(seed * 100 + group.rank)
-    flying: list[tuple[Exchange, Tensor]] = []
+    in_flight: list[tuple[Exchange, Tensor]] = []
 
-    def fidget() -> None:
+    def advance_some() -> None:
         for _ in range(dice.randrange(4)):
-            if flying:
-                dice.choice(flying)[0].advance()
+            if in_flight:
+                dice.choice(in_flight)[0].advance()
             time.sleep(dice.choice([0.0, 0.0, 0.003]))
 
     for round, numel in enumerate(sizes):
         values = mine(numel, round, group)
-        flying.append((wire.start(group, values), values))
-        fidget()
+        in_flight.append((wire.start(group, values), values))
+        advance_some()
         if round % 2:  # other collectives of the same group, in the order of the program
             assert group.all_gather(torch.tensor([group.rank])).numel() == group.size
-        fidget()
-    order = list(range(len(flying)))
+        advance_some()
+    order = list(range(len(in_flight)))
     dice.shuffle(order)
     for place in order:
-        exchange = flying[place][0]
+        exchange = in_flight[place][0]
         if dice.random() < 0.5:
             while not exchange.advance():
                 assert not group.backlog or exchange.is_completed in (True, False)
@@ -136,7 +138,7 @@ def many_in_flight(name: str, sizes: list[int], seed: int) -> list[tuple[bytes, 
         assert exchange.is_completed and exchange.advance()
     assert not group.backlog
     pairs = []
-    for round, (_, values) in enumerate(flying):
+    for round, (_, values) in enumerate(in_flight):
         alone = mine(sizes[round], round, group)
         wire.start(group, alone).wait()
         pairs.append((values.numpy().tobytes(), alone.numpy().tobytes()))
@@ -144,10 +146,10 @@ def many_in_flight(name: str, sizes: list[int], seed: int) -> list[tuple[bytes, 
 
 
 def lose_rank_1(name: str, when: str) -> tuple[str, float] | None:
-    """Rank 1 falls silent or dies, before the exchange or between its phases.
+    """Let rank 1 hang or exit, before the exchange or between its phases.
 
     Returns:
-        What the others were told, and after how many seconds.
+        The error message of the other ranks, and the seconds until it.
     """
     group, wire = join(), Wire.of(name)
     group.timeout = timedelta(seconds=2)
@@ -156,7 +158,7 @@ def lose_rank_1(name: str, when: str) -> tuple[str, float] | None:
     if group.rank == 1:
         if when.endswith("between"):
             wire.start(group, values)
-            time.sleep(0.5)  # phase (a) goes through, (b) never begins here
+            time.sleep(0.5)  # phase (a) completes, (b) never starts on this rank
         if when.startswith("silent"):
             time.sleep(4.0)
         os._exit(0)
@@ -172,28 +174,28 @@ def lose_rank_1(name: str, when: str) -> tuple[str, float] | None:
 
 
 class _InOrder(Group):
-    """A group that queues everything in order on one connection, as NCCL does."""
+    """A group that runs all collectives in order on one connection, like NCCL."""
 
     @cached_property
     def runs_in_order(self) -> bool:
         return True
 
 
-def phases_in_order(name: str, sizes: list[int]) -> list[tuple[bytes, bytes]]:
-    """Exchanges on a group on which phases run in order, and on one on which they do not; on the
-    former each is waited for only when the next has begun."""
+def run_phases_in_order(name: str, sizes: list[int]) -> list[tuple[bytes, bytes]]:
+    """Make exchanges on a group on which phases run in order, and on one on which they do not; on
+    the former each is waited for only when the next has started."""
     group, wire = join(), Wire.of(name)
     ordered = _InOrder(
         group.process_group, group.rank, group.size, CPU, group.timeout, "ordered group"
     )
-    flying, values = [], []
+    in_flight, values = [], []
     for numel in sizes:
         one, other = mine(numel, 0, group), mine(numel, 0, group)
-        flying.append(wire.start(ordered, one))
-        assert len(ordered.backlog) <= 1  # that of the exchange before has begun
+        in_flight.append(wire.start(ordered, one))
+        assert len(ordered.backlog) <= 1  # the second phase of the exchange before has started
         wire.start(group, other).wait()
         values.append((one, other))
-    for exchange in flying:
+    for exchange in in_flight:
         exchange.wait()
     assert not ordered.backlog
     pairs = [(one.numpy().tobytes(), other.numpy().tobytes()) for one, other in values]
@@ -201,8 +203,8 @@ def phases_in_order(name: str, sizes: list[int]) -> list[tuple[bytes, bytes]]:
     return pairs
 
 
-class _Noting:
-    """A transport that notes how many rows come from, and go to, each rank."""
+class _RecordingTransport:
+    """A transport that records how many rows come from, and go to, each rank."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -215,16 +217,19 @@ class _Noting:
         return self._inner.alltoall_base(output, rows, received, sent, options)
 
 
-def ways_taken() -> tuple[int, list[Record]]:
-    """This rank, and by phase the calls on each way in one exchange."""
+def record_directions() -> tuple[int, list[Record]]:
+    """Return this rank, and the calls of one exchange by phase and direction."""
     group = join()
-    group.phases = tuple(Duplex(_Noting(ways.up), _Noting(ways.down)) for ways in group.phases)
+    group.phases = tuple(
+        Duplex(_RecordingTransport(ways.up), _RecordingTransport(ways.down))
+        for ways in group.phases
+    )
     Wire.of("int8").start(group, torch.ones(1000)).wait()
     return group.rank, [{"up": ways.up.calls, "down": ways.down.calls} for ways in group.phases]
 
 
-def no_phases() -> str:
-    """An exchange in two phases on a group that was made without."""
+def start_without_phases() -> str:
+    """Start an exchange in two phases on a group without phases; returns the error."""
     group = join()
     group.phases = ()
     try:

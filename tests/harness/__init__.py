@@ -1,8 +1,8 @@
-"""Tests with several ranks: fork them from a warm server, and train tiny GPTs in them.
+"""Tests with several ranks: fork them from a preloaded server, and train tiny GPTs in them.
 
 `run_ranks` calls a function in every rank of a world. `train` runs a Megatron pretraining script
-in every rank and reads its console. `tiny_gpt` makes the command line. All of it works without
-pytest, too; a session of tests closes the server at its end (see ``conftest.py``).
+in every rank and parses its console output. `tiny_gpt` builds the command line. All of it also
+works without pytest; a pytest session closes the server at its end (see ``conftest.py``).
 """
 
 from tests.harness.launch import RankResult, run_ranks, shut_down

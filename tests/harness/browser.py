@@ -1,4 +1,4 @@
-"""Pages in headless Chromium, where there is one: what it complains of, and how they look."""
+"""Inspection of HTML pages in headless Chromium, if installed: errors, sizes, screenshots."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ MISSING = ", ".join(
     if not is_there
 )
 WIDTHS = (1280, 390)
-SMALLEST_LETTERS = 10.0  # CSS pixels
+SMALLEST_FONT = 10.0  # CSS pixels
 _SWITCHES = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
     "--disable-dev-shm-usage", "--hide-scrollbars",
 )  # fmt: skip
-# Sizes of all letters that are shown: of a picture, as large as the picture makes them.
-_LETTERS = """
+# Font sizes of all visible text; in an SVG picture, scaled as the picture is.
+_FONT_SIZES = """
 const sizes = [];
 const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
 while (walker.nextNode()) {
@@ -64,17 +64,17 @@ return ids.filter((id, place) => ids.indexOf(id) !== place);
 
 
 @dataclass(frozen=True)
-class Seen:
-    """A page at one width.
+class PageView:
+    """A page as shown at one window width.
 
     Attributes:
-        width: of the window, CSS pixels.
-        document_width: of the page; more than `width` has to be scrolled sideways.
-        smallest: size of the smallest letters, CSS pixels, and what they say.
-        pictures: width, height and text of each.
-        complaints: of scripts and of the browser.
-        from_outside: what it asked another file or the network for.
-        screenshot: a PNG file.
+        width: width of the window, CSS pixels.
+        document_width: width of the page; if larger than `width`, it scrolls sideways.
+        smallest: smallest font size, CSS pixels, and a text of that size.
+        pictures: width, height and text alternative of each picture.
+        complaints: errors of scripts and of the browser, and duplicate ids.
+        from_outside: other files or network addresses that the page requested.
+        screenshot: path of a PNG file.
     """
 
     width: int
@@ -88,10 +88,10 @@ class Seen:
 
 @contextmanager
 def chromium(profile: Path) -> Iterator[Any]:
-    """A driver of a fresh browser.
+    """Start a browser and yield its driver.
 
     Args:
-        profile: an empty folder.
+        profile: an empty folder for the browser's profile.
     """
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
@@ -109,15 +109,15 @@ def chromium(profile: Path) -> Iterator[Any]:
         driver.quit()
 
 
-def look(driver: Any, page: Path, width: int, screenshot: Path, *, dark: bool = False) -> Seen:
-    """Open a page and look at it.
+def look(driver: Any, page: Path, width: int, screenshot: Path, *, dark: bool = False) -> PageView:
+    """Open a page, inspect it and take a screenshot.
 
     Args:
-        driver: of `chromium`.
-        page: a file.
-        width: of the window, CSS pixels; below 500 it is a phone.
-        screenshot: takes the whole page as PNG.
-        dark: whether the reader prefers it.
+        driver: driver that `chromium` yields.
+        page: path of the page.
+        width: width of the window, CSS pixels; below 500 a phone is emulated.
+        screenshot: path for a PNG of the complete page.
+        dark: whether the browser prefers dark colors.
     """
     scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme})
@@ -127,7 +127,7 @@ def look(driver: Any, page: Path, width: int, screenshot: Path, *, dark: bool = 
     size = driver.execute_script(
         "const e = document.documentElement; return [e.scrollWidth, e.scrollHeight];"
     )
-    smallest = driver.execute_script(_LETTERS)
+    smallest = driver.execute_script(_FONT_SIZES)
     pictures = [(w, h, text) for w, h, text in driver.execute_script(_PICTURES)]
     duplicates = [f"id {name} twice" for name in driver.execute_script(_DUPLICATES)]
     outside = driver.execute_script(_OUTSIDE)
@@ -135,7 +135,7 @@ def look(driver: Any, page: Path, width: int, screenshot: Path, *, dark: bool = 
     shot = driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})
     screenshot.write_bytes(base64.b64decode(shot["data"]))
     said = [entry["message"] for entry in driver.get_log("browser")]
-    return Seen(width, size[0], tuple(smallest), pictures, said + duplicates, outside, screenshot)
+    return PageView(width, size[0], tuple(smallest), pictures, said + duplicates, outside, screenshot)
 
 
 def _resize(driver: Any, width: int, height: int) -> None:

@@ -1,4 +1,4 @@
-"""Many command lines in one process, which imports torch and Megatron once."""
+"""Running many command lines in one process, which imports torch and Megatron once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def outcomes_of(
     lines: Mapping[str, Sequence[str]], folder: Path, *, obeys_modes: bool = False,
     env: Mapping[str, str] | None = None, seconds: float = _SECONDS,
 ) -> dict[str, Outcome]:  # fmt: skip
-    """Exit code and stderr of each; arguments as of `printed_by`."""
+    """Return exit code and stderr of each command line; arguments as for `printed_by`."""
     found = printed_by(lines, folder, obeys_modes=obeys_modes, env=env, seconds=seconds)
     return {name: (code, errors) for name, (code, errors, _) in found.items()}
 
@@ -50,14 +50,14 @@ def printed_by(
     lines: Mapping[str, Sequence[str]], folder: Path, *, obeys_modes: bool = False,
     env: Mapping[str, str] | None = None, seconds: float = _SECONDS,
 ) -> dict[str, tuple[object, str, str]]:  # fmt: skip
-    """Exit code, stderr and stdout of each.
+    """Return exit code, stderr and stdout of each command line.
 
     Args:
-        lines: by name: words after `megatron-edit`, or `launch` and those after the launcher.
-        folder: where they run.
-        obeys_modes: whether the modes of files hold for them where root runs the tests, too.
-        env: further environment.
-        seconds: after which all are given up.
+        lines: by name, the arguments of `megatron-edit`, or `launch` and those of the launcher.
+        folder: working directory.
+        obeys_modes: whether file modes apply even if root runs the tests.
+        env: additions to the environment.
+        seconds: time-out for all command lines together.
     """
     done = subprocess.run(
         [sys.executable, "-c", _RUNNER],

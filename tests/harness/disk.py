@@ -1,4 +1,4 @@
-"""A file system with little room, which a test fills."""
+"""A small file system that a test can fill."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 
 @contextmanager
 def mounted(folder: Path, num_bytes: int) -> Iterator[Path]:
-    """A file system of its own in a new folder; where none can be mounted, the test is skipped.
+    """Mount a small file system on a new folder; skip the test if that is not possible.
 
     Args:
-        folder: is made.
-        num_bytes: its size.
+        folder: mount point, which is created.
+        num_bytes: size of the file system.
     """
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
@@ -29,7 +29,7 @@ def mounted(folder: Path, num_bytes: int) -> Iterator[Path]:
 
 
 def fill_disk(folder: Path) -> Path:
-    """Leave no byte of room; the file that takes it."""
+    """Fill the disk and return the file that takes the space."""
     path = folder / "filler"
     with path.open("wb", buffering=0) as file:
         try:
@@ -37,4 +37,4 @@ def fill_disk(folder: Path) -> Path:
                 pass
         except OSError:
             return path
-    raise AssertionError("a disk without an end")
+    raise AssertionError("the disk has no size limit")

@@ -1,4 +1,4 @@
-"""Event files of a training that never was, of any size and with any mishap."""
+"""Synthetic event files of a training, of any size and with chosen faults."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ SEQ_LENGTH, BATCH = 128, 8
 
 
 @dataclasses.dataclass(frozen=True)
-class MadeUp:
-    """A training.
+class SyntheticRun:
+    """A training whose event files are made up.
 
     Attributes:
         replicas, units, rounds, tau, warmup: sizes.
-        strategy: its rule.
-        train_iters: all; None: as many as are there.
-        slow: replicas that are, by how much.
-        sick: a replica that is left out now and then.
-        rollbacks: rounds with one.
-        exposed: seconds of a sync that compute does not hide.
+        strategy: name of the strategy.
+        train_iters: planned iterations; None: as many as are written.
+        slow: slowdown factor by replica.
+        sick: a replica that is rejected in some rounds.
+        rollbacks: rounds with a rollback.
+        exposed: exposed seconds of a sync.
         change: may alter a line of sync.jsonl.
     """
 
@@ -46,11 +46,11 @@ class MadeUp:
 
     @property
     def iterations(self) -> int:
-        """That were made."""
+        """Number of iterations that are written."""
         return self.warmup + self.rounds * self.tau
 
     def write(self, folder: Path) -> Path:
-        """Write its event files; the folder."""
+        """Write the event files and return the folder."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "run.json").write_text(json.dumps(self.run()))
         rng = random.Random(0)
@@ -74,7 +74,7 @@ class MadeUp:
         return folder
 
     def run(self) -> dict[str, Any]:
-        """What `run.json` holds."""
+        """Return the contents of `run.json`."""
         is_counted = self.strategy not in ("a-edit", "ddp")
         interval: dict[str, Any] = {"sync_interval": self.tau} if is_counted else {}
         config = EditConfig(
@@ -104,7 +104,7 @@ class MadeUp:
         ended = iteration - self.warmup
         if ended <= 0:
             seconds *= slowest / mine
-        elif ended % self.tau == 0:  # whoever is early waits
+        elif ended % self.tau == 0:  # a faster replica waits
             seconds += 0.1 * self.tau * (slowest - mine) + self.exposed
         return {"iteration": iteration, "loss": self._loss(iteration, rng), "grad_norm": 1.0,
                 "lr": 1e-3, "samples": BATCH, "tokens": BATCH * SEQ_LENGTH,

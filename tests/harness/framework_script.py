@@ -1,9 +1,9 @@
-"""Training as Megatron makes it, as far as streams see it: a script around the real engine.
+"""Stream operations of a Megatron training, around the real engine.
 
-Per layer a gather of parameters, compute, and what ranks beside each other exchange (tensor or
-expert parallelism); between pipeline stages activations and gradients; at the end of the backward
-pass the gradients, and those of the tied embedding over the group of its copies. What is sent is
-not waited for, as where sends and receives are batched.
+Per layer there are a parameter gather, compute, and the collectives of tensor or expert
+parallelism; between pipeline stages, activations and gradients; at the end of the backward pass,
+the gradient reduction, also of the tied embedding over the group of its copies. Sends are not
+awaited, as when sends and receives are batched.
 """
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ import torch
 
 from megatron_edit.config import EditConfig
 from tests.harness.hardware_queues import Command, DeadlockError, Recorder, Replay
-from tests.harness.in_order import InOrderGroup, Rank, plan_of
+from tests.harness.traced_streams import InOrderGroup, Rank, plan_of
 
-FORWARD, BACKWARD, INNER_STEP = 1.0, 2.0, 0.5  # seconds: of a layer, a layer, a step
-SMALL, GATHER = 0.02, 0.1  # of scalars; of a layer's parameters
+FORWARD, BACKWARD, INNER_STEP = 1.0, 2.0, 0.5  # seconds: per layer, per layer, per step
+SMALL, GATHER = 0.02, 0.1  # seconds: of scalars; of a layer's parameters
 NUMEL = 1000  # elements of a unit
 NUM_STEPS = 11
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a replica is cut.
+    """Parallel layout of a replica.
 
     Attributes:
-        stages: of the pipeline.
-        chunks: of layers on a stage, which take turns.
-        beside: what ranks that share layers exchange in each: "tp", "ep" or nothing.
+        stages: number of pipeline stages.
+        chunks: number of interleaved model chunks on a stage.
+        within_layer: parallelism with collectives in each layer: "tp", "ep" or none.
         is_tied: whether the last stage has a copy of the embedding.
-        layers: of a chunk.
-        micro_batches: of a step.
+        layers: number of layers of a chunk.
+        micro_batches: number of micro-batches of a step.
     """
 
     stages: int = 1
     chunks: int = 1
-    beside: str = ""
+    within_layer: str = ""
     is_tied: bool = False
     layers: int = 4
     micro_batches: int = 2
 
     @property
     def width(self) -> int:
-        """Ranks of a stage."""
-        return 2 if self.beside else 1
+        """Number of ranks of a stage."""
+        return 2 if self.within_layer else 1
 
     def units(self, stage: int) -> dict[str, tuple[int, ...]]:
-        """Of a stage, with the sizes of their parameters."""
+        """Return the units of a stage, with the sizes of their parameters."""
         last = self.stages - 1
         units: dict[str, tuple[int, ...]] = {}
         if stage == 0 or (self.is_tied and stage == last):
@@ -65,26 +65,26 @@ class Layout:
 
     @property
     def names(self) -> list[str]:
-        """Of all units."""
+        """Names of all units, in order."""
         found = {name for stage in range(self.stages) for name in self.units(stage)}
         rank = {"embedding": -1, "final": 10**6}
         return sorted(found, key=lambda name: rank.get(name) or int(name.rpartition(".")[2]))
 
     def tie(self, stage: int) -> tuple[int, int] | None:
-        """A stage's rank among those with a copy of the embedding."""
+        """Return rank and size of a stage in the group with copies of the embedding."""
         if not self.is_tied or stage not in (0, self.stages - 1):
             return None
         return int(stage > 0), 2
 
     def ranks(self) -> Iterator[tuple[int, int, int]]:
-        """All ranks: replica, stage, place in the stage."""
+        """Yield all ranks as (replica, stage, rank within the stage)."""
         for replica in range(2):
             for stage in range(self.stages):
                 for place in range(self.width):
                     yield replica, stage, place
 
     def members(self, group: str, rank: tuple[int, int, int]) -> frozenset[tuple[int, int, int]]:
-        """Who a rank's group of a name joins."""
+        """Return the members of the group with a name to which a rank belongs."""
         kind, _, ends = group.partition(" ")
         replica, stage, place = rank
         if kind == "sync":
@@ -99,13 +99,13 @@ class Layout:
 
 @dataclass
 class Script:
-    """One rank's training.
+    """The training of one rank.
 
     Attributes:
-        layout: how its replica is cut.
-        stage: its own.
+        layout: layout of its replica.
+        stage: pipeline stage of the rank.
         rank: engine and groups.
-        recorder: of what it launches.
+        recorder: records the commands that the rank launches.
     """
 
     layout: Layout
@@ -120,12 +120,12 @@ class Script:
         self._places = {shard.name: n for n, shard in enumerate(self.rank.host.plan.shards)}
 
     def run(self) -> None:
-        """Some steps, from after the start to the end."""
+        """Train `NUM_STEPS` steps; commands of the engine's start are dropped."""
         engine, recorder = self.rank.engine, self.recorder
         engine.start()
         recorder.commands.clear()
         for step in range(1, NUM_STEPS + 1):
-            self.pass_through()
+            self.forward_backward()
             engine.before_step()
             recorder.kernel(INNER_STEP)
             for shard in self.rank.host.plan.shards:
@@ -136,12 +136,12 @@ class Script:
             engine.after_step()
         engine.finish()
 
-    def pass_through(self) -> None:
-        """Forward and backward passes of all micro-batches, and the gradients."""
-        fresh = {(chunk, 0) for chunk in range(self.layout.chunks)}
+    def forward_backward(self) -> None:
+        """Run forward and backward passes of all micro-batches, and reduce the gradients."""
+        first_passes = {(chunk, 0) for chunk in range(self.layout.chunks)}
         for is_forward, chunk, micro_batch in self.schedule():
             if is_forward:
-                self.forward(chunk, is_first=(chunk, micro_batch) in fresh)
+                self.forward(chunk, is_first=(chunk, micro_batch) in first_passes)
             else:
                 self.backward(chunk)
         self.collective("grads").wait()
@@ -150,20 +150,20 @@ class Script:
                 tie.process_group.launch([self._data], lambda: None).wait()
 
     def schedule(self) -> Iterator[tuple[bool, int, int]]:
-        """One forward, one backward, after as many forwards as stages follow; with several chunks
-        all forwards first."""
+        """Yield (is_forward, chunk, micro_batch) of a 1F1B schedule; with several chunks, all
+        forward passes come first."""
         chunks, count = self.layout.chunks, self.layout.micro_batches
         forwards = [(True, c, m) for c in range(chunks) for m in range(count)]
         backwards = [(False, c, m) for c in reversed(range(chunks)) for m in range(count)]
         ahead = len(forwards) if chunks > 1 else min(count, self.layout.stages - self.stage)
-        for turn in range(len(forwards) + ahead):
-            if turn < len(forwards):
-                yield forwards[turn]
-            if turn >= ahead - 1 and turn - ahead + 1 < len(backwards):
-                yield backwards[turn - ahead + 1]
+        for slot in range(len(forwards) + ahead):
+            if slot < len(forwards):
+                yield forwards[slot]
+            if slot >= ahead - 1 and slot - ahead + 1 < len(backwards):
+                yield backwards[slot - ahead + 1]
 
     def forward(self, chunk: int, *, is_first: bool) -> None:
-        """Layers of a chunk; where it is the first of the step, parameters are gathered."""
+        """Run the layers of a chunk; the first time in a step, gather their parameters."""
         layout, last = self.layout, self.layout.stages - 1
         is_begin = chunk == 0 and self.stage == 0
         if not is_begin:
@@ -174,26 +174,26 @@ class Script:
                 self.collective("gathers", GATHER).wait()
             if name.startswith("layer"):
                 self.recorder.kernel(FORWARD)
-                if layout.beside:
-                    self.collective(layout.beside).wait()
+                if layout.within_layer:
+                    self.collective(layout.within_layer).wait()
         if not (chunk == layout.chunks - 1 and self.stage == last):
             self.collective(f"p2p {self.stage}>{(self.stage + 1) % layout.stages}")
 
     def backward(self, chunk: int) -> None:
-        """Layers of a chunk, back to front."""
+        """Run the backward pass of the layers of a chunk."""
         layout, last = self.layout, self.layout.stages - 1
         if not (chunk == layout.chunks - 1 and self.stage == last):
             self.collective(f"p2p {(self.stage + 1) % layout.stages}>{self.stage}").wait()
         for name in self.chunk_units(chunk):
             if name.startswith("layer"):
                 self.recorder.kernel(BACKWARD)
-                if layout.beside:
-                    self.collective(layout.beside).wait()
+                if layout.within_layer:
+                    self.collective(layout.within_layer).wait()
         if not (chunk == 0 and self.stage == 0):
             self.collective(f"p2p {self.stage}>{(self.stage - 1) % layout.stages}")
 
     def chunk_units(self, chunk: int) -> list[str]:
-        """What a chunk holds; the embedding is with the first, the last norm with the last."""
+        """Return the units of a chunk; the first has the embedding, the last the final norm."""
         layers = [name for name in self._places if name.startswith("layer")]
         own = layers[chunk * self.layout.layers : (chunk + 1) * self.layout.layers]
         first = [n for n in self._places if n == "embedding" and chunk == 0]
@@ -201,16 +201,16 @@ class Script:
         return [*first, *own, *final]
 
     def collective(self, name: str, seconds: float = SMALL) -> Any:
-        """One of the framework's own."""
+        """Launch a collective of the training framework."""
         with self.recorder.framework():
             if name not in self._groups:
                 self._groups[name] = InOrderGroup(self.recorder.streams, name, 0, 2)
-            return _Waiting(self._groups[name].launch([self._data], lambda: None), self.recorder)
+            return _FrameworkWork(self._groups[name].launch([self._data], lambda: None), self.recorder)
 
 
 @dataclass
-class _Waiting:
-    """A collective of the framework; so is the wait for it."""
+class _FrameworkWork:
+    """A collective of the framework, whose wait is recorded as the framework's, too."""
 
     work: Any
     recorder: Recorder
@@ -223,12 +223,12 @@ class _Waiting:
 def recorded(
     layout: Layout, settings: Mapping[str, Any], exchange_seconds: float
 ) -> dict[int, list[Command]]:
-    """What a rank of each stage launches.
+    """Record the commands that a rank of each stage launches.
 
     Args:
-        layout: of a replica.
-        settings: of the run.
-        exchange_seconds: of a unit in fp32: between replicas the link is slow.
+        layout: layout of a replica.
+        settings: fields of `EditConfig`.
+        exchange_seconds: time to exchange a unit in fp32 between replicas.
     """
 
     def seconds_of(group: str, nbytes: int) -> float:
@@ -262,12 +262,12 @@ def recorded(
 def share_of_ideal(
     layout: Layout, commands: Mapping[int, list[Command]], num_queues: int
 ) -> float | None:
-    """Time without the engine over time with it; None is a deadlock.
+    """Return the time without the engine divided by the time with it; None for a deadlock.
 
     Args:
-        layout: of a replica.
-        commands: of each stage, as `recorded`.
-        num_queues: of each device.
+        layout: layout of a replica.
+        commands: commands of each stage, as `recorded` returns them.
+        num_queues: number of hardware queues of each device.
     """
     ranks = {rank: commands[rank[1]] for rank in layout.ranks()}
     alone = {rank: [c for c in mine if c.is_host_framework] for rank, mine in ranks.items()}

@@ -1,14 +1,14 @@
-"""What a device with few hardware queues makes of the work that ranks give to their streams.
+"""A model of how a device with few hardware queues executes the streams of all ranks.
 
-A rank's commands are recorded while the real engine runs on stand-ins (`in_order.py`), in the order
-in which its host launches them. All ranks are then replayed together:
+A rank's commands are recorded, in launch order, while the real engine runs on stubs
+(`traced_streams.py`). All ranks are then replayed together:
 
 * streams map to hardware queues round robin; a queue takes its commands in the order in which they
-  were launched, and a command whose dependency is pending blocks all behind it. That is how
-  `CUDA_DEVICE_MAX_CONNECTIONS` works, as far as it is known: this is a model, not a measurement;
-* what was taken from a queue runs on its stream, beside other streams;
-* a collective begins when all its ranks have come to it;
-* hosts are fast: they wait for events and for each other, and nothing else takes them time.
+  were launched, and a command with a pending dependency blocks all commands behind it. As far as is
+  known, `CUDA_DEVICE_MAX_CONNECTIONS` works like that: this is a model, not a measurement;
+* a command taken from a queue runs on its stream, concurrently with other streams;
+* a collective begins when all its ranks have reached it;
+* hosts wait for events and for each other, and otherwise take no time.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.harness.in_order import InOrderGroup, TracedStreams
+from tests.harness.traced_streams import InOrderGroup, TracedStreams
 
-LAUNCH = 1e-4  # seconds of a kernel of the engine
+LAUNCH = 1e-4  # seconds per kernel of the engine
 COMPUTE = 0
 
 
 @dataclass(frozen=True)
 class Command:
-    """What a host launches, or waits for.
+    """An operation that a host launches, or waits for.
 
     Attributes:
         kind: "kernel", "wait", "record", "collective"; of the host: "synchronize", "meet".
-        stream: that it is given to.
-        seconds: that it runs.
-        event: that it waits for, or records.
-        group: of a collective: its name.
-        number: of a collective or a meeting, in its group.
+        stream: stream on which it is launched.
+        seconds: duration.
+        event: event that it waits for, or records.
+        group: name of the group of a collective.
+        number: number of a collective or meeting within its group.
         is_host_framework: whether the training framework launched it, not the engine.
-        operation: of a kernel of the engine: what it does, as PyTorch names it.
+        operation: PyTorch's name of the operation, for a kernel of the engine.
     """
 
     kind: str
@@ -54,15 +54,15 @@ class Command:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[misc]
-    """Writes down what one rank launches.
+    """Records the commands that one rank launches.
 
     Args:
-        seconds_of: time of a collective, of its group's name and bytes.
-        lag_seconds: of the framework's compute after which the host finds an event done.
+        seconds_of: returns the time of a collective from its group's name and bytes.
+        lag_seconds: time of the framework's compute after which an event counts as done.
 
     Attributes:
-        commands: so far.
-        streams: for the rank.
+        commands: commands so far.
+        streams: streams for the rank.
     """
 
     def __init__(self, seconds_of: Callable[[str, int], float], lag_seconds: float) -> None:
@@ -78,20 +78,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
 
     @contextmanager
     def framework(self) -> Iterator[None]:
-        """Inside, the training framework launches. Nothing but `kernel` and collectives counts."""
+        """Record launches as the framework's inside this context: `kernel` and collectives only."""
         before, self._framework = self._framework, True
         yield
         self._framework = before
 
     def kernel(self, seconds: float) -> None:
-        """Compute of the training framework, on the current stream."""
+        """Record compute of the training framework on the current stream."""
         self._computed += seconds
         with self.framework():
             self._note("kernel", self.streams.current(), seconds=seconds)
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
-        """An exchange of records: hosts wait for their devices' norms, then for each other."""
+        """Record a meeting: hosts wait for their devices' norms, then for each other."""
         self._num_meetings += 1
         self.streams.synchronize(self.streams.record(self.streams.current()))
         self._note("meet", group="sync", number=self._num_meetings)
@@ -118,7 +118,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         self._note("synchronize", event=event)
 
     def is_done(self, event: int) -> bool:
-        """See `Listener`: the host is ahead of the device, but not by any length of time."""
+        """See `Listener`: the host is ahead of the device by at most `lag_seconds`."""
         return self._computed - self._recorded_at[event] >= self._lag_seconds
 
     @contextmanager
@@ -138,7 +138,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """A kernel of the engine, unless it only makes a view, room or a mark of the profiler."""
+        """Record a kernel of the engine, except views, allocations and profiler marks."""
         result = func(*args, **(kwargs or {}))
         is_view = all(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
         operation = func._schema.name
@@ -151,18 +151,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
 
 @dataclass(eq=False)
 class Running:
-    """A command on its way through a device."""
+    """A command that was launched on a device and may be pending."""
 
     command: Command
     launched: float
-    before: Running | None  # on its stream
-    event: Running | None = None  # that it waits for
+    before: Running | None  # previous command on its stream
+    event: Running | None = None  # command whose event it waits for
     end: float | None = None
 
 
 @dataclass
 class Device:
-    """One rank while it is replayed."""
+    """The state of one rank in a replay."""
 
     commands: Sequence[Command]
     num_queues: int
@@ -175,35 +175,35 @@ class Device:
 
     @property
     def is_over(self) -> bool:
-        """Whether all was launched and taken."""
+        """Whether all commands were launched and taken from the queues."""
         return self.place == len(self.commands) and not any(self.queues.values())
 
 
 class DeadlockError(Exception):
-    """No rank can go on."""
+    """No rank can make progress."""
 
 
 @dataclass
 class Replay:
-    """All ranks together.
+    """Replays the commands of all ranks together.
 
     Args:
-        ranks: what each launches, by rank.
-        members: the ranks of a group, of its name and one of its ranks.
-        num_queues: of a device.
+        ranks: commands by rank.
+        members: returns the ranks of a group from its name and one of its ranks.
+        num_queues: number of hardware queues of a device.
     """
 
     ranks: Mapping[Any, Sequence[Command]]
     members: Callable[[str, Any], frozenset[Any]]
     num_queues: int
-    _come: dict[Any, dict[Any, float]] = field(default_factory=lambda: defaultdict(dict))
+    _arrived: dict[Any, dict[Any, float]] = field(default_factory=lambda: defaultdict(dict))
     _waiting: dict[Any, list[Running]] = field(default_factory=lambda: defaultdict(list))
 
     def seconds(self) -> float:
-        """Until the last command is over.
+        """Return the time at which the last command is over.
 
         Raises:
-            DeadlockError: that is never.
+            DeadlockError: the commands never finish.
         """
         devices = {rank: Device(commands, self.num_queues) for rank, commands in self.ranks.items()}
         has_moved = True
@@ -219,7 +219,7 @@ class Replay:
         return max(end for end in (*ends, *seconds) if end is not None)
 
     def _launch(self, rank: Any, device: Device) -> bool:
-        """The host's next command; whether it could go on."""
+        """Execute the host's next command; return whether it could proceed."""
         if device.place == len(device.commands):
             return False
         command = device.commands[device.place]
@@ -231,11 +231,11 @@ class Replay:
                 return False
             device.host_seconds = max(device.host_seconds, 0.0 if event is None else event.end or 0)
         elif command.kind == "meet":
-            come = self._come[self._key(rank, command, "meet")]
-            come[rank] = device.host_seconds
-            if len(come) < len(self.members(command.group, rank)):
+            arrived = self._arrived[self._key(rank, command, "meet")]
+            arrived[rank] = device.host_seconds
+            if len(arrived) < len(self.members(command.group, rank)):
                 return False
-            device.host_seconds = max(come.values())
+            device.host_seconds = max(arrived.values())
         else:
             before = device.tails.get(command.stream)
             running = Running(command, device.host_seconds, before)
@@ -246,7 +246,7 @@ class Replay:
         return True
 
     def _take(self, rank: Any, device: Device) -> bool:
-        """Commands at the heads of the queues; whether there was one without pending dependency."""
+        """Take ready commands from the heads of the queues; return whether there was one."""
         has_taken = False
         for number, queue in device.queues.items():
             if not queue:
@@ -263,11 +263,11 @@ class Replay:
                 head.end = began + command.seconds
                 continue
             key = self._key(rank, command, "collective")
-            self._come[key][rank] = began
+            self._arrived[key][rank] = began
             self._waiting[key].append(head)
-            if len(self._come[key]) == len(self.members(command.group, rank)):
+            if len(self._arrived[key]) == len(self.members(command.group, rank)):
                 for running in self._waiting[key]:
-                    running.end = max(self._come[key].values()) + command.seconds
+                    running.end = max(self._arrived[key].values()) + command.seconds
         return has_taken
 
     def _key(self, rank: Any, command: Command, kind: str) -> Any:

@@ -1,4 +1,4 @@
-"""What the warm server and its client say to each other."""
+"""Messages between the preloaded server and its client."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Job:
-    """What `tests.harness.run_ranks` asks for."""
+    """A request of `tests.harness.run_ranks`."""
 
     target: str
     world_size: int
     args: tuple[Any, ...]
     env: dict[str, str | None]
     cwd: Path
-    directory: Path  # takes rank<r>.stdout, rank<r>.stderr and rank<r>.value
+    directory: Path  # for rank<r>.stdout, rank<r>.stderr and rank<r>.value
     timeout: float
     grace: float
 
@@ -32,7 +32,7 @@ class Report:
 
 
 def resolve(target: str) -> Callable[..., Any]:
-    """The function that ``"package.module:function"`` names."""
+    """Import and return the function that ``"package.module:function"`` names."""
     module, _, name = target.partition(":")
     function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return function

@@ -1,4 +1,4 @@
-"""The client of the warm server: one call runs a function in all ranks of a world."""
+"""The client of the preloaded server: one call runs a function in all ranks of a world."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.harness.jobs import Job, Report
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _TAIL_CHARACTERS = 3000
-# All ranks of a test are on this machine, whose name need not resolve to an address.
+# All ranks of a test are on this machine, whose host name may not resolve.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
@@ -39,7 +39,7 @@ class RankResult:
 
 
 class _Server:
-    """A running server process and our end of its socket pair."""
+    """A running server process and the client's end of its socket pair."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -58,7 +58,7 @@ class _Server:
         self._receive()  # "ready"
 
     def run(self, job: Job) -> Report:
-        """Run a job to its end."""
+        """Run a job and return its report."""
         self._connection.send(job)
         report: Report = self._receive()
         return report
@@ -71,7 +71,7 @@ class _Server:
             raise RuntimeError(f"the server of ranks died:\n{self._log.read()}") from None
 
     def close(self) -> None:
-        """Let the server kill its ranks and go."""
+        """Make the server kill its ranks and exit."""
         self._connection.close()
         self._process.wait(timeout=30)
         self._log.close()
@@ -111,11 +111,11 @@ def run_ranks(
         args: picklable arguments, the same for all ranks.
         env: additions to the environment; None unsets a variable.
         timeout: seconds until all ranks are killed and the call fails.
-        grace: seconds that the others get once a rank has failed.
-        check: also fail where a rank did not exit with 0.
+        grace: seconds until the other ranks are killed once a rank has failed.
+        check: also fail if a rank did not exit with 0.
 
     Raises:
-        AssertionError: the time was up, or `check` found a failed rank; with output tails.
+        AssertionError: the time-out passed, or `check` found a failed rank; with output tails.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         directory = Path(name)

@@ -1,8 +1,8 @@
-"""Groups whose ranks are in one process: a transport in memory below the real `Group`.
+"""Groups whose ranks are in one process: an in-memory transport below the real `Group`.
 
-A test makes each rank's calls itself, in an order of its choice: who would wait for a rank that has
-not come is told so by an `AssertionError`, as nobody else runs. Or ranks are threads, which wait
-for each other for a while (`in_threads`).
+A test makes the calls of each rank itself, in an order of its choice; as nothing else runs, a wait
+for a rank that has not sent yet raises an `AssertionError`. Or ranks are threads, which wait for
+each other for some time (`run_in_threads`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Network:
     """Messages by channel, number of the collective, sender and receiver.
 
     Attributes:
-        messages: sent so far.
-        is_broken: whether every wait fails, as where a peer is gone.
+        messages: messages sent so far.
+        is_broken: whether every wait fails, as after the loss of a peer.
         patience: seconds that a rank waits for the others.
     """
 
@@ -39,22 +39,22 @@ class Network:
 
 
 @dataclass
-class Arrival:
-    """A collective of one rank, complete when all that it waits for was sent."""
+class PendingCollective:
+    """A collective of one rank, complete when all messages for it have been sent."""
 
     network: Network
     targets: list[tuple[Any, Tensor]]
     sums: bool = False
-    _is_there: bool = False
+    _is_complete: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def is_completed(self) -> bool:
-        """Whether all is there; it then lies where it should. Any thread may ask."""
+        """Return whether all messages have arrived; if so, copy them to the targets. Thread-safe."""
         with self._lock:
-            self._is_there = self._is_there or self._arrives()
-        return self._is_there
+            self._is_complete = self._is_complete or self._receive()
+        return self._is_complete
 
-    def _arrives(self) -> bool:
+    def _receive(self) -> bool:
         if self.network.is_broken:
             return True
         if any(key not in self.network.messages for key, _ in self.targets):
@@ -66,18 +66,18 @@ class Arrival:
         return True
 
     def wait(self) -> None:
-        """As long as the network does."""
+        """Wait for at most `Network.patience`."""
         if self.network.is_broken:
             raise RuntimeError("connection reset by peer")
         deadline = time.monotonic() + self.network.patience
         while not self.is_completed():
-            assert time.monotonic() < deadline, "this rank waits for ever"
+            assert time.monotonic() < deadline, "this rank would wait forever"
             time.sleep(0.0005)
 
 
 @dataclass
-class End:
-    """A process group as one rank holds it."""
+class MemoryProcessGroup:
+    """The process group of one rank."""
 
     network: Network
     channel: str
@@ -86,97 +86,97 @@ class End:
     _counts: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     def name(self) -> str:
-        """Collectives may run at once."""
+        """Return gloo's name: collectives may run concurrently."""
         return "gloo"
 
     def alltoall_base(
         self, incoming: Tensor, outgoing: Tensor, received: list[int], sent: list[int], _: Any
-    ) -> Arrival:
-        """Rows to some ranks, from others."""
+    ) -> PendingCollective:
+        """Send rows to some ranks and receive rows from others."""
         number = self._number("alltoall")
         targets = [r for r, is_target in enumerate(sent) if is_target]
         sources = [r for r, is_source in enumerate(received) if is_source]
         for row, target in zip(outgoing, targets, strict=True):
             self.network.messages[self.channel, number, self.rank, target] = row.clone()
         keys = [(self.channel, number, source, self.rank) for source in sources]
-        return Arrival(self.network, list(zip(keys, incoming, strict=True)))
+        return PendingCollective(self.network, list(zip(keys, incoming, strict=True)))
 
-    def allreduce(self, tensors: list[Tensor], _: Any) -> Arrival:
-        """A sum over all ranks."""
+    def allreduce(self, tensors: list[Tensor], _: Any) -> PendingCollective:
+        """Sum over all ranks, in rank order."""
         number = self._number("allreduce")
         self.network.messages[self.channel, "sum", number, self.rank] = tensors[0].clone()
         keys = [(self.channel, "sum", number, rank) for rank in range(self.size)]
         scratch = [tensors[0] if r == 0 else torch.empty_like(tensors[0]) for r in range(self.size)]
-        return Arrival(self.network, list(zip(keys, scratch, strict=True)), sums=True)
+        return PendingCollective(self.network, list(zip(keys, scratch, strict=True)), sums=True)
 
-    def allgather(self, parts: list[list[Tensor]], tensors: list[Tensor], _: Any) -> Arrival:
-        """From all ranks to all."""
+    def allgather(self, parts: list[list[Tensor]], tensors: list[Tensor], _: Any) -> PendingCollective:
+        """Gather the tensors of all ranks."""
         number = self._number("allgather")
         self.network.messages[self.channel, "gather", number, self.rank] = tensors[0].clone()
         keys = [(self.channel, "gather", number, rank) for rank in range(self.size)]
-        return Arrival(self.network, list(zip(keys, parts[0], strict=True)))
+        return PendingCollective(self.network, list(zip(keys, parts[0], strict=True)))
 
-    def broadcast(self, tensors: list[Tensor], _: Any) -> Arrival:
-        """From rank 0; that one is done when all have come."""
+    def broadcast(self, tensors: list[Tensor], _: Any) -> PendingCollective:
+        """Broadcast from rank 0, where it completes when all ranks have called it."""
         number = self._number("broadcast")
         self.network.messages[self.channel, number, self.rank] = tensors[0].clone()
         if self.rank > 0:
-            return Arrival(self.network, [((self.channel, number, 0), tensors[0])])
+            return PendingCollective(self.network, [((self.channel, number, 0), tensors[0])])
         keys = [(self.channel, number, rank) for rank in range(1, self.size)]
-        return Arrival(self.network, [(key, torch.empty_like(tensors[0])) for key in keys])
+        return PendingCollective(self.network, [(key, torch.empty_like(tensors[0])) for key in keys])
 
     def _number(self, kind: str) -> int:
         self._counts[kind] += 1
         return self._counts[kind]
 
 
-class InOrderEnd(End):
-    """Like NCCL's: collectives run in the order in which they are begun."""
+class InOrderProcessGroup(MemoryProcessGroup):
+    """Like NCCL's: collectives run in the order in which they are started."""
 
     def name(self) -> str:
-        """See above."""
+        """Return NCCL's name: collectives run in order."""
         return "nccl"
 
     def alltoall_base(
         self, incoming: Tensor, outgoing: Tensor, received: list[int], sent: list[int], _: Any
-    ) -> Arrival:
-        """A row to each rank."""
-        everybody = [1] * self.size
-        return super().alltoall_base(incoming, outgoing, everybody, everybody, _)
+    ) -> PendingCollective:
+        """Exchange a row with each rank."""
+        counts = [1] * self.size
+        return super().alltoall_base(incoming, outgoing, counts, counts, _)
 
     def allreduce_coalesced(self, tensors: list[Tensor], _: Any) -> Any:
-        """Several sums in one."""
-        return Several([self.allreduce([tensor], _) for tensor in tensors])
+        """Sum several tensors in one collective."""
+        return CoalescedWork([self.allreduce([tensor], _) for tensor in tensors])
 
 
 @dataclass
-class Several:
-    """Collectives that are one."""
+class CoalescedWork:
+    """Collectives that were started together."""
 
-    arrivals: list[Arrival]
+    works: list[PendingCollective]
 
     def is_completed(self) -> bool:
-        """Whether all are there."""
-        return all([arrival.is_completed() for arrival in self.arrivals])
+        """Return whether all are complete."""
+        return all([work.is_completed() for work in self.works])
 
     def wait(self) -> None:
-        """As long as the network does."""
-        for arrival in self.arrivals:
-            arrival.wait()
+        """Wait for at most `Network.patience`."""
+        for work in self.works:
+            work.wait()
 
 
-def groups_in_order(size: int, network: Network) -> list[Group]:
-    """The sync group as each replica holds it where collectives run in order."""
-    ends = [InOrderEnd(network, "whole", rank, size) for rank in range(size)]
+def in_order_groups(size: int, network: Network) -> list[Group]:
+    """Return the sync group of each replica, with collectives that run in order."""
+    ends = [InOrderProcessGroup(network, "whole", rank, size) for rank in range(size)]
     second = timedelta(seconds=1)
     return [Group(end, end.rank, size, CPU, second, "sync group") for end in ends]
 
 
-def groups_of(size: int, network: Network) -> list[Group]:
-    """The sync group as each replica holds it, made for two phases."""
+def two_phase_groups(size: int, network: Network) -> list[Group]:
+    """Return the sync group of each replica, with transports for two phases."""
 
-    def end(channel: str, rank: int) -> End:
-        return End(network, channel, rank, size)
+    def end(channel: str, rank: int) -> MemoryProcessGroup:
+        return MemoryProcessGroup(network, channel, rank, size)
 
     return [
         Group(
@@ -189,8 +189,8 @@ def groups_of(size: int, network: Network) -> list[Group]:
     ]  # fmt: skip
 
 
-def in_threads[Result](calls: Sequence[Callable[[], Result]]) -> list[Result]:
-    """What the calls return, each made in a thread of its own; raises their first error."""
+def run_in_threads[Result](calls: Sequence[Callable[[], Result]]) -> list[Result]:
+    """Make each call in a thread of its own; return their results or raise the first error."""
     results: dict[int, Result] = {}
     errors: list[BaseException] = []
 

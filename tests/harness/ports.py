@@ -1,4 +1,4 @@
-"""Ports for what tests start."""
+"""Free ports for processes that tests start."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import socket
 from collections.abc import Iterator
 from contextlib import suppress
 
-# Below those that the system gives to outgoing connections, which could take one of these before
-# the ranks come to it. Processes side by side must not find the same port free, either: each holds
-# the first port of a block as long as it lives, and gives out the others.
+# Below the ports of outgoing connections, which could take a port before the ranks use it.
+# Concurrent processes must not find the same port free either: each process binds the first port
+# of a block for its lifetime, and hands out the others.
 _FIRST, _BLOCK, _LAST = 15_000, 500, 32_000
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of this machine that nobody listens on now, each another one."""
+    """Return different ports of this machine on which no process listens now."""
     found: list[int] = []
     while len(found) < count:
         port = next(_candidates())
@@ -27,7 +27,7 @@ def free_ports(count: int) -> list[int]:
 
 @functools.cache
 def _candidates() -> Iterator[int]:
-    """The ports of this process's block, again and again."""
+    """Return an endless iterator over the ports of this process's block."""
     for first in range(_FIRST, _LAST, _BLOCK):
         claim = socket.socket()
         try:

@@ -1,4 +1,4 @@
-"""Root without its privileges over files, for tests of files that may not be read or written."""
+"""Dropping root's privileges on files, for tests of unreadable or unwritable files."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ _OVER_FILES = 1 << _CAP_DAC_OVERRIDE | 1 << _CAP_DAC_READ_SEARCH
 
 
 def obey_file_modes() -> None:
-    """From here on the modes of files hold for this thread, also where root runs it.
+    """Make file modes apply to this thread from now on, even if root runs it.
 
-    *Mutates* the process: root stays root, without the capabilities to pass over modes. They come
-    back for imports: becoming another user instead would fail wherever that user cannot read
-    this clone, its environment or the interpreter.
+    *Mutates* the process: root stays root, without the capabilities to bypass file modes. They are
+    restored during imports. Becoming another user instead would fail if that user cannot read this
+    clone, its environment or the interpreter.
     """
     if os.geteuid() != 0:
         return
     import_ = builtins.__import__
 
     def import_with_privileges(*args: Any, **kwargs: Any) -> Any:
-        with _passing_over_modes():
+        with _bypassing_modes():
             return import_(*args, **kwargs)
 
-    _pass_over_modes(False)
+    _set_bypass(False)
     builtins.__import__ = import_with_privileges
 
 
 @contextmanager
-def _passing_over_modes() -> Iterator[None]:
-    before = _pass_over_modes(True)
+def _bypassing_modes() -> Iterator[None]:
+    before = _set_bypass(True)
     try:
         yield
     finally:
-        _pass_over_modes(before)
+        _set_bypass(before)
 
 
-def _pass_over_modes(wanted: bool) -> bool:
-    """Have the capabilities, as far as they are permitted, or not; whether they were there."""
+def _set_bypass(wanted: bool) -> bool:
+    """Set or drop the capabilities, as far as permitted; return whether they were set."""
     libc = ctypes.CDLL(None, use_errno=True)
     header, bits = (ctypes.c_uint32 * 2)(_VERSION_3, 0), (ctypes.c_uint32 * 6)()
     if libc.capget(header, bits) != 0:

@@ -1,13 +1,13 @@
-"""A detector of races between streams, for ranks that run on stand-ins (`in_order.py`).
+"""A detector of races between streams, for ranks that run on stubs (`traced_streams.py`).
 
-torch's own sanitizer of CUDA streams does the bookkeeping (`torch.cuda._sanitizer.EventHandler`):
-who waits for whom, and which accesses are not ordered by that. It needs no GPU: a dispatch mode
-tells it what each operation reads and writes. Added here are
+torch's sanitizer of CUDA streams (`torch.cuda._sanitizer.EventHandler`) keeps track of waits and
+of accesses that they do not order. It needs no GPU: a dispatch mode passes to it what each
+operation reads and writes. Added here are
 
 * ranges of bytes instead of addresses, as views overlap;
-* memory that is freed while another stream uses it: it would be given out again too early;
-* the host as one more stream: it reads and writes pinned memory, must have waited before it does,
-  and whatever it launches comes after what it did.
+* memory that is freed while another stream uses it and would be reused too early;
+* the host as one more stream: it reads and writes pinned memory, for which it must have waited,
+  and its launches come after its own accesses.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.harness.in_order import InOrderGroup, TracedStreams
+from tests.harness.traced_streams import InOrderGroup, TracedStreams
 
 HOST = -1
 COMPUTE = 0
-NUM_FRAMES = 12  # of the callers of an operation that are remembered
+NUM_FRAMES = 12  # of the callers of an operation that are kept
 COPIES = ("aten::copy_", "aten::_to_copy")
 
 
 class Frame(NamedTuple):
-    """Where an access was made, as `traceback.FrameSummary` has it."""
+    """Location of an access, like `traceback.FrameSummary`."""
 
     filename: str
     lineno: int
@@ -45,14 +45,14 @@ class Frame(NamedTuple):
 
 
 class _ShortTraces:
-    """Stands for `traceback` in the sanitizer: whole stacks take most of its time."""
+    """Replaces `traceback` in the sanitizer, where complete stacks take most of the time."""
 
     walk_stack = staticmethod(lambda frame: frame)
     StackSummary: type[_ShortTraces]
 
     @staticmethod
     def extract(frame: FrameType | None, lookup_lines: bool) -> list[Frame]:
-        """The innermost frames, innermost first."""
+        """Return the innermost frames, innermost first."""
         found: list[Frame] = []
         while frame is not None and len(found) < NUM_FRAMES:
             found.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
@@ -65,14 +65,14 @@ _ShortTraces.StackSummary = _ShortTraces
 
 @dataclass
 class Memory:
-    """A storage: its ranges of bytes, each under a key of its own.
+    """A storage, divided into byte ranges with a key each.
 
     Attributes:
-        ref: tells when it is freed.
-        owner: the stream to whose pool it goes back; `HOST` is host memory.
-        kept: streams that it is kept for.
-        edges: first bytes of the ranges, ascending, with their keys.
-        end: its size.
+        ref: weak reference, which shows when the storage is freed.
+        owner: stream of the memory pool that it belongs to; `HOST` is host memory.
+        kept: streams for which it was kept with `keep`.
+        edges: first byte of each range with its key.
+        end: size in bytes.
     """
 
     ref: StorageWeakRef
@@ -83,19 +83,19 @@ class Memory:
 
 
 class RaceDetector(TorchDispatchMode):  # type: ignore[misc]
-    """Finds accesses that no order of events has put one after the other.
+    """Finds accesses that are not ordered by events.
 
     Args:
-        is_fast: whether the host finds every collective done when it asks; else none before it has
-            waited.
+        is_fast: whether the host finds every collective done when it polls; otherwise none is done
+            before a wait.
 
     Attributes:
         findings: races, one line each.
-        streams: for the rank that is looked at.
-        num_accesses: tensors read or written so far.
-        num_host_accesses: of them, pinned ones by the host.
-        peak_blocks: most tensors at a time whose memory came from the pool of a stream, by stream.
-            Memory that was kept for other streams counts until the host has found them done.
+        streams: streams for the observed rank.
+        num_accesses: number of tensors read or written so far.
+        num_host_accesses: number of operations on host memory so far.
+        peak_blocks: largest number of live tensors from the memory pool of a stream, by stream.
+            Memory kept for other streams counts until the host has found them done.
     """
 
     def __init__(self, *, is_fast: bool = False) -> None:
@@ -111,7 +111,7 @@ class RaceDetector(TorchDispatchMode):  # type: ignore[misc]
         self._memory: dict[int, Memory] = {}
         self._num_keys = 0
 
-    # ---- what streams are told
+    # ---- operations of streams
 
     def on_new(self, stream: int) -> None:
         """See `Listener`."""
@@ -148,11 +148,11 @@ class RaceDetector(TorchDispatchMode):  # type: ignore[misc]
         return all(host.get(stream, -1) >= number for stream, number in recorded.items())
 
     def collective(self, group: InOrderGroup, nbytes: int) -> AbstractContextManager[Any]:
-        """See `Listener`: what it does to the tensors is seen as it is."""
+        """See `Listener`: its accesses are recorded like those of other operations."""
         return nullcontext()
 
     def pin(self, tensors: Iterable[Tensor]) -> None:
-        """These are host memory, and nobody uses them at the moment."""
+        """Mark tensors as host memory that is not in use."""
         for tensor in tensors:
             memory = self._memory_of(tensor)
             memory.owner = HOST
@@ -160,17 +160,17 @@ class RaceDetector(TorchDispatchMode):  # type: ignore[misc]
                 self._infos[key] = TensorInfo(None)
 
     def fetch(self, tensor: Tensor) -> Tensor:
-        """`Tensor.cpu` as it is for a tensor of a device: the host waits for the copy."""
-        room = torch.empty_like(tensor)
-        self.pin([room])
-        return room.copy_(tensor)
+        """Do what `Tensor.cpu` does for a device tensor: copy, and make the host wait."""
+        target = torch.empty_like(tensor)
+        self.pin([target])
+        return target.copy_(tensor)
 
-    # ---- what operations do
+    # ---- accesses of operations
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Note what an operation reads and writes."""
+        """Record what an operation reads and writes."""
         self._sweep()
         schema, kwargs = func._schema, kwargs or {}
         reads, writes = _inputs(schema, args, kwargs)
@@ -179,7 +179,7 @@ class RaceDetector(TorchDispatchMode):  # type: ignore[misc]
         is_host_only = any(self._is_host(t) for t in (*reads, *writes))
         is_host_only = is_host_only and not self._crosses(schema.name, reads, writes)
         stream = HOST if is_host_only else self.streams.current()
-        if is_host_only:  # then all of it lies on the host, and was made there
+        if is_host_only:  # then all its tensors are host memory
             self.pin(t for t in (*reads, *writes) if not self._is_host(t))
         result = func(*args, **kwargs)
         for tensor in filter(_is_data, tree_leaves(result)):
@@ -188,7 +188,7 @@ class RaceDetector(TorchDispatchMode):  # type: ignore[misc]
                 if not schema.name.startswith(("aten::empty", "aten::new_empty")):
                     writes.append(tensor)
         self._access(str(func), reads, writes, stream)
-        if stream != HOST and _lets_host_wait(func, args, kwargs, self._is_host):
+        if stream != HOST and _blocks_host(func, args, kwargs, self._is_host):
             self._handler._handle_stream_synchronization(stream)
         return result
 
@@ -196,7 +196,7 @@ class RaceDetector(TorchDispatchMode):  # type: ignore[misc]
         return self._memory_of(tensor).owner == HOST
 
     def _crosses(self, name: str, reads: list[Tensor], writes: list[Tensor]) -> bool:
-        """Whether it copies between host and device: then it runs on the stream."""
+        """Return whether it copies between host and device, and so runs on a stream."""
         return name in COPIES and not all(self._is_host(t) for t in (*reads, *writes))
 
     def _access(self, name: str, reads: list[Tensor], writes: list[Tensor], stream: int) -> None:
@@ -204,7 +204,7 @@ class RaceDetector(TorchDispatchMode):  # type: ignore[misc]
         if stream == HOST:
             self.num_host_accesses += 1
             syncs._state_wait_for_other(syncs.current_sync_states[HOST], syncs.host_sync_state)
-        else:  # what the host launches comes after what it did
+        else:  # launches come after earlier accesses of the host
             done = syncs.current_sync_states[HOST].get(HOST, -1)
             syncs.current_sync_states[stream][HOST] = done
         written = {key for tensor in writes for key in self._keys(tensor)}
@@ -215,7 +215,7 @@ class RaceDetector(TorchDispatchMode):  # type: ignore[misc]
             found = self._handler._handle_kernel_launch(stream, read, written, set(), name, aliases)
         for error in found:
             mine, other = error.current_access, error.previous_access
-            self.findings.append(f"{_said(mine)} is not ordered after: {_said(other)}")
+            self.findings.append(f"{_describe(mine)} is not ordered after: {_describe(other)}")
 
     # ---- memory
 
@@ -252,7 +252,7 @@ class RaceDetector(TorchDispatchMode):  # type: ignore[misc]
         return self._num_keys
 
     def _keys(self, tensor: Tensor) -> Iterator[int]:
-        """Of the ranges that a tensor covers, cut so that it covers each as a whole."""
+        """Yield keys of the ranges that a tensor covers, split at its first and last byte."""
         if tensor.numel() == 0:
             return
         memory, size = self._memory_of(tensor), tensor.element_size()
@@ -267,7 +267,7 @@ class RaceDetector(TorchDispatchMode):  # type: ignore[misc]
         yield from (key for edge, key in memory.edges.items() if start <= edge < stop)
 
     def _sweep(self) -> None:
-        """Look for memory that was freed: its own stream may be given it again at once."""
+        """Check memory that was freed, as its own stream may reuse it at once."""
         is_freed = torch.UntypedStorage._expired
         for number in [n for n, memory in self._memory.items() if is_freed(memory.ref.cdata)]:
             memory, states = self._memory.pop(number), self._handler.syncs.current_sync_states
@@ -278,7 +278,7 @@ class RaceDetector(TorchDispatchMode):  # type: ignore[misc]
                 info = self._infos.pop(key)
                 accesses = [*info.reads, *([] if info.write is None else [info.write])]
                 self.findings += [
-                    f"memory of stream {memory.owner} is freed while in use: {_said(access)}"
+                    f"memory of stream {memory.owner} is freed while in use: {_describe(access)}"
                     for access in accesses
                     if not self._is_over(access, memory)
                 ]
@@ -291,7 +291,7 @@ class RaceDetector(TorchDispatchMode):  # type: ignore[misc]
 
 
 def _inputs(schema: Any, args: Any, kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """What an operation reads, and what it writes; a view of something does neither."""
+    """Return the tensors that an operation reads and writes; views do neither."""
     reads: list[Tensor] = []
     writes: list[Tensor] = []
     is_factory = schema.name.endswith("_like") or schema.name.startswith("aten::new_")
@@ -308,18 +308,18 @@ def _is_data(value: object) -> bool:
     return isinstance(value, Tensor) and value.numel() > 0
 
 
-def _lets_host_wait(
+def _blocks_host(
     func: Any, args: Any, kwargs: dict[str, Any], is_host: Callable[[Tensor], bool]
 ) -> bool:
-    """Whether it reads a number of the device, or copies between host and device and blocks."""
+    """Return whether it reads a device scalar, or is a blocking copy from or to the host."""
     if func is torch.ops.aten._local_scalar_dense.default:
         return True
     is_copy = func is torch.ops.aten.copy_.default and any(map(is_host, args[:2]))
     return is_copy and not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
 
 
-def _said(access: Access) -> str:
-    """An access and where in the package, or else in the tests, it was made."""
+def _describe(access: Access) -> str:
+    """Describe an access and its location in the package, or else in the tests."""
     where = [frame for frame in access.stack_trace if "/torch/" not in frame.filename]
     ours = [f for f in where if "megatron_edit/" in f.filename and "/tests/" not in f.filename]
     frame = (ours or where)[-1]

@@ -1,4 +1,4 @@
-"""What the ranks of a test run."""
+"""Main functions and hooks for the ranks of a test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.harness.jobs import resolve
 
 
 def train_main(script: str, argv: list[str], before: str | None) -> None:
-    """Run a pretraining script as the launcher would; exit with its code if that is not 0."""
+    """Run a pretraining script through the launcher; exit with its code unless it is 0."""
     if "--context-parallel-size" in argv:  # Megatron's own attention refuses it
         resolve("tests.host.context_parallel:install")()
     if before is not None:
@@ -27,7 +27,7 @@ def train_main(script: str, argv: list[str], before: str | None) -> None:
 
 
 def _run_plain(script: str, argv: list[str]) -> int:
-    """The launcher's part that stock Megatron needs: CPU defaults, and no `make` in the wheel."""
+    """Run a script with stock Megatron, with CPU defaults and without compiling its helpers."""
     from megatron.core.datasets import utils
     from megatron.training import arguments
 
@@ -47,15 +47,15 @@ def _run_plain(script: str, argv: list[str]) -> int:
     return 0
 
 
-def shuffle_as_megatron() -> None:
-    """A `before` hook: Megatron's own mock data, of which the server has cut most (for time)."""
+def use_full_mock_data() -> None:
+    """A `before` hook: use Megatron's complete mock data, which the server has shortened."""
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 
     MockGPTLowLevelDataset.size = 100_000
 
 
 def print_exact_losses() -> None:
-    """A `before` hook: print each step's loss in full, where Megatron rounds to seven digits."""
+    """A `before` hook: print the exact loss of each step; Megatron rounds to seven digits."""
     from megatron.training import training
 
     train_step = training.train_step

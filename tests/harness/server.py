@@ -1,8 +1,8 @@
-"""A warm process that forks the ranks of a test: torch and Megatron are imported once, here.
+"""A preloaded process that forks the ranks of a test, so that Megatron is imported only once.
 
 Started as ``python -m tests.harness.server FD``, where FD is one end of a socket pair. It reads
-a `Job` at a time and answers with a `Report`. When the other end closes, it kills what it
-started and goes. The fork happens before any process group or thread exists.
+one `Job` at a time and answers with a `Report`. When the other end closes, it kills the ranks and
+exits. It forks before any process group or thread exists.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.harness.ports import free_ports
 _POLL_SECONDS = 0.01
 _STORE_SECONDS = 5
 _PR_SET_PDEATHSIG = 1
-# What ranks import. Those of ours stand for the packages that they import in turn.
+# Modules that ranks import, directly or indirectly.
 _WARM = (
     "megatron.training.training",
     "megatron.training.argument_utils",
@@ -48,12 +48,12 @@ _WARM = (
     "megatron_edit.host.training",
 )
 _MOCK_DOCUMENTS = 2000
-_NUM_PARSERS = 3  # that a rank makes
+_NUM_PARSERS = 3  # that a rank creates
 _FROM_ENVIRONMENT = {"local_rank": "LOCAL_RANK", "inprocess_active_world_size": "WORLD_SIZE"}
 
 
 def main(fd: int) -> None:
-    """Import, say so, and serve until the other end closes."""
+    """Import the modules, send "ready", and serve until the other end closes."""
     requests = Connection(fd)
     _warm_up()
     requests.send("ready")
@@ -66,7 +66,7 @@ def main(fd: int) -> None:
 
 
 def _warm_up() -> None:
-    """What every run of a training script would do again: the imports, and more."""
+    """Do in advance what every run of a training script would repeat, such as imports."""
     from megatron_edit.host.cpu import enable_cpu_backend
     from megatron_edit.host.muon import import_optimizers
     from megatron_edit.host.seams.patching import Patcher
@@ -75,34 +75,34 @@ def _warm_up() -> None:
     import_optimizers()
     for module in _WARM:
         importlib.import_module(module)
-    _remember_help_texts()
-    _make_parsers_ahead()
+    _cache_help_texts()
+    _prebuild_parsers()
     _shorten_mock_data()
-    _let_clients_wait_for_their_store()
+    _delay_store_clients()
     gc.collect()
-    gc.freeze()  # or each rank's first collection would copy all of this
+    gc.freeze()  # else the first collection of each rank would copy all these pages
 
 
-def _remember_help_texts() -> None:
-    """Megatron parses the sources of its configurations anew whenever it makes its parser."""
+def _cache_help_texts() -> None:
+    """Cache docstrings that Megatron parses from sources whenever it builds its parser."""
     from megatron.training import arguments
     from megatron.training.argument_utils import ArgumentGroupFactory
 
     read = ArgumentGroupFactory._get_field_docstrings
     texts: dict[type, dict[str, str]] = {}
 
-    def remembered(factory: Any, config: type) -> dict[str, str]:
+    def cached(factory: Any, config: type) -> dict[str, str]:
         if config not in texts:
             texts[config] = read(factory, config)
         return dict(texts[config])
 
-    ArgumentGroupFactory._get_field_docstrings = remembered
+    ArgumentGroupFactory._get_field_docstrings = cached
     arguments.add_megatron_arguments(_parser())
 
 
-def _make_parsers_ahead() -> None:
-    """A parser of a thousand flags is a third of what a rank computes before it trains. Each rank
-    has those made here to itself, as it has all memory."""
+def _prebuild_parsers() -> None:
+    """Build argument parsers in advance: one takes a third of a rank's time before training. A forked
+    rank has its own copies of them."""
     from megatron.training import arguments
 
     make: Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
@@ -116,7 +116,7 @@ def _make_parsers_ahead() -> None:
         name, description = parser.prog, parser.description
         vars(parser).update(vars(made.pop()))
         parser.prog, parser.description = name, description
-        for dest, variable in _FROM_ENVIRONMENT.items():  # read when it was made, by the server
+        for dest, variable in _FROM_ENVIRONMENT.items():  # the server read these when it built the parser
             parser.set_defaults(**{dest: int(os.environ[variable])})
         return parser
 
@@ -124,7 +124,7 @@ def _make_parsers_ahead() -> None:
 
 
 def _is_plain(parser: argparse.ArgumentParser) -> bool:
-    """Whether nobody has added anything to it, or made it in another way."""
+    """Return whether a parser is unchanged and was created like `_parser()`."""
     plain, values = vars(_parser()), vars(parser)
     names = ("formatter_class", "allow_abbrev", "prefix_chars", "add_help", "argument_default")
     is_same = values.keys() == plain.keys() and all(values[name] == plain[name] for name in names)
@@ -136,14 +136,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _shorten_mock_data() -> None:
-    """An epoch of millions of samples is shuffled before the few that a test takes."""
+    """Shorten mock data, of which Megatron shuffles a complete epoch for each run."""
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 
     MockGPTLowLevelDataset.size = _MOCK_DOCUMENTS
 
 
-def _let_clients_wait_for_their_store() -> None:
-    """Who knocks before the host listens sleeps for a second or so, and each rank with it."""
+def _delay_store_clients() -> None:
+    """Delay store clients until the store listens: a refused connection costs about a second."""
     import torch.distributed as dist
 
     class PatientStore(dist.TCPStore):  # type: ignore[misc]
@@ -159,7 +159,7 @@ def _let_clients_wait_for_their_store() -> None:
 
 
 def _is_listened_on(port: int) -> bool:
-    """Whether a process of this machine listens on a port; it does not notice."""
+    """Return whether a local process listens on a port, without connecting to it."""
     local, listening = f":{port:04X}", "0A"
     for table in ("/proc/net/tcp6", "/proc/net/tcp"):
         with open(table) as lines:
@@ -170,7 +170,7 @@ def _is_listened_on(port: int) -> bool:
 
 
 def _run(job: Job, requests: Connection) -> Report:
-    """Fork the ranks and wait for them, or for the end of their time."""
+    """Fork the ranks and wait for their end, or for the time-out."""
     (port,) = free_ports(1)
     others_done, still_running = os.pipe()
     pids = []
@@ -179,7 +179,7 @@ def _run(job: Job, requests: Connection) -> Report:
         if pid == 0:
             requests.close()
             os.close(still_running if rank == 0 else others_done)
-            _be_rank(job, rank, port, others_done if rank == 0 else None)
+            _run_rank(job, rank, port, others_done if rank == 0 else None)
         pids.append(pid)
     os.close(others_done)
     os.close(still_running)
@@ -187,15 +187,15 @@ def _run(job: Job, requests: Connection) -> Report:
 
 
 def _wait(job: Job, pids: list[int], requests: Connection) -> Report:
-    """Collect exit codes. As under torchrun, one failed rank ends the others after a while; at
-    once, where all that are left are frozen and will never end."""
+    """Collect exit codes. As under torchrun, a failed rank ends the others after `grace`, or at once
+    if all remaining ranks are stopped processes."""
     codes: dict[int, int] = {}
     frozen: set[int] = set()
     deadline = time.monotonic() + job.timeout
     failed = timed_out = False
     while len(codes) < len(pids):
         for pid in pids:
-            status = _change_of(pid) if pid not in codes else None
+            status = _poll_status(pid) if pid not in codes else None
             if status is None:
                 continue
             if os.WIFSTOPPED(status):
@@ -204,7 +204,7 @@ def _wait(job: Job, pids: list[int], requests: Connection) -> Report:
                 frozen.discard(pid)
             else:
                 codes[pid] = os.waitstatus_to_exitcode(status)
-                _kill_group(pid)  # what it started and left behind
+                _kill_group(pid)  # and the processes that it has started
         if not failed and any(codes.values()):
             failed = True
             deadline = min(deadline, time.monotonic() + job.grace)
@@ -218,8 +218,8 @@ def _wait(job: Job, pids: list[int], requests: Connection) -> Report:
     return Report(tuple(codes[pid] for pid in pids), timed_out)
 
 
-def _change_of(pid: int) -> int | None:
-    """The status of a rank that has ended, stopped or gone on since the last call."""
+def _poll_status(pid: int) -> int | None:
+    """Return the wait status of a rank that has ended, stopped or continued since the last call."""
     changed, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
     return status if changed else None
 
@@ -232,11 +232,11 @@ def _kill_group(leader: int) -> None:
         return
 
 
-def _be_rank(job: Job, rank: int, port: int, others_done: int | None) -> NoReturn:
-    """The life of a forked rank. Leaves by `os._exit`: the server's clean-up is not ours."""
+def _run_rank(job: Job, rank: int, port: int, others_done: int | None) -> NoReturn:
+    """Run a job in a forked rank, and exit by `os._exit`, without the server's clean-up."""
     code = 1
     try:
-        _settle(job, rank, port)
+        _set_up_rank(job, rank, port)
         value = resolve(job.target)(*job.args)
         (job.directory / f"rank{rank}.value").write_bytes(pickle.dumps(value))
         code = 0
@@ -247,15 +247,15 @@ def _be_rank(job: Job, rank: int, port: int, others_done: int | None) -> NoRetur
     except BaseException:
         traceback.print_exc()
     if others_done is not None and code == 0:
-        # Rank 0 holds the store, which the others may need to the end.
+        # Rank 0 hosts the store, which the others may need until they end.
         select.select([others_done], [], [], job.grace)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def _settle(job: Job, rank: int, port: int) -> None:
-    """Give a fresh rank its process group, its output files and its environment."""
+def _set_up_rank(job: Job, rank: int, port: int) -> None:
+    """Set up process group, output files and environment of a forked rank."""
     os.setsid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for fd, name in ((1, "stdout"), (2, "stderr")):

@@ -1,4 +1,4 @@
-"""Shares of the full tier: CI runs one of them per commit, so that each case runs now and then."""
+"""Shares of the full tier: CI runs one per commit, so that all cases run over several commits."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Share:
     """One of the equal shares that the cases of the full tier are divided into.
 
     Attributes:
-        number: which, from 1.
-        count: of how many.
+        number: number of the share, from 1.
+        count: number of shares.
     """
 
     number: int
@@ -26,7 +26,7 @@ class Share:
 
     @classmethod
     def parse(cls, text: str) -> Share:
-        """`K/N`, as the option --full-share gives it."""
+        """Parse `K/N`, the value of the option --full-share."""
         number, _, count = text.partition("/")
         if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
             raise argparse.ArgumentTypeError(f"{text}: must be K/N with 1 <= K <= N, such as 3/8")
@@ -34,20 +34,20 @@ class Share:
 
 
 def share_of_each(names: Sequence[str], count: int) -> dict[str, int]:
-    """The number of the share, 1 to `count`, that each test id belongs to.
+    """Return the number of the share, 1 to `count`, that each test id belongs to.
 
-    The cases of a file go to the shares in turn, in the order of `names`: cases of one test, which
-    take about as long as each other, lie next to each other there. A file begins with a share that
-    its name determines; no file depends on another.
+    The cases of a file are assigned to the shares round-robin in the order of `names`, in which
+    cases of one test, of similar duration, are adjacent. The name of a file determines its first
+    share; files are independent of each other.
 
     Args:
-        names: test ids, without repetition, those of a file complete.
-        count: how many shares there are.
+        names: distinct test ids, with all ids of each file.
+        count: number of shares.
     """
-    dealt: Counter[str] = Counter()
+    num_assigned: Counter[str] = Counter()
     shares = {}
     for name in names:
         file = name.partition("::")[0]
-        shares[name] = (zlib.crc32(file.encode()) + dealt[file]) % count + 1
-        dealt[file] += 1
+        shares[name] = (zlib.crc32(file.encode()) + num_assigned[file]) % count + 1
+        num_assigned[file] += 1
     return shares

@@ -1,7 +1,7 @@
-"""A SLURM of its own for tests: munged, slurmctld and two slurmd on this machine, in one folder.
+"""A SLURM cluster for tests: munged, slurmctld and two slurmd on this machine, in one folder.
 
-Only what is started here is ended here: the daemons are children of this process, and what they
-start is known by its `SLURM_CONF`.
+Only processes started here are ended here: the daemons are children of this process, and the
+processes of jobs are identified by their `SLURM_CONF`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scan
             "setpriv")  # fmt: skip
 ADMIN_PATHS = "/usr/sbin:/usr/local/sbin:/sbin"
 NODES = ("n1", "n2")
-# Two nodes on one machine, without control groups. Short time-outs, so that a lost node is noticed.
+# Two nodes on one machine, without control groups. Short time-outs, so that a lost node is noticed soon.
 CONFIGURATION = """\
 ClusterName=tests
 SlurmctldHost=localhost(127.0.0.1)
@@ -65,8 +65,8 @@ PartitionName=urgent Nodes=n1,n2 State=UP PriorityTier=10
 """
 
 
-def why_not() -> str:
-    """Why there can be no cluster here; empty if there can."""
+def unavailable_reason() -> str:
+    """Return why no cluster can be started here, or an empty string."""
     path = f"{os.environ.get('PATH', '')}:{ADMIN_PATHS}"
     missing = [name for name in PROGRAMS if shutil.which(name, path=path) is None]
     if missing:
@@ -78,7 +78,7 @@ def wait_until(condition: Callable[[], bool], seconds: float, what: Callable[[],
     """Poll until a condition holds.
 
     Raises:
-        AssertionError: it does not after `seconds`; `what` tells more.
+        AssertionError: it does not hold after `seconds`; the message includes `what()`.
     """
     end = time.monotonic() + seconds
     while not condition():
@@ -91,7 +91,7 @@ class Cluster:
     """Two nodes; `with Cluster(folder) as cluster` starts and stops them.
 
     Args:
-        folder: an empty one with a short path (a socket lies in it).
+        folder: an empty folder with a short path, as it contains a socket.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -133,7 +133,7 @@ class Cluster:
     def _run_daemon(self, name: str, argv: list[str]) -> None:
         with (self.folder / f"{name}.out").open("ab") as out:
             self._daemons[name] = subprocess.Popen(
-                ["setpriv", "--pdeathsig", "TERM", *argv],  # not even a killed test leaves them
+                ["setpriv", "--pdeathsig", "TERM", *argv],  # ends them even if the test is killed
                 env=self.env, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=out,
                 stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
@@ -147,17 +147,17 @@ class Cluster:
         self._run_daemon(node, ["slurmd", "-D", "-f", str(self.config), "-N", node])
 
     def fail_node(self, node: str) -> None:
-        """What a power cut does: its slurmd and all that it runs are gone at once."""
+        """Kill the slurmd of a node and all its tasks at once, like a power failure."""
         daemon = self._daemons.pop(node)
         tasks = [p for p, env in self._children() if env.get("SLURMD_NODENAME") == node]
-        keepers = [p for p in (task.parent() for task in tasks) if p and p.name() == "slurmstepd"]
+        step_daemons = [p for p in (task.parent() for task in tasks) if p and p.name() == "slurmstepd"]
         daemon.kill()
-        for process in {*keepers, *tasks}:
+        for process in {*step_daemons, *tasks}:
             _kill(process)
         daemon.wait(timeout=20)
 
     def call(self, *argv: str, cwd: Path | None = None, **env: str) -> str:
-        """Run a command that talks to SLURM and must succeed; its standard output."""
+        """Run a SLURM command that must succeed, and return its standard output."""
         done = self.attempt(*argv, cwd=cwd, **env)
         assert done.returncode == 0, f"{argv}: {done.stderr}"
         return done.stdout
@@ -165,14 +165,14 @@ class Cluster:
     def attempt(
         self, *argv: str, cwd: Path | None = None, **env: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command that may fail."""
+        """Run a SLURM command that may fail."""
         return subprocess.run(
             argv, env=self.env | env, cwd=cwd or self.folder, capture_output=True, text=True,
             timeout=60, check=False,
         )  # fmt: skip
 
     def _children(self) -> Iterator[tuple[psutil.Process, Mapping[str, str]]]:
-        """Processes that belong to jobs of this cluster, with their environment."""
+        """Yield the processes of jobs of this cluster, with their environment."""
         for process in psutil.process_iter():
             try:
                 env = process.environ()
@@ -186,16 +186,16 @@ class Cluster:
         return {daemon.pid for daemon in self._daemons.values()}
 
     def logs(self) -> str:
-        """The end of what each daemon says."""
+        """Return the last part of the log of each daemon."""
         files = sorted([*self.folder.glob("*.log"), *self.folder.glob("*.out")])
         return "\n".join(f"== {f.name}\n{f.read_text(errors='replace')[-1500:]}" for f in files)
 
     def stop(self) -> None:
-        """End the jobs, what is left of them, and the daemons. May be called twice."""
+        """End all jobs, their remaining processes, and the daemons. May be called twice."""
         if "slurmctld" in self._daemons:
             self.attempt("scancel", "--user", getpass.getuser())
             time.sleep(1)
-        for name in reversed(list(self._daemons)):  # the keeper of the keys last
+        for name in reversed(list(self._daemons)):  # munged last
             daemon = self._daemons.pop(name)
             daemon.terminate()
             try:

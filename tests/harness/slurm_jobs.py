@@ -14,10 +14,10 @@ from tests.harness.slurm import Cluster, wait_until
 from tests.harness.training import TrainResult, parse_console, tiny_gpt
 
 SCRIPTS = REPOSITORY / "scripts" / "slurm"
-HELD_SCRIPT = REPOSITORY / "tests" / "harness" / "pretrain_held.py"
-SECONDS = 300.0  # for a job that needs ten on a machine that is busy
+PAUSED_SCRIPT = REPOSITORY / "tests" / "harness" / "pretrain_paused.py"
+SECONDS = 300.0  # time-out for a job of about 10 s, on a busy machine
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
-_CONSOLE = re.compile(  # what the log of benchmarks/slurm_log.py keeps
+_CONSOLE = re.compile(  # lines that benchmarks/slurm_log.py keeps
     r"^(?:slurm|megatron[_-]edit|srun|ok|\[edit\]|\s*loading checkpoint|exiting"
     r"|.* iteration +\d+/).*"
 )
@@ -25,10 +25,10 @@ _CONSOLE = re.compile(  # what the log of benchmarks/slurm_log.py keeps
 
 @dataclass
 class Run:
-    """A folder to submit from, with settings as the environment has them.
+    """A folder from which jobs are submitted, with settings as environment variables.
 
     Attributes:
-        settings: variables of settings.env.
+        settings: variables of settings.env by name.
     """
 
     cluster: Cluster
@@ -50,13 +50,13 @@ class Run:
         self.settings = {
             "EDIT_MODEL_FLAGS_FILE": "tiny.args", "EDIT_EDIT_FLAGS_FILE": "edit.args",
             "EDIT_A_EDIT_FLAGS_FILE": "a_edit.args", "EDIT_PYTHON": sys.executable,
-            "EDIT_SCRIPT": str(HELD_SCRIPT), "EDIT_SAVE_INTERVAL": "4", "EDIT_DIR": "run",
+            "EDIT_SCRIPT": str(PAUSED_SCRIPT), "EDIT_SAVE_INTERVAL": "4", "EDIT_DIR": "run",
             "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-            "HELD_DIR": str(self.folder),
+            "PAUSE_DIR": str(self.folder),
         } | self.settings  # fmt: skip
 
     def sbatch(self, kind: str, *options: str) -> Job:
-        """Submit a batch script itself."""
+        """Submit a batch script with sbatch."""
         return self.submit_words("sbatch", "--parsable", *options, SCRIPTS / f"{kind}.sbatch")
 
     def submit(self, kind: str, *options: str) -> Job:
@@ -64,30 +64,30 @@ class Run:
         return self.submit_words("bash", SCRIPTS / "submit.sh", kind, "--parsable", *options)
 
     def submit_words(self, *argv: str | Path) -> Job:
-        """Run a command that prints the number of a job."""
+        """Run a command that prints the number of a job, and return the job."""
         output = self.cluster.call(*map(str, argv), cwd=self.folder, **self.settings)
         return Job(self.cluster, int(output), self.folder)
 
-    def hold(self, step: int) -> None:
-        """Let the ranks of the next job wait in a step (1-based) until `release`."""
-        for note in self.folder.glob("held-*"):
+    def pause_at(self, step: int) -> None:
+        """Make the ranks of the next job wait in a step (1-based) until `release`."""
+        for note in self.folder.glob("paused-*"):
             note.unlink()
-        (self.folder / "HOLD").write_text(str(step))
+        (self.folder / "PAUSE").write_text(str(step))
 
-    def wait_held(self, ranks: int, job: Job) -> None:
-        """Wait until so many ranks have come to the step."""
-        wait_until(lambda: len(list(self.folder.glob("held-*"))) >= ranks, SECONDS, job.story)
+    def wait_paused(self, ranks: int, job: Job) -> None:
+        """Wait until `ranks` ranks have reached the step."""
+        wait_until(lambda: len(list(self.folder.glob("paused-*"))) >= ranks, SECONDS, job.summary)
 
     def release(self) -> None:
-        """Let them go on."""
-        (self.folder / "HOLD").unlink()
+        """Let the waiting ranks continue."""
+        (self.folder / "PAUSE").unlink()
 
     def stops(self) -> list[Path]:
-        """Notes of the starts in which ranks have been told to stop."""
+        """Return the marker files of job starts in which ranks were asked to stop."""
         return list((self.folder / "run" / "slurm").glob("*/stopped"))
 
     def losses(self) -> dict[int, float]:
-        """Mean losses over the replicas by iteration, of all starts."""
+        """Read the mean losses over the replicas by iteration, of all job starts."""
         folder = self.folder / "run" / "log"
         before = sorted(folder.glob("loss.*.jsonl"), key=lambda path: int(path.suffixes[0][1:]))
         text = "".join(path.read_text() for path in [*before, folder / "loss.jsonl"])
@@ -97,73 +97,73 @@ class Run:
 
 @dataclass
 class Job:
-    """A job that was submitted."""
+    """A submitted job."""
 
     cluster: Cluster
     id: int
     folder: Path
 
     def fields(self) -> dict[str, str]:
-        """What `scontrol show job` says; of the first component, if there are several."""
+        """Return the fields of `scontrol show job`, of the first component if there are several."""
         text = self.cluster.call("scontrol", "show", "job", str(self.id), "--oneliner")
         return dict(word.partition("=")[::2] for word in text.splitlines()[0].split())
 
     def field(self, name: str) -> str:
-        """One of these."""
+        """Return one field of `scontrol show job`."""
         return self.fields()[name]
 
     @property
     def state(self) -> str:
-        """SLURM's name of it."""
+        """State of the job as SLURM names it."""
         return self.field("JobState")
 
     @property
     def restarts(self) -> int:
-        """How often it was queued again."""
+        """Number of requeues."""
         return int(self.field("Restarts"))
 
     @property
     def exit_code(self) -> int:
-        """Of the batch script."""
+        """Exit code of the batch script."""
         return int(self.field("ExitCode").partition(":")[0])
 
     @property
     def console(self) -> str:
-        """Its log so far."""
+        """Output of the job so far."""
         path = self.folder / f"slurm-{self.id}.out"
         return path.read_text(errors="replace") if path.exists() else ""
 
     def parsed(self) -> TrainResult:
-        """Megatron's lines in its log."""
+        """Parse Megatron's lines in the output."""
         return parse_console_text(self.console)
 
-    def start_again_now(self) -> None:
-        """Leave out the two minutes that SLURM waits with a job that was queued again."""
-        for part in self.cluster.call("squeue", "--noheader", f"--jobs={self.id}", "--format=%A",
+    def clear_begin_time(self) -> None:
+        """Skip the two minutes for which SLURM delays a requeued job."""
+        for component in self.cluster.call("squeue", "--noheader", f"--jobs={self.id}", "--format=%A",
                                       "--states=PENDING").split():  # fmt: skip
-            self.cluster.call("scontrol", "update", f"jobid={part}", "StartTime=now")
+            self.cluster.call("scontrol", "update", f"jobid={component}", "StartTime=now")
 
     def wait_for(self, *states: str, restarts: int = 0) -> None:
-        """Wait for a state after at least so many restarts; pending ones start at once."""
+        """Wait for one of the states after `restarts` requeues; requeued jobs start at once."""
 
         def reached() -> bool:
             state = self.state
             if state == "PENDING" and self.field("Reason") == "BeginTime":
-                self.start_again_now()
+                self.clear_begin_time()
             return state in states and self.restarts >= restarts
 
-        wait_until(reached, SECONDS, self.story)
+        wait_until(reached, SECONDS, self.summary)
 
     def wait(self) -> str:
-        """Wait for its end; how it ended. Notes its story where the environment asks for it."""
+        """Wait for the end and return the state; log a summary if MEGATRON_EDIT_SLURM_LOG is set."""
         self.wait_for(*ENDED)
         if log := os.environ.get("MEGATRON_EDIT_SLURM_LOG"):
             with Path(log).open("a") as out:
-                out.write(f"{os.environ.get('PYTEST_CURRENT_TEST')}\n{self.story(whole=False)}\n\n")
+                out.write(f"{os.environ.get('PYTEST_CURRENT_TEST')}\n{self.summary(whole=False)}\n\n")
         return self.state
 
-    def story(self, *, whole: bool = True) -> str:
-        """What happened, for people."""
+    def summary(self, *, whole: bool = True) -> str:
+        """Return a summary for error messages and logs."""
         console = self.console
         lines = [x for x in console.splitlines() if whole or _CONSOLE.match(x)]
         head = (f"job {self.id}: {self.field('JobName')} {self.state}, exit code {self.exit_code}, "
@@ -172,5 +172,5 @@ class Job:
 
 
 def parse_console_text(text: str) -> TrainResult:
-    """As `parse_console`, of one log."""
+    """Parse one log like `parse_console`."""
     return parse_console([RankResult(0, 0, text, "", None)])

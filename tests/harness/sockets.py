@@ -1,9 +1,9 @@
-"""Exchanges over gloo from a device, in one process: the real staging and the real thread's turns.
+"""Exchanges of device tensors over gloo, in one process, with the real staging.
 
-`staged_group` is a sync group as ranks on GPUs have it between replicas: copies on a stream of its
-own, and gloo on host memory, whose stand-in touches that memory when it is asked whether it is done
-and not before. `ThreadInTurns` takes the progress thread's turns in the main thread, where a
-detector sees them: after each turn of the main thread, which is as soon as they can come.
+`staged_group` is the sync group of ranks on GPUs: copies on a stream of its own, and gloo on host
+memory, whose stub accesses that memory only when it is polled. `InlineProgressThread` runs the
+passes of the progress thread in the main thread, where a detector can observe them: right after
+each pass of the main thread, the earliest possible time.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from torch import Tensor
 
 from megatron_edit.comm.collectives import Duplex, Group, Work
 from megatron_edit.comm.staging import StagedProcessGroup
-from tests.harness.in_order import CPU, TIMEOUT, TracedStreams
+from tests.harness.traced_streams import CPU, TIMEOUT, TracedStreams
 from tests.harness.races import COMPUTE
 
 
 @dataclass
 class SocketWork:
-    """A collective of host memory: until it is done it may read and write."""
+    """A collective on host memory, which it may access until it is done."""
 
     move: Callable[[], Any]
     is_done: bool = False
 
     def is_completed(self) -> bool:
-        """It is, when it is asked."""
+        """Complete it and return True."""
         self.wait()
         return True
 
     def wait(self) -> None:
-        """It is done now, at the latest."""
+        """Complete it."""
         if not self.is_done:
             self.move()
             self.is_done = True
@@ -42,7 +42,7 @@ class SocketWork:
 
 @dataclass
 class SocketGroup:
-    """A process group on host memory; the other ranks hold the same as this one, which is rank 0.
+    """A process group of rank 0 on host memory; the other ranks have the same tensors.
 
     Attributes:
         size: number of ranks.
@@ -51,37 +51,37 @@ class SocketGroup:
     size: int
 
     def name(self) -> str:
-        """As gloo's has it."""
+        """Return the name of gloo's backend."""
         return "gloo"
 
     def allreduce(self, tensors: list[Tensor], _: Any) -> SocketWork:
-        """Sum of equal addends."""
+        """Sum equal addends."""
         return SocketWork(lambda: [tensor.mul_(self.size) for tensor in tensors])
 
     def broadcast(self, tensors: list[Tensor], _: Any) -> SocketWork:
-        """It sends."""
+        """Send, which only reads."""
         return SocketWork(lambda: [tensor.sum() for tensor in tensors])
 
     def allgather(self, parts: list[list[Tensor]], tensors: list[Tensor], _: Any) -> SocketWork:
-        """Everybody's is this one's."""
+        """Gather copies of this rank's tensor."""
         return SocketWork(lambda: [part.copy_(tensors[0]) for part in parts[0]])
 
     def alltoall_base(
         self, output: Tensor, rows: Tensor, received: list[int], sent: list[int], _: Any
     ) -> SocketWork:
-        """Rows to the others are read, rows from them written."""
+        """Read the rows for other ranks, and write those from them."""
         return SocketWork(lambda: (rows.sum(), output.mul_(1)))
 
 
 class _Staged(StagedProcessGroup):
-    """Tells which memory is the host's."""
+    """A staged process group that reports the host memory it allocates."""
 
     def __init__(self, size: int, streams: TracedStreams, on_room: Callable[..., None]) -> None:
         super().__init__(SocketGroup(size), streams, pin=False)
         self._on_room = on_room
 
-    def _room(self, tensor: Tensor) -> Tensor:
-        room = super()._room(tensor)
+    def _host_buffer(self, tensor: Tensor) -> Tensor:
+        room = super()._host_buffer(tensor)
         self._on_room([room])
         return room
 
@@ -89,12 +89,12 @@ class _Staged(StagedProcessGroup):
 def staged_group(
     size: int, streams: TracedStreams, on_room: Callable[[Iterable[Tensor]], None]
 ) -> Group:
-    """The sync group of the first of some replicas, with transports for two phases.
+    """Return the sync group of replica 0, with transports for two phases.
 
     Args:
         size: number of replicas.
-        streams: of this rank.
-        on_room: told host memory that is made for copies.
+        streams: streams of this rank.
+        on_room: called with the host memory that is allocated for copies.
     """
 
     def transport() -> StagedProcessGroup:
@@ -108,19 +108,19 @@ def staged_group(
 
 
 @dataclass
-class ThreadInTurns:
-    """Stands for `ProgressThread`: the main thread takes its turns after its own.
+class InlineProgressThread:
+    """Replaces `ProgressThread`: its passes run in the main thread, after those of the latter.
 
     Attributes:
-        streams: of the rank; a new thread's current one is that of compute.
-        num_turns: so far.
+        streams: streams of the rank; the current stream of a new thread is the compute stream.
+        num_passes: number of passes so far.
     """
 
     streams: TracedStreams
-    num_turns: int = 0
+    num_passes: int = 0
 
-    def made(self, drive: Callable[[], Work | None], explain: Any) -> ThreadInTurns:
-        """As `ProgressThread` is made."""
+    def made(self, drive: Callable[[], Work | None], explain: Any) -> InlineProgressThread:
+        """Replace the constructor of `ProgressThread`."""
         self._drive = drive
         return self
 
@@ -130,11 +130,11 @@ class ThreadInTurns:
         yield
         with self.streams.use(COMPUTE):
             while (work := self._drive()) is not None and work.is_completed:
-                self.num_turns += 1
-        self.num_turns += 1
+                self.num_passes += 1
+        self.num_passes += 1
 
     def raise_failure(self) -> None:
-        """It cannot have failed."""
+        """Do nothing: it cannot have failed."""
 
     def close(self) -> None:
-        """There is none to end."""
+        """Do nothing: there is no thread."""

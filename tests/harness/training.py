@@ -1,4 +1,4 @@
-"""Train tiny GPTs in tests: the command line, the run, and what Megatron printed."""
+"""Training of tiny GPTs in tests: command line, run, and parsing of Megatron's output."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.harness.launch import REPOSITORY, RankResult, run_ranks
 
-# Flags of Megatron's and ours, by the names of their arguments.
+# Flags of Megatron and EDiT, by their names in `args`.
 Flags = dict[str, Any]
 
 _TINY: Flags = {
@@ -43,7 +43,7 @@ _VALIDATION = re.compile(
 
 @dataclass
 class TrainResult:
-    """What Megatron printed, by iteration, and how each rank ended."""
+    """Megatron's printed values by iteration, and how each rank ended."""
 
     ranks: list[RankResult]
     losses: dict[int, float] = field(default_factory=dict)
@@ -54,9 +54,9 @@ class TrainResult:
 
 
 def tiny_gpt(**overrides: Any) -> list[str]:
-    """Flags of a tiny GPT in fp32, each to be overridden by its name with underscores.
+    """Return flags of a tiny GPT in fp32; `overrides` replaces them by name, with underscores.
 
-    True gives a bare flag; False and None drop it; a list gives several values.
+    True gives a flag without value; False and None drop it; a list gives several values.
     """
     argv = []
     for name, value in (_TINY | overrides).items():
@@ -84,12 +84,12 @@ def train(
     """Run a Megatron pretraining script through the launcher, in `world_size` ranks.
 
     Args:
-        argv: the script's flags; `tiny_gpt` makes them.
-        script: a path, from the top of the repository where it is relative.
+        argv: the script's flags, as `tiny_gpt` returns them.
+        script: path of the script, relative to the repository or absolute.
         before: ``"module:function"``, called first in every rank.
-        grace: seconds that the others get once a rank has failed.
-        check: fail where a rank does not exit with 0.
-        cwd: where the ranks run; a folder of their own where it is None.
+        grace: seconds until the other ranks are killed once a rank has failed.
+        check: fail if a rank does not exit with 0.
+        cwd: working directory of the ranks; None: a new folder.
     """
     ranks = run_ranks(
         "tests.harness.ranks:train_main",
@@ -105,7 +105,7 @@ def train(
 
 
 def parse_console(ranks: list[RankResult]) -> TrainResult:
-    """Read the lines that Megatron prints on the last rank of its world."""
+    """Parse the log lines that Megatron prints."""
     result = TrainResult(ranks)
     series: dict[str, dict[int, float]] = {
         "lm loss": result.losses,

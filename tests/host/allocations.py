@@ -1,4 +1,4 @@
-"""What operations allocate: counted as tensors are made, whoever holds them."""
+"""Tracking of the memory that tensor operations allocate, whatever keeps the tensors alive."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from torch.utils._pytree import tree_leaves
 
 
 class Allocations(TorchDispatchMode):  # type: ignore[misc]
-    """Follows the storages that operations in watched calls make until they are freed; a thread's
-    calls, too.
+    """Tracks the storages that operations in wrapped calls allocate until they are freed, on any
+    thread.
 
     Attributes:
-        peak: most bytes that were alive at the same time.
+        peak: the largest number of bytes alive at the same time.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
         self._made: list[tuple[StorageWeakRef, int]] = []
-        self._watched = threading.local()  # as torch has modes
+        self._wrapped = threading.local()  # as torch's dispatch modes are
         self._lock = threading.Lock()
 
     def __torch_dispatch__(
@@ -44,33 +44,33 @@ class Allocations(TorchDispatchMode):  # type: ignore[misc]
 
     @property
     def live(self) -> int:
-        """Bytes that are alive now."""
+        """Number of bytes that are alive now."""
         return sum(nbytes for _, nbytes in self._alive())
 
     def _alive(self) -> list[tuple[StorageWeakRef, int]]:
         self._made = [(ref, nbytes) for ref, nbytes in self._made if not ref.expired()]
         return self._made
 
-    def watching(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The same call, watched; one inside another is the outer one's part."""
+    def wrap_call(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a call to track its allocations; a nested wrapped call counts to the outer one."""
 
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            with self._once():
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with self._outermost():
                 return call(*args, **kwargs)
 
-        return watched
+        return wrapped
 
     @contextmanager
-    def _once(self) -> Iterator[None]:
-        if getattr(self._watched, "is_on", False):
+    def _outermost(self) -> Iterator[None]:
+        if getattr(self._wrapped, "is_on", False):
             yield
             return
-        self._watched.is_on = True
+        self._wrapped.is_on = True
         try:
             with self:
                 yield
         finally:
-            self._watched.is_on = False
+            self._wrapped.is_on = False
 
 
 def _storages(tree: Any) -> Iterable[torch.UntypedStorage]:

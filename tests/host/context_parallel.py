@@ -1,7 +1,8 @@
 """Context parallelism on CPU: an attention that gathers all keys and values, for tests only.
 
-Megatron leaves context parallelism to Transformer Engine's attention; its own refuses. It deals
-each sequence in zig-zag, so that causal attention costs all ranks the same; with two ranks:
+Megatron leaves context parallelism to Transformer Engine's attention; its own refuses it. Megatron
+assigns the chunks of a sequence in zig-zag order, so that causal attention costs all ranks the
+same; with two ranks:
 
     chunk    0 | 1 | 2 | 3
     rank     0 | 1 | 1 | 0
@@ -23,13 +24,13 @@ from torch import Tensor
 
 
 class GatheringAttention(DotProductAttention):  # type: ignore[misc]
-    """Megatron's own attention of this rank's queries to the keys of the whole sequence."""
+    """Megatron's own attention, from this rank's queries to the keys of the complete sequence."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        # The base refuses context parallelism by this number, and reads it nowhere else.
-        alone = copy.copy(config)
-        alone.context_parallel_size = 1
-        super().__init__(alone, *args, **kwargs)
+        # The base class checks this size to refuse context parallelism, and reads it nowhere else.
+        without_cp = copy.copy(config)
+        without_cp.context_parallel_size = 1
+        super().__init__(without_cp, *args, **kwargs)
 
     def forward(
         self,
@@ -40,24 +41,24 @@ class GatheringAttention(DotProductAttention):  # type: ignore[misc]
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Causal attention; the given mask, of this rank's part only, is not looked at."""
+        """Compute causal attention; ignore the given mask, which covers this rank's chunks only."""
         group = parallel_state.get_context_parallel_group()
-        places = [_places(rank, group.size(), len(query)) for rank in range(group.size())]
-        mine = places[group.rank()]
-        is_later = torch.cat(places)[None, :] > mine[:, None]  # a mask hides where it is true
+        positions = [_positions(rank, group.size(), len(query)) for rank in range(group.size())]
+        own = positions[group.rank()]
+        is_later = torch.cat(positions)[None, :] > own[:, None]  # a mask hides where it is true
         # Forward gathers in rank order; backward sums the gradients and scatters them.
         key = gather_from_sequence_parallel_region(key, group=group)
         value = gather_from_sequence_parallel_region(value, group=group)
         return super().forward(query, key, value, is_later[None, None], *args, **kwargs)
 
 
-def _places(rank: int, num_ranks: int, num_tokens: int) -> Tensor:
-    """Places in the sequence, int64 [num_tokens], of the tokens that a rank holds."""
+def _positions(rank: int, num_ranks: int, num_tokens: int) -> Tensor:
+    """Positions in the sequence, int64 [num_tokens], of the tokens that a rank holds."""
     chunk = num_tokens // 2
     first, last = rank * chunk, (2 * num_ranks - 1 - rank) * chunk
     return torch.cat([torch.arange(first, first + chunk), torch.arange(last, last + chunk)])
 
 
 def install() -> None:
-    """Let Megatron's local layers attend like this, in this rank. Nobody undoes it."""
+    """Make Megatron's local layers use this attention in this process, without undo."""
     LocalSpecProvider.core_attention = lambda self: GatheringAttention

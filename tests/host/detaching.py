@@ -1,4 +1,4 @@
-"""What the ranks of the detach tests do."""
+"""Functions that the ranks of the detach tests run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ROOTS = ("megatron.", "torch.cuda", "torch.distributed", "torch.utils.data")
 
 
 def snapshot() -> dict[str, int]:
-    """Identity of every attribute of the host's modules and of their classes."""
+    """Return the identity of every attribute of the host's modules and of their classes."""
     seen: dict[str, int] = {}
     for name, module in list(sys.modules.items()):
         if module is None or not (name.startswith(_ROOTS) or name == "torch"):
@@ -33,26 +33,26 @@ def snapshot() -> dict[str, int]:
 
 
 def _is_code(value: Any) -> bool:
-    """Functions, classes and modules: what can be patched. Values are the host's own state."""
+    """Whether a value can be patched: a function, class or module, not the host's own state."""
     return callable(value) or isinstance(value, ModuleType | property | staticmethod | classmethod)
 
 
 def train_and_detach(argv: list[str]) -> dict[str, Any]:
-    """A whole run inside an attachment, then what is left of it."""
+    """Train inside an attachment, detach, and return what differs from before."""
     from megatron.training import training
 
     from megatron_edit.command_line import config_from_argv
     from megatron_edit.host.attach import Attachment
     from megatron_edit.host.devices import choose_device
 
-    kept: dict[str, Any] = {}
+    captured: dict[str, Any] = {}
     setup = training.setup_model_and_optimizer
 
-    def keeping(*args: Any, **kwargs: Any) -> Any:
-        kept["model"], kept["optimizer"], _ = built = setup(*args, **kwargs)
+    def capturing(*args: Any, **kwargs: Any) -> Any:
+        captured["model"], captured["optimizer"], _ = built = setup(*args, **kwargs)
         return built
 
-    training.setup_model_and_optimizer = keeping
+    training.setup_model_and_optimizer = capturing
     config = config_from_argv(argv)
     before = snapshot()
     attachment = Attachment(config, choose_device(config))
@@ -62,14 +62,14 @@ def train_and_detach(argv: list[str]) -> dict[str, Any]:
     attachment.detach()
     attachment.detach()
     after = snapshot()
-    inner = kept["optimizer"].chained_optimizers[0]
+    inner = captured["optimizer"].chained_optimizers[0]
     return {
         "changed_while_attached": sum(attached.get(k) != v for k, v in before.items()),
         "left_behind": [key for key, value in before.items() if after.get(key) != value],
         "optimizer_class": type(inner).__name__,
         "optimizer_attributes": [k for k in vars(inner) if "edit" in k or k == "_defer_param_sync"],
-        "chain_attributes": [k for k in ("step", "zero_grad") if k in vars(kept["optimizer"])],
-        "finalize": _finalize_of(kept["model"][0]),
+        "chain_attributes": [k for k in ("step", "zero_grad") if k in vars(captured["optimizer"])],
+        "finalize": _finalize_of(captured["model"][0]),
         "environment": {k: os.environ[k] for k in ("RANK", "WORLD_SIZE")},
     }
 
@@ -90,7 +90,7 @@ def _finalize_of(model: Any) -> str | None:
 
 
 def attach_and_detach() -> list[str]:
-    """Attributes that differ after attaching and detaching twice."""
+    """Attach and detach twice; return the attributes that differ from before."""
     from megatron_edit.config import EditConfig
     from megatron_edit.host.attach import Attachment
 

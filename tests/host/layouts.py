@@ -1,4 +1,4 @@
-"""Layouts of a replica: flags, and ranks of one replica."""
+"""Parallel layouts of a replica: the number of its ranks, and Megatron's flags."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from tests.harness import Flags
 
 
 class Layout(NamedTuple):
-    """One way to lay out a replica.
+    """A parallel layout of a replica.
 
     Attributes:
-        ranks: of one replica.
-        flags: overrides of the tiny GPT.
+        ranks: number of ranks of one replica.
+        flags: flags that differ from those of the tiny GPT.
     """
 
     ranks: int
@@ -43,8 +43,8 @@ _TP_MOE: Flags = {**_MOE, "tensor_model_parallel_size": 2, "sequence_parallel": 
                   "expert_model_parallel_size": 2}  # fmt: skip
 
 # Megatron aligns the gathers of interleaved stages by default ("vpp"), refuses experts with TP
-# but without sequence parallelism, and gives experts the TP of the rest unless told otherwise;
-# its alltoall then gathers tokens by unequal numbers, which gloo does not.
+# but without sequence parallelism, and by default gives experts the same TP as the other layers;
+# its alltoall dispatcher then gathers unequal numbers of tokens, which gloo does not support.
 LAYOUTS = {
     "plain": Layout(1, {}),
     "m2": Layout(2, {}),

@@ -15,7 +15,7 @@ from megatron_edit.host.seams.patching import Patcher
 
 
 def unit_numels(argvs: Sequence[list[str]]) -> list[dict[str, int]]:
-    """Parameters of each unit, of the models of several command lines. For one rank."""
+    """Count the parameters of each unit for the models of several command lines, on one rank."""
     enable_cpu_backend(Patcher("a test"))
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -26,10 +26,10 @@ def unit_numels(argvs: Sequence[list[str]]) -> list[dict[str, int]]:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    return [_of(argv, groups) for argv in argvs]
+    return [_unit_numels_of(argv, groups) for argv in argvs]
 
 
-def _of(argv: list[str], groups: object) -> dict[str, int]:
+def _unit_numels_of(argv: list[str], groups: object) -> dict[str, int]:
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.arguments import parse_args, validate_args
     from megatron.training.models.gpt import GPTModelBuilder
@@ -42,10 +42,11 @@ def _of(argv: list[str], groups: object) -> dict[str, int]:
     validate_args(args)
     config = gpt_config_from_args(args)
     config.transformer.perform_initialization = False  # there is nothing to initialize
-    # Megatron's own layers name the device: the current one.
+    # Megatron's own layers ask for the current device explicitly.
     with torch.device("meta"), mock.patch("torch.cuda.current_device", lambda: "meta"):
         model = GPTModelBuilder(config).build_model(groups)
-    # Norms, vectors, may be real: the backend's own `torch.ones` looks at no default device.
+    # Norms, which are vectors, may be real: the backend's own `torch.ones` ignores the default
+    # device.
     real = [name for name, p in model.named_parameters() if not p.is_meta and p.dim() > 1]
     assert real == [], real
     numels: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Shared by the tests on real Megatron: run, and read what the run left behind."""
+"""Runs of EDiT and of stock Megatron, shared by tests, and access to the files they write."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class EditRun:
     folder: Path
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        """Lines of one event file."""
+        """Read the lines of one event file."""
         text = (self.folder / name).read_text()
         return [json.loads(line) for line in text.splitlines()]
 
@@ -35,12 +35,12 @@ class EditRun:
         return self.lines("sync.jsonl")
 
     def digests(self, replica: int) -> list[str | None]:
-        """Digest of each sync, as one replica saw it."""
+        """Return the digest that one replica recorded at each sync."""
         return [x["digest"] for x in self.lines(f"replica-{replica}.jsonl") if "digest" in x]
 
 
 def recommended() -> Flags:
-    """`configs/edit_quality.args`, with a final phase that a few steps have."""
+    """Return the flags of `configs/edit_quality.args`, with a final phase suited to a few steps."""
     words = read_flags(Path(__file__).parents[2] / "configs" / "edit_quality.args")
     flags: Flags = {}
     for word in words:
@@ -53,7 +53,7 @@ def recommended() -> Flags:
 
 
 def edit_flags(num_replicas: int, **overrides: Any) -> list[str]:
-    """Flags of a tiny EDiT run: two steps of warm-up, a sync every three, digests every time."""
+    """Return flags of a tiny EDiT run: warm-up of two steps, sync every three, always digests."""
     values: Flags = {
         "use_edit": True,
         "edit_num_replicas": num_replicas,
@@ -90,33 +90,33 @@ def run_edit(
 
 
 @functools.cache
-def _kept() -> Path:
-    """Where this process keeps runs."""
-    folder = tempfile.TemporaryDirectory(prefix="kept-runs-")
+def _cache_folder() -> Path:
+    """Return the folder in which this process keeps cached runs."""
+    folder = tempfile.TemporaryDirectory(prefix="cached-runs-")
     atexit.register(folder.cleanup)
     return Path(folder.name)
 
 
-_KEPT: dict[str, EditRun] = {}
+_CACHE: dict[str, EditRun] = {}
 
 
-def kept_run(run: Callable[..., EditRun], *args: Any, **flags: Any) -> EditRun:
-    """``run(folder, *args, **flags)``, once in this process: tests compare theirs with it.
+def cached_run(run: Callable[..., EditRun], *args: Any, **flags: Any) -> EditRun:
+    """Return ``run(folder, *args, **flags)``, cached in this process, for tests to compare with.
 
-    Nobody may change what it left. With `save_interval` it saves to the folder `saves` in its own.
+    Tests must not change its files. With `save_interval` it saves to the folder `saves` in its own.
     """
     key = repr((run.__qualname__, args, sorted(flags.items())))
-    if key not in _KEPT:
-        folder = _kept() / str(len(_KEPT))
+    if key not in _CACHE:
+        folder = _cache_folder() / str(len(_CACHE))
         folder.mkdir()
         if "save_interval" in flags:
             flags["save"] = folder / "saves"
-        _KEPT[key] = run(folder, *args, **flags)
-    return _KEPT[key]
+        _CACHE[key] = run(folder, *args, **flags)
+    return _CACHE[key]
 
 
 def stock_run(folder: Path, world_size: int, **flags: Any) -> EditRun:
-    """`run_stock`, for `kept_run`."""
+    """Call `run_stock` in the form that `cached_run` takes."""
     return EditRun(run_stock(folder, world_size, **flags), folder)
 
 

@@ -19,12 +19,12 @@ import torch
 
 
 def out_dir() -> Path:
-    """Where this test's ranks leave their records."""
+    """Return the folder to which the ranks of this test write their records."""
     return Path(os.environ["SPY_DIR"])
 
 
 def built_chunks() -> list[Any]:
-    """A list that will hold the model's chunks, once Megatron has built them."""
+    """Return a list that is filled with the model's chunks once Megatron has built them."""
     import megatron.training.training as training
 
     chunks: list[Any] = []
@@ -85,7 +85,7 @@ def _record_batches(batches: list[list[int]]) -> None:
 
 
 def parameter_digest(models: list[Any]) -> str:
-    """A hash over the bits of all parameters, and of the buffers that a checkpoint keeps."""
+    """Hash the bits of all parameters and of the buffers that a checkpoint keeps."""
     digest = hashlib.sha256()
     for model in models:
         for name, tensor in (*model.named_parameters(), *_kept_buffers(model)):
@@ -95,20 +95,20 @@ def parameter_digest(models: list[Any]) -> str:
 
 
 def _kept_buffers(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Such as biases of routers; not the counts of tokens, which begin anew at each step."""
-    for place, module in model.named_modules():
+    """Yield persistent buffers, such as router biases, but not token counts, reset at each step."""
+    for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
-                yield f"{place}.{name}", buffer
+                yield f"{path}.{name}", buffer
 
 
 def read_records(folder: Path, world_size: int) -> list[dict[str, Any]]:
-    """What `record` left, by rank of the launch."""
+    """Read what `record` wrote, by rank of the launch."""
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(world_size)]
 
 
 def _replica() -> int:
-    """Replica of this process; called before the launcher gives the ranks new numbers."""
+    """Return the replica of this process; call before the launcher renumbers the ranks."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     return rank // (world // int(os.environ["SPY_REPLICAS"]))
 
@@ -150,7 +150,7 @@ def _damage(shard: Any, anchor: torch.Tensor, what: str | float) -> None:
 
 
 def _break_moments(host: Any, shard: Any) -> None:
-    """What a NaN gradient leaves behind: it would break the parameters again at the next step."""
+    """Put NaN into the moments, as a NaN gradient does; the next step would spread it again."""
     for inner in host._inner:
         for param in shard.params:
             state = inner.optimizer.state.get(param.source, {})
@@ -181,7 +181,7 @@ def overflow_one_replica() -> None:
 
 
 def drift_after_sync() -> None:
-    """Let one number of replica 1 drift by one ulp when its layer.2 lands in round 2."""
+    """Change one element of layer.2 of replica 1 by one ulp when it lands in round 2."""
     from megatron_edit.engine.sync.unit_sync import UnitSync
 
     land = UnitSync.land
@@ -202,7 +202,7 @@ def drift_after_sync() -> None:
 
 
 class _CountingGroup:
-    """A process group that notes every call of a method, with the bytes that it is given."""
+    """A process group that reports the bytes passed to every method call."""
 
     def __init__(self, inner: Any, note: Callable[[int], None]) -> None:
         self._inner, self._note = inner, note
@@ -220,12 +220,12 @@ class _CountingGroup:
 
 
 def count_sync_traffic() -> None:
-    """Count every call and byte that reaches the transport of the sync group, by step."""
+    """Record the step and the bytes of every call to the sync and meeting process groups."""
     from megatron_edit.comm.collectives import Duplex
     from megatron_edit.engine import EditEngine
 
     rank = os.environ["RANK"]
-    log: list[tuple[int, int]] = []  # (step so far, bytes)
+    log: list[tuple[int, int]] = []  # (number of finished steps, bytes)
     build, finish = EditEngine.__init__, EditEngine.finish
 
     def step_of(engine: EditEngine) -> int:
@@ -264,7 +264,7 @@ def _bytes_of(value: Any) -> int:
 
 
 def plain_main(script: str, argv: list[str], before: str) -> None:
-    """Run a script with Megatron alone: no launcher, no plugin."""
+    """Run a script with Megatron alone, without launcher and plugin."""
     from tests.harness.jobs import resolve
     from tests.harness.ranks import _run_plain
 
@@ -273,39 +273,39 @@ def plain_main(script: str, argv: list[str], before: str) -> None:
 
 
 def fake_version() -> None:
-    """Let Megatron be of a version that we do not support."""
+    """Make Megatron report a version that is not supported."""
     import megatron.core.package_info as info
 
     info.__version__ = "0.15.0"
-    hurry()
+    shorten_grace()
 
 
 def remove_symbol() -> None:
-    """Take away a symbol that we stand on."""
+    """Remove a symbol of Megatron that the plugin needs."""
     import megatron.training.training as training
 
     del training.training_log
-    hurry()
+    shorten_grace()
 
 
-def hurry() -> None:
-    """Let the ranks that have nothing to say leave at once."""
+def shorten_grace() -> None:
+    """Shorten the time that ranks without an error message wait before they exit."""
     from megatron_edit import launcher
 
     vars(launcher)["GRACE_SECONDS"] = 0.2
 
 
-def second_host() -> None:
-    """Let rank 1 be on a host of its own, where a relative path leads to nothing."""
-    hurry()
+def simulate_second_host() -> None:
+    """Make rank 1 look like a rank on another host, on which relative paths do not exist."""
+    shorten_grace()
     if os.environ["RANK"] == "1":
         os.environ["LOCAL_RANK"] = "0"
         socket.gethostname = lambda: "second-host"
         os.chdir("/")
 
 
-def note_leaving() -> None:
-    """Leave a file for each rank that waits for the others at the end."""
+def record_exit_barrier() -> None:
+    """Write a file for each rank that has passed the exit barrier."""
     from megatron_edit.comm.worlds import ReplicaWorld
 
     exit_barrier = ReplicaWorld.exit_barrier
@@ -347,18 +347,18 @@ def record_embeddings() -> None:
 
 
 def train_with_own_flags(argvs: list[list[str]]) -> None:
-    """Every rank is a launch that was given its own command line."""
+    """Run the launcher in every rank with a command line of its own."""
     from megatron_edit import launcher
     from tests.harness.launch import REPOSITORY
 
-    hurry()
+    shorten_grace()
     argv = argvs[int(os.environ["RANK"])]
     code = launcher.main([str(REPOSITORY / "scripts/pretrain_gpt.py"), *argv])
     raise SystemExit(code)
 
 
 def start_from_seeded_weights() -> None:
-    """Give the model weights that depend on each parameter's name and place alone.
+    """Give the model weights that depend only on each parameter's name and position.
 
     Megatron's own initial weights depend on the layout: on the TP rank, on the pipeline stage.
     """
@@ -387,17 +387,17 @@ def _seed_chunk(module: Any) -> None:
     for name, parameter in model.named_parameters():
         group = expert if ".experts." in name else dense
         tp, size = group.rank(), group.size()
-        whole = list(parameter.shape)
+        shape = list(parameter.shape)
         is_split = getattr(parameter, "tensor_model_parallel", False)
         dim = getattr(parameter, "partition_dim", 0)
         if is_split:
-            whole[dim] *= size
-        values = _values_of(_global_name(name, parameter, model), whole)
+            shape[dim] *= size
+        values = _values_of(_global_name(name, parameter, model), shape)
         parameter.copy_(values.chunk(size, dim=dim)[tp] if is_split else values)
 
 
 def _global_name(name: str, parameter: Any, model: Any) -> str:
-    """The parameter's name with its layer's and expert's number over all ranks."""
+    """Return the parameter's name with the layer and expert number counted over all ranks."""
     from megatron.core import parallel_state
 
     if getattr(parameter, "shared_embedding", False):

@@ -1,4 +1,4 @@
-"""An error of the training script on one replica."""
+"""A hook that raises an error in the training step of one replica."""
 
 from __future__ import annotations
 

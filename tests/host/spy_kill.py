@@ -1,10 +1,10 @@
-"""Hooks that kill ranks while a checkpoint is saved, at a moment of time or at a call.
+"""Hooks that kill ranks while a checkpoint is saved, at a point in time or at a file operation.
 
-And one, without settings, that lets a rank come late to a load.
+And one, without settings, that delays a rank before a load.
 
-Settings, beside `SPY_DIR`: `SPY_SAVE` is the number of the save in this run, from 1 on, and
-`SPY_VICTIMS` lists the ranks that die, separated by commas. `SPY_DIR` keeps, over several runs,
-how long the last whole save took, and which iterations were begun to be saved.
+Settings besides `SPY_DIR`: `SPY_SAVE` is the number of the save in this run, from 1 on, and
+`SPY_VICTIMS` lists the ranks that are killed, separated by commas. `SPY_DIR` keeps over several
+runs how long the last complete save took, and of which iterations a save began.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CALLS = {"open", "write", "fsync", "rename", "replace", "link", "mkdir", "unlin
 
 
 def kill_in_save() -> None:
-    """Kill after `SPY_FRACTION` of the time that the last whole save took; without it, never."""
+    """Kill after `SPY_FRACTION` of the time of the last complete save; without it, never."""
     _watch_saves(None)
     is_killer = os.environ["RANK"] == os.environ.get("SPY_VICTIMS", "").split(",")[0]
     if is_killer and "SPY_FRACTION" in os.environ:
@@ -36,9 +36,10 @@ def kill_in_save() -> None:
 
 
 def kill_in_async_save() -> None:
-    """The same, for `--async-save`: lets Megatron's worker, which wants CUDA, run on a CPU.
+    """Do the same for `--async-save`, with Megatron's worker, which requires CUDA, on a CPU.
 
-    There, nothing is copied to the host first: the worker would write what training changes.
+    On a CPU Megatron does not copy tensors to the host first. The hook does, as otherwise the
+    worker would write values that training has changed since.
     """
     import megatron.training.initialize as initialize
     import torch
@@ -63,24 +64,24 @@ def kill_in_async_save() -> None:
 
 
 def kill_at_call() -> None:
-    """Kill rank 0 at a call on files, in the thread that completes the checkpoint.
+    """Kill the victims at a file operation of rank 0, in the thread that completes the checkpoint.
 
-    `SPY_CALL` is a name and a number: "rename 2" is the second renaming after the checksums are
-    taken. With "none", the calls are listed in `calls.json` and nobody dies. A call that writes
-    gets as far as one letter.
+    `SPY_CALL` is a name and a number: "rename 2" is the second rename after the checksums are
+    computed. With "none", the calls are listed in `calls.json` and no rank is killed. A call that
+    writes gets as far as one character.
     """
     if os.environ["RANK"] == "0":
         threading.setprofile(_Watcher().begin)
     _note_pid()
 
 
-def come_late() -> None:
-    """Let rank 1 be late after the process groups are there; the ranks that refuse leave soon."""
+def delay_rank_1() -> None:
+    """Delay rank 1 after the process groups are built; ranks that refuse exit soon."""
     import megatron.training.initialize as initialize
 
-    from tests.host.spy import hurry
+    from tests.host.spy import shorten_grace
 
-    hurry()
+    shorten_grace()
     build = initialize._compile_dependencies
 
     def late() -> None:
@@ -92,7 +93,7 @@ def come_late() -> None:
 
 
 def _watch_saves(number: int | None) -> None:
-    """Note saves and their duration; start the clock of the bomb when `number` begins."""
+    """Record saves and their duration; when save `number` begins, start the timer that kills."""
     import megatron.training.training as training
 
     from megatron_edit.checkpoint.folder import CheckpointFolder
@@ -108,7 +109,7 @@ def _watch_saves(number: int | None) -> None:
             with (out_dir() / "begun").open("a") as file:
                 file.write(f"{iteration}\n")
         elif len(saves) == number:
-            threading.Thread(target=_explode, args=(saves[-1],), daemon=True).start()
+            threading.Thread(target=_kill_after_delay, args=(saves[-1],), daemon=True).start()
         return save(iteration, *args, **kwargs)
 
     @wraps(commit)
@@ -124,7 +125,7 @@ def _watch_saves(number: int | None) -> None:
         CheckpointFolder.commit = timed  # type: ignore[method-assign, assignment]
 
 
-def _explode(begin: float) -> None:
+def _kill_after_delay(begin: float) -> None:
     duration = float((out_dir() / "duration").read_text())
     delay = float(os.environ["SPY_FRACTION"]) * duration
     time.sleep(max(0.0, begin + delay - time.monotonic()))
@@ -136,7 +137,7 @@ def _note_pid() -> None:
 
 
 def _kill() -> None:
-    """Kill the victims at once; this process, if it is one, last."""
+    """Kill the victims; this process, if it is one of them, last."""
     victims = os.environ["SPY_VICTIMS"].split(",")
     others = [int((out_dir() / f"pid-{rank}").read_text()) for rank in victims]
     for pid in sorted(others, key=lambda pid: pid == os.getpid()):
@@ -144,7 +145,7 @@ def _kill() -> None:
 
 
 class _Watcher:
-    """Counts calls in one thread, by Python's own profiling hook."""
+    """Counts calls in one thread with Python's profiling hook."""
 
     def __init__(self) -> None:
         from megatron_edit.checkpoint.manifest import Manifest
@@ -160,13 +161,13 @@ class _Watcher:
         self.is_counting = False
 
     def begin(self, frame: FrameType, event: str, arg: Any) -> None:
-        """The first event of any thread."""
+        """Handle the first event of any thread."""
         self.threads += threading.current_thread().name == _THREAD
-        is_it = threading.current_thread().name == _THREAD and self.threads == self.save
-        sys.setprofile(self.watch if is_it else None)
+        is_watched = threading.current_thread().name == _THREAD and self.threads == self.save
+        sys.setprofile(self.watch if is_watched else None)
 
     def watch(self, frame: FrameType, event: str, arg: Any) -> None:
-        """Every later event of the thread that completes the checkpoint."""
+        """Handle every later event of the thread that completes the checkpoint."""
         self.is_counting |= event == "call" and frame.f_code is self.manifest
         if not self.is_counting or event != "c_call" or arg.__name__ not in _CALLS:
             return
@@ -183,7 +184,7 @@ class _Watcher:
 
 
 def moments_of(folder: Path) -> Iterator[str]:
-    """The calls in `calls.json`, for `SPY_CALL`; of many removals one after another only some."""
+    """Yield the calls in `calls.json` for `SPY_CALL`; of consecutive removals only some."""
     calls = json.loads((folder / "calls.json").read_text())
     removals = [place for place, name in enumerate(calls) if name in ("unlink", "rmdir")]
     for place, name in enumerate(calls):

@@ -1,4 +1,4 @@
-"""A spy that records from where in Megatron's step each unit lands."""
+"""A spy that records at which place in Megatron's step each unit lands."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Landing(NamedTuple):
     """One unit that landed.
 
     Attributes:
-        round: of its sync.
+        round: round of its sync.
         where: "forward" in a chunk's forward pass, "schedule" in Megatron's schedule but outside
-            of one, both through a bucket group's `start_param_sync`; else "elsewhere".
-        gather: number of the call of `start_param_sync` in which it landed.
+            a forward pass, both through a bucket group's `start_param_sync`; else "elsewhere".
+        gather: number of the `start_param_sync` call in which it landed.
     """
 
     round: int
@@ -31,14 +31,14 @@ class Landing(NamedTuple):
 
 
 class _Places:
-    """Which of the watched calls are under way, and how many of each have begun."""
+    """Tracks which of the watched calls are under way, and how many of each have begun."""
 
     def __init__(self) -> None:
         self.depth = dict.fromkeys(INSIDE, 0)
         self.begun = dict.fromkeys(INSIDE, 0)
 
     def watched(self, place: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The same call, noted."""
+        """Wrap a call to track it."""
 
         @wraps(call)
         def inside(*args: Any, **kwargs: Any) -> Any:
@@ -57,15 +57,15 @@ class _Places:
             self.depth[place] -= 1
 
     def where(self) -> str:
-        """See `Landing`."""
+        """Return the current place; see `Landing`."""
         if not self.depth["gather"] or not self.depth["schedule"]:
             return "elsewhere"
         return "forward" if self.depth["forward"] else "schedule"
 
 
 def record_landings() -> None:
-    """`record`, and for each rank its stage, its number of bucket groups, its landings, and on
-    which devices it keeps the sends of its own model from synchronising."""
+    """Call `record`, and record for each rank its stage, its number of bucket groups, its landings,
+    and the devices on which it keeps its model's pipeline sends asynchronous."""
     import megatron.training.training as training
     from megatron.core import parallel_state
     from megatron.core.utils import get_model_config
@@ -75,13 +75,13 @@ def record_landings() -> None:
 
     record()
     places, landings, chunks = _Places(), list[Landing](), built_chunks()
-    rank = os.environ["RANK"]  # before the launcher gives the ranks new numbers
+    rank = os.environ["RANK"]  # before the launcher renumbers the ranks
     train, land = training.train, SyncManager._publish
     keep, sends = vars(ours)["keep_sends_asynchronous"], list[str]()
     schedule_of = training.get_forward_backward_func
 
     def spied_train(*args: Any, **kwargs: Any) -> Any:
-        groups = _watch(chunks, places)  # the plugin's overrides lie below what watches them
+        groups = _watch(chunks, places)  # these wrappers call the plugin's overrides
         try:
             return train(*args, **kwargs)
         finally:
@@ -123,7 +123,7 @@ def _watch(chunks: list[Any], places: _Places) -> list[Any]:
 
 
 def read_landings(folder: Path, rank: int) -> tuple[int, int, list[Landing], list[str]]:
-    """Of a rank: its stage, its number of bucket groups, its landings in their order, and the
+    """Read of a rank: its stage, its number of bucket groups, its landings in order, and the
     devices on which it keeps sends asynchronous."""
     facts = json.loads((folder / f"landings-{rank}.json").read_text())
     landings = [Landing(*landing) for landing in facts["landings"]]

@@ -1,4 +1,4 @@
-"""A hook that records all state that a checkpoint must bring back, when training ends."""
+"""A hook that records, when training ends, all state that a checkpoint must restore."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tests.host.spy import damage_before_sync, out_dir, record
 
 
 def record_all() -> None:
-    """Losses, norms, batches, parameters; and momentum, anchor, detectors, moments, schedule.
+    """Record losses, norms, batches and parameters, momentum, anchor, detectors, moments, schedule.
 
-    With `SPY_HOOKS`, the hooks of `spy_speeds` that it names, too.
+    Also runs the hooks of `spy_speeds` that `SPY_HOOKS` names.
     """
     from megatron_edit.engine import EditEngine
 
@@ -36,7 +36,7 @@ def record_all() -> None:
 
 
 def record_all_and_damage() -> None:
-    """Both hooks: what `record_all` records, of a run that `damage_before_sync` damages."""
+    """Call `damage_before_sync` and `record_all`."""
     damage_before_sync()
     record_all()
 
@@ -49,7 +49,7 @@ def _state_of(engine: Any) -> dict[str, Any]:
         for name, unit in engine.syncs.outer.units.items():
             state[f"anchor {name}"] = _digest([unit.anchor])
             state[f"momentum {name}"] = _digest([unit.momentum])
-            # A tied copy takes the bits of the first one: its own residual moves nothing.
+            # A tied copy takes the bits of the first copy: its own residual has no effect.
             if unit.residual is not None and name in counted:
                 state[f"residual {name}"] = _digest([unit.residual.sent, unit.residual.summed])
         state["unit steps"] = engine.state.rounds.unit_steps.tolist()
@@ -62,7 +62,7 @@ def _state_of(engine: Any) -> dict[str, Any]:
 
 
 def _copies(host: Any) -> dict[str, str]:
-    """Digests of the moments of parameters that other ranks of the replica hold, too."""
+    """Return digests of the moments of parameters of which other ranks hold copies."""
     found = {}
     for shard in host.plan.shards:
         for kind in ("first", "second"):
@@ -77,7 +77,7 @@ def _copies(host: Any) -> dict[str, str]:
 
 def _moments(inner: Any) -> str:
     values = [] if inner.optimizer is None else list(inner.optimizer.state.values())
-    # By name: a load may put them back in another order.
+    # By name: a load may restore them in another order.
     return _digest(v for s in values for _, v in sorted(s.items()) if isinstance(v, torch.Tensor))
 
 
@@ -89,7 +89,7 @@ def _digest(tensors: Any) -> str:
 
 
 def record_fetched() -> None:
-    """Write which samples this rank's training has fetched, at once: a run may end anywhere."""
+    """Write the samples that this rank fetches, at each fetch, as a run may end at any point."""
     from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
     fetched: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""Hooks that record the biases of MoE routers around each sync."""
+"""A hook that records the biases of MoE routers before and after each sync."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import json
 import os
 from typing import Any
 
-from tests.harness.ranks import shuffle_as_megatron
+from tests.harness.ranks import use_full_mock_data
 from tests.host.spy import out_dir
 
 
 def record_biases() -> None:
-    """Write this rank's router biases, by step: as each sync and each optimizer step left them."""
+    """Write this rank's router biases, by step: before each meeting and after each step."""
     from megatron_edit.engine import EditEngine
     from megatron_edit.engine.rounds.meeting import Meetings, shared_values
 
-    shuffle_as_megatron()  # steps are few and biases coarse: with other samples they may meet
+    use_full_mock_data()  # with other samples the coarse biases may agree by chance
     rank, log = os.environ["RANK"], dict[str, dict[int, list[float]]](before={}, after={})
     exchange, after_step = Meetings.exchange_records, EditEngine.after_step
 

@@ -1,5 +1,5 @@
-"""Hooks that put main shards, or the model's parameters, into other hands: as an optimizer that
-keeps its own does, and a quantisation that all ranks of a shard group share."""
+"""Hooks that put main shards behind accessors, as some optimizers do, or write the model's
+parameters by a quantisation that is collective over a shard group."""
 
 from __future__ import annotations
 
@@ -14,48 +14,48 @@ from tests.host.spy import record
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A main shard behind an accessor, which shows the model what it takes.
+class Accessor:
+    """A main shard behind an accessor that writes values to the model as well.
 
     Attributes:
-        main: Megatron's own, fp32.
-        model: where the model reads it.
+        main: Megatron's main shard, fp32.
+        model: the same elements of the model's parameter.
     """
 
     main: Tensor
     model: Tensor
 
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.main.numel()  # type: ignore[no-any-return]
 
     def read(self) -> Tensor:
-        """A copy: what is changed in it must be written."""
+        """Return a copy; changes to it must be written back."""
         return self.main.clone()
 
     def write(self, values: Tensor) -> None:
-        """Both at once."""
+        """Write to the main shard and to the model."""
         self.main.copy_(values)
         self.model.copy_(values)
 
 
-def hold() -> None:
-    """Let every main shard of the distributed optimizers be behind an accessor."""
+def use_accessors() -> None:
+    """Put every main shard of the distributed optimizers behind an accessor."""
     from megatron_edit.host.model.optimizer import EditDistributedOptimizer
 
     record()
 
-    def main_of(self: Any, parameter: torch.nn.Parameter, key: Tensor) -> Kept:
+    def main_of(self: Any, parameter: torch.nn.Parameter, key: Tensor) -> Accessor:
         where = self._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
         buffer, _, bucket = self.model_param_gbuf_map[parameter]
         data = self.buffers[buffer].buckets[bucket].param_data.view(-1)
-        return Kept(key.detach().view(-1), data[where.start : where.end])
+        return Accessor(key.detach().view(-1), data[where.start : where.end])
 
     EditDistributedOptimizer.main_of = main_of  # type: ignore[method-assign]
 
 
-def quantize() -> None:
-    """Let matrices be written by a function that is collective over the ranks of a shard group."""
+def quantize_collectively() -> None:
+    """Write matrices by a function that is collective over the ranks of a shard group."""
     from megatron.core import fp8_utils
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -68,13 +68,13 @@ def quantize() -> None:
 
     def write(models: list[Any], mains: list[Any], starts: list[Any], group: Any) -> None:
         count = torch.tensor([float(len(models))])
-        dist.all_reduce(count, group=group)  # as of the largest elements, for the scales
+        dist.all_reduce(count, group=group)  # like the maximum for the scales
         assert count.item() == len(models) * group.size(), "a rank has others, or did not come"
         for model, main, start in zip(models, mains, starts, strict=True):
             if main is not None:
                 model.data.view(-1)[start : start + main.numel()].copy_(main)
 
     optimizer.is_quantized = planning.is_quantized = is_matrix  # type: ignore[attr-defined]
-    optimizer.EditDistributedOptimizer.has_eight_bits = True  # type: ignore[assignment, method-assign]
+    optimizer.EditDistributedOptimizer.has_quantized_params = True  # type: ignore[assignment, method-assign]
     DistributedOptimizer._is_fp8_param_for_param_gather = staticmethod(is_matrix)
     fp8_utils.quantize_param_shard = write

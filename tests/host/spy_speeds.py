@@ -1,7 +1,6 @@
-"""Hooks for replicas at their own speeds: slow them, script their clocks, disturb them.
+"""Hooks for replicas at different speeds: slow them down, script their clocks, disturb them.
 
-Several are named in `SPY_HOOKS`, separated by commas, and started by `hooks`. Factors are by
-replica.
+`SPY_HOOKS` names hooks, separated by commas, which `hooks` runs. Factors are by replica.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _SCRIPTED = [0]  # nanoseconds that the scripted clock shows
 
 
 def hooks() -> None:
-    """Run all hooks that are asked for."""
+    """Run all hooks that `SPY_HOOKS` names."""
     for name in os.environ["SPY_HOOKS"].split(","):
         globals()[name]()
 
@@ -51,9 +50,9 @@ def slow() -> None:
 
 
 def script_clock() -> None:
-    """Let a step of replica r last exactly `SPY_FACTORS[r]` seconds of the engine's clock.
+    """Make a step of replica r last exactly `SPY_FACTORS[r]` seconds by the engine's clock.
 
-    With `SPY_JITTER`, only on rank 0 of the replica: by the others' clocks it lasts longer.
+    With `SPY_JITTER` that holds on rank 0 of the replica, and the other ranks' clocks run faster.
     """
     from megatron_edit.method.clock import PhaseClock
 
@@ -74,7 +73,7 @@ def script_clock() -> None:
 
 
 def linger() -> None:
-    """Let each call of what `SPY_LINGER` names take 100 s of the scripted clock."""
+    """Make each call of the functions in `SPY_LINGER` take 100 s by the scripted clock."""
 
     def lingering(function: Any) -> Any:
         @wraps(function)
@@ -91,7 +90,7 @@ def linger() -> None:
 
 
 def shift_clocks() -> None:
-    """Set the clocks of replica 1 an hour forward: of the day, and since the start."""
+    """Set the wall clock and the monotonic clock of replica 1 an hour forward."""
     if _replica() != 1:
         return
     from megatron_edit.method.clock import PhaseClock
@@ -120,17 +119,17 @@ def on_the_victim(action: Any) -> None:
 
 
 def signal_one() -> None:
-    """Send SIGTERM to replica 1."""
+    """Send SIGTERM to replica 1 in step `SPY_STEP`."""
     on_the_victim(lambda: os.kill(os.getpid(), signal.SIGTERM))
 
 
 def kill_one() -> None:
-    """Kill the process of replica 1."""
+    """Kill the process of replica 1 in step `SPY_STEP`."""
     on_the_victim(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def expire_one() -> None:
-    """Let the allotted minute of replica 1 be over."""
+    """Make the `--exit-duration-in-mins` of replica 1 elapse in step `SPY_STEP`."""
 
     def expire() -> None:
         import megatron.training.training as training
@@ -147,7 +146,7 @@ def signal_soon() -> None:
 
 
 def expire_soon() -> None:
-    """Let the allotted minute of replica 1 be over a second after it has begun step `SPY_STEP`."""
+    """Make that duration elapse a second after replica 1 has begun step `SPY_STEP`."""
 
     def expire() -> None:
         import megatron.training.training as training
@@ -158,12 +157,12 @@ def expire_soon() -> None:
 
 
 def freeze() -> None:
-    """Stop this process for good: only the end of the test wakes it, by killing it."""
+    """Stop this process permanently, until the test ends and kills it."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def hang_one() -> None:
-    """Let the main thread of replica 1 hang for good, while its other threads go on."""
+    """Make the main thread of replica 1 hang permanently while its other threads run on."""
     on_the_victim(lambda: time.sleep(3600))
 
 
@@ -186,7 +185,7 @@ def freeze_in_exchange() -> None:
 
 
 def evaluate_slowly() -> None:
-    """Let each batch of an evaluation last a second on replica 1."""
+    """Make each batch of an evaluation take a second on replica 1."""
     in_evaluations(lambda: time.sleep(1))
 
 
@@ -209,13 +208,13 @@ def in_evaluations(action: Any) -> None:
 
 
 def pause_one() -> None:
-    """Stop the process of replica 1, and let it go on after 10 seconds."""
+    """Stop the process of replica 1 for 10 seconds."""
     script = "kill -STOP $0; sleep 10; kill -CONT $0"
     on_the_victim(lambda: subprocess.Popen(["bash", "-c", script, str(os.getpid())]))
 
 
 def hash_slowly() -> None:
-    """Let the first rank of all take a second for each file of a save that is not a stop's."""
+    """Make the first rank of all take a second per file, except in a save caused by a stop."""
     import megatron_edit.host.checkpoint.committing as committing
     from megatron_edit.checkpoint.folder import STOP
 
@@ -229,8 +228,8 @@ def hash_slowly() -> None:
     committing.record_of = slowed  # type: ignore[attr-defined]
 
 
-def lose_a_part() -> None:
-    """Let the last rank of all fail to read back its part of the first `SPY_LOST` saves."""
+def fail_readback() -> None:
+    """Make the last rank of all fail to read back its files of the first `SPY_LOST` saves."""
     import megatron_edit.host.checkpoint.committing as committing
 
     record_of = committing.record_of  # type: ignore[attr-defined]
@@ -253,7 +252,7 @@ def record_consumed() -> None:
     sample, load = AssignedSampler.__iter__, AssignedLoader.__iter__
 
     def spied_sampler(self: AssignedSampler) -> Iterator[list[int]]:
-        waiting.clear()  # what was read ahead and never delivered
+        waiting.clear()  # batches that were read ahead and never delivered
         for indices in sample(self):
             waiting.append(indices)
             yield indices
@@ -269,7 +268,7 @@ def record_consumed() -> None:
 
 
 def record_spy() -> None:
-    """What `spy.record` records: the parameters at the end, above all."""
+    """Run `spy.record`, which records the final parameters, among others."""
     from tests.host.spy import record
 
     record()

@@ -14,7 +14,7 @@ CALLS, ARTIFACTS = "wandb.json", "wandb-artifacts.json"
 
 class _Settings:
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing is kept."""
+        """Ignore the values."""
 
 
 class _Artifact:
@@ -22,17 +22,17 @@ class _Artifact:
         self.name, self.reference = name, ""
 
     def add_reference(self, uri: str, *, checksum: bool) -> None:
-        """By its name alone: nobody looks."""
+        """Keep the reference; without a checksum the file is not read."""
         assert not checksum
         self.reference = uri
 
     def add_file(self, path: str) -> None:
-        """It is read at once."""
+        """Read the file."""
         Path(path).read_bytes()
 
 
 class Wandb(types.ModuleType):
-    """What Megatron and we call of it. Steps must not decrease: the real one drops such values."""
+    """The calls that we use. Steps must not decrease: the real module drops such values."""
 
     def __init__(self) -> None:
         super().__init__("wandb")
@@ -43,11 +43,11 @@ class Wandb(types.ModuleType):
         self.entity = self.project = "p"
 
     def init(self, **kwargs: Any) -> None:
-        """Begin."""
+        """Start the run."""
         self.run = self
 
     def log(self, values: dict[str, Any], step: int) -> None:
-        """Take scalars."""
+        """Record scalars."""
         if self.run is None:
             raise RuntimeError("log after finish")
         if self.calls and step < self.calls[-1][1]:
@@ -55,20 +55,20 @@ class Wandb(types.ModuleType):
         self.calls.append(({name: float(value) for name, value in values.items()}, step))
 
     def Artifact(self, name: str, **kwargs: Any) -> _Artifact:
-        """Begin one."""
+        """Create an artifact."""
         return _Artifact(name)
 
     def log_artifact(self, artifact: _Artifact, aliases: list[str]) -> None:
-        """Take one: what it refers to, and the names that it goes by."""
+        """Record the reference and the aliases of an artifact."""
         self.artifacts.append([artifact.reference, *aliases])
 
     def finish(self) -> None:
-        """End; write down what came."""
+        """End the run and write its calls and artifacts to files."""
         self.run = None
         (Path(os.environ["SPY_WANDB"]) / CALLS).write_text(json.dumps(self.calls))
         (Path(os.environ["SPY_WANDB"]) / ARTIFACTS).write_text(json.dumps(self.artifacts))
 
 
 def stub() -> None:
-    """A `before` hook: there is a module `wandb`."""
+    """A `before` hook: install the stand-in as the module `wandb`."""
     sys.modules["wandb"] = Wandb()

@@ -1,4 +1,4 @@
-"""A-EDiT on real Megatron: replicas at their own speeds, disturbed in every way."""
+"""A-EDiT on real Megatron: replicas at different speeds, and disturbances of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run_timed(
     folder: Path, world_size: int, num_replicas: int, hooks: str, env: dict[str, str],
     **flags: Any,
 ) -> EditRun:  # fmt: skip
-    """An A-EDiT run with hooks; all ranks must end with 0."""
+    """Run A-EDiT with hooks; all ranks must exit with 0."""
     return run_edit(
         folder, world_size, num_replicas, before=HOOKS, env={"SPY_HOOKS": hooks, **env},
         **{**AEDIT, **flags},
@@ -31,7 +31,7 @@ def run_timed(
 
 
 def consumed(folder: Path, world_size: int) -> list[int]:
-    """Samples that all ranks consumed; ranks without a loader have none."""
+    """Return the samples that all ranks consumed; ranks without a loader have none."""
     files = (folder / f"consumed-{rank}.json" for rank in range(world_size))
     return [
         index
@@ -43,14 +43,14 @@ def consumed(folder: Path, world_size: int) -> list[int]:
 
 
 def assert_equal_replicas(run: EditRun, num_replicas: int) -> None:
-    """The same digest on all replicas, after every sync."""
+    """Check that all replicas have the same digest after every sync."""
     first = run.digests(0)
     assert first and None not in first
     assert all(run.digests(replica) == first for replica in range(1, num_replicas))
 
 
-def test_no_clock_cuts_the_final_round(tmp_path: Path) -> None:
-    """Each replica makes the run that it was given, longer than the interval (method 5)."""
+def test_final_round_is_not_ended_by_clock(tmp_path: Path) -> None:
+    """Each replica trains all steps assigned to it, for longer than the interval (method 5)."""
     run = run_timed(
         tmp_path, 2, 2, "script_clock", {"SPY_FACTORS": "[1, 1]"}, train_iters=30,
         global_batch_size=4, edit_sync_seconds=6,
@@ -61,7 +61,7 @@ def test_no_clock_cuts_the_final_round(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.system)])
 def test_unequal_speeds_consume_every_sample_once(tmp_path: Path, workers: int) -> None:
-    """Replicas 1x, 2x and 5x: catches a block dealt twice, lost, or read ahead and never used."""
+    """Step times 1x, 2x, 5x. Would catch a block assigned twice, lost, or read ahead and unused."""
     run = run_timed(
         tmp_path, 3, 3, "script_clock,record_consumed", {"SPY_FACTORS": "[1, 2, 5]"},
         train_iters=40, global_batch_size=12, micro_batch_size=2, edit_sync_seconds=10,
@@ -76,7 +76,7 @@ def test_unequal_speeds_consume_every_sample_once(tmp_path: Path, workers: int) 
     ]
 
 
-def test_data_parallel_ranks_inside_a_replica_share_the_blocks(tmp_path: Path) -> None:
+def test_data_parallel_ranks_split_each_block(tmp_path: Path) -> None:
     """D = 2 with accumulation: a block is split over ranks and micro-batches. With step weights,
     and the timers in Megatron's log."""
     run = run_timed(
@@ -94,8 +94,8 @@ def test_data_parallel_ranks_inside_a_replica_share_the_blocks(tmp_path: Path) -
     assert all(f"{name} ..." in run.result.ranks[1].stdout for name in names), run.result.ranks[1]
 
 
-def test_equal_speeds_are_edit(tmp_path: Path) -> None:
-    """With 5 steps to the round on every replica: the same losses as `edit` with tau 5."""
+def test_equal_speeds_match_edit_losses(tmp_path: Path) -> None:
+    """With 5 steps per round on every replica, the losses are those of `edit` with tau 5."""
     flags: Flags = {"train_iters": 62, "global_batch_size": 4}
     timed, counted = tmp_path / "a-edit", tmp_path / "edit"
     timed.mkdir()
@@ -115,8 +115,8 @@ def test_equal_speeds_are_edit(tmp_path: Path) -> None:
     assert rates[0][:50] == rates[1][:50]
 
 
-def test_a_replica_far_too_slow_gets_nothing_in_the_final_round(tmp_path: Path) -> None:
-    """It meets at once, twice in a row, with weight 0."""
+def test_very_slow_replica_gets_no_block_in_final_round(tmp_path: Path) -> None:
+    """It joins the last meeting without a step, with weight 0."""
     run = run_timed(
         tmp_path, 4, 4, "script_clock,record_consumed", {"SPY_FACTORS": "[1, 1, 1, 30]"},
         train_iters=16, global_batch_size=8, micro_batch_size=2, edit_sync_seconds=20,
@@ -126,12 +126,12 @@ def test_a_replica_far_too_slow_gets_nothing_in_the_final_round(tmp_path: Path) 
     assert sorted(consumed(tmp_path, 4)) == list(range(16 * 8))
     assert [line["inner_steps"] for line in run.syncs] == [[14, 14, 14, 2], [4, 4, 4, 0]]
     assert all(weights[3] == 0.0 for weights in run.syncs[1]["weights"])
-    # The evaluation fell due at the first sync, from which one replica went straight on.
+    # The evaluation was due at the first sync, after which one replica had no step left.
     assert run.result.ranks[0].stdout.count("validation loss at iteration 16 |") == 1
 
 
 def test_short_rounds_are_extended(tmp_path: Path) -> None:
-    """Below the least number of steps of all replicas the round goes on, without an outer step."""
+    """A round with fewer steps than `--edit-min-round-steps` continues without an outer step."""
     run = run_timed(
         tmp_path, 2, 2, "script_clock", {"SPY_FACTORS": "[1, 2]"}, train_iters=40,
         global_batch_size=4, edit_sync_seconds=4, edit_min_round_steps=10,
@@ -140,8 +140,8 @@ def test_short_rounds_are_extended(tmp_path: Path) -> None:
     assert run.syncs[0]["inner_steps"] == [8, 4]
 
 
-def test_learning_rates_meet_at_every_sync(tmp_path: Path) -> None:
-    """All replicas start a round where the samples of all together stand in the schedule."""
+def test_learning_rates_are_equal_after_every_sync(tmp_path: Path) -> None:
+    """All replicas start a round at the schedule position of all consumed samples."""
     run = run_timed(
         tmp_path, 2, 2, "script_clock", {"SPY_FACTORS": "[1, 3]"}, train_iters=24,
         global_batch_size=4, edit_sync_seconds=6, lr_decay_style="linear", lr=1e-2, min_lr=0,
@@ -156,13 +156,13 @@ def test_learning_rates_meet_at_every_sync(tmp_path: Path) -> None:
 
 
 def _steps_at(run: EditRun, round_: int) -> list[int]:
-    """Steps of each replica by the end of a round; two of warm-up."""
+    """Return the steps of each replica by the end of a round, with two of warm-up."""
     counts = [line["inner_steps"] for line in run.syncs[:round_]]
     return [2 + sum(column) for column in zip(*counts, strict=True)]
 
 
-def test_evaluation_and_exit_count_samples_of_all(tmp_path: Path) -> None:
-    """At the first sync beyond a multiple of the interval: the same one on all replicas."""
+def test_evaluation_and_exit_count_samples_of_all_replicas(tmp_path: Path) -> None:
+    """Both happen at the first sync beyond a multiple of the interval, on all replicas."""
     run = run_timed(
         tmp_path, 2, 2, "script_clock", {"SPY_FACTORS": "[1, 4]"}, train_iters=60,
         global_batch_size=4, edit_sync_seconds=8, eval_interval=10, eval_iters=1, exit_interval=30,
@@ -175,9 +175,9 @@ def test_evaluation_and_exit_count_samples_of_all(tmp_path: Path) -> None:
     assert "exiting program at iteration" in text
 
 
-def test_without_warm_up_and_evaluated_at_the_switch(tmp_path: Path) -> None:
-    """W = 0, and an evaluation due at the very step of the switch. Without a warm-up, a round of 4
-    is followed by a final one of 8, at whose end the third evaluation is due with the second."""
+def test_evaluation_at_switch_and_without_warmup(tmp_path: Path) -> None:
+    """W = 0, and an evaluation due exactly at the switch. Without a warm-up, a round of 4 steps is
+    followed by a final one of 8, at the end of which the second and third evaluation are due."""
     flags: Flags = {
         "train_iters": 12,
         "global_batch_size": 4,
@@ -200,9 +200,9 @@ def test_without_warm_up_and_evaluated_at_the_switch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "sync_mode", [pytest.param("blocking", marks=pytest.mark.system), "overlap"]
 )
-def test_tp_and_pp_replicas_at_their_own_speeds(tmp_path: Path, sync_mode: str) -> None:
-    """TP2 x PP2, two replicas: rank 0's clock decides for all ranks of a replica, whose own
-    clocks run two to four times as fast. Catches a rank that trusts its own."""
+def test_rank_0_clock_decides_for_tp_pp_replica(tmp_path: Path, sync_mode: str) -> None:
+    """TP2 x PP2, two replicas; the clocks of the other ranks run two to four times as fast as rank
+    0's. Would catch a rank that decides by its own clock."""
     gather = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 20000}
     run = run_timed(
         tmp_path, 8, 2, "script_clock,record_consumed",
@@ -223,8 +223,8 @@ def _of_rank(folder: Path, rank: int) -> list[int]:
 
 
 @pytest.mark.system
-def test_a_paused_replica_and_clocks_an_hour_apart(tmp_path: Path) -> None:
-    """SIGSTOP for 10 s in the middle of a round: the others wait for it, and nothing breaks."""
+def test_paused_replica_and_clock_offset_are_tolerated(tmp_path: Path) -> None:
+    """After a SIGSTOP of 10 s within a round the other replica waits, and training continues."""
     run = run_timed(
         tmp_path, 2, 2, "slow,shift_clocks,pause_one,record_consumed",
         {"SPY_SLEEP": "[0.01, 0.01]", "SPY_STEP": "30"}, train_iters=80, global_batch_size=4,
@@ -236,9 +236,9 @@ def test_a_paused_replica_and_clocks_an_hour_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_straggler_costs_no_quality(tmp_path: Path) -> None:
+def test_straggler_keeps_validation_loss(tmp_path: Path) -> None:
     """Real text, one of three replicas four times slower: at equal samples the validation loss
-    is that of EDiT; with equal speeds the loss curve is, too."""
+    is that of EDiT. With equal speeds the loss curve is that of EDiT, too."""
     corpus = tmp_path / "corpus"
     script = REPOSITORY / "scripts" / "prepare_corpus.py"
     argv = [sys.executable, str(script), "--output-dir", str(corpus)]
@@ -270,7 +270,7 @@ def test_a_straggler_costs_no_quality(tmp_path: Path) -> None:
 
 
 def _smoothed_losses(run: EditRun, window: int = 30) -> list[float]:
-    """Means over the replicas and over a window: the final round deals the samples in another
+    """Return means over the replicas and over windows, as the final round has another sample
     order."""
     curves = [[x["loss"] for x in run.lines(f"replica-{r}.jsonl") if "loss" in x] for r in range(3)]
     means = [sum(losses) / 3 for losses in zip(*curves, strict=True)]

@@ -1,4 +1,4 @@
-"""A-EDiT where its clock must stand still, and where time or samples run out."""
+"""A-EDiT when its clock must be stopped, and when time or samples run out."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tests.reference.ledger import SlowLedger
 @pytest.mark.parametrize(
     "called", ["evaluate", "save_checkpoint", "build_train_valid_test_datasets"]
 )
-def test_what_is_no_training_takes_no_time(tmp_path: Path, called: str) -> None:
-    """Steps of 1 s, no warm-up, 100 s in each call: catches a clock that runs on during
-    evaluations, saves, or the making of data sets. Any of them would cut the next round short."""
+def test_clock_stops_outside_training_steps(tmp_path: Path, called: str) -> None:
+    """Steps of 1 s, no warm-up, 100 s in each call. Would catch a clock that runs during
+    evaluations, saves, or the building of datasets, which would shorten the next round."""
     env = {"SPY_FACTORS": "[1, 1]", "SPY_LINGER": f"megatron.training.training.{called}"}
     run = run_timed(
         tmp_path, 2, 2, "script_clock,linger", env,
@@ -28,9 +28,9 @@ def test_what_is_no_training_takes_no_time(tmp_path: Path, called: str) -> None:
     assert [line["inner_steps"] for line in run.syncs] == [[4, 4], [4, 4], [4, 4], [8, 8]]
 
 
-def test_samples_follow_the_ledger_at_speeds_far_apart(tmp_path: Path) -> None:
-    """1x and 8x, and a training given in samples, the last of which make no batch: each replica
-    consumed the blocks that a slow ledger deals it by the step counts of `sync.jsonl`."""
+def test_samples_match_reference_ledger_at_unequal_speeds(tmp_path: Path) -> None:
+    """Step times 1x and 8x, and `--train-samples` that end with an incomplete batch: each replica
+    consumes the blocks that `SlowLedger` assigns by the step counts of `sync.jsonl`."""
     run = run_timed(
         tmp_path, 2, 2, "script_clock,record_consumed", {"SPY_FACTORS": "[1, 8]"},
         train_iters=None, train_samples=40 * 4 + 3, global_batch_size=4, edit_sync_seconds=16,
@@ -39,8 +39,8 @@ def test_samples_follow_the_ledger_at_speeds_far_apart(tmp_path: Path) -> None:
     assert run.syncs[0]["inner_steps"] == [16, 2]
     ledger, expected = SlowLedger(2, 80, consumed=4), [[0, 2], [1, 3]]  # two steps of warm-up
     for line in run.syncs:
-        for blocks, dealt, steps in zip(expected, ledger.dealt, line["inner_steps"], strict=True):
-            blocks += dealt[:steps]
+        for blocks, mine, steps in zip(expected, ledger.assigned, line["inner_steps"], strict=True):
+            blocks += mine[:steps]
         ledger.next_round(line["inner_steps"])
     for replica, blocks in enumerate(expected):
         batches = json.loads((tmp_path / f"consumed-{replica}.json").read_text())
@@ -48,8 +48,8 @@ def test_samples_follow_the_ledger_at_speeds_far_apart(tmp_path: Path) -> None:
     assert ledger.consumed == set(range(80))
 
 
-def test_the_time_of_one_replica_is_over(tmp_path: Path) -> None:
-    """In a round, while the fast one may wait: both end at steps of their own, with 0."""
+def test_exit_duration_on_one_replica_ends_all(tmp_path: Path) -> None:
+    """Within a round, while one may wait, both stop at their own next step, with exit code 0."""
     run = run_timed(
         tmp_path, 2, 2, "slow,expire_one", {"SPY_SLEEP": "[0.01, 0.05]", "SPY_STEP": "17"},
         train_iters=5000, global_batch_size=4, edit_sync_seconds=0.5, exit_duration_in_mins=30,
@@ -61,9 +61,9 @@ def test_the_time_of_one_replica_is_over(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["a-edit", "edit"])
 @pytest.mark.parametrize("warmup", [100, 5])
-def test_a_target_that_has_passed(tmp_path: Path, strategy: str, warmup: int) -> None:
-    """Ten steps of warm-up are saved, five are wanted: training is over, and ends with 0. With
-    a warm-up of five local training begins when they load, and nothing follows."""
+def test_resume_past_train_iters_trains_no_step(tmp_path: Path, strategy: str, warmup: int) -> None:
+    """The checkpoint has ten steps of warm-up and `--train-iters` is 5: the run exits with 0. With a
+    warm-up of 5, local training begins at the load, and no step follows."""
     flags: Flags = {"global_batch_size": 4, "lr_decay_iters": 10} | (
         AEDIT if strategy == "a-edit" else {}
     )

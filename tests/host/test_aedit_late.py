@@ -1,4 +1,4 @@
-"""A-EDiT with fragments, delays and wire types: late landings at steps of each replica's own."""
+"""A-EDiT with fragments, delays and wire types: late landings, at a different step per replica."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ VARIANTS: dict[str, Flags] = {
     "name", [pytest.param(n, marks=[] if n == "all" else [pytest.mark.full]) for n in VARIANTS]
 )
 def test_late_landings_at_unequal_speeds(tmp_path: Path, name: str) -> None:
-    """Replicas 1x, 2x and 5x: catches a hang between a meeting and an exchange, a unit that lands
-    twice, a sample dealt twice, and replicas that end apart."""
+    """Step times 1x, 2x and 5x. Would catch a hang between a meeting and an exchange, a unit that
+    lands twice, a sample assigned twice, and replicas that differ in the end."""
     run = run_timed(
         tmp_path, 3, 3, "script_clock,record_consumed,record_spy", {"SPY_FACTORS": "[1, 2, 5]"},
         train_iters=40, global_batch_size=12, micro_batch_size=2, edit_sync_seconds=10,

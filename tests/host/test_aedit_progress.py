@@ -1,4 +1,4 @@
-"""A-EDiT's progress: one number, of all replicas together, wherever people read one."""
+"""A-EDiT's progress: the same iteration of all replicas together in every output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RUN: Flags = {
     "train_iters": TRAIN_ITERS, "global_batch_size": BATCH, "micro_batch_size": 2,
     "edit_sync_seconds": 12, "edit_warmup_steps": 4, "log_interval": 5,
 }  # fmt: skip
-UNEQUAL = {"SPY_FACTORS": "[1, 2]"}  # seconds of a step: replica 0 makes 79, replica 1 41
+UNEQUAL = {"SPY_FACTORS": "[1, 2]"}  # seconds per step: replica 0 makes 79 steps, replica 1 41
 LINE = re.compile(r" iteration +(\d+)/ +(\d+) \| consumed samples: +(\d+) \|")
 NUMBERS = {
     "sync": re.compile(r"\[edit\] sync \d+ after iteration (\d+)"),
@@ -30,22 +30,22 @@ NUMBERS = {
 
 
 def console(run: EditRun) -> str:
-    """What replica 0 printed."""
+    """Return the output of replica 0."""
     return run.result.ranks[0].stdout
 
 
 def log_lines(run: EditRun) -> list[tuple[int, int, int]]:
-    """Iteration, of how many, and consumed samples, in each of Megatron's log lines."""
+    """Return iteration, total iterations and consumed samples of each of Megatron's log lines."""
     return [(int(x[1]), int(x[2]), int(x[3])) for x in LINE.finditer(console(run))]
 
 
 def numbers(run: EditRun, kind: str) -> list[int]:
-    """Iterations in the console's lines of a kind."""
+    """Return the iterations in the console lines of a kind."""
     return [int(found) for found in NUMBERS[kind].findall(console(run))]
 
 
 def assert_one_number(run: EditRun, start: int = 0) -> None:
-    """Console and event files count whole global batches of all replicas, without a step back."""
+    """Check that console and event files count global batches of all replicas, never decreasing."""
     found = [int(x[1]) for x in re.finditer(r"(?: |at |after )iteration +(\d+)(?:/| \|)",
                                             console(run))]  # fmt: skip
     assert found == sorted(found) and start < found[0] and found[-1] <= TRAIN_ITERS
@@ -66,9 +66,9 @@ def assert_one_number(run: EditRun, start: int = 0) -> None:
         assert steps == list(range(steps[0], steps[0] + len(steps)))
 
 
-def test_console_and_event_files_show_one_number(tmp_path: Path) -> None:
-    """Catches a line that shows replica 0's own 79 steps, or samples that nobody consumed, and
-    an evaluation or checkpoint under another number than the sync that it came with."""
+def test_console_and_event_files_show_same_iteration(tmp_path: Path) -> None:
+    """Would catch a line that shows replica 0's own 79 steps, or samples that no replica consumed,
+    and an evaluation or checkpoint with another iteration than the sync at which it happened."""
     run = run_timed(
         tmp_path, 2, 2, "script_clock", UNEQUAL, save=tmp_path / "saves", save_interval=20,
         eval_interval=20, eval_iters=1, log_throughput=True, timing_log_level=1, **RUN,
@@ -81,16 +81,16 @@ def test_console_and_event_files_show_one_number(tmp_path: Path) -> None:
     assert log_lines(run)[-1] == (TRAIN_ITERS, TRAIN_ITERS, TRAIN_ITERS * BATCH)
     assert f"validation loss at iteration {TRAIN_ITERS} on test set" in console(run)
     own = [x["replica_step"] for x in run.lines("replica-0.jsonl") if "loss" in x]
-    assert own[-1] > TRAIN_ITERS  # a test of something: replica 0 makes more steps than that
+    assert own[-1] > TRAIN_ITERS  # replica 0 makes more steps than that, so the test is not vacuous
     watched = MonitoredRun(tmp_path)
     watched.poll()
     assert (watched.iteration, watched.progress) == (TRAIN_ITERS, 1.0)
     assert [replica.step for replica in watched.replicas] == [own[-1], 2 * TRAIN_ITERS - own[-1]]
 
 
-def test_times_are_of_iterations_of_all_replicas(tmp_path: Path) -> None:
-    """Lines' times per iteration, times the iterations between them, are the time that passed.
-    Catches times of replica 0's own steps: its steps are a third shorter."""
+def test_logged_times_are_per_global_iteration(tmp_path: Path) -> None:
+    """The logged time per iteration multiplied by the iterations between lines is the elapsed time.
+    Would catch times of replica 0's own steps, which are a third shorter."""
     run = run_timed(
         tmp_path, 2, 2, "script_clock,slow", {**UNEQUAL, "SPY_SLEEP": "[0.05, 0.05]"}, **RUN
     )
@@ -105,9 +105,9 @@ def test_times_are_of_iterations_of_all_replicas(tmp_path: Path) -> None:
     assert abs(spent - (at[-1] - at[1])) < 0.1 * (at[-1] - at[1])
 
 
-def test_a_resumed_run_goes_on_with_its_numbers(tmp_path: Path) -> None:
-    """Stopped in the middle of a round, and resumed: catches a count of the launch, or of this
-    replica, and a stop that names another iteration than its checkpoint."""
+def test_resumed_run_continues_iteration_numbers(tmp_path: Path) -> None:
+    """Stopped within a round and resumed. Would catch iterations counted from the launch or of one
+    replica only, and a stop message with another iteration than its checkpoint."""
     saves, again = tmp_path / "saves", tmp_path / "again"
     again.mkdir()
     first = run_timed(
@@ -117,7 +117,7 @@ def test_a_resumed_run_goes_on_with_its_numbers(tmp_path: Path) -> None:
     assert_one_number(first)
     (stopped,) = numbers(first, "complete")
     assert numbers(first, "saving") == [stopped]
-    said = re.findall(r"stopping after iteration (\d+)", console(first))  # where no meeting told it
+    said = re.findall(r"stopping after iteration (\d+)", console(first))  # absent if a meeting reported it
     assert said in ([], [str(stopped)])
     entries: list[dict[str, Any]] = _manifest(saves)["replicas"]
     assert sum(entry["samples"] for entry in entries) // BATCH == stopped

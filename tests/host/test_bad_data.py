@@ -1,4 +1,4 @@
-"""Random tokens on one replica of a real training: left out because of its loss."""
+"""A replica that trains on random tokens is rejected because of its loss."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.harness import Flags
 from tests.host.layouts import GATHER, LAYOUTS
-from tests.host.runs import EditRun, kept_run, run_edit
+from tests.host.runs import EditRun, cached_run, run_edit
 
 HOOK = "tests.host.spy_bad_data:feed_random_tokens"
 # Two steps of warm-up, a sync every three: after steps 5, 8, ..., 29 there are nine values.
@@ -23,13 +23,13 @@ SETTINGS: Flags = {
 
 
 def bursts(folder: Path, **flags: Any) -> EditRun:
-    """Three replicas of a rank, of which number 1 gets the burst."""
+    """Train three replicas of one rank each; replica 1 gets the burst of random tokens."""
     env = {"SPY_BURST": json.dumps(BURST)}
     return run_edit(folder, REPLICAS, REPLICAS, before=HOOK, env=env, **{**SETTINGS, **flags})
 
 
 def rejected(run: EditRun) -> list[tuple[int, int]]:
-    """Iteration and replica of everything that was left out, which must be of all units."""
+    """Return iteration and replica of each rejection; checks that it concerns all units."""
     found = []
     for line in run.syncs:
         for replica, reasons in enumerate(zip(*line["why"], strict=True)):
@@ -39,10 +39,10 @@ def rejected(run: EditRun) -> list[tuple[int, int]]:
     return found
 
 
-def test_burst_is_left_out_within_a_round() -> None:
-    """Catches: bad data that reach the anchor, clean replicas that are left out."""
-    run = kept_run(bursts, save_interval=34)
-    # The loss of step 33, the first bad one, is told at the sync after step 35, of 36 at 38.
+def test_bad_data_burst_is_rejected_within_a_round() -> None:
+    """Would catch bad data that reach the anchor, and clean replicas that are rejected."""
+    run = cached_run(bursts, save_interval=34)
+    # The first bad loss, of step 33, is reported at the sync after step 35, that of step 36 at 38.
     assert rejected(run) == [(35, 1), (38, 1)]
     line = next(line for line in run.syncs if line["iteration"] == 35)
     assert line["loss_z"][1] > 6 and line["round_loss"][1] > max(line["round_loss"][::2]) + 0.1
@@ -51,16 +51,16 @@ def test_burst_is_left_out_within_a_round() -> None:
     assert run.digests(0) == run.digests(1) == run.digests(2)
 
 
-def test_clean_data_are_never_left_out(tmp_path: Path) -> None:
-    """Catches: a check that fires at the noise of a training."""
+def test_clean_data_are_never_rejected(tmp_path: Path) -> None:
+    """Would catch a check that reacts to the noise of training losses."""
     run = run_edit(tmp_path, REPLICAS, REPLICAS, **SETTINGS)
     assert rejected(run) == []
     assert all(None not in line["loss_z"] for line in run.syncs if line["round"] > 8)
 
 
-def test_resume_inside_a_burst(tmp_path: Path) -> None:
-    """From the middle of the first bad round: the same history, scores and decisions."""
-    whole = kept_run(bursts, save_interval=34)
+def test_resume_within_burst_repeats_decisions(tmp_path: Path) -> None:
+    """Resuming within the first bad round gives the same loss history, scores and decisions."""
+    whole = cached_run(bursts, save_interval=34)
     resumed = run_edit(
         tmp_path, REPLICAS, REPLICAS, before=HOOK, load=whole.folder / "saves", ckpt_step=34,
         env={"SPY_BURST": json.dumps(BURST), "SPY_FIRST_STEP": "35"}, **SETTINGS,
@@ -74,8 +74,8 @@ def test_resume_inside_a_burst(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-def test_pipeline_stages_decide_alike(tmp_path: Path) -> None:
-    """Only the last stage knows losses: catches stages of which one leaves a replica out."""
+def test_pipeline_stages_reject_same_replica(tmp_path: Path) -> None:
+    """Only the last stage has losses. Would catch a rejection by some of the stages only."""
     ranks, flags = LAYOUTS["pp2"]
     run = run_edit(
         tmp_path, 2 * ranks, 2, before=HOOK, env={"SPY_BURST": json.dumps(BURST)},

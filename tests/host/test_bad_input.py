@@ -19,13 +19,13 @@ CASES: dict[str, tuple[Flags, str, str]] = {
     "clock": ({"edit_sync_seconds": 5}, "--edit-sync-seconds 5", "no effect with --edit-strategy"),
     "count": ({"edit_strategy": "a-edit"}, "--edit-sync-interval 3", "no effect with"),
     "cyclic": ({"edit_strategy": "a-edit", "edit_sync_interval": 128,
-                "dataloader_type": "cyclic"}, "--dataloader-type cyclic", "blocks be dealt"),
+                "dataloader_type": "cyclic"}, "--dataloader-type cyclic", "blocks to be assigned"),
     "ramp-up": ({"edit_strategy": "a-edit", "edit_sync_interval": 128,
                  "rampup_batch_size": [4, 4, 100]}, "--rampup-batch-size", "what a step consumes"),
     "rendezvous": ({"edit_replica_id": 0}, "--edit-replica-id 0", "needs --edit-rendezvous"),
     "batch": ({"global_batch_size": 9}, "--global-batch-size 9", "--edit-num-replicas 2"),
     "micro-batch": ({"global_batch_size": 6}, "--global-batch-size 6", "multiple of micro-batch"),
-    "main-fp16": ({"main_params_dtype": "fp16"}, "--main-params-dtype fp16", "what a sync gives"),
+    "main-fp16": ({"main_params_dtype": "fp16"}, "--main-params-dtype fp16", "result of a sync"),
     "gather-with-step": ({"overlap_param_gather_with_optimizer_step": True},
                          "--overlap-param-gather-with-optimizer-step", "before a sync"),
     "megatron-fsdp": ({"use_megatron_fsdp": True}, "--use-megatron-fsdp", "own parameter buffers"),
@@ -47,22 +47,22 @@ CASES: dict[str, tuple[Flags, str, str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_refused_before_training(tmp_path: Path, case: str) -> None:
+def test_invalid_flags_are_refused_before_training(tmp_path: Path, case: str) -> None:
     """Exit code 2; one line with value, rule and remedy; no traceback; nothing trained."""
     overrides, value, rule = CASES[case]
     argv = edit_flags(2, **overrides)
-    ranks = train(argv, 2, before="tests.host.spy:hurry", check=False).ranks
-    # A folder or a GPU may be missing on one host only: there each rank speaks for itself.
-    _assert_refused(ranks, value, rule, is_one_voice=case not in ("log-dir", "cuda"))
+    ranks = train(argv, 2, before="tests.host.spy:shorten_grace", check=False).ranks
+    # A folder or a GPU may be missing on one host only: in these cases each rank reports the error.
+    _assert_refused(ranks, value, rule, is_reported_once=case not in ("log-dir", "cuda"))
 
 
-def test_a_corpus_that_one_host_lacks(tmp_path: Path) -> None:
-    """All ranks end with the line of the one that looked. Would catch: a rank that goes on and
-    waits for the other, or one that leaves without a word."""
+def test_corpus_missing_on_one_host_is_refused(tmp_path: Path) -> None:
+    """All ranks exit, with one line from the rank that checked the file. Would catch a rank that
+    continues and waits for the other, or no message."""
     write_corpus(tmp_path / "corpus")
     flags: Flags = {"mock_data": None, "data_path": "corpus", "split": "90,10,0"}
     done = train(
-        edit_flags(2, **flags), 2, before="tests.host.spy:second_host", check=False, cwd=tmp_path
+        edit_flags(2, **flags), 2, before="tests.host.spy:simulate_second_host", check=False, cwd=tmp_path
     )
     assert [rank.returncode for rank in done.ranks] == [2, 2]
     lines = [x for r in done.ranks for x in r.stderr.splitlines() if "megatron_edit: " in x]
@@ -76,15 +76,15 @@ def test_a_corpus_that_one_host_lacks(tmp_path: Path) -> None:
         ("remove_symbol", "megatron-core 0.19", "training_log is missing"),
     ],
 )
-def test_unsupported_hosts_are_refused(hook: str, value: str, rule: str) -> None:
-    """A host that we do not know is an error that names it, never a silent no-op."""
+def test_unsupported_megatron_is_refused(hook: str, value: str, rule: str) -> None:
+    """An unknown Megatron version or API is an error that names it, never a silent no-op."""
     ranks = train(edit_flags(2), 2, before=f"tests.host.spy:{hook}", check=False).ranks
-    # One machine alone may have it, and the ranks have not met: each rank speaks for itself.
-    _assert_refused(ranks, value, rule, is_one_voice=False)
+    # One host alone may have it, and no process group exists yet: each rank reports the error.
+    _assert_refused(ranks, value, rule, is_reported_once=False)
 
 
 def _assert_refused(
-    ranks: list[RankResult], value: str, rule: str, *, is_one_voice: bool = True
+    ranks: list[RankResult], value: str, rule: str, *, is_reported_once: bool = True
 ) -> None:
     assert [rank.returncode for rank in ranks] == [2] * len(ranks)
     lines = ranks[0].stderr.splitlines()
@@ -92,13 +92,13 @@ def _assert_refused(
     assert value in lines[0] and rule in lines[0]
     assert lines[0].count("; ") >= 1  # the remedy
     assert all("Traceback" not in rank.stderr for rank in ranks)
-    if is_one_voice:
+    if is_reported_once:
         assert all("megatron_edit:" not in rank.stderr for rank in ranks[1:])
     assert "lm loss" not in "".join(rank.stdout for rank in ranks)
 
 
-def test_a_warmup_that_never_ends_is_a_warning(tmp_path: Path) -> None:
-    """EDiT would never start: said, but not refused."""
+def test_warmup_as_long_as_training_warns(tmp_path: Path) -> None:
+    """EDiT would never start: that is a warning, not an error."""
     run = run_edit(tmp_path, 2, 2, train_iters=2, global_batch_size=4, edit_warmup_steps=2)
     warnings = [
         x for r in run.result.ranks for x in r.stdout.splitlines() if "EDiT never starts" in x

@@ -1,4 +1,4 @@
-"""kill -9 in the middle of a save: the newest complete checkpoint loads every time."""
+"""SIGKILL during a save: the newest complete checkpoint can always be loaded."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.host.spy_kill import moments_of
 SPY = "tests.host.spy_kill:"
 ASYNC = {"async_save": True, "use_persistent_ckpt_worker": True, "async_strategy": "mcore"}
 _COMPLETE = re.compile(r"checkpoint of iteration (\d+) is complete")
-_GOING_ON = re.compile(r"going on from \S+/iter_(\d+),")
+_GOING_ON = re.compile(r"resuming from \S+/iter_(\d+),")
 
 
 def run(
     folder: Path, world: int, hook: str, env: dict[str, Any] | None = None, **flags: Any
 ) -> TrainResult:
-    """Train from what is in the folder; saves at every other step where `save` is given."""
+    """Train from the checkpoint in the folder; with `save`, save every two steps."""
     values = {"save_interval": 2, "train_iters": 1000, "load": folder / "ck", **flags}
     argv = edit_flags(2, **values)
     given: Flags = {name: str(value) for name, value in (env or {}).items()}
@@ -46,16 +46,16 @@ def run(
 
 @dataclass
 class Chain:
-    """Runs that are killed, one after another, in one folder.
+    """A sequence of runs in one folder, each of which is killed.
 
     Attributes:
-        folder: of the spies; checkpoints are in `ck`.
-        world: ranks.
-        flags: of every run.
-        hook: that kills.
-        losses: of the iterations so far. One that is made again must give the same.
-        announced: the last checkpoint of which a run said that it is complete.
-        begun: saves begun after that one.
+        folder: records of the spies; checkpoints are in `ck`.
+        world: number of ranks.
+        flags: flags of every run.
+        hook: name of the hook that kills.
+        losses: losses so far by iteration. A repeated iteration must give the same loss.
+        announced: the last checkpoint that a run reported as complete.
+        begun: iterations of the saves that began after it.
     """
 
     folder: Path
@@ -67,7 +67,7 @@ class Chain:
     begun: list[int] = field(default_factory=list)
 
     def start(self) -> None:
-        """An undisturbed run, which measures how long a save takes."""
+        """Run undisturbed, and measure how long a save takes."""
         result = run(
             self.folder, self.world, self.hook, save=self.folder / "ck", exit_interval=6,
             **self.flags,
@@ -77,10 +77,10 @@ class Chain:
         assert self.announced == 6
 
     def kill(self, seed: str) -> None:
-        """Go on, from the newest or an earlier checkpoint, and die in a save."""
+        """Resume from the newest or an earlier checkpoint, and kill the run in a save."""
         rng = random.Random(seed)
-        everybody = range(self.world)
-        victims = rng.choice([everybody, everybody, [0], [self.world - 1]])
+        all_ranks = range(self.world)
+        victims = rng.choice([all_ranks, all_ranks, [0], [self.world - 1]])
         env: dict[str, Any] = {
             "SPY_SAVE": rng.choice([1, 2]),
             "SPY_FRACTION": rng.uniform(0, 1.1),
@@ -95,22 +95,22 @@ class Chain:
         what = f"seed {seed}, {env}, --ckpt-step {step}"
         for victim in victims:
             assert result.ranks[victim].returncode == -9, self._tails(result, what)
-        self._judge(result, what, step)
+        self._check(result, what, step)
 
     def end(self) -> None:
-        """A last run, which trains two steps and ends by itself."""
+        """Train two steps in a last run that is not killed."""
         result = run(self.folder, self.world, self.hook, exit_interval=2, **self.flags)
         self._assert_ended(result, "the last run")
-        self._judge(result, "the last run", None)
+        self._check(result, "the last run", None)
         assert result.losses
 
-    def _judge(self, result: TrainResult, what: str, step: int | None) -> None:
-        """What was loaded is what the run before has left."""
+    def _check(self, result: TrainResult, what: str, step: int | None) -> None:
+        """Check that the loaded checkpoint and the losses continue the previous run."""
         loaded = _GOING_ON.search(result.ranks[0].stdout)
         assert loaded is not None, self._tails(result, what)
         allowed = [step] if step is not None else [self.announced, *self.begun]
         assert int(loaded[1]) in allowed, f"{what}: loaded {loaded[1]}, not of {allowed}"
-        # Megatron prints the mean of the first two losses after a load as the second.
+        # After a load, Megatron prints the mean of the first two losses at the second step.
         result.losses.pop(int(loaded[1]) + 2, None)
         for iteration, loss in result.losses.items():
             expected = self.losses.get(iteration, loss)
@@ -153,12 +153,12 @@ class Chain:
         pytest.param(4, range(400, 405), {}, marks=pytest.mark.full, id="two-ranks-each"),
     ],
 )
-def test_a_kill_at_a_random_moment_of_a_save(
+def test_kill_at_random_time_in_save(
     tmp_path: Path, world: int, seeds: range, flags: Flags
 ) -> None:
-    """One rank or all die at a random moment, run after run in the same folder: catches a
+    """One rank or all are killed at a random time, in repeated runs in one folder. Would catch a
     checkpoint that counts as complete too early or too late, one mixed from two saves, and
-    leftovers that are in the way of the next run."""
+    leftover files that disturb the next run."""
     hook = "kill_in_async_save" if "async_save" in flags else "kill_in_save"
     chain = Chain(tmp_path, world, flags, hook)
     chain.start()
@@ -169,7 +169,7 @@ def test_a_kill_at_a_random_moment_of_a_save(
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of the iterations 2, 4 and 6, and one that was cut off in another job."""
+    """Save iterations 2, 4 and 6, and leave an incomplete checkpoint of another job."""
     folder = tmp_path_factory.mktemp("kill")
     Chain(folder, 2, {}).start()
     left = CheckpointFolder(folder / "ck").partial(8, "0000")
@@ -177,7 +177,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# Where the run that dies starts, and what may be loaded after it.
+# Iteration from which the killed run starts, and iterations that may be loaded after it.
 PLACES: dict[str, tuple[int | None, tuple[int, ...]]] = {
     "new": (None, (6, 8)),
     "again": (2, (4, 6)),
@@ -185,7 +185,7 @@ PLACES: dict[str, tuple[int | None, tuple[int, ...]]] = {
 
 
 def save_once(folder: Path, place: str, call: str) -> TrainResult:
-    """Save 8, or go back to 2 and save 4 in the place of the old one; remove 6; die at a call."""
+    """Save 8, or resume from 2 and replace 4; 6 is removed; the run is killed at `call`."""
     step, results = PLACES[place]
     return run(
         folder, 2, "kill_at_call", {"SPY_SAVE": 1, "SPY_CALL": call, "SPY_VICTIMS": "0,1"},
@@ -195,7 +195,7 @@ def save_once(folder: Path, place: str, call: str) -> TrainResult:
 
 
 def assert_loads(folder: Path, place: str, call: str) -> None:
-    """A run finds a checkpoint, trains, and ends with 0; what was complete once still is."""
+    """Check that a run loads a checkpoint and exits with 0, and that 2 and 4 are still complete."""
     result = run(folder, 2, "kill_in_save", exit_interval=2)
     ends = [f"{rank.returncode} {rank.stderr[-2000:]}" for rank in result.ranks]
     assert all(end.startswith("0 ") for end in ends), f"{call}: {ends}"
@@ -218,9 +218,9 @@ def assert_loads(folder: Path, place: str, call: str) -> None:
         pytest.param("new", "replace 1", marks=pytest.mark.full),
     ],
 )
-def test_a_kill_at_a_chosen_moment(saved: Path, tmp_path: Path, place: str, call: str) -> None:
-    """While the manifest is written, before and between the renames, and before the tracker: the
-    moments that last too short for chance to find them."""
+def test_kill_at_chosen_file_operation(saved: Path, tmp_path: Path, place: str, call: str) -> None:
+    """While the manifest is written, before and between the renames, and before the tracker is
+    replaced: intervals too short for random kills to hit."""
     folder = shutil.copytree(saved, tmp_path / "run")
     result = save_once(folder, place, call)
     assert [rank.returncode for rank in result.ranks] == [-9, -9]
@@ -229,9 +229,9 @@ def test_a_kill_at_a_chosen_moment(saved: Path, tmp_path: Path, place: str, call
 
 @pytest.mark.full
 @pytest.mark.parametrize("place", PLACES)
-def test_a_kill_at_every_call(saved: Path, tmp_path: Path, place: str) -> None:
-    """Before every change that completing a checkpoint makes on the disk: catches an order of
-    them that leaves nothing to load, or something broken, for a moment."""
+def test_kill_at_every_file_operation(saved: Path, tmp_path: Path, place: str) -> None:
+    """Kill before every change on disk that completes a checkpoint. Would catch an order of them
+    that leaves no checkpoint, or a damaged one, for a moment."""
     whole = shutil.copytree(saved, tmp_path / "whole")
     save_once(whole, place, "none")
     broken = []

@@ -1,4 +1,4 @@
-"""What is saved and when, and what else can be loaded: policies, stops, clocks, stock, layouts."""
+"""Saving and loading: policies, stops, A-EDiT, stock checkpoints, other layouts, retention."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from megatron_edit.tools.cli import main
 from tests.harness import Flags, tiny_gpt, train
 from tests.host.layouts import GATHER
-from tests.host.runs import EditRun, kept_run, run_edit, run_stock
+from tests.host.runs import EditRun, cached_run, run_edit, run_stock
 from tests.host.test_aedit import AEDIT
 from tests.host.test_elastic import consumed
 from tests.host.test_resume import DROPOUT, HOOK, assert_continues, facts, records
@@ -21,30 +21,30 @@ STOP = {"SPY_HOOKS": "slow,signal_one", "SPY_SLEEP": "[0.01, 0.05]", "SPY_STEP":
 
 
 def manifest(saves: Path, iteration: int) -> dict[str, Any]:
-    """The manifest of a checkpoint."""
+    """Read the manifest of a checkpoint."""
     path = saves / f"iter_{iteration:07d}" / "edit" / "edit.json"
     found: dict[str, Any] = json.loads(path.read_text())
     return found
 
 
 def newest(saves: Path) -> int:
-    """What the tracker names."""
+    """Return the iteration that the tracker names."""
     return int((saves / "latest_checkpointed_iteration.txt").read_text())
 
 
-def made(folder: Path) -> Path:
-    """A new folder."""
+def new_folder(folder: Path) -> Path:
+    """Create a folder and return it."""
     folder.mkdir()
     return folder
 
 
 @pytest.mark.parametrize("policy", ["leader", pytest.param("reset", marks=pytest.mark.system)])
-def test_one_inner_state_waits_for_a_sync(tmp_path: Path, policy: str) -> None:
-    """Asked for after 6, in mid-round; saved after 8, once, and said so. Others take the leader's
-    moments, or begin anew."""
+def test_single_inner_state_save_waits_for_sync(tmp_path: Path, policy: str) -> None:
+    """A save due after step 6, within a round, is announced and done once, after step 8. At the load
+    the other replicas take the leader's moments, or reset theirs."""
     saves = tmp_path / "saves"
     flags: Flags = {"train_iters": 14, "edit_inner_state": policy, "save_interval": 6}
-    first = run_edit(made(tmp_path / "a"), 2, 2, before=HOOK, save=saves, **flags)
+    first = run_edit(new_folder(tmp_path / "a"), 2, 2, before=HOOK, save=saves, **flags)
     console = first.result.ranks[0].stdout
     assert console.count("the checkpoint of iteration 6 waits for the next sync") == 1
     assert sorted(path.name for path in saves.glob("iter_*")) == [
@@ -52,7 +52,7 @@ def test_one_inner_state_waits_for_a_sync(tmp_path: Path, policy: str) -> None:
     ]  # fmt: skip
     assert manifest(saves, 8)["form"] == "leader"
     assert not (saves / "iter_0000008/edit/replica_1").exists()
-    again = run_edit(made(tmp_path / "b"), 2, 2, before=HOOK, load=saves, ckpt_step=8, **flags)
+    again = run_edit(new_folder(tmp_path / "b"), 2, 2, before=HOOK, load=saves, ckpt_step=8, **flags)
     whole, resumed = records(tmp_path / "a", 0), records(tmp_path / "b", 0)
     assert resumed["losses"]["9"] == whole["losses"]["9"]
     is_same = resumed["losses"]["10"] == whole["losses"]["10"]
@@ -63,9 +63,9 @@ def test_one_inner_state_waits_for_a_sync(tmp_path: Path, policy: str) -> None:
 @pytest.mark.system
 @pytest.mark.parametrize("policy", ["leader", pytest.param("all", marks=pytest.mark.full)])
 @pytest.mark.parametrize("step", ["2", "9"], ids=["in-warm-up", "in-a-round"])
-def test_a_stop_saves_everything(tmp_path: Path, policy: str, step: str) -> None:
-    """Whatever the policy: replicas stop at steps of their own, and each goes on from its own, as
-    if nobody had stopped."""
+def test_stop_saves_state_of_all_replicas(tmp_path: Path, policy: str, step: str) -> None:
+    """With either policy, replicas stop at different steps, and each resumes from its own, with the
+    result of an uninterrupted run."""
     saves = tmp_path / "saves"
     flags: Flags = {
         "train_iters": 40,
@@ -75,18 +75,18 @@ def test_a_stop_saves_everything(tmp_path: Path, policy: str, step: str) -> None
     }
     env = {**STOP, "SPY_STEP": step}
     run_edit(
-        made(tmp_path / "a"), 4, 2, before="tests.host.spy_resume:record_all", env=env, save=saves,
+        new_folder(tmp_path / "a"), 4, 2, before="tests.host.spy_resume:record_all", env=env, save=saves,
         save_interval=1000, exit_signal_handler=True, **flags,
     )  # fmt: skip
     kept = manifest(saves, newest(saves))
     assert kept["is_warmup"] or kept["form"] == "all"
-    run_edit(made(tmp_path / "b"), 4, 2, before=HOOK, load=saves, **flags)
-    whole = kept_run(run_edit, 4, 2, before=HOOK, **flags)
+    run_edit(new_folder(tmp_path / "b"), 4, 2, before=HOOK, load=saves, **flags)
+    whole = cached_run(run_edit, 4, 2, before=HOOK, **flags)
     assert facts(tmp_path / "b", 4) == facts(whole.folder, 4)
 
 
 def run_clocked(folder: Path, hooks: str, **flags: Any) -> EditRun:
-    """A-EDiT with scripted clocks: replica 1 is three times as slow."""
+    """Run A-EDiT with scripted clocks; replica 1 is three times as slow."""
     env = {"SPY_HOOKS": f"script_clock,{hooks}".rstrip(","), "SPY_FACTORS": "[1, 3]", **{
         k: v for k, v in STOP.items() if k != "SPY_HOOKS"}}  # fmt: skip
     settings = {
@@ -99,8 +99,8 @@ def run_clocked(folder: Path, hooks: str, **flags: Any) -> EditRun:
 
 @pytest.mark.system
 @pytest.mark.parametrize("moment", ["at-a-sync", "at-a-stop"])
-def test_clocks_go_on(tmp_path: Path, moment: str) -> None:
-    """A-EDiT, scripted: resumed at a sync, and where each replica was stopped in a round."""
+def test_aedit_resume_equals_uninterrupted_run(tmp_path: Path, moment: str) -> None:
+    """A-EDiT with scripted clocks, resumed at a sync or where each replica stopped in a round."""
     saves = tmp_path / "saves"
     stop = {} if moment == "at-a-sync" else {"exit_signal_handler": True}
     hooks = "" if moment == "at-a-sync" else "slow,signal_one"
@@ -110,7 +110,7 @@ def test_clocks_go_on(tmp_path: Path, moment: str) -> None:
     kept = manifest(saves, first)
     assert any(r["inner_steps"] for r in kept["replicas"]) == (moment == "at-a-stop")
     run_clocked(tmp_path / "b", "", load=saves, ckpt_step=first)
-    whole = kept_run(run_clocked, "")
+    whole = cached_run(run_clocked, "")
     assert facts(tmp_path / "b", 2) == facts(whole.folder, 2)
     if moment == "at-a-stop":
         both = consumed(tmp_path / "a") + consumed(tmp_path / "b")
@@ -118,26 +118,26 @@ def test_clocks_go_on(tmp_path: Path, moment: str) -> None:
 
 
 @pytest.mark.system
-def test_clocks_save_at_the_end(tmp_path: Path) -> None:
-    """Replicas end after 55 and 25 steps of their own, which Megatron would ask whether 11 goes
-    into them: one would save, the other not, and nobody would end."""
+def test_aedit_saves_final_checkpoint_on_all_replicas(tmp_path: Path) -> None:
+    """Replicas end after 55 and 25 steps of their own. If Megatron checked these for multiples of
+    11, one replica would save and the other would not, and the run would hang."""
     saves = tmp_path / "saves"
     run = run_clocked(tmp_path / "a", "", save=saves, save_interval=11)
     steps = [len([x for x in run.lines(f"replica-{r}.jsonl") if "loss" in x]) for r in (0, 1)]
     assert [step % 11 == 0 for step in steps] == [True, False]
     assert newest(saves) == 40 and manifest(saves, 40)["form"] == "all"
-    # 33 is crossed in the final round, which no clock cuts: it is saved with its end.
+    # 33 is passed within the final round, which has no meeting before its end: 40 is saved.
     assert sorted(int(path.name[5:]) for path in saves.glob("iter_*")) == [12, 22, 40]
 
 
 @pytest.mark.parametrize(
     "kind", ["a-edit", *(pytest.param(x, marks=pytest.mark.system) for x in ("edit", "overlap"))]
 )
-def test_a_replica_that_waited_goes_back_to_its_meeting(tmp_path: Path, kind: str) -> None:
-    """The slow replica is signalled while the fast one waits at a meeting, where an evaluation and
-    a save are due, too: the meeting takes place after the resume, before any step. Catches a step
-    too many, a meeting missed, a schedule that has run ahead, units that have not landed when
-    Megatron's loop begins."""
+def test_waiting_replica_resumes_at_its_meeting(tmp_path: Path, kind: str) -> None:
+    """The slow replica gets a signal while the fast one waits at a meeting, at which an evaluation
+    and a save are due, too. The fast one joins that meeting after the resume, before any step.
+    Would catch an extra step, a missed meeting, a schedule that is ahead, and units that have not
+    landed when Megatron's loop begins."""
     saves = tmp_path / "saves"
     every = 3 if kind == "a-edit" else 12
     flags: dict[str, Any] = {
@@ -159,12 +159,12 @@ def test_a_replica_that_waited_goes_back_to_its_meeting(tmp_path: Path, kind: st
     )
     for name, hooks, extra in variants:
         hooked = {"SPY_HOOKS": hooks.rstrip(","), **env}
-        run_edit(made(tmp_path / name), 2, 2, before=HOOK, env=hooked, **flags, **extra)
+        run_edit(new_folder(tmp_path / name), 2, 2, before=HOOK, env=hooked, **flags, **extra)
     first, second = manifest(saves, newest(saves))["replicas"]
     assert first["is_waiting"] and not second["is_waiting"] and first["step"] > second["step"]
     assert facts(tmp_path / "b", 2) == facts(tmp_path / "whole", 2)
     lines = [(tmp_path / name / "loss.jsonl").read_text().splitlines() for name in ("b", "whole")]
-    # Of those, the steps before the resume come first. The evaluation at the meeting was left out.
+    # The whole run has the lines before the resume first. The evaluation at the meeting is dropped.
     losses = [[line for line in each if '"loss"' in line] for each in lines]
     if kind == "a-edit":
         losses = [[each[-1]] for each in losses]
@@ -172,11 +172,11 @@ def test_a_replica_that_waited_goes_back_to_its_meeting(tmp_path: Path, kind: st
 
 
 @pytest.mark.parametrize("final", [0.25, pytest.param(0.0, marks=pytest.mark.system)])
-def test_a_stop_of_one_that_waits_at_the_last_meeting(tmp_path: Path, final: float) -> None:
-    """It catches up before Megatron's loop begins: it must know there that it is the last one.
+def test_stop_while_replica_waits_at_last_meeting(tmp_path: Path, final: float) -> None:
+    """The waiting replica joins the meeting before Megatron's loop begins, as the last meeting.
 
-    Would catch replicas that come to one meeting with different ideas of what it is for, and where
-    a final phase follows, a loss that is told by some of them alone.
+    Would catch replicas that disagree on the purpose of a meeting and, before a final phase, a loss
+    that only some of them report.
     """
     saves = tmp_path / "saves"
     flags: Flags = {"global_batch_size": 8, "train_iters": 12 if final else 9,
@@ -184,21 +184,21 @@ def test_a_stop_of_one_that_waits_at_the_last_meeting(tmp_path: Path, final: flo
                     "edit_final_sync_fraction": final, **DROPOUT}  # fmt: skip
     env = {"SPY_STEP": "5", "SPY_SLEEP": "[0, 0.3]", "SPY_HOOKS": "slow,signal_one"}
     run_edit(
-        made(tmp_path / "a"), 2, 2, before=HOOK, env=env, save=saves, save_interval=99, **flags
+        new_folder(tmp_path / "a"), 2, 2, before=HOOK, env=env, save=saves, save_interval=99, **flags
     )
     first, second = manifest(saves, newest(saves))["replicas"]
     assert first["is_waiting"] and first["step"] == 9 > second["step"]
-    resumed = run_edit(made(tmp_path / "b"), 2, 2, before=HOOK, load=saves,
+    resumed = run_edit(new_folder(tmp_path / "b"), 2, 2, before=HOOK, load=saves,
                        edit_timeout_seconds=30, **flags)  # fmt: skip
-    whole = run_edit(made(tmp_path / "whole"), 2, 2, before=HOOK, **flags)
+    whole = run_edit(new_folder(tmp_path / "whole"), 2, 2, before=HOOK, **flags)
     assert facts(tmp_path / "b", 2) == facts(tmp_path / "whole", 2)
     after = resumed.lines("loss.jsonl")
     assert after == whole.lines("loss.jsonl")[-len(after) :]
 
 
 @pytest.mark.system
-def test_a_edit_goes_on_in_its_warm_up(tmp_path: Path) -> None:
-    """The data ledger begins where the warm-up stands. Would catch samples that come twice."""
+def test_aedit_resumes_in_warmup(tmp_path: Path) -> None:
+    """The data ledger starts after the warm-up's samples. Would catch samples that repeat."""
     saves, flags = tmp_path / "saves", {"edit_warmup_steps": 6, "edit_sync_seconds": 5}
     run_clocked(tmp_path / "a", "", save=saves, save_interval=3, **flags)
     run_clocked(tmp_path / "b", "", load=saves, ckpt_step=3, **flags)
@@ -210,14 +210,14 @@ def test_a_edit_goes_on_in_its_warm_up(tmp_path: Path) -> None:
         assert resumed == whole[-len(resumed) :]
 
 
-def test_a_stop_in_warm_up_between_saves(tmp_path: Path) -> None:
-    """The replicas stop a few steps after one of them was asked to, and save what is due till then.
+def test_stop_in_warmup_completes_all_due_saves(tmp_path: Path) -> None:
+    """The replicas stop a few steps after one of them got a signal; all saves until then complete.
 
-    Would catch a save that one of them leaves out: the others' would never be complete.
+    Would catch a save that one replica skips, so that it never becomes complete.
     """
     saves = tmp_path / "saves"
     run = run_edit(
-        made(tmp_path / "a"), 2, 2, before=HOOK, env={**STOP, "SPY_STEP": "5"}, save=saves,
+        new_folder(tmp_path / "a"), 2, 2, before=HOOK, env={**STOP, "SPY_STEP": "5"}, save=saves,
         save_interval=1, exit_signal_handler=True, train_iters=500, edit_warmup_steps=1000,
     )  # fmt: skip
     assert run.result.ranks[0].returncode == 0 and 5 < newest(saves) < 50
@@ -226,34 +226,34 @@ def test_a_stop_in_warm_up_between_saves(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-def test_a_second_stop_while_catching_up(tmp_path: Path) -> None:
-    """The fast replica is back at its meeting when the slow one is signalled again: it makes no
-    step in between. Then everything as if nobody had stopped."""
+def test_second_stop_after_resume_at_meeting(tmp_path: Path) -> None:
+    """The fast replica waits at its meeting again, without a step in between, when the slow one gets
+    the second signal. The final result is that of an uninterrupted run."""
     saves = tmp_path / "saves"
     flags: Flags = {"global_batch_size": 8, "train_iters": 16, "edit_sync_interval": 10,
                     "save": saves, "load": saves, "save_interval": 1000,
                     "exit_signal_handler": True, **DROPOUT}  # fmt: skip
     env = {"SPY_SLEEP": "[0, 0.3]", "SPY_HOOKS": "slow,signal_one"}
     for name, step in (("a", "5"), ("b", "9")):
-        run_edit(made(tmp_path / name), 2, 2, before=HOOK, env={**env, "SPY_STEP": step}, **flags)
+        run_edit(new_folder(tmp_path / name), 2, 2, before=HOOK, env={**env, "SPY_STEP": step}, **flags)
         first, second = manifest(saves, newest(saves))["replicas"]
         assert first["is_waiting"] and first["step"] == 12 > second["step"]
-    run_edit(made(tmp_path / "c"), 2, 2, before=HOOK, **flags)
-    run_edit(made(tmp_path / "whole"), 2, 2, before=HOOK, **{**flags, "save": None, "load": None})
+    run_edit(new_folder(tmp_path / "c"), 2, 2, before=HOOK, **flags)
+    run_edit(new_folder(tmp_path / "whole"), 2, 2, before=HOOK, **{**flags, "save": None, "load": None})
     assert facts(tmp_path / "c", 2) == facts(tmp_path / "whole", 2)
 
 
 @pytest.mark.parametrize(
     "flags", [{"edit_strategy": "ddp", "edit_sync_interval": 128}, {"edit_warmup_steps": 9}]
 )
-def test_no_warm_up_after_local_training(tmp_path: Path, flags: Flags) -> None:
+def test_warmup_after_local_training_is_refused(tmp_path: Path, flags: Flags) -> None:
     """Gradients of different parameters must never be averaged: exit 2, one line."""
     saves = tmp_path / "saves"
     run_edit(
-        made(tmp_path / "a"), 2, 2, save=saves, save_interval=5, exit_interval=5, train_iters=9
+        new_folder(tmp_path / "a"), 2, 2, save=saves, save_interval=5, exit_interval=5, train_iters=9
     )
     run = run_edit(
-        made(tmp_path / "b"), 2, 2, before="tests.host.spy:hurry", load=saves, train_iters=9,
+        new_folder(tmp_path / "b"), 2, 2, before="tests.host.spy:shorten_grace", load=saves, train_iters=9,
         check=False, **flags,
     )  # fmt: skip
     assert [rank.returncode for rank in run.result.ranks] == [2, 2]
@@ -262,36 +262,36 @@ def test_no_warm_up_after_local_training(tmp_path: Path, flags: Flags) -> None:
 
 
 @pytest.mark.system
-def test_real_clocks_lose_no_sample(tmp_path: Path) -> None:
-    """A-EDiT with the real clock, stopped and resumed: the ledger is exact, the digests equal."""
+def test_aedit_resume_with_real_clock_loses_no_sample(tmp_path: Path) -> None:
+    """A-EDiT with the real clock, stopped and resumed: no sample is lost, and digests are equal."""
     flags: Flags = {**AEDIT, "edit_sync_seconds": 0.4, "train_iters": 60, "global_batch_size": 8,
                     "save": tmp_path / "saves", "load": tmp_path / "saves", "save_interval": 1000,
                     "pipeline_model_parallel_size": 2, "exit_signal_handler": True}  # fmt: skip
     runs = []
     for name, hooks in (("a", "slow,signal_one"), ("b", "slow")):
         env = {**STOP, "SPY_HOOKS": hooks}
-        runs.append(run_edit(made(tmp_path / name), 4, 2, before=HOOK, env=env, **flags))
+        runs.append(run_edit(new_folder(tmp_path / name), 4, 2, before=HOOK, env=env, **flags))
     both = consumed(tmp_path / "a") + consumed(tmp_path / "b")
     # Both ends of the pipeline read the same samples.
     assert sorted(both) == sorted(2 * list(range(60 * 8)))
     assert runs[1].digests(0) == runs[1].digests(1) and runs[1].digests(0)
 
 
-def test_stock_to_edit_to_stock(tmp_path: Path) -> None:
-    """Stock Megatron's checkpoint starts EDiT with its parameters as anchor; EDiT's own is an
-    ordinary one for stock. The loss goes on, and so do samples and schedule."""
+def test_checkpoints_from_stock_to_edit_and_back(tmp_path: Path) -> None:
+    """EDiT starts from stock Megatron's checkpoint with its parameters as anchor, and stock Megatron
+    loads EDiT's checkpoint. Loss, samples and schedule continue."""
     stock, edit = tmp_path / "stock", tmp_path / "edit"
     flags: Flags = {"train_iters": 24, "lr_decay_style": "cosine", "global_batch_size": 8}
     save = {"save_interval": 8, "exit_interval": 8}
-    one = run_stock(made(tmp_path / "a"), 2, save=stock, **save, **flags)
+    one = run_stock(new_folder(tmp_path / "a"), 2, save=stock, **save, **flags)
     two = run_edit(
-        made(tmp_path / "b"), 2, 2, load=stock, save=edit, save_interval=16, exit_interval=16,
+        new_folder(tmp_path / "b"), 2, 2, load=stock, save=edit, save_interval=16, exit_interval=16,
         edit_sync_interval=4, **flags,
     )  # fmt: skip
     assert "warm-up is over after step 8" in two.result.ranks[0].stdout
     assert [line["iteration"] for line in two.syncs] == [10, 14]  # counted from the warm-up's end
     three = train(tiny_gpt(load=edit, **flags), 2)
-    whole = run_stock(made(tmp_path / "whole"), 2, **flags)
+    whole = run_stock(new_folder(tmp_path / "whole"), 2, **flags)
     losses = one.losses | two.result.losses | three.losses
     assert sorted(losses) == list(range(1, 25))
     lr = one.lr | two.result.lr | three.lr
@@ -302,7 +302,7 @@ def test_stock_to_edit_to_stock(tmp_path: Path) -> None:
 
 
 RESHAPES: dict[str, tuple[int, Flags, int, Flags]] = {
-    # The micro-batches of a replica are the same: 1 sample of each of 2 ranks, or 2 of one.
+    # The micro-batches of a replica are the same: 1 sample on each of 2 ranks, or 2 on one.
     "m2-to-m1": (2, {"micro_batch_size": 1}, 1, {"micro_batch_size": 2}),
     "tp2-to-tp1": (2, {"tensor_model_parallel_size": 2}, 1, {}),
     "pp2-to-tp2": (2, {"pipeline_model_parallel_size": 2}, 2, {"tensor_model_parallel_size": 2}),
@@ -317,14 +317,14 @@ RESHAPES: dict[str, tuple[int, Flags, int, Flags]] = {
     "step",
     [pytest.param(5, id="at-a-sync", marks=pytest.mark.system), pytest.param(7, id="in-mid-round")],
 )
-def test_another_layout_goes_on(tmp_path: Path, reshape: str, step: int) -> None:
-    """Momentum and anchor are found whatever the shards: later norms and losses are the same."""
+def test_resume_in_other_layout_matches_norms(tmp_path: Path, reshape: str, step: int) -> None:
+    """Momentum and anchor are loaded into other shards: later norms are the same."""
     old_ranks, old, new_ranks, new = RESHAPES[reshape]
     flags: Flags = {"train_iters": 12, "dist_ckpt_optim_fully_reshardable": True, "swiglu": True,
                     "lr": 1e-4}  # fmt: skip
-    whole = kept_run(run_edit, 2 * old_ranks, 2, save_interval=1, **flags, **old)
+    whole = cached_run(run_edit, 2 * old_ranks, 2, save_interval=1, **flags, **old)
     resumed = run_edit(
-        made(tmp_path / "b"), 2 * new_ranks, 2, load=whole.folder / "saves", ckpt_step=step,
+        new_folder(tmp_path / "b"), 2 * new_ranks, 2, load=whole.folder / "saves", ckpt_step=step,
         **flags, **new,
     )  # fmt: skip
     before = {line["round"]: line for line in whole.syncs}
@@ -337,17 +337,17 @@ def test_another_layout_goes_on(tmp_path: Path, reshape: str, step: int) -> None
 
 
 @pytest.mark.parametrize("tensor", [2, pytest.param(1, marks=pytest.mark.full)])
-def test_residuals_in_another_layout(tmp_path: Path, tensor: int) -> None:
-    """Copies of a parameter that had no residual of their own take that of the first one."""
+def test_residuals_resume_in_other_layout(tmp_path: Path, tensor: int) -> None:
+    """Copies of a parameter that had no residual of their own take that of the first copy."""
     saves = tmp_path / "saves"
     flags: Flags = {"train_iters": 12, "edit_sync_dtype": "int8", "lr": 1e-4}
     reshapes: Flags = {"dist_ckpt_optim_fully_reshardable": True}
     new: Flags = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": 2 // tensor}
     whole = run_edit(
-        made(tmp_path / "a"), 2, 2, save=saves, save_interval=7, **flags, **reshapes
+        new_folder(tmp_path / "a"), 2, 2, save=saves, save_interval=7, **flags, **reshapes
     )  # fmt: skip
     resumed = run_edit(
-        made(tmp_path / "b"), 4, 2, load=saves, ckpt_step=7, **flags, **reshapes, **new
+        new_folder(tmp_path / "b"), 4, 2, load=saves, ckpt_step=7, **flags, **reshapes, **new
     )  # fmt: skip
     before = {line["round"]: line["norms"] for line in whole.syncs}
     assert len(resumed.syncs) >= 2
@@ -360,22 +360,22 @@ def test_residuals_in_another_layout(tmp_path: Path, tensor: int) -> None:
     "step",
     [pytest.param(5, id="at-a-sync", marks=pytest.mark.system), pytest.param(7, id="in-mid-round")],
 )
-def test_asynchronous_saves(tmp_path: Path, step: int) -> None:
-    """Written by another process while training goes on: what was saved is of the save's moment."""
+def test_asynchronous_save_resumes_exactly(tmp_path: Path, step: int) -> None:
+    """Another process writes while training continues; the saved state is that at the save."""
     saves = tmp_path / "saves"
     flags: Flags = {"train_iters": 12, "edit_offload": True, "edit_sync_mode": "overlap", **GATHER}
     run_edit(
-        made(tmp_path / "a"), 4, 2, before=HOOK, save=saves, save_interval=step, async_save=True,
+        new_folder(tmp_path / "a"), 4, 2, before=HOOK, save=saves, save_interval=step, async_save=True,
         use_persistent_ckpt_worker=True, async_strategy="mcore", **flags,
     )  # fmt: skip
-    run_edit(made(tmp_path / "b"), 4, 2, before=HOOK, load=saves, ckpt_step=step, **flags)
+    run_edit(new_folder(tmp_path / "b"), 4, 2, before=HOOK, load=saves, ckpt_step=step, **flags)
     assert_continues(tmp_path / "a", tmp_path / "b", step, 4)
 
 
-def test_inspect_tells_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Round, members, digests; and that a damaged one is not sound."""
+def test_inspect_prints_checkpoint_contents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It prints round, replicas and digest checks, and refuses a damaged checkpoint."""
     saves = tmp_path / "saves"
-    run_edit(made(tmp_path / "a"), 2, 2, save=saves, save_interval=7, train_iters=8)
+    run_edit(new_folder(tmp_path / "a"), 2, 2, save=saves, save_interval=7, train_iters=8)
     assert main(["inspect", str(saves), "--ckpt-step", "7", "--verify"]) == 0
     text = capsys.readouterr().out
     for part in ("iteration 7, 56 samples, in round 2", "2 replicas x 1 ranks, form all",
@@ -392,24 +392,24 @@ def test_inspect_tells_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.system
-def test_the_same_command_with_a_pretrained_checkpoint(tmp_path: Path) -> None:
-    """It is for the first start. Would catch a run that cannot go on, or begins anew from it."""
+def test_pretrained_checkpoint_is_used_at_first_start_only(tmp_path: Path) -> None:
+    """The same command resumes from `--load`. Would catch a restart from the pretrained one."""
     base, saves = tmp_path / "base", tmp_path / "saves"
-    run_edit(made(tmp_path / "a"), 1, 1, save=base, save_interval=4, train_iters=4)
+    run_edit(new_folder(tmp_path / "a"), 1, 1, save=base, save_interval=4, train_iters=4)
     flags: Flags = {"save": saves, "load": saves, "save_interval": 4, "pretrained_checkpoint": base}
-    run_edit(made(tmp_path / "b"), 2, 2, before=HOOK, exit_interval=4, train_iters=12, **flags)
-    run_edit(made(tmp_path / "c"), 2, 2, before=HOOK, train_iters=12, **flags)
+    run_edit(new_folder(tmp_path / "b"), 2, 2, before=HOOK, exit_interval=4, train_iters=12, **flags)
+    run_edit(new_folder(tmp_path / "c"), 2, 2, before=HOOK, train_iters=12, **flags)
     whole = flags | {"save": tmp_path / "whole", "load": tmp_path / "whole"}
-    run_edit(made(tmp_path / "d"), 2, 2, before=HOOK, train_iters=12, **whole)
+    run_edit(new_folder(tmp_path / "d"), 2, 2, before=HOOK, train_iters=12, **whole)
     assert_continues(tmp_path / "d", tmp_path / "c", 4, 2)
 
 
 @pytest.mark.system
-def test_a_edit_saves_at_the_switch_and_retains(tmp_path: Path) -> None:
-    """Evaluated in warm-up, saved at the switch and at the syncs beyond multiples of 5, of which
-    the first beyond multiples of 10 stay.
+def test_aedit_saves_at_switch_and_retains_checkpoints(tmp_path: Path) -> None:
+    """Evaluated in warm-up, saved at the switch and at the first syncs beyond multiples of 5, of
+    which the first beyond multiples of 10 are retained.
 
-    Would catch the number of that evaluation on the save, and a retention that keeps none.
+    Would catch a save with the iteration of that evaluation, and a retention that keeps none.
     """
     saves = tmp_path / "saves"
     flags: Flags = {"edit_warmup_steps": 4, "eval_interval": 3, "eval_iters": 1, "save": saves}
@@ -422,22 +422,22 @@ def test_a_edit_saves_at_the_switch_and_retains(tmp_path: Path) -> None:
     assert kept[-1] == 40 and len(run.syncs) > 3
 
 
-def test_megatrons_progress_log(tmp_path: Path) -> None:
-    """--log-progress: one replica writes it, and finds its own lines again at each save."""
+def test_log_progress_is_written_by_one_replica(tmp_path: Path) -> None:
+    """With --log-progress one replica writes the log, and finds its own lines at each save."""
     saves = tmp_path / "saves"
     run_edit(
-        made(tmp_path / "a"), 4, 2, save=saves, save_interval=3, train_iters=6, log_progress=True
+        new_folder(tmp_path / "a"), 4, 2, save=saves, save_interval=3, train_iters=6, log_progress=True
     )
     lines = (saves / "progress.txt").read_text().splitlines()
     assert [line.split("\t")[3] for line in lines].count("Saved checkpoint") == 2
     assert sum("Starting job" in line for line in lines) == 1
 
 
-def test_retained_and_removed(tmp_path: Path) -> None:
-    """--save-retain-interval as in Megatron: of the checkpoints before the last, its multiples."""
+def test_save_retain_interval_removes_other_checkpoints(tmp_path: Path) -> None:
+    """As in Megatron, multiples of --save-retain-interval and the last checkpoint are kept."""
     saves = tmp_path / "saves"
     run_edit(
-        made(tmp_path / "a"), 2, 2, save=saves, save_interval=2, save_retain_interval=4,
+        new_folder(tmp_path / "a"), 2, 2, save=saves, save_interval=2, save_retain_interval=4,
         train_iters=10,
     )  # fmt: skip
     names = sorted(path.name for path in saves.iterdir())

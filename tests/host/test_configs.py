@@ -1,4 +1,4 @@
-"""The configurations of the paper's sizes: real models of theirs, and Megatron's own checks."""
+"""The configurations in configs/: the models built from them, and Megatron's own checks."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ DATA = ["--mock-data", "--tokenizer-type", "NullTokenizer"]
 
 
 def flags_of(name: str) -> list[str]:
-    """The flags of a file, with a tokenizer and data that every machine has."""
+    """Return the flags of a file, with a tokenizer and data that need no files."""
     return [*read_flags(CONFIGS / f"{name}.args"), *DATA]
 
 
 def listed() -> dict[str, int]:
-    """Parameters of each file, as configs/README.md says."""
+    """Return the parameter count of each file in the table of configs/README.md."""
     text = (CONFIGS / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)\.args` \|(?: \d+ \|){4} ([\d ]+) \|", text, re.MULTILINE)
     return {name: int(count.replace(" ", "")) for name, count in rows}
 
 
-def test_parameters_of_the_models_that_megatron_builds() -> None:
-    """Unit by unit: the closed form, the README's table, and what the name promises.
+def test_parameter_counts_match_built_models() -> None:
+    """Counts per unit of the built models, the planner, the README's table and the names agree.
 
-    Catches: a flag that Megatron reads in another way, a count that the planner gets wrong.
+    Would catch a flag that Megatron reads differently, and a wrong count in the planner.
     """
     names = [*NOMINAL, "tiny_cpu"]
     argvs = [flags_of(name) for name in names]
@@ -47,8 +47,8 @@ def test_parameters_of_the_models_that_megatron_builds() -> None:
 
 
 @pytest.mark.parametrize("name", NOMINAL)
-def test_megatron_takes_the_flags(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Stock, and as EDiT on the 8 x 8 mesh. Catches a flag that there is not."""
+def test_megatron_accepts_config_flags(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Stock, and with EDiT on the 8 x 8 mesh. Would catch a flag that does not exist."""
     script = str(REPOSITORY / "scripts" / "pretrain_gpt.py")
     for more in ([], read_flags(CONFIGS / "edit_8x8.args")):
         argv = ["check", script, *flags_of(name), *more, "--world-size", "64"]
@@ -59,8 +59,8 @@ def test_megatron_takes_the_flags(name: str, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.args")), ids=lambda path: path.name)
-def test_a_config_is_values_only(path: Path) -> None:
-    """A flag with its values on every line; nothing that a shell would expand."""
+def test_config_file_contains_only_flags(path: Path) -> None:
+    """Every line is a comment or a flag with its values, without characters that a shell expands."""
     for line in path.read_text(encoding="utf-8").splitlines():
         assert line.startswith(("#", "--")), line
         assert line.startswith("#") or not re.search(r"[$`*?\"'\\;|&<>]", line), line

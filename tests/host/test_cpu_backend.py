@@ -1,4 +1,4 @@
-"""Real Megatron on CPU and gloo: the backend leaves no trace, and trains what it promises."""
+"""Real Megatron on CPU and gloo: the backend can be undone, and trains correctly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # the backend imports it, and that must not look like a trace
+import torch._dynamo  # the backend imports it, which must not count as a change
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
@@ -40,12 +40,12 @@ OVERLAP = {
 
 
 def snapshot() -> list[dict[str, Any]]:
-    """Every attribute that the backend could have replaced."""
+    """Return every attribute that the backend could replace."""
     return [dict(vars(owner)) for owner in OWNERS]
 
 
 def changed(before: list[dict[str, Any]]) -> set[str]:
-    """The attributes that differ in identity from `before`."""
+    """Return the attributes that differ in identity from `before`."""
     return {
         f"{owner}.{name}"
         for owner, old, new in zip(OWNERS, before, snapshot(), strict=True)
@@ -56,7 +56,7 @@ def changed(before: list[dict[str, Any]]) -> set[str]:
 
 @pytest.fixture
 def patcher(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A patcher that is undone, in an environment that needs no defaults."""
+    """Yield a patcher and undo it, in an environment in which no defaults are set."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     patcher = Patcher("Megatron-LM")
@@ -64,11 +64,11 @@ def patcher(monkeypatch: pytest.MonkeyPatch) -> Any:
     patcher.undo()
 
 
-without_gpu = pytest.mark.skipif(cuda_available(), reason="the backend is off where CUDA is")
+without_gpu = pytest.mark.skipif(cuda_available(), reason="the backend is off with CUDA")
 
 
 @without_gpu
-def test_undo_leaves_no_trace(patcher: Patcher) -> None:
+def test_undo_restores_all_attributes(patcher: Patcher) -> None:
     before = snapshot()
     enable_cpu_backend(patcher)
     assert len(changed(before)) > 30
@@ -77,7 +77,7 @@ def test_undo_leaves_no_trace(patcher: Patcher) -> None:
 
 
 @without_gpu
-def test_second_call_does_nothing(patcher: Patcher) -> None:
+def test_second_enable_changes_nothing(patcher: Patcher) -> None:
     enable_cpu_backend(patcher)
     once = snapshot()
     second = Patcher("Megatron-LM")
@@ -87,7 +87,7 @@ def test_second_call_does_nothing(patcher: Patcher) -> None:
     assert changed(once) == set()
 
 
-def test_does_nothing_where_cuda_is(patcher: Patcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_is_off_with_cuda(patcher: Patcher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delenv("OMP_NUM_THREADS")
     before = snapshot()
@@ -103,21 +103,21 @@ def test_does_nothing_where_cuda_is(patcher: Patcher, monkeypatch: pytest.Monkey
 )
 def test_only_megatron_sees_a_device(patcher: Patcher, module: str, sees_device: bool) -> None:
     enable_cpu_backend(patcher)
-    asker: dict[str, Any] = {"__name__": module, "torch": torch}
-    exec(  # a caller is known by the module that it was compiled for
+    namespace: dict[str, Any] = {"__name__": module, "torch": torch}
+    exec(  # the backend identifies a caller by its module name
         "available = torch.cuda.is_available()\n"
         "count = torch.cuda.device_count()\n"
         "kind = torch.zeros(1, device='cuda').type()\n",
-        asker,
+        namespace,
     )
-    assert asker["available"] is sees_device
-    assert asker["count"] == int(sees_device)
-    assert asker["kind"] == ("torch.cuda.FloatTensor" if sees_device else "torch.FloatTensor")
+    assert namespace["available"] is sees_device
+    assert namespace["count"] == int(sees_device)
+    assert namespace["kind"] == ("torch.cuda.FloatTensor" if sees_device else "torch.FloatTensor")
     assert not cuda_available()
 
 
 @without_gpu
-def test_cuda_devices_become_the_cpu(patcher: Patcher) -> None:
+def test_cuda_devices_map_to_cpu(patcher: Patcher) -> None:
     enable_cpu_backend(patcher)
     on_device = [
         torch.tensor([1.0], device="cuda"),
@@ -134,7 +134,7 @@ def test_cuda_devices_become_the_cpu(patcher: Patcher) -> None:
 
 
 def unknown_defaults() -> set[str]:
-    """The defaults that Megatron's parser does not know; run in a rank."""
+    """Return the defaults that Megatron's parser does not have; runs in a rank."""
     import sys
 
     from megatron.training.arguments import parse_args
@@ -143,13 +143,13 @@ def unknown_defaults() -> set[str]:
     return set(cpu_argument_defaults()) - set(vars(parse_args()))
 
 
-def test_megatron_knows_every_argument_default() -> None:
+def test_argument_defaults_exist_in_megatron() -> None:
     (rank,) = run_ranks("tests.host.test_cpu_backend:unknown_defaults", 1, check=True)
     assert rank.value == set()
 
 
 def test_overlap_changes_no_loss() -> None:
-    """Also: the distributed optimizer trains, on two ranks."""
+    """Also checks that the distributed optimizer trains on two ranks."""
     plain = train(tiny_gpt(), 2)
     assert sorted(plain.losses) == list(range(1, 11))
     assert plain.consumed_samples[10] == 80
@@ -158,8 +158,8 @@ def test_overlap_changes_no_loss() -> None:
     assert_close(overlapped, plain, 2e-6)  # buckets sum in another order
 
 
-def note_gathers() -> None:
-    """A `before` hook: record the run, and print which gathers it dispatched."""
+def record_gathers() -> None:
+    """A `before` hook: record the run, and print the names of the gathers that it dispatched."""
     from megatron.training import training
 
     record()
@@ -175,24 +175,24 @@ def note_gathers() -> None:
     training.train = profiled
 
 
-def note_gathers_of_torch() -> None:
-    """The same, with torch's own coalesced gather."""
+def record_torch_gathers() -> None:
+    """A `before` hook: the same, with torch's own coalesced gather."""
     name = "all_gather_single_coalesced"
     if not hasattr(dist.ProcessGroup, name):
         name = "allgather_into_tensor_coalesced"
     own = inspect.unwrap(getattr(dist.ProcessGroup, name))
-    setattr(dist.ProcessGroup, name, lambda *args: own(*args))  # a builtin would not bind
-    note_gathers()
+    setattr(dist.ProcessGroup, name, lambda *args: own(*args))  # a builtin would not become a method
+    record_gathers()
 
 
 @pytest.mark.parametrize(
     "precision",
     [pytest.param({}, id="fp32"), pytest.param({"bf16": True}, id="bf16", marks=pytest.mark.full)],
 )
-def test_gathers_one_by_one(tmp_path: Path, precision: dict[str, object]) -> None:
-    """No coalesced gather, which corrupts the heap, and not another bit than with it."""
+def test_gathers_are_not_coalesced(tmp_path: Path, precision: dict[str, object]) -> None:
+    """The backend avoids the coalesced gather, which corrupts the heap, with the same bits."""
     records, dispatched = [], []
-    for hook in (note_gathers, note_gathers_of_torch):
+    for hook in (record_gathers, record_torch_gathers):
         folder = tmp_path / hook.__name__
         folder.mkdir()
         result = train(
@@ -204,7 +204,7 @@ def test_gathers_one_by_one(tmp_path: Path, precision: dict[str, object]) -> Non
         dispatched.append({name for line in lines for name in line.split()})
     assert "c10d::_allgather_base_" in dispatched[0]
     assert not [name for name in dispatched[0] if "coalesced" in name]
-    assert "c10d::allgather_into_tensor_coalesced_" in dispatched[1], "it compares nothing"
+    assert "c10d::allgather_into_tensor_coalesced_" in dispatched[1], "the reference run does not coalesce"
     assert records[0] == records[1]
 
 
@@ -221,8 +221,8 @@ def test_plain_ddp_agrees_with_distributed_optimizer(precision: Flags) -> None:
     assert_close(plain, sharded, 1e-3 if precision else 2e-6)
 
 
-def draws_alike() -> bool:
-    """Whether initial weights in fp16 are those in fp32, rounded: torch 2.11 draws others."""
+def draws_match_fp32() -> bool:
+    """Whether initial weights in fp16 are those in fp32, rounded; not so with torch 2.11."""
     drawn = []
     for dtype in (torch.float16, torch.float32):
         generator = torch.Generator().manual_seed(1)
@@ -233,7 +233,7 @@ def draws_alike() -> bool:
 def test_fp16_trains_and_scales_its_loss() -> None:
     reference = train(tiny_gpt(), 2)
     half = train(tiny_gpt(fp16=True, initial_loss_scale=2**12), 2)
-    assert_close(half, reference, 1e-2 if draws_alike() else 5e-2)
+    assert_close(half, reference, 1e-2 if draws_match_fp32() else 5e-2)
     # A scale that overflows: no step is taken, the scale falls.
     huge = train(tiny_gpt(fp16=True, initial_loss_scale=2**32), 2)
     scales = [float(s) for s in re.findall(r"loss scale: ([\d.]+)", huge.ranks[-1].stdout)]
@@ -266,9 +266,9 @@ RMS_NORMS = {"normalization": "RMSNorm", "qk_layernorm": True}
         pytest.param("cp2", "plain", {}, id="context", marks=pytest.mark.full),
     ],
 )
-def test_sharing_out_a_sequence_changes_no_loss(layout: str, whole: str, more: Flags) -> None:
-    """Megatron alone: catches norms and routers whose gradients stay partial sums, and, in the
-    attention that the tests bring for context parallelism, a wrong order or mask."""
+def test_sequence_split_changes_no_loss(layout: str, whole: str, more: Flags) -> None:
+    """With stock Megatron. Would catch norms and routers whose gradients stay partial sums, and a
+    wrong order or mask in the tests' attention for context parallelism."""
     ours, theirs = (
         train(
             tiny_gpt(**LAYOUTS[name].flags, **more),
@@ -280,7 +280,7 @@ def test_sharing_out_a_sequence_changes_no_loss(layout: str, whole: str, more: F
     assert_close(ours, theirs, 1e-5)
     assert ours.grad_norms == pytest.approx(theirs.grad_norms, abs=2e-3)
     split = "context_parallel_size \\.+ 2" if layout == "cp2" else "sequence_parallel \\.+ True"
-    assert re.search(split, ours.ranks[0].stdout), "switched off in silence"
+    assert re.search(split, ours.ranks[0].stdout), "silently switched off"
 
 
 @pytest.mark.full
@@ -294,7 +294,7 @@ def test_sharing_out_a_sequence_changes_no_loss(layout: str, whole: str, more: F
         pytest.param(2, {"pipeline_model_parallel_size": 2}, id="pp"),
         pytest.param(
             2,
-            # Clipped to a norm of 1, ten steps of Adam's rate could not be seen in a noisy loss.
+            # With a norm clipped to 1, ten steps at Adam's rate would be lost in the noise.
             {"optimizer": "sgd", "use_distributed_optimizer": False, "lr": 0.1},
             id="sgd",
         ),
@@ -323,7 +323,7 @@ def test_sharing_out_a_sequence_changes_no_loss(layout: str, whole: str, more: F
         ),
     ],
 )
-def test_trains(world_size: int, flags: Flags) -> None:
+def test_training_reduces_loss(world_size: int, flags: Flags) -> None:
     result = train(tiny_gpt(**flags), world_size)
     assert sorted(result.losses) == list(range(1, 11))
     assert result.losses[10] < result.losses[1] - 0.5
@@ -338,7 +338,7 @@ def test_trains(world_size: int, flags: Flags) -> None:
         pytest.param({"pipeline_model_parallel_size": 2}, id="pp"),
     ],
 )
-def test_our_script_equals_megatrons(flags: Flags, megatron_clone: Path) -> None:
+def test_our_script_matches_megatron_script(flags: Flags, megatron_clone: Path) -> None:
     argv = tiny_gpt(eval_interval=5, eval_iters=1, **flags)
     hook = "tests.harness.ranks:print_exact_losses"
     ours = train(argv, 2, before=hook)
@@ -350,11 +350,11 @@ def test_our_script_equals_megatrons(flags: Flags, megatron_clone: Path) -> None
 
 
 def exact_losses(result: TrainResult) -> list[str]:
-    """Every bit of the losses that the last rank knows."""
+    """Return the exact losses that the last rank printed."""
     return re.findall(r"exact lm loss: (\S+)", result.ranks[-1].stdout)
 
 
 def assert_close(result: TrainResult, expected: TrainResult, tolerance: float) -> None:
-    """The same iterations, with losses that agree within `tolerance`."""
+    """Check that the iterations are the same and losses agree within `tolerance`."""
     assert result.losses == pytest.approx(expected.losses, abs=tolerance)
     assert len(expected.losses) == 10

@@ -1,4 +1,4 @@
-"""Degenerate cases of method section 8, on real Megatron: each must equal stock."""
+"""Degenerate cases of method section 8 on real Megatron: each must equal stock training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.harness import Flags, run_ranks, tiny_gpt
 from tests.harness.launch import REPOSITORY
-from tests.host.runs import PENALTY_OFF, kept_run, run_edit, run_stock, stock_run
+from tests.host.runs import PENALTY_OFF, cached_run, run_edit, run_stock, stock_run
 from tests.host.spy import read_records
 
 RECORD = "tests.host.spy:record"
@@ -22,19 +22,19 @@ SGD: Flags = {
 
 
 def losses(folder: Path, world_size: int) -> list[float]:
-    """Training losses by iteration, from whichever rank knew them."""
+    """Return the training losses by iteration, from a rank that has them."""
     record = next(r for r in read_records(folder, world_size)[::-1] if r["losses"])
     return [float.fromhex(value) for value in record["losses"].values()]
 
 
 def grad_norms(folder: Path, world_size: int) -> list[float]:
-    """Gradient norms before clipping: Adam and the clip hide a wrong scale from the losses."""
+    """Return gradient norms before clipping, as Adam and clipping hide a wrong scale in losses."""
     norms = read_records(folder, world_size)[0]["grad_norms"].values()
     return [float.fromhex(value) for value in norms if value is not None]
 
 
-def test_without_use_edit_is_stock_bit_for_bit(tmp_path: Path) -> None:
-    """The launcher must not change a stock run: catches any wrapper that is on without the flag."""
+def test_launcher_without_use_edit_is_stock_bit_for_bit(tmp_path: Path) -> None:
+    """The launcher does not change a stock run. Would catch a wrapper active without the flag."""
     (tmp_path / "plain").mkdir()
     (tmp_path / "launched").mkdir()
     argv = tiny_gpt(hidden_dropout=0.1)
@@ -63,12 +63,12 @@ def test_without_use_edit_is_stock_bit_for_bit(tmp_path: Path) -> None:
          "accumulation"],
 )  # fmt: skip
 @pytest.mark.parametrize("num_replicas", [2, 4])
-def test_endless_warmup_is_stock_on_all_ranks(
+def test_endless_warmup_equals_stock_training(
     tmp_path: Path, num_replicas: int, flags: Flags
 ) -> None:
-    """N replicas of D ranks in warm-up are one job of N*D: catches wrong gradient scales, sample
-    shares, random streams and schedules."""
-    stock = kept_run(stock_run, 4, **flags).folder
+    """N replicas of D ranks in warm-up equal one job of N*D ranks. Would catch wrong gradient scales,
+    sample assignment, random streams and schedules."""
+    stock = cached_run(stock_run, 4, **flags).folder
     run = run_edit(tmp_path, 4, num_replicas, before=RECORD, edit_strategy="ddp", **flags)
     tolerance = 2e-3 if {"bf16", "fp16"} & flags.keys() else 2e-6
     expected = losses(stock, 4)
@@ -80,9 +80,9 @@ def test_endless_warmup_is_stock_on_all_ranks(
     assert run.result.consumed_samples[10] == 10 * int(str(flags.get("global_batch_size", 8)))
 
 
-def test_samples_are_dealt_as_by_stock(tmp_path: Path) -> None:
-    """Replica r's rank k reads what stock's rank r * D + k reads: catches a sampler that sees the
-    replica's ranks only (every replica would read the same samples)."""
+def test_ranks_read_same_samples_as_stock(tmp_path: Path) -> None:
+    """Rank k of replica r reads what rank r * D + k of a stock job reads. Would catch a sampler that
+    sees the replica's ranks only: every replica would read the same samples."""
     (tmp_path / "stock").mkdir()
     run_stock(tmp_path / "stock", 4)
     (tmp_path / "edit").mkdir()
@@ -94,8 +94,8 @@ def test_samples_are_dealt_as_by_stock(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_one_replica_with_identity_outer_step_is_stock(tmp_path: Path, world_size: int) -> None:
-    """N = 1, nu = 1, mu_o = 0, no penalty: theta <- A - (A - theta). Catches a wrong sign or
-    scale in the outer step, and anything that a sync changes beyond the parameters."""
+    """N = 1, nu = 1, mu_o = 0, no penalty: theta <- A - (A - theta). Would catch a wrong sign
+    or scale in the outer step, and any other change made by a sync."""
     (tmp_path / "stock").mkdir()
     run_stock(tmp_path / "stock", world_size)
     (tmp_path / "edit").mkdir()
@@ -112,7 +112,7 @@ def test_sgd_synced_at_every_step_is_ddp(
     tmp_path: Path, world_size: int, num_replicas: int
 ) -> None:
     """tau = 1, nu = 1, mu_o = 0, inner SGD: the mean of the replicas' steps is the step with the
-    mean gradient. Catches local gradients divided by the wrong number of ranks."""
+    mean gradient. Would catch local gradients divided by the wrong number of ranks."""
     (tmp_path / "stock").mkdir()
     run_stock(tmp_path / "stock", world_size, **SGD)
     run = run_edit(

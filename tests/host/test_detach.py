@@ -1,4 +1,4 @@
-"""`detach()` leaves the host as it was: modules, classes, instances, environment."""
+"""`detach()` restores the host's modules, classes, instances and environment."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from tests.harness import run_ranks
 from tests.host.runs import edit_flags
 
 
-def test_detach_leaves_no_trace(tmp_path: Path) -> None:
-    """After a whole EDiT run and a detach, every attribute of the host's modules and classes is
-    the very object that it was, and the model's optimizer is Megatron's own again."""
+def test_detach_restores_host_after_training(tmp_path: Path) -> None:
+    """After an EDiT run and a detach, every attribute of the host's modules and classes is the
+    original object, and the model's optimizer is Megatron's own again."""
     argv = edit_flags(2, edit_log_dir=tmp_path, train_iters=6, global_batch_size=4)
     results = run_ranks("tests.host.detaching:train_and_detach", 2, (argv,), check=True)
     for result in results:
@@ -24,7 +24,7 @@ def test_detach_leaves_no_trace(tmp_path: Path) -> None:
         assert facts["environment"] == {"RANK": str(result.rank), "WORLD_SIZE": "2"}
 
 
-def test_detach_after_nothing_happened() -> None:
-    """Attach and detach without a run; twice."""
+def test_detach_restores_host_without_training() -> None:
+    """Attach and detach twice without training."""
     results = run_ranks("tests.host.detaching:attach_and_detach", 1, check=True)
     assert results[0].value == []

@@ -1,4 +1,4 @@
-"""Another number of replicas goes on: nothing is consumed twice, nothing is lost."""
+"""Resuming with another number of replicas: no sample is repeated or lost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.harness import Flags
-from tests.host.runs import EditRun, kept_run, run_edit
+from tests.host.runs import EditRun, cached_run, run_edit
 from tests.host.test_aedit import AEDIT
 from tests.host.test_metrics import scalars_of
 
@@ -21,7 +21,7 @@ FLAGS: Flags = {"global_batch_size": BATCH, "micro_batch_size": 2, "lr_decay_sty
 
 
 def consumed(folder: Path) -> list[int]:
-    """Samples that the ranks of a run consumed."""
+    """Return the samples that the ranks of a run consumed."""
     return [
         index
         for file in sorted(folder.glob("fetched-*.json"))
@@ -31,7 +31,7 @@ def consumed(folder: Path) -> list[int]:
 
 
 def stage(folder: Path, saves: Path, replicas: int, env: dict[str, str], **flags: Any) -> EditRun:
-    """One stage of a training: load what is there, train, save."""
+    """Run one stage of a training: load the newest checkpoint, train, save."""
     folder.mkdir()
     hooks = ",".join(env.pop("HOOKS", "").split())
     return run_edit(
@@ -42,8 +42,8 @@ def stage(folder: Path, saves: Path, replicas: int, env: dict[str, str], **flags
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)], ids=["d1", "tp2"])
-def test_two_three_one_two(tmp_path: Path, ranks: int) -> None:
-    """Stops in mid-round, at a sync, in mid-round: samples, schedule and loss go on."""
+def test_resume_with_two_three_one_two_replicas(tmp_path: Path, ranks: int) -> None:
+    """Stops within a round, at a sync, within a round: samples, schedule and loss continue."""
     layout: Flags = {"ranks": ranks, "tensor_model_parallel_size": ranks, "train_iters": 20}
     plan = [(2, 7), (3, 11), (1, 15), (2, 20)]  # syncs after 5, 8, 11, 14, 17 and 20
     lines: list[dict[str, Any]] = []
@@ -58,20 +58,20 @@ def test_two_three_one_two(tmp_path: Path, ranks: int) -> None:
     assert [line["iteration"] for line in lines] == list(range(1, 21))
     assert sorted(samples) == list(range(20 * BATCH))
     whole = run_edit(
-        _made(tmp_path / "whole"), 2 * ranks, 2, **FLAGS,
+        _new_folder(tmp_path / "whole"), 2 * ranks, 2, **FLAGS,
         **{k: v for k, v in layout.items() if k != "ranks"},
     )  # fmt: skip
     expected = [line for line in whole.lines("replica-0.jsonl") if "loss" in line]
     assert [line["lr"] for line in lines] == [line["lr"] for line in expected]
-    alone = {line["iteration"]: line["loss"] for line in whole.lines("loss.jsonl")}
-    noise = max(abs(alone[i + 1] - alone[i]) for i in range(2, 20))
+    uninterrupted = {line["iteration"]: line["loss"] for line in whole.lines("loss.jsonl")}
+    noise = max(abs(uninterrupted[i + 1] - uninterrupted[i]) for i in range(2, 20))
     for step in range(2, 20):
         assert abs(losses[step + 1] - losses[step]) < 2 * noise
 
 
 @pytest.mark.system
-def test_unequal_stops_leave_no_sample_behind(tmp_path: Path) -> None:
-    """A signal stops two replicas at different steps of a round; three go on, then one."""
+def test_unequal_stops_lose_no_sample(tmp_path: Path) -> None:
+    """A signal stops two replicas at different steps of a round; then three resume, then one."""
     saves, flags = tmp_path / "saves", {"train_iters": 40, "edit_sync_interval": 100}
     env = {"HOOKS": "slow signal_one", "SPY_SLEEP": "[0.02, 0.1]", "SPY_STEP": "5"}
     first = stage(tmp_path / "a", saves, 2, env, **flags)
@@ -87,8 +87,8 @@ def test_unequal_stops_leave_no_sample_behind(tmp_path: Path) -> None:
 
 @pytest.mark.system
 @pytest.mark.parametrize("stop", ["sync", "mid-round"])
-def test_replicas_with_clocks_change_their_number(tmp_path: Path, stop: str) -> None:
-    """A-EDiT at 1x and 3x, then three replicas, then two: the ledger goes on."""
+def test_aedit_resumes_with_other_replica_counts(tmp_path: Path, stop: str) -> None:
+    """A-EDiT with two replicas, then three, then two: the ledger continues."""
     saves, flags = tmp_path / "saves", {**AEDIT, "train_iters": 30, "edit_sync_seconds": 6}
     env = {"HOOKS": "script_clock", "SPY_FACTORS": "[1, 3, 2]"}
     if stop == "sync":
@@ -108,9 +108,9 @@ def test_replicas_with_clocks_change_their_number(tmp_path: Path, stop: str) -> 
 
 
 @pytest.mark.system
-def test_skipped_iterations_are_consumed(tmp_path: Path) -> None:
-    """EDiT skips an iteration, A-EDiT goes on behind it: would catch samples that come again, and
-    scalars that do not stand at Megatron's iterations."""
+def test_skipped_iterations_consume_their_samples(tmp_path: Path) -> None:
+    """EDiT skips an iteration, and A-EDiT resumes after it. Would catch samples that repeat, and
+    scalars that are not at Megatron's iterations."""
     pytest.importorskip("tensorboard")
     saves = tmp_path / "saves"
     boards = [tmp_path / f"board-{number}" for number in range(2)]
@@ -131,7 +131,7 @@ def test_skipped_iterations_are_consumed(tmp_path: Path) -> None:
     assert max(found["edit/round"]) == max(found["lm loss"])
 
 
-def _made(folder: Path) -> Path:
+def _new_folder(folder: Path) -> Path:
     folder.mkdir()
     return folder
 
@@ -152,16 +152,16 @@ LATE: dict[str, dict[str, Any]] = {
     "name", [pytest.param(n, marks=[] if n == "all" else [pytest.mark.full]) for n in LATE]
 )
 @pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.system), 3])
-def test_late_syncs_land_before_others_go_on(tmp_path: Path, name: str, replicas: int) -> None:
-    """Saved while syncs fly. What others begin with is what the same replicas would have ended
-    with, had training been over there: everything lands, and the round is synced."""
+def test_pending_syncs_land_before_replica_count_changes(tmp_path: Path, name: str, replicas: int) -> None:
+    """Saved while syncs are pending. Another number of replicas starts from the state with which the
+    same replicas would have ended training there: all syncs land, and the round is synced."""
     step = 6
     flags: Flags = {**FLAGS, "edit_sync_interval": 3, **LATE[name], "train_iters": 9}
-    saved = kept_run(run_edit, 2, 2, before=HOOK, save_interval=step, **flags)
+    saved = cached_run(run_edit, 2, 2, before=HOOK, save_interval=step, **flags)
     over = {**flags, "train_iters": step, "lr_decay_iters": 9}
-    ended = kept_run(run_edit, 2, 2, before=HOOK, **over)
+    ended = cached_run(run_edit, 2, 2, before=HOOK, **over)
     run_edit(
-        _made(tmp_path / "b"), replicas, replicas, before=HOOK, load=saved.folder / "saves",
+        _new_folder(tmp_path / "b"), replicas, replicas, before=HOOK, load=saved.folder / "saves",
         ckpt_step=step, **{**over, "override_opt_param_scheduler": True},
     )  # fmt: skip
     expected, found = (

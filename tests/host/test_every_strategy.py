@@ -1,4 +1,4 @@
-"""Every strategy on real Megatron: overlap equals blocking, every sync lands once, equal ends."""
+"""Every strategy on real Megatron: overlap equals blocking, every sync lands exactly once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.host.layouts import GATHER, LAYOUTS
 from tests.host.runs import EditRun, run_edit
 from tests.host.spy import read_records
 
-# tau is 4 in all of them, and the warm-up 2 steps, unless the strategy has none.
+# tau is 4 and the warm-up 2 steps in all of them, unless the strategy has no warm-up.
 VARIANTS: dict[str, Flags] = {
     "local-sgd": {"edit_strategy": "local-sgd"},
     "post-local-sgd": {"edit_strategy": "post-local-sgd"},
@@ -40,7 +40,7 @@ NUM_LAYERS = 4
 
 
 def cases() -> list[object]:
-    """All variants on three layouts; the core tier takes a sample, the system tier another."""
+    """Return all variants on three layouts; the core and the system tier run a few of them."""
 
     def marks(name: str, layout: str) -> list[pytest.MarkDecorator]:
         if CORE.get(name) == layout:
@@ -57,7 +57,7 @@ def cases() -> list[object]:
 def train_variant(
     folder: Path, name: str, layout: str, mode: str, num_replicas: int = 2, **more: Any
 ) -> tuple[EditRun, list[str]]:
-    """One run; digests of the final parameters by rank."""
+    """Train a variant; return the run and the digests of the final parameters by rank."""
     folder.mkdir()
     ranks, flags = LAYOUTS[layout]
     flags = {"global_batch_size": 4 * num_replicas, **GATHER, **flags, "num_layers": NUM_LAYERS,
@@ -74,9 +74,9 @@ def train_variant(
 
 
 @pytest.mark.parametrize(("name", "layout"), cases())
-def test_a_strategy_trains(tmp_path: Path, name: str, layout: str) -> None:
-    """Catches a unit that lands twice or never, a landing that training overwrites, replicas that
-    part for good, and an exchange that depends on where it is waited for."""
+def test_strategy_trains_alike_in_blocking_and_overlap(tmp_path: Path, name: str, layout: str) -> None:
+    """Would catch a unit that lands twice or never, a landing that training overwrites, replicas that
+    stay different, and an exchange whose result depends on when it is awaited."""
     blocking, overlap = (
         train_variant(tmp_path / mode, name, layout, mode) for mode in ("blocking", "overlap")
     )
@@ -97,9 +97,9 @@ def test_a_strategy_trains(tmp_path: Path, name: str, layout: str) -> None:
         assert min(times.values()) >= (17 - warmup) // 4
 
 
-def test_a_stage_without_units_of_a_fragment_gathers_too(tmp_path: Path) -> None:
-    """Four groups over two stages of two data-parallel ranks: one stage has nothing to land in some
-    syncs, and its ranks must still see what their own step changed."""
+def test_stage_without_units_in_fragment_still_gathers(tmp_path: Path) -> None:
+    """Four fragments over two stages of two data-parallel ranks: in some syncs a stage has no unit to
+    land, and its ranks must still gather the parameters of their own step."""
     flags: Flags = {
         "pipeline_model_parallel_size": 2, "num_layers": NUM_LAYERS, "global_batch_size": 8,
         "edit_fragments": 4, "edit_sync_interval": 4, "train_iters": 9, **GATHER,

@@ -1,6 +1,6 @@
 """`megatron-edit check` with the flags of Megatron's own examples, on a machine without a GPU.
 
-Would catch: a flag of everyday fp8 training that we refuse without a reason that stands.
+Would catch a common flag of fp8 training that is refused without need.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COMMON = """
 --no-create-attention-mask-in-dataloader --log-interval 1 --log-throughput --save saves
 --tensorboard-dir tensorboard
 """
-# What examples/llama/train_llama3_8b_h100_fp8.sh adds for a dense model of 8B parameters.
+# Added by examples/llama/train_llama3_8b_h100_fp8.sh for a dense model of 8B parameters.
 LLAMA = """
 --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
 --kv-channels 128 --rotary-base 1000000 --attention-dropout 0.0 --hidden-dropout 0.0 --swiglu
@@ -38,7 +38,7 @@ LLAMA = """
 --eval-interval 100 --save-interval 1000 --profile --profile-step-start 4 --profile-step-end 6
 --ckpt-format torch_dist --distributed-timeout-minutes 60 --load saves
 """
-# And examples/gptoss/02_train.sh for a mixture of experts on eight pipeline stages.
+# Added by examples/gptoss/02_train.sh for a mixture of experts on eight pipeline stages.
 GPT_OSS = """
 --no-masked-softmax-fusion --transformer-impl transformer_engine --no-rope-fusion
 --normalization RMSNorm --hidden-size 512 --ffn-hidden-size 2048
@@ -54,7 +54,7 @@ GPT_OSS = """
 --expert-model-parallel-size 1 --save-interval 10000 --eval-interval 50000000 --eval-iters 0
 --moe-per-layer-logging --no-load-optim --no-load-rng
 """
-# Megatron-LM's pretrain_gpt.py adds flags of its own, for which the wheel has no parser.
+# Flags that Megatron-LM's pretrain_gpt.py adds; the wheel's parser does not have them.
 OWN_FLAGS = """
 from megatron.training.arguments import parse_and_validate_args
 import megatron.training
@@ -82,7 +82,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """Of all cases, each in Megatron's own parser and validation."""
+    """Run `check` for all cases, with Megatron's own parser and validation."""
     folder: Path = tmp_path_factory.mktemp("examples")
     own = folder / "own_flags.py"
     own.write_text(OWN_FLAGS)
@@ -94,11 +94,11 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "12 layers" not in name])
-def test_examples_are_accepted(name: str, outcomes: dict[str, Outcome]) -> None:
+def test_megatron_examples_are_accepted(name: str, outcomes: dict[str, Outcome]) -> None:
     assert outcomes[name] == (0, "")
 
 
-def test_layers_that_stages_cannot_share(outcomes: dict[str, Outcome]) -> None:
-    """The example as it stands: Megatron itself refuses 12 layers on 8 stages."""
+def test_indivisible_layers_are_refused_by_megatron(outcomes: dict[str, Outcome]) -> None:
+    """The unchanged example: Megatron itself refuses 12 layers on 8 stages."""
     code, said = outcomes["gpt-oss, 12 layers"]
     assert code == 2 and said.count("\n") == 1 and "Megatron's validation fails" in said

@@ -1,4 +1,4 @@
-"""The final synchronous phase on real Megatron: gradients are averaged at every step at the end."""
+"""The final synchronous phase on real Megatron, which averages gradients at every step."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 from megatron_edit.checkpoint.manifest import read_manifest
 from tests.harness import Flags
 from tests.host.layouts import GATHER, LAYOUTS
-from tests.host.runs import EditRun, kept_run, recommended, run_edit
+from tests.host.runs import EditRun, cached_run, recommended, run_edit
 from tests.host.spy import read_records
 from tests.host.test_elastic import consumed
-from tests.host.test_resume import DROPOUT, HOOK, both_runs, facts
+from tests.host.test_resume import DROPOUT, HOOK, resume_and_compare, facts
 
 pytestmark = pytest.mark.timeout(300)
-# Two steps of warm-up, syncs after 5 and 8; the last local step is 9, so that a partial round ends.
+# Two steps of warm-up, syncs after 5 and 8; the last local step is 9, after a partial round.
 LAST_LOCAL = 9
 PHASE: Flags = {"train_iters": 12, "edit_final_sync_fraction": 0.25}
 BLOCKING: Flags = {"edit_sync_mode": "blocking"}
@@ -25,17 +25,17 @@ SCHEDULE: Flags = {"lr_decay_style": "cosine", "lr_warmup_iters": 3}
 
 
 def sync_steps(run: EditRun) -> list[int]:
-    """Steps after which syncs began."""
+    """Return the steps after which syncs began."""
     return [line["iteration"] for line in run.syncs]
 
 
 def inner_state(folder: Path, rank: int) -> Any:
-    """Digests of the inner moments of one rank at the end."""
+    """Return the digests of the inner moments of one rank at the end."""
     return facts(folder, rank + 1)[rank]["moments"]
 
 
 def assert_replicas_equal(run: EditRun, ranks: int, replicas: int) -> None:
-    """Parameters and inner moments of all replicas have the same bits at the end."""
+    """Check that parameters and inner moments of all replicas have the same bits at the end."""
     ends = facts(run.folder, ranks * replicas)
     for rank in range(ranks):
         found = {str((e["digest"], e["moments"])) for e in ends[rank::ranks]}
@@ -44,10 +44,10 @@ def assert_replicas_equal(run: EditRun, ranks: int, replicas: int) -> None:
 
 
 @pytest.mark.parametrize("warmup", [0, pytest.param(2, marks=pytest.mark.full)])
-def test_whole_training_equals_ddp(tmp_path: Path, warmup: int) -> None:
-    """X = 1 is strategy ddp, bit for bit: catches an anchor that is taken, or a local step."""
+def test_phase_over_whole_training_equals_ddp(tmp_path: Path, warmup: int) -> None:
+    """X = 1 equals strategy ddp bit for bit. Would catch an anchor being set, or a local step."""
     flags: Flags = {"train_iters": 4, **DROPOUT}
-    expected = kept_run(run_edit, 2, 2, before=HOOK, edit_strategy="ddp", **flags)
+    expected = cached_run(run_edit, 2, 2, before=HOOK, edit_strategy="ddp", **flags)
     run = run_edit(
         tmp_path, 2, 2, before=HOOK, edit_warmup_steps=warmup, edit_final_sync_fraction=1, **flags
     )
@@ -55,10 +55,10 @@ def test_whole_training_equals_ddp(tmp_path: Path, warmup: int) -> None:
     assert (run.lines("loss.jsonl") and not (tmp_path / "sync.jsonl").exists()) or not run.syncs
 
 
-def test_rounds_end_and_replicas_stay_equal(tmp_path: Path) -> None:
-    """The partial round syncs after step 9 and no other follows; all losses come in order, and the
-    replicas hold the same bits: catches moments that stay each replica's own."""
-    run = kept_run(run_edit, 2, 2, before=HOOK, **SCHEDULE, **PHASE, **DROPOUT)
+def test_phase_ends_rounds_and_keeps_replicas_equal(tmp_path: Path) -> None:
+    """The partial round syncs after step 9, and no sync follows; losses are in order, and replicas
+    have the same bits. Would catch moments that are not averaged at the start of the phase."""
+    run = cached_run(run_edit, 2, 2, before=HOOK, **SCHEDULE, **PHASE, **DROPOUT)
     assert sync_steps(run) == [5, 8, LAST_LOCAL]
     assert [line["iteration"] for line in run.lines("loss.jsonl")] == list(range(1, 13))
     assert_replicas_equal(run, 1, 2)
@@ -68,23 +68,23 @@ def test_rounds_end_and_replicas_stay_equal(tmp_path: Path) -> None:
     assert run.result.ranks[0].stdout.count(f"final synchronous phase after step {LAST_LOCAL}") == 1
 
 
-def test_without_a_phase_nothing_changes(tmp_path: Path) -> None:
-    """X = 0 syncs the partial round at the end only, and equals the run up to the last full round
-    of one with a phase."""
+def test_fraction_zero_leaves_rounds_unchanged(tmp_path: Path) -> None:
+    """X = 0 syncs the partial round at the end only, and equals a run with a phase up to the last
+    full round of that run."""
     run = run_edit(tmp_path, 2, 2, before=HOOK, train_iters=12, edit_final_sync_fraction=0,
                    **SCHEDULE, **DROPOUT)  # fmt: skip
     assert sync_steps(run) == [5, 8, 11, 12]
-    other = kept_run(run_edit, 2, 2, before=HOOK, **SCHEDULE, **PHASE, **DROPOUT)
+    other = cached_run(run_edit, 2, 2, before=HOOK, **SCHEDULE, **PHASE, **DROPOUT)
     for before, after in zip(run.syncs[:2], other.syncs[:2], strict=True):
         assert before["norms"] == after["norms"]
 
 
 @pytest.mark.parametrize("step", [10, pytest.param(9, marks=pytest.mark.full),
                                   pytest.param(7, marks=pytest.mark.full)])  # fmt: skip
-def test_resume_is_exact(tmp_path: Path, step: int) -> None:
-    """In the phase, at its begin, and before it: catches state of the phase that is forgotten."""
+def test_resume_around_phase_is_exact(tmp_path: Path, step: int) -> None:
+    """In the phase, at its start, and before it. Would catch state of the phase that is not saved."""
     is_inside = step >= LAST_LOCAL
-    manifest = both_runs(tmp_path, step, 1, 2, has_syncs=not is_inside, **{**PHASE, **DROPOUT})
+    manifest = resume_and_compare(tmp_path, step, 1, 2, has_syncs=not is_inside, **{**PHASE, **DROPOUT})
     assert (manifest.is_final_phase, manifest.is_warmup) == (is_inside, is_inside)
     assert manifest.form == ("leader" if is_inside else "all")
 
@@ -93,31 +93,31 @@ def test_resume_is_exact(tmp_path: Path, step: int) -> None:
     "layout", ["plain", *(pytest.param(x, marks=pytest.mark.full) for x in ("tp2", "m2", "ep2"))]
 )
 def test_recommended_settings_resume_in_the_phase(tmp_path: Path, layout: str) -> None:
-    """`configs/edit_quality.args` with Adam: catches beta2 that stays scaled in the phase, as a
-    resumed run begins with the value that was given."""
+    """`configs/edit_quality.args` with Adam. Would catch beta2 that stays scaled in the phase, as a
+    resumed run starts with the unscaled value."""
     ranks, flags = LAYOUTS[layout]
     flags = {**PHASE, **flags, **recommended(), **DROPOUT}
-    both_runs(tmp_path, 10, ranks, 2, has_syncs=False, **flags)
+    resume_and_compare(tmp_path, 10, ranks, 2, has_syncs=False, **flags)
     assert_replicas_equal(EditRun(None, tmp_path), ranks, 2)  # type: ignore[arg-type]
 
 
-def test_stages_end_with_the_local_training(tmp_path: Path) -> None:
-    """`stl`: two stages of the 12 local steps after the warm-up, and the phase after step 14.
-    Catches stages of the whole training, in which a third round ends at step 11."""
+def test_stl_stages_cover_local_training_only(tmp_path: Path) -> None:
+    """`stl` has two stages of the 12 local steps after the warm-up; the phase starts after step 14.
+    Would catch stages of the complete training, for which a third round ends at step 11."""
     run = run_edit(tmp_path, 2, 2, train_iters=16, edit_interval="stl", edit_stl_stages=2,
                    edit_final_sync_fraction=0.125)  # fmt: skip
     assert sync_steps(run) == [5, 8, 14]
 
 
 @pytest.mark.full
-def test_interval_of_losses_is_resumed(tmp_path: Path) -> None:
-    """`adacomm`: catches a first loss that a checkpoint forgets."""
-    manifest = both_runs(tmp_path, 7, 1, 2, edit_interval="adacomm", **DROPOUT)
+def test_adacomm_resume_keeps_first_loss(tmp_path: Path) -> None:
+    """Would catch a first loss, which `adacomm` needs, that is not saved."""
+    manifest = resume_and_compare(tmp_path, 7, 1, 2, edit_interval="adacomm", **DROPOUT)
     assert manifest.first_loss is not None
 
 
-def test_another_number_of_replicas_goes_on_inside_the_phase(tmp_path: Path) -> None:
-    """All replicas are equal there: 2 become 1, and each sample is consumed once."""
+def test_replica_count_can_change_in_phase(tmp_path: Path) -> None:
+    """Replicas are equal in the phase: 1 resumes from 2, and each sample is consumed once."""
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     second.mkdir()
@@ -130,10 +130,10 @@ def test_another_number_of_replicas_goes_on_inside_the_phase(tmp_path: Path) -> 
 
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", [{}, DELAYED], ids=["edit", "delayed"])
-def test_overlap_equals_blocking(tmp_path: Path, strategy: Flags) -> None:
-    """All that is on its way lands at the begin of the phase, in both modes with the same bits."""
+def test_phase_overlap_equals_blocking(tmp_path: Path, strategy: Flags) -> None:
+    """All pending syncs land at the start of the phase, in both modes with the same bits."""
     flags: Flags = {**PHASE, **GATHER, **SCHEDULE, **strategy}
-    overlapped = kept_run(run_edit, 2, 2, before=HOOK, **flags)
+    overlapped = cached_run(run_edit, 2, 2, before=HOOK, **flags)
     run_edit(tmp_path, 2, 2, before=HOOK, **flags, **BLOCKING)
     assert facts(tmp_path, 2) == facts(overlapped.folder, 2)
     assert_replicas_equal(overlapped, 1, 2)
@@ -141,17 +141,17 @@ def test_overlap_equals_blocking(tmp_path: Path, strategy: Flags) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["tp2", "m2", "pp2", "ep2"])
-def test_layouts(tmp_path: Path, layout: str) -> None:
-    """Shards, stages and experts: replicas are equal, and a resume inside the phase is exact."""
+def test_phase_on_other_layouts(tmp_path: Path, layout: str) -> None:
+    """With shards, stages and experts, replicas are equal, and a resume in the phase is exact."""
     ranks, flags = LAYOUTS[layout]
-    both_runs(tmp_path, 10, ranks, 2, has_syncs=False, **{**PHASE, **flags})
+    resume_and_compare(tmp_path, 10, ranks, 2, has_syncs=False, **{**PHASE, **flags})
     assert_replicas_equal(EditRun(None, tmp_path), ranks, 2)  # type: ignore[arg-type]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", ["co2", "streaming-diloco", "slowmo", "diloco", "local-sgd"])
-def test_other_strategies(tmp_path: Path, strategy: str) -> None:
-    """What is on its way lands before the phase: catches a result that comes into it."""
+def test_phase_with_other_strategies(tmp_path: Path, strategy: str) -> None:
+    """Pending syncs land before the phase. Would catch a result that lands within the phase."""
     more: Flags = {}
     if strategy == "streaming-diloco":
         more = {"edit_delay_steps": 2, "edit_fragments": 2}
@@ -162,15 +162,15 @@ def test_other_strategies(tmp_path: Path, strategy: str) -> None:
 
 
 @pytest.mark.full
-def test_one_replica(tmp_path: Path) -> None:
-    """N = 1: nothing is exchanged, training goes on."""
+def test_phase_with_one_replica(tmp_path: Path) -> None:
+    """N = 1: training continues without exchanges."""
     run = run_edit(tmp_path, 1, 1, before=HOOK, **PHASE)
     assert sync_steps(run) == [5, 8, LAST_LOCAL]
 
 
 @pytest.mark.full
-def test_share_of_samples(tmp_path: Path) -> None:
-    """With --train-samples the share is of samples: 12 batches of 8, of which 9 are local."""
+def test_fraction_applies_to_train_samples(tmp_path: Path) -> None:
+    """With --train-samples the fraction is of samples: 12 batches of 8, of which 9 are local."""
     run = run_edit(tmp_path, 2, 2, before=HOOK, train_iters=None, train_samples=96,
                    lr_decay_samples=96, edit_final_sync_fraction=0.25)  # fmt: skip
     assert sync_steps(run) == [5, 8, LAST_LOCAL]

@@ -1,7 +1,7 @@
-"""Saves to a disk that has no room: told, training goes on, and two in a row end it.
+"""Saves to a full disk: the failure is reported, training continues, and two in a row end it.
 
-Would catch: a rank that ends, or waits for ever, for an error of the disk on one of them; a
-training that is another one because of it; half a checkpoint, or none, where a good one was.
+Would catch: a rank that exits, or waits forever, because of a disk error on another rank; a
+training that the error changes; a partial checkpoint, or the loss of an older complete one.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import pytest
 
 from tests.harness import Flags
 from tests.harness.disk import mounted
-from tests.host.runs import EditRun, kept_run, run_edit
-from tests.host.test_checkpoints import made, newest
+from tests.host.runs import EditRun, cached_run, run_edit
+from tests.host.test_checkpoints import new_folder, newest
 from tests.host.test_resume import DROPOUT, HOOK, assert_continues, facts
 
 pytestmark = pytest.mark.timeout(300)
@@ -32,19 +32,19 @@ CASES = [pytest.param(name, marks=[] if name in CORE else [pytest.mark.system]) 
 
 
 def train(folder: Path, disk: Path, name: str, full: str, *, check: bool = True) -> EditRun:
-    """Twelve steps with saves after 3, 6, 9 and 12; those in `full`, from 1, find no room."""
+    """Train twelve steps with saves after 3, 6, 9 and 12; those in `full`, from 1, find no space."""
     world_size, flags = LAYOUTS[name]
     return run_edit(
-        made(folder), world_size, 2, before="tests.host.spy_room:full_at", check=check,
+        new_folder(folder), world_size, 2, before="tests.host.spy_full_disk:fill_before_saves", check=check,
         env={"SPY_DISK": str(disk), "SPY_FULL": full}, save=disk / "saves", save_interval=3,
         **{"train_iters": 12, **DROPOUT, **flags},
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_save_that_fails(tmp_path: Path, name: str) -> None:
-    """It is told in one line with folder, room and need, nothing of it is left, the run is the
-    undisturbed one to the last bit, and the checkpoint before it resumes."""
+def test_failed_save_does_not_stop_training(tmp_path: Path, name: str) -> None:
+    """One line reports folder, free and needed space. No partial file remains, the run has the bits
+    of an undisturbed one, and the previous checkpoint can be resumed."""
     world_size, flags = LAYOUTS[name]
     flags = {"train_iters": 12, **DROPOUT, **flags}
     with mounted(tmp_path / "disk", 64 << 20) as disk:
@@ -60,20 +60,20 @@ def test_one_save_that_fails(tmp_path: Path, name: str) -> None:
             "iter_0000003", "iter_0000006", "iter_0000012"
         ]  # fmt: skip
         assert newest(disk / "saves") == 12
-        whole = kept_run(run_edit, world_size, 2, before=HOOK, **flags)
+        whole = cached_run(run_edit, world_size, 2, before=HOOK, **flags)
         assert facts(run.folder, world_size) == facts(whole.folder, world_size)
         assert run.digests(0) == whole.digests(0)
         run_edit(
-            made(tmp_path / "b"), world_size, 2, before=HOOK, load=disk / "saves", ckpt_step=6,
+            new_folder(tmp_path / "b"), world_size, 2, before=HOOK, load=disk / "saves", ckpt_step=6,
             **flags,
         )  # fmt: skip
-        if name != "leader":  # there the others take over the leader's inner state
+        if name != "leader":  # with it, the others take the leader's inner state
             assert_continues(whole.folder, tmp_path / "b", 6, world_size)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_saves_in_a_row_that_fail(tmp_path: Path, name: str) -> None:
-    """All ranks end with 1 soon after, without a traceback; the checkpoint before them resumes."""
+def test_two_failed_saves_in_a_row_end_training(tmp_path: Path, name: str) -> None:
+    """All ranks exit with 1 soon, without traceback; the last complete checkpoint resumes."""
     world_size, flags = LAYOUTS[name]
     with mounted(tmp_path / "disk", 64 << 20) as disk:
         run = train(tmp_path / "a", disk, name, "2,3,4,5", check=False)
@@ -86,7 +86,7 @@ def test_two_saves_in_a_row_that_fail(tmp_path: Path, name: str) -> None:
         assert newest(disk / "saves") == 3
         (disk / "filler").unlink()
         flags = {"train_iters": 12, **DROPOUT, **flags}
-        run_edit(made(tmp_path / "b"), world_size, 2, before=HOOK, load=disk / "saves", **flags)
-        whole = kept_run(run_edit, world_size, 2, before=HOOK, **flags)
+        run_edit(new_folder(tmp_path / "b"), world_size, 2, before=HOOK, load=disk / "saves", **flags)
+        whole = cached_run(run_edit, world_size, 2, before=HOOK, **flags)
         if name != "leader":
             assert facts(tmp_path / "b", world_size) == facts(whole.folder, world_size)

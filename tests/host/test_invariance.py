@@ -1,4 +1,4 @@
-"""The same replica laid out otherwise gives the same penalty at the first sync (method 8)."""
+"""A replica in another parallel layout has the same penalty at the first sync (method 8)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import pytest
 
 from tests.harness import Flags
 from tests.host.layouts import GATHER, LAYOUTS, PLAIN_DDP, Layout
-from tests.host.runs import EditRun, kept_run, run_edit
+from tests.host.runs import EditRun, cached_run, run_edit
 
-# One learning-rate step moves a parameter by about lr: a clip of this size binds.
+# A step moves a parameter by about lr, so that updates exceed this clip.
 SETTINGS: Flags = {"edit_warmup_steps": 0, "edit_sync_interval": 4, "train_iters": 5,
                    "num_layers": 2, "edit_clip": 0.05, "init_method_std": 0.02}  # fmt: skip
 SPLIT = {"m2", "ep2", "tp2-ep2-etp2", "two-instances", "two-instances-m2", "m2-plain-ddp"}
 
 
 def train_until_first_sync(folder: Path, ranks: int, **flags: Any) -> EditRun:
-    """Two replicas, from weights that are the same on every layout."""
+    """Train two replicas from weights that are the same on every layout."""
     return run_edit(
         folder, 2 * ranks, 2, before="tests.host.spy:start_from_seeded_weights",
         **{**GATHER, **SETTINGS, **flags},
@@ -41,23 +41,23 @@ def train_until_first_sync(folder: Path, ranks: int, **flags: Any) -> EditRun:
     ],
 )
 def test_dense_layouts_agree_at_the_first_sync(tmp_path: Path, layout: str) -> None:
-    """Norms, weights and clip factors to 1e-4: catches copies counted twice and lost shards."""
+    """Norms, weights and clip factors agree to 1e-4. Would catch copies counted twice, lost shards."""
     _compare(tmp_path, "plain", layout, {})
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["ep2", "tp2-ep2", "tp2-ep2-etp2"])
 def test_expert_layouts_agree_at_the_first_sync(tmp_path: Path, layout: str) -> None:
-    """EP 2, also with TP, against all experts on one rank: experts are not copies of each other,
-    routers are."""
+    """EP 2, also with TP, compared with all experts on one rank: unlike experts, routers are copies
+    of each other."""
     _compare(tmp_path, "moe", layout, {"moe_router_load_balancing_type": "none"})
 
 
 def _compare(tmp_path: Path, one: str, other: str, more: Flags) -> None:
-    # Megatron deals micro-batches to data-parallel ranks: where one rank takes the place of two,
-    # a micro-batch twice as large gives the replica the same samples; of four, four times.
+    # Megatron assigns micro-batches to data-parallel ranks: where one rank replaces two, or four,
+    # a micro-batch two, or four, times as large gives the replica the same samples.
     whole: Flags = {**LAYOUTS[one].flags, **more, "micro_batch_size": 4 if other in SPLIT else 2}
-    expected = kept_run(train_until_first_sync, LAYOUTS[one].ranks, **whole).syncs[0]
+    expected = cached_run(train_until_first_sync, LAYOUTS[one].ranks, **whole).syncs[0]
     ranks, flags = LAYOUTS[other] if other != "m2-plain-ddp" else Layout(2, PLAIN_DDP)
     ours = train_until_first_sync(tmp_path, ranks, **{**flags, **more}).syncs[0]
     assert ours["units"] == expected["units"]

@@ -1,8 +1,8 @@
-"""Asynchronous saves that are handed over to Megatron's writing process as one.
+"""Asynchronous saves that are merged into one request for Megatron's writer process.
 
-Would catch: a save that is dropped or written with the tensors of another, what is called when they
-are done in another order than they were written, tensors that are sent twice, and requests of
-another kind that are taken apart.
+Would catch: a save that is dropped or written with the tensors of another, finalize functions in
+another order than the writes, tensors that are sent twice, and changes to requests of an unknown
+class.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from megatron_edit.host.checkpoint.async_requests import merge_async_requests
 
 
 def fetch(buckets: list[str]) -> list[str]:
-    """As Megatron brings tensors to the host."""
+    """Stand for Megatron's copy of tensors to the host."""
     return [f"host {name}" for name in buckets]
 
 
 def write(transforms: list[int], rank: int, buckets: list[str], log: str, end: str = "") -> None:
-    """As Megatron writes: `transforms` is bound beforehand."""
+    """Stand for Megatron's write function, of which `transforms` is bound beforehand."""
     with Path(log).open("a", encoding="utf-8") as file:
         file.write(f"{transforms} {rank} {buckets} {end}\n")
 
 
 def request(name: str, log: Path, done: list[str], **changes: Any) -> AsyncRequest:
-    """A save of one bucket."""
+    """Make the request of a save of one bucket."""
     given: dict[str, Any] = {
         "async_fn": partial(write, [7]),
         "async_fn_args": [3, [name], str(log)],
@@ -41,7 +41,7 @@ def request(name: str, log: Path, done: list[str], **changes: Any) -> AsyncReque
 
 
 def run(one: AsyncRequest) -> bytes:
-    """What the queue, the process that writes, and the queue again do; what was sent."""
+    """Do what the queue and the writer process do with a request; return the pickled request."""
     assert one.async_fn is not None and one.preload_fn is not None
     sent = pickle.dumps(one._replace(finalize_fns=[]))
     theirs: AsyncRequest = pickle.loads(sent)
@@ -53,8 +53,8 @@ def run(one: AsyncRequest) -> bytes:
     return sent
 
 
-def test_two_become_one(tmp_path: Path) -> None:
-    """In their order, each with its own; what is added later is called last."""
+def test_two_requests_are_merged(tmp_path: Path) -> None:
+    """Both are written in order with their own tensors; a finalize function added later is last."""
     log, done = tmp_path / "log", list[str]()
     (one,) = merge_async_requests([request("outer", log, done), request("model", log, done, preload_fn=None)])
     one.add_finalize_fn(lambda: done.append("commit"))
@@ -64,8 +64,8 @@ def test_two_become_one(tmp_path: Path) -> None:
     assert done == ["outer", "model", "commit"]
 
 
-def test_a_rank_that_has_nothing_to_write(tmp_path: Path) -> None:
-    """Of one of them, or of both: it still completes both with the other ranks."""
+def test_rank_without_data_still_finalizes(tmp_path: Path) -> None:
+    """With nothing to write for one or both requests, the rank still calls all finalize functions."""
     log, done = tmp_path / "log", list[str]()
     nothing: dict[str, Any] = {"async_fn": None, "async_fn_args": [], "preload_fn": None}
     (one,) = merge_async_requests([request("outer", log, done, **nothing), request("model", log, done)])
@@ -75,13 +75,13 @@ def test_a_rank_that_has_nothing_to_write(tmp_path: Path) -> None:
     assert none.async_fn is None and len(none.finalize_fns) == 2
 
 
-def test_others_are_left_alone(tmp_path: Path) -> None:
-    """One alone, and those of a class that we do not know."""
+def test_single_and_unknown_requests_are_returned_as_is(tmp_path: Path) -> None:
+    """A single request and requests of an unknown class are not merged."""
 
     class Foreign(AsyncRequest):  # type: ignore[misc]
-        """Of the resiliency extension."""
+        """A request of the resiliency extension."""
 
     alone: Any = request("model", tmp_path, [])
-    assert merge_async_requests([alone]) == [alone] and joined([alone])[0] is alone
+    assert merge_async_requests([alone]) == [alone] and merge_async_requests([alone])[0] is alone
     both: Any = [Foreign(*cast(Any, alone)), alone]
     assert all(a is b for a, b in zip(merge_async_requests(both), both, strict=True))

@@ -1,4 +1,4 @@
-"""Scalars in Megatron's own writers: what TensorBoard reads is what the event files say."""
+"""Scalars in Megatron's own writers have the values of the event files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Scalars = dict[str, dict[int, float]]
 
 
 def scalars_of(folder: Path) -> Scalars:
-    """Every scalar of the event files in a folder, by name and step."""
+    """Read every scalar of the TensorBoard files in a folder, by name and step."""
     from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
         EventAccumulator,
     )
@@ -35,12 +35,12 @@ def scalars_of(folder: Path) -> Scalars:
 
 
 def pattern(name: str) -> str:
-    """A documented name as a pattern."""
+    """Convert a documented name to a regular expression."""
     return re.escape(name).replace("<r>", r"\d+").replace("<unit>", r"[\w.]+")
 
 
 def check(run: EditRun, found: Scalars) -> None:
-    """Every documented scalar is there, no other of ours is, and their values are right."""
+    """Check that our scalars are documented and have the values of the event files."""
     ours = {name for name in found if name.startswith("edit/") and "vs samples" not in name}
     for name in ours:
         assert any(re.fullmatch(pattern(tag.name), name) for tag in TAGS), name
@@ -68,7 +68,7 @@ def check(run: EditRun, found: Scalars) -> None:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Of a list."""
+    """Return the arithmetic mean."""
     return sum(values) / len(values)
 
 
@@ -86,15 +86,15 @@ def mean(values: Sequence[float]) -> float:
     ],
     ids=["edit", "delay", "stages", "a-edit"],
 )  # fmt: skip
-def test_tensorboard_says_what_the_event_files_say(tmp_path: Path, flags: Flags) -> None:
-    """Would catch: a scalar under the wrong iteration, values of one unit or replica for all,
-    a second replica that writes into the same folder, a last sync that is never flushed."""
+def test_tensorboard_scalars_match_event_files(tmp_path: Path, flags: Flags) -> None:
+    """Would catch a scalar at the wrong iteration, values of one unit or replica used for all, a
+    second replica that writes into the same folder, and a last sync that is never flushed."""
     board = tmp_path / "board"
     ranks = 4 if "pipeline_model_parallel_size" in flags else 2
     run = run_edit(tmp_path, ranks, 2, tensorboard_dir=board, train_iters=12, **flags)
     found = scalars_of(board)
     check(run, found)
-    assert len(list(board.iterdir())) == 1, "one replica writes"
+    assert len(list(board.iterdir())) == 1, "more than one replica writes"
     assert "lm loss" in found and "grad-norm" in found
     units = {f"edit/unit-{unit}/clip-factor" for unit in run.syncs[0]["units"]}
     assert (units <= set(found)) == ("edit_log_units_to_tensorboard" in flags)
@@ -104,14 +104,14 @@ def test_tensorboard_says_what_the_event_files_say(tmp_path: Path, flags: Flags)
         for tag in TAGS:
             is_late = (
                 "z-score" in tag.name
-            )  # neither detectors nor loss histories are armed so soon
+            )  # detectors and loss histories are not armed yet
             seen = any(re.fullmatch(pattern(tag.name), name) for name in found)
             assert seen or is_late, tag.name
 
 
 @pytest.mark.parametrize("delay", [0, pytest.param(2, marks=pytest.mark.full)])
-def test_wandb_hears_of_every_sync(tmp_path: Path, delay: int) -> None:
-    """With a stub of the module `wandb` that refuses what the real one drops: a step gone by."""
+def test_wandb_receives_every_sync(tmp_path: Path, delay: int) -> None:
+    """With a stub of `wandb` that refuses decreasing steps, which the real module drops."""
     run = run_edit(
         tmp_path, 2, 2, train_iters=12, before="tests.host.spy_wandb:stub",
         env={"SPY_WANDB": str(tmp_path)}, tensorboard_dir=tmp_path / "board",
@@ -127,15 +127,15 @@ def test_wandb_hears_of_every_sync(tmp_path: Path, delay: int) -> None:
     steps = [step for _, step in calls]
     assert steps == sorted(steps)
     assert any("edit/lm-loss" in values for values, _ in calls)
-    assert any("lm loss" in values for values, _ in calls), "Megatron's own are there, too"
+    assert any("lm loss" in values for values, _ in calls), "Megatron's own scalars are missing"
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("is_async", [True, False])
-def test_wandb_hears_of_checkpoints(tmp_path: Path, is_async: bool) -> None:
-    """By the names that they will have. Would catch the hidden folder that a save is written to."""
+def test_wandb_receives_checkpoint_names(tmp_path: Path, is_async: bool) -> None:
+    """They have their final names. Would catch the hidden folder to which a save is written."""
     saves = tmp_path / "saves"
-    late: Flags = {
+    asynchronous: Flags = {
         "async_save": True,
         "use_persistent_ckpt_worker": True,
         "async_strategy": "mcore",
@@ -144,7 +144,7 @@ def test_wandb_hears_of_checkpoints(tmp_path: Path, is_async: bool) -> None:
         tmp_path, 4, 2, train_iters=9, save=saves, save_interval=4,
         before="tests.host.spy_wandb:stub", env={"SPY_WANDB": str(tmp_path)},
         tensorboard_dir=tmp_path / "board", wandb_project="p", wandb_exp_name="e",
-        wandb_save_dir=tmp_path / "wandb", **(late if is_async else {}),
+        wandb_save_dir=tmp_path / "wandb", **(asynchronous if is_async else {}),
     )  # fmt: skip
     # Megatron ends wandb before it waits for the last asynchronous save.
     names = [f"iter_{iteration:07d}" for iteration in ((4, 8) if is_async else (4, 8, 9))]
@@ -154,9 +154,9 @@ def test_wandb_hears_of_checkpoints(tmp_path: Path, is_async: bool) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("is_sharded", [True, False])
-def test_bytes_inside_a_replica(tmp_path: Path, is_sharded: bool) -> None:
+def test_bytes_per_step_inside_a_replica(tmp_path: Path, is_sharded: bool) -> None:
     """In fp32 a reduce-scatter and a gather move as much as an all-reduce: 8 bytes per parameter
-    between two ranks. Would catch: shards that are counted twice, a wrong group."""
+    between two ranks. Would catch shards that are counted twice, and a wrong group."""
     run = run_edit(tmp_path, 4, 2, train_iters=5, use_distributed_optimizer=is_sharded)
     console = "".join(rank.stdout for rank in run.result.ranks)
     found = re.search(r"number of parameters on .*rank \([0, ]+\): (\d+)", console)

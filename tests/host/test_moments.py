@@ -1,4 +1,4 @@
-"""Adam's moments and beta2 on Megatron: equal on all replicas, bit for bit in every mode."""
+"""Averaging of Adam's moments and scaling of beta2 on real Megatron."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ import pytest
 from tests.behaviour.event_runs import entries
 from tests.harness import Flags, train
 from tests.host.layouts import GATHER, LAYOUTS, PLAIN_DDP
-from tests.host.runs import EditRun, kept_run, run_edit
+from tests.host.runs import EditRun, cached_run, run_edit
 from tests.host.test_old_checkpoint import FIXTURE
-from tests.host.test_resume import HOOK, both_runs, facts
+from tests.host.test_resume import HOOK, resume_and_compare, facts
 
 BOTH: Flags = {"edit_average_moments": "both"}
 STEPS: Flags = {"train_iters": 8}  # two of warm-up, and two rounds of three
 
 
 def inner_state(run: EditRun, world: int) -> list[list[str]]:
-    """Digests of the inner optimizers' state at the end, by rank."""
+    """Return the digests of the inner optimizers' state at the end, by rank."""
     states = (json.loads((run.folder / f"outer-{rank}.json").read_text()) for rank in range(world))
     return [state["moments"] for state in states]
 
 
 def trained(world: int, replicas: int, **flags: Any) -> EditRun:
-    """A run that other tests of this file may compare with."""
-    return kept_run(run_edit, world, replicas, before=HOOK, **(STEPS | flags))
+    """Return a cached run that other tests of this file may compare with."""
+    return cached_run(run_edit, world, replicas, before=HOOK, **(STEPS | flags))
 
 
 def test_moments_are_equal_after_a_sync(tmp_path: Path) -> None:
-    """Of all replicas, to the last bit; without the flag they differ. The bytes are counted. K
-    beyond the end changes nothing."""
+    """They have the same bits on all replicas; without the flag they differ. Their bytes are counted.
+    An `--edit-average-moments-every` beyond the last sync changes nothing."""
     plain, both = trained(2, 2), trained(2, 2, **BOTH)
     first, second = inner_state(plain, 2)
     assert first != second
@@ -42,7 +42,7 @@ def test_moments_are_equal_after_a_sync(tmp_path: Path) -> None:
     assert first == second
     assert both.digests(0) == both.digests(1) != plain.digests(0)
     sent, more = (run.syncs[0]["wire_bytes"] for run in (plain, both))
-    assert 1.45 < more / sent < 1.6  # two bytes beside four
+    assert 1.45 < more / sent < 1.6  # two bytes for the moments in addition to four
     never = run_edit(tmp_path, 2, 2, before=HOOK, edit_average_moments_every=9, **(STEPS | BOTH))
     assert facts(never.folder, 2) == facts(plain.folder, 2)
     assert [line["wire_bytes"] for line in never.syncs] == [
@@ -50,8 +50,8 @@ def test_moments_are_equal_after_a_sync(tmp_path: Path) -> None:
     ]
 
 
-def test_overlap_equals_blocking(tmp_path: Path) -> None:
-    """With offload, too: moments land before the next step in either mode."""
+def test_moments_overlap_equals_blocking(tmp_path: Path) -> None:
+    """Also with offload: moments land before the next step in both modes."""
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     blocking = run_edit(tmp_path / "a", 2, 2, before=HOOK, edit_sync_mode="blocking",
@@ -62,8 +62,8 @@ def test_overlap_equals_blocking(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_one_replica_keeps_its_own(tmp_path: Path) -> None:
-    """N = 1: nothing is averaged, and nothing rounded by a code; beta2 is as given."""
+def test_one_replica_keeps_its_own_moments(tmp_path: Path) -> None:
+    """N = 1: moments are neither averaged nor encoded, and beta2 is not scaled."""
     plain = trained(1, 1)
     alone = run_edit(tmp_path, 1, 1, before=HOOK, edit_scale_beta2=True, **(STEPS | BOTH))
     assert facts(alone.folder, 1) == facts(plain.folder, 1)
@@ -71,8 +71,8 @@ def test_one_replica_keeps_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["tp2", "ep2", "m2", "pp2", "bf16", "fp16", "two-instances"])
-def test_every_layout(tmp_path: Path, layout: str) -> None:
-    """Rank k of a replica holds the moments of rank k of the others."""
+def test_moments_are_equal_on_every_layout(tmp_path: Path, layout: str) -> None:
+    """Rank k of a replica holds the same moments as rank k of the others."""
     ranks, flags = LAYOUTS[layout]
     run = run_edit(tmp_path, 2 * ranks, 2, before=HOOK, **(STEPS | BOTH | flags))
     states = inner_state(run, 2 * ranks)
@@ -84,8 +84,8 @@ def test_every_layout(tmp_path: Path, layout: str) -> None:
 def test_copies_of_a_parameter_keep_equal_moments(
     tmp_path: Path, layout: str, final: float
 ) -> None:
-    """On TP ranks, and of the tied embedding on stages; blocks of codes have other neighbours.
-    Catches copies that are stepped apart after a sync."""
+    """On TP ranks, and for the tied embedding on two stages, where the 8-bit blocks contain different
+    neighbours. Would catch copies that differ after a sync."""
     ranks, flags = LAYOUTS[layout]
     run_edit(tmp_path, 3 * ranks, 3, before=HOOK, global_batch_size=12,
              edit_final_sync_fraction=final, **(STEPS | BOTH | flags))  # fmt: skip
@@ -98,20 +98,20 @@ def test_copies_of_a_parameter_keep_equal_moments(
 
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", ["local-sgd", "slowmo", "diloco", "co2", "a-edit"])
-def test_every_strategy(tmp_path: Path, strategy: str) -> None:
-    """The last sync lands at once with each of them."""
+def test_moments_are_equal_with_every_strategy(tmp_path: Path, strategy: str) -> None:
+    """With each strategy the last sync lands at the end of training."""
     flags: Flags = {"edit_strategy": strategy}
     if strategy == "a-edit":
         flags |= {"edit_sync_interval": None, "edit_sync_seconds": 0.1, "edit_min_round_steps": 0}
     run = run_edit(tmp_path, 2, 2, before=HOOK, **(STEPS | BOTH | flags))
     first, second = inner_state(run, 2)
-    assert strategy == "a-edit" or first == second  # Adam's own count of steps is not a moment
+    assert strategy == "a-edit" or first == second  # Adam's step count differs with A-EDiT
     assert run.digests(0) == run.digests(1)
 
 
 @pytest.mark.full
-def test_an_older_checkpoint_goes_on_with_moments(tmp_path: Path) -> None:
-    """With a sync on its way, which has none and was reported; those after it have."""
+def test_old_checkpoint_resumes_with_averaged_moments(tmp_path: Path) -> None:
+    """The pending sync of the checkpoint has no moments; later syncs have."""
     with tarfile.open(FIXTURE / "checkpoint.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     flags = json.loads((FIXTURE / "flags.json").read_text())
@@ -122,24 +122,24 @@ def test_an_older_checkpoint_goes_on_with_moments(tmp_path: Path) -> None:
     then = entries(FIXTURE / "events" / "sync.jsonl")
     sent = [line["wire_bytes"] for line in entries(tmp_path / "events" / "sync.jsonl")]
     assert len(sent) == len(then)
-    # Wire type int8: two moments in about as many bytes each; 8 bytes of a loss would be less.
+    # With int8, each of two moments takes about as many bytes; a loss would add only 8.
     assert sent[-1] > 2 * then[-1]["wire_bytes"]
 
 
 @pytest.mark.parametrize("layout", ["m2", *(pytest.param(x, marks=pytest.mark.full)
                                              for x in ("tp2", "ep2"))])  # fmt: skip
-def test_moments_on_their_way_are_resumed(tmp_path: Path, layout: str) -> None:
-    """Saved while they fly, by shard. Catches means of another rank's shard."""
+def test_pending_moments_are_resumed(tmp_path: Path, layout: str) -> None:
+    """Saved by shard while they are pending. Would catch means of another rank's shard."""
     ranks, flags = LAYOUTS[layout]
-    manifest = both_runs(tmp_path, 6, ranks, 2, edit_delay_steps=2, edit_scale_beta2=True,
+    manifest = resume_and_compare(tmp_path, 6, ranks, 2, edit_delay_steps=2, edit_scale_beta2=True,
                          **{**BOTH, **flags})  # fmt: skip
     kinds = {sync.moments for entry in manifest.replicas for sync in entry.pending}
     assert kinds == {("first", "second")}
 
 
-def test_replica_that_is_left_out_takes_the_others_moments(tmp_path: Path) -> None:
-    """A replica with parameters and moments that are not finite, in all units of a sync. Catches
-    one that goes on with moments of its own, which were zeroed."""
+def test_rejected_replica_takes_averaged_moments(tmp_path: Path) -> None:
+    """A replica has nonfinite parameters and moments in all units of a sync. Would catch one that
+    continues with its own moments, which were zeroed."""
     damage = [[2, [1], unit, "nan"] for unit in ("embedding", "layer.1", "layer.2", "final")]
     run = run_edit(
         tmp_path, 3, 3, before="tests.host.spy_resume:record_all_and_damage",
@@ -154,8 +154,8 @@ def test_replica_that_is_left_out_takes_the_others_moments(tmp_path: Path) -> No
 
 @pytest.mark.full
 @pytest.mark.parametrize("bf16", [False, True])
-def test_plain_ddp(tmp_path: Path, bf16: bool) -> None:
-    """Every rank holds everything."""
+def test_moments_are_equal_with_plain_ddp(tmp_path: Path, bf16: bool) -> None:
+    """Without the distributed optimizer every rank holds all moments."""
     run = run_edit(tmp_path, 4, 2, before=HOOK, bf16=bf16, **(STEPS | BOTH | PLAIN_DDP))
     assert len({json.dumps(state) for state in inner_state(run, 4)}) == 1
 
@@ -177,16 +177,16 @@ def test_plain_ddp(tmp_path: Path, bf16: bool) -> None:
     ids=lambda flags: "-".join(str(value) for value in flags.values()) or "at-once",
 )
 def test_resume_with_moments(tmp_path: Path, flags: Flags) -> None:
-    """In the middle of a round, with moments on their way where results land late. Catches means
-    that a checkpoint forgets."""
-    manifest = both_runs(tmp_path, 6, 1, 2, edit_scale_beta2=True, **(BOTH | flags))
+    """Within a round, with pending moments where results land late. Would catch means that are not
+    saved."""
+    manifest = resume_and_compare(tmp_path, 6, 1, 2, edit_scale_beta2=True, **(BOTH | flags))
     is_late = any(entry.pending for entry in manifest.replicas)
     assert is_late == ("edit_delay_steps" in flags or flags.get("edit_strategy") == "co2")
 
 
-def test_beta2_is_scaled_from_the_switch_on(tmp_path: Path) -> None:
-    """Said once; the same as a run that is given the scaled value at the switch, and it is not in
-    the checkpoint: a resume scales it once and not twice (`both_runs` above)."""
+def test_beta2_is_scaled_once_at_switch(tmp_path: Path) -> None:
+    """The change is logged once, and losses differ only after the switch. The scaled value is not in
+    the checkpoint: a resume scales it once (see `resume_and_compare` above)."""
     run = trained(2, 2, edit_scale_beta2=True, adam_beta2=0.95)
     said = re.findall(r"beta2 of the inner optimizer.*", run.result.ranks[0].stdout)
     assert said == ["beta2 of the inner optimizer, to the power of 1/2: 0.95 -> 0.974679"]
@@ -198,8 +198,8 @@ def test_beta2_is_scaled_from_the_switch_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flag", [BOTH, {"edit_scale_beta2": True}])
-def test_refused_with_sgd(tmp_path: Path, flag: Flags) -> None:
-    """Which has no moments: one line, before training."""
+def test_moment_flags_are_refused_with_sgd(tmp_path: Path, flag: Flags) -> None:
+    """SGD has no moments: the run is refused with one line before training."""
     run = run_edit(tmp_path, 2, 2, check=False, optimizer="sgd", **flag)
     for rank in run.result.ranks:
         assert rank.returncode == 2

@@ -1,4 +1,4 @@
-"""Muon inside the replicas: Megatron's plain form, and its layer-wise distributed optimizer."""
+"""Muon as inner optimizer: Megatron's plain form, and its layer-wise distributed optimizer."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.host.runs import (
     PENALTY_OFF,
     EditRun,
     edit_flags,
-    kept_run,
+    cached_run,
     recommended,
     run_edit,
     run_stock,
 )
 from tests.host.spy import read_records
 from tests.host.test_degenerate import losses
-from tests.host.test_resume import HOOK, MOMENTS, both_runs, facts
+from tests.host.test_resume import HOOK, MOMENTS, resume_and_compare, facts
 
 pytest.importorskip("emerging_optimizers", reason="needs the extra muon")
 
@@ -43,14 +43,14 @@ FORMS = pytest.mark.parametrize(
 
 
 def plain_bf16_run() -> EditRun:
-    """Two replicas of two ranks that hold all parameters."""
-    return kept_run(run_edit, 4, 2, before=RECORD, bf16=True, **PLAIN)
+    """Return a cached run of two replicas of two ranks that hold all parameters."""
+    return cached_run(run_edit, 4, 2, before=RECORD, bf16=True, **PLAIN)
 
 
 def test_layer_wise_equals_unsharded(tmp_path: Path) -> None:
-    """Each rank steps and syncs its own matrices, with the arithmetic of ranks that step all.
-    Catches a parameter that is synced twice or never, one that is gathered before its sync, and
-    a norm that counts it once for each rank."""
+    """Each rank steps and syncs its own matrices, with the results of ranks that step all of them.
+    Would catch a parameter that is synced twice or never, or gathered before its sync, and a norm
+    that counts it once per rank."""
     plain = plain_bf16_run()
     shared = run_edit(tmp_path, 4, 2, before=RECORD, **LAYER_WISE)
     for run in (plain, shared):
@@ -65,8 +65,8 @@ def test_layer_wise_equals_unsharded(tmp_path: Path) -> None:
     assert losses(tmp_path, 4)[-1] < losses(tmp_path, 4)[0] - 0.5
 
 
-def test_presets_go_by_the_inner_optimizer() -> None:
-    """Would catch: Adam's outer momentum, with which Muon loses what it gains."""
+def test_outer_presets_depend_on_inner_optimizer() -> None:
+    """Would catch the outer momentum for Adam, with which Muon loses its advantage."""
     settings = json.loads((plain_bf16_run().folder / "run.json").read_text())["config"]
     assert (settings["outer_lr"], settings["outer_momentum"]) == (0.9, 0.6)
 
@@ -77,7 +77,7 @@ def test_presets_go_by_the_inner_optimizer() -> None:
     ids=["plain", "layer-wise"],
 )
 def test_one_replica_with_identity_outer_step_is_stock_muon(tmp_path: Path, form: Flags) -> None:
-    """N = 1, nu = 1, mu_o = 0, no penalty. Catches a sync that changes Muon's own state."""
+    """N = 1, nu = 1, mu_o = 0, no penalty. Would catch a sync that changes Muon's state."""
     (tmp_path / "stock").mkdir()
     run_stock(tmp_path / "stock", 2, **form)
     (tmp_path / "edit").mkdir()
@@ -92,18 +92,18 @@ def test_one_replica_with_identity_outer_step_is_stock_muon(tmp_path: Path, form
 
 @FORMS
 def test_resume_equals_the_uninterrupted_run(tmp_path: Path, form: Flags, ranks: int) -> None:
-    """In mid-round: catches momentum of Muon that a checkpoint forgets, or gives to another rank
-    or replica."""
-    both_runs(tmp_path, MOMENTS["in-mid-round"], ranks, 2, **form)
+    """Within a round. Would catch momentum of Muon that is not saved, or loaded by another rank or
+    replica."""
+    resume_and_compare(tmp_path, MOMENTS["in-mid-round"], ranks, 2, **form)
 
 
 @FULL
 @pytest.mark.parametrize(
     "form", [LAYER_WISE, PLAIN | {"bf16": True}], ids=["to-layer-wise", "to-plain"]
 )
-def test_checkpoint_goes_to_other_ranks_and_forms(tmp_path: Path, form: Flags) -> None:
-    """Saved with two ranks to a replica, loaded with one: momentum of matrices that other ranks
-    held comes along. The reference goes through the plain form alone."""
+def test_checkpoint_loads_with_other_ranks_and_form(tmp_path: Path, form: Flags) -> None:
+    """Saved with two ranks per replica and loaded with one: the momentum of matrices of other ranks is
+    loaded, too. The reference uses the plain form only."""
     saves = [tmp_path / "from-plain", tmp_path / "from-layer-wise"]
     series = []
     for folder, saved in zip(saves, (PLAIN | {"bf16": True}, LAYER_WISE), strict=True):
@@ -123,8 +123,8 @@ def test_checkpoint_goes_to_other_ranks_and_forms(tmp_path: Path, form: Flags) -
 
 
 @FORMS
-def test_momentum_that_is_not_finite_is_zeroed(tmp_path: Path, form: Flags, ranks: int) -> None:
-    """Would catch: a replica whose Muon goes on with NaN after it has taken the others' values."""
+def test_nonfinite_momentum_is_zeroed(tmp_path: Path, form: Flags, ranks: int) -> None:
+    """Would catch momentum that stays NaN after the replica has taken the others' parameters."""
     run = run_edit(
         tmp_path, 2 * ranks, 2, before=DAMAGE, train_iters=12,
         env={"SPY_DAMAGE": json.dumps([[2, [1], "layer.1", "nan"]])},
@@ -150,7 +150,7 @@ def test_momentum_that_is_not_finite_is_zeroed(tmp_path: Path, form: Flags, rank
 )  # fmt: skip
 @pytest.mark.parametrize("form", [PLAIN, LAYER_WISE], ids=["plain", "layer-wise"])
 def test_replicas_agree_with_every_strategy(tmp_path: Path, form: Flags, flags: Flags) -> None:
-    """Would catch: state of a delayed or compressed sync that a rank without parameters lacks."""
+    """Would catch state of a delayed or compressed sync that a rank without parameters lacks."""
     run = run_edit(tmp_path, 4, 2, train_iters=17, **form, **flags)
     assert run.digests(0) == run.digests(1) and len(run.syncs) >= 3
     series = [line["loss"] for line in run.lines("loss.jsonl")]
@@ -164,7 +164,7 @@ def test_replicas_agree_with_every_strategy(tmp_path: Path, form: Flags, flags: 
     ids=["tp2-plain", "tp2-layer-wise", "pp2-layer-wise", "ep2-plain", "ep2-layer-wise"],
 )
 def test_replicas_agree_on_layouts(tmp_path: Path, layout: str, form: Flags) -> None:
-    """Would catch: copies of a parameter inside a replica that part, or are counted twice."""
+    """Would catch copies of a parameter inside a replica that differ, or are counted twice."""
     ranks, flags = LAYOUTS[layout]
     flags = {k: v for k, v in flags.items() if k not in ("overlap_param_gather",)}
     run = run_edit(tmp_path, 2 * ranks, 2, before=RECORD, **{**flags, **form})
@@ -174,18 +174,18 @@ def test_replicas_agree_on_layouts(tmp_path: Path, layout: str, form: Flags) -> 
 
 
 def test_layer_wise_in_fp32_is_refused() -> None:
-    """Exit code 2 and one line, before the ranks meet: Megatron's own fails in the first step."""
-    done = train(edit_flags(2, **MUON), 2, before="tests.host.spy:hurry", check=False)
+    """Exit code 2 and one line at the start; Megatron itself would fail in the first step."""
+    done = train(edit_flags(2, **MUON), 2, before="tests.host.spy:shorten_grace", check=False)
     assert [rank.returncode for rank in done.ranks] == [2, 2]
     lines = [x for rank in done.ranks for x in rank.stderr.splitlines() if "megatron_edit: " in x]
     assert len(lines) == 1 and "trains in bf16 only" in lines[0]
 
 
 @FORMS
-def test_recommended_settings(tmp_path: Path, form: Flags, ranks: int) -> None:
-    """At the end of the last round every replica holds the same momentum, and after a resume in the
-    final phase. Catches momentum of matrices that no moment stands for."""
-    both_runs(tmp_path, 10, ranks, 2, has_syncs=False, **recommended(), **form)
+def test_recommended_settings_average_momentum(tmp_path: Path, form: Flags, ranks: int) -> None:
+    """At the end of the last round and after a resume in the final phase, every replica has the same
+    momentum. Would catch momentum of matrices that is not averaged as a moment."""
+    resume_and_compare(tmp_path, 10, ranks, 2, has_syncs=False, **recommended(), **form)
     ends = facts(tmp_path, 2 * ranks)
     assert [end["moments"] for end in ends[:ranks]] == [end["moments"] for end in ends[ranks:]]
     flags = recommended() | {"edit_final_sync_fraction": 0}
@@ -198,8 +198,8 @@ def test_recommended_settings(tmp_path: Path, form: Flags, ranks: int) -> None:
     assert own[0]["moments"] != own[ranks]["moments"]
 
 
-def test_its_package_leaves_megatrons_log_alone() -> None:
-    """Would catch Megatron's lines of level INFO, such as timers, that nobody sees any more."""
+def test_emerging_optimizers_keeps_megatron_logging() -> None:
+    """Importing the package must not hide Megatron's lines of level INFO, such as timers."""
     program = (
         "import logging, torch\n"
         "from megatron_edit.config import EditConfig\n"

@@ -1,8 +1,8 @@
-"""A checkpoint that commit 00d2a33 wrote still loads, and trains on as that commit did.
+"""A checkpoint written by commit 00d2a33 still loads, and training continues as with that commit.
 
-How the fixture was made stands in its README. The processor that made it gives the same event lines
-digit by digit, digests of the parameters too; others round differently, so there the numbers agree
-to `CLOSE` and digests are not compared.
+The README of the fixture describes how it was made. On the processor that made it, event lines and
+parameter digests are the same digit by digit; other processors round differently, so that numbers
+are compared to `CLOSE` and digests are not compared.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tests.harness import train
 
 FIXTURE = Path(__file__).resolve().parents[1] / "fixtures/checkpoint_00d2a33"
 EVENTS = ("sync.jsonl", "replica-0.jsonl", "replica-1.jsonl", "loss.jsonl")
-CLOSE = 1e-5  # relative; other instruction sets: 2e-7; a lost momentum or residual: 4e-3 and more
+CLOSE = 1e-5  # relative; other instruction sets differ by 2e-7, a lost momentum or residual by 4e-3 or more
 
 
 def machine() -> dict[str, str]:
-    """What decides how torch rounds."""
+    """Return the properties of this machine that decide how torch rounds."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -38,7 +38,7 @@ def machine() -> dict[str, str]:
 
 
 def leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Everything in a line but digests, each with its place."""
+    """Yield all values of a line but digests, each with its path."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from leaves(inner, f"{place}.{name}")
@@ -49,22 +49,22 @@ def leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
         yield place, value
 
 
-def as_then(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without what came into the event files later: end records, the samples of a loss, what
-    A-EDiT counts apart, and the loss check."""
+def in_old_format(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Remove what was added to the event files later: end records, the samples of a loss, A-EDiT's
+    own counts, and the loss check."""
     kept = [line for line in lines if "end" not in line]
     for line in kept:
         if "loss" in line and "seconds" not in line and "tokens" not in line:
             del line["samples"]
         if "wire_bytes" in line:
-            line["wire_bytes"] -= 8  # the record of a meeting has one number more, the round's loss
+            line["wire_bytes"] -= 8  # the control record now also has the round's loss
         for name in ("replica_step", "samples_all", "why", "round_loss", "loss_z"):
             line.pop(name, None)
     return kept
 
 
 def assert_close(got: list[Any], want: list[Any]) -> None:
-    """The same fields everywhere; floats to `CLOSE`, all else exactly."""
+    """Check that all fields agree; floats to `CLOSE`, all other values exactly."""
     mine, others = list(leaves(got)), list(leaves(want))
     assert [place for place, _ in mine] == [place for place, _ in others]
     for (place, value), (_, wanted) in zip(mine, others, strict=True):
@@ -74,18 +74,18 @@ def assert_close(got: list[Any], want: list[Any]) -> None:
             assert value == wanted, place
 
 
-def test_a_checkpoint_of_00d2a33_trains_on(tmp_path: Path) -> None:
-    """In mid-round, with an exchange on its way in int8, residuals, momentum, armed detectors."""
+def test_checkpoint_of_00d2a33_resumes_identically(tmp_path: Path) -> None:
+    """Within a round, with a pending int8 exchange, residuals, momentum and armed detectors."""
     with tarfile.open(FIXTURE / "checkpoint.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     flags = json.loads((FIXTURE / "flags.json").read_text())
     folders = ["--load", str(tmp_path / "checkpoint"), "--edit-log-dir", str(tmp_path / "events")]
     train(
-        [*flags, *folders], 2, before="tests.harness.ranks:shuffle_as_megatron",
+        [*flags, *folders], 2, before="tests.harness.ranks:use_full_mock_data",
         env={"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     is_same_machine = machine() == json.loads((FIXTURE / "machine.json").read_text())
-    found = {name: as_then(entries(tmp_path / "events" / name)) for name in EVENTS}
+    found = {name: in_old_format(entries(tmp_path / "events" / name)) for name in EVENTS}
     for name, got in found.items():
         want = entries(FIXTURE / "events" / name)
         assert_close(got, want)

@@ -1,4 +1,4 @@
-"""Overlap mode: the same bits as blocking mode, on every layout; and it does overlap."""
+"""Overlap mode has the bits of blocking mode on every layout, and exchanges do overlap."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from tests.harness import Flags
 from tests.host.layouts import GATHER, LAYOUTS
 from tests.host.runs import run_edit
 from tests.host.spy import read_records
-from tests.host.spy_beside import read_beside
+from tests.host.spy_main_thread import read_blocked
 from tests.host.spy_landings import read_landings
 
 CORE = {"bf16", "pp2"}
 TIMEOUT_SECONDS = 5
 SCALARS_BYTES = 4096  # norms, clips and gathered scalars
-LOST = {  # at a landing all exchanges may be over
+LOST = {  # at a landing all exchanges may be over, so that no unit is named
     "launch": re.compile(r"the sync of round 2 \(step 8\): unit (embedding|layer\.\d|final): "),
     "land": re.compile(r"the sync of round 2 \(step 8\): "),
 }
 
 
 def layouts(core: set[str]) -> list[object]:
-    """All layouts; those outside `core` only in the full tier."""
+    """Return all layouts; those outside `core` run only in the full tier."""
     return [
         name if name in core else pytest.param(name, marks=pytest.mark.full) for name in LAYOUTS
     ]
@@ -37,7 +37,7 @@ def layouts(core: set[str]) -> list[object]:
 def train_in_mode(
     folder: Path, layout: str, mode: str, *, num_replicas: int = 2, **more: Any
 ) -> tuple[list[str | None], list[str], list[dict[str, Any]]]:
-    """Digests by sync, digests of the final parameters by rank, and the sync lines."""
+    """Train; return digests by sync, digests of the final parameters by rank, and sync lines."""
     folder.mkdir()
     ranks, flags = LAYOUTS[layout]
     flags = {"global_batch_size": 4 * num_replicas, **GATHER, **flags, **more}
@@ -56,22 +56,22 @@ def train_in_mode(
 
 
 def _check_places(folder: Path, rank: int, layout: str, mode: str) -> None:
-    """In overlap mode units land in the forward pass, as Megatron gathers their buckets, and not
-    all at once where it makes several buckets: on the first stage. Catches a fall-back to
-    blocking, and sends between stages that would end it on GPUs."""
+    """Check that in overlap mode units land in the forward pass, when Megatron gathers their buckets,
+    and not all at once where there are several buckets, which is on the first stage. Would catch a
+    fall-back to blocking, and synchronous sends between stages, which prevent overlap on GPUs."""
     stage, num_groups, landings, sends = read_landings(folder, rank)
     assert sends == (["cpu"] if mode == "overlap" else [])
     if stage == 0:
         assert (num_groups == 1) == (layout == "one-bucket")
     last = max(landing.round for landing in landings)
     assert last >= 5
-    for round_ in range(1, last):  # training ends with the last one, or soon after
+    for round_ in range(1, last):  # training ends with the last round, or soon after
         ours = [landing for landing in landings if landing.round == round_]
         where = {landing.where for landing in ours}
         if mode == "blocking":
             assert where == {"elsewhere"}
             continue
-        # Megatron gathers interleaved chunks in the schedule, in front of their forward pass.
+        # Megatron gathers interleaved chunks in the schedule, before their forward pass.
         assert where == {"schedule" if layout == "vpp" else "forward"}
         gathers = {landing.gather for landing in ours}
         assert len(gathers) > 1 or stage > 0 or num_groups == 1
@@ -79,7 +79,7 @@ def _check_places(folder: Path, rank: int, layout: str, mode: str) -> None:
 
 @pytest.mark.parametrize("layout", layouts(CORE))
 def test_overlap_equals_blocking_bit_for_bit(tmp_path: Path, layout: str) -> None:
-    """Catches a unit that lands late, twice or not at all, and a gather of old parameters."""
+    """Would catch a unit that lands late, twice or never, and a gather of old parameters."""
     seen = {
         mode: train_in_mode(tmp_path / mode, layout, mode, train_iters=17)
         for mode in ("blocking", "overlap")
@@ -95,7 +95,7 @@ def test_overlap_equals_blocking_bit_for_bit(tmp_path: Path, layout: str) -> Non
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["plain", "tp2", "pp2", "ep2"])
 def test_overlap_equals_blocking_over_100_iterations(tmp_path: Path, layout: str) -> None:
-    """Three replicas: beyond two addends every order of a sum matters."""
+    """With three replicas, as with more than two addends the order of a sum matters."""
     seen = [
         train_in_mode(
             tmp_path / f"{mode}-{offload}", layout, mode, num_replicas=3, train_iters=100,
@@ -109,10 +109,10 @@ def test_overlap_equals_blocking_over_100_iterations(tmp_path: Path, layout: str
 @pytest.mark.parametrize("mode", [pytest.param("blocking", marks=pytest.mark.system), "overlap"])
 @pytest.mark.parametrize("layout", layouts({"m2"}))
 def test_offload_changes_no_bit(tmp_path: Path, layout: str, mode: str) -> None:
-    """Anchor and momentum in host memory: the same numbers."""
-    near = train_in_mode(tmp_path / "near", layout, mode, train_iters=17)
-    far = train_in_mode(tmp_path / "far", layout, mode, train_iters=17, edit_offload=True)
-    assert near[:2] == far[:2]
+    """Anchor and momentum in host memory give the same bits."""
+    resident = train_in_mode(tmp_path / "resident", layout, mode, train_iters=17)
+    offloaded = train_in_mode(tmp_path / "offloaded", layout, mode, train_iters=17, edit_offload=True)
+    assert resident[:2] == offloaded[:2]
 
 
 @pytest.mark.parametrize(
@@ -127,16 +127,16 @@ def test_offload_changes_no_bit(tmp_path: Path, layout: str, mode: str) -> None:
         pytest.param("ep2", marks=pytest.mark.full),
     ],
 )
-def test_units_land_before_their_layer_and_fly_behind_the_one_before(
+def test_units_land_before_their_layer_and_overlap_previous(
     tmp_path: Path, layout: str
 ) -> None:
-    """sync(l) ends before forward(l); unit l + 1 is in flight before forward(l) ends, and lands
-    after it began; each unit starts and lands once per sync, whatever the schedule repeats.
-    Catches a silent blocking mode, and one that lands everything at the first gather."""
+    """Unit l lands before forward(l). The exchange of unit l + 1 starts before forward(l) ends, and
+    lands after it began. Each unit starts and lands once per sync, even if the schedule repeats
+    layers. Would catch a silent blocking mode, and landing all units at the first gather."""
     ranks, flags = LAYOUTS[layout]
     more: Flags = {"ddp_bucket_size": 3000} if layout == "ep2" else {}  # its dense layers are small
     run_edit(
-        tmp_path, 2 * ranks, 2, before="tests.host.order:record_order", edit_sync_mode="overlap",
+        tmp_path, 2 * ranks, 2, before="tests.host.spy_order:record_order", edit_sync_mode="overlap",
         train_iters=14, **{**GATHER, "num_layers": 4, **flags, **more},
     )  # fmt: skip
     logs = [json.loads((tmp_path / f"order-{rank}.json").read_text()) for rank in range(2 * ranks)]
@@ -144,7 +144,7 @@ def test_units_land_before_their_layer_and_fly_behind_the_one_before(
     assert passed == {"embedding", "layer.1", "layer.2", "layer.3", "layer.4", "final"}
     for rank, log in enumerate(logs):
         # Each chunk of an interleaved schedule, and of a later stage, is one bucket (or two, where
-        # it has a copy of the embedding): it needs all its units at once, and hides nothing.
+        # it has a copy of the embedding): it needs all its units at once, without overlap.
         is_lazy = layout != "vpp" and not (layout == "pp2" and rank % ranks > 0)
         for round_ in (1, 2, 3):
             _check_order([tuple(event) for event in log], round_, is_lazy=is_lazy)
@@ -152,8 +152,8 @@ def test_units_land_before_their_layer_and_fly_behind_the_one_before(
 
 def _check_order(log: list[tuple[str, str, int, int]], round_: int, *, is_lazy: bool) -> None:
     first = {
-        (kind, unit): place
-        for place, (kind, unit, in_round, _) in reversed(list(enumerate(log)))
+        (kind, unit): position
+        for position, (kind, unit, in_round, _) in reversed(list(enumerate(log)))
         if in_round == round_
     }
     counts = Counter((kind, unit) for kind, unit, in_round, _ in log if in_round == round_)
@@ -175,18 +175,18 @@ def _check_order(log: list[tuple[str, str, int, int]], round_: int, *, is_lazy: 
 @pytest.mark.parametrize(
     ("prefetch_units", "offload"),
     [
-        pytest.param(1, False, id="1-near"),
+        pytest.param(1, False, id="1-resident"),
         pytest.param(3, True, id="3-offload"),
         pytest.param(1, True, id="1-offload", marks=pytest.mark.full),
-        pytest.param(3, False, id="3-near", marks=pytest.mark.full),
+        pytest.param(3, False, id="3-resident", marks=pytest.mark.full),
     ],
 )
 def test_staging_is_bounded(tmp_path: Path, prefetch_units: int, offload: bool) -> None:
-    """At most D + 1 units are staged: 4 bytes an element, 12 with offload; counted as the engine
-    allocates them. Catches units that are kept after landing, and a staging of everything at
-    once. Digests, whose scratch has a bound of its own, are off."""
+    """At most `--edit-prefetch-units` + 1 units are staged, with 4 bytes per element, 12 with offload,
+    measured by the engine's allocations. Would catch units that are kept after landing, and staging
+    of all units at once. Digests, whose scratch memory has a bound of its own, are off."""
     run_edit(
-        tmp_path, 4, 2, before="tests.host.order:measure_staging", edit_sync_mode="overlap",
+        tmp_path, 4, 2, before="tests.host.spy_order:measure_staging", edit_sync_mode="overlap",
         edit_prefetch_units=prefetch_units, edit_offload=offload, edit_digest_interval=100,
         **{**GATHER, "num_layers": 6, "train_iters": 11},
     )  # fmt: skip
@@ -208,32 +208,32 @@ def test_staging_is_bounded(tmp_path: Path, prefetch_units: int, offload: bool) 
         ),
     ],
 )
-def test_exchanges_go_on_beside_the_main_thread(
+def test_exchanges_progress_while_main_thread_waits(
     tmp_path: Path, ranks: int, flags: dict[str, Any]
 ) -> None:
-    """While the main threads of all ranks stand still in a forward or backward pass: catches units
-    and second phases that wait for one to come by, while a slow link is idle."""
+    """The main threads of all ranks are blocked in a forward or backward pass. Would catch units and
+    second phases that wait for the main thread, while a slow link is idle."""
     run_edit(
-        tmp_path, ranks, 2, before="tests.host.spy_beside:hold_main_thread", train_iters=14,
+        tmp_path, ranks, 2, before="tests.host.spy_main_thread:block_main_thread", train_iters=14,
         edit_warmup_steps=2, edit_sync_interval=4, edit_sync_mode="overlap",
         **{**GATHER, "num_layers": 4, **flags},
     )  # fmt: skip
     for rank in range(ranks):
-        seen = read_beside(tmp_path, rank)
+        seen = read_blocked(tmp_path, rank)
         assert len(seen) >= 2 and all(seen)
 
 
 @pytest.mark.parametrize("layout", ["m2", pytest.param("pp2", marks=pytest.mark.full)])
 @pytest.mark.parametrize("moment", [pytest.param("launch", marks=pytest.mark.system), "land"])
-def test_a_failure_in_an_overlapped_sync_ends_all_ranks(
+def test_failure_in_overlapped_sync_ends_all_ranks(
     tmp_path: Path, layout: str, moment: str
 ) -> None:
-    """One rank raises in the middle of a forward pass: it says in which unit and round, its
-    counterparts in which they lost it, and all end by themselves soon. Catches a rank that hangs
-    until the launch is killed."""
+    """One rank raises within a forward pass: it reports the unit and round, the others report the sync
+    in which they lost it, and all soon exit by themselves. Would catch a rank that hangs until the
+    launch is killed."""
     ranks, flags = LAYOUTS[layout]
     run = run_edit(
-        tmp_path, 2 * ranks, 2, before="tests.host.order:fail_in_a_unit",
+        tmp_path, 2 * ranks, 2, before="tests.host.spy_order:fail_in_unit",
         env={"SPY_VICTIM": str(ranks), "SPY_MOMENT": moment}, edit_sync_mode="overlap",
         train_iters=20, check=False, edit_timeout_seconds=TIMEOUT_SECONDS, timeout=60,
         **{**GATHER, "num_layers": 4, **flags},
@@ -245,7 +245,7 @@ def test_a_failure_in_an_overlapped_sync_ends_all_ranks(
     assert max(ends) - failed < 3 * TIMEOUT_SECONDS
     victim = run.result.ranks[ranks].stderr
     assert "in the exchange of unit layer.2" in victim and "in round 2 of EDiT" in victim
-    # The others see it in the sync, or where Megatron itself communicates. Later units fly by then.
+    # The others notice it in the sync, with later units in flight, or in Megatron's collectives.
     assert (layout, moment) != ("m2", "launch") or codes[0] == 4, run.result.ranks[0].stderr
     for rank in run.result.ranks:
         if rank.returncode == 4:

@@ -15,7 +15,7 @@ from tests.host.spy import read_records
 def train_plain(
     folder: Path, *, bf16: bool, offload: bool
 ) -> tuple[list[str | None], list[str], list[dict[str, Any]]]:
-    """Two replicas of two ranks: digests by sync, of the parameters at the end, sync lines."""
+    """Train two replicas of two ranks; return digests by sync, final digests and sync lines."""
     folder.mkdir()
     run = run_edit(
         folder, 4, 2, before="tests.host.spy:record", edit_sync_mode="blocking",
@@ -29,14 +29,14 @@ def train_plain(
     "bf16", [False, pytest.param(True, marks=pytest.mark.full)], ids=["fp32", "bf16"]
 )
 def test_replicas_agree_and_offload_changes_no_bit(tmp_path: Path, bf16: bool) -> None:
-    """Main copies in fp32 are the parameters themselves, of bf16 they are apart. Catches a shard
-    that is written to one of the two alone, and one that offload loses."""
-    near = train_plain(tmp_path / "near", bf16=bf16, offload=False)
-    far = train_plain(tmp_path / "far", bf16=bf16, offload=True)
-    digests, finals, syncs = near
+    """For fp32 the main copies are the parameters themselves; for bf16 they are separate. Would catch
+    a shard that is written to only one of the two, and one that offload loses."""
+    resident = train_plain(tmp_path / "resident", bf16=bf16, offload=False)
+    offloaded = train_plain(tmp_path / "offloaded", bf16=bf16, offload=True)
+    digests, finals, syncs = resident
     assert len(digests) == 5 and None not in digests and len(set(digests)) == 5
     assert [sync["iteration"] for sync in syncs] == [5, 8, 11, 14, 17]
     assert len(set(finals)) == 1  # the last sync ends the training: all ranks hold the same
-    assert (digests, finals) == far[:2]
-    for ours, theirs in zip(syncs, far[2], strict=True):
+    assert (digests, finals) == offloaded[:2]
+    for ours, theirs in zip(syncs, offloaded[2], strict=True):
         assert all(ours[key] == theirs[key] for key in ("norms", "weights", "clip", "update_norm"))

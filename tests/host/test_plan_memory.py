@@ -1,4 +1,4 @@
-"""The planner's memory and bytes against real allocations and real traffic of tiny models."""
+"""The planner's memory and bytes compared with allocations and traffic of tiny real runs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.harness import Flags
 from tests.host.layouts import GATHER, LAYOUTS
 from tests.host.runs import edit_flags, run_edit
 
-MARK = 0.10
+TOLERANCE = 0.10
 PLAIN_DDP: Flags = {"use_distributed_optimizer": False, "overlap_param_gather": False}
 
 
 def planned(num_replicas: int, world_size: int, **flags: Any) -> Job:
-    """The same command line, as the planner reads it."""
+    """Read the same command line with the planner."""
     argv = [*edit_flags(num_replicas, **flags), "--edit-device", "cpu"]
     return read_job(argv, num_replicas=None, world_size=world_size, ranks_per_host=None)
 
@@ -32,12 +32,12 @@ def planned(num_replicas: int, world_size: int, **flags: Any) -> Job:
      pytest.param("tp2-pp2", marks=pytest.mark.full)],
 )  # fmt: skip
 @pytest.mark.parametrize("wire", ["fp32", pytest.param("int8", marks=pytest.mark.full)])
-def test_outer_state_and_bytes(tmp_path: Path, layout: str, wire: str) -> None:
-    """On each rank the elements that the planner says; bytes of a sync to the last one."""
+def test_planned_outer_state_and_traffic_match_run(tmp_path: Path, layout: str, wire: str) -> None:
+    """Elements on each rank and bytes of a sync are exactly as planned."""
     ranks, flags = LAYOUTS[layout]
     flags = {**GATHER, **flags, "edit_sync_dtype": wire, "num_layers": 4}
     run = run_edit(
-        tmp_path, 2 * ranks, 2, before="tests.host.memory:measure", train_iters=5, timeout=300,
+        tmp_path, 2 * ranks, 2, before="tests.host.spy_memory:measure", train_iters=5, timeout=300,
         **flags,
     )  # fmt: skip
     job = planned(2, 2 * ranks, **flags)
@@ -46,7 +46,7 @@ def test_outer_state_and_bytes(tmp_path: Path, layout: str, wire: str) -> None:
     measured = [fact["outer_bytes"] for fact in facts]
     assert sum(measured) == persistent_bytes(job, config)
     if wire == "fp32":
-        assert measured == [8 * sum(row) for row in job.held]
+        assert measured == [8 * sum(row) for row in job.rank_numels]
     sync = run.syncs[-1]
     assert sync["state_bytes"] == persistent_bytes(job, config)
     assert sync["wire_bytes"] == sync_traffic(job, config, 3).per_replica
@@ -68,11 +68,11 @@ def test_outer_state_and_bytes(tmp_path: Path, layout: str, wire: str) -> None:
     ],
     ids=lambda flags: "-".join(map(str, flags)) or "fp32",
 )
-def test_what_megatron_keeps(tmp_path: Path, flags: Flags) -> None:
-    """Gradients and optimizer state of every type. Would catch: bytes that Megatron has not."""
+def test_planned_stock_memory_matches_run(tmp_path: Path, flags: Flags) -> None:
+    """For gradients and optimizer state of every type. Would catch bytes that Megatron does not use."""
     flags = {**GATHER, **flags, "num_layers": 4}
     run_edit(
-        tmp_path, 4, 2, before="tests.host.memory:measure_stock", train_iters=5, timeout=300,
+        tmp_path, 4, 2, before="tests.host.spy_memory:measure_stock", train_iters=5, timeout=300,
         **flags,
     )  # fmt: skip
     job = planned(2, 4, **flags)
@@ -80,8 +80,8 @@ def test_what_megatron_keeps(tmp_path: Path, flags: Flags) -> None:
     facts = [json.loads((tmp_path / f"stock-{rank}.json").read_text()) for rank in range(2)]
     assert {fact["model_numel"] for fact in facts} == {job.on_rank}
     assert max(fact["state_bytes"] for fact in facts) == parts["optimizer state"]
-    for fact in facts:  # a buffer is padded
-        assert fact["gradient_bytes"] == pytest.approx(parts["gradients"], rel=MARK)
+    for fact in facts:  # buffers are padded
+        assert fact["gradient_bytes"] == pytest.approx(parts["gradients"], rel=TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -89,18 +89,18 @@ def test_what_megatron_keeps(tmp_path: Path, flags: Flags) -> None:
     [pytest.param(1, False, marks=pytest.mark.system),
      *(pytest.param(*x, marks=pytest.mark.full) for x in ((3, True), (3, False), (1, True)))],
 )  # fmt: skip
-def test_staging(tmp_path: Path, depth: int, offload: bool) -> None:
-    """What is in flight at most, on the rank that has most of it."""
+def test_planned_staging_matches_peak(tmp_path: Path, depth: int, offload: bool) -> None:
+    """The planned staging is the peak on the rank with the largest one."""
     flags: Flags = {
         **GATHER, "num_layers": 6, "edit_prefetch_units": depth, "edit_offload": offload,
     }  # fmt: skip
     run_edit(
-        tmp_path, 4, 2, before="tests.host.order:measure_staging", edit_sync_mode="overlap",
+        tmp_path, 4, 2, before="tests.host.spy_order:measure_staging", edit_sync_mode="overlap",
         train_iters=11, edit_digest_interval=100, **flags,
     )  # fmt: skip
     facts = [json.loads((tmp_path / f"staging-{rank}.json").read_text()) for rank in range(2)]
     job = planned(2, 4, **flags)
     parts = {part.name: part.nbytes for part in edit_parts(job, job.config("edit"), overlaps=True)}
-    assert max(fact["largest_shard"] for fact in facts) == max(max(row) for row in job.held)
+    assert max(fact["largest_shard"] for fact in facts) == max(max(row) for row in job.rank_numels)
     peak = max(fact["peak"] for fact in facts)
-    assert parts["staging"] == pytest.approx(peak, rel=MARK)
+    assert parts["staging"] == pytest.approx(peak, rel=TOLERANCE)

@@ -1,4 +1,4 @@
-"""A resumed run equals the one that was not interrupted, bit for bit."""
+"""A resumed run equals the uninterrupted one bit for bit."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import pytest
 from megatron_edit.checkpoint.manifest import Manifest, read_manifest
 from tests.harness import Flags
 from tests.host.layouts import GATHER, LAYOUTS
-from tests.host.runs import EditRun, kept_run, run_edit
+from tests.host.runs import EditRun, cached_run, run_edit
 
 HOOK = "tests.host.spy_resume:record_all"
 ITERATIONS = 12
-# Two steps of warm-up, a sync every three: 1 is in warm-up, 2 the switch, 5 a sync, 6 and 7 not.
+# Two steps of warm-up, a sync every three: 1 is in warm-up, 2 the switch, 5 and 8 are syncs.
 MOMENTS = {"in-warm-up": 1, "at-the-switch": 2, "at-a-sync": 5, "in-mid-round": 7}
 DROPOUT: Flags = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 SYSTEM = ("tp2-pp2",)
 
 
 def facts(folder: Path, world_size: int) -> list[dict[str, Any]]:
-    """What the ranks recorded at the end: parameters, outer and inner state, where they stood."""
+    """Read the final state of all ranks: parameters, outer and inner state, progress."""
     found = []
     for rank in range(world_size):
         outer = json.loads((folder / f"outer-{rank}.json").read_text())
@@ -33,25 +33,25 @@ def facts(folder: Path, world_size: int) -> list[dict[str, Any]]:
 
 
 def records(folder: Path, rank: int) -> dict[str, Any]:
-    """What one rank recorded on the way."""
+    """Read what one rank recorded during training."""
     found: dict[str, Any] = json.loads((folder / f"rank-{rank}.json").read_text())
     return found
 
 
 def assert_continues(whole: Path, resumed: Path, step: int, world_size: int) -> None:
-    """The resumed run ends where the whole one does, by the same steps with the same data."""
+    """Check that the resumed run has the steps, data and final state of the whole one."""
     assert facts(resumed, world_size) == facts(whole, world_size)
     for rank in range(world_size):
         before, after = records(whole, rank), records(resumed, rank)
         for name in ("losses", "grad_norms"):
-            late: Flags = {i: v for i, v in before[name].items() if int(i) > step}
-            assert after[name] == late
+            expected: Flags = {i: v for i, v in before[name].items() if int(i) > step}
+            assert after[name] == expected
         if after["batches"]:
             assert before["batches"][-len(after["batches"]) :] == after["batches"]
 
 
 def assert_same_syncs(whole: EditRun, resumed: EditRun) -> None:
-    """Norms, scores, weights and digests of the syncs that both runs made."""
+    """Check norms, scores, weights and digests of the syncs that both runs made."""
     after = {line["round"]: line for line in resumed.syncs}
     before = {line["round"]: line for line in whole.syncs if line["round"] in after}
     for number, line in after.items():
@@ -61,7 +61,7 @@ def assert_same_syncs(whole: EditRun, resumed: EditRun) -> None:
     assert resumed.digests(0) == whole.digests(0)[-len(after) :]
 
 
-def both_runs(
+def resume_and_compare(
     folder: Path,
     step: int,
     ranks: int,
@@ -71,22 +71,22 @@ def both_runs(
     has_syncs: bool = True,
     **flags: Any,
 ) -> Manifest:
-    """Train with saves; train again from the checkpoint of `step`; compare.
+    """Train with saves, train again from the checkpoint of `step`, and compare both runs.
 
     Args:
-        is_shared: whether others resume the same run elsewhere; then it is saved at every step.
+        is_shared: whether other tests resume the same run at other steps: saves at every step.
         has_syncs: whether syncs follow the checkpoint.
 
     Returns:
-        What the checkpoint says of itself.
+        Manifest of the checkpoint.
     """
     settings = {
         "train_iters": ITERATIONS, "lr_decay_style": "cosine", "lr_warmup_iters": 3, **flags,
     }  # fmt: skip
-    if "edit_strategy" not in flags:  # the others have no detectors
+    if "edit_strategy" not in flags:  # the other strategies have no detectors
         settings["edit_anomaly_warmup_syncs"] = 1
     world = ranks * replicas
-    first = kept_run(
+    first = cached_run(
         run_edit, world, replicas, before=HOOK, save_interval=1 if is_shared else step, **settings
     )
     saves = first.folder / "saves"
@@ -108,8 +108,8 @@ def both_runs(
     ],
 )
 def test_resume_equals_the_uninterrupted_run(tmp_path: Path, moment: str) -> None:
-    """With dropout and a schedule: catches any state that a checkpoint forgets, at any moment."""
-    both_runs(tmp_path, MOMENTS[moment], 1, 2, is_shared=True, **DROPOUT)
+    """With dropout and a schedule. Would catch state that is not saved, at any point of training."""
+    resume_and_compare(tmp_path, MOMENTS[moment], 1, 2, is_shared=True, **DROPOUT)
 
 
 @pytest.mark.parametrize(
@@ -120,16 +120,16 @@ def test_resume_equals_the_uninterrupted_run(tmp_path: Path, moment: str) -> Non
     ],
 )
 def test_resume_on_every_layout(tmp_path: Path, layout: str) -> None:
-    """In mid-round, where everything is needed: shards, stages, experts, buffers."""
+    """Within a round, where all state is needed: shards, stages, experts, buffers."""
     ranks, flags = LAYOUTS[layout]
-    both_runs(tmp_path, MOMENTS["in-mid-round"], ranks, 2, **flags)
+    resume_and_compare(tmp_path, MOMENTS["in-mid-round"], ranks, 2, **flags)
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("moment", ["at-a-sync", "in-mid-round"])
 def test_resume_in_overlap_with_offload(tmp_path: Path, moment: str) -> None:
-    """Units that have not landed when the save begins, and state that lives on the host."""
-    both_runs(
+    """With units that have not landed when the save begins, and outer state in host memory."""
+    resume_and_compare(
         tmp_path, MOMENTS[moment], 2, 2, is_shared=True, edit_sync_mode="overlap",
         edit_offload=True, bf16=True, **DROPOUT, **GATHER,
     )  # fmt: skip
@@ -146,9 +146,9 @@ SAVING: dict[str, tuple[int, dict[str, Any]]] = {  # ranks of a replica, and fla
     "name",
     ["int4-delay", *(pytest.param(n, marks=pytest.mark.system) for n in ("blocking", "overlap"))],
 )
-def test_saving_and_evaluating_changes_nothing(tmp_path: Path, name: str) -> None:
-    """At every step, in mid-round and while something is on the wire: the same run as without.
-    Catches: a sync that lands early, or twice, because somebody wants the parameters."""
+def test_frequent_saves_and_evaluations_change_nothing(tmp_path: Path, name: str) -> None:
+    """At every step, also within a round and during exchanges, the run is the same as without. Would
+    catch a sync that lands early, or twice, because parameters are read."""
     ranks, flags = SAVING[name]
     world = 2 * ranks
     often: Flags = {
@@ -169,12 +169,12 @@ def test_saving_and_evaluating_changes_nothing(tmp_path: Path, name: str) -> Non
         assert plain["losses"] == often_["losses"]
 
 
-# Where each is cut off: 6 is a step after a sync, 7 two; a delay of 2 lands after step 7.
+# Step of the checkpoint: 6 is a step after a sync, 7 two; a delay of 2 lands after step 7.
 PENDING: dict[str, tuple[int, dict[str, Any]]] = {
     "delay": (6, {"edit_delay_steps": 2}),
     "delay-mix-fragments": (7, {"edit_delay_steps": 2, "edit_mix": 0.5, "edit_fragments": 2}),
     "fragments": (6, {"edit_fragments": 3}),
-    # What flies is of one pipeline stage alone.
+    # The pending units belong to only one pipeline stage.
     "delay-of-a-stage": (
         5, {"edit_fragments": 4, "edit_delay_steps": 2, "edit_sync_interval": 8},
     ),
@@ -205,12 +205,12 @@ PENDING_CORE = {
         for x in ("plain", "m2", "tp2", "pp2")
     ],
 )
-def test_resume_with_a_sync_that_has_not_landed(tmp_path: Path, name: str, layout: str) -> None:
-    """Catches a sync that lands twice, early or never, and a residual that is forgotten."""
+def test_resume_with_pending_sync(tmp_path: Path, name: str, layout: str) -> None:
+    """Would catch a sync that lands twice, early or never, and a residual that is not saved."""
     step, flags = PENDING[name]
     ranks, more = LAYOUTS[layout]
     mode = "overlap" if layout == "m2" else "blocking"
-    manifest = both_runs(
+    manifest = resume_and_compare(
         tmp_path, step, ranks, 2, edit_sync_mode=mode, **GATHER, **more, **flags, **DROPOUT
     )
     is_late = "edit_delay_steps" in flags or flags.get("edit_strategy") == "co2"

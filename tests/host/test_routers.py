@@ -1,4 +1,4 @@
-"""Biases of MoE routers: no optimizer owns them, replicas must agree on them all the same."""
+"""Biases of MoE routers, which no optimizer owns, are equal on all replicas after a sync."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ RECORD_BIASES = "tests.host.spy_routers:record_biases"
 
 
 def biases(folder: Path, rank: int) -> dict[str, dict[int, list[float]]]:
-    """What `record_biases` left, by step."""
+    """Read what `record_biases` wrote, by step."""
     log = json.loads((folder / f"biases-{rank}.json").read_text())
     return {when: {int(s): b for s, b in steps.items()} for when, steps in log.items()}
 
 
 @pytest.mark.parametrize("flags", [EXPERT_BIAS, QUANTILES], ids=["expert-bias", "quantiles"])
-def test_biases_are_averaged_over_the_accepted_replicas(tmp_path: Path, flags: Flags) -> None:
-    """At each sync the mean of what the replicas learned apart; in warm-up all learn the same."""
+def test_router_biases_are_averaged_over_replicas(tmp_path: Path, flags: Flags) -> None:
+    """A sync sets them to the mean over the replicas; in warm-up they are always equal."""
     run = run_edit(
         tmp_path, 2, 2, global_batch_size=4, before=RECORD_BIASES, train_iters=11, **flags
     )
     one, two = biases(tmp_path, 0), biases(tmp_path, 1)
     for step in (5, 8, 11):
         first, second = one["before"][step], two["before"][step]
-        assert first != second, "the replicas learned the same: nothing is tested"
+        assert first != second, "the replicas do not differ: nothing is tested"
         mean = [(a + b) / 2 for a, b in zip(first, second, strict=True)]
         assert one["after"][step] == pytest.approx(mean, abs=1e-7)
         assert one["after"][step] == two["after"][step]
     assert run.digests(0) == run.digests(1)
-    assert one["after"][1] == two["after"][1]  # in warm-up all see all tokens
+    assert one["after"][1] == two["after"][1]  # in warm-up tokens of all replicas count
 
 
 def test_expert_biases_under_ep_and_pp_stay_equal(tmp_path: Path) -> None:
-    """Stages hold different routers, EP ranks the same ones: each sync group averages its own."""
+    """Stages have different routers, EP ranks the same ones; each sync group averages its own."""
     run = run_edit(
         tmp_path, 8, 2, before=RECORD_BIASES, **EXPERT_BIAS, pipeline_model_parallel_size=2,
         expert_model_parallel_size=2,
@@ -69,8 +69,8 @@ def test_expert_biases_under_ep_and_pp_stay_equal(tmp_path: Path) -> None:
         pytest.param(QUANTILES, id="quantiles", marks=pytest.mark.system),
     ],
 )
-def test_endless_warmup_with_router_biases_is_stock(tmp_path: Path, flags: Flags) -> None:
-    """The token counts of all replicas move a bias: catches a replica that counts only its own."""
+def test_endless_warmup_with_router_biases_equals_stock(tmp_path: Path, flags: Flags) -> None:
+    """Token counts of all replicas change a bias. Would catch a replica that counts only its own."""
     (tmp_path / "stock").mkdir()
     (tmp_path / "edit").mkdir()
     run_stock(tmp_path / "stock", 2, global_batch_size=4, **flags)

@@ -1,5 +1,5 @@
-"""Main shards behind accessors, and parameters that a collective quantisation writes: real Megatron
-comes to the same bits as with plain main shards that are copied."""
+"""Main shards behind accessors, and parameters written by a collective quantisation, give the same
+bits on real Megatron as plain main shards that are copied."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.host.layouts import GATHER
 from tests.host.runs import run_edit
 from tests.host.spy import read_records
 
-# Several ranks to a shard group; blocking, in the forward pass, and late with a mix, where what was
-# read is changed and written.
+# Several ranks per shard group; blocking, overlapped, and late with a mix, where values that were
+# read are changed and written back.
 MODES: dict[str, Flags] = {
     "blocking": {"edit_sync_mode": "blocking"},
     "overlap": {"edit_sync_mode": "overlap"},
@@ -22,7 +22,7 @@ MODES: dict[str, Flags] = {
 
 
 def trained(folder: Path, spy: str, mode: str) -> tuple[object, ...]:
-    """Digests of the syncs, norms, and digests of the final parameters of all ranks."""
+    """Train; return digests by sync, norms, and digests of the final parameters of all ranks."""
     folder.mkdir()
     run = run_edit(
         folder, 4, 2, before=f"tests.host.{spy}", train_iters=12, global_batch_size=8, bf16=True,
@@ -35,9 +35,9 @@ def trained(folder: Path, spy: str, mode: str) -> tuple[object, ...]:
 @pytest.mark.parametrize(
     "mode", [m if m == "overlap" else pytest.param(m, marks=pytest.mark.system) for m in MODES]
 )
-def test_accessors_come_to_the_same_bits(mode: str, tmp_path: Path) -> None:
-    """Catches a place that reads or writes a main shard past its accessor, a parameter that the
-    model reads as the last step left it, and a rank that stays away from a quantisation."""
+def test_accessors_give_same_bits_as_plain_shards(mode: str, tmp_path: Path) -> None:
+    """Would catch code that bypasses the accessor of a main shard, a parameter of the model that is not
+    updated, and a rank that does not take part in a quantisation."""
     plain = trained(tmp_path / "plain", "spy:record", mode)
-    assert trained(tmp_path / "held", "spy_shards:hold", mode) == plain
-    assert trained(tmp_path / "quantized", "spy_shards:quantize", mode) == plain
+    assert trained(tmp_path / "accessors", "spy_shards:use_accessors", mode) == plain
+    assert trained(tmp_path / "quantized", "spy_shards:quantize_collectively", mode) == plain

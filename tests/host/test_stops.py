@@ -1,4 +1,4 @@
-"""Ends from outside: one replica is signalled, its time is over, or it dies."""
+"""Ends from outside: one replica gets a signal, reaches its time limit, or dies."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ HOW: dict[str, tuple[str, Flags]] = {
 @pytest.mark.parametrize("trigger", TRIGGERS)
 @pytest.mark.parametrize("how", ["signal", pytest.param("duration", marks=pytest.mark.full)])
 @pytest.mark.parametrize("step", ["2", "17"], ids=["in-warm-up", "in-a-round"])
-def test_a_stop_on_one_replica_ends_all(tmp_path: Path, trigger: str, how: str, step: str) -> None:
-    """In the middle of a round, while the others may wait at a meeting: everyone ends with 0."""
+def test_stop_on_one_replica_ends_all(tmp_path: Path, trigger: str, how: str, step: str) -> None:
+    """In warm-up or within a round, while the others may wait at a meeting: all exit with 0."""
     hook, flags = HOW[how]
     run = run_timed(
         tmp_path, 4, 2, f"slow,{hook}", {"SPY_SLEEP": "[0.01, 0.05]", "SPY_STEP": step},
@@ -36,13 +36,13 @@ def test_a_stop_on_one_replica_ends_all(tmp_path: Path, trigger: str, how: str, 
 
 @pytest.mark.parametrize("how", ["signal", pytest.param("duration", marks=pytest.mark.full)])
 @pytest.mark.parametrize("trigger", ["edit", pytest.param("a-edit", marks=pytest.mark.system)])
-def test_a_stop_that_comes_to_who_waits(tmp_path: Path, trigger: str, how: str) -> None:
-    """Replica 1 is at the meeting long before the other: catches one that is deaf there. The other
-    stops at its next step, and the meeting does not take place."""
+def test_stop_of_replica_waiting_at_meeting(tmp_path: Path, trigger: str, how: str) -> None:
+    """Replica 1 waits at the meeting, long before the other, when it must stop. The other stops at its
+    next step, and the meeting does not take place."""
     hook = {"signal": "signal_soon", "duration": "expire_soon"}[how]
     env = {"SPY_SLEEP": "[0.5, 0.01]", "SPY_STEP": "21"}
     flags: Flags = {"edit_sync_interval": 20}
-    if trigger == "a-edit":  # the clock of replica 1 alone is over soon
+    if trigger == "a-edit":  # only the clock of replica 1 reaches the interval soon
         hook += ",script_clock"
         env["SPY_FACTORS"] = "[0.001, 1]"
         flags = {"edit_sync_seconds": 20}
@@ -64,9 +64,9 @@ def test_a_stop_that_comes_to_who_waits(tmp_path: Path, trigger: str, how: str) 
         pytest.param("17", "duration", id="in-a-round-duration", marks=pytest.mark.system),
     ],
 )
-def test_a_stop_between_evaluations(tmp_path: Path, how: str, step: str) -> None:
-    """Evaluated at every step: catches a replica that waits in an evaluation for one that left,
-    and a time limit that ends an evaluation on one replica alone."""
+def test_stop_between_evaluations_does_not_hang(tmp_path: Path, how: str, step: str) -> None:
+    """Evaluated at every step. Would catch a replica that waits in an evaluation for one that exited,
+    and a time limit that ends an evaluation on one replica only."""
     hook, flags = HOW[how]
     run = run_timed(
         tmp_path, 4, 2, f"slow,{hook}", {"SPY_SLEEP": "[0, 0.02]", "SPY_STEP": step},
@@ -77,9 +77,9 @@ def test_a_stop_between_evaluations(tmp_path: Path, how: str, step: str) -> None
 
 
 @pytest.mark.parametrize("trigger", TRIGGERS)
-def test_a_stop_at_the_last_step_changes_nothing(tmp_path: Path, trigger: str) -> None:
-    """Training is over anyway: everyone evaluates and ends with 0. It comes to the slower replica,
-    when the other has made its last step."""
+def test_stop_at_last_step_finishes_training(tmp_path: Path, trigger: str) -> None:
+    """The slower replica gets the signal when the other has made its last step. Training is over:
+    all evaluate and exit with 0."""
     last = {"edit": "20", "a-edit": "20"}[trigger]
     run = run_timed(
         tmp_path, 2, 2, "slow,signal_one", {"SPY_SLEEP": "[0.01, 0.1]", "SPY_STEP": last},
@@ -91,8 +91,8 @@ def test_a_stop_at_the_last_step_changes_nothing(tmp_path: Path, trigger: str) -
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("a-edit", marks=pytest.mark.system), "edit"])
-def test_a_replica_that_dies_is_named(tmp_path: Path, strategy: str) -> None:
-    """Killed in the middle of a round: the other comes to the meeting and says who did not."""
+def test_killed_replica_is_named(tmp_path: Path, strategy: str) -> None:
+    """Killed within a round: the other reaches the meeting and names the missing replica."""
     flags: Flags = {"edit_sync_interval": 40}
     if strategy == "a-edit":
         flags = AEDIT | {"edit_sync_seconds": 1}
@@ -103,4 +103,4 @@ def test_a_replica_that_dies_is_named(tmp_path: Path, strategy: str) -> None:
     )  # fmt: skip
     survivor = run.result.ranks[0]
     assert survivor.returncode == 4
-    assert "replica 1 did not come to the sync of round" in survivor.stderr
+    assert "replica 1 did not reach the sync of round" in survivor.stderr

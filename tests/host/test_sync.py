@@ -22,7 +22,7 @@ DAMAGE = "tests.host.spy:damage_before_sync"
     ],
 )
 def test_digests_equal_after_every_sync(tmp_path: Path, precision: str, steps: int) -> None:
-    """With dropout on. Catches any rounding that depends on the replica: replicas would drift."""
+    """With dropout. Would catch rounding that depends on the replica, which would cause drift."""
     run = run_edit(
         tmp_path, 4, 2, train_iters=steps, edit_warmup_steps=20, edit_sync_interval=6,
         hidden_dropout=0.1, attention_dropout=0.1, bf16=precision == "bf16", timeout=220,
@@ -30,14 +30,14 @@ def test_digests_equal_after_every_sync(tmp_path: Path, precision: str, steps: i
     first, second = run.digests(0), run.digests(1)
     assert len(first) == len(run.syncs) == (steps - 20) // 6
     assert first == second and None not in first
-    assert len(set(first)) == len(first)  # and they do move
+    assert len(set(first)) == len(first)  # and the parameters do change
     losses = [line["loss"] for line in run.lines("loss.jsonl")]
     assert len(losses) == steps and losses[-1] < losses[0] - 0.5
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
 def test_model_parallel_replicas_stay_equal(tmp_path: Path, tp: int, pp: int) -> None:
-    """TP-replicated and tied copies are counted once and stay equal; all stages are reported."""
+    """TP-replicated and tied copies are counted once and stay equal; all units are reported."""
     run = run_edit(tmp_path, 4, 2, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
     assert run.digests(0) == run.digests(1)
     assert run.syncs[0]["units"] == ["embedding", "layer.1", "layer.2", "final"]
@@ -47,7 +47,7 @@ def test_model_parallel_replicas_stay_equal(tmp_path: Path, tp: int, pp: int) ->
 
 @pytest.mark.parametrize("num_replicas", [3])
 def test_three_replicas_stay_equal(tmp_path: Path, num_replicas: int) -> None:
-    """Beyond two addends the order of a sum matters: catches sums that differ between ranks."""
+    """With three addends the order of a sum matters. Would catch sums that differ between ranks."""
     run = run_edit(tmp_path, 3, num_replicas, global_batch_size=6, train_iters=14)
     digests = [run.digests(replica) for replica in range(num_replicas)]
     assert digests[0] == digests[1] == digests[2] and len(digests[0]) == 4
@@ -61,8 +61,8 @@ def test_three_replicas_stay_equal(tmp_path: Path, num_replicas: int) -> None:
         pytest.param("inf", id="inf", marks=pytest.mark.system),
     ],
 )
-def test_a_bad_replica_is_left_out_and_comes_back(tmp_path: Path, what: float | str) -> None:
-    """On real shards, one ZeRO rank of the replica damaged: the whole replica is judged."""
+def test_anomalous_replica_is_rejected_and_recovers(tmp_path: Path, what: float | str) -> None:
+    """Damage on one ZeRO rank of a replica rejects the whole replica, for one sync."""
     run = run_edit(
         tmp_path, 4, 2, train_iters=17, edit_sync_interval=1, edit_anomaly_warmup_syncs=8,
         before=DAMAGE, env={"SPY_DAMAGE": json.dumps([[12, [1], "layer.2", what]])},
@@ -77,8 +77,8 @@ def test_a_bad_replica_is_left_out_and_comes_back(tmp_path: Path, what: float | 
     assert None not in losses and losses[-1] < losses[0]
 
 
-def test_all_anomalous_rolls_back(tmp_path: Path) -> None:
-    """A unit that is broken everywhere returns to its anchor; the others go on."""
+def test_unit_anomalous_on_all_replicas_rolls_back(tmp_path: Path) -> None:
+    """A unit that is nonfinite on all replicas returns to its anchor; the other units are synced."""
     run = run_edit(
         tmp_path, 2, 2, train_iters=11, global_batch_size=4, before=DAMAGE,
         env={"SPY_DAMAGE": json.dumps([[2, [0, 1], "layer.1", "nan"]])},
@@ -90,8 +90,8 @@ def test_all_anomalous_rolls_back(tmp_path: Path) -> None:
     assert run.digests(0) == run.digests(1)
 
 
-def test_an_fp16_overflow_on_one_replica_desynchronises_nothing(tmp_path: Path) -> None:
-    """Replica 1 skips a step: the counters, the syncs and the schedules must not part."""
+def test_fp16_overflow_on_one_replica_keeps_replicas_in_step(tmp_path: Path) -> None:
+    """Replica 1 skips a step: step counts, syncs and schedules must still agree."""
     run = run_edit(
         tmp_path, 4, 2, train_iters=14, fp16=True, initial_loss_scale=1024, lr_decay_style="linear",
         before="tests.host.spy:overflow_one_replica", env={"SPY_STEP": "7"},
@@ -104,12 +104,12 @@ def test_an_fp16_overflow_on_one_replica_desynchronises_nothing(tmp_path: Path) 
         for r in (0, 1)
     ]
     different = [i for i in lr[0] if lr[0][i] != lr[1][i]]
-    assert different == [7]  # the skipped step itself; the sync after step 8 brings them together
+    assert different == [7]  # the skipped step itself; they agree after the sync that follows step 8
 
 
 @pytest.mark.parametrize("wire", ["fp32", "int8"])
-def test_between_syncs_the_sync_group_carries_nothing(tmp_path: Path, wire: str) -> None:
-    """Counted where the process group is called: catches a gradient, a loss or a barrier."""
+def test_sync_group_is_silent_between_syncs(tmp_path: Path, wire: str) -> None:
+    """Calls to the process groups are counted. Would catch a gradient, a loss or a barrier."""
     run_edit(
         tmp_path, 2, 2, train_iters=14, global_batch_size=4, edit_warmup_steps=2,
         edit_sync_interval=6, before="tests.host.spy:count_sync_traffic", edit_sync_dtype=wire,
@@ -125,8 +125,8 @@ def test_between_syncs_the_sync_group_carries_nothing(tmp_path: Path, wire: str)
 
 
 def test_outer_state_is_sharded(tmp_path: Path) -> None:
-    """8 bytes per parameter / M on every rank, beside Megatron's own shards, nothing full-size."""
-    run = run_edit(tmp_path, 4, 2, train_iters=5, before="tests.host.memory:measure")
+    """Every rank has 8 / M bytes per parameter, like Megatron's own shards, and no full-size copy."""
+    run = run_edit(tmp_path, 4, 2, train_iters=5, before="tests.host.spy_memory:measure")
     facts = [json.loads((tmp_path / f"memory-{rank}.json").read_text()) for rank in range(4)]
     for replica in (facts[:2], facts[2:]):
         numel = replica[0]["model_numel"]
@@ -141,8 +141,8 @@ def test_outer_state_is_sharded(tmp_path: Path) -> None:
     assert run.syncs
 
 
-def test_drift_ends_the_run_with_the_unit_named(tmp_path: Path) -> None:
-    """One ulp in one element of one replica: exit code 3 on every rank."""
+def test_drift_ends_run_and_names_unit(tmp_path: Path) -> None:
+    """A difference of one ulp in one element of one replica gives exit code 3 on every rank."""
     run = run_edit(
         tmp_path, 4, 2, train_iters=20, before="tests.host.spy:drift_after_sync", check=False
     )
@@ -151,8 +151,8 @@ def test_drift_ends_the_run_with_the_unit_named(tmp_path: Path) -> None:
     assert len(run.syncs) == 1
 
 
-def test_events_tell_the_run(tmp_path: Path) -> None:
-    """Fields and counts of all event files (design section 4)."""
+def test_event_files_describe_run(tmp_path: Path) -> None:
+    """All event files have the right fields and counts (design section 4)."""
     run = run_edit(tmp_path, 4, 2, train_iters=10, eval_interval=5, eval_iters=1)
     described = json.loads((tmp_path / "run.json").read_text())
     assert described["config"]["sync_interval"] == 3
@@ -166,7 +166,7 @@ def test_events_tell_the_run(tmp_path: Path) -> None:
         lines = [x for x in run.lines(f"replica-{replica}.jsonl") if "loss" in x]
         assert [line["iteration"] for line in lines] == list(range(1, 11))
         assert lines[0]["samples"] == 4 and lines[0]["tokens"] == 4 * 32
-    told = run.lines("loss.jsonl")  # evaluations have lines of their own
+    told = run.lines("loss.jsonl")  # including lines of evaluations
     assert [line["iteration"] for line in told if "split" in line] == [5, 10, 10, 10]
     losses = [line for line in told if "loss" in line]
     assert [line["iteration"] for line in losses] == list(range(1, 11))
@@ -176,6 +176,6 @@ def test_events_tell_the_run(tmp_path: Path) -> None:
     for line, one, two in zip(losses, ones, twos, strict=True):
         assert line["loss"] == pytest.approx((one + two) / 2)
     stdout = run.result.ranks[1].stdout
-    assert "validation loss at iteration 5 |" in stdout  # at a sync, unlabelled
-    assert run.result.ranks[3].stdout.count("iteration") == 0  # only replica 0 talks
+    assert "validation loss at iteration 5 |" in stdout  # at a sync, without label
+    assert run.result.ranks[3].stdout.count("iteration") == 0  # only replica 0 prints
     assert "iteration       10/" in (tmp_path / "replica-1.log").read_text()

@@ -1,4 +1,4 @@
-"""EDiT's timers in Megatron's log: per iteration, over rounds shorter and longer than a line."""
+"""EDiT's timers in Megatron's log: per iteration, for log intervals below and above a round."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SYNC_TIMERS = {"wait": "sync-wait", "exchange": "sync-exchange", "outer": "outer
 
 
 def logged(run: EditRun, timer: str) -> list[float]:
-    """Milliseconds of each line of the log, of one replica of a single rank."""
+    """Return the milliseconds in each line of the log of a replica with one rank."""
     text = run.result.ranks[0].stdout
     pairs = re.findall(rf"{timer} \.+: \(([\d.]+), ([\d.]+)\)", text)
     assert all(low == high for low, high in pairs)
@@ -27,9 +27,9 @@ def logged(run: EditRun, timer: str) -> list[float]:
 
 
 @pytest.mark.parametrize("interval", [1, 4])
-def test_a_line_is_of_all_its_steps(tmp_path: Path, interval: int) -> None:
-    """Steps of a second, a sync every three, all else lasts 100 s: catches a line right after a
-    sync that shows nothing, only the last round's part of its steps, or what is no training."""
+def test_timer_line_covers_all_its_steps(tmp_path: Path, interval: int) -> None:
+    """Steps of 1 s, a sync every three, all other calls 100 s. Would catch a line right after a sync
+    that shows no time, or only steps of the last round, or time outside training."""
     run = run_edit(
         tmp_path, 2, 2, before=HOOKS, train_iters=12, log_interval=interval, timing_log_level=1,
         eval_interval=5, eval_iters=1, global_batch_size=4,

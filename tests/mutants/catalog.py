@@ -1,4 +1,4 @@
-"""All mutants, by the part of the package that they are in."""
+"""All mutants, by the area of the package."""
 
 from __future__ import annotations
 

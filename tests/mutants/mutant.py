@@ -9,19 +9,19 @@ PACKAGE = "megatron_edit"
 
 
 class SnippetError(Exception):
-    """The snippet of a mutant is not found exactly once: the code has moved on."""
+    """The snippet of a mutant is not found exactly once, as the code has changed."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One bug.
+    """One bug that can be inserted into the package.
 
     Attributes:
         id: ``area/what``; the area is that of the code, as in `catalog`.
         bug: what goes wrong, in one sentence.
         file: path in the package's folder.
         old: snippet of that file, found in it exactly once.
-        new: what stands there in the mutant.
+        new: its replacement in the mutant.
         test: node id, from the folder `tests`, of the test of the core tier that should fail.
         full: node id of the test of the full tier that fails, where no test of the core tier does.
         why: of a mutant that survives the core tier: why that is accepted.
@@ -38,11 +38,11 @@ class Mutant:
 
     @property
     def area(self) -> str:
-        """The part of the package."""
+        """The area of the package, the first part of `id`."""
         return self.id.partition("/")[0]
 
     def text(self, root: Path) -> str:
-        """The mutated text of its file.
+        """Return the mutated text of its file.
 
         Args:
             root: of the repository, or of a copy.

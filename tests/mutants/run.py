@@ -1,12 +1,12 @@
-"""Puts mutants into a copy of the repository, one at a time, and runs the test named for each.
+"""Insert mutants into a copy of the repository, one at a time, and run the test named for each.
 
     python -m tests.mutants.run [IDS ...] [--tier core|full] [--control] [--jobs N]
                                 [--out FILE.json]
 
-IDS are ids of mutants, or areas (method, comm, ...); all without. `--tier full` runs, of mutants
-that the core tier misses, the test of the full tier. `--control` runs the tests on the copy as it
-is: whoever fails there kills nothing. Exits with 1 where a mutant was not killed and its catalogue
-does not say so, or a test failed by itself.
+IDS are ids of mutants, or areas (method, comm, ...); by default all. `--tier full` runs the test of
+the full tier for mutants that the core tier misses. `--control` runs the tests on the unchanged
+copy, where none may fail. Exits with 1 where an outcome differs from the catalogue, or a test fails
+without a mutant.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ from tests.mutants.mutant import PACKAGE, Mutant, SnippetError
 
 ROOT = Path(__file__).resolve().parents[2]
 KILLED, SURVIVED, TIMEOUT, ERROR = "killed", "survived", "timeout", "error"
-SECONDS = 600.0  # of one test, after which the runner gives it up
-LEFT_OUT = ("benchmarks/results/", "docs/")  # large, and read by no test that is named
-_SHOWN = 4000  # characters of a test's output that are kept
+SECONDS = 600.0  # limit of one test
+LEFT_OUT = ("benchmarks/results/", "docs/")  # large, and not read by the named tests
+_SHOWN = 4000  # characters of a test's output in the outcome
 _OURS = (PACKAGE, "tests", "scripts", "benchmarks")
-# Tests run in forks of a process that has imported what takes long: most take less than a second.
+# Tests run in forks of a process with the slow imports done: most take less than a second.
 _WARM = multiprocessing.get_context("forkserver")
 _WARM.set_forkserver_preload(["pytest", "torch", "hypothesis.strategies"])
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a mutant.
+    """The outcome of the test of a mutant.
 
     Attributes:
         id: of the mutant.
         test: that was run.
-        result: `killed`: the test failed. `survived`: it passed. `timeout`: the runner gave it up.
+        result: `killed`: the test failed. `survived`: it passed. `timeout`: it exceeded its limit.
             `error`: the snippet was not found, or no test was run.
-        seconds: of the whole process; torch is imported already.
-        test_seconds: of the tests alone.
-        detail: what pytest said, where the mutant was not killed.
+        seconds: of the process; torch is imported already.
+        test_seconds: of the tests themselves.
+        detail: pytest's output, where the mutant was not killed.
     """
 
     id: str
@@ -71,8 +71,8 @@ class Outcome:
 
 
 def copy_repository(target: Path) -> None:
-    """Copy all tracked files as they are in the working tree, but for what no test needs."""
-    git = ["git", "-c", f"safe.directory={ROOT}"]  # git else refuses another user's clone
+    """Copy all tracked files of the working tree, except those that no test needs."""
+    git = ["git", "-c", f"safe.directory={ROOT}"]  # else git refuses another user's clone
     names = subprocess.run(
         [*git, "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout.split("\0")
@@ -85,7 +85,7 @@ def copy_repository(target: Path) -> None:
 
 @contextmanager
 def applied(mutant: Mutant | None, copy: Path) -> Iterator[None]:
-    """Inside, the copy is the mutant; None leaves it as it is.
+    """Context in which the copy has the mutant; None changes nothing.
 
     Raises:
         SnippetError: the snippet is not found exactly once.
@@ -115,7 +115,7 @@ def run_test(copy: Path, test: str, *, is_full: bool, timeout: float = SECONDS) 
         report, log = Path(folder) / "report.xml", Path(folder) / "log"
         options = ["-x", "-q", "--tb=short", "-p", "no:cacheprovider", "-o", "addopts="]
         argv = [*options, f"--junitxml={report}", *(["--full"] if is_full else []), f"tests/{test}"]
-        process = _WARM.Process(target=_be_pytest, args=(str(copy), argv, str(log)))
+        process = _WARM.Process(target=_run_pytest, args=(str(copy), argv, str(log)))
         began = time.monotonic()
         process.start()
         process.join(timeout)
@@ -130,17 +130,17 @@ def run_test(copy: Path, test: str, *, is_full: bool, timeout: float = SECONDS) 
     return Outcome("", test, result, seconds, inside, "" if failed else text[-_SHOWN:])
 
 
-def _be_pytest(copy: str, argv: list[str], log: str) -> NoReturn:
-    """In a process of its own, where torch is imported and nothing of this project is."""
+def _run_pytest(copy: str, argv: list[str], log: str) -> NoReturn:
+    """Run pytest in a process of its own, with torch but nothing of this project imported."""
     os.setsid()
     file = os.open(log, os.O_WRONLY | os.O_CREAT)
     for number in (1, 2):
         os.dup2(file, number)
     for name in [name for name in sys.modules if name.partition(".")[0] in _OURS]:
-        del sys.modules[name]  # they are those of the repository, not of the copy
+        del sys.modules[name]  # these are of the repository, not of the copy
     sys.path[:] = [copy, *(path for path in sys.path if path and Path(path) != ROOT)]
-    # For ranks, too: the copy comes before an editable install; bytecode would be that of another
-    # mutant, where the text is of the same length and second.
+    # Also for ranks: the copy comes before an editable install; bytecode could be that of another
+    # mutant whose text has the same length and second.
     os.environ.update(PYTHONPATH=copy, PYTHONDONTWRITEBYTECODE="1")
     sys.dont_write_bytecode = True
     os.chdir(copy)
@@ -150,7 +150,7 @@ def _be_pytest(copy: str, argv: list[str], log: str) -> NoReturn:
 
 
 def _counts(report: Path) -> tuple[int, int, float]:
-    """Tests that passed, tests that failed, and their seconds; of collection, none."""
+    """Count tests that passed and failed, and sum their seconds; without collection errors."""
     passed, failed, seconds = 0, 0, 0.0
     if report.is_file():
         for case in ElementTree.parse(report).getroot().iter("testcase"):
@@ -165,13 +165,13 @@ def _counts(report: Path) -> tuple[int, int, float]:
 def outcome_of(
     mutant: Mutant, copy: Path, tier: str = "core", *, is_control: bool = False
 ) -> Outcome:
-    """Apply a mutant to a copy, run its test of the tier, and put the copy back.
+    """Apply a mutant to a copy, run its test of the tier, and restore the copy.
 
     Args:
-        mutant: whose test is run.
+        mutant: the mutant.
         copy: of the repository.
         tier: `core` or `full`.
-        is_control: whether the copy is left as it is.
+        is_control: whether the copy stays unchanged.
     """
     test = mutant.test if tier == "core" else mutant.full
     try:
@@ -183,10 +183,10 @@ def outcome_of(
 
 
 def chosen(words: Sequence[str], tier: str) -> list[Mutant]:
-    """The mutants that are named, by id or area; of the full tier, those that only it kills.
+    """Mutants by id or area; for the full tier, those that only it kills.
 
     Raises:
-        SystemExit: a word names none.
+        SystemExit: a word is no id or area.
     """
     known = {word for mutant in MUTANTS for word in (mutant.id, mutant.area)}
     if unknown := [word for word in words if word not in known]:
@@ -198,7 +198,7 @@ def chosen(words: Sequence[str], tier: str) -> list[Mutant]:
 def run_all(
     mutants: Sequence[Mutant], tier: str, jobs: int, *, is_control: bool = False
 ) -> list[Outcome]:
-    """Run them, `jobs` at a time, each job in a copy of its own; in the order of `mutants`."""
+    """Run mutants, `jobs` at a time in separate copies; outcomes are in the order of `mutants`."""
     expected = SURVIVED if is_control else KILLED
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copies: SimpleQueue[Path] = SimpleQueue()
@@ -228,7 +228,7 @@ def run_all(
 
 
 def table(mutants: Iterable[Mutant], outcomes: Iterable[Outcome]) -> str:
-    """A line for each mutant."""
+    """Format outcomes as a table with a line for each mutant."""
     rows = [("result", "seconds", "mutant", "test", "bug")]
     for mutant, outcome in zip(mutants, outcomes, strict=True):
         seconds = f"{outcome.seconds:.1f}"
@@ -241,7 +241,7 @@ def table(mutants: Iterable[Mutant], outcomes: Iterable[Outcome]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; 0 where every mutant ended as the catalogue says."""
+    """Run the command line; returns 0 where every mutant ended as the catalogue says."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("ids", nargs="*", metavar="IDS", help="ids or areas; all without")
     parser.add_argument("--tier", choices=("core", "full"), default="core")

@@ -1,4 +1,4 @@
-"""What follows an optimizer step: landings, the meeting, and who gathers the parameters."""
+"""What follows an optimizer step: landings, the meeting, and the parameter gather."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from megatron_edit.comm.flags import Flag
 from megatron_edit.engine import EditEngine, ParamShard, plan_units
 from megatron_edit.engine.plan import MeetingOutcome
 from megatron_edit.engine.sync.manager import SyncManager
-from megatron_edit.engine.units import select
+from megatron_edit.engine.units import select_units
 from megatron_edit.method.landing import DIRECT_COPY
 
 anything: Any = SimpleNamespace
 
 
 class Step:
-    """Step 10 of an engine, and what was done on the way.
+    """Run `EditEngine.after_step` for step 10 with stand-ins and record the calls.
 
     Args:
-        due: syncs that land after it.
-        meeting: after it; None where there is none.
+        due: syncs that land after the step.
+        meeting: the meeting after the step; None if there is none.
         lands_in_forward: whether landings wait for the forward pass, which gathers.
         is_warmup: whether gradients are averaged.
     """
@@ -48,29 +48,29 @@ class Step:
             host=self.host,
             syncs=anything(
                 due=lambda step: due if step == 10 else (),
-                begin_landing=self._note("land"), land_all=self._land_all, poll=lambda: None,
+                begin_landing=self._record("land"), land_all=self._land_all, poll=lambda: None,
             ),
-            _trigger=anything(meeting_after=self._asked(meeting)),
-            _meet=self._note("meet"), _context=nullcontext,
-            _asks_for_meeting=lambda: False,
+            _trigger=anything(meeting_after=self._meeting_after(meeting)),
+            _meet=self._record("meet"), _context=nullcontext,
+            _should_request_meeting=lambda: False,
             _land_unless_in_forward=(lambda: None) if lands_in_forward else self._land_all,
-            _common_stop=anything(after_step=self._note("stop?")),
+            _common_stop=anything(after_step=self._record("stop?")),
             _end_warmup_if_due=lambda: self.calls.append("end?"),
             _board=anything(is_seen=False, heartbeat=anything(steps_of_others=0)),
             _flags=anything(post=lambda flags, steps: None, read=lambda: Flag.MEET),
         )  # fmt: skip
         EditEngine.after_step(self.engine)
 
-    def _asked(self, meeting: str | None) -> Any:
-        """Of the trigger: what is told and asked is that of the step being attempted."""
+    def _meeting_after(self, meeting: str | None) -> Any:
+        """Return a fake `meeting_after` that checks its arguments."""
 
-        def meeting_after(step: int, *, is_asked: bool) -> str | None:
-            assert (step, is_asked) == (10, True)
+        def meeting_after(step: int, *, is_requested: bool) -> str | None:
+            assert (step, is_requested) == (10, True)
             return meeting
 
         return meeting_after
 
-    def _note(self, name: str) -> Any:
+    def _record(self, name: str) -> Any:
         return lambda what: self.calls.append((name, what))
 
     def _land_all(self) -> None:
@@ -82,39 +82,38 @@ class Step:
         self.host.awaits_gather = False
 
 
-def test_a_step_inside_a_round() -> None:
-    """Catches parameters that nobody gathers, and ones that are gathered though the next forward
-    pass does it."""
+def test_step_inside_round_gathers_unless_forward_does() -> None:
+    """Catches parameters that are never gathered, and a second gather in the forward pass."""
     assert Step().calls == ["gather"]
     assert Step(lands_in_forward=True).calls == []
 
 
-def test_a_landing_gathers_once() -> None:
-    """Catches a second gather, of what the landing has gathered."""
+def test_landing_gathers_once() -> None:
+    """Catches a second gather of parameters that the landing has gathered."""
     assert Step(due=("old",)).calls == [("land", "old"), "landed", "gather"]
     assert Step(due=("old",), lands_in_forward=True).calls == [("land", "old")]
 
 
-def test_what_is_due_lands_before_the_meeting() -> None:
-    """Catches a meeting whose pseudo-gradients miss a result that has come, and a gather that a
-    meeting without a landing leaves out."""
+def test_due_syncs_land_before_meeting() -> None:
+    """Catches pseudo-gradients that miss a due result, and a gather that is skipped if a meeting
+    follows without a landing."""
     step = Step(due=("old",), meeting="all units")
     assert step.calls == [("land", "old"), "landed", "gather", ("meet", "all units")]
     assert Step(meeting="all units").calls == [("meet", "all units"), "gather"]
     assert step.engine.state.step == step.engine.state.launch_steps == 10
 
 
-def test_a_warm_up_step() -> None:
-    """Megatron has gathered: catches a second gather at every step."""
+def test_warmup_step_gathers_nothing() -> None:
+    """Megatron has gathered already: catches a second gather at every step."""
     assert Step(is_warmup=True).calls == [("stop?", False), "end?"]
 
 
 class Round:
-    """A meeting of an engine, and what was done on the way.
+    """Run one meeting of the engine with stand-ins and record the calls.
 
     Args:
         lands_in_forward: whether the sync lands in the forward pass.
-        outcome: of the meeting.
+        outcome: outcome of the meeting.
     """
 
     def __init__(
@@ -138,29 +137,32 @@ class Round:
             _commit=lambda plan: self.calls.append("commit"), _land=lambda syncs: None,
             _land_unless_in_forward=lambda: None, _lands_in_forward=lands_in_forward,
         )  # fmt: skip
-        self.has_synced = EditEngine._hold_meeting(engine, anything(selection=None))
+        self.has_synced = EditEngine._meet_once(engine, anything(selection=None))
 
 
-def test_a_round_is_committed_after_a_blocking_exchange() -> None:
-    """Catches schedules, counters, detectors and ledger that move before the exchange is over."""
+def test_blocking_round_commits_after_exchange() -> None:
+    """Catches schedules, counters, detectors and ledger updated before the exchange is over."""
     assert Round(lands_in_forward=False).calls == ["prepare", "start", "land", "commit"]
 
 
-def test_a_round_is_committed_at_an_overlapped_meeting() -> None:
-    """Training goes on at once: catches steps of the next round by the state of the last one."""
+def test_overlapped_round_commits_before_exchange() -> None:
+    """Training continues at once: catches steps of the next round that use the old state."""
     assert Round(lands_in_forward=True).calls == ["commit", "prepare", "start"]
 
 
-@pytest.mark.parametrize("outcome", [MeetingOutcome.EXTEND, MeetingOutcome.LEAVE])
-def test_a_meeting_without_a_sync(outcome: MeetingOutcome) -> None:
-    """Catches a sync of a round that goes on, or of one that a replica has left."""
+@pytest.mark.parametrize("outcome", [MeetingOutcome.EXTEND, MeetingOutcome.STOP])
+def test_meeting_without_sync_commits_nothing(outcome: MeetingOutcome) -> None:
+    """Catches a sync in a round that is extended or that a replica has left."""
     meeting = Round(lands_in_forward=False, outcome=outcome)
     assert meeting.calls == ["apply"] and not meeting.has_synced
 
 
-def test_a_meeting_compares_late_digests_once() -> None:
-    """Of the units that sync; others keep theirs. Catches a comparison with digests of an earlier
-    sync, and a unit that is broken on this replica and keeps its inner moments."""
+def test_late_digests_are_compared_once() -> None:
+    """Only digests of the units that sync are used up.
+
+    Catches a comparison with digests of an earlier sync, and a non-finite unit that keeps its
+    inner moments.
+    """
     params = [ParamShard(name, name, torch.zeros(2), True, None) for name in ("a", "b")]
     zeroed: list[str] = []
 
@@ -175,7 +177,7 @@ def test_a_meeting_compares_late_digests_once() -> None:
         _groups=anything(sync=anything(rank=0)), _settings=anything(landing=DIRECT_COPY),
         _context=lambda: anything(groups=None, outer=anything(stages=lambda *_: iter(()))),
     )  # fmt: skip
-    selection = select(plan_units(params, ["a", "b"], ["a", "b"]), [1])
+    selection = select_units(plan_units(params, ["a", "b"], ["a", "b"]), [1])
     assert SyncManager.late_digests(syncs, selection) == {1: 2.0}
     plan = anything(
         selection=selection, rules=anything(landing=DIRECT_COPY),

@@ -15,35 +15,35 @@ from megatron_edit.comm.placement import Placement
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig
 from megatron_edit.errors import UsageError
-from megatron_edit.host.agreement import agree_on_settings, comparable
+from megatron_edit.host.agreement import agree_on_settings, comparable_settings
 
 CONFIG = EditConfig(use_edit=True, num_replicas=2)
 CPU = torch.device("cpu")
-# Each is a part of a name that a host may have for itself.
-OF_THE_TRAINING = ("q_lora_rank", "kv_lora_rank", "logits_load_kd_loss_alpha",
+# Each contains a word of a host-specific setting (rank, log, offset, ...).
+TRAINING_SETTINGS = ("q_lora_rank", "kv_lora_rank", "logits_load_kd_loss_alpha",
                    "num_virtual_stages_per_pipeline_rank", "offset_sampling_seed_by_dp_rank",
                    "seq_length")  # fmt: skip
-OF_THE_HOST = ("rank", "local_rank", "data_cache_path", "tensorboard_dir", "log_interval",
+HOST_SETTINGS = ("rank", "local_rank", "data_cache_path", "tensorboard_dir", "log_interval",
                "wandb_exp_name", "num_workers", "edit_replica_id", "merge_file", "logdir",
                "logits_load_decode_threads")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OF_THE_TRAINING)
-def test_what_changes_the_training_is_compared(name: str) -> None:
-    """Catches: a size of the model that differs, taken for a rank or a log."""
+@pytest.mark.parametrize("name", TRAINING_SETTINGS)
+def test_training_settings_are_compared(name: str) -> None:
+    """Catches a model size that is taken for a host-specific setting because of its name."""
     flag = "--" + name.replace("_", "-")
-    assert comparable(CONFIG, Namespace(**{name: 7}))[flag] == 7
+    assert comparable_settings(CONFIG, Namespace(**{name: 7}))[flag] == 7
 
 
-@pytest.mark.parametrize("name", OF_THE_HOST)
-def test_what_a_host_has_for_itself_is_not(name: str) -> None:
-    """Catches: replicas that refuse each other for a folder."""
+@pytest.mark.parametrize("name", HOST_SETTINGS)
+def test_host_specific_settings_are_not_compared(name: str) -> None:
+    """Catches replicas that refuse each other because of a folder."""
     flag = "--" + name.replace("_", "-")
-    assert comparable(CONFIG, Namespace(**{name: 7})).get(flag) != 7
+    assert comparable_settings(CONFIG, Namespace(**{name: 7})).get(flag) != 7
 
 
 @pytest.mark.parametrize(
-    ("mine", "said"),
+    ("mine", "message"),
     [
         ({}, None),
         ({"lr": 0.2}, "--lr 0.2 on replica 1: must be as on replica 0, which has 0.1"),
@@ -52,27 +52,30 @@ def test_what_a_host_has_for_itself_is_not(name: str) -> None:
     ],
     ids=["same", "other", "more", "less"],
 )
-def test_a_setting_that_differs_is_told(mine: dict[str, float | None], said: str | None) -> None:
-    """Also one that only one of the replicas has; NaN is what it is on both. Replica 0 has been."""
+def test_differing_setting_is_refused(mine: dict[str, float | None], message: str | None) -> None:
+    """Also a setting that only one replica has; equal NaN values agree.
+
+    Replica 0 has stored its settings already.
+    """
     args, store = {"lr": 0.1, "nan": float("nan")}, dist.HashStore()
     worlds = [
         ReplicaWorld(Placement(2, r, 1, 0, True), store, store, timedelta(seconds=1))
         for r in range(2)
     ]
-    first = comparable(CONFIG, Namespace(**args)) | {"ranks per replica": 1}
+    first = comparable_settings(CONFIG, Namespace(**args)) | {"ranks per replica": 1}
     store.set("settings", json.dumps(first))
     store.set("agreed/0", "null")
     store.set("device of rank 0 of replica 0", "cpu on host0")
-    if said is None:
+    if message is None:
         agree_on_settings(worlds[1], CONFIG, Namespace(**args | mine), CPU)
         return
     with pytest.raises(UsageError) as caught:
         agree_on_settings(worlds[1], CONFIG, Namespace(**args | mine), CPU)
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(message)
 
 
-def test_a_rank_on_another_device_is_told() -> None:
-    """Of any rank, before the settings that follow from it; all ranks raise the same line.
+def test_rank_on_different_device_is_refused_everywhere() -> None:
+    """The device is compared before the settings that depend on it; all ranks raise one line.
 
     Catches CPU ranks that wait over gloo for GPU ranks, which wait over NCCL.
     """
@@ -100,8 +103,8 @@ def test_a_rank_on_another_device_is_told() -> None:
     assert "--edit-device cpu" in errors[0]
 
 
-def test_equal_devices_agree() -> None:
-    """One replica of one rank asks nobody; of two ranks, each other."""
+def test_single_rank_agrees_without_using_the_store() -> None:
+    """One replica of one rank has nothing to compare."""
     store = dist.HashStore()
     world = ReplicaWorld(Placement(1, 0, 1, 0, True), store, store, timedelta(seconds=1))
     agree_on_settings(world, CONFIG, Namespace(), CPU)

@@ -1,9 +1,9 @@
-"""benchmarks/frame: what all benchmarks stand on, without a training.
+"""benchmarks/frame, the common base of all benchmarks, tested without a training.
 
-Would catch: a study that measures again what it has, or takes runs of other settings for its own;
-a failed run that ends the others; numbers that come back from a file as others; a crash after
-training that fails a run, and one before its end that does not; raw data among the results; an
-earlier package that is not the one that is measured, or is left behind; ratios across turns.
+Would catch: a study that repeats finished runs, or reuses runs of other settings; a failed run that
+ends the others; numbers changed by a file; a crash after training that fails a run, and one before
+its end that does not; raw data among the results; an earlier package that is not the one measured,
+or is not removed; ratios across repeats.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ import pytest
 import stragglers
 from frame.against import (
     CommitError,
-    Compared,
+    Comparison,
     comparison_table,
     earlier_package,
     resolve_commit,
 )
 from frame.gpt import Model, Window, edit_flags
 from frame.launch import DONE, REPOSITORY, RunFailedError, Training, free_ports
-from frame.page import ALL, Column, Spread, mark_line, table, table_of
+from frame.page import ALL, Column, Spread, table, table_of, target_line
 from frame.readings import Console, read_console
 from frame.study import (
     Study,
+    alternate_order,
     common_flags,
     from_json,
     read_one,
     read_runs,
     read_series,
     runs_folder,
-    there_and_back,
     to_json,
     write_series,
 )
@@ -48,12 +48,12 @@ from frame.study import (
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 RESULTS = BENCHMARKS / "results"
-MOST_BYTES = 31_000
+MAX_RESULT_BYTES = 31_000
 
 
 @dataclass(frozen=True)
 class Part:
-    """Of a run."""
+    """One part of a run."""
 
     first: int
     seconds: float
@@ -61,7 +61,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Run:
-    """As benchmarks have them: nested, with tuples and what may be missing."""
+    """A run as benchmarks record it: nested, with tuples and optional values."""
 
     name: str
     rate: float | None
@@ -77,14 +77,14 @@ RUN = Run("a", None, [Part(1, 2.5)], [(10, 1.0), (20, 2.0)], (1.0, 4.0), {"x": 1
 
 
 class Numbers(Study[float]):
-    """Of one number a run; its summary is what there is."""
+    """A study with one number per run and a fixed summary."""
 
     def summary(self) -> dict[str, Any]:
-        """A row."""
+        """Return one row."""
         return {"rows": [{"tau": self.args.tau, "x": None}]}
 
     def numbers(self, run: float) -> dict[str, float | None]:
-        """The number, and one that nobody knows."""
+        """Return the measured speed and an unknown number."""
         return {"speed": run, "unknown": None}
 
 
@@ -92,7 +92,7 @@ def study(
     folder: Path, *, series: str = "all", resume: bool = False, tau: int = 4,
     against: str | None = None,
 ) -> Numbers:  # fmt: skip
-    """A study whose OUTPUT is in a folder."""
+    """Return a study that writes study.json in a folder."""
     output = folder / "study.json"
     args = argparse.Namespace(output=output, series=series, resume=resume, tau=tau, against=against)
     return Numbers("study", args, float, {"tau": tau})
@@ -101,8 +101,8 @@ def study(
 # ---- a study
 
 
-def test_a_study_goes_on_where_it_was_broken_off(tmp_path: Path) -> None:
-    """With `resume` nothing is made twice; without it, or with other settings, all of it is."""
+def test_study_resumes_without_repeating_finished_runs(tmp_path: Path) -> None:
+    """With `resume` no run is repeated; without it, or with other settings, all runs are."""
     made: list[str] = []
 
     def run(each: Study[float], key: str) -> Run:
@@ -120,35 +120,33 @@ def test_a_study_goes_on_where_it_was_broken_off(tmp_path: Path) -> None:
     assert run(other, "a") == RUN and made == [*"abc", "a"]
     assert len(read_runs(tmp_path / "study.json", Run)) == 4
 
-    series = study(tmp_path, series="again")  # leaves those of the other series alone
+    series = study(tmp_path, series="again")  # keeps the runs of the other series
     run(series, "a")
     assert made == [*"abca", "a"] and len(read_runs(tmp_path / "study.json", Run)) == 5
     run(study(tmp_path), "a")
     assert made == [*"abcaa", "a"] and len(read_runs(tmp_path / "study.json", Run)) == 2
 
 
-def test_a_run_that_fails_does_not_end_the_others(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It is noted in one line, told in whole, and made again when the study goes on."""
+def test_failed_run_does_not_end_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is recorded in one line, printed in full, and repeated when the study is resumed."""
 
     def fail() -> float:
         raise RunFailedError("rank 0 exited with 1; it said last:\nno room")
 
     each = study(tmp_path)
     with each.progress(2):
-        assert each.measure("turn 1", fail) is None
-        assert each.measure("turn 2", lambda: 2.0) == 2.0
+        assert each.measure("repeat 1", fail) is None
+        assert each.measure("repeat 2", lambda: 2.0) == 2.0
     each.write()
-    assert each.failures == ["turn 1: rank 0 exited with 1; it said last: no room"]
+    assert each.failures == ["repeat 1: rank 0 exited with 1; it said last: no room"]
     assert "no room" in capsys.readouterr().err
     assert read_one(tmp_path / "study.json")["failures"] == each.failures
     again = study(tmp_path, resume=True)
-    assert again.once("turn 1", float, lambda: 1.0) == 1.0
+    assert again.once("repeat 1", float, lambda: 1.0) == 1.0
 
 
-def test_series_share_a_file(tmp_path: Path) -> None:
-    """Each is written anew without the others; rows come back as they were, also what is None."""
+def test_series_are_written_independently_into_one_file(tmp_path: Path) -> None:
+    """Each series is rewritten without changing the others; None values are kept."""
     output = tmp_path / "study.json"
     study(tmp_path).write()
     study(tmp_path, series="again", tau=8).write()
@@ -162,8 +160,8 @@ def test_series_share_a_file(tmp_path: Path) -> None:
     assert not runs_folder(output).exists()
 
 
-def test_files_are_small_and_say_the_same(tmp_path: Path) -> None:
-    """Tables have their names once; numbers as many digits as are asked for."""
+def test_series_file_is_compact_and_round_trips(tmp_path: Path) -> None:
+    """Tables contain their column names once, and numbers the requested digits."""
     rows = [to_json(RUN) | {"rate": 100e6 / 3}, to_json(RUN) | {"spread": None}]
     path = tmp_path / "x.json"
     write_series(path, "x", {"all": {"rows": rows, "odd": [{"a": 1}, {"b": 2}]}}, digits=3)
@@ -174,46 +172,46 @@ def test_files_are_small_and_say_the_same(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["study"] == "x"
 
 
-def test_dataclasses_come_back_from_json() -> None:
-    """Through a text, with their types."""
+def test_dataclasses_round_trip_through_json() -> None:
+    """Values keep their types."""
     assert from_json(Run, json.loads(json.dumps(to_json(RUN)))) == RUN
     assert isinstance(from_json(float, 1), float) and from_json(int, 1) == 1
 
 
-def test_turns_and_flags() -> None:
-    """There and back; flags that all have are told once."""
-    assert [there_and_back("abc", turn) for turn in range(3)] == [[*"abc"], [*"cba"], [*"abc"]]
+def test_repeats_alternate_order_and_common_flags_are_split_off() -> None:
+    """Every other repeat is in reverse order; common flags are listed once."""
+    assert [alternate_order("abc", repeat) for repeat in range(3)] == [[*"abc"], [*"cba"], [*"abc"]]
     flags = {"x": ["--a", "1", "--b"], "y": ["--a", "1"], "z": ["--a", "1", "--c", "--b"]}
     assert common_flags(flags) == {"common": "--a 1", "x": "--b", "y": "", "z": "--c --b"}
 
 
-# ---- beside an earlier package
+# ---- comparison with an earlier package
 
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A git checkout with two commits; the first has no package."""
+    """Create a git checkout with two commits; the first has no package."""
     root = tmp_path / "repository"
     package = root / "megatron_edit" / "__init__.py"
     git(tmp_path, "init", "--quiet", str(root))
-    who = ("-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "commit.gpgsign=false")
-    git(root, *who, "commit", "--quiet", "--allow-empty", "-m", "first")
+    identity = ("-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "commit.gpgsign=false")
+    git(root, *identity, "commit", "--quiet", "--allow-empty", "-m", "first")
     package.parent.mkdir()
     package.write_text("VERSION = 'earlier'\n")
     git(root, "add", ".")
-    git(root, *who, "commit", "--quiet", "-m", "second")
+    git(root, *identity, "commit", "--quiet", "-m", "second")
     package.write_text("VERSION = 'here'\n")
     return root
 
 
 def git(folder: Path, *words: str) -> str:
-    """What git prints."""
+    """Run git and return its output."""
     argv = ["git", "-C", str(folder), *words]
     return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def test_earlier_package_is_checked_out_and_removed(repository: Path) -> None:
-    """As it was committed, also where what is done with it fails."""
+    """It is checked out as committed, and removed even if the measurement fails."""
     commit = resolve_commit("HEAD", repository)
     assert commit == git(repository, "rev-parse", "HEAD")
     with pytest.raises(RunFailedError), earlier_package(commit, repository) as folder:
@@ -226,7 +224,7 @@ def test_earlier_package_is_checked_out_and_removed(repository: Path) -> None:
         assert nothing is None
 
 
-def test_commits_that_cannot_be_measured(
+def test_unusable_commits_are_refused(
     repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The value, the rule and the remedy on one line; the command line exits with 2."""
@@ -244,7 +242,7 @@ def test_commits_that_cannot_be_measured(
 
 
 def test_ranks_import_the_package_of_the_commit(repository: Path) -> None:
-    """Although that of this checkout has been imported before; their children do, too."""
+    """Also if the package of this checkout was imported before; child processes as well."""
     code = (
         "import megatron_edit.flags, subprocess, sys\n"
         "from pathlib import Path\n"
@@ -261,8 +259,10 @@ def test_ranks_import_the_package_of_the_commit(repository: Path) -> None:
     assert done.stdout.splitlines() == ["here", "here"], done.stderr
 
 
-def test_pairs_of_a_turn_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In alternation, backwards in every other turn; a pair with a failed run does not count."""
+def test_current_and_earlier_package_are_compared_in_pairs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every other repeat is in reverse order; pairs with a failed run are dropped."""
     commit = git(ROOT, "rev-parse", "HEAD")
     each, made = study(tmp_path, against=commit), list[tuple[str, bool]]()
     speeds = {True: iter((10.0, 20.0, 40.0)), False: iter((20.0, 10.0, 80.0))}
@@ -275,27 +275,29 @@ def test_pairs_of_a_turn_are_compared(tmp_path: Path, capsys: pytest.CaptureFixt
         return next(speeds[package == REPOSITORY]) if case == "a" else 1.0
 
     with each.progress(6):
-        for turn in range(3):
-            each.turn(turn, ("a", "b"), str, make)
+        for repeat in range(3):
+            each.run_repeat(repeat, ("a", "b"), str, make)
     here_first = [("a", True), ("a", False), ("b", True), ("b", False)]
     assert made == [*here_first, *reversed(here_first), *here_first]
     assert each.found == [10.0, 1.0, 1.0, 20.0, 40.0, 1.0] and len(each.failures) == 3
-    (row,) = each.compared()
+    (row,) = each.compare_packages()
     here, earlier, ratios = (
         Spread(10.0, 20.0, 40.0), Spread(10.0, 20.0, 80.0), Spread(0.5, 0.5, 2.0)
     )  # fmt: skip
-    assert row == Compared("a", "speed", 3, here, earlier, ratios)
+    assert row == Comparison("a", "speed", 3, here, earlier, ratios)
     assert each.report("the page") == 1
-    said = capsys.readouterr().out
-    assert said == f"the page\n\n{comparison_table(commit, [row])}\n"
-    assert "| a | speed | 3 | 10 | 20 | 40 | 150.0 | 10 | 20 | 80 | 350.0 | 0.500 | 0.500 |" in said
+    output = capsys.readouterr().out
+    assert output == f"the page\n\n{comparison_table(commit, [row])}\n"
+    assert (
+        "| a | speed | 3 | 10 | 20 | 40 | 150.0 | 10 | 20 | 80 | 350.0 | 0.500 | 0.500 |" in output
+    )
     (kept,) = read_one(tmp_path / "study.json")["against"]
     assert kept == to_json(row)
-    assert "against" not in read_one_of(study(tmp_path))
+    assert "against" not in write_and_read(study(tmp_path))
 
 
-def read_one_of(each: Numbers) -> dict[str, Any]:
-    """What a study writes."""
+def write_and_read(each: Numbers) -> dict[str, Any]:
+    """Write a study and read its file."""
     each.write()
     return read_one(each.args.output)
 
@@ -303,53 +305,53 @@ def read_one_of(each: Numbers) -> dict[str, Any]:
 # ---- a training
 
 
-class Ended:
-    """A training whose ranks end after so many looks, with an exit code."""
+class FakeTraining:
+    """A training whose ranks exit after a number of polls, each with an exit code."""
 
     def __init__(self, folder: Path, *ranks: tuple[int, int]) -> None:
-        self.looks = 0
+        self.polls = 0
         self.all_but_first_ended = False
         self.training = Training("it", folder, self._others_are_done)
         for number, (after, code) in enumerate(ranks):
-            self.training.add(number, lambda a=after, c=code: c if self.looks >= a else None)  # type: ignore[misc]
+            self.training.add(number, lambda a=after, c=code: c if self.polls >= a else None)  # type: ignore[misc]
 
-    def look(self) -> None:
-        """One more."""
-        self.looks += 1
+    def poll_once(self) -> None:
+        """Count one poll."""
+        self.polls += 1
 
     def _others_are_done(self) -> None:
         self.all_but_first_ended = True
 
 
-def test_a_crash_counts_unless_training_was_over(tmp_path: Path) -> None:
-    """Of any rank, with its last words; and the first rank hears that the others are done."""
-    good = Ended(tmp_path, (3, 0), (2, 0))
-    assert good.training.to_end(good.look, limit=9, poll=0) == [0, 0]
+def test_crash_fails_training_unless_it_was_done(tmp_path: Path) -> None:
+    """A crash of any rank, with its last output; the first rank learns that the others are done."""
+    good = FakeTraining(tmp_path, (3, 0), (2, 0))
+    assert good.training.to_end(good.poll_once, limit=9, poll=0) == [0, 0]
     assert good.all_but_first_ended
-    late = Ended(tmp_path, (3, 0), (2, -11))
+    late = FakeTraining(tmp_path, (3, 0), (2, -11))
     late.training.log(1).write_text(f"x\n{DONE} y\n")
-    assert late.training.to_end(late.look, limit=9, poll=0) == [0, -11]
-    early = Ended(tmp_path, (9, 0), (2, 1))
+    assert late.training.to_end(late.poll_once, limit=9, poll=0) == [0, -11]
+    early = FakeTraining(tmp_path, (9, 0), (2, 1))
     early.training.log(1).write_text("no room\n")
     with pytest.raises(RunFailedError, match=r"(?s)it: rank 1 exited with 1.*no room"):
-        early.training.to_end(early.look, limit=9, poll=0)
-    never = Ended(tmp_path, (9, 0))
+        early.training.to_end(early.poll_once, limit=9, poll=0)
+    never = FakeTraining(tmp_path, (9, 0))
     with pytest.raises(RunFailedError, match="not done after 0 s"):
         never.training.to_end(lambda: None, limit=0, poll=0)
 
 
-def test_what_is_looked_for_ends_a_training(tmp_path: Path) -> None:
-    """Unless a rank ends first, however it does."""
-    each = Ended(tmp_path, (9, 0))
+def test_training_runs_until_condition_or_rank_exit(tmp_path: Path) -> None:
+    """Also if a rank exits successfully before the condition holds."""
+    each = FakeTraining(tmp_path, (9, 0))
     found: Iterator[Any] = iter([None, None, "it"])
     assert each.training.until(lambda: next(found), limit=9, poll=0) == "it"
-    each.looks = 9
+    each.polls = 9
     with pytest.raises(RunFailedError, match="rank 0 exited with 0"):
         each.training.until(lambda: None, limit=9, poll=0)
 
 
-def test_ports_are_free_and_go_on() -> None:
-    """The same port is not used twice in a row: it may linger."""
+def test_free_ports_are_not_reused_at_once() -> None:
+    """A port that was just used may still be occupied."""
     first = free_ports(27900, 2)
     assert len(set(first)) == 2 and free_ports(first[-1], 1)[0] > first[-1] > first[0] > 27900
 
@@ -357,8 +359,8 @@ def test_ports_are_free_and_go_on() -> None:
 # ---- flags and pages
 
 
-def test_flags_of_a_training() -> None:
-    """One micro-batch on each rank."""
+def test_training_flags_give_each_rank_one_micro_batch() -> None:
+    """Also the flags of EDiT and the window of measured rounds."""
     flags = Model(micro_batch_size=3).flags(4, train_iters=7, log_interval=2)
     pairs = dict(pairwise(flags))
     assert pairs["--global-batch-size"] == "12" and pairs["--train-iters"] == "7"
@@ -371,8 +373,8 @@ def test_flags_of_a_training() -> None:
     assert Window.of_rounds(7, 1) == Window(10, 17, 1, 18)
 
 
-def test_columns_and_marks() -> None:
-    """An empty cell where there is nothing; a mark is passed from the right side."""
+def test_table_columns_and_target_lines() -> None:
+    """Missing values are empty cells; targets are upper or lower bounds."""
     spread = Spread.of([1.0, 4.0, 3.0])
     columns = (
         Column("it", "name"),
@@ -390,12 +392,12 @@ def test_columns_and_marks() -> None:
     ]
     assert Column("name", "name").cells(RUN) == ["a"] and Spread.of([]) is None
     assert table(("a", "b"), [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
-    assert mark_line("x", 0.9, 1.0) == "- x 0.900, wanted <= 1: pass"
-    assert mark_line("x", 0.9, 1.0, is_least=True) == "- x 0.900, wanted >= 1: MISS"
+    assert target_line("x", 0.9, 1.0) == "- x 0.900, wanted <= 1: pass"
+    assert target_line("x", 0.9, 1.0, is_least=True) == "- x 0.900, wanted >= 1: MISS"
 
 
-def test_consoles_are_read_as_they_grow(tmp_path: Path) -> None:
-    """A line that is still being written does not count, and none is read twice."""
+def test_console_is_read_incrementally(tmp_path: Path) -> None:
+    """An incomplete line is not counted, and no line is read twice."""
     path, line = (
         tmp_path / "console",
         "iteration {:8d}/ 20 | elapsed time per iteration (ms): 7.5 |",
@@ -411,8 +413,8 @@ def test_consoles_are_read_as_they_grow(tmp_path: Path) -> None:
 # ---- the folder
 
 
-def test_parts_import_the_frame_and_never_each_other() -> None:
-    """Else a change of one benchmark changes the numbers of another."""
+def test_benchmarks_do_not_import_parts_of_each_other() -> None:
+    """Otherwise a change of one benchmark could change the numbers of another."""
     for path in BENCHMARKS.glob("*_parts/*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
@@ -423,7 +425,7 @@ def test_parts_import_the_frame_and_never_each_other() -> None:
 
 
 def test_results_are_pages_pictures_and_small_files() -> None:
-    """One page and one JSON file a study, and at most one picture."""
+    """Each study has one page, one JSON file and at most one picture."""
     files = [path for path in RESULTS.rglob("*") if path.is_file()]
     files = [path for path in files if not path.parent.name.endswith(".runs")]  # git ignores these
     assert {path.suffix for path in files} == {".md", ".json", ".png"}
@@ -431,7 +433,7 @@ def test_results_are_pages_pictures_and_small_files() -> None:
     assert {path.stem for path in files if path.suffix == ".json"} == pages
     assert {path.stem for path in files if path.suffix == ".png"} <= pages
     sizes = {path.name: path.stat().st_size for path in files if path.suffix == ".json"}
-    assert all(size <= MOST_BYTES for size in sizes.values()), sizes
+    assert all(size <= MAX_RESULT_BYTES for size in sizes.values()), sizes
     for path in files:
         if path.suffix == ".json":
             assert read_series(path), path

@@ -1,4 +1,4 @@
-"""The folder of checkpoints: whatever moment a save is cut off in, a complete one is loaded."""
+"""The checkpoint folder: a complete checkpoint is loaded whenever a save is interrupted."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from megatron_edit.checkpoint import folder as module
-from megatron_edit.checkpoint.folder import TRACKER, CheckpointFolder, Found
+from megatron_edit.checkpoint.folder import TRACKER, CheckpointFolder, FoundCheckpoint
 
-# What a commit does to the disk; each of them may be the last that happens.
+# Disk operations of a commit; a crash may happen in each of them.
 OPERATIONS = (
     (Path, "rename"), (os, "replace"), (Path, "write_text"), (Path, "touch"), (shutil, "rmtree"),
 )  # fmt: skip
@@ -22,27 +22,27 @@ FILES = ("common.pt", "metadata.json", "edit/outer/__0_0.distcp", "edit/edit.jso
 
 
 class Crash(BaseException):
-    """The power is gone: nothing may catch it."""
+    """A power failure, which no handler may catch."""
 
 
 def write(path: Path, label: str, files: tuple[str, ...] = FILES) -> None:
-    """A checkpoint whose files say which one it is."""
+    """Write a checkpoint whose files contain its label."""
     for name in files:
         file = path / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(label.encode())
 
 
-def label_of(found: Found | None) -> str:
-    """What the files of a complete checkpoint say; they must be whole, and of one save."""
+def label_of(found: FoundCheckpoint | None) -> str:
+    """Return the label of a complete checkpoint, all of whose files must be of one save."""
     assert found is not None and found.has_manifest and found.path.name.startswith("iter_")
     labels = {(found.path / name).read_text() for name in FILES}
     assert len(labels) == 1, labels
     return labels.pop()
 
 
-def saved(folder: CheckpointFolder, iteration: int, job: str = "old") -> str:
-    """A save that came through; its label."""
+def commit_save(folder: CheckpointFolder, iteration: int, job: str = "old") -> str:
+    """Write and commit a save; return its label."""
     label = f"{job} {iteration}"
     write(folder.partial(iteration, job), label)
     folder.commit(iteration, job)
@@ -50,14 +50,16 @@ def saved(folder: CheckpointFolder, iteration: int, job: str = "old") -> str:
 
 
 def remove_half(path: Path, *, from_end: bool) -> None:
-    """As a removal that is cut off leaves a folder."""
+    """Remove half of the files, like an interrupted removal."""
     files = sorted((p for p in path.rglob("*") if p.is_file()), reverse=from_end)
     for file in files[: len(files) // 2]:
         file.unlink()
 
 
-def is_cut_off(folder: CheckpointFolder, iteration: int, job: str, last: int, how: str) -> bool:
-    """Commit and crash in the operation numbered `last`; whether there was one."""
+def crashes_in_commit(
+    folder: CheckpointFolder, iteration: int, job: str, last: int, how: str
+) -> bool:
+    """Commit with a crash in operation number `last`; return whether that operation was reached."""
     numbers = count()
 
     def watched(real: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -84,67 +86,69 @@ def is_cut_off(folder: CheckpointFolder, iteration: int, job: str, last: int, ho
 
 
 def hidden(folder: CheckpointFolder) -> list[str]:
-    """Folders that are no checkpoints."""
+    """Return the names of hidden folders, which are no checkpoints."""
     return [p.name for p in folder.root.iterdir() if p.name.startswith(".") and p.is_dir()]
 
 
 @pytest.mark.parametrize("how", ["before", "from start", "from end"])
 @pytest.mark.parametrize("iteration", [300, 200, 150], ids=["new", "again", "rolled back"])
-def test_a_crash_anywhere_in_a_commit(tmp_path: Path, iteration: int, how: str) -> None:
-    """Every operation the last one: once its manifest is there, the new checkpoint is loaded.
+def test_crash_anywhere_in_commit_leaves_complete_checkpoint(
+    tmp_path: Path, iteration: int, how: str
+) -> None:
+    """After a crash in any operation, the new checkpoint is loaded once its manifest is written.
 
-    Would catch a rename, a removal or a tracker in another order, and a repair that brings back
-    what was replaced.
+    Would catch renames, removals or the tracker in a wrong order, and a repair that restores a
+    replaced checkpoint.
     """
     for last in count():
         folder = CheckpointFolder(tmp_path / str(last))
         for old in (100, 200):
-            saved(folder, old)
+            commit_save(folder, old)
         write(folder.partial(50, "dead"), "dead 50", FILES[:-1])  # for the sweep
         if iteration < 200:
             (folder.root / TRACKER).write_text("100")
-        was_cut_off = is_cut_off(folder, iteration, "new", last, how)
+        has_crashed = crashes_in_commit(folder, iteration, "new", last, how)
         folder.repair()
         is_untouched = iteration == 200 and last == 0  # the old one is still there
         assert label_of(folder.newest()) == ("old 200" if is_untouched else f"new {iteration}")
         assert label_of(folder.at(100)) == "old 100"
         assert folder.repair() == []
-        if not was_cut_off:
+        if not has_crashed:
             assert last >= 4 and hidden(folder) == []
             return
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_crash_after_a_crash(tmp_path: Path, again: bool) -> None:
-    """Two jobs in a row are cut off, each anywhere; the third comes through and tidies up.
+def test_two_crashes_in_a_row_are_repaired(tmp_path: Path, again: bool) -> None:
+    """Two jobs crash in any operation; the third commits and removes their leftovers.
 
-    Would catch leftovers of one crash that mislead the repair after the next.
+    Would catch leftovers of the first crash that mislead the repair after the second.
     """
     for first, second in product(range(6), range(6)):
         folder = CheckpointFolder(tmp_path / f"{first}{second}")
         iterations = (100, 100, 100) if again else (100, 200, 300)
-        saved(folder, iterations[0])
-        is_cut_off(folder, iterations[1], "a", first, "from start")
+        commit_save(folder, iterations[0])
+        crashes_in_commit(folder, iterations[1], "a", first, "from start")
         folder.repair()
-        is_cut_off(folder, iterations[2], "b", second, "from end")
+        crashes_in_commit(folder, iterations[2], "b", second, "from end")
         folder.repair()
-        label = label_of(folder.newest())  # of an iteration that is saved again: any
+        label = label_of(folder.newest())  # any of them if the iteration is saved again
         assert label == f"b {iterations[2]}" or (again and label.endswith(" 100"))
-        assert saved(folder, iterations[2], "c") == label_of(folder.newest())
-        assert hidden(folder) == [] and folder.tracked() == str(iterations[2])
+        assert commit_save(folder, iterations[2], "c") == label_of(folder.newest())
+        assert hidden(folder) == [] and folder.read_tracker() == str(iterations[2])
 
 
-def test_a_save_without_manifest_does_not_count(tmp_path: Path) -> None:
-    """Would catch a repair that completes a save whose files are not all there."""
+def test_save_without_manifest_is_not_repaired(tmp_path: Path) -> None:
+    """Would catch a repair that completes a save with missing files."""
     folder = CheckpointFolder(tmp_path)
-    label = saved(folder, 100)
+    label = commit_save(folder, 100)
     write(folder.partial(200, "new"), "new 200", FILES[:-1])
     assert folder.repair() == [] and label_of(folder.newest()) == label
-    assert folder.at(200) is None and not folder.is_broken_off(200)
+    assert folder.at(200) is None and not folder.is_incomplete(200)
 
 
 @pytest.mark.parametrize("kinds", [["replaced"], ["partial"], ["replaced", "partial"]])
-def test_repair_between_two_renames(tmp_path: Path, kinds: list[str]) -> None:
+def test_repair_completes_interrupted_replacement(tmp_path: Path, kinds: list[str]) -> None:
     """Would catch the loss of both copies, and a repair that undoes a save."""
     folder = CheckpointFolder(tmp_path)
     for kind in kinds:
@@ -152,8 +156,8 @@ def test_repair_between_two_renames(tmp_path: Path, kinds: list[str]) -> None:
     assert folder.repair() == [folder.final(200)] and label_of(folder.newest()) == kinds[-1]
 
 
-def test_a_commit_says_what_the_tracker_named(tmp_path: Path) -> None:
-    """What Megatron's retention may remove: would catch the name of the new one."""
+def test_commit_returns_previously_tracked_iteration(tmp_path: Path) -> None:
+    """Megatron's retention may remove it: would catch the iteration of the new checkpoint."""
     folder = CheckpointFolder(tmp_path)
     answers = []
     for iteration in (100, 200, 200):
@@ -162,48 +166,50 @@ def test_a_commit_says_what_the_tracker_named(tmp_path: Path) -> None:
     (tmp_path / TRACKER).write_text("release")
     write(folder.partial(300, "job"), "label")
     assert [*answers, folder.commit(300, "job")] == [None, 100, 200, None]
-    assert (folder.final(300) / module.EDIT / module.LISTED).is_file() and folder.tracked() == "300"
+    assert (
+        folder.final(300) / module.EDIT / module.LISTED
+    ).is_file() and folder.read_tracker() == "300"
 
 
-def test_the_sweep(tmp_path: Path) -> None:
-    """Would catch one that takes the save of this job that is under way."""
+def test_commit_sweeps_partial_saves_of_other_jobs(tmp_path: Path) -> None:
+    """Would catch a sweep that removes the save in progress of the same job."""
     folder = CheckpointFolder(tmp_path)
     for job in ("mine", "dead"):
         write(folder.partial(200, job), job, FILES[:1])
-    saved(folder, 100, "mine")
+    commit_save(folder, 100, "mine")
     assert hidden(folder) == [folder.partial(200, "mine").name]
 
 
-def test_the_sweep_before_the_first_save(tmp_path: Path) -> None:
-    """Would catch a disk that stays full, and the removal of what a repair would bring back."""
+def test_sweep_broken_keeps_complete_and_own_saves(tmp_path: Path) -> None:
+    """Would catch a disk that stays full, and the removal of a save that a repair can complete."""
     folder = CheckpointFolder(tmp_path)
     write(folder.partial(200, "dead"), "dead", FILES[:-1])
     write(folder.partial(300, "whole"), "whole")
     write(folder.partial(200, "mine"), "mine", FILES[:-1])
-    folder.sweep_broken("mine")
+    folder.remove_partial_saves("mine")
     assert sorted(hidden(folder)) == sorted(
         [folder.partial(300, "whole").name, folder.partial(200, "mine").name]
     )
 
 
-def test_the_sweep_spares_the_save_of_a_stop(tmp_path: Path) -> None:
-    """The last save of a run, which others write already; it sweeps all that came before it.
+def test_sweep_keeps_partial_save_of_a_stop(tmp_path: Path) -> None:
+    """Other ranks may already write the last save of a run; its commit sweeps all earlier saves.
 
-    Would catch a commit that removes half of the checkpoint that comes next.
+    Would catch a commit that removes half of the following checkpoint.
     """
     folder = CheckpointFolder(tmp_path)
     for iteration, job in ((201, "mine" + module.STOP), (150, "mine")):
         write(folder.partial(iteration, job), job, FILES[:1])
-    saved(folder, 200, "mine")
+    commit_save(folder, 200, "mine")
     assert len(hidden(folder)) == 2
-    saved(folder, 201, "mine" + module.STOP)
-    assert hidden(folder) == [] and folder.tracked() == "201"
+    commit_save(folder, 201, "mine" + module.STOP)
+    assert hidden(folder) == [] and folder.read_tracker() == "201"
 
 
-def test_a_checkpoint_that_is_somebody_elses(tmp_path: Path, monkeypatch: Any) -> None:
-    """A link into an archive that nobody may write to: saved beside, and replaced.
+def test_linked_read_only_checkpoint_is_replaced(tmp_path: Path, monkeypatch: Any) -> None:
+    """A checkpoint that is a link into a read-only archive does not hinder later saves.
 
-    Would catch a commit that ends with the tracker moved and everything else left undone.
+    Would catch a commit that fails after it has moved the tracker.
     """
     folder, archive = CheckpointFolder(tmp_path / "run"), tmp_path / "archive"
     write(archive, "old 100")
@@ -219,29 +225,32 @@ def test_a_checkpoint_that_is_somebody_elses(tmp_path: Path, monkeypatch: Any) -
         patch.setattr(
             Path, "touch", lambda p: (refuse if p.is_relative_to(folder.final(100)) else touch)(p)
         )
-        saved(folder, 200, "mine")
-    assert folder.tracked() == "200" and (folder.final(200) / module.EDIT / module.LISTED).exists()
-    saved(folder, 100, "mine")
+        commit_save(folder, 200, "mine")
+    assert (
+        folder.read_tracker() == "200"
+        and (folder.final(200) / module.EDIT / module.LISTED).exists()
+    )
+    commit_save(folder, 100, "mine")
     assert sorted(p.name for p in folder.root.iterdir() if p.name.startswith(".")) == []
     assert (archive / FILES[0]).read_text() == "old 100"
 
 
-def test_where_a_partial_checkpoint_will_lie(tmp_path: Path) -> None:
-    """Would catch a name given away that will be gone."""
+def test_final_path_of_partial_checkpoint(tmp_path: Path) -> None:
+    """Would catch a reported path that a commit renames."""
     folder = CheckpointFolder(tmp_path)
     partial, final = folder.partial(12_345_678, "abc"), folder.final(12_345_678)
-    assert module.final_of(partial) == final == module.final_of(final)
-    assert module.final_of(partial / "edit" / "replica_1") == final / "edit" / "replica_1"
+    assert module.final_path(partial) == final == module.final_path(final)
+    assert module.final_path(partial / "edit" / "replica_1") == final / "edit" / "replica_1"
 
 
 def place(folder: CheckpointFolder, iteration: int, kind: str) -> None:
-    """A checkpoint of one kind."""
+    """Write a checkpoint of one kind."""
     kinds = {
         "listed": (*FILES, "edit/listed"),
         "unlisted": FILES,
         "broken": FILES[:-1],  # its manifest was lost
         "stock": FILES[:2],
-        "unmarked": ("mp_rank_00/model.pt",),  # stock Megatron's in an old format, or cut off
+        "unmarked": ("mp_rank_00/model.pt",),  # of stock Megatron in an old format, or incomplete
     }
     write(folder.final(iteration), kind, kinds[kind])
 
@@ -272,13 +281,13 @@ BROKEN = {100: "listed", 200: "listed", 300: "broken"}
         ({0: "listed"}, "0", 0), ({}, "100", None), ({}, None, None),
     ],
 )  # fmt: skip
-def test_the_tracker(
+def test_tracker_wins_if_complete_else_newest_is_loaded(
     tmp_path: Path, kinds: dict[int, str], tracker: str | None, expected: int | None
 ) -> None:
-    """It wins if what it names is complete, for people roll back by editing it; then the newest.
+    """Users roll back by editing the tracker.
 
-    Would catch names compared as text, an incomplete one that is loaded, a damaged tracker that
-    ends the job, and a newer complete one that is passed over.
+    Would catch iterations compared as text, an incomplete checkpoint that is loaded, a damaged
+    tracker that ends the job, and a newer complete checkpoint that is ignored.
     """
     folder = CheckpointFolder(tmp_path)
     for iteration, kind in kinds.items():
@@ -287,57 +296,57 @@ def test_the_tracker(
         (tmp_path / TRACKER).write_text(tracker, encoding="utf-8")
     found = folder.newest()
     is_ours = expected is not None and kinds.get(expected) in ("listed", "unlisted")
-    complete = Found(folder.final(expected or 0), expected, has_manifest=is_ours)
+    complete = FoundCheckpoint(folder.final(expected or 0), expected, has_manifest=is_ours)
     assert found == (None if expected is None else complete)
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"9" * 5000, b"release\xff"])
-def test_a_damaged_tracker(tmp_path: Path, content: bytes) -> None:
-    """Not even text, or a number that Python refuses to read: the newest, and no exception."""
+def test_damaged_tracker_falls_back_to_newest(tmp_path: Path, content: bytes) -> None:
+    """Bytes that are no text, or a number that Python refuses to parse, raise no exception."""
     folder = CheckpointFolder(tmp_path)
-    label = saved(folder, 100)
+    label = commit_save(folder, 100)
     (tmp_path / TRACKER).write_bytes(content)
     assert label_of(folder.newest()) == label
-    assert saved(folder, 200, "next") == label_of(folder.newest())
+    assert commit_save(folder, 200, "next") == label_of(folder.newest())
 
 
-def test_release(tmp_path: Path) -> None:
-    """Megatron's converted models: loaded while the tracker names them and they are there."""
+def test_release_checkpoint_is_loaded_while_tracked(tmp_path: Path) -> None:
+    """Megatron's converted models are loaded if the tracker names them and they exist."""
     folder = CheckpointFolder(tmp_path)
-    label = saved(folder, 100)
+    label = commit_save(folder, 100)
     (tmp_path / TRACKER).write_text("release\n")
-    assert folder.tracked() == "release" and label_of(folder.newest()) == label
+    assert folder.read_tracker() == "release" and label_of(folder.newest()) == label
     (tmp_path / "release").mkdir()
-    assert folder.newest() == Found(tmp_path / "release", None, has_manifest=False)
-    assert saved(folder, 200, "next") == label_of(folder.newest())
+    assert folder.newest() == FoundCheckpoint(tmp_path / "release", None, has_manifest=False)
+    assert commit_save(folder, 200, "next") == label_of(folder.newest())
 
 
-def test_a_roll_back_after_a_repaired_crash(tmp_path: Path) -> None:
-    """Cut off before the tracker, repaired, trained on: the tracker must still win afterwards.
+def test_tracker_rollback_works_after_repaired_crash(tmp_path: Path) -> None:
+    """After a crash before the tracker update, a repair and more saves, the tracker wins again.
 
-    Would catch a repaired checkpoint that counts as just cut off for ever after.
+    Would catch a repaired checkpoint that counts as interrupted forever.
     """
     for last in range(3):
         folder = CheckpointFolder(tmp_path / str(last))
-        saved(folder, 100)
-        assert is_cut_off(folder, 200, "a", last, "before")
+        commit_save(folder, 100)
+        assert crashes_in_commit(folder, 200, "a", last, "before")
         folder.repair()
-        saved(folder, 300, "b")
+        commit_save(folder, 300, "b")
         (folder.root / TRACKER).write_text("100")
         assert label_of(folder.newest()) == "old 100", last
 
 
-def test_no_folder(tmp_path: Path) -> None:
-    """A first start: nothing is there, nothing fails, nothing is made."""
+def test_missing_folder_has_no_checkpoint_and_is_not_created(tmp_path: Path) -> None:
+    """As in the first start of a run."""
     folder = CheckpointFolder(tmp_path / "none")
-    assert folder.newest() is None and folder.repair() == [] and folder.tracked() is None
-    assert folder.at(100) is None and not folder.is_broken_off(100)
+    assert folder.newest() is None and folder.repair() == [] and folder.read_tracker() is None
+    assert folder.at(100) is None and not folder.is_incomplete(100)
     assert not folder.root.exists()
 
 
 @pytest.mark.parametrize("kind", ["listed", "unlisted", "stock", "broken", "unmarked", "file"])
-def test_at_an_iteration(tmp_path: Path, kind: str) -> None:
-    """`--ckpt-step`: what is there without being complete is told from what is not there."""
+def test_at_distinguishes_broken_from_missing_checkpoint(tmp_path: Path, kind: str) -> None:
+    """`--ckpt-step`: an incomplete checkpoint is reported differently from a missing one."""
     folder = CheckpointFolder(tmp_path)
     if kind == "file":
         folder.final(12_345_678).write_text("")
@@ -346,13 +355,13 @@ def test_at_an_iteration(tmp_path: Path, kind: str) -> None:
     is_complete = kind in ("listed", "unlisted", "stock")
     found = folder.at(12_345_678)
     assert (found is not None and found.path == folder.final(12_345_678)) == is_complete
-    assert folder.is_broken_off(12_345_678) != is_complete
-    assert folder.at(2_345_678) is None and not folder.is_broken_off(2_345_678)
+    assert folder.is_incomplete(12_345_678) != is_complete
+    assert folder.at(2_345_678) is None and not folder.is_incomplete(2_345_678)
 
 
-def test_where_things_lie(tmp_path: Path) -> None:
-    """Stock Megatron loads replica 0: would catch another layout than the documented one."""
+def test_checkpoint_layout_is_as_documented(tmp_path: Path) -> None:
+    """Stock Megatron must be able to load replica 0."""
     final = CheckpointFolder(tmp_path).final(128)
     assert final == tmp_path / "iter_0000128" == module.replica_folder(final, 0)
     assert module.replica_folder(final, 2) == final / "edit" / "replica_2"
-    assert module.manifest_of(final) == final / "edit" / "edit.json"
+    assert module.manifest_path(final) == final / "edit" / "edit.json"

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from megatron_edit.method.clock import NANOSECONDS, PhaseClock, TimeTrigger
 
 
-class Hands:
-    """A clock that stands where it is put."""
+class ManualClock:
+    """A clock that advances only by `move`."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.now = int(seconds * NANOSECONDS)
@@ -21,77 +21,76 @@ class Hands:
         self.now += int(seconds * NANOSECONDS)
 
 
-def test_a_millisecond_counts_after_weeks_of_uptime() -> None:
-    """Catches a clock kept in fp32: at 10^6 s it steps by 62 ms."""
-    hands = Hands(1e6)
-    clock = PhaseClock(hands)
-    hands.move(1e6)
+def test_clock_resolves_milliseconds_after_weeks_of_uptime() -> None:
+    """Catches a clock kept in fp32, whose resolution at 10^6 s is 62 ms."""
+    manual = ManualClock(1e6)
+    clock = PhaseClock(manual)
+    manual.move(1e6)
     before = clock.seconds
-    hands.move(0.001)
+    manual.move(0.001)
     assert abs(clock.seconds - before - 0.001) < 1e-6
 
 
-def test_pauses_do_not_count() -> None:
-    """Evaluations and saves: also twice in a row, and over a restart."""
-    hands = Hands()
-    clock = PhaseClock(hands)
-    hands.move(2)
+def test_pauses_are_excluded_from_phase() -> None:
+    """Catches pauses (evaluations, saves) that count, also if repeated or followed by a restart."""
+    manual = ManualClock()
+    clock = PhaseClock(manual)
+    manual.move(2)
     clock.pause()
-    hands.move(100)
+    manual.move(100)
     clock.pause()
     assert clock.seconds == 2
     clock.resume()
     clock.resume()
-    hands.move(1)
+    manual.move(1)
     assert clock.seconds == 3
     clock.pause()
     clock.restart()
-    hands.move(4)
+    manual.move(4)
     assert clock.seconds == 4
 
 
-def test_the_total_is_of_all_phases() -> None:
-    """For logs: catches a total that forgets a phase, counts a pause, or what was saved of a phase
-    that another process began."""
-    hands = Hands(50)
-    clock = PhaseClock(hands)
+def test_total_seconds_sums_all_phases() -> None:
+    """Catches a total that misses a phase, or counts a pause or time restored from a checkpoint."""
+    manual = ManualClock(50)
+    clock = PhaseClock(manual)
     clock.set(7)
-    hands.move(100)
+    manual.move(100)
     clock.resume()
-    hands.move(2)
+    manual.move(2)
     assert (clock.seconds, clock.total_seconds) == (9, 2)
     clock.pause()
-    hands.move(100)
+    manual.move(100)
     clock.restart()
-    hands.move(3)
+    manual.move(3)
     assert (clock.seconds, clock.total_seconds) == (3, 5)
     clock.set(1)
     clock.resume()
-    hands.move(1)
+    manual.move(1)
     assert (clock.seconds, clock.total_seconds) == (2, 6)
 
 
-def test_it_asks_a_step_ahead() -> None:
-    """Elapsed time and another step like the last: the phase ends at its length, not after it."""
-    hands = Hands()
-    trigger = TimeTrigger(10.0, PhaseClock(hands))
+def test_trigger_fires_one_step_ahead() -> None:
+    """It fires once another step like the last would exceed the length of the phase."""
+    manual = ManualClock()
+    trigger = TimeTrigger(10.0, PhaseClock(manual))
     answers = []
     for _ in range(5):
-        hands.move(2)
+        manual.move(2)
         answers.append(trigger.after_step())
     assert answers == [False, False, False, True, True]  # after 8 s: the next step ends at 10 s
     trigger.restart()
-    hands.move(2)
+    manual.move(2)
     assert not trigger.after_step()
 
 
 @given(st.lists(st.floats(0.01, 3.0), min_size=1, max_size=60), st.floats(0.5, 20.0))
-def test_a_phase_is_never_longer_than_a_step_beyond(steps: list[float], length: float) -> None:
-    """Wherever it asks, the phase has not passed its length by more than the last step."""
-    hands = Hands()
-    trigger = TimeTrigger(length, PhaseClock(hands))
+def test_phase_exceeds_its_length_by_at_most_one_step(steps: list[float], length: float) -> None:
+    """When the trigger fires, the phase has passed its length by no more than the last step."""
+    manual = ManualClock()
+    trigger = TimeTrigger(length, PhaseClock(manual))
     for step in steps:
-        hands.move(step)
+        manual.move(step)
         if trigger.after_step():
             assert trigger.clock.seconds + step >= length - 1e-6
             assert trigger.clock.seconds <= length + step
@@ -99,12 +98,12 @@ def test_a_phase_is_never_longer_than_a_step_beyond(steps: list[float], length: 
     assert trigger.clock.seconds < length
 
 
-def test_a_new_phase_asks_anew() -> None:
-    """Catches a phase whose first step is measured from the end of the one before it."""
-    hands = Hands()
-    trigger = TimeTrigger(10.0, PhaseClock(hands))
-    hands.move(9)
+def test_restarted_trigger_measures_its_first_step() -> None:
+    """Catches a first step that is measured from the end of the previous phase."""
+    manual = ManualClock()
+    trigger = TimeTrigger(10.0, PhaseClock(manual))
+    manual.move(9)
     assert trigger.after_step()
     trigger.restart()
-    hands.move(6)
-    assert trigger.after_step()  # another one of six seconds would be beyond ten
+    manual.move(6)
+    assert trigger.after_step()  # another six seconds would exceed ten

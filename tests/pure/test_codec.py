@@ -1,4 +1,4 @@
-"""Codecs: bounds, exactness, and what happens at the edges of fp32."""
+"""Codecs: bounds, exactness, and value happens at the edges of fp32."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megatron_edit.method.codec import BF16, INT4, INT8, Codec
 from tests.reference.wire import quantised
 
 ALL = pytest.mark.parametrize("codec", [BF16, INT8, INT4], ids=lambda c: c.name)
-BLOCKED = pytest.mark.parametrize(("codec", "top"), [(INT8, 127), (INT4, 7)])
+BLOCKED = pytest.mark.parametrize(("codec", "max_code"), [(INT8, 127), (INT4, 7)])
 SIZES = st.one_of(st.integers(0, 3), st.integers(100, 700), st.sampled_from([128, 256, 1024]))
 
 
 def draw(numel: int, seed: int, low: float = -3.0, high: float = 3.0) -> Tensor:
-    """Values whose magnitude varies by decades from block to block, some of them exact zeros."""
+    """Draw values whose magnitude varies by decades between blocks, some of them exact zeros."""
     random = torch.Generator().manual_seed(seed)
     values = torch.randn(numel, generator=random)
     decades = low + (high - low) * torch.rand(-(-numel // 64), generator=random)
@@ -28,21 +28,21 @@ def draw(numel: int, seed: int, low: float = -3.0, high: float = 3.0) -> Tensor:
 
 
 def round_trip(codec: Codec, values: Tensor) -> Tensor:
-    """Decode what was encoded."""
+    """Encode and decode values."""
     out = torch.full_like(values, torch.nan)
     codec.decode(codec.encode(values), out)
     return out
 
 
 def bits(values: Tensor) -> list[int]:
-    """So that -0 and NaN differ from 0 and each other."""
+    """Return bit patterns as integers, which distinguish -0, 0 and NaN."""
     return list(values.view(torch.int32).tolist())
 
 
 @ALL
 @settings(max_examples=40, deadline=None)
 @given(numel=SIZES, seed=st.integers(0, 1000), decades=st.sampled_from([(-3, 3), (-30, 30)]))
-def test_round_trip_equals_the_definition(
+def test_round_trip_matches_reference(
     codec: Codec, numel: int, seed: int, decades: tuple[int, int]
 ) -> None:
     """Catches: a wrong nibble, a scale off by one block, a short last block, rounding half up."""
@@ -54,45 +54,45 @@ def test_round_trip_equals_the_definition(
     decoded = round_trip(codec, values)
     np.testing.assert_array_equal(decoded.numpy(), quantised(values.numpy(), codec.name))
     assert torch.equal(decoded[values == 0], torch.zeros(int((values == 0).sum())))
-    assert bits(round_trip(codec, decoded)) == bits(decoded)  # what was decoded stays
+    assert bits(round_trip(codec, decoded)) == bits(decoded)  # decoded values are fixed points
     assert torch.equal(codec.encode(values), data)  # the same bytes again
 
 
 @BLOCKED
 @settings(max_examples=40, deadline=None)
 @given(numel=SIZES, seed=st.integers(0, 1000), exponent=st.integers(-30, 30))
-def test_error_is_at_most_half_a_step(
-    codec: Codec, top: int, numel: int, seed: int, exponent: int
+def test_quantization_error_is_at_most_half_a_step(
+    codec: Codec, max_code: int, numel: int, seed: int, exponent: int
 ) -> None:
     """Catches: saturation, a scale of the whole tensor, truncation instead of rounding."""
     values = draw(numel, seed) * 10.0**exponent
     error = (round_trip(codec, values) - values).abs()
     for first in range(0, numel, codec.block_numel):
         block = slice(first, first + codec.block_numel)
-        step = values[block].abs().max() / top
+        step = values[block].abs().max() / max_code
         assert error[block].max() <= 0.5 * step * (1 + 1e-6)
 
 
 @ALL
 @settings(max_examples=40, deadline=None)
 @given(numel=SIZES, seed=st.integers(0, 1000))
-def test_nothing_is_lost_with_a_residual(codec: Codec, numel: int, seed: int) -> None:
-    """decoded + rest = value + what was left before, with one rounding: that of value + rest."""
+def test_residual_holds_exactly_the_encoding_error(codec: Codec, numel: int, seed: int) -> None:
+    """decoded + new residual = value + old residual, rounded once: in value + old residual."""
     values, rest = draw(numel, seed), draw(numel, seed + 1)
-    wanted = values + rest
+    corrected = values + rest
     data = codec.encode(values, residual=rest)
     decoded, total = torch.empty(numel), draw(numel, seed + 2)
     codec.decode(data, decoded)
-    assert torch.equal(decoded.double() + rest.double(), wanted.double())
-    assert torch.equal(codec.encode(wanted), data)
+    assert torch.equal(decoded.double() + rest.double(), corrected.double())
+    assert torch.equal(codec.encode(corrected), data)
     expected = total + decoded
     codec.add_decoded(data, total)
     assert torch.equal(total, expected)
 
 
 @ALL
-def test_slabs_make_no_difference(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches: scales or codes of the second slab at the place of the first."""
+def test_codes_do_not_depend_on_slab_size(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches scales or codes of the second slab written over those of the first."""
     values = draw(3001, seed=3)
     whole, rest = codec.encode(values, residual=(one := draw(3001, seed=4)).clone()), one.clone()
     monkeypatch.setitem(codecs._SLAB_NUMEL, "cpu", 512)
@@ -106,8 +106,8 @@ def test_slabs_make_no_difference(codec: Codec, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(("codec", "bound"), [(BF16, 2.0), (INT8, 1.02), (INT4, 0.52)])
-def test_bytes_a_value(codec: Codec, bound: float) -> None:
-    """The point of it; and codes can lie one after another, scales in place."""
+def test_encoded_bytes_per_value_are_bounded(codec: Codec, bound: float) -> None:
+    """Sizes are multiples of 4 bytes, so that encoded units can be concatenated."""
     for numel in (1 << 20, 3 * 256):
         assert codec.encoded_bytes(numel) <= bound * numel
     assert codec.encoded_bytes(0) == 0
@@ -115,7 +115,7 @@ def test_bytes_a_value(codec: Codec, bound: float) -> None:
 
 
 @ALL
-def test_zero_bytes_are_exact_zeros(codec: Codec) -> None:
+def test_zero_bytes_decode_to_exact_zeros(codec: Codec) -> None:
     """A replica that is left out sends zero bytes; zeros encode to them, too."""
     zeros = torch.zeros(777)
     assert bits(round_trip(codec, zeros)) == [0] * 777
@@ -123,15 +123,15 @@ def test_zero_bytes_are_exact_zeros(codec: Codec) -> None:
 
 
 @BLOCKED
-def test_half_goes_to_even(codec: Codec, top: int) -> None:
-    """Catches: rounding half away from zero, which drifts."""
-    values = torch.tensor([top, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5], dtype=torch.float32)
-    assert round_trip(codec, values).tolist() == [top, 0.0, 2.0, 2.0, 0.0, -2.0, -2.0]
+def test_codec_rounds_half_to_even(codec: Codec, max_code: int) -> None:
+    """Catches rounding half away from zero, which drifts."""
+    values = torch.tensor([max_code, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5], dtype=torch.float32)
+    assert round_trip(codec, values).tolist() == [max_code, 0.0, 2.0, 2.0, 0.0, -2.0, -2.0]
 
 
 @BLOCKED
-def test_edges_of_fp32(codec: Codec, top: int) -> None:
-    """The largest numbers stay finite; the smallest become zeros, and are kept as rest."""
+def test_largest_and_smallest_fp32_are_encoded(codec: Codec, max_code: int) -> None:
+    """The largest values stay finite; the smallest become zero and remain in the residual."""
     largest = torch.finfo(torch.float32).max
     decoded = round_trip(codec, torch.tensor([largest, -largest, 1.0]))
     assert decoded.isfinite().all() and decoded[0] > 0.99 * largest
@@ -141,12 +141,12 @@ def test_edges_of_fp32(codec: Codec, top: int) -> None:
 
 
 @ALL
-@pytest.mark.parametrize("what", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_never_becomes_a_number(codec: Codec, what: float) -> None:
-    """The poisoned block is not finite in any value; the others are as they were."""
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_nonfinite_value_decodes_to_nonfinite_block(codec: Codec, value: float) -> None:
+    """All values of the poisoned block are non-finite; other blocks do not change."""
     values = draw(600, seed=1)
     clean = round_trip(codec, values)
-    values[300] = what
+    values[300] = value
     decoded = round_trip(codec, values)
     start = 300 // codec.block_numel * codec.block_numel
     poisoned = torch.zeros(600, dtype=torch.bool)
@@ -157,7 +157,7 @@ def test_what_is_not_finite_never_becomes_a_number(codec: Codec, what: float) ->
 
 @ALL
 def test_error_feedback_converges_to_the_true_mean(codec: Codec) -> None:
-    """The mean of n rounds is off by the last rest / n, however coarse the codec."""
+    """The mean of n rounds is off by the last residual / n, however coarse the codec."""
     values, rest, total = draw(500, seed=9), torch.zeros(500), torch.zeros(500)
     total = total.double()
     decoded, largest_rest = torch.empty(500), 0.0
@@ -173,8 +173,8 @@ def test_error_feedback_converges_to_the_true_mean(codec: Codec) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @ALL
-def test_devices_agree(codec: Codec) -> None:
-    """Bytes may be made on either device and read on the other."""
+def test_codec_bytes_are_equal_on_cpu_and_cuda(codec: Codec) -> None:
+    """Values encoded on either device can be decoded on the other."""
     values, rest = draw(100_003, seed=2), draw(100_003, seed=3)
     there = rest.cuda()
     data = codec.encode(values, residual=rest)

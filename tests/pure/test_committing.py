@@ -1,4 +1,4 @@
-"""How the parts of a checkpoint, told by all ranks, become one manifest."""
+"""How the reports of all ranks about their part of a checkpoint become one manifest."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ REPLICAS, RANKS = 2, 2
 
 
 def world() -> ReplicaWorld:
-    """Of the first of all ranks, over a store in memory."""
+    """Return the world of rank 0 of replica 0, with a store in memory."""
     store = dist.HashStore()
     return ReplicaWorld(Placement(REPLICAS, 0, RANKS, 0, True), store, store, timedelta(seconds=1))
 
 
 def part(folder: Path, *, iteration: int = 8, retain: int | None = None, **more: Any) -> RankSave:
-    """Of that rank."""
+    """Return the part of a save that belongs to rank 0 of replica 0."""
     manifest = Manifest(
         iteration, ALL, "edit", REPLICAS, RANKS, {}, {}, ("final",), False, 1, (), {}, 8, 4, **more
     )
@@ -46,17 +46,17 @@ def part(folder: Path, *, iteration: int = 8, retain: int | None = None, **more:
         name="8/1", folder=place, job="job", manifest=manifest, entry=entry(0),
         has_model=False, has_outer=False, has_replica_local=False,
         random_file=place.partial(iteration, "job") / "file",
-        is_of_a_stop=False, retain_interval=retain,
+        is_stop_save=False, retain_interval=retain,
     )  # fmt: skip
 
 
 def entry(step: int, *losses: float) -> ReplicaEntry:
-    """Of a replica; losses are known to its last rank."""
+    """Return the manifest entry of a replica; only its last rank has losses."""
     return ReplicaEntry(step, 0, 0, 0, losses=losses, last_loss_step=step if losses else 0)
 
 
-def test_the_manifest_has_what_all_ranks_tell(tmp_path: Path) -> None:
-    """Catches files or entries of one replica alone, and losses of a rank that knows none."""
+def test_manifest_collects_entries_and_files_of_all_ranks(tmp_path: Path) -> None:
+    """Catches a manifest with one replica only, and losses taken from a rank that has none."""
     here = world()
     for replica in range(REPLICAS):
         for rank in range(RANKS):
@@ -71,81 +71,87 @@ def test_the_manifest_has_what_all_ranks_tell(tmp_path: Path) -> None:
     assert [each.last_loss_step for each in manifest.replicas] == [10, 11]
 
 
-def tell(here: ReplicaWorld, replica: int, rank: int, *errors: str, num_bytes: int = 0) -> None:
-    """What a rank tells of its part of the save."""
+def store_report(
+    here: ReplicaWorld, replica: int, rank: int, *errors: str, num_bytes: int = 0
+) -> None:
+    """Store the report of a rank about its part of the save."""
     text = json.dumps({"errors": errors, "bytes": num_bytes, "entry": {}, "files": {}})
     here.shared_store.set(_key("8/1", replica, rank), text)
 
 
-def test_a_rank_that_could_not_write(tmp_path: Path) -> None:
-    """Catches a checkpoint that is complete although a part of it failed, and one that fails before
-    all ranks have told of their parts: they may still be writing to the folder that is removed."""
+def test_save_with_write_error_fails_after_all_ranks_report(tmp_path: Path) -> None:
+    """Catches a checkpoint completed although a part failed, and a failure before all ranks have
+    reported: they may still be writing to the folder that is removed."""
     here = world()
-    tell(here, 0, 0, ANOTHER_RANK_FAILED, num_bytes=1)
-    tell(here, 0, 1, "disk full", num_bytes=2)
-    tell(here, 1, 0, num_bytes=4)
+    store_report(here, 0, 0, ANOTHER_RANK_FAILED, num_bytes=1)
+    store_report(here, 0, 1, "disk full", num_bytes=2)
+    store_report(here, 1, 0, num_bytes=4)
     with pytest.raises(ReplicaLostError, match="rank 1 of replica 1"):
         committer = Committer(here)
         committer._until = 0
         committer._gather(part(tmp_path), here.shared_store)
     for replica, rank in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        tell(here, replica, rank, *(["disk full"] if (replica, rank) == (0, 1) else []),
+        store_report(here, replica, rank, *(["disk full"] if (replica, rank) == (0, 1) else []),
              num_bytes=2)  # fmt: skip
     with pytest.raises(WriteError, match=r"^replica 0, rank 1: disk full$") as failure:
         Committer(here)._gather(part(tmp_path), here.shared_store)
     assert failure.value.num_bytes == 8
 
 
-def failed_save(committer: Committer, folder: Path, here: ReplicaWorld) -> None:
-    """A save of which one rank could not write its part, until it is told on the console."""
+def run_failed_save(committer: Committer, folder: Path, here: ReplicaWorld) -> None:
+    """Run a save that one rank cannot write, until the failure is reported on the console."""
     partial = part(folder).partial
     partial.mkdir(parents=True)
     (partial / "file").write_text("a file")
     for replica, rank in ((0, 1), (1, 0), (1, 1)):
-        tell(here, replica, rank, *(["disk full"] if replica else []), num_bytes=500_000)
+        store_report(here, replica, rank, *(["disk full"] if replica else []), num_bytes=500_000)
     committer.start(part(folder))
     assert committer._last is not None
     committer._last.join()
     assert not partial.exists()
 
 
-def test_two_saves_in_a_row_may_not_fail(
+def test_two_failed_saves_in_a_row_end_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One is told with the room that there is and that it needs, its files are removed, and
-    training goes on; a second one ends it, and a complete one between them does not."""
+    """After the first, free and needed space are reported, its files are removed, and training
+    goes on; the second ends training."""
     here = world()
     committer = Committer(here)
-    failed_save(committer, tmp_path, here)
-    said = capsys.readouterr().err
-    assert "iteration 8 could not be written (replica 1, rank 0: disk full)" in said
-    assert "MB free, a checkpoint needs 1.5 MB" in said and said.endswith("training goes on\n")
-    assert f"{tmp_path} has " in said and "there is no complete one yet" in said
-    assert not committer.gives_up
-    failed_save(committer, tmp_path, here)
-    assert committer.gives_up and "two in a row: training ends" in capsys.readouterr().err
+    run_failed_save(committer, tmp_path, here)
+    message = capsys.readouterr().err
+    assert "iteration 8 could not be written (replica 1, rank 0: disk full)" in message
+    assert "MB free, a checkpoint needs 1.5 MB" in message and message.endswith(
+        "training goes on\n"
+    )
+    assert f"{tmp_path} has " in message and "there is no complete one yet" in message
+    assert not committer.should_end_training
+    run_failed_save(committer, tmp_path, here)
+    assert (
+        committer.should_end_training and "two in a row: training ends" in capsys.readouterr().err
+    )
 
 
-def test_a_complete_save_is_the_end_of_a_row(
+def test_complete_save_resets_failure_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches failures that are counted over the whole run."""
+    """Catches failures counted over the entire run."""
     here = world()
     committer = Committer(here)
-    failed_save(committer, tmp_path, here)
+    run_failed_save(committer, tmp_path, here)
     monkeypatch.setattr(Committer, "_complete", lambda *_: None)
     committer.start(part(tmp_path))
     assert committer._last is not None
     committer._last.join()
     monkeypatch.undo()
-    failed_save(committer, tmp_path, here)
-    assert not committer.gives_up
+    run_failed_save(committer, tmp_path, here)
+    assert not committer.should_end_training
 
 
-def test_a_failure_is_counted_where_the_folder_is_out_of_reach(
+def test_failed_save_is_counted_if_folder_is_unreachable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches a disk that fails as a whole, whose failures nobody hears of."""
+    """Catches a failed disk whose failures are never reported."""
 
     def failing(*_: object) -> None:
         raise OSError(5, "Input/output error")
@@ -155,13 +161,13 @@ def test_a_failure_is_counted_where_the_folder_is_out_of_reach(
     committer = Committer(world())
     for _ in range(2):
         committer._fail(part(tmp_path), OSError(5, "Input/output error"))
-    assert committer.gives_up and "Input/output error" in capsys.readouterr().err
+    assert committer.should_end_training and "Input/output error" in capsys.readouterr().err
 
 
-def test_a_complete_checkpoint_that_the_tracker_does_not_name(
+def test_complete_checkpoint_with_stale_tracker_is_no_failure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is no failure: the next run finds it by its manifest."""
+    """The next run finds the checkpoint by its manifest."""
     committer, save = Committer(world()), part(tmp_path)
     final = save.folder.final(8)
     (final / "edit").mkdir(parents=True)
@@ -171,8 +177,8 @@ def test_a_complete_checkpoint_that_the_tracker_does_not_name(
     assert "iteration 8 is complete, but the tracker may not name it" in capsys.readouterr().err
 
 
-def test_which_checkpoints_are_kept(tmp_path: Path) -> None:
-    """All without the flag; else multiples of it."""
+def test_retain_interval_keeps_its_multiples(tmp_path: Path) -> None:
+    """All checkpoints are kept without the flag, else those at its multiples."""
     kept = [n for n in (10, 15, 20, 25) if _is_kept(part(tmp_path, retain=20), n)]
     assert kept == [20]
     assert all(_is_kept(part(tmp_path), n) for n in (10, 15, 20, 25))

@@ -1,8 +1,8 @@
-"""`megatron-edit compare`: what is run, what is refused, and what is not run again.
+"""`megatron-edit compare`: which runs are made, refused, or reused.
 
-Would catch: a strategy that is given flags which it refuses, two configurations that share a hash,
-one configuration with two, a broken-off result that counts as finished, bad input that is noticed
-only after hours of training.
+Would catch: a strategy given flags that it refuses, two configurations with one hash, one
+configuration with two, an incomplete result that counts as finished, bad input found only after
+hours of training.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from megatron_edit.errors import UsageError
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.cli import main
 from megatron_edit.tools.compare.entries import IDEAL, STOCK, Entry, parse_entries
-from megatron_edit.tools.compare.finished import configuration_hash, find, keep
+from megatron_edit.tools.compare.finished import configuration_hash, load_result, store_result
 from megatron_edit.tools.compare.flags import canonical, groups, int_flag, without
-from megatron_edit.tools.compare.plan import FORM, ComparisonSetting, RunPlan, make_plan
+from megatron_edit.tools.compare.plan import FORMAT, ComparisonSetting, RunPlan, make_plan
 
 SCRIPT = Path(__file__)
 FLAGS = (
@@ -34,11 +34,11 @@ SETTING = ComparisonSetting(SCRIPT, FLAGS, num_ranks=4)
 
 def plan(text: str, *, seeds: tuple[int, ...] = (), with_ideal: bool = False,
          setting: ComparisonSetting = SETTING) -> tuple[RunPlan, ...]:  # fmt: skip
-    """All runs of a comparison."""
+    """Return all runs of a comparison."""
     return make_plan(setting, parse_entries(text, with_ideal=with_ideal), seeds)
 
 
-def test_flags_are_taken_apart() -> None:
+def test_flags_are_grouped_with_their_values() -> None:
     words = ["--a", "1", "2", "--b", "--c=3", "--a", "4"]
     assert list(groups(words)) == [("--a", ["1", "2"]), ("--b", []), ("--c", ["3"]), ("--a", ["4"])]
     assert without(words, {"--a"}) == ["--b", "--c", "3"]
@@ -48,8 +48,8 @@ def test_flags_are_taken_apart() -> None:
         int_flag(words, "--b")
 
 
-def test_entries() -> None:
-    """Names of settings of EDiT, other flags with their dashes, and what people read."""
+def test_entries_are_parsed_into_labels_and_flags() -> None:
+    """EDiT settings are given by name, other flags with their dashes."""
     found = parse_entries("ddp, edit:outer-lr=0.7:no-clip,edit:--lr=2e-3", with_ideal=True)
     assert [entry.label for entry in found] == [
         IDEAL, "ddp", "edit outer-lr=0.7 no-clip", "edit --lr=2e-3",
@@ -58,8 +58,8 @@ def test_entries() -> None:
     assert found[3].slug == "edit_--lr=2e-3"
 
 
-def test_entry_takes_flags_of_a_file(tmp_path: Path) -> None:
-    """Its name stands for them, and a flag after it wins over it."""
+def test_entry_reads_flags_from_file(tmp_path: Path) -> None:
+    """The file name appears in the label; a later flag overrides one of the file."""
     path = tmp_path / "calm.args"
     path.write_text("# a comment\n--edit-outer-momentum 0.7\n--edit-no-clip\n--lr 2e-3\n")
     found = parse_entries(f"edit,edit:@{path}:outer-momentum=0.5", with_ideal=False)[1]
@@ -73,8 +73,8 @@ def test_entry_takes_flags_of_a_file(tmp_path: Path) -> None:
     assert canonical(by_hand.words(FLAGS)) == canonical(words)
 
 
-def test_bad_files_of_entries(tmp_path: Path) -> None:
-    """Catches: a file that is not there, one that holds no flag, a flag that a run sets itself."""
+def test_bad_flag_files_are_refused(tmp_path: Path) -> None:
+    """Files that are missing, contain no flags, or set a flag that is set for each run."""
     empty, reserved, text = (tmp_path / name for name in ("empty.args", "save.args", "text.args"))
     empty.write_text("# nothing\n")
     reserved.write_text("--save x\n")
@@ -93,14 +93,14 @@ def test_bad_files_of_entries(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "edit,,ddp", "editt", "edit,edit", "edit:", "edit:--", IDEAL])
-def test_bad_entries(text: str) -> None:
+def test_bad_entries_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--strategies"):
         parse_entries(text, with_ideal=False)
 
 
 @pytest.mark.parametrize("name", [*STRATEGIES, STOCK, IDEAL])
-def test_every_strategy_takes_the_common_flags(name: str) -> None:
-    """Both kinds of interval are given; each entry has only what it looks at."""
+def test_every_entry_accepts_the_common_flags(name: str) -> None:
+    """Both kinds of interval are given; each entry gets only the one that it uses."""
     words = Entry(name).words(FLAGS)
     if name == "streaming-diloco":
         words = [*words, "--edit-delay-steps", "2"]  # the preset needs a longer interval
@@ -116,31 +116,31 @@ def test_every_strategy_takes_the_common_flags(name: str) -> None:
         assert config.warmup_steps == 6
 
 
-def test_ideal_never_meets() -> None:
-    """Catches: common fragments, which would meet at parts of the round that has no end."""
+def test_ideal_entry_never_syncs() -> None:
+    """Catches fragments of the common flags, which would sync within the endless round."""
     common = (*FLAGS, "--edit-fragments", "4", "--edit-delay-steps", "2", "--edit-mix", "0.5")
     config = config_from_argv(Entry(IDEAL).words(common))
     assert (config.fragments, config.delay_steps, config.mix) == (1, 0, 0.0)
     assert config_from_argv(Entry("edit").words(common)).fragments == 4
 
 
-def test_kept_results_are_of_these_defaults() -> None:
-    """Catches: results of older defaults given for finished ones, as flags alone are compared."""
+def test_new_defaults_invalidate_stored_results() -> None:
+    """Catches stored results of older defaults that are reused, since only flags are compared."""
     defaults = {name: asdict(EditConfig(use_edit=True, strategy=name)) for name in STRATEGIES}
-    assert (FORM, configuration_hash(defaults)) == (2, "95c727e83b338d1c"), (
-        "a setting is new: put the new hash here; or a default has changed: then also raise FORM "
+    assert (FORMAT, configuration_hash(defaults)) == (2, "95c727e83b338d1c"), (
+        "a setting is new: put the new hash here; or a default has changed: then also raise FORMAT "
         "in compare/plan.py and in convergence_parts/cases.py"
     )
 
 
-def test_ideal_needs_the_length_of_the_training() -> None:
+def test_ideal_entry_requires_training_length() -> None:
     by_samples = ("--train-samples", "320", "--global-batch-size", "8", "--seq-length", "64")
     assert canonical(Entry(IDEAL).words(by_samples))["--edit-sync-interval"] == ["41"]
     with pytest.raises(UsageError, match="--train-iters"):
         Entry(IDEAL).words(("--seq-length", "64"))
 
 
-def test_plan_is_every_entry_with_every_seed() -> None:
+def test_plan_combines_every_entry_with_every_seed() -> None:
     runs = plan("ddp,edit", seeds=(1, 2), with_ideal=True)
     assert [run.name for run in runs] == [
         "ideal, seed 1", "ddp, seed 1", "edit, seed 1",
@@ -155,8 +155,8 @@ def test_plan_is_every_entry_with_every_seed() -> None:
     assert plan("edit")[0].script_words(Path("x"))[-2:] == ["--edit-log-dir", "x/events"]
 
 
-def test_hash_says_what_is_computed() -> None:
-    """ddp does not depend on the interval; all else here changes what is computed."""
+def test_configuration_hash_follows_what_is_computed() -> None:
+    """The hash of ddp does not depend on the interval; all other changes give new hashes."""
 
     def hashes(text: str, **changes: object) -> str:
         setting = ComparisonSetting(**{**vars(SETTING), **changes})
@@ -192,7 +192,9 @@ def test_hash_says_what_is_computed() -> None:
         ("edit,edit:sync-interval=4", {}, "is the same as edit"),
     ],
 )
-def test_bad_plans(text: str, changes: dict[str, object], complaint: str) -> None:
+def test_bad_plans_are_refused_in_one_line(
+    text: str, changes: dict[str, object], complaint: str
+) -> None:
     setting = ComparisonSetting(**{**vars(SETTING), **changes})
     with pytest.raises(UsageError) as refused:
         plan(text, setting=setting)
@@ -200,7 +202,7 @@ def test_bad_plans(text: str, changes: dict[str, object], complaint: str) -> Non
 
 
 @pytest.mark.parametrize("seeds", [(1, 1), (0,), (2, -1)])
-def test_bad_seeds(seeds: tuple[int, ...]) -> None:
+def test_bad_seeds_are_refused(seeds: tuple[int, ...]) -> None:
     with pytest.raises(UsageError, match="--seeds"):
         plan("edit", seeds=seeds)
 
@@ -215,10 +217,10 @@ def test_bad_seeds(seeds: tuple[int, ...]) -> None:
         [str(SCRIPT), "--strategies", "edit", "--nproc-per-node", "2", "--seq-length", "8"],
     ],
 )
-def test_bad_command_lines_are_one_line(
+def test_bad_command_lines_are_refused_in_one_line(
     argv: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Nothing is written before everything is checked."""
+    """Nothing is written before the command line is checked."""
     folder = tmp_path / "out"
     assert main(["compare", *argv, "--output-dir", str(folder)]) == 2
     captured = capsys.readouterr()
@@ -227,9 +229,7 @@ def test_bad_command_lines_are_one_line(
 
 
 @pytest.mark.parametrize("argv", [["compare"], ["compare", "x", "--nproc-per-node", "two"], ["no"]])
-def test_what_argparse_refuses_is_one_line(
-    argv: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_argparse_errors_are_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(argv)
     assert stop.value.code == 2
@@ -238,12 +238,12 @@ def test_what_argparse_refuses_is_one_line(
 
 def test_results_are_found_by_their_configuration(tmp_path: Path) -> None:
     path, configuration = tmp_path / "a" / "result.json", {"x": [1, 2], "y": {"b": 1, "a": 2}}
-    assert find(path, configuration) is None
-    keep(path, configuration, {"loss": 1.5})
-    assert find(path, {"y": {"a": 2, "b": 1}, "x": [1, 2]}) == {"loss": 1.5}
-    assert find(path, {"x": [2, 1], "y": {}}) is None
-    assert [p.name for p in path.parent.iterdir()] == ["result.json"]  # nothing half written
+    assert load_result(path, configuration) is None
+    store_result(path, configuration, {"loss": 1.5})
+    assert load_result(path, {"y": {"a": 2, "b": 1}, "x": [1, 2]}) == {"loss": 1.5}
+    assert load_result(path, {"x": [2, 1], "y": {}}) is None
+    assert [p.name for p in path.parent.iterdir()] == ["result.json"]  # no temporary file remains
     path.write_text(path.read_text()[:-10])
-    assert find(path, configuration) is None
+    assert load_result(path, configuration) is None
     path.write_text(json.dumps({"hash": configuration_hash(configuration)}))
-    assert find(path, configuration) is None
+    assert load_result(path, configuration) is None

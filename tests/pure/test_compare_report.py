@@ -1,7 +1,7 @@
 """`megatron-edit compare`: from logs to numbers, and from numbers to table, pictures and page.
 
-Would catch: warm-up or start-up in the speed, evaluations in the time, bytes of a sync that never
-was, runs of different seeds compared with each other, a page that needs the network.
+Would catch: warm-up or start-up in the speed, evaluations in the time, bytes of a sync that did not
+happen, runs of different seeds compared with each other, a page that needs the network.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_edit.tools.compare.page import markdown_table, write_report
 from megatron_edit.tools.compare.pictures import smoothed
 from megatron_edit.tools.compare.plan import ComparisonSetting, RunPlan, make_plan
 from megatron_edit.tools.compare.readings import (
-    Kind,
+    RunKind,
     Point,
     Reading,
     Timeline,
@@ -46,7 +46,7 @@ LINE = (
 )
 VALIDATION = " validation loss at iteration {} | lm loss value: {} | lm loss PPL: 1 | "
 PARAMETERS = " > number of parameters on (tensor, pipeline) model parallel rank (0, {}): {}"
-KIND = Kind(Layout(2, 2, 0), seq_length=SEQ, warmup_steps=0)
+KIND = RunKind(Layout(2, 2, 0), seq_length=SEQ, warmup_steps=0)
 RUN = {"config": {"warmup_steps": 6}, "versions": {"torch": "2"}}
 SETTING = ComparisonSetting(
     Path(__file__),
@@ -74,21 +74,21 @@ print({lines!r})
 
 
 def console(times: dict[int, float]) -> RunLog:
-    """A log of 4 samples an iteration; the loss falls by 0.1 in each."""
+    """Return a log with 4 samples per iteration; the loss falls by 0.1 in each."""
     lines = [LINE.format(i=i, samples=4 * i, ms=ms, loss=8 - i / 10) for i, ms in times.items()]
     more = [VALIDATION.format(6, 7.5), VALIDATION.format(12, 7.0)]
     return RunLog.of([PARAMETERS.format(0, 60), PARAMETERS.format(1, 40), *lines, *more])
 
 
 def sync(iteration: int, **changes: Any) -> dict[str, Any]:
-    """A line of sync.jsonl."""
+    """Return a line of sync.jsonl."""
     seconds = {"wait": 0.5, "total": 1.0, "exposed": 0.9, "exchange": 0.1, "outer": 0.1}
     return {"iteration": iteration, "wire_bytes": 300, "samples": [2 * iteration] * 2,
             "seconds": seconds} | changes  # fmt: skip
 
 
-def reading(kind: Kind, syncs: list[dict[str, Any]], run: dict[str, Any] = RUN) -> Reading:
-    """Twelve iterations: six of 2 s, then six of 0.5 s."""
+def reading(kind: RunKind, syncs: list[dict[str, Any]], run: dict[str, Any] = RUN) -> Reading:
+    """Return the reading of twelve iterations: six of 2 s, then six of 0.5 s."""
     log = console({i: 2000.0 if i <= 6 else 500.0 for i in range(1, 13)})
     return make_reading(log, log.losses(), syncs, run, kind)
 
@@ -96,8 +96,8 @@ def reading(kind: Kind, syncs: list[dict[str, Any]], run: dict[str, Any] = RUN) 
 # ---- readings
 
 
-def test_steps_of_a_final_phase_count_as_exchanges() -> None:
-    """Of 12 steps 6 are of the warm-up and 3 of the final phase, with 400 bytes in each."""
+def test_final_phase_steps_count_as_exchanges() -> None:
+    """Of 12 steps, 6 are warm-up and 3 are of the final phase, with 400 bytes each."""
     run: dict[str, Any] = {
         "config": {"warmup_steps": 6, "final_sync_fraction": 0.25},
         "training": {"last_local_step": 9},
@@ -108,14 +108,14 @@ def test_steps_of_a_final_phase_count_as_exchanges() -> None:
     assert found.syncs == ((9, 300), (10, 400), (11, 400), (12, 400))
 
 
-def test_parameters_of_all_stages_count() -> None:
-    """Each model-parallel rank says its own number; one that says it twice counts once."""
+def test_parameter_count_sums_all_stages() -> None:
+    """Each model-parallel rank logs its own number; repeated lines count once."""
     lines = [PARAMETERS.format(0, 60), PARAMETERS.format(1, 40), PARAMETERS.format(1, 40)]
     assert RunLog.of(lines).num_parameters == 100
 
 
-def test_timeline_counts_what_lines_leave_out() -> None:
-    """With a line every third iteration, each stands for three."""
+def test_timeline_counts_iterations_between_log_lines() -> None:
+    """With a line every third iteration, each line counts for three iterations."""
     line = Timeline.of(console({3: 1000.0, 6: 1000.0, 9: 2000.0}), SEQ)
     assert list(line.iterations) == [0, 3, 6, 9]
     assert list(line.seconds) == [0.0, 3.0, 6.0, 12.0]
@@ -127,16 +127,16 @@ def test_timeline_counts_what_lines_leave_out() -> None:
     assert list(resumed.iterations) == [10, 11, 12] and resumed.tokens[0] == 400
 
 
-def test_timeline_of_replicas_at_their_own_speeds() -> None:
-    """Between two meetings nobody knows what all have consumed: a line is drawn."""
+def test_a_edit_timeline_interpolates_between_meetings() -> None:
+    """Between two meetings the total number of samples is unknown and is interpolated."""
     log = console({i: 1000.0 for i in range(1, 9)})
     line = Timeline.of(log, SEQ, {4: 8 + 20, 8: 16 + 60})
     assert [line.tokens_at(i) for i in (3, 4, 6, 8)] == [120, 280, 520, 760]
     assert line.speed(4, 8) == pytest.approx(480 / 4)
 
 
-def test_reading_of_edit() -> None:
-    """Speed and bytes are those after the warm-up; bytes are of one replica."""
+def test_reading_of_edit_excludes_warmup() -> None:
+    """Speed and bytes are measured after the warm-up; bytes are those of one replica."""
     found = reading(KIND, [sync(9), sync(12, wire_bytes=600, state_bytes=800)])
     assert (found.num_parameters, found.warmup_steps, found.seconds) == (100, 6, 15.0)
     assert found.tokens_per_second == pytest.approx(80)
@@ -150,20 +150,20 @@ def test_reading_of_edit() -> None:
     assert reading(KIND, [sync(9)]).state_bytes is None
 
 
-def test_reading_of_a_run_that_goes_on() -> None:
-    """Its syncs and losses are those since the checkpoint: so are the steps they are over."""
+def test_reading_of_resumed_run_counts_steps_since_checkpoint() -> None:
+    """Its syncs and losses begin at the checkpoint, so its steps must, too."""
     log = console({i: 500.0 for i in range(7, 13)})
     found = make_reading(log, log.losses(), [sync(9), sync(12)], {}, KIND)
     assert found.bytes_per_step == pytest.approx(600 / 6)
 
 
-def test_reading_of_synchronous_training() -> None:
-    """Bytes are those of every step, the rate is over a mean step of 0.5 s."""
-    ddp = Kind(KIND.layout, SEQ, warmup_steps=6, is_synchronous=True)
+def test_reading_of_synchronous_training_counts_every_step() -> None:
+    """Bytes are sent in every step; the rate is over a mean step of 0.5 s."""
+    ddp = RunKind(KIND.layout, SEQ, warmup_steps=6, is_synchronous=True)
     found = reading(ddp, [], RUN | {"config": {"warmup_steps": 1000}})
     assert (found.warmup_steps, found.bytes_per_step, found.state_bytes) == (6, 400, 0)
     assert found.peak_bytes_per_second == pytest.approx(400 / 0.5)
-    stock = Kind(
+    stock = RunKind(
         KIND.layout, SEQ, 6, is_stock=True, is_synchronous=True, element=ElementBytes(4, 4)
     )
     # Each of two links carries 3/4 of (4 + 4) * 100 bytes.
@@ -182,15 +182,15 @@ def test_reading_of_synchronous_training() -> None:
         (["--fp16", "--accumulate-allreduce-grads-in-fp32"], 4, 4),
     ],
 )
-def test_bytes_of_a_step_follow_the_flags(flags: list[str], gradient: int, rest: int) -> None:
-    """Catches: fp32 gradients assumed where Megatron reduces halves of them."""
+def test_bytes_per_step_follow_dtype_flags(flags: list[str], gradient: int, rest: int) -> None:
+    """Catches fp32 gradients assumed where Megatron reduces them in 16 bits."""
     assert ElementBytes.of_flags(flags.__contains__) == ElementBytes(gradient, rest)
 
 
-def test_reading_of_ideal() -> None:
-    """The exchange after the last step is no part of it, nor is that step."""
+def test_reading_of_ideal_excludes_last_step() -> None:
+    """Neither the last step nor the exchange after it is counted."""
     log = console({i: 2000.0 if i in (1, 2, 12) else 500.0 for i in range(1, 13)})
-    ideal = Kind(KIND.layout, SEQ, warmup_steps=2, is_ideal=True)
+    ideal = RunKind(KIND.layout, SEQ, warmup_steps=2, is_ideal=True)
     found = make_reading(
         log, log.losses(), [sync(12)], RUN | {"config": {"warmup_steps": 2}}, ideal
     )
@@ -198,7 +198,7 @@ def test_reading_of_ideal() -> None:
     assert (found.bytes_per_step, found.syncs, found.peak_bytes_per_second) == (0, (), None)
 
 
-def test_kinds_follow_from_plans() -> None:
+def test_kind_of_run_follows_from_plan() -> None:
     entries = parse_entries("ddp,stock,edit,a-edit", with_ideal=True)
     found = {run.entry.name: kind_of(run) for run in make_plan(SETTING, entries, ())}
     assert [name for name, kind in found.items() if kind.is_synchronous] == ["ddp", "stock"]
@@ -210,7 +210,7 @@ def test_kinds_follow_from_plans() -> None:
 # ---- several runs
 
 
-def test_pairs_are_made_by_seed() -> None:
+def test_runs_are_paired_by_seed() -> None:
     assert differences({1: 3.0, 2: 5.0, 3: 9.0}, {2: 4.0, 1: 1.0}) == [2.0, 1.0]
     assert quotients({1: 3.0, 2: 5.0}, {1: 2.0, 2: 0.0}) == [1.5]
     spread = Spread.of([1.0, None, 3.0])
@@ -220,7 +220,7 @@ def test_pairs_are_made_by_seed() -> None:
 
 
 def made_up(loss: float, speed: float, *, seed: int | None = None) -> Reading:
-    """A reading; a seed makes everything worse by as much."""
+    """Return a reading; all its values become worse with the seed."""
     worse = 0.25 * (seed or 0)
     points = tuple(Point(i, 40.0 * i, 1.0 * i, loss + worse + 12 - i) for i in range(1, 13))
     return Reading(
@@ -232,7 +232,7 @@ def made_up(loss: float, speed: float, *, seed: int | None = None) -> Reading:
 
 
 def outcome() -> ComparisonResult:
-    """Three entries with two seeds; one run has failed."""
+    """Return the result of three entries with two seeds; one run has failed."""
     entries = parse_entries("ddp,edit,edit:no-clip:lr=<b>", with_ideal=True)[:3]
     runs = make_plan(SETTING, entries, (1, 2))
     values = {"ideal": (9.0, 100.0), "ddp": (5.0, 80.0), "edit": (5.5, 90.0)}
@@ -242,8 +242,8 @@ def outcome() -> ComparisonResult:
     return ComparisonResult(runs, readings, {failed: "ended with <exit code> 3"})
 
 
-def test_rows() -> None:
-    """Ratios and differences are of the same seed; a failed run leaves one pair."""
+def test_rows_compare_runs_of_same_seed() -> None:
+    """Ratios and differences are between equal seeds; after a failed run one pair remains."""
     rows = {row.label: row for row in make_rows(outcome())}
     assert rows["ideal"].loss is None
     edit, ddp = rows["edit"], rows["ddp"]
@@ -255,8 +255,8 @@ def test_rows() -> None:
     assert edit.failed == ("2",)
 
 
-def test_a_run_that_diverged(tmp_path: Path) -> None:
-    """Its loss is shown as such, and the others have their page."""
+def test_diverged_run_is_reported_as_nan(tmp_path: Path) -> None:
+    """The report is written, also for the other runs."""
     entries = parse_entries("edit,diloco", with_ideal=False)
     runs = make_plan(SETTING, entries, (1, 2))
     readings = {run: made_up(math.nan if run.seed == 2 else 5.0, 80.0, seed=1) for run in runs}
@@ -269,7 +269,7 @@ def test_a_run_that_diverged(tmp_path: Path) -> None:
     assert "nan" in (tmp_path / "compare.md").read_text()
 
 
-def test_table() -> None:
+def test_table_shows_failures_and_differences() -> None:
     lines = markdown_table(make_rows(outcome())).splitlines()
     table = [line for line in lines if line.startswith("|")]
     assert len(table) == 2 + 3 and len({line.count("|") for line in table}) == 1
@@ -278,7 +278,7 @@ def test_table() -> None:
 
 
 class Page(HTMLParser):
-    """Collects what could lead out of the page, and whether tags are closed."""
+    """Collects references to other resources, and checks that tags are closed."""
 
     VOID = ("meta", "img", "br", "link", "input")
 
@@ -298,8 +298,8 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_report(tmp_path: Path) -> None:
-    """The page stands alone; what comes from outside is escaped."""
+def test_report_is_self_contained_and_escaped(tmp_path: Path) -> None:
+    """The page needs no other files; external text is escaped."""
     page = write_report(tmp_path, outcome())
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"compare.md", "compare.json", "compare.html", "compare-tokens.png",
@@ -310,10 +310,10 @@ def test_report(tmp_path: Path) -> None:
     assert not parsed.open and parsed.tags.count("svg") == 3 and "img" not in parsed.tags
     assert not parsed.sources
     assert "script" not in parsed.tags and "@import" not in text
-    assert not re.search(r"url\((?!#)", text)  # clips of a picture are within it
+    assert not re.search(r"url\((?!#)", text)  # clip paths refer to the picture itself
     assert 'name="viewport"' in text and "&lt;exit code&gt;" in text
     assert "://" not in re.sub(r"xmlns(:\w+)?=\"[^\"]*\"", "", text)
-    assert "var(--c0)" in text and "var(--ink)" in text  # pictures follow a dark page
+    assert "var(--c0)" in text and "var(--ink)" in text  # pictures adapt to dark mode
     title = re.search("<title>(.*)</title>", text)
     assert title is not None and title[1].startswith("Comparison of ddp, edit")
     assert title[1].endswith(f"on 2 layers, {socket.gethostname()}, {time.strftime('%Y-%m-%d')}")
@@ -322,10 +322,10 @@ def test_report(tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_all_curves_are_smoothed_alike() -> None:
-    """Losses of single steps and of whole rounds: the same training gives the same curve.
+def test_step_and_round_losses_are_smoothed_alike() -> None:
+    """Losses per step and per round of the same training give the same curve.
 
-    Would catch: A-EDiT's curve, of a loss a round, beside one that is smoothed over less.
+    Would catch a curve of A-EDiT, with one loss per round, that is smoothed more than others.
     """
     rng = np.random.default_rng(0)
     losses = 3 + 5 / np.sqrt(np.arange(1, 801)) + rng.normal(size=800)
@@ -335,7 +335,7 @@ def test_all_curves_are_smoothed_alike() -> None:
     width = 80_000 / 25
     (x, fine), (y, coarse) = smoothed(steps, width), smoothed(rounds, width)
     assert x[0] == y[0] == 0 and x[-1] == y[-1] == 80_000
-    inner = slice(20, -20)  # the whole window is in the curve
+    inner = slice(20, -20)  # where the full window lies in the curve
     assert np.abs(fine - coarse)[inner].max() < 0.25 * np.std(np.diff(losses))
     place = 200
     window = losses[int((x[place] - width / 2) // 100) : int((x[place] + width / 2) // 100)]
@@ -345,8 +345,8 @@ def test_all_curves_are_smoothed_alike() -> None:
     assert [a.size for a in (*smoothed([], width), *smoothed(steps[:1], width))] == [0, 0, 1, 1]
 
 
-def test_validation_is_that_of_the_event_files(tmp_path: Path) -> None:
-    """In full digits, without the test set; a run that writes none has the console's."""
+def test_validation_losses_are_read_from_event_files(tmp_path: Path) -> None:
+    """With all digits and without the test set; a run without event files uses the console."""
     log = console({i: 500.0 for i in range(1, 13)})
     (tmp_path / "console.log").write_text(
         "\n".join([LINE.format(i=i, samples=4 * i, ms=500, loss=8) for i in range(1, 13)]
@@ -363,8 +363,8 @@ def test_validation_is_that_of_the_event_files(tmp_path: Path) -> None:
     assert found.final_loss == 7.000123456 and [p.loss for p in found.training] == [6.0]
 
 
-def test_report_of_nothing(tmp_path: Path) -> None:
-    """All runs have failed: there is a page all the same."""
+def test_report_is_written_if_all_runs_failed(tmp_path: Path) -> None:
+    """The page names the failure; there are no pictures."""
     runs = make_plan(SETTING, parse_entries("edit", with_ideal=False), ())
     page = write_report(tmp_path, ComparisonResult(runs, {}, {runs[0]: "was not done"}))
     assert "edit was not done" in page.read_text(encoding="utf-8")
@@ -375,12 +375,12 @@ def test_report_of_nothing(tmp_path: Path) -> None:
 
 
 def run_python(code: str, log: Path, limits: Limits | None = None) -> RunLog:
-    """Follow a little program."""
+    """Follow a small program."""
     return follow("run", [sys.executable, "-uc", code], log_path=log, environment={}, limits=limits)
 
 
-def test_a_run_is_followed_and_logged(tmp_path: Path) -> None:
-    """Also a last line without an end."""
+def test_run_output_is_followed_and_logged(tmp_path: Path) -> None:
+    """Also a last line without a line break."""
     line = LINE.format(i=4, samples=16, ms=100.0, loss=8.0)
     code = f"print('hello'); print({line!r}); print(b'\\xff')"
     log = run_python(code, tmp_path / "log")
@@ -388,7 +388,7 @@ def test_a_run_is_followed_and_logged(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text().startswith("hello\n")
 
 
-def test_a_failed_run_shows_its_end(tmp_path: Path) -> None:
+def test_failed_run_reports_its_last_lines(tmp_path: Path) -> None:
     with pytest.raises(RunFailedError, match="exit code 3") as failure:
         run_python(FAILING, tmp_path / "log")
     assert failure.value.exit_code == 3
@@ -396,34 +396,37 @@ def test_a_failed_run_shows_its_end(tmp_path: Path) -> None:
     assert "what the launcher adds" in (tmp_path / "log").read_text()
 
 
-def test_a_rank_that_ended_before_it_said_anything(tmp_path: Path) -> None:
-    """Would catch: a study that ends in a traceback where a run should count as failed."""
+def test_tail_of_missing_log_is_empty(tmp_path: Path) -> None:
+    """Would catch a study that ends in a traceback if a rank ended before it wrote a log."""
     assert tail(tmp_path / "never-begun.log") == []
 
 
 @pytest.mark.parametrize(
     ("limits", "complaint"),
-    [(Limits(seconds=0.5), "not done after 0.5 s"), (Limits(silent_seconds=0.5), "said nothing")],
+    [(Limits(seconds=0.5), "not done after 0.5 s"), (Limits(silent_seconds=0.5), "printed nothing")],
 )
-def test_a_run_that_hangs_is_given_up(tmp_path: Path, limits: Limits, complaint: str) -> None:
+def test_hung_run_is_stopped(tmp_path: Path, limits: Limits, complaint: str) -> None:
     with pytest.raises(RunFailedError, match=complaint):
         run_python("import time; time.sleep(60)", tmp_path / "log", limits)
-    assert Limits().broken(running=1e9, silent=1e9) == ""
+    assert Limits().exceeded(running=1e9, silent=1e9) == ""
 
 
-def test_a_failure_does_not_end_the_others_and_what_is_finished_is_kept(tmp_path: Path) -> None:
-    """Two entries, one of which fails: the other is run, once."""
+def test_failed_run_does_not_stop_others_and_results_are_reused(tmp_path: Path) -> None:
+    """Of two entries, one fails; the other is run, and only once."""
     lines = "\n".join(LINE.format(i=i, samples=4 * i, ms=10, loss=8) for i in range(1, 4))
     stub = tmp_path / "stub.py"
     stub.write_text(STUB.format(lines=lines))
     setting = ComparisonSetting(SETTING.script, SETTING.flags, 4, (sys.executable, str(stub)))
     plan: tuple[RunPlan, ...] = make_plan(setting, parse_entries("ddp,edit", with_ideal=False), ())
-    said: list[str] = []
+    messages: list[str] = []
     for _ in range(2):
-        found = carry_out(plan, tmp_path / "out", Limits(60, 60), said.append)
+        found = carry_out(plan, tmp_path / "out", Limits(60, 60), messages.append)
         assert [run.name for run in found.readings] == ["edit"]
         assert [run.name for run in found.failures] == ["ddp"]
         assert "exit code 7" in found.failures[plan[0]]
     assert (tmp_path / "out" / "calls").read_text() == "x"
-    assert any("no ddp today" in text for text in said) and "edit (2 of 2): finished before" in said
-    assert folder_of(plan[0], tmp_path / "out").is_dir()  # its log is kept
+    assert (
+        any("no ddp today" in text for text in messages)
+        and "edit (2 of 2): finished before" in messages
+    )
+    assert folder_of(plan[0], tmp_path / "out").is_dir()  # contains the log of the failed run

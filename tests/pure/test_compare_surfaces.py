@@ -1,7 +1,6 @@
-"""`scripts/compare_surfaces.py`: what a record holds, and what a comparison finds.
+"""`scripts/compare_surfaces.py`: content of a record, and differences between records.
 
-Would catch: a record that depends on the clock or on the folder it was made in, a difference that
-is not reported.
+Would catch: a record that depends on the clock or on its folder, a difference that is not reported.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from compare_surfaces import REPOSITORY, differences, keys_and_types, main, surfaces
+from compare_surfaces import REPOSITORY, differences, keys_and_types, main, make_surfaces
 from made_up_events import TRAININGS, write_training
 
 from megatron_edit.errors import UsageError
@@ -17,7 +16,7 @@ from megatron_edit.tools.cli import SUBCOMMANDS
 
 
 def test_all_subcommands_are_recorded() -> None:
-    names = [surface.name for surface in surfaces()]
+    names = [surface.name for surface in make_surfaces()]
     assert len(names) == len(set(names))
     assert {f"help-{name}" for name in SUBCOMMANDS} <= set(names)
     assert {f"report-{name}" for name in TRAININGS} <= set(names)
@@ -26,7 +25,7 @@ def test_all_subcommands_are_recorded() -> None:
 def test_two_records_of_one_checkout_are_equal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And a change of a line is a difference, as is a surface that is missing."""
+    """A changed line and a missing surface are reported as differences."""
     first, second = tmp_path / "first", tmp_path / "second"
     for out in (first, second):
         chosen = ["--only", "watch-warmup", "refused-report-empty"]
@@ -45,7 +44,7 @@ def test_two_records_of_one_checkout_are_equal(
     assert changed in capsys.readouterr().out
 
 
-def test_made_up_event_files_are_always_the_same(tmp_path: Path) -> None:
+def test_generated_event_files_are_reproducible(tmp_path: Path) -> None:
     for name in ("one", "two"):
         write_training(tmp_path / name, TRAININGS["resumed"])
     for path in (tmp_path / "one").iterdir():
@@ -54,12 +53,12 @@ def test_made_up_event_files_are_always_the_same(tmp_path: Path) -> None:
         assert path.stat().st_mtime == other.stat().st_mtime
 
 
-def test_values_of_a_machine_are_reduced_to_types() -> None:
+def test_machine_dependent_values_are_reduced_to_types() -> None:
     text = keys_and_types('{"a": [{"b": 1}, {"b": 2}], "c": {"d": null}}')
     assert "".join(text.split()) == '{"a":["{\\"b\\":\\"int\\"}"],"c":{"d":"NoneType"}}'
 
 
-def test_refusals(tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
     for words in (
         ["record", "--package", str(REPOSITORY), "--out", str(tmp_path)],
         ["record", "--package", str(tmp_path), "--out", str(tmp_path / "new")],

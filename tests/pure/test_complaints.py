@@ -1,4 +1,4 @@
-"""Megatron's complaints about a command line as one line: flags, source, what is almost a flag."""
+"""Megatron's errors about the command line in one line, with flags, source and suggestions."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_edit.errors import UsageError
-from megatron_edit.host.complaints import CommandLine, comes_from_megatron, is_one_letter_off
+from megatron_edit.host.argument_errors import CommandLine, comes_from_megatron, is_one_letter_off
 from megatron_edit.host.seams.patching import Patcher
 
 
 @pytest.fixture
 def parser() -> argparse.ArgumentParser:
-    """A parser like Megatron's, with a few flags."""
+    """Return a parser like Megatron's, with a few flags."""
     made = argparse.ArgumentParser(allow_abbrev=False)
     made.add_argument("--num-layers", type=int)
     made.add_argument("--lr", type=float)
@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def watched(parser: argparse.ArgumentParser) -> CommandLine:
-    """A command line that watches it."""
+    """Return a `CommandLine` that watches a parser."""
     found = CommandLine()
     found._watch(parser, Patcher("a test"))
     return found
@@ -46,22 +46,22 @@ def watched(parser: argparse.ArgumentParser) -> CommandLine:
         ("word", "word", "drop it"),
     ],
 )
-def test_an_unknown_flag_is_one_line(
+def test_unknown_flag_is_refused_in_one_line(
     parser: argparse.ArgumentParser, words: str, value: str, remedy: str
 ) -> None:
-    """Would catch: pages of usage, the values of another flag, and advice that is far off."""
+    """Would catch: a usage page, the values of another flag, and an unrelated suggestion."""
     watched(parser)
     with pytest.raises(UsageError) as caught:
         parser.parse_args(words.split())
     assert caught.value.value == value and remedy in caught.value.remedy
 
 
-def test_a_script_keeps_its_own_flags(parser: argparse.ArgumentParser) -> None:
-    """Would catch: a question about each of them, or none about one letter off a flag."""
+def test_script_keeps_its_own_flags(parser: argparse.ArgumentParser) -> None:
+    """Would catch: a question about every unknown flag, or none about a misspelled flag."""
     line = watched(parser)
     parser.parse_known_args(["--num-layer", "3", "--of-mine", "1", "--lrs", "2"])
     assert line.unknown == ["--num-layer", "3", "--of-mine", "1", "--lrs", "2"]
-    assert line.questions() == [
+    assert line.suggestions() == [
         "--num-layer: did you mean --num-layers?", "--lrs: did you mean --lr?"
     ]  # fmt: skip
 
@@ -76,37 +76,39 @@ def test_a_script_keeps_its_own_flags(parser: argparse.ArgumentParser) -> None:
         ("--lr-decay", "--lr", False),
     ],
 )
-def test_one_letter_off(word: str, name: str, is_near: bool) -> None:
-    """One that is missing, added or another."""
+def test_one_letter_off_is_recognized(word: str, name: str, is_near: bool) -> None:
+    """One letter is missing, added or replaced."""
     assert is_one_letter_off(word, name) == is_near
 
 
-def test_a_bare_assertion_shows_its_source(parser: argparse.ArgumentParser, tmp_path: Path) -> None:
-    """Would catch: `AssertionError` without a word, and flags in their attributes' names."""
+def test_bare_assertion_is_shown_with_its_source(
+    parser: argparse.ArgumentParser, tmp_path: Path
+) -> None:
+    """Would catch a bare `AssertionError`, and attribute names in place of flags."""
     line, module = watched(parser), tmp_path / "validation.py"
     source = "assert args.num_layers % 2 == 0 or args.add_bias_linear or args.lr"
     module.write_text(f"def validate(args):\n    {source}\n")  # pytest rewrites its own files
     args = parser.parse_args(["--num-layers", "3", "--disable-bias-linear"])
     validate = runpy.run_path(str(module))["validate"]
-    with pytest.raises(UsageError) as caught, line.refusals(args):
+    with pytest.raises(UsageError) as caught, line.as_usage_errors(args):
         validate(args)
-    said = str(caught.value)
-    assert said.startswith("--num-layers 3, --disable-bias-linear, --lr (not given): "), said
-    assert f"`{source}` (validation.py, line 2)" in said
+    message = str(caught.value)
+    assert message.startswith("--num-layers 3, --disable-bias-linear, --lr (not given): "), message
+    assert f"`{source}` (validation.py, line 2)" in message
 
 
-def test_an_error_with_a_text_keeps_it(parser: argparse.ArgumentParser) -> None:
-    """Its first line, with its kind where it is no assertion."""
+def test_error_message_is_kept(parser: argparse.ArgumentParser) -> None:
+    """The first line is kept, with the exception type unless it is an assertion."""
     line = watched(parser)
     with (
         pytest.raises(UsageError, match="fails: ValueError: too many layers"),
-        line.refusals(Namespace()),
+        line.as_usage_errors(Namespace()),
     ):
         raise ValueError("too many layers\nsecond line")
 
 
-def test_only_what_megatron_raises_is_a_refusal() -> None:
-    """Would catch: a bug of the script's whose traceback is hidden."""
+def test_only_errors_raised_by_megatron_are_refusals() -> None:
+    """Would catch a bug in the training script whose traceback is hidden."""
     namespace: dict[str, object] = {"__name__": "megatron.training.arguments"}
     exec("def fail(error): raise error", namespace)
     for error, fail, is_megatrons in (
@@ -121,7 +123,7 @@ def test_only_what_megatron_raises_is_a_refusal() -> None:
 
 
 def in_module(name: str, source: Any, **names: object) -> Any:
-    """The function `f` of a module of that name."""
+    """Return the function `f` of a made-up module."""
     namespace: dict[str, Any] = {"__name__": name} | names
     exec(source, namespace)
     return namespace["f"]
@@ -142,21 +144,21 @@ def in_module(name: str, source: Any, **names: object) -> Any:
     ],
     ids=repr,
 )
-def test_a_fault_that_may_pass_is_no_refusal(error: Exception, is_refusal: bool) -> None:
-    """Catches exit code 2, after which no batch script starts again, for a moment's fault."""
+def test_transient_errors_are_not_refusals(error: Exception, is_refusal: bool) -> None:
+    """Catches exit code 2, after which batch scripts do not restart, for a transient error."""
     fail = in_module("megatron.training.initialize", "def f(error): raise error")
     with pytest.raises(type(error)) as caught:
         fail(error)
     assert comes_from_megatron(caught.value) == is_refusal
     with (
         pytest.raises(UsageError if is_refusal else type(error)),
-        CommandLine().refusals(Namespace()),
+        CommandLine().as_usage_errors(Namespace()),
     ):
         fail(error)
 
 
-def test_a_fault_behind_a_fault_may_pass() -> None:
-    """As of a library that says "cannot load the tokenizer" where the network failed."""
+def test_error_with_transient_cause_is_not_a_refusal() -> None:
+    """As in a library that reports "cannot load the tokenizer" after a network failure."""
     source = (
         "def f():\n try: raise ConnectionError()\n except OSError as e: raise OSError('x') from e"
     )
@@ -165,8 +167,8 @@ def test_a_fault_behind_a_fault_may_pass() -> None:
     assert not comes_from_megatron(caught.value)
 
 
-def test_what_is_raised_where_ranks_meet_may_pass() -> None:
-    """Catches a refusal of a world that only came together too late."""
+def test_errors_while_ranks_connect_are_not_refusals() -> None:
+    """Catches a refusal if the ranks only connected too late."""
     source = (
         "def _initialize_distributed(): raise ValueError('x')\ndef f(): _initialize_distributed()"
     )
@@ -175,8 +177,8 @@ def test_what_is_raised_where_ranks_meet_may_pass() -> None:
     assert not comes_from_megatron(caught.value)
 
 
-def test_a_bug_of_ours_below_megatron_keeps_its_traceback() -> None:
-    """In a function that Megatron calls. What Megatron calls of a library is Megatron's."""
+def test_own_bug_called_by_megatron_keeps_its_traceback() -> None:
+    """Errors in other libraries that Megatron calls count as errors of Megatron."""
     ours = in_module("megatron_edit.host.data", "def f(): raise ValueError('x')")
     library = in_module("json", compile("def f(): raise ValueError('x')", json.__file__, "exec"))
     for called, is_refusal in ((ours, False), (library, True)):
@@ -186,7 +188,7 @@ def test_a_bug_of_ours_below_megatron_keeps_its_traceback() -> None:
         assert comes_from_megatron(caught.value) == is_refusal
         with (
             pytest.raises(UsageError if is_refusal else ValueError) as raised,
-            CommandLine().refusals(Namespace()),
+            CommandLine().as_usage_errors(Namespace()),
         ):
             call()
         assert isinstance(raised.value, UsageError) == is_refusal

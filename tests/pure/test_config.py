@@ -1,4 +1,4 @@
-"""Settings: defaults, ranges, flags, and the one line that bad input gets."""
+"""Settings: defaults, ranges, flags, and one-line errors for bad input."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_edit.command_line import config_from_argv
-from megatron_edit.config import EditConfig, add_arguments, warning_of_phases
+from megatron_edit.config import EditConfig, add_arguments, phase_warning
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import AUTO, attribute, flag, parse_endpoint, preset_of
 from megatron_edit.method.strategy import STRATEGIES
@@ -40,7 +40,7 @@ TREES = {
     path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
     for path in sorted(PACKAGE.rglob("*.py"))
 }
-# What settings can be, where that is a few words.
+# Allowed values of settings that have a fixed list of choices.
 CHOICES = {
     f.name: set(f.metadata["only"]) - {AUTO}
     for f in dataclasses.fields(EditConfig)
@@ -132,13 +132,13 @@ BAD = [
 
 
 def test_flags_and_defaults_are_frozen() -> None:
-    """The interface is decided: catches a renamed flag or a changed default."""
+    """Catches a renamed flag or a changed default: both are part of the public interface."""
     assert {f.name: preset_of(f, "edit", "adam") for f in dataclasses.fields(EditConfig)} == FROZEN
     assert vars(EditConfig()) == FROZEN
 
 
-def test_a_default_exists_once() -> None:
-    """Would catch: a default of `EditConfig` that a strategy writes down again, and overrides."""
+def test_strategy_presets_do_not_repeat_defaults() -> None:
+    """Would catch a preset that repeats a default of `EditConfig` and would override a new one."""
     usual = {f.name: f.metadata["usual"] for f in dataclasses.fields(EditConfig)
              if "usual" in f.metadata}  # fmt: skip
     for strategy in STRATEGIES.values():
@@ -148,7 +148,7 @@ def test_a_default_exists_once() -> None:
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_choices_are_listed_once(name: str) -> None:
-    """Would catch: two of a setting's choices written out beside the list that has them all."""
+    """Would catch choices of a setting that are repeated outside their list."""
     lists = [
         f"{file}:{node.lineno}"
         for file, tree in TREES.items()
@@ -160,8 +160,8 @@ def test_choices_are_listed_once(name: str) -> None:
     assert len(lists) <= 1, lists
 
 
-def test_a_setting_is_compared_with_names() -> None:
-    """Would catch: `config.inner_state == "reset"`, a choice that no list knows of."""
+def test_settings_are_compared_with_named_constants() -> None:
+    """Would catch `config.inner_state == "reset"`, a literal that may not be in the list."""
     written = [
         f"{file}:{node.lineno}: {ast.unparse(node)}"
         for file, tree in TREES.items()
@@ -174,10 +174,10 @@ def test_a_setting_is_compared_with_names() -> None:
     assert written == []
 
 
-def test_numbers_in_help_are_those_of_constants() -> None:
-    """Would catch: a text of help that goes on to name a number that has changed since.
+def test_help_texts_contain_no_literal_numbers() -> None:
+    """Would catch a help text with a number that has changed since.
 
-    The ends of ranges, 0 and 1, and exponents are no such numbers.
+    Range limits 0 and 1, and exponents, are allowed.
     """
     makers = ("_setting", "_preset")
     texts = [
@@ -191,18 +191,18 @@ def test_numbers_in_help_are_those_of_constants() -> None:
     assert [text for text in texts if set(re.findall(r"(?<![\^\w.])\d+", text)) - {"0", "1"}] == []
 
 
-def test_a_training_that_ends_in_the_warmup_is_told_of() -> None:
-    """The last step of the warm-up is not one of EDiT's; ddp means never to leave it."""
+def test_training_that_ends_in_warmup_gives_warning() -> None:
+    """Training must be longer than the warm-up, except with ddp, whose warm-up never ends."""
     config = EditConfig(use_edit=True)
-    warning = warning_of_phases(config, 1000)
+    warning = phase_warning(config, 1000)
     assert warning is not None and "1000 iterations" in warning
-    assert warning_of_phases(config, 1001) is None
-    assert warning_of_phases(EditConfig(use_edit=True, strategy="ddp"), 5) is None
+    assert phase_warning(config, 1001) is None
+    assert phase_warning(EditConfig(use_edit=True, strategy="ddp"), 5) is None
 
 
 @pytest.mark.parametrize("words", BAD)
-def test_bad_values_get_one_line(words: str) -> None:
-    """Value, rule and remedy, in one line, naming the flag."""
+def test_bad_values_are_refused_in_one_line(words: str) -> None:
+    """The line has value, rule and remedy, and names the flag."""
     with pytest.raises(UsageError) as caught:
         config_from_argv(["--use-edit", *words.split()])
     text = str(caught.value)
@@ -212,22 +212,22 @@ def test_bad_values_get_one_line(words: str) -> None:
 
 
 def test_flags_without_use_edit_are_refused() -> None:
-    """They would be ignored silently; only the device means something to a stock run."""
+    """They would be ignored silently; only the device affects a stock run."""
     with pytest.raises(UsageError, match="without --use-edit"):
         config_from_argv(["--edit-clip", "5"])
     assert config_from_argv(["--edit-device", "cpu", "--lr", "1"]).device == "cpu"
 
 
-def test_megatrons_flags_pass_by() -> None:
-    """Our parser reads only ours, also between Megatron's and in the = form."""
+def test_megatron_flags_are_ignored() -> None:
+    """Flags of EDiT are read between Megatron's flags and in the = form."""
     config = config_from_argv(
         ["--lr", "1e-3", "--use-edit", "--edit-clip=5", "--num-layers", "2", "--bf16"]
     )
     assert config.clip == 5.0 and config.use_edit
 
 
-def test_our_flags_fit_into_another_parser() -> None:
-    """Megatron's parser gets the same group: same attributes, same defaults."""
+def test_flags_can_be_added_to_another_parser() -> None:
+    """Attributes and defaults are the same in Megatron's parser."""
     parser = add_arguments(argparse.ArgumentParser())
     parsed = parser.parse_args([])
     for spec in dataclasses.fields(EditConfig):
@@ -237,8 +237,8 @@ def test_our_flags_fit_into_another_parser() -> None:
 
 
 @given(st.text(max_size=30))
-def test_any_text_as_endpoint(text: str) -> None:
-    """HOST:PORT or a UsageError, never another exception."""
+def test_any_endpoint_text_is_parsed_or_refused(text: str) -> None:
+    """Any text is HOST:PORT or raises UsageError, never another exception."""
     try:
         host, port = parse_endpoint(text)
     except UsageError:
@@ -250,8 +250,8 @@ def test_any_text_as_endpoint(text: str) -> None:
     st.sampled_from([f.name for f in dataclasses.fields(EditConfig) if f.metadata["kind"]]),
     st.one_of(st.text(max_size=12), st.integers().map(str), st.floats().map(str)),
 )
-def test_any_value_of_any_flag(name: str, text: str) -> None:
-    """A setting or a UsageError of one line, whatever is given."""
+def test_any_flag_value_is_parsed_or_refused(name: str, text: str) -> None:
+    """Any value gives a setting or raises a UsageError."""
     try:
         config_from_argv(["--use-edit", f"{flag(name)}={text}"])
     except UsageError as error:
@@ -259,8 +259,8 @@ def test_any_value_of_any_flag(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_who_has_no_penalty_clips_nothing(strategy: str) -> None:
-    """Catches a DiLoCo whose averages are clipped, weighed or left out by EDiT's defaults."""
+def test_strategies_without_penalty_disable_its_parts(strategy: str) -> None:
+    """Catches DiLoCo with the clip, weights or anomaly check of EDiT's defaults."""
     config, has_penalty = EditConfig(strategy=strategy), STRATEGIES[strategy].has_penalty
     switches = (config.no_anomaly, config.no_weighting, config.no_clip)
     assert switches == (not has_penalty,) * 3

@@ -1,5 +1,5 @@
-"""Output of replicas other than the first: moved to a file of their own, and given back; and output
-that cannot be written, which ends nothing."""
+"""Output of replicas other than the first is redirected to a file and restored; output that cannot
+be written does not stop training."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ say("after")
 
 
 @pytest.mark.parametrize("has_file", [True, False])
-def test_output_is_moved_and_given_back(tmp_path: Path, has_file: bool) -> None:
-    """Of C code, too; without a file errors stay where they were. Catches a process that goes on
-    to write to the replica's file after the detachment."""
+def test_output_is_redirected_and_restored(tmp_path: Path, has_file: bool) -> None:
+    """Also output of C code; without a file, stderr is not redirected. Catches a process that still
+    writes to the replica's file after the restore."""
     log = tmp_path / "replica-1.log"
     argv = [sys.executable, "-c", SCRIPT, *([str(log)] if has_file else [])]
     done = subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
@@ -66,16 +66,16 @@ sys.stderr.write("finished\\n")
 
 
 def start(*argv: str, stdout: int | TextIO) -> subprocess.Popen[str]:
-    """The script above."""
+    """Start the script `TOLERANT`."""
     return subprocess.Popen(
         [sys.executable, "-c", TOLERANT, *argv],
         cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=stdout, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
 
-def test_a_console_that_nobody_reads_ends_nothing() -> None:
-    """Its pipe is closed at the other end. Would catch a BrokenPipeError that reaches training, and
-    the exit code 120 of an interpreter that cannot flush."""
+def test_closed_console_pipe_does_not_stop_training() -> None:
+    """Would catch a BrokenPipeError that reaches training, and the exit code 120 of an interpreter
+    that cannot flush."""
     with start(stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "[edit] before\n"
@@ -86,9 +86,8 @@ def test_a_console_that_nobody_reads_ends_nothing() -> None:
     assert errors == "[edit] 10120 bytes of stdout could not be written, and are lost\nfinished\n"
 
 
-def test_a_log_on_a_full_disk_ends_nothing(small_disk: Path) -> None:
-    """Of another replica, and the console in a file; what comes once there is room stands on a line
-    of its own."""
+def test_log_on_full_disk_does_not_stop_training(small_disk: Path) -> None:
+    """Log and console are files on the disk; once there is room, output begins on a new line."""
     log, console = small_disk / "replica-1.log", small_disk / "console"
     with console.open("w") as output, start(str(log), stdout=output) as process:
         assert process.stdin is not None
@@ -108,14 +107,14 @@ def test_a_log_on_a_full_disk_ends_nothing(small_disk: Path) -> None:
 
 
 def wait_until_full(log: Path) -> None:
-    """Until a file on a full disk grows no more."""
+    """Wait until a file on a full disk stops growing."""
     size = -1
     while size != (size := log.stat().st_size):
         time.sleep(0.5)
 
 
-def test_a_log_that_cannot_be_opened_ends_nothing(tmp_path: Path) -> None:
-    """Its folder has vanished since the start: the output is dropped, and that is said."""
+def test_log_that_cannot_be_opened_does_not_stop_training(tmp_path: Path) -> None:
+    """Its folder was removed after the start: output is dropped with a warning."""
     path = tmp_path / "gone" / "replica-1.log"
     argv = [sys.executable, "-c", SCRIPT, str(path)]
     done = subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)

@@ -1,4 +1,4 @@
-"""Files of tokens: which are looked at, how much of them, and by whose reader."""
+"""The corpus check: which token files are checked, how much of them, and for which readers."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.errors import UsageError
 from megatron_edit.host import corpus
 from megatron_edit.host.corpus import CorpusReport, check_corpus, reads_indexed_corpus
-from megatron_edit.host.files import looks_for_its_host
+from megatron_edit.host.files import claim_data_check
 from tests.system.check_lines import NUM_TOKENS, VOCABULARY, write_corpus
 
 
 def arguments(**changes: Any) -> Namespace:
-    """Of Megatron, as far as they are about data."""
+    """Return the arguments of Megatron that concern data."""
     names = ("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path",
              "per_split_data_args_path")  # fmt: skip
     return Namespace(**(
@@ -35,8 +35,8 @@ def arguments(**changes: Any) -> Namespace:
     ))  # fmt: skip
 
 
-def test_the_report(tmp_path: Path) -> None:
-    """What was looked at; a corpus that two flags name counts once."""
+def test_report_counts_each_corpus_once(tmp_path: Path) -> None:
+    """Also if two flags name it; mock data, SFT data and remote data are not checked."""
     write_corpus(tmp_path / "good")
     prefix = str(tmp_path / "good")
     found = check_corpus(arguments(data_path=["1", prefix, "1", prefix]))
@@ -48,8 +48,8 @@ def test_the_report(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", [0, NUM_TOKENS // 2, NUM_TOKENS - 1])
 @pytest.mark.parametrize("token", [VOCABULARY + 28, -1])
-def test_a_token_beyond_the_vocabulary(tmp_path: Path, where: int, token: int) -> None:
-    """Anywhere in a small file, and below 0. Would catch: a scan that leaves its ends out."""
+def test_token_outside_vocabulary_is_refused(tmp_path: Path, where: int, token: int) -> None:
+    """Anywhere in a small file, and below 0. Would catch a scan that skips the ends."""
     write_corpus(tmp_path / "good")
     tokens = np.memmap(tmp_path / "good.bin", dtype=np.int32, mode="r+")
     tokens[where] = token
@@ -58,8 +58,10 @@ def test_a_token_beyond_the_vocabulary(tmp_path: Path, where: int, token: int) -
         check_corpus(arguments(data_path=[str(tmp_path / "good")]))
 
 
-def test_a_large_file_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To both ends, and within the budget, which the report names."""
+def test_large_file_is_sampled_up_to_both_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within the budget, which is part of the report."""
     monkeypatch.setattr(corpus, "_PIECE_BYTES", 400)
     monkeypatch.setattr(corpus, "SCANNED_BYTES", 4000)
     write_corpus(tmp_path / "good")
@@ -73,25 +75,25 @@ def test_a_large_file_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         check_corpus(arguments(data_path=[prefix]))
 
 
-def test_a_longer_file_is_accepted(tmp_path: Path) -> None:
-    """Its index may name a part of it: Megatron trains on that."""
+def test_file_longer_than_its_index_is_accepted(tmp_path: Path) -> None:
+    """Its index may cover only a part, on which Megatron trains."""
     write_corpus(tmp_path / "good")
     with (tmp_path / "good.bin").open("ab") as file:
         file.write(bytes(400))
     assert check_corpus(arguments(data_path=[str(tmp_path / "good")])) is not None
 
 
-def test_an_index_that_ends_in_its_head(tmp_path: Path) -> None:
-    """Catches a traceback of `check`, and in a launch a rank that leaves alone."""
+def test_truncated_index_is_refused(tmp_path: Path) -> None:
+    """Catches a traceback of `check`, and a rank of a launch that exits alone."""
     write_corpus(tmp_path / "good")
     with (tmp_path / "good.idx").open("r+b") as file:
         file.truncate(12)
-    with pytest.raises(UsageError, match="is no index of Megatron's, or is damaged"):
+    with pytest.raises(UsageError, match="is not a Megatron index, or is damaged"):
         check_corpus(arguments(data_path=[str(tmp_path / "good")]))
 
 
-def test_a_large_index_is_not_copied(tmp_path: Path) -> None:
-    """Of 4 million sequences. Catches 24 bytes of memory for each."""
+def test_large_index_is_not_copied_to_memory(tmp_path: Path) -> None:
+    """Catches 24 bytes of memory for each of 4 million sequences."""
     count = 4_000_000
     pointers = np.arange(count, dtype=np.int64) * 2
     with (tmp_path / "large.idx").open("wb") as file:
@@ -111,10 +113,12 @@ def test_a_large_index_is_not_copied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stages", [1, 3])
-def test_which_ranks_look(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for a host, and only ranks that Megatron builds data sets on: others may lack the files.
+def test_one_rank_per_host_with_data_checks_corpus(
+    stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only ranks on which Megatron builds data sets check the files: others may not have them.
 
-    Catches a training that does not start because a host of a middle stage has no corpus.
+    Catches a training that does not start because the host of a middle stage has no corpus.
     """
     store, time = dist.HashStore(), timedelta(seconds=1)
     worlds = [ReplicaWorld(Placement(2, r, 1, 0, True), store, store, time) for r in range(2)]
@@ -126,7 +130,7 @@ def test_which_ranks_look(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
                 parallel_state.set_pipeline_model_parallel_rank(stage)
                 parallel_state.set_pipeline_model_parallel_world_size(stages)
                 parallel_state.set_tensor_model_parallel_rank(tensor)
-                if looks_for_its_host(worlds[len(looked) % 2]):
+                if claim_data_check(worlds[len(looked) % 2]):
                     looked.append((host, stage, tensor))
     parallel_state.destroy_model_parallel()
     every = [("a", 0, 0), ("b", 0, 0), ("c", stages - 1, 0)]
@@ -143,8 +147,8 @@ PROVIDERS = {
 
 
 @pytest.mark.parametrize("name", PROVIDERS)
-def test_who_reads_the_corpus(name: str) -> None:
-    """Would catch: a script with a reader of its own whose files are refused."""
+def test_custom_dataset_readers_are_recognized(name: str) -> None:
+    """Would catch a script with its own reader whose files are refused."""
     text, is_indexed = PROVIDERS[name]
     builder = (
         "from megatron.core.datasets.blended_megatron_dataset_builder import "

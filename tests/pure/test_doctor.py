@@ -1,4 +1,4 @@
-"""What the doctor makes of interfaces and of measured links."""
+"""Findings of the doctor about interfaces, devices and measured links."""
 
 from __future__ import annotations
 
@@ -16,29 +16,36 @@ from megatron_edit.tools.doctor.links import (
 )
 from megatron_edit.tools.doctor.machine import connections_finding, interface_findings
 
-THERE = {"lo": ["127.0.0.1"], "docker0": ["172.17.0.1"], "eth0": ["10.0.0.2"], "ib0": ["10.1.0.2"]}
+INTERFACES = {
+    "lo": ["127.0.0.1"],
+    "docker0": ["172.17.0.1"],
+    "eth0": ["10.0.0.2"],
+    "ib0": ["10.1.0.2"],
+}
 
 
-def of(env: dict[str, str], address: str, *, is_alone: bool = False) -> dict[str, DoctorFinding]:
-    """Findings by name."""
-    found = interface_findings(env, THERE, address, is_alone=is_alone)
+def interfaces_by_name(
+    env: dict[str, str], address: str, *, is_single_host: bool = False
+) -> dict[str, DoctorFinding]:
+    """Return the findings about interfaces, by name."""
+    found = interface_findings(env, INTERFACES, address, is_single_host=is_single_host)
     return {finding.name: finding for finding in found}
 
 
-def test_gloo_listens_where_the_name_leads() -> None:
-    """Would catch: the loopback, which Debian gives every name, taken for good between machines."""
-    assert of({}, "10.0.0.2")["gloo's interface"].level is Level.OK
-    far = of({}, "127.0.0.1")["gloo's interface"]
+def test_gloo_on_loopback_is_bad_between_machines() -> None:
+    """Debian resolves every host name to the loopback, which only works within one machine."""
+    assert interfaces_by_name({}, "10.0.0.2")["gloo's interface"].level is Level.OK
+    far = interfaces_by_name({}, "127.0.0.1")["gloo's interface"]
     assert far.level is Level.BAD and "GLOO_SOCKET_IFNAME=eth0" in far.remedy
-    assert of({}, "127.0.0.1", is_alone=True)["gloo's interface"].level is Level.OK
-    nowhere = of({}, "", is_alone=True)["gloo's interface"]
+    assert interfaces_by_name({}, "127.0.0.1", is_single_host=True)["gloo's interface"].level is Level.OK
+    nowhere = interfaces_by_name({}, "", is_single_host=True)["gloo's interface"]
     assert nowhere.level is Level.HINT and "GLOO_SOCKET_IFNAME=lo" in nowhere.remedy
 
 
 @pytest.mark.parametrize("major", [9, 10])
 @pytest.mark.parametrize("value", [None, "1", "8", "32"])
-def test_hardware_queues(value: str | None, major: int) -> None:
-    """Catches the advice of one queue to all: syncs overlap less with it."""
+def test_advice_on_hardware_queues(value: str | None, major: int) -> None:
+    """Catches advice to always use one queue, with which syncs overlap less."""
     env = {} if value is None else {"CUDA_DEVICE_MAX_CONNECTIONS": value}
     found = connections_finding(env, major)
     assert (found.level is Level.OK) == (value == "32")
@@ -59,14 +66,14 @@ def test_hardware_queues(value: str | None, major: int) -> None:
         ("NCCL_SOCKET_IFNAME", "bond0", Level.BAD),
     ],
 )
-def test_chosen_interfaces(name: str, value: str, level: Level) -> None:
-    found = of({name: value}, "10.0.0.2")
+def test_interface_variables_are_checked(name: str, value: str, level: Level) -> None:
+    found = interfaces_by_name({name: value}, "10.0.0.2")
     assert found[name].level is level
     assert ("gloo's interface" in found) == (name != "GLOO_SOCKET_IFNAME")
 
 
-def test_a_slow_link_is_told_what_to_do() -> None:
-    """By hand: 4 GB at 50 MB/s are 80 s; 2 % of the time at 1 s per step is a sync in 4000."""
+def test_slow_link_gets_advice() -> None:
+    """Worked example: 4 GB at 50 MB/s take 80 s, 2 % of 4000 steps of 1 s."""
     fast, slow = (
         list(sync_findings(AllReduceResult(1e-3, rate), 2, 4, 10**9, 1.0))[-1]
         for rate in (1e9, 12.5e6)
@@ -78,13 +85,13 @@ def test_a_slow_link_is_told_what_to_do() -> None:
     assert "--edit-delay-steps 20" in slow.remedy
 
 
-def test_links_in_words() -> None:
+def test_link_findings_are_formatted() -> None:
     link, clock = link_findings([MeasuredLink(0, 1, 0.01, 12.5e6, 2.5e9, -2.0, 0.005)])
     assert link.value == "100.0 Mbit/s there, 20.00 Gbit/s back, round trip 10.00 ms"
     assert clock.level is Level.HINT and clock.value == "-2000.00 ms (+-5.00)"
 
 
-def test_table() -> None:
+def test_table_aligns_findings_and_remedies() -> None:
     text = table([DoctorFinding("a", "1"), DoctorFinding("long", "2", Level.BAD, "fix it")])
     assert text == "ok    a     1\nbad   long  2\n            -> fix it\n"
 
@@ -100,7 +107,7 @@ def test_table() -> None:
         (["more"], "is not an argument"),
     ],
 )
-def test_bad_input(
+def test_bad_input_is_refused_in_one_line(
     words: list[str],
     complaint: str,
     capsys: pytest.CaptureFixture[str],
@@ -112,10 +119,10 @@ def test_bad_input(
     assert complaint in error and error.count("\n") == 1
 
 
-def test_alone(
+def test_doctor_runs_on_a_single_machine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This machine by itself: versions and interfaces, nothing measured."""
+    """It reports versions and interfaces, and measures nothing."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert main(["doctor", "--no-host", "--shared-dir", str(tmp_path)]) == 0
     out = capsys.readouterr().out

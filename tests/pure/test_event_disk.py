@@ -1,7 +1,7 @@
-"""Event files on a disk that is full, fills up in the middle of a line, or vanishes.
+"""Event files on a disk that is full, fills up in the middle of a line, or disappears.
 
-Would catch: an error of the disk that ends a training, half a line joined with the next, lines that
-are lost although there is room again, a loss that nobody is told of.
+Would catch: a disk error that ends a training, a partial line joined with the next, lines that are
+lost although there is room again, lost lines that are not reported.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from tests.harness.disk import fill_disk
 
 
 def log_in(folder: Path, replica: int = 0) -> EventLog:
-    """Of a run that begins."""
+    """Return the event log of a run that begins."""
     log = EventLog(folder, Placement(2, replica, 1, 0, is_single_launch=True))
     log.begin({"config": {}})
     return log
 
 
 def step(log: EventLog, iteration: int) -> None:
-    """One iteration."""
+    """Log one iteration."""
     log.on_iteration(Iteration(iteration, iteration, 3.0, 1.0, 1e-3, 8, 8 * iteration, 1024, 0.1))
 
 
 def iterations_in(path: Path) -> list[int]:
-    """Of all lines, each of which is whole."""
+    """Return the iterations of all lines, which must be complete."""
     return [json.loads(line)["iteration"] for line in path.read_text().splitlines()]
 
 
-def test_lines_wait_while_a_disk_is_full(
+def test_lines_are_kept_while_disk_is_full(
     small_disk: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """There is one warning, and all lines are there in the end, each as a whole."""
+    """There is one warning, and in the end all lines are complete."""
     log = log_in(small_disk / "log")
     step(log, 1)
     filler = fill_disk(small_disk)
-    last = 200  # more than the rest of the page that the file has
+    last = 200  # more than fits into the last page of the file
     for iteration in range(2, last):
         step(log, iteration)
     path = small_disk / "log" / "replica-0.jsonl"
@@ -59,8 +59,8 @@ def test_lines_wait_while_a_disk_is_full(
     assert capfd.readouterr().err.count("\n") == 1
 
 
-def test_a_run_that_begins_on_a_full_disk(small_disk: Path) -> None:
-    """An earlier run's files are moved all the same, and nothing is written among them."""
+def test_run_can_start_on_full_disk(small_disk: Path) -> None:
+    """Files of an earlier run are renamed, and not written to."""
     first = log_in(small_disk)
     step(first, 1)
     first.close()
@@ -76,10 +76,10 @@ def test_a_run_that_begins_on_a_full_disk(small_disk: Path) -> None:
 
 
 @pytest.mark.parametrize("replica", [0, 1])
-def test_a_folder_that_vanishes_is_made_again(tmp_path: Path, replica: int) -> None:
-    """With `run.json`, without which nothing reads it."""
+def test_removed_folder_is_created_again(tmp_path: Path, replica: int) -> None:
+    """Also `run.json`, which readers require."""
     folder = tmp_path / "log"
-    log = log_in(folder_of(folder), replica)
+    log = log_in(make_folder(folder), replica)
     step(log, 1)
     shutil.rmtree(folder)
     step(log, 2)
@@ -88,8 +88,8 @@ def test_a_folder_that_vanishes_is_made_again(tmp_path: Path, replica: int) -> N
     log.close()
 
 
-def folder_of(path: Path) -> Path:
-    """Made, as `--edit-log-dir` is before training."""
+def make_folder(path: Path) -> Path:
+    """Create a folder, as is done with `--edit-log-dir` before training."""
     path.mkdir(parents=True)
     return path
 
@@ -97,8 +97,8 @@ def folder_of(path: Path) -> Path:
 def test_lost_lines_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Those that waited too long, and those that still wait at the end."""
-    folder = folder_of(tmp_path / "log")
+    """Lines that exceed the buffer, and lines still buffered at the end."""
+    folder = make_folder(tmp_path / "log")
     log = log_in(folder)
     monkeypatch.setattr(line_files, "MAX_WAITING_BYTES", 300)
     shutil.rmtree(folder)
@@ -114,14 +114,14 @@ def test_lost_lines_are_counted(
 
 
 class _BrokenDisk:
-    """`os.write` that stops in the middle of a line, on a file that cannot be cut, either."""
+    """`os.write` that stops in the middle of a line, and `os.ftruncate` that fails."""
 
     def __init__(self) -> None:
         self.room = 10**9
         self._write = os.write
 
     def write(self, descriptor: int, data: bytes) -> int:
-        """Write as much as there is room for."""
+        """Write as many bytes as there is room for."""
         if not self.room:
             raise OSError(28, "No space left on device")
         written = self._write(descriptor, data[: self.room])
@@ -129,18 +129,18 @@ class _BrokenDisk:
         return written
 
     def ftruncate(self, *_: Any) -> None:
-        """Fail, too."""
+        """Fail to truncate the file."""
         raise OSError(5, "Input/output error")
 
 
-@pytest.mark.parametrize("can_cut", [True, False])
-def test_half_a_line_is_never_joined_with_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_cut: bool
+@pytest.mark.parametrize("can_truncate", [True, False])
+def test_partial_line_is_never_joined_with_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_truncate: bool
 ) -> None:
-    """It is taken back, or where that fails, too, the next line begins on a line of its own."""
+    """It is truncated; if that fails, the next line begins on a new line."""
     broken = _BrokenDisk()
     monkeypatch.setattr(os, "write", broken.write)
-    if not can_cut:
+    if not can_truncate:
         monkeypatch.setattr(os, "ftruncate", broken.ftruncate)
     path = tmp_path / "x.jsonl"
     writer = LineWriter(path)
@@ -153,5 +153,5 @@ def test_half_a_line_is_never_joined_with_the_next(
     broken.room = 10**9
     writer.append({"n": 3})
     writer.close()
-    half = [] if can_cut else ['{"n"']
-    assert path.read_text().splitlines() == ['{"n": 1}', *half, '{"n": 2}', '{"n": 3}']
+    partial = [] if can_truncate else ['{"n"']
+    assert path.read_text().splitlines() == ['{"n": 1}', *partial, '{"n": 2}', '{"n": 3}']

@@ -1,7 +1,7 @@
-"""Event files of a run after a run, in one folder.
+"""Event files of successive runs in one folder.
 
-Would catch: lines of an earlier run that are read as the new run's, files of one run that are
-renamed to different numbers, an earlier file that is overwritten.
+Would catch: lines of an earlier run read as those of the new run, files of one run renamed to
+different numbers, an earlier file that is overwritten.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from megatron_edit.observe.metrics import SyncMetrics
 from megatron_edit.observe.records import Ending, Iteration, LossRecord, SyncRecord
 from megatron_edit.observe.reports import loss_rejections, sync_line, sync_summary
 from megatron_edit.tools.monitor.run import MonitoredRun
-from tests.harness.event_files import MadeUp
+from tests.harness.event_files import SyntheticRun
 
 pytest.importorskip("rich")
 
 
-def start(folder: Path, made_up: MadeUp) -> list[EventLog]:
-    """A run begins: its logs, by replica. All of them are made before the first run.json is."""
+def start(folder: Path, made_up: SyntheticRun) -> list[EventLog]:
+    """Start a run and return its logs by replica, all created before the first run.json."""
     places = [Placement(made_up.replicas, r, 1, 0, is_single_launch=True)
               for r in range(made_up.replicas)]  # fmt: skip
     logs = [EventLog(folder, place) for place in places]
@@ -43,7 +43,7 @@ def start(folder: Path, made_up: MadeUp) -> list[EventLog]:
 
 
 def step(logs: Sequence[EventLog], iteration: int) -> None:
-    """All replicas make an iteration."""
+    """Log one iteration of all replicas."""
     for log in logs:
         log.on_iteration(
             Iteration(iteration, iteration, 3.0, 1.0, 1e-3, 8, 16 * iteration, 1024, 0.1)
@@ -51,15 +51,15 @@ def step(logs: Sequence[EventLog], iteration: int) -> None:
 
 
 def texts(folder: Path) -> dict[str, str]:
-    """Content by name."""
+    """Return the content of all files by name."""
     return {path.name: path.read_text() for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize("strategy", ["edit", "ddp"])
-def test_a_new_run_is_read_alone(tmp_path: Path, strategy: str) -> None:
-    """In the warm-up, before it has a sync or a loss of its own, nothing is the earlier run's."""
-    MadeUp(rounds=5).write(tmp_path)
-    watched, later = MonitoredRun(tmp_path), MadeUp(rounds=5, strategy=strategy)
+def test_new_run_is_read_without_earlier_run(tmp_path: Path, strategy: str) -> None:
+    """In the warm-up, before its first sync and loss, no values of the earlier run are shown."""
+    SyntheticRun(rounds=5).write(tmp_path)
+    watched, later = MonitoredRun(tmp_path), SyntheticRun(rounds=5, strategy=strategy)
     watched.poll()
     assert watched.syncs.count == 5
     logs = start(tmp_path, later)
@@ -75,17 +75,17 @@ def test_a_new_run_is_read_alone(tmp_path: Path, strategy: str) -> None:
         log.close()
 
 
-def test_files_of_a_run_get_one_number(tmp_path: Path) -> None:
-    """Also where runs have other files: no sync, fewer replicas, numbers that an older version
-    let drift apart. And never is one overwritten."""
-    first = texts(MadeUp(rounds=2, replicas=3).write(tmp_path))
-    logs = start(tmp_path, MadeUp(replicas=2))
+def test_files_of_earlier_run_get_same_number(tmp_path: Path) -> None:
+    """Also if runs have different files: no sync, fewer replicas, or unequal numbers written by an
+    older version. No file is overwritten."""
+    first = texts(SyntheticRun(rounds=2, replicas=3).write(tmp_path))
+    logs = start(tmp_path, SyntheticRun(replicas=2))
     step(logs, 1)
     assert {n: t for n, t in texts(tmp_path).items() if ".1." in n} == {
         name.replace(".json", ".1.json"): text for name, text in first.items()
     }
     (tmp_path / "loss.4.jsonl").write_text("kept")
-    start(tmp_path, MadeUp(replicas=3))
+    start(tmp_path, SyntheticRun(replicas=3))
     found = texts(tmp_path)
     numbered = {name for name in found if ".5." in name}
     assert numbered == {"run.5.json", "replica-0.5.jsonl", "replica-1.5.jsonl"}
@@ -93,8 +93,8 @@ def test_files_of_a_run_get_one_number(tmp_path: Path) -> None:
     assert found["loss.4.jsonl"] == "kept" and json.loads(found["run.1.json"])
 
 
-def test_other_replicas_write_no_run(tmp_path: Path) -> None:
-    """One launch per replica, each with a folder of its own, used again."""
+def test_only_replica_0_writes_run_json(tmp_path: Path) -> None:
+    """With one launch per replica, each has its own folder, which is reused here."""
     place = Placement(2, 1, 1, 0, is_single_launch=False)
     for _ in range(2):
         log = EventLog(tmp_path, place)
@@ -104,19 +104,19 @@ def test_other_replicas_write_no_run(tmp_path: Path) -> None:
     assert set(texts(tmp_path)) == {"replica-1.jsonl", "replica-1.1.jsonl"}
 
 
-def test_a_run_that_is_replaced_is_read_anew(tmp_path: Path) -> None:
-    """By run.json alone: nothing else of the earlier run was there, or has come yet."""
+def test_replaced_run_json_restarts_monitor(tmp_path: Path) -> None:
+    """Also if run.json is the only file of both runs."""
     watched = MonitoredRun(tmp_path)
-    (tmp_path / "run.json").write_text(json.dumps(MadeUp(replicas=2).run()))
+    (tmp_path / "run.json").write_text(json.dumps(SyntheticRun(replicas=2).run()))
     watched.poll()
     assert len(watched.replicas) == 2
-    start(tmp_path, MadeUp(replicas=3))
+    start(tmp_path, SyntheticRun(replicas=3))
     watched.poll()
     assert len(watched.replicas) == 3
 
 
 def report(**changes: Any) -> Any:
-    """Of a sync of two replicas and three units."""
+    """Return the report of a sync of two replicas and three units."""
     table = torch.arange(6.0, dtype=torch.float64).view(2, 3)
     decision = Decision(
         verdict=Verdict(anomalous=torch.zeros(2, 3, dtype=torch.bool), scores=table / 3),
@@ -134,9 +134,11 @@ def report(**changes: Any) -> Any:
     })  # fmt: skip
 
 
-def test_fields_of_a_sync() -> None:
-    """Tables are [unit][replica], and what is not finite is null: catches a table by replica, a
-    field under another's name, and lines that are no JSON."""
+def test_sync_line_has_expected_fields() -> None:
+    """Tables are [unit][replica]; non-finite values are null.
+
+    Catches transposed tables, swapped fields, and lines that are not valid JSON.
+    """
     line = json.loads(json.dumps(sync_line(report()), allow_nan=False))
     assert line["weights"] == [[0.5, 0.5], [1.0, 0.0], [0.25, 0.75]]
     assert line["norms"] == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
@@ -147,8 +149,8 @@ def test_fields_of_a_sync() -> None:
     assert (line["round"], line["iteration"], line["units"]) == (7, 900, ["a", "b", "c"])
 
 
-def test_readers_find_what_writers_wrote() -> None:
-    """Would catch: a field that the tools look for under another name."""
+def test_records_round_trip_through_event_lines() -> None:
+    """Would catch a field that the tools read under a different name."""
     iteration = Iteration(9, 9, math.nan, None, 1e-3, 8, 144, 1024.0, 0.1)
     ending = Ending("failed", "no\nreason", 1, 9, 72)
     losses = [LossRecord(9, 144, None, 2.5), LossRecord(9, 144, "test", math.nan, "code")]
@@ -167,9 +169,9 @@ def test_readers_find_what_writers_wrote() -> None:
     assert sync.seconds.size == len(SYNC_TIMES)
 
 
-def test_rejected_loss_is_told() -> None:
-    """Of the replica and of the others, in the line, on the console and in scalars; every reason
-    has its word: catches one that stands for another."""
+def test_rejected_loss_is_reported() -> None:
+    """In the event line, on the console and in scalars. Catches a reason recorded under the name of
+    another."""
     usual = report().decision
     scores = torch.tensor([[math.nan, 4.0, math.nan], [math.nan] * 3]).double()
     norms = usual.norms.clone()
@@ -196,8 +198,8 @@ def test_rejected_loss_is_told() -> None:
     assert found["edit/replica-1/round-loss"] == 9.0
 
 
-def test_speeds_are_since_the_sync_before() -> None:
-    """Of all replicas and of each; bytes inside a replica are those of the round."""
+def test_speeds_are_measured_since_previous_sync() -> None:
+    """Speed of all replicas and of each; bytes inside a replica are counted per round."""
     metrics = SyncMetrics(seq_length=10, inside_bytes=3.0)
     assert "edit/tokens-per-second" not in metrics.values(report(), now=100.0)
     for now in (110.0, 120.0):  # 100 and 200 samples more each time
@@ -209,9 +211,9 @@ def test_speeds_are_since_the_sync_before() -> None:
         assert found["edit/bytes-inside-replica"] == 12.0
 
 
-def test_losses_stand_under_their_own_steps(tmp_path: Path) -> None:
-    """On replica 0 alone; an unknown one is null. With the samples of their own steps, also of
-    those that an earlier process made, or of a whole round."""
+def test_losses_are_recorded_under_their_own_steps(tmp_path: Path) -> None:
+    """Replica 0 alone records them; an unknown loss is null. Samples are those of the step, also of
+    steps of an earlier process, or of a complete round."""
     for replica in range(2):
         log = EventLog(tmp_path, Placement(2, replica, 1, 0, is_single_launch=True))
         for step, samples, batch in ((6, 60, 10), (7, 70, 20), (8, 90, 20)):
@@ -225,8 +227,8 @@ def test_losses_stand_under_their_own_steps(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_the_line_of_a_sync_has_what_tuning_goes_by() -> None:
-    """Would catch: a console that does not say what of a sync is exposed."""
+def test_sync_summary_shows_exposed_time() -> None:
+    """Would catch a console line without the exposed time of a sync."""
     parts = sync_summary(report()).split(" | ")
     assert parts[0] == "sync 7 after iteration 900"
     assert parts[-3:] == ["wait (ms): 1.2", "exposed (ms): 34.6", "total (ms): 1500.0"]

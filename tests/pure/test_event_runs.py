@@ -1,4 +1,4 @@
-"""What the comparison of event files leaves out, and what it finds."""
+"""Which differences the comparison of event files ignores and which it finds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RUN = {"argv": ["a.py", "--x"], "topology": {"host": "a", "device": "cpu"}, "ver
 
 
 def record(folder: Path, sync: dict[str, Any], step: dict[str, Any], run: dict[str, Any]) -> Path:
-    """A record of one run with one line in each file."""
+    """Write a record of one run with one line in each file."""
     events = folder / "edit/events"
     events.mkdir(parents=True)
     for name, line in (("sync.jsonl", sync), ("replica-0.jsonl", step), ("run.json", run)):
@@ -25,11 +25,11 @@ def record(folder: Path, sync: dict[str, Any], step: dict[str, Any], run: dict[s
 
 
 def changed(line: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    """The line with other values."""
+    """Return the line with other values."""
     return {**line, **fields}
 
 
-def test_times_and_places_do_not_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_times_and_hosts_are_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = record(tmp_path / "one", SYNC, STEP, RUN)
     run = {"argv": ["b.py", "--x"], "topology": {"host": "b", "device": "cpu"}, "versions": {}}
     two = record(
@@ -50,13 +50,13 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_anything_else_counts(tmp_path: Path, name: str) -> None:
+def test_all_other_differences_are_found(tmp_path: Path, name: str) -> None:
     one = record(tmp_path / "one", SYNC, STEP, RUN)
     two = record(tmp_path / "two", *DIFFERENT[name])
     assert compare(one, two) == 1
 
 
-def test_a_missing_line_file_or_run_counts(tmp_path: Path) -> None:
+def test_missing_line_file_or_run_is_a_difference(tmp_path: Path) -> None:
     one = record(tmp_path / "one", SYNC, STEP, RUN)
     short = record(tmp_path / "short", SYNC, STEP, RUN)
     (short / "edit/events/sync.jsonl").write_text("")

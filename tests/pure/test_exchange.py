@@ -1,4 +1,4 @@
-"""Exchanges of all replicas over a network in memory, in any order of events.
+"""Exchanges of all replicas over an in-memory network, with events in any order.
 
 What real gloo groups add (connections, time-outs, races) is tested in ``tests/distributed``.
 """
@@ -19,26 +19,26 @@ from megatron_edit.comm.wire import Exchange, Wire, start_exchange
 from megatron_edit.constants import SYNC_DTYPES
 from megatron_edit.errors import ReplicaLostError
 from megatron_edit.method.codec import INT8, LOG8, ULOG8, Codec
-from tests.harness.memory_network import CPU, Network, groups_in_order, groups_of
-from tests.reference.wire import Lost, Round, cut
+from tests.harness.memory_network import CPU, Network, in_order_groups, two_phase_groups
+from tests.reference.wire import AllReduce, Residuals, chunk_slices
 
 SIZES = [0, 1, 7, 130, 1000, 3003]
 NUM_ROUNDS = 3
 
 
 def addend(numel: int, replica: int, round: int) -> Any:
-    """fp32 [numel], the same wherever it is drawn."""
+    """Return reproducible random values, fp32 [numel]."""
     rng = np.random.default_rng([numel, replica, round])
     return (rng.standard_normal(numel) * 10.0 ** rng.integers(-4, 3)).astype(np.float32)
 
 
-def finish(exchanges: list[Exchange], dice: random.Random) -> None:
-    """Advance any of them, in any order, until all are over."""
+def finish(exchanges: list[Exchange], order: random.Random) -> None:
+    """Advance the exchanges in random order until all are over."""
     left = list(exchanges)
     for _ in range(100 * len(exchanges)):
         if not left:
             return
-        place = dice.randrange(len(left))
+        place = order.randrange(len(left))
         if left[place].advance():
             del left[place]
     raise AssertionError("the exchanges do not end")
@@ -48,138 +48,154 @@ def finish(exchanges: list[Exchange], dice: random.Random) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", SYNC_DTYPES)
 def test_sums_equal_the_reference(name: str, size: int, has_rest: bool) -> None:
-    """Bit for bit, with somebody left out whose values are not finite. Catches a chunk off by one,
-    a residual that is lost or is of somebody left out, and bytes that are not counted."""
-    wire, dice = Wire.of(name), random.Random(size)
+    """Bit for bit, with a left-out replica whose values are non-finite.
+
+    Catches a chunk off by one, a residual that is dropped or taken from a left-out replica, and
+    bytes that are not counted.
+    """
+    wire, order = Wire.of(name), random.Random(size)
     has_rest = has_rest and wire.codec is not None
     for numel in SIZES:
-        groups, lost = groups_of(size, Network()), Lost.nothing(size, numel) if has_rest else None
+        groups, residuals = (
+            two_phase_groups(size, Network()),
+            Residuals.zeros(size, numel) if has_rest else None,
+        )
         rests = [wire.new_residual(numel, size, CPU) if has_rest else None for _ in groups]
         for round in range(NUM_ROUNDS):
             out = {round % size} if size > 1 and round > 0 else set()
-            values = one_round(wire, groups, rests, numel, round, out, dice)
+            values = one_round(wire, groups, rests, numel, round, out, order)
             addends = [addend(numel, replica, round) for replica in range(size)]
-            wanted = Round(addends, out).sum(name, lost)
+            expected = AllReduce(addends, out).sum(name, residuals)
             for ours in values:
-                np.testing.assert_array_equal(ours.numpy(), wanted, err_msg=f"{name} {numel}")
+                np.testing.assert_array_equal(ours.numpy(), expected, err_msg=f"{name} {numel}")
         for group in groups:
             assert group.payload_bytes == NUM_ROUNDS * wire.payload_bytes(numel, size)
-        if lost is not None:
-            assert_residuals(rests, name, numel, lost)
+        if residuals is not None:
+            assert_residuals(rests, name, numel, residuals)
 
 
 def one_round(
     wire: Wire, groups: list[Group], rests: list[Residual | None], numel: int, round: int,
-    out: set[int], dice: random.Random,
+    out: set[int], order: random.Random,
 ) -> list[Tensor]:  # fmt: skip
-    """What every replica ends with."""
+    """Run one round and return the sum on every replica."""
     values = [torch.from_numpy(addend(numel, group.rank, round)) for group in groups]
     for replica in out:
         values[replica].fill_(torch.nan)
     exchanges = [
-        wire.start(group, mine, rest, is_left_out=group.rank in out)
+        wire.start(group, mine, rest, is_excluded=group.rank in out)
         for group, mine, rest in zip(groups, values, rests, strict=True)
     ]
-    finish(exchanges, dice)
+    finish(exchanges, order)
     return values
 
 
-def assert_residuals(rests: list[Residual | None], name: str, numel: int, lost: Lost) -> None:
-    """What each replica has lost of its addends, and of the chunk that it owns."""
-    for rest, sent, chunk in zip(rests, lost.sent, cut(numel, len(rests), name), strict=True):
+def assert_residuals(
+    rests: list[Residual | None], name: str, numel: int, residuals: Residuals
+) -> None:
+    """Assert the residuals of each replica: of its addends, and of the chunk that it owns."""
+    for rest, sent, chunk in zip(
+        rests, residuals.sent, chunk_slices(numel, len(rests), name), strict=True
+    ):
         assert rest is not None
         owned = chunk.stop - chunk.start
         np.testing.assert_array_equal(rest.sent.numpy(), sent)
-        np.testing.assert_array_equal(rest.summed[:owned].numpy(), lost.summed[chunk])
+        np.testing.assert_array_equal(rest.summed[:owned].numpy(), residuals.summed[chunk])
         assert not rest.summed[owned:].any()
 
 
 @pytest.mark.parametrize("name", SYNC_DTYPES)
 @pytest.mark.parametrize("size", [2, 3])
-def test_many_in_flight(name: str, size: int) -> None:
-    """Replicas advance their exchanges in orders of their own. Catches second phases that begin in
-    another order on another replica."""
+def test_exchanges_in_flight_advance_in_any_order(name: str, size: int) -> None:
+    """Each replica advances its exchanges in a different order. Catches second phases that start
+    in different orders on different replicas."""
     wire, sizes = Wire.of(name), [500, 1, 3000, 300, 64]
     for seed in range(20):
-        dice, groups = random.Random(seed), groups_of(size, Network())
+        order, groups = random.Random(seed), two_phase_groups(size, Network())
         values = [[torch.from_numpy(addend(n, group.rank, 0)) for n in sizes] for group in groups]
-        flying: list[Exchange] = []
+        in_flight: list[Exchange] = []
         for number in range(len(sizes)):
-            for group, mine in dice.sample(list(zip(groups, values, strict=True)), size):
-                flying.append(wire.start(group, mine[number]))
-                dice.choice(flying).advance()
-        finish(flying, dice)
+            for group, mine in order.sample(list(zip(groups, values, strict=True)), size):
+                in_flight.append(wire.start(group, mine[number]))
+                order.choice(in_flight).advance()
+        finish(in_flight, order)
         for number, numel in enumerate(sizes):
-            wanted = Round([addend(numel, replica, 0) for replica in range(size)]).sum(name, None)
+            expected = AllReduce([addend(numel, replica, 0) for replica in range(size)]).sum(
+                name, None
+            )
             for mine in values:
-                np.testing.assert_array_equal(mine[number].numpy(), wanted)
+                np.testing.assert_array_equal(mine[number].numpy(), expected)
 
 
 @pytest.mark.parametrize("name", SYNC_DTYPES)
 @pytest.mark.parametrize("size", [2, 3])
-def test_several_as_one_in_order(name: str, size: int) -> None:
-    """Where collectives run in order, and each replica advances its exchanges when it likes: sums
-    as if each unit travelled alone. Catches phases that begin in another order on another replica,
-    parts of a batch that are mixed up, and a replica that is left out of the wrong part."""
+def test_batched_exchange_equals_separate_exchanges(name: str, size: int) -> None:
+    """Collectives run in order, and each replica advances its exchanges at any time.
+
+    Catches phases that start in different orders on different replicas, addends of a batch that are
+    swapped, and a replica that is left out of the wrong addend.
+    """
     wire, batches = Wire.of(name), [[500, 1, 0, 3000], [300, 64], [7]]
     for seed in range(10):
-        dice, groups = random.Random(seed), groups_in_order(size, Network())
+        order, groups = random.Random(seed), in_order_groups(size, Network())
         values = {
             (group.rank, b, n): torch.from_numpy(addend(n, group.rank, b))
             for group in groups
             for b, batch in enumerate(batches)
             for n in batch
         }
-        flying: list[Exchange] = []
+        in_flight: list[Exchange] = []
         for b, batch in enumerate(batches):
-            for group in dice.sample(groups, size):
+            for group in order.sample(groups, size):
                 parts = [
                     Addend(values[group.rank, b, n], None, group.rank == n % size, wire.codec)
                     for n in batch
                 ]
-                flying.append(start_exchange(group, parts))
-                dice.choice(flying).advance()
-        finish(flying, dice)
+                in_flight.append(start_exchange(group, parts))
+                order.choice(in_flight).advance()
+        finish(in_flight, order)
         for b, batch in enumerate(batches):
             for n in batch:
                 addends = [addend(n, replica, b) for replica in range(size)]
-                wanted = Round(addends, {n % size}).sum(name, None)
+                expected = AllReduce(addends, {n % size}).sum(name, None)
                 for rank in range(size):
-                    np.testing.assert_array_equal(values[rank, b, n].numpy(), wanted)
+                    np.testing.assert_array_equal(values[rank, b, n].numpy(), expected)
         sent = sum(wire.payload_bytes(n, size) for batch in batches for n in batch)
         assert {group.payload_bytes for group in groups} == {sent}
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_sums_of_several_forms_in_one_exchange(size: int) -> None:
-    """A unit's parameters beside moments of the inner optimizer, where collectives run in order.
-    Catches a sum that is decoded by the codec of another."""
+def test_one_exchange_carries_several_codecs(size: int) -> None:
+    """Parameters of a unit together with moments of the inner optimizer, on in-order collectives.
+
+    Catches a sum that is decoded with the wrong codec.
+    """
     forms: dict[str, Codec | None] = {"fp32": None, "int8": INT8, "log8": LOG8, "ulog8": ULOG8}
     addends = {name: [abs(addend(300, replica, 0)) for replica in range(size)] for name in forms}
-    dice, groups = random.Random(size), groups_in_order(size, Network())
+    order, groups = random.Random(size), in_order_groups(size, Network())
     values = [
         {name: torch.from_numpy(own[group.rank].copy()) for name, own in addends.items()}
         for group in groups
     ]
-    flying = [
+    in_flight = [
         start_exchange(
             group,
             [Addend(own[n], None, group.rank == 1, codec) for n, codec in forms.items()],
         )
         for group, own in zip(groups, values, strict=True)
     ]
-    finish(flying, dice)
+    finish(in_flight, order)
     for name, every in addends.items():
-        wanted = Round(every, {1}).sum(name, None)
+        expected = AllReduce(every, {1}).sum(name, None)
         for own in values:
-            np.testing.assert_array_equal(own[name].numpy(), wanted)
+            np.testing.assert_array_equal(own[name].numpy(), expected)
 
 
-def test_a_broken_connection_is_a_lost_replica() -> None:
-    """Whoever asks first. Catches a bare RuntimeError, which ends a rank with another code."""
+def test_failed_collective_raises_replica_lost_error() -> None:
+    """Catches a bare RuntimeError, with which a rank exits with the wrong code."""
     for name in ("fp32", "int8"):
         network = Network()
-        group = groups_of(2, network)[0]
+        group = two_phase_groups(2, network)[0]
         exchange = Wire.of(name).start(group, torch.ones(300))
         assert not exchange.advance()
         network.is_broken = True
@@ -187,11 +203,11 @@ def test_a_broken_connection_is_a_lost_replica() -> None:
             exchange.advance()
 
 
-def test_who_gives_does_not_wait_and_who_receives_does() -> None:
-    """Rank 0 goes on at once, and keeps what it gave until it has reached the others."""
-    first, second = groups_of(2, Network())
-    given, received = torch.full((3,), 7.0), torch.zeros(3)
-    first.broadcast_nowait(given)
+def test_broadcast_nowait_blocks_only_receivers() -> None:
+    """Rank 0 continues at once, and keeps the tensor until the other ranks have received it."""
+    first, second = two_phase_groups(2, Network())
+    sent, received = torch.full((3,), 7.0), torch.zeros(3)
+    first.broadcast_nowait(sent)
     first.reap()
     assert len(first._unreaped) == 1
     second.broadcast_nowait(received)

@@ -1,6 +1,6 @@
-"""Processes of `multiprocessing` that a killed rank leaves behind, without Megatron.
+"""Processes of `multiprocessing` after their rank was killed, without Megatron.
 
-Would catch: a writer of checkpoints that keeps the memory of a rank that is no more.
+Would catch: a checkpoint writer that keeps the memory of a killed rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 
 from tests.harness.launch import REPOSITORY
 
-# A rank, of which this is all that matters here: a process that it spawned has forked another one.
+# A rank that spawns a process, which forks another one.
 RANK = """
 import multiprocessing, os, sys, time
 from megatron_edit.host.forks import ForkWatch, watch_spawned
@@ -43,8 +43,8 @@ if __name__ == "__main__":
 """
 
 
-def is_there(pid: int) -> bool:
-    """Whether a process runs."""
+def is_running(pid: int) -> bool:
+    """Return whether a process runs."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -54,7 +54,7 @@ def is_there(pid: int) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_spawned_processes_end_with_a_killed_rank(tmp_path: Path) -> None:
-    """A spawned one, one that this forked, and that of a manager; they live while it does."""
+    """A spawned process, its forked child, and a manager process; they run as long as the rank."""
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     rank = subprocess.Popen(
@@ -65,16 +65,16 @@ def test_spawned_processes_end_with_a_killed_rank(tmp_path: Path) -> None:
     try:
         assert rank.stdout is not None
         pids = [int(pid) for pid in rank.stdout.readline().split()]
-        assert len(pids) >= 3 and all(map(is_there, pids))
-        time.sleep(3)  # longer than the time between two looks
-        assert all(map(is_there, pids))
+        assert len(pids) >= 3 and all(map(is_running, pids))
+        time.sleep(3)  # longer than the polling interval
+        assert all(map(is_running, pids))
         rank.kill()
         rank.wait(timeout=10)
-        until = time.monotonic() + 10
-        while (left := [pid for pid in pids if is_there(pid)]) and time.monotonic() < until:
+        deadline = time.monotonic() + 10
+        while (left := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline:
             time.sleep(0.2)
         assert left == []
     finally:
         for pid in [rank.pid, *pids]:
-            if is_there(pid):
+            if is_running(pid):
                 os.kill(pid, signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""Small parts of the host's side, each with stand-ins for Megatron's objects.
+"""Small parts of the host package, tested with stand-ins for Megatron's objects.
 
-What imports Megatron is imported where it is needed: most of these tests take milliseconds.
+Modules that import Megatron are imported inside tests, most of which take milliseconds.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from megatron_edit.comm.placement import Placement
 from megatron_edit.config import EditConfig
 from megatron_edit.engine import TIED_EMBEDDING
 from megatron_edit.errors import HostVersionError, UsageError
-from megatron_edit.host.arguments import check_arguments, global_arithmetic
+from megatron_edit.host.arguments import check_arguments, validate_as_one_job
+from megatron_edit.host.assigned_data import AssignedSampler, Share
 from megatron_edit.host.checkpoint.fingerprint import check_same_model, model_of
 from megatron_edit.host.cpu.checkpoints import Snapshots
-from megatron_edit.host.assigned_data import AssignedSampler, Share
 from megatron_edit.host.model.loop import LoopControl
 from megatron_edit.host.model.moments import zero_nonfinite
 from megatron_edit.host.model.routers import Routers
@@ -36,7 +36,7 @@ anything: Any = SimpleNamespace
 
 
 class Engine:
-    """Notes what it is asked."""
+    """An engine that records its calls."""
 
     def __init__(self, has_pending_units: bool = True) -> None:
         self.calls: list[Any] = []
@@ -45,12 +45,12 @@ class Engine:
         self.plan = anything(shards=shards)
 
     def land_up_to(self, num_shards: int) -> None:
-        """Land."""
+        """Record the landing."""
         self.calls.append(("land", num_shards))
 
 
 class BucketGroup:
-    """Of Megatron's, with a parameter for each of some units."""
+    """A stand-in for Megatron's bucket group, with one parameter per unit."""
 
     def __init__(self, calls: list[Any], *units: str) -> None:
         self.parameters = {object(): unit for unit in units}
@@ -58,22 +58,22 @@ class BucketGroup:
         self._calls = calls
 
     def start_param_sync(self, **_: bool) -> None:
-        """Begin a gather."""
+        """Record the start of a gather."""
         self._calls.append("gather")
 
     def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
-        """Wait for it, and begin the next one."""
+        """Record the wait for a gather."""
         self._calls.append(("finish", skip_next_bucket_dispatch))
 
     def start_grad_sync(self) -> None:
-        """Begin to reduce."""
+        """Record the start of a reduction."""
         self._calls.append("reduce")
 
 
 @pytest.mark.parametrize("has_pending_units", [False, True])
 def test_units_land_before_their_gather(has_pending_units: bool) -> None:
-    """Catches a gather before all units of its bucket have landed; a next gather that is begun
-    while units are to land, or is never begun."""
+    """Catches a gather before all units of its bucket have landed, and a next gather that starts
+    while units are pending, or never."""
     engine: Any = Engine(has_pending_units)
     first = BucketGroup(engine.calls, "embedding", "layer.2")
     last = BucketGroup(engine.calls, "final")
@@ -103,9 +103,11 @@ def test_units_land_before_their_gather(has_pending_units: bool) -> None:
         ("cpu", {}, True),
     ],
 )
-def test_sends_do_not_stop_the_device(device: str, changes: dict[str, bool], is_kept: bool) -> None:
-    """Where that is safe, and as long as we are attached: a sync of the device after each send
-    between stages would end every overlap."""
+def test_pipeline_sends_do_not_synchronize_device(
+    device: str, changes: dict[str, bool], is_kept: bool
+) -> None:
+    """A device sync after each send between stages would prevent overlap. It is switched off where
+    that is safe, and restored on detachment."""
     config = anything(batch_p2p_comm=True, batch_p2p_sync=True, use_ring_exchange_p2p=False)
     vars(config).update(changes)
     patcher = Patcher("Megatron")
@@ -115,8 +117,8 @@ def test_sends_do_not_stop_the_device(device: str, changes: dict[str, bool], is_
     assert config.batch_p2p_sync
 
 
-def test_moments_that_are_not_finite() -> None:
-    """Zeroed and counted; the finite ones, and the number of steps, stay."""
+def test_nonfinite_moments_are_zeroed_and_counted() -> None:
+    """Finite values and the step count are kept."""
     main, numbers = torch.zeros(4), [1.0, float("nan"), float("inf"), float("-inf")]
     state = {"exp_avg": torch.tensor(numbers), "step": torch.tensor(float("inf"))}
     inner = anything(optimizer=anything(state={main: state}))
@@ -125,7 +127,7 @@ def test_moments_that_are_not_finite() -> None:
 
 
 def loop(**intervals: int | None) -> tuple[LoopControl, Namespace]:
-    """Of two replicas with clocks and batches of 8, that part after 16 samples."""
+    """Return the loop of one of two A-EDiT replicas after 16 samples, with a global batch of 8."""
     args = Namespace(
         global_batch_size=8, iteration=0, curr_iteration=2, train_iters=100,
         consumed_train_samples=0, eval_interval=None, save_interval=None,
@@ -139,15 +141,15 @@ def loop(**intervals: int | None) -> tuple[LoopControl, Namespace]:
     return control, args
 
 
-def test_the_schedule_stands_where_the_samples_do() -> None:
-    """Megatron adds what the step consumed afterwards: catches a rate that is a step ahead."""
+def test_schedule_position_follows_samples() -> None:
+    """Megatron adds the samples of the step afterwards: catches a rate that is one step ahead."""
     control, args = loop()
     control.end_round(56, 4, is_over=False, next_meeting_without_step=False)
     assert control.scheduler.num_steps == 52 and args.consumed_train_samples == 48
 
 
-def test_intervals_are_of_the_samples_of_all() -> None:
-    """Catches a save at every sync, and one that is never made."""
+def test_intervals_count_samples_of_all_replicas() -> None:
+    """Catches a save at every sync, and a save that never happens."""
     control, args = loop(eval_interval=3, save_interval=10, exit_interval=None)
     seen = []
     for samples in (20, 24, 40, 90):  # multiples of 24 and 80 are crossed by some
@@ -159,8 +161,8 @@ def test_intervals_are_of_the_samples_of_all() -> None:
     assert (args.eval_interval, args.save_interval, args.train_iters) == (3, 10, 100)
 
 
-def test_timers_count_anew() -> None:
-    """A log line is of the time since the last: catches one that never resets, or always."""
+def test_timers_restart_after_reset() -> None:
+    """A log line covers the time since the last: catches timers that never or always reset."""
     from megatron_edit.host.timers import PhaseTimer, SumTimer
 
     now = [0]
@@ -176,8 +178,8 @@ def test_timers_count_anew() -> None:
     assert seconds == [1.0, 2.0, 1.0] and added.active_time() == 3.0
 
 
-def test_gathered_moments_get_the_padding_of_their_buckets() -> None:
-    """Catches moments of the second bucket at the places of the first."""
+def test_gathered_moments_are_padded_per_bucket() -> None:
+    """Catches moments of the second bucket written to the positions of the first."""
     from megatron_edit.host.model.optimizer import pad_buckets
 
     buckets = [anything(offset=0, numel_unpadded=3), anything(offset=4, numel_unpadded=2)]
@@ -186,8 +188,8 @@ def test_gathered_moments_get_the_padding_of_their_buckets() -> None:
     assert tensors["exp_avg"].tolist() == [1, 2, 3, 0, 4, 5, 0, 0] and tensors["step"] == 7
 
 
-def test_copies_are_tied_where_they_lie() -> None:
-    """Over the tensor-parallel ranks, those of the experts, or the first and last stage."""
+def test_tie_of_parameter_follows_its_parallelism() -> None:
+    """Ties span tensor-parallel ranks, expert tensor-parallel ranks, or first and last stage."""
     from megatron_edit.host.model.optimizer import TIED_EXPERT_TP, TIED_TP, tie_of
 
     parameter: Any = anything
@@ -198,8 +200,8 @@ def test_copies_are_tied_where_they_lie() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_copies_are_counted_once(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In norms: by the first tensor-parallel rank, the first stage, the first of the holders."""
+def test_copies_are_counted_once_in_norms(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first tensor-parallel rank, first stage, or first holder counts a copy."""
     from megatron_edit.host.model import optimizer as module
 
     group = anything(rank=lambda: rank)
@@ -210,7 +212,7 @@ def test_copies_are_counted_once(rank: int, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(module, "parallel_state", anything(**groups))
     parameters: list[Any] = [
         torch.nn.Parameter(torch.zeros(1))
-        for _ in ("copied", "cut", "expert's", "tied copy", "held twice")
+        for _ in ("replicated", "sharded", "of an expert", "tied copy", "stored twice")
     ]
     parameters[1].tensor_model_parallel = True
     parameters[2].allreduce = False
@@ -227,19 +229,19 @@ def test_copies_are_counted_once(rank: int, monkeypatch: pytest.MonkeyPatch) -> 
     assert [shard.is_counted for shard in shards] == [rank == 0, True, rank == 1, False, False]
 
 
-def test_a_resumed_round_goes_on_with_its_blocks() -> None:
-    """Catches a sampler that begins the round anew, or reads another replica's blocks."""
+def test_resumed_round_continues_with_its_blocks() -> None:
+    """Catches a sampler that restarts the round, or reads blocks of another replica."""
     assignment, order = BlockAssignment(2, 5), SampleOrder(4)
     engine: Any = anything(status=anything(assignment=assignment, inner_steps=1))
     share = Share(micro_batch=2, ranks=1, micro_batches=1, rank=0)
     sampler = AssignedSampler(engine, 1, share, order)
-    assert list(sampler) == [[4 + 6, 4 + 7]]  # blocks 1 and 3 are its own, and 1 is done
+    assert list(sampler) == [[4 + 6, 4 + 7]]  # its blocks are 1 and 3; 1 is done
     engine.status.inner_steps = 0
     assert list(sampler) == [[6, 7], [10, 11]]
 
 
-def test_mean_losses_of_an_evaluation() -> None:
-    """Over the replicas, by name and in the dtype that Megatron gave; in ranks without any, too."""
+def test_evaluation_losses_are_averaged_over_replicas() -> None:
+    """By name and in Megatron's dtype; ranks without losses take part in the gather."""
     from megatron_edit.host.observe import Observer
 
     observer: Any = Observer(*[anything() for _ in range(5)])
@@ -251,7 +253,7 @@ def test_mean_losses_of_an_evaluation() -> None:
 
 
 def test_router_biases_are_found_by_kind() -> None:
-    """All travel at a sync; those of quantile balancing and the counts in the warm-up, too."""
+    """All are exchanged at a sync; quantile biases and token counts also in the warm-up."""
     weights: list[Any] = [object(), object(), object()]
     modules = [
         anything(weight=weights[0], expert_bias=torch.ones(2), qb_beta=None,
@@ -266,18 +268,18 @@ def test_router_biases_are_found_by_kind() -> None:
     assert [count.tolist() for count in routers.token_counts()] == [[0.0, 0.0]]
 
 
-def test_a_lost_parameter_of_the_host_is_an_error() -> None:
-    """As a lost function is: what we pass would be an error in the middle of training."""
-    probe = Probe("megatron_edit.flags", "shown", ("value", "none"))
+def test_missing_megatron_parameter_is_an_error() -> None:
+    """Like a missing function: passing the argument would fail in the middle of training."""
+    probe = Probe("megatron_edit.flags", "format_value", ("value", "none"))
     _check(probe)
-    with pytest.raises(HostVersionError, match="shown"):
-        _check(Probe("megatron_edit.flags", "shown", ("value", "gone")))
+    with pytest.raises(HostVersionError, match="format_value"):
+        _check(Probe("megatron_edit.flags", "format_value", ("value", "gone")))
     with pytest.raises(HostVersionError, match="gone is missing"):
         _check(Probe("megatron_edit.flags", "gone"))
 
 
-def test_what_a_save_writes_is_a_copy() -> None:
-    """Of tensors on the host, which training goes on to change before they are written."""
+def test_save_writes_a_copy_of_host_tensors() -> None:
+    """Training changes the tensors before they are written."""
     weights = torch.arange(6.0).view(2, 3)
     planner: Any = Snapshots(anything(resolve_data=lambda item: weights if item else b"bytes"))
     kept = planner.resolve_data(True)
@@ -286,32 +288,32 @@ def test_what_a_save_writes_is_a_copy() -> None:
     assert planner.resolve_data(False) == b"bytes"
 
 
-def test_the_world_is_the_replicas_own_after_validation() -> None:
-    """Megatron's arithmetic sees all ranks, and nothing after it does; also where it fails."""
+def test_world_size_is_global_only_during_validation() -> None:
+    """Megatron's arithmetic uses all ranks; then the value is restored, also on errors."""
     args, place, seen = Namespace(world_size=4), Placement(3, 0, 4, 0, True), []
-    global_arithmetic(args, place, lambda: seen.append(args.world_size))
+    validate_as_one_job(args, place, lambda: seen.append(args.world_size))
     assert (seen, args.world_size) == ([12], 4)
 
     def fail() -> None:
         raise ZeroDivisionError
 
     with contextlib.suppress(ZeroDivisionError):
-        global_arithmetic(args, place, fail)
+        validate_as_one_job(args, place, fail)
     assert args.world_size == 4
 
 
-def test_a_checkpoint_of_another_model() -> None:
-    """One line that names the flag, in place of Megatron's page."""
+def test_checkpoint_of_different_model_is_refused() -> None:
+    """In one line that names the flag, instead of Megatron's long error."""
     args = Namespace(num_layers=4, hidden_size=8, group_query_attention=False, optimizer="adam")
     saved = model_of(args)
     check_same_model(Path("saves"), saved, args)
-    check_same_model(Path("saves"), {}, args)  # of a version that kept less
+    check_same_model(Path("saves"), {}, args)  # of a version that stored fewer fields
     with pytest.raises(UsageError, match="--num-layers is 2 there and 4 here"):
         check_same_model(Path("saves"), saved | {"num_layers": 2}, args)
 
 
 def arguments(**changes: Any) -> Namespace:
-    """Of Megatron, as far as we look at them: two replicas of a rank, micro-batches of 2."""
+    """Return the arguments of Megatron that are checked: two replicas of one rank."""
     return Namespace(**{
         "optimizer": "adam", "tensorboard_dir": None, "save": None, "micro_batch_size": 2,
         "global_batch_size": 8, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1,
@@ -334,8 +336,8 @@ def arguments(**changes: Any) -> Namespace:
     ],
     ids=str,
 )
-def test_arguments_that_are_refused(changes: dict[str, Any], flag: str) -> None:
-    """Each with its flag; what is off or not given is not."""
+def test_unsupported_arguments_are_refused(changes: dict[str, Any], flag: str) -> None:
+    """The error names the flag; unset and disabled arguments are accepted."""
     config, place = EditConfig(use_edit=True, num_replicas=2), Placement(2, 0, 1, 0, True)
     check_arguments(arguments(error_injection_rate=0, qk_clip=False), place, config)
     with pytest.raises(UsageError) as caught:

@@ -20,35 +20,34 @@ COLLECTIVES = ("comm/collectives.py", "comm/staging.py")  # and an adapter below
 STREAMS = "comm/streams.py"
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 80
 
-# From the bottom to the top: what stands on a line may import what stands on lines above it in this
-# list (so: below it in the house), and its own package.
+# From bottom to top: a line may import what is listed on earlier lines, and its own package.
 LAYERS = (
-    ("constants.py", "errors.py", "launched.py", "whole_files.py"),
+    ("constants.py", "errors.py", "launched.py", "atomic_files.py"),
     ("saved_state.py", "versions.py", "method"),
     ("flags.py",),
     ("comm", "checkpoint"),
-    ("engine", "config.py"),  # neither knows the other: host/settings.py stands between
+    ("engine", "config.py"),  # independent of each other; host/settings.py connects them
     ("command_line.py", "observe"),
     ("host",),
     ("launcher.py", "tools"),
     ("__main__.py", "activation.py"),
 )
-# Entry points of the engine: what other packages may name of it.
-FACE = "megatron_edit.engine"
+# The public interface of the engine: other packages import nothing else of it.
+ENGINE = "megatron_edit.engine"
 MAX_ANY_IN_HOST = 120
-# All that the engine may load of the package, with what that loads in turn. `flags` is there to
-# spell a flag's name in what comm/ complains of: the engine itself does without.
+# All modules of the package that the engine may import, directly or indirectly. `flags` is needed
+# for flag names in error messages of comm/; the engine itself does not use it.
 BELOW_ENGINE = {"constants", "errors", "flags", "saved_state", "method", "comm", "engine"}
-# Of what the engine shows, host/ may reach one step further into these alone.
-SHOWN = {"clock", "settings", "status"}
+# Attributes of the engine whose own attributes host/ may use.
+EXPOSED = {"clock", "settings", "status"}
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
-# How a docstring begins that sends its reader elsewhere: "See `X`.", "As torch's.", "As X has it."
+# Beginnings of docstrings that only refer elsewhere: "See `X`.", "As torch's.", "As X has it."
 REFERENCE = re.compile(r"see\b|(as|like) \S+('s[.;,]| has it\b)", re.IGNORECASE)
 
-# `Group`'s own methods; `broadcast` is a raw process group's, too, so the receiver decides.
-OURS = {"all_reduce", "broadcast", "all_gather", "all_gather_objects"}
-# Collectives of torch.distributed and of raw process groups: never outside of COLLECTIVES.
-RAW = {
+# Methods of `Group`. Raw process groups have `broadcast`, too, so the receiver decides.
+GROUP_METHODS = {"all_reduce", "broadcast", "all_gather", "all_gather_objects"}
+# Collectives of torch.distributed and of raw process groups, used only in COLLECTIVES.
+RAW_COLLECTIVES = {
     "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_reduce_coalesced",
     "all_to_all", "all_to_all_single", "allgather", "allgather_coalesced",
     "allgather_into_tensor_coalesced", "allreduce", "allreduce_coalesced", "alltoall",
@@ -69,11 +68,11 @@ class Source:
 
     @property
     def part(self) -> str:
-        """The sub-package, or the file at the top."""
+        """The sub-package, or the file at the top level."""
         return self.name.partition("/")[0]
 
     def at(self, node: ast.AST, what: str) -> str:
-        """A complaint with its place."""
+        """Return a complaint with file and line."""
         return f"{self.name}:{getattr(node, 'lineno', 1)}: {what}"
 
 
@@ -86,12 +85,12 @@ SOURCES = [_read(path) for path in sorted(PACKAGE.rglob("*.py"))]
 
 
 def source_of(code: str, name: str = "engine/made_up.py") -> Source:
-    """A file that is not there, to test the rules themselves."""
+    """Return a made-up file, to test the rules themselves."""
     return Source(name, code, ast.parse(code))
 
 
 def imports_of(source: Source) -> Iterator[tuple[ast.AST, str]]:
-    """Every module that a file imports anywhere, also lazily or by `import_module`."""
+    """Yield every module that a file imports, also inside functions or by `import_module`."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -114,15 +113,15 @@ def _called(node: ast.Call) -> str:
 
 
 def is_in(module: str, package: str) -> bool:
-    """Whether `module` is `package` or lies in it."""
+    """Return whether `module` is `package` or lies in it."""
     return module == package or module.startswith(package + ".")
 
 
-# ---- who may import what
+# ---- imports
 
 
-def host_imports(source: Source) -> list[str]:
-    """Imports of Megatron outside of host/; a computed name could be one."""
+def megatron_imports(source: Source) -> list[str]:
+    """Return imports of Megatron outside of host/; computed names count, too."""
     if source.part == "host":
         return []
     return [
@@ -132,15 +131,15 @@ def host_imports(source: Source) -> list[str]:
     ]
 
 
-def _floor_of(part: str) -> int:
+def _layer_of(part: str) -> int:
     return next(i for i, parts in enumerate(LAYERS) if part in parts)
 
 
-def wrong_directions(source: Source) -> list[str]:
-    """Imports that go up, or to the side, in `LAYERS`; relative ones."""
+def upward_imports(source: Source) -> list[str]:
+    """Return imports of the same or a higher layer of `LAYERS`, and relative imports."""
     if source.name == "__init__.py":
         return []
-    complaints, floor = [], _floor_of(source.part)
+    complaints, layer = [], _layer_of(source.part)
     for node, module in imports_of(source):
         if module.startswith("."):
             complaints.append(source.at(node, "relative import; name the package"))
@@ -148,27 +147,27 @@ def wrong_directions(source: Source) -> list[str]:
             continue
         inner = module.removeprefix("megatron_edit.").partition(".")[0]
         part = inner if (PACKAGE / inner).is_dir() else f"{inner}.py"
-        if inner != "__version__" and part != source.part and _floor_of(part) >= floor:
+        if inner != "__version__" and part != source.part and _layer_of(part) >= layer:
             complaints.append(source.at(node, f"{source.part} must not import {part}"))
     return complaints
 
 
-def behind_the_face(source: Source) -> list[str]:
-    """Imports of the engine's inside from outside of it."""
+def internal_engine_imports(source: Source) -> list[str]:
+    """Return imports of internal modules of the engine by other packages."""
     if source.part == "engine":
         return []
     complaints = []
     for node, module in imports_of(source):
-        if not module.startswith(FACE + "."):
+        if not module.startswith(ENGINE + "."):
             continue
         inner = PACKAGE / "engine" / module.split(".")[2]
         if inner.exists() or inner.with_suffix(".py").exists():
-            complaints.append(source.at(node, f"imports {module}; use what {FACE} shows"))
+            complaints.append(source.at(node, f"imports {module}; use what {ENGINE} exports"))
     return complaints
 
 
-def reached_through(source: Source) -> list[str]:
-    """`engine.<name>.<name>` in host/: what the engine keeps inside."""
+def internal_engine_attributes(source: Source) -> list[str]:
+    """Return uses of `engine.<name>.<name>` in host/, which reach internals of the engine."""
     if source.part != "host":
         return []
     complaints = []
@@ -177,13 +176,13 @@ def reached_through(source: Source) -> list[str]:
             continue
         owner = node.value.value
         name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
-        if name in ("engine", "_engine") and node.value.attr not in SHOWN:
+        if name in ("engine", "_engine") and node.value.attr not in EXPOSED:
             complaints.append(source.at(node, f"reaches into engine.{node.value.attr}"))
     return complaints
 
 
-def foreign_formats(source: Source) -> list[str]:
-    """The engine knows neither the disk format nor the command line."""
+def forbidden_engine_imports(source: Source) -> list[str]:
+    """Return imports of the disk format or the command line by the engine."""
     if source.part != "engine":
         return []
     known = ("checkpoint", "config", "command_line", "flags", "host", "observe")
@@ -195,7 +194,7 @@ def foreign_formats(source: Source) -> list[str]:
 
 
 def distributed_in_method(source: Source) -> list[str]:
-    """Distributed code in method/, whether imported or reached through `torch`."""
+    """Return uses of distributed code in method/, imported or reached through `torch`."""
     if source.part != "method":
         return []
     named = [(n, m) for n, m in imports_of(source) if "distributed" in m]
@@ -204,11 +203,11 @@ def distributed_in_method(source: Source) -> list[str]:
         for n in ast.walk(source.tree)
         if isinstance(n, ast.Attribute) and n.attr == "distributed"
     ]
-    return [source.at(n, f"{m}: method/ knows no distributed code") for n, m in named + reached]
+    return [source.at(n, f"{m}: method/ must not use distributed code") for n, m in named + reached]
 
 
 def raw_streams(source: Source) -> list[str]:
-    """`torch.cuda` in comm/ and engine/, apart from the file that is there for it."""
+    """Return uses of `torch.cuda` in comm/ and engine/ outside of `STREAMS`."""
     if source.part not in ("comm", "engine") or source.name == STREAMS:
         return []
     named = [(n, m) for n, m in imports_of(source) if is_in(m, "torch.cuda")]
@@ -217,22 +216,22 @@ def raw_streams(source: Source) -> list[str]:
         for n in ast.walk(source.tree)
         if isinstance(n, ast.Attribute) and ast.unparse(n) == "torch.cuda"
     ]
-    return [source.at(n, f"{m}: streams are the business of {STREAMS}") for n, m in named + reached]
+    return [source.at(n, f"{m}: use {STREAMS} for streams") for n, m in named + reached]
 
 
 RULES = [
-    host_imports,
-    wrong_directions,
+    megatron_imports,
+    upward_imports,
     distributed_in_method,
-    behind_the_face,
-    reached_through,
-    foreign_formats,
+    internal_engine_imports,
+    internal_engine_attributes,
+    forbidden_engine_imports,
     raw_streams,
 ]
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_imports(rule: object) -> None:
+def test_imports_follow_layer_rules(rule: object) -> None:
     """Would catch: `import megatron` in the engine, torch.distributed in the mathematics."""
     assert callable(rule)
     assert [c for source in SOURCES for c in rule(source)] == []
@@ -247,14 +246,14 @@ def test_imports(rule: object) -> None:
         "import torch\ndef f(x: torch.cuda.Stream): ...",
     ],
 )
-def test_the_rule_for_streams_sees(code: str) -> None:
-    """The rule itself: each of these is a breach in the engine, and none where streams are made."""
+def test_stream_rule_finds_violations(code: str) -> None:
+    """Each of these is a violation in the engine, but not in the file for streams."""
     assert raw_streams(source_of(code))
     assert not raw_streams(source_of(code, STREAMS))
 
 
 def _edges(sources: list[Source]) -> dict[str, set[str]]:
-    """Which file imports which, by module name; `__init__` files that define nothing left out."""
+    """Return the imports of each module, without `__init__` files that define nothing."""
     defining = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.Assign, ast.AnnAssign)
     modules = {}
     for source in sources:
@@ -273,28 +272,28 @@ def _edges(sources: list[Source]) -> dict[str, set[str]]:
     return edges
 
 
-def _floors(edges: dict[str, set[str]]) -> dict[str, int]:
-    """Files on the longest chain of imports from each file down.
+def _chain_lengths(edges: dict[str, set[str]]) -> dict[str, int]:
+    """Return the length of the longest chain of imports that starts at each file.
 
     Raises:
         AssertionError: there is a cycle.
     """
-    floors: dict[str, int] = {}
+    lengths: dict[str, int] = {}
 
-    def climb(name: str, above: tuple[str, ...]) -> int:
+    def length_of(name: str, above: tuple[str, ...]) -> int:
         assert name not in above, f"a cycle of imports: {' -> '.join((*above, name))}"
-        if name not in floors:
-            below = [climb(target, (*above, name)) for target in edges[name]]
-            floors[name] = 1 + max(below, default=0)
-        return floors[name]
+        if name not in lengths:
+            below = [length_of(target, (*above, name)) for target in edges[name]]
+            lengths[name] = 1 + max(below, default=0)
+        return lengths[name]
 
     for name in edges:
-        climb(name, ())
-    return floors
+        length_of(name, ())
+    return lengths
 
 
 def _folders(edges: dict[str, set[str]], package: str) -> dict[str, set[str]]:
-    """Which folder of a package imports which; its own files count as folders of one file."""
+    """Return the imports between folders of a package; its own files count as folders."""
     folders: dict[str, set[str]] = {}
     for name, targets in edges.items():
         if is_in(name, package):
@@ -309,29 +308,28 @@ def _folder_of(module: str, package: str) -> str:
 
 
 @pytest.mark.parametrize("package", ["engine", "host", "tools"])
-def test_no_mutual_import(package: str) -> None:
-    """Neither between files of the whole package, nor between folders. Imports inside functions
-    count."""
+def test_files_and_folders_have_no_import_cycles(package: str) -> None:
+    """Imports inside functions count, too."""
     edges = _edges(SOURCES)
-    _floors(edges)
-    _floors(_folders(edges, f"megatron_edit.{package}"))
+    _chain_lengths(edges)
+    _chain_lengths(_folders(edges, f"megatron_edit.{package}"))
 
 
-def test_the_rule_for_mutual_imports_sees() -> None:
-    """The rule itself: files that do not import each other, in folders that do."""
+def test_cycle_rule_finds_violations() -> None:
+    """Files without a cycle, in folders with a cycle."""
     edges = {
         "megatron_edit.engine.sync.queue": {"megatron_edit.engine.rounds.plan"},
         "megatron_edit.engine.rounds.plan": set(),
         "megatron_edit.engine.rounds.meeting": {"megatron_edit.engine.sync.units"},
         "megatron_edit.engine.sync.units": set(),
     }
-    _floors(edges)
+    _chain_lengths(edges)
     with pytest.raises(AssertionError, match="a cycle of imports"):
-        _floors(_folders(edges, "megatron_edit.engine"))
+        _chain_lengths(_folders(edges, "megatron_edit.engine"))
 
 
 def reached_from(start: str, edges: dict[str, set[str]]) -> set[str]:
-    """The modules that a file or a package imports, and what these import, and so on."""
+    """Return all modules that a file or a package imports directly or indirectly."""
     reached: set[str] = set()
     ahead = [name for name in edges if is_in(name, start)]
     while ahead:
@@ -342,9 +340,9 @@ def reached_from(start: str, edges: dict[str, set[str]]) -> set[str]:
     return reached
 
 
-def beyond_the_engine(sources: list[Source]) -> list[str]:
-    """What the engine reaches through others: settings, the command line, the disk format."""
-    reached = reached_from(FACE, _edges(sources))
+def indirect_engine_imports(sources: list[Source]) -> list[str]:
+    """Return modules that the engine imports indirectly and must not depend on."""
+    reached = reached_from(ENGINE, _edges(sources))
     complaints = [
         f"the engine reaches {name}"
         for name in sorted(reached)
@@ -360,25 +358,25 @@ def beyond_the_engine(sources: list[Source]) -> list[str]:
     return complaints
 
 
-def test_the_engine_reaches_no_settings() -> None:
-    """Would catch: a constant of `config` that comm/ imports, and with it argparse."""
-    assert beyond_the_engine(SOURCES) == []
+def test_engine_does_not_depend_on_settings() -> None:
+    """Would catch a constant of `config`, and with it argparse, imported by comm/."""
+    assert indirect_engine_imports(SOURCES) == []
 
 
-def test_the_rule_for_reach_sees() -> None:
-    """The rule itself, on files that are not there: through two others, also inside a function."""
+def test_dependency_rule_finds_violations() -> None:
+    """On made-up files: an import through two others, one of them inside a function."""
     chain = [
         source_of("from megatron_edit.comm.near import x\ny = x", "engine/made_up.py"),
         source_of("def x():\n    from megatron_edit.comm import far", "comm/near.py"),
         source_of("import argparse\nfrom megatron_edit.config import y\nx = y", "comm/far.py"),
         source_of("y = 1", "config.py"),
     ]
-    assert len(beyond_the_engine(chain)) == 2
-    assert beyond_the_engine(chain[:2]) == []
+    assert len(indirect_engine_imports(chain)) == 2
+    assert indirect_engine_imports(chain[:2]) == []
 
 
 def test_importing_the_engine_loads_no_settings() -> None:
-    """The same, as the interpreter sees it."""
+    """Check the same in the interpreter."""
     code = (
         "import sys, megatron_edit.engine;"
         "own = {m.split('.')[1] for m in sys.modules if m.startswith('megatron_edit.')};"
@@ -387,9 +385,8 @@ def test_importing_the_engine_loads_no_settings() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 
-def test_the_engine_offers_what_is_used() -> None:
-    """Would catch: a public method or property of the engine that neither the host nor a test of
-    behaviour uses."""
+def test_public_engine_names_are_used() -> None:
+    """Would catch a public method or property that neither the host nor a test uses."""
     texts = [source.text for source in SOURCES if source.part == "host"]
     texts += [
         path.read_text(encoding="utf-8")
@@ -404,12 +401,12 @@ def test_the_engine_offers_what_is_used() -> None:
         for node in ast.walk(source.tree)
         if isinstance(node, FUNCTIONS) and not node.name.startswith("_")
     }
-    inside = {"round", "activity"}  # of the status: the engine asks
+    inside = {"round", "activity"}  # of the status, used by the engine itself
     assert offered - used - inside == set()
 
 
-def test_host_knows_its_types() -> None:
-    """Would catch: `Any` again for what `host/seams/megatron.py` has a protocol for."""
+def test_host_uses_any_sparingly() -> None:
+    """Would catch `Any` in place of a protocol of `host/seams/megatron.py`."""
     found = {
         source.name: number
         for source in SOURCES
@@ -424,7 +421,7 @@ def test_host_knows_its_types() -> None:
 
 
 def test_importing_the_package_changes_nothing() -> None:
-    """Neither torch nor Megatron is imported, nor does the environment or the path change."""
+    """Neither torch nor Megatron is imported; environment and path do not change."""
     code = (
         "import os, sys; before = dict(os.environ), list(sys.path);"
         "import megatron_edit, megatron_edit.config, megatron_edit.errors;"
@@ -436,7 +433,7 @@ def test_importing_the_package_changes_nothing() -> None:
 
 
 def test_the_command_line_starts_without_torch() -> None:
-    """Would catch: a subcommand whose imports all the others wait for, before they say a word."""
+    """Would catch slow imports of one subcommand that delay all others."""
     code = (
         "import sys, megatron_edit.tools.cli;"
         "heavy = {'torch', 'megatron', 'matplotlib', 'rich'} & set(sys.modules);"
@@ -449,7 +446,7 @@ def test_the_command_line_starts_without_torch() -> None:
 
 
 class _Groups(ast.NodeVisitor):
-    """Names in one function that certainly hold a `Group` of ours.
+    """Names in one function that certainly refer to our `Group`.
 
     These are: parameters annotated `Group`; what `Group.of` or `stand_alone_group` returns;
     attributes declared `name: Group` in some class of the package; members of a mapping declared
@@ -460,8 +457,8 @@ class _Groups(ast.NodeVisitor):
         self.fields, self.mappings = fields, mappings
         self.names: set[str] = set()
 
-    def holds_group(self, node: ast.expr) -> bool:
-        """Whether an expression is a `Group`."""
+    def is_group(self, node: ast.expr) -> bool:
+        """Return whether an expression is a `Group`."""
         if isinstance(node, ast.Name):
             return node.id in self.names
         if isinstance(node, ast.Attribute):
@@ -476,7 +473,7 @@ class _Groups(ast.NodeVisitor):
         return False
 
     def is_mapping(self, node: ast.expr) -> bool:
-        """Whether an expression maps to groups."""
+        """Return whether an expression is a mapping to groups."""
         return isinstance(node, ast.Attribute) and node.attr in self.mappings
 
     def visit_arg(self, node: ast.arg) -> None:
@@ -484,7 +481,7 @@ class _Groups(ast.NodeVisitor):
             self.names.add(node.arg)
 
     def visit_Assign(self, node: ast.Assign) -> None:
-        if self.holds_group(node.value):
+        if self.is_group(node.value):
             self.names.update(t.id for t in node.targets if isinstance(t, ast.Name))
         self.generic_visit(node)
 
@@ -510,9 +507,9 @@ def _is_group(annotation: ast.expr | None) -> bool:
 
 @functools.cache
 def _declared() -> tuple[set[str], set[str]]:
-    """Attributes declared as a group, and as a mapping to groups, in any class.
+    """Return the attributes declared as a group, and as a mapping to groups, in any class.
 
-    A name that another class gives to what may be a raw process group is not trusted.
+    A name that another class uses for what may be a raw process group is excluded.
     """
     groups, mappings, doubtful = set(), set(), set()
     for source in SOURCES:
@@ -530,8 +527,8 @@ def _declared() -> tuple[set[str], set[str]]:
     return groups - doubtful, mappings - doubtful
 
 
-def foreign_collectives(source: Source) -> list[str]:
-    """Collectives that do not go through a `Group`."""
+def raw_collective_calls(source: Source) -> list[str]:
+    """Return collectives that are not called on a `Group`."""
     if source.name in COLLECTIVES:
         return []
     fields, mappings = _declared()
@@ -542,23 +539,23 @@ def foreign_collectives(source: Source) -> list[str]:
     complaints = []
     for node in ast.walk(source.tree):
         if isinstance(node, ast.ImportFrom) and is_in(node.module or "", "torch.distributed"):
-            taken = {alias.name for alias in node.names} & (RAW | OURS)
+            taken = {alias.name for alias in node.names} & (RAW_COLLECTIVES | GROUP_METHODS)
             complaints += [source.at(node, f"imports the collective {name}") for name in taken]
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
-        if node.func.attr in RAW:
+        if node.func.attr in RAW_COLLECTIVES:
             complaints.append(source.at(node, f"calls {ast.unparse(node.func)}"))
-        elif node.func.attr in OURS:
+        elif node.func.attr in GROUP_METHODS:
             groups = _Groups(fields, mappings)
             groups.visit(inside.get(node, source.tree))
-            if not groups.holds_group(node.func.value):
+            if not groups.is_group(node.func.value):
                 complaints.append(source.at(node, f"{ast.unparse(node.func)} of no known Group"))
     return complaints
 
 
 def test_collectives_are_issued_in_one_module() -> None:
-    """Would catch: `dist.all_reduce(...)` or a raw process group's method anywhere else."""
-    assert [c for source in SOURCES for c in foreign_collectives(source)] == []
+    """Would catch `dist.all_reduce(...)` or a method of a raw process group anywhere else."""
+    assert [c for source in SOURCES for c in raw_collective_calls(source)] == []
 
 
 @pytest.mark.parametrize(
@@ -573,28 +570,28 @@ def test_collectives_are_issued_in_one_module() -> None:
         "import torch.distributed as dist\ndef f():\n    dist.barrier()",
     ],
 )
-def test_the_rule_for_collectives_sees(code: str) -> None:
-    """The rule itself: each of these is a breach."""
-    assert foreign_collectives(source_of(code))
+def test_collectives_rule_finds_violations(code: str) -> None:
+    """Each of these is a violation."""
+    assert raw_collective_calls(source_of(code))
 
 
-def test_the_rule_for_collectives_accepts_our_groups() -> None:
-    """Calls through `Group` are what the rule is there to allow."""
+def test_collectives_rule_accepts_own_groups() -> None:
+    """Calls of `Group` methods are allowed."""
     code = (
         "def f(groups, t, one: Group):\n    one.broadcast(t)\n    groups.sync.all_reduce(t)\n"
         "    other = groups.stage\n    other.all_gather(t)\n"
         "    for _, tie in groups.ties.items():\n        tie.broadcast(t)\n"
     )
-    assert foreign_collectives(source_of(code)) == []
+    assert raw_collective_calls(source_of(code)) == []
 
 
-# ---- what is written once
+# ---- definitions in one place
 
-FLAG_BEGINNINGS = {"--use-edit", "--edit-", "--use_edit", "--edit_"}
+FLAG_PREFIXES = {"--use-edit", "--edit-", "--use_edit", "--edit_"}
 
 
 def values_of(tree: ast.Module) -> Iterator[tuple[ast.stmt, str, object]]:
-    """Names that a file gives a number, a text or a list of these, at its top."""
+    """Yield module-level names whose value is a number, a text or a list of these."""
     for node in tree.body:
         if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
             continue
@@ -608,19 +605,19 @@ def values_of(tree: ast.Module) -> Iterator[tuple[ast.stmt, str, object]]:
                 try:
                     yield node, target.id, ast.literal_eval(value)
                 except ValueError:
-                    continue  # computed, or other names
+                    continue  # computed
 
 
 def _are_similar(one: str, other: str, value: object) -> bool:
-    """Whether two names may well stand for one thing: numbers are alike by chance more often."""
+    """Return whether two names may mean the same; equal numbers are often a coincidence."""
     if isinstance(value, int | float):
         return one.strip("_") == other.strip("_")
     words = [set(name.strip("_").split("_")) for name in (one, other)]
     return words[0] <= words[1] or words[1] <= words[0]
 
 
-def constants_again(sources: list[Source]) -> list[str]:
-    """Constants of one value and of one name, or nearly, in two files."""
+def duplicate_constants(sources: list[Source]) -> list[str]:
+    """Return constants of equal value and similar name in two files."""
     found = [(source, *entry) for source in sources for entry in values_of(source.tree)]
     return [
         later.at(node, f"{name} is {other} of {earlier.name}")
@@ -634,8 +631,8 @@ def constants_again(sources: list[Source]) -> list[str]:
     ]
 
 
-def lists_again(sources: list[Source]) -> list[str]:
-    """The same texts, two or more, listed in two files."""
+def duplicate_lists(sources: list[Source]) -> list[str]:
+    """Return lists of two or more texts that appear in two files."""
     complaints, seen = [], dict[frozenset[str], Source]()
     for source in sources:
         for node in ast.walk(source.tree):
@@ -649,20 +646,20 @@ def lists_again(sources: list[Source]) -> list[str]:
     return complaints
 
 
-def beginnings_again(sources: list[Source]) -> list[str]:
-    """How flags of ours begin, outside of the file that says so."""
+def duplicate_prefixes(sources: list[Source]) -> list[str]:
+    """Return prefixes of our flags outside of flags.py."""
     return [
         source.at(node, f"{node.value!r}; flags.py has it")
         for source in sources
         if source.name != "flags.py"
         for node in ast.walk(source.tree)
-        if isinstance(node, ast.Constant) and node.value in FLAG_BEGINNINGS
+        if isinstance(node, ast.Constant) and node.value in FLAG_PREFIXES
     ]
 
 
-@pytest.mark.parametrize("rule", [constants_again, lists_again, beginnings_again])
-def test_what_is_decided_is_written_once(rule: object) -> None:
-    """Would catch: a wait, a list of choices or a flag's beginning that two files write down."""
+@pytest.mark.parametrize("rule", [duplicate_constants, duplicate_lists, duplicate_prefixes])
+def test_constants_lists_and_prefixes_are_defined_once(rule: object) -> None:
+    """Would catch a time limit, a list of choices or a flag prefix defined in two files."""
     assert callable(rule)
     assert rule(SOURCES) == []
 
@@ -670,22 +667,22 @@ def test_what_is_decided_is_written_once(rule: object) -> None:
 @pytest.mark.parametrize(
     ("rule", "one", "other"),
     [
-        (constants_again, "GRACE_SECONDS = 5.0", "_GRACE_SECONDS: float = 5.0"),
-        (constants_again, "A, FINAL = 1, 'final'", "FINAL = 'final'"),
-        (constants_again, "OPTIMIZERS = ('adam',)", "SUPPORTED_OPTIMIZERS = ('adam',)"),
-        (lists_again, "X = ('a', 'b')", "def f(x):\n    return x in {'b', 'a'}"),
-        (beginnings_again, "", "def f(x):\n    return f'--edit-{x}'"),
+        (duplicate_constants, "GRACE_SECONDS = 5.0", "_GRACE_SECONDS: float = 5.0"),
+        (duplicate_constants, "A, FINAL = 1, 'final'", "FINAL = 'final'"),
+        (duplicate_constants, "OPTIMIZERS = ('adam',)", "SUPPORTED_OPTIMIZERS = ('adam',)"),
+        (duplicate_lists, "X = ('a', 'b')", "def f(x):\n    return x in {'b', 'a'}"),
+        (duplicate_prefixes, "", "def f(x):\n    return f'--edit-{x}'"),
     ],
 )
-def test_the_rules_for_once_see(rule: object, one: str, other: str) -> None:
-    """The rules themselves, on files that are not there."""
+def test_duplicate_rules_find_violations(rule: object, one: str, other: str) -> None:
+    """Each made-up pair of files is a violation."""
     assert callable(rule)
     first, second = source_of(one, "comm/one.py"), source_of(other, "tools/other.py")
     assert rule([first, second]) and not rule([first])
 
 
 def fields_of(tree: ast.Module) -> Iterator[tuple[str, ast.AnnAssign, str]]:
-    """Fields of all classes of a file: class, statement, name."""
+    """Yield fields of all classes of a file: class, statement, name."""
     for owner in ast.walk(tree):
         if isinstance(owner, ast.ClassDef):
             for node in owner.body:
@@ -694,7 +691,7 @@ def fields_of(tree: ast.Module) -> Iterator[tuple[str, ast.AnnAssign, str]]:
 
 
 def parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
-    """The parameters of a function that have a default."""
+    """Yield the parameters of a function that have a default."""
     given = function.args
     places = [*given.posonlyargs, *given.args]
     yield from (arg.arg for arg in places[len(places) - len(given.defaults) :])
@@ -703,7 +700,7 @@ def parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[
 
 
 def defaults_of_settings(sources: list[Source]) -> list[str]:
-    """A default, below or beside `config.py`, of what has one there already."""
+    """Return defaults of settings outside of `config.py`, in layers that receive them as values."""
     config = next(source for source in sources if source.name == "config.py")
     settings = {name for owner, _, name in fields_of(config.tree) if owner == "EditConfig"}
     complaints = []
@@ -722,8 +719,8 @@ def defaults_of_settings(sources: list[Source]) -> list[str]:
     return complaints
 
 
-def defaults_of_what_is_made(sources: list[Source]) -> list[str]:
-    """Defaults, under whatever name, in the classes that host/settings.py makes of the settings."""
+def defaults_of_built_settings(sources: list[Source]) -> list[str]:
+    """Return defaults of fields in the classes that host/settings.py builds from settings."""
     maker = next(source for source in sources if source.name == "host/settings.py")
     made = {_called(node) for node in ast.walk(maker.tree) if isinstance(node, ast.Call)}
     return [
@@ -734,9 +731,9 @@ def defaults_of_what_is_made(sources: list[Source]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("rule", [defaults_of_settings, defaults_of_what_is_made])
-def test_a_default_of_a_setting_is_there_once(rule: object) -> None:
-    """Would catch: `EngineSettings.prefetch_units = 2`, when the default of the flag changes."""
+@pytest.mark.parametrize("rule", [defaults_of_settings, defaults_of_built_settings])
+def test_setting_defaults_are_defined_once(rule: object) -> None:
+    """Would catch `EngineSettings.prefetch_units = 2`, which may differ from the flag's default."""
     assert callable(rule)
     assert rule(SOURCES) == []
 
@@ -747,11 +744,11 @@ def test_a_default_of_a_setting_is_there_once(rule: object) -> None:
         (defaults_of_settings, "class Made:\n    clip: float = 10.0"),
         (defaults_of_settings, "def f(a, *, clip=10.0): ..."),
         (defaults_of_settings, "def f(a, clip=10.0): ..."),
-        (defaults_of_what_is_made, "class Made:\n    max_norm: float = 10.0"),
+        (defaults_of_built_settings, "class Made:\n    max_norm: float = 10.0"),
     ],
 )
-def test_the_rules_for_defaults_see(rule: object, code: str) -> None:
-    """The rules themselves, on files that are not there."""
+def test_default_rules_find_violations(rule: object, code: str) -> None:
+    """Each made-up pair of files is a violation."""
     assert callable(rule)
     config = source_of("class EditConfig:\n    clip: float = _setting(10.0, '')", "config.py")
     settings = source_of("def made_of(config):\n    return Made(config.clip)", "host/settings.py")
@@ -759,11 +756,11 @@ def test_the_rules_for_defaults_see(rule: object, code: str) -> None:
     assert not rule([config, settings])
 
 
-# ---- shape and habits
+# ---- style
 
 
 def repeated_classes(sources: list[Source]) -> list[str]:
-    """Public classes of one name, nested ones too: whoever reads it cannot know which it is."""
+    """Return public classes, also nested ones, that share a name."""
     places: dict[str, list[str]] = {}
     for source in sources:
         for node in ast.walk(source.tree):
@@ -772,13 +769,13 @@ def repeated_classes(sources: list[Source]) -> list[str]:
     return [place for same in places.values() if len(same) > 1 for place in same]
 
 
-def test_class_names_are_told_apart() -> None:
-    """Every public class name is there once in the package."""
+def test_public_class_names_are_unique() -> None:
+    """Every public class name occurs once in the package."""
     assert repeated_classes(SOURCES) == []
 
 
-def test_the_rule_for_class_names_sees() -> None:
-    """Twice at the top, or in a class; a private one is its file's own."""
+def test_class_name_rule_finds_violations() -> None:
+    """Two classes at module level, or one nested; private classes may share a name."""
     twice = [source_of("class Run: ...", name) for name in ("engine/one.py", "host/two.py")]
     assert repeated_classes(twice) == ["engine/one.py:1: Run", "host/two.py:1: Run"]
     nested = [source_of("class Outer:\n    class Run: ..."), twice[0]]
@@ -786,8 +783,8 @@ def test_the_rule_for_class_names_sees() -> None:
     assert repeated_classes([source_of("class _Run: ...")] * 2 + twice[:1]) == []
 
 
-def test_size() -> None:
-    """Files and functions that fit in a head."""
+def test_files_and_functions_are_short() -> None:
+    """Files and functions have a maximum length."""
     long = [
         f"{source.name}: {count} lines, at most {MAX_FILE_LINES}"
         for source in SOURCES
@@ -801,8 +798,8 @@ def test_size() -> None:
     assert long == []
 
 
-def test_habits() -> None:
-    """No `global`, no bare `except`, no `print`."""
+def test_no_global_bare_except_or_print() -> None:
+    """Output goes through observe.console."""
     found = []
     for source in SOURCES:
         for node in ast.walk(source.tree):
@@ -816,7 +813,7 @@ def test_habits() -> None:
 
 
 def _public(node: ast.AST) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Public classes, functions and methods; what lies in a function is nobody's interface."""
+    """Yield public classes, functions and methods, without those inside functions."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.ClassDef | FUNCTIONS) and not child.name.startswith("_"):
             yield child
@@ -824,8 +821,8 @@ def _public(node: ast.AST) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.Asyn
                 yield from _public(child)
 
 
-def test_docstrings() -> None:
-    """Every public module, class, function and method says what it is."""
+def test_public_names_have_docstrings() -> None:
+    """Public modules, classes, functions and methods."""
     missing = [s.at(s.tree, "module") for s in SOURCES if not ast.get_docstring(s.tree)]
     for source in SOURCES:
         missing += [source.at(n, n.name) for n in _public(source.tree) if not ast.get_docstring(n)]
@@ -833,7 +830,7 @@ def test_docstrings() -> None:
 
 
 def references(source: Source) -> list[str]:
-    """Docstrings that send their reader elsewhere instead of saying what the thing does."""
+    """Return docstrings that only refer to another place."""
     return [
         source.at(node, getattr(node, "name", "module"))
         for node in ast.walk(source.tree)
@@ -842,8 +839,8 @@ def references(source: Source) -> list[str]:
     ]
 
 
-def test_docstrings_are_no_references() -> None:
-    """Would catch: an implementation of a protocol that says "See `Protocol`." and no more."""
+def test_docstrings_do_not_refer_elsewhere() -> None:
+    """Would catch an implementation of a protocol with only "See `Protocol`."."""
     assert [place for source in SOURCES for place in references(source)] == []
 
 
@@ -862,7 +859,7 @@ def test_docstrings_are_no_references() -> None:
         ("Seeds of all ranks.", False),
     ],
 )
-def test_the_rule_for_references_sees(docstring: str, is_reference: bool) -> None:
-    """The rule itself, on classes and on functions that nobody else calls."""
+def test_reference_rule_finds_violations(docstring: str, is_reference: bool) -> None:
+    """On classes and private functions."""
     for code in (f'class A:\n    """{docstring}"""', f'def _f():\n    """{docstring}"""'):
         assert bool(references(source_of(code))) == is_reference

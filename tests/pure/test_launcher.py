@@ -1,4 +1,4 @@
-"""The launcher before it launches: its help, and the subcommands under its name."""
+"""The launcher: its help, subcommands and exit codes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_edit.__main__ import main
-from megatron_edit.command_line import asks_for_help
+from megatron_edit.command_line import has_help_flag
 from megatron_edit.config import EditConfig
 from megatron_edit.errors import (
     DriftError,
@@ -30,7 +30,7 @@ SCRIPT = str(REPOSITORY / "scripts" / "pretrain_gpt.py")
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def _without_rank_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "200")  # argparse breaks lines at hyphens, too
@@ -39,40 +39,42 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "words", [["-h"], ["--help"], [SCRIPT, "--help"], [SCRIPT, "--use-edit", "-h", "--lr", "1"]]
 )
-def test_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Would catch: Megatron's parser, whose own help ends in a traceback; a list without values."""
+def test_help_prints_flags_and_choices(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Would catch the help of Megatron's parser, which fails; flags without choices."""
     assert main(words) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert said.startswith("usage: torchrun [...] -m megatron_edit SCRIPT")
-    assert "python SCRIPT --help" in said and "--edit-sync-interval" in said
-    assert f"one of {', '.join(STRATEGIES)} (default: edit)" in said
-    assert "one of fp32, bf16, int8, int4 (default: fp32)" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert output.startswith("usage: torchrun [...] -m megatron_edit SCRIPT")
+    assert "python SCRIPT --help" in output and "--edit-sync-interval" in output
+    assert f"one of {', '.join(STRATEGIES)} (default: edit)" in output
+    assert "one of fp32, bf16, int8, int4 (default: fp32)" in output
 
 
-def test_every_flag_has_one_default(capsys: pytest.CaptureFixture[str]) -> None:
-    """Would catch: two of them, of which a reader must guess."""
+def test_help_shows_one_default_per_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    """Would catch two different defaults in one help text."""
     main(["--help"])
-    said = capsys.readouterr().out
-    assert said.count("(default:") == len(dataclasses.fields(EditConfig))
+    output = capsys.readouterr().out
+    assert output.count("(default:") == len(dataclasses.fields(EditConfig))
 
 
 @pytest.mark.parametrize("name", ["RANK", "SLURM_PROCID"])
-def test_other_ranks_are_quiet(
+def test_only_rank_0_prints_help(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Would catch: the same page from every rank."""
+    """Would catch the same page from every rank."""
     monkeypatch.setenv(name, "1")
     assert main([SCRIPT, "--help"]) == 0
     assert capsys.readouterr().out == ""
 
 
-def test_words_after_two_dashes_are_not_ours() -> None:
-    assert asks_for_help(["a.py", "-h", "--"]) and asks_for_help(["--help"])
-    assert not asks_for_help(["a.py", "--", "--help"]) and not asks_for_help([])
+def test_words_after_double_dash_are_ignored() -> None:
+    assert has_help_flag(["a.py", "-h", "--"]) and has_help_flag(["--help"])
+    assert not has_help_flag(["a.py", "--", "--help"]) and not has_help_flag([])
 
 
 def test_help_imports_neither_torch_nor_megatron() -> None:
-    """Would catch: seconds of waiting, or an error of theirs, before a page of text."""
+    """Would catch seconds of delay, or an import error, before the help."""
     code = (
         "import sys; from megatron_edit.__main__ import main; code = main(['a.py', '-h']);"
         "sys.exit(code or not {'torch', 'megatron'}.isdisjoint(sys.modules))"
@@ -84,10 +86,10 @@ def test_help_imports_neither_torch_nor_megatron() -> None:
 
 
 @pytest.mark.parametrize("name", SUBCOMMANDS)
-def test_subcommands(
+def test_subcommands_print_help(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Would catch: "no such training script"; a folder of that name is not one, either."""
+    """Would catch "no such training script"; a folder of that name is no script, either."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).mkdir()
     with pytest.raises(SystemExit) as stop:
@@ -96,10 +98,10 @@ def test_subcommands(
     assert f"usage: megatron-edit {name}" in capsys.readouterr().out
 
 
-def test_a_script_comes_before_a_subcommand(
+def test_script_takes_precedence_over_subcommand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Would catch: a training script that cannot be launched because of its name."""
+    """Would catch a training script that cannot be launched because of its name."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "check").write_text("")
     assert main(["check", "--help"]) == 0
@@ -107,7 +109,7 @@ def test_a_script_comes_before_a_subcommand(
 
 
 def test_exit_codes_are_frozen() -> None:
-    """Batch scripts start a job again by them. Catches drift or a lost replica told like a bug."""
+    """Batch scripts restart by exit code. Catches drift or a lost replica reported like a bug."""
     codes: dict[type[EditError], int] = {
         EditError: 1, UsageError: 2, HostVersionError: 2, DriftError: 3, ReplicaLostError: 4,
         SyncProtocolError: 1,
@@ -115,8 +117,8 @@ def test_exit_codes_are_frozen() -> None:
     assert {kind: kind.exit_code for kind in codes} == codes
 
 
-class Attached:
-    """In place of everything that is changed in Megatron."""
+class FakeAttachment:
+    """A stand-in for `Attachment`, which patches Megatron."""
 
     placement = None
 
@@ -124,14 +126,14 @@ class Attached:
         self.is_checked = False
         self.placement = None
 
-    def __enter__(self) -> Attached:
+    def __enter__(self) -> FakeAttachment:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self.is_checked == (Attached.ends == "return")
+        assert self.is_checked == (FakeAttachment.ends == "return")
 
-    def check_used(self) -> None:
-        """After a script that has come to its end."""
+    def check_model_was_built(self) -> None:
+        """Record the check after a script that returned."""
         self.is_checked = True
 
     ends = "return"
@@ -141,16 +143,16 @@ class Attached:
     ("ends", "code"),
     [("return", 0), ("sys.exit(0)", 0), ("sys.exit()", 0), ("sys.exit(7)", 7), ("drift", 3)],
 )
-def test_how_a_script_ends(
+def test_exit_code_follows_script_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str, code: int
 ) -> None:
-    """Catches a failed training that ends with 0, and an error of ours that is a traceback."""
+    """Catches a failed training that exits with 0, and an EDiT error that ends in a traceback."""
     import megatron_edit.host.attach as attach
     import megatron_edit.host.devices as devices
 
-    monkeypatch.setattr(attach, "Attachment", Attached)
+    monkeypatch.setattr(attach, "Attachment", FakeAttachment)
     monkeypatch.setattr(devices, "choose_device", lambda config: torch.device("cuda"))
-    monkeypatch.setattr(Attached, "ends", ends)
+    monkeypatch.setattr(FakeAttachment, "ends", ends)
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", [*sys.path])
     lines = {"return": "pass", "drift": "from megatron_edit.errors import DriftError as E; raise E"}
@@ -163,7 +165,7 @@ def test_how_a_script_ends(
     assert ended == code
 
 
-def test_a_refusal_is_one_line_and_a_code(capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a launcher that says what is wrong and then reports success."""
+def test_refusal_is_one_line_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a launcher that prints the error and then exits with 0."""
     assert main(["no_such_script.py"]) == 2
     assert capsys.readouterr().err.count("\n") == 1

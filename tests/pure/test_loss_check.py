@@ -1,4 +1,4 @@
-"""The loss check against its oracle, on numbers made by hand, and its rate of false positives."""
+"""The loss check: comparison with its oracle, worked examples, and rate of false positives."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ NAN = math.nan
 def judge(
     losses: Sequence[float], history: LossHistory, steps: Sequence[int] | None = None
 ) -> tuple[LossVerdict, LossHistory]:
-    """One round; all replicas made steps unless it is said."""
+    """Check the losses of one round; by default all replicas made steps."""
     has_steps = torch.tensor([n > 0 for n in steps or [1] * len(losses)])
     return check_losses(torch.tensor(losses, dtype=torch.float64), has_steps, history, CONFIG)
 
 
 def after(rounds: int, num_replicas: int, loss: float = 3.0) -> LossHistory:
-    """Histories of `rounds` rounds that alternate by 0.02."""
+    """Return the history after `rounds` rounds whose losses alternate by 0.02."""
     history = LossHistory.fresh(num_replicas)
     for number in range(rounds):
         _, history = judge([loss + 0.02 * (number % 2)] * num_replicas, history)
@@ -45,8 +45,8 @@ def after(rounds: int, num_replicas: int, loss: float = 3.0) -> LossHistory:
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 4, 7])
-def test_oracle(num_replicas: int) -> None:
-    """Catches: another median or weight, a rejected value that is learned, a patience one off."""
+def test_loss_check_matches_oracle(num_replicas: int) -> None:
+    """Catches: a wrong median or weight, a rejected value in the history, patience off by one."""
     rng = np.random.default_rng(num_replicas)
     oracle, history = LossOracle(num_replicas), LossHistory.fresh(num_replicas)
     num_rejected = 0
@@ -68,29 +68,29 @@ def test_oracle(num_replicas: int) -> None:
             found = math.sqrt(math.pi / 2) * float(history.deviation[replica])
             assert found == pytest.approx(sigma, rel=1e-12, abs=1e-12)
         assert history.accepted.tolist() == [len(values) for values in oracle.values]
-    # The first burst, and the second until the patience ends; one alone is never rejected.
+    # The first burst, and the second until the patience ends; a lone replica is never rejected.
     assert (num_rejected >= 5) == (num_replicas > 1)
 
 
-def test_differences_by_hand() -> None:
-    """Catches: a bad replica that moves what the others are compared with."""
+def test_loss_differences_of_worked_examples() -> None:
+    """Catches a bad replica that shifts the reference of the others."""
     losses = torch.tensor([3.0, 3.5, 9.0], dtype=torch.float64)
-    everybody = torch.ones(3, dtype=torch.bool)
-    assert loss_differences(losses, everybody).tolist() == [-0.5, 0.0, 5.5]
+    all_usable = torch.ones(3, dtype=torch.bool)
+    assert loss_differences(losses, all_usable).tolist() == [-0.5, 0.0, 5.5]
     low = torch.tensor([3.0, 3.5, 0.0], dtype=torch.float64)
-    assert loss_differences(low, everybody).tolist() == [0.0, 0.5, -3.0]
+    assert loss_differences(low, all_usable).tolist() == [0.0, 0.5, -3.0]
     four = torch.tensor([3.0, 3.5, 9.0, 3.25], dtype=torch.float64)
     # medians of the others: of 3.5, 9, 3.25; of 3, 9, 3.25; of 3, 3.5, 3.25; of 3, 3.5, 9
     found = loss_differences(four, torch.ones(4, dtype=torch.bool))
     assert found.tolist() == [-0.5, 0.25, 5.75, -0.25]
-    two = loss_differences(losses[1:], everybody[1:]).tolist()
-    assert two == [3.5, 9.0]  # of two, each has its own history alone
-    silent = torch.tensor([True, True, False])
-    assert all(math.isnan(d) for d in loss_differences(losses, silent).tolist())
+    two = loss_differences(losses[1:], all_usable[1:]).tolist()
+    assert two == [3.5, 9.0]  # with two replicas, each is compared with its own history only
+    two_usable = torch.tensor([True, True, False])
+    assert all(math.isnan(d) for d in loss_differences(losses, two_usable).tolist())
 
 
-def test_not_judged_before_eight_values() -> None:
-    """Catches: a history that is armed one round early or late."""
+def test_replica_is_not_judged_before_eight_losses() -> None:
+    """Catches a check that is armed one round early or late."""
     for rounds in (0, 1, 7, 8):
         verdict, _ = judge([3.0, 3.0, 8.0], after(rounds, 3))
         assert verdict.rejected.tolist() == [False, False, rounds == 8]
@@ -98,7 +98,8 @@ def test_not_judged_before_eight_values() -> None:
 
 
 def test_small_excess_is_accepted_and_scores_agree() -> None:
-    """Differences were all 0: catches a check that rejects rounding, and a z of another bound."""
+    """All earlier differences are 0: catches a check that rejects rounding errors, and z-scores
+    that disagree with the verdict."""
     below, _ = judge([3.0, 3.0, 3.0999], after(20, 3))
     above, _ = judge([3.0, 3.0, 3.1001], after(20, 3))
     assert not below.rejected.any() and above.rejected.tolist() == [False, False, True]
@@ -107,8 +108,8 @@ def test_small_excess_is_accepted_and_scores_agree() -> None:
     assert not lower.rejected.any()  # a low loss is never bad data
 
 
-def test_change_of_regime_does_not_lock_out() -> None:
-    """Harder data for good: three rejections, then a new history that is not armed."""
+def test_lasting_loss_shift_does_not_lock_replica_out() -> None:
+    """Permanently harder data: three rejections, then a new history that is not armed."""
     history = after(20, 4)
     rejected = []
     for _ in range(8):
@@ -118,26 +119,26 @@ def test_change_of_regime_does_not_lock_out() -> None:
     assert float(history.mean[3]) == 2.0 and history.accepted.tolist() == [28, 28, 28, 5]
 
 
-def test_rise_of_both_replicas_is_no_bad_data() -> None:
-    """Other data, or a larger rate, for both of two: their units must not go back to the anchor."""
+def test_loss_rise_of_both_replicas_is_accepted() -> None:
+    """After new data or a larger rate for both, units must not be rolled back to the anchor."""
     both, after_both = judge([3.4, 3.5], after(20, 2))
     one, _ = judge([3.0, 3.5], after(20, 2))
     assert not both.rejected.any() and one.rejected.tolist() == [False, True]
     assert after_both.mean.tolist() == [3.4, 3.5] and after_both.accepted.tolist() == [1, 1]
 
 
-def test_lists_of_a_checkpoint() -> None:
-    """Bit for bit; older versions have none, and another N begins anew."""
+def test_loss_history_round_trips_through_checkpoint() -> None:
+    """Bit for bit; a checkpoint without a history, or with another N, starts a new one."""
     history = after(9, 3, loss=1 / 3)
     lists = history.to_lists()
-    again = LossHistory.of_lists(lists, 3)
+    again = LossHistory.from_lists(lists, 3)
     for name, tensor in vars(history).items():
         assert torch.equal(tensor, getattr(again, name)), name
-    for other in (LossHistory.of_lists({}, 3), LossHistory.of_lists(lists, 3 + 1)):
+    for other in (LossHistory.from_lists({}, 3), LossHistory.from_lists(lists, 3 + 1)):
         assert not other.accepted.any()
     for broken in ({**lists, "mean": [0.0]}, {**lists, "mean": None}, {"mean": [0.0] * 3}):
         with pytest.raises((KeyError, TypeError, ValueError)):
-            LossHistory.of_lists(broken, 3)  # type: ignore[arg-type]
+            LossHistory.from_lists(broken, 3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 4, 8])
@@ -158,7 +159,7 @@ def test_clean_losses_are_rarely_rejected(num_replicas: int) -> None:
 
 
 def test_rejected_replica_is_left_out_of_all_units() -> None:
-    """Catches: a verdict that does not reach the weights, or norms of it that are learned."""
+    """Catches a verdict that does not affect the weights, or a norm that enters the detector."""
     penalty = Penalty(DetectorConfig(3.0, 0.5, 0, 3), True, None, False, 0.0, loss_check=CONFIG)
     rules = RoundRules(penalty, DIRECT_COPY, StepSchedule(0, 4, 1))
     state = RoundState.fresh(3, 2, None)

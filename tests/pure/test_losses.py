@@ -1,4 +1,4 @@
-"""Losses that a checkpoint carries, where rounds of fixed length follow varying ones or reverse."""
+"""Losses in a checkpoint, also if it is resumed with another kind of rounds (fixed or varying)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from megatron_edit.engine.state import MeanLoss, StepLosses
 
-QUIET: Any = SimpleNamespace(on_losses=lambda first, losses, samples=0: None)
+SILENT_REPORTER: Any = SimpleNamespace(on_losses=lambda first, losses, samples=0: None)
 
 
-def test_each_form_comes_back() -> None:
-    """Resume in mid-round with the same kind of rounds."""
+def test_losses_round_trip_through_checkpoint() -> None:
+    """Resume in the middle of a round with the same kind of rounds."""
     steps, again = StepLosses(4), StepLosses(4)
     for step, loss in enumerate((3.0, math.nan, 2.0), start=5):
         steps.note(step, loss)
@@ -28,21 +28,21 @@ def test_each_form_comes_back() -> None:
     assert older.mean() == 2.5
 
 
-def test_loss_of_who_waited_belongs_to_the_next_round() -> None:
-    """Would catch a mean that has a step more than that of a run that nobody stopped."""
+def test_loss_of_waiting_replica_belongs_to_next_round() -> None:
+    """Would catch a mean with one step more than in a run without interruption."""
     mean, again = MeanLoss(), MeanLoss()
     for step, loss in enumerate((3.0, 2.0, 7.0)):
         mean.note(step, loss)
     again.restore(mean.payload(), 0, is_waiting=True)
     assert again.mean() == 2.5
     records: Any = [SimpleNamespace(losses=(5.0, 2.0), step=3, samples=1)] * 2
-    again.report(records, QUIET)
+    again.report(records, SILENT_REPORTER)
     again.begin_phase()
     assert again.mean() == again.forget() == 7.0 and math.isnan(again.mean())
 
 
-def test_varying_rounds_take_over_what_fixed_ones_left() -> None:
-    """Would catch two losses that are taken for a sum and a count."""
+def test_varying_rounds_resume_losses_of_fixed_rounds() -> None:
+    """Would catch two losses that are read as a sum and a count."""
     mean = MeanLoss()
     mean.restore((3.0, 2.0), last_step=6)
     assert mean.payload()[-2:] == (5.0, 2.0)
@@ -50,24 +50,28 @@ def test_varying_rounds_take_over_what_fixed_ones_left() -> None:
     assert mean.payload()[-2:] == (5.0, 2.0)
 
 
-def test_fixed_rounds_cannot_tell_a_mean() -> None:
-    """Would catch a sum and a count that are reported as losses of two steps."""
+def test_fixed_rounds_discard_saved_mean() -> None:
+    """Would catch a sum and a count that are read as losses of two steps."""
     steps = StepLosses(4)
     steps.restore((5.0, 2.0), last_step=0)
     assert steps.payload() == ()
 
 
-def test_each_step_has_its_mean() -> None:
-    """Over the replicas that know it; unknown where none does. Catches losses under the steps next
-    to their own, and those that are reported twice."""
-    told: list[tuple[int, list[float]]] = []
-    reporter: Any = SimpleNamespace(on_losses=lambda first, losses: told.append((first, losses)))
+def test_step_losses_are_averaged_over_replicas() -> None:
+    """Over the replicas that have the loss; NaN if none has it.
+
+    Catches losses reported for neighbouring steps, or twice.
+    """
+    reported: list[tuple[int, list[float]]] = []
+    reporter: Any = SimpleNamespace(
+        on_losses=lambda first, losses: reported.append((first, losses))
+    )
     mine = StepLosses(4)
     for step, loss in ((7, 1.0), (8, math.nan), (9, math.nan)):
         mine.note(step, loss)
     other = (3.0, 5.0, math.nan)
     records: Any = [SimpleNamespace(losses=losses) for losses in (mine.payload(), other)]
     mine.report(records, reporter)
-    ((first, means),) = told
+    ((first, means),) = reported
     assert first == 7 and means[:2] == [2.0, 5.0] and math.isnan(means[2])
     assert mine.payload() == ()

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: bit for bit what was written, or refused in one line."""
+"""The manifest of a checkpoint: it is read bit for bit as written, or refused in one line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from megatron_edit.checkpoint import files as on_disk
 from megatron_edit.checkpoint.files import FileRecord
-from megatron_edit.checkpoint.folder import manifest_of
+from megatron_edit.checkpoint.folder import manifest_path
 from megatron_edit.checkpoint.manifest import VERSION, Ledger, Manifest, read_manifest
 from megatron_edit.errors import UsageError
 from megatron_edit.saved_state import PendingSync, ReplicaEntry
@@ -27,7 +27,7 @@ repeatable = settings(
     deadline=None,
     derandomize=True,
     max_examples=40,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],  # each example writes it anew
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # each example writes a new file
 )
 WHOLE = st.integers(0, 2**63 - 1)
 REAL = st.floats(allow_nan=False, allow_infinity=False)
@@ -43,7 +43,7 @@ PENDING = st.builds(
     inner_lr=REAL,
     tables=st.fixed_dictionaries({"norms": TABLE, "rollback": st.lists(ANY_REAL, max_size=2)}),
 )
-ENTRIES = st.builds(  # every field, also those that have defaults; any losses
+ENTRIES = st.builds(  # every field, also those with defaults
     ReplicaEntry,
     **LATER
     | {
@@ -56,7 +56,7 @@ ENTRIES = st.builds(  # every field, also those that have defaults; any losses
 
 @st.composite
 def manifests(draw: st.DrawFn) -> Manifest:
-    """Any manifest that a run can write."""
+    """Draw any manifest that a run can write."""
     num, units = draw(st.integers(1, 3)), draw(st.lists(st.text(max_size=5), max_size=2))
     row: dict[str, Any] = {"min_size": len(units), "max_size": len(units)}
     table: dict[str, Any] = {"min_size": num, "max_size": num}
@@ -118,11 +118,11 @@ PARTS: tuple[Callable[[Any], Any], ...] = (
     lambda body: body["replicas"][0],
     lambda body: body["ledger"],
     lambda body: body["files"]["common.pt"],
-)  # of the small manifest, as JSON
+)  # parts of `SMALL`, as JSON
 
 
 def bits(value: Any) -> Any:
-    """A value whose equality is that of every bit; all NaNs are one."""
+    """Return a value that is equal only if every bit is; all NaNs are equal."""
     if isinstance(value, float):
         return "nan" if math.isnan(value) else struct.pack("d", value)
     if is_dataclass(value):
@@ -135,8 +135,8 @@ def bits(value: Any) -> Any:
 
 
 def reading(checkpoint: Path, text: str | bytes) -> Manifest:
-    """What is made of a text. Only an error that names the file may end it."""
-    path = manifest_of(checkpoint)
+    """Write a text and read it as a manifest; errors must be one line that names the file."""
+    path = manifest_path(checkpoint)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(text.encode() if isinstance(text, str) else text)
     try:
@@ -147,7 +147,7 @@ def reading(checkpoint: Path, text: str | bytes) -> Manifest:
 
 
 def sealed(change: Callable[[dict[str, Any]], Any]) -> str:
-    """The small manifest, changed, with a checksum that fits: what only a program could write."""
+    """Return the text of `SMALL` with a change and a valid checksum."""
     body = json.loads(SMALL.text())
     del body["sha256"]
     change(body)
@@ -157,14 +157,14 @@ def sealed(change: Callable[[dict[str, Any]], Any]) -> str:
 
 @repeatable
 @given(manifest=manifests())
-def test_round_trip(tmp_path: Path, manifest: Manifest) -> None:
-    """Every number bit for bit: would catch rounding, and losses that are no numbers."""
+def test_manifest_round_trips_bit_for_bit(tmp_path: Path, manifest: Manifest) -> None:
+    """Would catch rounding, and non-finite losses that are changed."""
     read = reading(tmp_path, manifest.text())
     assert bits(read) == bits(manifest) and read.text() == manifest.text()
 
 
-def test_strange_losses(tmp_path: Path) -> None:
-    """JSON has no word for some of them; the text must still be JSON that any program reads."""
+def test_nonfinite_losses_are_stored_as_valid_json(tmp_path: Path) -> None:
+    """Standard JSON has no NaN or infinity; the text must still be valid JSON."""
     losses = (math.nan, math.inf, -math.inf, -0.0, 5e-324, 1.7e308, 0.1)
     manifest = replace(
         SMALL, replicas=tuple(replace(entry, losses=losses) for entry in SMALL.replicas)
@@ -174,8 +174,8 @@ def test_strange_losses(tmp_path: Path) -> None:
     json.loads(manifest.text(), parse_constant=pytest.fail)
 
 
-def test_a_flipped_bit(tmp_path: Path) -> None:
-    """One wrong bit anywhere is refused or changes nothing: would catch a part unchecked."""
+def test_flipped_bit_is_refused_or_harmless(tmp_path: Path) -> None:
+    """Would catch a part that the checksum does not cover."""
     whole = SMALL.text().encode()
     for position in range(len(whole)):
         damaged = bytearray(whole)
@@ -187,8 +187,8 @@ def test_a_flipped_bit(tmp_path: Path) -> None:
         assert bits(read) == bits(SMALL), damaged[position - 20 : position + 20]
 
 
-def test_a_truncated_manifest(tmp_path: Path) -> None:
-    """Cut off at every length: only the line break at the end may be missing."""
+def test_truncated_manifest_is_refused(tmp_path: Path) -> None:
+    """At any length; only the final line break may be missing."""
     whole = SMALL.text()
     for length in range(len(whole) - 1):
         with pytest.raises(UsageError):
@@ -206,23 +206,23 @@ def test_a_truncated_manifest(tmp_path: Path) -> None:
     ],
     ids=lambda value: str(value[:20]),
 )  # fmt: skip
-def test_something_else(tmp_path: Path, text: str | bytes, words: str) -> None:
-    """Would catch an exception of the JSON reader that goes through to the user."""
+def test_file_that_is_no_manifest_is_refused(tmp_path: Path, text: str | bytes, words: str) -> None:
+    """Would catch an exception of the JSON parser that reaches the user."""
     with pytest.raises(UsageError, match=words):
         reading(tmp_path, text)
 
 
-def test_no_manifest(tmp_path: Path) -> None:
-    """Not there, or a folder: the system's own word, in one line."""
+def test_missing_manifest_is_refused(tmp_path: Path) -> None:
+    """A missing file, or a folder in its place: the error of the system in one line."""
     for _ in range(2):
         with pytest.raises(UsageError, match=r"edit\.json.*cannot be read"):
             read_manifest(tmp_path)
-        manifest_of(tmp_path).mkdir(parents=True, exist_ok=True)
+        manifest_path(tmp_path).mkdir(parents=True, exist_ok=True)
 
 
 @pytest.mark.parametrize("version", [VERSION + 1, 99, None, "1", 1.5, [], -1, 0])
-def test_another_version(tmp_path: Path, version: Any) -> None:
-    """A newer one says so even where its checksum is computed otherwise: what to install."""
+def test_other_manifest_versions_are_refused(tmp_path: Path, version: Any) -> None:
+    """For a newer version the error names the remedy, even if the checksum differs."""
     body = json.loads(SMALL.text()) | {"version": version, "sha256": "of a newer program"}
     is_newer = isinstance(version, int) and version > VERSION
     words = "install a newer megatron_edit" if is_newer else None
@@ -240,10 +240,10 @@ DEFAULTS = {
 
 
 @pytest.mark.parametrize("part", PARTS, ids=["manifest", "replica", "ledger", "file"])
-def test_a_missing_field(tmp_path: Path, part: Callable[[Any], Any]) -> None:
-    """Each in turn, but those with defaults: would catch one that is read unchecked."""
+def test_missing_field_is_refused(tmp_path: Path, part: Callable[[Any], Any]) -> None:
+    """Each field without a default: would catch a field that is read unchecked."""
     for name in set(part(json.loads(SMALL.text()))) - {"format", "version", *DEFAULTS}:
-        if (part, name) != (PARTS[0], "sha256"):  # put back by `sealed`
+        if (part, name) != (PARTS[0], "sha256"):  # restored by `sealed`
             with pytest.raises(UsageError):
                 reading(tmp_path, sealed(partial(_without, part, name)))
 
@@ -253,14 +253,14 @@ def _without(part: Callable[[Any], Any], name: str, body: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("part", PARTS, ids=["manifest", "replica", "ledger", "file"])
-def test_an_unknown_field(tmp_path: Path, part: Callable[[Any], Any]) -> None:
-    """What is not understood is refused, never ignored."""
+def test_unknown_field_is_refused(tmp_path: Path, part: Callable[[Any], Any]) -> None:
+    """Unknown fields are never ignored."""
     with pytest.raises(UsageError, match="momentum"):
         reading(tmp_path, sealed(lambda body: part(body).update(momentum=1)))
 
 
-def test_a_name_of_its_own_in_the_file(tmp_path: Path) -> None:
-    """Would catch checkpoints that others cannot read, and one that is read as the default."""
+def test_replicas_identical_is_stored_as_is_level(tmp_path: Path) -> None:
+    """Would catch checkpoints that other versions cannot read, or that are read as the default."""
     unequal = replace(SMALL, replicas_identical=False)
     body = json.loads(unequal.text())
     assert body["is_level"] is False and "replicas_identical" not in body
@@ -279,8 +279,8 @@ NAMES = sorted(json.loads(SMALL.text()).keys() - {"sha256"})
 
 @settings(repeatable, max_examples=100)
 @given(name=st.sampled_from(NAMES), value=JSON)
-def test_wrong_types(tmp_path: Path, name: str, value: Any) -> None:
-    """Any value for any field, under a checksum that fits: read or refused, no other exception."""
+def test_any_field_value_is_read_or_refused(tmp_path: Path, name: str, value: Any) -> None:
+    """Any value for any field, with a valid checksum, raises no other exception."""
     try:
         reading(tmp_path, sealed(lambda body: body.update({name: value})))
     except UsageError as error:
@@ -297,23 +297,23 @@ HUGE = json.loads(SMALL.text())["replicas"][0] | {"losses": [10**400]}
         {"displaced": [[1]]}, {"displaced": [[math.inf, 1]]},
     ],
 )  # fmt: skip
-def test_contradictions(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """Would catch replicas that are missing, a form that nobody can load, and an overflow."""
+def test_contradictory_manifest_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Would catch missing replicas, an unknown form, and an overflow."""
     with pytest.raises(UsageError, match="broken"):
         reading(tmp_path, sealed(lambda body: body.update(changes)))
 
 
-def test_where_the_replicas_stood() -> None:
-    """A loader decides by it: would catch a warm-up that is taken for the middle of a round."""
+def test_is_mid_round_follows_replica_steps() -> None:
+    """Would catch a warm-up that counts as the middle of a round."""
     assert SMALL.is_mid_round and SMALL.samples == 136
     assert not replace(SMALL, is_warmup=True).is_mid_round
     assert not replace(SMALL, replicas=SMALL.replicas[1:] * 2).is_mid_round
-    # At a sync that kept something of each replica's own, they differ all the same.
+    # At a sync with state of each replica's own, the replicas differ even with equal steps.
     assert replace(SMALL, replicas=SMALL.replicas[1:] * 2, replicas_identical=False).is_mid_round
 
 
-def test_files(tmp_path: Path) -> None:
-    """Each kind of damage is told with the file's name: would catch a look at the size alone."""
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    """For each kind of damage: would catch a check of the size only."""
     names = ["a.pt", "edit/outer/b", "edit/random/c"]
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

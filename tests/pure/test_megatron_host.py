@@ -1,5 +1,4 @@
-"""What the engine learns of Megatron's loop, and when: steps, samples, the schedule. No model is
-built."""
+"""What `MegatronHost` reports to the engine: steps, samples, schedule. No model is built."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ anything: Any = SimpleNamespace
 
 
 class Schedule:
-    """Of Megatron: a rate that rises to its peak over 16 samples, then falls with each sample."""
+    """A stand-in for Megatron's scheduler: the rate rises over 16 samples, then decays."""
 
     lr_warmup_steps, max_lr = 16, 1.0
 
@@ -30,19 +29,19 @@ class Schedule:
         self.num_steps = 0
 
     def get_lr(self, group: dict[str, float]) -> float:
-        """At `num_steps`."""
+        """Return the rate at `num_steps`."""
         if self.num_steps <= 16:
             return group["max_lr"] * self.num_steps / 16
         return group["max_lr"] * (1 - (self.num_steps - 16) / 100)
 
     def step(self, increment: int) -> None:
-        """Move on."""
+        """Advance the schedule."""
         self.num_steps += increment
 
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> MegatronHost:
-    """Of replica 1 of two, with micro-batches of 2 on one rank and two of them in a step."""
+    """Return the host of replica 1 of two; its one rank makes two micro-batches of 2 per step."""
     planned = anything(units=None, unit_of={}, origins={}, has_tied_stages=False)
     monkeypatch.setattr(module, "plan_model", lambda *_: planned)
     monkeypatch.setattr(module, "get_num_microbatches", lambda: 2)
@@ -51,28 +50,28 @@ def host(monkeypatch: pytest.MonkeyPatch) -> MegatronHost:
         data_parallel_size=2, consumed_train_samples=0, train_samples=None,
     )  # fmt: skip
     inner = anything(param_groups=[{"max_lr": 0.5}, {"max_lr": 2.0}])
-    nobody: Any = None
+    unused: Any = None
     schedule: Any = Schedule()
     placement, config = Placement(2, 1, 1, 0, True), EditConfig()
-    return MegatronHost(args, [], inner, schedule, nobody, placement, config)
+    return MegatronHost(args, [], inner, schedule, unused, placement, config)
 
 
 def step(host: MegatronHost, iteration: int, *, was_applied: bool = True) -> None:
-    """Megatron makes an iteration, counted from 1; its schedule moves on after the count."""
+    """Count one iteration of Megatron, from 1; its schedule advances afterwards."""
     host.arguments.curr_iteration = iteration - 1
     host._count_step(was_applied=was_applied)
 
 
-def test_a_skipped_step_moves_no_schedule(host: MegatronHost) -> None:
-    """fp16 overflowed: its samples are consumed. Catches a schedule that is told to be ahead."""
+def test_skipped_step_has_no_pending_schedule(host: MegatronHost) -> None:
+    """After an fp16 overflow samples are consumed. Catches a pending schedule that is too far."""
     step(host, 1)
     assert (host.progress().samples, host.progress().pending_schedule) == (4, 8)
     step(host, 2, was_applied=False)
     assert (host.progress().samples, host.progress().pending_schedule) == (8, 0)
 
 
-def test_iterations_that_the_user_skips_are_consumed(host: MegatronHost) -> None:
-    """Without a step; and where only such are left, the one before is the last."""
+def test_skipped_iterations_consume_their_samples(host: MegatronHost) -> None:
+    """Without a step; the last step is the one after which only skipped iterations follow."""
     host.arguments.iterations_to_skip = [2, 3, 6]
     step(host, 1)
     assert not host.progress().is_last_step
@@ -87,8 +86,8 @@ def test_iterations_that_the_user_skips_are_consumed(host: MegatronHost) -> None
     assert host.progress().is_last_step
 
 
-def test_rates_of_this_step_and_the_next(host: MegatronHost) -> None:
-    """The largest of all groups; while the schedule warms up, the peak that it comes to."""
+def test_inner_lr_and_next_lr_follow_schedule(host: MegatronHost) -> None:
+    """The largest rate of all groups; in the schedule's warm-up, `next_lr` is its peak."""
     schedule: Any = host._scheduler
     schedule.num_steps = 8
     assert (host.progress().inner_lr, host.progress().next_lr) == (1.0, 2.0)
@@ -99,8 +98,11 @@ def test_rates_of_this_step_and_the_next(host: MegatronHost) -> None:
     assert schedule.num_steps == 26
 
 
-def test_a_replica_that_goes_back_to_its_meeting(host: MegatronHost) -> None:
-    """Its schedule has moved on already: catches a rate, or a position, that counts it twice."""
+def test_pending_schedule_is_not_counted_twice(host: MegatronHost) -> None:
+    """After a resume at a meeting the schedule has advanced already.
+
+    Catches a rate or position that counts the pending samples twice.
+    """
     schedule: Any = host._scheduler
     schedule.num_steps = 40
     host.set_pending_schedule(8)
@@ -111,39 +113,39 @@ def test_a_replica_that_goes_back_to_its_meeting(host: MegatronHost) -> None:
 
 
 @pytest.mark.parametrize("is_warmup", [False, True])
-def test_a_step_in_its_order(is_warmup: bool) -> None:
-    """The sync that lands is closed first, the gather is left to the engine in the rounds, and a
-    step counts before the engine is told. Catches a gather of what a landing replaces at once, and
-    one that is left out for ever."""
+def test_step_hooks_run_in_order(is_warmup: bool) -> None:
+    """A landing sync is closed first, the gather is deferred only during the step, and the step is
+    counted before the meeting. Catches a gather of parameters that a landing replaces at once, and
+    one that never happens."""
     calls: list[Any] = []
 
-    def note(name: str) -> Any:
+    def record(name: str) -> Any:
         return lambda *_, **given: calls.append((name, *given.values()) if given else name)
 
     class Optimizer:
-        """Of Megatron."""
+        """A stand-in for Megatron's optimizer."""
 
         def step(self) -> tuple[bool, float, None]:
-            """It was applied."""
+            """Record a step that was applied."""
             calls.append("step")
             return True, 1.0, None
 
         def zero_grad(self) -> None:
-            """The first call of a training step."""
+            """Record the first call of a training step."""
             calls.append("zero")
 
     engine = anything(
-        before_step=note("close"), after_step=note("meet"), status=anything(is_warmup=is_warmup)
+        before_step=record("close"), after_step=record("meet"), status=anything(is_warmup=is_warmup)
     )
     host = anything(
-        loop=anything(begin_step=note("begin")), _count_step=note("count"),
+        loop=anything(begin_step=record("begin")), _count_step=record("count"),
         _defer_gather=lambda is_deferred: calls.append(("defer", is_deferred)),
         _beta2_of_step=nullcontext,
     )  # fmt: skip
     host.attempt_step = partial(MegatronHost.attempt_step, host)
     optimizer: Any = Optimizer()
     hooks: Any = anything(_patcher=Patcher("Megatron"))
-    TrainingLoop._hook_step(hooks, engine, host, anything(begin_step=note("stamp")), optimizer)
+    TrainingLoop._hook_step(hooks, engine, host, anything(begin_step=record("stamp")), optimizer)
     optimizer.zero_grad()
     assert optimizer.step() == (True, 1.0, None)
     assert calls == [
@@ -156,11 +158,13 @@ def test_a_step_in_its_order(is_warmup: bool) -> None:
 
 @pytest.mark.parametrize("was_applied", [True, False])
 @pytest.mark.parametrize("lands_in_forward", [True, False])
-def test_who_gathers_after_a_step(
+def test_deferred_gather_runs_once(
     host: MegatronHost, monkeypatch: pytest.MonkeyPatch, was_applied: bool, lands_in_forward: bool
 ) -> None:
-    """The engine does, once, where the step has left it out and no forward pass does: catches a
-    gather at every step, one of a step that fp16 skipped, and one that is left out."""
+    """The engine gathers only if the step deferred the gather and the forward pass does not do it.
+
+    Catches a gather at every step, after a step that fp16 skipped, or one that never happens.
+    """
     gathered: list[bool] = []
     handles = {1: "handle"} if lands_in_forward else {}
     chunk = anything(

@@ -20,9 +20,9 @@ from tests.reference.oracle import EditOracle, OracleSettings, SyncRecord
 
 Array = NDArray[np.float64]
 
-EXACT = 1e-12  # same float64 inputs, another order of operations
+EXACT = 1e-12  # same float64 inputs, different order of operations
 ROUNDED = 1e-6  # float32 state against float64 state after a few rounds
-BORDERLINE = 1e-12  # closer to its bound than this, a test is decided by rounding
+BORDERLINE = 1e-12  # relative distance to a bound below which rounding decides
 UNIT_SIZES = (1, 7, 33, 130)
 STATISTICS = tuple(field.name for field in fields(DetectorState))
 
@@ -31,7 +31,7 @@ repeatable = settings(deadline=None, derandomize=True, max_examples=150)
 
 
 def assert_close(actual: Tensor | Array, expected: Array, *, slack: Array | float = 0.0) -> None:
-    """Equal (NaN with NaN, inf with inf) or within EXACT of |expected| + slack."""
+    """Assert equality (also of NaN and inf) or a difference within EXACT * (|expected| + slack)."""
     got = np.asarray(actual, dtype=np.float64)
     same = (got == expected) | (np.isnan(got) & np.isnan(expected))
     with np.errstate(invalid="ignore", over="ignore"):
@@ -40,7 +40,7 @@ def assert_close(actual: Tensor | Array, expected: Array, *, slack: Array | floa
 
 
 def config_of(options: OracleSettings) -> DetectorConfig:
-    """The detector's part of the settings."""
+    """Return the settings of the detector."""
     names = [field.name for field in fields(DetectorConfig)]
     return DetectorConfig(**{name: getattr(options, name) for name in names})
 
@@ -60,7 +60,7 @@ DISTURBANCES = st.one_of(
 
 @st.composite
 def norm_tables(draw: st.DrawFn) -> Array:
-    """Norms [syncs, N, U] around one level, with noise and up to 20 disturbances."""
+    """Draw norms [syncs, N, U] around one level, with noise and up to 20 disturbances."""
     shape = (draw(st.integers(1, 60)), draw(st.integers(1, 5)), draw(st.integers(1, 4)))
     level = draw(st.sampled_from([1.0, 1e-3, 1e4, 1e-200, 1e140, 0.0]))
     noise = draw(st.sampled_from([0.05, 0.0, 1e-6, 0.5]))
@@ -85,12 +85,12 @@ DETECTOR_SETTINGS = st.builds(
 
 
 def detector_table(detectors: list[list[oracle.DetectorOracle]], name: str) -> Array:
-    """One field of all detectors, [N, U]."""
+    """Return one field of all detectors, [N, U]."""
     return np.array([[getattr(detector, name) for detector in row] for row in detectors])
 
 
 def assert_same_state(state: DetectorState, detectors: list[list[oracle.DetectorOracle]]) -> None:
-    """All statistics; a variance of almost equal norms is mostly rounding, hence the slack."""
+    """Compare all statistics; the variance of almost equal norms is mostly rounding error."""
     mean = detector_table(detectors, "mean")
     with np.errstate(over="ignore"):
         square = np.where(np.abs(mean) < 1e150, mean * mean, 0.0)
@@ -103,7 +103,7 @@ def assert_same_state(state: DetectorState, detectors: list[list[oracle.Detector
 
 
 def run_detectors(table: Array, options: OracleSettings) -> None:
-    """Feeds both sides sync by sync and compares verdicts and statistics."""
+    """Run both implementations sync by sync and compare verdicts and statistics."""
     _, num_replicas, num_units = table.shape
     state = DetectorState.fresh(num_replicas, num_units)
     detectors = [
@@ -122,7 +122,7 @@ def run_detectors(table: Array, options: OracleSettings) -> None:
         assert all(torch.equal(getattr(before, n), getattr(untouched, n)) for n in STATISTICS)
         assert verdict.anomalous.dtype == torch.bool
         assert verdict.anomalous.tolist() == [[j.anomalous for j in row] for row in expected]
-        # Excess and scale cancel digits of the mean; one standard deviation is the yardstick.
+        # Excess and scale lose digits of the mean: errors are relative to a standard deviation.
         assert_close(
             verdict.scores, np.array([[j.score for j in row] for row in expected]), slack=1
         )
@@ -131,8 +131,8 @@ def run_detectors(table: Array, options: OracleSettings) -> None:
 
 @repeatable
 @given(table=norm_tables(), options=DETECTOR_SETTINGS)
-def test_detector_on_disturbed_norms(table: Array, options: OracleSettings) -> None:
-    """Catches: any slip in arming, bias correction, patience, restart or the NaN rules."""
+def test_detector_matches_oracle_on_disturbed_norms(table: Array, options: OracleSettings) -> None:
+    """Catches errors in arming, bias correction, patience, restart or NaN handling."""
     run_detectors(table, options)
 
 
@@ -144,13 +144,15 @@ SHORT_NORMS = st.one_of(
 
 @repeatable
 @given(norms=st.lists(SHORT_NORMS, min_size=1, max_size=12), options=DETECTOR_SETTINGS)
-def test_detector_on_any_short_sequence(norms: list[float], options: OracleSettings) -> None:
-    """Catches: the same as above, on sequences that shrink to a readable counterexample."""
+def test_detector_matches_oracle_on_short_sequences(
+    norms: list[float], options: OracleSettings
+) -> None:
+    """Like the test above, with sequences that shrink to a readable counterexample."""
     run_detectors(np.array(norms).reshape(-1, 1, 1), options)
 
 
-def test_detector_through_a_change_of_regime() -> None:
-    """Catches: a lock-out, an early restart, or a NaN that counts, with the default settings."""
+def test_detector_accepts_lasting_change_of_norm() -> None:
+    """Catches a permanent rejection, an early restart, or a NaN that counts (default settings)."""
     calm = [1.0, 1.01, 0.99, 1.02] * 6
     shifted = [50.0, 50.5, math.nan, 49.0, 51.0, 50.0]
     table = np.array(calm + shifted + [50.0] * 25 + [5000.0]).reshape(-1, 1, 1)
@@ -160,20 +162,20 @@ def test_detector_through_a_change_of_regime() -> None:
     for norms in table:
         verdict, state = judge(torch.from_numpy(norms), state, config_of(OracleSettings()))
         flags.append(bool(verdict.anomalous))
-    # Three rejections and the NaN between them, then 51 is the start of a new history.
+    # Three rejections with a NaN between them, then 51 starts a new history.
     assert flags[24:30] == [True, True, True, True, False, False]
     assert not any(flags[:24] + flags[30:-1])
     assert flags[-1]
 
 
-def test_detector_of_a_unit_that_starts_to_move() -> None:
-    """Catches: arming on a mean of 0, which rejects the first step of a unit frozen until then."""
+def test_detector_accepts_first_step_of_frozen_unit() -> None:
+    """Catches arming at a mean of 0, which rejects the first update of a frozen unit."""
     run_detectors(np.array([0.0] * 25 + [1.0, 1.1]).reshape(-1, 1, 1), OracleSettings())
 
 
 def test_detector_bound_is_strict() -> None:
-    """Catches: >= in place of >, where both sides of the test are exact in binary."""
-    # Mean 6 and sigma 2 after 4 and 8 (worked out in the self-check of the oracle): bound 6.
+    """Catches >= in place of >; both sides of the comparison are exact in binary."""
+    # Mean 6 and sigma 2 after 4 and 8 (see the self-check of the oracle): bound 6.
     config = DetectorConfig(threshold=3.0, alpha=0.5, warmup_syncs=2, patience=3)
     state = DetectorState.fresh(1, 2)
     for norm in (4.0, 8.0):
@@ -183,8 +185,8 @@ def test_detector_bound_is_strict() -> None:
     assert verdict.scores[0, 0].item() == 3.0
 
 
-def test_detector_switched_off_learns_nothing() -> None:
-    """Catches: an ablation that lets NaN through, rejects a finite norm, or moves statistics."""
+def test_disabled_detector_keeps_its_state() -> None:
+    """Catches an ablation that accepts NaN, rejects a finite norm, or updates statistics."""
     config = config_of(OracleSettings(warmup_syncs=0))
     state = DetectorState.fresh(1, 4)
     for _ in range(5):
@@ -200,7 +202,7 @@ def test_detector_switched_off_learns_nothing() -> None:
 
 @st.composite
 def weight_inputs(draw: st.DrawFn) -> tuple[Array, NDArray[np.bool_]]:
-    """Norms [N, U] and which of them are anomalous; norms that are not finite always are."""
+    """Draw norms [N, U] and anomalous flags, which include all non-finite norms."""
     shape = (draw(st.integers(1, 5)), draw(st.integers(1, 4)))
     size = shape[0] * shape[1]
     near = st.floats(0.5, 2.0)
@@ -216,10 +218,10 @@ def weight_inputs(draw: st.DrawFn) -> tuple[Array, NDArray[np.bool_]]:
     temperature=st.sampled_from([None, 1.0, 1e-3, 50.0, 0.0]),
     uniform=st.booleans(),
 )
-def test_weights_on_any_norms(
+def test_weights_match_oracle_on_any_norms(
     inputs: tuple[Array, NDArray[np.bool_]], temperature: float | None, uniform: bool
 ) -> None:
-    """Catches: a wrong median, a missing shift, 0/0, and a weight for an anomalous replica."""
+    """Catches a wrong median, a missing shift, 0/0, and a weight for an anomalous replica."""
     norms, anomalous = inputs
     expected = oracle.weight_table(norms, anomalous, temperature=temperature, uniform=uniform)
     actual = replica_weights(
@@ -229,7 +231,7 @@ def test_weights_on_any_norms(
         uniform=uniform,
     )
     assert actual.dtype == torch.float64
-    # Weights below 1e-288 have lost digits to underflow on the way.
+    # Weights below 1e-288 have lost digits to underflow.
     assert_close(actual, expected, slack=1e-288)
     assert torch.all(actual[torch.from_numpy(anomalous)] == 0.0)
     sums = actual.sum(dim=0).numpy()
@@ -246,14 +248,16 @@ def test_weights_on_any_norms(
         ([1e-300, 2e-300, 3e-300], None),
     ],
 )
-def test_weights_of_chosen_norms(norms: list[float], temperature: float | None) -> None:
-    """Catches: the underflow of all weights, T = 0, and the lower median of an even number."""
+def test_weights_match_oracle_on_extreme_norms(
+    norms: list[float], temperature: float | None
+) -> None:
+    """Catches underflow of all weights, T = 0, and the lower median of an even number of norms."""
     table = np.array(norms).reshape(-1, 1)
-    nobody = np.zeros(table.shape, dtype=np.bool_)
+    none_anomalous = np.zeros(table.shape, dtype=np.bool_)
     actual = replica_weights(
-        torch.from_numpy(table), torch.from_numpy(nobody), temperature=temperature
+        torch.from_numpy(table), torch.from_numpy(none_anomalous), temperature=temperature
     )
-    assert_close(actual, oracle.weight_table(table, nobody, temperature=temperature))
+    assert_close(actual, oracle.weight_table(table, none_anomalous, temperature=temperature))
 
 
 # --- outer step -------------------------------------------------------------------------------
@@ -264,16 +268,16 @@ def test_weights_of_chosen_norms(norms: list[float], temperature: float | None) 
     norms=st.lists(st.floats(0.0, 1e300), min_size=1, max_size=4),
     max_norm=st.sampled_from([None, 10.0, 1e-3, 1e-6]),
 )
-def test_clip_factor(norms: list[float], max_norm: float | None) -> None:
-    """Catches: a factor above 1, a forgotten epsilon, and a clip that cannot be switched off."""
+def test_clip_factor_matches_oracle(norms: list[float], max_norm: float | None) -> None:
+    """Catches a factor above 1, a missing epsilon, and a clip that cannot be switched off."""
     actual = clip_factor(torch.tensor(norms, dtype=torch.float64), max_norm)
     assert actual.dtype == torch.float64
     assert_close(actual, np.array([oracle.clip_factor(norm, max_norm) for norm in norms]))
 
 
 @pytest.mark.parametrize("size", UNIT_SIZES)
-def test_contribution_is_selected_not_multiplied(size: int) -> None:
-    """Catches: 0 * inf and 0 * NaN in the contribution of an excluded replica."""
+def test_excluded_contribution_is_exactly_zero(size: int) -> None:
+    """Catches 0 * inf and 0 * NaN: the zeros are selected, not computed."""
     for poison in (math.nan, math.inf, -math.inf, 1e30):
         contribution = weighted_contribution(torch.full((size,), poison), 0.0)
         assert contribution.dtype == torch.float32
@@ -288,8 +292,10 @@ def test_contribution_is_selected_not_multiplied(size: int) -> None:
 @pytest.mark.parametrize("size", UNIT_SIZES)
 @pytest.mark.parametrize(("lr", "coefficient"), [(0.8, 0.85), (1.0, 0.0), (0.7, 0.9)])
 @pytest.mark.parametrize("clip", [1.0, 0.37])
-def test_nesterov_step(size: int, lr: float, coefficient: float, clip: float) -> None:
-    """Catches: heavy-ball for Nesterov, a clip left out of the momentum or out of the step."""
+def test_nesterov_step_matches_oracle(
+    size: int, lr: float, coefficient: float, clip: float
+) -> None:
+    """Catches heavy-ball for Nesterov, and a clip missing in the momentum or in the step."""
     generator = np.random.default_rng(size)
     values = [generator.standard_normal(size).astype(np.float32) for _ in range(3)]
     anchor, momentum, average = (torch.from_numpy(value.copy()) for value in values)
@@ -303,11 +309,11 @@ def test_nesterov_step(size: int, lr: float, coefficient: float, clip: float) ->
     np.testing.assert_allclose(momentum.numpy(), expected_momentum, rtol=ROUNDED, atol=ROUNDED)
 
 
-# --- whole rounds -----------------------------------------------------------------------------
+# --- complete rounds --------------------------------------------------------------------------
 
 
 class TorchRounds:
-    """All replicas of a run in float32, put together from the pure parts of the method."""
+    """All replicas of a run in float32, built from the functions of `megatron_edit.method`."""
 
     def __init__(self, num_replicas: int, parameters: list[Tensor], options: OracleSettings):
         self.options = options
@@ -317,7 +323,7 @@ class TorchRounds:
         self.state = DetectorState.fresh(num_replicas, len(parameters))
 
     def sync(self) -> SyncRecord:
-        """One sync of all units."""
+        """Sync all units."""
         deltas = [[a - t for a, t in zip(self.anchor, row, strict=True)] for row in self.theta]
         norms = torch.stack([torch.stack([d.double().norm() for d in row]) for row in deltas])
         verdict, self.state = judge(
@@ -363,7 +369,7 @@ Moves = list[list[list[NDArray[np.float32]]]]  # [round][replica][unit], added t
 
 
 def displacements(num_rounds: int, num_replicas: int) -> Moves:
-    """What the inner steps do, a little more in each further replica."""
+    """Return the displacements of the inner steps, larger for each further replica."""
     generator = np.random.default_rng(20)
     scales = [0.5 + 0.1 * r for r in range(num_replicas)]
 
@@ -374,7 +380,7 @@ def displacements(num_rounds: int, num_replicas: int) -> Moves:
 
 
 def disturb_(moves: Moves, scenario: str) -> None:
-    """Spoils replica 1: a spike once its detector is armed, or NaN or inf before that."""
+    """Disturb replica 1: a spike once its detector is armed, or NaN or inf before that."""
     if scenario == "spike":
         for move in moves[2][1]:
             # Far from zero in every element, so that the unit of one element is an outlier too.
@@ -387,14 +393,14 @@ def disturb_(moves: Moves, scenario: str) -> None:
 
 
 def assert_same_record(actual: SyncRecord, expected: SyncRecord) -> None:
-    """All numbers of a sync; the norms behind them have seen float32."""
+    """Compare all numbers of a sync, whose norms are computed from float32 values."""
     assert expected.closeness > 1e-3, "the scenario is decided by rounding; change its numbers"
     assert actual.anomalous.tolist() == expected.anomalous.tolist()
     assert actual.rollback.tolist() == expected.rollback.tolist()
     for name in ("norms", "weights", "update_norm", "clip"):
         got, want = getattr(actual, name), getattr(expected, name)
         np.testing.assert_allclose(got, want, rtol=ROUNDED, atol=ROUNDED, err_msg=name)
-    # A score divides the rounding of a norm by as little as 1 percent of it.
+    # A score divides the rounding error of a norm by as little as 1 percent of the norm.
     np.testing.assert_allclose(
         actual.scores, expected.scores, rtol=100 * ROUNDED, atol=100 * ROUNDED
     )
@@ -405,10 +411,10 @@ def assert_same_record(actual: SyncRecord, expected: SyncRecord) -> None:
 @pytest.mark.parametrize("elimination", [True, False])
 @pytest.mark.parametrize("weighting", [True, False])
 @pytest.mark.parametrize("clipping", [True, False])
-def test_three_rounds(
+def test_three_rounds_match_oracle(
     elimination: bool, weighting: bool, clipping: bool, temperature: float | None, scenario: str
 ) -> None:
-    """Catches: parts that agree alone and not together, at sizes that fit no vector."""
+    """Catches parts that agree alone but not together, at sizes that are no vector width."""
     options = OracleSettings(
         alpha=0.3,
         warmup_syncs=2,
@@ -436,7 +442,7 @@ def test_three_rounds(
 
 
 def assert_same_parameters(actual: TorchRounds, expected: EditOracle) -> None:
-    """Anchor, momentum and every replica, relative to the size of the unit."""
+    """Compare anchor, momentum and all replicas, relative to the magnitude of the unit."""
     for u, anchor in enumerate(expected.anchor):
         bound = ROUNDED * max(1.0, float(np.abs(anchor).max()))
         assert np.abs(actual.anchor[u].numpy() - anchor).max() <= bound
@@ -447,7 +453,7 @@ def assert_same_parameters(actual: TorchRounds, expected: EditOracle) -> None:
 def assert_scenario_happened(
     records: list[SyncRecord], scenario: str, *, elimination: bool
 ) -> None:
-    """A scenario that does not do what its name says tests nothing."""
+    """Assert that the scenario has the effect that its name says."""
     flags = np.stack([record.anomalous for record in records])
     wanted = np.zeros_like(flags)
     if scenario == "spike" and elimination:
@@ -462,8 +468,8 @@ def assert_scenario_happened(
 
 
 @pytest.mark.parametrize("temperature", [None, 1.0])
-def test_excluded_replica_leaves_no_trace(temperature: float | None) -> None:
-    """Catches: anything of an excluded replica in the others' result, to the last bit."""
+def test_excluded_replica_does_not_affect_result(temperature: float | None) -> None:
+    """Catches any influence of an excluded replica on the result, to the last bit."""
     options = OracleSettings(alpha=0.3, warmup_syncs=2, temperature=temperature, threshold=1e3)
     results = []
     for poison in (math.nan, math.inf, 1e9):
@@ -482,8 +488,8 @@ def test_excluded_replica_leaves_no_trace(temperature: float | None) -> None:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-def test_clip_off_with_one_replica_is_the_identity() -> None:
-    """Catches: an outer step that moves a lone replica when nu = 1 and mu_o = 0."""
+def test_lone_replica_without_clip_is_unchanged() -> None:
+    """Catches an outer step that moves a lone replica with nu = 1 and mu_o = 0."""
     options = OracleSettings(outer_lr=1.0, outer_momentum=0.0, max_norm=None)
     run = TorchRounds(1, [torch.linspace(1.0, 2.0, size) for size in UNIT_SIZES], options)
     for theta in run.theta[0]:

@@ -1,4 +1,4 @@
-"""The table of scalars in docs/monitoring.md is that of the code."""
+"""The table of scalars in docs/monitoring.md matches the code."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from megatron_edit.observe.metrics import TAGS
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "monitoring.md"
 
 
-def test_the_table_of_scalars_is_current() -> None:
-    """Would catch: a scalar that nobody can look up, and one that is there no more."""
+def test_documented_scalars_match_code() -> None:
+    """Would catch a scalar without documentation, and a documented one that was removed."""
     text = DOCUMENT.read_text(encoding="utf-8")
     rows = [f"| `{tag.name}` | {tag.unit} | {tag.meaning} |".replace("|  |", "| |") for tag in TAGS]
     found = [line for line in text.splitlines() if line.startswith("| `edit/")]

@@ -18,10 +18,10 @@ from megatron_edit.constants import FIRST_MOMENT, SECOND_MOMENT
 from megatron_edit.engine.plan import Decision
 from megatron_edit.engine.sync.moments import UnitMoments
 from megatron_edit.host.model.moments import (
-    given_beta2,
+    configured_beta2,
+    num_counted_steps,
     read_moment,
     scaled_beta2,
-    steps_counted,
     write_moment,
 )
 from megatron_edit.method import codec as codecs
@@ -35,10 +35,10 @@ from megatron_edit.method.moments import (
     MomentSchedule,
     local_beta2,
 )
-from tests.harness.memory_network import Network, groups_of
+from tests.harness.memory_network import Network, two_phase_groups
 from tests.pure.test_codec import SIZES, bits, draw, round_trip
 from tests.pure.test_unit_sync import plan_of
-from tests.reference.wire import Round, quantised
+from tests.reference.wire import AllReduce, quantised
 
 anything: Any = SimpleNamespace
 BOTH = pytest.mark.parametrize("codec", [LOG8, ULOG8], ids=lambda codec: codec.name)
@@ -46,7 +46,7 @@ CODED = MomentRule((FIRST_MOMENT, SECOND_MOMENT))
 
 
 def moments_of(codec: Codec, numel: int, seed: int, low: float = -3.0, high: float = 3.0) -> Tensor:
-    """Values of many magnitudes, as the codec is for."""
+    """Draw values of many magnitudes, with the signs that the codec supports."""
     values = draw(numel, seed, low, high)
     return values if codec is LOG8 else values.square()
 
@@ -57,11 +57,11 @@ def moments_of(codec: Codec, numel: int, seed: int, low: float = -3.0, high: flo
 @BOTH
 @settings(max_examples=40, deadline=None)
 @given(numel=SIZES, seed=st.integers(0, 1000), decades=st.sampled_from([(-3, 3), (-18, 18)]))
-def test_log_codes_equal_their_definition(
+def test_log_codes_match_reference(
     codec: Codec, numel: int, seed: int, decades: tuple[int, int]
 ) -> None:
-    """Bit for bit. Catches: an octave off, a wrong sign, a short last block, a code that moves when
-    it is encoded again, input that is written to."""
+    """Bit for bit. Catches a wrong octave or sign, a short last block, a code that changes when
+    encoded again, and modified input."""
     values = moments_of(codec, numel, seed, *decades)
     before = values.clone()
     data = codec.encode(values)
@@ -76,8 +76,8 @@ def test_log_codes_equal_their_definition(
 
 
 @BOTH
-def test_log_codes_are_right_relative_to_each_value(codec: Codec) -> None:
-    """Over 15 octaves (31 without a sign), and not relative to the largest of the block."""
+def test_log_code_error_is_relative_to_each_value(codec: Codec) -> None:
+    """Over 15 octaves (31 without a sign); not relative to the largest value of the block."""
     octaves = 15 if codec is LOG8 else 31
     values = 2.0 ** -(octaves * torch.rand(256, generator=torch.Generator().manual_seed(1)))
     error = (round_trip(codec, values) / values - 1).abs()
@@ -85,7 +85,7 @@ def test_log_codes_are_right_relative_to_each_value(codec: Codec) -> None:
 
 
 def test_small_second_moments_do_not_become_zero() -> None:
-    """They divide: catches an update that is unbounded because of its neighbours' size."""
+    """Updates are divided by them: catches an unbounded update next to large values."""
     values = torch.tensor([1.0, 1e-12, 1e-30, 0.0])
     assert round_trip(ULOG8, values)[1:3].tolist() == [round_trip(ULOG8, values)[1]] * 2
     assert 1e-10 < float(round_trip(ULOG8, values)[1]) < 1e-9
@@ -95,7 +95,7 @@ def test_small_second_moments_do_not_become_zero() -> None:
 
 
 @BOTH
-def test_zero_bytes_of_log_codes_are_zeros(codec: Codec) -> None:
+def test_zero_bytes_of_log_codes_decode_to_zeros(codec: Codec) -> None:
     """A replica that is left out sends zero bytes; zeros encode to them, too."""
     zeros = torch.zeros(777)
     assert bits(round_trip(codec, zeros)) == [0] * 777 and not codec.encode(zeros).any()
@@ -103,8 +103,8 @@ def test_zero_bytes_of_log_codes_are_zeros(codec: Codec) -> None:
 
 @BOTH
 @pytest.mark.parametrize("what", [torch.nan, torch.inf, -torch.inf])
-def test_log_codes_of_what_is_not_finite(codec: Codec, what: float) -> None:
-    """The block is not finite as a whole, the others are as they were."""
+def test_log_codes_keep_nonfinite_blocks_nonfinite(codec: Codec, what: float) -> None:
+    """All values of the block are non-finite; other blocks do not change."""
     values = moments_of(codec, 600, 1)
     clean = round_trip(codec, values)
     values[300] = what
@@ -114,10 +114,10 @@ def test_log_codes_of_what_is_not_finite(codec: Codec, what: float) -> None:
 
 
 @BOTH
-def test_slabs_of_log_codes_make_no_difference(
+def test_log_codes_do_not_depend_on_slab_size(
     codec: Codec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches exponents or codes of the second slab at the place of the first."""
+    """Catches exponents or codes of the second slab written over those of the first."""
     values = moments_of(codec, 3001, 3)
     whole, decoded = codec.encode(values), round_trip(codec, values)
     monkeypatch.setitem(codecs._SLAB_NUMEL, "cpu", 512)
@@ -128,9 +128,9 @@ def test_slabs_of_log_codes_make_no_difference(
 # ---- which moments, when
 
 
-def test_every_kth_sync_counts_from_the_first() -> None:
-    """Of each unit: with fragments a unit comes to every F-th sync. Catches K beyond the end of a
-    run that averages once all the same."""
+def test_moment_schedule_selects_every_kth_sync() -> None:
+    """Syncs of each unit are counted: with fragments a unit takes part in every F-th sync. Catches
+    an average although K exceeds the number of syncs."""
     every = MomentSchedule.of("both", 3)
     assert [every.rule_of(sync, 1) == CODED for sync in range(1, 8)] == [
         sync in (3, 6) for sync in range(1, 8)
@@ -141,8 +141,8 @@ def test_every_kth_sync_counts_from_the_first() -> None:
     assert MomentSchedule.of("none", 1).rule_of(1, 1) == NO_MOMENTS
 
 
-def test_beta2_of_a_replica() -> None:
-    """N of its steps forget as much as one step of all."""
+def test_local_beta2_to_the_nth_power_is_beta2() -> None:
+    """N local steps have the memory of one global step."""
     assert local_beta2(0.95, 4) ** 4 == pytest.approx(0.95, rel=1e-12)
     assert local_beta2(0.95, 1) == 0.95
 
@@ -151,7 +151,7 @@ def test_beta2_of_a_replica() -> None:
 
 
 def decision_of(*anomalous: bool) -> Decision:
-    """Of replicas in one unit; weights that are not uniform."""
+    """Return the decision about one unit, with non-uniform weights."""
     left_out = torch.tensor(anomalous).unsqueeze(1)
     weights = torch.arange(1.0, 1.0 + len(anomalous)).unsqueeze(1)
     verdict = Verdict(left_out, torch.zeros(len(anomalous), 1))
@@ -161,7 +161,7 @@ def decision_of(*anomalous: bool) -> Decision:
 
 
 class KeptMoments:
-    """A host that keeps two moments of one unit."""
+    """A host with two moments of one unit."""
 
     def __init__(self, first: list[float], second: list[float]) -> None:
         self.values = {FIRST_MOMENT: torch.tensor(first), SECOND_MOMENT: torch.tensor(second)}
@@ -174,16 +174,18 @@ class KeptMoments:
 
 
 @pytest.mark.parametrize("rule", [CODED, ALL_MOMENTS], ids=["codes", "fp32"])
-def test_one_that_is_left_out_takes_the_mean_of_the_others(rule: MomentRule) -> None:
-    """Uniform over those that are accepted, whatever their weights; nothing that is not finite
-    spreads. Catches a left-out replica that is added, and a mean over all."""
+def test_left_out_replica_takes_mean_moments_of_others(rule: MomentRule) -> None:
+    """The mean over accepted replicas is uniform and skips non-finite values.
+
+    Catches a left-out replica that is added, and a mean over all replicas.
+    """
     hosts: list[Any] = [
         KeptMoments([1.0, -2.0, 0.0], [1.0, 4.0, 0.0]),
         KeptMoments([3.0, 2.0, torch.inf], [3.0, torch.nan, 2.0]),
         KeptMoments([5.0, torch.nan, 5.0], [7.0, torch.inf, 7.0]),
     ]
     (shard,) = plan_of().shards
-    groups = groups_of(3, Network())
+    groups = two_phase_groups(3, Network())
     decision = decision_of(False, False, True)
     cpu = torch.device("cpu")
     units = [
@@ -202,7 +204,7 @@ def test_one_that_is_left_out_takes_the_mean_of_the_others(rule: MomentRule) -> 
         (SECOND_MOMENT, "ulog8", [[1.0, 4.0, 0.0], [3.0, 0.0, 2.0], [0.0] * 3]),
     ):
         halves = [share * np.array(addend, np.float32) for addend in addends]
-        wanted = Round(halves, {2}).sum(name if rule.is_coded else "fp32", None)
+        wanted = AllReduce(halves, {2}).sum(name if rule.is_coded else "fp32", None)
         for host in hosts:
             np.testing.assert_array_equal(host.values[kind].numpy(), wanted)
         sent = moment_bytes(rule, 3, 3)
@@ -213,7 +215,7 @@ def test_one_that_is_left_out_takes_the_mean_of_the_others(rule: MomentRule) -> 
 
 
 def optimizer_of(**state: Tensor) -> tuple[Any, Tensor]:
-    """With the state of one main shard of shape [2, 2], and that."""
+    """Return an optimizer with the state of one main shard [2, 2], and the shard."""
     main = torch.zeros(2, 2)
     group = {"params": [main], "betas": (0.9, 0.95), "lr": 0.1}
     inner = anything(state={main: dict(state)}, param_groups=[group])
@@ -221,7 +223,7 @@ def optimizer_of(**state: Tensor) -> tuple[Any, Tensor]:
 
 
 def test_moments_are_read_and_written_by_kind() -> None:
-    """Of whichever optimizer has them; a main shard that was never stepped has none."""
+    """In the optimizer that has them; a main shard that was never stepped has none."""
     optimizer, main = optimizer_of(
         exp_avg=torch.arange(4.0).view(2, 2), exp_avg_sq=torch.ones(2, 2)
     )
@@ -236,9 +238,8 @@ def test_moments_are_read_and_written_by_kind() -> None:
     assert out.tolist() == [5.0] * 4 and len(optimizer.optimizer.state) == 1
 
 
-def test_scaled_state_goes_through_its_accessors() -> None:
-    """Transformer Engine's Adam keeps codes, and their scales apart: catches a write of the codes
-    that forgets the scale."""
+def test_scaled_optimizer_state_uses_its_accessors() -> None:
+    """Transformer Engine's Adam stores scales separately: catches codes written without a scale."""
     optimizer, main = optimizer_of(exp_avg=torch.ones(2, 2, dtype=torch.float16))
     scale = {"exp_avg": 4.0}
 
@@ -259,10 +260,12 @@ def test_scaled_state_goes_through_its_accessors() -> None:
     assert out.tolist() == [8.0, 4.0, 2.0, 1.0] and scale["exp_avg"] == 8.0
 
 
-def test_bias_correction_after_a_change_of_beta2() -> None:
-    """Of a constant gradient the corrected moments are constant: every step moves by the rate, also
-    the first ones with beta2^(1/N). Would catch updates that shrink by sqrt(1 - beta2'^c) at the
-    switch, and a count of steps that fits the second moment alone."""
+def test_bias_correction_is_continuous_when_beta2_changes() -> None:
+    """With a constant gradient every step moves by the learning rate, also with beta2^(1/N).
+
+    Would catch updates that shrink by sqrt(1 - beta2'^c) at the switch, and a step count that fits
+    only the second moment.
+    """
     weight, common, size = torch.nn.Parameter(torch.zeros(1)), 3, 4
     adam = torch.optim.AdamW([weight], lr=0.1, betas=(0.9, 0.95), eps=0.0, weight_decay=0.0)
     inner: Any = anything(optimizer=adam, param_groups=adam.param_groups)
@@ -273,11 +276,11 @@ def test_bias_correction_after_a_change_of_beta2() -> None:
         with scaled_beta2([inner], size, common) if local else nullcontext():
             adam.step()
         assert before - float(weight.detach()) == pytest.approx(0.1, rel=1e-5)
-        assert steps_counted([inner]) == step + 1
+        assert num_counted_steps([inner]) == step + 1
 
 
-def test_weight_decay_does_not_follow_the_bias_correction() -> None:
-    """Where there is no gradient, only the decay of the given rate moves a weight."""
+def test_weight_decay_is_independent_of_bias_correction() -> None:
+    """With a zero gradient, a weight moves only by the decay at the given rate."""
     weight = torch.nn.Parameter(torch.ones(1))
     adam = torch.optim.AdamW([weight], lr=0.1, betas=(0.9, 0.95), eps=1.0, weight_decay=0.5)
     inner: Any = anything(optimizer=adam, param_groups=adam.param_groups)
@@ -289,11 +292,11 @@ def test_weight_decay_does_not_follow_the_bias_correction() -> None:
     assert (adam.param_groups[0]["lr"], adam.param_groups[0]["weight_decay"]) == (0.1, 0.5)
 
 
-def test_beta2_is_scaled_inside_a_step_alone() -> None:
-    """Also after a step that fails: a checkpoint has the value that was given."""
+def test_beta2_is_scaled_only_inside_a_step() -> None:
+    """It is restored also after a failed step, so that checkpoints contain the given value."""
     optimizer, _ = optimizer_of()
     sgd = anything(optimizer=None, param_groups=[{"params": []}])
     with pytest.raises(ValueError), scaled_beta2([optimizer, sgd], 4, 8):
-        assert given_beta2([optimizer, sgd]) == [local_beta2(0.95, 4)]
+        assert configured_beta2([optimizer, sgd]) == [local_beta2(0.95, 4)]
         raise ValueError
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)

@@ -1,7 +1,7 @@
-"""`megatron-edit report` and `watch`: what they make of event files, whole, growing or damaged.
+"""`megatron-edit report` and `watch` on complete, growing and damaged event files.
 
-Would catch: a half-written line that is counted as damaged or read twice, numbers of a former run,
-memory that grows with the training, a warning that never comes, a traceback.
+Would catch: a half-written line counted as damaged or read twice, numbers of an earlier run, memory
+that grows with the training, a missing warning, a traceback.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import pytest
 
 from megatron_edit.observe.line_files import LineReader
 from megatron_edit.tools.cli import main
-from megatron_edit.tools.monitor.findings import findings_of
+from megatron_edit.tools.monitor.findings import list_findings
 from megatron_edit.tools.monitor.run import MonitoredRun
 from megatron_edit.tools.monitor.series import MAX_POINTS, Bins, Rows
 from megatron_edit.tools.pages.texts import duration
-from tests.harness.event_files import BATCH, SEQ_LENGTH, MadeUp
+from tests.harness.event_files import BATCH, SEQ_LENGTH, SyntheticRun
 
 pytest.importorskip("rich")
 
 
 def read(folder: Path) -> MonitoredRun:
-    """A run, read once."""
+    """Read the event files of a run once."""
     run = MonitoredRun(folder)
     run.poll()
     return run
@@ -38,8 +38,8 @@ def read(folder: Path) -> MonitoredRun:
 # ---- lines
 
 
-def test_a_growing_file_is_read_line_by_line(tmp_path: Path) -> None:
-    """Also where it is not there yet, and where a line is cut in the middle of a letter."""
+def test_growing_file_is_read_line_by_line(tmp_path: Path) -> None:
+    """Also before it exists, and if it ends in the middle of a UTF-8 character."""
     path = tmp_path / "x.jsonl"
     file = LineReader(path)
     assert list(file.read()) == [] and file.unread_bytes == 0
@@ -52,7 +52,7 @@ def test_a_growing_file_is_read_line_by_line(tmp_path: Path) -> None:
     assert file.num_damaged == 0 and not file.was_replaced
 
 
-def test_damaged_lines_are_counted_and_left_out(tmp_path: Path) -> None:
+def test_damaged_lines_are_counted_and_skipped(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"a": 1}\n{"a": \n\xff\xfe\n[1]\n\n{"a": 2}\n{"a"')
     file = LineReader(path)
@@ -76,8 +76,8 @@ def test_bins_keep_the_mean_in_bounded_memory() -> None:
     assert [a.size for a in Bins().curve()] == [0, 0]
 
 
-def test_rows_are_merged_by_their_kind() -> None:
-    """And a vector that becomes longer (a unit that is met later) is filled up."""
+def test_rows_are_merged_by_their_reduction() -> None:
+    """Vectors that become longer (units that appear later) are padded."""
     rows = Rows({"sum": "sum", "max": "max", "mean": "mean", "last": "last"}, capacity=4)
     for number in range(11):
         row = np.arange(2.0 if number < 3 else 3.0) + number
@@ -92,8 +92,8 @@ def test_rows_are_merged_by_their_kind() -> None:
 # ---- runs
 
 
-def test_numbers_of_a_run(tmp_path: Path) -> None:
-    made_up = MadeUp(train_iters=400, slow={2: 1.5}, sick=1, rollbacks=(12,))
+def test_run_statistics_match_event_lines(tmp_path: Path) -> None:
+    made_up = SyntheticRun(train_iters=400, slow={2: 1.5}, sick=1, rollbacks=(12,))
     run = read(made_up.write(tmp_path))
     lines = [json.loads(line) for line in (tmp_path / "sync.jsonl").read_text().splitlines()]
     assert run.syncs.count == 30 and run.iteration == made_up.iterations
@@ -114,20 +114,20 @@ def test_numbers_of_a_run(tmp_path: Path) -> None:
     effective = [1 / sum(w * w for w in row) for row in lines[-1]["weights"]]
     assert last.effective == pytest.approx(np.median(effective))
     assert run.progress == 0.65 and run.state == "running"
-    fast, slow = run.replicas[0], run.replicas[2]  # equal steps: only between syncs they differ
+    fast, slow = run.replicas[0], run.replicas[2]  # speeds differ between syncs only
     assert slow.speed_between_syncs < 0.75 * fast.speed_between_syncs
     assert slow.mean_speed == pytest.approx(fast.mean_speed, rel=0.05)
     tokens = 140 * BATCH * 4 * SEQ_LENGTH
     assert run.speed is not None
     assert run.remaining_seconds == pytest.approx(tokens / run.speed)
-    text = " ".join(finding.text for finding in findings_of(run))
+    text = " ".join(finding.text for finding in list_findings(run))
     for part in ("Replica 2 is slow", "Replica 1 was left out", "1 roll-back:"):
         assert part in text
 
 
-def test_a_run_is_read_as_it_grows(tmp_path: Path) -> None:
-    """In pieces of any size it comes to the same; and a newer run in the folder begins anew."""
-    MadeUp(rounds=6).write(tmp_path / "whole")
+def test_growing_run_equals_complete_run(tmp_path: Path) -> None:
+    """Also if it is read in pieces; a newer run in the folder replaces it."""
+    SyntheticRun(rounds=6).write(tmp_path / "whole")
     whole, growing = read(tmp_path / "whole"), MonitoredRun(tmp_path / "growing")
     growing.poll()
     assert growing.state == "waiting"
@@ -146,21 +146,21 @@ def test_a_run_is_read_as_it_grows(tmp_path: Path) -> None:
         assert mine.losses.curve()[1].tolist() == other.losses.curve()[1].tolist()
     for path in (tmp_path / "growing").glob("*.jsonl"):  # as the writer does
         path.rename(path.with_suffix(".1.jsonl"))
-    MadeUp(rounds=2, replicas=2).write(tmp_path / "growing")
+    SyntheticRun(rounds=2, replicas=2).write(tmp_path / "growing")
     growing.poll()
     assert growing.syncs.count == 2 and len(growing.replicas) == 2
 
 
 def test_memory_does_not_grow_with_the_training(tmp_path: Path) -> None:
-    run = read(MadeUp(rounds=1500, tau=1, units=3, replicas=2).write(tmp_path))
+    run = read(SyntheticRun(rounds=1500, tau=1, units=3, replicas=2).write(tmp_path))
     assert run.syncs.count == 1500
     assert len(run.syncs.rows.column("round")) <= MAX_POINTS
     assert len(run.replicas[0].losses.curve()[0]) <= MAX_POINTS
     assert run.syncs.rows.column("round")[-1, 0] == 1500
 
 
-def nothing_known(line: dict[str, Any]) -> None:
-    """Nulls wherever the format allows them."""
+def set_nulls(line: dict[str, Any]) -> None:
+    """Set all values to null where the format allows it."""
     line["norms"] = [[None] * len(row) for row in line["norms"]]
     line["z"] = line["norms"]
     line["weights"] = [[0.0] * len(row) for row in line["weights"]]
@@ -172,18 +172,18 @@ def nothing_known(line: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "made_up",
     [
-        MadeUp(change=nothing_known, rounds=3),
-        MadeUp(rounds=0, warmup=5),
-        MadeUp(rounds=0, warmup=0),
-        MadeUp(rounds=0, warmup=0, strategy="ddp"),
-        MadeUp(replicas=1, units=1, rounds=1),
-        MadeUp(strategy="a-edit", rounds=4, train_iters=1000),
-        MadeUp(replicas=9, rounds=2, units=80),
+        SyntheticRun(change=set_nulls, rounds=3),
+        SyntheticRun(rounds=0, warmup=5),
+        SyntheticRun(rounds=0, warmup=0),
+        SyntheticRun(rounds=0, warmup=0, strategy="ddp"),
+        SyntheticRun(replicas=1, units=1, rounds=1),
+        SyntheticRun(strategy="a-edit", rounds=4, train_iters=1000),
+        SyntheticRun(replicas=9, rounds=2, units=80),
     ],
     ids=["nulls", "warm-up", "just begun", "ddp", "one", "a-edit", "many"],
 )
-def test_there_is_always_a_page(
-    tmp_path: Path, made_up: MadeUp, capsys: pytest.CaptureFixture[str]
+def test_report_is_written_for_every_kind_of_run(
+    tmp_path: Path, made_up: SyntheticRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = made_up.write(tmp_path / "log")
     assert main(["report", str(folder), "--output", str(tmp_path / "page.html")]) == 0
@@ -197,9 +197,11 @@ def test_there_is_always_a_page(
     assert made_up.strategy in capsys.readouterr().out
 
 
-def test_a_run_of_an_older_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without sizes in run.json there is no progress, and everything else."""
-    MadeUp().write(tmp_path)
+def test_run_of_older_version_has_no_progress(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without sizes in run.json, everything but the progress is shown."""
+    SyntheticRun().write(tmp_path)
     run = json.loads((tmp_path / "run.json").read_text())
     del run["training"]
     (tmp_path / "run.json").write_text(json.dumps(run))
@@ -208,9 +210,9 @@ def test_a_run_of_an_older_version(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "<progress" not in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
-def test_damaged_lines_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also a line that is JSON and nothing of ours, or of another number of replicas."""
-    MadeUp(rounds=5).write(tmp_path)
+def test_damaged_lines_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also JSON lines with missing fields, or with another number of replicas."""
+    SyntheticRun(rounds=5).write(tmp_path)
     lines = (tmp_path / "sync.jsonl").read_text().splitlines()
     lines[1], lines[2] = lines[1][: len(lines[1]) // 2], '{"round": 3}'
     other = json.loads(lines[3])
@@ -224,8 +226,8 @@ def test_damaged_lines_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert read(tmp_path).syncs.count == 2
 
 
-def shrink_weights(line: dict[str, Any]) -> None:
-    """One replica decides."""
+def give_replica_0_all_weight(line: dict[str, Any]) -> None:
+    """Give replica 0 all the weight, and clip all units."""
     line["weights"] = [[1.0, *[0.0] * (len(row) - 1)] for row in line["weights"]]
     line["clip"] = [0.1] * len(line["clip"])
 
@@ -233,25 +235,25 @@ def shrink_weights(line: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("made_up", "part"),
     [
-        (MadeUp(change=shrink_weights), "stood on fewer than 2 replicas"),
-        (MadeUp(change=shrink_weights), "clipped below 0.5"),
-        (MadeUp(change=shrink_weights, rounds=9), ""),
-        (MadeUp(exposed=0.1), "Exposed syncs took"),
-        (MadeUp(exposed=0.4), "waited for the others"),
-        (MadeUp(), ""),
+        (SyntheticRun(change=give_replica_0_all_weight), "stood on fewer than 2 replicas"),
+        (SyntheticRun(change=give_replica_0_all_weight), "clipped below 0.5"),
+        (SyntheticRun(change=give_replica_0_all_weight, rounds=9), ""),
+        (SyntheticRun(exposed=0.1), "Exposed syncs took"),
+        (SyntheticRun(exposed=0.4), "waited for the others"),
+        (SyntheticRun(), ""),
     ],
 )
-def test_findings(tmp_path: Path, made_up: MadeUp, part: str) -> None:
-    """Each warning comes where it should, and none where all is well."""
-    found = findings_of(read(made_up.write(tmp_path)))
+def test_findings_appear_only_with_their_cause(tmp_path: Path, made_up: SyntheticRun, part: str) -> None:
+    """Each warning appears with its cause; a healthy run has none."""
+    found = list_findings(read(made_up.write(tmp_path)))
     if part:
         assert any(part in finding.text for finding in found), found
     else:
         assert found == []
 
 
-def test_drift_silence_and_missing_files(tmp_path: Path) -> None:
-    MadeUp(rounds=4, train_iters=1000).write(tmp_path)
+def test_drift_silence_and_missing_files_are_found(tmp_path: Path) -> None:
+    SyntheticRun(rounds=4, train_iters=1000).write(tmp_path)
     path = tmp_path / "replica-2.jsonl"
     path.write_text(path.read_text().replace(f"{3:016x}", "f" * 16))
     (tmp_path / "replica-3.jsonl").unlink()
@@ -260,7 +262,7 @@ def test_drift_silence_and_missing_files(tmp_path: Path) -> None:
         os.utime(file, (hour_ago, hour_ago))
     run = read(tmp_path)
     assert run.state == "lost" and run.drift == (3, 2) and run.missing == [3]
-    levels = [finding.level for finding in findings_of(run)]
+    levels = [finding.level for finding in list_findings(run)]
     assert levels[0] == "error" and levels.count("warning") >= 2
 
 
@@ -268,7 +270,7 @@ def test_drift_silence_and_missing_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["report", "watch"])
-def test_bad_input_is_one_line(
+def test_bad_input_is_refused_in_one_line(
     tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("x")
@@ -279,7 +281,7 @@ def test_bad_input_is_one_line(
     (tmp_path / "empty").mkdir()
     bad = [[str(tmp_path / "file")], [str(foreign)], [str(broken)], [str(foreign), "more"]]
     if command == "report":
-        good = str(MadeUp(rounds=0).write(tmp_path / "good"))
+        good = str(SyntheticRun(rounds=0).write(tmp_path / "good"))
         bad += [[str(tmp_path / "none")], [str(tmp_path / "empty")],
                 [good, "--output", str(tmp_path / "no" / "where.html")],
                 [good, "--output", str(tmp_path)]]  # fmt: skip
@@ -287,13 +289,15 @@ def test_bad_input_is_one_line(
         bad += [[str(tmp_path), "--seconds", "0"], [str(tmp_path), "--seconds", "nan"]]
     for words in bad:
         assert main([command, *words]) == 2, words
-        said = capsys.readouterr()
-        assert said.err.count("\n") == 1 and said.err.startswith(f"megatron-edit {command}: ")
-        assert said.out == ""
+        captured = capsys.readouterr()
+        assert captured.err.count("\n") == 1 and captured.err.startswith(
+            f"megatron-edit {command}: "
+        )
+        assert captured.out == ""
 
 
-def test_watch_before_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing is there yet; the output is no terminal: one frame."""
+def test_watch_waits_for_run_to_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before the folder exists; without a terminal it prints one frame."""
     assert main(["watch", str(tmp_path / "later")]) == 0
     assert "waiting for" in capsys.readouterr().out.replace("\n", "")
 
@@ -302,14 +306,13 @@ def test_watch_before_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ("seconds", "text"),
     [(0.4, "0 s"), (61, "1 min 1 s"), (3600, "1 h"), (90061, "1 d 1 h"), (math.nan, "–")],  # noqa: RUF001
 )
-def test_durations(seconds: float, text: str) -> None:
+def test_durations_are_formatted(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
 def test_rejected_losses_are_a_finding(tmp_path: Path) -> None:
-    """Which replica, how often, its loss and the others' at the last one; files of older versions
-    have no such fields."""
-    folder = MadeUp(train_iters=400).write(tmp_path)
+    """With replica, count, last loss and the others' median; older files lack the fields."""
+    folder = SyntheticRun(train_iters=400).write(tmp_path)
     path = tmp_path / "sync.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert not read(folder).syncs.loss_rejections
@@ -323,7 +326,7 @@ def test_rejected_losses_are_a_finding(tmp_path: Path) -> None:
     run = read(folder)
     rejections = run.syncs.loss_rejections
     assert rejections == {2: (2, lines[11]["iteration"], 9.25, 3.0)}
-    (text,) = (f.text for f in findings_of(run) if "because of its loss" in f.text)
+    (text,) = (f.text for f in list_findings(run) if "because of its loss" in f.text)
     assert text.startswith("Replica 2 was left out of 2 syncs because of its loss")
     assert "9.25" in text and "others' median 3." in text
     for broken in ({"why": [["loss"]]}, {"why": 3}, {"round_loss": [1.0]}):

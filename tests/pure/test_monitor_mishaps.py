@@ -1,8 +1,7 @@
-"""`megatron-edit report` and `watch` on files and names that are not what they should be.
+"""`megatron-edit report` and `watch` on invalid files and names.
 
-Would catch: a traceback, a damaged line that is counted or half taken, a run that is taken for
-finished, a speed of some replicas that is given out as that of all, a device that is replaced by a
-page.
+Would catch: a traceback, a damaged line that is counted or partly used, a running run shown as
+finished, the speed of some replicas shown as that of all, a device replaced by a page.
 """
 
 from __future__ import annotations
@@ -16,35 +15,35 @@ from typing import Any
 import pytest
 
 from megatron_edit.tools.cli import main
-from megatron_edit.tools.monitor.findings import findings_of
+from megatron_edit.tools.monitor.findings import list_findings
 from megatron_edit.tools.monitor.run import MonitoredRun
-from tests.harness.event_files import BATCH, MadeUp
+from tests.harness.event_files import BATCH, SyntheticRun
 
 pytest.importorskip("rich")
 
 
 def read(folder: Path) -> MonitoredRun:
-    """A run, read once."""
+    """Read the event files of a run once."""
     run = MonitoredRun(folder)
     run.poll()
     return run
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The one line with which a command refuses."""
+    """Run a command that must refuse; return its one-line error."""
     assert main(words) == 2, words
-    said = capsys.readouterr()
-    assert said.err.count("\n") == 1 and said.out == "", said
-    assert said.err.startswith(f"megatron-edit {words[0]}: ") and "Error" not in said.err
-    return said.err
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1 and captured.out == "", captured
+    assert captured.err.startswith(f"megatron-edit {words[0]}: ") and "Error" not in captured.err
+    return captured.err
 
 
 # ---- where a run is
 
 
 def write_resumed(folder: Path, num_syncs: int, iterations: int = 300) -> Path:
-    """A-EDiT, resumed at iteration 250 of 280; its fast replica makes more than 280 steps."""
-    made_up = MadeUp(strategy="a-edit", replicas=2, rounds=0, train_iters=280)
+    """Write an A-EDiT run, resumed at iteration 250 of 280, with a replica of over 280 steps."""
+    made_up = SyntheticRun(strategy="a-edit", replicas=2, rounds=0, train_iters=280)
     made_up.write(folder)
     for replica in range(2):
         path = folder / f"replica-{replica}.jsonl"
@@ -52,7 +51,7 @@ def write_resumed(folder: Path, num_syncs: int, iterations: int = 300) -> Path:
         lines = [line | {"iteration": i} for i in range(251, iterations + 1)]
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     if num_syncs:
-        whole = MadeUp(strategy="a-edit", replicas=2, rounds=1).write(folder / "other")
+        whole = SyntheticRun(strategy="a-edit", replicas=2, rounds=1).write(folder / "other")
         line = json.loads((whole / "sync.jsonl").read_text())
         line["samples"] = [260 * BATCH, 250 * BATCH]
         (folder / "sync.jsonl").write_text(json.dumps(line) + "\n")
@@ -62,21 +61,21 @@ def write_resumed(folder: Path, num_syncs: int, iterations: int = 300) -> Path:
     return folder
 
 
-def test_a_fast_replica_finishes_no_run(tmp_path: Path) -> None:
-    """Steps of its own are no progress of a run by the clock; samples are, from the first sync."""
+def test_fast_replica_does_not_finish_the_run(tmp_path: Path) -> None:
+    """In A-EDiT the steps of one replica are no progress; samples are, from the first sync."""
     early = read(write_resumed(tmp_path / "early", 0))
     assert early.iteration == 300
     assert early.progress is None and early.state == "running"
     later = read(write_resumed(tmp_path / "later", 1))
     assert later.progress == pytest.approx(510 / 560) and later.state == "running"
-    fresh = read(MadeUp(strategy="a-edit", rounds=0, train_iters=100).write(tmp_path / "fresh"))
+    fresh = read(SyntheticRun(strategy="a-edit", rounds=0, train_iters=100).write(tmp_path / "fresh"))
     assert fresh.progress == 0.2
 
 
 @pytest.mark.parametrize("is_old", [False, True])
-def test_iterations_are_never_more_than_there_are(tmp_path: Path, is_old: bool) -> None:
-    """A-EDiT, over after 280 batches, of which one replica made 300 steps. Catches "300 of 280";
-    older files say at syncs alone what all have consumed."""
+def test_iteration_never_exceeds_total(tmp_path: Path, is_old: bool) -> None:
+    """A-EDiT run of 280 batches in which one replica made 300 steps. Catches "300 of 280"; in older
+    files only sync lines contain the samples of all replicas."""
     folder = write_resumed(tmp_path, 1)
     sync = json.loads((folder / "sync.jsonl").read_text())
     sync["samples"] = [300 * BATCH, 260 * BATCH]
@@ -86,8 +85,8 @@ def test_iterations_are_never_more_than_there_are(tmp_path: Path, is_old: bool) 
         *lines, end = path.read_text().splitlines()
         step = json.loads(lines[-1]) | {"iteration": made}
         if not is_old:
-            told = {"replica_step": made, "samples_all": 2 * 280 * BATCH}
-            step |= told | {"iteration": 280}
+            totals = {"replica_step": made, "samples_all": 2 * 280 * BATCH}
+            step |= totals | {"iteration": 280}
         path.write_text("\n".join([*lines[:-1], json.dumps(step), end, ""]))
     run = read(folder)
     assert (run.iteration, run.progress, run.state) == (280, 1.0, "finished")
@@ -95,18 +94,18 @@ def test_iterations_are_never_more_than_there_are(tmp_path: Path, is_old: bool) 
 
 
 @pytest.mark.parametrize("strategy", ["edit", "a-edit"])
-def test_speed_with_files_missing(
+def test_speed_with_missing_files_is_estimated_or_unknown(
     tmp_path: Path, strategy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One launch per replica, without a folder that all share: what one replica tells of all."""
-    made_up = MadeUp(strategy=strategy, train_iters=400)
+    """With one launch per replica and no shared folder, only the files of one replica exist."""
+    made_up = SyntheticRun(strategy=strategy, train_iters=400)
     whole = read(made_up.write(tmp_path / "whole"))
     assert whole.speed is not None and whole.remaining_seconds is not None
     folder = made_up.write(tmp_path / "part")
     for replica in (1, 2, 3):
         (folder / f"replica-{replica}.jsonl").unlink()
     part = read(folder)
-    missing = next(f.text for f in findings_of(part) if "No file of replica 1, 2, 3" in f.text)
+    missing = next(f.text for f in list_findings(part) if "No file of replica 1, 2, 3" in f.text)
     assert main(["report", str(folder)]) == 0 and main(["watch", str(folder), "--once"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     page = (folder / "report.html").read_text(encoding="utf-8")
@@ -118,7 +117,7 @@ def test_speed_with_files_missing(
     else:
         assert part.speed is None and part.remaining_seconds is None
         assert "only 1 of 4 replicas are seen here" in page and "all replicas, at" not in page
-        assert "only 1 of 4" in shown and "cannot be told" in missing
+        assert "only 1 of 4" in shown and "cannot be computed" in missing
 
 
 # ---- damaged files
@@ -129,9 +128,11 @@ ODD = ("Infinity", "-Infinity", "NaN", "1e999", "1e300", "-1", '"x"', "[]", "{}"
 
 @pytest.mark.parametrize("name", ["sync.jsonl", "loss.jsonl", "replica-0.jsonl"])
 @pytest.mark.filterwarnings("error")
-def test_odd_values(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """In any field of a line: the line counts as it should, or as damaged, and there is a page."""
-    made_up = MadeUp(rounds=3, warmup=5, train_iters=100)
+def test_odd_values_count_as_damaged(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Invalid values in any field: each line is valid or damaged, and the report is written."""
+    made_up = SyntheticRun(rounds=3, warmup=5, train_iters=100)
     lines = (made_up.write(tmp_path) / name).read_text().splitlines()
     new = []
     for line in {tuple(json.loads(line)): line for line in lines}.values():
@@ -149,9 +150,9 @@ def test_odd_values(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("field", ["iteration", "samples", "tokens", "seconds"])
-def test_a_damaged_line_changes_nothing(tmp_path: Path, field: str) -> None:
-    """Also where only its last field is bad."""
-    path = MadeUp(rounds=0, warmup=3, replicas=1).write(tmp_path) / "replica-0.jsonl"
+def test_damaged_line_does_not_change_totals(tmp_path: Path, field: str) -> None:
+    """Also if only its last field is invalid."""
+    path = SyntheticRun(rounds=0, warmup=3, replicas=1).write(tmp_path) / "replica-0.jsonl"
     clean = read(tmp_path).replicas[0]
     line = json.loads(path.read_text().splitlines()[-1]) | {"iteration": 4, "loss": 9.0}
     with path.open("a") as file:
@@ -164,7 +165,7 @@ def test_a_damaged_line_changes_nothing(tmp_path: Path, field: str) -> None:
 
 
 def without(*path: str) -> Callable[[dict[str, Any]], None]:
-    """Take a field away."""
+    """Return a function that removes a field."""
 
     def change(run: dict[str, Any]) -> None:
         for name in path[:-1]:
@@ -175,7 +176,7 @@ def without(*path: str) -> Callable[[dict[str, Any]], None]:
 
 
 def with_(value: Any, *path: str) -> Callable[[dict[str, Any]], None]:
-    """Set a field."""
+    """Return a function that sets a field."""
 
     def change(run: dict[str, Any]) -> None:
         for name in path[:-1]:
@@ -205,33 +206,33 @@ def with_(value: Any, *path: str) -> Callable[[dict[str, Any]], None]:
         )),
     ],
 )  # fmt: skip
-def test_an_unusable_run(
+def test_unusable_run_json_is_refused_with_its_field(
     tmp_path: Path,
     command: str,
     name: str,
     change: Callable[[dict[str, Any]], None],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """One line, with the file and the field."""
-    run = MadeUp().run()
+    """The error is one line with the file and the field."""
+    run = SyntheticRun().run()
     change(run)
     (tmp_path / "run.json").write_text(json.dumps(run))
-    said = refused(capsys, command, str(tmp_path))
-    assert str(tmp_path / "run.json") in said and name in said
+    error = refused(capsys, command, str(tmp_path))
+    assert str(tmp_path / "run.json") in error and name in error
 
 
 @pytest.mark.parametrize("text", ["[" * 99999, "[]", "5", '"x"', "\xff"])
-def test_a_run_that_is_no_object(
+def test_run_json_that_is_no_object_is_refused(
     tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run.json").write_bytes(text.encode("latin-1"))
     assert "run.json" in refused(capsys, "report", str(tmp_path))
 
 
-def test_bytes_that_are_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In the command line of the training, in the name of a machine and of the folder."""
+def test_undecodable_names_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the training command, host name, device name and folder."""
     folder = tmp_path / os.fsdecode(b"log-\xff")
-    MadeUp(rounds=2).write(folder)
+    SyntheticRun(rounds=2).write(folder)
     run = json.loads((folder / "run.json").read_text())
     run["argv"].append("--data-path=\udcff")
     run["topology"]["host"] = run["topology"]["device"] = "n\udcfe"
@@ -248,9 +249,9 @@ def test_bytes_that_are_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[st
 # ---- names
 
 
-def test_no_device_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A pipe, as a device would be, by its own name and by that of a link."""
-    log, pipe, link = MadeUp(rounds=0).write(tmp_path / "log"), tmp_path / "pipe", tmp_path / "link"
+def test_report_never_replaces_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pipe stands for any device; also if it is named by a symlink."""
+    log, pipe, link = SyntheticRun(rounds=0).write(tmp_path / "log"), tmp_path / "pipe", tmp_path / "link"
     os.mkfifo(pipe)
     link.symlink_to(pipe)
     for output in (pipe, link):
@@ -261,9 +262,9 @@ def test_no_device_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert pipe.is_fifo()
 
 
-def test_a_link_stays_a_link(tmp_path: Path) -> None:
-    """The page is written to what it leads to, whether that is there or not."""
-    log, link = MadeUp(rounds=0).write(tmp_path / "log"), tmp_path / "link.html"
+def test_report_is_written_through_a_symlink(tmp_path: Path) -> None:
+    """Whether its target exists or not."""
+    log, link = SyntheticRun(rounds=0).write(tmp_path / "log"), tmp_path / "link.html"
     (tmp_path / "pages").mkdir()
     target = tmp_path / "pages" / "page.html"
     link.symlink_to(target)
@@ -274,29 +275,29 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     assert [path.name for path in target.parent.iterdir()] == ["page.html"]
 
 
-def test_outputs_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Names that are too long, also with what is added while it is written; a loop of links."""
-    log = str(MadeUp(rounds=0).write(tmp_path / "log"))
+def test_impossible_outputs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names that are too long, also only with the temporary suffix; symlink loops."""
+    log = str(SyntheticRun(rounds=0).write(tmp_path / "log"))
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "gone").symlink_to(tmp_path / "no" / "where.html")
     for name in ("x" * 300, "x" * 253, "loop", "gone", "loop/page.html"):
         refused(capsys, "report", log, "--output", str(tmp_path / name))
-    if Path("/proc/self").exists():  # there, and with leave to write: until it is tried
+    if Path("/proc/self").exists():  # exists and looks writable, but is not
         refused(capsys, "report", log, "--output", "/proc/x.html")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gone", "log", "loop"]
 
 
 @pytest.mark.parametrize("command", ["report", "watch"])
-def test_folders_that_cannot_be_read(
+def test_unreadable_folders_are_refused(
     tmp_path: Path,
     command: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Names that are too long or are none; folders behind a closed door; what is no file."""
+    """Invalid names, missing permission, and folders or pipes in place of files."""
     for name in ("x" * 300, "x" * 300 + "/log", "a\0b"):
         refused(capsys, command, str(tmp_path / name))
-    folder = MadeUp(rounds=1).write(tmp_path / "log")
+    folder = SyntheticRun(rounds=1).write(tmp_path / "log")
     (folder / "sync.jsonl").unlink()
     (folder / "sync.jsonl").mkdir()
     assert "sync.jsonl" in refused(capsys, command, str(folder))

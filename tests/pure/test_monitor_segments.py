@@ -1,7 +1,7 @@
 """`megatron-edit report` and `watch` on trainings that were resumed, evaluated, and ended.
 
-Would catch: a page that begins at the newest resume, iterations that were made again and count
-twice, a run that is called running after its end, advice that the strategy refuses.
+Would catch: a page that begins at the newest resume, repeated iterations that count twice, a run
+shown as running after its end, advice that the strategy refuses.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ import pytest
 
 from megatron_edit.config import EditConfig
 from megatron_edit.tools.cli import main
-from megatron_edit.tools.monitor.findings import findings_of
+from megatron_edit.tools.monitor.findings import list_findings
 from megatron_edit.tools.monitor.run import MonitoredRun
 from megatron_edit.tools.monitor.spikes import SpikeDetector
-from tests.harness.event_files import BATCH, MadeUp
-from tests.harness.resumed import RunPart, write_runs
+from tests.harness.event_files import BATCH, SyntheticRun
+from tests.harness.resumed_event_files import RunPart, write_runs
 
 pytest.importorskip("rich")
-TRAINING = MadeUp(rounds=10, warmup=20, replicas=2)  # 100 iterations, a sync every 8 after 20
+TRAINING = SyntheticRun(rounds=10, warmup=20, replicas=2)  # 100 iterations, a sync every 8 after 20
 RESUMED = [RunPart(0, 50), RunPart(44, 75), RunPart(68, 100, "finished", None)]
 
 
 def read(folder: Path) -> MonitoredRun:
-    """A run, read once."""
+    """Read the event files of a run once."""
     run = MonitoredRun(folder)
     run.poll()
     return run
 
 
 def texts_of(run: MonitoredRun) -> str:
-    """All findings."""
-    return " ".join(finding.text for finding in findings_of(run))
+    """Return the texts of all findings."""
+    return " ".join(finding.text for finding in list_findings(run))
 
 
 def visible(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
-    """The page, and one frame of `watch`."""
+    """Return the page of `report` and one frame of `watch`."""
     assert main(["report", str(folder)]) == 0
     capsys.readouterr()
     assert main(["watch", str(folder), "--once"]) == 0
@@ -54,7 +54,7 @@ def visible(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, str]
 def test_all_runs_of_a_resumed_training_are_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each iteration once, from the run that was gone on from, as in a training without a stop."""
+    """Each iteration once, from the run that was continued, as in an uninterrupted training."""
     whole = read(TRAINING.write(tmp_path / "whole"))
     folder = write_runs(tmp_path / "log", TRAINING, RESUMED)
     run = read(folder)
@@ -74,8 +74,8 @@ def test_all_runs_of_a_resumed_training_are_read(
     assert "iteration 100 of 100" in frame and "10 syncs" in frame
 
 
-def test_a_resume_from_an_older_checkpoint(tmp_path: Path) -> None:
-    """It takes back what two earlier runs had made."""
+def test_resume_from_older_checkpoint_drops_later_steps(tmp_path: Path) -> None:
+    """It discards steps of two earlier runs."""
     parts = [RunPart(0, 50), RunPart(44, 75), RunPart(28, 60), RunPart(60, 100)]
     run = read(write_runs(tmp_path, TRAINING, parts))
     assert run.losses.curve()[0].tolist() == list(range(1, 101))
@@ -84,7 +84,7 @@ def test_a_resume_from_an_older_checkpoint(tmp_path: Path) -> None:
 
 
 def test_digests_of_repeated_rounds_are_not_compared(tmp_path: Path) -> None:
-    """A resume with another setting goes other ways from there. Would catch: drift that is none."""
+    """A resume with other settings may diverge from them. Would catch a false drift finding."""
 
     def other_digest(name: str, line: dict[str, Any]) -> None:
         if line.get("digest") and line["round"] >= 4:
@@ -94,8 +94,8 @@ def test_digests_of_repeated_rounds_are_not_compared(tmp_path: Path) -> None:
     assert read(write_runs(tmp_path, TRAINING, parts)).drift is None
 
 
-def test_time_between_two_runs_is_no_time_of_training(tmp_path: Path) -> None:
-    """A queue may wait for hours."""
+def test_time_between_runs_is_not_training_time(tmp_path: Path) -> None:
+    """A resumed job may wait for hours in a queue."""
 
     def hours_later(_name: str, line: dict[str, Any]) -> None:
         if "time" in line:
@@ -108,8 +108,8 @@ def test_time_between_two_runs_is_no_time_of_training(tmp_path: Path) -> None:
     assert run.syncs.elapsed == pytest.approx(whole.syncs.elapsed - between, abs=0.01)
 
 
-def test_another_training_in_the_folder_is_not_joined(tmp_path: Path) -> None:
-    """One that began anew, and files of a version that does not say."""
+def test_other_training_in_folder_is_not_joined(tmp_path: Path) -> None:
+    """A training that started again, and files of a version without segments."""
     run = read(write_runs(tmp_path / "new", TRAINING, [RunPart(0, 50), RunPart(0, 30)]))
     assert run.resumed_at == [] and run.iteration == 30 and run.replicas[0].num_iterations == 30
     folder = write_runs(tmp_path / "old", TRAINING, RESUMED)
@@ -119,9 +119,12 @@ def test_another_training_in_the_folder_is_not_joined(tmp_path: Path) -> None:
     assert read(folder).losses.curve()[0].tolist() == list(range(69, 101))
 
 
-def test_a_run_that_never_reached_the_checkpoint_is_not_joined(tmp_path: Path) -> None:
-    """It went on from a checkpoint of elsewhere, in a used folder. A run that ended at once,
-    without a line, is part of the training, and so is one that was killed before its last lines."""
+def test_run_that_never_reached_checkpoint_is_not_joined(tmp_path: Path) -> None:
+    """The resumed run used a checkpoint from elsewhere, in a used folder.
+
+    A run that ended without a line is part of the training, as is a run that was killed before it
+    wrote its last lines.
+    """
     run = read(write_runs(tmp_path / "stranger", TRAINING, [RunPart(0, 30), RunPart(60, 100)]))
     assert run.resumed_at == [] and run.losses.curve()[0].tolist() == list(range(61, 101))
     parts = [RunPart(0, 50), RunPart(44, 44, None), RunPart(44, 100)]
@@ -131,8 +134,8 @@ def test_a_run_that_never_reached_the_checkpoint_is_not_joined(tmp_path: Path) -
     assert read(write_runs(tmp_path / "killed", TRAINING, parts)).resumed_at == [60]
 
 
-def test_a_resume_whose_earlier_files_are_not_there(tmp_path: Path) -> None:
-    """Or cannot be read: the page is about what is there."""
+def test_resume_with_missing_earlier_files_is_read(tmp_path: Path) -> None:
+    """Missing or unreadable files: the page shows the remaining runs."""
     folder = write_runs(tmp_path, TRAINING, RESUMED)
     (folder / "run.2.json").write_text("{")
     run = read(folder)
@@ -142,7 +145,7 @@ def test_a_resume_whose_earlier_files_are_not_there(tmp_path: Path) -> None:
     assert read(folder).losses.curve()[0].tolist() == list(range(69, 101))
 
 
-def test_a_resume_with_another_number_of_replicas(
+def test_resume_with_different_number_of_replicas_is_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_runs(tmp_path, TRAINING, RESUMED, replicas_of={1: 3, 2: 3})
@@ -153,8 +156,8 @@ def test_a_resume_with_another_number_of_replicas(
     assert "nan" not in page
 
 
-def test_watch_follows_a_run_that_goes_on_in_the_folder(tmp_path: Path) -> None:
-    """The same reader, as runs come: it sees what a fresh one sees."""
+def test_watch_follows_resumed_runs_in_folder(tmp_path: Path) -> None:
+    """A reader that has seen each run shows the same as a new reader."""
     watching = MonitoredRun(tmp_path)
     for count in (1, 2, 3):
         for path in tmp_path.iterdir():
@@ -180,7 +183,7 @@ def test_watch_follows_a_run_that_goes_on_in_the_folder(tmp_path: Path) -> None:
         (RunPart(0, 100, None), "running", "running"),  # it may still save
     ],
 )
-def test_the_end_is_known_at_once(
+def test_end_record_sets_run_state(
     tmp_path: Path, part: RunPart, state: str, shown: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = read(write_runs(tmp_path, TRAINING, [part]))
@@ -190,10 +193,8 @@ def test_the_end_is_known_at_once(
 
 
 @pytest.mark.parametrize("last", [50, 100])
-def test_a_run_that_was_killed_is_lost(
-    tmp_path: Path, last: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Also one that was killed while it saved, after its last iteration."""
+def test_killed_run_is_lost(tmp_path: Path, last: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also if it was killed in the final save, after its last iteration."""
     folder = write_runs(tmp_path, TRAINING, [RunPart(0, last, None)])
     hour_ago = time.time() - 3600
     for path in folder.iterdir():
@@ -203,8 +204,8 @@ def test_a_run_that_was_killed_is_lost(
     assert "No line for 1 h" in texts_of(run)
 
 
-def test_one_replica_that_failed(tmp_path: Path) -> None:
-    """The others say that they lost it: the first reason is the one that counts."""
+def test_first_failure_is_reported_as_reason(tmp_path: Path) -> None:
+    """Other replicas report later that they lost it; the first reason is shown."""
     folder = write_runs(tmp_path, TRAINING, [RunPart(0, 50, "failed", "out of memory", 1)])
     path = folder / "replica-0.jsonl"
     *lines, last = path.read_text().splitlines()
@@ -212,11 +213,11 @@ def test_one_replica_that_failed(tmp_path: Path) -> None:
     path.write_text("\n".join([*lines, json.dumps(later)]) + "\n")
     run = read(folder)
     assert run.state_text == "failed: out of memory"
-    assert findings_of(run)[0].text == "Replica 1 failed with exit code 1: out of memory."
+    assert list_findings(run)[0].text == "Replica 1 failed with exit code 1: out of memory."
 
 
-def test_lines_that_could_not_be_written_are_said(tmp_path: Path) -> None:
-    """By all runs together."""
+def test_lost_event_lines_are_reported(tmp_path: Path) -> None:
+    """Lost lines of all runs are added up."""
     parts = [RunPart(0, 50, lines_lost=3), RunPart(50, 100, "finished", None, lines_lost=2)]
     assert "10 lines of the event files" in texts_of(read(write_runs(tmp_path, TRAINING, parts)))
 
@@ -225,7 +226,7 @@ def test_lines_that_could_not_be_written_are_said(tmp_path: Path) -> None:
 
 
 def test_validation_losses_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In the page and in the terminal, and not taken for damaged lines or training losses."""
+    """In page and terminal, and not counted as damaged lines or training losses."""
     folder = write_runs(tmp_path, TRAINING, RESUMED)
     with (folder / "loss.jsonl").open("a") as file:
         test = {"iteration": 100, "samples": 1600, "validation_loss": 3.9876, "split": "test"}
@@ -241,8 +242,8 @@ def test_validation_losses_are_shown(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "Validation loss: " in page and page.index(">Loss<") < page.index(">Speed of each")
 
 
-def test_the_newest_of_two_evaluations_at_one_iteration_is_drawn(tmp_path: Path) -> None:
-    """Megatron evaluates once more when training ends; a mean of both would be the loss of none."""
+def test_newest_evaluation_of_an_iteration_is_drawn(tmp_path: Path) -> None:
+    """Megatron evaluates again when training ends; the mean of both would belong to neither."""
     folder = write_runs(tmp_path, TRAINING, RESUMED)
     with (folder / "loss.jsonl").open("a") as file:
         last = {"iteration": 100, "samples": 1600, "validation_loss": 2.5, "split": "validation"}
@@ -255,8 +256,8 @@ def test_the_newest_of_two_evaluations_at_one_iteration_is_drawn(tmp_path: Path)
 
 
 def write_unequal(folder: Path, rounds: int = 6) -> Path:
-    """A-EDiT: after 10 steps of warm-up replica 0 makes 4 steps a round, replica 1 makes 8."""
-    made_up = MadeUp(strategy="a-edit", replicas=2, rounds=rounds, warmup=10, tau=4,
+    """Write an A-EDiT run: 10 warm-up steps, then rounds of 4 (replica 0) and 8 steps."""
+    made_up = SyntheticRun(strategy="a-edit", replicas=2, rounds=rounds, warmup=10, tau=4,
                      train_iters=10 + 6 * rounds)  # fmt: skip
     lines = {path.name: [json.loads(text) for text in path.read_text().splitlines()]
              for path in made_up.write(folder).glob("*.jsonl")}  # fmt: skip
@@ -291,7 +292,7 @@ def write_unequal(folder: Path, rounds: int = 6) -> Path:
 
 
 def test_a_edit_is_drawn_over_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Both replicas' curves end where the training does, though one made twice as many steps."""
+    """The curves of both replicas end together, though one made twice as many steps."""
     folder = write_unequal(tmp_path)
     run = read(folder)
     total = BATCH * (34 + 58)
@@ -306,8 +307,8 @@ def test_a_edit_is_drawn_over_samples(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "iteration 46 of 46" in frame and "58 of 46" not in frame
 
 
-def test_a_resumed_a_edit(tmp_path: Path) -> None:
-    """Samples say what was made again; and the progress is known before the first sync."""
+def test_resumed_a_edit_is_read_by_samples(tmp_path: Path) -> None:
+    """Repeated steps are found by samples; the progress is known before the first sync."""
     folder = write_unequal(tmp_path)
     for path in folder.glob("*.json*"):
         path.rename(path.with_suffix(f".1{path.suffix}"))
@@ -327,8 +328,8 @@ def test_a_resumed_a_edit(tmp_path: Path) -> None:
     assert found.progress == pytest.approx(35 / 46)
 
 
-def test_an_a_edit_whose_last_batch_is_not_whole(tmp_path: Path) -> None:
-    """All iterations are made where its end record says so, though samples are left over."""
+def test_a_edit_with_incomplete_last_batch_is_finished(tmp_path: Path) -> None:
+    """The end record decides, although samples are left over."""
     folder = write_unequal(tmp_path)
     for replica in (0, 1):
         with (folder / f"replica-{replica}.jsonl").open("a") as file:
@@ -345,8 +346,8 @@ def test_an_a_edit_whose_last_batch_is_not_whole(tmp_path: Path) -> None:
 # ---- findings
 
 
-def test_a_loss_spike_is_a_finding(tmp_path: Path) -> None:
-    """One of a replica, and one that all share; noise and the first descent are none."""
+def test_loss_spike_is_a_finding(tmp_path: Path) -> None:
+    """A spike of one replica or of all; noise and the initial descent are no spikes."""
 
     def spike(name: str, line: dict[str, Any]) -> None:
         if line.get("iteration") in (80, 81) and name == "replica-1.jsonl":
@@ -355,7 +356,7 @@ def test_a_loss_spike_is_a_finding(tmp_path: Path) -> None:
     run = read(write_runs(tmp_path / "one", TRAINING, [RunPart(0, 100, change=spike)]))
     text = texts_of(run)
     assert "The loss of replica 1 jumped to 9 at iteration 80" in text
-    assert "it came back after 2 iterations" in text and "replica 0 jumped" not in text
+    assert "it recovered after 2 iterations" in text and "replica 0 jumped" not in text
 
     def shared(_name: str, line: dict[str, Any]) -> None:
         if line.get("iteration", 0) >= 90 and "loss" in line:
@@ -363,12 +364,12 @@ def test_a_loss_spike_is_a_finding(tmp_path: Path) -> None:
 
     run = read(write_runs(tmp_path / "all", TRAINING, [RunPart(0, 100, change=shared)]))
     assert "The loss of all replicas jumped to 12 at iteration 90" in texts_of(run)
-    assert "it has not come back" in texts_of(run)
+    assert "it has not recovered" in texts_of(run)
     assert "jumped" not in texts_of(read(write_runs(tmp_path / "none", TRAINING, RESUMED)))
 
 
-def test_spikes_in_noise() -> None:
-    """None in normal noise of any size, nor in losses that are all the same."""
+def test_noise_has_no_spikes() -> None:
+    """No spikes in normal noise of any size or in constant losses; two in added jumps."""
     rng = np.random.default_rng(0)
     for values in (
         3 + 0.3 * rng.normal(size=20_000),
@@ -387,10 +388,10 @@ def test_spikes_in_noise() -> None:
 
 @pytest.mark.parametrize("strategy", ["edit", "a-edit", "diloco", "co2", "streaming-diloco"])
 def test_advice_is_accepted_by_the_strategy(tmp_path: Path, strategy: str) -> None:
-    """Every flag that a finding names can be given in such a training."""
+    """Every flag that a finding recommends is valid with the strategy."""
     texts = []
     for exposed in (0.1, 0.4):
-        made_up = MadeUp(strategy=strategy, exposed=exposed, tau=16)
+        made_up = SyntheticRun(strategy=strategy, exposed=exposed, tau=16)
         texts.append(texts_of(read(made_up.write(tmp_path / f"{exposed}"))))
     text = " ".join(texts)
     assert "Exposed syncs took" in text and "waited for the others" in text
@@ -403,11 +404,11 @@ def test_advice_is_accepted_by_the_strategy(tmp_path: Path, strategy: str) -> No
     assert ("--edit-strategy a-edit" in text) == (strategy != "a-edit")
 
 
-def test_a_slow_replica_and_waiting_are_one_finding(tmp_path: Path) -> None:
-    """Who waits is not slow; and whoever is waited for is named."""
-    others = findings_of(read(MadeUp(exposed=0.4, slow={2: 1.5}).write(tmp_path / "2")))
+def test_slow_replica_and_waiting_are_one_finding(tmp_path: Path) -> None:
+    """A waiting replica is not slow; the replica that others wait for is named."""
+    others = list_findings(read(SyntheticRun(exposed=0.4, slow={2: 1.5}).write(tmp_path / "2")))
     assert len(others) == 1 and "as replica 2 is slow" in others[0].text
-    mine = findings_of(read(MadeUp(exposed=0.4, slow={0: 1.5}).write(tmp_path / "0")))
+    mine = list_findings(read(SyntheticRun(exposed=0.4, slow={0: 1.5}).write(tmp_path / "0")))
     assert len(mine) == 1 and "is slow" not in mine[0].text
 
 
@@ -428,8 +429,8 @@ def test_title_names_model_host_and_date(tmp_path: Path) -> None:
     assert f"<title>{title}</title>" in page and f"<h1>{title}</h1>" in page
 
 
-def test_flat_charts_are_sentences(tmp_path: Path) -> None:
-    folder = MadeUp(strategy="diloco", rounds=9).write(tmp_path)
+def test_constant_series_are_shown_as_sentences(tmp_path: Path) -> None:
+    folder = SyntheticRun(strategy="diloco", rounds=9).write(tmp_path)
     assert main(["report", str(folder)]) == 0
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert 'aria-label="Bytes between replicas"' not in page

@@ -1,4 +1,4 @@
-"""Muon inside the replicas: its outer presets, and command lines that it does not go with."""
+"""Muon as inner optimizer: its outer presets, and incompatible command lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_edit.command_line import config_from_argv
-from megatron_edit.config import ONLY_SYNCED, EditConfig
+from megatron_edit.config import SYNC_SETTINGS, EditConfig
 from megatron_edit.errors import UsageError
 from megatron_edit.host.cpu import cpu_argument_defaults
 from megatron_edit.host.muon import PACKAGE, check_muon
@@ -45,7 +45,7 @@ MODEL = [
 
 
 def outer(line: str) -> tuple[float, float]:
-    """nu and mu_o of a command line."""
+    """Return nu and mu_o of a command line."""
     config = config_from_argv(line.split())
     return config.outer_lr, config.outer_momentum
 
@@ -65,21 +65,21 @@ def outer(line: str) -> tuple[float, float]:
         ("--optimizer muon", (0.9, 0.6)),  # stock Megatron, through the launcher
     ],
 )
-def test_presets_go_by_the_inner_optimizer(line: str, expected: tuple[float, float]) -> None:
-    """Would catch: presets that win over a flag, or that another optimizer or strategy gets."""
+def test_outer_presets_follow_inner_optimizer(line: str, expected: tuple[float, float]) -> None:
+    """Would catch presets that override a flag, or apply to another optimizer or strategy."""
     assert outer(line) == expected
 
 
-def test_only_outer_settings_have_presets_of_an_optimizer() -> None:
-    """`EditConfig` refuses settings that a strategy does not use by its presets with Adam."""
+def test_optimizer_presets_cover_only_outer_settings() -> None:
+    """`EditConfig` compares unused settings with the presets for Adam."""
     for strategy in STRATEGIES.values():
         for presets in strategy.optimizer_presets.values():
-            assert not presets.keys() & {*strategy.own_settings, *ONLY_SYNCED}
+            assert not presets.keys() & {*strategy.own_settings, *SYNC_SETTINGS}
             assert presets.keys() == {"outer_lr", "outer_momentum"}
 
 
 def arguments(**given: Any) -> Namespace:
-    """Of Megatron, before its validation."""
+    """Return the arguments of Megatron before their validation."""
     values = {
         "optimizer": "muon", "use_distributed_optimizer": False, "bf16": False, "fp16": False,
         "overlap_param_gather": False, "num_distributed_optimizer_instances": 1,
@@ -90,7 +90,7 @@ def arguments(**given: Any) -> Namespace:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with the package, whatever this one has."""
+    """Pretend that a supported version of the package is installed."""
     monkeypatch.setattr(
         importlib.metadata, "version", lambda name: "0.3.0" if name == PACKAGE else VERSION(name)
     )
@@ -112,8 +112,10 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
           "num_distributed_optimizer_instances": 2}, "auto", "one instance only"),
     ],
 )  # fmt: skip
-def test_what_does_not_go_with_muon(given: dict[str, Any], sync_mode: str, rule: str) -> None:
-    """One line each, before Megatron fails in the first step, or never says a word."""
+def test_arguments_incompatible_with_muon_are_refused(
+    given: dict[str, Any], sync_mode: str, rule: str
+) -> None:
+    """In one line, where Megatron would fail in the first step or silently misbehave."""
     with pytest.raises(UsageError, match=rule):
         check_muon(arguments(**given), sync_mode)
 
@@ -122,23 +124,23 @@ def test_what_does_not_go_with_muon(given: dict[str, Any], sync_mode: str, rule:
 @pytest.mark.parametrize(
     "given", [{}, {"bf16": True}, {"use_distributed_optimizer": True, "bf16": True}]
 )
-def test_what_goes_with_muon(given: dict[str, Any]) -> None:
-    """Would catch: a refusal of what works."""
+def test_arguments_compatible_with_muon_are_accepted(given: dict[str, Any]) -> None:
+    """Would catch a refusal of a working combination."""
     check_muon(arguments(**given), "auto")
 
 
 @pytest.mark.parametrize("version", ["0.2.9", "0.5.0", "999.9.9", "unknown"])
-def test_other_versions_of_the_package_are_refused(
+def test_unsupported_package_versions_are_refused(
     version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Would catch: an import error of Megatron's, after the ranks have met."""
+    """Would catch an import error of Megatron after the ranks have connected."""
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     with pytest.raises(UsageError, match=r"must be emerging-optimizers >= 0\.3, < 0\.5"):
         check_muon(arguments(), "auto")
 
 
-def test_a_missing_package_is_told_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one host alone, perhaps: each rank speaks for itself."""
+def test_missing_package_error_names_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be missing on one host only, so each rank raises the error itself."""
 
     def missing(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
@@ -149,23 +151,23 @@ def test_a_missing_package_is_told_with_the_way_to_get_it(monkeypatch: pytest.Mo
     assert refusal.value.is_local
 
 
-def test_an_older_megatron_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch: Muon of a release whose optimizers are chained in another way."""
+def test_older_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch Muon of a release whose optimizers are chained differently."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"core_v0\.19\.0 or newer"):
         check_muon(arguments(), "auto")
 
 
-def test_matrix_products_are_exact_on_cpu() -> None:
-    """Muon's default lets them round to bf16; Adam has no such flag, and no line about it."""
+def test_muon_matmul_precision_is_high_on_cpu() -> None:
+    """Muon's default allows rounding to bf16; Adam has no such flag."""
     assert cpu_argument_defaults("muon")["muon_fp32_matmul_prec"] == "high"
     assert "muon_fp32_matmul_prec" not in cpu_argument_defaults("adam")
 
 
 @pytest.mark.parametrize("words", [[], ["--bf16"]])
-def test_plan_counts_one_vector_for_each_matrix(words: list[str]) -> None:
-    """Muon keeps one momentum where Adam keeps two moments: of two layers' matrices and of the
-    position embeddings, by hand. Would catch: Adam's bytes for Muon."""
+def test_plan_counts_one_momentum_per_matrix(words: list[str]) -> None:
+    """Muon keeps one momentum where Adam keeps two moments; counted by hand for the matrices of two
+    layers and the position embeddings."""
 
     def state(optimizer: str) -> int:
         argv = [*MODEL, *words, "--optimizer", optimizer, "--use-edit"]
@@ -177,5 +179,5 @@ def test_plan_counts_one_vector_for_each_matrix(words: list[str]) -> None:
     assert state("adam") - state("muon") == 4 * matrices
 
 
-def test_a_configuration_without_an_optimizer_has_those_of_adam() -> None:
+def test_config_without_optimizer_has_adam_presets() -> None:
     assert (EditConfig().outer_lr, EditConfig().outer_momentum) == (0.8, 0.85)

@@ -1,4 +1,4 @@
-"""The list of mutants and what runs it (``tests/mutants``); the run of all is not a test."""
+"""The catalog of mutants and its runner (``tests/mutants``), without a run of all mutants."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tests.mutants.catalog import MUTANTS
 from tests.mutants.mutant import Mutant, SnippetError
 from tests.mutants.run import ERROR, KILLED, ROOT, SURVIVED, chosen, main, outcome_of
 
-SMALL = "pure/test_clock.py::test_it_asks_a_step_ahead"
+SMALL = "pure/test_clock.py::test_trigger_fires_one_step_ahead"
 
 
-def test_the_list_is_of_the_present_sources() -> None:
-    """Every snippet is found once, every test is there; ids and bugs are told apart."""
+def test_catalog_matches_sources_and_tests() -> None:
+    """Every snippet occurs once, every test exists, and ids and bugs are unique."""
     for mutant in MUTANTS:
         assert mutant.text(ROOT)
         for node in filter(None, (mutant.test, mutant.full)):
             file, _, name = node.partition("[")[0].partition("::")
             text = (ROOT / "tests" / file).read_text(encoding="utf-8")
             assert re.search(rf"^def {name or 'test_'}", text, re.MULTILINE), node
-        assert bool(mutant.full) == bool(mutant.why), f"{mutant.id}: a survivor says why"
+        assert bool(mutant.full) == bool(mutant.why), f"{mutant.id}: a survivor must have a reason"
     assert max(Counter(mutant.id for mutant in MUTANTS).values()) == 1
     assert max(Counter(mutant.bug for mutant in MUTANTS).values()) == 1
     assert len(MUTANTS) >= 66
@@ -33,8 +33,8 @@ def test_the_list_is_of_the_present_sources() -> None:
     assert areas == {"method", "comm", "engine", "checkpoint", "observe", "config", "host"}
 
 
-def test_a_snippet_that_is_gone(tmp_path: Path) -> None:
-    """Would catch a mutant that changes nothing, or more than one place, and counts as one."""
+def test_missing_or_ambiguous_snippet_is_an_error(tmp_path: Path) -> None:
+    """Would catch a mutant that changes nothing, or more than one place."""
     (tmp_path / "megatron_edit").mkdir()
     (tmp_path / "megatron_edit" / "file.py").write_text("a = b + b\n")
     mutant = Mutant("method/made-up", "none", "file.py", "a = b", "a = -b", SMALL)
@@ -44,10 +44,12 @@ def test_a_snippet_that_is_gone(tmp_path: Path) -> None:
             dataclasses.replace(mutant, **changes).text(tmp_path)
 
 
-def test_a_mutant_is_run_and_a_copy_put_back(tmp_path: Path) -> None:
-    """Killed where the test fails, in the copy; survived where it passes; an error where nothing
-    was run. Would catch a runner that tests the repository itself, and one that says killed where
-    pytest could not start."""
+def test_mutant_runs_in_a_copy_that_is_restored(tmp_path: Path) -> None:
+    """A mutant is killed if the test fails in the copy, and survives if it passes.
+
+    Would catch a runner that tests the repository itself, or reports a mutant as killed if pytest
+    could not start.
+    """
     out = tmp_path / "out.json"
     assert main(["method/clock-asks-late", "--out", str(out)]) == 0
     (found,) = json.loads(out.read_text())
@@ -73,6 +75,6 @@ def test_a_mutant_is_run_and_a_copy_put_back(tmp_path: Path) -> None:
     assert (copy / "megatron_edit" / mutant.file).read_text() == before
 
 
-def test_a_name_of_no_mutant() -> None:
+def test_unknown_mutant_name_is_refused() -> None:
     with pytest.raises(SystemExit, match="no such mutant or area: methods"):
         chosen(["methods"], "core")

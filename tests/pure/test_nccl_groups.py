@@ -1,4 +1,4 @@
-"""What NCCL is told about our groups. A torch for the CPU has none: a stand-in notes it."""
+"""Options and calls of our NCCL groups. A CPU build of torch has no NCCL: a fake records them."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from megatron_edit.comm.transport import MAX_CTAS, Transport, stand_alone_group
 from megatron_edit.comm.wire import Wire
 from megatron_edit.config import EditConfig
 from megatron_edit.engine import EngineGroups
-from tests.harness.in_order import InOrderGroup, Rank, plan_of
-from tests.harness.memory_network import Network, groups_of
+from tests.harness.traced_streams import InOrderGroup, Rank, plan_of
+from tests.harness.memory_network import Network, two_phase_groups
 from tests.harness.races import RaceDetector
 
 CPU = torch.device("cpu")
 
 
 class FakeWork:
-    """Over at once."""
+    """A collective that completes at once."""
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
     def is_completed(self) -> bool:
-        """Always."""
+        """Whether it has completed: always."""
         return True
 
 
 class FakeNccl:
-    """Notes its options and calls."""
+    """A `ProcessGroupNCCL` that records its options and calls."""
 
     class Options:
-        """As `ProcessGroupNCCL.Options`."""
+        """Stand-in of `ProcessGroupNCCL.Options`."""
 
         def __init__(self) -> None:
             self.config = SimpleNamespace()
@@ -47,7 +47,7 @@ class FakeNccl:
         self.options, self.calls = options, list[Any]()
 
     def name(self) -> str:
-        """Of the backend."""
+        """Return the name of the backend."""
         return "nccl"
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
@@ -70,25 +70,25 @@ class FakeNccl:
 
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Group:
-    """Of two replicas, as the host makes it."""
+    """A group of two replicas, made the way the host makes it."""
     monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
     transport = Transport("nccl", CPU, members=(3, 11))
     limit = timedelta(seconds=70)
     return stand_alone_group(dist.HashStore(), 0, 2, transport, limit, "sync group 3", num_phases=2)
 
 
-def test_options_of_a_group(group: Group) -> None:
-    """Catches an exchange that takes 32 SMs from training, and logs that do not say whose it is."""
+def test_nccl_options_of_a_sync_group(group: Group) -> None:
+    """Catches an exchange that takes 32 SMs from training, and logs without the group's members."""
     options = group.process_group.options
     assert options.config.max_ctas == MAX_CTAS and 4 <= MAX_CTAS <= 8
     assert options.group_name == "sync group 3" and options.global_ranks_in_group == [3, 11]
     assert options._timeout == timedelta(seconds=70)
-    assert group.phases == ()  # its stream has an order
+    assert group.phases == ()  # its stream orders the phases
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="a torch without NCCL")
-def test_torch_takes_these_options() -> None:
-    """The real ones: catches a name that torch does not have, which a stand-in cannot."""
+def test_nccl_options_exist_in_torch() -> None:
+    """Catches a name that torch's own options do not have, which the fake cannot."""
     options = dist.ProcessGroupNCCL.Options()
     assert hasattr(options.config, "max_ctas")
     assert hasattr(options, "group_name") and hasattr(options, "global_ranks_in_group")
@@ -96,20 +96,20 @@ def test_torch_takes_these_options() -> None:
     assert {"shutdown", "_shutdown"} & set(dir(dist.ProcessGroupNCCL))
 
 
-def test_the_timeout_that_follows_the_rounds(group: Group) -> None:
-    """NCCL takes none with a call. Catches a watchdog that ends a job after the first ten minutes
-    of a sync whose rounds take hours."""
+def test_nccl_timeout_follows_round_length(group: Group) -> None:
+    """NCCL's collectives take no time-out. Catches a watchdog that ends a job after ten minutes of
+    a sync although its rounds take hours."""
     timeout = AdaptiveTimeout((group,), is_fixed=False)
     timeout.begin(1000.0)
     assert group.process_group.calls == [timedelta(seconds=4000)]
     assert group.timeout == timedelta(seconds=4000)
-    gloo = groups_of(2, Network())[0]
+    gloo = two_phase_groups(2, Network())[0]
     set_timeout(gloo, timedelta(seconds=5))
     assert gloo.timeout == timedelta(seconds=5)
 
 
-def test_a_group_is_used_once_before_training(group: Group) -> None:
-    """With every kind of collective that comes later; nobody counts it. On gloo nothing is sent."""
+def test_group_warm_up_runs_each_collective_once(group: Group) -> None:
+    """Every kind of collective used later runs once and is not counted. On gloo nothing is sent."""
     group.warm_up()
     assert group.process_group.calls == ["allreduce", "broadcast", "_allgather_base"]
     group.process_group.calls.clear()
@@ -117,13 +117,15 @@ def test_a_group_is_used_once_before_training(group: Group) -> None:
     assert group.process_group.calls[-1] == "alltoall_base"
     assert (group.payload_bytes, group.num_started) == (0, 0)
     network = Network()
-    groups_of(2, network)[0].warm_up(has_exchanges=True)
+    two_phase_groups(2, network)[0].warm_up(has_exchanges=True)
     assert not network.messages
 
 
 @pytest.mark.parametrize(("name", "is_phased"), [("fp32", False), ("int8", True)])
-def test_all_groups_are_used_in_one_order(group: Group, name: str, is_phased: bool) -> None:
-    """Of the device; catches communicators that ranks make in orders of their own, and wait."""
+def test_groups_warm_up_in_the_same_order_on_all_ranks(
+    group: Group, name: str, is_phased: bool
+) -> None:
+    """Catches ranks that create communicators in different orders, and wait for each other."""
     order: list[str] = []
 
     def noting(name: str) -> Any:
@@ -141,9 +143,9 @@ def test_all_groups_are_used_in_one_order(group: Group, name: str, is_phased: bo
 
 
 @pytest.mark.parametrize(("warmup_steps", "is_resumed"), [(2, False), (0, True)])
-def test_training_begins_with_groups_that_were_used(warmup_steps: int, is_resumed: bool) -> None:
-    """By the engine itself, at a start and where it goes on from a checkpoint. Catches buffers that
-    NCCL takes when training has the memory."""
+def test_engine_warms_up_groups_before_training(warmup_steps: int, is_resumed: bool) -> None:
+    """At a start and at a resume from a checkpoint. Catches buffers that NCCL allocates only when
+    training has taken the memory."""
     config = EditConfig(num_replicas=2, warmup_steps=warmup_steps)
     with torch.no_grad(), RaceDetector() as detector:
         rank = built(detector, config)
@@ -160,17 +162,17 @@ def test_training_begins_with_groups_that_were_used(warmup_steps: int, is_resume
 
 
 def built(detector: RaceDetector, config: EditConfig) -> Rank:
-    """A rank with copies of the embedding, the groups of which nobody has used."""
+    """A rank with a tied embedding whose groups have not been used yet."""
     plan = plan_of({"embedding": (4,), "final": (2,)})
     return Rank.build(detector.streams, config, plan, is_overlapped=True, tie=(0, 2))
 
 
-def test_a_communicator_is_freed_by_its_owner(group: Group) -> None:
-    """At a good end, once; Megatron's own is Megatron's."""
+def test_group_shuts_down_only_its_own_communicator(group: Group) -> None:
+    """Our group is shut down once at a normal end; Megatron's own group is not."""
     transport = group.process_group
-    theirs = Group(transport, 0, 2, CPU, group.timeout, "replica")
-    theirs.close()
-    assert transport.calls == [] and theirs.process_group is transport
+    megatron_group = Group(transport, 0, 2, CPU, group.timeout, "replica")
+    megatron_group.close()
+    assert transport.calls == [] and megatron_group.process_group is transport
     group.close()
     group.close()
     assert transport.calls == ["shutdown"] and group.process_group is None

@@ -16,13 +16,13 @@ STRATEGIES_WITH_STEPS = sorted(PRESETS)
 
 
 def arrays(count: int, seed: int = 0) -> list[np.ndarray]:
-    """Of numbers around 0, float64, each exact in fp32."""
+    """Standard normal numbers, float64 [SIZE] each, exact in fp32."""
     numbers = np.random.default_rng(seed).normal(size=(count, SIZE)).astype(np.float32)
     return list(numbers.astype(np.float64))
 
 
 def fp32(array: np.ndarray) -> torch.Tensor:
-    """A copy."""
+    """Copy to a tensor in fp32."""
     return torch.tensor(array, dtype=torch.float32)
 
 
@@ -42,7 +42,7 @@ def test_outer_steps_equal_the_reference(strategy: str, lr: float) -> None:
         anchor, momentum = outer_step(settings, anchor, momentum, average, lr=lr)
         rule.step_(ours, ours_momentum, fp32(average), clip=1.0, inner_lr=lr)
     np.testing.assert_allclose(ours.numpy(), anchor, rtol=1e-5, atol=1e-5)
-    if strategy not in ("local-sgd", "post-local-sgd"):  # where it is of no use
+    if strategy not in ("local-sgd", "post-local-sgd"):  # they have no momentum
         np.testing.assert_allclose(ours_momentum.numpy(), momentum, rtol=1e-5, atol=1e-5)
 
 
@@ -50,8 +50,8 @@ def test_outer_steps_equal_the_reference(strategy: str, lr: float) -> None:
 @pytest.mark.parametrize("mix", [0.0, 0.3])
 @pytest.mark.parametrize("strategy", ["edit", "streaming-diloco", "co2"])
 def test_landings_equal_the_reference(strategy: str, mix: float, delay: int) -> None:
-    """With and without progress to keep. Catches progress that is lost, kept twice, or kept where
-    the publication does not; and a landing that says all replicas are equal after it."""
+    """With and without progress to keep. Catches progress that is lost, counted twice, or kept
+    where the publication drops it; and a landing that wrongly claims equal replicas."""
     its = STRATEGIES[strategy]
     if its.lands_at_next_meeting and (mix or delay):
         return

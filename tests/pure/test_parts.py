@@ -1,4 +1,4 @@
-"""Small pure parts: schedule, digests, control records, units, the patcher, the samples' view."""
+"""Schedules, digests, control records, unit plans, the patcher, and the data-parallel view."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from megatron_edit.method.schedule import LONGEST, QuadraticSchedule, RoundStart
 
 
 @given(st.integers(0, 20), st.integers(1, 9))
-def test_phases_cover_every_step(warmup: int, interval: int) -> None:
-    """H1, H2, H15: the gate is W, the switch is once, the first sync is W + tau."""
+def test_switch_and_syncs_come_at_the_scheduled_steps(warmup: int, interval: int) -> None:
+    """H1, H2, H15: warm-up is W steps, the switch comes once, the first sync at W + tau."""
     schedule = StepSchedule(warmup, interval, 1)
     assert [s for s in range(60) if schedule.is_switch(s)] == [warmup]
     syncs = [s for s in range(1, 60) if schedule.fragments_after(s, 0, 0)]
@@ -35,7 +35,7 @@ def test_phases_cover_every_step(warmup: int, interval: int) -> None:
 
 
 @given(st.integers(0, 20), st.integers(1, 40), st.data())
-def test_every_fragment_syncs_once_an_interval(
+def test_every_fragment_syncs_once_per_interval(
     warmup: int, interval: int, data: st.DataObject
 ) -> None:
     """Staggered: fragment f after W + floor(f tau / F), never two at a step, none in warm-up."""
@@ -53,8 +53,8 @@ def test_every_fragment_syncs_once_an_interval(
         assert all(b - a == interval for a, b in pairwise(steps)) and len(steps) >= 3
 
 
-def test_rounds_grow_as_the_learning_rate_falls() -> None:
-    """QSR: max(tau, (a / lr)^2); at lr 0 to the end, and nothing overflows on the way."""
+def test_qsr_rounds_grow_as_the_learning_rate_falls() -> None:
+    """QSR: max(tau, (a / lr)^2); at lr 0 the round lasts to the end, and nothing overflows."""
     schedule = QuadraticSchedule(4, 10, 1, growth=0.02)
     assert [schedule.round_length(RoundStart(4, lr)) for lr in (1e-2, 4e-3, 1e-3)] == [10, 25, 400]
     assert {schedule.round_length(RoundStart(4, lr)) for lr in (0.0, 1e-300)} == {LONGEST}
@@ -63,7 +63,7 @@ def test_rounds_grow_as_the_learning_rate_falls() -> None:
 
 
 @given(st.integers(1, 300), st.integers(0, 10**6), st.integers(0, 31))
-def test_any_single_bit_changes_the_digest(size: int, where: int, bit: int) -> None:
+def test_digest_changes_with_any_single_bit(size: int, where: int, bit: int) -> None:
     """Catches a digest that skips elements or only sums values."""
     values = torch.arange(size, dtype=torch.float32) / 7
     changed = values.clone()
@@ -72,8 +72,8 @@ def test_any_single_bit_changes_the_digest(size: int, where: int, bit: int) -> N
     assert tensor_digest([values]) != tensor_digest([changed])
 
 
-def test_digests_see_order_and_cuts_do_not_matter() -> None:
-    """Same bits in the same order: the same digest, however they are cut into tensors."""
+def test_digest_depends_on_order_and_not_on_tensor_split() -> None:
+    """Equal bits in equal order give one digest, however they are split into tensors."""
     values = torch.randn(1001, generator=torch.Generator().manual_seed(0))
     assert tensor_digest([values]) == tensor_digest([values[:7], values[7:]])
     assert tensor_digest([values]) != tensor_digest([values.flip(0)])
@@ -82,8 +82,8 @@ def test_digests_see_order_and_cuts_do_not_matter() -> None:
     assert tensor_digest([torch.zeros(3)]) != tensor_digest([torch.tensor([0.0, -0.0, 0.0])])
 
 
-def test_control_records_survive_the_wire() -> None:
-    """Whole numbers and losses come back exactly, NaN too."""
+def test_control_record_round_trip() -> None:
+    """Integers and losses are unpacked exactly, NaN included."""
     losses, norms, buffers = (1.5, float("nan")), (0.25, float("inf")), (0.1,)
     record = ControlRecord(3, 2**40, 128, 10**12, 7, losses, norms, buffers)
     again = ControlRecord.unpack(record.pack(5), 5, 2)
@@ -104,8 +104,8 @@ def test_control_records_survive_the_wire() -> None:
         check_same_meeting([record, other_step], same_step=True)
 
 
-def test_units_are_ordered_and_covered() -> None:
-    """Forward order by number, not by text; empty shards of a stage's units stay in the plan."""
+def test_unit_plan_orders_units_and_keeps_empty_shards() -> None:
+    """Units are sorted by layer number, not as text; empty shards of a stage stay in the plan."""
     names = sorted(
         ["layer.10", "final", "layer.2", "embedding", "mtp.0", "layer.1"], key=forward_order
     )
@@ -123,8 +123,8 @@ def test_units_are_ordered_and_covered() -> None:
         plan_units([ParamShard("x", "mtp.0", torch.zeros(1), True, None)], names, ["final"])
 
 
-def test_uncounted_copies_are_left_out_of_norms() -> None:
-    """TP-replicated and tied copies count once over the replica."""
+def test_norm_leaves_out_uncounted_copies() -> None:
+    """Parameters replicated by TP and tied copies count once per replica."""
     fragments = [
         ParamShard("a", "final", torch.tensor([3.0]), True, None),
         ParamShard("b", "final", torch.tensor([100.0]), False, "tied-tp"),
@@ -133,19 +133,19 @@ def test_uncounted_copies_are_left_out_of_norms() -> None:
     assert shard.squared_norm(shard.gather(torch.empty(2))).item() == 9.0
 
 
-def test_ring_payload() -> None:
-    """2 (N - 1) / N of the tensor per rank."""
+def test_all_reduce_payload_of_a_ring() -> None:
+    """Each rank sends 2 (N - 1) / N of the tensor."""
     assert [all_reduce_payload(100, n) for n in (1, 2, 4)] == [0, 100, 150]
 
 
 class _Host:
     def method(self) -> str:
-        """A method to wrap."""
+        """Return a constant; a method to wrap."""
         return "original"
 
 
-def test_the_patcher_puts_everything_back() -> None:
-    """Class attributes, instance overrides and additions, in reverse order."""
+def test_patcher_undo_restores_originals() -> None:
+    """Replaced, wrapped and added attributes are restored in reverse order."""
     instance, module = _Host(), SimpleNamespace(value=1)
     patcher = Patcher("host 1.0")
 
@@ -163,8 +163,8 @@ def test_the_patcher_puts_everything_back() -> None:
     assert instance.method() == "original"
 
 
-def test_a_missing_symbol_is_an_error() -> None:
-    """Never a silent no-op on a host that moved on."""
+def test_patcher_refuses_missing_symbol() -> None:
+    """A host version without the symbol is an error, not a silent no-op."""
     patcher = Patcher("megatron-core 9.9")
     attempt: Callable[[], None]
     for attempt in (
@@ -175,8 +175,8 @@ def test_a_missing_symbol_is_an_error() -> None:
             attempt()
 
 
-def test_the_view_of_all_ranks() -> None:
-    """r * D + rank of N * D; groups and everything else are the replica's."""
+def test_data_parallel_view_spans_all_replicas() -> None:
+    """Ranks are r * D + rank of N * D; groups are those of the replica."""
     from megatron_edit.comm.placement import Placement
     from megatron_edit.host.data import DataParallelView
 
@@ -195,7 +195,7 @@ def test_the_view_of_all_ranks() -> None:
 
 @pytest.mark.parametrize("fragments", [1, 2, 4, 5])
 def test_every_fragment_is_checked_for_drift(fragments: int) -> None:
-    """Round r syncs group (r - 1) mod F: would catch groups that no check ever falls on."""
+    """Round r syncs fragment (r - 1) mod F. Would catch: fragments that are never checked."""
     schedule = SimpleNamespace(fragments=fragments)
     settings: Any = SimpleNamespace(digest_interval=10, schedule=schedule)
     is_checked = partial(EngineSettings.checks_drift_after, settings)

@@ -1,4 +1,4 @@
-"""The activating line in training scripts: where it goes, and that it goes without a trace."""
+"""The line in training scripts that activates the plugin: its place and its removal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_edit.activation import activate, is_asked_for
+from megatron_edit.activation import activate, has_edit_flags
 from megatron_edit.errors import UsageError
 from megatron_edit.launched import launched
 from megatron_edit.tools.cli import main
@@ -49,19 +49,19 @@ repeatable = settings(deadline=None, derandomize=True, max_examples=150)
 
 @st.composite
 def scripts(draw: st.DrawFn) -> bytes:
-    """Training scripts with all that may come before their first statement."""
+    """Draw training scripts with anything that may come before the first statement."""
     parts = (HEADS, DOCS, FUTURES, BODIES, BODIES)
     text = "".join(draw(st.sampled_from(part)) for part in parts) + CALL
     source = text.encode("latin-1") + draw(st.sampled_from([b"", b"\n", b"\n\n"]))
     source = source.replace(b"\n", draw(st.sampled_from([b"\n", b"\r\n", b"\r"])))
-    can_have_mark = not text.startswith(HEADS[2])  # the mark says UTF-8
-    return codecs.BOM_UTF8 + source if can_have_mark and draw(st.booleans()) else source
+    can_have_bom = not text.startswith(HEADS[2])  # a BOM means UTF-8
+    return codecs.BOM_UTF8 + source if can_have_bom and draw(st.booleans()) else source
 
 
 @repeatable
 @given(scripts())
-def test_round_trip(source: bytes) -> None:
-    """Would catch: any byte that a revert leaves changed; a line that is found twice or never."""
+def test_insert_and_remove_round_trip(source: bytes) -> None:
+    """Would catch: a byte that a revert does not restore; a line found twice or not at all."""
     assert line_number(source, "x") is None
     patched = insert(source, "x")
     assert insert(patched, "x") == patched
@@ -71,8 +71,8 @@ def test_round_trip(source: bytes) -> None:
 
 @repeatable
 @given(scripts())
-def test_comes_before_all_that_runs(source: bytes) -> None:
-    """Would catch: a line after an import, or one that ends a docstring or a future import."""
+def test_line_comes_before_the_first_statement(source: bytes) -> None:
+    """Would catch: a line after an import, or one that splits a docstring or a future import."""
     tree = ast.parse(insert(source, "x"))
     assert ast.get_docstring(tree) == ast.get_docstring(ast.parse(source))
     before = []
@@ -80,15 +80,15 @@ def test_comes_before_all_that_runs(source: bytes) -> None:
         if "'megatron_edit.activation'" in ast.unparse(node):
             break
         before.append(ast.unparse(node))
-    if before[-1:] == ["import importlib.util, sys"]:  # the first half of ours
+    if before[-1:] == ["import importlib.util, sys"]:  # the first half of our line
         del before[-1]
     assert [x for x in before if "import os" in x or "def f" in x] in ([], ["import os"])
     # The one import that may come first shares its line with the docstring.
     assert "import os" not in before or b"; import os" in source
 
 
-def test_diff_is_what_git_takes(tmp_path: Path) -> None:
-    """Would catch: a wrong line number, a line of the script's in the patch."""
+def test_diff_can_be_applied_by_git(tmp_path: Path) -> None:
+    """Would catch: a wrong line number, a line of the script in the diff."""
     source = b'# (c)\n"""Doc."""\nimport os\npretrain()\n'
     (tmp_path / "pretrain_x.py").write_bytes(source)
     patch = diff(source, "pretrain_x.py")
@@ -103,26 +103,26 @@ def test_diff_is_what_git_takes(tmp_path: Path) -> None:
     "source",
     [b"pretrain(", b"'doc'; pretrain()", b"'doc'; pretrain()\nx = 1\n", b"'doc' \\\n\npretrain()"],
 )  # fmt: skip
-def test_no_place(source: bytes) -> None:
-    """No Python, or nowhere to put a line: refused, never broken."""
+def test_script_without_a_place_for_the_line_is_refused(source: bytes) -> None:
+    """Not valid Python, or no place for a line: refused, not damaged."""
     with pytest.raises(UsageError):
         insert(source, "x")
 
 
 @repeatable
 @given(scripts())
-def test_the_line_of_version_0_1(source: bytes) -> None:
-    """Taken out like the present one, and replaced by it. Catches clones that stay patched."""
+def test_line_of_version_0_1_is_removed_and_replaced(source: bytes) -> None:
+    """Removed like the present line, and replaced by it. Catches clones that stay patched."""
     patched = insert(source, "x")
     old = patched.replace(LINE.encode(), OLD_LINE, 1)
     if OLD_LINE in source or line_number(old, "x") != line_number(patched, "x"):
-        return  # the first one that was found is in a string of the script's
+        return  # the first match is in a string of the script
     assert remove(old, "x") == source
     assert insert(old, "x") == patched
 
 
-def test_a_changed_line_is_not_guessed_at() -> None:
-    """Would catch: a revert that takes out what somebody added to the line."""
+def test_edited_line_is_not_removed() -> None:
+    """Would catch: a revert that removes what a user has added to the line."""
     with pytest.raises(UsageError, match="was changed"):
         remove(b"import os\n" + LINE.encode() + b"; x()\npretrain()\n", "x")
 
@@ -131,19 +131,21 @@ def test_a_changed_line_is_not_guessed_at() -> None:
 
 
 def clone(folder: Path, version: str = "0.18.2") -> Path:
-    """What the command needs of a clone."""
+    """Write a minimal clone of Megatron-LM; returns its folder."""
     info = folder / "megatron" / "core" / "package_info.py"
     info.parent.mkdir(parents=True)
     major, minor, patch = version.split(".")
     info.write_text(f"MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\nPRE_RELEASE = 'rc0'\n")
     (folder / "pretrain_gpt.py").write_text("import os\ntraining.pretrain()\n")
-    (folder / "pretrain_mamba.py").write_text("import runpy\n")  # passes on to another
+    (folder / "pretrain_mamba.py").write_text("import runpy\n")  # only runs another script
     (folder / "train.py").write_text("pretrain()\n")
     return folder
 
 
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Patches once, checks, reverts; leaves modes, links and other scripts alone."""
+def test_patch_command_patches_checks_and_reverts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Patches once, checks, reverts; keeps modes and links, and does not touch other scripts."""
     folder = clone(tmp_path / "clone")
     script = folder / "pretrain_gpt.py"
     real = tmp_path / "elsewhere.py"
@@ -169,8 +171,10 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ]  # fmt: skip
 
 
-def test_all_scripts_or_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Would catch: a first script patched before the second is found to be broken."""
+def test_patch_command_patches_all_scripts_or_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Would catch: a script patched before a later one is found to be invalid."""
     folder = clone(tmp_path / "clone")
     (folder / "pretrain_t5.py").write_text("pretrain(")
     assert main(["patch", str(folder)]) == 2
@@ -180,7 +184,7 @@ def test_all_scripts_or_none(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize("words", [[], ["--check"], ["--diff"]])
 @pytest.mark.parametrize("version", ["0.15.3", "0.21.0", "1.19.0"])
-def test_unknown_versions(
+def test_patch_command_refuses_unknown_versions(
     version: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = clone(tmp_path / "clone", version)
@@ -189,28 +193,30 @@ def test_unknown_versions(
     assert error.count("\n") == 1 and f"megatron-core {version}rc0" in error
 
 
-def test_no_clone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_patch_command_refuses_other_folders(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["patch", str(tmp_path / "missing")]) == 2
     assert "is no clone of Megatron-LM" in capsys.readouterr().err
     assert main(["patch", str(tmp_path), "--revert"]) == 2
     assert "has no pretrain_*.py" in capsys.readouterr().err
 
 
-def test_not_writable(tmp_path: Path) -> None:
-    """One line about the script: catches a traceback about the temporary file beside it."""
+def test_patch_command_reports_unwritable_script_in_one_line(tmp_path: Path) -> None:
+    """One line names the script. Catches a traceback about the temporary file next to it."""
     folder = clone(tmp_path / "clone")
     folder.chmod(0o555)
     words = {"patch": ["patch", str(folder)]}
-    code, said = outcomes_of(words, tmp_path, obeys_modes=True)["patch"]
-    assert code == 2 and said.count("\n") == 1
-    assert "pretrain_gpt.py: cannot be written (Permission denied)" in said
+    code, output = outcomes_of(words, tmp_path, obeys_modes=True)["patch"]
+    assert code == 2 and output.count("\n") == 1
+    assert "pretrain_gpt.py: cannot be written (Permission denied)" in output
 
 
 # ---- what the line does
 
 
-def test_activates_for_our_flags_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch: a stock run that is launched, a script that is imported, a second launch."""
+def test_activation_happens_only_with_edit_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: the launcher in a stock run, in an imported script, or a second time."""
     started: list[list[str]] = []
 
     def main(argv: list[str]) -> int:
@@ -232,13 +238,13 @@ def test_activates_for_our_flags_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(started) == 1
 
 
-def test_what_asks_for_us() -> None:
-    assert is_asked_for(["--edit-device=cpu"]) and is_asked_for(["--use_edit"])
-    assert not is_asked_for(["--editor", "--lr=--use-edit"])
+def test_edit_flags_are_recognised() -> None:
+    assert has_edit_flags(["--edit-device=cpu"]) and has_edit_flags(["--use_edit"])
+    assert not has_edit_flags(["--editor", "--lr=--use-edit"])
 
 
-def test_a_stock_run_imports_nothing(tmp_path: Path) -> None:
-    """Would catch: torch or our launcher imported before Megatron, where nobody asked for us."""
+def test_activation_imports_nothing_in_a_stock_run(tmp_path: Path) -> None:
+    """Would catch: torch or our launcher imported before Megatron in a run without --edit flags."""
     script = tmp_path / "pretrain_x.py"
     script.write_text(
         f"{LINE}\nimport sys\nassert not {{'torch', 'megatron', 'megatron_edit.config'}} & "
@@ -251,10 +257,11 @@ def test_a_stock_run_imports_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("flags", "code"), [(["--use-edit"], 2), (["--lr", "1"], 0)])
-def test_without_the_package(flags: list[str], code: int, tmp_path: Path) -> None:
-    """A colleague's Python: one line that says what to install; stock where nobody asked for us.
+def test_patched_script_without_the_package(flags: list[str], code: int, tmp_path: Path) -> None:
+    """With --edit flags one line says what to install; without them the script runs as stock.
 
-    Catches a traceback about a module, and a clone that trains for nobody else any more.
+    Catches a traceback about a module, and a patched clone that users without the package cannot
+    train with.
     """
     script = tmp_path / "pretrain_x.py"
     script.write_text(f"{LINE}\nprint('stock')\n")

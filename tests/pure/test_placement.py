@@ -1,4 +1,4 @@
-"""Who is in which replica, from the launch's environment alone."""
+"""Placement of ranks in replicas, computed from the environment of the launch."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from megatron_edit.errors import UsageError
 
 
 def env(rank: int, world: int, **more: int) -> dict[str, str]:
-    """Environment of one rank."""
+    """Environment variables of one rank."""
     return {"RANK": str(rank), "WORLD_SIZE": str(world)} | {k: str(v) for k, v in more.items()}
 
 
 @given(st.integers(1, 8), st.integers(1, 8))
-def test_single_launch_numbers_replica_after_replica(replicas: int, ranks: int) -> None:
-    """Catches ranks dealt round robin: stock's sample order needs contiguous replicas."""
+def test_single_launch_gives_replicas_contiguous_ranks(replicas: int, ranks: int) -> None:
+    """Catches round-robin ranks: the sample order of stock Megatron needs contiguous replicas."""
     world = replicas * ranks
     places = [place(replicas, None, env(rank, world)) for rank in range(world)]
     assert [p.global_rank for p in places] == list(range(world))
     assert [p.replica for p in places] == [r // ranks for r in range(world)]
-    assert [p.rank for p in places if p.is_writer] == [ranks - 1] * replicas  # the loss is there
+    assert [p.rank for p in places if p.is_writer] == [ranks - 1] * replicas  # it has the loss
 
 
 def test_one_launch_per_replica() -> None:
-    """Rank and world are those of the launch; the id comes from the flag."""
+    """Rank and world size are those of the launch; the replica id comes from the flag."""
     assert place(3, 2, env(1, 4)) == Placement(3, 2, 4, 1, is_single_launch=False)
 
 
@@ -44,7 +44,7 @@ def test_one_launch_per_replica() -> None:
     ],
 )
 def test_default_is_one_replica_per_node(nodes: dict[str, int]) -> None:
-    """torchrun's agents first, then SLURM's nodes, then the local size."""
+    """Nodes are counted by torchrun's agents, else by SLURM, else by the local world size."""
     assert place(None, None, env(5, 8, **nodes)).num_replicas == 4
 
 
@@ -59,16 +59,18 @@ def test_default_is_one_replica_per_node(nodes: dict[str, int]) -> None:
     ],
     ids=["one-node", "one-agent", "not-a-divisor", "more-than-ranks", "no-number"],
 )
-def test_bad_launches(num_replicas: int | None, environment: dict[str, str]) -> None:
-    """One line with a remedy, before anything is imported or joined."""
+def test_invalid_launches_are_refused(
+    num_replicas: int | None, environment: dict[str, str]
+) -> None:
+    """The error is one line with a remedy."""
     with pytest.raises(UsageError) as caught:
         place(num_replicas, None, environment)
     assert caught.value.remedy and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("given", [{}, {"RANK": "5", "WORLD_SIZE": "8"}], ids=["none", "of-all"])
-def test_the_environment_is_the_replicas_and_then_as_it_was(given: dict[str, str]) -> None:
-    """Catches variables that stay after the detachment where the launch had not set them."""
+def test_environment_is_restored_after_detachment(given: dict[str, str]) -> None:
+    """Catches variables left after the detachment that the launch had not set."""
     store, now = dist.HashStore(), {**given, "OTHER": "1"}
     world = ReplicaWorld(Placement(2, 1, 4, 1, True), store, store, timedelta(seconds=1))
     world.enter_environment(now)

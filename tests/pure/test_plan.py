@@ -1,4 +1,4 @@
-"""The planner: the same bytes as the engine, sense in every direction, suggestions that hold."""
+"""The planner: bytes equal to the engine's, monotonic costs, and suggestions that hold."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from megatron_edit.comm.control import record_bytes
 from megatron_edit.comm.wire import Wire
-from megatron_edit.config import GOAL_SHARE
+from megatron_edit.config import TARGET_SYNC_SHARE
 from megatron_edit.constants import SYNC_DTYPES
 from megatron_edit.tools.compare.flags import read_flags
 from megatron_edit.tools.compare.traffic import Layout, baseline_bytes, warmup_bytes
 from megatron_edit.tools.plan.advice import advise, least_interval
 from megatron_edit.tools.plan.exchanges import (
-    BEFORE,
+    WORK_BEFORE_EXCHANGE,
     TimingSetting,
     UnitExchange,
     exposed_seconds,
@@ -41,52 +41,52 @@ SIZES = ("llama_350m", "llama_1b", "llama_3b", "llama_7b")
 def job_of(
     name: str = "llama_350m", replicas: int = 8, *more: str, world: int | None = None
 ) -> Job:
-    """A training of a file's flags."""
+    """The job of a file of flags in configs/, with `more` flags."""
     argv = [*read_flags(CONFIGS / f"{name}.args"), *more]
     return read_job(argv, num_replicas=replicas, world_size=world, ranks_per_host=None)
 
 
 def at(rate: float, step: float = 2.0, **more: Any) -> TimingSetting:
-    """A link without latency."""
+    """Timing with a link of `rate` bit/s, without latency, and steps of `step` seconds."""
     return TimingSetting(Link(rate, more.pop("latency", 0.0)), GPU, step, 1 / 3, **more)
 
 
-# ---- who holds what
+# ---- shards
 
 
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("flags", ["", "--tensor-model-parallel-size 4",
     "--pipeline-model-parallel-size 2", "--context-parallel-size 2"])  # fmt: skip
-def test_every_parameter_is_held_once(name: str, flags: str) -> None:
-    """Over the ranks of a replica; those that tensor parallelism copies, once per copy."""
+def test_shards_of_a_replica_add_up_to_the_model(name: str, flags: str) -> None:
+    """Parameters that tensor parallelism replicates count once per copy."""
     job = job_of(name, 8, *flags.split())
     numels = job.architecture.unit_numels()
     copies = job.mesh.tensor
     for place, unit in enumerate(job.unit_names):
-        held = sum(row[place] for row in job.held)
+        held = sum(row[place] for row in job.rank_numels)
         norms = (2 if unit.startswith("layer") else 1) * job.architecture.hidden_size
         extra = 0 if unit == "embedding" else (copies - 1) * norms
         assert held == numels[unit] + extra, unit
-    assert len(job.held) == 8
+    assert len(job.rank_numels) == 8
 
 
-def test_a_bucket_per_layer_shares_layers_evenly() -> None:
-    """What --ddp-bucket-size of the files is for: no rank holds much more than an eighth."""
+def test_one_bucket_per_layer_shards_layers_evenly() -> None:
+    """The purpose of --ddp-bucket-size in the files: no rank holds much more than an eighth."""
     for name in SIZES:
         job = job_of(name)
         for place, unit in enumerate(job.unit_names):
             if unit.startswith("layer"):
-                share = max(row[place] for row in job.held) / (
+                share = max(row[place] for row in job.rank_numels) / (
                     job.architecture.unit_numels()[unit] / 8
                 )
                 assert share < 1.01, (name, unit)
 
 
-def test_without_the_distributed_optimizer_every_rank_holds_all() -> None:
-    """As Megatron's plain DDP does."""
+def test_every_rank_holds_all_without_distributed_optimizer() -> None:
+    """Megatron's plain DDP does not shard."""
     argv = [w for w in read_flags(CONFIGS / "llama_350m.args") if "distributed-opt" not in w]
     job = read_job(argv, num_replicas=2, world_size=4, ranks_per_host=None)
-    assert {sum(row) for row in job.held} == {job.architecture.numel}
+    assert {sum(row) for row in job.rank_numels} == {job.architecture.numel}
 
 
 # ---- bytes and memory
@@ -94,17 +94,17 @@ def test_without_the_distributed_optimizer_every_rank_holds_all() -> None:
 
 @pytest.mark.parametrize("wire", SYNC_DTYPES)
 @pytest.mark.parametrize("replicas", [2, 3, 8])
-def test_bytes_are_what_the_engine_counts(wire: str, replicas: int) -> None:
-    """Payload of every shard of every unit, and a record for each other replica."""
+def test_planned_bytes_equal_engine_payload(wire: str, replicas: int) -> None:
+    """The payload of every shard of every unit, and a control record for each other replica."""
     more = () if replicas != 3 else ("--global-batch-size", "768")
     job = job_of("llama_350m", replicas, "--edit-sync-dtype", wire, "--use-edit", *more)
     config = job.config("edit")
     traffic = sync_traffic(job, config, 128)
     form = Wire.of(wire)
-    payload = sum(form.payload_bytes(n, replicas) for row in job.held for n in row)
+    payload = sum(form.payload_bytes(n, replicas) for row in job.rank_numels for n in row)
     records = 8 * (replicas - 1) * record_bytes(128, len(job.unit_names), 0)
     assert traffic.per_replica == payload + records
-    by_rank = [sum(form.payload_bytes(n, replicas) for n in row) for row in job.held]
+    by_rank = [sum(form.payload_bytes(n, replicas) for n in row) for row in job.rank_numels]
     assert traffic.per_rank == max(by_rank)
     assert traffic.per_step == pytest.approx(traffic.per_replica / 128)
     width = {"fp32": 4.0, "bf16": 2.0, "int8": 260 / 256, "int4": 66 / 128}[wire]
@@ -113,20 +113,20 @@ def test_bytes_are_what_the_engine_counts(wire: str, replicas: int) -> None:
 
 
 @pytest.mark.parametrize("more", [(), ("--edit-offload",)])
-def test_ranks_without_a_shard_are_planned(more: tuple[str, ...]) -> None:
-    """Would catch: a crash where the padding of a bucket is all that the last ranks hold."""
+def test_plan_accepts_ranks_without_a_shard(more: tuple[str, ...]) -> None:
+    """Would catch: a crash where the last ranks hold only the padding of a bucket."""
     flags = ("--use-distributed-optimizer", "--use-edit", *more)
     ranks = 4096
     batch = ("--micro-batch-size", "1", "--global-batch-size", str(2 * ranks))
     job = job_of("tiny_cpu", 2, *flags, *batch, world=2 * ranks)
-    assert min(map(sum, job.held)) == 0
+    assert min(map(sum, job.rank_numels)) == 0
     staged = {p.name: p.nbytes for p in edit_parts(job, job.config("edit"), overlaps=False)}
-    assert staged["staging"] >= 4 * max(map(max, job.held))
+    assert staged["staging"] >= 4 * max(map(max, job.rank_numels))
 
 
 @pytest.mark.parametrize(("which", "every", "each"), [("both", 1, 2), ("second", 4, 0.25)])
-def test_moments_are_counted(which: str, every: int, each: float) -> None:
-    """Beside the parameters, mean over the syncs; and kept on the device while they travel."""
+def test_plan_counts_bytes_of_moments(which: str, every: int, each: float) -> None:
+    """Their bytes are added to those of the parameters; in flight they take device memory."""
     plain, moments = (
         job_of("llama_350m", 2, "--use-edit", *words.split())
         for words in (
@@ -147,8 +147,8 @@ def test_moments_are_counted(which: str, every: int, each: float) -> None:
     assert after["encoded units"] > before["encoded units"]
 
 
-def test_bytes_of_a_final_phase_are_told() -> None:
-    """Apart from those of the rounds: of each of its steps, and in the table."""
+def test_plan_reports_bytes_of_final_phase() -> None:
+    """They are reported per step of the phase, separate from those of rounds, and in the text."""
     words = ("--use-edit", "--edit-final-sync-fraction", "0.05")
     job, plain = job_of("llama_1b", 8, *words), job_of("llama_1b", 8, "--use-edit")
     plans = [make_plan(each, at(1e9), ["edit"]) for each in (job, plain)]
@@ -159,12 +159,12 @@ def test_bytes_of_a_final_phase_are_told() -> None:
     }  # fmt: skip
     assert others["edit"]["final_phase"] == {"share_of_training": 0.0, "bytes_per_step": 0.0}
     assert rows["edit"]["bytes_per_step"] == others["edit"]["bytes_per_step"]
-    told, untold = (" ".join(lines(plan)) for plan in plans)
-    assert "in the last 0.05 of the training" in told and "in the last" not in untold
+    text, other_text = (" ".join(lines(plan)) for plan in plans)
+    assert "in the last 0.05 of the training" in text and "in the last" not in other_text
 
 
-def test_synchronous_steps_agree_with_the_comparison() -> None:
-    """`compare/traffic.py` computes the same of whole jobs."""
+def test_planned_synchronous_bytes_equal_those_of_compare() -> None:
+    """`compare/traffic.py` computes the same for all ranks of a job."""
     job = job_of("llama_1b", 8)
     layout = Layout(8, 8, job.architecture.numel)
     assert 8 * gradient_traffic(job).per_replica == pytest.approx(
@@ -183,15 +183,15 @@ def test_synchronous_steps_agree_with_the_comparison() -> None:
      ("--edit-average-moments both", 8)],
 )  # fmt: skip
 def test_outer_state_per_parameter(flags: str, each: float) -> None:
-    """As docs/strategies.md says it; int8 keeps residuals of 4 (1 + 1 / N) bytes with it."""
+    """As documented in docs/strategies.md; int8 also keeps residuals of 4 (1 + 1 / N) bytes."""
     job = job_of("llama_350m", 8, "--use-edit", *flags.split())
     strategy = flags.split()[1] if "strategy" in flags else "edit"
     held = persistent_bytes(job, job.config(strategy))
     assert held / job.architecture.numel == pytest.approx(each, rel=0.01)
 
 
-def test_offload_moves_the_state_to_the_host() -> None:
-    """And stages anchor and momentum of the units in flight beside their addends."""
+def test_offload_moves_outer_state_to_the_host() -> None:
+    """Anchor and momentum of the units in flight are staged in addition to their addends."""
     job = job_of()
     config = job.config("edit")
     near = {p.name: p for p in edit_parts(job, config, overlaps=True)}
@@ -203,8 +203,8 @@ def test_offload_moves_the_state_to_the_host() -> None:
     assert far["staging"].nbytes == pytest.approx(12 * (layer + head) + 8 * layer, rel=0.15)
 
 
-def test_stock_parts_of_7b() -> None:
-    """2 + 4 bytes a parameter, and 12 over eight ranks."""
+def test_stock_memory_of_7b() -> None:
+    """2 + 4 bytes per parameter, and 12 shared by eight ranks."""
     job = job_of("llama_7b")
     parts = {part.name: part.nbytes for part in stock_parts(job)}
     numel = 6_738_415_616
@@ -215,12 +215,12 @@ def test_stock_parts_of_7b() -> None:
 # ---- seconds
 
 
-def test_an_exchange_hides_behind_what_runs_meanwhile() -> None:
-    """By hand: three units of 2 s on the wire, no work, forward of 0, 3 and 3 s."""
+def test_exposed_seconds_equal_hand_computed_values() -> None:
+    """Three units of 2 s on the wire, without own computation, and forward of 0, 3 and 3 s."""
     exchanges = [UnitExchange(2.0, 0.0, forward) for forward in (0.0, 3.0, 3.0)]
     # arrivals 2, 4, 6; the forward passes end at 2, 7, 10: 4 s more than 6.
     assert exposed_seconds(exchanges, depth=3) == pytest.approx(4.0)
-    # One at a time: the next starts when the last has landed, and that is when it arrives.
+    # One at a time: the next starts when the last has landed.
     assert exposed_seconds(exchanges, depth=1) == pytest.approx(4.0)
     assert exposed_seconds(exchanges, depth=3, head_start=6.0) == pytest.approx(0.0)
     assert exposed_seconds(exchanges, depth=3, head_start=1.0) == pytest.approx(3.0)
@@ -234,8 +234,10 @@ names = st.sampled_from(["edit", "diloco", "co2", "streaming-diloco", "local-sgd
 
 @settings(max_examples=40, deadline=None)
 @given(rates, st.floats(1.0, 100.0), names, st.floats(0, 0.01))
-def test_a_faster_link_never_hurts(rate: float, factor: float, name: str, latency: float) -> None:
-    """For every strategy."""
+def test_faster_link_never_costs_more(
+    rate: float, factor: float, name: str, latency: float
+) -> None:
+    """The exposed time of every strategy does not grow with the rate."""
     job = job_of()
     slow, fast = (
         make_plan(job, at(r, latency=latency), [name]).rows[0].cost for r in (rate, rate * factor)
@@ -246,8 +248,8 @@ def test_a_faster_link_never_hurts(rate: float, factor: float, name: str, latenc
 
 @settings(max_examples=40, deadline=None)
 @given(rates, st.integers(9, 500), st.integers(1, 500))
-def test_longer_rounds_never_hurt(rate: float, tau: int, more: int) -> None:
-    """Nor do they change what one sync sends, but for room for losses."""
+def test_longer_rounds_never_cost_more(rate: float, tau: int, more: int) -> None:
+    """One sync sends the same bytes, except for its record of losses."""
     job = job_of()
     config = job.config("edit")
     one, other = (dataclasses.replace(config, sync_interval=t) for t in (tau, tau + more))
@@ -261,7 +263,7 @@ def test_longer_rounds_never_hurt(rate: float, tau: int, more: int) -> None:
 @settings(max_examples=20, deadline=None)
 @given(rates, st.sampled_from([2, 4, 8, 16, 32]), st.sampled_from(SYNC_DTYPES))
 def test_more_replicas_send_more_and_take_longer(rate: float, replicas: int, wire: str) -> None:
-    """2 (N - 1) / N grows."""
+    """The factor 2 (N - 1) / N grows with N."""
     costs = []
     for size in (replicas, 2 * replicas):
         job = job_of("llama_350m", size, "--use-edit", "--edit-sync-dtype", wire, world=size)
@@ -273,8 +275,8 @@ def test_more_replicas_send_more_and_take_longer(rate: float, replicas: int, wir
 
 @settings(max_examples=30, deadline=None)
 @given(rates, st.integers(0, 120))
-def test_delays_never_hurt(rate: float, delay: int) -> None:
-    """The own work remains."""
+def test_longer_delay_never_costs_more(rate: float, delay: int) -> None:
+    """Computation of the sync itself stays exposed."""
     job = job_of()
     config = job.config("edit")
     exposed = [
@@ -282,18 +284,18 @@ def test_delays_never_hurt(rate: float, delay: int) -> None:
         for d in (delay, delay + 1)
     ]
     assert exposed[1] <= exposed[0] + 1e-9
-    assert exposed[1] >= 0.99 * BEFORE * sync_cost(job, config, at(rate)).work
+    assert exposed[1] >= 0.99 * WORK_BEFORE_EXCHANGE * sync_cost(job, config, at(rate)).work
 
 
 def test_one_replica_exchanges_nothing() -> None:
-    """Nor is there anything to suggest."""
+    """There are no suggestions either."""
     plan = make_plan(job_of("llama_350m", 1), at(1e9), ["edit", "ddp", "stock"])
     assert [row.cost.exchange for row in plan.rows] == [0.0, 0.0, 0.0]
     assert plan.advice == ()
 
 
-def test_the_first_micro_batch_alone_hides() -> None:
-    """Megatron gathers parameters once a step: more micro-batches hide no more."""
+def test_exchange_overlaps_only_the_first_micro_batch() -> None:
+    """Megatron gathers parameters once per step: more micro-batches hide nothing more."""
     few = job_of("llama_350m", 8, "--global-batch-size", "512")
     many = job_of("llama_350m", 8, "--global-batch-size", "4096")
     assert (few.num_micro_batches, many.num_micro_batches) == (1, 8)
@@ -306,8 +308,8 @@ def test_the_first_micro_batch_alone_hides() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.floats(1e8, 1e12), st.floats(0.05, 20.0))
-def test_the_suggested_interval_is_the_smallest(rate: float, step: float) -> None:
-    """It reaches the goal, and one step less does not."""
+def test_suggested_interval_is_the_smallest_that_reaches_the_goal(rate: float, step: float) -> None:
+    """It reaches the goal, and one step less would not."""
     job, setting = job_of(), at(rate, step)
     config = job.config("edit")
     least = least_interval(job, config, setting)
@@ -316,13 +318,13 @@ def test_the_suggested_interval_is_the_smallest(rate: float, step: float) -> Non
         changed = dataclasses.replace(config, sync_interval=tau)
         return sync_cost(job, changed, setting).share_of_ideal
 
-    assert share(least) >= 1 - GOAL_SHARE - 1e-9
-    assert least == 1 or share(least - 1) < 1 - GOAL_SHARE + 1e-9
+    assert share(least) >= 1 - TARGET_SYNC_SHARE - 1e-9
+    assert least == 1 or share(least - 1) < 1 - TARGET_SYNC_SHARE + 1e-9
 
 
-def test_a_slow_link_gets_a_coarser_wire_then_a_delay() -> None:
-    """And the plan of the suggested flags keeps what was promised. Would catch: a delay, which
-    costs loss, where a wire type that costs none is enough; a longer delay than another's."""
+def test_slower_links_get_a_coarser_wire_and_then_a_delay() -> None:
+    """The plan with the suggested flags reaches the goal. Would catch: a delay, which costs loss,
+    where a wire type that costs none is enough; a longer delay than needed."""
     job = job_of("llama_7b")
     wires = []
     for rate in (45e9, 20e9, 12e9, 5e9, 3e9, 1e9, 0.2e9):
@@ -333,25 +335,25 @@ def test_a_slow_link_gets_a_coarser_wire_then_a_delay() -> None:
             continue
         words = str(found.value).split()
         better = job_of("llama_7b", 8, "--use-edit", *words).config("edit")
-        assert sync_cost(job, better, at(rate)).share_of_ideal >= 1 - GOAL_SHARE
+        assert sync_cost(job, better, at(rate)).share_of_ideal >= 1 - TARGET_SYNC_SHARE
         wires.append(f"{better.sync_dtype} {better.delay_steps}")
         assert ("loss" in found.text) == (better.delay_steps > 0)
         for wire in ("bf16", "int8", "int4"):
-            if better.delay_steps:  # no wire type does without
+            if better.delay_steps:  # no wire type reaches the goal without it
                 less = dataclasses.replace(config, sync_dtype=wire)
-                assert sync_cost(job, less, at(rate)).share_of_ideal < 1 - GOAL_SHARE
+                assert sync_cost(job, less, at(rate)).share_of_ideal < 1 - TARGET_SYNC_SHARE
     assert wires == ["bf16 0", "int8 0", "int4 0", "int4 6", "int4 9", "int4 27", "none"]
 
 
-def test_a_delay_that_is_there_is_not_kept_for_nothing() -> None:
-    """Would catch: a wire type beside 8 steps of delay, which cost loss, where 2 are enough."""
+def test_suggestion_shortens_a_delay_that_is_longer_than_needed() -> None:
+    """Would catch: a wire type with 8 steps of delay, which cost loss, where 2 are enough."""
     job = job_of("llama_7b")
     config = dataclasses.replace(job.config("edit"), sync_interval=16, delay_steps=8)
     found = {a.subject: a for a in advise(job, config, at(20e9), 80e9)}["hiding"]
     assert found.value == "--edit-sync-dtype int4 --edit-delay-steps 2"
 
 
-def test_offload_is_suggested_where_it_helps() -> None:
+def test_offload_is_suggested_where_it_saves_the_memory() -> None:
     """50.6 GB of stock Megatron, 7.1 GB of EDiT."""
     job = job_of("llama_7b")
     found = [
@@ -361,17 +363,17 @@ def test_offload_is_suggested_where_it_helps() -> None:
     assert found == ["", "--edit-offload", None]
 
 
-def test_a_timeout_can_be_copied() -> None:
-    """In the flag's unit. Would catch: minutes, of which a reader makes seconds."""
+def test_suggested_timeout_is_in_the_unit_of_the_flag() -> None:
+    """Would catch: minutes, which a reader may take for seconds."""
     given = ("--use-edit", "--edit-timeout-seconds", "900")
-    for flags, said in (((), "1025 (17 min; auto: "), (given, "900 (15 min; given)")):
+    for flags, expected in (((), "1025 (17 min; auto: "), (given, "900 (15 min; given)")):
         job = job_of("llama_350m", 8, *flags)
         found = {a.subject: a.text for a in advise(job, job.config("edit"), at(1e12), None)}
-        assert found["timeout-seconds"].startswith(f"--edit-timeout-seconds {said}"), found
+        assert found["timeout-seconds"].startswith(f"--edit-timeout-seconds {expected}"), found
 
 
 def test_every_strategy_has_a_plan() -> None:
-    """With the presets of each, and flags of one that mean nothing to another."""
+    """With the presets of each, and with flags of one that do not apply to another."""
     job = job_of("llama_350m", 8, "--use-edit", "--edit-clip", "5", "--edit-sync-interval", "64")
     plan = make_plan(job, at(1e9), NAMES)
     every = {row.name: row.every for row in plan.rows}
@@ -383,8 +385,8 @@ def test_every_strategy_has_a_plan() -> None:
     json.dumps(plan.as_json())
 
 
-def test_the_cpu_costs_more_than_the_gpu() -> None:
-    """Catches a coefficient in the wrong unit."""
+def test_outer_step_costs_more_on_cpu_than_on_gpu() -> None:
+    """Catches: a coefficient in the wrong unit."""
     job = job_of()
     near, far = (
         sync_cost(job, job.config("edit"), dataclasses.replace(at(1e11), machine=machine)).work

@@ -1,4 +1,4 @@
-"""`megatron-edit plan` as people type it: what it prints, and what it refuses."""
+"""The command `megatron-edit plan`: its output, and input that it refuses."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
         ("25 Gbit/s", 2.5e10),
     ],
 )
-def test_rates(text: str, value: float) -> None:
-    """As people write them."""
+def test_link_rates_are_parsed(text: str, value: float) -> None:
+    """Rates in the usual notations."""
     assert parse_rate("--link", text) == pytest.approx(value)
 
 
-def test_sizes_and_durations() -> None:
-    """Decimal and binary prefixes; seconds where nothing is said."""
+def test_sizes_and_durations_are_parsed() -> None:
+    """Decimal and binary prefixes; a duration without a unit is in seconds."""
     assert parse_bytes("--device-memory", "80GB") == 80e9
     assert parse_bytes("--device-memory", "80GiB") == 80 * 2**30
     assert parse_seconds("--step-time", "350ms") == pytest.approx(0.35)
@@ -42,8 +42,8 @@ def test_sizes_and_durations() -> None:
 GOOD = [str(CONFIGS / "llama_350m.args"), "--replicas", "8", "--link", "10Gbit", "--step-time", "2"]
 
 
-def test_the_command_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    """Text and JSON say the same."""
+def test_plan_command_prints_the_same_as_text_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """Shares are equal in text and JSON."""
     assert main(["plan", *GOOD]) == 0
     text = capsys.readouterr().out
     assert main(["plan", *GOOD, "--json"]) == 0
@@ -74,7 +74,7 @@ BAD = {
     "unused": ("--edit-sync-interval 64", "has no effect without --use-edit"),
     "strategy": ("--strategies edit,best", "--strategies best: must be of"),
     "empty": ("--strategies ,", "--strategies (an empty entry)"),
-    # What float and int cannot do: each would end in an OverflowError, a division by 0, or never.
+    # Each of these would end in an OverflowError, a division by 0, or never.
     "link-tiny": ("--link 1e-320bit", "--link 1e-320bit: must be a rate above 0 with its unit, "
                   "from 1e-12 to 1e+18"),
     "link-huge": ("--link 1e30bit", "to 1e+18"),
@@ -108,7 +108,7 @@ TFLOPS = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_one_line(case: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 2; value, rule, remedy."""
+    """Exit code 2, and a line with value, rule and remedy."""
     flags, wanted = BAD[case]
     try:
         code = main(["plan", *GOOD, *flags.split()])
@@ -120,16 +120,18 @@ def test_bad_input_is_one_line(case: str, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize("value", TFLOPS)
-def test_speeds_of_no_device(value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Would catch: a step of no time, or of more than any time."""
+def test_gpu_speed_out_of_range_is_refused(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Would catch: a step of zero or infinite seconds."""
     assert main(["plan", *GOOD[:-2], "--gpu-tflops", value, "--mfu", "1e-9"]) == 2
     error = capsys.readouterr().err
     assert TFLOPS[value] in error and error.count("\n") == 1, error
 
 
 @pytest.mark.parametrize("strategy", NAMES)
-def test_the_ends_of_the_ranges(strategy: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Would catch: a number that is in range, and still too much for the arithmetic."""
+def test_plan_works_at_the_ends_of_all_ranges(
+    strategy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Would catch: a number in range that overflows in the arithmetic."""
     command = ["plan", *GOOD, "--strategies", strategy, "--device-memory", "1e-12B"]
     for link in ("1e-12bit", "1e18bit"):
         for step in ("1e-12", "1e18"):
@@ -140,8 +142,8 @@ def test_the_ends_of_the_ranges(strategy: str, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("missing", ["--vocab-size", "--num-layers", "--micro-batch-size"])
-def test_a_missing_flag_is_named(missing: str) -> None:
-    """There is no guessing."""
+def test_missing_flag_of_the_model_is_named(missing: str) -> None:
+    """No value is assumed for it."""
     argv = read_flags(CONFIGS / "llama_350m.args")
     place = argv.index(missing)
     del argv[place : place + 2]
@@ -149,8 +151,10 @@ def test_a_missing_flag_is_named(missing: str) -> None:
         read_job(argv, num_replicas=8, world_size=None, ranks_per_host=None)
 
 
-def test_a_file_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Missing, a folder, not text, an open quote."""
+def test_unreadable_flag_file_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A missing file, a folder, a binary file, an unbalanced quote."""
     (tmp_path / "binary.args").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "quote.args").write_text("--num-layers '2\n")
     for name in ("missing.args", "", "binary.args", "quote.args"):

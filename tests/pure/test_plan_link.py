@@ -1,4 +1,4 @@
-"""The planner where groups of units share one link: what it cannot carry is never free."""
+"""The planner where fragments share one link: exchanges beyond its capacity are exposed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_edit.config import GOAL_SHARE, EditConfig
+from megatron_edit.config import TARGET_SYNC_SHARE, EditConfig
 from megatron_edit.tools.compare.flags import read_flags
 from megatron_edit.tools.plan.advice import advise, least_interval
 from megatron_edit.tools.plan.exchanges import (
@@ -28,20 +28,20 @@ INT4 = ("--edit-sync-dtype", "int4")
 
 
 def planned(*own: str) -> tuple[Job, EditConfig]:
-    """A billion parameters on 8 replicas, with our flags."""
+    """Job and config of a billion parameters on 8 replicas, with --edit flags."""
     argv = [*read_flags(CONFIGS / "llama_1b.args"), "--use-edit", *own]
     job = read_job(argv, num_replicas=8, world_size=None, ranks_per_host=None)
     return job, job.config(own[1] if own[0] == "--edit-strategy" else "edit")
 
 
 def at(rate: float) -> TimingSetting:
-    """Steps of 4 s."""
+    """Timing with a link of `rate` bit/s and steps of 4 s."""
     return TimingSetting(Link(rate), GPU, 4.0, 1 / 3)
 
 
 @pytest.mark.parametrize("own", [STREAMING, FRAGMENTS])
-def test_what_the_link_cannot_carry_is_exposed(own: tuple[str, ...]) -> None:
-    """Would catch: groups that each have the link to themselves."""
+def test_exchange_longer_than_the_round_is_exposed(own: tuple[str, ...]) -> None:
+    """Would catch: fragments that are planned as if each had the link to itself."""
     job, config = planned(*own, *INT4)
     cost = sync_cost(job, config, at(10e6))
     assert cost.exchange > cost.round == 128 * 4.0
@@ -50,22 +50,22 @@ def test_what_the_link_cannot_carry_is_exposed(own: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("own", [STREAMING, FRAGMENTS, ("--edit-strategy", "co2")])
-def test_the_suggested_interval_holds_what_it_promises(own: tuple[str, ...]) -> None:
-    """Would catch: an interval from groups that hide behind another round than the suggested."""
+def test_suggested_interval_reaches_the_goal_with_fragments(own: tuple[str, ...]) -> None:
+    """Would catch: an interval computed with another round length than the suggested one."""
     job, config = planned(*own, *INT4)
     for rate in (10e6, 50e6, 1e9):
         least = least_interval(job, config, at(rate))
         cost = sync_cost(job, dataclasses.replace(config, sync_interval=least), at(rate))
-        assert cost.share_of_ideal >= 1 - GOAL_SHARE - 1e-9
+        assert cost.share_of_ideal >= 1 - TARGET_SYNC_SHARE - 1e-9
         assert least * 4.0 >= cost.exchange
         if least > max(config.delay_steps + 1, config.fragments):
             less = dataclasses.replace(config, sync_interval=least - 1)
             cost = sync_cost(job, less, at(rate))
-            assert cost.share_of_ideal < 1 - GOAL_SHARE or cost.round < cost.exchange
+            assert cost.share_of_ideal < 1 - TARGET_SYNC_SHARE or cost.round < cost.exchange
 
 
-def test_no_delay_is_suggested_for_more_than_a_round() -> None:
-    """Would catch: flags that hide each group, and leave the link no time for all of them."""
+def test_no_delay_is_suggested_where_exchanges_exceed_the_round() -> None:
+    """Would catch: flags that hide each fragment, but not all of them on one link."""
     job, config = planned("--edit-fragments", "4")
     for rate in (10e6, 30e6, 100e6, 300e6):
         found = {each.subject: each.value for each in advise(job, config, at(rate), None)}
@@ -75,27 +75,27 @@ def test_no_delay_is_suggested_for_more_than_a_round() -> None:
         assert rate > 10e6
         job, better = planned("--edit-fragments", "4", *str(found["hiding"]).split())
         cost = sync_cost(job, better, at(rate))
-        assert cost.share_of_ideal >= 1 - GOAL_SHARE and cost.exchange < cost.round
+        assert cost.share_of_ideal >= 1 - TARGET_SYNC_SHARE and cost.exchange < cost.round
 
 
 def exchanges(*wires: float) -> list[list[UnitExchange]]:
-    """A group of one unit for each, without work and forward pass."""
+    """One fragment of one unit for each wire time, without computation and forward pass."""
     return [[UnitExchange(wire, 0.0, 0.0)] for wire in wires]
 
 
 def exposed(groups: list[list[UnitExchange]], head_start: float, length: float) -> float:
-    """Of a round of some seconds."""
+    """Exposed seconds of a round of `length` seconds."""
     return exposed_of_round(groups, depth=1, head_start=head_start, length=length, burst=0.0)
 
 
-def test_a_group_waits_for_those_before_it() -> None:
-    """By hand: launches at 0, 10, 20, ...; groups of 15 and 3 s; 12 s until they must land."""
+def test_fragment_waits_for_the_link_behind_earlier_ones() -> None:
+    """Launches at 0, 10, 20, ...; fragments of 15 and 3 s; 12 s until they must land."""
     # 15 s arrive at 15, 3 s late; then all is 3 s later: the second, launched at 10, has the link
     # from 15 on and arrives at 18, long before 22 + 3. The link is idle again at 20 + 3.
     assert exposed(exchanges(15.0, 3.0), 12.0, 20.0) == pytest.approx(3.0)
     # 11 s fit into 12, but the second has the link from 11 on, not from 10, and 11.5 s for 11.
     assert exposed(exchanges(11.0, 11.5, 1.0), 12.0, 30.0) == pytest.approx(0.5)
-    # One group at a time: nobody waits.
+    # One fragment at a time: none waits for the link.
     assert exposed(exchanges(11.0, 11.5, 1.0), 10.0, 30.0) == pytest.approx(2.5)
 
 
@@ -105,8 +105,8 @@ def test_a_group_waits_for_those_before_it() -> None:
     st.floats(0.0, 1.0),
     st.floats(0.1, 30.0),
 )
-def test_between_the_link_and_no_hiding(wires: list[float], part: float, length: float) -> None:
-    """A round takes at least as long as its bytes, and at most as if nothing were hidden."""
+def test_exposed_time_is_between_its_bounds(wires: list[float], part: float, length: float) -> None:
+    """At least the wire time beyond the round, at most all of the wire time."""
     found = exposed(exchanges(*wires), part * length, length)
     total = sum(wires)
     assert max(0.0, total - length) - 1e-9 <= found <= total + 1e-9
@@ -114,10 +114,10 @@ def test_between_the_link_and_no_hiding(wires: list[float], part: float, length:
     assert found >= alone - 1e-9 or len(wires) > 1
 
 
-def test_a_delay_is_found_for_the_largest_group() -> None:
-    """Would catch: a delay for the mean of groups, too short for the one with the embedding."""
+def test_suggested_delay_fits_the_largest_fragment() -> None:
+    """Would catch: a delay for the mean fragment, too short for the one with the embedding."""
     job, config = planned("--edit-fragments", "8", *INT4)
     found = {each.subject: str(each.value) for each in advise(job, config, at(25e6), None)}
     assert found["hiding"].startswith("--edit-delay-steps") and "dtype" not in found["hiding"]
     better = dataclasses.replace(config, delay_steps=int(found["hiding"].split()[1]))
-    assert sync_cost(job, better, at(25e6)).share_of_ideal >= 1 - GOAL_SHARE
+    assert sync_cost(job, better, at(25e6)).share_of_ideal >= 1 - TARGET_SYNC_SHARE

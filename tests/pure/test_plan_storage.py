@@ -1,4 +1,4 @@
-"""What Megatron keeps of a training, by its flags; what is not counted is refused."""
+"""Megatron's memory by its flags; flags that the planner cannot count are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUMEL = 367_969_280
 
 
 def job_of(flags: str) -> Job:
-    """The model without a type, and flags; with --plain without the distributed optimizer."""
+    """The job of the model with `flags`; `--plain` drops the distributed optimizer."""
     words = flags.split()
     argv = [*MODEL, *words]
     if "--plain" in words:
@@ -38,8 +38,10 @@ def job_of(flags: str) -> Job:
         ("--fp16 --grad-reduce-in-bf16", 2, 2),
     ],
 )
-def test_bytes_of_parameters_and_gradients(flags: str, parameter: int, gradient: int) -> None:
-    """Would catch: fp32 gradients with --fp16, which Megatron has with --bf16 alone."""
+def test_bytes_of_parameters_and_gradients_by_flags(
+    flags: str, parameter: int, gradient: int
+) -> None:
+    """Would catch: fp32 gradients with --fp16, which Megatron keeps only with --bf16."""
     job = job_of(flags)
     parts = {part.name: part.nbytes for part in stock_parts(job)}
     assert parts["parameters"] == parameter * NUMEL and parts["gradients"] == gradient * NUMEL
@@ -63,15 +65,15 @@ def test_bytes_of_parameters_and_gradients(flags: str, parameter: int, gradient:
         ("--plain --bf16 --optimizer sgd --sgd-momentum 0.5 --edit-device cpu", 2),
     ],
 )
-def test_vectors_of_the_optimizer(flags: str, vectors: int) -> None:
-    """Would catch: SGD with Adam's second moment; a momentum that torch's SGD does not keep."""
+def test_number_of_optimizer_state_vectors_by_flags(flags: str, vectors: int) -> None:
+    """Would catch: SGD with a second moment; a momentum that torch's SGD does not keep."""
     job = job_of(flags)
     parts = {part.name: part.nbytes for part in stock_parts(job)}
-    assert parts["optimizer state"] == 4 * vectors * max(map(sum, job.held))
+    assert parts["optimizer state"] == 4 * vectors * max(map(sum, job.rank_numels))
 
 
-def test_rope_has_no_positions_by_its_old_name() -> None:
-    """Would catch: a learned position embedding beside --use-rotary-position-embeddings."""
+def test_old_rope_flag_removes_position_embedding() -> None:
+    """Would catch: a learned position embedding with --use-rotary-position-embeddings."""
     place = MODEL.index("--position-embedding-type")
     plain = [*MODEL[:place], *MODEL[place + 2 :]]
     sizes = {
@@ -99,15 +101,15 @@ def test_rope_has_no_positions_by_its_old_name() -> None:
         "--bf16 --fp16",
     ],
 )
-def test_what_is_not_counted_is_refused(flag: str) -> None:
-    """Would catch: a plan for buffers and states that are kept in another way."""
+def test_flags_the_planner_cannot_count_are_refused(flag: str) -> None:
+    """Would catch: a plan for buffers and states that have another layout."""
     with pytest.raises(UsageError) as caught:
         job_of(flag)
     assert caught.value.exit_code == 2 and flag.split()[-1] in str(caught.value)
 
 
-def test_more_fragments_than_units() -> None:
-    """Would catch: a plan for groups that the engine refuses for want of units."""
+def test_more_fragments_than_units_are_refused() -> None:
+    """Would catch: a plan for fragments that the engine refuses."""
     job = job_of("--use-edit --edit-fragments 27")
     with pytest.raises(UsageError, match="--edit-fragments 27: the model has 26 units"):
         job.config("edit")

@@ -1,4 +1,4 @@
-"""The thread that goes on with exchanges: alone, and under a queue of syncs."""
+"""The progress thread of exchanges: by itself, and driven by a `SyncManager`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megatron_edit.method.detector import Verdict
 from megatron_edit.method.landing import DIRECT_COPY
 from megatron_edit.method.loss_check import LossVerdict
 from megatron_edit.method.outer import Nesterov
-from tests.harness.memory_network import CPU, Network, groups_of
+from tests.harness.memory_network import CPU, Network, two_phase_groups
 
 anything: Any = SimpleNamespace
 UNITS = [f"layer.{number}" for number in range(6)]
@@ -36,7 +36,7 @@ SOON = 5.0
 
 
 def in_time(condition: Callable[[], object]) -> bool:
-    """Whether it comes true."""
+    """Whether the condition becomes true within `SOON` seconds."""
     deadline = time.monotonic() + SOON
     while not condition():
         if time.monotonic() > deadline:
@@ -47,7 +47,7 @@ def in_time(condition: Callable[[], object]) -> bool:
 
 @contextmanager
 def running(drive: Callable[[], Work | None]) -> Iterator[ProgressThread]:
-    """A thread, which ends with the test."""
+    """A progress thread that is closed at the end."""
     thread = ProgressThread(drive)
     try:
         yield thread
@@ -56,18 +56,18 @@ def running(drive: Callable[[], Work | None]) -> Iterator[ProgressThread]:
 
 
 class Message:
-    """Something on the wire, until a test says that it is over."""
+    """A message in flight until a test sets `over`."""
 
     def __init__(self) -> None:
         self.over = threading.Event()
 
     def is_completed(self) -> bool:
-        """Asked by `Work`."""
+        """Whether `over` is set; called by `Work`."""
         return self.over.is_set()
 
 
-def test_it_drives_when_the_wire_is_free() -> None:
-    """And not before: catches a thread that spins, and one that waits for the next turn."""
+def test_progress_thread_drives_after_each_completed_message() -> None:
+    """Catches a thread that spins, and one that waits for the main thread's next call."""
     messages = [Message() for _ in range(3)]
     waiting, drives = list(messages), []
 
@@ -87,8 +87,8 @@ def test_it_drives_when_the_wire_is_free() -> None:
         assert drives == [3, 3, 2, 1]
 
 
-def test_a_turn_is_undisturbed() -> None:
-    """Catches a thread that changes what the main thread is in the middle of."""
+def test_progress_thread_does_nothing_while_paused() -> None:
+    """Catches a thread that changes state while the main thread works on it."""
     inside, seen = [False], []
 
     with running(lambda: seen.append(inside[0])) as thread:
@@ -101,8 +101,8 @@ def test_a_turn_is_undisturbed() -> None:
         assert not any(seen)
 
 
-def test_what_ends_it_is_heard() -> None:
-    """At the next turn, whatever it was. Catches an error that nobody learns of."""
+def test_thread_failure_is_raised_in_the_main_thread() -> None:
+    """The next `paused` raises it. Catches an error that is never reported."""
 
     def drive() -> Work | None:
         raise ReplicaLostError("sync group: a collective failed")
@@ -116,8 +116,8 @@ def test_what_ends_it_is_heard() -> None:
             pass
 
 
-def test_it_ends_beside_what_never_comes() -> None:
-    """A peer that is gone keeps no process alive: catches a wait in the transport."""
+def test_close_does_not_wait_for_a_lost_peer() -> None:
+    """Catches a wait in the transport that keeps the process alive."""
     message = Message()
     with running(lambda: Work("a group", (message,))) as thread:
         with thread.paused():
@@ -129,16 +129,16 @@ def test_it_ends_beside_what_never_comes() -> None:
 
 
 class SlowRelease(threading.Condition):
-    """A condition whose holder does nothing for a while after it has let go of the lock."""
+    """A condition whose holder sleeps after it has released the lock."""
 
     def __exit__(self, *args: Any) -> None:
         super().__exit__(*args)
         time.sleep(0.02)
 
 
-def test_no_turn_begins_after_a_failure() -> None:
-    """A turn that waits while the thread fails raises. Catches one that goes on with what the
-    thread has left half done."""
+def test_failure_is_raised_in_a_waiting_main_thread() -> None:
+    """`paused` raises where it waited for the lock while the thread failed. Catches a main thread
+    that goes on with inconsistent state."""
     driving = threading.Event()
 
     def drive() -> Work | None:
@@ -157,8 +157,8 @@ def test_no_turn_begins_after_a_failure() -> None:
 
 
 def test_thread_stops_after_main_thread_failure() -> None:
-    """An error of the main thread inside a turn. Catches a thread that goes on with what the main
-    thread has left half done, so that other replicas get later results of a failed one."""
+    """An error of the main thread inside `paused`. Catches a thread that goes on with inconsistent
+    state, so that other replicas get later results of a failed one."""
     drives: list[float] = []
 
     def drive() -> Work | None:
@@ -175,8 +175,8 @@ def test_thread_stops_after_main_thread_failure() -> None:
     thread.close()
 
 
-def test_it_is_left_behind_where_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank of the replica hangs while this one waits for it: catches an end that waits, too."""
+def test_close_abandons_a_thread_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread waits for a rank that hangs. Catches a `close` that waits for it, too."""
     monkeypatch.setattr(progress, "CLOSE_SECONDS", 0.1)
     answer = threading.Event()
 
@@ -194,11 +194,11 @@ def test_it_is_left_behind_where_nobody_answers(monkeypatch: pytest.MonkeyPatch)
     answer.set()
 
 
-# ---- under a manager of syncs
+# ---- driven by a manager of syncs
 
 
 def plan_of(start: float) -> UnitPlan:
-    """Six units of two elements."""
+    """A plan of six units of two elements each, filled with `start`."""
     return plan_units(
         [ParamShard(name, name, torch.full((2,), start), True, None) for name in UNITS],
         UNITS,
@@ -207,13 +207,15 @@ def plan_of(start: float) -> UnitPlan:
 
 
 class Replica:
-    """A manager with one sync that lands at once, `depth` units in flight."""
+    """A manager with one sync that lands in the forward pass, `depth` units in flight."""
 
     def __init__(
         self, rank: int, groups: Any, wire: Wire, *, offload: bool = False, depth: int = 2
     ) -> None:
         plan = plan_of(0.0)
-        outer = OuterState.from_parameters(plan, CPU, offload=offload, wire=wire, num_replicas=2, max_staged=2)
+        outer = OuterState.from_parameters(
+            plan, CPU, offload=offload, wire=wire, num_replicas=2, max_staged=2
+        )
         for shard in plan.shards:
             shard.scatter(torch.full((2,), -1.0 - rank))
         shape = (2, len(UNITS))
@@ -243,7 +245,7 @@ class Replica:
         self.syncs.begin_thread()
 
     def land(self, num_shards: int) -> list[float]:
-        """Land some units; the parameters then."""
+        """Land the first units; returns the first parameter of every unit."""
         with torch.no_grad():
             self.syncs.land_up_to(num_shards)
         return [float(shard.gather(torch.empty(2))[0]) for shard in self.plan.shards]
@@ -253,10 +255,10 @@ class Replica:
 def replicas_of(
     network: Network, wire: str = "fp32", *, offload: bool = False
 ) -> Iterator[list[Replica]]:
-    """Two of one rank each, whose threads end with the test."""
+    """Two replicas of one rank each, which are closed at the end."""
     alone = anything(all_gather=lambda mine: mine.unsqueeze(0), size=1, is_own=False)
     replicas = []
-    for rank, group in enumerate(groups_of(2, network)):
+    for rank, group in enumerate(two_phase_groups(2, network)):
         groups = anything(sync=group, stage=alone, replica=alone, ties={})
         replicas.append(Replica(rank, groups, Wire.of(wire), offload=offload))
     try:
@@ -268,13 +270,13 @@ def replicas_of(
 
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])
-def test_nobody_waits_for_a_forward_pass(wire: str, offload: bool) -> None:
-    """One replica lands all units while the other is still before its first: catches exchanges
-    that begin only when the slower one comes by, and buffers that only a landing frees."""
+def test_exchanges_do_not_wait_for_forward_pass_of_slower_replica(wire: str, offload: bool) -> None:
+    """One replica lands all units before the other lands its first. Catches exchanges that begin
+    only in the slower replica's forward pass, and buffers that only a landing frees."""
     with replicas_of(Network(patience=SOON), wire, offload=offload) as (fast, slow):
         for replica in (fast, slow):
             replica.syncs.begin_landing(replica.sync)
-        # D = 1.5 in the mean; A <- 0 - (1.5 + 0.5 x 1.5)
+        # the mean D is 1.5; A <- 0 - (1.5 + 0.5 x 1.5)
         assert fast.land(len(UNITS)) == [-2.25] * len(UNITS)
         assert slow.land(0) == [-2.0] * len(UNITS)
         assert slow.land(4) == [-2.25] * 4 + [-2.0] * 2
@@ -283,8 +285,8 @@ def test_nobody_waits_for_a_forward_pass(wire: str, offload: bool) -> None:
             assert [u.momentum[0] for u in replica.outer.units.values()] == [1.5] * len(UNITS)
 
 
-def test_no_more_units_are_open_than_allowed() -> None:
-    """Catches a thread that takes the memory of all units at once."""
+def test_number_of_units_in_flight_is_bounded() -> None:
+    """Catches a thread that allocates the memory of all units at once."""
     with replicas_of(Network(patience=SOON)) as (fast, slow):
         fast.syncs.begin_landing(fast.sync)
         time.sleep(0.05)
@@ -295,28 +297,28 @@ def test_no_more_units_are_open_than_allowed() -> None:
         assert all(unit.average is None for unit in fast.sync.inflight_units)
 
 
-class Impatient:
-    """A transport whose messages are over when they are asked for the n-th time."""
+class CountedPolls:
+    """A transport whose messages complete at the n-th poll."""
 
-    def __init__(self, num_asks: int) -> None:
-        self._num_asks = num_asks
+    def __init__(self, num_polls: int) -> None:
+        self._num_polls = num_polls
 
     def name(self) -> str:
-        """As a process group's."""
+        """Return the name of the backend."""
         return "gloo"
 
     def allreduce(self, *_: Any) -> Any:
-        """Nothing is added."""
-        asks = iter([False] * (self._num_asks - 1))
-        return anything(is_completed=lambda: next(asks, True), wait=lambda: None)
+        """Start a message that leaves the tensor as it is."""
+        polls = iter([False] * (self._num_polls - 1))
+        return anything(is_completed=lambda: next(polls, True), wait=lambda: None)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
-@pytest.mark.parametrize("num_asks", range(1, 9))
-def test_no_arrival_is_missed(num_asks: int, depth: int) -> None:
-    """Whenever a unit arrives, and whoever asks then: the thread takes its step without a turn of
-    the main thread. Catches one that stands still with nothing on the wire."""
-    group = Group(Impatient(num_asks), 0, 2, CPU, timedelta(seconds=SOON), "sync")
+@pytest.mark.parametrize("num_polls", range(1, 9))
+def test_arrived_unit_is_stepped_without_the_main_thread(num_polls: int, depth: int) -> None:
+    """At whichever poll a unit arrives, the thread takes its outer step. Catches a missed wakeup:
+    a thread that waits although no message is in flight."""
+    group = Group(CountedPolls(num_polls), 0, 2, CPU, timedelta(seconds=SOON), "sync")
     alone = anything(all_gather=lambda mine: mine.unsqueeze(0), size=1, is_own=False)
     groups = anything(sync=group, stage=alone, replica=alone, ties={})
     replica = Replica(0, groups, Wire.of("fp32"), depth=depth)
@@ -327,8 +329,8 @@ def test_no_arrival_is_missed(num_asks: int, depth: int) -> None:
         replica.syncs.close()
 
 
-def test_landings_are_the_main_threads_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread does nothing while one is under way: catches two that change a sync at once."""
+def test_thread_is_idle_while_the_main_thread_lands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches two threads that change a sync at the same time."""
     driving: set[int] = set()
     seen: list[bool] = []
     drive, land = SyncManager._drive, ForwardSync.land_next
@@ -358,8 +360,8 @@ def test_landings_are_the_main_threads_turns(monkeypatch: pytest.MonkeyPatch) ->
         assert seen == [False] * 2 * len(UNITS)
 
 
-def test_a_lost_peer_is_told_of_at_the_landing() -> None:
-    """With the unit in which it was: catches a thread that dies in silence, and a hang."""
+def test_lost_peer_is_raised_at_the_landing_with_its_unit() -> None:
+    """Catches a thread that fails without an error in the main thread, and a hang."""
     network = Network(patience=SOON)
     with replicas_of(network) as (fast, _):
         fast.syncs.begin_landing(fast.sync)

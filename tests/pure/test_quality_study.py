@@ -1,8 +1,8 @@
-"""The questions about the recommended setting: runs, fits, bytes, targets, and the user's page.
+"""The study of the recommended settings: runs, fits, bytes, targets, and the user's page.
 
-Would catch: a run without the recommended flags, a target that is reached with runs missing or
-beside the worse baseline, a fit of values instead of logarithms, a burst that is left out too late
-and counts, records of older runs that are not found any more.
+Would catch: a run without the recommended flags, a target that counts as reached with runs missing
+or relative to the worse baseline, a fit of values instead of logarithms, a burst that counts
+although it is left out too late, records of older runs that are no longer found.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from convergence_parts.answers import (
     PUBLISHED,
     Answers,
     bursts_caught,
+    bytes_over_plain,
     bytes_per_parameter,
     exponent_of,
     fit_power_law,
     loss_ratio,
-    relative_to_plain,
-    targets,
+    make_targets,
 )
 from convergence_parts.cases import Case, Member, Question
-from convergence_parts.expectations import blocks, draw_gaps, tau_series, with_blocks
+from convergence_parts.expectations import draw_gaps, make_blocks, replace_blocks, tau_series
 from convergence_parts.records import RunSummary, RunTable, loss_rejections
 from convergence_parts.study import (
     BURSTS,
@@ -53,12 +53,12 @@ from tests.harness.launch import REPOSITORY
 
 STUDY = Study()
 QUESTIONS = {q.name: q for q in STUDY.questions if q.name.startswith("quality")}
-PARAMETERS = 1_083_264  # of the study's model
+PARAMETERS = 1_083_264  # of the model of the study
 Results = Mapping[tuple[str, str], list[float]]
 
 
 def summary(loss: float, **changes: Any) -> RunSummary:
-    """A finished run, of stock DDP's bytes."""
+    """The summary of a finished run that sent the bytes of stock DDP."""
     fields: dict[str, Any] = {
         "final_loss": loss, "bytes_per_step": 6.0 * PARAMETERS, "effective_replicas": 4.0,
         "left_out": [], "seconds": 1.0, "versions": {}, "loss_rejections": [],
@@ -67,12 +67,12 @@ def summary(loss: float, **changes: Any) -> RunSummary:
 
 
 def member(question: str, label: str) -> Member:
-    """A member by its label."""
+    """The member of a question by its label."""
     return next(m for m in QUESTIONS[question].members if m.label == label)
 
 
 def answers(results: Results, **changes: Any) -> Answers:
-    """Of these losses, by question and label, for the first seeds."""
+    """The answers to given losses, by question and label, for the first seeds."""
     found = {
         case.hash({}): summary(loss, **changes)
         for (question, label), losses in results.items()
@@ -82,15 +82,15 @@ def answers(results: Results, **changes: Any) -> Answers:
 
 
 def verdicts(results: Results, **changes: Any) -> dict[str, bool | None]:
-    """Of all targets, by what is measured."""
-    return {each.what: each.is_reached for each in targets(answers(results, **changes))}
+    """Whether each target is reached, by its description."""
+    return {each.what: each.is_reached for each in make_targets(answers(results, **changes))}
 
 
 # ---- the runs
 
 
-def test_questions_in_order_of_priority() -> None:
-    """And behind those whose labels other pictures look for."""
+def test_questions_are_in_order_of_priority() -> None:
+    """They come after the questions whose labels other figures use."""
     assert list(QUESTIONS) == [
         "quality", "quality-bursts", "quality-samples", "quality-sizes", "quality-muon",
         "quality-choices",
@@ -99,8 +99,8 @@ def test_questions_in_order_of_priority() -> None:
     assert max(i for i, n in enumerate(names) if n.startswith("marks")) < names.index("quality")
 
 
-def test_bursts_with_and_without_the_loss_check_are_other_runs() -> None:
-    """Would catch a row of the loss check that was made without it."""
+def test_bursts_with_and_without_loss_check_are_different_runs() -> None:
+    """Would catch: a row of the loss check whose runs were made without it."""
     question = QUESTIONS["quality-bursts"]
     hashes = [case.hash({}) for member in question.members for case in member.cases]
     assert len(set(hashes)) == 9
@@ -108,7 +108,7 @@ def test_bursts_with_and_without_the_loss_check_are_other_runs() -> None:
     assert [label for label, own in words.items() if "--edit-no-loss-check" in own] == [UNCHECKED]
 
 
-def test_seeds_of_claims_and_of_choices() -> None:
+def test_claims_have_three_seeds_and_choices_one() -> None:
     three = (1, 2, 3)
     claimed = [
         ("quality", DDP), ("quality", DDP_LARGER_BETA2), ("quality", recommended(16)),
@@ -123,8 +123,8 @@ def test_seeds_of_claims_and_of_choices() -> None:
     assert {case.seed for q in Study(seeds=(7,)).questions for case in q.cases} == {7}
 
 
-def test_recommended_flags_are_those_of_the_file() -> None:
-    """None of strategy, warm-up, interval or evaluation, and no flag of Megatron."""
+def test_recommended_flags_are_in_all_recommended_runs() -> None:
+    """They set no strategy, warm-up, interval or evaluation, and no flag of Megatron."""
     names = [word for word in RECOMMENDED if word.startswith("--")]
     assert names == [
         "--edit-average-moments", "--edit-scale-beta2", "--edit-final-sync-fraction",
@@ -144,21 +144,21 @@ def test_recommended_flags_are_valid(optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("question", QUESTIONS.values(), ids=lambda question: question.name)
-def test_this_version_can_make_all_runs(question: Question) -> None:
-    """Catches: a flag that is spelled in another way here than where it is parsed."""
+def test_all_runs_are_accepted_by_this_version(question: Question) -> None:
+    """Catches: a flag that is spelled differently where it is parsed."""
     refusals = {each.label: each.cases[0].refusal for each in question.members}
     assert not any(refusals.values()), refusals
 
 
-def test_old_runs_are_found_under_new_names() -> None:
-    """Plain rows are those of earlier questions: they are not made again."""
+def test_plain_runs_of_earlier_questions_are_reused() -> None:
+    """The plain rows are runs of earlier questions, which are not made again."""
     table = RunTable.read(REPOSITORY / "benchmarks" / "results" / "convergence.json")
     for label in (DDP, plain(16)):
         assert all(table.find(case) is not None for case in member("quality", label).cases)
 
 
 def test_muon_runs_have_no_distributed_optimizer() -> None:
-    """At the chosen rate and scale; the outer settings are told, not left to presets."""
+    """They have the chosen rate and scale, and explicit outer settings in place of presets."""
     words = canonical(member("quality-muon", muon(recommended(64))).cases[0].words)
     assert "--use-distributed-optimizer" not in words
     wanted = {"--optimizer": ["muon"], "--muon-extra-scale-factor": ["0.2"], "--lr": ["0.004"],
@@ -169,8 +169,8 @@ def test_muon_runs_have_no_distributed_optimizer() -> None:
     assert "--use-distributed-optimizer" in adam
 
 
-def test_sizes_and_samples() -> None:
-    """The middle ones are runs of the claim, too."""
+def test_flags_of_runs_by_size_and_samples() -> None:
+    """The middle size and number of samples are runs of the claim, too."""
     for question, labels, name, values in (
         ("quality-samples", samples_labels, "--micro-batch-size", SAMPLES),
         ("quality-sizes", sizes_labels, "--hidden-size", HIDDEN_SIZES),
@@ -187,8 +187,8 @@ def test_sizes_and_samples() -> None:
 # ---- fits
 
 
-def test_published_law() -> None:
-    """As quoted for four replicas: 6 % at 1.1 million parameters, 1.2 % at a billion."""
+def test_published_scaling_law_as_quoted() -> None:
+    """Four replicas lose 6 % at 1.1 million parameters and 1.2 % at a billion."""
     assert loss_ratio(PUBLISHED, 4, 1.1e6) - 1 == pytest.approx(0.06, abs=0.001)
     assert loss_ratio(PUBLISHED, 4, 1e9) - 1 == pytest.approx(0.012, abs=0.001)
     assert loss_ratio(PUBLISHED, 1, 1e6) == 1.0
@@ -199,12 +199,12 @@ def test_fit_finds_a_power_law() -> None:
     law = fit_power_law([(x, 0.5 * x**-1.5) for x in (1.0, 3.0, 10.0)])
     assert law is not None
     assert law.scale == pytest.approx(0.5) and law.exponent == pytest.approx(-1.5)
-    law = fit_power_law([(1, 1.0), (10, 0.5), (10, -0.1)])  # through the mean of both: 0.2
+    law = fit_power_law([(1, 1.0), (10, 0.5), (10, -0.1)])  # through the mean of both gaps, 0.2
     assert law is not None
     assert law.scale == pytest.approx(1.0) and law.exponent == pytest.approx(np.log10(0.2), 1e-4)
 
 
-def test_fit_needs_two_places_with_a_gap() -> None:
+def test_fit_needs_two_points_with_a_gap() -> None:
     assert fit_power_law([]) is None and fit_power_law([(1, 2), (1, 3)]) is None
     assert fit_power_law([(1, -0.2), (2, -0.1)]) is None  # better than data parallelism
     assert fit_power_law([(1, -0.1), (2, 2.0), (4, 2.0)]) is not None
@@ -214,8 +214,8 @@ def test_fit_needs_two_places_with_a_gap() -> None:
 # ---- bytes
 
 
-def test_bytes_by_hand() -> None:
-    """Per parameter: 6 in fp32 both ways, 1.5 and a little in codes; 96 and 48 of 960 steps."""
+def test_bytes_per_parameter_equal_hand_computed_values() -> None:
+    """6 bytes in fp32 both ways, a little over 1.5 in codes; 96 and 48 of 960 steps are dense."""
     code = 1.5 * (1 + 4 / 256)
     dense = 96 * 6.0
     assert bytes_per_parameter(member("quality", DDP).cases[0]) == 960 * 6.0
@@ -223,11 +223,11 @@ def test_bytes_by_hand() -> None:
     assert bytes_per_parameter(member("quality", plain(64)).cases[0]) == dense + 14 * 6.0
     found = bytes_per_parameter(member("quality", recommended(16)).cases[0])
     assert found == pytest.approx(dense + 48 * 6.0 + 51 * 3 * code, rel=0.002)
-    ratio = relative_to_plain(member("quality", recommended(16)).cases[0])
+    ratio = bytes_over_plain(member("quality", recommended(16)).cases[0])
     assert 1.2 < ratio < 1.3
 
 
-def test_moments_of_every_second_sync_cost_half() -> None:
+def test_moments_at_every_second_sync_cost_half_the_bytes() -> None:
     case = member("quality", recommended(16)).cases[0]
     less = replace(case, flags=(*case.flags, "--edit-average-moments-every", "2"))
     none = replace(case, flags=(*case.flags, "--edit-average-moments", "none"))
@@ -235,8 +235,8 @@ def test_moments_of_every_second_sync_cost_half() -> None:
     assert (half - zero) / (full - zero) == pytest.approx(25 / 51)
 
 
-def test_estimate_is_what_plain_runs_have_counted() -> None:
-    """Of runs in the repository: syncs of EDiT in fp32 and in int8."""
+def test_estimated_bytes_equal_those_of_recorded_runs() -> None:
+    """The recorded runs of EDiT with fp32 and with int8."""
     table = RunTable.read(REPOSITORY / "benchmarks" / "results" / "convergence.json")
     wire = next(q for q in STUDY.questions if q.name == "marks-wire")
     for each in wire.members:
@@ -255,11 +255,11 @@ ADAM = {
     ("quality", recommended(16)): [3.04, 3.05, 3.03],
     ("quality", recommended(64)): [3.17, 3.18, 3.17],
 }  # fmt: skip
-TAU_16, TAU_64 = (f"tau {tau}, 8 samples, beside stock DDP" for tau in (16, 64))
+TAU_16, TAU_64 = (f"tau {tau}, 8 samples, relative to stock DDP" for tau in (16, 64))
 
 
-def test_nothing_is_reached_without_runs() -> None:
-    """But the bytes, which are computed from the flags."""
+def test_targets_are_open_without_runs() -> None:
+    """Except for the bytes, which are computed from the flags."""
     found = verdicts({})
     assert {what for what, reached in found.items() if reached is not None} == {
         "tau 16, bytes of the run over plain EDiT's (estimated)"
@@ -267,8 +267,8 @@ def test_nothing_is_reached_without_runs() -> None:
     assert len(found) == 8
 
 
-def test_gaps_are_beside_the_better_baseline() -> None:
-    """+1.3 % and +5.8 %; beside the worse one they would be below zero and +2.4 %."""
+def test_gaps_are_relative_to_the_better_baseline() -> None:
+    """+1.3 % and +5.8 %; relative to the worse one they would be below zero and +2.4 %."""
     found = verdicts(ADAM)
     assert found[TAU_16] is True and found[TAU_64] is True
     worse = {**ADAM, ("quality", recommended(16)): [3.05, 3.06, 3.05]}
@@ -277,29 +277,29 @@ def test_gaps_are_beside_the_better_baseline() -> None:
     assert verdicts(swapped)[TAU_64] is False
 
 
-def test_a_target_is_open_until_all_seeds_are_there() -> None:
+def test_target_is_open_until_all_seeds_are_recorded() -> None:
     two = {**ADAM, ("quality", recommended(16)): [3.04, 3.05]}
     assert verdicts(two)[TAU_16] is None
     baseline = {**ADAM, ("quality", DDP_LARGER_BETA2): [3.0]}
-    # One seed of the other baseline does not decide against three.
+    # A baseline with one seed does not replace one with three.
     assert answers(baseline).baseline == answers(ADAM).line("quality", DDP)
 
 
-def test_muon_beside_adam() -> None:
-    name = "Muon, tau 16, beside stock DDP with AdamW"
+def test_target_of_muon_compared_with_adamw() -> None:
+    name = "Muon, tau 16, relative to stock DDP with AdamW"
     label = ("quality-muon", muon(recommended(16)))
     assert verdicts({**ADAM, label: [2.93, 2.94, 2.94]})[name] is True
     assert verdicts({**ADAM, label: [2.95, 2.95, 2.95]})[name] is False
 
 
 def burst_starts(case: Case) -> list[int]:
-    """First steps of the bursts."""
+    """The first step of each burst."""
     assert case.corruption is not None
     return [first for first, _ in case.corruption.bursts]
 
 
 def bad_data(rejections: Callable[[Case], list[list[int]] | None]) -> Answers:
-    """Finished runs with bursts and without."""
+    """The answers of finished runs with and without bursts, with given rejections."""
     found = {
         case.hash({}): summary(3.0, loss_rejections=rejections(case))
         for case in QUESTIONS["quality-bursts"].cases
@@ -308,8 +308,8 @@ def bad_data(rejections: Callable[[Case], list[list[int]] | None]) -> Answers:
 
 
 @pytest.mark.parametrize(("late", "caught"), [(0, 12), (15, 12), (16, 0), (-1, 0)])
-def test_bursts_must_be_left_out_within_a_round(late: int, caught: int) -> None:
-    """Three seeds of four bursts; a sync before a burst begins is no answer to it."""
+def test_burst_counts_as_caught_only_within_a_round(late: int, caught: int) -> None:
+    """Three seeds of four bursts; a rejection before the burst begins does not count."""
 
     def rejections(case: Case) -> list[list[int]]:
         if case.corruption is None:
@@ -318,32 +318,32 @@ def test_bursts_must_be_left_out_within_a_round(late: int, caught: int) -> None:
 
     found = bad_data(rejections)
     assert bursts_caught(found.line("quality-bursts", CHECKED)) == (caught, 3 * len(BURSTS))
-    reached = {each.what: each.is_reached for each in targets(found)}
-    what = "bursts of random tokens left out within one round of their begin"
+    reached = {each.what: each.is_reached for each in make_targets(found)}
+    what = "bursts of random tokens rejected within one round of their begin"
     assert reached[what] is (caught == 12)
-    assert reached["clean data left out because of their loss"] is True
+    assert reached["clean data rejected because of their loss"] is True
 
 
-def test_another_replica_that_is_left_out_does_not_count() -> None:
+def test_rejection_of_another_replica_does_not_count_as_caught() -> None:
     found = bad_data(
         lambda case: [[first, 0] for first in burst_starts(case)] if case.corruption else [[112, 2]]
     )
     assert bursts_caught(found.line("quality-bursts", CHECKED)) == (0, 12)
-    reached = {each.what: each for each in targets(found)}
-    clean = reached["clean data left out because of their loss"]
+    reached = {each.what: each for each in make_targets(found)}
+    clean = reached["clean data rejected because of their loss"]
     assert (clean.is_reached, clean.found) == (False, "3")
 
 
-def test_runs_without_the_check_decide_nothing() -> None:
+def test_targets_are_open_where_rejections_are_not_recorded() -> None:
     found = bad_data(lambda case: None)
     assert bursts_caught(found.line("quality-bursts", CHECKED)) == (0, 0)
-    reached = {each.what: each.is_reached for each in targets(found)}
-    assert reached["bursts of random tokens left out within one round of their begin"] is None
-    assert reached["clean data left out because of their loss"] is None
+    reached = {each.what: each.is_reached for each in make_targets(found)}
+    assert reached["bursts of random tokens rejected within one round of their begin"] is None
+    assert reached["clean data rejected because of their loss"] is None
 
 
-def test_reasons_of_syncs_are_read() -> None:
-    """By unit and replica; files without reasons say nothing."""
+def test_loss_rejections_are_read_from_syncs() -> None:
+    """Reasons are by unit and replica; files without reasons give None."""
     syncs = [
         {"iteration": 112, "why": [[None, "loss", None], [None, "loss", "norm"]]},
         {"iteration": 128, "why": [[None, None, None], ["non-finite", None, None]]},
@@ -356,8 +356,8 @@ def test_reasons_of_syncs_are_read() -> None:
 # ---- the page
 
 
-def test_page_says_what_the_runs_say(tmp_path: Path) -> None:
-    """Every seed of everything, by laws that the fits must find again."""
+def test_page_shows_results_of_the_runs(tmp_path: Path) -> None:
+    """All seeds of all runs, generated by power laws that the fits must recover."""
     results: dict[tuple[str, str], list[float]] = {**ADAM}
     for each in QUESTIONS["quality-muon"].members:
         results.setdefault(("quality-muon", each.label), [2.9, 2.9, 2.9])
@@ -371,21 +371,21 @@ def test_page_says_what_the_runs_say(tmp_path: Path) -> None:
     law = found.samples_law()
     assert law is not None
     assert law.scale == pytest.approx(0.32 / 3) and law.exponent == pytest.approx(-1.0)
-    texts = blocks(found, "x.png")
+    texts = make_blocks(found, "x.png")
     text = texts["expectations"]
     assert "Fit (least squares, 4 points): gap = 0.107 samples^-1.00." in text
     assert "| recommended, tau 16 | 3.0400 ± 0.0100 | +1.33% ± 0.33% | 1.22 | 3 |" in text
     assert "chosen after the losses with them and without them were seen" in text
     assert "gap = 1.33% of the model above and N = 4, times (samples / 8)^-1.00" in text
     assert not any("None" in line for line in "".join(texts.values()).splitlines())
-    assert set(tau_series(found)) == {"recommended setting", "recommended, Muon beside Muon"}
+    assert set(tau_series(found)) == {"recommended setting", "recommended, Muon relative to Muon"}
     assert draw_gaps(tmp_path / "gaps.png", found)
     assert (tmp_path / "gaps.png").read_bytes().startswith(b"\x89PNG")
     assert not draw_gaps(tmp_path / "none.png", answers({}))
 
 
-def test_estimate_multiplies_what_was_measured_alone() -> None:
-    """Sizes by the exponent of N, samples by their power, tau by a factor."""
+def test_estimate_multiplies_size_and_samples_laws() -> None:
+    """The size law gives the exponent of N, the samples law a power, tau a factor."""
     results: dict[tuple[str, str], list[float]] = {**ADAM}
     for samples in SAMPLES:
         ddp, edit = samples_labels(samples)
@@ -401,14 +401,14 @@ def test_estimate_multiplies_what_was_measured_alone() -> None:
     size_law = both.size_law()
     assert size_law is not None
     assert size_law.scale == pytest.approx(2.0) and size_law.exponent == pytest.approx(-0.3)
-    text = blocks(both, "")["expectations"]
+    text = make_blocks(both, "")["expectations"]
     assert "gap = (N^(2 P^-0.300) - 1), times (samples / 8)^" in text and "![" not in text
 
 
-def test_parts_of_the_page_are_replaced() -> None:
+def test_generated_blocks_of_the_page_are_replaced() -> None:
     page = "a\n<!-- x: made by benchmarks/convergence.py --report -->\nold\n<!-- end of x -->\nb\n"
-    once = with_blocks(page, {"x": "new \\1"})
+    once = replace_blocks(page, {"x": "new \\1"})
     assert "old" not in once and "\nnew \\1\n" in once and once.endswith("-->\nb\n")
-    assert with_blocks(once, {"x": "new \\1"}) == once
+    assert replace_blocks(once, {"x": "new \\1"}) == once
     with pytest.raises(ValueError, match="must have a part"):
-        with_blocks(page, {"y": "new"})
+        replace_blocks(page, {"y": "new"})

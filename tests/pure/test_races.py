@@ -1,8 +1,8 @@
-"""No stream reads or writes what another may still be at work on, in any mode of a sync.
+"""No stream accesses memory that another stream may still be using, in any mode of a sync.
 
-The real engine runs on streams that only write down what they are told (`tests/harness/races.py`).
-That the detector would see a mistake is shown with mistakes: each leaves out one wait, record,
-fence, or one note that memory is in use, of the real code.
+The real engine runs on streams that only record their calls (`tests/harness/races.py`). The
+detector itself is tested with mistakes: each leaves out one wait, record, fence or `keep` (memory
+in use) of the real code.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from megatron_edit.engine.plan import Decision, RoundPlan, plan_round
 from megatron_edit.engine.sync import manager
 from megatron_edit.engine.sync.offload import OffloadStreams
 from megatron_edit.engine.sync.syncs import DelayedSync
-from tests.harness.in_order import CPU, Mistake, Rank, plan_of
+from tests.harness.traced_streams import CPU, OmittedCall, Rank, plan_of
 from tests.harness.races import RaceDetector
-from tests.harness.sockets import ThreadInTurns, staged_group
+from tests.harness.sockets import InlineProgressThread, staged_group
 
 UNITS = {"embedding": (6, 2), "layer.1": (5, 3), "layer.2": (4, 4), "final": (3,)}
 NUM_STEPS = 10
-BREAKS = 8  # a step after which one group of units lands and another is in flight
+NONFINITE_STEP = 8  # the step after which one group of units lands and another is in flight
 
 
 def config_of(**changes: Any) -> EditConfig:
-    """Of a run."""
+    """The config of a run."""
     usual = {"num_replicas": 2, "warmup_steps": 1, "sync_interval": 4, "digest_interval": 1}
     return EditConfig(**usual | changes)
 
@@ -65,22 +65,22 @@ MODES: dict[str, tuple[dict[str, Any], bool]] = {
 }
 
 
-# Over gloo the same, with copies through host memory and the turns of the progress thread.
+# The same over gloo, with copies through host memory and the progress thread.
 SOCKETS_CORE = ["overlap", "delayed", "offload-delayed", "int8"]
 SOCKETS = ["blocking", "offload", "co2", "bf16", "int8-delayed", "int8-offload", "mix",
            "moments", "moments-int8-delayed"]  # fmt: skip
 
 
 class Training:
-    """Steps as a framework makes them, with part of a layer on a stream beside compute."""
+    """Training steps like a framework's, with a part of a layer on a side stream."""
 
-    def __init__(self, rank: Rank, breaks_after: int | None, saves_after: int) -> None:
-        self.rank, self.breaks_after, self.saves_after = rank, breaks_after, saves_after
-        self.beside = rank.streams.new()
+    def __init__(self, rank: Rank, nonfinite_after: int | None, saves_after: int) -> None:
+        self.rank, self.nonfinite_after, self.saves_after = rank, nonfinite_after, saves_after
+        self.side_stream = rank.streams.new()
         self.saved: EngineState | None = None
 
     def run(self, num_steps: int, resumed: EngineState | None) -> None:
-        """All steps, to a good end; those after the save where a run is resumed."""
+        """Make all steps and end normally; a resumed run makes those after the save."""
         engine = self.rank.engine
         if resumed is None:
             engine.start()
@@ -95,7 +95,7 @@ class Training:
         engine.close()
 
     def forward(self) -> None:
-        """Each unit lands, is gathered and read."""
+        """Land, gather and read each unit."""
         rank = self.rank
         for place, shard in enumerate(rank.host.plan.shards):
             targets = [p.target for p in shard.params if p.target is not None]
@@ -103,20 +103,20 @@ class Training:
                 self.land_and_read(place, targets)
                 continue
             streams = rank.streams
-            streams.wait(self.beside, streams.record(streams.current()))
-            with streams.use(self.beside):
-                sum(target.sum() for target in targets)  # read beside compute, then replaced
+            streams.wait(self.side_stream, streams.record(streams.current()))
+            with streams.use(self.side_stream):
+                sum(target.sum() for target in targets)  # read on the side stream, then replaced
                 self.land_and_read(place, targets)
-            streams.wait(streams.current(), streams.record(self.beside))
+            streams.wait(streams.current(), streams.record(self.side_stream))
 
     def land_and_read(self, place: int, targets: list[Tensor]) -> None:
-        """Of one unit."""
+        """Land one unit, gather it, and read it."""
         self.rank.engine.land_up_to(place + 1)
         self.rank.host.gather(place)
         sum(target.sum() for target in targets)
 
     def step(self, number: int) -> None:
-        """Of the inner optimizer."""
+        """Make one step of the inner optimizer."""
         engine, host = self.rank.engine, self.rank.host
         engine.before_gradients()
         engine.average_gradients()
@@ -124,7 +124,7 @@ class Training:
         for shard in host.plan.shards:
             for param in shard.params:
                 param.read().mul_(1.01)
-                if number == self.breaks_after:
+                if number == self.nonfinite_after:
                     param.read().fill_(torch.nan)
             for moments in host.moments.values():
                 moments[shard.name].mul_(0.99)
@@ -133,32 +133,36 @@ class Training:
         engine.after_step()
 
     def save(self) -> None:
-        """What a checkpoint reads on the host."""
+        """Copy what a checkpoint reads on the host."""
         self.rank.engine.land_all()
         self.saved = deepcopy(self.rank.engine.state_dict())
 
 
 def watched(
     mode: str,
-    mistake: Mistake | None = None,
+    mistake: OmittedCall | None = None,
     *,
     units: Mapping[str, Sequence[int]] = UNITS,
-    breaks_after: int | None = None,
+    nonfinite_after: int | None = None,
     saves_after: int = 7,
     num_steps: int = NUM_STEPS,
     is_fast: bool = False,
     ranks: int = 2,
     resumed: EngineState | None = None,
 ) -> tuple[RaceDetector, Training]:
-    """A run that the detector has watched."""
+    """Run a training under the detector; returns both."""
     over_sockets = mode.startswith("sockets ")
-    changes, is_overlapped = MODES[mode.removeprefix("broken ").removeprefix("sockets ")]
-    if mode.startswith("broken "):  # and nothing lets the host wait for the device before
-        breaks_after, saves_after, changes = BREAKS, 0, {**changes, "digest_interval": 100}
+    changes, is_overlapped = MODES[mode.removeprefix("nonfinite ").removeprefix("sockets ")]
+    if mode.startswith("nonfinite "):  # without anything that makes the host wait for the device
+        nonfinite_after, saves_after, changes = (
+            NONFINITE_STEP,
+            0,
+            {**changes, "digest_interval": 100},
+        )
     with torch.no_grad(), RaceDetector(is_fast=is_fast) as detector:
         detector.streams.mistake = mistake
-        in_turns = ThreadInTurns(detector.streams)
-        with mock.patch.object(manager, "ProgressThread", in_turns.made):
+        thread = InlineProgressThread(detector.streams)
+        with mock.patch.object(manager, "ProgressThread", thread.made):
             rank = Rank.build(
                 detector.streams,
                 config_of(**changes),
@@ -171,7 +175,7 @@ def watched(
             )
         if over_sockets and ranks > 1:  # on GPUs the main thread takes the steps then
             rank.engine.syncs._thread_steps = False
-        training = Training(rank, breaks_after, saves_after)
+        training = Training(rank, nonfinite_after, saves_after)
         try:
             with (
                 seen_on_host(detector, rank.engine) if over_sockets else nullcontext(),
@@ -181,20 +185,20 @@ def watched(
         finally:
             rank.engine.close()
     assert detector.num_accesses > (1000 if resumed is None else 300)
-    assert bool(in_turns.num_turns) == (over_sockets and mode != "sockets blocking")
+    assert bool(thread.num_passes) == (over_sockets and mode != "sockets blocking")
     return detector, training
 
 
 def sent(tensor: Tensor, *args: Any, to: Any = torch.Tensor.to) -> Tensor:
-    """`Tensor.to` as it is for a tensor of the host: a device gets a copy."""
+    """Replacement of `Tensor.to` for a host tensor: a move to a device makes a copy."""
     moved: Tensor = tensor.clone() if isinstance(args[0], torch.device) else to(tensor, *args)
     return moved
 
 
 @contextmanager
 def seen_on_host(detector: RaceDetector, engine: EditEngine) -> Iterator[None]:
-    """Where two streams are at work it counts which tensors are the host's: sizes, those of
-    decisions, and those that `cpu` waits for."""
+    """Mark tensors that live on the host: sizes, decisions, and results of `cpu`. With two streams
+    the detector must know them."""
     detector.pin([engine.syncs.footprint.unit_numels])
     from_list, restore = torch.tensor, DelayedSync.restore
 
@@ -232,21 +236,21 @@ def seen_on_host(detector: RaceDetector, engine: EditEngine) -> Iterator[None]:
         yield
 
 
-def races(mode: str, mistake: Mistake | None = None, **rest: Any) -> list[str]:
-    """What the detector finds in a run."""
+def races(mode: str, mistake: OmittedCall | None = None, **rest: Any) -> list[str]:
+    """The findings of the detector in a run."""
     return watched(mode, mistake, **rest)[0].findings
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_no_races(mode: str) -> None:
-    """The host never finds a collective done when it asks. Would catch a wait that is missing
-    where, on most machines, it makes no difference most of the time."""
+def test_no_races_in_any_sync_mode(mode: str) -> None:
+    """On a slow device: polls never find a collective completed. Would catch: a missing wait that
+    makes no difference on most machines most of the time."""
     assert races(mode) == []
 
 
 @pytest.mark.parametrize("mode", ["overlap", "offload-delayed", "int8", "int8-delayed"])
-def test_no_races_where_the_device_is_fast(mode: str) -> None:
-    """The host finds every collective done when it asks, and takes that for a wait."""
+def test_no_races_on_a_fast_device(mode: str) -> None:
+    """Every poll finds its collective completed, which the host may take for a wait."""
     assert races(mode, is_fast=True) == []
 
 
@@ -261,81 +265,87 @@ def test_no_races_where_the_device_is_fast(mode: str) -> None:
 )
 def test_no_races_over_sockets(mode: str, ranks: int) -> None:
     """Copies go through host memory, and the progress thread takes outer steps, or, with several
-    ranks in a replica, exchanges alone. Would catch gloo on memory that a copy is still at work on,
-    and work of the thread that the main thread's stream does not wait for."""
+    ranks in a replica, only exchanges. Would catch: gloo on memory that is still being copied, and
+    work of the thread that the main thread's stream does not wait for."""
     assert races(f"sockets {mode}", ranks=ranks) == []
 
 
 @pytest.mark.parametrize("mode", ["overlap", "offload-delayed", "int8"])
-def test_no_races_over_sockets_where_the_device_is_fast(mode: str) -> None:
-    """The host finds every copy done when it asks, so that more is done in the thread's turns."""
+def test_no_races_over_sockets_on_a_fast_device(mode: str) -> None:
+    """Every poll finds its copy completed, so that the thread does more in each pass."""
     assert races(f"sockets {mode}", ranks=1, is_fast=True) == []
 
 
-# The stream of a sync does not wait for the current one; the current one not for that of a sync.
-HOME_DOES_NOT_WAIT = Mistake("wait", "SyncStream.use", "wait(self._stream")
-NOBODY_WAITS_FOR_HOME = Mistake("wait", "SyncStream.use", "wait(current")
-MISTAKES: dict[str, tuple[str, Mistake]] = {
-    "copy not awaited": ("offload", Mistake("wait", "DeviceCopy.ready")),
-    "copy recorded too early": ("offload", Mistake("record", "OffloadStreams.upload")),
-    "copy home not after compute": ("offload", Mistake("wait", "OffloadStreams.download")),
-    "no event before the way home": ("offload", Mistake("record", "OffloadStreams.download")),
-    "memory given out too early": ("offload", Mistake("wait", "OffloadStreams._free_oldest")),
+# The sync stream does not wait for the current stream; or the current stream not for it.
+SYNC_STREAM_DOES_NOT_WAIT = OmittedCall("wait", "SyncStream.use", "wait(self._stream")
+CURRENT_STREAM_DOES_NOT_WAIT = OmittedCall("wait", "SyncStream.use", "wait(current")
+MISTAKES: dict[str, tuple[str, OmittedCall]] = {
+    "copy not awaited": ("offload", OmittedCall("wait", "DeviceCopy.ready")),
+    "copy recorded too early": ("offload", OmittedCall("record", "OffloadStreams.upload")),
+    "copy to the host not after compute": ("offload", OmittedCall("wait", "OffloadStreams.download")),
+    "no event before the copy to the host": (
+        "offload",
+        OmittedCall("record", "OffloadStreams.download"),
+    ),
+    "memory reused too early": ("offload", OmittedCall("wait", "OffloadStreams._free_oldest")),
     "last use recorded too early": (
         "offload",
-        Mistake("record", "OffloadStreams.take_back.<locals>.<genexpr>"),
+        OmittedCall("record", "OffloadStreams.take_back.<locals>.<genexpr>"),
     ),
-    "host reads too early": ("offload", Mistake("synchronize", "OffloadStreams.wait")),
-    "sync not after the stream beside": ("overlap", HOME_DOES_NOT_WAIT),
-    "stream beside not after the sync": ("overlap", NOBODY_WAITS_FOR_HOME),
-    "exchange not awaited": ("overlap", Mistake("work", "UnitSync.await_average")),
-    "delayed exchange not awaited": ("delayed", Mistake("work", "UnitSync.await_average")),
-    "encoding not after compute": ("int8", Mistake("wait", "on_exchange_stream")),
-    "sum of chunks not awaited": ("int8", Mistake("work", "CodedExchange.start_second_phase")),
-    "encoded sums not awaited": ("int8", Mistake("work", "CodedExchange.wait")),
+    "host reads too early": ("offload", OmittedCall("synchronize", "OffloadStreams.wait")),
+    "sync not after the side stream": ("overlap", SYNC_STREAM_DOES_NOT_WAIT),
+    "side stream not after the sync": ("overlap", CURRENT_STREAM_DOES_NOT_WAIT),
+    "exchange not awaited": ("overlap", OmittedCall("work", "UnitSync.await_average")),
+    "delayed exchange not awaited": ("delayed", OmittedCall("work", "UnitSync.await_average")),
+    "encoding not after compute": ("int8", OmittedCall("wait", "on_exchange_stream")),
+    "sum of chunks not awaited": ("int8", OmittedCall("work", "CodedExchange.start_second_phase")),
+    "encoded sums not awaited": ("int8", OmittedCall("work", "CodedExchange.wait")),
     "sums of a batch not awaited": (
         "int8-delayed",
-        Mistake("work", "CodedExchange.start_second_phase"),
+        OmittedCall("work", "CodedExchange.start_second_phase"),
     ),
-    "encoded batch not awaited": ("int8-delayed", Mistake("work", "CodedExchange.wait")),
-    "norms not awaited": ("overlap", Mistake("work", "Group.all_gather")),
-    "copies not awaited": ("overlap", Mistake("work", "Group.broadcast_nowait")),
-    "down before it is computed": ("sockets overlap", Mistake("wait", "StagedProcessGroup._copy")),
-    "no event behind the way down": (
+    "encoded batch not awaited": ("int8-delayed", OmittedCall("work", "CodedExchange.wait")),
+    "norms not awaited": ("overlap", OmittedCall("work", "Group.all_gather")),
+    "copies not awaited": ("overlap", OmittedCall("work", "Group.broadcast_nowait")),
+    "copied to the host before it is computed": (
         "sockets overlap",
-        Mistake("record", "StagedProcessGroup._copy", "record(self._side"),
+        OmittedCall("wait", "StagedProcessGroup._copy"),
     ),
-    "sent before it is down": (
+    "no event after the copy to the host": (
         "sockets overlap",
-        Mistake("synchronize", "StagedProcessGroup.begin_until"),
+        OmittedCall("record", "StagedProcessGroup._copy", "record(self._side"),
     ),
-    "read before it is up": ("sockets overlap", Mistake("wait", "StagedWork.wait")),
-    "thread not after the main thread": ("sockets overlap", HOME_DOES_NOT_WAIT),
-    "main thread not after the thread": ("sockets overlap", NOBODY_WAITS_FOR_HOME),
+    "sent before it is on the host": (
+        "sockets overlap",
+        OmittedCall("synchronize", "StagedProcessGroup.begin_until"),
+    ),
+    "read before it is on the device": ("sockets overlap", OmittedCall("wait", "StagedWork.wait")),
+    "thread not after the main thread": ("sockets overlap", SYNC_STREAM_DOES_NOT_WAIT),
+    "main thread not after the thread": ("sockets overlap", CURRENT_STREAM_DOES_NOT_WAIT),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_found(name: str) -> None:
-    """The detector itself, on the real code less one call."""
+def test_detector_finds_missing_synchronization(name: str) -> None:
+    """The detector itself, on the real code without one call."""
     mode, mistake = MISTAKES[name]
     made = replace(mistake)
-    is_of_host = mistake.operation == "synchronize"  # a save, in which the host waits, hides others
+    is_of_host = mistake.operation == "synchronize"  # a save makes the host wait: it hides others
     found = races(mode, made, saves_after=7 if is_of_host else 0)
-    assert made.num_made, "the code has left this mistake behind"
+    assert made.num_made, "the code no longer makes the call that this mistake leaves out"
     assert found
 
 
-def free_what_is_sent(detector: RaceDetector) -> list[Tensor]:
-    """A tensor goes back to its stream's pool before the copy of it has come down."""
+def free_during_send(detector: RaceDetector) -> list[Tensor]:
+    """Free a tensor to its stream's pool before its copy to the host has completed."""
     group: Any = staged_group(2, detector.streams, detector.pin).process_group
     parts = [torch.zeros(4), torch.zeros(4)]
     group.allgather([parts], [torch.ones(4)], None)
     return parts
 
 
-def upload_what_comes_home(detector: RaceDetector) -> list[Tensor]:
-    """State of one sync is on its way home when the next one begins."""
+def upload_during_download(detector: RaceDetector) -> list[Tensor]:
+    """Upload state that is still being copied to the host by the sync before."""
     copies = OffloadStreams(CPU, detector.streams, max_copies=4)
     device, host = torch.ones(4), torch.zeros(4)
     detector.pin([host])
@@ -344,36 +354,38 @@ def upload_what_comes_home(detector: RaceDetector) -> list[Tensor]:
     return [device, host, copies.upload(host).ready()]
 
 
-ALONE: dict[str, tuple[Callable[[RaceDetector], list[Tensor]], Mistake]] = {
-    "keep": (free_what_is_sent, Mistake("keep", "StagedProcessGroup._copy")),
-    "fence": (upload_what_comes_home, Mistake("wait", "OffloadStreams.fence")),
+IN_ISOLATION: dict[str, tuple[Callable[[RaceDetector], list[Tensor]], OmittedCall]] = {
+    "keep": (free_during_send, OmittedCall("keep", "StagedProcessGroup._copy")),
+    "fence": (upload_during_download, OmittedCall("wait", "OffloadStreams.fence")),
 }
 
 
-@pytest.mark.parametrize("name", ALONE)
-def test_a_mistake_is_found_where_nothing_else_hides_it(name: str) -> None:
-    """Calls whose lack a whole run hides: there its tensors live on, and other waits come between.
+@pytest.mark.parametrize("name", IN_ISOLATION)
+def test_detector_finds_missing_keep_and_fence_in_isolation(name: str) -> None:
+    """In a full run other waits, and tensors that stay alive, hide that these calls are missing.
 
-    Catches them missing, and a detector that does not see it.
+    Catches the missing calls, and a detector that does not find them.
     """
-    use, mistake = ALONE[name]
+    use, mistake = IN_ISOLATION[name]
     made = replace(mistake)
     findings = []
     for planted in (None, made):
         with torch.no_grad(), RaceDetector() as detector:
             detector.streams.mistake = planted
             in_use = use(detector)
-            torch.zeros(1)  # the detector looks for freed memory with each operation
+            torch.zeros(1)  # the detector looks for freed memory at each operation
         findings.append(detector.findings)
         del in_use
-    assert made.num_made, "the code has left this mistake behind"
+    assert made.num_made, "the code no longer makes the call that this mistake leaves out"
     assert findings[0] == [] and findings[1]
 
 
-@pytest.mark.parametrize("mode", ["broken delayed", "broken offload-delayed", "broken mix-offload"])
-def test_a_broken_replica_comes_back_without_a_race(mode: str) -> None:
-    """Units of one group land while those of another are in flight, and all come back with their
-    anchor. Would catch an upload of anchors that are still on their way home."""
+@pytest.mark.parametrize(
+    "mode", ["nonfinite delayed", "nonfinite offload-delayed", "nonfinite mix-offload"]
+)
+def test_no_races_where_a_nonfinite_replica_is_restored(mode: str) -> None:
+    """One fragment lands while another is in flight, and all units take their anchor. Would catch:
+    an upload of anchors that are still being copied to the host."""
     assert races(mode) == []
 
 
@@ -381,8 +393,8 @@ def test_a_broken_replica_comes_back_without_a_race(mode: str) -> None:
     "mode", ["delayed", "offload-delayed", "sockets delayed", "sockets int8-delayed"]
 )
 def test_no_races_after_a_resume(mode: str) -> None:
-    """With a sync that had not landed. Would catch what is made of it beside the stream, or the
-    thread's turns, that then work on it."""
+    """With a sync that had not landed. Would catch: a restored sync that is built on another stream
+    than the one that goes on with it, or outside the thread's lock."""
     saved = watched(mode, ranks=1)[1].saved
     assert saved is not None and saved.pending
     assert watched(mode, ranks=1, saves_after=0, resumed=saved)[0].findings == []
@@ -391,9 +403,9 @@ def test_no_races_after_a_resume(mode: str) -> None:
 @pytest.mark.parametrize(
     "mode", ["offload", "offload-blocking", "offload-delayed", "three-in-flight"]
 )
-def test_uploads_wait_for_room(mode: str) -> None:
-    """The host is ahead of the device all the time. Would catch uploads of one unit after the other
-    that wait for nothing, until the device holds the whole outer state."""
+def test_offload_uploads_are_bounded_when_the_host_runs_ahead(mode: str) -> None:
+    """The host is always ahead of the device. Would catch: uploads without a limit, so that the
+    device holds the complete outer state."""
     units = {"embedding": (6, 2), **{f"layer.{n + 1}": (5, 3) for n in range(6)}, "final": (3,)}
     detector, training = watched(mode, units=units, num_steps=6)
     engine = training.rank.engine
@@ -404,7 +416,7 @@ def test_uploads_wait_for_room(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["offload-delayed", "offload-co2", "offload"])
-def test_the_host_computes_nothing_of_offloaded_state(mode: str) -> None:
-    """Not even its digest: on the CPU that takes seconds. A save would read it, and is left out."""
+def test_host_does_not_compute_on_offloaded_state(mode: str) -> None:
+    """Not even for its digest, which takes seconds on a CPU. A save reads it, and is left out."""
     detector, _ = watched(mode, saves_after=0)
     assert detector.num_host_accesses == 0

@@ -1,4 +1,4 @@
-"""The first screen of README.md: what it says, in which order, and whether its numbers are true."""
+"""The introduction of README.md: the order of its parts, and its numbers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ FLAT = re.sub(r"\s+", " ", TEXT)
 MOST_LINES = 150
 
 
-def test_first_screen_comes_before_any_table() -> None:
-    """Would catch: a reader who meets a table before what it is for and how to try it."""
+def test_readme_introduction_comes_before_any_table() -> None:
+    """Would catch: a table before the purpose of the project and how to try it."""
     assert len(TEXT.splitlines()) <= MOST_LINES
     in_order = ["**Use it**", "**Do not use it**", "docs/gains.png", "git clone ",
                 "bash scripts/quickstart.sh", "bash scripts/test.sh", "minutes, 5 GB",
@@ -25,8 +25,8 @@ def test_first_screen_comes_before_any_table() -> None:
     assert places == sorted(places)
 
 
-def test_speeds_are_those_of_the_results() -> None:
-    """Would catch: other results in benchmarks/results, or another number in the text."""
+def test_readme_speeds_equal_the_results() -> None:
+    """Would catch: numbers in the text that differ from benchmarks/results."""
     share = shares_of_ideal()
     medians = {(label, rate): f"{spread.median:.2g}" for label, by_rate in share.items()
                for rate, spread in by_rate.items()}  # fmt: skip
@@ -38,8 +38,8 @@ def test_speeds_are_those_of_the_results() -> None:
     )
 
 
-def test_losses_are_those_of_the_results() -> None:
-    """As above; three seeds each."""
+def test_readme_losses_equal_the_results() -> None:
+    """Would catch: numbers in the text that differ from the means of three seeds."""
     percent = {
         loss.runs: f"{cost.percent:.1f} %" for loss, cost in zip(LOSSES, costs(), strict=True)
     }
@@ -51,8 +51,8 @@ def test_losses_are_those_of_the_results() -> None:
     )
 
 
-def test_picture_is_drawn(tmp_path: Path) -> None:
-    """On white: where a page is dark its texts would be lost without."""
+def test_readme_figure_is_drawn_on_white(tmp_path: Path) -> None:
+    """On a white background: its labels could not be read on a dark page without it."""
     import matplotlib.image
 
     draw(tmp_path / "gains.png")

@@ -1,4 +1,4 @@
-"""Flags and checkpoints that a run cannot begin or go on with, refused before any work is done."""
+"""Flags and checkpoints that are refused before a run begins or resumes."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ UNITS = ("embedding", "layer.1", "layer.2", "final")
         ([UNITS[::2]], 4, True),
     ],
 )
-def test_rounds_on_their_way_keep_their_groups(
+def test_resume_refuses_other_fragments_with_pending_co2_syncs(
     sent: list[tuple[str, ...]], fragments: int, is_refused: bool
 ) -> None:
-    """CO2 with another --edit-fragments: would catch units that land in the middle of a round."""
+    """CO2 with another --edit-fragments. Would catch: units that land in the middle of a round."""
     pending = [SimpleNamespace(units=units, due=None, is_stepped=False) for units in sent]
     anything: Any = SimpleNamespace
     manifest = anything(units=UNITS, strategy="co2", replicas=[anything(pending=pending)])
     settings = anything(
         schedule=anything(fragments=fragments), landing=anything(at_next_meeting=True)
     )
-    plan = anything(goes_on=True)
+    plan = anything(continues=True)
     if not is_refused:
         check_pending(Path("saves"), manifest, plan, settings)
         return
@@ -57,17 +57,17 @@ def test_rounds_on_their_way_keep_their_groups(
 @pytest.mark.parametrize("was_varying", [False, True])
 @pytest.mark.parametrize("is_varying", [False, True])
 @pytest.mark.parametrize("steps", [(9, 9), (9, 11)])
-def test_a_round_keeps_its_kind_of_length(
+def test_resume_refuses_other_interval_kind_at_unequal_steps(
     steps: tuple[int, ...], was_varying: bool, is_varying: bool
 ) -> None:
-    """Would catch replicas that meet at different steps, or lists of losses of different length."""
+    """Would catch: replicas that meet at different steps, or loss lists of different lengths."""
     anything: Any = SimpleNamespace
     entries = [
         anything(step=step, losses=(2.0, 1.0), last_loss_step=0 if was_varying else step)
         for step in steps
     ]
     manifest = anything(replicas=entries, settings={"interval": "stl"})
-    plan = anything(goes_on=True)
+    plan = anything(continues=True)
     settings = anything(timed=None, schedule=anything(has_fixed_rounds=not is_varying))
     if len(set(steps)) == 1 or was_varying == is_varying:
         check_rounds(Path("saves"), manifest, plan, settings)
@@ -79,8 +79,9 @@ def test_a_round_keeps_its_kind_of_length(
 @pytest.mark.parametrize(
     ("warmup", "is_refused"), [(0, False), (8, False), (9, True), (None, True)]
 )
-def test_no_warm_up_after_local_training(warmup: int | None, is_refused: bool) -> None:
-    """They would share gradients, each with its own parameters. In warm-up anything goes."""
+def test_resume_refuses_warm_up_after_local_training(warmup: int | None, is_refused: bool) -> None:
+    """Replicas would average gradients of different parameters. A checkpoint of the warm-up may
+    change its length freely."""
     anything: Any = SimpleNamespace
     plan = anything(entries=[anything(step=8), anything(step=11)])
     schedule = anything(warmup_steps=warmup)
@@ -115,9 +116,11 @@ def test_no_warm_up_after_local_training(warmup: int | None, is_refused: bool) -
     ],
     ids=str,
 )  # fmt: skip
-def test_parameters_in_few_bits(changes: dict[str, Any], flag: str | None) -> None:
-    """Accepted where main shards can be read and written rightly. Catches a combination in which
-    the model would go on with parameters of before a sync."""
+def test_quantized_parameters_are_accepted_or_refused(
+    changes: dict[str, Any], flag: str | None
+) -> None:
+    """Accepted where main shards can be read and written. Catches a combination in which the model
+    would go on with parameters of before a sync."""
     args = arguments(**changes)
     config, place = EditConfig(use_edit=True, num_replicas=2), Placement(2, 0, 1, 0, True)
     if flag is None:
@@ -129,7 +132,7 @@ def test_parameters_in_few_bits(changes: dict[str, Any], flag: str | None) -> No
 
 
 class Scope(Enum):
-    """As Megatron's `CudaGraphScope`."""
+    """Stand-in of Megatron's `CudaGraphScope`."""
 
     full_iteration = 1
     full_iteration_inference = 2
@@ -155,9 +158,11 @@ class Scope(Enum):
     ],
     ids=str,
 )
-def test_graphs_of_a_whole_iteration(arguments: dict[str, Any], flag: str | None) -> None:
-    """As Megatron 0.16 to main spell them. Catches a warm-up whose averaging is replayed for ever,
-    and a sync in a forward pass that never asks for its units."""
+def test_full_iteration_cuda_graphs_are_refused(
+    arguments: dict[str, Any], flag: str | None
+) -> None:
+    """In all spellings from Megatron 0.16 to main. Catches a warm-up whose graph replays one
+    average, and a forward pass in which no unit ever lands."""
     args = Namespace(overlap_param_gather=True, **arguments)
     if flag is None:
         check_graphs(args)
@@ -171,8 +176,8 @@ def test_graphs_of_a_whole_iteration(arguments: dict[str, Any], flag: str | None
         resolve_sync_mode(EditConfig(sync_mode="overlap"), args)
 
 
-def test_a_graph_that_validation_makes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an old flag that nobody knows here: looked for once more after it."""
+def test_cuda_graph_set_by_validation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An old flag, unknown to us, may enable graphs in validation: checked again after it."""
     attachment, store = Attachment(EditConfig(), torch.device("cpu")), dist.HashStore()
     place = Placement(2, 0, 1, 0, True)
     attachment._world = ReplicaWorld(place, store, store, timedelta(seconds=1))

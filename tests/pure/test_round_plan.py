@@ -1,4 +1,4 @@
-"""What A-EDiT decides at a meeting, from the records alone; and what its trigger asks."""
+"""Plans of A-EDiT meetings, computed from the control records, and its trigger."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ RULES = RoundRules(PENALTY, DIRECT_COPY, StepSchedule(0, 4, 1), min_steps=10)  #
 
 
 def fresh(target: int = 100) -> RoundState:
-    """Two replicas, one unit, and so many blocks of samples in the whole training."""
+    """The state of two replicas and one unit, with `target` blocks in the training."""
     return RoundState.fresh(2, 1, BlockAssignment(2, target))
 
 
 def meet(before: RoundState, *steps: int) -> RoundPlan:
-    """A meeting after so many steps of each replica in the round."""
+    """The plan of a meeting after `steps` of each replica in the round."""
     records = [ControlRecord(0, n, n, 2 * n, 0, losses=(), norms=(1.0,)) for n in steps]
     return plan_round(before, records, [0], RULES, is_last=False)
 
 
 @pytest.mark.parametrize("is_extended", [False, True])
-def test_what_is_due_is_put_off_once(is_extended: bool) -> None:
-    """A replica rejoins outside of a step: only that meeting puts off what is due, also where the
-    round goes on after it."""
+def test_due_actions_are_postponed_at_one_meeting_only(is_extended: bool) -> None:
+    """After a resume at a meeting, only that meeting postpones saves and evaluations that are due,
+    also where it extends the round."""
     state = replace(fresh(), resumes_at_meeting=True)
     if is_extended:
         plan = meet(state, 4, 4)
@@ -61,14 +61,14 @@ def test_what_is_due_is_put_off_once(is_extended: bool) -> None:
     assert plan.next_meeting_without_step is (not is_extended) and not plan.after.resumes_at_meeting
 
 
-def test_more_steps_loaded_than_asked_for() -> None:
-    """Training is over: catches a ledger that refuses a frontier beyond its target, and one that a
-    checkpoint would take for samples that are still to consume."""
+def test_ledger_is_exhausted_where_loaded_steps_reach_the_target() -> None:
+    """Catches a ledger that refuses a frontier beyond its target, and one that a checkpoint would
+    take for samples not consumed yet."""
     timer = TimeTrigger(10.0, PhaseClock(lambda: 0))
     timeout = AdaptiveTimeout((), is_fixed=True)
     state = RunState(fresh(), MeanLoss(), timer.clock, timeout, timer)
-    nobody: Any = None
-    trigger = ClockTrigger(0, nobody, 100, cast(Host, nobody), state)
+    unused: Any = None
+    trigger = ClockTrigger(0, unused, 100, cast(Host, unused), state)
     state.step = 30
     trigger.begin_warmup()
     assert trigger.assignment == BlockAssignment(2, 100, 60) and not trigger.is_over
@@ -79,11 +79,11 @@ def test_more_steps_loaded_than_asked_for() -> None:
 
 
 @pytest.mark.parametrize("steps", [(6, 6), (1, 1), (6, 0)])
-def test_a_plan_keeps_its_own_records(steps: tuple[int, int]) -> None:
-    """Would catch: a frozen plan around the caller's list, which may still change."""
-    is_leaving = not all(steps)
+def test_plan_copies_the_records_it_was_made_from(steps: tuple[int, int]) -> None:
+    """Would catch: a frozen plan that keeps the caller's list, which may still change."""
+    is_stopping = not all(steps)
     records = [
-        ControlRecord(0, n, n, 2 * n, 0, (), norms=(1.0,), is_leaving=int(is_leaving and not n))
+        ControlRecord(0, n, n, 2 * n, 0, (), norms=(1.0,), is_stopping=int(is_stopping and not n))
         for n in steps
     ]
     plan = plan_round(fresh(), records, [0], RULES, is_last=False)
@@ -99,7 +99,7 @@ NUM_UNITS = 3
 
 @st.composite
 def gathered(draw: st.DrawFn) -> tuple[RoundState, list[ControlRecord], list[int], RoundRules]:
-    """What replicas may come to a meeting with: counted or timed, some broken, some idle."""
+    """Draw inputs of a meeting: counted or timed, some norms not finite, some replicas idle."""
     replicas = draw(st.integers(1, 4))
     is_timed = draw(st.booleans())
     counts = draw(st.lists(st.integers(0, 6), min_size=replicas, max_size=replicas))
@@ -113,7 +113,7 @@ def gathered(draw: st.DrawFn) -> tuple[RoundState, list[ControlRecord], list[int
     records = [
         ControlRecord(
             round=0, step=count, inner_steps=count, samples=4 * count, schedule_position=count,
-            losses=(), norms=draw(row), is_leaving=int(draw(st.integers(0, 9)) == 0),
+            losses=(), norms=draw(row), is_stopping=int(draw(st.integers(0, 9)) == 0),
             inner_lr=0.1 * count,
         )
         for count in counts
@@ -129,18 +129,24 @@ def gathered(draw: st.DrawFn) -> tuple[RoundState, list[ControlRecord], list[int
 
 
 def values_of(state: RoundState) -> list[Any]:
-    """Everything in it, comparable."""
+    """All values of a state, comparable."""
     tables = [tensor.tolist() for tensor in vars(state.detectors).values()]
-    rest = (state.count, state.replicas_identical, state.length, state.assignment, state.resumes_at_meeting)
+    rest = (
+        state.count,
+        state.replicas_identical,
+        state.length,
+        state.assignment,
+        state.resumes_at_meeting,
+    )
     return [str(tables), state.unit_steps.tolist(), *rest]
 
 
 @settings(deadline=None, derandomize=True, max_examples=200)
 @given(meeting=gathered(), is_last=st.booleans())
-def test_a_plan_is_a_pure_function_of_what_was_gathered(
+def test_plan_round_is_pure_and_deterministic(
     meeting: tuple[RoundState, list[ControlRecord], list[int], RoundRules], is_last: bool
 ) -> None:
-    """Two ranks compute the same, and nothing that they knew before is written to."""
+    """Two ranks compute the same plan, and the state before it is not modified."""
     before, records, units, rules = meeting
     kept = copy.deepcopy(values_of(before))
     first, second = (plan_round(before, records, units, rules, is_last=is_last) for _ in range(2))
@@ -153,16 +159,16 @@ def test_a_plan_is_a_pure_function_of_what_was_gathered(
 
 @settings(deadline=None, derandomize=True, max_examples=300)
 @given(meeting=gathered(), is_last=st.booleans())
-def test_what_a_plan_may_and_may_not_do(
+def test_plan_invariants_of_stop_extension_and_sync(
     meeting: tuple[RoundState, list[ControlRecord], list[int], RoundRules], is_last: bool
 ) -> None:
-    """A stop is no sync; an extension changes nothing that counts; a sync accounts for every step,
-    weighs only whom it accepts, to one in sum, and touches no other unit."""
+    """A stop is no sync; an extension changes no state; a sync accounts for every step, its weights
+    are zero for rejected replicas and sum to one, and it changes no other unit."""
     before, records, units, rules = meeting
     plan = plan_round(before, records, units, rules, is_last=is_last)
-    if any(record.is_leaving for record in records):
+    if any(record.is_stopping for record in records):
         assert (
-            plan.outcome is MeetingOutcome.LEAVE and plan.after is before and plan.decision is None
+            plan.outcome is MeetingOutcome.STOP and plan.after is before and plan.decision is None
         )
         return
     total = sum(record.inner_steps for record in records)

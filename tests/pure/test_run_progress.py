@@ -1,4 +1,4 @@
-"""A-EDiT's progress in samples of all replicas, and Megatron's log lines that show it."""
+"""Progress of A-EDiT in samples of all replicas, and Megatron's log lines with it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from megatron_edit.host.log_lines import LogLines
 from megatron_edit.host.model.loop import LoopControl
 from megatron_edit.host.model.progress import RunProgress
 from megatron_edit.method.order import SampleOrder
-from tests.harness.memory_network import Network, groups_of
+from tests.harness.memory_network import Network, two_phase_groups
 
 anything: Any = SimpleNamespace
 BATCH, STEP = 8, 4  # samples of a global batch, and of one step of one of two replicas
 
 
 class Run:
-    """Replica 0 of two at their own speeds, after a warm-up of two steps: 16 samples of 80."""
+    """Replica 0 of two in A-EDiT, after a warm-up of two steps: 16 of 80 samples."""
 
     def __init__(self, start: int = 0, target: int = 20, **args: Any) -> None:
         self.args = Namespace(
@@ -41,103 +41,104 @@ class Run:
         self.engine = anything(settings=anything(timed=True), status=status)
         self.host = anything(
             arguments=self.args, loop=loop, samples=2 * STEP, samples_per_step=STEP,
-            samples_at_start=(0, 0), order=SampleOrder(start), iteration=2, counting=nullcontext,
+            samples_at_start=(0, 0), order=SampleOrder(start), iteration=2,
+            with_consumed_samples=nullcontext,
         )  # fmt: skip
         self.progress = RunProgress(self.engine, self.host, 0, 2)
 
-    def step(self, told: int = 0, met: int = 0) -> tuple[int, int]:
+    def step(self, reported: int = 0, gathered: int = 0) -> tuple[int, int]:
         """Make a step; the progress after it.
 
         Args:
-            told: steps of the other replica that this one hears of.
-            met: its samples, as a meeting after the step tells them.
+            reported: steps of the other replica that its heartbeat has reported.
+            gathered: samples of the other replica in the records of a meeting after the step.
         """
         self.host.samples += STEP
         self.args.curr_iteration += 1
-        self.engine.status.steps_of_others = max(told, self.engine.status.steps_of_others)
-        if met:
+        self.engine.status.steps_of_others = max(reported, self.engine.status.steps_of_others)
+        if gathered:
             self.engine.status.records = [
                 anything(samples=self.host.samples),
-                anything(samples=met),
+                anything(samples=gathered),
             ]
         return self.progress.iteration, self.progress.samples
 
 
-def test_progress_counts_all_replicas() -> None:
-    """Catches a count of this replica's own steps, one that decreases, one that runs ahead of what
-    the other has made, and an end at another number than `--train-iters`."""
+def test_progress_counts_samples_of_all_replicas() -> None:
+    """Catches a count of only this replica's steps, one that decreases, one that exceeds the true
+    count, and an end at another number than `--train-iters`."""
     run = Run()
     assert (run.progress.iteration, run.progress.samples) == (2, 16)
-    assert run.step() == (2, 20)  # nothing was heard of the other
-    assert run.step(told=5) == (4, 36)
-    assert run.step(met=24) == (5, 44)  # a meeting is exact
-    assert run.step(told=6) == (6, 48)  # what is told late takes nothing back
-    assert run.step(told=11) == (9, 72)
-    assert run.step(met=48) == (10, 80)
+    assert run.step() == (2, 20)  # the other has not reported steps
+    assert run.step(reported=5) == (4, 36)
+    assert run.step(gathered=24) == (5, 44)  # a meeting is exact
+    assert run.step(reported=6) == (6, 48)  # a late report does not decrease the count
+    assert run.step(reported=11) == (9, 72)
+    assert run.step(gathered=48) == (10, 80)
 
 
-def test_in_warm_up_all_make_the_same_steps() -> None:
-    """From the first step on, before anything was told."""
+def test_progress_in_warm_up_counts_equal_steps() -> None:
+    """From the first step on, before any steps of the other replica are known."""
     run = Run()
     status = run.engine.status
     status.was_warmup_step, status.steps_of_others, run.host.samples = True, 0, 0
     assert run.progress.samples == 0
     assert [run.step() for _ in range(2)] == [(1, 8), (2, 16)]
     run.engine.status.was_warmup_step = False
-    assert run.step() == (2, 20)  # and the count of the warm-up stays
+    assert run.step() == (2, 20)  # the count of the warm-up is kept
 
 
-def test_a_resumed_run_goes_on_with_the_same_numbers() -> None:
-    """Catches a count that begins anew with the launch."""
+def test_progress_continues_after_a_resume() -> None:
+    """Catches a count that starts at zero at the launch."""
     run = Run()
     run.host.samples, run.host.samples_at_start, run.engine.status.steps_of_others = 24, (20, 24), 0
     assert (run.progress.iteration, run.progress.samples) == (5, 44)
-    assert run.step(told=1) == (6, 52)
+    assert run.step(reported=1) == (6, 52)
 
 
-def test_a_rest_that_makes_no_block_is_never_missed() -> None:
-    """A run that other replicas began may end three samples short: it is over all the same."""
+def test_progress_reaches_the_end_without_a_partial_block() -> None:
+    """After a change of replicas a run may end three samples short: it is over nevertheless."""
     run = Run(start=17, target=15)
     assert run.progress.iteration_at(17 + 14 * STEP) == 9
     assert run.progress.iteration_at(17 + 15 * STEP) == 10  # 77 of 80
-    assert run.progress.iteration_at(100) == 12  # of a target that had passed before
-    assert run.progress.iteration_at(0) == 1  # Megatron takes 0 for no iteration
+    assert run.progress.iteration_at(100) == 12  # beyond the target
+    assert run.progress.iteration_at(0) == 1  # Megatron treats 0 as no iteration
 
 
-def test_what_is_due_is_due_at_the_number_that_is_shown() -> None:
-    """Catches a save that is due at this replica's step, and misses the number that is shown."""
+def test_intervals_are_counted_in_the_shown_iterations() -> None:
+    """Catches a save that is due at this replica's own step count, not at the shown iteration."""
     run = Run()
     run.args.save_interval, run.args.train_iters, run.args.curr_iteration = 7, 8, 6
-    with run.host.loop.counting_all(5):
+    with run.host.loop.with_global_iterations(5):
         assert (run.args.save_interval, run.args.train_iters) == (5, 10)
         assert run.args.exit_interval is None
     assert (run.args.save_interval, run.args.train_iters) == (7, 8)
 
 
 class Timers:
-    """Notes what is asked of Megatron's timers. Each line finds ten seconds."""
+    """Megatron's timers, each at ten seconds; records the normalizers of log lines."""
 
     def __init__(self) -> None:
         self.normalizers: list[int] = []
 
     def __call__(self, name: str, log_level: int | None = None) -> Timers:
-        """One for all names."""
+        """Return the timer of any name: this one."""
         return self
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
-        """Since the last line."""
+        """Return the seconds since the last line."""
         return 10.0
 
     def log(self, names: list[str], normalizer: float = 1.0) -> None:
-        """To the console."""
+        """Log to the console."""
         self.normalizers.append(int(normalizer))
 
     def write(self, names: list[str], normalizer: float = 1.0) -> None:
-        """To TensorBoard."""
+        """Write to TensorBoard."""
 
 
 def logging(run: Run, timers: Timers, lines: list[Any]) -> Callable[[], None]:
-    """Megatron's `training_log`, as it decides and divides."""
+    """A step with a stand-in of Megatron's `training_log`, which appends to `lines`."""
     log, steps, args = LogLines(run.progress, timers), [0], run.args  # type: ignore[arg-type]
     log.begin_step()
 
@@ -160,14 +161,14 @@ def logging(run: Run, timers: Timers, lines: list[Any]) -> Callable[[], None]:
     return step
 
 
-def test_log_lines_come_where_a_multiple_is_passed() -> None:
-    """Catches a line that is missing as its number was passed over, one that comes twice, and a
-    time per iteration that is of this replica's steps. Ten seconds for 3, then 2 iterations."""
+def test_log_line_is_written_where_the_interval_is_passed() -> None:
+    """Catches a line that is missing because its iteration was passed over, one that comes twice,
+    and a time per own step in place of per iteration. Ten seconds for 3, then 2 iterations."""
     run, timers = Run(log_interval=2, tensorboard_log_interval=1), Timers()
     lines: list[Any] = []
     step = logging(run, timers, lines)
-    for told, met in ((2, 0), (5, 0), (0, 24), (6, 0), (0, 36)):
-        run.step(told, met)
+    for reported, gathered in ((2, 0), (5, 0), (0, 24), (6, 0), (0, 36)):
+        run.step(reported, gathered)
         step()
     assert lines == [
         (2, 10),
@@ -176,18 +177,18 @@ def test_log_lines_come_where_a_multiple_is_passed() -> None:
         (6, 10, "tensorboard", 5.0),
         (8, 10, "tensorboard", 5.0),
     ]
-    assert timers.normalizers == [2, 2, 1]  # timers are of this replica's steps
+    assert timers.normalizers == [2, 2, 1]  # timers are per step of this replica
     assert (run.args.log_interval, run.args.tensorboard_log_interval) == (2, 1)
     assert "elapsed" not in vars(timers) and "log" not in vars(timers)
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_steps_of_the_others_are_told(fails: bool) -> None:
-    """Through the store all share, and to all ranks of the replica. Catches a replica that counts
-    itself, and steps that are added again after a failure: the sum would exceed the truth."""
+def test_steps_of_other_replicas_reach_all_ranks(fails: bool) -> None:
+    """Through the shared store, and to all ranks of the replica. Catches a replica that counts its
+    own steps, and steps that are added again after a failure, so that the sum is too large."""
     store: Any = dist.HashStore()
     steps = [3, 4, 7]
-    monitors = [HeartbeatMonitor(r, 3, partial(_place, steps, r), is_telling=True)
+    monitors = [HeartbeatMonitor(r, 3, partial(_place, steps, r), is_reporting=True)
                 for r in range(3)]  # fmt: skip
     for _ in range(2):
         for monitor in monitors:
@@ -195,13 +196,13 @@ def test_steps_of_the_others_are_told(fails: bool) -> None:
     assert [monitor.steps_of_others for monitor in monitors] == [11, 10, 7]
     steps[1] = 9
     if fails:
-        broken: Any = anything(set=store.set, add=_fail)
+        failing_store: Any = anything(set=store.set, add=_fail)
         with pytest.raises(RuntimeError):
-            monitors[1].exchange(broken)
+            monitors[1].exchange(failing_store)
     for monitor in reversed(monitors):
         monitor.exchange(store)
     assert monitors[0].steps_of_others == (11 if fails else 16)
-    ranks = [DelayedFlags(group) for group in groups_of(2, Network())]
+    ranks = [DelayedFlags(group) for group in two_phase_groups(2, Network())]
     for rank, flags in enumerate(ranks):
         flags.post(Flag.MEET, 16 if rank == 0 else 99)
     assert [(flags.read(), flags.steps_of_others) for flags in ranks] == [(Flag.MEET, 16)] * 2

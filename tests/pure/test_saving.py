@@ -1,4 +1,4 @@
-"""When a save takes place, in which form, and what a loading replica reads: without Megatron."""
+"""When a save takes place, in which form, and which files a replica loads; without Megatron."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_edit.checkpoint.files import record_of
-from megatron_edit.checkpoint.folder import CheckpointFolder, manifest_of
+from megatron_edit.checkpoint.folder import CheckpointFolder, manifest_path
 from megatron_edit.checkpoint.manifest import Manifest
 from megatron_edit.comm.placement import Placement
 from megatron_edit.constants import ALL, LEADER
@@ -30,7 +30,7 @@ anything: Any = SimpleNamespace
 
 
 class Saves:
-    """A replica whose saves are noted, not written: of two, five steps after a sync."""
+    """Replica of two, five steps after a sync, whose saves are recorded and not written."""
 
     def __init__(self, policy: str = ALL, **status: Any) -> None:
         self.plans: list[Any] = []
@@ -40,8 +40,8 @@ class Saves:
             land_all=lambda: None, clock=clock, settings=anything(timed=None),
             status=anything(**{
                 "step": 15, "suppresses_joint_actions": False, "is_warmup": False,
-                "is_mid_round": True, "has_replica_left": False, "records": records,
-                "began_identical": True, "num_syncs": 3, **status,
+                "is_mid_round": True, "has_replica_stopped": False, "records": records,
+                "round_began_identical": True, "num_syncs": 3, **status,
             }),
         )  # fmt: skip
         self.args = Namespace(save_interval=5, exit_interval=None, global_batch_size=8)
@@ -53,24 +53,24 @@ class Saves:
         self.control = SaveControl(policy, writer, self.engine, host, progress, is_first=False)
 
     def save(self, iteration: int) -> list[Any]:
-        """Megatron asks for a save; the plans so far."""
+        """Save as Megatron does; returns the plans of all saves so far."""
         self.control.save(anything(arguments={"iteration": iteration}))
         return self.plans
 
 
-def test_between_two_syncs_the_anchor_is_kept() -> None:
-    """At a sync it is the parameters: catches a resume from the wrong anchor."""
+def test_anchor_is_saved_only_between_syncs() -> None:
+    """At a sync the parameters are the anchor. Catches a resume from a wrong anchor."""
     saves = Saves()
     (plan,) = saves.save(15)
     assert (plan.form, plan.has_anchor, plan.has_outer, plan.name) == (ALL, True, True, "15/3")
     at_sync = Saves(is_mid_round=False).save(15)[0]
-    assert (at_sync.has_anchor, at_sync.is_of_a_stop) == (False, False)
+    assert (at_sync.has_anchor, at_sync.is_stop_save) == (False, False)
     warmup = Saves(is_warmup=True, is_mid_round=False).save(15)[0]
     assert (warmup.form, warmup.has_anchor, warmup.has_outer) == (LEADER, False, False)
 
 
-def test_nothing_is_saved_twice() -> None:
-    """At the end of training Megatron asks again; where others have passed nobody saves."""
+def test_step_is_saved_only_once() -> None:
+    """Megatron saves again at the end of training. Nor does a suppressed save take place."""
     saves = Saves()
     assert len(saves.save(15)) == len(saves.save(15)) == 1
     saves.engine.status.step = 16
@@ -78,57 +78,59 @@ def test_nothing_is_saved_twice() -> None:
     assert Saves(suppresses_joint_actions=True).save(15) == []
 
 
-def test_a_stop_right_after_a_save() -> None:
-    """Is saved all the same: the others are elsewhere, and one name stands for all of them."""
+def test_stop_right_after_a_save_is_saved_too() -> None:
+    """Other replicas stop at other steps; the saves of all of them share one name."""
     saves = Saves()
     saves.save(15)
-    saves.engine.status.has_replica_left = True
-    with saves.control.ending():
+    saves.engine.status.has_replica_stopped = True
+    with saves.control.final_save():
         plan = saves.save(15)[-1]
-    assert len(saves.plans) == 2 and plan.is_of_a_stop and plan.form == ALL
+    assert len(saves.plans) == 2 and plan.is_stop_save and plan.form == ALL
     assert (plan.name, plan.iteration, plan.own_iteration) == ("stop/12", 12, 15)
     assert plan.has_anchor
 
 
-def test_one_inner_state_waits_for_a_sync() -> None:
-    """And is saved at once where replicas have met, whatever Megatron's interval."""
+def test_save_of_one_inner_state_waits_for_a_sync() -> None:
+    """It takes place at the next sync, whatever Megatron's interval."""
     saves = Saves("leader")
     assert saves.save(15) == []
-    with saves.control.deciding(16, is_planned=False):
+    with saves.control.exit_decision(16, is_planned=False):
         assert saves.args.save_interval == 5
     saves.engine.status.step, saves.engine.status.is_mid_round = 18, False
-    with saves.control.deciding(18, is_planned=False):
+    with saves.control.exit_decision(18, is_planned=False):
         assert saves.args.save_interval == 18
         (plan,) = saves.save(18)
     assert (plan.form, plan.has_anchor, saves.args.save_interval) == (LEADER, False, 5)
 
 
-def test_who_was_asked_to_stop_does_not_save_alone() -> None:
-    """Megatron would, at once; the others are not there. Saves that are due take place."""
+def test_stop_request_saves_only_at_the_save_interval() -> None:
+    """Megatron would save at once, but the other replicas are at other steps."""
     saves = Saves()
-    with saves.control.deciding(17, is_planned=False):
+    with saves.control.exit_decision(17, is_planned=False):
         assert saves.save(17) == []
-    with saves.control.deciding(20, is_planned=False):
+    with saves.control.exit_decision(20, is_planned=False):
         assert len(saves.save(20)) == 1
-    with saves.control.deciding(21, is_planned=True):
+    with saves.control.exit_decision(21, is_planned=True):
         saves.engine.status.step = 21
         assert len(saves.save(21)) == 2
 
 
 @pytest.mark.parametrize(("form", "sources"), [(ALL, [0, 1, 0, 1]), (LEADER, [0, 0, 0, 0])])
 def test_each_replica_loads_its_own_inner_state(form: str, sources: list[int]) -> None:
-    """More replicas than saved share them out: catches all of them with that of replica 0."""
+    """Additional replicas reuse the saved states in order. Catches all with that of replica 0."""
     manifest: Any = anything(num_replicas=2, form=form)
-    nobody: Any = None
+    unused: Any = None
     found = [
-        LoadControl(nobody, anything(placement=anything(replica=r)), nobody)._source(manifest)
+        LoadControl(unused, anything(placement=anything(replica=r)), unused)._source(manifest)
         for r in range(4)
     ]
     assert found == sources
 
 
-def test_every_file_is_read_by_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before it is loaded: catches files that nobody looks at, and those that all read."""
+def test_every_file_is_checked_by_exactly_one_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before loading. Catches files that no rank checks, and files that all ranks read."""
     for number in range(7):
         (tmp_path / f"file{number}").write_text("x")
     files = {f"file{n}": record_of(tmp_path / f"file{n}") for n in range(7)}
@@ -136,8 +138,8 @@ def test_every_file_is_read_by_one_rank(tmp_path: Path, monkeypatch: pytest.Monk
     manifest = Manifest(
         1, ALL, "edit", 2, 2, {}, {}, ("u",), False, 1, (entry,) * 2, {}, 8, 4, files=files
     )
-    manifest_of(tmp_path).parent.mkdir()
-    manifest_of(tmp_path).write_text(manifest.text())
+    manifest_path(tmp_path).parent.mkdir()
+    manifest_path(tmp_path).write_text(manifest.text())
     read: list[str] = []
     monkeypatch.setattr(choosing, "check_content", lambda path, name, record: read.append(name))
     args = Namespace(finetune=False, no_load_optim=False, group_query_attention=False)
@@ -149,21 +151,23 @@ def test_every_file_is_read_by_one_rank(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("retain", "left"), [(None, [10, 20, 30]), (20, [20, 30])])
-def test_retained_and_removed(tmp_path: Path, retain: int | None, left: list[int]) -> None:
-    """When the next one is complete, the one before goes unless it is to be kept."""
+def test_older_checkpoints_are_removed_unless_retained(
+    tmp_path: Path, retain: int | None, left: list[int]
+) -> None:
+    """A checkpoint is removed when the next one is complete, unless it is retained."""
     for iteration in (10, 20, 30):
         mine = part(tmp_path, iteration=iteration, retain=retain)
-        manifest_of(mine.partial).parent.mkdir(parents=True)
-        manifest_of(mine.partial).write_text(mine.manifest.text())
+        manifest_path(mine.partial).parent.mkdir(parents=True)
+        manifest_path(mine.partial).write_text(mine.manifest.text())
         _finish(mine)
     folder = CheckpointFolder(tmp_path)
     assert [n for n in (10, 20, 30) if folder.final(n).is_dir()] == left
-    assert folder.tracked() == "30"
+    assert folder.read_tracker() == "30"
 
 
-def test_random_streams_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of them, those that Megatron tracks, too; of another replica where that is asked for.
-    Catches dropout that repeats itself, or is another replica's, after a resume."""
+def test_random_streams_are_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All streams, including those that Megatron tracks, of the requested replica. Catches dropout
+    that repeats, or is that of another replica, after a resume."""
     tracked = {"model-parallel-rng": torch.arange(3, dtype=torch.uint8)}
     tracker = anything(get_states=lambda: dict(tracked), set_states=tracked.update)
     zero = {f"get_{kind}_rank": lambda **_: 0 for kind in (

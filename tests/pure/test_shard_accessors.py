@@ -1,5 +1,5 @@
-"""Main shards in the state of an optimizer, and parameters in eight bits, with stand-ins of
-Transformer Engine's Adam and tensors."""
+"""Main shards kept in optimizer state, and quantized parameters, with stand-ins of Transformer
+Engine's Adam and tensors."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch import Tensor
 
 from megatron_edit.engine import ParamShard, plan_units
 from megatron_edit.errors import UsageError
-from megatron_edit.host.model.shard_access import AdamShard, HybridShard, join_remainder, split_fp32
 from megatron_edit.host.model.moments import reset, zero_nonfinite
+from megatron_edit.host.model.shard_access import AdamShard, HybridShard, join_remainder, split_fp32
 
 anything: Any = SimpleNamespace
 
 
 class FakeAdam:
-    """Keeps main parameters and moments as Transformer Engine's `FusedAdam` does.
+    """Keeps main parameters and moments like Transformer Engine's `FusedAdam`.
 
     Args:
-        main: type of main parameters; int16 are remainders.
-        has_begun: whether it has made a step, and has a state.
+        main: dtype of main parameters; int16 means remainders.
+        has_begun: whether it has made a step and has state.
     """
 
     def __init__(self, parameter: Tensor, main: torch.dtype, *, has_begun: bool = True) -> None:
@@ -40,12 +40,12 @@ class FakeAdam:
         self.scale = 4.0
 
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
-        """Moments have a scale; main parameters are as they are."""
+        """Return state without its scale; only moments have one."""
         value = self.state[param][state_name]
         return value.float() * self.scale if state_name == "exp_avg" else value
 
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
-        """Refuses the wrong type, as the real one."""
+        """Store state with its scale; asserts the dtype, like the real one."""
         value = self.state[param][state_name]
         is_remainder = value.dtype == torch.int16
         assert unscaled_state.dtype == (torch.int16 if is_remainder else torch.float32)
@@ -53,30 +53,32 @@ class FakeAdam:
 
 
 def numbers() -> Tensor:
-    """fp32 whose low halves are anything, halves among them; either sign, large and small."""
+    """fp32 values of all magnitudes and signs with random low halves, ties included."""
     bits = torch.randint(-(2**31), 2**31, (4096,), generator=torch.manual_seed(1))
     bits[:8] = (bits[:8] & ~0xFFFF) | 0x8000
     values = bits.to(torch.int32).view(torch.float32)
     return values[values.isfinite() & (values.abs() < 1e38)]
 
 
-def test_remainders_lose_no_bit() -> None:
-    """Catches a main parameter that loses its low half at each sync, or is off by a rounding."""
+def test_fp32_remainder_round_trip_is_exact() -> None:
+    """Catches a main parameter that loses its low half at each sync, or is rounded."""
     values = numbers()
     rounded, remainder = split_fp32(values)
     assert rounded.dtype == torch.bfloat16 and remainder.dtype == torch.int16
-    assert torch.equal(join_remainder(rounded, remainder).view(torch.int32), values.view(torch.int32))
+    assert torch.equal(
+        join_remainder(rounded, remainder).view(torch.int32), values.view(torch.int32)
+    )
     is_tie = (values.view(torch.int32) & 0xFFFF) == 0x8000  # the kernels round these up
     assert torch.equal(rounded[~is_tie], values[~is_tie].to(torch.bfloat16))
     assert is_tie.sum() >= 4
 
 
 @pytest.mark.parametrize("main", [torch.float32, torch.int16])
-def test_a_unit_through_adam(main: torch.dtype) -> None:
-    """Taken, given and published without a loss; both what Adam keeps and what the model reads."""
+def test_unit_in_adam_state_is_read_written_and_published(main: torch.dtype) -> None:
+    """Values are exact both in Adam's state and in the parameters that the model reads."""
     model = torch.arange(1.0, 5.0).to(torch.bfloat16)
-    held = AdamShard(FakeAdam(model, main), model)
-    param = ParamShard("a", "final", held, True, None, source=model)
+    accessor = AdamShard(FakeAdam(model, main), model)
+    param = ParamShard("a", "final", accessor, True, None, source=model)
     (shard,) = plan_units([param], ["final"], ["final"]).shards
     assert shard.numel == 4 and shard.gather(torch.empty(4)).tolist() == [1.0, 2.0, 3.0, 4.0]
     values = numbers()[:4].clone()
@@ -84,22 +86,23 @@ def test_a_unit_through_adam(main: torch.dtype) -> None:
     shard.publish()
     assert torch.equal(shard.gather(torch.empty(4)), values)
     assert torch.equal(model, split_fp32(values)[0] if main == torch.int16 else values.bfloat16())
-    param.write(param.read().mul_(0.5))  # as a mix lands: what was read may be Adam's own
+    param.write(param.read().mul_(0.5))  # as a landing with a mix: `read` may return Adam's tensor
     assert torch.equal(shard.gather(torch.empty(4)), values * 0.5)
 
 
-def test_before_the_first_step_the_model_is_all_there_is() -> None:
-    """Catches a start that makes a state which Adam would take for its own."""
+def test_adam_shard_before_the_first_step_uses_the_model() -> None:
+    """Catches a write that creates state which Adam would take for its own."""
     model = torch.arange(1.0, 5.0).to(torch.bfloat16)
     adam = FakeAdam(model, torch.float32, has_begun=False)
-    held = AdamShard(adam, model)
-    assert held.read().tolist() == [1.0, 2.0, 3.0, 4.0]
-    held.write(torch.tensor([5.0, 6.0, 7.0, 8.0]))
+    accessor = AdamShard(adam, model)
+    assert accessor.read().tolist() == [1.0, 2.0, 3.0, 4.0]
+    accessor.write(torch.tensor([5.0, 6.0, 7.0, 8.0]))
     assert model.tolist() == [5.0, 6.0, 7.0, 8.0] and not any(adam.state.values())
 
 
-def test_a_hybrid_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron's own. Catches a shard that was looked up once: a load makes them anew."""
+def test_hybrid_shard_follows_parameters_rebuilt_by_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's `HybridDeviceOptimizer` replaces its parameters in a load. Catches a shard that
+    keeps the old one."""
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
@@ -109,18 +112,18 @@ def test_a_hybrid_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
         gpu_optimizer_cls=torch.optim.AdamW, param_update_in_fp32=True,
         overlap_cpu_optimizer_d2h_h2d=False, lr=0.1,
     )  # fmt: skip
-    held, values = HybridShard(optimizer, model), numbers()[:4].clone()
+    accessor, values = HybridShard(optimizer, model), numbers()[:4].clone()
     first = optimizer.param_to_inner_param[model]
     for _ in range(2):
-        held.write(values)
-        assert torch.equal(held.read(), values) and torch.equal(model, values.bfloat16())
+        accessor.write(values)
+        assert torch.equal(accessor.read(), values) and torch.equal(model, values.bfloat16())
         optimizer._init_sub_optimizers()  # as after a load
         values = values * 0.5
     assert optimizer.param_to_inner_param[model] is not first
 
 
-def test_moments_beside_main_parameters() -> None:
-    """Zeroed through their scale; the main parameters are no moments, and survive a reset."""
+def test_moments_are_zeroed_without_main_parameters() -> None:
+    """Moments are zeroed through their scale; main parameters survive that and a reset."""
     model = torch.ones(4).to(torch.bfloat16)
     adam = FakeAdam(model, torch.float32)
     state = adam.state[model]
@@ -134,20 +137,20 @@ def test_moments_beside_main_parameters() -> None:
     assert "step" not in adam.param_groups[0]
 
 
-def test_a_hybrid_optimizer_forgets_in_all_its_parts() -> None:
-    """Their states, and its own view of them; not what they step."""
+def test_reset_clears_all_sub_optimizers() -> None:
+    """State of the hybrid optimizer and of its sub-optimizers is cleared; parameters are kept."""
     parameter = torch.ones(2)
     parts = [anything(state={parameter: {"exp_avg": torch.ones(2)}}) for _ in range(2)]
-    whole = anything(
+    hybrid = anything(
         state={parameter: {"master_param": parameter}}, param_groups=[{"step": 2}],
         sub_optimizers=parts,
     )  # fmt: skip
-    reset([anything(optimizer=whole)])
-    assert not whole.state and not any(part.state for part in parts) and parameter.sum() == 2.0
+    reset([anything(optimizer=hybrid)])
+    assert not hybrid.state and not any(part.state for part in parts) and parameter.sum() == 2.0
 
 
 class Quantizing:
-    """As Megatron's distributed optimizer: parameters, of which this rank has shards or none."""
+    """Stand-in of Megatron's distributed optimizer, with parameters and shards of this rank."""
 
     def __init__(self, group: str, *entries: tuple[Any, Tensor | None, int | None]) -> None:
         self.data_parallel_group = group
@@ -160,9 +163,9 @@ class Quantizing:
         return tuple([part] for part in entry)
 
 
-def test_parameters_in_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Written by Megatron's function, unit by unit: by ranks without a shard of the unit, too,
-    as it is collective. Catches a parameter that is left as the last step made it."""
+def test_quantized_parameters_are_published_by_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's function is collective: ranks without a shard of the unit call it, too.
+    Catches a parameter that keeps its value of the last step."""
     from megatron_edit.host.model import quantized
 
     calls: list[Any] = []
@@ -175,7 +178,7 @@ def test_parameters_in_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     experts = Quantizing("experts", (expert, None, None))
     publish = quantized.quantizers_of([dense, experts], unit_of)
     names = ["embedding", "layer.1", "final"]
-    plan = plan_units([], names, names, publish)  # this rank's part of the units is empty
+    plan = plan_units([], names, names, publish)  # this rank has no shard of the units
     for shard in plan.shards:
         shard.publish()
     assert [len(models) for models, *_ in calls] == [2, 1, 1]
@@ -188,46 +191,47 @@ def test_parameters_in_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         quantized.quantizers_of([anything()], unit_of)
 
 
-@pytest.mark.parametrize("is_eight_bits", [False, True])
-@pytest.mark.parametrize("is_held", [False, True])
-def test_who_writes_what_the_model_reads(
-    is_held: bool, is_eight_bits: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_quantized", [False, True])
+@pytest.mark.parametrize("is_in_adam", [False, True])
+def test_copy_target_of_a_main_shard(
+    is_in_adam: bool, is_quantized: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The target of a copy, or nothing where Adam's accessor or a quantisation does it."""
+    """None where Adam's accessor or a quantizer writes the model's parameter."""
     from megatron_edit.host.model import optimizer as module
 
-    monkeypatch.setattr(module, "is_quantized", lambda parameter: is_eight_bits)
+    monkeypatch.setattr(module, "is_quantized", lambda parameter: is_quantized)
     buffer, main = torch.zeros(8, dtype=torch.bfloat16), torch.ones(3)
     parameter: Any = torch.nn.Parameter(torch.ones(3))
-    held = AdamShard(FakeAdam(main, torch.float32), main)
+    accessor = AdamShard(FakeAdam(main, torch.float32), main)
     optimizer: Any = anything(
-        main_of=lambda parameter, key: held if is_held else key,
+        main_of=lambda parameter, key: accessor if is_in_adam else key,
         _get_model_param_range_map=lambda _: {"gbuf_world_in_bucket": anything(start=2, end=5)},
         model_param_gbuf_map={parameter: (0, None, 0)},
         buffers=[anything(buckets=[anything(param_data=buffer)])],
     )
     target = module.EditDistributedOptimizer.target_of(optimizer, parameter, main)
-    if is_held or is_eight_bits:
+    if is_in_adam or is_quantized:
         assert target is None
         return
     assert target is not None and target.data_ptr() == buffer[2:].data_ptr() and len(target) == 3
 
 
-@pytest.mark.parametrize("is_held", [False, True])
-def test_where_main_shards_are(is_held: bool) -> None:
-    """Of 16-bit parameters with Megatron or in Adam; of fp32 parameters always in the model."""
+@pytest.mark.parametrize("is_in_adam", [False, True])
+def test_location_of_main_shards(is_in_adam: bool) -> None:
+    """16-bit parameters have theirs in Megatron's copies or in Adam, fp32 ones in the model."""
     from megatron_edit.host.model.optimizer import EditDistributedOptimizer as Optimizer
 
-    half, whole = torch.ones(2).half(), torch.ones(2)
+    half, full = torch.ones(2).half(), torch.ones(2)
     models = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
-    copies = [None] if is_held else [torch.ones(2)]
+    copies = [None] if is_in_adam else [torch.ones(2)]
     optimizer: Any = anything(
-        is_stub_optimizer=False, holds_main_shards=is_held, optimizer=FakeAdam(half, torch.float32),
+        is_stub_optimizer=False, holds_main_shards=is_in_adam,
+        optimizer=FakeAdam(half, torch.float32),
         model_float16_groups=[models[:1]], shard_float16_groups=[[half]],
         shard_fp32_from_float16_groups=[copies],
-        model_fp32_groups=[models[1:]], shard_fp32_groups=[[whole]],
+        model_fp32_groups=[models[1:]], shard_fp32_groups=[[full]],
     )  # fmt: skip
     keys = [key for _, key in Optimizer.main_shards(optimizer)]
-    assert keys[0] is (half if is_held else copies[0]) and keys[1] is whole
+    assert keys[0] is (half if is_in_adam else copies[0]) and keys[1] is full
     mains = [Optimizer.main_of(optimizer, models[0], key) for key in keys]
-    assert isinstance(mains[0], AdamShard) == is_held and isinstance(mains[1], Tensor)
+    assert isinstance(mains[0], AdamShard) == is_in_adam and isinstance(mains[1], Tensor)

@@ -1,4 +1,4 @@
-"""CI's share of the full tier: every case is in exactly one share, and the commit chooses it."""
+"""The share of the full tier that CI runs: every case is in one share; the commit chooses it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def test_full(case): ...
 
 def test_core(): ...
 """
-# In place of the environment's interpreter: notes what it was asked to run.
+# In place of the environment's interpreter: records its command lines.
 STUB = '#!/bin/bash\necho "$*" >>"$CALLS"\n'
 
 
 def run(argv: list[str], folder: Path, **env: str) -> str:
-    """Standard output and error of a command that must succeed."""
+    """Run a command that must succeed; returns its standard output and error."""
     done = subprocess.run(
         argv, cwd=folder, env=os.environ | env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, timeout=SECONDS, check=False,
@@ -40,7 +40,7 @@ def run(argv: list[str], folder: Path, **env: str) -> str:
 
 
 def test_each_full_case_is_in_one_of_equal_shares() -> None:
-    """Would catch: a case that no share has, and a share that is much larger than another."""
+    """Would catch: a case in no share, and a share that is much larger than another."""
     argv = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--full", "-m", "full"]
     names = [line for line in run(argv, REPOSITORY).splitlines() if "::" in line]
     shares = share_of_each(names, COUNT)
@@ -74,7 +74,7 @@ def test_shares_run_each_full_case_once(tmp_path: Path) -> None:
 
 
 def script(folder: Path) -> tuple[list[str], dict[str, str]]:
-    """A copy of scripts/test.sh with a stub of the environment; its command and variables."""
+    """Copy scripts/test.sh next to a stub of the environment; returns its command and variables."""
     scripts = folder / "scripts"
     scripts.mkdir()
     (scripts / "test.sh").write_bytes((REPOSITORY / "scripts" / "test.sh").read_bytes())
@@ -86,11 +86,11 @@ def script(folder: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def test_commit_chooses_the_share(tmp_path: Path) -> None:
-    """The first eight hexadecimal digits of the commit, modulo 8, from 1; for both tiers."""
+    """The first eight hexadecimal digits of the commit modulo 8, plus 1; in both tiers."""
     argv, env = script(tmp_path)
-    who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    user = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
     run(["git", "init", "-q"], tmp_path)
-    run(["git", *who, "commit", "-q", "--allow-empty", "-m", "first"], tmp_path)
+    run(["git", *user, "commit", "-q", "--allow-empty", "-m", "first"], tmp_path)
     commit = run(["git", "rev-parse", "HEAD"], tmp_path).strip()
     number = int(commit[:8], 16) % COUNT + 1
     for tier, num_parts in (([], 1), (["--system"], 2)):
@@ -105,7 +105,7 @@ def test_commit_chooses_the_share(tmp_path: Path) -> None:
 
 
 def test_share_without_a_commit_is_the_first(tmp_path: Path) -> None:
-    """As in an unpacked archive; it is said."""
+    """As in an unpacked archive; the output says so."""
     argv, env = script(tmp_path)
     output = run(argv, tmp_path, **env)
     assert "full tier: share 1 of 8, as there is no commit to choose it by" in output
@@ -119,7 +119,7 @@ def test_share_that_does_not_exist_is_refused(text: str) -> None:
 
 
 def test_ci_runs_both_tiers_with_a_share() -> None:
-    """Would catch: a workflow that no longer calls .ci/run, which no longer rotates."""
+    """Would catch: a workflow that no longer calls .ci/run, or a .ci/run without --rotating."""
     workflow = (REPOSITORY / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8")
     assert "run: bash .ci/run" in workflow and "pull_request:" in workflow
     ci = (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8")

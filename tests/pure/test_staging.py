@@ -1,4 +1,4 @@
-"""Gloo for tensors of a device, with streams whose copies end when the test says so."""
+"""Gloo for tensors of a device, with streams whose copies complete when a test says so."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from megatron_edit.comm.collectives import Group, Work
 from megatron_edit.comm.staging import StagedProcessGroup
 from megatron_edit.comm.transport import RankDevice, Transport, choose_backend, stand_alone_group
 from megatron_edit.errors import ReplicaLostError, UsageError
-from tests.harness.memory_network import CPU, End, Network
+from tests.harness.memory_network import CPU, MemoryProcessGroup, Network
 
 
 @dataclass
 class SlowStreams:
-    """Streams of a device on which nothing is done before the test says so.
+    """Streams of a device whose work is pending until a test sets `is_free`.
 
     Attributes:
-        log: what was asked for.
-        is_free: whether events come to pass.
+        log: the calls made.
+        is_free: whether all events have completed.
     """
 
     log: list[str] = field(default_factory=list)
@@ -43,7 +43,7 @@ class SlowStreams:
     def new(self) -> str:
         return "side"
 
-    def serve_thread(self) -> None:
+    def use_device_in_thread(self) -> None:
         pass
 
     @contextmanager
@@ -71,48 +71,48 @@ class SlowStreams:
 
 
 def staged(network: Network, rank: int, streams: SlowStreams) -> Group:
-    """The group of one of two ranks."""
-    transport = StagedProcessGroup(End(network, "whole", rank, 2), streams, pin=False)
+    """The staged gloo group of one of two ranks."""
+    transport = StagedProcessGroup(MemoryProcessGroup(network, "whole", rank, 2), streams, pin=False)
     return Group(transport, rank, 2, CPU, timedelta(seconds=1), "sync group")
 
 
 def pair() -> tuple[Network, list[SlowStreams], list[Group]]:
-    """Two ranks."""
+    """A network of two ranks, with their streams and staged groups."""
     network, streams = Network(), [SlowStreams(), SlowStreams()]
     return network, streams, [staged(network, rank, streams[rank]) for rank in range(2)]
 
 
-def test_nothing_crosses_before_it_is_down() -> None:
-    """And the host waits for nothing meanwhile. Catches what sends memory that is not written."""
+def test_staged_collective_starts_after_the_copy_to_the_host() -> None:
+    """The host does not wait for the copy. Catches a send of memory that is not written yet."""
     network, streams, groups = pair()
     values = [torch.full((3,), 1.0 + rank) for rank in range(2)]
     works = [group.start_all_reduce(value) for group, value in zip(groups, values, strict=True)]
     assert not any(work.advance() for work in works) and not network.messages
     for each in streams:
         each.is_free = True
-    assert not works[0].advance()  # it crosses now; the other has still to look
+    assert not works[0].advance()  # it is sent now; the other rank has not polled yet
     assert works[1].advance() and works[0].advance()
     assert [value.tolist() for value in values] == [[3.0] * 3] * 2
     assert not any("host waits" in each.log for each in streams)
 
 
-def test_the_streams_of_a_sum() -> None:
-    """Catches a copy that does not wait for what it copies, memory that is given out again too
-    early, and a result that is read before it is up."""
+def test_stream_waits_of_a_staged_all_reduce() -> None:
+    """Catches a copy that does not wait for its source, memory that is reused too early, and a
+    result that is read before it is on the device."""
     _, streams, groups = pair()
     works = [group.start_all_reduce(torch.ones(2)) for group in groups]
     streams[0].is_free = streams[1].is_free = True
     works[1].advance()
     assert works[0].advance()
     assert streams[0].log == [
-        "side waits for compute", "kept for side",  # down
-        "side waits for compute", "kept for side",  # up
+        "side waits for compute", "kept for side",  # to the host
+        "side waits for compute", "kept for side",  # to the device
         "compute waits for side",
     ]  # fmt: skip
 
 
-def test_collectives_cross_in_order() -> None:
-    """Whoever is asked first: catches ranks that begin the second one first."""
+def test_staged_collectives_start_in_program_order() -> None:
+    """Whichever is polled first. Catches ranks that start collectives in different orders."""
     network, streams, groups = pair()
     first = [group.start_all_reduce(torch.ones(1)) for group in groups]
     second = [group.start_all_reduce(torch.full((1,), 5.0)) for group in groups]
@@ -125,8 +125,8 @@ def test_collectives_cross_in_order() -> None:
         assert work.advance()
 
 
-def test_who_needs_the_result_waits() -> None:
-    """For the copy, too: catches a wait for something that nobody has begun."""
+def test_wait_includes_the_copies_of_a_staged_collective() -> None:
+    """Catches a wait for a collective that has not been started."""
     network, streams, groups = pair()
     values = [torch.full((1,), 1.0 + rank) for rank in range(2)]
     early = [group.start_broadcast(value) for group, value in zip(groups, values, strict=True)]
@@ -142,9 +142,8 @@ def test_who_needs_the_result_waits() -> None:
         lost.wait()
 
 
-def test_what_is_given_away_crosses() -> None:
-    """Though nobody asks for it again, and another group is waited for: catches ranks of a replica
-    that wait for a message which is still on its device."""
+def test_broadcast_nowait_is_sent_without_further_polls() -> None:
+    """Catches ranks of a replica that wait for a message which is still on its device."""
     network, streams, groups = pair()
     groups[0].broadcast_nowait(torch.full((1,), 7.0))
     received = torch.zeros(1)
@@ -153,19 +152,19 @@ def test_what_is_given_away_crosses() -> None:
     assert float(received) == 7.0 and network.messages
 
 
-def test_both_ways_begin() -> None:
-    """Each way of a phase is a group of its own: catches one that begins when the other is over."""
+def test_both_directions_of_a_phase_start_together() -> None:
+    """Each direction is a group of its own. Catches one that waits for the other to complete."""
     network, streams = Network(), SlowStreams()
-    ways = [staged(network, 0, streams), staged(network, 0, streams)]
-    ways[1].process_group._gloo.channel = "other"
-    works = [way.start_all_reduce(torch.ones(1)).works[0] for way in ways]
+    directions = [staged(network, 0, streams), staged(network, 0, streams)]
+    directions[1].process_group._gloo.channel = "other"
+    works = [group.start_all_reduce(torch.ones(1)).works[0] for group in directions]
     streams.is_free = True
     assert not Work("both", tuple(works)).is_completed
     assert {key[0] for key in network.messages} == {"whole", "other"}
 
 
-def test_gathered_rows() -> None:
-    """All parts come up: catches one that stays on the host."""
+def test_staged_all_gather_returns_all_rows() -> None:
+    """Catches a row that stays on the host."""
     _, streams, groups = pair()
     for each in streams:
         each.is_free = True
@@ -179,11 +178,11 @@ def test_gathered_rows() -> None:
         assert [part.tolist() for part in parts] == [[1.0] * 2, [2.0] * 2]
 
 
-# ---- what carries exchanges
+# ---- choice of the backend
 
 
 def seats(*gpus: tuple[str, ...], has_nccl: bool = True) -> list[list[RankDevice]]:
-    """Of replicas on one machine each, by the GPUs of their ranks."""
+    """Devices of the ranks of each replica, all on one machine, by the GPUs of their ranks."""
     return [[RankDevice("a", gpu, has_nccl) for gpu in replica] for replica in gpus]
 
 
@@ -199,8 +198,10 @@ def seats(*gpus: tuple[str, ...], has_nccl: bool = True) -> list[list[RankDevice
         ("auto", [[RankDevice("a", "0", True)], [RankDevice("b", "0", True)]], "nccl"),
     ],
 )
-def test_auto_takes_nccl_where_it_can(wanted: str, places: list[list[RankDevice]], chosen: str) -> None:
-    """A GPU belongs to its machine. Catches two ranks on one GPU, which NCCL refuses."""
+def test_auto_backend_is_nccl_where_possible(
+    wanted: str, places: list[list[RankDevice]], chosen: str
+) -> None:
+    """GPUs are compared by machine. Catches two ranks on one GPU, which NCCL refuses."""
     assert choose_backend(wanted, places) == chosen
 
 
@@ -212,8 +213,8 @@ def test_auto_takes_nccl_where_it_can(wanted: str, places: list[list[RankDevice]
         (seats(("0",), has_nccl=False), "torch of rank 0 of replica 0 was built without NCCL"),
     ],
 )
-def test_nccl_that_cannot_be(places: list[list[RankDevice]], rule: str) -> None:
-    """One line: the value, the rule, the remedy."""
+def test_impossible_nccl_backend_is_refused(places: list[list[RankDevice]], rule: str) -> None:
+    """The error is one line with value, rule and remedy."""
     with pytest.raises(UsageError, match=rule) as caught:
         choose_backend("nccl", places)
     assert str(caught.value).startswith("--edit-sync-backend nccl: ")
@@ -221,11 +222,11 @@ def test_nccl_that_cannot_be(places: list[list[RankDevice]], rule: str) -> None:
 
 
 @pytest.mark.parametrize(("device", "is_staged"), [("cuda", True), ("cpu", False)])
-def test_gloo_is_staged_on_gpus(
+def test_gloo_group_is_staged_on_gpus(
     device: str, is_staged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gloo has no coalesced gather of a GPU's tensors, and waits for the device: catches a group
-    that hands it some."""
+    """Gloo has no coalesced gather of GPU tensors, and blocks the device. Catches a group that
+    passes GPU tensors to it."""
     gloo = SimpleNamespace(name=lambda: "gloo")
     monkeypatch.setattr(dist, "ProcessGroupGloo", lambda *args: gloo)
     with_streams = partial(Group, make_streams=lambda device: SlowStreams())

@@ -1,4 +1,4 @@
-"""Replicas that made fewer steps, or none, in the decisions of a sync."""
+"""Decisions of a sync about replicas that made fewer steps, or none."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ PENALTY = Penalty(
 )
 
 
-def test_who_made_no_step_has_no_weight_and_teaches_nothing() -> None:
+def test_replica_without_steps_has_no_weight_or_verdict() -> None:
     """Its pseudo-gradient is zero: softmax(-norm) would give it the most."""
     norms = torch.tensor([[1.0, 2.0], [0.0, 0.0], [1.0, 2.0]], dtype=torch.float64)
     decision, learned = decide(norms, DetectorState.fresh(3, 2), PENALTY, STEPS, range(2))
     assert decision.weights.tolist() == [[0.5, 0.5], [0.0, 0.0], [0.5, 0.5]]
     assert learned.accepted.tolist() == [[1, 1], [0, 0], [1, 1]]
     assert not bool(decision.rollback.any())
-    assert decision.norms.equal(norms)  # reported as they are
+    assert decision.norms.equal(norms)  # reported unchanged
 
 
 def test_step_weights_are_blended_over_the_accepted() -> None:
-    """w <- (1 - rho) w + rho * steps / sum steps; who is left out stays out, sums stay 1."""
+    """w <- (1 - rho) w + rho * steps / sum steps; rejected replicas keep weight 0, sums stay 1."""
     weights = torch.tensor([[0.75, 0.5], [0.25, 0.5], [0.0, 0.0]], dtype=torch.float64)
     steps = torch.tensor([[30.0] * 2, [10.0] * 2, [60.0] * 2], dtype=torch.float64)
     accepted = torch.tensor([[True, True], [True, True], [False, False]])
@@ -36,12 +36,12 @@ def test_step_weights_are_blended_over_the_accepted() -> None:
     blended = blend_step_weights(weights, accepted, steps, 0.5)
     assert blended.tolist() == [[0.75, 0.625], [0.25, 0.375], [0.0, 0.0]]
     assert blend_step_weights(weights, accepted, steps, 1.0)[:, 1].tolist() == [0.75, 0.25, 0.0]
-    nobody = torch.zeros(3, 1, dtype=torch.float64)
-    assert blend_step_weights(nobody, nobody.bool(), steps[:, :1], 0.5).tolist() == [[0.0]] * 3
+    none = torch.zeros(3, 1, dtype=torch.float64)
+    assert blend_step_weights(none, none.bool(), steps[:, :1], 0.5).tolist() == [[0.0]] * 3
 
 
-def test_an_accepted_replica_of_no_weight_keeps_its_share_by_steps() -> None:
-    """Would catch: taking weight 0 for a replica that was left out."""
+def test_accepted_replica_of_weight_zero_keeps_its_step_share() -> None:
+    """Would catch: weight 0 taken for a rejection."""
     norms = torch.tensor([[10.0], [900.0]], dtype=torch.float64)  # exp(-890 / T) is 0 at T = 1
     penalty = replace(PENALTY, temperature=1.0, step_share=0.5)
     steps = torch.tensor([[7], [7]])
@@ -51,7 +51,7 @@ def test_an_accepted_replica_of_no_weight_keeps_its_share_by_steps() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_blended_columns_sum_to_one(share: float) -> None:
-    """Whatever the share: the average is of the size of its parts."""
+    """For any share, so that the average keeps its scale."""
     weights = torch.softmax(torch.randn(5, 7, dtype=torch.float64), dim=0)
     steps = torch.tensor([[1.0], [2.0], [3.0], [4.0], [50.0]], dtype=torch.float64).expand(5, 7)
     blended = blend_step_weights(weights, torch.ones(5, 7, dtype=torch.bool), steps, share)

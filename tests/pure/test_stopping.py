@@ -1,4 +1,4 @@
-"""Megatron's decision to exit, and what becomes of it on the other replicas: no Megatron runs."""
+"""Megatron's decision to exit, and its effect on other replicas. Megatron does not run."""
 
 from __future__ import annotations
 
@@ -17,34 +17,36 @@ anything: Any = SimpleNamespace
 
 
 class Replica:
-    """Notes what is done; Megatron wants to exit where `wants_exit`."""
+    """Records calls in `done`; Megatron decides to exit where `wants_exit`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **status: Any) -> None:
         self.done: list[Any] = []
         self.wants_exit = False
         self.args = anything(save="saves", exit_interval=None, train_iters=100)
         self.engine = anything(
-            announce_stop=lambda: self.done.append("announce"), leave=self._leave,
-            check_in=lambda: True,
+            announce_stop=lambda: self.done.append("announce"), stop_mid_round=self._leave,
+            meet_without_sync=lambda: True,
             status=anything(**{
                 "step": 7, "suppresses_joint_actions": False, "is_warmup": False,
                 "is_stopping": False, "is_stop_seen": False, **status,
             }),
         )  # fmt: skip
-        self.saves: Any = anything(deciding=self._deciding, ending=self._ending, gives_up=False)
-        progress: Any = anything(shown=lambda call: nullcontext())
+        self.saves: Any = anything(
+            exit_decision=self._deciding, final_save=self._ending, should_end_training=False
+        )
+        progress: Any = anything(with_global_counts=lambda call: nullcontext())
         self.control = StopControl(self.engine, self.saves, progress, is_first=False)
         package: Any = anything(get_args=lambda: self.args)
         package.training = anything(
             get_args=package.get_args, save_checkpoint_and_time=self._save_checkpoint_and_time
         )
-        # `import a.b.c as x` asks the packages first, where a test before has imported them.
+        # `import a.b.c as x` reads attributes of packages that an earlier test has imported.
         monkeypatch.setattr(megatron, "training", package, raising=False)
         monkeypatch.setitem(sys.modules, "megatron.training", package)
         monkeypatch.setitem(sys.modules, "megatron.training.training", package.training)
 
     def decide(self, iteration: int) -> bool:
-        """After an iteration: whether this replica ends."""
+        """Whether this replica ends after an iteration."""
         arguments = {"model": "model", "iteration": iteration}
         return self.control.decide(anything(arguments=arguments, proceed=lambda: self.wants_exit))
 
@@ -69,8 +71,8 @@ class Replica:
 SAVED = ["ending", ("save", 8, "model")]
 
 
-def test_a_stop_is_announced_obeyed_and_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a round: catches a replica that stops without a word, or without what it has."""
+def test_stop_in_a_round_is_announced_and_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a replica that stops without an announcement, or without a save."""
     replica = Replica(monkeypatch)
     assert replica.decide(7) is False and replica.done == [("decide", 7)]
     replica.wants_exit = True
@@ -78,8 +80,8 @@ def test_a_stop_is_announced_obeyed_and_saved(monkeypatch: pytest.MonkeyPatch) -
     assert replica.done[1:] == [("decide", 8), "announce", "leave", *SAVED]
 
 
-def test_the_others_obey(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At their own next step; nobody announces it once more. Without --save nothing is saved."""
+def test_other_replicas_stop_at_their_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do not announce it again. Without --save nothing is saved."""
     replica = Replica(monkeypatch, is_stop_seen=True)
     assert replica.decide(8) is True
     assert replica.done == [("decide", 8), "leave", *SAVED]
@@ -88,20 +90,20 @@ def test_the_others_obey(monkeypatch: pytest.MonkeyPatch) -> None:
     assert silent.decide(8) is True and silent.done == [("decide", 8), "leave", "ending"]
 
 
-def test_saves_that_fail_end_the_replica_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only one rank knows that saves have failed: it announces that once, and leaves when all ranks
-    of its replica have heard of it. Catches one that leaves before the others."""
+def test_failing_saves_stop_all_ranks_of_the_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank finds that saves have failed: it announces a stop once, and stops when all ranks of
+    its replica have seen it. Catches a rank that stops before the others."""
     replica = Replica(monkeypatch)
-    replica.saves.gives_up = True
+    replica.saves.should_end_training = True
     assert replica.decide(6) is False and replica.decide(7) is False
     assert replica.done == [("decide", 6), "announce", ("decide", 7)]
     replica.engine.status.is_stop_seen = True
     assert replica.decide(8) is True and replica.done[4:] == ["leave", *SAVED]
 
 
-def test_in_warm_up_all_stop_after_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Announced once, and obeyed when all have agreed: catches one that leaves alone, and a stop
-    that nobody hears of."""
+def test_stop_in_warm_up_waits_for_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Announced once, and followed when all replicas have agreed. Catches a replica that stops
+    alone, and a stop that is not announced."""
     replica = Replica(monkeypatch, is_warmup=True)
     replica.wants_exit = True
     assert replica.decide(6) is False and replica.decide(7) is False
@@ -110,15 +112,15 @@ def test_in_warm_up_all_stop_after_the_same_step(monkeypatch: pytest.MonkeyPatch
     assert replica.decide(8) is True and replica.done[3:] == SAVED
 
 
-def test_at_a_planned_exit_all_are_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody announces it; where one has been stopped on its way, the others leave like it."""
+def test_planned_exit_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All replicas reach it together; where one has stopped before it, the others stop likewise."""
     replica = Replica(monkeypatch)
     replica.args.exit_interval, replica.wants_exit = 4, True
     assert replica.decide(8) is True and replica.done == [("planned", 8)]
-    broken_off = Replica(monkeypatch)
-    broken_off.engine.check_in = lambda: False
-    broken_off.args.exit_interval = 4
-    assert broken_off.decide(8) is True and broken_off.done == SAVED
+    stopped = Replica(monkeypatch)
+    stopped.engine.meet_without_sync = lambda: False
+    stopped.args.exit_interval = 4
+    assert stopped.decide(8) is True and stopped.done == SAVED
     last = Replica(monkeypatch)
     last.wants_exit = True
     assert last.decide(100) is False and last.done == [("decide", 100)]

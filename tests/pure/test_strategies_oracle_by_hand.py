@@ -1,4 +1,4 @@
-"""Hand-computed values for the oracle of the strategies: schedules, CO2, SlowMo, landings, ends."""
+"""Hand-computed values of the strategy oracle: schedules, CO2, SlowMo, landings, ends."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ NAN, INF = math.nan, math.inf
 def scalar_run(
     settings: StrategySettings, rows: Sequence[Sequence[float]], **more: Any
 ) -> Simulation:
-    """One unit of one element that starts at 0; rows[step][replica] are the displacements."""
+    """Run one unit of one element, from 0; rows[step][replica] are the displacements."""
     simulation = Simulation.start(len(rows[0]), {"u": np.zeros(1)}, settings)
     for row in rows:
         simulation.step([{"u": np.array([x])} for x in row], **more)
@@ -35,13 +35,13 @@ def state(simulation: Simulation) -> tuple[list[float], float, float]:
 
 
 def starts(schedule: Any, last: int) -> dict[int, list[int]]:
-    """Steps up to `last` after which something starts."""
+    """Groups that start after each step up to `last`; steps without any are left out."""
     rows = {s: list(schedule.groups_starting(s)) for s in range(1, last + 1)}
     return {s: groups for s, groups in rows.items() if groups}
 
 
-def test_staggered_starts() -> None:
-    """Catches: the first round not short, offsets rounded up, groups that start in warm-up."""
+def test_staggered_schedule_starts() -> None:
+    """Catches: a first round of full length, offsets rounded up, groups that start in warm-up."""
     # W = 5, tau = 7, F = 3: offsets 0, floor(7/3) = 2, floor(14/3) = 4.
     assert starts(StaggeredSchedule(7, warmup_steps=5, fragments=3), 20) == {
         7: [1], 9: [2], 12: [0], 14: [1], 16: [2], 19: [0],
@@ -55,8 +55,8 @@ def test_staggered_starts() -> None:
         StaggeredSchedule(3, delay=3)
 
 
-def test_qsr_starts() -> None:
-    """Catches: the rate of the round's end for that of its start, rounding up, no lower bound."""
+def test_qsr_schedule_starts() -> None:
+    """Catches: the rate at the end of a round, not its start; rounding up; no lower bound."""
     rates = [0.2, 1.0, 0.9, 0.5, 0.25, 0.3, 0.7, 0.1, 0.1, 0.1, 0.1, 0.1, 0.0]
     # W = 1: the first round starts with step 2. (1/1)^2 is less than tau = 2; (1/0.5)^2 = 4.
     schedule = QsrSchedule(2, 1.0, lambda s: rates[s - 1], warmup_steps=1)
@@ -76,8 +76,8 @@ CO2 = settings_for("co2", tau=1, outer_momentum=0.5)
 THREE_ROUNDS = [[-4.0, -8.0], [-2.0, -6.0], [-1.0, -1.0]]
 
 
-def test_co2_rounds() -> None:
-    """Catches: an average used in its own round, an old anchor that moves, theta not reset."""
+def test_co2_averages_land_one_round_later() -> None:
+    """Catches: an average used in its own round, a wrong anchor, theta not reset."""
     run = Simulation.start(2, {"u": np.zeros(1)}, CO2)
     expected = [
         # Round 1 sends D = 6; nothing has arrived: back to 0.
@@ -93,7 +93,7 @@ def test_co2_rounds() -> None:
 
 
 def test_co2_ends_with_everything_landed() -> None:
-    """Catches: the last round lost at the end of training, or landed against the wrong anchor."""
+    """Catches: a last round that is lost at the end of training, or lands on the wrong anchor."""
     run = scalar_run(CO2, THREE_ROUNDS[:2])
     run.step([{"u": np.array([-1.0])}] * 2, last=True)
     # As above, then D = 1 lands, too: m = 3.5 + 1 = 4.5, A = -13 - 4.5.
@@ -101,8 +101,8 @@ def test_co2_ends_with_everything_landed() -> None:
     assert not run.pending
 
 
-def test_co2_gap_and_clip() -> None:
-    """Catches: Lambda on the momentum, a clamp of the step instead of m, one that is not kept."""
+def test_co2_gap_and_clip_act_on_the_momentum() -> None:
+    """Catches: Lambda on the momentum, a clamp of the step in place of m, a clamped m not kept."""
     settings = settings_for("co2", tau=1, outer_momentum=0.5, co2_gap=2.0, outer_lr=3.0)
     # m = 6/2 = 3, A = -9; then m = 1.5 + 4/2 = 3.5, A = -9 - 10.5.
     assert state(scalar_run(settings, THREE_ROUNDS))[1:] == (-19.5, 3.5)
@@ -113,8 +113,8 @@ def test_co2_gap_and_clip() -> None:
     assert state(scalar_run(below, [[6.0], [0.0]]))[1:] == (3.25, -3.25)
 
 
-def test_co2_leaves_out_what_is_not_finite() -> None:
-    """Catches: a NaN in the average, a momentum that decays when everybody is lost."""
+def test_co2_leaves_out_nonfinite_replicas() -> None:
+    """Catches: a NaN in the average, a momentum that decays when no replica is finite."""
     assert state(scalar_run(CO2, [[-4.0, NAN], [0.0, 0.0]])) == ([-4.0, -4.0], -4.0, 4.0)
     lost = scalar_run(CO2, [[-4.0, -4.0], [NAN, INF], [0.0, 0.0]])
     assert state(lost) == ([-4.0, -4.0], -4.0, 4.0)
@@ -125,14 +125,14 @@ def test_co2_leaves_out_what_is_not_finite() -> None:
 # ---- SlowMo
 
 
-def test_slowmo_by_hand() -> None:
-    """Catches: u in units of parameters, alpha or the rate missing from the step."""
+def test_slowmo_equals_hand_computed_values() -> None:
+    """Catches: u in units of parameters, alpha or the learning rate missing from the step."""
     settings = settings_for("slowmo", tau=1, outer_lr=2.0, outer_momentum=0.5)
     run = scalar_run(settings, [[-1.0, -3.0]], lr=0.5)
     # D = 2, u = 2/0.5 = 4, A = -2 * 0.5 * 4 = -4.
     assert state(run) == ([-4.0, -4.0], -4.0, 4.0)
     run.step([{"u": np.array([-1.0])}] * 2, lr=0.25)
-    # u = 2 + 1/0.25 = 6, A = -4 - 2 * 0.25 * 6 = -7: a smaller rate damps the old u, too.
+    # u = 2 + 1/0.25 = 6, A = -4 - 2 * 0.25 * 6 = -7: a smaller rate scales the old u, too.
     assert state(run) == ([-7.0, -7.0], -7.0, 6.0)
 
 
@@ -147,7 +147,7 @@ def test_slowmo_at_rate_zero_averages() -> None:
 
 
 def nesterov(strategy: str, **more: Any) -> StrategySettings:
-    """nu = 1, mu_o = 1/2, no penalty; every number below is exact."""
+    """Settings with nu = 1, mu_o = 1/2, and no penalty; every number below is exact."""
     return settings_for(
         strategy, tau=4, outer_lr=1.0, outer_momentum=0.5, penalty=NO_PENALTY, **more
     )
@@ -157,8 +157,8 @@ def nesterov(strategy: str, **more: Any) -> StrategySettings:
 DELAYED = [[-1.0, -3.0]] * 4 + [[-0.5, -2.0]] * 2
 
 
-def test_landing_keeps_progress() -> None:
-    """Catches: progress lost or counted twice, mix on the wrong side, landed a step off."""
+def test_delayed_landing_keeps_progress() -> None:
+    """Catches: progress lost or counted twice, mix on the wrong side, a landing a step off."""
     early = scalar_run(nesterov("edit", fragments=1, delay=2, mix=0.0), DELAYED[:5])
     assert state(early) == ([-4.5, -14.0], 0.0, 0.0)
     plain = scalar_run(nesterov("edit", fragments=1, delay=2, mix=0.0), DELAYED)
@@ -167,44 +167,44 @@ def test_landing_keeps_progress() -> None:
     assert state(mixed) == ([-5 / 4 - 39 / 4, -16 / 4 - 48 / 4], -12.0, 8.0)
 
 
-def test_streaming_merges() -> None:
-    """Catches: progress kept where the publication drops it."""
+def test_streaming_diloco_landing_drops_progress() -> None:
+    """Catches: progress that is kept although the publication drops it."""
     run = scalar_run(nesterov("streaming-diloco", fragments=1, delay=2, mix=0.25), DELAYED)
     assert state(run) == ([-5 / 4 - 9.0, -16 / 4 - 9.0], -12.0, 8.0)
 
 
 @pytest.mark.parametrize("strategy", ["edit", "streaming-diloco", "diloco"])
-def test_lost_replicas_take_the_anchor(strategy: str) -> None:
-    """Catches: a replica that keeps its damage through mix or progress, NaN from 0 * inf."""
+def test_nonfinite_replica_takes_the_anchor(strategy: str) -> None:
+    """Catches: non-finite values kept through mix or progress, NaN from 0 * inf."""
     settings = nesterov(strategy, fragments=1, delay=2, mix=0.25)
     left_out = scalar_run(settings, [[-1.0, NAN], *DELAYED[1:]])
-    # Only replica 0 counts: D = 4, A' = -6. Replica 1 is all NaN until then.
+    # Only replica 0 is averaged: D = 4, A' = -6. Replica 1 is NaN until the landing.
     assert state(left_out)[0][1] == left_out.anchor["u"] == -6.0
     during = scalar_run(settings, [*DELAYED[:5], [-0.5, INF]])
-    # The snapshot was fine, so it counts; what it holds at the landing is not.
+    # Its snapshot was finite, so it is averaged; its parameters at the landing are not.
     assert state(during)[0][1] == during.anchor["u"] == -12.0
-    everybody = scalar_run(settings, [[NAN, INF], *DELAYED[1:]])
-    assert state(everybody) == ([0.0, 0.0], 0.0, 0.0)
+    none_finite = scalar_run(settings, [[NAN, INF], *DELAYED[1:]])
+    assert state(none_finite) == ([0.0, 0.0], 0.0, 0.0)
 
 
 def test_anomalous_replica_takes_the_anchor() -> None:
-    """Catches: an anomaly that is left out of the average, but keeps its progress."""
+    """Catches: an anomalous replica that is left out of the average but keeps its progress."""
     penalty = OracleSettings(warmup_syncs=2, weighting=False, max_norm=None)
     settings = settings_for(
         "edit", tau=2, delay=1, mix=0.5, outer_lr=1.0, outer_momentum=0.0, penalty=penalty
     )
-    # The third sync of replica 1 is x100 of what its detector has seen.
+    # The norm of replica 1 at its third sync is x100 of those before.
     run = scalar_run(settings, [[-1.0, -1.0]] * 5 + [[-1.0, -400.0], [-1.0, -1.0]])
     assert run.records[-1].left_out == (False, True)
     assert run.theta[1]["u"] == run.anchor["u"]
-    assert run.theta[0]["u"] == run.anchor["u"] - 1.0  # its progress, whatever mix says
+    assert run.theta[0]["u"] == run.anchor["u"] - 1.0  # its progress, whatever the mix
 
 
 # ---- the end of training
 
 
 def test_end_lands_early_and_syncs_the_rest() -> None:
-    """Catches: a partial round lost, a result landed after its successor, mix at the end."""
+    """Catches: a partial round lost, a result landed after the next one, mix at the end."""
     settings = nesterov("edit", fragments=1, delay=3, mix=0.5)
     run = scalar_run(settings, DELAYED[:5])
     run.step([{"u": np.array([x])} for x in DELAYED[5]], last=True)
@@ -221,14 +221,14 @@ def test_end_at_a_sync_syncs_once() -> None:
     run.step([{"u": np.array([x])} for x in DELAYED[3]], last=True)
     assert state(run) == ([-12.0, -12.0], -12.0, 8.0)
     assert len(run.records) == 1
-    # With mix, the regular sync of that step would leave the replicas apart.
+    # With mix, the regular sync of that step would leave the replicas different.
     mixed = scalar_run(nesterov("edit", fragments=1, mix=0.5), DELAYED[:3])
     mixed.step([{"u": np.array([x])} for x in DELAYED[3]], last=True)
     assert state(mixed) == state(run)
 
 
 def test_end_with_fragments_syncs_every_group_once() -> None:
-    """Catches: groups forgotten at the end, or synced at their step and again at the end."""
+    """Catches: groups not synced at the end, or synced at their step and again at the end."""
     settings = settings_for("local-sgd", tau=4, fragments=2)
     run = Simulation.start(2, {"a": np.zeros(1), "b": np.zeros(1)}, settings)
     for step in range(1, 5):
@@ -241,8 +241,8 @@ def test_end_with_fragments_syncs_every_group_once() -> None:
 # ---- replicas at their own speeds
 
 
-def test_own_speeds_and_step_weights() -> None:
-    """Catches: steps counted since the start, a replica without a step that counts or is judged."""
+def test_aedit_weights_by_steps_of_the_round() -> None:
+    """Catches: steps counted since the start, a weight or verdict for a replica without steps."""
     penalty = OracleSettings(weighting=False, max_norm=None)
     settings = settings_for(
         "a-edit", tau=1, rho=1.0, outer_lr=1.0, outer_momentum=0.0, penalty=penalty
@@ -267,8 +267,8 @@ def test_own_speeds_and_step_weights() -> None:
     assert half.records[-1].weights == (0.625, 0.375)
 
 
-def test_delay_counts_own_steps() -> None:
-    """Catches: a result that waits for the slowest, or one still pending when its group meets."""
+def test_aedit_delay_counts_steps_of_each_replica() -> None:
+    """Catches: a landing that waits for the slowest replica, or is pending when its group meets."""
     settings = settings_for(
         "a-edit", tau=9, delay=2, outer_lr=1.0, outer_momentum=0.0, penalty=NO_PENALTY
     )

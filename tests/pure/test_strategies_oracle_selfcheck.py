@@ -1,4 +1,4 @@
-"""The oracle of the strategies against published numbers, and where strategies must meet."""
+"""The strategy oracle against published numbers, and strategies that must be equal."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def start_units(seed: int = 3) -> dict[str, Array]:
 
 
 def moves(steps: int, replicas: int, seed: int = 4) -> list[list[dict[str, Array]]]:
-    """Random displacements, moves[step][replica][unit]."""
+    """Random displacements, `[step][replica][unit]`."""
     rng = np.random.default_rng(seed)
     return [
         [{n: rng.normal(size=size) * 0.1 for n, size in SIZES.items()} for _ in range(replicas)]
@@ -39,7 +39,7 @@ def trajectory(
 
 
 def assert_close(found: Array, expected: Array | list[Array]) -> None:
-    """The same arithmetic in another order: a few units in the last place of float64."""
+    """Assert equality up to the rounding of a different order of additions in float64."""
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-13)
 
 
@@ -47,7 +47,7 @@ def assert_close(found: Array, expected: Array | list[Array]) -> None:
 
 
 @pytest.mark.parametrize(("delay", "mix"), list(published.TORCHFT))
-def test_torchft_fixtures(delay: int, mix: float) -> None:
+def test_oracle_equals_torchft_fixtures(delay: int, mix: float) -> None:
     """Catches: the pseudo-gradient taken at the landing, mix on the wrong side, a wrong anchor."""
     settings = settings_for(
         "streaming-diloco", tau=6, fragments=2, delay=delay, mix=mix, outer_lr=2.0,
@@ -71,8 +71,8 @@ def test_torchft_fixtures(delay: int, mix: float) -> None:
                 assert anchors[step][fragment] == anchor
 
 
-def test_maxtext_numeric_case() -> None:
-    """Catches: heavy-ball for Nesterov, a sum for the mean; the gradients here are real ones."""
+def test_oracle_equals_maxtext_numeric_case() -> None:
+    """With real gradients. Catches: heavy-ball in place of Nesterov, a sum in place of the mean."""
     settings = settings_for("diloco", tau=3, outer_lr=1.0, outer_momentum=0.9)
     simulation = Simulation.start(2, published.MAXTEXT_START, settings)
     for losses in published.MAXTEXT_LOSSES:
@@ -88,7 +88,7 @@ def test_maxtext_numeric_case() -> None:
         np.testing.assert_allclose(simulation.anchor[name], expected, rtol=0, atol=5e-5)
 
 
-# ---- settings that must not matter, strategies that must meet
+# ---- settings without effect, strategies that must be equal
 
 
 PLAIN = [
@@ -101,7 +101,7 @@ PLAIN = [
 
 
 @pytest.mark.parametrize("settings", PLAIN, ids=lambda s: s.strategy)
-def test_progress_and_merge_agree_without_delay(settings: StrategySettings) -> None:
+def test_replicas_equal_the_anchor_after_an_undelayed_sync(settings: StrategySettings) -> None:
     """Catches: a landing that adds progress where there is none."""
     simulation = Simulation.start(3, start_units(), settings)
     for s, displacements in enumerate(moves(12, 3), start=1):
@@ -112,8 +112,8 @@ def test_progress_and_merge_agree_without_delay(settings: StrategySettings) -> N
                     np.testing.assert_array_equal(theta[name], anchor)
 
 
-def test_plain_edit_is_the_oracle_of_the_sync() -> None:
-    """Catches: a penalty that is lost on the way: weights, clip, detectors, momentum."""
+def test_plain_edit_equals_the_sync_oracle() -> None:
+    """Catches: a part of the penalty that is not applied: weights, clip, detectors, momentum."""
     penalty = OracleSettings(warmup_syncs=2, threshold=1.5, max_norm=0.15)
     simulation = Simulation.start(3, start_units(), settings_for("edit", tau=1, penalty=penalty))
     plain = EditOracle.start(3, list(start_units().values()), penalty)
@@ -134,15 +134,15 @@ def test_plain_edit_is_the_oracle_of_the_sync() -> None:
     assert any(r.clip < 1.0 for r in simulation.records)
 
 
-def test_streaming_without_stream_is_diloco() -> None:
-    """Catches: a streaming landing that is not the plain one at F = 1, d = 0, mix = 0."""
+def test_streaming_without_fragments_or_delay_is_diloco() -> None:
+    """Catches: a streaming landing that differs from the plain one at F = 1, d = 0, mix = 0."""
     plain = settings_for("diloco", tau=4)
     streaming = settings_for("streaming-diloco", tau=4, fragments=1, delay=0, mix=0.0)
     np.testing.assert_array_equal(trajectory(plain), trajectory(streaming))
 
 
 def test_edit_without_penalty_is_diloco() -> None:
-    """Catches: detectors, weights or clip that act although they are off."""
+    """Catches: detectors, weights or clip that act although they are disabled."""
     rates = {"outer_lr": 0.7, "outer_momentum": 0.9}
     for more in ({}, {"fragments": 2}, {"mix": 0.25}, {"fragments": 3, "delay": 2, "mix": 0.25}):
         edit = settings_for("edit", tau=4, penalty=NO_PENALTY, **rates, **more)
@@ -160,12 +160,12 @@ def test_edit_without_penalty_is_diloco() -> None:
     ],
     ids=lambda s: s.strategy,
 )
-def test_all_of_them_contain_local_sgd(settings: StrategySettings) -> None:
+def test_outer_lr_one_without_momentum_is_local_sgd(settings: StrategySettings) -> None:
     """Catches: an outer step at rate 1 without momentum that is not plain averaging."""
     assert_close(trajectory(settings), trajectory(settings_for("local-sgd", tau=4)))
 
 
-def test_local_sgd_is_averaging() -> None:
+def test_local_sgd_averages_parameters_every_tau_steps() -> None:
     """Catches: a local SGD that is anything but the mean of the parameters every tau steps."""
     expected = [np.concatenate(list(start_units().values()))] * 3
     found = trajectory(settings_for("local-sgd", tau=4), steps=8, end=False)
@@ -180,7 +180,7 @@ def test_local_sgd_is_averaging() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["local-sgd", "diloco", "edit", "streaming-diloco"])
-def test_one_replica_is_left_alone(strategy: str) -> None:
+def test_sync_of_one_replica_changes_nothing(strategy: str) -> None:
     """Catches: a sync that changes anything at N = 1, nu = 1, mu_o = 0, also with a delay."""
     settings = settings_for(
         strategy, tau=4, fragments=2, delay=2 if strategy != "streaming-diloco" else 0, mix=0.5,
@@ -192,8 +192,8 @@ def test_one_replica_is_left_alone(strategy: str) -> None:
     assert_close(found[:, 0], start + np.cumsum(moved, axis=0))
 
 
-def test_endless_warmup_is_the_mean_of_all() -> None:
-    """Catches: replicas that part in warm-up, and a last step that syncs without a round."""
+def test_endless_warmup_averages_every_step() -> None:
+    """Catches: replicas that differ in warm-up, and a sync at the last step without a round."""
     found = trajectory(settings_for("post-local-sgd", tau=4, warmup_steps=100))
     moved = [
         np.mean([np.concatenate(list(m.values())) for m in row], axis=0) for row in moves(13, 3)
@@ -203,8 +203,8 @@ def test_endless_warmup_is_the_mean_of_all() -> None:
         assert_close(found[:, r], start + np.cumsum(moved, axis=0))
 
 
-def test_fragments_are_the_plain_syncs_of_other_steps() -> None:
-    """Catches: a unit in a wrong group, a group at a wrong step, a neighbour that is touched."""
+def test_fragment_equals_a_plain_run_with_shifted_syncs() -> None:
+    """Catches: a unit in a wrong group, a group at a wrong step, a change of another group."""
     found = trajectory(settings_for("diloco", tau=4, fragments=2), end=False)
     shifts = {0: 0, 1: 2}  # floor(f tau / F)
     for i, name in enumerate(SIZES):
@@ -223,8 +223,8 @@ def test_fragments_are_the_plain_syncs_of_other_steps() -> None:
                 )
 
 
-def test_fp32_follows_fp64() -> None:
-    """Catches: a state that silently goes back to float64 where float32 was asked for."""
+def test_fp32_oracle_is_close_to_fp64() -> None:
+    """Catches: state that is converted to float64 although float32 was requested."""
     settings = settings_for("edit", tau=4, fragments=2, delay=1, mix=0.25, dtype=np.float32)
     simulation = Simulation.start(3, start_units(), settings)
     for displacements in moves(9, 3):
@@ -237,7 +237,7 @@ def test_fp32_follows_fp64() -> None:
     assert not np.array_equal(single, double)
 
 
-def test_default_penalty_is_the_methods() -> None:
-    """Catches: an edit that runs without its penalty."""
+def test_default_penalty_of_each_strategy() -> None:
+    """Catches: the strategy `edit` without its penalty."""
     assert settings_for("edit", tau=4).penalty == OracleSettings()
     assert settings_for("diloco", tau=4).penalty == NO_PENALTY

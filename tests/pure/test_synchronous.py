@@ -1,4 +1,4 @@
-"""What replicas do in step, each in a thread of its own: an equal start, and the warm-up."""
+"""Synchronous parts of a run: the equal start and the warm-up. Each replica is a thread."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from megatron_edit.engine.rounds.synchronous import (
     broadcast_if_different,
     sum_counts,
 )
-from tests.harness.memory_network import Network, groups_of, in_threads
+from tests.harness.memory_network import Network, two_phase_groups, run_in_threads
 
 anything: Any = SimpleNamespace
 
 
 def replicas(count: int, **ties: Any) -> list[Any]:
-    """Groups of replicas of one rank each, that wait for each other."""
-    sync, meeting = (groups_of(count, Network(patience=20.0)) for _ in range(2))
-    alone = groups_of(1, Network())[0]
+    """Groups of `count` replicas of one rank each, whose collectives wait for each other."""
+    sync, meeting = (two_phase_groups(count, Network(patience=20.0)) for _ in range(2))
+    alone = two_phase_groups(1, Network())[0]
     return [
         anything(sync=one, meeting=two, replica=alone, stage=alone, ties=ties)
         for one, two in zip(sync, meeting, strict=True)
@@ -32,9 +32,9 @@ def replicas(count: int, **ties: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("tokens", [None, (1.0, 3.0)])
-def test_gradients_are_averaged(tokens: tuple[float, float] | None) -> None:
-    """Over the replicas, or over the tokens of all: catches sums, means that are divided twice, and
-    a replica with few tokens that counts as much as one with many."""
+def test_warm_up_gradients_are_averaged(tokens: tuple[float, float] | None) -> None:
+    """They are averaged over replicas, or over tokens. Catches sums, means that are divided twice,
+    and a replica with few tokens that is weighted like one with many."""
     shards = [[torch.tensor([1.0, 2.0]), torch.tensor([4.0])],
               [torch.tensor([3.0, 6.0]), torch.tensor([0.0])]]  # fmt: skip
     given = [None if tokens is None else torch.tensor(number) for number in tokens or (0, 0)]
@@ -44,13 +44,13 @@ def test_gradients_are_averaged(tokens: tuple[float, float] | None) -> None:
         average_gradients(host, groups[replica], given[replica])
 
     groups = replicas(2)
-    in_threads([lambda r=r: average(r) for r in range(2)])  # type: ignore[misc]
+    run_in_threads([lambda r=r: average(r) for r in range(2)])  # type: ignore[misc]
     wanted = [[2.0, 4.0], [2.0]] if tokens is None else [[2.5, 5.0], [1.0]]
     assert [[shard.tolist() for shard in mine] for mine in shards] == [wanted] * 2
 
 
-def test_tied_gradients_beyond_two_replicas() -> None:
-    """Three addends may round by where they lie: the copies take the first one's."""
+def test_tied_gradients_are_broadcast_beyond_two_replicas() -> None:
+    """A sum of three may round differently by position: copies take that of the first rank."""
     tie = anything(broadcast=lambda tensor: tensor.fill_(7.0))
     groups, copies = replicas(3, tied=tie), [torch.ones(1) for _ in range(3)]
 
@@ -61,12 +61,12 @@ def test_tied_gradients_beyond_two_replicas() -> None:
         )
         average_gradients(host, groups[replica], None)
 
-    in_threads([lambda r=r: average(r) for r in range(3)])  # type: ignore[misc]
+    run_in_threads([lambda r=r: average(r) for r in range(3)])  # type: ignore[misc]
     assert [copy.item() for copy in copies] == [7.0] * 3
 
 
-def test_counts_are_summed_and_linear_state_is_averaged() -> None:
-    """Catches integers that become fractions, and a mean that is a sum."""
+def test_counts_are_summed_and_linear_buffers_averaged() -> None:
+    """Catches counts that become fractions, and a sum in place of a mean."""
     groups = replicas(2)
     counts, linear = ([torch.tensor([2.0, 4.0 + r]) for r in range(2)] for _ in range(2))
 
@@ -77,13 +77,13 @@ def test_counts_are_summed_and_linear_state_is_averaged() -> None:
         sum_counts(host, groups[replica])
         average_linear_buffers(host, groups[replica])
 
-    in_threads([lambda r=r: exchange(r) for r in range(2)])  # type: ignore[misc]
+    run_in_threads([lambda r=r: exchange(r) for r in range(2)])  # type: ignore[misc]
     assert [count.tolist() for count in counts] == [[4.0, 9.0]] * 2
     assert [value.tolist() for value in linear] == [[2.0, 4.5]] * 2
 
 
 def host_of(values: list[float], gathered: list[int]) -> Any:
-    """A replica's model of one unit, and a buffer that no optimizer owns."""
+    """The host of a model of one unit and a buffer that belongs to no optimizer."""
     main = torch.tensor(values)
     target, buffer = torch.zeros_like(main), torch.tensor(values[:1])
     plan = plan_units([ParamShard("a", "a", main, True, None, target=target)], ["a"], ["a"])
@@ -94,7 +94,7 @@ def host_of(values: list[float], gathered: list[int]) -> Any:
 
 
 def test_all_start_from_replica_0() -> None:
-    """Parameters, what the model reads, and the rest of it; how far they were apart is known."""
+    """Main and model parameters, and other tensors. The largest difference is returned."""
     gathered: list[int] = []
     hosts = [host_of([float(r), 2.0 * r], gathered) for r in range(3)]
     groups = replicas(3)
@@ -102,7 +102,7 @@ def test_all_start_from_replica_0() -> None:
     def start(replica: int) -> float:
         return broadcast_first_replica(hosts[replica], groups[replica])
 
-    apart = in_threads([lambda r=r: start(r) for r in range(3)])  # type: ignore[misc]
+    apart = run_in_threads([lambda r=r: start(r) for r in range(3)])  # type: ignore[misc]
     assert apart == [4.0] * 3 and len(gathered) == 3
     for host in hosts:
         assert host.main.tolist() == host.target.tolist() == [0.0, 0.0]
@@ -110,18 +110,18 @@ def test_all_start_from_replica_0() -> None:
 
 
 @pytest.mark.parametrize("last", [2.0, 2.0 + 2.0**-22])
-def test_after_the_warm_up_they_are_equal(last: float) -> None:
-    """What was rounded differently is made equal, and said; what is equal is left alone."""
+def test_rounding_differences_are_removed_after_warm_up(last: float) -> None:
+    """Differences are removed and logged; equal replicas are not changed."""
     gathered: list[int] = []
     hosts = [host_of([1.0, value], gathered) for value in (2.0, 2.0, last)]
-    groups, said = replicas(3), list[str]()
+    groups, messages = replicas(3), list[str]()
 
     def switch(replica: int) -> None:
         broadcast_if_different(
-            hosts[replica], groups[replica], anything(on_message=lambda text: said.append(text))
+            hosts[replica], groups[replica], anything(on_message=lambda text: messages.append(text))
         )
 
-    in_threads([lambda r=r: switch(r) for r in range(3)])  # type: ignore[misc]
+    run_in_threads([lambda r=r: switch(r) for r in range(3)])  # type: ignore[misc]
     assert [host.main.tolist() for host in hosts] == [[1.0, 2.0]] * 3
-    assert len(said) == len(gathered) == (3 if last > 2.0 else 0)
-    assert all("rounded differently" in text and "2.384e-07" in text for text in said)
+    assert len(messages) == len(gathered) == (3 if last > 2.0 else 0)
+    assert all("rounded differently" in text and "2.384e-07" in text for text in messages)

@@ -1,6 +1,6 @@
-"""One unit through a sync on one rank: what becomes of anchor, momentum and parameters.
+"""The sync of one unit on one rank: its effect on anchor, momentum and parameters.
 
-The other ranks of the stage, and copies elsewhere, are stand-ins that answer at once.
+Other ranks of the stage, and ranks with copies, are stand-ins that answer at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_edit.method.detector import Verdict
 from megatron_edit.method.landing import DIRECT_COPY, LandingRule
 from megatron_edit.method.loss_check import LossVerdict
 from megatron_edit.method.outer import CLIP_EPSILON, Nesterov
-from tests.harness.memory_network import CPU, Network, groups_of
+from tests.harness.memory_network import CPU, Network, two_phase_groups
 
 anything: Any = SimpleNamespace
 RULE = Nesterov(lr=0.5, momentum=0.8)
@@ -35,7 +35,7 @@ DELAYED = replace(DIRECT_COPY, delay=2)
 
 
 def plan_of(unit: str = "layer.1", tie: str | None = None) -> UnitPlan:
-    """A unit of two parameters, whose second one may be a copy; all zeros."""
+    """A unit of two parameters, all zeros, the second of which may be a tied copy."""
     params = [
         ParamShard("a", unit, torch.zeros(2), True, None, target=torch.zeros(2)),
         ParamShard("b", unit, torch.zeros(1), tie is None, tie),
@@ -44,22 +44,22 @@ def plan_of(unit: str = "layer.1", tie: str | None = None) -> UnitPlan:
 
 
 def outer_of(plan: UnitPlan, *, offload: bool = False) -> OuterState:
-    """Of one replica, taken from the parameters as they are."""
-    return OuterState.take(plan, CPU, offload=offload, num_replicas=1, max_staged=2)
+    """The outer state of one replica, with the current parameters as anchor."""
+    return OuterState.from_parameters(plan, CPU, offload=offload, num_replicas=1, max_staged=2)
 
 
 def groups_with(
     gather: Callable[[Tensor], Tensor] = lambda mine: mine.unsqueeze(0), **ties: Any
 ) -> Any:
-    """Of one replica, whose other ranks answer `gather`."""
+    """Groups of one replica whose other ranks answer `gather`."""
     others = anything(all_gather=gather)
-    return anything(sync=groups_of(1, Network())[0], stage=others, replica=others, ties=ties)
+    return anything(sync=two_phase_groups(1, Network())[0], stage=others, replica=others, ties=ties)
 
 
 def decision_of(
     *, weight: float = 1.0, anomalous: bool = False, rollback: bool = False
 ) -> Decision:
-    """Of one replica and one unit."""
+    """A decision about one replica and one unit."""
     verdict = Verdict(torch.tensor([[anomalous]]), torch.zeros(1, 1))
     norms = torch.ones(1, 1, dtype=torch.float64)
     loss = LossVerdict.without_check(torch.full((1,), torch.nan))
@@ -69,7 +69,7 @@ def decision_of(
 def begin(
     plan: UnitPlan, outer: OuterState, groups: Any, decision: Decision, landing: LandingRule
 ) -> UnitSync:
-    """Prepared, and its exchange begun; the parameters have moved by -1 since the anchor."""
+    """Start the exchange of a unit whose parameters have moved by -1 since the anchor."""
     (shard,) = plan.shards
     shard.scatter(torch.full((3,), -1.0))
     unit = UnitSync.prepare(shard, outer.units[shard.name], None, groups, decision, landing)
@@ -79,8 +79,8 @@ def begin(
 
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("weight", [1.0, 0.25])
-def test_the_average_moves_anchor_and_momentum(weight: float, offload: bool) -> None:
-    """With its weight; also where both live elsewhere. Catches a state that is not put back."""
+def test_outer_step_changes_anchor_and_momentum(weight: float, offload: bool) -> None:
+    """Also with offload. Catches a weight that is ignored, and state that is not stored back."""
     plan, groups = plan_of(), groups_with()
     outer = outer_of(plan, offload=offload)
     unit = begin(plan, outer, groups, decision_of(weight=weight), DIRECT_COPY)
@@ -93,8 +93,8 @@ def test_the_average_moves_anchor_and_momentum(weight: float, offload: bool) -> 
     assert float(result.norm) == pytest.approx(weight * 3**0.5) and float(result.clip) == 1.0
 
 
-def test_a_roll_back_changes_neither() -> None:
-    """Every replica is left out: catches a momentum that decays, or remembers what is dropped."""
+def test_roll_back_keeps_anchor_and_momentum() -> None:
+    """All replicas are rejected. Catches a momentum that decays, or takes in the average."""
     plan, groups = plan_of(), groups_with()
     outer = outer_of(plan)
     outer.units["layer.1"].momentum.fill_(3.0)
@@ -110,13 +110,15 @@ def test_a_roll_back_changes_neither() -> None:
 @pytest.mark.parametrize(
     ("is_anomalous", "is_finite"), [(False, True), (True, True), (False, False)]
 )
-def test_progress_is_kept_of_who_counted(is_anomalous: bool, is_finite: bool) -> None:
-    """A delayed landing: catches one that is left out, or broke since, and keeps what it had."""
+def test_delayed_landing_keeps_progress_of_accepted_replicas_only(
+    is_anomalous: bool, is_finite: bool
+) -> None:
+    """Catches a rejected or no longer finite replica that keeps its progress."""
     plan, groups = plan_of(), groups_with()
     outer = outer_of(plan)
     decision = decision_of(weight=0.0 if is_anomalous else 1.0, anomalous=is_anomalous)
     unit = begin(plan, outer, groups, decision, DELAYED)
-    plan.shards[0].scatter(torch.full((3,), -1.5))  # trained on
+    plan.shards[0].scatter(torch.full((3,), -1.5))  # further training
     unit.step(groups, SyncRules(RULE, None, DELAYED))
     has_bad_moments = unit.land(DELAYED, is_finite=is_finite)
     anchor = outer.units["layer.1"].anchor.tolist()
@@ -127,8 +129,8 @@ def test_progress_is_kept_of_who_counted(is_anomalous: bool, is_finite: bool) ->
     assert has_bad_moments is (not counted)
 
 
-def test_the_clip_is_of_the_whole_unit() -> None:
-    """Of all ranks of the stage: catches a clip of each shard by itself."""
+def test_clip_uses_the_norm_over_all_ranks_of_the_stage() -> None:
+    """Catches a clip of each shard by its own norm."""
 
     def with_another(mine: Tensor) -> Tensor:
         return torch.stack([mine, mine + 13.0])
@@ -143,8 +145,8 @@ def test_the_clip_is_of_the_whole_unit() -> None:
     assert outer.units["layer.1"].momentum.tolist() == pytest.approx([2.0 / norm] * 3)
 
 
-def test_copies_take_the_bits_of_the_first() -> None:
-    """On other tensor-parallel ranks or stages; they are not counted twice in the norm."""
+def test_averages_of_copies_are_taken_from_the_first_rank() -> None:
+    """Copies on other tensor-parallel ranks or stages; they count once in the norm."""
     first = anything(size=2, broadcast_nowait=lambda copies: copies.fill_(7.0))
     other = anything(size=2, broadcast_nowait=lambda copies: copies.fill_(9.0))
     plan, groups = plan_of(tie="tied-tp"), groups_with(**{"tied-tp": first, "other": other})
@@ -158,8 +160,8 @@ def test_copies_take_the_bits_of_the_first() -> None:
 @pytest.mark.parametrize(
     ("unit_name", "tie"), [("layer.1", "tied-tp"), ("embedding", TIED_EMBEDDING)]
 )
-def test_moments_of_copies_take_the_bits_of_the_first(unit_name: str, tie: str) -> None:
-    """Their codes have other neighbours on each rank. In the message of the average."""
+def test_moments_of_copies_are_taken_from_the_first_rank(unit_name: str, tie: str) -> None:
+    """Each rank encodes a copy in another block. They are sent in the message of the average."""
     messages: list[Tensor] = []
 
     def first_rank(message: Tensor) -> None:
@@ -175,16 +177,16 @@ def test_moments_of_copies_take_the_bits_of_the_first(unit_name: str, tie: str) 
     assert found == [[1.0, 1.0, 7.0], [1.0, 1.0, 8.0], [1.0, 1.0, 9.0]] and len(messages) == 1
 
 
-def test_a_stage_with_a_copy_alone_learns_the_norm() -> None:
-    """Of the tied embedding: catches stages that clip it by different factors, and drift."""
-    told = torch.tensor([2.0**-60 + 25.0 / 3.0], dtype=torch.float64)  # all its bits count
+def test_norm_of_tied_embedding_is_sent_to_the_last_stage() -> None:
+    """Catches stages that clip the tied embedding by different factors, so that copies drift."""
+    sent = torch.tensor([2.0**-60 + 25.0 / 3.0], dtype=torch.float64)  # all its bits matter
 
     def first_stage(message: Tensor) -> None:
-        message[-2:] = told.view(torch.int32)
+        message[-2:] = sent.view(torch.int32)
         messages.append(message)
 
     ties = {TIED_EMBEDDING: anything(size=2, broadcast_nowait=first_stage)}
-    for unit_name, square in (("embedding", told.item()), ("final", 3.0)):
+    for unit_name, square in (("embedding", sent.item()), ("final", 3.0)):
         messages: list[Tensor] = []
         plan, groups = plan_of(unit_name), groups_with(**ties)
         unit = begin(plan, outer_of(plan), groups, decision_of(), DIRECT_COPY)
@@ -193,9 +195,9 @@ def test_a_stage_with_a_copy_alone_learns_the_norm() -> None:
         assert len(messages) == (unit_name == "embedding")
 
 
-def test_a_copy_of_the_embedding_comes_with_its_norm() -> None:
-    """In one message, bit for bit, NaN too. Catches two in a row, and copies that stay as they
-    were rounded here."""
+def test_tied_embedding_and_its_norm_are_one_message() -> None:
+    """Bit for bit, NaN included. Catches two messages in a row, and copies that keep the rounding
+    of their own rank."""
     copied, squares = torch.tensor([torch.nan, 7.0]), torch.tensor([9.0], dtype=torch.float64)
     messages: list[Tensor] = []
 
@@ -212,8 +214,8 @@ def test_a_copy_of_the_embedding_comes_with_its_norm() -> None:
     assert float(result.norm) == 3.0 and len(messages) == 1
 
 
-def test_the_model_reads_what_was_landed() -> None:
-    """In its own precision: catches parameters that stay as they were in the forward pass."""
+def test_publish_writes_landed_values_to_the_model() -> None:
+    """Catches a forward pass with parameters of before the sync."""
     (shard,) = plan_of().shards
     shard.scatter(torch.tensor([1.0, 2.0, 3.0]))
     assert shard.params[0].target is not None and shard.params[0].target.tolist() == [0.0, 0.0]
@@ -221,8 +223,8 @@ def test_the_model_reads_what_was_landed() -> None:
     assert shard.params[0].target.tolist() == [1.0, 2.0]
 
 
-def test_other_units_of_a_broken_replica_come_back() -> None:
-    """With their anchor, and progress counts from it; those that land or are finite are left."""
+def test_other_nonfinite_units_are_restored_to_their_anchor() -> None:
+    """Their progress counts from the anchor; units that land or are finite are not changed."""
     names = ["embedding", "layer.1", "layer.2", "final"]
     values = [float("nan"), float("inf"), 5.0, float("nan")]
     params = [
@@ -249,8 +251,8 @@ def test_other_units_of_a_broken_replica_come_back() -> None:
 
 
 @pytest.mark.parametrize("where", [None, 1, 2])
-def test_one_replica_of_three_that_drifted_is_found(where: int | None) -> None:
-    """In the unit where it did: catches a check that wants all of them to differ."""
+def test_drift_of_one_replica_of_three_is_found(where: int | None) -> None:
+    """Its unit is named. Catches a check that requires all replicas to differ."""
 
     def meet(mine: Tensor) -> Tensor:
         table = mine.repeat(3, 1)
@@ -266,8 +268,8 @@ def test_one_replica_of_three_that_drifted_is_found(where: int | None) -> None:
     assert names == ([] if where is None else ["layer.1"])
 
 
-def test_shared_state_is_of_who_was_accepted() -> None:
-    """By the unit that it belongs to; of all where none was; never of what is not finite."""
+def test_shared_buffers_are_averaged_over_accepted_replicas() -> None:
+    """Replicas accepted in the buffer's unit count, or all where none is; finite values only."""
     buffers = [torch.zeros(2), torch.zeros(1), torch.zeros(1)]
     host = anything(shared_buffers=lambda: list(zip((3, 5, 7), buffers, strict=True)))
     rows = [[1.0, 2.0, 10.0, 9.0], [3.0, 4.0, 20.0, 9.0], [50.0, 60.0, float("nan"), 9.0]]

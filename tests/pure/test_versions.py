@@ -1,4 +1,4 @@
-"""Which torch is accepted."""
+"""Versions of torch that are accepted, and the version of Megatron that is shown."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from tests.harness.launch import REPOSITORY
 @pytest.mark.parametrize(
     "version", ["2.6.0", "2.6.0a0+ecf3bae40a.nv25.1", "2.13.0+cpu", "2.13.0a0+x.nv26.9", "3.0"]
 )
-def test_torch_that_is_new_enough(version: str) -> None:
-    """Catches a container of NVIDIA that is refused: its torch is older than itself by PEP 440."""
+def test_supported_torch_versions_are_accepted(version: str) -> None:
+    """Catches a refused NVIDIA container, whose torch is a pre-release by PEP 440."""
     check_torch(version)
 
 
 @pytest.mark.parametrize("version", ["2.5.1", "1.13.0", "2.5.0a0+x.nv24.10", "nightly"])
-def test_torch_that_is_not(version: str) -> None:
+def test_unsupported_torch_versions_are_refused(version: str) -> None:
     with pytest.raises(HostVersionError, match=f"torch {re.escape(version)}: "):
         check_torch(version)
 
 
-def test_the_oldest_torch_is_said_alike() -> None:
-    """By the package, its requirements, and what our own tests run with."""
+def test_oldest_torch_is_the_same_everywhere() -> None:
+    """Package, requirements, and the environment of our tests must agree."""
     oldest = ".".join(map(str, OLDEST_TORCH))
     assert f'TORCH = "torch>={oldest}"' in (REPOSITORY / "setup.py").read_text(encoding="utf-8")
     lines = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
@@ -41,10 +41,10 @@ def test_the_oldest_torch_is_said_alike() -> None:
 
 
 @pytest.mark.parametrize("place", ["env/lib/site-packages", "."])
-def test_no_commit_of_another_repository(place: str, tmp_path: Path) -> None:
-    """In an environment inside another repository megatron-core names that one's latest commit.
+def test_version_shows_no_commit_of_another_repository(place: str, tmp_path: Path) -> None:
+    """In an environment inside another repository, megatron-core adds that repository's commit.
 
-    Catches it in what we show; and a clone of Megatron-LM, of which the commit is not shown.
+    Catches a shown version with that commit; and a clone of Megatron-LM without its own commit.
     """
     core = tmp_path / place / "megatron" / "core"
     core.mkdir(parents=True)

@@ -1,7 +1,7 @@
 """TensorBoard and W&B that cannot be written.
 
 Would catch: an error of a writer, or of its thread, that reaches training; a warning at every
-value; a writer that stays dead although there is room again.
+value; a writer that stays disabled although there is room again.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from megatron_edit.host import writers
-from megatron_edit.host.writers import SafeWriter, opened_anew
+from megatron_edit.host.writers import SafeWriter, reopen_writer
 from tests.harness.disk import fill_disk
 
 pytest.importorskip("tensorboard")
 
 
 def values_in(folder: Path) -> dict[int, float]:
-    """Of the scalar `x`, in all event files of a folder."""
+    """Values of the scalar `x` by step, from all event files of a folder."""
     from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
         EventAccumulator,
     )
@@ -35,15 +35,15 @@ def values_in(folder: Path) -> dict[int, float]:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_tensorboard_on_a_full_disk(
+def test_tensorboard_recovers_from_a_full_disk(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Its thread ends with the error. What was written before is kept; what comes later is written
-    once there is room."""
+    """Its thread ends with the error. Earlier values are kept; later values are written once there
+    is room."""
     from torch.utils.tensorboard import SummaryWriter
 
     board: Any = SummaryWriter(str(small_disk / "board"), max_queue=10)
-    safe: Any = SafeWriter(board, "TensorBoard", lambda: opened_anew(board))
+    safe: Any = SafeWriter(board, "TensorBoard", lambda: reopen_writer(board))
     safe.add_scalar("x", 1.0, 1)
     safe.flush()
     filler = fill_disk(small_disk)
@@ -56,17 +56,17 @@ def test_tensorboard_on_a_full_disk(
     filler.unlink()
     safe.add_scalar("x", 4.0, 2001)
     safe.flush()
-    safe.tell_of_losses()
+    safe.report_lost_writes()
     found = values_in(small_disk / "board")
     assert found[1] == 1.0 and found[2001] == 4.0 and 2000 not in found
-    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("[edit]")]
-    assert len(said) == 2
-    assert said[0].startswith("[edit] TensorBoard cannot be written (OSError: [Errno 28]")
-    assert said[1].endswith("calls failed, and what they wrote is lost")
+    warnings = [line for line in capfd.readouterr().err.splitlines() if line.startswith("[edit]")]
+    assert len(warnings) == 2
+    assert warnings[0].startswith("[edit] TensorBoard cannot be written (OSError: [Errno 28]")
+    assert warnings[1].endswith("calls failed, and what they wrote is lost")
 
 
-def test_wandb_that_fails(capfd: pytest.CaptureFixture[str]) -> None:
-    """Each call is tried; attributes, classes and results are the module's own."""
+def test_failing_wandb_calls_do_not_end_training(capfd: pytest.CaptureFixture[str]) -> None:
+    """Each call is tried; attributes, classes and results are those of the module."""
 
     def log(values: dict[str, float], step: int) -> str:
         if step == 2:
@@ -82,7 +82,7 @@ def test_wandb_that_fails(capfd: pytest.CaptureFixture[str]) -> None:
     assert [safe.log({}, step) for step in (1, 2, 3)] == ["logged", None, "logged"]
     assert (safe.run, safe.Artifact) == ("run", dict)
     safe.config.update({})
-    safe.tell_of_losses()
+    safe.report_lost_writes()
     first, second, last = capfd.readouterr().err.splitlines()
     assert (
         "W&B cannot be written (ConnectionError: the service has gone); training goes on" in first

@@ -1,4 +1,4 @@
-"""The start of a sync: who counts in a unit, with what weight; and what is kept until it lands."""
+"""The start of a sync: accepted replicas, their weights, and the state kept until the landing."""
 
 import math
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ from tests.reference.outer_rules import StrategySettings
 
 @dataclass(frozen=True)
 class UnitRecord:
-    """What was decided about one unit in one sync.
+    """The decision about one unit in one sync.
 
     Attributes:
         unit: its name.
         step: the attempted step after which the sync started.
         norms: one per replica.
-        weights: one per replica, 0 for those left out.
-        left_out: one per replica.
+        weights: one per replica, 0 for replicas left out.
+        left_out: one per replica, whether it is left out.
         update_norm: norm of the average before the clip; 0 where rolled back.
         clip: the factor; 1 where rolled back.
         closeness: smallest relative distance of a tested norm to its bound.
@@ -44,7 +44,7 @@ class UnitRecord:
 
     @property
     def rolled_back(self) -> bool:
-        """Nobody counted."""
+        """Whether all replicas were left out."""
         return all(self.left_out)
 
 
@@ -53,11 +53,11 @@ class Pending:
     """A sync that has started and has not landed everywhere.
 
     Attributes:
-        started: own steps of every replica at the start.
+        started: steps that each replica had made at the start.
         snapshots: parameters at the start, snapshots[replica][unit].
         averages: the weighted, clipped average of every unit.
         records: the decisions, by unit.
-        lr: inner rate at the start.
+        lr: inner learning rate at the start.
         result: new anchor and momentum by unit, once the first replica has landed.
         waiting: replicas that have not landed.
     """
@@ -79,19 +79,19 @@ def judge(
     steps: Sequence[int],
     detectors: Sequence[DetectorOracle],
 ) -> tuple[Array, UnitRecord]:
-    """Steps 1 to 5 of the sync of one unit.
+    """Run steps 1 to 5 of the sync of one unit.
 
     Args:
-        settings: the strategy; without a penalty only what is not finite is left out.
+        settings: the strategy; without a penalty only non-finite replicas are left out.
         unit: its name, for the record.
         step: the attempted step, for the record.
         deltas: A - theta, one per replica.
-        steps: own steps of every replica since the last sync of the unit. A replica without one
-            is left out, and its detector does not hear of it.
-        detectors: of every replica for this unit. They move.
+        steps: steps of each replica since the last sync of the unit. A replica without a step is
+            left out, and its detector is not updated.
+        detectors: of each replica for this unit; updated in place.
 
     Returns:
-        The average after the clip, zeros where nobody counts, and what was decided.
+        The average after the clip, zero if all replicas are left out, and the decision.
     """
     penalty = settings.penalty
     norms = [norm_of(delta.astype(np.float64)) for delta in deltas]
@@ -121,7 +121,7 @@ def judge(
 def step_weighted(
     weights: Sequence[float], steps: Sequence[int], left_out: Sequence[bool], *, rho: float
 ) -> list[float]:
-    """Weights mixed with the shares of steps, w <- (1 - rho) w + rho n_r / sum n, renormalised."""
+    """Mix weights with step shares, w <- (1 - rho) w + rho n_r / sum n, and renormalise."""
     if rho == 0.0 or all(left_out):
         return list(weights)
     counted = [0 if out else n for n, out in zip(steps, left_out, strict=True)]

@@ -1,4 +1,4 @@
-"""The loss check, written from its formulas with plain numbers, one replica at a time."""
+"""The loss check, implemented from its formulas one replica at a time."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 
 @dataclass
 class LossOracle:
-    """All replicas' histories.
+    """Loss histories of all replicas.
 
     Attributes:
         num_replicas: N.
-        threshold: standard deviations.
-        patience: rejections in a row.
-        values: d that each replica's history has accepted since it started.
-        rejected: rejections in a row of each replica.
+        threshold: largest accepted excess, in standard deviations.
+        patience: largest number of rejections in a row.
+        values: accepted differences d since the start of the history, per replica.
+        rejected: current number of rejections in a row, per replica.
     """
 
     num_replicas: int
@@ -30,7 +30,7 @@ class LossOracle:
         self.rejected = [0] * self.num_replicas
 
     def statistics(self, replica: int) -> tuple[float, float]:
-        """Mean and sigma of a history: plain means of a young one, exponential ones later."""
+        """Return mean and sigma of a history: plain means at first, later exponential ones."""
         mean = deviation = 0.0
         for count, value in enumerate(self.values[replica]):
             if count == 0:
@@ -44,7 +44,7 @@ class LossOracle:
         return mean, math.sqrt(math.pi / 2.0) * deviation
 
     def observe(self, losses: Sequence[float], steps: Sequence[int]) -> list[bool]:
-        """Who is rejected in one round."""
+        """Return which replicas are rejected in one round."""
         usable = [
             math.isfinite(loss) and count > 0 for loss, count in zip(losses, steps, strict=True)
         ]

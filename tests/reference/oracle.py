@@ -1,8 +1,8 @@
 """The EDiT method in slow, readable NumPy float64: the expected values of the tests.
 
-Written from the description of the method alone. It shares no code with `megatron_edit`, knows no
-process groups and no shards, and prefers loops over replicas to tensor expressions. Inputs of any
-dtype are taken to float64.
+Written from the description of the method alone. It shares no code with `megatron_edit`, has no
+process groups and no shards, and uses loops over replicas instead of tensor expressions. Inputs of
+any dtype are converted to float64.
 """
 
 import math
@@ -32,8 +32,8 @@ class OracleSettings:
         max_norm: phi of the clip; None is off.
         outer_lr: nu.
         outer_momentum: mu_o.
-        anomaly_elimination: off leaves only non-finite norms out and freezes the statistics.
-        weighting: off gives every accepted replica the same weight.
+        anomaly_elimination: if off, only non-finite norms are left out, and statistics are frozen.
+        weighting: if off, all accepted replicas have the same weight.
     """
 
     threshold: float = 3.0
@@ -50,7 +50,7 @@ class OracleSettings:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a detector says about one norm.
+    """The verdict of a detector on one norm.
 
     Attributes:
         anomalous: the replica is left out of the unit.
@@ -78,19 +78,19 @@ class DetectorOracle:
 
     @property
     def armed(self) -> bool:
-        """True when the detector may reject a finite norm."""
+        """Whether the detector may reject a finite norm."""
         enough = self.accepted >= self.settings.warmup_syncs
         return self.mean > 0.0 and self.updates >= 1 and enough
 
     def corrected_sigma(self) -> float:
-        """Standard deviation after the bias correction for the start from zero variance."""
+        """Return the standard deviation with bias correction for the zero initial variance."""
         correction = 1.0 - (1.0 - self.settings.alpha) ** self.updates
         return math.sqrt(self.var / correction)
 
     def observe(self, norm: float) -> Judgement:
-        """Judges one norm, then moves the statistics accordingly."""
+        """Judge one norm and update the statistics accordingly."""
         if not math.isfinite(norm):
-            # Left out at any time; neither a rejection nor an end of a row of rejections.
+            # Always left out; does not change the number of rejections in a row.
             return Judgement(anomalous=True)
         if not self.armed:
             self._accept(norm)
@@ -107,15 +107,15 @@ class DetectorOracle:
             self._accept(norm)
             return Judgement(False, score, excess, bound)
         if self.rejected >= self.settings.patience:
-            # A change of regime: the value is used, and nothing of the old history survives.
-            self._start_anew(norm)
+            # A change of regime: the value is accepted and starts a new history.
+            self._restart(norm)
             return Judgement(False, score, excess, bound)
         self.rejected += 1
         return Judgement(True, score, excess, bound)
 
     def _accept(self, norm: float) -> None:
         if self.accepted == 0:
-            self._start_anew(norm)
+            self._restart(norm)
             return
         alpha = self.settings.alpha
         self.mean = alpha * norm + (1.0 - alpha) * self.mean
@@ -125,7 +125,7 @@ class DetectorOracle:
         self.accepted += 1
         self.rejected = 0
 
-    def _start_anew(self, norm: float) -> None:
+    def _restart(self, norm: float) -> None:
         self.mean = norm
         self.var = 0.0
         self.updates = 0
@@ -134,14 +134,14 @@ class DetectorOracle:
 
 
 def quotient(excess: float, scale: float) -> float:
-    """IEEE division: inf where only the scale is 0 (means so small that their floor underflows)."""
+    """Divide as in IEEE 754: inf if only the scale is 0 (means whose floor underflows)."""
     if scale > 0.0:
         return excess / scale
     return math.nan if excess == 0.0 else math.copysign(math.inf, excess)
 
 
 def median_of(values: Sequence[float]) -> float:
-    """Median; the mean of the two middle values where their number is even."""
+    """Return the median; the mean of the two middle values if their number is even."""
     ordered = sorted(values)
     middle = len(ordered) // 2
     if len(ordered) % 2 == 1:
@@ -156,13 +156,13 @@ def unit_weights(
     temperature: float | None,
     uniform: bool = False,
 ) -> list[float]:
-    """Weights of all replicas in one unit.
+    """Return the weights of all replicas in one unit.
 
     Args:
         norms: one pseudo-gradient norm per replica.
         anomalous: which replicas are left out.
         temperature: T; None is the median of the accepted norms.
-        uniform: True when the weighting is switched off.
+        uniform: whether the weighting is switched off.
 
     Returns:
         One weight per replica: their sum is 1, or all are 0 when no replica is accepted.
@@ -189,7 +189,7 @@ def unit_weights(
 def weight_table(
     norms: Array, anomalous: BoolArray, *, temperature: float | None, uniform: bool = False
 ) -> Array:
-    """`unit_weights` for every column of a table [N, U]."""
+    """Apply `unit_weights` to every column of a table [N, U]."""
     table = np.zeros(norms.shape, dtype=np.float64)
     for u in range(norms.shape[1]):
         table[:, u] = unit_weights(
@@ -201,7 +201,7 @@ def weight_table(
 def weighted_average(
     deltas: Sequence[Array], weights: Sequence[float], anomalous: Sequence[bool]
 ) -> Array:
-    """Weighted sum of the pseudo-gradients; what an anomalous replica holds is never touched."""
+    """Return the weighted sum of pseudo-gradients; those of anomalous replicas are not read."""
     total = np.zeros(deltas[0].shape, dtype=np.float64)
     for delta, weight, is_anomalous in zip(deltas, weights, anomalous, strict=True):
         if not is_anomalous:
@@ -210,7 +210,7 @@ def weighted_average(
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:
-    """c = min(1, phi / (norm + 1e-6)); 1 when the clip is off."""
+    """Return c = min(1, phi / (norm + 1e-6)); 1 if the clip is off."""
     if max_norm is None:
         return 1.0
     return min(1.0, max_norm / (norm + CLIP_EPSILON))
@@ -219,21 +219,21 @@ def clip_factor(norm: float, max_norm: float | None) -> float:
 def nesterov(
     anchor: Array, momentum: Array, step: Array, *, lr: float, momentum_coefficient: float
 ) -> tuple[Array, Array]:
-    """One outer step with the clipped average `step`; returns (new anchor, new momentum)."""
+    """Make one outer step with the clipped average `step`; return (new anchor, new momentum)."""
     new_momentum = momentum_coefficient * momentum + step
     new_anchor = anchor - lr * (step + momentum_coefficient * new_momentum)
     return new_anchor, new_momentum
 
 
 def norm_of(delta: Array) -> float:
-    """Euclidean norm; NaN and inf pass through."""
+    """Return the Euclidean norm; NaN and inf propagate."""
     with np.errstate(over="ignore", invalid="ignore"):
         return float(np.sqrt(np.sum(delta * delta)))
 
 
 @dataclass(frozen=True)
 class SyncRecord:
-    """What happened in one sync.
+    """The record of one sync.
 
     Attributes:
         norms: [N, U], norms of the pseudo-gradients.
@@ -243,8 +243,8 @@ class SyncRecord:
         update_norm: [U], norm of the average before the clip; 0 where rolled back.
         clip: [U], clip factor; 1 where rolled back.
         rollback: [U], all replicas were anomalous.
-        closeness: smallest relative distance of a tested norm to its bound. A test whose inputs
-            differ in the last bits has nothing to compare where this is near 0.
+        closeness: smallest relative distance of a tested norm to its bound. If it is near 0,
+            rounding decides, and implementations cannot be compared.
     """
 
     norms: Array
@@ -259,7 +259,7 @@ class SyncRecord:
 
 @dataclass
 class EditOracle:
-    """All replicas of one run after the switch: add displacements to `theta`, then `sync`.
+    """All replicas of one run after the switch. Add displacements to `theta`, then call `sync`.
 
     Attributes:
         settings: settings of the method.
@@ -279,7 +279,7 @@ class EditOracle:
     def start(
         cls, num_replicas: int, parameters: Sequence[NDArray[np.floating]], settings: OracleSettings
     ) -> "EditOracle":
-        """The state right after the switch: identical replicas, anchor taken, momentum zero."""
+        """Return the state right after the switch: identical replicas and zero momentum."""
         units = [np.array(p, dtype=np.float64) for p in parameters]
         return cls(
             settings=settings,
@@ -290,7 +290,7 @@ class EditOracle:
         )
 
     def sync(self) -> SyncRecord:
-        """One sync of all units; every replica holds the new anchor afterwards."""
+        """Sync all units; afterwards every replica has the new anchor."""
         num_replicas, num_units = len(self.theta), len(self.anchor)
         deltas = [
             [self.anchor[u] - self.theta[r][u] for u in range(num_units)]
@@ -345,7 +345,7 @@ class EditOracle:
 
 
 def closeness_of(judgement: Judgement) -> float:
-    """Relative distance between the two sides of a test; inf where there was none."""
+    """Return the relative distance between both sides of a test; inf if there was none."""
     if math.isnan(judgement.excess) or math.isinf(judgement.bound):
         return math.inf
     scale = max(abs(judgement.excess), abs(judgement.bound))

@@ -1,6 +1,6 @@
-"""What tells the strategies apart: presets, the outer step of one unit, its landing.
+"""Differences between strategies: presets, outer step and landing of one unit.
 
-Plain functions of arrays and numbers, written from the publications: local SGD (arXiv 1805.09767),
+Functions of arrays and numbers, written from the publications: local SGD (arXiv 1805.09767),
 post-local SGD (1808.07217), SlowMo (1910.00643), DiLoCo (2311.08105), CO2 (2401.16265), Streaming
 DiLoCo (2501.18512).
 """
@@ -20,7 +20,7 @@ NESTEROV = ("diloco", "streaming-diloco", *PENALIZED)
 
 @dataclass(frozen=True)
 class StrategySettings:
-    """One strategy with its numbers; `settings_for` knows the presets.
+    """Settings of one strategy; `settings_for` applies the presets.
 
     Attributes:
         strategy: a name of method section 6.
@@ -35,7 +35,7 @@ class StrategySettings:
         co2_gap: Lambda, a constant.
         co2_clip: phi_m, the bound of every element of CO2's momentum; None is off.
         rho: weight of the step counts in the weights of `a-edit`.
-        dtype: float64, or float32 to see what the rounding of the engine's state does.
+        dtype: float64, or float32 to include the rounding of the engine's state.
     """
 
     strategy: str
@@ -53,12 +53,12 @@ class StrategySettings:
     dtype: type[np.floating[Any]] = np.float64
 
     def __post_init__(self) -> None:
-        """Refuses what is not defined."""
+        """Refuse unknown strategies and combinations."""
         known = {*AVERAGING, *NESTEROV, "slowmo", "co2"}
         if self.strategy not in known:
             raise ValueError(f"strategy {self.strategy!r} is not one of {sorted(known)}")
         if self.strategy == "co2" and (self.delay or self.mix):
-            raise ValueError("co2 is a round late by itself: it has no delay and no mix")
+            raise ValueError("co2 is delayed by one round itself: it has no delay and no mix")
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -76,22 +76,22 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def settings_for(strategy: str, *, tau: int, **changes: Any) -> StrategySettings:
-    """The preset of `strategy`; `changes` are fields that win over it."""
+    """Return the preset of `strategy`, overridden by `changes`."""
     return replace(StrategySettings(strategy, tau, **PRESETS[strategy]), **changes)
 
 
 def outer_step(
     settings: StrategySettings, anchor: Array, momentum: Array, average: Array, *, lr: float
 ) -> tuple[Array, Array]:
-    """New anchor and momentum of one unit.
+    """Return the new anchor and momentum of one unit.
 
     Args:
         settings: the strategy.
         anchor: A, before.
-        momentum: b of Nesterov, u of SlowMo, m of CO2; stays zero where only averaged.
-        average: the average of A - theta over the replicas that count; with CO2 that of the round
-            before, whose A was another.
-        lr: rate of the inner optimizer at the sync, read by SlowMo alone.
+        momentum: b of Nesterov, u of SlowMo, m of CO2; stays zero for averaging strategies.
+        average: the average of A - theta over the accepted replicas; with CO2 that of the previous
+            round, computed with the previous A.
+        lr: learning rate of the inner optimizer at the sync, used by SlowMo only.
     """
     rate, beta = settings.outer_lr, settings.outer_momentum
     if settings.strategy in AVERAGING or (settings.strategy == "slowmo" and lr == 0.0):
@@ -110,10 +110,10 @@ def outer_step(
 def landed(
     settings: StrategySettings, theta: Array, snapshot: Array, anchor: Array, *, mix: float
 ) -> Array:
-    """Parameters of a replica that counted in the unit, after the new `anchor` has landed.
+    """Return the parameters of an accepted replica after the new `anchor` has landed.
 
-    CO2 restarts from the anchor and Streaming DiLoCo merges what the replica has now with it, as
-    published. All others keep the progress made since the snapshot, which is zero without delay.
+    CO2 restarts from the anchor, and Streaming DiLoCo mixes it with the current parameters, as
+    published. All others keep the progress since the snapshot, which is zero without delay.
     """
     if settings.strategy == "co2":
         return anchor.copy()

@@ -1,4 +1,4 @@
-"""Fixed points that others have published for DiLoCo and Streaming DiLoCo.
+"""Published reference values for DiLoCo and Streaming DiLoCo.
 
 * torchft (BSD-3), test_fixtures/torchft.diloco_regression_test.*: two equal replicas, two fragments
   of one parameter each, H = 6, inner SGD of rate 1 with the constant gradient 2, outer SGD of rate
@@ -38,7 +38,8 @@ TORCHFT: dict[tuple[int, float], tuple[list[float], list[float]]] = {
     (1, 1.0): (LOCAL, LOCAL),
 }
 
-# Anchors where nothing of them reaches the parameters: (delay, fragment) -> {after step: anchor}.
+# Anchors with mix 1.0, where they do not affect the parameters:
+# (delay, fragment) -> {after step: anchor}.
 TORCHFT_ANCHORS = {
     (0, 0): {3: -11.0, 9: -23.0},
     (0, 1): {6: -23.0, 12: -23.0},
@@ -49,19 +50,19 @@ TORCHFT_ANCHORS = {
 MAXTEXT_START = {"w": np.array([2.0, 1.0]), "b": np.array([1.0])}
 MAXTEXT_INPUTS = [np.array([[0.0, 1.0], [1.0, 0.0]]), np.array([[1.0, 0.0], [0.0, 1.0]])]
 MAXTEXT_LABELS = [np.array([1.0, 2.0]), np.array([2.0, 3.0])]
-# Before every step, of replica 0 and 1; the fourth pair comes after the sync.
+# Losses of replicas 0 and 1 before every step; the fourth pair is after the sync.
 MAXTEXT_LOSSES = [(1.0, 1.0), (0.49, 0.81), (0.2401, 0.6561), (0.207544, 0.940944)]
 MAXTEXT_SYNCED = {"w": np.array([1.5345, 1.0494]), "b": np.array([0.5839])}
 MAXTEXT_RATE = 0.1
 
 
 def torchft_schedule(delay: int) -> ExplicitSchedule:
-    """Starts after steps 3k - d, k = 1 ... 5: fragment 0, then 1, in turns."""
+    """Return starts after steps 3k - d, k = 1 ... 5, of fragments 0 and 1 alternately."""
     return ExplicitSchedule({3 * k - delay: [(k - 1) % 2] for k in range(1, 6)}, delay)
 
 
 def maxtext_gradients(replica: int, w: Array, b: Array) -> tuple[float, dict[str, Array]]:
-    """Mean squared error of the linear model on the rows of `replica`, and its gradients."""
+    """Return the mean squared error of the linear model on the data of `replica`, and gradients."""
     inputs, labels = MAXTEXT_INPUTS[replica], MAXTEXT_LABELS[replica]
     residual = inputs @ w + b - labels
     slope = 2.0 * residual / len(labels)

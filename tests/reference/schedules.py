@@ -1,8 +1,8 @@
 """When groups of units start a sync: the schedules of the strategy oracle.
 
-A schedule has `groups_starting(step)`, the groups that take their pseudo-gradients after attempted
-step `step` (1-based), and `delay`, the steps until the result lands. The end of training is not in
-it: then every group syncs once, whatever the schedule says.
+A schedule has `groups_starting(step)`, the groups that compute their pseudo-gradients after
+attempted step `step` (1-based), and `delay`, the steps until the result lands. The end of training
+is not part of it: then every group syncs once.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import Protocol
 
 
 class Schedule(Protocol):
-    """What the simulation asks a schedule."""
+    """The interface of a schedule that the simulation uses."""
 
     @property
     def delay(self) -> int:
@@ -32,7 +32,7 @@ class StaggeredSchedule:
     delay: int = 0
 
     def __post_init__(self) -> None:
-        """Refuses what has no meaning: more groups than steps, a result later than its round."""
+        """Refuse more groups than steps, and a delay of a round or longer."""
         if not 1 <= self.fragments <= self.tau:
             raise ValueError(f"fragments {self.fragments} is not in 1..tau = {self.tau}")
         if not 0 <= self.delay < self.tau:
@@ -56,7 +56,7 @@ class QsrSchedule:
     Attributes:
         tau: the shortest round, in steps.
         a: the constant a, in units of the learning rate.
-        lr_at: the rate that counts for a round which starts with step s, 1-based.
+        lr_at: learning rate for a round that starts with step s, 1-based.
         warmup_steps: W.
         delay: d.
     """
@@ -68,12 +68,12 @@ class QsrSchedule:
     delay: int = 0
 
     def interval(self, first_step: int) -> int | None:
-        """Steps of the round that starts with `first_step`; None at rate 0: to the end."""
+        """Return the steps of the round that starts with `first_step`; None (no end) at rate 0."""
         lr = self.lr_at(first_step)
         return None if lr == 0.0 else max(self.tau, math.floor((self.a / lr) ** 2))
 
     def groups_starting(self, step: int) -> list[int]:
-        """[0] at the end of a round, else nothing."""
+        """Return [0] at the end of a round, otherwise an empty list."""
         last = self.warmup_steps
         while last < step:
             interval = self.interval(last + 1)
@@ -91,5 +91,5 @@ class ExplicitSchedule:
     delay: int = 0
 
     def groups_starting(self, step: int) -> Sequence[int]:
-        """The groups of the table's row; none where it has no row."""
+        """Return the groups of the table for this step, if any."""
         return self.starts.get(step, ())

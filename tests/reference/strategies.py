@@ -1,8 +1,9 @@
-"""Every strategy of the method, step by step, for N replicas held in one process.
+"""All strategies of the method, step by step, for N replicas in one process.
 
 Written from the description of the method and from the publications alone; it shares no code with
-`megatron_edit`. Inner training is a list of displacements: what a replica's parameters move by in
-a step. Units are a mapping from names to arrays, in forward order; unit i belongs to group i mod F.
+`megatron_edit`. Inner training is a list of displacements, which are added to the parameters of a
+replica in a step. Units are a mapping from names to arrays, in forward order;
+unit i belongs to group i mod F.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,17 +22,17 @@ Units = Mapping[str, NDArray[np.floating]]
 
 @dataclass
 class Simulation:
-    """All replicas of one run. `step` is a step of all of them; `advance` and `meet` are its parts,
-    for replicas that step at their own speeds.
+    """All replicas of one run. `step` makes a step of all replicas; `advance` and `meet` are its
+    parts, for replicas at different speeds.
 
     Attributes:
         settings: the strategy.
-        schedule: when which group starts; replaced where a test brings its own.
+        schedule: which groups start after which step; tests may pass their own.
         theta: parameters, theta[replica][unit].
-        anchor: by unit; the start values until the switch.
+        anchor: by unit; the initial values until the switch.
         momentum: outer momentum, by unit.
-        own_steps: attempted steps of every replica.
-        records: every decision so far.
+        steps_made: attempted steps of every replica.
+        records: all decisions so far.
     """
 
     settings: StrategySettings
@@ -40,7 +41,7 @@ class Simulation:
     anchor: dict[str, Array]
     momentum: dict[str, Array]
     detectors: list[dict[str, DetectorOracle]]
-    own_steps: list[int]
+    steps_made: list[int]
     last_sync: dict[int, list[int]] = field(default_factory=dict)
     pending: dict[int, Pending] = field(default_factory=dict)
     records: list[UnitRecord] = field(default_factory=list)
@@ -53,7 +54,7 @@ class Simulation:
         settings: StrategySettings,
         schedule: Schedule | None = None,
     ) -> "Simulation":
-        """Identical replicas before step 1; the schedule of the settings unless one is given."""
+        """Return identical replicas before step 1, by default with the schedule of the settings."""
         units = {name: np.array(p, dtype=settings.dtype) for name, p in parameters.items()}
         return cls(
             settings=settings,
@@ -67,25 +68,25 @@ class Simulation:
             detectors=[
                 {n: DetectorOracle(settings.penalty) for n in units} for _ in range(num_replicas)
             ],
-            own_steps=[0] * num_replicas,
+            steps_made=[0] * num_replicas,
         )
 
     def units_of(self, group: int) -> list[str]:
-        """Names of the units of one group, in forward order."""
+        """Return the names of the units of one group, in forward order."""
         return [n for i, n in enumerate(self.anchor) if i % self.settings.fragments == group]
 
     # ---- a step of all replicas
 
     def step(self, displacements: Sequence[Units], *, lr: float = 1.0, last: bool = False) -> None:
-        """One attempted step of every replica and what follows it.
+        """Make one attempted step of all replicas, with landings and syncs that follow.
 
         Args:
-            displacements: one mapping per replica. In warm-up all take their mean, which is what
-                averaged gradients do to an inner optimizer that is linear in them.
-            lr: rate of the inner optimizer in this step.
-            last: the end of training: what is pending lands, then every group syncs once.
+            displacements: one mapping per replica. In warm-up all replicas use the mean, which
+                equals averaged gradients for an inner optimizer that is linear in them.
+            lr: learning rate of the inner optimizer in this step.
+            last: whether training ends: pending syncs land, then every group syncs once.
         """
-        step = self.own_steps[0] + 1
+        step = self.steps_made[0] + 1
         if step <= self.settings.warmup_steps:
             mean = {n: np.mean([d[n] for d in displacements], axis=0) for n in self.anchor}
             displacements = [mean] * len(self.theta)
@@ -100,68 +101,68 @@ class Simulation:
         else:
             self.meet(self.schedule.groups_starting(step), lr=lr)
 
-    # ---- its parts
+    # ---- parts of a step
 
     def advance(self, replica: int, displacement: Units) -> None:
-        """One inner step of one replica, and the landings that are due after it."""
+        """Make one inner step of one replica, and the landings that are due after it."""
         theta = self.theta[replica]
         for name in theta:
             theta[name] = theta[name] + np.asarray(displacement[name], dtype=self.settings.dtype)
-        self.own_steps[replica] += 1
+        self.steps_made[replica] += 1
         for group, pending in list(self.pending.items()):
-            due = self.own_steps[replica] - pending.started[replica] >= self.schedule.delay
+            due = self.steps_made[replica] - pending.started[replica] >= self.schedule.delay
             if due and self.settings.strategy != "co2":
                 self._land(group, [replica], mix=self.settings.mix)
 
     def meet(self, groups: Sequence[int], *, lr: float = 1.0) -> None:
-        """The start of a sync of `groups`; without delay it lands at once."""
+        """Start a sync of `groups`; without delay it lands at once."""
         for group in groups:
             if self.settings.strategy == "co2":
-                self._turn(group, lr=lr)
+                self._sync_co2(group, lr=lr)
                 continue
             self._land_all(group, mix=self.settings.mix)
-            self.pending[group] = self._taken(group, lr)
+            self.pending[group] = self._start_sync(group, lr)
             if self.schedule.delay == 0:
                 self._land_all(group, mix=self.settings.mix)
 
     def finish(self, *, lr: float = 1.0) -> None:
-        """The end of training: afterwards nothing is pending and theta is A everywhere."""
+        """End training: afterwards nothing is pending and theta equals A in all replicas."""
         for group in range(self.settings.fragments):
             if self.settings.strategy == "co2":
-                self._turn(group, lr=lr)
+                self._sync_co2(group, lr=lr)
             else:
                 self._land_all(group, mix=self.settings.mix)
-                self.pending[group] = self._taken(group, lr)
+                self.pending[group] = self._start_sync(group, lr)
             self._land_all(group, mix=0.0)
 
     # ---- one group
 
-    def _turn(self, group: int, *, lr: float) -> None:
-        # CO2: what was sent a round ago has arrived. This round's end leaves before it is landed
-        # on, for the landing overwrites theta. With nothing sent yet the momentum is zero and
-        # stays so: every replica goes back to the anchor.
-        leaving = self._taken(group, lr)
+    def _sync_co2(self, group: int, *, lr: float) -> None:
+        # CO2: the average of the previous round has arrived. That of this round is started before
+        # the landing, which overwrites theta. Before the first result the momentum is zero and
+        # stays zero: every replica returns to the anchor.
+        started = self._start_sync(group, lr)
         self._land_all(group, mix=0.0)
         for theta in self.theta:
             theta.update({n: self.anchor[n].copy() for n in self.units_of(group)})
-        self.pending[group] = leaving
+        self.pending[group] = started
 
-    def _taken(self, group: int, lr: float) -> Pending:
+    def _start_sync(self, group: int, lr: float) -> Pending:
         names = self.units_of(group)
         since = self.last_sync.get(group, [self.settings.warmup_steps] * len(self.theta))
-        steps = [own - then for own, then in zip(self.own_steps, since, strict=True)]
-        self.last_sync[group] = list(self.own_steps)
+        steps = [own - then for own, then in zip(self.steps_made, since, strict=True)]
+        self.last_sync[group] = list(self.steps_made)
         averages, records = {}, {}
         for name in names:
             with np.errstate(invalid="ignore", over="ignore"):
                 deltas = [self.anchor[name] - theta[name] for theta in self.theta]
             detectors = [row[name] for row in self.detectors]
             averages[name], records[name] = judge(
-                self.settings, name, max(self.own_steps), deltas, steps, detectors
+                self.settings, name, max(self.steps_made), deltas, steps, detectors
             )
         self.records.extend(records.values())
         return Pending(
-            started=list(self.own_steps),
+            started=list(self.steps_made),
             snapshots=[{n: theta[n].copy() for n in names} for theta in self.theta],
             averages=averages,
             records=records,
@@ -179,10 +180,10 @@ class Simulation:
             anchor, _ = self._result(pending, name)
             for r in set(replicas) & pending.waiting:
                 theta, snapshot = self.theta[r][name], pending.snapshots[r][name]
-                lost = record.left_out[r] or not (_is_finite(theta) and _is_finite(snapshot))
+                is_reset = record.left_out[r] or not (_is_finite(theta) and _is_finite(snapshot))
                 self.theta[r][name] = (
                     anchor.copy()
-                    if lost
+                    if is_reset
                     else landed(self.settings, theta, snapshot, anchor, mix=mix)
                 )
         pending.waiting -= set(replicas)

@@ -1,4 +1,4 @@
-"""Sums over encoded wires in plain NumPy, block by block: what the wires are compared with."""
+"""Sums over encoded wires in NumPy, block by block: the reference for the wires of `comm`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BLOCKS = {"int8": (256, 127, 16), "int4": (128, 7, 8)}  # values, largest code, 
 
 
 def quantised(values: Any, name: str) -> Any:
-    """What fp32 values [n] are after a codec, by its definition and not by its bytes."""
+    """Return fp32 values [n] after encoding and decoding, computed from the codec's definition."""
     if name == "fp32":
         return values.copy()
     if name in LOGARITHMIC:
@@ -33,7 +33,7 @@ def quantised(values: Any, name: str) -> Any:
 
 
 def _powers(values: Any, name: str) -> Any:
-    """In eighths of an octave, from their definition: float64 logarithms and powers of two."""
+    """Return values rounded to eighths of an octave, by float64 logarithms and powers of two."""
     largest_code, out = LOGARITHMIC[name], np.zeros_like(values)
     for first in range(0, len(values), 256):
         block = values[first : first + 256].astype(np.float64)
@@ -41,18 +41,18 @@ def _powers(values: Any, name: str) -> Any:
             continue
         least = -126 + -(-largest_code // 8)
         top = max(np.floor(np.log2(np.abs(block).max())), least)
-        held = np.abs(block) > 0 if name == "log8" else block > 0
-        eighth = np.floor(8 * np.log2(np.where(held, np.abs(block), 1.0))) - 8 * top
+        is_stored = np.abs(block) > 0 if name == "log8" else block > 0
+        eighth = np.floor(8 * np.log2(np.where(is_stored, np.abs(block), 1.0))) - 8 * top
         code = np.minimum(eighth + largest_code - 7, largest_code)
-        held &= (code >= 1) | (name == "ulog8")
+        is_stored &= (code >= 1) | (name == "ulog8")
         code = np.maximum(code, 1)
         power = 2.0 ** (top + (code - largest_code + 7.5) / 8)
-        out[first : first + 256] = np.where(held, np.sign(block) * power, 0.0).astype(F32)
+        out[first : first + 256] = np.where(is_stored, np.sign(block) * power, 0.0).astype(F32)
     return out
 
 
-def cut(total: int, size: int, name: str) -> list[slice]:
-    """The chunk of each rank."""
+def chunk_slices(total: int, size: int, name: str) -> list[slice]:
+    """Return the chunk of each rank."""
     chunk, block = -(-total // size), BLOCKS.get(name, (256 if name in LOGARITHMIC else 1,))[0]
     if chunk > block:
         chunk = -(-chunk // block) * block
@@ -60,44 +60,44 @@ def cut(total: int, size: int, name: str) -> list[slice]:
 
 
 @dataclass
-class Lost:
-    """Residuals of all replicas: of their addends, and of the sum (each chunk is its owner's)."""
+class Residuals:
+    """Residuals of all replicas: of their addends, and of the sum (each rank owns a chunk)."""
 
     sent: list[Any]
     summed: Any
 
     @classmethod
-    def nothing(cls, size: int, numel: int) -> Lost:
-        """Before the first round."""
+    def zeros(cls, size: int, numel: int) -> Residuals:
+        """Return zero residuals."""
         return cls([np.zeros(numel, F32) for _ in range(size)], np.zeros(numel, F32))
 
 
 @dataclass
-class Round:
-    """One exchange.
+class AllReduce:
+    """One all-reduce of the addends of all replicas.
 
     Attributes:
         addends: fp32 [n] of every replica.
-        left_out: replicas that add nothing.
+        left_out: replicas that contribute zeros.
     """
 
     addends: list[Any]
     left_out: set[int] = field(default_factory=set)
 
-    def sum(self, name: str, lost: Lost | None) -> Any:
-        """What every replica ends with, fp32 [n]. Mutates `lost`."""
-        chunks = cut(len(self.addends[0]), len(self.addends), name)
+    def sum(self, name: str, residuals: Residuals | None) -> Any:
+        """Return the sum that every replica receives, fp32 [n]. Updates `residuals` in place."""
+        chunks = chunk_slices(len(self.addends[0]), len(self.addends), name)
         total = np.zeros_like(self.addends[0])
         for replica, addend in enumerate(self.addends):
             if replica not in self.left_out:
-                rest = None if lost is None else lost.sent[replica]
+                rest = None if residuals is None else residuals.sent[replica]
                 total += _send(addend, rest, name, chunks)
-        return _send(total, None if lost is None else lost.summed, name, chunks)
+        return _send(total, None if residuals is None else residuals.summed, name, chunks)
 
 
 def _send(values: Any, rest: Any, name: str, chunks: list[slice]) -> Any:
-    wanted = values if rest is None else values + rest
-    sent = np.concatenate([quantised(wanted[chunk], name) for chunk in chunks])
+    corrected = values if rest is None else values + rest
+    sent = np.concatenate([quantised(corrected[chunk], name) for chunk in chunks])
     if rest is not None:
-        rest[:] = wanted - sent
+        rest[:] = corrected - sent
     return sent

@@ -1,4 +1,4 @@
-"""Command lines for `megatron-edit check` and the launch, and what a training needs besides."""
+"""Command lines for `megatron-edit check` and the launcher, and the files that they use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.harness import Flags, train
 from tests.host.runs import edit_flags
 
 NUM_TOKENS = 4000
-VOCABULARY = 100  # of the corpus: its largest token is one less
+VOCABULARY = 100  # of the corpus, with tokens below this
 EDIT_OFF: Flags = {
     "use_edit": None, "edit_num_replicas": None, "edit_warmup_steps": None,
     "edit_sync_interval": None, "edit_digest_interval": None,
@@ -21,12 +21,12 @@ EDIT_OFF: Flags = {
 
 
 def stop_after_a_step() -> None:
-    """A `before` hook: the first step of training done, a rank leaves with 0 and a word."""
+    """A `before` hook: each rank prints a line and exits with 0 after its first step."""
     from megatron.training import training
 
-    from tests.host.spy import hurry
+    from tests.host.spy import shorten_grace
 
-    hurry()
+    shorten_grace()
     train_step = training.train_step
 
     def once(*args: object, **kwargs: object) -> None:
@@ -38,13 +38,13 @@ def stop_after_a_step() -> None:
 
 
 def make_files(folder: Path) -> None:
-    """Corpora, checkpoints and things that are neither, under names that the lines use."""
+    """Create corpora, checkpoints and invalid files, under the names in the command lines."""
     write_corpus(folder / "good")
     for name in ("short", "foreign", "cut", "lonely"):
         for ending in (".bin", ".idx"):
             shutil.copyfile(folder / f"good{ending}", folder / f"{name}{ending}")
-    _keep(folder / "short.bin", 0.5)
-    _keep(folder / "cut.idx", 0.7)
+    _truncate(folder / "short.bin", 0.5)
+    _truncate(folder / "cut.idx", 0.7)
     (folder / "foreign.idx").write_bytes(b"This is the index of something else." * 40)
     (folder / "lonely.bin").unlink()
     (folder / "file").write_text("neither a folder nor a checkpoint")
@@ -55,11 +55,11 @@ def make_files(folder: Path) -> None:
     train(edit_flags(2, **EDIT_OFF, save=folder / "stock", **ends), 2)
     shutil.copytree(folder / "saves", folder / "damaged")
     victim = next((folder / "damaged").glob("iter_*/*.distcp"))
-    _keep(victim, 0.5)
+    _truncate(victim, 0.5)
 
 
 def write_corpus(prefix: Path) -> None:
-    """A corpus with every token below VOCABULARY, by Megatron's own builder."""
+    """Write a corpus with all tokens below VOCABULARY, with Megatron's builder."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
@@ -70,17 +70,17 @@ def write_corpus(prefix: Path) -> None:
     builder.finalize(f"{prefix}.idx")
 
 
-def _keep(path: Path, share: float) -> None:
+def _truncate(path: Path, share: float) -> None:
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
 
 
 def corpus(prefix: object, **flags: object) -> Flags:
-    """Flags of a training on files instead of mock data."""
+    """Return flags of a training on files instead of mock data."""
     return {"mock_data": None, "data_path": prefix, "split": "90,10,0", **flags}
 
 
-# Overrides of the flags of a sound command line; "words": after all others, as they are.
-# Paths are from the folder that `make_files` has filled.
+# Overrides of the flags of a valid command line; "words" are appended unchanged.
+# Paths are relative to the folder that `make_files` has filled.
 RIGHT: dict[str, Flags] = {
     "plain": {},
     "stock": EDIT_OFF,
@@ -96,7 +96,7 @@ RIGHT: dict[str, Flags] = {
     "load-nothing": {"load": "folder"},
 }
 WRONG: dict[str, Flags] = {
-    # flags that are none, and values that do not parse
+    # unknown flags, and values that do not parse
     "one-letter": {"words": "--num-layer 3"},
     "spelling": {"words": "--hidden-sise 64"},
     "underscores": {"words": "--train_iters 5"},
@@ -110,7 +110,7 @@ WRONG: dict[str, Flags] = {
     "no-value": {"words": "--seed"},
     "no-such-choice": {"lr_decay_style": "linearr"},
     "no-such-tokenizer": {"tokenizer_type": "NulTokenizer"},
-    # ours
+    # flags of EDiT
     "replicas": {"edit_num_replicas": 3},
     "tau": {"edit_sync_interval": 0},
     "without-use-edit": {"use_edit": None},
@@ -168,7 +168,7 @@ WRONG: dict[str, Flags] = {
 
 
 def argv_of(overrides: Flags) -> list[str]:
-    """The words of a command line."""
+    """Return the arguments of a command line."""
     flags = dict(overrides)
     words = str(flags.pop("words", "")).split()
     return edit_flags(2, **flags) + words

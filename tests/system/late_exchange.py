@@ -1,4 +1,4 @@
-"""Exchanges with one late rank, in a host of a network lab; prints their seconds as JSON."""
+"""Measure exchanges with one late rank on a host of a network lab; print seconds as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POLL_SECONDS = 0.002
 
 
 def main(rank: int, address: str) -> None:
-    """One rank per host, the first of them at `address`; the ranks are late in turn."""
+    """Run the rank of a host, with rank 0 at `address`; the late rank alternates."""
     store = dist.TCPStore(address, 29500, 2, is_master=rank == 0)
     wire, limit = Wire.of("int8"), timedelta(seconds=60)
     on_cpu = Transport("gloo", torch.device("cpu"))
@@ -27,10 +27,10 @@ def main(rank: int, address: str) -> None:
         store, rank, 2, on_cpu, limit, "sync group", num_phases=wire.num_phases
     )
     values, seconds = torch.ones(NUMEL), []
-    for turn in range(REPEATS):
-        group.all_gather(torch.zeros(1))  # begin together, but for who is late
+    for repeat in range(REPEATS):
+        group.all_gather(torch.zeros(1))  # start together, apart from the late rank
         began = time.monotonic()
-        if rank == turn % 2:
+        if rank == repeat % 2:
             time.sleep(LATE_SECONDS)
         exchange = wire.start(group, values)
         while not exchange.advance():

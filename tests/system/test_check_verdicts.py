@@ -1,7 +1,6 @@
-"""`megatron-edit check` says of a command line what the launch says of it.
+"""`megatron-edit check` accepts and refuses the same command lines as a launch.
 
-Would catch: an "ok" for a command that a launch refuses, after it has taken the machines; and a
-refusal of one that trains.
+Would catch an "ok" for a command that a launch refuses, and a refusal of one that trains.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from tests.system.check_lines import RIGHT, WRONG, argv_of, make_files
 OURS = REPOSITORY / "scripts" / "pretrain_gpt.py"
 LINES = RIGHT | WRONG
 pytestmark = pytest.mark.timeout(500)  # the first test makes the files and checks all lines
-# Found by Megatron as it loads: the launch quotes it.
+# Errors that Megatron finds when loading, which a launch reports in other words.
 MEGATRONS_OWN = {"load-another-stock"}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Corpora, checkpoints and what looks like them; where all commands run."""
+    """Create a folder with corpora, checkpoints and invalid files, in which all commands run."""
     made = tmp_path_factory.mktemp("verdicts")
     before = Path.cwd()
     os.chdir(made)
@@ -40,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def checks(folder: Path) -> dict[str, Outcome]:
-    """What `check` says, of all lines in one process."""
+    """Run `check` for all command lines in one process."""
     return _checked(OURS, folder)
 
 
@@ -52,35 +51,35 @@ def _checked(script: Path, folder: Path) -> dict[str, Outcome]:
     return outcomes_of(lines, folder, seconds=400)
 
 
-def test_there_are_enough() -> None:
-    """As many as were asked for, without a line twice."""
+def test_wrong_lines_are_distinct_and_many() -> None:
+    """At least 40 wrong command lines, all different."""
     assert len({tuple(argv_of(flags)) for flags in WRONG.values()}) == len(WRONG) >= 40
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_check_refuses_what_the_launch_refuses(
+def test_check_and_launch_agree(
     name: str, folder: Path, checks: dict[str, Outcome]
 ) -> None:
-    """The same verdict, and the same line where it is ours; the launch trains a step or none."""
+    """Both accept, or both refuse with the same message; the launch trains at most one step."""
     _compare(name, OURS, folder, checks)
 
 
 @pytest.mark.clone
 @pytest.mark.full
 @pytest.mark.parametrize("name", LINES)
-def test_with_the_script_of_a_clone(name: str, folder: Path, megatron_clone: Path) -> None:
-    """NVIDIA's own pretrain_gpt.py. Would catch: a script whose arguments `check` does not see."""
+def test_check_and_launch_agree_on_clone_script(name: str, folder: Path, megatron_clone: Path) -> None:
+    """With NVIDIA's pretrain_gpt.py. Would catch a script whose flags `check` does not see."""
     script = megatron_clone / "pretrain_gpt.py"
     _compare(name, script, folder, _checked_once(script, folder))
 
 
-_KEPT: dict[Path, dict[str, Outcome]] = {}
+_CACHE: dict[Path, dict[str, Outcome]] = {}
 
 
 def _checked_once(script: Path, folder: Path) -> dict[str, Outcome]:
-    if script not in _KEPT:
-        _KEPT[script] = _checked(script, folder)
-    return _KEPT[script]
+    if script not in _CACHE:
+        _CACHE[script] = _checked(script, folder)
+    return _CACHE[script]
 
 
 def _compare(name: str, script: Path, folder: Path, checks: dict[str, Outcome]) -> None:
@@ -92,7 +91,7 @@ def _compare(name: str, script: Path, folder: Path, checks: dict[str, Outcome]) 
     ).ranks  # fmt: skip
     seconds = time.monotonic() - start
     codes = [rank.returncode for rank in ranks]
-    has_trained = "A STEP IS DONE" in ranks[0].stdout  # others have no console
+    has_trained = "A STEP IS DONE" in ranks[0].stdout  # the others print to files
     errors = "\n".join(rank.stderr[-1500:] for rank in ranks)
     print(f"{name}: check {code}, launch {codes} in {seconds:.1f} s: {said.strip() or 'ok'}")
     assert (code == 0) == (codes == [0, 0] and has_trained), (said, codes, errors)

@@ -1,8 +1,8 @@
-"""benchmarks/checkpoints.py: its sums on made-up numbers, and a small run.
+"""benchmarks/checkpoints.py: its calculations on made-up numbers, and a small real run.
 
-Would catch: files counted in the wrong part, a checkpoint that not all ranks have come back from, a
-first save that is timed, runs compared across turns or modes, time that is counted in a span and in
-the one around it, and a mark that passes the wrong way round.
+Would catch: files counted in the wrong part, a checkpoint counted before all ranks have finished
+it, a first save that is timed, runs compared across repeats or modes, time counted in a span and
+also in the enclosing one, and a target with the comparison reversed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from checkpoint_parts.kinds import (
     timed_cases,
     weighed_cases,
 )
-from checkpoint_parts.pretrain_saving import COMPLETE, Notes, WatchedOutput
+from checkpoint_parts.pretrain_saving import COMPLETE, Notes, SearchedOutput
 from checkpoint_parts.report import Analysis, limit_bytes, markdown
 from checkpoint_parts.runs import (
     OTHERS,
@@ -38,8 +38,8 @@ from checkpoint_parts.runs import (
     Loop,
     Measurement,
     Save,
+    count_bytes,
     saves_of,
-    weigh,
 )
 from frame.gpt import Model
 from frame.study import read_one, read_runs
@@ -52,7 +52,7 @@ PARAMETERS = 100
 
 
 def save(position: str, stall: float, own: int, outer: int = 0, others: int = 0) -> Save:
-    """Of two ranks; bytes per parameter."""
+    """Make a save of two ranks, with sizes in bytes per parameter."""
     sizes = {OWN: own, OUTER: outer, OTHERS: others, REST: 0}
     return Save(
         iteration=6,
@@ -71,13 +71,13 @@ def save(position: str, stall: float, own: int, outer: int = 0, others: int = 0)
 
 
 def run(kind: str, turn: int | None, saves: list[Save], *, is_async: bool = False) -> Measurement:
-    """A run of a kind."""
+    """Make a run of a kind."""
     case = next(c for c in timed_cases(BASE, [kind]) if c.is_async == is_async)
     return Measurement(case, turn, PARAMETERS, saves, [0.0, 0.0])
 
 
-def test_what_is_run() -> None:
-    """`all` saves in mid-round and at syncs in turn; `leader` only at syncs, unless asked late."""
+def test_cases_have_expected_flags_and_intervals() -> None:
+    """`all` saves alternately within rounds and at syncs; `leader` at syncs, or after the due step."""
     flags = {case.name: case.flags("F") for case in timed_cases(BASE, KINDS)}
     assert len(flags) == 8
     for case in timed_cases(BASE, KINDS):
@@ -88,13 +88,14 @@ def test_what_is_run() -> None:
         assert case.world_size == (1 if case.kind == STOCK_ONE else 2)
     weighed = weighed_cases(BASE, KINDS, precisions=["fp32"], replicas=[4])
     assert len({case.name for case in weighed} | flags.keys()) == 8 + 3 + 2 + 1
-    late = weighed[-1]
-    syncs = {late.warmup_steps + late.tau * number for number in range(1, 9)}
-    assert late.kind == LEADER and not syncs & set(range(0, 99, late.interval))
+    between_syncs = weighed[-1]
+    syncs = {between_syncs.warmup_steps + between_syncs.tau * number for number in range(1, 9)}
+    assert between_syncs.kind == LEADER
+    assert not syncs & set(range(0, 99, between_syncs.interval))
 
 
-def test_bytes_by_part(tmp_path: Path) -> None:
-    """Every file belongs to one part."""
+def test_bytes_are_counted_by_part(tmp_path: Path) -> None:
+    """Every file is counted in exactly one part."""
     sizes = {
         "metadata.json": 1, "__0_0.distcp": 20, "edit/edit.json": 300, "edit/random/r0.pt": 4000,
         "edit/outer/__0_0.distcp": 50000, "edit/replica_1/__0_0.distcp": 600000,
@@ -102,11 +103,11 @@ def test_bytes_by_part(tmp_path: Path) -> None:
     for name, size in sizes.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(bytes(size))
-    assert weigh(tmp_path) == {OWN: 21, OUTER: 50000, OTHERS: 600000, REST: 4300}
+    assert count_bytes(tmp_path) == {OWN: 21, OUTER: 50000, OTHERS: 600000, REST: 4300}
 
 
-def test_saves_from_notes(tmp_path: Path) -> None:
-    """Only what is complete on all ranks; half a line does not count."""
+def test_saves_are_read_from_complete_notes(tmp_path: Path) -> None:
+    """Saves that are not complete on all ranks, and incomplete lines, do not count."""
     iteration = tmp_path / "iter_0000006" / "edit"
     iteration.mkdir(parents=True)
     (iteration / "edit.json").write_text(json.dumps({"has_anchor": True}))
@@ -119,7 +120,7 @@ def test_saves_from_notes(tmp_path: Path) -> None:
         {"complete": 12, "at": 22.0},
     ]
     second: list[dict[str, Any]] = [{"save": 6, "began": 9.5, "ended": 11.5, "spans": {"": 2.0}}]
-    assert saves_of([first, second], tmp_path, BASE) == []  # nobody has gone on yet
+    assert saves_of([first, second], tmp_path, BASE) == []  # no rank has continued yet
     first += iterations({6: 5.0})
     second += iterations({6: 3.0})
     (found,) = saves_of([first, second], tmp_path, BASE)
@@ -133,7 +134,7 @@ def test_saves_from_notes(tmp_path: Path) -> None:
 
 
 def iterations(longer: dict[int, float]) -> list[dict[str, Any]]:
-    """Notes of so many as are needed, of one second each, or so many more."""
+    """Make notes of iterations of one second, or longer by the given seconds."""
     found, at = [], 0.0
     for number in range(1, max(longer) + BASE.span + 1):
         found.append({"iteration": number, "at": at})
@@ -141,9 +142,9 @@ def iterations(longer: dict[int, float]) -> list[dict[str, Any]]:
     return found
 
 
-def test_what_a_save_costs_the_loop() -> None:
-    """Beside iterations at the same place of a round, while nothing is written."""
-    # Rounds of 4: those at 14 and 22 are like that of the save, at 18; at 10 one is still written.
+def test_save_cost_compares_like_iterations() -> None:
+    """Cost is relative to iterations at the same position in a round, while no save is written."""
+    # Rounds of 4: 14 and 22 have the position of the save, at 18; at 10 a save is being written.
     longer = {10: 9.0, 13: 7.0, 14: 0.5, 18: 3.0, 19: 1.0, 20: 8.0, 22: 0.7}
     notes = [{"save": 6, "began": 7.0}, {"save": 18, "began": 37.0}, *iterations(longer)]
     loop = Loop(notes, BASE, {6: 20.0, 18: 40.0})
@@ -152,28 +153,28 @@ def test_what_a_save_costs_the_loop() -> None:
     assert loop.cost(18) == pytest.approx(6.0 - (2.5 + 2.7) / 2)
     assert loop.duration(24) is None and loop.cost(24) is None
     assert Loop(notes, BASE, {6: 20.0}).cost(18) == pytest.approx(6.0 - 2.5)
-    assert not any(BASE.is_like(18, other) for other in (12, 16, 17, 19, 20))
+    assert not any(BASE.is_same_place(18, other) for other in (12, 16, 17, 19, 20))
 
 
-def test_spans_add_up() -> None:
-    """Each counts its own time; outside of a save nothing is counted."""
+def test_spans_count_only_their_own_time() -> None:
+    """Each span counts its own time; outside a save no time is counted."""
     file = io.StringIO()
     notes = Notes(file)
-    inner = notes.spanned(lambda: time.sleep(0.02), "inner")
+    inner = notes.around_span(lambda: time.sleep(0.02), "inner")
 
     def around() -> None:
         inner()
         time.sleep(0.01)
 
-    outer = notes.spanned(around, "outer")
+    outer = notes.around_span(around, "outer")
     inner()
     assert notes._spans == {}
-    notes.spanned(outer, "")()
+    notes.around_span(outer, "")()
     assert set(notes._spans) == {"", "outer", "outer/inner"}
     assert notes._spans["outer/inner"] >= 0.02
     assert 0.01 <= notes._spans["outer"] < 0.02 and notes._spans[""] < 0.01
     console = io.StringIO()
-    watched = WatchedOutput(console, COMPLETE, notes)
+    watched = SearchedOutput(console, COMPLETE, notes)
     print("[edit] checkpoint of iteration 12 is complete: F (form all)", file=watched)
     print("[edit] checkpoint of iteration 18 waits", file=watched)
     assert console.getvalue().count("\n") == 2
@@ -181,15 +182,15 @@ def test_spans_add_up() -> None:
     assert json.loads(line)["complete"] == 12
 
 
-def test_limits() -> None:
-    """Bytes per parameter."""
+def test_byte_limits_per_parameter() -> None:
+    """The theoretical bytes per parameter of each kind."""
     assert limit_bytes(STOCK_ONE, "bf16", 2, "") == 14
     assert limit_bytes(LEADER, "bf16", 4, AT_SYNC) == 18
     assert limit_bytes(ALL, "fp32", 3, MID_ROUND) == 3 * 16 + 8
 
 
-def test_ratios_and_marks() -> None:
-    """Of one turn and one mode, without the first save, of the rank that stalled longest."""
+def test_ratios_and_verdicts() -> None:
+    """Ratios are within a repeat and mode, without the first save, for the slowest rank."""
     runs = []
     for turn, drift in enumerate((1.0, 2.0, 4.0)):
         stock, one = save("", drift, 14), save("", 9.0, 14)
@@ -235,8 +236,8 @@ def test_ratios_and_marks() -> None:
 
 
 @pytest.mark.full
-def test_a_small_run(tmp_path: Path) -> None:
-    """Real saves: the bytes are those that the method needs, and little more."""
+def test_small_real_run(tmp_path: Path) -> None:
+    """The bytes of real saves exceed the theoretical ones by at most 10 %."""
     output = tmp_path / "checkpoints.json"
     script = str(ROOT / "benchmarks/checkpoints.py")
     argv = [sys.executable, script, "--quick", "--output", str(output), "--folder", str(tmp_path)]

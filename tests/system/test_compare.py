@@ -1,7 +1,7 @@
-"""`megatron-edit compare` for real: three tiny trainings, then nothing left to do.
+"""`megatron-edit compare` with three tiny real trainings, then a second call without any.
 
-Would catch: a command line that a launch refuses after it was checked, event files and logs that
-are not where they are looked for, numbers that are not those of the training, runs made twice.
+Would catch: a command line that a launch refuses after the check, event files and logs in the wrong
+place, numbers that differ from those of the training, and repeated runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ENVIRONMENT = os.environ | {
 
 
 def compare(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """The command, as people type it."""
+    """Run the command as a user would."""
     tiny = tiny_gpt(train_iters=10, global_batch_size=4, eval_interval=5, eval_iters=1)
     edit = ["--edit-num-replicas", "2", "--edit-warmup-steps", "4", "--edit-sync-interval", "3"]
     own = ["--strategies", "ddp,edit:outer-lr=0.7", "--with-ideal", "--nproc-per-node", "2"]
@@ -36,8 +36,8 @@ def compare(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(400)
-def test_three_trainings_are_compared(tmp_path: Path) -> None:
-    """Bytes and losses are those of the event files; a second call runs nothing."""
+def test_compare_runs_and_reports_three_trainings(tmp_path: Path) -> None:
+    """Bytes and losses are those of the event files; a second call starts no run."""
     done = compare(tmp_path, "--seeds", "3")
     assert done.returncode == 0, done.stderr[-4000:]
     out = tmp_path / "compare_out"
@@ -52,7 +52,7 @@ def test_three_trainings_are_compared(tmp_path: Path) -> None:
     assert [sync["iteration"] for sync in syncs] == [7, 10]
     sent = sum(sync["wire_bytes"] for sync in syncs)
     assert edit["step_bytes"]["mean"] == pytest.approx(sent / 6)
-    # An exchange is as large as a step's; a sync also has a table.
+    # An exchange of a sync is as large as that of a step, apart from the control records.
     assert ddp["step_bytes"]["mean"] == pytest.approx(syncs[0]["wire_bytes"], rel=0.01)
     assert rows["ideal"]["step_bytes"]["mean"] == 0 and rows["ideal"]["share"]["mean"] == 1
     assert rows["ideal"]["loss"] is None
@@ -69,8 +69,8 @@ def test_three_trainings_are_compared(tmp_path: Path) -> None:
     assert again.stdout == done.stdout
 
 
-def test_what_megatron_refuses_is_noticed_before_anything_is_run(tmp_path: Path) -> None:
-    """One line from Megatron's own validation."""
+def test_flags_refused_by_megatron_start_no_run(tmp_path: Path) -> None:
+    """The error of Megatron's own validation is printed in one line."""
     done = compare(tmp_path, "--global-batch-size", "7")
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert "megatron-edit compare: " in done.stderr

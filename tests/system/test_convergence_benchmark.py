@@ -1,8 +1,8 @@
-"""benchmarks/convergence.py: its plan, its sums on made-up results, and small runs.
+"""benchmarks/convergence.py: its plan, its calculations on made-up results, and small runs.
 
-Would catch: a question whose lines share a name, a run that two questions make twice, pairs of
-different seeds, bad data in an evaluation or on another replica, a study that begins anew after it
-was broken off, results that depend on where the corpus lies.
+Would catch: a question whose lines share a name, a run repeated for two questions, pairs of
+different seeds, bad data in an evaluation or on another replica, an interrupted study that starts
+from scratch, and results that depend on the location of the corpus.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 
 import pytest
 import torch
-from convergence_parts.answers import Answers, Find, make_backlog, make_lines
+from convergence_parts.answers import Answers, FindRun, make_backlog, make_lines
 from convergence_parts.cases import Case, Size, Stage
 from convergence_parts.corruption import LABELS, TEXT, Corruption
-from convergence_parts.expectations import blocks, with_blocks
+from convergence_parts.expectations import make_blocks, replace_blocks
 from convergence_parts.pretrain_corrupted import corrupt
-from convergence_parts.records import Record, Records, RunSummary, RunTable, left_out, thinned
+from convergence_parts.records import Record, Records, RunSummary, RunTable, bin_losses, left_out
 from convergence_parts.report import draw, markdown
 from convergence_parts.study import Study
 from frame.launch import DONE, is_over
@@ -41,7 +41,7 @@ STUDY = Study()
 
 
 def record(loss: float, **changes: Any) -> Record:
-    """A finished run."""
+    """Make the record of a finished run."""
     fields: dict[str, Any] = {
         "final_loss": loss, "validation": [[960, 1e5, loss]], "training": [[20, 1e3, 9.0]],
         "bytes_per_step": 1e6, "num_syncs": 2, "effective_replicas": 3.5,
@@ -52,7 +52,7 @@ def record(loss: float, **changes: Any) -> Record:
 
 
 def case(**changes: Any) -> Case:
-    """EDiT with four replicas."""
+    """Make a case of EDiT with four replicas."""
     found = Case("edit", 1, (Stage(4, 960),), Size(), 96, 16, 2e-3, 32)
     return replace(found, **changes)
 
@@ -61,7 +61,7 @@ def case(**changes: Any) -> Case:
 
 
 def test_questions_are_well_formed() -> None:
-    """Every base is a line of the same question, with a seed in common; seeds begin alike."""
+    """Every base is a line of the same question with common seeds; all lines start with seed 1."""
     names = [question.name for question in STUDY.questions]
     assert len(set(names)) == len(names)
     for question in STUDY.questions:
@@ -79,8 +79,8 @@ def test_questions_are_well_formed() -> None:
             assert each.refusal or "--edit-num-replicas" not in each.words
 
 
-def test_stages_hand_over() -> None:
-    """Each but the first loads, each but the last saves and ends; samples per step stay."""
+def test_stages_continue_from_checkpoints() -> None:
+    """All stages but the first load, all but the last save; samples per step are constant."""
     elastic = next(q for q in STUDY.questions if q.name == "elastic")
     (down,) = (m.cases[0] for m in elastic.members if m.label == "4, 2, 1")
     assert [(s.num_replicas, s.until) for s in down.stages] == [(4, 320), (2, 640), (1, 960)]
@@ -93,8 +93,8 @@ def test_stages_hand_over() -> None:
     assert down.cost == case().cost == 4 * 960
 
 
-def test_hash_says_what_is_computed() -> None:
-    """All of these differ; ddp is the same run whatever its interval."""
+def test_hash_depends_on_computation_only() -> None:
+    """All these cases have different hashes; ddp does not depend on the sync interval."""
     bad = Corruption(1, ((5, 9),), 1)
     different = [
         case(), case(seed=2), case(tau=64), case(lr=1e-3), case(strategy="ddp"),
@@ -109,7 +109,7 @@ def test_hash_says_what_is_computed() -> None:
     assert case(strategy="ddp").hash(CORPUS) == case(strategy="ddp", tau=64).hash(CORPUS)
 
 
-def test_what_this_version_refuses_is_left_out(tmp_path: Path) -> None:
+def test_cases_refused_by_this_version_are_skipped(tmp_path: Path) -> None:
     refused = case(strategy="no-such-strategy")
     assert refused.refusal and not case().refusal
     assert case(flags=("--edit-clip", "-1")).refusal.startswith("--edit-clip -1")
@@ -117,13 +117,13 @@ def test_what_this_version_refuses_is_left_out(tmp_path: Path) -> None:
 
 
 def test_backlog_counts_each_run_once(tmp_path: Path) -> None:
-    """And what is finished is not done again."""
+    """Finished runs are not in the backlog."""
     records = Records(tmp_path, CORPUS)
     first = make_backlog(STUDY, records.find)
     todo = [each.hash(CORPUS) for one in first for each in one.todo]
     assert len(set(todo)) == len(todo)
     by_name = {each.question.name: each for each in first}
-    assert by_name["warm-up"].planned == 0  # they are those of `marks`
+    assert by_name["warm-up"].planned == 0  # they are also runs of `marks`
     assert by_name["marks"].planned == 15 and by_name["ablation"].planned == 21
     alone = make_backlog(STUDY, records.find, ["warm-up"])
     assert [each.planned for each in alone] == [9]
@@ -138,14 +138,14 @@ def test_backlog_counts_each_run_once(tmp_path: Path) -> None:
 # ---- bad data
 
 
-def test_random_tokens_depend_on_seed_and_step_alone() -> None:
+def test_random_tokens_depend_on_seed_and_step_only() -> None:
     plan = Corruption(1, ((3, 5), (8, 9)), seed=7)
     assert Corruption.from_json(plan.to_json()) == plan
     other = replace(plan, kind=LABELS)
     assert Corruption.from_json(other.to_json()) == other
     assert "kind" not in plan.configuration and other.configuration["kind"] == LABELS
-    assert [step for step in range(12) if plan.strikes(1, step)] == [3, 4, 8]
-    assert not any(plan.strikes(0, step) for step in range(12))
+    assert [step for step in range(12) if plan.is_corrupted(1, step)] == [3, 4, 8]
+    assert not any(plan.is_corrupted(0, step) for step in range(12))
     drawn = plan.tokens(3, (2, 5), 100)
     assert torch.equal(drawn, plan.tokens(3, (2, 5), 100))
     assert not torch.equal(drawn, plan.tokens(4, (2, 5), 100))
@@ -153,8 +153,8 @@ def test_random_tokens_depend_on_seed_and_step_alone() -> None:
 
 
 @pytest.mark.parametrize("kind", [TEXT, LABELS])
-def test_only_what_is_trained_on_is_replaced(kind: str) -> None:
-    """Step 3 of replica 1 is bad; its evaluation, other steps and other replicas are clean."""
+def test_only_training_data_is_corrupted(kind: str) -> None:
+    """Step 3 of replica 1 is corrupted; evaluations, other steps and other replicas are not."""
     clean = {"tokens": torch.zeros(2, 4, dtype=torch.int64), "labels": torch.ones(2, 4), "x": 1}
 
     def losses(replica: int) -> Iterator[tuple[int, bool, dict[str, Any]]]:
@@ -186,15 +186,15 @@ def test_only_what_is_trained_on_is_replaced(kind: str) -> None:
 
 def test_records_are_small() -> None:
     points = [(i, 10.0 * i, 8.0 if i <= 50 else 6.0) for i in range(1, 101)]
-    thin = thinned(points)
+    thin = bin_losses(points)
     assert len(thin) <= 48 and thin[0] == [3, 30.0, 8.0] and thin[-1] == [100, 1000.0, 6.0]
-    assert thinned([]) == []
+    assert bin_losses([]) == []
     syncs = [{"anomalous": [[False, True], [False, True]]}, {"anomalous": [[False, False]] * 2}]
     assert left_out(syncs) == [0.0, 0.5] and left_out([]) == []
 
 
-def finished(losses: dict[str, list[float | None]], name: str) -> Find:
-    """Results for members of a question, by seed."""
+def finished(losses: dict[str, list[float | None]], name: str) -> FindRun:
+    """Return a function that finds the given losses of a question, by case."""
     question = next(q for q in STUDY.questions if q.name == name)
     table = {
         each: record(loss)
@@ -205,8 +205,8 @@ def finished(losses: dict[str, list[float | None]], name: str) -> Find:
     return table.get
 
 
-def test_lines_pair_seeds() -> None:
-    """A seed that only one of two has does not count in the difference."""
+def test_differences_pair_equal_seeds() -> None:
+    """A seed that only one of two lines has does not count in the difference."""
     losses: dict[str, list[float | None]] = {
         "ddp": [4.0, 4.2, None],
         "edit, warm-up 10 %": [4.1, 4.1, 9.0],
@@ -222,8 +222,8 @@ def test_lines_pair_seeds() -> None:
     assert lines["ddp"].difference is None and not lines["edit, warm-up 25 %"].records
 
 
-def test_page_and_picture(tmp_path: Path) -> None:
-    """Tables of what there is; a sweep is a row for each curve."""
+def test_page_and_picture_are_written(tmp_path: Path) -> None:
+    """The page has tables of the existing results, with a row for each curve of a sweep."""
     two = finished({"ddp": [4.0, 4.2, 4.1], "edit, warm-up 10 %": [4.1, 4.1, 4.4]}, "warm-up")
     labels = [f"ddp, N = 1, {rate}" for rate in ("0.0005", "0.001", "0.002", "0.004", "0.008")]
     rates = finished({x: [5 - i, 5 - i] for i, x in enumerate(labels)}, "rates")
@@ -242,8 +242,8 @@ def test_page_and_picture(tmp_path: Path) -> None:
     assert not draw(tmp_path / "y.png", STUDY, lambda each: None)
 
 
-def test_the_small_file_stands_for_the_runs(tmp_path: Path) -> None:
-    """What it has is not made again, and the page of it is that of the runs themselves."""
+def test_run_table_replaces_run_records(tmp_path: Path) -> None:
+    """Runs in the table are not repeated, and its page equals that of the run records."""
     corpus: dict[str, Any] = {
         part: {"sha256": text, "tokens": 1000} for part, text in CORPUS.items()
     }
@@ -264,29 +264,29 @@ def test_the_small_file_stands_for_the_runs(tmp_path: Path) -> None:
     elsewhere = Records(tmp_path / "none", CORPUS, table)
     (backlog,) = make_backlog(STUDY, elsewhere.find, ["warm-up"])
     assert backlog.finished == len(losses)
-    again = table.with_runs(corpus, elsewhere, {})  # no run of these seeds is asked for
+    again = table.with_runs(corpus, elsewhere, {})  # without any new run
     assert again == table
 
 
-def test_the_committed_page_is_that_of_the_committed_file() -> None:
-    """Would catch: other tables or questions without `convergence.py --report`."""
+def test_committed_page_matches_committed_results() -> None:
+    """Would catch changed tables or questions without `convergence.py --report`."""
     path = REPOSITORY / "benchmarks" / "results" / "convergence.json"
     table = RunTable.read(path)
     text = markdown(STUDY, table.find, table.corpus, "convergence.png")
     assert text == path.with_suffix(".md").read_text(encoding="utf-8")
 
 
-def test_the_page_for_users_is_that_of_the_committed_file() -> None:
-    """Would catch: other runs or targets without `convergence.py --report`."""
+def test_results_page_matches_committed_results() -> None:
+    """Would catch changed runs or targets without `convergence.py --report`."""
     table = RunTable.read(REPOSITORY / "benchmarks" / "results" / "convergence.json")
     page = (REPOSITORY / "docs" / "results.md").read_text(encoding="utf-8")
     drawing = "convergence_gaps.png"
     assert (REPOSITORY / "docs" / drawing).is_file()
-    assert with_blocks(page, blocks(Answers(STUDY, table.find), drawing)) == page
+    assert replace_blocks(page, make_blocks(Answers(STUDY, table.find), drawing)) == page
 
 
-def test_a_rank_that_breaks_off_after_training_does_not_fail_a_run(tmp_path: Path) -> None:
-    """Replica 0 says it on its console, the others in their files."""
+def test_rank_failure_after_training_does_not_fail_run(tmp_path: Path) -> None:
+    """Replica 0 reports the end of training on its console, the others in their files."""
     assert not is_over(tmp_path, 0)
     (tmp_path / "console0.log").write_text(f"x\n{DONE} at noon\n")
     (tmp_path / "replica-1.log").write_text(f"{DONE}\n")
@@ -297,7 +297,7 @@ def test_a_rank_that_breaks_off_after_training_does_not_fail_a_run(tmp_path: Pat
 @pytest.mark.parametrize(
     "words", [["--only", "nonsense"], ["--seeds", "a"], ["--limit-minutes", "-1"]]
 )
-def test_bad_arguments(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     spec = importlib.util.spec_from_file_location("convergence", SCRIPT)
     assert spec is not None and spec.loader is not None
     script = importlib.util.module_from_spec(spec)
@@ -307,11 +307,11 @@ def test_bad_arguments(words: list[str], capsys: pytest.CaptureFixture[str]) -> 
     assert stop.value.code == 2 and words[0] in capsys.readouterr().err
 
 
-# ---- for real
+# ---- real runs
 
 
 def study(folder: Path, *words: str) -> subprocess.Popen[str]:
-    """Start the study of a tiny model; its own group, so that nothing outlives the test."""
+    """Start the study of a tiny model."""
     argv = [sys.executable, SCRIPT, "--quick", "--seeds", "1", "--records", str(folder / "runs"),
             "--output", str(folder / "runs.json"), "--corpus", str(folder / "corpus"),
             *words]  # fmt: skip
@@ -319,13 +319,13 @@ def study(folder: Path, *words: str) -> subprocess.Popen[str]:
 
 
 def files(folder: Path) -> dict[Path, int]:
-    """Finished runs, and when they were written."""
+    """Return the files of finished runs with their modification times."""
     return {path: path.stat().st_mtime_ns for path in (folder / "runs").glob("*.json")}
 
 
 @pytest.mark.timeout(400)
-def test_a_study_goes_on_where_it_was_broken_off(tmp_path: Path) -> None:
-    """Broken off in the second of two runs; what was finished is not made again."""
+def test_interrupted_study_resumes(tmp_path: Path) -> None:
+    """After an interruption, finished runs are not repeated."""
     words = ("--only", "warm-up")
     first = study(tmp_path, *words)
     try:
@@ -337,7 +337,7 @@ def test_a_study_goes_on_where_it_was_broken_off(tmp_path: Path) -> None:
         _, said = first.communicate(timeout=60)
     finally:
         first.kill()
-    assert first.returncode == 130 and "the same command goes on" in said, said
+    assert first.returncode == 130 and "the same command resumes" in said, said
     before = files(tmp_path)
     assert len(before) < 3
 
@@ -357,7 +357,7 @@ def test_a_study_goes_on_where_it_was_broken_off(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_elastic_and_corrupted_runs(tmp_path: Path) -> None:
-    """The number of replicas changes by resuming; bad data of one replica change what comes out."""
+    """Replica counts change at resumes; bad data on one replica change later losses only."""
     done = study(tmp_path, "--only", "elastic,bursts")
     _, said = done.communicate(timeout=560)
     assert done.returncode == 0, said[-4000:]
@@ -367,8 +367,8 @@ def test_elastic_and_corrupted_runs(tmp_path: Path) -> None:
         result = by_stages[stages]
         assert [v[0] for v in result["validation"]] == [15, 30]
         assert [t[0] for t in result["training"]] == list(range(1, 31))
-        assert result["training"][-1][1] == 30 * 4 * 16  # tokens go on
-    flags = case().words  # of EDiT with nothing else said
+        assert result["training"][-1][1] == 30 * 4 * 16  # tokens continue across stages
+    flags = case().words  # of EDiT with default settings
     plain = [
         r
         for r in records

@@ -1,7 +1,7 @@
-"""scripts/prepare_corpus.py: what it makes, that it is repeatable, and what it refuses.
+"""scripts/prepare_corpus.py: its output, reproducibility, and refusals.
 
 Would catch: a split that depends on order or run, an end token that Megatron's NullTokenizer does
-not expect, a failed run that leaves files behind or prints a traceback.
+not expect, a failed run that leaves files or prints a traceback.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ FILES = ("corpus.bin", "corpus.idx", "corpus_valid.bin", "corpus_valid.idx", "to
 
 
 def run_script(*arguments: str | float | Path) -> subprocess.CompletedProcess[str]:
-    """Runs the script as a user would."""
+    """Run the script as a user would."""
     command = [sys.executable, str(SCRIPT), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
 def make_text(folder: Path, *, num_files: int = 40) -> Path:
-    """Distinct little documents; one of them spells the end token."""
+    """Write small distinct documents, which contain the text of the end token."""
     folder.mkdir()
     random_words = random.Random(5)
     for number in range(num_files):
@@ -39,7 +39,7 @@ def make_text(folder: Path, *, num_files: int = 40) -> Path:
 
 
 def make_corpus(folder: Path, text: Path) -> dict[str, Any]:
-    """Runs the script on `text`; returns corpus.json."""
+    """Run the script on `text` and return corpus.json."""
     done = run_script(
         "--output-dir", folder, "--vocab-size", VOCAB_SIZE, "--input", text, "--valid-percent", 25
     )
@@ -62,7 +62,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
 
 
 def documents(corpus: Path, name: str) -> list[list[int]]:
-    """Token ids of every document, read back by Megatron."""
+    """Read the token ids of every document with Megatron."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     dataset = IndexedDataset(str(corpus / name))
@@ -75,11 +75,11 @@ def test_same_input_gives_the_same_bytes(corpus: Path, text: Path, tmp_path: Pat
         assert (tmp_path / name).read_bytes() == (corpus / name).read_bytes(), name
 
 
-def test_only_the_corpus_is_left(corpus: Path) -> None:
+def test_output_folder_holds_only_corpus(corpus: Path) -> None:
     assert sorted(p.name for p in corpus.iterdir()) == sorted((*FILES, "corpus.json"))
 
 
-def test_counts_are_those_of_the_datasets(corpus: Path) -> None:
+def test_counts_match_datasets(corpus: Path) -> None:
     summary = json.loads((corpus / "corpus.json").read_text())
     for part, name in (("train", "corpus"), ("valid", "corpus_valid")):
         read = documents(corpus, name)
@@ -90,7 +90,7 @@ def test_counts_are_those_of_the_datasets(corpus: Path) -> None:
     assert summary["train"]["documents"] + summary["valid"]["documents"] == 40
 
 
-def test_text_comes_back_and_the_last_id_ends_each_document(corpus: Path, text: Path) -> None:
+def test_tokens_decode_to_text_and_end_with_last_id(corpus: Path, text: Path) -> None:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(corpus / "tokenizer.json"))
@@ -99,7 +99,7 @@ def test_text_comes_back_and_the_last_id_ends_each_document(corpus: Path, text: 
     halves = []
     for name in ("corpus", "corpus_valid"):
         read = documents(corpus, name)
-        # Once, at the end: a text that spells the token does not become it.
+        # Only at the end: text that spells the token is not converted to it.
         assert all(ids.index(VOCAB_SIZE - 1) == len(ids) - 1 for ids in read)
         halves.append({tokenizer.decode(ids[:-1]) for ids in read})
     train, valid = halves
@@ -114,7 +114,7 @@ def test_standard_library_is_the_default(tmp_path: Path) -> None:
     assert 0.3e6 < summary["train"]["bytes"] + summary["valid"]["bytes"] <= 0.5e6
 
 
-def test_new_text_drops_megatrons_index_of_the_old(corpus: Path, tmp_path: Path) -> None:
+def test_new_corpus_removes_stale_megatron_index(corpus: Path, tmp_path: Path) -> None:
     stale = tmp_path / "corpus" / "cache" / "GPTDataset_indices" / "x.npy"
     stale.parent.mkdir(parents=True)
     stale.touch()
@@ -154,7 +154,7 @@ def test_bad_input_is_one_line(arguments: list[str], said: str, text: Path, tmp_
     assert not output.parent.exists(), "something was left behind"
 
 
-def test_output_that_cannot_be_written(text: Path, tmp_path: Path) -> None:
+def test_unwritable_output_is_refused(text: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = run_script("--output-dir", tmp_path / "file" / "corpus", "--input", text)
     assert done.returncode == 2

@@ -40,7 +40,7 @@ from pathlib import Path
 import compare_surfaces
 import pytest
 
-from megatron_edit.checkpoint.folder import CheckpointFolder, manifest_of
+from megatron_edit.checkpoint.folder import CheckpointFolder, manifest_path
 from megatron_edit.checkpoint.manifest import Manifest
 from megatron_edit.config import EditConfig
 from megatron_edit.flags import flag
@@ -49,7 +49,7 @@ from megatron_edit.tools.cli import SUBCOMMANDS, main
 from megatron_edit.tools.compare.flags import without
 from tests.behaviour import event_runs
 from tests.harness import tiny_gpt
-from tests.harness.event_files import MadeUp
+from tests.harness.event_files import SyntheticRun
 from tests.harness.launch import REPOSITORY
 
 DOCUMENTS = [
@@ -146,7 +146,7 @@ def run(argv: list[str], *, cwd: Path = REPOSITORY, **env: str) -> str:
     return done.stdout
 
 
-def test_every_command_is_taken_care_of() -> None:
+def test_every_command_has_a_known_kind() -> None:
     """Would catch: a new kind of command that nobody tries."""
     assert [str(c) for c in commands() if not kind_of(c)] == []
 
@@ -164,7 +164,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_launches_of_our_own_script_run(corpus: Path) -> None:
+def test_launches_of_own_script_run(corpus: Path) -> None:
     """The commands themselves, started by the shell in a folder that has what they name.
 
     The last of two equal flags counts: it makes them short. Half of the ranks will do.
@@ -197,7 +197,7 @@ def test_events_have_the_documented_fields(corpus: Path) -> None:
         assert missing == [], path.name
 
 
-def test_pages_from_the_source_are_current() -> None:
+def test_generated_pages_are_current() -> None:
     """Would catch: a change of config.py without `python scripts/make_flags_doc.py`, of a public
     signature or docstring without `python scripts/make_api_doc.py`."""
     assert len(of_kind("pages")) == 2
@@ -205,7 +205,7 @@ def test_pages_from_the_source_are_current() -> None:
         run([sys.executable, *command.words[1:], "--check"])
 
 
-def test_tables_of_the_plan_are_current() -> None:
+def test_plan_tables_are_current() -> None:
     """Would catch: another model of the cost without `python benchmarks/plan_check.py`."""
     for command in of_kind("plan tables"):
         run([sys.executable, *command.words[1:], "--check"])
@@ -256,7 +256,7 @@ def test_launches_and_checks_are_valid() -> None:
     assert output.count("to be run") >= 2 * len(compared), output
 
 
-def test_plans_are_made(
+def test_plan_commands_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Would catch: a flag of plan, or a configuration, that was renamed."""
@@ -267,11 +267,11 @@ def test_plans_are_made(
         assert ("share_of_ideal" if "--json" in command.words else "of the ideal") in output
 
 
-def test_inspections_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: a flag of inspect that was renamed."""
     monkeypatch.chdir(tmp_path)
     for command in of_kind("inspect"):
-        path = manifest_of(CheckpointFolder(Path(command.words[2])).final(500))
+        path = manifest_path(CheckpointFolder(Path(command.words[2])).final(500))
         path.parent.mkdir(parents=True, exist_ok=True)
         entry = ReplicaEntry(500, 0, 500, 500)
         path.write_text(
@@ -282,7 +282,7 @@ def test_inspections_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert main(command.words[1:]) == 0
 
 
-def test_patches_run(tmp_path: Path) -> None:
+def test_patch_commands_run(tmp_path: Path) -> None:
     """Would catch: a flag of patch that was renamed."""
     info = tmp_path / "megatron" / "core" / "package_info.py"
     info.parent.mkdir(parents=True)
@@ -293,7 +293,7 @@ def test_patches_run(tmp_path: Path) -> None:
         assert str(tmp_path) in words and main(words) == 0, command
 
 
-def test_patches_are_read_by_git() -> None:
+def test_git_can_read_documented_patches() -> None:
     """Would catch: a folder of patches that is not there, or one that git cannot read."""
     for command in of_kind("git apply"):
         words = command.words
@@ -302,7 +302,7 @@ def test_patches_are_read_by_git() -> None:
         assert "pretrain_gpt.py" in run(["bash", "-c", line])
 
 
-def test_doctors_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: a flag of doctor that was renamed. With other ranks: test_doctor_links.py."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     for command in of_kind("doctor"):
@@ -311,22 +311,22 @@ def test_doctors_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert main([*words, "--no-host"]) == 0, command
 
 
-def test_runs_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_and_watch_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: a flag of report or watch that was renamed."""
     monkeypatch.chdir(tmp_path)
-    MadeUp(rounds=3).write(tmp_path / "log")
+    SyntheticRun(rounds=3).write(tmp_path / "log")
     for command in [*of_kind("report"), *of_kind("watch")]:
         assert main(command.words[1:]) == 0
     assert (tmp_path / "log" / "report.html").is_file()
 
 
-def test_event_runs_are_recorded_and_compared(
+def test_event_runs_commands_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Would catch: an argument of event_runs.py that was renamed. Real runs take minutes."""
 
     def train(package: Path, run: event_runs.Run, folder: Path, extra: object) -> int:
-        MadeUp(rounds=1).write(folder / event_runs.EVENTS)
+        SyntheticRun(rounds=1).write(folder / event_runs.EVENTS)
         return 0
 
     monkeypatch.chdir(tmp_path)
@@ -338,7 +338,7 @@ def test_event_runs_are_recorded_and_compared(
         assert event_runs.main(command.words[2:]) == 0
 
 
-def test_surfaces_are_recorded_and_compared(
+def test_compare_surfaces_commands_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Would catch: an argument of compare_surfaces.py that was renamed."""
@@ -348,7 +348,7 @@ def test_surfaces_are_recorded_and_compared(
         (tmp_path / "here" / name).symlink_to(REPOSITORY / name)
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setattr(
-        compare_surfaces, "surfaces", lambda: [compare_surfaces.Surface("help", "--help")]
+        compare_surfaces, "make_surfaces", lambda: [compare_surfaces.Surface("help", "--help")]
     )
     commands = of_kind("surfaces")
     assert [command.words[2] for command in commands] == ["record", "record", "compare"]
@@ -389,7 +389,7 @@ def _fingerprint() -> str:
     return run([sys.executable, "-c", program[1], str(REPOSITORY)])
 
 
-def test_installations_name_what_there_is() -> None:
+def test_install_commands_name_existing_extras() -> None:
     """Would catch: an extra that setup.py lacks, or Apex from anywhere but its own repository."""
     tree = ast.parse((REPOSITORY / "setup.py").read_text(encoding="utf-8"))
     call = next(n for n in ast.walk(tree) if isinstance(n, ast.Call) and _name(n) == "setup")
@@ -417,7 +417,7 @@ def _name(call: ast.Call) -> str:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_links_and_flags(path: Path) -> None:
+def test_links_and_flags_exist(path: Path) -> None:
     """Relative links lead to files; every `--edit-*` flag that is named is one of ours."""
     text = path.read_text(encoding="utf-8")
     relative = [link for link in LINK.findall(text) if "://" not in link]
@@ -426,7 +426,7 @@ def test_links_and_flags(path: Path) -> None:
     assert sorted(set(FLAG.findall(text)) - known) == []
 
 
-def test_every_document_is_linked_from_the_readme() -> None:
+def test_every_document_is_linked_from_readme() -> None:
     """Would catch: a page that nobody finds. flags and events are reached from the others, too."""
     links = set(LINK.findall((REPOSITORY / "README.md").read_text(encoding="utf-8")))
     missing = [p.name for p in (REPOSITORY / "docs").glob("*.md") if f"docs/{p.name}" not in links]

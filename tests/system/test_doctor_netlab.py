@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from netlab import Lab
 
-from tests.harness.lab import need_lab, run_on_two_hosts
+from tests.harness.network_lab import need_lab, run_on_two_hosts
 
 RATE = 100_000_000
 TOLERANCE = 0.10  # headers take 4 %
@@ -29,7 +29,7 @@ def doctor(lab: Lab, host: int) -> list[str]:
 
 
 @pytest.mark.full
-def test_the_rate_of_a_link(tmp_path: Path) -> None:
+def test_doctor_measures_link_rate(tmp_path: Path) -> None:
     """100 Mbit/s each way, 2 ranks per host: pairs and all ranks at once measure the same link."""
     need_lab()
     report = json.loads(run_on_two_hosts(tmp_path, RATE, doctor, 200)[0])

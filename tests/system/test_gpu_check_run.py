@@ -42,11 +42,11 @@ def run(*words: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
         (("--device", "cpu", "--cases", "overlop"), "gpu_check: --cases overlop: must be of stock"),
         (("--device", "cpu", "--devices", "0"), "gpu_check: --devices 0: must be at least 1"),
         (("--device", "cpu", "--repeats", "2"), "gpu_check: --repeats 2: must be 1"),
-        (("--device", "cpu", "--reference", "none"), "gpu_check: --reference none: is not there"),
+        (("--device", "cpu", "--reference", "none"), "gpu_check: --reference none: does not exist"),
         (("--device", "tpu"), "gpu_check: argument --device: invalid choice: 'tpu'"),
     ],
 )
-def test_wrong_inputs(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+def test_wrong_inputs_are_refused(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
     """One line and exit code 2, before anything is run."""
     done = run("--output", str(tmp_path / "check.json"), *words)
     assert done.returncode == 2 and done.stdout == ""
@@ -56,7 +56,7 @@ def test_wrong_inputs(tmp_path: Path, words: tuple[str, ...], said: str) -> None
 
 
 @pytest.mark.timeout(300)
-def test_on_the_cpu(tmp_path: Path) -> None:
+def test_cpu_run_matches_committed_losses(tmp_path: Path) -> None:
     """Two cases in full: their losses are the committed ones."""
     output = tmp_path / "check.json"
     done = run("--device", "cpu", "--cases", "stock,overlap", "--output", str(output))
@@ -71,7 +71,7 @@ def test_on_the_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_under_a_fake_gpu(tmp_path: Path) -> None:
+def test_failing_cases_are_all_reported(tmp_path: Path) -> None:
     """Ranks that cannot use the GPU say so; every case is tried, and the JSON has it all."""
     script, output = tmp_path / "fake.py", tmp_path / "check.json"
     script.write_text(FAKE)

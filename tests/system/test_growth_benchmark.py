@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 from frame.gpt import Link
 from frame.study import read_one
-from growth_parts.cases import Case, distinct, sweeps
+from growth_parts.cases import Case, distinct_cases, make_sweeps
 from growth_parts.report import Analysis, bound_seconds, markdown
 from growth_parts.runs import Reading, Sample, bytes_per_sync
 from netlab import burst_bytes
 
 from megatron_edit.comm.control import record_bytes
-from tests.harness.lab import need_lab
+from tests.harness.network_lab import need_lab
 
 ROOT = Path(__file__).resolve().parents[2]
 TAU = 4
 RATE, BANDWIDTH = 100e6, 80e6
 PER_SYNC, PER_BYTE, PER_UNIT = 0.02, 1.5e-7, 0.003
-SWEEPS = sweeps(layers=[4, 8, 64], replicas=[2, 8], hidden_sizes=[64, 128, 512])
+SWEEPS = make_sweeps(layers=[4, 8, 64], replicas=[2, 8], hidden_sizes=[64, 128, 512])
 
 
 def reading(case: Case, *, waits: tuple[float, ...]) -> Reading:
@@ -54,21 +54,21 @@ def reading(case: Case, *, waits: tuple[float, ...]) -> Reading:
 
 def analysis() -> Analysis:
     """Of a perfect machine."""
-    readings = [reading(case, waits=(0.0, 0.5, 3.0)) for case in distinct(SWEEPS)]
+    readings = [reading(case, waits=(0.0, 0.5, 3.0)) for case in distinct_cases(SWEEPS)]
     return Analysis(readings, [Link(RATE, 0, BANDWIDTH)], tau=TAU)
 
 
-def test_sweeps_change_one_size_alone() -> None:
+def test_sweeps_change_one_size_only() -> None:
     """And cases that two of them share are run once."""
     for sweep, name in zip(SWEEPS, ("num_layers", "num_replicas", "hidden_size"), strict=True):
         for case in sweep.cases:
             changed = {key for key, x in vars(case).items() if x != vars(sweep.cases[0])[key]}
             assert changed <= {name}
-    assert len(distinct(SWEEPS)) == 6
-    assert distinct(SWEEPS)[0] == Case(4, 64, 2)
+    assert len(distinct_cases(SWEEPS)) == 6
+    assert distinct_cases(SWEEPS)[0] == Case(4, 64, 2)
 
 
-def test_rows() -> None:
+def test_rows_exclude_waiting() -> None:
     """Waiting is left out; of the bytes, one record per other replica is control."""
     for row in analysis().rows():
         n = row.case.num_replicas
@@ -80,14 +80,14 @@ def test_rows() -> None:
         assert row.beyond_per_unit == pytest.approx((expected - row.bound) / row.units)
 
 
-def test_the_bound_knows_the_bucket() -> None:
+def test_bound_includes_token_bucket() -> None:
     """A link that was idle carries a little more than its rate."""
     assert bound_seconds(1e6, None, 8e6) == pytest.approx(1.0)
     assert bound_seconds(1e6 + burst_bytes(RATE), RATE, 8e6) == pytest.approx(1.0)
     assert bound_seconds(1000, RATE, 8e6) == 0.0
 
 
-def test_fits_find_the_coefficients() -> None:
+def test_fits_recover_coefficients() -> None:
     """From the cases with two replicas; on exact numbers nothing is left over."""
     found = analysis().fits()
     assert [fit.statistic for fit in found] == ["median", "min"]
@@ -100,7 +100,7 @@ def test_fits_find_the_coefficients() -> None:
         assert len(fit.residuals) == 5
 
 
-def test_tables() -> None:
+def test_tables_have_expected_rows() -> None:
     """A line per case of every sweep, shared ones twice, and a line per fit."""
     text = markdown(SWEEPS, analysis().rows(), analysis().fits())
     tables = [table.splitlines() for table in text.split("\n\n")]
@@ -109,7 +109,7 @@ def test_tables() -> None:
         assert len({line.count("|") for line in table}) == 1
 
 
-def test_bytes_are_counted_from_quiet_to_quiet() -> None:
+def test_bytes_per_sync_use_samples_between_syncs() -> None:
     """A look in the middle of a sync, or before the first, must not count."""
     syncs: list[dict[str, Any]] = [
         {"time": end, "seconds": {"total": 0.4}} for end in (1.0, 2.0, 3.0, 4.0)
@@ -121,7 +121,7 @@ def test_bytes_are_counted_from_quiet_to_quiet() -> None:
 
 
 @pytest.mark.full
-def test_a_small_run(tmp_path: Path) -> None:
+def test_small_real_run(tmp_path: Path) -> None:
     """Real training in a lab: what was counted on the interfaces agrees with EDiT's own count."""
     need_lab()
     output = tmp_path / "growth.json"

@@ -60,7 +60,7 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(x)["loss"] for x in (folder / "loss.jsonl").read_text().splitlines()]
 
 
-def test_single_launch_and_one_launch_per_replica_are_the_same(tmp_path: Path) -> None:
+def test_single_and_per_replica_launches_have_equal_losses(tmp_path: Path) -> None:
     """Same losses to the last bit: catches anything that depends on how the ranks were started."""
     single, separate = tmp_path / "single", tmp_path / "separate"
     argv = [str(SCRIPT), *edit_flags(2, edit_log_dir=single, **FLAGS)]
@@ -86,7 +86,7 @@ def test_single_launch_and_one_launch_per_replica_are_the_same(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("num_replicas", "ids"), [(2, (0, 0)), (3, (0, 1, 1))])
-def test_a_replica_id_twice_ends_all_launches(
+def test_duplicate_replica_id_ends_all_launches(
     num_replicas: int, ids: tuple[int, ...], tmp_path: Path
 ) -> None:
     """Each with one line, long before a missing replica is given up: catches launches that wait."""
@@ -106,7 +106,7 @@ def test_a_replica_id_twice_ends_all_launches(
         )
 
 
-def test_bad_input_under_torchrun(tmp_path: Path) -> None:
+def test_bad_input_under_torchrun_prints_one_line(tmp_path: Path) -> None:
     """torchrun exits with 1 and reports the rank's 2; the line is on the console once."""
     argv = [str(SCRIPT), *edit_flags(2, edit_sync_interval=0)]
     code, output = start(argv, 2, tmp_path / "launch.out").finish()
@@ -169,7 +169,7 @@ time.sleep(60)  # torchrun ends it
 """
 
 
-def test_a_traceback_names_the_replica(tmp_path: Path) -> None:
+def test_traceback_names_replica(tmp_path: Path) -> None:
     """In each line, as PyTorch names the rank. Catches replicas that are all `[rank0]`."""
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
@@ -181,7 +181,7 @@ def test_a_traceback_names_the_replica(tmp_path: Path) -> None:
 
 
 @pytest.mark.clone
-def test_an_unmodified_clone_trains(tmp_path: Path, megatron_clone: Path) -> None:
+def test_unmodified_clone_trains(tmp_path: Path, megatron_clone: Path) -> None:
     """The clone's own pretrain_gpt.py and the clone's own megatron package, not the wheel's."""
     argv = [str(megatron_clone / "pretrain_gpt.py"),
             *edit_flags(2, edit_log_dir=tmp_path / "log", **FLAGS)]  # fmt: skip
@@ -217,7 +217,7 @@ def test_check_validates_without_launching() -> None:
     assert "--world-size (not given)" in bad.stderr and "a multiple of 2" in bad.stderr
 
 
-def test_check_tells_of_a_warmup_that_never_ends() -> None:
+def test_check_warns_if_warmup_covers_training() -> None:
     """Would catch: "ok" alone for a run in which EDiT never starts; and a warning where it does."""
     for warmup, is_told in ((8, True), (7, False)):
         done = check(*edit_flags(2, train_iters=8, edit_warmup_steps=warmup), "--world-size", "2")
@@ -231,7 +231,7 @@ def test_check_tells_of_a_warmup_that_never_ends() -> None:
 
 
 @pytest.mark.parametrize("words", [["-h"], [str(SCRIPT), "--train-iters", "5", "--help"]])
-def test_help_of_the_launcher(words: list[str]) -> None:
+def test_launcher_help_is_printed_once(words: list[str]) -> None:
     """Ours alone, from one rank. Would catch: Megatron's parser, which cannot print its own."""
     for rank, is_heard in ((None, True), ("0", True), ("1", False)):
         env = {k: v for k, v in os.environ.items() if k not in ("RANK", "SLURM_PROCID")}
@@ -253,7 +253,7 @@ def test_help_of_the_launcher(words: list[str]) -> None:
         (["--use-megatron-fsdp"], "own parameter buffers"),
     ],
 )
-def test_check_knows_megatrons_arguments(words: list[str], complaint: str) -> None:
+def test_check_validates_megatron_arguments(words: list[str], complaint: str) -> None:
     """What Megatron itself would only say in a traceback, or on N machines at once."""
     bad = check(*edit_flags(2), "--world-size", "4", *words)
     assert bad.returncode == 2 and bad.stderr.count("\n") == 1 and complaint in bad.stderr

@@ -19,7 +19,7 @@ import pytest
 from megatron_edit.tools.cli import main
 from megatron_edit.tools.monitor.run import MonitoredRun
 from tests.harness import Flags
-from tests.harness.event_files import MadeUp
+from tests.harness.event_files import SyntheticRun
 from tests.harness.launch import REPOSITORY
 from tests.host.runs import run_edit
 
@@ -74,7 +74,7 @@ class Terminal:
 def test_watch_in_a_terminal(tmp_path: Path) -> None:
     """It waits for the run, follows it, and ends with it. Would catch: a crash before the first
     file, a frame that never changes, an end that is not noticed."""
-    whole = MadeUp(rounds=6, train_iters=68).write(tmp_path / "whole")
+    whole = SyntheticRun(rounds=6, train_iters=68).write(tmp_path / "whole")
     terminal = Terminal("watch", str(tmp_path / "log"), "--seconds", "0.2")
     terminal.wait_for("waiting for")
     (tmp_path / "log").mkdir()
@@ -91,7 +91,7 @@ def test_watch_in_a_terminal(tmp_path: Path) -> None:
 
 def test_watch_ends_on_ctrl_c(tmp_path: Path) -> None:
     """With 0, and without a traceback."""
-    MadeUp(train_iters=1000).write(tmp_path)
+    SyntheticRun(train_iters=1000).write(tmp_path)
     terminal = Terminal("watch", str(tmp_path), "--seconds", "0.2")
     terminal.wait_for("30 syncs")
     os.killpg(terminal.process.pid, signal.SIGINT)
@@ -116,7 +116,7 @@ def test_watch_ends_on_ctrl_c(tmp_path: Path) -> None:
     ],
     ids=["edit", "ddp", "streaming-diloco", "a-edit"],
 )  # fmt: skip
-def test_report_of_a_real_training(
+def test_report_and_watch_follow_real_training(
     tmp_path: Path, flags: Flags, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Read again and again while it runs, and at its end. Would catch: a field of the event files
@@ -150,7 +150,7 @@ def test_report_of_a_real_training(
         assert run.syncs.count == len((tmp_path / "sync.jsonl").read_text().splitlines()) > 0
 
 
-def test_a_training_after_another(tmp_path: Path) -> None:
+def test_second_training_moves_earlier_files(tmp_path: Path) -> None:
     """In the same folder, and still in its warm-up. Would catch: replicas that do not agree on the
     number of the earlier files, numbers of the earlier run in the page."""
     run_edit(tmp_path, 2, 2, train_iters=6)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import pytest
 from netlab import INTERFACE, Lab, LabError, LabUnavailableError
 
-from tests.harness.lab import need_lab
+from tests.harness.network_lab import need_lab
 from tests.harness.launch import REPOSITORY
 
 RATE = 100_000_000
@@ -57,7 +57,7 @@ def interfaces() -> list[str]:
     return sorted(os.listdir("/sys/class/net"))
 
 
-def test_a_link_has_the_rate_it_was_given_and_takes_another(lab: Lab) -> None:
+def test_link_rate_can_be_set_and_changed(lab: Lab) -> None:
     """Both directions, and the counters agree with what the transfer says."""
     lab.set_rate(RATE)
     before = lab.sent_bytes()
@@ -72,7 +72,7 @@ def test_a_link_has_the_rate_it_was_given_and_takes_another(lab: Lab) -> None:
     assert lab.measure_bandwidth(seconds=0.3) > 3 * RATE
 
 
-def test_a_host_is_a_world_of_its_own(lab: Lab) -> None:
+def test_host_has_own_network_and_environment(lab: Lab) -> None:
     """A command sees its host's interfaces and the environment it was given."""
     code = "import os; print(sorted(os.listdir('/sys/class/net')), os.environ['WHO'])"
     process = lab.popen(
@@ -82,7 +82,7 @@ def test_a_host_is_a_world_of_its_own(lab: Lab) -> None:
     assert repr(INTERFACE) in stdout and "eth0" not in stdout and stdout.endswith("host 1\n")
 
 
-def test_nothing_is_left_after_an_error() -> None:
+def test_error_leaves_no_namespaces() -> None:
     """Namespaces, interfaces and processes; also where the hosts are still busy."""
     before = interfaces()
     with pytest.raises(ZeroDivisionError), Lab(3, RATE) as lab:
@@ -94,7 +94,7 @@ def test_nothing_is_left_after_an_error() -> None:
     assert [process.returncode for process in busy] == [-signal.SIGKILL] * 3
 
 
-def test_a_failure_while_building_leaves_nothing() -> None:
+def test_failed_construction_leaves_no_namespaces() -> None:
     """A rate that `tc` refuses, in one line."""
     with pytest.raises(LabError, match=r"^tc .*\btbf\b[^\n]*$"), Lab(1, 0):
         pass
@@ -102,7 +102,7 @@ def test_a_failure_while_building_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_nothing_is_left_after_a_signal(number: signal.Signals) -> None:
+def test_signal_leaves_no_namespaces(number: signal.Signals) -> None:
     """The usual ways to end a benchmark from outside."""
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(REPOSITORY / "benchmarks")],
@@ -117,7 +117,7 @@ def test_nothing_is_left_after_a_signal(number: signal.Signals) -> None:
     assert namespaces(process.pid) == []
 
 
-def test_it_says_in_one_line_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_requirements_are_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not root; no iproute2."""
     with monkeypatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: 1000)

@@ -51,7 +51,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
     return sdist, wheel
 
 
-def test_all_files_are_in_both(distributions: tuple[Path, Path]) -> None:
+def test_sdist_and_wheel_have_all_files(distributions: tuple[Path, Path]) -> None:
     """Every module and data file of the package; in the sdist scripts and configurations too."""
     sdist, wheel = distributions
     package = {
@@ -76,7 +76,7 @@ def _info(names: set[str]) -> set[str]:
     return {name.split("/")[0] for name in names if ".dist-info/" in name}
 
 
-def test_the_wheel_works_on_its_own(distributions: tuple[Path, Path], tmp_path: Path) -> None:
+def test_wheel_works_without_repository(distributions: tuple[Path, Path], tmp_path: Path) -> None:
     """In an environment that has what it requires; nothing is taken from this repository."""
     python = _environment(tmp_path / "clean")
     # Packages of the tests' environment, without its .pth files: they lead to this repository.
@@ -87,7 +87,7 @@ def test_the_wheel_works_on_its_own(distributions: tuple[Path, Path], tmp_path: 
 
 @pytest.mark.full
 @pytest.mark.timeout(1200)
-def test_a_clean_environment_gets_all_it_needs(
+def test_wheel_installs_its_requirements(
     distributions: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """`pip install` with its requirements from the index, and nothing else."""

@@ -15,8 +15,8 @@ import pytest
 
 from megatron_edit.tools.cli import main
 from tests.harness.browser import MISSING, SMALLEST_LETTERS, WIDTHS, Seen, chromium, look
-from tests.harness.event_files import MadeUp
-from tests.harness.resumed import RunPart, write_runs
+from tests.harness.event_files import SyntheticRun
+from tests.harness.resumed_event_files import RunPart, write_runs
 
 pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {MISSING}"),
@@ -46,21 +46,21 @@ def check(seen: Seen, num_pictures: int) -> None:
     assert seen.screenshot.stat().st_size > 10_000
 
 
-RUNS: dict[str, tuple[MadeUp, int]] = {
-    "usual": (MadeUp(train_iters=400, slow={2: 1.4}, sick=1, rollbacks=(12,)), ALL_CHARTS),
-    "ddp": (MadeUp(strategy="ddp", rounds=0, warmup=50), 2),
-    "warm-up": (MadeUp(rounds=0, warmup=30, train_iters=100), 2),
-    "first-sync": (MadeUp(rounds=1, train_iters=100), 8),  # bars, as nothing can be the same yet
-    "one-replica": (MadeUp(replicas=1, rounds=9), 6),
-    "plain-averages": (MadeUp(strategy="diloco", rounds=9), 6),
-    "large": (MadeUp(replicas=64, units=40, rounds=40, tau=2, sick=63), ALL_CHARTS),
+RUNS: dict[str, tuple[SyntheticRun, int]] = {
+    "usual": (SyntheticRun(train_iters=400, slow={2: 1.4}, sick=1, rollbacks=(12,)), ALL_CHARTS),
+    "ddp": (SyntheticRun(strategy="ddp", rounds=0, warmup=50), 2),
+    "warm-up": (SyntheticRun(rounds=0, warmup=30, train_iters=100), 2),
+    "first-sync": (SyntheticRun(rounds=1, train_iters=100), 8),  # bars, as nothing can be the same yet
+    "one-replica": (SyntheticRun(replicas=1, rounds=9), 6),
+    "plain-averages": (SyntheticRun(strategy="diloco", rounds=9), 6),
+    "large": (SyntheticRun(replicas=64, units=40, rounds=40, tau=2, sick=63), ALL_CHARTS),
 }
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n == "usual" else [pytest.mark.full]) for n in RUNS]
 )
-def test_report(driver: Any, tmp_path: Path, name: str) -> None:
+def test_report_page(driver: Any, tmp_path: Path, name: str) -> None:
     made_up, num_pictures = RUNS[name]
     folder = made_up.write(tmp_path / name)
     assert main(["report", str(folder)]) == 0
@@ -70,10 +70,10 @@ def test_report(driver: Any, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.full
-def test_report_in_the_dark(driver: Any, tmp_path: Path) -> None:
+def test_report_page_in_dark_mode(driver: Any, tmp_path: Path) -> None:
     """The page follows what the reader prefers, pictures included."""
     page = tmp_path / "report.html"
-    folder = MadeUp().write(tmp_path / "log")
+    folder = SyntheticRun().write(tmp_path / "log")
     assert main(["report", str(folder), "--output", str(page)]) == 0
     for is_dark in (False, True):
         shot = tmp_path / f"dark-{is_dark}.png"
@@ -87,10 +87,10 @@ def test_report_in_the_dark(driver: Any, tmp_path: Path) -> None:
         assert (brightness > 380) == is_dark
 
 
-def test_page_of_a_resumed_training(driver: Any, tmp_path: Path) -> None:
+def test_report_page_of_resumed_training(driver: Any, tmp_path: Path) -> None:
     """Three runs, with validation losses; legends stand below the data."""
     parts = [RunPart(0, 50), RunPart(44, 75), RunPart(68, 100, "finished", None)]
-    folder = write_runs(tmp_path / "log", MadeUp(rounds=10, replicas=2), parts)
+    folder = write_runs(tmp_path / "log", SyntheticRun(rounds=10, replicas=2), parts)
     assert main(["report", str(folder)]) == 0
     for width in WIDTHS:
         shot = tmp_path / f"resumed-{width}.png"
@@ -107,7 +107,7 @@ def test_page_of_a_resumed_training(driver: Any, tmp_path: Path) -> None:
     assert len(below) >= 5 and all(below)
 
 
-def test_page_of_a_comparison(driver: Any, tmp_path: Path) -> None:
+def test_comparison_page(driver: Any, tmp_path: Path) -> None:
     """The page of `megatron-edit compare`, which is made of the same parts, in the dark, too."""
     from megatron_edit.tools.compare.page import write_report
     from tests.pure.test_compare_report import outcome
@@ -124,7 +124,7 @@ def test_page_of_a_comparison(driver: Any, tmp_path: Path) -> None:
             assert len(set(inks)) == 1 and len(inks) > 20
 
 
-def test_the_browser_would_complain(driver: Any, tmp_path: Path) -> None:
+def test_browser_checks_detect_faults(driver: Any, tmp_path: Path) -> None:
     """The test itself: each of these is seen."""
     page = tmp_path / "bad.html"
     page.write_text(

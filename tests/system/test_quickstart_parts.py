@@ -46,7 +46,7 @@ def fed(*lines: str) -> RunLog:
     return log
 
 
-def test_iteration_lines() -> None:
+def test_iteration_lines_are_parsed() -> None:
     log = fed(LINE.format(1, 100.0, 8.5), "noise about iteration 7", LINE.format(2, 100.0, 8.25))
     assert log.losses() == {1: 8.5, 2: 8.25}
     assert (log.last_iteration, log.last_loss, log.batch_size) == (2, 8.25, 16)
@@ -58,19 +58,19 @@ def test_lines_of_several_replicas_are_averaged() -> None:
     assert log.tokens_per_second(128) == pytest.approx(16 * 128 / 0.2)
 
 
-def test_speed_leaves_the_first_iterations_out() -> None:
+def test_speed_excludes_first_iterations() -> None:
     lines = [LINE.format(i, 9000.0 if i <= 5 else 500.0, 5.0) for i in range(1, 9)]
     assert fed(*lines).tokens_per_second(100) == pytest.approx(3200)
     assert RunLog().tokens_per_second(100) == 0
 
 
-def test_a_skipped_iteration_has_no_loss() -> None:
+def test_skipped_iteration_has_no_loss() -> None:
     line = LINE.format(3, 100.0, 5.0).replace(" lm loss: 5.000000E+00 |", "")
     log = fed(line)
     assert log.losses() == {} and log.last_iteration == 3 and math.isnan(log.last_loss)
 
 
-def test_validation_lines() -> None:
+def test_validation_lines_are_parsed() -> None:
     log = fed(
         " validation loss at iteration 40 | lm loss value: 6.5E+00 | lm loss PPL: 6.6E+02 | ",
         " validation loss at iteration 50 (mid-round) | lm loss value: 5.0E+00 | lm loss PPL: 1 | ",
@@ -82,13 +82,13 @@ def test_validation_lines() -> None:
     assert log.last_iteration == 0
 
 
-def test_number_of_parameters() -> None:
+def test_number_of_parameters_is_parsed() -> None:
     said = " > number of parameters on (tensor, {}pipeline) model parallel rank ({}0, 0): 2559360"
     assert fed(said.format("", "")).num_parameters == 2559360
     assert fed(said.format("gtp_remat, ", "0, ")).num_parameters == 2559360
 
 
-def test_event_files(tmp_path: Path) -> None:
+def test_event_file_losses_take_precedence(tmp_path: Path) -> None:
     assert read_json_lines(tmp_path / "absent.jsonl") == []
     log = fed(LINE.format(1, 100.0, 8.0))
     assert edit_losses(tmp_path, log) == {1: 8.0}
@@ -98,7 +98,7 @@ def test_event_files(tmp_path: Path) -> None:
     assert edit_losses(tmp_path, log) == {1: 7.5}
 
 
-def test_bytes_counted_by_hand() -> None:
+def test_bytes_match_hand_calculation() -> None:
     two_by_two = Layout(num_replicas=2, ranks_per_replica=2, num_parameters=100)
     # Two links, each 3/4 of (4 + 2) * 100 bytes.
     assert baseline_bytes(two_by_two, num_steps=1) == 900
@@ -108,12 +108,12 @@ def test_bytes_counted_by_hand() -> None:
     assert sync_bytes(two_by_two, [{"wire_bytes": 400}, {"wire_bytes": 410}]) == 1620
 
 
-def test_one_replica_sends_nothing_out() -> None:
+def test_one_replica_sends_no_bytes() -> None:
     alone = Layout(num_replicas=1, ranks_per_replica=4, num_parameters=100)
     assert baseline_bytes(alone, num_steps=9) == warmup_bytes(alone, num_steps=9) == 0
 
 
-def test_flag_files_read_as_the_shell_reads_them() -> None:
+def test_flag_files_are_read_as_by_shell() -> None:
     for path in sorted((ROOT / "configs").glob("*.args")):
         shell = f"printf '%s\\n' $(grep -v '^#' '{path}')"
         done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True)
@@ -123,7 +123,7 @@ def test_flag_files_read_as_the_shell_reads_them() -> None:
         int_flag(["--a", "1"], "--c")
 
 
-def test_evaluations_after_the_warmup_fall_on_syncs() -> None:
+def test_evaluations_after_warmup_are_at_syncs() -> None:
     flags = read_flags(ROOT / "configs" / "tiny_cpu.args")
     edit = read_flags(ROOT / "configs" / "tiny_cpu_edit.args")
     warmup, interval = (int_flag(edit, f"--edit-{n}") for n in ("warmup-steps", "sync-interval"))
@@ -143,7 +143,7 @@ def test_synchronous_steps_are_warmup_and_final_phase(tmp_path: Path) -> None:
         assert num_synchronous_steps(tmp_path, 40, last) == wanted
 
 
-def test_table_and_picture(tmp_path: Path) -> None:
+def test_table_and_picture_are_made(tmp_path: Path) -> None:
     log = fed(
         LINE.format(1, 100.0, 8.0),
         LINE.format(2, 100.0, 7.0),
@@ -163,7 +163,7 @@ def test_table_and_picture(tmp_path: Path) -> None:
     assert running_mean([1, 2, 6, 4], 3) == [1.5, 3, 4, 5]
 
 
-def test_launch_line_is_the_documented_one() -> None:
+def test_launch_line_is_as_documented() -> None:
     line = launch_line(["--use-edit"], num_ranks=4)
     script = str(ROOT / "scripts" / "pretrain_gpt.py")
     assert line[-6:] == ["--nproc-per-node", "4", "-m", "megatron_edit", script, "--use-edit"]

@@ -10,14 +10,14 @@ import json
 import sys
 from pathlib import Path
 
-from tests.harness.lab import need_lab, run_on_two_hosts
+from tests.harness.network_lab import need_lab, run_on_two_hosts
 from tests.system.late_exchange import NUMEL
 
 RATE = 10_000_000
 SLACK = 1.35  # of the link's time: headers, codec and polls; one after the other is 1.8
 
 
-def test_a_late_rank_costs_only_its_lateness(tmp_path: Path) -> None:
+def test_late_rank_delays_exchange_by_its_lateness_only(tmp_path: Path) -> None:
     """1 million int8 over 10 Mbit/s: 0.8 s, whoever comes 50 ms late."""
     need_lab()
     script = str(Path(__file__).with_name("late_exchange.py"))

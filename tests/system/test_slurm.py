@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from tests.harness.launch import REPOSITORY
-from tests.harness.slurm import Cluster, wait_until, why_not
+from tests.harness.slurm import Cluster, wait_until, unavailable_reason
 from tests.harness.slurm_jobs import SCRIPTS, Job, Run
 from tests.system.test_docs import of_kind
 
-WHY_NOT = why_not()
+WHY_NOT = unavailable_reason()
 pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
@@ -55,8 +55,8 @@ def whole(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def assert_completed(job: Job, restarts: int = 0) -> None:
     """It came to the end of training, and was queued again as often as it should."""
-    assert job.wait() == "COMPLETED", job.story()
-    assert job.restarts == restarts, job.story()
+    assert job.wait() == "COMPLETED", job.summary()
+    assert job.restarts == restarts, job.summary()
 
 
 def assert_same(run: Run, whole: Run) -> None:
@@ -68,7 +68,7 @@ def assert_same(run: Run, whole: Run) -> None:
 # ---- to the end
 
 
-def test_single_launch_of_edit(whole: Run) -> None:
+def test_edit_in_single_launch_completes(whole: Run) -> None:
     """Two nodes, a replica each. Would catch: a batch script that does not start at all."""
     assert len(whole.losses()) == 12
     assert (whole.folder / "run/checkpoints/iter_0000012/edit/edit.json").is_file()
@@ -93,7 +93,7 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 @full
-def test_baseline(jobs: dict[str, tuple[Run, Job]]) -> None:
+def test_ddp_baseline_completes(jobs: dict[str, tuple[Run, Job]]) -> None:
     """Stock Megatron on two nodes."""
     run, job = jobs["ddp"]
     assert_completed(job)
@@ -103,7 +103,7 @@ def test_baseline(jobs: dict[str, tuple[Run, Job]]) -> None:
 
 @full
 @pytest.mark.parametrize("name", ["edit_per_replica", "in_one_job"])
-def test_one_launch_per_replica(jobs: dict[str, tuple[Run, Job]], whole: Run, name: str) -> None:
+def test_one_launch_per_replica_has_equal_losses(jobs: dict[str, tuple[Run, Job]], whole: Run, name: str) -> None:
     """A heterogeneous job made by submit.sh, and what docs/slurm.md says for clusters without: the
     same training to the last bit."""
     run, job = jobs[name]
@@ -113,7 +113,7 @@ def test_one_launch_per_replica(jobs: dict[str, tuple[Run, Job]], whole: Run, na
 
 
 @full
-def test_a_edit_on_mixed_partitions(jobs: dict[str, tuple[Run, Job]]) -> None:
+def test_aedit_on_mixed_partitions_completes(jobs: dict[str, tuple[Run, Job]]) -> None:
     """A component in each partition, a replica in each component."""
     run, job = jobs["a_edit_mixed"]
     assert_completed(job)
@@ -125,14 +125,14 @@ def test_a_edit_on_mixed_partitions(jobs: dict[str, tuple[Run, Job]]) -> None:
 
 
 @full
-def test_preempted(run: Run, whole: Run) -> None:
+def test_preempted_job_resumes(run: Run, whole: Run) -> None:
     """An urgent job takes the nodes: SLURM stops the ranks, and the run goes on later."""
-    run.hold(7)
+    run.pause_at(7)
     job = run.sbatch("edit")
-    run.wait_held(2, job)
+    run.wait_paused(2, job)
     urgent = run.cluster.call("sbatch", "--parsable", "--partition=urgent", "--nodes=2",
                               "--exclusive", "--wrap=sleep 1", cwd=run.folder)  # fmt: skip
-    wait_until(lambda: bool(run.stops()), 100, job.story)
+    wait_until(lambda: bool(run.stops()), 100, job.summary)
     run.release()
     job.wait_for("PENDING", "COMPLETED", restarts=1)
     assert_completed(Job(run.cluster, int(urgent), run.folder))
@@ -142,30 +142,30 @@ def test_preempted(run: Run, whole: Run) -> None:
 
 
 @full
-def test_near_the_time_limit(run: Run, whole: Run) -> None:
+def test_job_near_time_limit_is_requeued(run: Run, whole: Run) -> None:
     """SLURM itself signals the batch script of a het job: all components save, queue again, go on.
 
     On a busy machine the signal may come before training, and again after the first restart.
     """
-    run.hold(7)
+    run.pause_at(7)
     run.settings |= {"EDIT_TIME_LIMIT": "3", "EDIT_SIGNAL_LEAD_SECONDS": "60"}
     job = run.submit("edit_per_replica")
-    wait_until(lambda: bool(run.stops()), 200, job.story)
+    wait_until(lambda: bool(run.stops()), 200, job.summary)
     run.release()
-    assert job.wait() == "COMPLETED" and job.restarts >= 1, job.story()
+    assert job.wait() == "COMPLETED" and job.restarts >= 1, job.summary()
     assert "USR1: the run was stopped; queued again" in job.console
     assert_same(run, whole)
 
 
 @full
-def test_the_baseline_goes_on(run: Run) -> None:
+def test_stopped_ddp_baseline_resumes(run: Run) -> None:
     """Stopped as docs/slurm.md says, by hand: stock Megatron consumes every sample once."""
-    run.hold(7)
+    run.pause_at(7)
     job = run.sbatch("ddp")
-    run.wait_held(2, job)
+    run.wait_paused(2, job)
     (command,) = (c for c in of_kind("slurm") if c.words[0] == "scancel")
     run.cluster.call(*(str(job.id) if word == "JOB" else word for word in command.words))
-    wait_until(lambda: bool(run.stops()), 100, job.story)
+    wait_until(lambda: bool(run.stops()), 100, job.summary)
     run.release()
     assert_completed(job, restarts=1)
     samples = job.parsed().consumed_samples
@@ -173,22 +173,22 @@ def test_the_baseline_goes_on(run: Run) -> None:
 
 
 @full
-def test_a_node_fails(run: Run, whole: Run) -> None:
+def test_job_resumes_after_node_failure(run: Run, whole: Run) -> None:
     """Its ranks and its slurmd are gone at once; the job goes on from the newest checkpoint.
 
     SLURM may hand the node out again before it is ready, or clean up there late: more restarts.
     """
     run.settings["EDIT_MAX_FAILURES"] = "9"
-    run.hold(7)
+    run.pause_at(7)
     job = run.sbatch("edit")
-    run.wait_held(2, job)
+    run.wait_paused(2, job)
     run.cluster.fail_node("n2")
     run.release()
     try:
         job.wait_for("PENDING", restarts=1)
     finally:
         run.cluster.start_node("n2")
-    assert job.wait() == "COMPLETED", job.story()
+    assert job.wait() == "COMPLETED", job.summary()
     assert_same(run, whole)
 
 
@@ -196,27 +196,27 @@ def test_a_node_fails(run: Run, whole: Run) -> None:
 
 
 @full
-def test_a_cancelled_job_stays_cancelled(run: Run) -> None:
+def test_cancelled_job_stays_cancelled(run: Run) -> None:
     """Would catch: a job that takes the end for a preemption and queues again."""
-    run.hold(3)
+    run.pause_at(3)
     job = run.sbatch("edit")
-    run.wait_held(2, job)
+    run.wait_paused(2, job)
     run.cluster.call("scancel", str(job.id))
     run.release()
     assert job.wait() == "CANCELLED"
-    wait_until(lambda: "COMPLETING" not in run.cluster.call("squeue", "--format=%T"), 60, job.story)
+    wait_until(lambda: "COMPLETING" not in run.cluster.call("squeue", "--format=%T"), 60, job.summary)
     assert (job.state, job.restarts) == ("CANCELLED", 0)
 
 
 @full
-def test_a_run_that_always_fails_is_given_up(run: Run) -> None:
+def test_repeatedly_failing_run_is_given_up(run: Run) -> None:
     """Queued again once, as no checkpoint came of it; with the exit code of the rank."""
     script = run.folder / "fails.py"
     script.write_text("raise SystemExit(7)\n")
     run.settings |= {"EDIT_SCRIPT": str(script), "EDIT_MAX_FAILURES": "2"}
     job = run.sbatch("edit")
     assert job.wait() == "FAILED"
-    assert (job.exit_code, job.restarts) == (7, 1), job.story()
+    assert (job.exit_code, job.restarts) == (7, 1), job.summary()
     assert "exit code 7, 2 times without a checkpoint newer than none; given up" in job.console
 
 
@@ -233,16 +233,16 @@ BAD = {
 }
 
 
-def test_bad_settings_end_the_job_at_once(run: Run) -> None:
+def test_bad_settings_end_job_at_once(run: Run) -> None:
     """Exit code 2 and one line with value, rule and remedy, before any rank."""
     jobs = {}
     for bad in BAD:
         name, _, value = bad.partition("=")
         jobs[bad] = Run(run.cluster, run.folder, {name: value}).sbatch("edit")
     for bad, job in jobs.items():
-        assert job.wait() == "FAILED" and (job.exit_code, job.restarts) == (2, 0), job.story()
-        assert job.console.startswith(f"slurm: {bad}: {BAD[bad]}; "), job.story()
-        assert job.console.count("\n") == 1, job.story()
+        assert job.wait() == "FAILED" and (job.exit_code, job.restarts) == (2, 0), job.summary()
+        assert job.console.startswith(f"slurm: {bad}: {BAD[bad]}; "), job.summary()
+        assert job.console.count("\n") == 1, job.summary()
 
 
 def test_submit_refuses_bad_settings(run: Run) -> None:
@@ -255,11 +255,11 @@ def test_submit_refuses_bad_settings(run: Run) -> None:
 
 
 @full
-def test_bad_flags_end_the_job_before_any_rank(run: Run) -> None:
+def test_bad_flags_end_job_before_any_rank(run: Run) -> None:
     """`megatron-edit check` sees them."""
     run.settings["EDIT_EXTRA_FLAGS"] = "--edit-sync-interval 0"
     job = run.sbatch("edit_per_replica")
-    assert job.wait() == "FAILED" and job.exit_code == 2, job.story()
+    assert job.wait() == "FAILED" and job.exit_code == 2, job.summary()
     assert "--edit-sync-interval 0: must be at least 1" in job.console
     assert "srun" not in job.console
 
@@ -287,7 +287,7 @@ def test_documented_commands_are_accepted(run: Run) -> None:
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
-def test_shellcheck() -> None:
+def test_shell_scripts_pass_shellcheck() -> None:
     """All shell scripts of the repository."""
     files = [p for pattern in ("*.sh", "*.sbatch", "*.env") for p in REPOSITORY.rglob(pattern)
              if ".venv" not in p.parts]  # fmt: skip

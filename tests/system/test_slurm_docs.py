@@ -11,7 +11,7 @@ from tests.system.test_docs import of_kind, run
 STAND_IN = '#!/bin/bash\necho "${0##*/}" "$@" >>"$CALLS"\n'
 
 
-def test_documented_commands_submit_what_is_there(tmp_path: Path) -> None:
+def test_documented_commands_submit_existing_scripts(tmp_path: Path) -> None:
     """Would catch: a batch script or a setting that was renamed; nodes that do not reach sbatch."""
     calls = tmp_path / "calls"
     for name in ("sbatch", "scancel"):

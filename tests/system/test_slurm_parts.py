@@ -51,7 +51,7 @@ def in_job(folder: Path, code: str, **settings: str) -> subprocess.CompletedProc
     ("setting", "array"), [("EDIT_EXTRA_FLAGS", "flags"), ("EDIT_SRUN_OPTIONS", "srun_options")]
 )
 @pytest.mark.parametrize("text", [TWO_LINES, "", " ".join(WORDS)])
-def test_a_job_takes_all_lines_of_a_setting(
+def test_job_uses_all_lines_of_a_setting(
     tmp_path: Path, setting: str, array: str, text: str
 ) -> None:
     """Would catch: words after the first line that never reach a rank, without a word about it."""
@@ -73,14 +73,14 @@ def test_a_job_takes_all_lines_of_a_setting(
         ("--tensor-model-parallel-size 2", "8", "8"),
     ],
 )
-def test_hardware_queues(tmp_path: Path, flags: str, given: str, expected: str) -> None:
+def test_number_of_hardware_queues(tmp_path: Path, flags: str, given: str, expected: str) -> None:
     """One where Megatron asks for it, else many. Catches one for all, with which less overlaps."""
     code = "bash -c 'echo queues $CUDA_DEVICE_MAX_CONNECTIONS'"
     done = in_job(tmp_path, code, EDIT_EXTRA_FLAGS=flags, CUDA_DEVICE_MAX_CONNECTIONS=given)
     assert done.stdout.split() == ["queues", expected], done.stderr
 
 
-def test_a_job_checks_its_command_first(tmp_path: Path) -> None:
+def test_job_checks_its_command_first(tmp_path: Path) -> None:
     """Would catch: ranks that start with flags that nobody has looked at."""
     stand_in(tmp_path, "python-of-the-job", 'printf "%s\\n" "$@" >"$CALLS"')
     done = in_job(tmp_path, "check_command 8 --more",
@@ -91,7 +91,7 @@ def test_a_job_checks_its_command_first(tmp_path: Path) -> None:
     assert words[-3:] == ["--more", "--world-size", "8"]
 
 
-def test_submit_takes_all_lines_of_a_setting(tmp_path: Path) -> None:
+def test_submit_uses_all_lines_of_a_setting(tmp_path: Path) -> None:
     """Would catch: a component of a het job, or an option of sbatch, that is dropped."""
     stand_in(tmp_path, "sbatch", RECORD)
     done = bash(tmp_path, str(SCRIPTS / "submit.sh"), "a_edit_mixed",
@@ -104,7 +104,7 @@ def test_submit_takes_all_lines_of_a_setting(tmp_path: Path) -> None:
         assert " ".join(WORDS) in component
 
 
-def test_a_bad_setting_of_several_lines_is_told_in_one(tmp_path: Path) -> None:
+def test_bad_multiline_setting_is_reported_in_one_line(tmp_path: Path) -> None:
     """Would catch: a refusal that is cut after the first line of the value."""
     done = bash(tmp_path, str(SCRIPTS / "submit.sh"), "a_edit_mixed", EDIT_MIXED="fast:1\nslow")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
@@ -131,14 +131,14 @@ def stopped(folder: Path, failures: int, state: str) -> tuple[int, str, list[str
 
 
 @pytest.mark.parametrize("failures", [0, 1, 3])
-def test_a_brief_failure_of_squeue_does_not_end_a_run(tmp_path: Path, failures: int) -> None:
+def test_brief_squeue_failure_does_not_end_run(tmp_path: Path, failures: int) -> None:
     """Would catch: a script that `set -e` ends in silence, so that the run is not queued again."""
     code, said, calls = stopped(tmp_path, failures, "RUNNING")
     assert (code, calls) == (0, ["scontrol requeue 7"]), said
     assert "USR1: the run was stopped; queued again" in said
 
 
-def test_a_slurm_that_never_answers_is_told_of(tmp_path: Path) -> None:
+def test_unresponsive_slurm_is_reported(tmp_path: Path) -> None:
     """Would catch: silence; a cancelled job that is queued again, which SLURM itself allows."""
     code, said, calls = stopped(tmp_path, 1000, "RUNNING")
     assert (code, calls) == (1, []), said
@@ -146,7 +146,7 @@ def test_a_slurm_that_never_answers_is_told_of(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("state", "shown"), [("COMPLETING", "COMPLETING"), ("", "gone")])
-def test_a_cancelled_job_is_not_queued_again(tmp_path: Path, state: str, shown: str) -> None:
+def test_cancelled_job_is_not_requeued(tmp_path: Path, state: str, shown: str) -> None:
     """Would catch: an answer taken for none."""
     code, said, calls = stopped(tmp_path, 1, state)
     assert (code, calls) == (1, []), said

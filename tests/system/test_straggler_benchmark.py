@@ -32,7 +32,7 @@ from straggler_parts.runs import (
     Measurement,
     Stretch,
     read_marks,
-    rounds_of,
+    round_lengths,
     stretches_by_steps,
     stretches_by_syncs,
     stretches_by_time,
@@ -52,7 +52,7 @@ def job(name: str, kind: str, *, phase: float = 0.0, seed: int = 1) -> Job:
     return Job(scenario, kind, plan, tau=128, seconds=6.0, phase=phase)
 
 
-def test_slow_layers() -> None:
+def test_forward_scenarios_slow_down_layers() -> None:
     """The plan is told where to sleep, and a model that has layers to sleep in is trained."""
     slow = job("4x-forward", A_EDIT)
     assert slow.plan.factors == job("4x", A_EDIT).plan.factors
@@ -86,7 +86,7 @@ def measurement(kind: str, speed: float, *, scenario: str = "4x", repeat: int = 
     )
 
 
-def test_plans_are_the_same_everywhere() -> None:
+def test_random_plan_is_equal_in_every_process() -> None:
     """Random: exactly one replica, not always the same, and what it was told to another process."""
     plan = job("random", IDEAL).plan
     other = Plan.from_json(plan.to_json())
@@ -94,13 +94,13 @@ def test_plans_are_the_same_everywhere() -> None:
     for step in range(50):
         lengths = [other.step_seconds(replica, step) for replica in range(4)]
         assert sorted(lengths) == pytest.approx([STEP] * 3 + [2 * STEP])
-        assert lengths.index(max(lengths)) == plan.struck(step)
-    draws = [plan.struck(step) for step in range(50)]
+        assert lengths.index(max(lengths)) == plan.drawn_replica(step)
+    draws = [plan.drawn_replica(step) for step in range(50)]
     assert set(draws) == {0, 1, 2, 3}
-    assert draws != [job("random", IDEAL, seed=2).plan.struck(step) for step in range(50)]
+    assert draws != [job("random", IDEAL, seed=2).plan.drawn_replica(step) for step in range(50)]
 
 
-def test_consistent_plans() -> None:
+def test_plans_slow_down_last_replica() -> None:
     """The steps of the last replica last a multiple of the others'."""
     plan = job("4x", IDEAL).plan
     assert [plan.step_seconds(r, 7) for r in range(4)] == pytest.approx([STEP] * 3 + [4 * STEP])
@@ -111,7 +111,7 @@ def test_consistent_plans() -> None:
     ("name", "interval", "seconds"),
     [("equal", 128, 6.4), ("random", 128, 8.0), ("2x", 64, 6.4), ("4x", 32, 6.4)],
 )
-def test_rounds_last_alike(name: str, interval: int, seconds: float) -> None:
+def test_rounds_of_edit_and_aedit_last_equally_long(name: str, interval: int, seconds: float) -> None:
     """A-EDiT's rounds last as long as EDiT's."""
     for kind in KINDS:
         assert job(name, kind).interval == interval
@@ -129,14 +129,14 @@ def test_rounds_last_alike(name: str, interval: int, seconds: float) -> None:
     assert "--use-edit" not in job(name, STOCK).flags("LOG")
 
 
-def test_unknown_scenarios() -> None:
+def test_unknown_scenarios_are_refused() -> None:
     """Not taken for one in which all are equal."""
     for name in ("0x", "1x", "slow", "x"):
         with pytest.raises(ValueError):
             Scenario.named(name, rounds=1)
 
 
-def test_kinds_without_rounds_are_measured_over_one_span_of_time() -> None:
+def test_stretches_by_time_cover_one_common_span() -> None:
     """It begins when the last has got going, and holds whole steps of everybody."""
     marks = [steady(0.05, 0.1, 100), steady(2.0, 0.4, 20)]
     marks[1] = marks[1][:1] + steady(2.7, 0.4, 19)  # a slow first step
@@ -150,7 +150,7 @@ def test_kinds_without_rounds_are_measured_over_one_span_of_time() -> None:
         stretches_by_time(marks, 0.3)
 
 
-def test_kinds_with_rounds_are_measured_from_the_first_sync_on() -> None:
+def test_stretches_by_syncs_start_at_first_sync() -> None:
     """Each replica over its own steps of the rounds; what came before does not count."""
     inner_steps = [[7, 2], [20, 5], [24, 6], [20, 5]]
     syncs: list[dict[str, Any]] = [{"inner_steps": steps} for steps in inner_steps]
@@ -163,14 +163,14 @@ def test_kinds_with_rounds_are_measured_from_the_first_sync_on() -> None:
     assert [(one.first, one.last) for one in found] == [(8, 52), (3, 14)]
     assert tokens_per_second(found, TOKENS) == pytest.approx(TOKENS * (44 + 11) / 4.8)
     assert [one.computed for one in found] == pytest.approx([2.4, 2.4])
-    assert rounds_of(marks[0], syncs[:3], 2) == pytest.approx([2.2, 2.6])
+    assert round_lengths(marks[0], syncs[:3], 2) == pytest.approx([2.2, 2.6])
     assert stretches_by_steps(marks, 8, 14) == [Stretch.between(own, 8, 14) for own in marks]
     assert stretches_by_steps(marks, 8, 15) is None
     assert stretches_by_syncs(marks, syncs[:2], 2) is None
     assert stretches_by_syncs([marks[0], marks[1][:14]], syncs, 2) is None  # still in the sync
 
 
-def test_half_a_line_is_no_mark(tmp_path: Path) -> None:
+def test_incomplete_line_is_no_mark(tmp_path: Path) -> None:
     """Files are read while replicas write."""
     path = tmp_path / "marks"
     assert read_marks(path) == []
@@ -178,7 +178,7 @@ def test_half_a_line_is_no_mark(tmp_path: Path) -> None:
     assert read_marks(path) == [Mark(12.5, 1.0), Mark(13.25, 1.5)]
 
 
-def test_rows_and_targets() -> None:
+def test_ratios_and_targets() -> None:
     """Ratios within a turn; waiting in steps of the slowest replica, which take 0.2 s."""
     runs = [measurement(IDEAL, 1.0, scenario="random"), measurement(EDIT, 0.95, scenario="random")]
     for repeat, drift in enumerate((1.0, 2.0, 4.0)):
@@ -212,7 +212,7 @@ def test_rows_and_targets() -> None:
 
 
 @pytest.mark.full
-def test_beside_the_last_commit(tmp_path: Path) -> None:
+def test_comparison_with_last_commit(tmp_path: Path) -> None:
     """Real training with both packages, one after the other; nothing of the second stays."""
     output = tmp_path / "stragglers.json"
     script = str(ROOT / "benchmarks/stragglers.py")
@@ -234,7 +234,7 @@ def test_beside_the_last_commit(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_small_run(tmp_path: Path) -> None:
+def test_small_real_run(tmp_path: Path) -> None:
     """Real training of all kinds: by the clock, the fast replica makes more steps."""
     output = tmp_path / "stragglers.json"
     script = str(ROOT / "benchmarks/stragglers.py")

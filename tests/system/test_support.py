@@ -36,13 +36,13 @@ def script(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_page_is_current() -> None:
+def test_support_page_is_current() -> None:
     """Would catch: a probe or a release that nobody has asked the clones for."""
     done = script("make_support_doc.py", "--check")
     assert done.returncode == 0, done.stderr
 
 
-def test_every_release_was_trained() -> None:
+def test_every_release_has_trained() -> None:
     """Would catch: a tag that is called supported and was never seen to train."""
     data = json.loads((REPOSITORY / "docs" / "support.json").read_text())
     for release in RELEASES:
@@ -53,7 +53,7 @@ def test_every_release_was_trained() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("version", ["0.17.0", "0.18.2"])
-def test_older_wheels_have_what_we_stand_on(version: str, tmp_path: Path) -> None:
+def test_older_wheels_have_required_symbols(version: str, tmp_path: Path) -> None:
     """For machines without clones. Would catch: a probe of a symbol that only 0.19 has."""
     install = [
         sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path),
@@ -65,7 +65,7 @@ def test_older_wheels_have_what_we_stand_on(version: str, tmp_path: Path) -> Non
     assert [symbol for symbol, needed_for, _ in failed if not needed_for] == []
 
 
-def test_patches_hold_our_line_alone() -> None:
+def test_patches_contain_only_our_line() -> None:
     """Would catch: a line of Megatron's in a patch, as context or as git's name of a function."""
     folders = {path.name for path in (REPOSITORY / "patches").iterdir() if path.is_dir()}
     assert folders == {release.tag for release in RELEASES}
@@ -77,7 +77,7 @@ def test_patches_hold_our_line_alone() -> None:
 
 
 @pytest.mark.clone
-def test_patches_are_what_the_command_does() -> None:
+def test_patches_match_patch_command() -> None:
     if not clones():
         pytest.skip(f"needs clones of Megatron-LM in {CLONES}")
     done = script("make_patches.py", "--check", *map(str, clones()))
@@ -85,7 +85,7 @@ def test_patches_are_what_the_command_does() -> None:
 
 
 @pytest.mark.clone
-def test_git_applies_what_the_command_does(tmp_path: Path, megatron_clone: Path) -> None:
+def test_git_apply_matches_patch_command(tmp_path: Path, megatron_clone: Path) -> None:
     """Both ways to patch give the same bytes, and both ways back do."""
     folders = [tmp_path / "git", tmp_path / "command"]
     before = {}
@@ -112,7 +112,7 @@ def test_git_applies_what_the_command_does(tmp_path: Path, megatron_clone: Path)
 
 
 @pytest.mark.clone
-def test_a_patched_clone_trains_without_the_launcher(tmp_path: Path, megatron_clone: Path) -> None:
+def test_patched_clone_trains_without_launcher(tmp_path: Path, megatron_clone: Path) -> None:
     """torchrun pretrain_gpt.py --use-edit; under the launcher, too, activated once."""
     copy = tmp_path / "Megatron-LM"
     ignored = shutil.ignore_patterns(".git", "tests", "docs")

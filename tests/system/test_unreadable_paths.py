@@ -67,7 +67,7 @@ def outcomes(folder: Path) -> dict[str, Outcome]:
     return outcomes_of(words, folder, obeys_modes=True, env={"RANK": "0"})
 
 
-def test_one_line_and_two(outcomes: dict[str, Outcome]) -> None:
+def test_unreadable_path_is_refused_in_one_line(outcomes: dict[str, Outcome]) -> None:
     """Would catch: a subcommand, or the launcher, that meets such a path with a traceback."""
     for line, (code, said) in outcomes.items():
         assert code == 2, (line, code, said)
@@ -76,7 +76,7 @@ def test_one_line_and_two(outcomes: dict[str, Outcome]) -> None:
         assert "; " in said, said
 
 
-def test_the_reason_is_told(outcomes: dict[str, Outcome]) -> None:
+def test_message_names_reason(outcomes: dict[str, Outcome]) -> None:
     """Would catch: `no such script` about one that is there."""
     for line in ("launch secret/train.py", "launch unreadable.py", "check unreadable.py"):
         assert "Permission denied" in outcomes[line][1], outcomes[line]
@@ -85,7 +85,7 @@ def test_the_reason_is_told(outcomes: dict[str, Outcome]) -> None:
 
 # Root may run the tests of somebody else's clone.
 @pytest.mark.parametrize("owner", [os.geteuid(), *([1000] if os.geteuid() == 0 else [])])
-def test_in_a_private_folder(owner: int, tmp_path: Path) -> None:
+def test_paths_are_refused_in_private_clone(owner: int, tmp_path: Path) -> None:
     """Nobody but the clone's owner may look into it: catches a check that becomes another user."""
     home = tmp_path / "home"
     clone = home / "clone"

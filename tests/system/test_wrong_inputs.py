@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_edit.checkpoint.folder import CheckpointFolder, manifest_of
+from megatron_edit.checkpoint.folder import CheckpointFolder, manifest_path
 from megatron_edit.tools.cli import SUBCOMMANDS, main
 from tests.harness import tiny_gpt
 from tests.harness.command_lines import Outcome, outcomes_of
-from tests.harness.event_files import MadeUp
+from tests.harness.event_files import SyntheticRun
 from tests.harness.launch import REPOSITORY
 
 SCRIPT = REPOSITORY / "scripts" / "pretrain_gpt.py"
@@ -152,12 +152,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the commands run: some things that are not what they should be."""
     made = tmp_path_factory.mktemp("wrong")
     (made / "file.txt").write_text("no checkpoint")
-    MadeUp(rounds=2).write(made / "log")
+    SyntheticRun(rounds=2).write(made / "log")
     foreign = made / "foreign" / "megatron" / "core" / "package_info.py"
     foreign.parent.mkdir(parents=True)
     foreign.write_text("MAJOR = 0\nMINOR = 9\nPATCH = 0\nPRE_RELEASE = ''\n")
     for name, text in {"newer": '{"version": 999}', "torn": '{"version"'}.items():
-        path = manifest_of(CheckpointFolder(made / name).final(5))
+        path = manifest_path(CheckpointFolder(made / name).final(5))
         path.parent.mkdir(parents=True)
         path.write_text(text)
     return made
@@ -178,7 +178,7 @@ def outcomes(folder: Path) -> dict[str, Outcome]:
     return outcomes_of(lines, folder)
 
 
-def test_there_are_enough() -> None:
+def test_command_lines_are_distinct_and_many() -> None:
     """Every subcommand has some."""
     lines = [*GENERAL, *CHECKED, *COMPARED]
     assert len(set(lines)) == len(lines) >= 40
@@ -190,7 +190,7 @@ def test_there_are_enough() -> None:
     "line",
     [*GENERAL, *(f"check ... {w}" for w in CHECKED), *(f"compare ... {w}" for w in COMPARED)],
 )
-def test_one_line_and_two(line: str, outcomes: dict[str, tuple[object, str]]) -> None:
+def test_wrong_input_is_refused_in_one_line(line: str, outcomes: dict[str, tuple[object, str]]) -> None:
     """Exit code 2; one line on stderr that begins with the command's name."""
     code, said = outcomes[line]
     assert code == 2, (code, said)
@@ -210,7 +210,7 @@ FLAGS = {
 
 
 @pytest.mark.parametrize("name", FLAGS)
-def test_any_words(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arbitrary_words_cause_no_traceback(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that can be typed ends in a traceback: success, or one line."""
     monkeypatch.chdir(folder)
     known = st.sampled_from([*FLAGS[name], ".", "file.txt", "0", "-1", "--help-me"])

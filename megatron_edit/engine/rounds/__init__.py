@@ -1,1 +1,1 @@
-"""One round: when replicas meet, what they tell each other, the plan, and its execution."""
+"""Rounds: when replicas meet, exchange of records, and joint work outside of syncs."""

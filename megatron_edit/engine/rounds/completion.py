@@ -1,5 +1,5 @@
-"""Completing the round of replicas that are not there: a checkpoint of the middle of a round,
-loaded by another number of replicas (method section 3, over saved parameters)."""
+"""Completes the round of a checkpoint from the middle of a round that another number of replicas
+loads: its last sync is computed from saved parameters (method section 3)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from megatron_edit.method.outer import weighted_contribution_
 
 @dataclass(frozen=True)
 class SavedRound:
-    """The round of saved replicas that was under way.
+    """The unfinished round of the saved replicas.
 
     Attributes:
-        load: brings the parameters and buffers of a saved replica into the host; what had not
-            landed on it is returned.
+        load: loads the parameters and buffers of a saved replica into the host; returns its syncs
+            that had not landed.
         steps: int64 [N, U], inner steps of each saved replica since a unit's own last sync.
-        inner_state_of: the saved replica whose inner state this one takes over.
-        finish: called once the round is complete: schedules and moments begin anew.
+        inner_state_of: the saved replica whose inner state this one loads.
+        finish: called once the round is complete, to restart schedules and moments.
     """
 
     load: Callable[[int], Sequence[PendingState]]
@@ -45,8 +45,8 @@ class Completion:
 
     Attributes:
         settings: of this run.
-        host: gets parameters and buffers.
-        groups: who communicates.
+        host: receives parameters and buffers.
+        groups: the communication groups.
         outer: anchor and momentum, mutated.
         saved: the round.
     """
@@ -58,15 +58,15 @@ class Completion:
     saved: SavedRound
 
     def run(self, detectors: DetectorState) -> DetectorState:
-        """Move anchor, momentum, parameters and buffers.
+        """Update anchor, momentum, parameters and buffers.
 
-        Collective: the ranks of the replica. Replicas of this run compute the same.
+        Collective: the ranks of the replica. All replicas of this run compute the same.
 
         Args:
             detectors: of the saved replicas.
 
         Returns:
-            What they have learned.
+            The detectors after the sync.
         """
         norms, buffers = self._gather()
         units = range(len(self.host.plan.names))
@@ -91,7 +91,7 @@ class Completion:
         return learned
 
     def _load(self, replica: int) -> None:
-        """Bring a saved replica's parameters into the host, and land what had not landed on it.
+        """Load a saved replica's parameters into the host, and land its pending syncs.
 
         Collective: the ranks of the pipeline stage.
         """
@@ -119,7 +119,7 @@ class Completion:
     def _average(self, decision: Decision) -> list[Tensor | None]:
         """The weighted average of each shard; None for a roll-back.
 
-        The parameters of all saved replicas at once would not fit: they are loaded once more.
+        The parameters of all saved replicas would not fit into memory: they are loaded again.
         """
         device = self.groups.sync.device
         plan = self.host.plan

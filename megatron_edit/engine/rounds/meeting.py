@@ -1,4 +1,4 @@
-"""Meetings: the control records that replicas exchange, and how the others are waited for."""
+"""Meetings: the exchange of control records, and the wait for the other replicas."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from megatron_edit.engine.host import EngineGroups, Host
 from megatron_edit.engine.state import RunState
 from megatron_edit.errors import ReplicaLostError
 
-LONGEST_POLL_SECONDS = 0.02  # between two polls of a meeting that others have not come to
+LONGEST_POLL_SECONDS = 0.02  # between two polls while other replicas have not joined
 
 
 @dataclass
 class Meetings:
-    """What this replica has to tell at a meeting, and how meetings are held.
+    """Exchanges control records with the other replicas.
 
     Attributes:
-        host: says where training stands.
-        groups: who meets.
-        board: where this replica says that it was asked to end, also while it waits; its heartbeat
-            monitor knows how far the others have come.
+        host: gives the progress of training.
+        groups: the communication groups.
+        board: announces a request to stop, also while this replica waits; its heartbeat monitor
+            has the progress of the other replicas.
         state: of the run.
-        same_step: whether all replicas come to a meeting after the same step.
+        same_step: whether all replicas join a meeting after the same step.
         has_digests: whether records carry digests of delayed landings.
-        poll_exchanges: lets exchanges go on while this replica waits for the others, who may wait
-            for them; whether there are any.
+        poll_exchanges: progresses exchanges while this replica waits, as others may be waiting for
+            them; returns whether there are any.
     """
 
     host: Host
@@ -51,20 +51,20 @@ class Meetings:
         digests: Mapping[int, float] | None = None,
         *,
         round_loss: float = math.nan,
-        is_leaving: bool = False,
+        is_stopping: bool = False,
     ) -> list[ControlRecord]:
-        """Exchange records with the other replicas: the one table of a sync.
+        """Exchange control records with the other replicas.
 
         Collective: the sync group.
 
         Args:
             norms: of the units that are to sync, by position.
-            digests: of those of them that have landed late, by position.
+            digests: of those of them whose landing was delayed, by position.
             round_loss: mean loss of the replica since the last meeting.
-            is_leaving: whether this replica obeys a stop.
+            is_stopping: whether this replica stops on request.
 
         Returns:
-            The records by replica. Where one of them is leaving, the meeting is no sync.
+            The records by replica. If one of them is stopping, no sync follows.
         """
         with record_function("edit/meeting"):
             state, units = self.state, len(self.host.plan.names)
@@ -73,7 +73,7 @@ class Meetings:
                 self.host.progress(),
                 norms=_row(norms or {}, units),
                 buffers=shared_values(self.host),
-                is_leaving=int(is_leaving),
+                is_stopping=int(is_stopping),
                 round_loss=round_loss,
                 digests=_row(digests or {}, units) if self.has_digests else (),
             )
@@ -83,7 +83,7 @@ class Meetings:
             )
 
     def gather(self, row: Tensor) -> Tensor:
-        """The rows of all replicas, in their order, however late they come.
+        """Gather the rows of all replicas in replica order, however late they arrive.
 
         A replica that makes no progress for the time-out of the group is lost.
 
@@ -93,11 +93,11 @@ class Meetings:
             return self.groups.meeting.all_gather(row, poll=self._poller())
 
     def _poller(self) -> Callable[[], float]:
-        """What this replica does while it waits, again and again; it gives the seconds in between.
+        """Create the function that is polled during the wait; it returns the seconds to sleep.
 
-        It lets exchanges go on, as the others may wait for them; and it polls for a signal or the
-        end of its time, which no step of its own will find now: the others then leave, and that
-        releases it. Of the replicas that have not come it wants to see progress.
+        It progresses exchanges that others may be waiting for; it announces a signal or the end of
+        the allotted time, which no step of this replica will detect now, so that the other replicas
+        stop and release it; and it raises if a missing replica makes no progress.
         """
         began, limit = time.monotonic(), self.groups.meeting.timeout.total_seconds()
         heartbeat = self.board.heartbeat
@@ -106,7 +106,7 @@ class Meetings:
             now = time.monotonic()
             if overdue := heartbeat.overdue(began, limit, now):
                 raise _lost(heartbeat.give_up(overdue), limit)
-            if self.host.is_end_asked and not self.board.is_seen:
+            if self.host.is_end_requested and not self.board.is_seen:
                 self.board.announce()
             if self.poll_exchanges():
                 return POLL_SECONDS
@@ -128,9 +128,9 @@ def size_of_record(host: Host, state: RunState, *, has_digests: bool) -> int:
 
 
 def shared_values(host: Host) -> list[float]:
-    """State that training changes and no optimizer owns, such as biases of MoE routers, end to end.
+    """Concatenated state that training changes and no optimizer owns, as biases of MoE routers.
 
-    It is small, so it travels with the records: fp32 values are exact there.
+    It is small, so it is sent in the records: fp32 values are exact there.
     """
     tensors = [tensor.reshape(-1) for _, tensor in host.shared_buffers()]
     return torch.cat(tensors).tolist() if tensors else []
@@ -139,10 +139,10 @@ def shared_values(host: Host) -> list[float]:
 def average_shared_values(
     host: Host, rows: Sequence[Sequence[float]], accepted: Tensor, units: Sequence[int]
 ) -> None:
-    """Give this state of some units its mean over the replicas that the unit accepted (method 3.9).
+    """Average the buffers of some units over the replicas that the unit accepted (method 3.9).
 
-    Where none was accepted, over all: there is no anchor to go back to. Values that are not
-    finite never count. No communication: every rank averages the same numbers.
+    If none was accepted, over all replicas: there is no anchor to return to. Values that are not
+    finite are left out. No communication: every rank averages the same numbers.
 
     Args:
         host: has the buffers.

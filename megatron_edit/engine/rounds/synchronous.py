@@ -1,10 +1,9 @@
-"""What replicas do in step: an equal start, the warm-up, an equal switch (method section 2), and
-the final synchronous phase.
+"""Synchronous training: identical start, warm-up, switch (method section 2), and final phase.
 
-In the warm-up and in the final phase gradients are averaged over the replicas at every step. What
-local training has left different becomes equal at the begin of the final phase: the last sync of
-the rounds has landed, so that the parameters are equal already; inner moments, step counters, loss
-scales and positions of the learning-rate schedule are each replica's own.
+In the warm-up and in the final phase gradients are averaged over the replicas at every step. When
+the final phase begins, the last sync of the rounds has landed, so that the parameters are already
+identical; inner moments, step counters, loss scales and positions of the learning-rate schedule
+still differ between the replicas and are equalized here.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from megatron_edit.method.moments import ALL_MOMENTS
 
 
 def broadcast_first_replica(host: Host, groups: EngineGroups) -> float:
-    """Give every replica the main shards of replica 0, and the rest of the model with them.
+    """Broadcast the main shards of replica 0 and its tensors that no optimizer owns.
 
-    Inner moments are not touched: they belong to each replica's own training.
+    Inner moments are not touched: each replica keeps its own.
 
     Collective: all ranks of all replicas.
     Mutates: main shards and model parameters.
 
     Returns:
-        The largest difference that there was, on any rank of any replica.
+        The largest difference before the broadcast, on any rank of any replica.
     """
     for tensor in host.replicated_tensors():
         groups.sync.broadcast(tensor)
@@ -51,14 +50,14 @@ def broadcast_first_replica(host: Host, groups: EngineGroups) -> float:
 
 
 def check_identical(host: Host, groups: EngineGroups, when: str) -> None:
-    """Compare the parameters of all replicas.
+    """Check that the parameters of all replicas are identical.
 
     Collective: all ranks of all replicas.
 
     Args:
         host: has the parameters.
-        groups: who communicates.
-        when: this is, for the error.
+        groups: the communication groups.
+        when: time of the check, for the error message.
 
     Raises:
         DriftError: they differ; the message names a unit.
@@ -67,7 +66,7 @@ def check_identical(host: Host, groups: EngineGroups, when: str) -> None:
 
 
 def broadcast_if_different(host: Host, groups: EngineGroups, reporter: Reporter) -> None:
-    """After warm-up: where the replicas differ after all, give them the parameters of replica 0.
+    """After warm-up: if the replicas differ, broadcast the parameters of replica 0.
 
     Collective: all ranks of all replicas.
     """
@@ -86,8 +85,8 @@ def average_gradients(host: Host, groups: EngineGroups, num_tokens: Tensor | Non
     Mutates: the host's gradients.
 
     Args:
-        host: gives the gradients.
-        groups: who communicates.
+        host: has the gradients.
+        groups: the communication groups.
         num_tokens: tokens that this replica's gradients were divided by, where the loss is per
             token: the average is then over the tokens of all replicas.
     """
@@ -100,8 +99,8 @@ def average_gradients(host: Host, groups: EngineGroups, num_tokens: Tensor | Non
     for gradients in host.gradient_shards():
         gradients.mul_(share)
         sync.all_reduce(gradients)
-    # Copies of a parameter are summed by several sync groups. Two addends have one sum; that of
-    # more depends on the order of adding, which depends on where they lie in a group's buffers.
+    # Copies of a parameter are summed by several sync groups. The sum of two addends is unique; for
+    # more it depends on the order of addition, and so on their place in a group's buffers.
     if sync.size > 2:
         for tie, gradient in host.tied_gradients():
             if tie in groups.ties:
@@ -109,7 +108,7 @@ def average_gradients(host: Host, groups: EngineGroups, num_tokens: Tensor | Non
 
 
 def sum_counts(host: Host, groups: EngineGroups) -> None:
-    """Before buffers that no optimizer owns move: let every replica see what all have counted.
+    """Sum the host's counts over the replicas, before it updates buffers from them.
 
     Collective: the sync group. Mutates: the host's counts.
     """
@@ -117,7 +116,7 @@ def sum_counts(host: Host, groups: EngineGroups) -> None:
 
 
 def average_linear_buffers(host: Host, groups: EngineGroups) -> None:
-    """After these buffers moved: mean of those that are linear in what was seen.
+    """Average the buffers that are linear in the data, after the host has updated them.
 
     Collective: the sync group. Mutates: the host's buffers.
     """
@@ -137,14 +136,14 @@ def _all_reduce_together(tensors: Sequence[Tensor], groups: EngineGroups, *, div
 def begin_final_phase(
     host: Host, groups: EngineGroups, reporter: Reporter, accepted: Tensor
 ) -> None:
-    """Make equal on all replicas what is not, and check that the parameters are.
+    """Equalize inner moments, counters and schedules, and check that the parameters are identical.
 
     Collective: all ranks of all replicas. Mutates: inner moments, counters and the schedule.
 
     Args:
-        host: trains.
-        groups: who communicates.
-        reporter: learns of moments that are reset.
+        host: has the inner optimizers and the schedule.
+        groups: the communication groups.
+        reporter: receives a message if moments are reset.
         accepted: bool [N, U], which replicas the last sync accepted in which unit.
 
     Raises:
@@ -153,7 +152,7 @@ def begin_final_phase(
     check_identical(host, groups, "at the begin of the final synchronous phase")
     if groups.sync.size == 1:
         return
-    if _hold_same_moments(host, groups):
+    if _have_same_moments(host, groups):
         equalize_moments(host, groups, accepted)
     else:
         # An inner optimizer has no moments before its first applied step.
@@ -164,14 +163,14 @@ def begin_final_phase(
 
 
 def equalize_moments(host: Host, groups: EngineGroups, accepted: Tensor) -> None:
-    """Replace each inner moment by its mean over the accepted replicas, in fp32; over all, where a
-    unit accepts none. Elements that are not finite count as zero.
+    """Replace each inner moment by its mean over the accepted replicas, in fp32; over all replicas
+    where a unit accepts none. Elements that are not finite count as zero.
 
-    Collective: the sync group, and those that hold copies. Mutates: the host's inner moments.
+    Collective: the sync group, and the groups of copies. Mutates: the host's inner moments.
 
     Args:
-        host: trains.
-        groups: who communicates.
+        host: has the inner optimizers.
+        groups: the communication groups.
         accepted: see `begin_final_phase`.
     """
     sync = groups.sync
@@ -193,7 +192,7 @@ def equalize_moments(host: Host, groups: EngineGroups, accepted: Tensor) -> None
 
 
 def equalize_counters(host: Host, groups: EngineGroups) -> None:
-    """Take over replica 0's step counters and loss scales.
+    """Set step counters and loss scales to those of replica 0.
 
     Collective: the sync group. Mutates: the host's inner optimizers.
     """
@@ -201,8 +200,8 @@ def equalize_counters(host: Host, groups: EngineGroups) -> None:
 
 
 def equalize_schedule(host: Host, groups: EngineGroups) -> None:
-    """Advance the learning-rate schedule to the furthest position of all replicas: one that has
-    skipped a step since the last sync is behind.
+    """Advance the learning-rate schedule to the furthest position of all replicas; a replica that
+    has skipped a step since the last sync is behind.
 
     Collective: the sync group. Mutates: the host's schedule.
     """
@@ -213,8 +212,8 @@ def equalize_schedule(host: Host, groups: EngineGroups) -> None:
         host.advance_schedule(behind)
 
 
-def _hold_same_moments(host: Host, groups: EngineGroups) -> bool:
-    """Whether the inner optimizers of all replicas hold the same number of moments and counters."""
+def _have_same_moments(host: Host, groups: EngineGroups) -> bool:
+    """Whether the inner optimizers of all replicas have the same number of moments and counters."""
     sizes = torch.tensor([host.num_moment_elements(), len(host.inner_counters())])
     table = groups.meeting.all_gather(sizes)
     return bool((table == table[0]).all())
@@ -222,31 +221,31 @@ def _hold_same_moments(host: Host, groups: EngineGroups) -> bool:
 
 @dataclass
 class CommonStop:
-    """A stop in warm-up: all replicas make the same steps, so all must end after the same one.
+    """Agreement of all replicas to stop after the same step of the warm-up.
 
     Attributes:
         group: the sync group.
     """
 
     group: Group
-    _asked: tuple[Work, Tensor] | None = None
+    _pending: tuple[Work, Tensor] | None = None
 
-    def after_step(self, is_wanted: bool) -> bool:
-        """After a step of the warm-up: whether all replicas stop now.
+    def after_step(self, is_requested: bool) -> bool:
+        """Whether all replicas stop after this step of the warm-up.
 
-        What is wanted now is known to all after the next step, so that nobody waits for it.
+        A request made now takes effect after the next step, so that no rank waits for it.
 
         Collective: the sync group.
         """
         is_agreed = self.drain()
-        wish = torch.tensor([float(is_wanted)], device=self.group.device)
-        self._asked = (self.group.start_all_reduce(wish), wish)
+        request = torch.tensor([float(is_requested)], device=self.group.device)
+        self._pending = (self.group.start_all_reduce(request), request)
         return is_agreed
 
     def drain(self) -> bool:
-        """What the last step's question brought; nothing is under way afterwards."""
-        if self._asked is None:
+        """Finish the pending all-reduce; return whether a replica requested to stop."""
+        if self._pending is None:
             return False
-        (work, total), self._asked = self._asked, None
+        (work, total), self._pending = self._pending, None
         work.wait()
         return float(total) > 0

@@ -1,6 +1,6 @@
-"""When replicas meet: after a count of steps (EDiT), or when the clock says so (A-EDiT).
+"""When replicas meet: after a number of steps (EDiT), or by the clock (A-EDiT).
 
-Triggers keep nothing themselves: what they ask, and change, is in `RunState`.
+Triggers have no state of their own: they read and change `RunState`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megatron_edit.method.schedule import Schedule
 
 @dataclass(frozen=True)
 class MeetingPlan:
-    """A meeting that replicas come to.
+    """A meeting of the replicas.
 
     Attributes:
         selection: the units that sync.
-        is_last: whether local training is over with it.
+        is_last: whether local training ends with it.
         ends_rounds: whether the final synchronous phase follows.
     """
 
@@ -32,32 +32,32 @@ class MeetingPlan:
 
 
 class SyncTrigger(Protocol):
-    """Decides when this replica meets the others. All ranks of a replica answer alike."""
+    """Decides when this replica meets the others, alike on all its ranks."""
 
     def begin_warmup(self) -> None:
-        """Warm-up goes on after the last step."""
+        """Begin or resume the warm-up after the last step."""
 
     def begin_rounds(self) -> None:
-        """The anchor was taken after the last step: each replica trains alone from here on."""
+        """Begin local training, after the anchor was taken."""
 
-    def meeting_after(self, step: int, *, is_asked: bool) -> MeetingPlan | None:
-        """The meeting right after step `step`, the one being attempted; None where there is none.
+    def meeting_after(self, step: int, *, is_requested: bool) -> MeetingPlan | None:
+        """The meeting right after step `step`, the one being attempted; None if there is none.
 
         Args:
             step: s, from 1.
-            is_asked: whether rank 0 of the replica asked for it after the step before.
+            is_requested: whether rank 0 of the replica requested it after the step before.
         """
 
     def next_meeting(self) -> MeetingPlan:
-        """The meeting that follows after the last step, without another one."""
+        """The meeting after the last step, without another step in between."""
 
     @property
     def has_empty_round(self) -> bool:
-        """Whether this replica has nothing to do in the round that begins."""
+        """Whether this replica makes no step in the round that begins."""
 
     @property
     def is_over(self) -> bool:
-        """Whether all has been consumed: nobody makes another step."""
+        """Whether all samples have been consumed: no replica makes another step."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class StepTrigger:
     Attributes:
         schedule: warm-up and interval.
         fragments: units by fragment.
-        host: says which step is the last.
+        host: tells which step is the last.
         state: of the run.
     """
 
@@ -77,14 +77,14 @@ class StepTrigger:
     state: RunState
 
     def begin_warmup(self) -> None:
-        """Do nothing: data come in Megatron's own order."""
+        """Do nothing: samples are consumed in Megatron's own order."""
 
     def begin_rounds(self) -> None:
-        """Do nothing: replicas were in step so far, and so are their schedules."""
+        """Do nothing: the schedules of the replicas are at the same position."""
 
-    def meeting_after(self, step: int, *, is_asked: bool) -> MeetingPlan | None:
-        """Where the turn of a fragment comes, nobody has to ask for it; of all fragments at the
-        end of local training, so that no partial round is lost."""
+    def meeting_after(self, step: int, *, is_requested: bool) -> MeetingPlan | None:
+        """A meeting of the fragments that are due after `step`, without a request; of all fragments
+        at the end of local training, so that no partial round is lost."""
         progress, state = self.host.progress(), self.state
         is_last = progress.is_last_step or progress.begins_final_phase
         due: Sequence[int] = range(self.schedule.fragments)
@@ -95,8 +95,8 @@ class StepTrigger:
         return MeetingPlan(self.fragments.union(due), is_last, progress.begins_final_phase)
 
     def next_meeting(self) -> MeetingPlan:
-        """The meeting that was due after the last step, for a replica that goes back to it."""
-        meeting = self.meeting_after(self.state.step, is_asked=False)
+        """The meeting that was due after the last step, for a replica that resumes at it."""
+        meeting = self.meeting_after(self.state.step, is_requested=False)
         assert meeting is not None, f"no meeting after step {self.state.step}"
         return meeting
 
@@ -107,7 +107,7 @@ class StepTrigger:
 
     @property
     def is_over(self) -> bool:
-        """False: the meeting after the last step syncs all units at once, and no other follows."""
+        """False: the meeting after the last step syncs all units, and no other one follows."""
         return False
 
 
@@ -121,7 +121,7 @@ class ClockTrigger:
         replica: r.
         fragments: units by fragment.
         target: blocks of samples to consume, one per step of a replica.
-        host: learns where training stands.
+        host: notified when local training begins.
         state: of the run; it has the data ledger.
     """
 
@@ -133,33 +133,33 @@ class ClockTrigger:
 
     @property
     def assignment(self) -> BlockAssignment:
-        """Which blocks of samples the round that is under way deals to whom."""
+        """The assignment of blocks to replicas in the current round."""
         assignment = self.state.rounds.assignment
         assert assignment is not None, "replicas at their own speeds without a ledger"
         return assignment
 
     def begin_warmup(self) -> None:
-        """Deal the blocks of samples that are left: in warm-up every replica consumed one at each
-        step. A run that loads more steps than it is to make is over."""
+        """Assign the remaining blocks: in warm-up every replica consumed one at each step. A run
+        that loads more steps than its target is over."""
         replicas = self.assignment.num_replicas
         consumed = self.state.step * replicas
         self.state.assign_blocks(BlockAssignment(replicas, max(self.target, consumed), consumed))
 
     def begin_rounds(self) -> None:
-        """Deal the blocks that warm-up has left; the host goes on at its own speed."""
+        """Assign the blocks that remain after warm-up, and begin local training on the host."""
         self.begin_warmup()
         self.host.begin_local(is_over=self.assignment.is_over)
 
-    def meeting_after(self, step: int, *, is_asked: bool) -> MeetingPlan | None:
-        """Where the clock says so, or no block is left for another step. In the final round each
-        replica makes the run that it was given (method 5): no clock cuts it."""
-        is_cut = is_asked and not self.assignment.is_final
-        if is_cut or self.assignment.is_exhausted(self.replica, self.state.inner_steps + 1):
+    def meeting_after(self, step: int, *, is_requested: bool) -> MeetingPlan | None:
+        """A meeting if the clock requests it, or no block is left for another step. In the final
+        round each replica consumes all its blocks (method 5): the clock does not end it."""
+        is_due = is_requested and not self.assignment.is_final
+        if is_due or self.assignment.is_exhausted(self.replica, self.state.inner_steps + 1):
             return self.next_meeting()
         return None
 
     def next_meeting(self) -> MeetingPlan:
-        """Meetings j = 1, 2, ... are for the fragments j mod F in turn, the last one for all."""
+        """Meeting j = 1, 2, ... syncs fragment j mod F, the last meeting all fragments."""
         is_last = self.assignment.is_final or self.assignment.is_over
         num_fragments = len(self.fragments.selections)
         due = (self.state.rounds.count + 1) % num_fragments
@@ -169,7 +169,7 @@ class ClockTrigger:
 
     @property
     def has_empty_round(self) -> bool:
-        """Whether the ledger has no block for it: a final round gives none to a very slow one."""
+        """Whether no block is assigned to it: a very slow replica gets none in a final round."""
         return not self.is_over and self.assignment.is_exhausted(self.replica, 0)
 
     @property
@@ -178,12 +178,14 @@ class ClockTrigger:
         return self.assignment.is_over
 
 
-def trigger_of(settings: EngineSettings, host: Host, replica: int, state: RunState) -> SyncTrigger:
-    """What decides when replicas meet.
+def create_trigger(
+    settings: EngineSettings, host: Host, replica: int, state: RunState
+) -> SyncTrigger:
+    """Create the trigger that decides when replicas meet.
 
     Args:
         settings: of the engine.
-        host: says and learns where training stands.
+        host: gives the progress of training.
         replica: r.
         state: of the run.
 

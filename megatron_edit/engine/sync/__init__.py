@@ -1,1 +1,1 @@
-"""One exchange: units, their shards and outer state, the unit and the sync in flight, the queue."""
+"""Syncs: outer state, the sync of each unit, syncs under way, landing, drift and reports."""

@@ -1,4 +1,4 @@
-"""What the ranks of a replica do to the average of a unit together: equal copies, and its norm."""
+"""Collectives inside a replica on the average of a unit: identical copies, and its norm."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from megatron_edit.method.norms import sum_in_rank_order
 
 
 def tie_copies(shard: UnitShard, values: Sequence[Tensor], tie: str, group: Group) -> None:
-    """Give all copies of a parameter the bits of the first one.
+    """Broadcast the first copy of a parameter to all other copies.
 
     Copies on several TP ranks or stages are averaged by different sync groups, whose sums may
-    round differently; after this, equal anchors stay equal.
+    round differently; after this, identical anchors stay identical.
 
     Collective: the group, where the shard has copies.
     Mutates: `values`.
 
     Args:
         shard: of a unit.
-        values: fp32 [numel] each, of the whole shard.
+        values: fp32 [numel] each, of the complete shard.
         tie: name of the group.
-        group: that holds copies.
+        group: the ranks that hold copies.
     """
     places = _places_of(shard, tie)
     if not places or group.size == 1:
@@ -40,7 +40,7 @@ def tie_copies(shard: UnitShard, values: Sequence[Tensor], tie: str, group: Grou
 
 
 def _places_of(shard: UnitShard, tie: str) -> list[slice]:
-    """Where the copies of a tie lie in the shard."""
+    """Slices of the shard that hold copies of a tie."""
     params = zip(shard.params, shard.slices, strict=True)
     return [where for param, where in params if param.tie == tie]
 
@@ -48,16 +48,16 @@ def _places_of(shard: UnitShard, tie: str) -> list[slice]:
 def agree_on_average(
     shard: UnitShard, average: Tensor, moments: Sequence[Tensor], groups: EngineGroups
 ) -> Tensor:
-    """Make copies of a parameter equal in the average of a unit, and take its norm.
+    """Make copies of a parameter identical in the average of a unit, and compute its norm.
 
-    Collective: the ranks of the pipeline stage, and those that hold copies.
+    Collective: the ranks of the pipeline stage, and the groups of copies.
     Mutates: `average` and `moments`.
 
     Args:
         shard: of the unit.
         average: fp32 [numel].
         moments: fp32 [numel] each, means of moments of the inner optimizer.
-        groups: who communicates.
+        groups: the communication groups.
 
     Returns:
         ||average|| of the whole unit, float64 scalar, the same bits on all ranks that hold it.
@@ -80,18 +80,18 @@ def _is_sent_with_norm(shard: UnitShard, tie: str) -> bool:
 def _tie_embedding(
     shard: UnitShard, values: Sequence[Tensor], squares: Tensor, stages: Group
 ) -> Tensor:
-    """Give all copies of the embedding the bits of the first stage's; its squares, to all stages.
+    """Broadcast the first stage's copy of the embedding and its sum of squares to all stages.
 
-    A stage that holds only a tied copy counts nothing of the unit: the first stage knows. Both go
-    in one message, as bits. A second one would wait behind the first in the device's queue, and
-    where there is one queue, so would the first stage's forward pass, which the others wait for
-    before they come: a deadlock.
+    A stage that holds only a tied copy counts no element of the unit; only the first stage has the
+    norm. Both are sent as bits in one message. A second message would wait behind the first in the
+    device's queue; on a device with a single queue so would the first stage's forward pass, which
+    the other stages wait for before they join the broadcast: a deadlock.
 
     Args:
         shard: of the embedding.
         values: fp32 [numel] each: average and moments. Mutated.
         squares: float64 scalar, of this stage.
-        stages: that hold a copy; rank 0 is the first stage.
+        stages: the ranks that hold a copy; rank 0 is the first stage.
     """
     places = _places_of(shard, TIED_EMBEDDING)
     parts = [each[where].view(torch.int32) for each in values for where in places]

@@ -1,4 +1,4 @@
-"""Drift: replicas that must hold the same bits, and a check that names the unit where not."""
+"""Drift check: replicas must hold the same bits; an error names the unit that differs."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _EXACT = (1 << 52) - 1  # bits of a digest that a float64 of a record holds
 
 
 def plan_digests(plan: UnitPlan) -> dict[int, Tensor]:
-    """Digest of every shard of this rank, by the unit's position."""
+    """Digests of this rank's shards, by the unit's position."""
     return {shard.index: shard.digest() for shard in plan.shards}
 
 
 def replica_digests(
     plan: UnitPlan, groups: EngineGroups, mine: Mapping[int, Tensor]
 ) -> tuple[list[int], int]:
-    """A digest of every unit of this replica, and one of all of them.
+    """Digests of all units of this replica, and one digest of them together.
 
     Collective: the ranks of the replica.
 
     Args:
         plan: all units.
-        groups: who communicates.
+        groups: the communication groups.
         mine: digests of this rank's shards by position; units of other stages may be missing.
     """
     row = torch.zeros(len(plan.names), dtype=torch.int64)
@@ -43,13 +43,13 @@ def replica_digests(
 def differing_units(
     plan: UnitPlan, groups: EngineGroups, mine: Mapping[int, Tensor]
 ) -> tuple[list[str], int]:
-    """Units that are not the same on all replicas, and one digest of this replica.
+    """Names of the units that differ between replicas, and the digest of this replica.
 
     Collective: all ranks of all replicas. Every rank of every replica gets the same list.
 
     Args:
         plan: all units.
-        groups: who communicates.
+        groups: the communication groups.
         mine: see `replica_digests`.
     """
     units, digest = replica_digests(plan, groups, mine)
@@ -59,7 +59,7 @@ def differing_units(
 
 
 def check(plan: UnitPlan, groups: EngineGroups, mine: Mapping[int, Tensor], when: str) -> int:
-    """The digest of all replicas.
+    """Check that all replicas have the same digests; return the common digest.
 
     Raises:
         DriftError: they differ; the message names a unit.
@@ -71,5 +71,5 @@ def check(plan: UnitPlan, groups: EngineGroups, mine: Mapping[int, Tensor], when
 
 
 def as_number(digest: int) -> float:
-    """What a control record carries of a digest."""
+    """The low 52 bits of a digest, as a control record holds them."""
     return float(digest & _EXACT)

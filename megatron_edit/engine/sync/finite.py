@@ -1,7 +1,7 @@
-"""Finiteness: whether a replica's parameters are finite, and how one that broke comes back.
+"""Finiteness: checks whether a replica's parameters are finite, and restores those that are not.
 
-Method 3.2: a replica that is left out as not finite takes the new anchor like the others, and the
-inner moments that are not finite are zeroed, so that the next inner step does not break it again.
+Method 3.2: a replica that is rejected as not finite takes the new anchor like the others, and its
+inner moments that are not finite are zeroed, so that the next inner step is finite again.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from megatron_edit.method.norms import sum_in_rank_order, sum_of_squares
 
 
 def finite_units(plan: UnitPlan, groups: EngineGroups) -> list[bool]:
-    """Which units of the stage are finite, by their index; those of other stages count as finite.
+    """Whether each unit is finite, by index; units of other stages count as finite.
 
     Collective: the ranks of the pipeline stage.
     """
     bad = torch.zeros(len(plan.names), dtype=torch.float64, device=groups.sync.device)
     for shard in plan.shards:
         for param in shard.params:
-            # The sum, float64, cannot overflow: it is finite where all elements are. That takes a
-            # quarter of the time of looking at each element.
+            # The float64 sum cannot overflow: it is finite if all elements are. It takes a quarter
+            # of the time that a test of each element takes.
             bad[shard.index] += ~torch.isfinite(sum_of_squares(param.read()))
     total = sum_in_rank_order(groups.stage.all_gather(bad))
     stages = groups.ties.get(TIED_EMBEDDING)
-    held = [shard.index for shard in plan.shards if shard.name == EMBEDDING]
-    if stages is not None and held:  # all copies of a parameter must land alike
-        first = total[held].clone()
+    indices = [shard.index for shard in plan.shards if shard.name == EMBEDDING]
+    if stages is not None and indices:  # all copies of a parameter must land alike
+        first = total[indices].clone()
         stages.broadcast_nowait(first)
-        total[held] = first
+        total[indices] = first
     found: list[bool] = (total == 0).tolist()
     return found
 
 
 def is_finite_on_all_stages(is_finite: bool, groups: EngineGroups) -> bool:
-    """Whether all stages of this replica say so.
+    """Whether `is_finite` is true on all ranks of this replica.
 
     Collective: the ranks of the replica.
     """
@@ -57,20 +57,21 @@ def restore_other_units(
     snapshots: Mapping[str, Tensor],
     reporter: Reporter,
 ) -> None:
-    """Give this replica's broken units, other than those that land, their anchor.
+    """Restore this replica's units that are not finite, except those that land, to their anchor.
 
-    Where units sync in groups, those of one group would be finite, and broken again by the others
-    in the next forward pass: the replica would never come back. No other replica takes part.
+    Where units sync in fragments, one fragment would land finite and turn non-finite again because
+    of the others in the next forward pass: the replica would never recover. No other replica takes
+    part.
 
     Collective: the ranks of the pipeline stage.
 
     Args:
-        host: whose parameters.
-        groups: who communicates.
+        host: has the parameters.
+        groups: the communication groups.
         state: has the anchors.
-        landing: names of the units that get their anchor anyway.
-        snapshots: of units that land later, fp32 [numel] by unit: their progress counts from here.
-        reporter: learns of it.
+        landing: names of the units that take their anchor anyway.
+        snapshots: of units that land later, fp32 [numel] by unit; set to the anchor, too.
+        reporter: receives a message.
     """
     finite = finite_units(host.plan, groups)
     for shard in host.plan.shards:
@@ -87,9 +88,9 @@ def restore_other_units(
 
 
 def zero_nonfinite_moments(host: Host, shard: UnitShard, reporter: Reporter) -> None:
-    """Zero what is not finite in the inner moments of a unit."""
+    """Zero the inner moments of a unit that are not finite, and report it."""
     zeroed = host.zero_nonfinite_moments(shard)
     reporter.on_local_message(
-        f"unit {shard.name} was not finite, or trained on while it was left out; "
-        f"zeroed {zeroed} moments of the inner optimizer here"
+        f"unit {shard.name} was not finite, or trained on after a rejection; "
+        f"zeroed {zeroed} moments of the inner optimizer on this rank"
     )

@@ -1,16 +1,16 @@
-"""The syncs of this rank: one that lands, and others in flight until they do.
+"""The syncs of this rank: at most one that is landing, and those that land later.
 
 Note: the order of syncs. All ranks of a sync group must begin the same exchanges in the same order,
-though each comes to it at moments of its own. So syncs advance in the order of their starts
-(`poll`), units of one sync in forward order (`Sync.advance`), and nothing begins whose predecessor
-has not begun. Landing is another matter: it communicates inside a replica only, and is asked for by
-the host at the same places on all ranks of the replica (`land_up_to`, `land_all`).
+though each does so at times of its own. So syncs advance in the order of their starts (`poll`),
+units of one sync in forward order (`Sync.advance`), and no exchange begins before its predecessor.
+Landing is independent of that: it communicates inside a replica only, and the host calls it at the
+same places on all ranks of the replica (`land_up_to`, `land_all`).
 
-Note: two threads. Over sockets a thread lets exchanges go on while the main thread computes, and
-takes the outer steps of the sync that lands at once, unit by unit (`_drive`). It does the same in
-the same order as the main thread would, and the two never at once; parameters are written by the
-main thread alone. What `step` communicates runs on groups that nothing else uses
-(`host/groups.py`), so it does not matter which thread comes first on which rank.
+Note: two threads. Over sockets a progress thread advances exchanges while the main thread computes,
+and runs the outer steps of the landing sync, unit by unit (`_drive`). It does the same work in the
+same order as the main thread would, and the two never run concurrently; only the main thread writes
+parameters. The collectives of `step` run on groups with no other use (`host/groups.py`), so it does
+not matter which of the two threads runs them on which rank.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from megatron_edit.engine.units import Selection, UnitShard
 
 
 class SyncManager:
-    """Starts syncs, lands each at its time, and reports them: the only face of this folder.
+    """Starts syncs, lands each when it is due, and reports them: the interface of this package.
 
     Args:
-        host: gets the parameters.
-        groups: who communicates.
+        host: receives the parameters.
+        groups: the communication groups.
         settings: of the engine.
-        reporter: learns of it.
+        reporter: receives reports and messages.
         footprint: sizes for reports.
 
     Attributes:
-        landing: the sync whose units land now; None when all have, and were checked.
-        pending: syncs whose results land later, in the order of their starts.
+        landing: the sync whose units are landing; None when all have landed and were checked.
+        pending: syncs that land later, in the order of their starts.
     """
 
     def __init__(
@@ -65,15 +65,15 @@ class SyncManager:
         self.pending: list[DelayedSync] = []
         self._outer: OuterState | None = None
         self._thread: ProgressThread | None = None
-        self._thread_steps = False  # whether the thread takes outer steps
+        self._thread_steps = False  # whether the thread runs outer steps
         self._stream = SyncStream(groups.sync.streams)
 
     # ---- outer state
 
     def take_anchor(self) -> OuterState:
-        """Outer state whose anchor is the parameters as they are. To be given to `begin`."""
+        """Create outer state whose anchor is the current parameters; an argument of `begin`."""
         groups, settings = self._groups, self._settings
-        return OuterState.take(
+        return OuterState.from_parameters(
             self._host.plan,
             groups.sync.device,
             offload=settings.offload,
@@ -84,26 +84,26 @@ class SyncManager:
         )
 
     def begin(self, outer: OuterState) -> None:
-        """Rounds begin, or go on, with this outer state."""
+        """Begin or resume the rounds with this outer state."""
         self._outer = outer
         anchors = {name: unit.anchor for name, unit in outer.units.items()}
         momenta = {name: unit.momentum for name, unit in outer.units.items()}
         self._host.attach_outer_state(anchors, momenta)
 
     def end(self) -> None:
-        """Rounds are over, and all has landed: anchor and outer momentum are not needed again."""
+        """Drop anchor and outer momentum, after the rounds are over and all units have landed."""
         self._outer = None
         self._reports.late_digests.clear()
         self._host.attach_outer_state({}, {})
 
     @property
     def has_outer_state(self) -> bool:
-        """Whether there is an anchor: replicas train alone."""
+        """Whether there is an anchor: the replicas train locally."""
         return self._outer is not None
 
     @property
     def outer(self) -> OuterState:
-        """Anchor, momentum and residuals. Only while there are any."""
+        """Anchor, momentum and residuals; only between switch and end of the rounds."""
         assert self._outer is not None, "outer state before the switch"
         return self._outer
 
@@ -113,7 +113,7 @@ class SyncManager:
         return self._reports.footprint
 
     def norms(self, selection: Selection, loss: float) -> tuple[dict[int, float], float]:
-        """||A - theta|| of this replica by the units' position, and its loss; see `replica_norms`.
+        """||A - theta|| of this replica by unit position, and its loss; see `replica_norms`.
 
         Collective: the ranks of the replica.
         """
@@ -122,54 +122,54 @@ class SyncManager:
         return dict(zip(selection.indices, norms.tolist(), strict=True)), loss
 
     def late_digests(self, selection: Selection) -> dict[int, float]:
-        """Digests of units that have landed late and not met since, by position."""
+        """Digests of units that have landed since their last meeting, by position."""
         digests = self._reports.late_digests
         return {index: digests[index] for index in selection.indices if index in digests}
 
     # ---- syncs begin
 
     def prepare(self, plan: SyncPlan, began: float, waited: float) -> Sync:
-        """The sync of a plan, to be started by `start`.
+        """Create the sync of a plan, to be passed to `start`.
 
-        Its addends are of the parameters whose norms were gathered. That holds for the last sync of
-        delayed ones, too, which lands at once: with CO2 the sync before it lands first, and changes
-        the parameters.
+        Its addends are computed from the parameters whose norms were gathered. With delayed syncs
+        that includes the last one, which lands immediately: with CO2 the sync before it lands
+        first, and changes the parameters.
 
         Args:
             plan: of the sync.
-            began: when, seconds on a monotonic clock.
+            began: start time, seconds on a monotonic clock.
             waited: seconds spent at the meeting.
         """
         for index in plan.selection.indices:
             self._reports.late_digests.pop(index, None)  # the meeting has compared them
         norms = plan.decision.norms[self._groups.sync.rank].tolist()
         for shard in plan.selection.plan.shards:
-            if not math.isfinite(norms[shard.index]):  # all have left this replica out of the unit
+            if not math.isfinite(norms[shard.index]):  # the replica is rejected in this unit
                 zero_nonfinite_moments(self._host, shard, self._reporter)
         is_forward = plan.rules.landing.is_immediate
         kind = ForwardSync if is_forward else DelayedSync
         sync = kind(plan, self._context(), began, waited)
         if not self._settings.landing.is_immediate:
-            with self._main_thread():  # on the stream to which the addends' memory goes back
+            with self._main_thread():  # on the stream that the addends' memory returns to
                 sync.prepare()
         return sync
 
     def start(self, sync: Sync) -> None:
-        """Let a sync begin: its units land from now on, or later."""
+        """Start a sync: its units land from now on, or later."""
         if isinstance(sync, DelayedSync):
             with self._main_thread():
                 self.pending.append(sync)
                 self._poll()
             sync.count_exposed_since_start()
             return
-        # Counted twice: where a unit is not finite on this replica, `begin_landing` lands and
-        # reports the sync itself, and its report must have the time until then.
+        # Counted twice: if a unit is not finite on this replica, `begin_landing` itself lands and
+        # reports the sync, and the report needs the time until then.
         sync.count_exposed_since_start()
         self.begin_landing(sync)
         sync.count_exposed_since_start()
 
     def begin_thread(self, explain: Callable[[Exception], Exception] = lambda error: error) -> None:
-        """Let a thread go on with exchanges from here on, where they may need one.
+        """Start the progress thread, where exchanges need one.
 
         Args:
             explain: see `ProgressThread`.
@@ -179,13 +179,13 @@ class SyncManager:
         if not settings.overlaps_compute or sync.runs_in_order:
             return
         # Outer steps communicate inside the replica. On a GPU these collectives of the thread would
-        # queue behind compute that waits for Megatron's own: ranks that wait for each other could
-        # wait for ever. There the main thread takes the steps.
+        # queue behind compute that waits for Megatron's own collectives: ranks could deadlock. In
+        # that case the main thread runs the steps.
         is_safe = sync.device.type == "cpu" or all(group.size == 1 for group in inside)
         self._thread_steps = settings.overlap and is_safe
 
         def ended(error: Exception) -> Exception:
-            for group in inside:  # the other ranks wait there for this one
+            for group in inside:  # the other ranks wait for this one in these groups
                 if group.is_own:
                     group.close()
             return explain(error)
@@ -194,14 +194,14 @@ class SyncManager:
         self._thread = ProgressThread(self._drive, ended)
 
     def poll(self) -> None:
-        """Let exchanges go on. Waits for nothing. See the note on the order of syncs."""
+        """Advance exchanges without blocking. See the note on the order of syncs."""
         if self._thread is None:
             self._poll()
         else:
             self._thread.raise_failure()
 
     def poll_if_busy(self) -> bool:
-        """Let exchanges go on; whether there are any, and no thread lets them."""
+        """Advance exchanges; return whether there are any that no thread advances."""
         if not self.is_busy:
             return False
         self.poll()
@@ -209,39 +209,39 @@ class SyncManager:
 
     @property
     def has_pending_units(self) -> bool:
-        """Whether units of the sync that lands have still to land."""
+        """Whether units of the landing sync have not landed yet."""
         return self.landing is not None and not self.landing.is_done
 
     @property
     def is_busy(self) -> bool:
-        """Whether something may be on the wire."""
+        """Whether an exchange may be in flight."""
         return self.has_pending_units or bool(self.pending)
 
     @property
     def failure(self) -> Exception | None:
-        """What has ended the thread; None where nothing has."""
+        """The error that has ended the thread; None if there is none."""
         return None if self._thread is None else self._thread.failure
 
     def close(self) -> None:
-        """Let nothing go on any more."""
+        """End the progress thread."""
         if self._thread is not None:
             self._thread.close()
 
     # ---- syncs land
 
     def due(self, step: int) -> list[DelayedSync]:
-        """Syncs that land after step `step`."""
+        """Pending syncs that land after step `step`."""
         return [s for s in self.pending if s.plan.due is not None and s.plan.due <= step]
 
     def of_units(self, selection: Selection) -> list[Sync]:
-        """Syncs that have units of a selection and have not landed."""
-        wanted = set(selection.indices)
-        return [s for s in self._all() if wanted & set(s.plan.selection.indices)]
+        """Syncs with units of a selection that have not landed."""
+        indices = set(selection.indices)
+        return [s for s in self._all() if indices & set(s.plan.selection.indices)]
 
     def begin_landing(self, sync: Sync) -> None:
-        """From here on the units of a sync land, each when it is needed or when all do.
+        """Begin to land the units of a sync, each when the forward pass needs it or all together.
 
-        Collective: the ranks of the pipeline stage, where the landing keeps parameters.
+        Collective: the ranks of the pipeline stage, where the landing mixes in the parameters.
         """
         if sync is self.landing:
             return
@@ -253,12 +253,15 @@ class SyncManager:
             self.outer.begin_sync()
             self.landing = sync
             sync.check_finite()
-            if not sync.plan.selection.is_whole:
-                self._restore_if_broken(sync)
+            if not sync.plan.selection.has_all_units:
+                self._restore_if_not_finite(sync)
             self._poll()
 
     def restore_anchor(self, sync: Sync) -> None:
-        """Give the parameters the anchor that a sync has begun from. All ranks of the replica."""
+        """Set the parameters to the anchor from which a sync began.
+
+        Collective: all ranks of the replica.
+        """
         outer = self.outer
         with self._main_thread():
             outer.begin_sync()
@@ -267,13 +270,13 @@ class SyncManager:
                 shard.scatter(anchor.ready())
                 anchor.release()
                 shard.publish()
-            if not sync.plan.selection.is_whole and not sync.had_finite_norms:
+            if not sync.plan.selection.has_all_units and not sync.had_finite_norms:
                 self._restore_others(sync)
         self._host.gather_parameters()
 
     def land_up_to(self, num_shards: int) -> bool:
-        """Land what there is to land among the first `num_shards` shards of the stage; whether
-        there was anything."""
+        """Land the pending units among the first `num_shards` shards of the stage; return whether
+        there were any."""
         if (sync := self.landing) is None:
             return False
         began, num_landed = time.monotonic(), 0
@@ -284,9 +287,9 @@ class SyncManager:
         return num_landed > 0
 
     def land_all(self) -> None:
-        """Land all of the sync that lands, check for drift and report.
+        """Land all units of the landing sync, check for drift and report.
 
-        It needs all stages of the replica at once, so it never runs inside a forward pass, where
+        It needs all stages of the replica together, so it never runs inside a forward pass, where
         one stage waits for another.
         """
         if (sync := self.landing) is None:
@@ -300,9 +303,9 @@ class SyncManager:
     # ---- checkpoints
 
     def finish_exchanges(self) -> None:
-        """Wait until nothing is on the wire. Nothing lands early.
+        """Wait until no exchange is in flight. No sync lands early.
 
-        The others may come later to where they do the same.
+        Other replicas may do the same at a later time.
 
         Collective: the ranks of the pipeline stage.
         """
@@ -311,20 +314,20 @@ class SyncManager:
         with self._main_thread():
             for sync in self.pending:
                 if sync.plan.due is None:
-                    # CO2: not its outer steps, too. They move the anchor that the pseudo-gradient
-                    # of the round under way is to be taken from.
+                    # CO2: without its outer steps. They move the anchor that the pseudo-gradient of
+                    # the current round is relative to.
                     sync.finish_exchange()
             self._finish_steps()
             self.outer.wait()
 
     def state_dict(self) -> list[PendingState]:
-        """Syncs that have not landed, for a checkpoint. Nothing may be on the wire."""
+        """Syncs that have not landed, for a checkpoint. No exchange may be in flight."""
         return [sync.state_dict() for sync in self.pending]
 
     def load_state_dict(self, saved: Sequence[PendingState]) -> None:
-        """Go on with syncs that had not landed when a checkpoint was written."""
+        """Resume syncs that had not landed when a checkpoint was written."""
         context = self._context()
-        with self._main_thread():  # memory of the stream of syncs, as in `prepare`
+        with self._main_thread():  # on the stream of syncs, as in `prepare`
             self.pending.extend(
                 DelayedSync.restore(pending, context, self._settings) for pending in saved
             )
@@ -333,16 +336,16 @@ class SyncManager:
 
     @contextmanager
     def _main_thread(self) -> Iterator[None]:
-        """Inside, the main thread alone touches what is under way."""
+        """Pause the progress thread, so that only the main thread touches syncs."""
         if self._thread is None:
             yield
             return
-        with self._thread.turn(), self._stream.use():
+        with self._thread.paused(), self._stream.use():
             yield
 
     def _drive(self) -> Work | None:
-        """What the thread does; then it waits for what this returns."""
-        self._groups.sync.streams.serve_thread()
+        """One pass of the thread; returns the collective to wait for before the next one."""
+        self._groups.sync.streams.use_device_in_thread()
         with torch.no_grad(), self._stream.use_unsynced():
             self._poll(takes_steps=self._thread_steps)
         return next((work for sync in self._all() if (work := sync.on_wire) is not None), None)
@@ -351,8 +354,8 @@ class SyncManager:
         for group in self._groups.ties.values():
             group.reap()
         for sync in self._all():
-            # One or the other: what arrived between the two would wait for its outer step,
-            # with nothing on the wire, until the main thread comes by.
+            # Not `advance` and then a step: an average that arrived between the two would wait for
+            # its outer step, with nothing in flight, until the main thread polls.
             is_stepped = takes_steps and sync is self.landing
             is_over = sync.advance_and_step() if is_stepped else sync.advance()
             if not (is_over or sync.launches_together):
@@ -368,22 +371,25 @@ class SyncManager:
         return [*self.pending] if self.landing is None else [self.landing, *self.pending]
 
     def _land_next(self, sync: Sync, num_shards: int) -> tuple[UnitShard, bool] | None:
-        """Land a unit; see `Sync.land_up_to`. What follows a landing may communicate inside the
-        replica, and the others' threads may wait for this one's there: it comes after this."""
+        """Land the next unit; see `Sync.land_up_to`.
+
+        Work after a landing may communicate inside the replica, where threads of other ranks may
+        wait for the thread of this one: the caller does it after this method, unpaused.
+        """
         with self._main_thread():
             sync.advance()
             return next(sync.land_up_to(num_shards), None)
 
     def _publish(self, sync: Sync, shard: UnitShard, has_bad_moments: bool) -> None:
-        """A unit has landed: the model reads it from here on."""
+        """Copy a landed unit to where the model reads it."""
         if has_bad_moments:
             zero_nonfinite_moments(self._host, shard, self._reporter)
         shard.publish()
         if sync.plan.is_checked and sync.plan.rules.landing.is_direct_copy:
             sync.digests[shard.index] = shard.digest()
 
-    def _restore_if_broken(self, sync: Sync) -> None:
-        """If this replica broke: its other units come back with those that land, and at once."""
+    def _restore_if_not_finite(self, sync: Sync) -> None:
+        """Land now and restore the other units if this replica's parameters are not finite."""
         if sync.is_finite_on_replica():
             return
         self._restore_others(sync)
@@ -391,9 +397,9 @@ class SyncManager:
         self._host.gather_parameters()
 
     def _restore_others(self, sync: Sync) -> None:
-        """All units but those of a sync, where they are not finite."""
-        # Broken units take their anchor as it is after the outer steps of delayed syncs. A save
-        # finishes these steps, too: without this, the anchor would depend on whether there was one.
+        """Restore the units outside a sync that are not finite to their anchor."""
+        # They take the anchor after the outer steps of delayed syncs. A save finishes these steps,
+        # too: without this, the anchor would depend on whether there was a save.
         self._finish_steps()
         self.outer.begin_sync()  # anchors that these steps moved may be on their way to host memory
         snapshots = {

@@ -2,11 +2,11 @@
 
     prepare:  m / n of this replica, in a buffer of its own; n replicas are accepted in the unit
     launch:   the sums begin, in one exchange with the unit's parameters
-    land:     every replica takes the mean, also one that was left out
+    land:     every replica takes the mean, also one that was rejected
 
-A replica that is left out of a unit adds exact zeros. Where all are, or the average could overflow,
-the unit is not exchanged, and moments stay as they are. With a delay the mean is of the moments as
-they were when the sync began, and replaces what the steps since then have made of them.
+A rejected replica contributes exact zeros. If all are rejected, or the average could overflow, the
+unit is not exchanged, and its moments do not change. With a delay the mean is of the moments at the
+start of the sync, and replaces the moments that the steps since then have updated.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from megatron_edit.method.moments import MomentRule
 
 @dataclass(frozen=True)
 class UnitMoments:
-    """Moments of this rank's shard of a unit on their way.
+    """Moments of this rank's shard of a unit during its exchange.
 
     Attributes:
-        host: keeps them.
-        shard: whose they are.
+        host: has the inner optimizer.
+        shard: of the moments.
         means: fp32 [numel] by kind, this replica's addends, later the means.
-        rule: how they travel.
-        is_excluded: whether this replica adds zeros.
+        rule: which moments, and how they are encoded.
+        is_excluded: whether this replica contributes zeros.
     """
 
     host: Host
@@ -52,16 +52,16 @@ class UnitMoments:
         replica: int,
         device: torch.device,
     ) -> UnitMoments:
-        """Compute this replica's addends. The host waits for moments in host memory alone.
+        """Compute this replica's addends. The host waits only for moments in host memory.
 
         A moment that is not finite counts as zero: it must not spread to the other replicas.
 
         Args:
-            host: keeps the moments.
-            rule: which of them, and how they travel.
+            host: has the moments.
+            rule: which moments, and how they are encoded.
             shard: of a unit that is exchanged.
-            decision: says who is accepted.
-            replica: this one.
+            decision: has the accepted replicas.
+            replica: number of this replica.
             device: of the parameters.
         """
         is_excluded = bool(decision.excluded[replica, shard.index])
@@ -76,13 +76,13 @@ class UnitMoments:
 
     @property
     def addends(self) -> list[Addend]:
-        """What is to be launched."""
+        """This replica's addends of the exchange."""
         return [
             Addend(values, None, self.is_excluded, self.rule.codec_of(kind))
             for kind, values in self.means.items()
         ]
 
     def land(self) -> None:
-        """Give the inner optimizer the means. No communication."""
+        """Write the means to the inner optimizer. No communication."""
         for kind, mean in self.means.items():
             self.host.write_moments(self.shard, kind, mean)

@@ -1,7 +1,7 @@
-"""Copies between host and device beside compute, and the stream that a sync computes on.
+"""Copies between host and device that overlap compute, and the stream that a sync computes on.
 
-On the CPU there are no streams (`comm/streams.py`): the same calls copy at once, so that their
-memory can be counted where tests run.
+On the CPU there are no streams (`comm/streams.py`): the same calls copy synchronously, so that
+tests on the CPU can count their memory.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from megatron_edit.comm.streams import Event, Stream, Streams
 
 @dataclass(frozen=True)
 class DeviceCopy:
-    """A tensor on its way to the device.
+    """A tensor that is copied to the device.
 
     Attributes:
-        tensor: where it arrives.
-        source: who brings it; None where the tensor lives on the device.
-        event: when it has arrived.
+        tensor: on the device.
+        source: the streams that copy it; None where the tensor lives on the device.
+        event: recorded after the copy.
     """
 
     tensor: Tensor
@@ -39,28 +39,28 @@ class DeviceCopy:
         return self.tensor
 
     def release(self) -> None:
-        """The current stream is given no more work on it. To be called once, at the end.
+        """Declare that no more work on it is queued on the current stream. Call once.
 
-        Memory of what is not released may be given out again while it is in use.
+        The memory of a copy that is not released may be reallocated while it is in use.
         """
         if self.source is not None:
             self.source.take_back(self.tensor)
 
 
 class OffloadStreams:
-    """A stream to the device and one back, so that both directions run at once.
+    """An upload stream and a download stream, so that both directions run concurrently.
 
-    Note: memory. The host runs ahead of the device, and would queue uploads of the whole outer
-    state, each with memory of its own. So there are `max_copies` on the device at most: before
-    another is uploaded the upload stream waits for the last use of the oldest one that was
-    released. That one's memory then goes back to the pool of this very stream, which may give it
-    out again at once; no copy is kept for any other stream, as the host would have to find that
-    one done before.
+    Note: memory. The host runs ahead of the device, and would queue uploads of the complete outer
+    state, each with memory of its own. So at most `max_copies` are on the device: before another
+    upload the upload stream waits for the last use of the oldest released copy. That memory then
+    returns to the pool of the upload stream, which may reallocate it immediately;
+    `record_stream` is not used, because the host would have to observe that the other stream is
+    done first.
 
     Args:
         device: of the parameters.
         streams: of the device.
-        max_copies: tensors on the device at most, as long as users release what they have used.
+        max_copies: maximum number of tensors on the device, provided that users release them.
     """
 
     def __init__(self, device: torch.device, streams: Streams, max_copies: int) -> None:
@@ -70,15 +70,15 @@ class OffloadStreams:
         self._released: deque[tuple[Tensor, Event, Event]] = deque()
 
     def fence(self) -> None:
-        """Let uploads from here on see all that was downloaded before."""
+        """Order later uploads after all earlier downloads."""
         self._streams.wait(self._up, self._streams.record(self._down))
 
     def wait(self) -> None:
-        """Let the host wait for all that was downloaded."""
+        """Block the host until all downloads are done."""
         self._streams.synchronize(self._streams.record(self._down))
 
     def upload(self, source: Tensor) -> DeviceCopy:
-        """Begin to copy `source`, pinned, to the device; to be released."""
+        """Begin to copy `source`, pinned, to the device; the copy must be released."""
         while self._released and self._num_in_use + len(self._released) >= self._max_copies:
             self._free_oldest()
         self._num_in_use += 1
@@ -88,17 +88,17 @@ class OffloadStreams:
             return DeviceCopy(target, self, self._streams.record(self._up))
 
     def await_copy(self, event: Event) -> None:
-        """Let the current stream wait for an upload."""
+        """Make the current stream wait for an upload."""
         self._streams.wait(self._streams.current(), event)
 
     def take_back(self, tensor: Tensor) -> None:
-        """A copy is used no more by what the current stream, and that of downloads, are given."""
+        """Accept a released copy, after its last use on the current and the download stream."""
         self._num_in_use -= 1
-        used, home = (self._streams.record(s) for s in (self._streams.current(), self._down))
-        self._released.append((tensor, used, home))
+        used, downloaded = (self._streams.record(s) for s in (self._streams.current(), self._down))
+        self._released.append((tensor, used, downloaded))
 
     def free(self) -> None:
-        """Keep no memory of copies that were released: no other upload follows soon."""
+        """Free the memory of released copies; called when no other upload follows soon."""
         while self._released:
             self._free_oldest()
 
@@ -108,22 +108,22 @@ class OffloadStreams:
             self._streams.wait(self._up, event)
 
     def download(self, source: Tensor, target: Tensor) -> None:
-        """Begin to copy `source` to `target`, pinned, after what computes it now."""
+        """Begin to copy `source` to `target`, pinned, after the current stream has computed it."""
         self._streams.wait(self._down, self._streams.record(self._streams.current()))
         with self._streams.use(self._down):
             target.copy_(source, non_blocking=True)
 
 
 class SyncStream:
-    """The stream of the device that the work of syncs runs on.
+    """The device stream on which the work of syncs runs.
 
     Megatron runs some modules, and with them their gathers, on streams of their own
-    (`--moe-shared-expert-overlap`). Buffers of a sync come from the pool of the stream that
-    training computes on and go back there, so that is where they must be read.
+    (`--moe-shared-expert-overlap`). Buffers of a sync come from the memory pool of the stream that
+    training computes on and return to it, so they must be read on that stream.
 
     Args:
         streams: of the device.
-        stream: another stream for it, where a thread of its own does that work.
+        stream: the stream of the progress thread, where there is one.
     """
 
     def __init__(self, streams: Streams, stream: Stream = None) -> None:
@@ -131,12 +131,12 @@ class SyncStream:
         self._stream = stream
 
     def remember(self) -> None:
-        """The current stream is the one."""
+        """Make the current stream the one that syncs run on."""
         self._stream = self._streams.current()
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """Work on it; what came before on the current stream is seen, and what follows sees it."""
+        """Run on it, ordered after earlier and before later work of the current stream."""
         streams, current = self._streams, self._streams.current()
         if self._stream is None or self._stream == current:
             yield
@@ -147,5 +147,5 @@ class SyncStream:
         streams.wait(current, streams.record(self._stream))
 
     def use_unsynced(self) -> AbstractContextManager[Any]:
-        """Work on it, behind what it was given; nobody waits. For the thread."""
+        """Run on it without synchronising with the current stream. For the progress thread."""
         return self._streams.use(self._stream)

@@ -1,4 +1,4 @@
-"""Outer state: anchor and outer momentum, as shards beside the optimizer's main shards.
+"""Outer state: anchor and outer momentum, sharded like the optimizer's main parameters.
 
 With offload the state lives in host memory (pinned, where there is a GPU) and only the units in
 flight are staged on the device, each in buffers of its own.
@@ -33,8 +33,8 @@ class UnitState:
     Attributes:
         anchor: A, fp32 [numel], parameters after the last sync.
         momentum: b, fp32 [numel].
-        offload_streams: how it is copied to be used, where it lives in host memory; else None.
-        residual: error-feedback residual of a lossy wire type; None where nothing is lost.
+        offload_streams: for copies to the device, where it lives in host memory; else None.
+        residual: error-feedback residual of a lossy wire type; None for a lossless one.
     """
 
     anchor: Tensor
@@ -43,20 +43,20 @@ class UnitState:
     residual: Residual | None = None
 
     def tensors(self) -> UnitTensors:
-        """What a checkpoint keeps of it; not copied."""
+        """The tensors that a checkpoint stores; not copied."""
         tensors = UnitTensors(anchor=self.anchor, momentum=self.momentum)
         if self.residual is not None:
             tensors["sent"], tensors["summed"] = self.residual.sent, self.residual.summed
         return tensors
 
     def stage_anchor(self) -> DeviceCopy:
-        """Begin to bring the anchor to the device; without offload it is there."""
+        """Begin to copy the anchor to the device; without offload it is already there."""
         if (streams := self.offload_streams) is None:
             return DeviceCopy(self.anchor)
         return streams.upload(self.anchor)
 
     def stage(self) -> StagedUnit:
-        """Begin to bring the state to the device; without offload it is there."""
+        """Begin to copy the state to the device; without offload it is already there."""
         if (streams := self.offload_streams) is None:
             return StagedUnit(DeviceCopy(self.anchor), DeviceCopy(self.momentum), self)
         return StagedUnit(streams.upload(self.anchor), streams.upload(self.momentum), self)
@@ -64,7 +64,7 @@ class UnitState:
 
 @dataclass(frozen=True)
 class StagedUnit:
-    """Outer state of a shard where arithmetic happens: on the device.
+    """Outer state of a shard on the device.
 
     Attributes:
         anchor: A, fp32 [numel].
@@ -77,13 +77,13 @@ class StagedUnit:
     resident_state: UnitState
 
     def put_back(self) -> None:
-        """Begin to bring a changed state to where it lives."""
+        """Begin to copy a changed state back to where it lives."""
         if (streams := self.resident_state.offload_streams) is not None:
             streams.download(self.anchor.tensor, self.resident_state.anchor)
             streams.download(self.momentum.tensor, self.resident_state.momentum)
 
     def release(self) -> None:
-        """It is used no more; see `DeviceCopy.release`."""
+        """Release both copies; see `DeviceCopy.release`."""
         self.anchor.release()
         self.momentum.release()
 
@@ -114,26 +114,26 @@ class OuterState:
         wire: Wire | None = None,
         streams: Streams | None = None,
     ) -> OuterState:
-        """Take the anchor from the parameters as they are; momentum starts at zero.
+        """Copy the current parameters to the anchor; momentum starts at zero.
 
         Args:
             plan: this rank's shards.
             device: of the parameters.
             offload: whether anchor and momentum are to live in host memory.
             num_replicas: N.
-            max_staged: units of an offloaded state that are on the device at once.
-            wire: type on the wire, which may lose something that it sends later.
-            streams: of the device; None makes them.
+            max_staged: maximum number of units of an offloaded state on the device.
+            wire: type on the wire, which may need a residual.
+            streams: of the device; None creates them.
         """
-        home = torch.device("cpu") if offload else device
+        resident_device = torch.device("cpu") if offload else device
         is_pinned = offload and device.type == "cuda"
         copies = None
         if offload:  # anchor and momentum of each unit
             copies = OffloadStreams(device, streams or streams_of(device), 2 * max_staged)
         units = {}
         for shard in plan.shards:
-            anchor = torch.empty(shard.numel, device=home, pin_memory=is_pinned)
-            momentum = torch.zeros(shard.numel, device=home, pin_memory=is_pinned)
+            anchor = torch.empty(shard.numel, device=resident_device, pin_memory=is_pinned)
+            momentum = torch.zeros(shard.numel, device=resident_device, pin_memory=is_pinned)
             shard.gather(anchor)
             residual = None
             if wire is not None and wire.has_residual:
@@ -142,7 +142,7 @@ class OuterState:
         return cls(units, copies)
 
     def load(self, saved: Mapping[str, UnitTensors]) -> None:
-        """Take over what a checkpoint holds, by unit; what is missing stays as it is."""
+        """Load the tensors of a checkpoint, by unit; missing ones keep their value."""
         for name, tensors in saved.items():
             targets: Mapping[str, Any] = self.units[name].tensors()
             for kind, tensor in tensors.items():
@@ -150,51 +150,51 @@ class OuterState:
                     assert isinstance(tensor, Tensor)
                     targets[kind][: tensor.numel()].copy_(tensor)
 
-    def stages[Begun](
+    def prefetch[Begun](
         self, shards: Iterable[UnitShard], begin: Callable[[UnitState], Begun]
     ) -> Iterator[tuple[UnitShard, Begun]]:
-        """Shards with what `begin` begins for each: while the shard before it is in use."""
+        """Yield each shard with its `begin` result, which is started one shard ahead."""
         waiting: tuple[UnitShard, Begun] | None = None
         for shard in shards:
             begun = (shard, begin(self.units[shard.name]))
             if waiting is not None:
                 yield waiting
             waiting = begun
-            del begun  # or the tensors of the last shard would live on beside the next two
+            del begun  # or the tensors of this shard would be kept alive next to the next two
         if waiting is not None:
             yield waiting
 
     def begin_sync(self) -> None:
-        """Called before the units of a sync are staged: they are read as the last one left them."""
+        """Order the staging of a sync's units after the downloads of the last sync."""
         if self.offload_streams is not None:
             self.offload_streams.fence()
 
     def end_sync(self) -> None:
-        """No unit is staged for a while: none keeps memory on the device."""
+        """Free staging memory on the device: no unit is staged for a while."""
         if self.offload_streams is not None:
             self.offload_streams.free()
 
     def wait(self) -> None:
-        """Wait until what was offloaded is home, for the host to read it."""
+        """Block the host until all downloads to host memory are done."""
         if self.offload_streams is not None:
             self.offload_streams.wait()
 
     def tensors(self) -> dict[str, UnitTensors]:
-        """What a checkpoint keeps, by unit. Waits until what was offloaded is home."""
+        """The tensors that a checkpoint stores, by unit, after all downloads are done."""
         self.wait()
         return {name: unit.tensors() for name, unit in self.units.items()}
 
     def digests(self, shards: Iterable[UnitShard]) -> dict[int, Tensor]:
-        """Of anchor and momentum, int64 scalars by the units' position; the host does not wait.
+        """Digests of anchor and momentum, int64 scalars by the units' position. Does not block.
 
-        They are computed on the device, offloaded or not: a CPU would take seconds for them.
+        They are computed on the device, offloaded or not: a CPU would take seconds.
         """
         self.begin_sync()
         found = {}
-        for shard, staged in self.stages(shards, UnitState.stage):
+        for shard, staged in self.prefetch(shards, UnitState.stage):
             found[shard.index] = tensor_digest([staged.anchor.ready(), staged.momentum.ready()])
             staged.release()
-            del staged  # the next but one takes its place
+            del staged  # free it before the shard after the next is staged
         self.end_sync()
         return found
 
@@ -219,26 +219,26 @@ def replica_norms(
     Args:
         plan: the units.
         state: has their anchors.
-        replica: all its ranks.
+        replica: group of all its ranks.
         device: of the parameters.
-        loss: as this rank knows it; NaN on ranks that do not. With pipeline stages only the last
-            one does.
+        loss: of this rank; NaN where it is not known. With pipeline stages only the last one
+            knows it.
 
     Returns:
-        The norms, float64 [U], and the loss of the last rank that knows it; NaN where none does.
+        The norms, float64 [U], and the loss of the last rank that knows it; NaN if none does.
     """
     scratch = torch.empty(plan.largest_numel, dtype=torch.float32, device=device)
     squares = torch.zeros(len(plan.names), dtype=torch.float64, device=device)
     state.begin_sync()
     with record_function("edit/norms"):
-        for shard, anchor in state.stages(plan.shards, UnitState.stage_anchor):
+        for shard, anchor in state.prefetch(plan.shards, UnitState.stage_anchor):
             delta = shard.pseudo_gradient(anchor.ready(), scratch)
             squares[shard.index] = shard.squared_norm(delta)
             if state.offload_streams is not None:
                 anchor.release()
-            del anchor  # the next but one takes its place
+            del anchor  # free it before the shard after the next is staged
     state.end_sync()
-    told = torch.tensor([loss], dtype=torch.float64, device=device)
-    rows = replica.all_gather(torch.cat((squares, told)))
+    own_loss = torch.tensor([loss], dtype=torch.float64, device=device)
+    rows = replica.all_gather(torch.cat((squares, own_loss)))
     losses = [each for each in rows[:, -1].tolist() if not math.isnan(each)]
     return sum_in_rank_order(rows[:, :-1]).sqrt(), losses[-1] if losses else math.nan

@@ -1,4 +1,4 @@
-"""What is told of a sync once its outer steps are done, and the drift check that goes with it."""
+"""Reports of syncs, written when all outer steps are done, and the drift check before them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Footprint:
 
     Attributes:
         unit_numels: elements that each rank of the replica holds of each unit, int64 [K, U].
-        table_bytes: size of one replica's control records, those of all its ranks together.
-        state_bytes: what outer state takes on all ranks of a replica together: anchor, momentum,
-            error-feedback residuals, and of units that land late, average, snapshot and means of
+        table_bytes: size of the control records of all ranks of one replica.
+        state_bytes: size of the outer state on all ranks of one replica: anchor, momentum,
+            error-feedback residuals, and with delayed landings average, snapshot and means of
             inner moments.
     """
 
@@ -35,14 +35,14 @@ class Footprint:
     def measure(
         cls, groups: EngineGroups, plan: UnitPlan, settings: EngineSettings, record_bytes: int
     ) -> Footprint:
-        """Ask the ranks of the replica. Set-up only.
+        """Gather the sizes from the ranks of the replica. Set-up only.
 
         Collective: the ranks of the replica.
 
         Args:
-            groups: who communicates.
+            groups: the communication groups.
             plan: this rank's shards.
-            settings: say what is kept of each element.
+            settings: determine the state per element.
             record_bytes: size of this rank's control record.
         """
         mine = torch.zeros(len(plan.names), dtype=torch.int64)
@@ -68,12 +68,12 @@ class SyncReports:
     """Checks syncs for drift and reports them.
 
     Attributes:
-        groups: who communicates.
-        reporter: is told.
+        groups: the communication groups.
+        reporter: receives the reports.
         wire: type on the wire.
         footprint: sizes.
-        late_digests: of units that have landed late, by position, until they meet again: replicas
-            land at different times, so that the next meeting compares them.
+        late_digests: of units with a delayed landing, by position, until their next meeting, which
+            compares them: replicas land at different times.
     """
 
     groups: EngineGroups
@@ -83,9 +83,9 @@ class SyncReports:
     late_digests: dict[int, float] = field(default_factory=dict)
 
     def report(self, sync: Sync) -> None:
-        """The outer step of all units is done: check for drift, and tell. Once for each sync.
+        """Check for drift and report a sync, after the outer step of all units. Once per sync.
 
-        Collective: the ranks of the replica; where drift is looked for, also the sync group.
+        Collective: the ranks of the replica; where drift is checked, also the sync group.
 
         Raises:
             DriftError: the replicas differ; the message names a unit.
@@ -123,7 +123,7 @@ class SyncReports:
         )
 
     def _check(self, sync: Sync) -> int:
-        """Compare digests now, or where replicas land at different times, at the next meeting."""
+        """Compare digests now; where replicas land at different times, at the next meeting."""
         plan = sync.plan
         if not plan.rules.landing.is_direct_copy:
             sync.digests.update(sync.outer_digests())
@@ -136,7 +136,7 @@ class SyncReports:
         return digest
 
     def _over_stages(self, values: Tensor) -> Tensor:
-        """Fill in the units of other pipeline stages from whoever knows them.
+        """Fill in the values of units that only other pipeline stages hold.
 
         Collective: the ranks of the replica, where it has pipeline stages.
 

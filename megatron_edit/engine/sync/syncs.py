@@ -1,9 +1,9 @@
 """One sync under way, from the plan of its round to its last landing.
 
-Units start and land in forward order on every rank. `ForwardSync` lands at once: it keeps at most
+Units start and land in forward order on every rank. `ForwardSync` lands immediately: it has at most
 `depth` units in flight, and each lands when the forward pass needs it, or in blocking mode all
-together. `DelayedSync` takes the addends of all its units at once and lands them steps later. Both
-do the same arithmetic on the same messages (`unit_sync.py`).
+together. `DelayedSync` computes the addends of all its units at the start and lands them steps
+later. Both do the same arithmetic on the same messages (`unit_sync.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_edit.engine.sync.finite import finite_units, is_finite_on_all_stag
 from megatron_edit.engine.sync.moments import UnitMoments
 from megatron_edit.engine.sync.outer_state import OuterState, StagedUnit, UnitState
 from megatron_edit.engine.sync.unit_sync import UnitResult, UnitSync, naming_unit
-from megatron_edit.engine.units import UnitPlan, UnitShard, select
+from megatron_edit.engine.units import UnitPlan, UnitShard, select_units
 from megatron_edit.method.detector import Verdict
 from megatron_edit.method.landing import DIRECT_COPY
 from megatron_edit.method.loss_check import LossVerdict
@@ -39,13 +39,13 @@ from megatron_edit.saved_state import PendingSync
 
 @dataclass(frozen=True)
 class SyncContext:
-    """What all syncs of a rank work with.
+    """Objects shared by all syncs of a rank.
 
     Attributes:
         host: the training framework.
-        groups: who communicates.
+        groups: the communication groups.
         wire: type on the wire.
-        depth: units at most whose outer steps are not done, of a sync that lands at once.
+        depth: maximum number of started units without outer step, of an immediate sync.
         outer: anchor and momentum.
     """
 
@@ -60,16 +60,16 @@ class Sync(ABC):
     """A sync that is under way on this rank.
 
     Args:
-        plan: what is synced, and how.
-        context: what it works with.
-        began: when, seconds on a monotonic clock.
+        plan: of the sync.
+        context: shared objects.
+        began: start time, seconds on a monotonic clock.
         waited: seconds spent at the meeting.
 
     Attributes:
         plan: see above.
         units: the selected units, and this rank's shards of them.
         digests: of units that have landed, by position, for the drift check.
-        is_reported: whether the reporter has been told what became of it.
+        is_reported: whether it has been reported.
     """
 
     def __init__(self, plan: SyncPlan, context: SyncContext, began: float, waited: float) -> None:
@@ -90,18 +90,18 @@ class Sync(ABC):
     def prepare(self) -> None:
         """Compute the addends of all units, before training changes the parameters."""
         for shard in self.units.shards:
-            self._open(shard, None)
+            self._prepare_unit(shard, None)
 
     @abstractmethod
     def advance(self) -> bool:
-        """Launch what may be launched. Waits for nothing.
+        """Launch the exchanges that may begin, without blocking.
 
         Returns:
-            Whether nothing of this sync is, or will be, on the wire.
+            Whether all exchanges of this sync are done.
         """
 
     def advance_and_step(self) -> bool:
-        """`advance`, and take the outer steps that the sync allows before its landing.
+        """Like `advance`, and run the outer steps that the sync allows before its landing.
 
         Collective: the ranks of the pipeline stage.
 
@@ -117,19 +117,19 @@ class Sync(ABC):
 
     @property
     def on_wire(self) -> Work | None:
-        """What must be over before `advance` can do more; None where it can do nothing more."""
+        """The collective that `advance` waits for; None if it can do nothing more."""
         works = (unit.on_wire for unit in self._inflight)
         return next((work for work in works if work is not None), None)
 
     @property
     def inflight_units(self) -> Sequence[UnitSync]:
-        """Units that have not landed and are under way."""
+        """Units that have started and not landed."""
         return tuple(self._inflight)
 
     # ---- the landing
 
     def check_finite(self) -> None:
-        """Before a landing of what was trained on, or is kept in part: are parameters finite?
+        """Check whether parameters are finite, before a landing that is not a direct copy.
 
         Collective: the ranks of the pipeline stage.
         """
@@ -154,14 +154,14 @@ class Sync(ABC):
         return self._num_landed == len(self.units.shards)
 
     def land_up_to(self, num_shards: int) -> Iterator[tuple[UnitShard, bool]]:
-        """Land the units among the first `num_shards` shards of the stage that have not landed yet,
-        one after another as the caller asks for them; see `land_next`."""
+        """Yield the results of `land_next` for the units among the first `num_shards` shards of the
+        stage that have not landed yet."""
         positions = self.plan.selection.positions
         while not self.is_done and positions[self._num_landed] < num_shards:
             yield self.land_next()
 
     def land_next(self) -> tuple[UnitShard, bool]:
-        """Land the next unit in forward order, and start another in its place.
+        """Land the next unit in forward order, and start another one in its place.
 
         Returns:
             The unit, and whether its inner moments may not be finite.
@@ -172,8 +172,8 @@ class Sync(ABC):
         self._inflight.popleft()
         shard = unit.shard
         if unit.staged is None and self._outer.offload_streams is not None:
-            # Its outer step was taken earlier: the new anchor may still be on its way to the host
-            # memory that the landing reads it from.
+            # Its outer step was done earlier: the new anchor may still be in transfer to the host
+            # memory that the landing reads.
             self._outer.begin_sync()
         is_finite = self._finite is None or self._finite[shard.index]
         with naming_unit(shard), record_function("edit/landing"):
@@ -183,7 +183,7 @@ class Sync(ABC):
         self._num_landed += 1
         del unit  # its buffers make room for the unit that starts now
         if self._groups.sync.runs_in_order:
-            # Second phases of units that were launched before this landing begin behind it.
+            # Begin the second phases of units launched before this landing, behind it in the queue.
             progress_exchanges(self._groups.sync)
         self.advance()
         if self.is_done:
@@ -195,15 +195,15 @@ class Sync(ABC):
     # ---- what is reported
 
     def count_exposed(self, seconds: float) -> None:
-        """This rank has done nothing but this sync for so long."""
+        """Add time in which this rank did nothing but this sync."""
         self._exposed += seconds
 
     def count_exposed_since_start(self) -> None:
-        """This rank has done nothing but this sync since it began."""
+        """Set the exposed time to the time since the sync began."""
         self._exposed = time.monotonic() - self._began
 
     def seconds(self) -> dict[str, float]:
-        """Durations for `sync.jsonl`."""
+        """Durations for `sync.jsonl`, in seconds."""
         exchange = sum(result.exchange_seconds for result in self._results.values())
         return {
             "wait": self._waited,
@@ -214,15 +214,15 @@ class Sync(ABC):
         }
 
     def clip_factors(self) -> Tensor:
-        """float64 [U] on the CPU; NaN for units of other stages. Waits for the device."""
+        """Clip factors, float64 [U] on the CPU; NaN for units of other stages. Blocks the host."""
         return self._table({index: result.clip for index, result in self._results.items()})
 
     def update_norms(self) -> Tensor:
-        """Like `clip_factors`: norms of the weighted averages, before the clip."""
+        """Norms of the weighted averages before the clip, in the form of `clip_factors`."""
         return self._table({index: result.norm for index, result in self._results.items()})
 
     def outer_digests(self) -> dict[int, Tensor]:
-        """Of anchor and momentum, int64 scalars by the units' position; the host does not wait."""
+        """Digests of anchor and momentum, int64 scalars by the units' position. Does not block."""
         return self._outer.digests(self.units.shards)
 
     def _table(self, values: Mapping[int, Tensor]) -> Tensor:
@@ -233,8 +233,8 @@ class Sync(ABC):
 
     # ---- units
 
-    def _open(self, shard: UnitShard, staged: StagedUnit | None) -> None:
-        """Compute a unit's addends, of its parameters and of the moments that the plan averages."""
+    def _prepare_unit(self, shard: UnitShard, staged: StagedUnit | None) -> None:
+        """Compute a unit's addends: of its parameters and of the moments that the plan averages."""
         plan, groups, sync = self.plan, self._groups, self._groups.sync
         resident_state = self._outer.units[shard.name]
         unit = UnitSync.prepare(
@@ -253,8 +253,8 @@ class Sync(ABC):
         self._results[unit.shard.index] = result
 
     def _launch_units(self) -> bool:
-        """Let the units in flight advance whose outer step is not done; whether nothing of them is
-        on the wire."""
+        """Advance the exchanges of units whose outer step is not done; return whether all are
+        done."""
         is_over = True
         for unit in self._inflight:
             if unit.result is not None:
@@ -268,41 +268,41 @@ class Sync(ABC):
 
 
 class ForwardSync(Sync):
-    """A sync that lands at once, unit by unit, as the forward pass comes to them."""
+    """A sync that lands immediately, unit by unit, as the forward pass needs them."""
 
     def __init__(self, plan: SyncPlan, context: SyncContext, began: float, waited: float) -> None:
         super().__init__(plan, context, began, waited)
-        self._stages = self._outer.stages(self.units.shards, UnitState.stage)
+        self._prefetched = self._outer.prefetch(self.units.shards, UnitState.stage)
 
     @property
     def launches_together(self) -> bool:
-        """Where the device keeps their order. Over sockets, which share a link, the next is
-        launched when the one before is over: two at a time would delay the unit that is needed
+        """True where the device keeps their order. Over sockets, which share a link, a unit is
+        launched when the one before is done: two at a time would delay the unit that is needed
         first, and be slower together."""
         return self._groups.sync.runs_in_order
 
     def advance(self) -> bool:
         """Prepare as many units as the depth allows, and launch them; see `Sync.advance`."""
         num_units = len(self.units.shards)
-        while self._num_started < num_units and self._num_open < self._context.depth:
-            shard, staged = next(self._stages)
-            self._open(shard, staged)
-            del staged  # it lives as long as its unit is in flight
+        while self._num_started < num_units and self._num_unstepped < self._context.depth:
+            shard, staged = next(self._prefetched)
+            self._prepare_unit(shard, staged)
+            del staged  # the unit in flight has the only reference
         has_all = self._num_started == num_units
         return self._launch_units() and has_all
 
     def advance_and_step(self) -> bool:
-        """Take the outer step of each unit whose average is there, in forward order, and start
-        others in their place.
+        """Run the outer step of each unit whose average has arrived, in forward order, and start
+        other units in their place.
 
         Collective: the ranks of the pipeline stage.
 
         Returns:
-            As `advance`. Where more can only be done later, something is `on_wire`: no average has
-            arrived unseen.
+            As `advance`. If work remains for later, `on_wire` is set: no average has arrived
+            unnoticed.
         """
         is_over = self.advance()
-        while (unit := self._first_open) is not None:
+        while (unit := self._first_unstepped) is not None:
             with naming_unit(unit.shard):
                 if not unit.advance(self._groups, self._context.wire):
                     return False
@@ -313,16 +313,16 @@ class ForwardSync(Sync):
         return is_over
 
     def is_finite_on_replica(self) -> bool:
-        """The gathered norms tell, which all ranks have. No communication."""
+        """As the gathered norms show, which all ranks have. No communication."""
         return self.had_finite_norms
 
     @property
-    def _first_open(self) -> UnitSync | None:
-        """The first unit, of those under way, whose outer step is not done."""
+    def _first_unstepped(self) -> UnitSync | None:
+        """The first unit in flight whose outer step is not done."""
         return next((unit for unit in self._inflight if unit.result is None), None)
 
     @property
-    def _num_open(self) -> int:
+    def _num_unstepped(self) -> int:
         return self._num_started - len(self._results)
 
 
@@ -331,15 +331,14 @@ class DelayedSync(Sync):
 
     @property
     def launches_together(self) -> bool:
-        """Always: no unit is needed first, and the sync is polled only now and then."""
+        """Always true: no unit is needed first, and the sync is polled rarely."""
         return True
 
     def advance(self) -> bool:
-        """Launch all units, whose addends have been prepared. Waits for nothing; whether nothing is
-        on the wire."""
+        """Launch all prepared units without blocking; return whether all exchanges are done."""
         if self._groups.sync.runs_in_order:
             # Launched one by one, each would wait in the device's queue until the one before is
-            # over, and with a single hardware queue so would all work behind it.
+            # done, and with a single hardware queue so would all work behind it.
             self._launch_as_one()
         return self._launch_units()
 
@@ -352,7 +351,7 @@ class DelayedSync(Sync):
         return is_finite_on_all_stages(is_finite, self._groups)
 
     def finish_exchange(self) -> None:
-        """Wait until nothing is on the wire. The result lands later."""
+        """Wait until no exchange is in flight. The result lands later."""
         for unit in self._inflight:
             self.advance()
             with naming_unit(unit.shard):
@@ -360,7 +359,7 @@ class DelayedSync(Sync):
         self.advance()
 
     def finish_steps(self) -> None:
-        """Move anchor and momentum of all units. Parameters take them later.
+        """Run the outer steps of all units. The parameters take the anchor later.
 
         Collective: the ranks of the pipeline stage.
         """
@@ -372,7 +371,7 @@ class DelayedSync(Sync):
         self._ended = time.monotonic()
 
     def _launch_as_one(self) -> None:
-        """Begin the exchanges of all units, as one.
+        """Begin the exchanges of all units in one launch.
 
         Collective: the sync group; see the note on the order of syncs (`manager.py`).
         """
@@ -387,7 +386,7 @@ class DelayedSync(Sync):
     # ---- checkpoints
 
     def state_dict(self) -> PendingState:
-        """What a checkpoint keeps of it. Nothing of it may be on the wire; no tensor is copied."""
+        """Its state for a checkpoint. No exchange may be in flight; no tensor is copied."""
         plan, decision, units = self.plan, self.plan.decision, self._inflight
         about = PendingSync(
             round=plan.round,
@@ -427,16 +426,16 @@ class DelayedSync(Sync):
     def restore(
         cls, saved: PendingState, context: SyncContext, settings: EngineSettings
     ) -> DelayedSync:
-        """A sync that had not landed when a checkpoint was written.
+        """Restore a sync that had not landed when a checkpoint was written.
 
         Args:
-            saved: what `state_dict` told on this replica; units may be numbered in another order
-                here.
-            context: what the sync works with.
+            saved: result of `state_dict` on this replica; the order of units may differ in this
+                run.
+            context: shared objects.
             settings: of this run.
         """
         sync = cls(_plan_of(saved.sync, context.host, settings), context, time.monotonic(), 0.0)
-        sync.is_reported = saved.sync.is_stepped  # that came with the outer steps, before the save
+        sync.is_reported = saved.sync.is_stepped  # it is reported after the outer steps
         for shard in sync.units.shards:
             sync._inflight.append(sync._restored_unit(shard, saved))
         sync._num_started = len(sync.units.shards)
@@ -466,8 +465,8 @@ class DelayedSync(Sync):
 
 def _plan_of(saved: PendingSync, host: Host, settings: EngineSettings) -> SyncPlan:
     """The plan of a saved sync, for the units of this run in their order."""
-    whole = host.plan
-    selection = select(whole, [whole.names.index(name) for name in saved.units])
+    units = host.plan
+    selection = select_units(units, [units.names.index(name) for name in saved.units])
     order = [saved.units.index(name) for name in selection.plan.names]
 
     def table(name: str) -> Tensor:
@@ -492,7 +491,7 @@ def _plan_of(saved: PendingSync, host: Host, settings: EngineSettings) -> SyncPl
 
 
 def _loss_verdict_of(tables: Mapping[str, Any]) -> LossVerdict:
-    """From the tables of a pending sync; those of older checkpoints have none of it."""
+    """The loss verdict in the tables of a pending sync; older checkpoints have none."""
     if "round_loss" not in tables:
         norms = torch.tensor(tables["norms"], dtype=torch.float64)
         return LossVerdict.without_check(torch.full_like(norms[:, 0], torch.nan))

@@ -1,12 +1,12 @@
 """One unit of a sync, from its addend to its landing.
 
     prepare:  D = A - theta, weighted, in a buffer of its own
-    launch:   the exchange begins                                 (nothing waits)
+    launch:   the exchange begins                                 (non-blocking)
     step:     wait, tie copies, clip, outer step on the anchor
     land:     theta takes the anchor, or moves towards it         (the unit is needed now)
 
-Each part depends on the gathered table and on the unit's own numbers alone, so a unit lands with
-the same bits whenever the host asks for it, and whatever else is in flight.
+Each stage depends only on the gathered records and the unit's own values, so a unit lands with the
+same bits whenever the host needs it, and whatever else is in flight.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron_edit.method.outer import clip_factor, weighted_contribution_
 
 @dataclass(frozen=True)
 class UnitResult:
-    """What became of a unit: scalars on the unit's device, so that no one has to wait for them.
+    """Result of a unit's outer step: scalars on the unit's device, so that no host read blocks.
 
     Attributes:
         clip: float64, c.
@@ -52,19 +52,20 @@ class UnitResult:
 
 @dataclass
 class UnitSync:
-    """A unit in flight.
+    """The sync of one unit.
 
     Attributes:
-        shard: this rank's part of the unit.
-        resident_state: anchor and momentum, where they live.
-        is_excluded: whether this replica takes the anchor as it is: it was left out, or all were.
-        staged: the state on the device, or on its way there; None until it is needed.
+        shard: this rank's shard of the unit.
+        resident_state: anchor and momentum, where they live between syncs.
+        is_excluded: whether this replica takes the anchor unmerged: it was rejected, or the unit
+            is rolled back.
+        staged: the state on the device, or in transfer to it; None until it is needed.
         average: fp32 [numel], this replica's addend, later the average; None for a roll-back, and
             when the outer step is done.
-        snapshot: fp32 [numel], theta when the sync began; None where nothing needs it.
+        snapshot: fp32 [numel], theta when the sync began; None where it is not needed.
         result: of the outer step; None before it.
-        is_exchanged: whether `average` is the average, and no exchange is left to be made.
-        moments: of the inner optimizer that travel with the unit; None where none do.
+        is_exchanged: whether `average` is already the average, so that no exchange is needed.
+        moments: of the inner optimizer that are exchanged with the unit; None if there are none.
     """
 
     shard: UnitShard
@@ -88,10 +89,10 @@ class UnitSync:
         decision: Decision,
         landing: LandingRule,
     ) -> UnitSync:
-        """Compute this replica's addend. Allocates its buffers; the host never waits.
+        """Compute this replica's addend. Allocates its buffers; never blocks the host.
 
         Args:
-            staged: the unit's state, where it is to stay on the device until the landing.
+            staged: the unit's state, where it stays on the device until the landing.
         """
         replica, device = groups.sync.rank, groups.sync.device
         is_excluded = bool(decision.excluded[replica, shard.index])
@@ -124,15 +125,15 @@ class UnitSync:
         is_excluded: bool,
         is_stepped: bool,
     ) -> UnitSync:
-        """A unit that was in flight when a checkpoint was written; its exchange was over.
+        """Restore a unit that had not landed when a checkpoint was written; its exchange was done.
 
         Args:
-            shard: this rank's part of the unit.
+            shard: this rank's shard of the unit.
             resident_state: anchor and momentum.
             device: of the parameters.
             average: fp32 [numel]; None for a roll-back, and when the outer step is done.
-            snapshot: fp32 [numel]; None where nothing needs it.
-            is_excluded: whether this replica takes the anchor as it is.
+            snapshot: fp32 [numel]; None where it is not needed.
+            is_excluded: whether this replica takes the anchor unmerged.
             is_stepped: whether the outer step is done.
         """
         unknown = torch.full((), torch.nan, dtype=torch.float64, device=device)
@@ -153,7 +154,7 @@ class UnitSync:
         return self.result is not None
 
     def launch(self, groups: EngineGroups, wire: Wire) -> None:
-        """Begin the exchange. Waits for nothing.
+        """Begin the exchange without blocking.
 
         Collective: the sync group; see the note on the order of syncs (`manager.py`).
         """
@@ -162,10 +163,10 @@ class UnitSync:
             self._exchange = start_exchange(groups.sync, self.addends(wire))
 
     def advance(self, groups: EngineGroups, wire: Wire) -> bool:
-        """Launch the exchange, if that has not been done, and do what needs no waiting.
+        """Launch the exchange if necessary, and advance it without blocking.
 
         Returns:
-            Whether nothing of the unit is on the wire any more.
+            Whether the exchange is done.
         """
         if self.average is None or self.is_exchanged:
             return True
@@ -176,15 +177,15 @@ class UnitSync:
 
     @property
     def on_wire(self) -> Work | None:
-        """What must be over before the exchange can go on; None where there is nothing."""
+        """The collective that the exchange waits for; None if there is none."""
         return None if self._exchange is None else self._exchange.on_wire
 
     def join_exchange(self, exchange: Exchange) -> None:
-        """The unit's addends have been launched together with those of other units."""
+        """Use an exchange in which the unit's addends were launched with those of other units."""
         self._exchange = exchange
 
     def addends(self, wire: Wire) -> list[Addend]:
-        """What is still to be launched: of the parameters, then of the moments."""
+        """Addends that are not launched yet: of the parameters, then of the moments."""
         if self.average is None or self.is_exchanged or self._exchange is not None:
             return []
         moments = [] if self.moments is None else self.moments.addends
@@ -192,20 +193,20 @@ class UnitSync:
         return [own, *moments]
 
     def await_average(self) -> None:
-        """Wait until the average is there."""
+        """Wait until the average has arrived."""
         if self.average is not None and not self.is_exchanged:
             assert self._exchange is not None, f"unit {self.shard.name}: never launched"
             self._exchange.wait()
 
     def step(self, groups: EngineGroups, rules: SyncRules) -> UnitResult:
-        """Finish the exchange, and move anchor and momentum.
+        """Finish the exchange, and run the outer step on anchor and momentum.
 
         Collective: the ranks of the pipeline stage, in forward order of the units.
         """
         if self.result is not None:
             return self.result
         device = groups.sync.device
-        if self.average is None:  # a roll-back: anchor and momentum stay as they are
+        if self.average is None:  # a roll-back: anchor and momentum do not change
             one = torch.ones((), dtype=torch.float64, device=device)
             self.result = UnitResult(one, torch.zeros_like(one))
             return self.result
@@ -232,18 +233,18 @@ class UnitSync:
         return self.result
 
     def land(self, landing: LandingRule, *, is_finite: bool) -> bool:
-        """Give theta the anchor, or what the rule makes of both. After `step`. No communication.
+        """Set theta to the anchor, or merge both by the rule. After `step`. No communication.
 
         Args:
             landing: the rule.
             is_finite: whether this replica's parameters of the unit are finite.
 
         Returns:
-            Whether they were trained on while the replica was left out, or broke: then its inner
-            moments may be broken, too.
+            Whether the unit was trained on after the replica was rejected, or is not finite: its
+            inner moments may then not be finite either.
         """
         assert self.is_stepped, f"unit {self.shard.name}: landed before its outer step"
-        # After an outer step taken earlier nothing is staged; the momentum is not needed again.
+        # If the outer step was done earlier, nothing is staged; the momentum is not needed again.
         staged_anchor = (
             self.resident_state.stage_anchor() if self.staged is None else self.staged.anchor
         )
@@ -266,7 +267,7 @@ class UnitSync:
         self.unstage()
 
     def unstage(self) -> None:
-        """After the landing, or the outer step long before it: keep nothing on the device."""
+        """Release the staged state, after the landing or an outer step long before it."""
         if self.staged is not None and self.resident_state.offload_streams is not None:
             self.staged.release()
         self.staged = None
@@ -279,7 +280,7 @@ class UnitSync:
 
 @contextmanager
 def naming_unit(shard: UnitShard) -> Iterator[None]:
-    """Say in which unit it was that something failed."""
+    """Add the name of the unit to errors."""
     try:
         yield
     except ReplicaLostError as error:

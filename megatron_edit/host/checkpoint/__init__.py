@@ -1,1 +1,1 @@
-"""Checkpoints of replicas, through Megatron's own: what is saved, by whom, and how it is loaded."""
+"""Checkpoints of replicas, built on Megatron's own: saving, committing and loading."""

@@ -1,7 +1,7 @@
-"""Several asynchronous saves as one.
+"""Merging several asynchronous saves into one.
 
-Megatron's process that writes takes one request after another, and to hand one over is to wait
-until that process has taken it: the second of two would wait until the first is on the disk.
+Megatron's writer process takes one request at a time, and scheduling a request waits until the
+process has taken it: the second of two would wait until the first is written to disk.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron_edit.host.seams.megatron import AsyncRequest as Request
 
 _Call = tuple[Callable[..., None], list[object], Mapping[str, object]]
-_BUCKETS = 1  # place of what is to be written among a writer's arguments
+_BUCKETS = 1  # index of the data to be written among a writer's arguments
 
 
 def merge_async_requests(requests: Sequence[Request]) -> list[Request]:
-    """The same saves in as few requests as possible, in their order.
+    """Return the same saves in as few requests as possible, in their order.
 
-    What is handed over is copied to the host in one go; then it is written, and completed, one
-    after another. Requests of NVIDIA's resiliency extension are left as they are: its writers keep
-    more than their arguments tell.
+    All tensors are copied to the host in one go; then they are written, and completed, one request
+    after another. Requests of NVIDIA's resiliency extension are not merged: its writers keep state
+    beyond their arguments.
 
     Args:
-        requests: not handed over yet, with all that is to be called when they are done.
+        requests: not scheduled yet, with all their finalize functions.
     """
     if len(requests) < 2 or any(type(request) is not AsyncRequest for request in requests):
         return list(requests)
@@ -34,7 +34,7 @@ def merge_async_requests(requests: Sequence[Request]) -> list[Request]:
     if not writing:
         return [requests[-1]._replace(finalize_fns=finalize)]
     calls = [
-        (write, _without(each), each.async_fn_kwargs)
+        (write, _arguments_of(each), each.async_fn_kwargs)
         for each in writing
         if (write := each.async_fn) is not None
     ]
@@ -48,8 +48,8 @@ def merge_async_requests(requests: Sequence[Request]) -> list[Request]:
     ]
 
 
-def _without(request: Request) -> list[object]:
-    """Its arguments, but for what its own fetching brings: that need not be sent twice."""
+def _arguments_of(request: Request) -> list[object]:
+    """Return its arguments without the data that its preload function returns."""
     arguments = list(request.async_fn_args)
     if request.preload_fn is not None:
         arguments[_BUCKETS] = None
@@ -61,12 +61,12 @@ def _fetcher(request: Request) -> Callable[[], object]:
 
 
 def _fetch(fetchers: list[Callable[[], object]]) -> list[object]:
-    """In the process that writes: bring the tensors of all to the host."""
+    """In the writer process: copy the tensors of all requests to the host."""
     return [fetch() for fetch in fetchers]
 
 
 def _write(calls: list[_Call], _: str, fetched: list[object]) -> None:
-    """In the process that writes: what each request would have done there."""
+    """In the writer process: write each request's data in turn."""
     for (write, arguments, named), buckets in zip(calls, fetched, strict=True):
         arguments[_BUCKETS] = buckets
         write(*arguments, **named)

@@ -1,4 +1,4 @@
-"""Which checkpoint is loaded, and whether it is sound: one answer for all ranks of all replicas."""
+"""Choosing and checking the checkpoint to load, with one result for all ranks of all replicas."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_edit.checkpoint.files import REMEDY, check_content, check_sizes
-from megatron_edit.checkpoint.folder import TRACKER, CheckpointFolder, Found
+from megatron_edit.checkpoint.folder import TRACKER, CheckpointFolder, FoundCheckpoint
 from megatron_edit.checkpoint.manifest import Manifest, read_manifest
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.errors import UsageError
@@ -20,7 +20,7 @@ from megatron_edit.observe.console import say
 
 @dataclass(frozen=True)
 class Choice:
-    """What is loaded.
+    """The checkpoint to load.
 
     Attributes:
         path: the checkpoint.
@@ -34,54 +34,56 @@ class Choice:
 
 
 def choose(world: ReplicaWorld, args: Namespace) -> Choice | None:
-    """Choose a checkpoint under `--load`; None where there is none.
+    """Choose and verify a checkpoint under `--load`; None where there is none.
 
-    Every rank reads a part of its files. Blocks until all ranks of all replicas have.
+    Every rank verifies a part of its files. Collective: all ranks of all replicas.
 
     Raises:
         UsageError: what was chosen cannot be loaded; on every rank.
     """
-    text = world.shared_text("load/choice", lambda: _describe(args))
-    told = json.loads(text)
+    text = world.shared_text("load/choice", lambda: _choose_as_json(args))
+    chosen = json.loads(text)
     found: list[Choice] = []
 
     def check() -> None:
-        if isinstance(told, list):
-            raise UsageError(*told)
-        if told is not None:
-            path = Path(told["path"])
-            manifest = _sound_manifest(path, args, world) if told["has_manifest"] else None
-            found.append(Choice(path, told["iteration"], manifest))
+        if isinstance(chosen, list):
+            raise UsageError(*chosen)
+        if chosen is not None:
+            path = Path(chosen["path"])
+            manifest = _verified_manifest(path, args, world) if chosen["has_manifest"] else None
+            found.append(Choice(path, chosen["iteration"], manifest))
 
-    check_together(world, "load/checked", check)
+    check_on_all_ranks(world, "load/checked", check)
     return found[0] if found else None
 
 
-def check_together(
+def check_on_all_ranks(
     world: ReplicaWorld, event: str, check: Callable[[], None], *, what: str = "--load"
 ) -> None:
-    """Let every rank check, and nobody leave before all have heard a complaint.
+    """Run a check on every rank, and raise the first error on all of them.
+
+    Collective: all ranks of all replicas.
 
     Args:
-        world: whose ranks all come here.
-        event: a name of its own.
-        check: raises what this rank finds.
-        what: is checked; the value of a complaint that names none.
+        world: of these ranks.
+        event: a unique name.
+        check: raises an error that this rank finds.
+        what: the subject of the check; the value in an error that names none.
 
     Raises:
-        UsageError: a rank found one, or failed in any other way; on every rank.
+        UsageError: the check failed on some rank; on every rank.
     """
-    complaint = None
+    error_json = None
     try:
         check()
-    except Exception as error:  # who left alone would keep the others waiting
-        complaint = _complaint(error, what)
-    heard = world.agree(event, complaint)
-    if heard is not None:
-        raise UsageError(*json.loads(heard))
+    except Exception as error:  # if one rank raised here, the others would wait for it
+        error_json = _error_json(error, what)
+    agreed = world.share_error(event, error_json)
+    if agreed is not None:
+        raise UsageError(*json.loads(agreed))
 
 
-def _complaint(error: Exception, what: str = "--load") -> str:
+def _error_json(error: Exception, what: str = "--load") -> str:
     if isinstance(error, UsageError):
         return json.dumps([error.value, error.rule, error.remedy])
     remedy = REMEDY if what == "--load" else "correct what it names"
@@ -96,27 +98,27 @@ def _complaint(error: Exception, what: str = "--load") -> str:
     )
 
 
-def _describe(args: Namespace) -> str:
-    """The choice as JSON: an object, null, or the three parts of a complaint."""
+def _choose_as_json(args: Namespace) -> str:
+    """Return the choice as JSON: an object, null, or the three parts of an error."""
     try:
         found = find(args)
     except Exception as error:  # the others wait for the answer
-        return _complaint(error)
+        return _error_json(error)
     if found is None:
         return "null"
     body = {"path": str(found.path), "iteration": found.iteration}
     return json.dumps(body | {"has_manifest": found.has_manifest})
 
 
-def find(args: Namespace, *, repairs: bool = True) -> Found | None:
-    """The checkpoint that `--load` and `--ckpt-step` name; None where there is none.
+def find(args: Namespace, *, repairs: bool = True) -> FoundCheckpoint | None:
+    """Return the checkpoint that `--load` and `--ckpt-step` name; None where there is none.
 
     Args:
         args: Megatron's.
-        repairs: whether what was cut off between two renames may be completed.
+        repairs: whether saves interrupted between two renames may be completed.
 
     Raises:
-        UsageError: there is something that cannot be loaded, or must be something.
+        UsageError: it cannot be loaded, or is missing where one is required.
     """
     found = _find(CheckpointFolder(Path(args.load)), args.ckpt_step, repairs)
     must_be_there = args.exit_on_missing_checkpoint and not args.pretrained_checkpoint
@@ -124,28 +126,28 @@ def find(args: Namespace, *, repairs: bool = True) -> Found | None:
         raise UsageError(
             f"--load {args.load}",
             "holds no checkpoint, and --exit-on-missing-checkpoint is given",
-            "correct the path, or drop that flag to start anew",
+            "correct the path, or drop that flag to start from the beginning",
         )
     return found
 
 
-def _find(folder: CheckpointFolder, step: int | None, repairs: bool) -> Found | None:
+def _find(folder: CheckpointFolder, step: int | None, repairs: bool) -> FoundCheckpoint | None:
     if folder.root.exists() and not folder.root.is_dir():
         raise UsageError(f"--load {folder.root}", "is a file", "give the folder that --save named")
     for path in folder.repair() if repairs else ():
-        say(f"{path} was cut off in its last moment; it is complete")
+        say(f"the save of {path} was interrupted before its rename; it is complete now")
     if step:
         if (found := folder.at(step)) is not None:
             return found
-        what = "is not complete" if folder.is_broken_off(step) else "is not there"
+        what = "is not complete" if folder.is_incomplete(step) else "is not there"
         raise UsageError(f"--ckpt-step {step}", f"{folder.final(step)} {what}", "drop the flag")
     found = folder.newest()
-    tracked = folder.tracked()
+    tracked = folder.read_tracker()
     if found is None and (folder.root / TRACKER).exists():
         raise UsageError(
             str(folder.root / TRACKER),
             f"names {tracked or 'no iteration'}, and there is no complete checkpoint",
-            "bring one back, or remove the file to start anew",
+            "restore one, or remove the file to start from the beginning",
         )
     if found is not None and str(found.iteration) != tracked and tracked != "release":
         say(f"the tracker says {tracked}; loading {found.path}, the newest complete checkpoint")
@@ -160,16 +162,16 @@ def check_manifest(path: Path, manifest: Manifest, args: Namespace) -> None:
     """
     saved = dict(manifest.model)
     if args.finetune or args.no_load_optim:
-        saved.pop("optimizer", None)  # only its parameters are wanted
+        saved.pop("optimizer", None)  # only the parameters are loaded
     check_same_model(path, saved, args)
 
 
-def _sound_manifest(path: Path, args: Namespace, world: ReplicaWorld) -> Manifest:
+def _verified_manifest(path: Path, args: Namespace, world: ReplicaWorld) -> Manifest:
     manifest = read_manifest(path)
     check_manifest(path, manifest, args)
     place = world.placement
-    everybody = place.num_replicas * place.ranks_per_replica
-    mine = dict(list(manifest.files.items())[place.global_rank :: everybody])
+    num_ranks = place.num_replicas * place.ranks_per_replica
+    mine = dict(list(manifest.files.items())[place.global_rank :: num_ranks])
     check_sizes(path, mine)
     for name, record in mine.items():
         check_content(path, name, record)

@@ -1,7 +1,7 @@
-"""After a replica's part of a checkpoint is on the disk: checksums, the manifest, the renaming.
+"""Committing a checkpoint once it is written: checksums, the manifest, the renaming.
 
-It happens in a thread of its own, while training goes on. Every rank reads back what it wrote and
-tells the first rank of all through the store; that one waits for all, and completes the
+This runs in a thread of its own, while training continues. Every rank reads back what it wrote and
+reports to global rank 0 through the store; rank 0 waits for all reports, and completes the
 checkpoint.
 """
 
@@ -28,45 +28,45 @@ from megatron_edit.checkpoint.folder import (
     EDIT,
     OUTER,
     CheckpointFolder,
-    Found,
-    manifest_of,
+    FoundCheckpoint,
+    manifest_path,
     replica_local_folder,
     write_durably,
 )
 from megatron_edit.checkpoint.folder import replica_folder as folder_of
 from megatron_edit.checkpoint.manifest import Manifest, read_manifest
 from megatron_edit.comm.worlds import ReplicaWorld
-from megatron_edit.constants import LEAST_TIMEOUT_SECONDS
-from megatron_edit.errors import EditError, ReplicaLostError, UsageError, on_one_line
-from megatron_edit.host.checkpoint.write_errors import ANOTHER_RANK_FAILED, SaveRecord, text_of
+from megatron_edit.constants import MIN_TIMEOUT_SECONDS
+from megatron_edit.errors import EditError, ReplicaLostError, UsageError, to_one_line
+from megatron_edit.host.checkpoint.write_errors import ANOTHER_RANK_FAILED, SaveRecord, error_text
 from megatron_edit.observe.console import say, warn
 from megatron_edit.saved_state import ReplicaEntry
 
-_WRITER = re.compile(r"^__(\d+)_")  # torch's names of the files that a rank has written
+_WRITER = re.compile(r"^__(\d+)_")  # torch's file names begin with the rank that wrote them
 POLL_SECONDS = 0.05
 
 
 class _Abandoned(Exception):
-    """Somebody will not come: the replicas have been stopped."""
+    """A rank will not report: the replicas have been stopped."""
 
 
 @dataclass(frozen=True)
 class RankSave:
-    """What one rank of one replica has to do with a checkpoint.
+    """One rank's part of a checkpoint.
 
     Attributes:
-        name: of the save, the same on all replicas and unlike any other in this run.
-        folder: where checkpoints lie.
+        name: of the save, the same on all replicas and unique in this run.
+        folder: of all checkpoints.
         job: in the name of the partial checkpoint.
-        manifest: as this rank knows it: without the other replicas' entries and without files.
+        manifest: without entries of the replicas and without files.
         entry: of this replica.
         has_model: whether this replica wrote a Megatron checkpoint.
         has_outer: whether it wrote the outer state.
-        has_replica_local: whether it wrote outer state of its own.
-        random_file: of this rank alone.
-        is_of_a_stop: whether replicas leave: it is the last of the run.
+        has_replica_local: whether it wrote outer state that belongs to it alone.
+        random_file: of this rank.
+        is_stop_save: whether replicas stop at steps of their own: the last save of the run.
         retain_interval: Megatron's `--save-retain-interval`.
-        record: how it went on this rank.
+        record: errors and size on this rank.
     """
 
     name: str
@@ -78,17 +78,17 @@ class RankSave:
     has_outer: bool
     has_replica_local: bool
     random_file: Path
-    is_of_a_stop: bool
+    is_stop_save: bool
     retain_interval: int | None
     record: SaveRecord = field(default_factory=SaveRecord)
 
     @property
     def partial(self) -> Path:
-        """The checkpoint, as long as it is not complete."""
+        """The checkpoint's folder until it is complete."""
         return self.folder.partial(self.manifest.iteration, self.job)
 
     def folders(self, replica: int) -> list[Path]:
-        """Where this rank's replica writes."""
+        """Return the folders that this rank's replica writes to."""
         folders = [self.random_file.parent]
         if self.has_model:
             folders.append(folder_of(self.partial, replica))
@@ -102,35 +102,34 @@ class RankSave:
 class Committer:
     """Completes checkpoints, one after the other.
 
-    Whether one is complete is decided by the first rank of all, from what every rank has told.
+    Global rank 0 decides whether one is complete, from the reports of all ranks.
 
     Args:
-        world: whose store the ranks tell each other through.
-        last_wait: seconds for the others' parts, once training is over.
+        world: whose store carries the reports.
+        last_wait: seconds to wait for the others' reports once training is over.
     """
 
-    def __init__(self, world: ReplicaWorld, last_wait: float = LEAST_TIMEOUT_SECONDS) -> None:
+    def __init__(self, world: ReplicaWorld, last_wait: float = MIN_TIMEOUT_SECONDS) -> None:
         self._world = world
         self._last_wait = last_wait
         self._last: threading.Thread | None = None
         self._is_abandoned = threading.Event()
-        # Of the first rank of all: since the last checkpoint that was completed; and the second
-        # failure in a row, which ends training.
+        # On global rank 0: failures since the last completed checkpoint; and the second failure in
+        # a row, which ends training.
         self._failures: list[str] = []
         self._end: str | None = None
         self._until = math.inf  # on the monotonic clock
 
     @property
-    def gives_up(self) -> bool:
-        """Whether two checkpoints in a row could not be written, as the first rank of all knows."""
+    def should_end_training(self) -> bool:
+        """Whether two checkpoints in a row could not be written; known only to global rank 0."""
         return self._end is not None
 
     def start(self, part: RankSave) -> None:
         """Begin to complete a checkpoint of which this rank's part is written, or has failed.
 
-        Waits for nobody: a replica that waited here could not come to those it waits for. One that
-        cannot be completed is told on the console, its files are removed, and the next one may be
-        whole.
+        Returns at once: the ranks that it would wait for may themselves wait for this replica. A
+        failure is printed on the console, the files are removed, and training continues.
         """
         store, before = self._world.shared_store.clone(), self._last
 
@@ -149,35 +148,35 @@ class Committer:
         self._last.start()
 
     def abandon(self) -> None:
-        """The replicas have been stopped: complete what all ranks have told of, and give up what
-        they have not, but for the checkpoint of the stop itself."""
+        """Give up incomplete checkpoints after a stop; those that all ranks reported are completed,
+        and the stop's own checkpoint is still waited for."""
         self._is_abandoned.set()
         if self._last is not None:
             self._last.join()
 
     def wait(self) -> None:
-        """Training is over: wait for all checkpoints, and learn how the last one went.
+        """Wait at the end of training until all checkpoints are complete or have failed.
 
         Collective: all ranks of all replicas.
 
         Raises:
-            EditError: the last one, or two in a row, could not be written; on all ranks. Those
-                before are as they were.
-            ReplicaLostError: the first rank of all does not say.
+            EditError: the last one, or two in a row, could not be written; on all ranks. Earlier
+                ones are intact.
+            ReplicaLostError: global rank 0 does not report the outcome.
         """
         self._until = time.monotonic() + self._last_wait
         if self._last is None:
             return
         self._last.join()
-        # Of the first rank, which may wait as long as that for others before it can say.
+        # Global rank 0 may itself wait this long for others before it reports.
         patience = timedelta(seconds=2 * self._last_wait)
         outcome = self._world.shared_text("save/outcome", self._outcome, patience)
-        self._world.let_all_read("save/outcome-read", patience)
+        self._world.wait_for_all_readers("save/outcome-read", patience)
         if outcome:
             raise EditError(outcome)
 
     def _outcome(self) -> str:
-        """What ends the run badly; empty for nothing."""
+        """Return the error that ends the run; empty for none."""
         if self._end is not None:
             ended = "training was ended, as two checkpoints in a row could not be written"
             state = "" if self._failures else "; its state at the end is saved"
@@ -185,64 +184,65 @@ class Committer:
         return self._failures[-1] if self._failures else ""
 
     def _fail(self, part: RankSave, error: Exception) -> None:
-        """A checkpoint could not be completed."""
+        """Report that a checkpoint could not be completed, and remove its files."""
         if self._world.placement.global_rank > 0:
-            warn(f"checkpoint of iteration {part.manifest.iteration}: {text_of(error)}")
-            return  # the first rank will not hear of this rank, and say so
-        if _is_renamed(
-            part
-        ):  # only the tracker, or the order of names on the disk, is not as it was
+            warn(f"checkpoint of iteration {part.manifest.iteration}: {error_text(error)}")
+            return  # rank 0 misses this rank's report, and says so
+        if _is_renamed(part):  # only the tracker or a flush to disk failed
             self._failures.clear()
             text = f"checkpoint of iteration {part.manifest.iteration} is complete"
-            warn(f"{text}, but the tracker may not name it ({text_of(error)})")
+            warn(f"{text}, but the tracker may not name it ({error_text(error)})")
             return
         with suppress(OSError):
             part.folder.discard(part.manifest.iteration, part.job)
-        self._failures.append(_failure(part, error))
+        self._failures.append(_failure_text(part, error))
         if len(self._failures) > 1:
             self._end = self._failures[-1]
-        goes_on = "two in a row: training ends" if self._end else "training goes on"
-        warn(f"{self._failures[-1]}; {goes_on}")
+        consequence = "two in a row: training ends" if self._end else "training goes on"
+        warn(f"{self._failures[-1]}; {consequence}")
 
     def _complete(self, part: RankSave, store: dist.Store) -> None:
         place = self._world.placement
         key = _key(part.name, place.replica, place.rank)
-        store.set(key, json.dumps(_piece_of(part, place.replica, place.rank)))
+        store.set(key, json.dumps(_report_of(part, place.replica, place.rank)))
         if place.global_rank == 0:
             manifest = self._gather(part, store)
-            check_sizes(part.partial, manifest.files)  # nobody has touched it since
-            write_durably(manifest_of(part.partial), manifest.text())
+            check_sizes(part.partial, manifest.files)  # unchanged since it was written
+            write_durably(manifest_path(part.partial), manifest.text())
             _finish(part)
 
     def _gather(self, part: RankSave, store: dist.Store) -> Manifest:
-        """The manifest with what all ranks have told.
+        """Collect the reports of all ranks and return the complete manifest.
 
         Raises:
-            WriteError: some could not write their part. All have told of theirs by then.
+            WriteError: some ranks could not write their part. All have reported by then.
         """
         place = self._world.placement
         files: dict[str, FileRecord] = {}
         entries = []
-        told = [
-            [self._take(store, part, replica, rank) for rank in range(place.ranks_per_replica)]
+        ranks = range(place.ranks_per_replica)
+        reports = [
+            [self._wait_for_report(store, part, replica, rank) for rank in ranks]
             for replica in range(place.num_replicas)
         ]
-        _check_parts(told)
-        for pieces in told:
+        _check_reports(reports)
+        for pieces in reports:
             for piece in pieces:
                 files |= {name: FileRecord(**record) for name, record in piece["files"].items()}
-            # The clock is that of rank 0; losses are known to the last rank.
+            # Rank 0 has the clock; only the last rank has the losses.
             entry, last = pieces[0]["entry"], pieces[-1]["entry"]
             losses = {name: last[name] for name in ("losses", "last_loss_step")}
             entries.append(ReplicaEntry(**entry | losses))
         return replace(part.manifest, replicas=tuple(entries), files=dict(sorted(files.items())))
 
-    def _take(self, store: dist.Store, part: RankSave, replica: int, rank: int) -> dict[str, Any]:
-        """What a rank of a replica has told of its part."""
+    def _wait_for_report(
+        self, store: dist.Store, part: RankSave, replica: int, rank: int
+    ) -> dict[str, Any]:
+        """Wait for the report of one rank of a replica on its part."""
         key = _key(part.name, replica, rank)
         try:
             while not store.check([key]):
-                if self._is_abandoned.is_set() and not part.is_of_a_stop:
+                if self._is_abandoned.is_set() and not part.is_stop_save:
                     raise _Abandoned
                 time.sleep(POLL_SECONDS)
                 if time.monotonic() > self._until:
@@ -253,8 +253,8 @@ class Committer:
             reason = str(error).partition("\n")[0]
             raise ReplicaLostError(
                 f"a checkpoint could not be completed: rank {rank} of replica {replica} has not "
-                f"said that its part is written ({reason}); look at what it said last; "
-                "earlier checkpoints are whole"
+                f"reported that its part is written ({reason}); look at its last messages; "
+                "earlier checkpoints are complete"
             ) from error
         return piece
 
@@ -263,8 +263,8 @@ class WriteError(EditError):
     """A part of a checkpoint could not be written.
 
     Args:
-        text: which rank, and what the operating system said.
-        num_bytes: of the whole checkpoint, as far as known.
+        text: which rank, and the operating system's message.
+        num_bytes: of the complete checkpoint, as far as known.
     """
 
     def __init__(self, text: str, num_bytes: int) -> None:
@@ -272,8 +272,8 @@ class WriteError(EditError):
         self.num_bytes = num_bytes
 
 
-def _piece_of(part: RankSave, replica: int, rank: int) -> dict[str, Any]:
-    """What a rank tells of its part: its files with their checksums, or why there are none."""
+def _report_of(part: RankSave, replica: int, rank: int) -> dict[str, Any]:
+    """Return a rank's report on its part: its files with their checksums, or its errors."""
     record = part.record
     piece = {"bytes": record.num_bytes, "errors": list(record.errors)}
     if record.errors:
@@ -284,55 +284,55 @@ def _piece_of(part: RankSave, replica: int, rank: int) -> dict[str, Any]:
             for path in _files_of(part, replica, rank)
         }
     except OSError as error:
-        return piece | {"errors": [text_of(error)]}
+        return piece | {"errors": [error_text(error)]}
     return piece | {"entry": dataclasses.asdict(part.entry), "files": files}
 
 
-def _check_parts(told: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-    """Look for ranks that could not write their part, in what replica r's rank k has told.
+def _check_reports(reports: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+    """Check that no rank failed, from the report of each replica's ranks.
 
     Raises:
-        WriteError: there are some.
+        WriteError: a rank could not write its part.
     """
     failed = [
         f"replica {replica}, {'' if text.startswith('rank ') else f'rank {rank}: '}{text}"
-        for replica, pieces in enumerate(told)
+        for replica, pieces in enumerate(reports)
         for rank, piece in enumerate(pieces)
         for text in piece["errors"]
     ]
     if failed:
         text = next((text for text in failed if not text.endswith(ANOTHER_RANK_FAILED)), failed[0])
-        raise WriteError(text, sum(piece["bytes"] for pieces in told for piece in pieces))
+        raise WriteError(text, sum(piece["bytes"] for pieces in reports for piece in pieces))
 
 
 def _is_renamed(part: RankSave) -> bool:
-    """Whether the checkpoint lies complete under its final name."""
+    """Return whether the checkpoint is complete under its final name."""
     try:
-        is_final = manifest_of(part.folder.final(part.manifest.iteration)).is_file()
+        is_final = manifest_path(part.folder.final(part.manifest.iteration)).is_file()
         return is_final and not part.partial.exists()
     except OSError:
         return False
 
 
-def _failure(part: RankSave, error: Exception) -> str:
-    """What is to be said: which checkpoint, why, how much room there is, and what is left."""
+def _failure_text(part: RankSave, error: Exception) -> str:
+    """Return the message: which checkpoint, why, the free space, and the last complete one."""
     what = f"the checkpoint of iteration {part.manifest.iteration} could not be written"
-    said = f"{what} ({text_of(error)})"
-    with suppress(OSError):  # the folder may be out of reach as a whole
+    said = f"{what} ({error_text(error)})"
+    with suppress(OSError):  # the folder itself may be unreachable
         room = f"{part.folder.root} has {_free(part.folder.root)} free"
         newest = part.folder.newest()
         num_bytes = error.num_bytes if isinstance(error, WriteError) else 0
-        if num_bytes := max(num_bytes, _size_of(newest)):  # some ranks may not have come so far
+        if num_bytes := max(num_bytes, _size_of(newest)):  # some ranks may not know their size yet
             room += f", a checkpoint needs {_megabytes(num_bytes)}"
         left = "there is no complete one yet"
         if newest is not None and newest.iteration is not None:
             left = f"the last complete one is that of iteration {newest.iteration}"
         said += f"; {room}; {left}"
-    return on_one_line(said)
+    return to_one_line(said)
 
 
-def _size_of(found: Found | None) -> int:
-    """Bytes of a complete checkpoint; 0 where its manifest does not tell."""
+def _size_of(found: FoundCheckpoint | None) -> int:
+    """Return the bytes of a complete checkpoint; 0 where there is no readable manifest."""
     if found is None or not found.has_manifest:
         return 0
     try:
@@ -372,15 +372,15 @@ def _finish(part: RankSave) -> None:
 
 
 def _is_kept(part: RankSave, iteration: int) -> bool:
-    """Whether `--save-retain-interval` keeps a checkpoint: multiples of it, as Megatron does.
+    """Return whether `--save-retain-interval` keeps a checkpoint: multiples of it, as in Megatron.
 
-    Replicas with clocks save at the first sync beyond one: there the first checkpoint counts.
+    Timed rounds save at the first sync past a multiple: there the first checkpoint past it is kept.
     """
     keep = part.retain_interval
     if keep is None or iteration % keep == 0:
         return True
     is_timed = part.manifest.ledger is not None
-    return is_timed and part.folder.last_before(iteration) // keep < iteration // keep
+    return is_timed and part.folder.newest_before(iteration) // keep < iteration // keep
 
 
 def _files_of(part: RankSave, replica: int, rank: int) -> list[Path]:

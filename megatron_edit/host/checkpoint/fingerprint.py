@@ -1,4 +1,4 @@
-"""What makes another model of it, or another layout: compared before anything is loaded."""
+"""Arguments that define the model and the parallel layout: compared before a load."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PARALLEL = (
 
 
 def model_of(args: Namespace) -> dict[str, object]:
-    """Megatron's arguments that a checkpoint and a run must share."""
+    """Return Megatron's arguments that must be equal in a checkpoint and a run."""
     found = {name: _plain(getattr(args, name, None)) for name in _MODEL}
     if not found["group_query_attention"]:
         del found["num_query_groups"]  # Megatron sets it while it builds the model
@@ -32,7 +32,7 @@ def model_of(args: Namespace) -> dict[str, object]:
 
 
 def layout_of(args: Namespace) -> dict[str, int]:
-    """Sizes of Megatron's groups inside a replica; 0 where one is not set."""
+    """Return the sizes of Megatron's groups inside a replica; 0 where one is not set."""
     return {name: int(getattr(args, name, None) or 0) for name in _PARALLEL}
 
 

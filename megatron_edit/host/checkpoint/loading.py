@@ -1,7 +1,7 @@
-"""Loading: Megatron loads each replica's own checkpoint; what is beside it follows.
+"""Loading: Megatron loads each replica's own checkpoint, then the plugin's state is restored.
 
-Megatron's call comes while the model is built, before there is an engine. What a checkpoint holds
-beyond Megatron's is brought back once the engine is there.
+Megatron loads while the model is built, before the engine exists. The plugin's part of a checkpoint
+is restored once the engine is built.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_edit.checkpoint.folder import EDIT, RANDOM, STOCK_MARK, replica_folder
+from megatron_edit.checkpoint.folder import EDIT, RANDOM, STOCK_METADATA, replica_folder
 from megatron_edit.checkpoint.manifest import Manifest
 from megatron_edit.checkpoint.resume import ResumePlan, ResumingRun, plan_resume
 from megatron_edit.comm.worlds import ReplicaWorld
@@ -19,9 +19,9 @@ from megatron_edit.config import EditConfig
 from megatron_edit.constants import ALL, RESET
 from megatron_edit.engine import EditEngine, EngineState, PendingState, SavedRound
 from megatron_edit.errors import UsageError
-from megatron_edit.host.checkpoint.choosing import Choice, check_together, choose
+from megatron_edit.host.checkpoint.choosing import Choice, check_on_all_ranks, choose
 from megatron_edit.host.checkpoint.fingerprint import layout_of
-from megatron_edit.host.checkpoint.guard import guarded
+from megatron_edit.host.checkpoint.megatron_load import call_megatron_load
 from megatron_edit.host.checkpoint.outer import LocalPiece
 from megatron_edit.host.checkpoint.paths import Redirection
 from megatron_edit.host.checkpoint.random import load_streams
@@ -33,8 +33,8 @@ from megatron_edit.host.checkpoint.refusals import (
     check_schedule,
 )
 from megatron_edit.host.checkpoint.replica_local import RankShards, load_outer, load_pending
+from megatron_edit.host.checkpoint.round_state import rounds_of, saved_unit_steps
 from megatron_edit.host.checkpoint.summary import changed_settings, summary_of
-from megatron_edit.host.checkpoint.tables import rounds_of, saved_steps_of
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.seams.calls import Call
 from megatron_edit.method.order import IN_ORDER, share_of
@@ -47,14 +47,14 @@ type Loaded = tuple[int, float]
 
 @dataclass(frozen=True)
 class _Resume:
-    """A checkpoint of replicas to go on from.
+    """A checkpoint of replicas to resume from.
 
     Attributes:
         choice: the checkpoint.
         iteration: in its name.
-        manifest: of it.
-        plan: what becomes of it in this run.
-        load: Megatron's call.
+        manifest: of the checkpoint.
+        plan: how this run resumes.
+        load: Megatron's call of `load_checkpoint`.
     """
 
     choice: Choice
@@ -70,11 +70,11 @@ class _Resume:
 
 
 class LoadControl:
-    """Answers Megatron's `load_checkpoint`.
+    """Replaces Megatron's `load_checkpoint`.
 
     Args:
         config: settings.
-        world: this process's place, and the store.
+        world: this process's placement, and the store.
         redirection: of the folders that Megatron reads from.
     """
 
@@ -84,10 +84,10 @@ class LoadControl:
         self._redirection = redirection
         self._choice: Choice | None = None
         self._resume: _Resume | None = None
-        self._step = 0  # at which a run without a manifest starts
+        self._step = 0  # first step of a run without a manifest
 
     def load(self, call: Call[Loaded]) -> Loaded:
-        """Megatron's `load_checkpoint`."""
+        """Choose and load a checkpoint; return its iteration and floating-point operations."""
         from megatron.training import get_args
 
         args = get_args()
@@ -102,14 +102,14 @@ class LoadControl:
 
     @property
     def resumed_from(self) -> dict[str, object] | None:
-        """Where this run goes on, by steps and samples; None where it begins training."""
+        """Iteration, samples and steps that this run resumes at; None where training begins."""
         from megatron.training import get_args
 
         if self._resume is not None:
             plan = self._resume.plan
             steps = [entry.step for entry in plan.entries]
             return {"iteration": steps[0], "samples": plan.consumed, "replica_steps": steps}
-        if self._step:  # a checkpoint of Megatron alone: all replicas load the same
+        if self._step:  # a checkpoint of stock Megatron: all replicas load the same
             samples = int(get_args().consumed_train_samples)
             steps = [self._step] * self._world.placement.num_replicas
             return {"iteration": self._step, "samples": samples, "replica_steps": steps}
@@ -118,16 +118,16 @@ class LoadControl:
     def begin(
         self, engine: EditEngine, host: MegatronHost, pieces: Callable[[], Sequence[LocalPiece]]
     ) -> None:
-        """Start the engine, or let it go on where the checkpoint was written.
+        """Start the engine, from the checkpoint if one was loaded.
 
         Args:
             engine: not started yet.
             host: its host.
-            pieces: what this rank holds of the outer state.
+            pieces: returns this rank's pieces of the outer state.
         """
         place, resume, choice = self._world.placement, self._resume, self._choice
         if choice is not None:
-            check_together(self._world, "load/fits", lambda: self._check(engine, host, choice))
+            check_on_all_ranks(self._world, "load/fits", lambda: self._check(engine, host, choice))
         if resume is None:
             consumed = host.arguments.consumed_train_samples
             share = share_of(consumed, place.replica, place.num_replicas)
@@ -144,7 +144,7 @@ class LoadControl:
         else:
             self._load_engine(engine, host, pieces(), resume)
             if engine.settings.timed is not None:
-                _take_loop(engine, host, plan)
+                _override_loop(engine, host, plan)
         if not host.arguments.no_load_rng and _has_same_stages(manifest, host.arguments):
             load_streams(resume.path / EDIT / RANDOM, place.replica % manifest.num_replicas)
         if place.global_rank == 0:
@@ -153,7 +153,7 @@ class LoadControl:
                 say(changes)
 
     def _check(self, engine: EditEngine, host: MegatronHost, choice: Choice) -> None:
-        """Whether this run's settings go with the checkpoint."""
+        """Check that this run's settings are compatible with the checkpoint."""
         resume, args = self._resume, host.arguments
         if resume is not None:
             manifest, plan = resume.manifest, resume.plan
@@ -170,24 +170,30 @@ class LoadControl:
     def _resume_from(
         self, choice: Choice | None, args: Namespace, call: Call[Loaded]
     ) -> _Resume | None:
-        """How to go on; None where only parameters are wanted, or there is no manifest."""
+        """Plan the resume; None where only parameters are loaded, or there is no manifest."""
         if choice is None or args.finetune or args.no_load_optim or choice.manifest is None:
             return None
         replicas = self._world.placement.num_replicas
         run = resuming_run(self._config, replicas, args, args.train_iters)
-        plan = planned(choice.path, choice.manifest, run, self._config.warmup_steps)
+        plan = checked_plan(choice.path, choice.manifest, run, self._config.warmup_steps)
         assert choice.iteration is not None, "only a checkpoint of stock Megatron has no number"
         return _Resume(choice, choice.iteration, choice.manifest, plan, call)
 
     def _source(self, manifest: Manifest) -> int:
-        """The saved replica whose Megatron checkpoint this replica loads."""
+        """Return the saved replica whose Megatron checkpoint this replica loads."""
         return self._world.placement.replica % manifest.num_replicas if manifest.form == ALL else 0
 
     def _load_stock(self, call: Call[Loaded]) -> Loaded:
-        """A checkpoint of Megatron alone, or none at all: every replica loads the same."""
+        """Load a checkpoint of stock Megatron, if any: every replica loads the same."""
         choice = self._choice
-        if choice is None or choice.iteration is None or not (choice.path / STOCK_MARK).exists():
-            return guarded(call.proceed, None if choice is None else choice.path, self._world)
+        if (
+            choice is None
+            or choice.iteration is None
+            or not (choice.path / STOCK_METADATA).exists()
+        ):
+            return call_megatron_load(
+                call.proceed, None if choice is None else choice.path, self._world
+            )
         return self._load_from(choice.path, choice.iteration, call)
 
     def _load_replica(self, resume: _Resume, replica: int) -> Loaded:
@@ -195,7 +201,7 @@ class LoadControl:
 
         folder = replica_folder(resume.path, replica)
         loaded = self._load_from(folder, resume.iteration, resume.load)
-        if resume.plan.iteration is not None:  # Megatron took the replica's own
+        if resume.plan.iteration is not None:  # Megatron set the replica's own count
             get_args().consumed_train_samples = resume.plan.consumed
         return loaded
 
@@ -204,15 +210,15 @@ class LoadControl:
 
         args = get_args()
         step, args.ckpt_step = args.ckpt_step, iteration  # the tracker may name another one
-        # Where Megatron sees no tracker in the folder, it would take this one instead.
+        # If Megatron found no tracker in the folder, it would load this one instead.
         pretrained, args.pretrained_checkpoint = args.pretrained_checkpoint, None
         try:
             with self._redirection.to(folder):
-                return guarded(call.proceed, folder, self._world)
+                return call_megatron_load(call.proceed, folder, self._world)
         finally:
             args.ckpt_step, args.pretrained_checkpoint = step, pretrained
 
-    # ---- our part
+    # ---- the plugin's part
 
     def _load_engine(
         self,
@@ -221,7 +227,7 @@ class LoadControl:
         pieces: Sequence[LocalPiece],
         resume: _Resume,
     ) -> None:
-        """Let the engine go on, after the switch; first the round of other replicas is completed.
+        """Restore the engine in local training; a round that cannot continue is completed first.
 
         Collective: all ranks of all replicas.
         """
@@ -235,26 +241,26 @@ class LoadControl:
             host.set_schedule(max(entry.schedule_position for entry in manifest.replicas))
             return load_pending(resume.path, manifest, replica, shards)
 
-        def begin_anew() -> None:
-            if not plan.goes_on:
+        def start_round() -> None:
+            if not plan.continues:
                 host.set_schedule(plan.entries[0].schedule_position)
-            if self._config.inner_state == RESET and not (manifest.is_mid_round and plan.goes_on):
+            if self._config.inner_state == RESET and not (manifest.is_mid_round and plan.continues):
                 host.reset_moments()
 
         unfinished = None
-        if manifest.is_mid_round and not plan.goes_on:
-            steps = saved_steps_of(manifest, host.plan.names)
-            unfinished = SavedRound(load, steps, self._source(manifest), begin_anew)
+        if manifest.is_mid_round and not plan.continues:
+            steps = saved_unit_steps(manifest, host.plan.names)
+            unfinished = SavedRound(load, steps, self._source(manifest), start_round)
         else:
-            begin_anew()
+            start_round()
         engine.load_state_dict(_state_of(resume, shards), unfinished)
 
 
 def _state_of(resume: _Resume, shards: RankShards) -> EngineState:
-    """What a checkpoint holds of the engine's state, for this replica."""
+    """Build the engine's state for this replica from a checkpoint."""
     manifest, plan, path = resume.manifest, resume.plan, resume.path
     entry, replica = plan.entries[shards.replica], shards.replica
-    outer, pending = load_outer(path, manifest, entry.pending if plan.goes_on else (), shards)
+    outer, pending = load_outer(path, manifest, entry.pending if plan.continues else (), shards)
     return EngineState(
         replica=entry,
         rounds=rounds_of(path, manifest, plan, shards.plan.names, replica, shards.num_replicas),
@@ -263,20 +269,20 @@ def _state_of(resume: _Resume, shards: RankShards) -> EngineState:
         pending=pending,
         round_seconds=manifest.round_seconds,
         suppressed_until_step=plan.suppressed_until_step,
-        is_at_sync=not plan.goes_on or not manifest.is_mid_round,
+        is_at_sync=not plan.continues or not manifest.is_mid_round,
     )
 
 
-def _take_loop(engine: EditEngine, host: MegatronHost, plan: ResumePlan) -> None:
-    """Megatron's loop in our hands again, as it was since the last sync."""
+def _override_loop(engine: EditEngine, host: MegatronHost, plan: ResumePlan) -> None:
+    """Override the intervals of Megatron's loop, as since the last sync."""
     since = sum(entry.inner_steps for entry in plan.entries) * host.samples_per_step
     assignment = engine.status.assignment
-    assert assignment is not None, "replicas at their own speeds without a ledger"
+    assert assignment is not None, "timed rounds without a ledger"
     host.loop.override_intervals(plan.consumed - since, is_over=assignment.is_over)
 
 
 def _has_same_stages(manifest: Manifest, args: Namespace) -> bool:
-    """Whether random streams fit: like Megatron, with the same tensor and pipeline parallelism."""
+    """Return whether random streams can be restored: with the same TP and PP, as in Megatron."""
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     layout = layout_of(args)
     return all(manifest.parallel.get(size) == layout[size] for size in sizes)
@@ -285,13 +291,13 @@ def _has_same_stages(manifest: Manifest, args: Namespace) -> bool:
 def resuming_run(
     config: EditConfig, num_replicas: int, args: Namespace, iterations: int
 ) -> ResumingRun:
-    """What a run is, as far as its checkpoint matters.
+    """Return the properties of a run that a resume depends on.
 
     Args:
         config: our settings.
         num_replicas: N.
         args: Megatron's, validated.
-        iterations: of the whole training.
+        iterations: of the complete training.
     """
     return ResumingRun(
         num_replicas=num_replicas,
@@ -302,8 +308,8 @@ def resuming_run(
     )
 
 
-def planned(path: Path, manifest: Manifest, run: ResumingRun, warmup_steps: int) -> ResumePlan:
-    """How `run` goes on from the checkpoint at `path`.
+def checked_plan(path: Path, manifest: Manifest, run: ResumingRun, warmup_steps: int) -> ResumePlan:
+    """Plan how `run` resumes from the checkpoint at `path`.
 
     Raises:
         UsageError: it cannot.

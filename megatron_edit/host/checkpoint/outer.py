@@ -1,7 +1,7 @@
 """Anchor and outer momentum in a checkpoint: one flat piece for each part of each parameter.
 
-What is stored is told by kind and unit, so that other tensors shaped like the units' flat ranges
-are written and read in the same way.
+Tensors are given by kind and unit, so that other tensors shaped like the units' flat ranges are
+written and read in the same way.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from torch import Tensor
 from megatron_edit.checkpoint.files import REMEDY
 from megatron_edit.engine import PendingState, UnitTensors
 from megatron_edit.errors import UsageError
-from megatron_edit.host.checkpoint.parts import PartLocation, TensorPart, parse_name, places_of
+from megatron_edit.host.checkpoint.parts import PartLocation, TensorPart, parse_name, part_locations
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.seams.megatron import ModelChunk
 
 ANCHOR, MOMENTUM, SENT, SUMMED = "anchor", "momentum", "sent", "summed"
 AVERAGE, SNAPSHOT = "average", "snapshot"
-MOMENT = "moment_"  # and which one
-# Copies of a parameter (on TP ranks, on stages) lie in shards of different shapes, whose blocks
-# lose different things in encoding: of these kinds each copy is stored by itself.
-APART = (SENT, SUMMED)
-# Flat tensors [numel] of this rank's shards, by kind (a word: it begins the stored name), and unit.
+MOMENT_PREFIX = "moment_"  # followed by the name of the moment
+# Copies of a parameter (on TP ranks, on stages) are in shards of different shapes, whose blocks
+# have different encoding errors: for these kinds each copy is stored separately.
+STORED_PER_COPY = (SENT, SUMMED)
+# Flat tensors [numel] of this rank's shards, by kind (the prefix of the stored name) and unit.
 Kinds = Mapping[str, Mapping[str, Tensor]]
 
 
 def shared_kinds(
     outer: Mapping[str, UnitTensors], pending: Sequence[PendingState], *, has_anchor: bool
 ) -> Kinds:
-    """Outer state that is equal on all replicas.
+    """Return the outer state that is equal on all replicas.
 
     Args:
         outer: anchor and momentum by unit.
         pending: syncs that have not landed.
-        has_anchor: whether the anchor is not the parameters.
+        has_anchor: whether the anchor differs from the parameters.
     """
     kinds: dict[str, dict[str, Tensor]] = {
         MOMENTUM: {name: unit["momentum"] for name, unit in outer.items()}
@@ -52,20 +52,20 @@ def shared_kinds(
         kinds[AVERAGE] = averages
     for sync in pending:
         for moment, means in sync.moments.items():
-            kinds.setdefault(MOMENT + moment, {}).update(means)
+            kinds.setdefault(MOMENT_PREFIX + moment, {}).update(means)
     return {kind: units for kind, units in kinds.items() if units}
 
 
 @dataclass(frozen=True)
 class LocalPiece:
-    """What this rank holds of a part.
+    """This rank's elements of a part.
 
     Attributes:
         place: the part in the parameter.
-        start: first element that is held, counted in the part.
+        start: first element of this rank, counted in the part.
         unit: name of the unit.
         where: in the unit's flat range.
-        copy: 0 where this rank's copy is the one to write.
+        copy: replica id; all 0 where this rank's copy is the one to write.
     """
 
     place: PartLocation
@@ -76,24 +76,24 @@ class LocalPiece:
 
     @property
     def copy_label(self) -> str:
-        """What tells this copy's name from that of the first one, whose it is empty."""
+        """Suffix that distinguishes the name of this copy; empty for the first one."""
         ids = self.copy[:2]
         return f"_{'_'.join(map(str, ids))}" if any(ids) else ""
 
     @property
     def numel(self) -> int:
-        """Elements held."""
+        """Number of elements."""
         return int(self.where.stop - self.where.start)
 
 
-def pieces_of(host: MegatronHost, model: Sequence[ModelChunk]) -> list[LocalPiece]:
-    """What this rank holds, in the order of the plan.
+def local_pieces(host: MegatronHost, model: Sequence[ModelChunk]) -> list[LocalPiece]:
+    """Return this rank's pieces of the outer state, in the order of the plan.
 
     Args:
-        host: gives the plan, and where a main shard lies in its parameter.
+        host: gives the plan, and the position of a main shard in its parameter.
         model: unwrapped model chunks.
     """
-    places = places_of(model)
+    places = part_locations(model)
     pieces = []
     for shard in host.plan.shards:
         for param, where in zip(shard.params, shard.slices, strict=True):
@@ -111,7 +111,7 @@ def pieces_of(host: MegatronHost, model: Sequence[ModelChunk]) -> list[LocalPiec
 
 
 def sharded_outer_state(pieces: Sequence[LocalPiece], kinds: Kinds) -> dict[str, ShardedTensor]:
-    """What Megatron is to write. The tensors are views: they must not change before it has.
+    """Return the state dict that Megatron writes. Its tensors are views, not to be changed before.
 
     Args:
         pieces: of this rank.
@@ -151,7 +151,7 @@ def load_outer_state(folder: Path, pieces: Sequence[LocalPiece], kinds: Kinds) -
         if (own := loaded.get(f"{kind} {number}")) is not None:
             values.copy_(own)
         else:
-            values.copy_(_assembled(kind, piece, stored, loaded))
+            values.copy_(_assemble(kind, piece, stored, loaded))
 
 
 def _values(piece: LocalPiece, kinds: Kinds) -> Iterator[tuple[str, Tensor]]:
@@ -162,7 +162,7 @@ def _values(piece: LocalPiece, kinds: Kinds) -> Iterator[tuple[str, Tensor]]:
 
 def _sharded(kind: str, piece: LocalPiece, values: Tensor) -> ShardedTensor:
     part, copy = piece.place.part, piece.copy
-    if kind in APART and piece.copy_label:
+    if kind in STORED_PER_COPY and piece.copy_label:
         kind, copy = kind + piece.copy_label, (0, 0, *copy[2:])
     return _flat(part.name(kind), values, part, piece.start, copy)
 
@@ -170,7 +170,7 @@ def _sharded(kind: str, piece: LocalPiece, values: Tensor) -> ShardedTensor:
 def _flat(
     name: str, values: Tensor, part: TensorPart, start: int = 0, copy: tuple[int, ...] = (0,)
 ) -> ShardedTensor:
-    """A range of a part, from element `start` on, as Megatron writes and reads it."""
+    """Return Megatron's description of a range of a part, from element `start` on."""
     return ShardedTensor(
         key=name,
         data=values,
@@ -190,9 +190,9 @@ def _stored_parts(folder: Path) -> dict[str, TensorPart]:
 
 
 def _stored_kind(kind: str, piece: LocalPiece, stored: dict[str, TensorPart]) -> str:
-    """Under which kind this copy finds its own; in another layout it takes the first one's."""
+    """Return the stored kind of this copy; of the first copy where the layout was another."""
     own = kind + piece.copy_label
-    is_there = kind in APART and any(_overlapping(own, piece.place.part, stored))
+    is_there = kind in STORED_PER_COPY and any(_overlapping(own, piece.place.part, stored))
     return own if is_there else kind
 
 
@@ -202,12 +202,12 @@ def _overlapping(kind: str, part: TensorPart, stored: dict[str, TensorPart]) -> 
             yield name
 
 
-def _assembled(
+def _assemble(
     kind: str, piece: LocalPiece, stored: dict[str, TensorPart], loaded: dict[str, Tensor]
 ) -> Tensor:
-    """This rank's piece of a part that was stored in other pieces."""
+    """Assemble this rank's piece of a part that was stored in other pieces."""
     part = piece.place.part
-    whole = torch.zeros(part.shape)
+    full = torch.zeros(part.shape)
     names = list(_overlapping(kind, part, stored))
     if not names:
         raise UsageError(
@@ -218,5 +218,5 @@ def _assembled(
     for name in names:
         other = stored[name]
         if (both := part.overlap(other)) is not None:
-            whole[both[0]] = loaded[name].view(other.shape)[both[1]]
-    return whole.view(-1)[piece.start : piece.start + piece.numel]
+            full[both[0]] = loaded[name].view(other.shape)[both[1]]
+    return full.view(-1)[piece.start : piece.start + piece.numel]

@@ -1,8 +1,8 @@
 """A parameter as Megatron's checkpoints see it: parts of global tensors.
 
 Outer state is stored in flat pieces, one per part, so that saving needs no communication and the
-sharding inside a replica may change. A name says which part of which tensor a piece is; from the
-names alone, parts can be cut anew where tensor or pipeline parallelism has changed.
+sharding inside a replica may change. The name of a piece contains its tensor, offset and shape;
+from the names alone, parts are split again where tensor or pipeline parallelism has changed.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class TensorPart:
 
     @property
     def numel(self) -> int:
-        """Elements of the box."""
+        """Number of elements of the box."""
         return int(torch.Size(self.shape).numel())
 
     def name(self, kind: str) -> str:
-        """Under which it is stored."""
+        """Return the name under which this part of the given kind of tensor is stored."""
         offset, shape = (",".join(map(str, axis)) for axis in (self.offset, self.shape))
         return f"{kind}/{self.key}@{offset}:{shape}"
 
     def overlap(self, other: TensorPart) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-        """Where the elements that both have lie, in this box and in the other; None for none."""
+        """Return the common elements as slices of this box and of the other; None for none."""
         if self.key != other.key:
             return None
         here, there = [], []
@@ -76,12 +76,12 @@ def parse_name(name: str) -> tuple[str, TensorPart] | None:
 
 @dataclass(frozen=True)
 class PartLocation:
-    """Where a part lies in a parameter of this rank.
+    """The position of a part in a parameter of this rank.
 
     Attributes:
-        part: of which tensor.
+        part: box of a global tensor.
         start: first element, in the flattened parameter.
-        replica_id: tells copies of it apart; Megatron writes the one with zeros.
+        replica_id: distinguishes copies; Megatron writes the one with zeros.
     """
 
     part: TensorPart
@@ -89,8 +89,8 @@ class PartLocation:
     replica_id: tuple[int, ...]
 
 
-def places_of(model: Sequence[ModelChunk]) -> dict[Tensor, tuple[PartLocation, ...]]:
-    """The parts of every parameter of this rank, in the order of its elements.
+def part_locations(model: Sequence[ModelChunk]) -> dict[Tensor, tuple[PartLocation, ...]]:
+    """Return the parts of every parameter of this rank, in the order of its elements.
 
     Args:
         model: unwrapped model chunks.
@@ -113,8 +113,8 @@ def _places(base: ShardedTensor | ShardedTensorFactory) -> Iterator[PartLocation
     if isinstance(base, ShardedTensor):
         yield PartLocation(_part(base), 0, base.replica_id)
         return
-    # A parameter that Megatron stores in several tensors (gated MLPs): let it cut the numbers of
-    # the elements, to learn where each tensor's elements lie.
+    # A parameter that Megatron stores in several tensors (gated MLPs): let it split the indices of
+    # the elements, to find out where each tensor's elements are.
     numbers = torch.arange(base.data.numel()).view(base.data.shape)
     for piece in nested_values(replace(base, data=numbers).build()):
         start = int(piece.data.reshape(-1)[0])

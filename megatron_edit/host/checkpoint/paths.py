@@ -1,4 +1,4 @@
-"""Where Megatron writes and reads a checkpoint, while one of a replica is being saved or loaded."""
+"""Redirect Megatron to the folder of a replica's checkpoint while it is saved or loaded."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from megatron_edit.checkpoint.folder import TRACKER, final_of
+from megatron_edit.checkpoint.folder import TRACKER, final_path
 from megatron_edit.host.seams.patching import Patcher
 
 
-def _not_of_an_old_checkpoint(record: logging.LogRecord) -> bool:
-    """Megatron warns of a folder that is not empty: other replicas have begun to write theirs."""
+def _is_not_overwrite_warning(record: logging.LogRecord) -> bool:
+    """Drop Megatron's warning about a folder that is not empty: other replicas write there."""
     return "Overwriting old incomplete" not in record.getMessage()
 
 
 class Redirection:
-    """Gives Megatron other names for the folder of a checkpoint and for the tracker."""
+    """Replaces the paths that Megatron uses for the folder of a checkpoint and for the tracker."""
 
     def __init__(self) -> None:
         self._target: Path | None = None
         self._tracker: Path | None = None
 
     def attach(self, patcher: Patcher) -> None:
-        """Wrap what Megatron asks for the names.
+        """Wrap the functions from which Megatron takes these paths.
 
         Args:
             patcher: undoes it.
@@ -41,23 +41,23 @@ class Redirection:
 
     @contextmanager
     def to(self, target: Path, *, is_save: bool = False) -> Iterator[None]:
-        """Inside, Megatron's checkpoint of any iteration lies in `target`, its tracker, too.
+        """Inside, Megatron finds the checkpoint of any iteration, and the tracker, in `target`.
 
         Args:
             target: a folder.
-            is_save: whether it is written. Its tracker is then dropped: the checkpoint is not
-                complete yet, and a write that fails on one rank alone would leave the others
-                waiting.
+            is_save: whether it is written. Then the tracker goes to the null device: the
+                checkpoint is not complete yet, and if its write failed on one rank only, the
+                others would wait for that rank.
         """
         self._target = target
         self._tracker = Path(os.devnull) if is_save else target / TRACKER
         log = logging.getLogger("megatron.core.dist_checkpointing.serialization")
-        log.addFilter(_not_of_an_old_checkpoint)
+        log.addFilter(_is_not_overwrite_warning)
         try:
             yield
         finally:
             self._target = self._tracker = None
-            log.removeFilter(_not_of_an_old_checkpoint)
+            log.removeFilter(_is_not_overwrite_warning)
 
     def _around_name[**P](self, name: Callable[P, str]) -> Callable[P, str]:
         @wraps(name)
@@ -76,7 +76,7 @@ class Redirection:
 
 @contextmanager
 def without_retention() -> Iterator[None]:
-    """Inside, Megatron removes no earlier checkpoint: whoever completes the new one does."""
+    """Inside, Megatron removes no earlier checkpoint: the committer does, after the new one."""
     from megatron.training import get_args
 
     args = get_args()
@@ -94,8 +94,8 @@ def _around_artifact(log: Callable[..., None]) -> Callable[..., None]:
     def logged(checkpoint_path: str, tracker: str, save_dir: str, iteration: int) -> None:
         writer = get_wandb_writer()
         if not writer or writer.run is None:
-            return  # Megatron ends it before the last asynchronous save is on the disk
-        final = str(final_of(Path(checkpoint_path)))  # where it will be found
+            return  # Megatron closes it before the last asynchronous save is written
+        final = str(final_path(Path(checkpoint_path)))  # its path after the commit
         with TemporaryDirectory() as folder:  # another rank writes the tracker, perhaps later
             own = Path(folder) / TRACKER
             own.write_text(str(iteration), encoding="utf-8")

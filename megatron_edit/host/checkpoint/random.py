@@ -1,7 +1,7 @@
-"""Random streams of a rank: dropout, data order, whatever draws. One small file for each rank.
+"""States of all random number generators of a rank, saved in one small file for each rank.
 
-Megatron keeps one set for all data-parallel ranks that hold the same part of the model. Replicas
-that run at their own speeds have drawn different numbers, so each rank keeps its own.
+Megatron saves one set for all data-parallel ranks with the same part of the model. In timed rounds
+replicas have drawn different numbers, so each rank saves its own.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from megatron_edit.errors import UsageError
 
 
 def streams_name(replica: int) -> str:
-    """The file of this rank."""
+    """Return the file name of this rank's random streams."""
     return _name(replica, parallel_state.get_data_parallel_rank(with_context_parallel=True))
 
 
 def save_streams(path: Path) -> None:
-    """Write this rank's streams as they are now.
+    """Write the present states of this rank's random streams.
 
     Raises:
         OSError: the file cannot be written.
     """
-    data = BytesIO()  # of a file that it cannot write, `torch.save` would not say why
+    data = BytesIO()  # if it cannot write a file, `torch.save` does not report the cause
     torch.save(_capture(), data)
     path.write_bytes(data.getbuffer())
 
 
 def load_streams(folder: Path, replica: int) -> None:
-    """Set this rank's streams to those of a replica, saved with the same TP and PP.
+    """Restore this rank's random streams from a replica that was saved with the same TP and PP.
 
-    Where the replica had fewer data-parallel ranks, to those of its first one.
+    If the replica had fewer data-parallel ranks, those of its first rank are used.
 
     Raises:
-        UsageError: the file is broken.
+        UsageError: the file is damaged.
     """
     rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     for path in (folder / _name(replica, rank), folder / _name(replica, 0)):

@@ -1,4 +1,4 @@
-"""Settings that a checkpoint does not go together with; found before training."""
+"""Settings that are incompatible with a checkpoint; checked before training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_edit.method.schedule import Schedule
 
 
 def check_schedule(path: Path, manifest: Manifest, plan: ResumePlan, schedule: Schedule) -> None:
-    """Replicas that have begun local training cannot go back to the warm-up.
+    """Refuse a warm-up that ends after the checkpoint of replicas in local training.
 
     Raises:
         UsageError: this run's warm-up is not over where the checkpoint was written.
@@ -36,45 +36,45 @@ def check_schedule(path: Path, manifest: Manifest, plan: ResumePlan, schedule: S
 def check_pending(
     path: Path, manifest: Manifest, plan: ResumePlan, settings: EngineSettings
 ) -> None:
-    """An average that had not moved the anchor is for the replicas and the strategy that sent it.
+    """Refuse other replicas or another strategy while syncs of the checkpoint have not landed.
 
     Raises:
-        UsageError: others go on.
+        UsageError: this run cannot land them.
     """
     pending = [sync for entry in manifest.replicas for sync in entry.pending]
     if any((sync.due is None) != settings.landing.at_next_meeting for sync in pending):
         raise UsageError(
             f"--load {path}",
             f"strategy {manifest.strategy} had sent a round that has not landed yet",
-            "go on with the same strategy, or load what it saved at the end of its training",
+            "resume with the same strategy, or load its checkpoint of the end of training",
         )
     names, num_fragments = manifest.units, settings.schedule.fragments
     fragments = [set(names[index::num_fragments]) for index in range(num_fragments)]
     if any(sync.due is None and set(sync.units) not in fragments for sync in pending):
         raise UsageError(
             f"--edit-fragments {num_fragments}",
-            f"{path} has rounds on their way (co2), of other fragments",
-            "use the number of fragments that saved it",
+            f"{path} has rounds that have not landed (co2), with other fragments",
+            "use the number of fragments of the run that saved it",
         )
-    if not plan.goes_on and not all(sync.is_stepped for sync in pending):
+    if not plan.continues and not all(sync.is_stepped for sync in pending):
         raise UsageError(
             f"--load {path}",
-            "a round that was sent had not arrived yet (co2), and others are to go on",
-            f"go on with {manifest.num_replicas} replicas, or load what they saved at the end of "
-            "their training",
+            "a round had not landed yet (co2), and this run has other replicas or batches",
+            f"resume with {manifest.num_replicas} replicas and the same batches, or load the "
+            "checkpoint of the end of their training",
         )
 
 
 def check_rounds(
     path: Path, manifest: Manifest, plan: ResumePlan, settings: EngineSettings
 ) -> None:
-    """Replicas at different steps of a round must agree on its length.
+    """Refuse to switch between fixed and varying rounds while replicas are at different steps.
 
     Raises:
-        UsageError: it was of fixed length, and is not now, or the reverse.
+        UsageError: the round had a fixed length and has none now, or the reverse.
     """
     entries = manifest.replicas
-    if settings.timed is not None or not plan.goes_on or len({e.step for e in entries}) == 1:
+    if settings.timed is not None or not plan.continues or len({e.step for e in entries}) == 1:
         return
     # Rounds of varying length keep a mean of the losses, which has no last step.
     was_varying = any(e.losses and not e.last_loss_step for e in entries)
@@ -83,15 +83,15 @@ def check_rounds(
         raise UsageError(
             f"--load {path}",
             "its replicas stopped at different steps of a round of another --edit-interval",
-            f"go on with --edit-interval {was} up to a checkpoint at a sync",
+            f"resume with --edit-interval {was} until a checkpoint at a sync",
         )
 
 
 def check_samples(path: Path, plan: ResumePlan, args: Namespace) -> None:
-    """Samples that were left behind come in an order that some settings do not know.
+    """Refuse settings that cannot follow the order of samples left over from unequal stops.
 
     Raises:
-        UsageError: there are some, and such a setting.
+        UsageError: there are such samples, and such a setting.
     """
     if not plan.order.displaced:
         return
@@ -103,7 +103,7 @@ def check_samples(path: Path, plan: ResumePlan, args: Namespace) -> None:
 
 
 def check_equal_steps(path: Path, step: int, args: Namespace) -> None:
-    """Blocks are counted from the first sample: the steps so far must have consumed whole ones.
+    """Check that all steps so far had the present batch size: blocks are counted from sample 0.
 
     Raises:
         UsageError: they consumed batches of another size.
@@ -121,6 +121,6 @@ def _left_behind(path: Path, value: str) -> UsageError:
     return UsageError(
         value,
         f"the replicas of {path} stopped at different steps, and the samples between them cannot "
-        "be dealt anew with it",
-        "resume with the number of replicas that saved, up to a sync",
+        "be assigned again with it",
+        "resume with the saved number of replicas until a checkpoint at a sync",
     )

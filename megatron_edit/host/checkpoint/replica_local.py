@@ -1,7 +1,7 @@
-"""Outer state in memory and on disk: what all replicas share, and what is one replica's own.
+"""Outer state in memory and on disk: shared by all replicas, or local to one replica.
 
-A replica's own are the snapshots of delayed syncs and the error-feedback residuals of lossy wire
-types; they lie in a folder of their own beside the shared state.
+Replica-local are the snapshots of delayed syncs and the error-feedback residuals of lossy wire
+types; they are stored in a separate folder for each replica.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron_edit.saved_state import PendingSync
 
 @dataclass(frozen=True)
 class RankShards:
-    """Whose outer state it is.
+    """This rank's shards of the outer state.
 
     Attributes:
         replica: r. `num_replicas`: N.
@@ -49,19 +49,18 @@ class RankShards:
     pieces: Sequence[LocalPiece]
 
     def owned(self, numel: int) -> slice:
-        """The elements of a shard whose sum this rank encodes."""
+        """Return the elements of a shard whose sum this rank encodes."""
         return self.wire.owned(numel, self.num_replicas, self.replica)
 
 
 def is_replica_local(pending: Sequence[PendingSync], wire: Wire) -> bool:
-    """Whether a replica has outer state of its own; the same answer on all its ranks.
+    """Return whether a replica has replica-local outer state; the same on all its ranks.
 
-    A pipeline stage may hold nothing of it. It saves and loads all the same: Megatron does that
-    together.
+    A pipeline stage may hold none of it, but saves and loads nevertheless: both are collective.
 
     Args:
         pending: syncs of the replica that have not landed.
-        wire: type on the wire; one that loses nothing if residuals are not wanted.
+        wire: type on the wire; a lossless one to leave out residuals.
     """
     has_snapshot = any(sync.has_snapshot and not all(sync.excluded) for sync in pending)
     return has_snapshot or wire.has_residual
@@ -70,38 +69,38 @@ def is_replica_local(pending: Sequence[PendingSync], wire: Wire) -> bool:
 def replica_local_kinds(
     outer: Mapping[str, UnitTensors], pending: Sequence[PendingState], shards: RankShards
 ) -> Kinds:
-    """Snapshots of syncs that have not landed, and error-feedback residuals, to be written.
+    """Return the snapshots of syncs that have not landed, and error-feedback residuals.
 
     Args:
         outer: of this rank.
-        pending: that have not landed.
-        shards: whose it is.
+        pending: syncs that have not landed.
+        shards: of this rank.
     """
     kinds: dict[str, dict[str, Tensor]] = {}
     if snapshots := _snapshots_of(pending):
         kinds[SNAPSHOT] = snapshots
     if shards.wire.has_residual:
         kinds[SENT] = {name: unit["sent"] for name, unit in outer.items()}
-        kinds[SUMMED] = {name: _spread(unit, shards) for name, unit in outer.items()}
+        kinds[SUMMED] = {name: _scatter_residual(unit, shards) for name, unit in outer.items()}
     return kinds
 
 
 def load_outer(
     checkpoint: Path, manifest: Manifest, pending: Sequence[PendingSync], shards: RankShards
 ) -> tuple[dict[str, UnitTensors], list[PendingState]]:
-    """Outer state of this rank, and its syncs that had not landed, from a checkpoint.
+    """Load this rank's outer state, and its syncs that had not landed, from a checkpoint.
 
     Args:
         checkpoint: its folder.
-        manifest: of it.
-        pending: that had not landed on this replica; none, where other replicas go on.
-        shards: whose it is.
+        manifest: of the checkpoint.
+        pending: syncs that had not landed on this replica; none where a new round begins.
+        shards: of this rank.
 
     Raises:
         UsageError: the checkpoint lacks a part of a parameter.
     """
     outer, syncs = (
-        _room(shards.plan, has_anchor=manifest.has_anchor),
+        _allocate_outer(shards.plan, has_anchor=manifest.has_anchor),
         _pending(pending, shards.plan),
     )
     has_residuals = shards.wire.name == manifest.wire and manifest.form == ALL
@@ -126,15 +125,15 @@ def load_outer(
 def load_pending(
     checkpoint: Path, manifest: Manifest, replica: int, shards: RankShards
 ) -> list[PendingState]:
-    """What had not landed on a saved replica, to land on its parameters in this rank.
+    """Load the syncs that had not landed on a saved replica, to land them on its parameters here.
 
     Args:
         checkpoint: its folder.
-        manifest: of it.
-        replica: of those that saved.
-        shards: this rank's.
+        manifest: of the checkpoint.
+        replica: number of the saved replica.
+        shards: of this rank.
     """
-    # Without moments: they belong to inner state that is not there.
+    # Without moments: the inner optimizer state that they belong to is not loaded.
     saved = [replace(sync, moments=()) for sync in manifest.replicas[replica].pending]
     syncs = _pending(saved, shards.plan)
     if is_replica_local(saved, Wire.of(FP32)):
@@ -148,8 +147,8 @@ def _snapshots_of(pending: Sequence[PendingState]) -> dict[str, Tensor]:
     return {name: tensor for sync in pending for name, tensor in sync.snapshots.items()}
 
 
-def _spread(unit: UnitTensors, shards: RankShards) -> Tensor:
-    """What this rank has lost of the sums that it encodes, in its place in the whole shard."""
+def _scatter_residual(unit: UnitTensors, shards: RankShards) -> Tensor:
+    """Return the residual of the sums that this rank encodes, at its position in the full shard."""
     numel = unit["momentum"].numel()
     where = shards.owned(numel)
     spread = torch.zeros(numel)
@@ -157,8 +156,8 @@ def _spread(unit: UnitTensors, shards: RankShards) -> Tensor:
     return spread
 
 
-def _room(plan: UnitPlan, *, has_anchor: bool) -> dict[str, UnitTensors]:
-    """Zeros on the CPU, to be filled."""
+def _allocate_outer(plan: UnitPlan, *, has_anchor: bool) -> dict[str, UnitTensors]:
+    """Allocate zeros on the CPU, to be filled by a load."""
     outer = {}
     for shard in plan.shards:
         outer[shard.name] = UnitTensors(momentum=torch.zeros(shard.numel))
@@ -168,26 +167,26 @@ def _room(plan: UnitPlan, *, has_anchor: bool) -> dict[str, UnitTensors]:
 
 
 def _pending(saved: Sequence[PendingSync], plan: UnitPlan) -> list[PendingState]:
-    """These syncs, with room for the tensors of this rank."""
+    """Return these syncs with zero tensors of this rank, to be filled by a load."""
     numels = {shard.name: shard.numel for shard in plan.shards}
 
     def state_of(sync: PendingSync) -> PendingState:
-        held = [(i, name) for i, name in enumerate(sync.units) if name in numels]
+        local = [(i, name) for i, name in enumerate(sync.units) if name in numels]
         rollback = sync.tables["rollback"]
         return PendingState(
             sync,
             averages={
                 name: torch.zeros(numels[name])
-                for i, name in held
+                for i, name in local
                 if not sync.is_stepped and not rollback[i]
             },
             snapshots={
                 name: torch.zeros(numels[name])
-                for i, name in held
+                for i, name in local
                 if sync.has_snapshot and not sync.excluded[i]
             },
             moments={
-                kind: {name: torch.zeros(numels[name]) for i, name in held if not rollback[i]}
+                kind: {name: torch.zeros(numels[name]) for i, name in local if not rollback[i]}
                 for kind in sync.moments
             },
         )

@@ -1,6 +1,7 @@
-"""Saving: when Megatron asks for it, whether now, in which form, and under which name.
+"""Saving: whether a save that Megatron starts is written now, in which form and by which name.
 
-Megatron asks for saves as ever; its call is wrapped. Every replica comes to every save.
+Megatron starts saves by its own flags; `save_checkpoint` is wrapped. Every replica takes part in
+every save.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from megatron_edit.observe.console import say
 
 
 class SaveControl:
-    """Answers Megatron's `save_checkpoint`.
+    """Replaces Megatron's `save_checkpoint`.
 
     Args:
         policy: `--edit-inner-state`.
-        writer: writes what is decided here.
-        engine: knows where the round stands.
+        writer: writes the checkpoints.
+        engine: gives the state of the round.
         host: of the engine.
         progress: of all replicas.
-        is_first: whether this is the first rank of all, which speaks.
+        is_first: whether this is global rank 0, which prints.
     """
 
     def __init__(
@@ -45,24 +46,24 @@ class SaveControl:
         self._host = host
         self._progress = progress
         self._is_first = is_first
-        self._is_ending = False  # what is saved now is all that will be left
+        self._is_ending = False  # a save now is the last one of the run
         self._is_deferred = False  # a save waits for the next sync
-        self._asked_at: int | None = None  # iteration, while Megatron decides whether to exit
+        self._deciding_at: int | None = None  # iteration, inside `exit_decision`
         self._saved_step: int | None = None
 
     def save(self, call: Call[None]) -> None:
-        """Megatron's `save_checkpoint`."""
+        """Write, defer or skip a checkpoint."""
         engine = self._engine
         if self._is_premature:
             return  # every replica saves when it stops
         if engine.status.suppresses_joint_actions and not self._is_ending:
-            return  # some replicas have passed this save
-        is_leaving = self._is_ending and engine.status.has_replica_left
-        if engine.status.step == self._saved_step and not is_leaving:
-            return  # at the end of training; nothing has changed, on no replica
+            return  # some replicas are already past this save
+        is_stopping = self._is_ending and engine.status.has_replica_stopped
+        if engine.status.step == self._saved_step and not is_stopping:
+            return  # at the end of training; no replica has changed since
         engine.clock.pause()
         engine.land_all()
-        if self._waits():
+        if self._waits_for_sync():
             self._is_deferred = True
         else:
             self._writer.write(self._plan(call.arguments["iteration"]), call)
@@ -70,15 +71,15 @@ class SaveControl:
         engine.clock.resume()
 
     @contextmanager
-    def deciding(
+    def exit_decision(
         self, iteration: int, *, is_planned: bool, is_suppressed: bool = False
     ) -> Iterator[None]:
-        """Inside, Megatron saves at its intervals, and decides whether to exit.
+        """Wrap Megatron's check of its save interval and exit conditions after an iteration.
 
         Args:
-            iteration: that is over.
-            is_planned: whether it will exit, on all replicas.
-            is_suppressed: whether some replicas have passed this iteration before.
+            iteration: the last one.
+            is_planned: whether all replicas exit now.
+            is_suppressed: whether some replicas were past this iteration before the resume.
         """
         args = self._host.arguments
         interval, exit_interval = args.save_interval, args.exit_interval
@@ -86,16 +87,16 @@ class SaveControl:
             args.save_interval = iteration  # for Megatron to save now
         if is_suppressed:
             args.exit_interval = None
-        self._asked_at, self._is_ending = iteration, is_planned
+        self._deciding_at, self._is_ending = iteration, is_planned
         try:
             yield
         finally:
-            self._asked_at, self._is_ending = None, False
+            self._deciding_at, self._is_ending = None, False
             args.save_interval, args.exit_interval = interval, exit_interval
 
     @contextmanager
-    def ending(self) -> Iterator[None]:
-        """Inside, what is saved is all that will be left."""
+    def final_save(self) -> Iterator[None]:
+        """Inside, a save is the last one of the run, and is not deferred."""
         self._is_ending = True
         try:
             yield
@@ -103,26 +104,26 @@ class SaveControl:
             self._is_ending = False
 
     @property
-    def gives_up(self) -> bool:
-        """Whether training should end, as saves fail; only the first rank of all knows."""
-        return self._writer.gives_up
+    def should_end_training(self) -> bool:
+        """Whether training should end because saves fail; known only to global rank 0."""
+        return self._writer.should_end_training
 
     @property
     def _is_deferred_save_due(self) -> bool:
-        """Whether a save is due, and the replicas have just met."""
+        """Whether a deferred save is due: the replicas have just synced."""
         return self._is_deferred and not self._engine.status.is_mid_round
 
     @property
     def _is_premature(self) -> bool:
-        """Whether Megatron saves because this replica was asked to stop: the others are not yet."""
+        """Whether Megatron saves because this replica is to stop, before the others know of it."""
         interval = self._host.arguments.save_interval
-        is_due = interval and self._asked_at is not None and self._asked_at % interval == 0
-        return self._asked_at is not None and not self._is_ending and not is_due
+        is_due = interval and self._deciding_at is not None and self._deciding_at % interval == 0
+        return self._deciding_at is not None and not self._is_ending and not is_due
 
     # ---- one save
 
-    def _waits(self) -> bool:
-        """Whether a save between two syncs waits for the next: the policy keeps one inner state."""
+    def _waits_for_sync(self) -> bool:
+        """Return whether a save within a round is deferred to its sync: one inner state is kept."""
         engine = self._engine
         if self._policy == ALL or self._is_ending or not engine.status.is_mid_round:
             return False
@@ -136,12 +137,12 @@ class SaveControl:
     def _plan(self, iteration: int) -> SavePlan:
         status = self._engine.status
         own, is_mid_round = iteration, status.is_mid_round
-        is_of_a_stop = self._is_ending and not status.is_warmup and status.has_replica_left
-        if is_of_a_stop:
-            # Replicas leave wherever they are; what each has told the others decides for all.
+        is_stop_save = self._is_ending and not status.is_warmup and status.has_replica_stopped
+        if is_stop_save:
+            # Replicas stop at different steps: the records that all have exchanged decide.
             records = status.records
             has_steps = any(record.inner_steps for record in records)
-            is_mid_round = has_steps or not status.began_identical
+            is_mid_round = has_steps or not status.round_began_identical
             iteration = self._host.iteration_of(records[0].step, iteration, status.step)
         samples = self._samples()
         if samples is not None:
@@ -150,8 +151,8 @@ class SaveControl:
         return SavePlan(
             iteration=iteration,
             own_iteration=own,
-            name=f"stop/{iteration}" if is_of_a_stop else f"{iteration}/{status.num_syncs}",
-            is_of_a_stop=is_of_a_stop,
+            name=f"stop/{iteration}" if is_stop_save else f"{iteration}/{status.num_syncs}",
+            is_stop_save=is_stop_save,
             form=ALL if is_all else LEADER,
             has_outer=not status.is_warmup,
             has_anchor=is_mid_round and not status.is_warmup,

@@ -1,4 +1,4 @@
-"""What people are told of a resume."""
+"""Messages about a resume."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import dataclasses
 from megatron_edit.checkpoint.manifest import Manifest
 from megatron_edit.checkpoint.resume import ResumePlan
 from megatron_edit.config import EditConfig
-from megatron_edit.flags import flag, shown
+from megatron_edit.flags import flag, format_value
 from megatron_edit.host.checkpoint.choosing import Choice
 
-# Settings that say who, where and how, and leave the numbers of a training alone.
+# Settings of the deployment, without effect on the numbers of a training.
 _WITHOUT_EFFECT = frozenset(
     ("use_edit", "num_replicas", "replica_id", "rendezvous", "log_dir", "device", "inner_state",
      "log_units_to_tensorboard", "digest_interval", "timeout_seconds", "sync_mode", "sync_backend",
@@ -19,22 +19,22 @@ _WITHOUT_EFFECT = frozenset(
 
 
 def training_settings(config: EditConfig) -> dict[str, object]:
-    """Settings that decide the numbers of a training, for a manifest."""
+    """Return the settings that affect the numbers of a training, for a manifest."""
     settings = dataclasses.asdict(config)
     return {name: value for name, value in settings.items() if name not in _WITHOUT_EFFECT}
 
 
 def changed_settings(manifest: Manifest, config: EditConfig) -> str | None:
-    """One line: which settings are other ones than when the checkpoint was written, if any are.
+    """Return one line with the settings changed since the checkpoint; None if there are none.
 
     Args:
-        manifest: of the checkpoint; an older version has written strategy and wire type alone.
+        manifest: of the checkpoint; older versions wrote only strategy and wire type.
         config: of this run.
     """
     before = {"strategy": manifest.strategy, "sync_dtype": manifest.wire, **manifest.settings}
     now = training_settings(config)
     changes = [
-        f"{flag(name)} {shown(value)} -> {shown(now[name])}"
+        f"{flag(name)} {format_value(value)} -> {format_value(now[name])}"
         for name, value in before.items()
         if name in now and value != now[name]
     ]
@@ -42,12 +42,12 @@ def changed_settings(manifest: Manifest, config: EditConfig) -> str | None:
 
 
 def summary_of(choice: Choice, manifest: Manifest, plan: ResumePlan, num_replicas: int) -> str:
-    """One line: from where, who, and how much has been consumed."""
+    """Return one line: the checkpoint, the round, the replicas, and the consumed samples."""
     if manifest.is_warmup:
         where = "in the final synchronous phase" if manifest.is_final_phase else "in warm-up"
     elif manifest.is_mid_round:
         where = f"in round {manifest.round + 1}"
-        where += "" if plan.goes_on else ", which is completed"
+        where += "" if plan.continues else ", which is completed"
     else:
         where = f"after the sync of round {manifest.round}"
     change = (
@@ -55,4 +55,4 @@ def summary_of(choice: Choice, manifest: Manifest, plan: ResumePlan, num_replica
         if manifest.num_replicas == num_replicas
         else f"{manifest.num_replicas} replicas become {num_replicas}"
     )
-    return f"going on from {choice.path}, {where}: {change}, {plan.consumed} samples consumed"
+    return f"resuming from {choice.path}, {where}: {change}, {plan.consumed} samples consumed"

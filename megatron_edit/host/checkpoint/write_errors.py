@@ -1,8 +1,8 @@
-"""Errors of writing a checkpoint, kept until all ranks have made the same collectives.
+"""Errors of writing a checkpoint, recorded until all ranks have made the same collectives.
 
-Megatron's saves are collective. A rank that raised between two of their collectives would leave the
-others waiting in the next one, so an error of one rank alone is recorded, and the rank goes on.
-What failed on any rank fails the save on all (`committing.py`).
+Megatron's saves are collective. If a rank raised between two of their collectives, the others would
+wait in the next one; so an error of one rank is recorded, and the rank continues. An error on any
+rank fails the save on all (`committing.py`).
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from megatron_edit.host.checkpoint.paths import without_retention
 from megatron_edit.host.seams.megatron import AsyncRequest, CheckpointFileWriter, WriteFunctions
 from megatron_edit.host.seams.patching import Patcher
 
-# Of a rank whose own part is whole, where another rank of its replica has failed.
+# Reported by a rank whose own part is complete, where another rank of its replica failed.
 ANOTHER_RANK_FAILED = "another rank of the replica failed"
-_WORKER = "Worker failure: "  # Megatron's words before those of the writer
+_WORKER = "Worker failure: "  # Megatron's prefix to the writer's message
 
-# What Megatron's writer raised in this process, in whichever of its threads. Megatron hands over
-# the type of an exception alone, and from a process that may not be ours.
+# Texts of the exceptions of Megatron's writer in this process, from any of its threads. Megatron
+# passes on only the type of an exception, possibly from another process.
 _RAISED: list[str] = []
 
 
 class _Results(Protocol):
-    """A queue on which a writer hands over what it wrote, or an exception."""
+    """A queue through which a writer returns its results, or an exception."""
 
     def put(self, value: object) -> None:
-        """Hand it over."""
+        """Put a value on the queue."""
 
 
 @dataclass
 class SaveRecord:
-    """How one save went on this rank.
+    """Errors and size of one save on this rank.
 
     Attributes:
-        errors: what failed, a line each; empty where nothing did.
-        num_bytes: that this rank was to write, as far as Megatron's writer tells.
+        errors: one line each.
+        num_bytes: to be written by this rank, as far as Megatron's writer reports it.
     """
 
     errors: list[str] = field(default_factory=list)
@@ -50,13 +50,13 @@ class SaveRecord:
 
 
 class WriteErrors:
-    """Records errors of Megatron's writers where they would end one rank alone."""
+    """Records errors of Megatron's writers that would end only one rank."""
 
     def __init__(self) -> None:
         self._record: SaveRecord | None = None
 
     def attach(self, patcher: Patcher) -> None:
-        """Wrap what Megatron writes with in a save. Imports Megatron.
+        """Wrap the functions with which Megatron writes a save. Imports Megatron.
 
         Args:
             patcher: undoes it.
@@ -65,7 +65,7 @@ class WriteErrors:
         from megatron.core.dist_checkpointing.strategies import common, filesystem_async
 
         writer = filesystem_async.FileSystemWriterAsync
-        patcher.wrap(writer, "get_save_function_and_args", self._with_handed_over_errors)
+        patcher.wrap(writer, "get_save_function_and_args", self._with_queued_errors)
         patcher.wrap(writer, "write_preloaded_data", _with_recorded_exception)
         patcher.wrap(writer, "finish", self._recording_write)
         patcher.wrap(serialization, "save_config", self._recording_write)
@@ -79,8 +79,8 @@ class WriteErrors:
     def recording(self, record: SaveRecord) -> Iterator[None]:
         """Inside, errors of a save go to `record`.
 
-        Of what reaches this block only a failed write is caught: Megatron raises it on all ranks
-        of the replica alike.
+        Of the exceptions that reach this block only `CheckpointException` is caught: Megatron
+        raises it on all ranks of the replica.
         """
         outer, self._record = self._record, record
         try:
@@ -91,9 +91,9 @@ class WriteErrors:
             self._record = outer
 
     def guard_completion(self, request: AsyncRequest, record: SaveRecord) -> None:
-        """Let what completes an asynchronous save record its errors, and stop at the first.
+        """Let the finalize functions of an asynchronous save record errors, and stop at the first.
 
-        Mutates: the request's functions become one.
+        Mutates: the request's functions are merged into one.
         """
         functions = list(request.finalize_fns)
         request.finalize_fns[:] = [partial(self._complete, functions, record)]
@@ -104,7 +104,7 @@ class WriteErrors:
                 function()
 
     def _recording_write[**P](self, write: Callable[P, None]) -> Callable[P, None]:
-        """A write by one rank alone, between two collectives."""
+        """Wrap a write by a single rank, between two collectives."""
 
         @wraps(write)
         def recorded(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -113,15 +113,15 @@ class WriteErrors:
             except (OSError, RuntimeError) as error:  # `torch.save` raises the latter
                 if self._record is None:
                     raise
-                self._record.errors.append(text_of(error))
+                self._record.errors.append(error_text(error))
 
         return recorded
 
-    def _with_handed_over_errors(
+    def _with_queued_errors(
         self, prepare: Callable[[CheckpointFileWriter], WriteFunctions]
     ) -> Callable[[CheckpointFileWriter], WriteFunctions]:
-        """What Megatron raises in the process that writes ends that process: the others would wait
-        for it. It is handed over like an error that Megatron has caught."""
+        """Wrap the preparation of a writer: an exception would end the writer process, and others
+        would wait for it. It is put on the queue like an error that Megatron has caught."""
 
         @wraps(prepare)
         def prepared(writer: CheckpointFileWriter) -> WriteFunctions:
@@ -133,8 +133,8 @@ class WriteErrors:
         return prepared
 
 
-def text_of(error: BaseException) -> str:
-    """An error on one line; where the operating system's lies behind it, that one."""
+def error_text(error: BaseException) -> str:
+    """Return an error on one line; the operating system's error if it is among the causes."""
     behind: BaseException | None = error
     while behind is not None and not isinstance(behind, OSError):
         behind = behind.__cause__ or behind.__context__
@@ -144,7 +144,7 @@ def text_of(error: BaseException) -> str:
 
 
 def _texts(error: CheckpointException) -> list[str]:
-    """By rank; only the first rank of the replica is told which ones failed."""
+    """Return a line for each failed rank; only rank 0 of the replica knows which ones failed."""
     return [
         f"rank {rank}: {str(cause).removeprefix(_WORKER)}"
         for rank, (cause, _) in sorted(error.failures.items())
@@ -152,7 +152,7 @@ def _texts(error: CheckpointException) -> list[str]:
 
 
 def _size_of(writer: CheckpointFileWriter) -> int:
-    """Bytes that a writer was given."""
+    """Return the number of bytes that a writer was given."""
     return sum(
         sum(data.getbuffer().nbytes for _, data in streams)
         + sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
@@ -162,30 +162,30 @@ def _size_of(writer: CheckpointFileWriter) -> int:
 
 @dataclass(frozen=True)
 class _Queue:
-    """A queue of Megatron's whose values are looked at, or replaced, on their way.
+    """A wrapper of Megatron's queue that inspects or replaces the values put on it.
 
     Attributes:
         results: the queue.
-        through: called with each value; what it returns is handed over.
+        through: called with each value; its result is put on the queue.
     """
 
     results: _Results
     through: Callable[[object], object]
 
     def put(self, value: object) -> None:
-        """Hand over what was written, or an exception."""
+        """Put a result, or an exception, on the queue."""
         self.results.put(self.through(value))
 
 
 def _with_recorded_cause(value: object) -> object:
-    """What really failed, in place of Megatron's word that something did."""
+    """Replace Megatron's generic exception by the recorded cause."""
     if isinstance(value, BaseException):
-        return RuntimeError(_RAISED[0] if _RAISED else text_of(value))
+        return RuntimeError(_RAISED[0] if _RAISED else error_text(value))
     return value
 
 
 def _write(write: Callable[..., None], rank: int, buckets: object, results: _Results) -> None:
-    """In the process that writes: Megatron's writer, which hands over whatever goes wrong."""
+    """In the writer process: call Megatron's writer and put any exception on the queue."""
     _RAISED.clear()
     queue = _Queue(results, _with_recorded_cause)
     try:
@@ -195,15 +195,15 @@ def _write(write: Callable[..., None], rank: int, buckets: object, results: _Res
 
 
 def _record_exception(value: object) -> object:
-    """Keep the text of an exception that Megatron hands over together with a number."""
+    """Record the text of an exception that Megatron returns in a tuple with a number."""
     if isinstance(value, tuple) and isinstance(value[-1], BaseException):
-        _RAISED.append(text_of(value[-1]))
+        _RAISED.append(error_text(value[-1]))
     return value
 
 
 def _with_recorded_exception(write: Callable[..., object]) -> object:
-    """Megatron's function that writes one file. It hands an exception over in a queue, or returns
-    it."""
+    """Wrap Megatron's function that writes one file; it returns an exception or puts it on a
+    queue."""
 
     @wraps(write)
     def recorded(*args: object, results_queue: _Results | None = None, **kwargs: object) -> object:

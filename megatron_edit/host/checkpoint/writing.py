@@ -1,7 +1,6 @@
 """Writing one checkpoint: which replica writes what, and where.
 
-The saves of a run are called alike on all replicas, so that no replica waits for another while it
-writes.
+A save has the same name on all replicas, so that no replica waits for another while it writes.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from megatron_edit.checkpoint.folder import (
 from megatron_edit.checkpoint.manifest import Manifest
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.config import EditConfig
-from megatron_edit.constants import ALL, LEAST_TIMEOUT_SECONDS
+from megatron_edit.constants import ALL, MIN_TIMEOUT_SECONDS
 from megatron_edit.engine import EditEngine, EngineState
 from megatron_edit.host.checkpoint.committing import Committer, RankSave
 from megatron_edit.host.checkpoint.fingerprint import layout_of, model_of
@@ -39,13 +38,13 @@ from megatron_edit.host.checkpoint.replica_local import (
     is_replica_local,
     replica_local_kinds,
 )
+from megatron_edit.host.checkpoint.round_state import fields_of
 from megatron_edit.host.checkpoint.summary import training_settings
-from megatron_edit.host.checkpoint.tables import fields_of
 from megatron_edit.host.checkpoint.write_errors import (
     ANOTHER_RANK_FAILED,
     SaveRecord,
     WriteErrors,
-    text_of,
+    error_text,
 )
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.seams.calls import Call
@@ -55,24 +54,24 @@ from megatron_edit.host.seams.megatron import AsyncRequest
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What a save consists of; the same on all ranks of all replicas, but for `own_iteration`.
+    """What a save consists of; the same on all ranks of all replicas, except `own_iteration`.
 
     Attributes:
         iteration: in the name of the checkpoint.
-        own_iteration: for Megatron's loop, when this replica goes on.
-        name: unlike that of any other save of the run.
-        is_of_a_stop: whether replicas leave at steps of their own: saves between two syncs that
-            others have not come to will not be completed.
+        own_iteration: for Megatron's loop, when this replica resumes.
+        name: unique among the saves of the run.
+        is_stop_save: whether each replica stops at a step of its own; earlier saves that other
+            replicas have not reached will then not be completed.
         form: `all` or `leader`.
         has_outer: whether there is outer state.
-        has_anchor: whether the anchor is not the parameters.
-        samples: consumed by all replicas, where Megatron does not count them right; else None.
+        has_anchor: whether the anchor differs from the parameters, and is stored.
+        samples: consumed by all replicas, where Megatron's own count is not right; else None.
     """
 
     iteration: int
     own_iteration: int
     name: str
-    is_of_a_stop: bool
+    is_stop_save: bool
     form: str
     has_outer: bool
     has_anchor: bool
@@ -84,12 +83,12 @@ class CheckpointWriter:
 
     Args:
         config: names the strategy.
-        world: this process's place, and the store.
+        world: this process's placement, and the store.
         redirection: of the folders that Megatron writes to.
-        write_errors: keeps errors of one rank from leaving the others waiting.
+        write_errors: records an error of one rank, so that the others do not wait for it.
         engine: whose state is written.
         host: of the engine.
-        pieces: what this rank holds of the outer state.
+        pieces: returns this rank's pieces of the outer state.
     """
 
     def __init__(
@@ -107,13 +106,11 @@ class CheckpointWriter:
         self._write_errors = write_errors
         self._engine, self._host, self._pieces = engine, host, pieces
         self._redirection = redirection
-        self._committer = Committer(
-            world, max(LEAST_TIMEOUT_SECONDS, config.timeout_seconds or 0.0)
-        )
+        self._committer = Committer(world, max(MIN_TIMEOUT_SECONDS, config.timeout_seconds or 0.0))
         self._is_first_save = True
-        # Of the outer state: they are handed over together with that of Megatron's own save.
+        # Requests of the outer state: scheduled together with that of Megatron's own save.
         self._outer: list[AsyncRequest] = []
-        # Handed over, while a save is being prepared.
+        # Requests scheduled so far, while a save is being prepared; else None.
         self._requests: list[AsyncRequest] | None = None
         self._record: SaveRecord | None = None  # of the last save
         self._job = self._world.shared_text("save/job", _job_name)
@@ -127,7 +124,7 @@ class CheckpointWriter:
         self._committer.wait()
 
     def write(self, plan: SavePlan, call: Call[None]) -> None:
-        """Write a checkpoint. Nothing of the last sync may be under way.
+        """Write a checkpoint. All exchanges of the last sync must have landed.
 
         Collective: the ranks of the replica.
 
@@ -135,14 +132,14 @@ class CheckpointWriter:
             plan: of the save.
             call: of Megatron's `save_checkpoint`; the iteration is replaced by the plan's own.
         """
-        if plan.is_of_a_stop:
+        if plan.is_stop_save:
             self._committer.abandon()
         place, args = self._world.placement, self._host.arguments
         folder = CheckpointFolder(Path(args.save))
-        # The last save of the run may bear the number of one that is not completed.
-        job = f"{self._job}{STOP}" if plan.is_of_a_stop else self._job
+        # The last save of the run may have the same iteration as one that is not completed.
+        job = f"{self._job}{STOP}" if plan.is_stop_save else self._job
         if self._is_first_save and place.global_rank == 0:
-            folder.sweep_broken(job)
+            folder.remove_partial_saves(job)
         self._is_first_save = False
         partial = folder.partial(plan.iteration, job)
         state = self._engine.state_dict()
@@ -156,7 +153,7 @@ class CheckpointWriter:
             has_outer=plan.has_outer and place.replica == place.num_replicas - 1,
             has_replica_local=self._has_replica_local(plan, state),
             random_file=partial / EDIT / RANDOM / streams_name(place.replica),
-            is_of_a_stop=plan.is_of_a_stop,
+            is_stop_save=plan.is_stop_save,
             retain_interval=getattr(args, "save_retain_interval", None),
             record=SaveRecord(),
         )
@@ -171,25 +168,25 @@ class CheckpointWriter:
             self._committer.start(part)
 
     @property
-    def gives_up(self) -> bool:
-        """Whether training should end as two checkpoints in a row could not be written.
+    def should_end_training(self) -> bool:
+        """Whether training should end because two checkpoints in a row could not be written.
 
-        Only the first rank of all knows.
+        Known only to global rank 0.
         """
-        return self._committer.gives_up
+        return self._committer.should_end_training
 
     def _make_folders(self, part: RankSave) -> bool:
-        """Make the folders that this rank writes to; whether all ranks of the replica could.
+        """Make the folders that this rank writes to; return whether all ranks of the replica could.
 
-        Collective: the ranks of the replica. A rank that could not would miss the collectives of
-        Megatron's save.
+        Collective: the ranks of the replica. A rank that failed here would miss the collectives
+        of Megatron's save.
         """
         try:
             for folder in part.folders(self._world.placement.replica):
                 folder.mkdir(parents=True, exist_ok=True)
             save_streams(part.random_file)
         except OSError as error:
-            part.record.errors.append(text_of(error))
+            part.record.errors.append(error_text(error))
         has_failed = self._engine.is_true_on_any_rank(bool(part.record.errors))
         if has_failed and not part.record.errors:
             part.record.errors.append(ANOTHER_RANK_FAILED)
@@ -198,7 +195,7 @@ class CheckpointWriter:
     def _write_parts(
         self, part: RankSave, plan: SavePlan, state: EngineState, call: Call[None]
     ) -> None:
-        """Write outer state and Megatron's own checkpoint, as far as this replica has them.
+        """Write the outer state and Megatron's own checkpoint, where this replica writes them.
 
         Collective: the ranks of the replica.
         """
@@ -215,15 +212,15 @@ class CheckpointWriter:
             call.arguments["iteration"] = plan.own_iteration
             target = replica_folder(part.partial, replica)
             with (
-                self._host.counting(plan.samples),
+                self._host.with_consumed_samples(plan.samples),
                 self._redirection.to(target, is_save=True),
                 without_retention(),
             ):
                 call.proceed()
-        self._hand_over_outer()
+        self._schedule_outer()
 
     def schedule(self, call: Call[None]) -> None:
-        """Megatron's `schedule_async_save`: what waits of the outer state goes with it."""
+        """Schedule Megatron's asynchronous save, merged with requests of the outer state."""
         from megatron_edit.host.checkpoint.async_requests import merge_async_requests
 
         before, self._outer = self._outer, []
@@ -237,7 +234,7 @@ class CheckpointWriter:
             call.function(each)
 
     def _has_replica_local(self, plan: SavePlan, state: EngineState) -> bool:
-        """Whether there is outer state of this replica alone."""
+        """Return whether there is outer state that belongs to this replica alone."""
         wire = self._engine.settings.wire
         if not plan.has_outer or plan.form != ALL:
             return False
@@ -248,11 +245,11 @@ class CheckpointWriter:
 
         args = self._host.arguments
         tensors = sharded_outer_state(self._pieces(), kinds)
-        if args.async_save:  # written later, by another process: Megatron copies what is on a GPU
+        if args.async_save:  # written later, by another process: Megatron copies GPU tensors only
             for tensor in tensors.values():
                 if tensor.data.is_pinned():
                     tensor.data = tensor.data.clone()
-        # megatron-core 0.16 has one way alone to save asynchronously, and no name for it.
+        # megatron-core 0.16 has one asynchronous strategy only, and no argument for it.
         strategy = {name: value for name, value in vars(args).items() if name == "async_strategy"}
         request = dist_checkpointing.save(
             tensors, str(folder), async_sharded_save=args.async_save, **strategy
@@ -260,8 +257,8 @@ class CheckpointWriter:
         if request is not None:
             self._outer.append(request)
 
-    def _hand_over_outer(self) -> None:
-        """Where this replica saves nothing else."""
+    def _schedule_outer(self) -> None:
+        """Schedule the request of the outer state where this replica saves nothing else."""
         import megatron.training.checkpointing as checkpointing
 
         if self._outer:
@@ -298,7 +295,7 @@ class CheckpointWriter:
 
 
 def _job_name() -> str:
-    """Tells the partial checkpoints of this run from those of another."""
+    """Return a random name that distinguishes partial checkpoints of this run from others."""
     import secrets
 
     return secrets.token_hex(4)

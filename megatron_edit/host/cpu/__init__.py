@@ -1,12 +1,12 @@
-"""Run unmodified Megatron-LM on CPU with gloo, where there is no CUDA device.
+"""Runs unmodified Megatron-LM on CPU with gloo, on machines without a CUDA device.
 
-Megatron asks for CUDA in some hundred places, but needs little of it. `enable_cpu_backend`
-tells Megatron (and the training script) that one device exists, sends whatever it puts on that
-device to the CPU, and makes streams do nothing. torch's own modules go on seeing no CUDA, so
-checkpoints, data loaders and optimizers stay on their CPU paths.
+Megatron uses CUDA in some hundred places, but needs little of it. `enable_cpu_backend` makes
+Megatron (and the training script) see one device, places everything for that device on the CPU, and
+replaces streams by no-ops. torch's own modules still see no CUDA, so that checkpoints, data loaders
+and optimizers stay on their CPU paths.
 
-The numbers are Megatron's own. What it cannot show: races between streams (there are none),
-the hiding of communication behind computation, and anything in Transformer Engine or Apex.
+The numerical results are Megatron's. It cannot show races between streams, the overlap of
+communication and computation, or anything in Transformer Engine or Apex.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_edit.host.cpu.device import (
     replace_random,
     replace_streams,
 )
-from megatron_edit.host.cpu.gathers import separate_gathers
+from megatron_edit.host.cpu.gathers import split_coalesced_gathers
 from megatron_edit.host.cpu.placement import (
     replace_compiler,
     replace_distributed,
@@ -33,38 +33,38 @@ from megatron_edit.host.seams.patching import Patcher
 
 __all__ = ["cpu_argument_defaults", "cuda_available", "enable_cpu_backend"]
 
-# Megatron insists on the second where it believes to see a GPU of before Blackwell. One thread
-# for each rank: several ranks share the machine, and sums must not depend on its core count.
+# Megatron requires the second on GPUs older than Blackwell. One thread per rank: several ranks
+# share the machine, and sums must not depend on the number of cores.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
 def cuda_available() -> bool:
-    """Whether this machine has a real CUDA device, also once the CPU backend is on."""
+    """Whether this machine has a real CUDA device, also if the CPU backend is enabled."""
     return bool(torch.cuda.is_available())
 
 
 def enable_cpu_backend(patcher: Patcher) -> None:
-    """Make Megatron run on CPU and gloo. Call it once, before megatron is imported.
+    """Make Megatron run on CPU and gloo. Call it before megatron is imported.
 
-    Does nothing where a real CUDA device is available, or where the backend is on already.
-    Megatron binds a few torch functions by name when it is imported, so after
-    ``patcher.undo()`` torch is as before, but a Megatron imported in between is of no use.
+    Does nothing if a real CUDA device is available, or if the backend is enabled already.
+    Megatron binds some torch functions by name when it is imported: ``patcher.undo()`` restores
+    torch, but a Megatron that was imported before can no longer be used.
 
-    Mutates: torch's attributes through `patcher`; environment defaults that are not set yet.
+    Mutates: torch's attributes, and environment variables that are not set, through `patcher`.
     """
     if is_enabled() or cuda_available():
         return
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # torch is imported: for this process the variable comes late
+        torch.set_num_threads(1)  # torch is imported already and ignores the variable
     for name, value in _ENVIRONMENT.items():
         patcher.set_default(os.environ, name, value)
-    # torch's compiler sorts torch's functions by identity when it is first imported, which the
-    # first optimizer does: let it see the originals.
+    # torch's compiler classifies torch's functions by identity when it is first imported, which
+    # making an optimizer does: import it before they are replaced.
     importlib.import_module("torch._dynamo")
     replace_device(patcher)
     replace_streams(patcher)
     replace_random(patcher)
     replace_placement(patcher)
     replace_distributed(patcher)
-    separate_gathers(patcher)
+    split_coalesced_gathers(patcher)
     replace_compiler(patcher)

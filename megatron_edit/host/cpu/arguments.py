@@ -1,25 +1,24 @@
-"""What Megatron's arguments must be where CUDA kernels and Transformer Engine are missing."""
+"""Megatron's arguments for runs without CUDA kernels and Transformer Engine."""
 
 from __future__ import annotations
 
 from megatron_edit.constants import ADAM, MUON
 
-# Beside it, "medium" lets matrix products of Muon round to bf16 on CPU, too.
+# With "medium", Muon's matrix products are rounded to bf16 on CPU, too.
 MUON_DEFAULTS: dict[str, object] = {"muon_fp32_matmul_prec": "high"}
 
 
 def cpu_argument_defaults(optimizer: str = ADAM) -> dict[str, object]:
-    """Names and values of Megatron's parsed arguments that a run on CPU needs.
+    """Return names and values of Megatron's parsed arguments that a run on CPU needs.
 
-    Setting them after parsing and before Megatron's own validation lets a command line that was
-    written for GPUs run unchanged. Each picks the plain implementation of the same mathematics,
-    so that the loss differs by rounding, with two exceptions: fp8 and fp4 become the precision
-    that was asked for beside them, and GELU becomes the exact one, which the fused form
-    approximates by tanh. The fusions that Megatron leaves to torch's compiler are not here: on
-    CPU they are plain functions.
+    Set after parsing and before Megatron's validation, they let a command line for GPUs run
+    unchanged. Each selects the plain implementation of the same mathematics, so that the loss
+    differs by rounding only, with two exceptions: fp8 and fp4 are replaced by the precision of the
+    other flags, and GELU is exact, while the fused form approximates it by tanh. Fusions by
+    torch's compiler are not listed: on CPU they are plain functions.
 
     Args:
-        optimizer: the value of `--optimizer`.
+        optimizer: value of `--optimizer`.
     """
     return (MUON_DEFAULTS if optimizer == MUON else {}) | {
         "distributed_backend": "gloo",
@@ -27,7 +26,7 @@ def cpu_argument_defaults(optimizer: str = ADAM) -> dict[str, object]:
         "transformer_impl": "local",
         "te_rng_tracker": False,
         "use_precision_aware_optimizer": False,
-        "optimizer_cpu_offload": False,  # stands on it, and all is on the CPU
+        "optimizer_cpu_offload": False,  # needs Transformer Engine, and all is on the CPU
         "fp8": None,
         "fp8_param_gather": False,
         "fp4": None,
@@ -44,7 +43,7 @@ def cpu_argument_defaults(optimizer: str = ADAM) -> dict[str, object]:
         "masked_softmax_fusion": False,
         "apply_rope_fusion": False,
         "cross_entropy_loss_fusion": False,
-        "bias_gelu_fusion": False,  # refused by experts that run one after the other
+        "bias_gelu_fusion": False,  # refused by sequential experts
         # Kernels for mixtures of experts
         "moe_grouped_gemm": False,
         "moe_permute_fusion": False,

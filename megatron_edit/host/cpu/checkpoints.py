@@ -1,8 +1,8 @@
-"""What Megatron's checkpoints need where Apex and Transformer Engine are missing.
+"""Makes Megatron's checkpoints work without Apex and Transformer Engine.
 
-Those bring an Adam that keeps its step count with its groups. torch's keeps one with each
-parameter, from its first step on; Megatron's distributed optimizer asks for it before that. When
-it loads, it gives all parameters one and the same tensor, or the number from before.
+Their Adam stores the step count in parameter groups. torch's Adam stores one per parameter, from
+the first step on, but Megatron's distributed optimizer reads it before that; and when it loads a
+checkpoint, it gives all parameters the same tensor, or the old count.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from megatron_edit.host.seams.megatron import SavePlanner, ShardOwner
 from megatron_edit.host.seams.patching import Patcher
 
 
-def serve_checkpoints(patcher: Patcher) -> None:
-    """Let Megatron's distributed optimizer save and load torch's Adam. Imports Megatron.
+def patch_checkpoints(patcher: Patcher) -> None:
+    """Make Megatron's distributed optimizer save and load torch's Adam. Imports Megatron.
 
-    Mutates: the class, a default of the writer's queue, and torch's data loader, by `patcher`.
+    Mutates: through `patcher` that class, Megatron's asynchronous writers, and torch's data loader.
     """
     from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
     from megatron.core.optimizer import distrib_optimizer
 
     if not distrib_optimizer.HAVE_APEX_OR_TE:
         optimizer = distrib_optimizer.DistributedOptimizer
-        patcher.wrap(optimizer, "state_dict", _with_a_state)
-        patcher.wrap(optimizer, "load_state_dict", _with_steps_apart)
-        patcher.wrap(optimizer, "_set_main_param_and_optimizer_states", _without_steps)
+        patcher.wrap(optimizer, "state_dict", _with_initial_state)
+        patcher.wrap(optimizer, "load_state_dict", _with_separate_steps)
+        patcher.wrap(optimizer, "_set_main_param_and_optimizer_states", _with_own_step)
     patcher.wrap(DataLoader, "__init__", _with_own_generator)
     patcher.wrap(filesystem_async.FileSystemWriterAsync, "prepare_write_data", _with_snapshots)
     if not hasattr(filesystem_async, "get_write_results_queue"):
-        return  # megatron-core 0.16 leaves no choice: it spawns
-    # A queue by `spawn` imports the training script once more in each rank: many seconds.
-    patcher.wrap(filesystem_async, "get_write_results_queue", _by_fork)
-    # The process that writes asynchronous saves: a fork, in which this backend is on, too.
-    patcher.wrap(async_utils.PersistentAsyncCaller, "_get_process", _forked)
+        return  # megatron-core 0.16 always spawns
+    # With `spawn` the queue imports the training script again in each rank, which takes seconds.
+    patcher.wrap(filesystem_async, "get_write_results_queue", _with_fork_queue)
+    # Fork the process that writes asynchronous saves, so that this backend is enabled there, too.
+    patcher.wrap(async_utils.PersistentAsyncCaller, "_get_process", _start_forked)
 
 
-def _with_a_state[R](state_dict: Callable[[ShardOwner], R]) -> Callable[[ShardOwner], R]:
+def _with_initial_state[R](state_dict: Callable[[ShardOwner], R]) -> Callable[[ShardOwner], R]:
     @functools.wraps(state_dict)
     def wrapper(self: ShardOwner) -> R:
         inner = self.optimizer
         for group in inner.param_groups:
             for parameter in group["params"]:
-                if not inner.state[parameter]:  # as Adam's own first step would begin
+                if not inner.state[parameter]:  # as in Adam's first step
                     inner.state[parameter] = {
                         "step": torch.tensor(0.0),
                         "exp_avg": torch.zeros_like(parameter),
@@ -58,7 +58,7 @@ def _with_a_state[R](state_dict: Callable[[ShardOwner], R]) -> Callable[[ShardOw
     return wrapper
 
 
-def _with_steps_apart[T](
+def _with_separate_steps[T](
     load: Callable[[ShardOwner, T], object],
 ) -> Callable[[ShardOwner, T], None]:
     @functools.wraps(load)
@@ -71,10 +71,11 @@ def _with_steps_apart[T](
     return wrapper
 
 
-def _without_steps(set_states: Callable[..., None]) -> Callable[..., None]:
-    """Step counts come with the groups; what is loaded with a parameter has none, or an old one.
+def _with_own_step(set_states: Callable[..., None]) -> Callable[..., None]:
+    """Keep each parameter's step count when its state is loaded.
 
-    Each is given its own: Megatron before 0.17 copies whatever the state holds.
+    Step counts are loaded with the groups; the loaded state of a parameter has none or an old one,
+    which Megatron before 0.17 would copy.
     """
 
     @functools.wraps(set_states)
@@ -87,18 +88,18 @@ def _without_steps(set_states: Callable[..., None]) -> Callable[..., None]:
     return wrapper
 
 
-def _by_fork[R](queue: Callable[..., R]) -> Callable[..., R]:
+def _with_fork_queue[R](queue: Callable[..., R]) -> Callable[..., R]:
     return functools.partial(queue, mp_mode="fork")
 
 
-def _forked(start: Callable[..., object]) -> object:
-    """A class method, bound already, whose second argument is how to start a process."""
+def _start_forked(start: Callable[..., object]) -> object:
+    """Wrap a bound class method so that its second argument, the start method, is `fork`."""
     return staticmethod(lambda rank, mp_mode="fork", *rest, **kw: start(rank, "fork", *rest, **kw))
 
 
 def _with_snapshots(prepare: Callable[..., None]) -> Callable[..., None]:
-    """Megatron copies what is to be written to the host: what is there already, training would
-    change before an asynchronous save is written."""
+    """Copy tensors before asynchronous saves: Megatron only copies from the device to the host, so
+    that training would change tensors on the CPU before they are written."""
 
     @functools.wraps(prepare)
     def wrapper(self: object, plan: object, planner: SavePlanner) -> None:
@@ -110,18 +111,19 @@ def _with_snapshots(prepare: Callable[..., None]) -> Callable[..., None]:
 
 
 class Snapshots:
-    """A planner of torch's whose tensors are copies, made where the process that writes has them,
-    too: to send others there would copy them once more.
+    """A planner of torch that returns copies of tensors, in memory shared with the writing process.
+
+    Other tensors would be copied once more when they are sent to that process.
 
     Args:
-        planner: knows the tensors.
+        planner: resolves items to tensors.
     """
 
     def __init__(self, planner: SavePlanner) -> None:
         self._planner = planner
 
     def resolve_data(self, item: object) -> object:
-        """A copy of the tensor, or the bytes, that an item stands for."""
+        """Return a copy of an item's tensor, or its bytes."""
         data = self._planner.resolve_data(item)
         if not isinstance(data, torch.Tensor) or not data.numel():
             return data
@@ -131,8 +133,8 @@ class Snapshots:
 
 
 def _with_own_generator(init: Callable[..., None]) -> Callable[..., None]:
-    """The device's generator is the CPU's here: a loader that draws its seed from it would move
-    the dropout of a resumed run."""
+    """Give each data loader its own generator. On CPU the default generator is also the device's: a
+    loader that draws its seed from it would change the dropout of a resumed run."""
 
     @functools.wraps(init)
     def wrapper(self: DataLoader[object], *args: object, **kwargs: object) -> None:

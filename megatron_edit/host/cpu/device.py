@@ -1,4 +1,4 @@
-"""The one CUDA device that Megatron sees: queries, streams and random numbers, all on the CPU."""
+"""Emulates one CUDA device for Megatron on the CPU: queries, streams and random numbers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader
 from megatron_edit.host.seams.patching import Patcher
 
 _MARK = "_megatron_edit_cpu_backend"
-# Megatron's tracker warns whenever the CPU generator moves while the device's is in use, and
-# torch's extensions, which Megatron imports, that there is no CUDA: neither is news here.
+# Loggers of warnings that are expected here: Megatron's tracker warns if the CPU generator changes
+# while the device's is in use, and torch's extensions that there is no CUDA.
 _LOGGERS = ("megatron.core.tensor_parallel.random", "torch.utils.cpp_extension")
-_NO_NEWS = ("CPU RNG state changed", "No CUDA runtime is found")
+_SUPPRESSED_MESSAGES = ("CPU RNG state changed", "No CUDA runtime is found")
 
 
 def is_enabled() -> bool:
@@ -26,28 +26,28 @@ def is_enabled() -> bool:
     return hasattr(torch.cuda.is_available, _MARK)
 
 
-def asked_by_megatron() -> bool:
+def is_called_by_megatron() -> bool:
     """Whether the caller of our caller belongs to Megatron or to the training script."""
     asker: str = sys._getframe(2).f_globals.get("__name__", "")
     return asker == "__main__" or asker.partition(".")[0] == "megatron"
 
 
 def no_op(*args: object, **kwargs: object) -> None:
-    """Stand-in for a function that only talks to the device."""
+    """Do nothing; replaces functions that only affect the device."""
 
 
 def replace_device(patcher: Patcher) -> None:
-    """Let Megatron, and nobody else, see one device of a modest kind."""
+    """Make Megatron, and no other module, see one CUDA device."""
     count = torch.cuda.device_count
 
     def is_available() -> bool:
-        return asked_by_megatron()
+        return is_called_by_megatron()
 
     def device_count() -> int:
-        return 1 if asked_by_megatron() else int(count())
+        return 1 if is_called_by_megatron() else int(count())
 
     setattr(is_available, _MARK, True)
-    # Compute capability of Ampere: nothing that Megatron keeps for Hopper or Blackwell.
+    # Compute capability of Ampere, for which Megatron enables no features of newer GPUs.
     properties = SimpleNamespace(
         name="cpu", major=8, minor=0, total_memory=0, multi_processor_count=1
     )
@@ -60,41 +60,41 @@ def replace_device(patcher: Patcher) -> None:
 
 
 class _Event:
-    """An event that has always happened already."""
+    """An event that is always complete."""
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
     record = wait = synchronize = no_op
 
     def query(self) -> bool:
-        """Whether the work before it is done."""
+        """Return True: all work is complete."""
         return True
 
 
 class _Stream:
-    """A stream on which all work is done at once, in the order of the calls."""
+    """A stream on which all work runs synchronously."""
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
     wait_stream = wait_event = synchronize = no_op
 
     def record_event(self, event: object = None) -> object:
-        """An event after all work so far."""
+        """Return the given event, or a new one."""
         return event or _Event()
 
 
 def replace_streams(patcher: Patcher) -> None:
-    """Let every stream be the one in which the CPU works anyway."""
+    """Replace streams and events by ones without effect."""
     default = _Stream()
     patcher.replace(torch.cuda, "Event", _Event)
     patcher.replace(torch.cuda, "Stream", _Stream)
-    # `nullcontext`, because Megatron enters one stream context several times.
+    # `nullcontext`, because Megatron enters the same stream context several times.
     patcher.replace(torch.cuda, "stream", nullcontext)
     patcher.replace(torch.cuda, "current_stream", lambda device=None: default)
 
 
 def replace_random(patcher: Patcher) -> None:
-    """Let the CPU generator play the device's."""
+    """Use the CPU generator as the device's generator."""
 
     def get_rng_state(device: object = None) -> torch.Tensor:
         return torch.get_rng_state()
@@ -113,11 +113,11 @@ def replace_random(patcher: Patcher) -> None:
     patcher.replace(torch.cuda, "_lazy_call", lambda function, **kwargs: function())
     for name in _LOGGERS:
         logger = logging.getLogger(name)
-        patcher.replace(logger, "filters", [*logger.filters, _is_worth_a_line])
+        patcher.replace(logger, "filters", [*logger.filters, _is_not_suppressed])
 
     def around(init: Callable[..., None]) -> Callable[..., None]:
-        # A loader without a generator of its own draws a seed for each epoch from the CPU's:
-        # a resumed run would draw once more than an uninterrupted one, and its dropout differ.
+        # A loader without its own generator draws a seed per epoch from the CPU's: a resumed run
+        # would draw once more than an uninterrupted one, and its dropout would differ.
         @functools.wraps(init)
         def wrapper(self: DataLoader[object], *args: object, **kwargs: object) -> None:
             if kwargs.get("generator") is None:
@@ -129,5 +129,5 @@ def replace_random(patcher: Patcher) -> None:
     patcher.wrap(DataLoader, "__init__", around)
 
 
-def _is_worth_a_line(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(_NO_NEWS)
+def _is_not_suppressed(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_SUPPRESSED_MESSAGES)

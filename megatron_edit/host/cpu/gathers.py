@@ -1,11 +1,10 @@
-"""Gathers that gloo cannot do as Megatron asks for them.
+"""Replaces gathers of Megatron that do not work with gloo.
 
-Those that Megatron coalesces reach it one by one: torch's coalesced one corrupts the heap.
-
-Two threads of a gloo group finish its operations. Each then assigns the operation's name to one
-string of the group, without a lock (``ProcessGroupGloo::runLoop``, seen in torch 2.13.0). Of all
-names only ``ALLGATHER_COALESCED`` is too long for the string's own storage, so that two of these
-which end at the same time free one block of the heap twice.
+Coalesced gathers are split into single ones, because torch's coalesced gather corrupts the heap:
+two threads of a gloo group finish its operations, and each assigns the operation's name to a string
+of the group without a lock (``ProcessGroupGloo::runLoop``, seen in torch 2.13.0). Only the name
+``ALLGATHER_COALESCED`` is too long for the string's inline storage, so that two such operations
+that end at the same time free the same heap block twice.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ import torch.distributed as dist
 
 from megatron_edit.host.seams.patching import Patcher
 
-# Coalesced -> single: the names of newer torch (2.13 has both pairs), then of older.
+# Coalesced -> single; names in newer torch, then in older (2.13 has both).
 _SINGLE = {
     "all_gather_single_coalesced": "all_gather_single",
     "allgather_into_tensor_coalesced": "_allgather_base",
 }
 
 
-def separate_gathers(patcher: Patcher) -> None:
-    """Let every coalesced gather be as many single ones, which a single handle waits for.
+def split_coalesced_gathers(patcher: Patcher) -> None:
+    """Replace coalesced gathers by single ones with a common handle.
 
-    The gathered bits are the same, and so is the order in which the ranks issue them.
+    The gathered bits, and the order in which ranks issue the gathers, are the same.
 
     Mutates: the class of torch's process groups, through `patcher`.
     """
@@ -40,13 +39,13 @@ def separate_gathers(patcher: Patcher) -> None:
 
 
 class _Gathers:
-    """The handle of gathers that were issued together."""
+    """Handle of several gathers."""
 
     def __init__(self, works: list[dist.Work]) -> None:
         self._works = works
 
     def wait(self) -> None:
-        """Block until all of them are done."""
+        """Block until all gathers are complete."""
         for work in self._works:
             work.wait()
 
@@ -70,12 +69,12 @@ def _one_by_one(
     return around
 
 
-def serve_layer_wise_gathers(patcher: Patcher) -> None:
-    """Let Megatron's layer-wise distributed optimizer broadcast parameters instead of gathering.
+def patch_layer_wise_gathers(patcher: Patcher) -> None:
+    """Make Megatron's layer-wise distributed optimizer broadcast parameters instead of gathering.
 
-    Its gather takes tensors of a different size from each rank, which NCCL knows and gloo does
-    not. Megatron has the broadcasts beside it, for reference: the same bits. Imports Megatron;
-    does nothing where it has no such optimizer.
+    Its gather takes tensors of different sizes from the ranks, which NCCL supports and gloo does
+    not. Megatron also implements broadcasts with the same results. Imports Megatron; does nothing
+    if it has no such optimizer.
 
     Mutates: the class, through `patcher`.
     """

@@ -1,10 +1,10 @@
-"""Sequence parallelism with torch's norms, where Megatron leaves it to Apex and Transformer Engine.
+"""Enables sequence parallelism with torch's norms; Megatron supports only Apex's and TE's.
 
-Under sequence parallelism each tensor-parallel rank normalises its own part of the sequence, and
-norms every token by itself: the computation is the plain one. Only the gradients of the norm's
-parameters are partial sums. Megatron adds them up over the tensor-parallel group for every
-parameter that is marked ``sequence_parallel``; its wrapper of torch's norms marks none, and
-refuses instead.
+Under sequence parallelism each tensor-parallel rank normalizes its own part of the sequence. Norms
+treat each token separately, so that the forward computation is unchanged. Only the gradients of
+norm parameters are partial sums. Megatron sums them over the tensor-parallel group for every
+parameter that is marked ``sequence_parallel``; its wrapper of torch's norms does not mark them but
+refuses sequence parallelism.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from megatron_edit.host.seams.megatron import NormConfig
 from megatron_edit.host.seams.patching import Patcher
 
 
-def serve_sequence_parallelism(patcher: Patcher) -> None:
-    """Let Megatron's wrapper of torch's norms mark parameters instead of refusing.
+def patch_sequence_parallelism(patcher: Patcher) -> None:
+    """Make Megatron's wrapper of torch's norms mark parameters instead of refusing.
 
-    Imports Megatron. The wrapper is one class, which Megatron binds under several names in
-    several modules: its construction is the one place that all of them come through. Without
-    sequence parallelism it is left alone.
+    Imports Megatron. The constructor is patched because Megatron imports the wrapper's class under
+    several names in several modules. Without sequence parallelism nothing changes.
 
     Mutates: the class, through `patcher`.
     """
@@ -34,13 +33,13 @@ def serve_sequence_parallelism(patcher: Patcher) -> None:
 
 
 def _marking(new: Callable[..., Module]) -> staticmethod[..., Module]:
-    """A function that stands for `__new__`, so it must not bind to the class."""
+    """Wrap `__new__`; the result is a static method, as `__new__` is."""
 
     @functools.wraps(new)
     def marked(cls: type, config: NormConfig, *args: object, **kwargs: object) -> Module:
         if not config.sequence_parallel:
             return new(cls, config, *args, **kwargs)
-        plain = copy.copy(config)  # Megatron's other checks still see what was asked for
+        plain = copy.copy(config)  # Megatron's other checks still see the original config
         plain.sequence_parallel = False
         norm = new(cls, plain, *args, **kwargs)
         for parameter in norm.parameters():

@@ -1,4 +1,4 @@
-"""What Megatron puts on a CUDA device goes to the CPU, and what it says over NCCL to gloo."""
+"""Places tensors for CUDA devices on the CPU, and replaces NCCL by gloo."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_edit.host.cpu.device import asked_by_megatron, no_op
+from megatron_edit.host.cpu.device import is_called_by_megatron, no_op
 from megatron_edit.host.seams.patching import Patcher
 
 _CPU = torch.device("cpu")
@@ -27,14 +27,14 @@ _FACTORIES = (
 
 
 def _on_cpu(device: object) -> object:
-    """`device`, or the CPU where it names a CUDA device (by an index, too)."""
+    """Return `device`, or the CPU for a CUDA device or device index."""
     is_index = isinstance(device, int) and not isinstance(device, bool)
     is_cuda = isinstance(device, str | torch.device) and str(device).startswith("cuda")
     return _CPU if is_index or is_cuda else device
 
 
 def _with_device_argument[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, with its ``device=`` sent to the CPU."""
+    """Wrap `function`, replacing CUDA in ``device=`` by the CPU."""
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -46,7 +46,7 @@ def _with_device_argument[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _with_leading_device[R](to: Callable[..., R]) -> Callable[..., R]:
-    """``Tensor.to`` or ``Module.to``, whose first argument may be a device."""
+    """Wrap ``Tensor.to`` or ``Module.to``, whose first argument may be a device."""
     to = _with_device_argument(to)
 
     @functools.wraps(to)
@@ -57,13 +57,13 @@ def _with_leading_device[R](to: Callable[..., R]) -> Callable[..., R]:
 
 
 def replace_placement(patcher: Patcher) -> None:
-    """Send tensors and modules to the CPU, and let Megatron believe that they left it."""
+    """Place tensors and modules on the CPU, but show them to Megatron as on CUDA."""
     tensor_type = torch.Tensor.type
 
     def type_(self: Tensor, dtype: object = None, *args: object, **kwargs: object) -> object:
         # Megatron's optimizers sort parameters by the names of the CUDA tensor types.
         name = tensor_type(self, dtype, *args, **kwargs)
-        if dtype is None and asked_by_megatron():
+        if dtype is None and is_called_by_megatron():
             return name.replace("torch.", "torch.cuda.", 1)
         return name
 
@@ -77,12 +77,12 @@ def replace_placement(patcher: Patcher) -> None:
     patcher.replace(torch.nn.Module, "cuda", lambda self, *args, **kwargs: self)
     patcher.replace(torch.Tensor, "type", type_)
     patcher.replace(torch.Tensor, "record_stream", no_op)
-    # Megatron fetches what the host must read (split sizes) only from tensors on the device.
-    patcher.replace(torch.Tensor, "is_cuda", property(lambda self: asked_by_megatron()))
+    # Megatron copies values for the host (split sizes) only from tensors on the device.
+    patcher.replace(torch.Tensor, "is_cuda", property(lambda self: is_called_by_megatron()))
 
 
 def replace_distributed(patcher: Patcher) -> None:
-    """Map process groups from NCCL to gloo, which also knows no devices in a barrier."""
+    """Use gloo for process groups with NCCL, and drop barriers' device ids, unsupported by gloo."""
 
     def on_gloo[R](function: Callable[..., R]) -> Callable[..., R]:
         @functools.wraps(function)
@@ -106,10 +106,10 @@ def replace_distributed(patcher: Patcher) -> None:
 
 
 def replace_compiler(patcher: Patcher) -> None:
-    """Switch off Megatron's "jit fuser": compiling costs minutes in each short-lived rank."""
+    """Disable Megatron's "jit fuser", because compiling takes minutes in each rank."""
     patcher.replace(torch, "compile", _compile_nothing)
 
 
 def _compile_nothing(model: object = None, **options: object) -> object:
-    """``torch.compile`` that gives back what it gets, as a function and as a decorator."""
+    """Replace ``torch.compile``, as a function or decorator, and return the model unchanged."""
     return (lambda function: function) if model is None else model

@@ -1,4 +1,4 @@
-"""Where the final synchronous phase begins, in Megatron's iterations."""
+"""Computes where the final synchronous phase begins, in Megatron's iterations."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from megatron_edit.method.schedule import last_local
 
 
 def last_local_iteration(args: Namespace, final_fraction: float) -> int:
-    """The last iteration whose step is local; the last one of all where there is no final phase.
+    """Return the last iteration with a local step; without a final phase, the last of training.
 
-    The share is of iterations, or with `--train-samples` of samples, as that of
-    `--lr-warmup-fraction`. An iteration is counted by what was consumed before it.
+    The fraction is of iterations, or with `--train-samples` of samples, like that of
+    `--lr-warmup-fraction`. An iteration is local if fewer samples than the local ones were
+    consumed before it.
 
     Args:
-        args: Megatron's; `train_iters` is known.
-        final_fraction: share of the training that the final phase takes; in [0, 1].
+        args: Megatron's arguments, with `train_iters` set.
+        final_fraction: fraction of training in the final phase; in [0, 1].
     """
     if not args.train_samples or not final_fraction:
         return last_local(int(args.train_iters), final_fraction)

@@ -1,9 +1,9 @@
-"""Megatron's training loop where replicas make different numbers of steps (A-EDiT).
+"""Controls Megatron's training loop if replicas make different numbers of steps (A-EDiT).
 
-The loop counts this replica's own iterations. What the user gave in global batches (when to end,
-evaluate, save or exit) is decided by the samples of all replicas together, at the sync at which
-they cross a multiple of the interval. Until then the loop must not see the interval. What people
-read of the loop counts the samples of all replicas, too (`host/model/progress.py`).
+The loop counts this replica's own iterations. The user's settings in global batches (when to end,
+evaluate, save or exit) are applied to the samples of all replicas together, at the sync at which
+these cross a multiple of the interval; between syncs the intervals are hidden from the loop. Logs
+count the samples of all replicas, too (`host/model/progress.py`).
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from megatron_edit.host.seams.megatron import ParamScheduler
 
 _INTERVALS = ("eval_interval", "save_interval", "non_persistent_save_interval", "exit_interval")
 _FIRST_EVALUATION = "start_eval_at_iter"
-_TAKEN = (*_INTERVALS, _FIRST_EVALUATION, "train_iters")
+_OVERRIDDEN = (*_INTERVALS, _FIRST_EVALUATION, "train_iters")
 
 
 @dataclass
 class LoopControl:
-    """Megatron's arguments, in our hands while replicas run at their own speeds.
+    """Overrides Megatron's arguments while replicas run at their own speeds.
 
     Attributes:
-        args: Megatron's; its loop reads them at every iteration.
+        args: Megatron's arguments, which its loop reads at every iteration.
         scheduler: Megatron's `OptimizerParamScheduler`.
     """
 
@@ -34,38 +34,41 @@ class LoopControl:
     scheduler: ParamScheduler
     _given: dict[str, Any] = field(default_factory=dict)
     _samples: int = 0
-    _has_begun: bool = False  # the loop, with its first step
+    _has_begun: bool = False  # whether the loop has begun its first step
 
     def override_intervals(self, samples: int, *, is_over: bool) -> None:
-        """Local training begins. What is due at the very step of the switch still happens as ever.
+        """Override the intervals from the switch on; what is due at the step of the switch happens.
 
         Args:
-            samples: consumed by all replicas so far.
-            is_over: whether these are all.
+            samples: samples consumed by all replicas so far.
+            is_over: whether training ends here.
         """
-        self._given = {name: getattr(self.args, name, None) for name in _TAKEN}
+        self._given = {name: getattr(self.args, name, None) for name in _OVERRIDDEN}
         self._samples = samples
         if is_over:
             self._end()
 
     def begin_step(self) -> None:
-        """An optimizer step begins: what the last sync asked for is done, and it is not the end."""
+        """Hide the intervals again at the beginning of an optimizer step, and continue training."""
         self._has_begun = True
         if self._given:
             self._hide_intervals()
             self.args.train_iters = max(self._given["train_iters"], self._iteration + 1)
 
-    def end_round(self, samples: int, pending: int, *, is_over: bool, next_meeting_without_step: bool) -> None:
-        """All replicas have met, inside an optimizer step.
+    def end_round(
+        self, samples: int, pending: int, *, is_over: bool, next_meeting_without_step: bool
+    ) -> None:
+        """Update Megatron's counters after a meeting, which takes place inside an optimizer step.
 
         Args:
-            samples: consumed by all replicas so far.
+            samples: samples consumed by all replicas so far.
             pending: samples by which Megatron will advance the schedule after the step.
-            is_over: whether these are all.
-            next_meeting_without_step: whether a replica goes on to the next meeting at once: what is due now is
-                then due at that one, as nothing that all replicas do may come in between.
+            is_over: whether training ends here.
+            next_meeting_without_step: whether a replica joins the next meeting without a step.
+                What is due now is then postponed to that meeting, because no joint action of all
+                replicas can take place in between.
         """
-        # Outside of a step (before the loop begins) Megatron will add nothing.
+        # Before the loop begins, outside of a step, Megatron will add nothing.
         batch = self.args.global_batch_size if self._has_begun else 0
         if not next_meeting_without_step:
             self._reveal_intervals(samples, self.args.global_batch_size)
@@ -76,12 +79,14 @@ class LoopControl:
             self._end()
 
     @contextmanager
-    def counting_all(self, iteration: int) -> Iterator[None]:
-        """Inside, Megatron's arguments are about all replicas: the iterations that the user gave,
-        and at `iteration` of them what is due at the one that is under way.
+    def with_global_iterations(self, iteration: int) -> Iterator[None]:
+        """Let Megatron's arguments count global iterations inside the context.
+
+        `train_iters` is the user's; intervals due at the loop's current iteration are due at
+        `iteration`.
 
         Args:
-            iteration: whole global batches consumed by all replicas.
+            iteration: complete global batches consumed by all replicas.
         """
         kept = {name: getattr(self.args, name) for name in self._given}
         for name in kept.keys() & set(_INTERVALS):
@@ -96,22 +101,22 @@ class LoopControl:
 
     @property
     def train_iters(self) -> int:
-        """What the user gave: global batches of the whole training."""
+        """The user's number of iterations: global batches of the whole training."""
         return int(self._given.get("train_iters", self.args.train_iters))
 
     def release(self) -> None:
-        """Give Megatron back what the user gave. Idempotent."""
+        """Restore the user's arguments. Idempotent."""
         for name, value in self._given.items():
             setattr(self.args, name, value)
         self._given = {}
 
     @property
     def _iteration(self) -> int:
-        """Number of the iteration that is under way, from 1."""
+        """Number of the current iteration, from 1."""
         return int(self.args.curr_iteration) + 1
 
     def _reveal_intervals(self, samples: int, batch: int) -> None:
-        """Let Megatron find this iteration a multiple of the intervals that the samples crossed."""
+        """Make the current iteration a multiple of the intervals that the samples crossed."""
         before, self._samples = self._samples, samples
         for name in _INTERVALS:
             interval = self._given[name]
@@ -126,5 +131,5 @@ class LoopControl:
             setattr(self.args, name, None)
 
     def _end(self) -> None:
-        # At the switch before the first step there is no iteration yet; the loop then never runs.
+        # At a switch before the first step there is no iteration yet; the loop then does not run.
         self.args.train_iters = self._iteration if self._has_begun else self.args.iteration

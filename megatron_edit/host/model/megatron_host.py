@@ -1,4 +1,4 @@
-"""One replica's model and optimizer, as the engine's host."""
+"""Implements the engine's host for one replica's Megatron model and optimizers."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.placement import Placement
 from megatron_edit.config import EditConfig
 from megatron_edit.engine import ParamShard, Progress, UnitShard
-from megatron_edit.host.model.ends import is_end_asked
+from megatron_edit.host.model.exit_requests import is_end_requested
 from megatron_edit.host.model.final_phase import last_local_iteration
 from megatron_edit.host.model.loop import LoopControl
 from megatron_edit.host.model.moments import (
+    configured_beta2,
     counters_of,
-    given_beta2,
+    num_counted_steps,
     num_moment_elements,
     read_counter,
     read_moment,
     reset,
     scaled_beta2,
-    steps_counted,
     write_counter,
     write_moment,
     zero_nonfinite,
@@ -55,25 +55,26 @@ from megatron_edit.method.order import IN_ORDER, SampleOrder
 
 
 class MegatronHost:
-    """Answers the engine for a Megatron model (see `engine.host.Host`).
+    """The engine's host for a Megatron model (implements `engine.host.Host`).
 
     Args:
         args: Megatron's arguments.
         model: model chunks, wrapped in Megatron's DDP.
-        optimizer: what `get_megatron_optimizer` made, a chain or a single one.
+        optimizer: from `get_megatron_optimizer`, a chain or a single optimizer.
         scheduler: Megatron's `OptimizerParamScheduler`.
-        replica: group of all ranks of this replica, to agree on the list of units.
+        replica: group of all ranks of this replica, for the common list of units.
         placement: gives the number of replicas.
-        config: gives the share of the final synchronous phase, and whether beta2 is scaled.
+        config: gives the fraction of the final synchronous phase, and whether beta2 is scaled.
 
     Attributes:
-        iteration: Megatron's number of the last step: it counts iterations that it skips, and
-            A-EDiT comes back with whole batches of all replicas.
-        last_local_iteration: Megatron's number of the last iteration before the final synchronous
-            phase; of the last one of the training where there is no such phase.
-        common_steps: that Adam had made before the first local one, where beta2 is scaled; None
-            where it was not so far.
-        samples_at_start: consumed by the other replicas, and by this one, before this launch.
+        iteration: Megatron's iteration of the last step. Skipped iterations count; after a resume
+            of A-EDiT it starts from global batches.
+        last_local_iteration: Megatron's last iteration before the final synchronous phase; without
+            this phase, the last one of training.
+        common_steps: Adam's steps before the first local step with scaled beta2; None if beta2 has
+            not been scaled so far.
+        samples_at_start: samples consumed before this launch by the other replicas, and by this
+            one.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class MegatronHost:
         self.samples_at_start = (0, 0)
         self.common_steps: int | None = None
         self._has_deferred_gather = False
-        self._held_back = 0  # of the schedule: it has advanced before a meeting, not after it
+        self._early_advance = 0  # samples by which the schedule has advanced before a meeting
         self._pending = 0  # samples by which Megatron will advance the schedule after the step
         self.loop = LoopControl(args, scheduler)
         self.iteration = int(args.iteration)
@@ -112,27 +113,27 @@ class MegatronHost:
 
     @property
     def arguments(self) -> Namespace:
-        """Megatron's."""
+        """Megatron's arguments."""
         return self._args
 
     @property
     def samples(self) -> int:
-        """Consumed by this replica since the start of training."""
+        """Samples consumed by this replica since the start of training."""
         return self._samples
 
     def origin_of(self, param: ParamShard) -> tuple[torch.nn.Parameter, int, int | None]:
-        """The parameter of a param, the first element of it, and which copy this is."""
+        """Return the parameter of a shard, the shard's first element in it, and its copy index."""
         return self._origins[id(param.source)]
 
     def attach_outer_state(
         self, anchors: Mapping[str, Tensor], momenta: Mapping[str, Tensor]
     ) -> None:
-        """Show the distributed optimizers their part of the outer state."""
+        """Give the distributed optimizers views of their part of the outer state."""
         for optimizer in self._edit_optimizers():
             optimizer.attach_outer_state(self.plan, anchors, momenta)
 
     def release(self) -> None:
-        """Hand the optimizers back to Megatron as they were."""
+        """Restore the classes and attributes of Megatron's optimizers."""
         for optimizer in (*self._edit_optimizers(), *self._layer_wise):
             optimizer.release()
 
@@ -140,9 +141,9 @@ class MegatronHost:
         """Let Megatron attempt an optimizer step, and count it.
 
         Args:
-            step: of Megatron's optimizer.
-            defers_gather: whether it leaves the gather of the parameters to `gather_parameters`:
-                the result of a sync may replace them first.
+            step: `step` of Megatron's optimizer.
+            defers_gather: whether to leave the gather of the parameters to `gather_parameters`,
+                because a sync may replace them first.
         """
         self.loop.begin_step()
         self._defer_gather(defers_gather)
@@ -164,11 +165,11 @@ class MegatronHost:
             optimizer.edit_defers_gather = is_deferred
 
     def _adopt(self, optimizer: OptimizerOfLoop | InnerOptimizer, *, shares: bool = False) -> None:
-        """Take an optimizer of Megatron's over, and all that it chains, to any depth.
+        """Adopt an optimizer of Megatron and, recursively, all that it chains.
 
         Args:
-            optimizer: a chain, or one with parameters.
-            shares: whether each data-parallel rank holds other parameters, whole.
+            optimizer: a chain, or an optimizer with parameters.
+            shares: whether each data-parallel rank has different, complete parameters.
         """
         if hasattr(optimizer, "chained_optimizers"):
             if hasattr(optimizer, "allgather_params"):
@@ -186,12 +187,12 @@ class MegatronHost:
     def _edit_optimizers(self) -> Iterator[EditDistributedOptimizer]:
         return (o for o in self.optimizers if isinstance(o, EditDistributedOptimizer))
 
-    # ---- what the engine asks
+    # ---- interface of the engine
 
     def gradient_shards(self) -> Iterable[Tensor]:
-        """Flat views of Megatron's gradient buffers: of this rank's shard, or all of a plain DDP's.
+        """Yield flat views of gradient buffers: this rank's shards, or with plain DDP all.
 
-        One per bucket, in buffer order; padding included (it is zero).
+        One per bucket, in buffer order, including padding (which is zero).
         """
         for chunk in self._model:
             for bucket_group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
@@ -205,10 +206,10 @@ class MegatronHost:
                     yield shards[bucket_group.intra_distributed_optimizer_instance_rank]
 
     def tied_gradients(self) -> Iterable[tuple[str, Tensor]]:
-        """Name of the tie and whole gradient of each copied parameter of a plain DDP.
+        """Yield the name of the tie and the full gradient of each tied parameter, with plain DDP.
 
-        Under the distributed optimizer the copies' shards lie alike in their buffers, and are
-        averaged to the same bits.
+        With the distributed optimizer the shards of copies have the same places in their buffers,
+        and are averaged to the same bits.
         """
         for parameter in self.unit_of:
             chunk_is_plain = not self._model[0].ddp_config.use_distributed_optimizer
@@ -217,7 +218,7 @@ class MegatronHost:
                 yield tie, parameter.main_grad.view(-1)
 
     def replicated_tensors(self) -> Iterable[Tensor]:
-        """Frozen parameters and floating-point buffers: equal at the start, owned by nobody."""
+        """Yield frozen parameters and floating-point buffers, which must be equal at the start."""
         for chunk in unwrap_model(self._model):
             for parameter in chunk.parameters():
                 if not parameter.requires_grad:
@@ -227,19 +228,19 @@ class MegatronHost:
                     yield buffer.data
 
     def shared_buffers(self) -> Sequence[tuple[int, Tensor]]:
-        """Position of the unit and bias, fp32 [experts], of MoE routers that move their biases."""
+        """Return unit position and bias, fp32 [experts], of MoE routers with adaptive biases."""
         return [(self.plan.names.index(unit), bias) for unit, bias in self._routers.biases()]
 
     def shared_counts(self) -> Sequence[Tensor]:
-        """Tokens per expert, fp32 [experts], which the next move of the routers' biases goes by."""
+        """Return the tokens per expert, fp32 [experts], for the next update of router biases."""
         return self._routers.token_counts()
 
     def linear_buffers(self) -> Sequence[Tensor]:
-        """The routers' biases of quantile balancing, fp32 [experts]."""
+        """Return the router biases of quantile balancing, fp32 [experts]."""
         return self._routers.quantile_biases()
 
     def gather_parameters(self) -> None:
-        """Let Megatron gather the parameters in the replica, and wait for it."""
+        """Let Megatron gather the parameters in the replica, and wait for the gather."""
         from megatron.training import get_timers
 
         self._has_deferred_gather = False
@@ -254,79 +255,79 @@ class MegatronHost:
 
     @property
     def awaits_gather(self) -> bool:
-        """Whether the last step's gather was deferred and nobody gathers; see `engine.host.Host`.
+        """Whether the last step's gather was deferred and the forward pass will not make it.
 
-        Megatron gathers nothing after a step that it skips, and neither does this.
+        False after a skipped step, after which Megatron does not gather either.
         """
         return self._has_deferred_gather and not self.lands_in_forward
 
     @property
     def lands_in_forward(self) -> bool:
-        """Whether Megatron gathers in the forward pass, bucket by bucket, from now on.
+        """Whether Megatron gathers in the forward pass, bucket by bucket.
 
-        Its hooks are off until a first step has succeeded.
+        Its hooks are disabled until a first step has succeeded.
         """
         return all(bool(chunk.remove_forward_pre_hook_handles) for chunk in self._model)
 
     def zero_nonfinite_moments(self, shard: UnitShard) -> int:
-        """Zero what is not finite in the inner moments of a shard; returns how many elements."""
+        """Zero non-finite elements in the inner moments of a shard; return their number."""
         return sum(zero_nonfinite(self._inner, param.source) for param in shard.params)
 
     def read_moments(self, shard: UnitShard, kind: str, out: Tensor) -> None:
-        """Copy a moment of the inner optimizers; see `engine.host.Host`."""
+        """Copy a moment of a shard to `out`, flat fp32."""
         for param, where in zip(shard.params, shard.slices, strict=True):
             read_moment(self._inner, param.source, kind, out[where])
 
     def write_moments(self, shard: UnitShard, kind: str, values: Tensor) -> None:
-        """Inverse of `read_moments`."""
+        """Set a moment of a shard to `values`, flat fp32."""
         for param, where in zip(shard.params, shard.slices, strict=True):
             write_moment(self._inner, param.source, kind, values[where])
 
     def set_local_training(self, is_local: bool) -> str | None:
-        """Scale beta2 from the next step on, or no more; the line that says so, where it is to."""
+        """Scale beta2 during local training; return the log line if the scaling begins."""
         if not self._scales_beta2 or is_local == self._is_local:
             return None
         self._is_local, replicas = is_local, self._placement.num_replicas
         if is_local:
-            counted = steps_counted(self._inner)
+            counted = num_counted_steps(self._inner)
             saved = counted if self.common_steps is None else self.common_steps
-            self.common_steps = min(saved, counted)  # moments may have begun anew
-        given = given_beta2(self._inner)
-        if not is_local or not given:  # a stage may have nothing to step
+            self.common_steps = min(saved, counted)  # moments may have been reset
+        values = configured_beta2(self._inner)
+        if not is_local or not values:  # a stage may have no trainable parameters
             return None
-        changes = (f"{beta2:g} -> {local_beta2(beta2, replicas):.6g}" for beta2 in given)
+        changes = (f"{beta2:g} -> {local_beta2(beta2, replicas):.6g}" for beta2 in values)
         return f"beta2 of the inner optimizer, to the power of 1/{replicas}: {', '.join(changes)}"
 
     def reset_moments(self) -> None:
-        """Let the inner optimizers begin anew, as before their first step."""
+        """Reset the inner optimizers to their state before the first step."""
         reset(self._inner)
         self.common_steps = None
 
     def num_moment_elements(self) -> int:
-        """Elements of all moments that the inner optimizers of this rank hold now."""
+        """Return the number of elements of all moments of this rank's inner optimizers."""
         params = (param for shard in self.plan.shards for param in shard.params)
         return sum(num_moment_elements(self._inner, param.source) for param in params)
 
     def inner_counters(self) -> Tensor:
-        """float64 [n]: step counters and dynamic loss scales of Megatron's optimizers."""
+        """Return float64 [n]: step counters and dynamic loss scales of Megatron's optimizers."""
         return torch.tensor(
             [read_counter(p) for p in counters_of(self._inner)], dtype=torch.float64
         )
 
     def set_inner_counters(self, values: Tensor) -> None:
-        """Put them to what `inner_counters` of a replica told, float64 [n]."""
+        """Set the counters to values from `inner_counters` of a replica, float64 [n]."""
         for place, value in zip(counters_of(self._inner), values.tolist(), strict=True):
             write_counter(place, value)
 
     def resume(
         self, samples: int, consumed: int, order: SampleOrder, common_steps: int | None = None
     ) -> None:
-        """Stand where a checkpoint was written.
+        """Restore the counters from a checkpoint.
 
         Args:
-            samples: consumed by this replica.
-            consumed: by all replicas.
-            order: of samples.
+            samples: samples consumed by this replica.
+            consumed: samples consumed by all replicas.
+            order: order of samples.
             common_steps: see the attribute.
         """
         self._samples, self.order, self.common_steps = samples, order, common_steps
@@ -334,17 +335,17 @@ class MegatronHost:
         self.iteration = int(self._args.iteration)
 
     def set_pending_schedule(self, samples: int) -> None:
-        """Until the next step, say that the schedule stands by `samples` less."""
-        self._held_back = samples
+        """Report the schedule's position less `samples`, until the next step."""
+        self._early_advance = samples
 
     def set_schedule(self, position: int) -> None:
-        """Put the learning-rate schedule to a position, in samples of all replicas."""
+        """Set the position of the learning-rate schedule, in samples of all replicas."""
         self._scheduler.num_steps = position
         self._scheduler.step(increment=0)
 
     @contextmanager
-    def counting(self, samples: int | None) -> Iterator[None]:
-        """Inside, Megatron's count of consumed samples is `samples`; None leaves it alone."""
+    def with_consumed_samples(self, samples: int | None) -> Iterator[None]:
+        """Set Megatron's count of consumed samples inside the context; None keeps it."""
         kept = self._args.consumed_train_samples
         self._args.consumed_train_samples = kept if samples is None else samples
         try:
@@ -353,15 +354,15 @@ class MegatronHost:
             self._args.consumed_train_samples = kept
 
     def iteration_of(self, step: int, iteration: int, own_step: int) -> int:
-        """Megatron's number of the iteration that made `step`; those that it skips make none.
+        """Return Megatron's iteration of a step; skipped iterations make no step.
 
         Args:
-            step: of this replica, or of another.
-            iteration: the last one of this replica.
-            own_step: that this replica has made by then.
+            step: step of this or another replica.
+            iteration: last iteration of this replica.
+            own_step: last step of this replica.
         """
         skipped = set(self._args.iterations_to_skip)
-        if not skipped:  # asked for each loss of a round
+        if not skipped:  # fast path: called for each loss of a round
             return iteration + step - own_step
         while iteration > 0 and (own_step > step or iteration in skipped):
             own_step -= iteration not in skipped
@@ -372,10 +373,10 @@ class MegatronHost:
         return iteration
 
     def _count_step(self, *, was_applied: bool) -> None:
-        """Note that a step has consumed its samples; one that was skipped moves no schedule."""
-        self._held_back = 0
+        """Count the samples of a step; a step that fp16 skipped does not advance the schedule."""
+        self._early_advance = 0
         last, self.iteration = self.iteration, int(self._args.curr_iteration) + 1
-        # What --iterations-to-skip has passed over since the step before is gone, too.
+        # Iterations that --iterations-to-skip has skipped since the last step count, too.
         self._samples += self.samples_per_step * (self.iteration - last)
         self._pending = self.samples_per_step * self._placement.num_replicas if was_applied else 0
 
@@ -397,7 +398,7 @@ class MegatronHost:
 
     @property
     def last_local_step(self) -> int:
-        """`last_local_iteration` as an optimizer step: iterations that Megatron skips make none."""
+        """The step of `last_local_iteration`; skipped iterations make no step."""
         last = self.last_local_iteration
         skipped = {int(iteration) for iteration in self._args.iterations_to_skip}
         return last - sum(0 < iteration <= last for iteration in skipped)
@@ -408,20 +409,20 @@ class MegatronHost:
         return int(self._args.train_iters) * self._placement.num_replicas
 
     @property
-    def is_end_asked(self) -> bool:
-        """Whether this process got a signal to end, or its time is over. Communicates nothing."""
-        return is_end_asked(self._args)
+    def is_end_requested(self) -> bool:
+        """Whether this process got an exit signal or passed its time limit; no communication."""
+        return is_end_requested(self._args)
 
     def progress(self) -> Progress:
-        """Where training stands now, by Megatron's iteration and its learning-rate schedule."""
-        # Counts from 0, and is of no use before Megatron's loop; skipped iterations make no step.
+        """Return the progress of training from Megatron's iteration and learning-rate schedule."""
+        # `curr_iteration` counts from 0 and is unset or stale before Megatron's loop.
         current = max(getattr(self._args, "curr_iteration", -1), self._args.iteration - 1)
         num_iterations, last_local = self._args.train_iters, self.last_local_iteration
         is_last_step = self._skips_all(range(current + 2, num_iterations + 1))
         is_last_local_step = self._skips_all(range(current + 2, last_local + 1))
-        # The schedule moves on after the step, unless the replica was cut off in between.
-        last = int(self._scheduler.num_steps) - self._held_back
-        pending = self._held_back or self._pending
+        # The schedule advances after the step, unless training was interrupted in between.
+        last = int(self._scheduler.num_steps) - self._early_advance
+        pending = self._early_advance or self._pending
         return Progress(
             samples=self._samples,
             schedule_position=last,
@@ -433,17 +434,22 @@ class MegatronHost:
         )
 
     def _skips_all(self, iterations: range) -> bool:
-        """Whether Megatron skips all of some iterations, so that no step is left in them."""
+        """Whether Megatron skips all of these iterations, so that none makes a step."""
         skipped = set(self._args.iterations_to_skip)
         return all(iteration in skipped for iteration in iterations[: len(skipped) + 1])
 
     def begin_local(self, *, is_over: bool) -> None:
-        """Let Megatron's loop make steps at this replica's own speed from here on."""
+        """Let Megatron's loop run at this replica's own speed from now on."""
         self.loop.override_intervals(self._samples * self._placement.num_replicas, is_over=is_over)
 
     def end_round(self, samples: int, *, is_over: bool, next_meeting_without_step: bool) -> None:
-        """Put Megatron's counters and schedule to `samples`, consumed by all replicas so far."""
-        self.loop.end_round(samples, self._pending, is_over=is_over, next_meeting_without_step=next_meeting_without_step)
+        """Set Megatron's counters and schedule to the samples consumed by all replicas so far."""
+        self.loop.end_round(
+            samples,
+            self._pending,
+            is_over=is_over,
+            next_meeting_without_step=next_meeting_without_step,
+        )
 
     def advance_schedule(self, samples: int) -> None:
         """Move Megatron's learning-rate schedule forward by `samples` of all replicas."""

@@ -1,4 +1,4 @@
-"""Inner moments: what Megatron's optimizers remember of each main shard, and by which beta2."""
+"""Reads, writes and resets the moments of Megatron's optimizers, and scales beta2."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_edit.host.seams.megatron import (
 from megatron_edit.method.moments import extra_steps, local_beta2
 
 EXP_AVG, EXP_AVG_SQ, MOMENTUM = "exp_avg", "exp_avg_sq", "momentum_buffer"  # the last is Muon's
-# How optimizers call them in their state: the first name that is there counts.
+# Names of the moments in optimizer states; the first existing name is used.
 MOMENT_NAMES: Mapping[str, tuple[str, ...]] = {
     FIRST_MOMENT: (EXP_AVG, MOMENTUM),
     SECOND_MOMENT: (EXP_AVG_SQ,),
@@ -32,12 +32,12 @@ _SCALER = ("_scale", "_growth_tracker", "_hysteresis_tracker")  # of Megatron's 
 def read_moment(
     optimizers: Sequence[InnerOptimizer], main: Tensor | None, kind: str, out: Tensor
 ) -> None:
-    """Copy a moment of a main shard to `out`, fp32 [n]; leave that as it is, where there is none.
+    """Copy a moment of a main shard to `out`, fp32 [n]; without such a moment do nothing.
 
     Args:
-        optimizers: one of which has it.
-        main: the optimizer's key of its state.
-        kind: of `MOMENT_NAMES`.
+        optimizers: optimizers, one of which may have the shard.
+        main: the optimizer's key of the state.
+        kind: key of `MOMENT_NAMES`.
         out: mutated.
     """
     for optimizer, state, name in _states_with(optimizers, main, kind):
@@ -51,7 +51,7 @@ def read_moment(
 def write_moment(
     optimizers: Sequence[InnerOptimizer], main: Tensor | None, kind: str, values: Tensor
 ) -> None:
-    """Inverse of `read_moment`: an optimizer that keeps moments in fewer bits rounds them."""
+    """Set a moment of a main shard, fp32 [n]; optimizers with moments in fewer bits round it."""
     for optimizer, state, name in _states_with(optimizers, main, kind):
         if _is_scaled(optimizer):
             assert main is not None
@@ -64,7 +64,7 @@ def write_moment(
 def _states_with(
     optimizers: Sequence[InnerOptimizer], main: Tensor | None, kind: str
 ) -> Iterator[tuple[TorchOptimizer, ParamState, str]]:
-    """Optimizers that have a moment of a main shard, with its state, and the moment's name."""
+    """Yield each optimizer that has a moment of a main shard, the state, and the moment's name."""
     for inner in optimizers:
         if inner.optimizer is None or main is None:
             continue
@@ -75,13 +75,13 @@ def _states_with(
 
 
 def num_moment_elements(optimizers: Sequence[InnerOptimizer], main: Tensor | None) -> int:
-    """Elements of the moments of a main shard; 0 before its first applied step."""
+    """Return the number of elements of a shard's moments; 0 before its first applied step."""
     found = (each for kind in MOMENT_NAMES for each in _states_with(optimizers, main, kind))
     return sum(int(state[name].numel()) for _, state, name in found)
 
 
-def given_beta2(optimizers: Iterable[InnerOptimizer]) -> list[float]:
-    """The values of beta2 that there are, ascending."""
+def configured_beta2(optimizers: Iterable[InnerOptimizer]) -> list[float]:
+    """Return the distinct values of beta2 of all parameter groups, ascending."""
     groups = (group for inner in optimizers for group in inner.param_groups)
     return sorted({group["betas"][1] for group in groups if "betas" in group})
 
@@ -90,17 +90,18 @@ def given_beta2(optimizers: Iterable[InnerOptimizer]) -> list[float]:
 def scaled_beta2(
     optimizers: Sequence[InnerOptimizer], num_replicas: int, common_steps: int
 ) -> Iterator[None]:
-    """Inside, beta2 is beta2^(1/N), and Adam's bias corrections fit: for the length of one step, so
-    that whatever reads or saves the optimizer finds what was given.
+    """Use beta2^(1/N) with matching bias corrections inside the context, for one step.
 
-    Adam has one count of steps for both corrections. It is raised to the one that fits the second
-    moment (`extra_steps`); the rate makes up for what that does to the first, which matters as long
-    as beta1^t is not small.
+    Outside of the step all readers, such as checkpoints, see the configured values.
+
+    Adam has one step count for both bias corrections. It is raised to match the second moment
+    (`extra_steps`); the learning rate compensates the effect on the first moment's correction,
+    which matters while beta1^t is not small.
 
     Args:
-        optimizers: which step inside.
+        optimizers: optimizers that step inside the context.
         num_replicas: N.
-        common_steps: steps that were made with beta2 as given.
+        common_steps: steps made with the configured beta2.
     """
     more = extra_steps(common_steps, num_replicas)
     groups = [group for inner in optimizers for group in inner.param_groups if "betas" in group]
@@ -112,7 +113,7 @@ def scaled_beta2(
         share = (1.0 - beta1**step) / (1.0 - beta1 ** (step + more))
         group["betas"] = (beta1, local_beta2(beta2, num_replicas))
         group["lr"] = group["lr"] / share
-        if "weight_decay" in group:  # by rate times decay
+        if "weight_decay" in group:  # Adam multiplies it by the learning rate
             group["weight_decay"] = group["weight_decay"] * share
     for owner in counters:
         owner["step"] += more
@@ -127,8 +128,8 @@ def scaled_beta2(
             owner["step"] -= more
 
 
-def steps_counted(optimizers: Iterable[InnerOptimizer]) -> int:
-    """Steps that Adam has counted; 0 before the first, and where there is nothing to step."""
+def num_counted_steps(optimizers: Iterable[InnerOptimizer]) -> int:
+    """Return Adam's step count; 0 before the first step, or without parameters."""
     return _largest_count(_step_counters(optimizers))
 
 
@@ -137,8 +138,8 @@ def _largest_count(counters: Iterable[Any]) -> int:
 
 
 def _step_counters(optimizers: Iterable[InnerOptimizer]) -> Iterator[Any]:
-    """Owners of counts of steps, under the name `step`: groups, or states of main shards; in an
-    order that is the same on all replicas."""
+    """Yield the dicts with a step count `step`, of groups and of main shards' states, in the same
+    order on all replicas."""
     for inner in optimizers:
         if (optimizer := inner.optimizer) is None:
             continue
@@ -149,7 +150,7 @@ def _step_counters(optimizers: Iterable[InnerOptimizer]) -> Iterator[Any]:
 
 
 def zero_nonfinite(optimizers: Sequence[InnerOptimizer], main: Tensor | None) -> int:
-    """Zero the moments of a main shard that are not finite; returns how many elements."""
+    """Zero non-finite elements in the moments of a main shard; return their number."""
     zeroed = 0
     for inner in optimizers:
         state = {} if inner.optimizer is None else inner.optimizer.state.get(main, {})
@@ -157,31 +158,31 @@ def zero_nonfinite(optimizers: Sequence[InnerOptimizer], main: Tensor | None) ->
             zeroed += _zero_scaled(cast(FusedAdam, inner.optimizer), main, state)
             continue
         for moment in _moments(state):
-            broken = ~torch.isfinite(moment)
-            zeroed += int(broken.sum())
-            moment.masked_fill_(broken, 0.0)
+            nonfinite = ~torch.isfinite(moment)
+            zeroed += int(nonfinite.sum())
+            moment.masked_fill_(nonfinite, 0.0)
     return zeroed
 
 
 def reset(optimizers: Sequence[InnerOptimizer]) -> None:
-    """Forget all moments, and how many steps were made. Main shards that lie among them stay."""
+    """Clear all moments and step counts; main shards in optimizer states are kept."""
     for inner in optimizers:
         optimizer = inner.optimizer
         if optimizer is None:
             continue
         if hasattr(optimizer, "sub_optimizers"):
             for part in cast(HybridOptimizer, optimizer).sub_optimizers:
-                part.state.clear()  # their main shards are their parameters, and stay
+                part.state.clear()  # their main shards are parameters, not state
             optimizer.state.clear()
         elif any(MASTER in state for state in optimizer.state.values()):
-            _zero_beside_main(optimizer)
+            _zero_all_but_main(optimizer)
         else:
             optimizer.state.clear()
         for group in optimizer.param_groups:
             group.pop("step", None)
 
 
-def _zero_beside_main(optimizer: TorchOptimizer) -> None:
+def _zero_all_but_main(optimizer: TorchOptimizer) -> None:
     for state in optimizer.state.values():
         for name, value in state.items():
             if name != MASTER and isinstance(value, Tensor):
@@ -193,14 +194,14 @@ def _is_scaled(optimizer: TorchOptimizer) -> bool:
 
 
 def _zero_scaled(optimizer: FusedAdam, main: Tensor, state: ParamState) -> int:
-    """Of an optimizer that keeps moments in few bits, with scales."""
+    """Zero non-finite elements in moments that are stored in few bits with scales."""
     zeroed = 0
     for name in [name for name, value in state.items() if _is_moment(name, value)]:
         moment = optimizer.get_unscaled_state(main, name)
-        broken = ~torch.isfinite(moment)
-        count = int(broken.sum())
+        nonfinite = ~torch.isfinite(moment)
+        count = int(nonfinite.sum())
         if count:
-            optimizer.set_scaled_state(main, name, moment.masked_fill(broken, 0.0))
+            optimizer.set_scaled_state(main, name, moment.masked_fill(nonfinite, 0.0))
         zeroed += count
     return zeroed
 
@@ -210,21 +211,21 @@ def _is_moment(name: str, value: object) -> bool:
 
 
 def _moments(state: ParamState) -> Iterator[Tensor]:
-    """Of one parameter: everything that has more than one element, and is no main shard."""
+    """Yield the floating-point tensors of a state that are no scalars and no main shard."""
     for name, value in state.items():
         if _is_moment(name, value) and value.is_floating_point():
             yield value
 
 
 def counters_of(optimizers: Sequence[InnerOptimizer]) -> list[tuple[Any, str]]:
-    """Where the optimizers count: places that `read_counter` and `write_counter` understand.
+    """Return the places of all counters, for `read_counter` and `write_counter`.
 
     Args:
-        optimizers: Megatron's.
+        optimizers: Megatron's optimizers.
 
     Returns:
-        Owner and name of each number: step counters of groups and of shards, and of a dynamic loss
-        scale the scale and its trackers.
+        Dict and key of each number: step counters of groups and of shards, and scale and trackers
+        of dynamic loss scaling.
     """
     places = [(owner, "step") for owner in _step_counters(optimizers)]
     for inner in optimizers:
@@ -235,13 +236,13 @@ def counters_of(optimizers: Sequence[InnerOptimizer]) -> list[tuple[Any, str]]:
 
 
 def read_counter(place: tuple[Any, str]) -> float:
-    """The number at a place."""
+    """Return the number at a place."""
     owner, name = place
     return float(owner[name])
 
 
 def write_counter(place: tuple[Any, str], value: float) -> None:
-    """Put the number at a place to `value`, in the type that it has there."""
+    """Set the number at a place, keeping its type."""
     owner, name = place
     if isinstance(owner[name], Tensor):
         owner[name].fill_(value)

@@ -1,4 +1,4 @@
-"""Which sync unit a parameter belongs to, from the module tree of Megatron's GPT models."""
+"""Assigns parameters of Megatron's GPT models to sync units, by their names."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _EMBEDDING = re.compile(r"^(?:embedding|position_embedding)\.")
 
 
 def unit_of(name: str, parameter: torch.nn.Parameter, model: ModelChunk) -> str:
-    """Name of the unit of a parameter.
+    """Return the name of a parameter's unit.
 
     Layers are numbered as Megatron numbers them over all pipeline stages (`layer_number`, from 1).
 
     Args:
-        name: as `model.named_parameters()` gives it.
-        parameter: the parameter itself; a tied copy of the embedding belongs to `embedding`.
+        name: name from `model.named_parameters()`.
+        parameter: the parameter; a tied copy of the embedding belongs to `embedding`.
         model: the unwrapped model chunk.
 
     Raises:
-        UsageError: the model has a part that we do not know.
+        UsageError: the parameter belongs to no known unit.
     """
     if getattr(parameter, "shared_embedding", False) or _EMBEDDING.match(name):
         return EMBEDDING
@@ -41,14 +41,14 @@ def unit_of(name: str, parameter: torch.nn.Parameter, model: ModelChunk) -> str:
         return FINAL
     raise UsageError(
         f"model parameter {name}",
-        "belongs to no sync unit that megatron_edit knows (embedding, layers, final, mtp)",
+        "belongs to no supported sync unit (embedding, layers, final, mtp)",
         "train a GPT model, or report this model as unsupported",
         is_local=True,
     )
 
 
 def named_units(model: ModelChunk) -> Iterator[tuple[str, torch.nn.Parameter, str]]:
-    """Name, parameter and unit of every trainable parameter of an unwrapped model chunk."""
+    """Yield name, parameter and unit of every trainable parameter of an unwrapped model chunk."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             yield name, parameter, unit_of(name, parameter, model)

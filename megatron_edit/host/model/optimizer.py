@@ -1,8 +1,8 @@
-"""Megatron's optimizers as the engine sees them: shards of parameters, and how to write back.
+"""Gives the engine access to the parameter shards of Megatron's optimizers.
 
-`EditDistributedOptimizer` is Megatron's `DistributedOptimizer` with the outer state beside its
-shards. Megatron constructs its optimizers by name, so an instance is adopted after construction
-(its class is exchanged), and handed back as it was by `release`.
+`EditDistributedOptimizer` is Megatron's `DistributedOptimizer` with the outer state of its shards.
+Megatron constructs its optimizers by name, so that the class of an instance is changed after its
+construction, and restored by `release`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from torch import Tensor
 
-from megatron_edit.engine import TIED_EMBEDDING, ShardAccessor, ParamShard, UnitPlan
-from megatron_edit.host.model.shard_access import AdamShard, HybridShard
+from megatron_edit.engine import TIED_EMBEDDING, ParamShard, ShardAccessor, UnitPlan
 from megatron_edit.host.model.quantized import is_quantized
+from megatron_edit.host.model.shard_access import AdamShard, HybridShard
 from megatron_edit.host.seams.megatron import InnerOptimizer, MixedOptimizer, ParamBuffer
 
 TIED_TP, TIED_EXPERT_TP = "tied-tp", "tied-expert-tp"
@@ -30,7 +30,7 @@ class OuterShard:
     """Outer state of one parameter's shard on this rank, aligned with Megatron's main shard.
 
     Attributes:
-        main: fp32 [n], Megatron's own, or what reads and writes it.
+        main: fp32 [n], Megatron's main shard, or an accessor that reads and writes it.
         anchor: fp32 [n], a view of the outer state.
         momentum: fp32 [n], a view of the outer state.
     """
@@ -41,31 +41,32 @@ class OuterShard:
 
 
 class ShardedOptimizer(Protocol):
-    """What the engine's host needs of each of Megatron's optimizers."""
+    """Interface of Megatron's optimizers for the engine's host."""
 
     def main_shards(self) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
-        """Model parameter and what is stepped of it, in the order of the optimizer's shard map:
-        the fp32 main shard, or what the optimizer keeps its main shard by."""
+        """Yield model parameter and main shard, in the order of the optimizer's shard map.
+
+        The second is the fp32 main shard, or the optimizer's key for it."""
 
     def main_of(self, parameter: torch.nn.Parameter, key: Tensor) -> Tensor | ShardAccessor:
-        """The main shard of what `main_shards` gives: flat, fp32."""
+        """Return the flat fp32 main shard, or its accessor, for a pair of `main_shards`."""
 
     def is_first_holder(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether this rank's copy of its shard is the one that norms count."""
+        """Whether this rank has the copy of the shard that counts in norms."""
 
     def target_of(self, parameter: torch.nn.Parameter, main: Tensor) -> Tensor | None:
-        """Where the model reads a main shard, in its own precision; None for the shard itself."""
+        """Return the model's tensor to which a main shard is copied; None if there is none."""
 
     def start_of(self, parameter: torch.nn.Parameter) -> int:
-        """First element of the parameter that the main shard holds."""
+        """Return the index of the main shard's first element in the parameter."""
 
     @property
     def copy_index(self) -> int | None:
-        """Which copy of its shards this rank holds; None where Megatron's own number says it."""
+        """Index of this rank's copy of the shards; None if it is the data-parallel rank."""
 
 
 class EditDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
-    """Megatron's distributed optimizer, with anchor and outer momentum beside its ZeRO shards."""
+    """Megatron's distributed optimizer, with anchor and outer momentum of its ZeRO shards."""
 
     edit_outer: Mapping[int, OuterShard]
     edit_defers_gather: bool
@@ -73,7 +74,7 @@ class EditDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
 
     @classmethod
     def adopt(cls, optimizer: DistributedOptimizer) -> EditDistributedOptimizer:
-        """Turn an instance of Megatron's class into one of this class. `release` undoes it."""
+        """Change the class of a Megatron optimizer to this one; `release` undoes it."""
         optimizer.__class__ = cls
         optimizer.edit_outer = {}
         optimizer.edit_defers_gather = False
@@ -81,7 +82,7 @@ class EditDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
         return optimizer  # type: ignore[no-any-return]
 
     def release(self) -> None:
-        """Become an instance of Megatron's own class again, without a trace of this one."""
+        """Restore Megatron's class, and remove all attributes of this one."""
         for name in (
             "edit_outer", "edit_defers_gather", "edit_keeps_padding", "_defer_param_sync"
         ):  # fmt: skip
@@ -89,8 +90,9 @@ class EditDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
         self.__class__ = DistributedOptimizer
 
     def main_shards(self) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
-        """Model parameter and 1-D shard of this rank: the fp32 main shard, or the 16-bit one that
-        the inner optimizer keeps it by."""
+        """Yield model parameter and 1-D shard of this rank.
+
+        The shard is the fp32 main shard, or the 16-bit shard that is the inner optimizer's key."""
         if self.is_stub_optimizer:
             return
         halves = (
@@ -106,17 +108,17 @@ class EditDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
                 yield from zip(model_group, main_group, strict=True)
 
     @property
-    def has_eight_bits(self) -> bool:
-        """Whether parameters may be stored, and gathered, in eight bits."""
+    def has_quantized_params(self) -> bool:
+        """Whether parameters may be quantized, i.e. stored and gathered in 8 bits."""
         return not self.is_stub_optimizer and bool(self.ddp_config.fp8_param_gather)
 
     @property
     def holds_main_shards(self) -> bool:
-        """Whether the inner optimizer keeps the main shards of 16-bit parameters."""
+        """Whether the inner optimizer stores the main shards of 16-bit parameters."""
         return bool(getattr(self.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
 
     def main_of(self, parameter: torch.nn.Parameter, key: Tensor) -> Tensor | ShardAccessor:
-        """The main shard, fp32 [n]: itself, or what reads and writes it in the inner optimizer."""
+        """Return the main shard, fp32 [n], or an accessor to it in the inner optimizer."""
         if hasattr(self.optimizer, "param_to_inner_param"):
             return HybridShard(self.optimizer, key)
         if self.holds_main_shards and key.dtype != torch.float32:
@@ -124,12 +126,13 @@ class EditDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
         return key.detach().view(-1)
 
     def is_first_holder(self, parameter: torch.nn.Parameter) -> bool:
-        """Several optimizer instances inside a replica hold equal shards; the first counts."""
+        """Whether this is the first of the optimizer instances that have equal shards."""
         return bool(self.distributed_optimizer_instance_id == 0)
 
     def target_of(self, parameter: torch.nn.Parameter, main: Tensor) -> Tensor | None:
-        """The shard's place in the parameter buffer that Megatron gathers from; None also where
-        other hands write it."""
+        """Return the shard's slice of the parameter buffer that Megatron gathers.
+
+        None if the slice is the main shard, or if an accessor or the quantization writes it."""
         if is_quantized(parameter) or not isinstance(self.main_of(parameter, main), Tensor):
             return None
         where = self._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
@@ -139,19 +142,18 @@ class EditDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
         return None if target.data_ptr() == main.data_ptr() else target
 
     def start_of(self, parameter: torch.nn.Parameter) -> int:
-        """First element of the parameter that is in this rank's ZeRO shard."""
+        """Return the index of the first element of this rank's ZeRO shard in the parameter."""
         return int(self._get_model_param_range_map(parameter)["param"].start)
 
     @property
     def copy_index(self) -> int | None:
-        """Number of this optimizer instance: several of them hold copies of the same shards."""
+        """Index of this optimizer instance; several may have copies of the same shards."""
         return int(self.distributed_optimizer_instance_id)
 
     def attach_outer_state(
         self, plan: UnitPlan, anchors: Mapping[str, Tensor], momenta: Mapping[str, Tensor]
     ) -> None:
-        """Give each of this optimizer's main shards its views of anchor and momentum; none where
-        there are none."""
+        """Give each main shard its views of anchor and momentum, if these exist."""
         if not anchors:
             self.edit_outer = {}
             return
@@ -168,8 +170,10 @@ class EditDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
         }
 
     def sharded_param_state_fully_reshardable(self, *args: object, **kwargs: object) -> object:
-        """Megatron's, which reads its gathered buffers at places that count the padding of
-        buckets, where there is none: with several buckets it would store other elements."""
+        """Call Megatron's method with gathered buffers that include the padding of buckets.
+
+        It uses offsets that count this padding, but the buffers that it gathers have none: with
+        several buckets it would store wrong elements."""
         self.edit_keeps_padding = True
         try:
             return super().sharded_param_state_fully_reshardable(*args, **kwargs)
@@ -177,7 +181,7 @@ class EditDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
             self.edit_keeps_padding = False
 
     def get_parameter_state_dp_zero(self, *args: object, **kwargs: object) -> object:
-        """Megatron's; for the caller above with the padding of buckets."""
+        """Call Megatron's method; for the caller above, add the padding of buckets."""
         state = super().get_parameter_state_dp_zero(*args, **kwargs)
         if state is not None and self.edit_keeps_padding:
             for index, buffer in enumerate(self.buffers):
@@ -186,7 +190,7 @@ class EditDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
         return state
 
     def step_with_ready_grads(self) -> bool:
-        """Megatron's step; before a sync without its gather, which would be of old parameters."""
+        """Step, without Megatron's gather if it is deferred because of a sync."""
         if not self.edit_defers_gather:
             return bool(super().step_with_ready_grads())
         self._defer_param_sync = True
@@ -197,7 +201,7 @@ class EditDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
 
 
 class PlainOptimizer:
-    """A Megatron optimizer that shards nothing (plain DDP): every rank holds everything, M = 1.
+    """A Megatron optimizer without sharding (plain DDP): every rank has all parameters, M = 1.
 
     Args:
         optimizer: `FP32Optimizer` or `Float16OptimizerWithFloat16Params`.
@@ -209,8 +213,9 @@ class PlainOptimizer:
         self._mixed = cast(MixedOptimizer, optimizer) if is_mixed else None
 
     def main_shards(self) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
-        """Model parameter and main copy, fp32 of the parameter's shape; the same tensor where the
-        parameter is fp32."""
+        """Yield model parameter and main copy, fp32 of the parameter's shape.
+
+        Both are the same tensor if the parameter is fp32."""
         if self._mixed is None:
             for group in self._optimizer.param_groups:
                 for parameter in group["params"]:
@@ -224,11 +229,11 @@ class PlainOptimizer:
                 yield parameter, parameter
 
     def main_of(self, parameter: torch.nn.Parameter, key: Tensor) -> Tensor | ShardAccessor:
-        """The main copy, flat: a view, fp32 [n]."""
+        """Return a flat view of the main copy, fp32 [n]."""
         return key.detach().view(-1)
 
     def is_first_holder(self, parameter: torch.nn.Parameter) -> bool:
-        """All data-parallel ranks hold equal copies; the first counts."""
+        """Whether this is the first data-parallel rank; all of them have equal copies."""
         if getattr(parameter, "allreduce", True):
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         else:
@@ -236,25 +241,25 @@ class PlainOptimizer:
         return bool(group.rank() == 0)
 
     def target_of(self, parameter: torch.nn.Parameter, main: Tensor) -> Tensor | None:
-        """The model's own parameter, where the main copy is apart from it."""
+        """Return the flat model parameter; None if it is the main copy."""
         return None if parameter is main else parameter.detach().view(-1)
 
     def start_of(self, parameter: torch.nn.Parameter) -> int:
-        """0: the main copy holds all of the parameter."""
+        """Return 0: the main copy has the complete parameter."""
         return 0
 
     @property
     def copy_index(self) -> int | None:
-        """None: the data-parallel rank says which copy this is."""
+        """None: the data-parallel rank is the index of the copy."""
         return None
 
 
 def pad_buckets(tensors: dict[str, object], buffer: ParamBuffer) -> None:
-    """Put the gathered tensors of a buffer to the places that the padding of its buckets gives.
+    """Insert the padding of buckets into the gathered tensors of a buffer.
 
     Args:
-        tensors: by kind, fp32 [numel without padding]; replaced by ones with padding.
-        buffer: Megatron's, whose buckets know both.
+        tensors: tensors by kind, fp32 [numel without padding]; replaced by tensors with padding.
+        buffer: Megatron's buffer.
     """
     for kind, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or tensor.numel() == buffer.numel:
@@ -271,10 +276,10 @@ def param_shards_of(
     optimizer: ShardedOptimizer,
     names: Mapping[torch.nn.Parameter, tuple[str, str]],
 ) -> Iterator[ParamShard]:
-    """The optimizer's main shards, with their units.
+    """Yield the optimizer's main shards with their units.
 
     Args:
-        optimizer: whose shards.
+        optimizer: optimizer with the shards.
         names: name and unit of every trainable parameter.
     """
     for parameter, main in optimizer.main_shards():
@@ -302,7 +307,7 @@ def param_shards_of(
 
 
 def tie_of(parameter: torch.nn.Parameter) -> str | None:
-    """The group over which this parameter has copies that must stay equal, if any."""
+    """Return the group over which this parameter has copies that must stay equal, if any."""
     if getattr(parameter, "shared_embedding", False):
         return TIED_EMBEDDING
     if getattr(parameter, "tensor_model_parallel", False):

@@ -1,4 +1,4 @@
-"""What a replica's model consists of: its units, and where each param of them comes from."""
+"""Plans the units of a replica's model, and the origin of each of their parameter shards."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ from megatron_edit.host.seams.megatron import ModelChunk
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """A model as the engine sees it.
+    """Units of a model.
 
     Attributes:
-        units: that hold all trained parameters, with this rank's params.
-        unit_of: the unit of each parameter of this rank.
-        origins: of a param, by the `id` of its tensor: its parameter, its first element, and
-            which copy this is.
-        has_tied_stages: whether several pipeline stages hold the embedding.
+        units: plan of the units of all trained parameters, with this rank's shards.
+        unit_of: unit of each parameter of this rank.
+        origins: parameter, first element and copy index of each shard, by the `id` of its tensor.
+        has_tied_stages: whether several pipeline stages have a copy of the embedding.
     """
 
     units: UnitPlan
@@ -43,16 +42,16 @@ class ModelPlan:
 def plan_model(
     chunks: Sequence[ModelChunk], optimizers: Sequence[ShardedOptimizer], replica: Group
 ) -> ModelPlan:
-    """Agree with the other ranks of the replica on the list of units.
+    """Plan the units of a model, with a list of units that all ranks of the replica agree on.
 
     Args:
-        chunks: of the model, unwrapped.
-        optimizers: of its parameters.
-        replica: all ranks of this replica.
+        chunks: unwrapped chunks of the model.
+        optimizers: optimizers of its parameters.
+        replica: group of all ranks of this replica.
 
     Raises:
-        UsageError: a unit's parameters lie on several pipeline stages, or a frozen one is in eight
-            bits.
+        UsageError: a unit's parameters are on several pipeline stages, or a frozen parameter is
+            quantized.
     """
     _check_frozen(chunks)
     named = [
@@ -72,7 +71,7 @@ def plan_model(
             params,
             sorted(everywhere, key=forward_order),
             stage_units,
-            quantizers_of(_with_eight_bits(optimizers), dict(named)),
+            quantizers_of(_with_quantized_params(optimizers), dict(named)),
         ),
         unit_of={parameter: unit for parameter, (_, unit) in named},
         origins={
@@ -84,14 +83,16 @@ def plan_model(
     )
 
 
-def _with_eight_bits(optimizers: Sequence[ShardedOptimizer]) -> Iterator[EditDistributedOptimizer]:
+def _with_quantized_params(
+    optimizers: Sequence[ShardedOptimizer],
+) -> Iterator[EditDistributedOptimizer]:
     for optimizer in optimizers:
-        if isinstance(optimizer, EditDistributedOptimizer) and optimizer.has_eight_bits:
+        if isinstance(optimizer, EditDistributedOptimizer) and optimizer.has_quantized_params:
             yield optimizer
 
 
 def _check_frozen(chunks: Sequence[ModelChunk]) -> None:
-    """What no optimizer owns is broadcast as it is at the start."""
+    """Refuse quantized frozen parameters, whose broadcast at the start is not supported."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if not parameter.requires_grad and is_quantized(parameter):
@@ -103,12 +104,12 @@ def _check_frozen(chunks: Sequence[ModelChunk]) -> None:
 
 
 def _check_one_stage_each(units: set[str], stages: set[tuple[int, frozenset[str]]]) -> None:
-    """A unit's norm is taken over the ranks of one pipeline stage; tied copies do not count."""
+    """Refuse units on several pipeline stages: norms are reduced over one; ignore tied copies."""
     for unit in sorted(units):
-        homes = {stage for stage, own in stages if unit in own}
-        if len(homes) > 1:
+        unit_stages = {stage for stage, own in stages if unit in own}
+        if len(unit_stages) > 1:
             raise UsageError(
                 f"unit {unit}",
-                f"its parameters lie on pipeline stages {sorted(homes)}, EDiT needs them on one",
+                f"its parameters lie on pipeline stages {sorted(unit_stages)}, must be on one",
                 "choose another pipeline layout",
             )

@@ -1,8 +1,8 @@
-"""How far training is, counted in samples of all replicas together.
+"""Progress of training in samples of all replicas together.
 
-Megatron counts the steps of one replica. Where replicas run at their own speeds (A-EDiT) that is no
-measure of the training: `iteration` is then a count of whole global batches, consumed by all
-replicas together, in all that people read. A replica's own count is called `replica step`.
+Megatron counts the steps of one replica. With A-EDiT, in which replicas run at their own speeds,
+this is no measure of training: in all logs `iteration` is then the number of complete global
+batches consumed by all replicas together. A replica's own count is called `replica step`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from megatron_edit.host.seams.calls import Call
 class RunProgress:
     """Samples and iterations of all replicas together; the same on all ranks of a replica.
 
-    Right after a sync the numbers are exact. Between two syncs other replicas count as far as this
-    one has heard of their steps, so that the numbers never decrease and never exceed the truth.
-    They are for display: what replicas decide together follows from the records of a meeting.
+    Right after a sync the numbers are exact. Between two syncs they include the steps that other
+    replicas have reported so far: they never decrease and never exceed the true values. They are
+    for display only; joint decisions use the records of a meeting.
 
     Attributes:
-        engine: knows what the other replicas have told.
-        host: counts this replica's own samples.
+        engine: gives the steps reported by the other replicas.
+        host: counts this replica's samples.
         replica: r.
         num_replicas: N.
     """
@@ -35,7 +35,7 @@ class RunProgress:
     host: MegatronHost
     replica: int
     num_replicas: int
-    _others: int = 0  # samples of the other replicas, the largest number known so far
+    _others: int = 0  # largest known number of samples of the other replicas
 
     @property
     def is_timed(self) -> bool:
@@ -44,52 +44,58 @@ class RunProgress:
 
     @property
     def samples(self) -> int:
-        """Consumed by all replicas so far."""
-        self._others = max(self._others, self._known_of_others())
+        """Samples consumed by all replicas so far."""
+        self._others = max(self._others, self._known_samples_of_others())
         return self.host.samples + self._others
 
     @property
     def iteration(self) -> int:
-        """Of the last step. Where replicas run at their own speeds: whole global batches."""
+        """Iteration of the last step; with A-EDiT, the number of complete global batches."""
         return self.iteration_at(self.samples) if self.is_timed else self.host.iteration
 
     def iteration_at(self, samples: int) -> int:
-        """Whole global batches; at the end of training exactly `--train-iters`.
+        """Return the number of complete global batches; at the end of training `--train-iters`.
 
         Args:
-            samples: consumed by all replicas.
+            samples: samples consumed by all replicas.
         """
-        assignment, batch = self.engine.status.assignment, int(self.host.arguments.global_batch_size)
-        whole = max(1, samples // batch)  # Megatron takes 0 for no iteration
+        assignment, batch = (
+            self.engine.status.assignment,
+            int(self.host.arguments.global_batch_size),
+        )
+        batches = max(1, samples // batch)  # for Megatron 0 is no iteration
         if assignment is None:
-            return whole
-        # A rest that makes no block for a replica is never consumed.
+            return batches
+        # A remainder smaller than a block is never consumed.
         end = self.host.order.start + assignment.target * self.host.samples_per_step
-        return max(whole, self.host.loop.train_iters) if samples >= end else whole
+        return max(batches, self.host.loop.train_iters) if samples >= end else batches
 
     @contextmanager
-    def shown(self, call: Call[object]) -> Iterator[None]:
-        """Inside, a call of Megatron's, and Megatron's arguments, count what all replicas did.
+    def with_global_counts(self, call: Call[object]) -> Iterator[None]:
+        """Let a call of Megatron, and its arguments, count the progress of all replicas.
 
         Args:
-            call: with an argument `iteration`.
+            call: call with an argument `iteration`.
         """
         if not self.is_timed:
             yield
             return
         iteration = self.iteration
         call.arguments["iteration"] = iteration
-        with self.host.counting(self.samples), self.host.loop.counting_all(iteration):
+        with (
+            self.host.with_consumed_samples(self.samples),
+            self.host.loop.with_global_iterations(iteration),
+        ):
             yield
 
-    def _known_of_others(self) -> int:
-        """Samples of the other replicas that this one knows of now."""
+    def _known_samples_of_others(self) -> int:
+        """Return the samples of the other replicas that are known to this one."""
         engine, host = self.engine, self.host
         at_start, own = host.samples_at_start
-        if not self.is_timed or engine.status.was_warmup_step:  # all make the same steps
+        if not self.is_timed or engine.status.was_warmup_step:  # all replicas make the same steps
             return at_start + (self.num_replicas - 1) * (host.samples - own)
-        told = at_start + engine.status.steps_of_others * host.samples_per_step
-        met = sum(
+        reported = at_start + engine.status.steps_of_others * host.samples_per_step
+        recorded = sum(
             r.samples for index, r in enumerate(engine.status.records) if index != self.replica
         )
-        return max(told, met)
+        return max(reported, recorded)

@@ -1,8 +1,8 @@
-"""Parameters in eight bits (``--fp8-param-gather``), written by Megatron's own quantisation.
+"""Writes quantized (8-bit) parameters (``--fp8-param-gather``) by Megatron's quantization.
 
-A main shard cannot be copied into such a parameter: its scale follows from all ranks that share the
-parameter. Megatron's function takes lists of parameters and is collective over these ranks, so it
-is called once for each unit and optimizer, by all of them.
+A main shard cannot be copied into such a parameter, because its scale depends on all ranks that
+have a shard of it. Megatron's function takes lists of parameters and is collective over these
+ranks, so that all of them call it once for each unit and optimizer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_edit.host.seams.megatron import QuantizingOptimizer
 
 
 def is_quantized(parameter: torch.nn.Parameter) -> bool:
-    """Whether a parameter is stored in eight bits."""
+    """Whether a parameter is stored in 8 bits."""
     is_grouped = getattr(fp8_utils, "is_grouped_tensor_with_quantized_storage", None)  # from 0.19
     return bool(fp8_utils.is_float8tensor(parameter) or (is_grouped and is_grouped(parameter)))
 
@@ -26,14 +26,14 @@ def is_quantized(parameter: torch.nn.Parameter) -> bool:
 def quantizers_of(
     optimizers: Iterable[object], unit_of: Mapping[torch.nn.Parameter, tuple[str, str]]
 ) -> dict[str, Callable[[], None]]:
-    """What writes the parameters in eight bits of each unit that has some.
+    """Return, for each unit with quantized parameters, a function that writes them.
 
     Args:
-        optimizers: distributed optimizers of Megatron, in the same order on all ranks.
+        optimizers: Megatron's distributed optimizers, in the same order on all ranks.
         unit_of: name and unit of each parameter.
 
     Raises:
-        UsageError: this Megatron does not finish such parameters after each gather.
+        UsageError: this Megatron does not support it (older than 0.19).
     """
     parts: dict[str, list[Callable[[], None]]] = {}
     for optimizer in optimizers:
@@ -45,15 +45,15 @@ def quantizers_of(
             )
         for unit, quantize in _of_optimizer(cast(QuantizingOptimizer, optimizer), unit_of).items():
             parts.setdefault(unit, []).append(quantize)
-    return {unit: _one_after_another(quantizers) for unit, quantizers in parts.items()}
+    return {unit: _call_in_order(quantizers) for unit, quantizers in parts.items()}
 
 
-def _one_after_another(functions: Sequence[Callable[[], None]]) -> Callable[[], None]:
-    def all_of_them() -> None:
+def _call_in_order(functions: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    def call_all() -> None:
         for function in functions:
             function()
 
-    return all_of_them
+    return call_all
 
 
 def _of_optimizer(
@@ -68,15 +68,15 @@ def _of_optimizer(
 def _quantizer(optimizer: QuantizingOptimizer, chosen: set[int]) -> Callable[[], None]:
     def quantize() -> None:
         lists: tuple[list[object], list[object], list[object]] = ([], [], [])
-        # Asked each time: a load may have put other tensors in the place of main shards.
+        # Read at each call: a load may have replaced the tensors of main shards.
         for parameter, main, start in zip(
             *optimizer._get_fp8_params_and_shard_fp32_from_fp8(), strict=True
         ):
             if id(parameter) in chosen:
-                # A group of parameters is several to the function.
+                # The function takes the members of a group of parameters.
                 parts = optimizer._expand_quantized_param_shard_for_cast(parameter, main, start)
-                for whole, part in zip(lists, parts, strict=True):
-                    whole.extend(part)
+                for target, part in zip(lists, parts, strict=True):
+                    target.extend(part)
         fp8_utils.quantize_param_shard(*lists, optimizer.data_parallel_group)
 
     return quantize

@@ -1,4 +1,4 @@
-"""Learning rates of Megatron's schedule, at any of its positions."""
+"""Learning rates of Megatron's schedule at a given position."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ def rate_at(
     *,
     is_peak: bool,
 ) -> float:
-    """The largest learning rate of all parameter groups.
+    """Return the largest learning rate of all parameter groups.
 
     Args:
-        optimizers: whose groups.
-        scheduler: Megatron's `OptimizerParamScheduler`; left as it is.
-        position: in samples of all replicas.
-        is_peak: while the schedule warms up, give the peak that it comes to (method section 6).
+        optimizers: optimizers with the groups.
+        scheduler: Megatron's `OptimizerParamScheduler`; not changed.
+        position: position in samples of all replicas.
+        is_peak: during the schedule's warm-up return its peak (method section 6).
     """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     if is_peak and position <= scheduler.lr_warmup_steps:

@@ -1,4 +1,4 @@
-"""What MoE routers learn outside the optimizer: biases that balance the load of the experts."""
+"""State of MoE routers outside the optimizer: biases that balance the load of the experts."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from megatron_edit.host.seams.megatron import ModelChunk, Router
 
 @dataclass(frozen=True)
 class Routers:
-    """The routers of a model that keep a bias, with the unit of each.
+    """The routers of a model that have a bias, with their units.
 
-    Megatron exchanges the biases' tensors when it changes their dtype, so modules are kept.
+    Modules are stored because Megatron replaces the bias tensors when it changes their dtype.
 
     Attributes:
-        modules: Megatron's `TopKRouter`s, with their units.
+        modules: unit and Megatron's `TopKRouter`.
     """
 
     modules: tuple[tuple[str, Router], ...]
 
     @classmethod
     def of(cls, chunks: Sequence[ModelChunk], unit_of: Mapping[Parameter, str]) -> Routers:
-        """Find them in unwrapped model chunks."""
+        """Find the routers in unwrapped model chunks."""
         return cls(
             tuple(
                 (unit_of[module.weight], module)
@@ -36,12 +36,15 @@ class Routers:
         )
 
     def biases(self) -> list[tuple[str, Tensor]]:
-        """Unit and bias, fp32 [experts]: what is averaged at a sync."""
+        """Return unit and bias, fp32 [experts], for averaging at a sync."""
         return [(unit, bias) for unit, module in self.modules for bias in _biases(module)]
 
     def token_counts(self) -> list[Tensor]:
-        """Tokens per expert of the global batch so far, fp32 [experts]: Megatron's
-        `_update_router_expert_bias` moves each bias by the sign of what they tell."""
+        """Return the tokens per expert of the current global batch, fp32 [experts].
+
+        Megatron's `_update_router_expert_bias` changes each bias by the sign of their difference
+        from the mean.
+        """
         return [
             module.local_tokens_per_expert
             for _, module in self.modules
@@ -49,7 +52,7 @@ class Routers:
         ]
 
     def quantile_biases(self) -> list[Tensor]:
-        """Biases of `quantile_balancing`, fp32 [experts]: linear in what the replicas saw."""
+        """Return biases of `quantile_balancing`, fp32 [experts], which can be averaged directly."""
         return [
             module.qb_beta
             for _, module in self.modules

@@ -1,9 +1,9 @@
-"""Main shards that an optimizer keeps in its own state, read and written through its accessors.
+"""Accessors for main shards that are stored in the state of an optimizer.
 
-With ``--use-precision-aware-optimizer`` Megatron has no fp32 copy of its own: Transformer Engine's
-Adam keeps it, as fp32 or as what bf16 parameters lack of it. With ``--optimizer-cpu-offload`` it is
-a tensor of Megatron's hybrid optimizer, which may lie in host memory. Both are made anew by a load,
-so they are looked up at each use.
+With ``--use-precision-aware-optimizer`` Megatron has no fp32 copy: Transformer Engine's Adam has
+it, as fp32 or as the remainder of bf16 parameters. With ``--optimizer-cpu-offload`` it is a tensor
+of Megatron's hybrid optimizer, which may be in host memory. Loading a checkpoint replaces both, so
+that they are looked up at each use.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _LOW = 0xFFFF
 class AdamShard:
     """A main shard in the state of Transformer Engine's Adam.
 
-    Before the first step there is no state, and theta is what the model holds: Adam will begin
-    from that.
+    Before the first step there is no state, and theta is the model's shard, from which Adam will
+    begin.
 
     Attributes:
-        optimizer: that keeps it.
-        model: bf16 or fp16 [n], a view of what the model reads; the optimizer's key of the state.
+        optimizer: optimizer with the state.
+        model: bf16 or fp16 [n], a view of the model's parameter; the optimizer's key of the state.
     """
 
     optimizer: FusedAdam
@@ -39,15 +39,16 @@ class AdamShard:
         return int(self.model.numel())
 
     def read(self) -> Tensor:
-        """theta, fp32 [n]: Adam's master copy, joined where it is a remainder; the model's values
-        before the first step."""
+        """Return theta, fp32 [n]: Adam's main copy, or the model's values before the first step.
+
+        A main copy that is stored as a remainder is joined with the model's values."""
         if MASTER not in self.optimizer.state.get(self.model, {}):
             return self.model.detach().float()
         main = self.optimizer.get_unscaled_state(self.model, MASTER)
         return join_remainder(self.model.detach(), main) if main.dtype == torch.int16 else main
 
     def write(self, values: Tensor) -> None:
-        """Make theta `values`, fp32 [n]. The model's part is rounded as Adam's kernels round it."""
+        """Set theta to `values`, fp32 [n]; the model's shard is rounded as by Adam's kernels."""
         state, model = self.optimizer.state.get(self.model, {}), self.model.detach()
         if MASTER in state and state[MASTER].dtype == torch.int16:
             rounded, remainder = split_fp32(values)
@@ -63,11 +64,11 @@ class AdamShard:
 class HybridShard:
     """A main shard of Megatron's hybrid optimizer, on the device or in host memory.
 
-    Where it is in host memory, the host waits for each copy: its own optimizer steps there.
+    In host memory, the host blocks for each copy, because the CPU optimizer uses the shard.
 
     Attributes:
-        optimizer: that keeps it.
-        model: [n], a view of what the model reads; the optimizer's name of the shard.
+        optimizer: optimizer with the shard.
+        model: [n], a view of the model's parameter; the optimizer's key of the shard.
     """
 
     optimizer: HybridOptimizer
@@ -78,11 +79,11 @@ class HybridShard:
         return int(self.model.numel())
 
     def read(self) -> Tensor:
-        """theta, fp32 [n], on the device of the parameter: a copy, where it lives elsewhere."""
+        """Return theta, fp32 [n], on the parameter's device: a copy if it is stored elsewhere."""
         return self._main.to(device=self.model.device, dtype=torch.float32)
 
     def write(self, values: Tensor) -> None:
-        """Make theta `values`, fp32 [n], in the optimizer's copy and in what the model reads."""
+        """Set theta to `values`, fp32 [n], in the optimizer's copy and in the model's parameter."""
         self._main.copy_(values)
         self.model.detach().copy_(values)
 
@@ -92,19 +93,19 @@ class HybridShard:
 
 
 def split_fp32(values: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 as the nearest bf16 and an int16 remainder, bit for bit as Adam's kernels store it.
+    """Split fp32 into the nearest bf16 and an int16 remainder, bit for bit as Adam's kernels do.
 
     Args:
         values: fp32 [n].
     """
     bits = values.contiguous().view(torch.int32)
     remainder = bits.to(torch.int16)  # the low half, as a signed number
-    high = (bits >> 16) + (remainder < 0)  # rounded up where the low half is a half or more
+    high = (bits >> 16) + (remainder < 0)  # rounded up if the low half is at least a half
     return high.to(torch.int16).view(torch.bfloat16), remainder
 
 
 def join_remainder(rounded: Tensor, remainder: Tensor) -> Tensor:
-    """fp32 [n] from what `split_fp32` made of it, exactly.
+    """Return the exact fp32 [n] from the results of `split_fp32`.
 
     Args:
         rounded: bf16 [n].

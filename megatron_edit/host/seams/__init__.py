@@ -1,1 +1,1 @@
-"""Changing Megatron and back: patches that can be undone, probes of what they stand on."""
+"""Reversible patches of Megatron, and probes of the symbols that they use."""

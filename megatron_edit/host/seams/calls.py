@@ -1,4 +1,4 @@
-"""Answering a call of Megatron's in its place."""
+"""Interception of calls of Megatron's functions."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Call[R]:
-    """A call of Megatron's, before it is made.
+    """An intercepted call of a Megatron function.
 
     Attributes:
-        function: Megatron's own.
-        given: with which arguments; they may be changed.
+        function: Megatron's function.
+        given: its arguments, which may be changed.
     """
 
     function: Callable[..., R]
@@ -24,18 +24,18 @@ class Call[R]:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Those that were given, by name."""
+        """The given arguments, by name."""
         return self.given.arguments
 
     def proceed(self) -> R:
-        """Make it."""
+        """Call Megatron's function and return its result."""
         return self.function(*self.given.args, **self.given.kwargs)
 
 
-def answered_by[R](
+def handled_by[R](
     answer: Callable[[Call[R]], R],
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """For `Patcher.wrap`: a function whose calls are answered by another one."""
+    """Return a wrapper, for `Patcher.wrap`, that passes calls to `answer`."""
 
     def around(function: Callable[..., R]) -> Callable[..., R]:
         signature = inspect.signature(function)

@@ -1,4 +1,4 @@
-"""What `run.json` says of a run: resolved settings, versions, topology."""
+"""Makes the description of a run in `run.json`: resolved settings, versions, topology."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from megatron_edit.host.seams.probes import megatron_version
 def describe(
     config: EditConfig, placement: Placement, device: torch.device, sync_mode: str
 ) -> dict[str, Any]:
-    """The content of `run.json`.
+    """Return the content of `run.json`.
 
     Args:
-        config: with the presets of its strategy; `sync_mode` and `num_replicas` are shown resolved.
-        placement: of this process.
-        device: of the parameters.
-        sync_mode: what `--edit-sync-mode` came to.
+        config: settings with presets; `sync_mode` and `num_replicas` are written resolved.
+        placement: placement of this process.
+        device: device of the parameters.
+        sync_mode: resolved `--edit-sync-mode`.
     """
     return {
         "config": {
@@ -47,7 +47,7 @@ def describe(
 
 
 def versions() -> dict[str, str]:
-    """Of what has a part in the numbers."""
+    """Return the versions of the software that affects numerical results."""
     return {
         "megatron_edit": __version__,
         "megatron_core": megatron_version(),

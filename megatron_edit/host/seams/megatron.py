@@ -1,7 +1,8 @@
-"""What we use of Megatron's objects, as protocols: nothing here exists at run time.
+"""Protocols for the parts of Megatron's objects that this package uses, for type checking only.
 
-Megatron has no type stubs. Each protocol names the class that it stands for and holds only what we
-read, write or call of it. Arguments stay `argparse.Namespace`: Megatron itself has no list of them.
+Megatron has no type stubs. Each protocol names the class that it describes, and has only the
+members that we read, write or call. Arguments stay `argparse.Namespace`, because Megatron has no
+typed list of them.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 
-# Reduced losses of a log line or an evaluation, by name; and what Megatron's `evaluate` returns:
-# these, what the caller collects beside them, and whether the time is over.
+# Reduced losses of a log line or an evaluation, by name; and the result of Megatron's `evaluate`:
+# losses, collected non-loss data, and whether the time limit has passed.
 type Losses = dict[str, Tensor]
 type Evaluation = tuple[Losses | None, *tuple[object, ...]]
-# What `step` of an optimizer returns: whether it was applied; gradient norm; zeros.
+# Result of an optimizer's `step`: whether it was applied, gradient norm, number of zeros.
 type StepResult = tuple[bool, float | None, int | None]
 type ParamState = dict[str, Tensor]
 
@@ -71,22 +72,22 @@ class DdpChunk(Protocol):
 
 
 class ModelChunk(Protocol):
-    """Of `GPTModel`: a chunk of the model out of its wrappers."""
+    """Of `GPTModel`: an unwrapped chunk of the model."""
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Name and parameter, of all modules inside."""
+        """Yield name and parameter of all submodules."""
 
     def parameters(self) -> Iterator[Parameter]:
-        """The parameters of all modules inside, each once."""
+        """Yield the parameters of all submodules, each once."""
 
     def buffers(self) -> Iterator[Tensor | None]:
-        """The buffers of all modules inside, each once."""
+        """Yield the buffers of all submodules, each once."""
 
     def modules(self) -> Iterator[Module]:
-        """All modules inside, itself first."""
+        """Yield the module itself and all submodules."""
 
     def sharded_state_dict(self, *, metadata: Mapping[str, object]) -> Mapping[str, object]:
-        """What a checkpoint holds of it."""
+        """Return the sharded tensors for a checkpoint."""
 
 
 class ModelConfig(Protocol):
@@ -99,13 +100,13 @@ class ModelConfig(Protocol):
 
 
 class NormConfig(Protocol):
-    """Of `TransformerConfig`, as norms read it."""
+    """Of `TransformerConfig`: the fields that norms read."""
 
     sequence_parallel: bool
 
 
 class Router(Protocol):
-    """Of `TopKRouter`. Each of the first two is there or not, or None, as the flags say."""
+    """Of `TopKRouter`. Depending on flags, each of the first two may be absent or None."""
 
     expert_bias: Tensor | None
     qb_beta: Tensor | None
@@ -135,14 +136,14 @@ class TorchOptimizer(Protocol):
 
 
 class InnerOptimizer(Protocol):
-    """Of `MegatronOptimizer`. What it steps is None where a rank has no parameters to step."""
+    """Of `MegatronOptimizer`. `optimizer` is None on ranks without parameters to step."""
 
     optimizer: TorchOptimizer | None
     param_groups: list[ParamGroup]
 
 
 class MixedOptimizer(InnerOptimizer, Protocol):
-    """Of `Float16OptimizerWithFloat16Params`: fp32 copies beside the model's parameters."""
+    """Of `Float16OptimizerWithFloat16Params`, with fp32 copies of the model's parameters."""
 
     float16_groups: list[list[Parameter]]
     fp32_from_float16_groups: list[list[Tensor]]
@@ -150,40 +151,40 @@ class MixedOptimizer(InnerOptimizer, Protocol):
 
 
 class FusedAdam(TorchOptimizer, Protocol):
-    """Of Transformer Engine's `FusedAdam`, whose state has precisions and scales of its own."""
+    """Of Transformer Engine's `FusedAdam`, whose state may have lower precision and scales."""
 
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
-        """A tensor of the state, in fp32; int16 for the remainders of main parameters."""
+        """Return a tensor of the state in fp32; int16 for the remainders of main parameters."""
 
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
-        """Store one in its own precision."""
+        """Store a tensor of the state in its precision."""
 
 
 class HybridOptimizer(TorchOptimizer, Protocol):
-    """Of `HybridDeviceOptimizer`: its parameters are stepped by optimizers of two devices."""
+    """Of `HybridDeviceOptimizer`, which steps parameters by optimizers on two devices."""
 
     param_to_inner_param: Mapping[Tensor, Tensor]
     sub_optimizers: Sequence[TorchOptimizer]
 
 
 class QuantizingOptimizer(Protocol):
-    """Of `DistributedOptimizer`, where parameters are in eight bits."""
+    """Of `DistributedOptimizer` with quantized parameters."""
 
     data_parallel_group: ProcessGroup
 
     def _get_fp8_params_and_shard_fp32_from_fp8(
         self,
     ) -> tuple[list[Parameter], list[Tensor | None], list[int | None]]:
-        """All such parameters, with this rank's main shard and where it begins; None without."""
+        """Return quantized parameters with this rank's main shard and its offset, or None."""
 
     def _expand_quantized_param_shard_for_cast(
         self, model_param: Parameter, shard_main_param: Tensor | None, start_offset: int | None
     ) -> tuple[list[Tensor], list[Tensor | None], list[int | None]]:
-        """The same for the members of a parameter that is a group of them."""
+        """Return the same for the members of a parameter, which may be a group of several."""
 
 
 class OptimizerOfLoop(Protocol):
-    """Of `MegatronOptimizer` or `ChainedOptimizer`, which hides those that it chains."""
+    """Of `MegatronOptimizer` or `ChainedOptimizer`."""
 
     def step(self) -> StepResult:
         """Step, unless a gradient is not finite."""
@@ -198,11 +199,11 @@ class LayerWiseOptimizer(Protocol):
         """Gather the parameters in the replica."""
 
     def release(self) -> None:
-        """Be Megatron's own again."""
+        """Restore Megatron's class."""
 
 
 class ShardOwner(Protocol):
-    """Of `DistributedOptimizer` over torch's Adam, where its class is patched."""
+    """Of `DistributedOptimizer` with torch's Adam, for patches of its class."""
 
     optimizer: TorchOptimizer
     model_param_group_index_map: Mapping[Parameter, tuple[int, int]]
@@ -216,10 +217,10 @@ class ParamScheduler(Protocol):
     max_lr: float
 
     def get_lr(self, param_group: ParamGroup) -> float:
-        """Learning rate at `num_steps`."""
+        """Return the learning rate at `num_steps`."""
 
     def step(self, increment: int) -> None:
-        """Move on by some samples, and set the rates."""
+        """Advance by a number of samples, and set the learning rates."""
 
 
 # ---- logs
@@ -229,7 +230,7 @@ class Timer(Protocol):
     """Of `Timer`."""
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
-        """Seconds since the last reset."""
+        """Return the seconds since the last reset."""
 
 
 class Timers(Protocol):
@@ -239,7 +240,7 @@ class Timers(Protocol):
     _log_levels: dict[str, int]
 
     def __call__(self, name: str, log_level: int | None = None) -> Timer:
-        """The timer of a name, made where there is none."""
+        """Return the timer of a name; make it if there is none."""
 
 
 class TensorBoard(Protocol):
@@ -252,7 +253,7 @@ class TensorBoard(Protocol):
         """Write a value."""
 
     def flush(self) -> None:
-        """Bring all to the disk."""
+        """Flush to disk."""
 
 
 class Wandb(Protocol):
@@ -278,7 +279,7 @@ class SavePlanner(Protocol):
     """Of torch's `SavePlanner`."""
 
     def resolve_data(self, item: object) -> object:
-        """The tensor, or the bytes, that an item of a plan stands for."""
+        """Return the tensor or bytes of an item of a plan."""
 
 
 type Items[T] = Sequence[tuple[object, T]]
@@ -288,7 +289,7 @@ type WriteFunctions = tuple[Callable[..., None] | None, Callable[[], object] | N
 class CheckpointFileWriter(Protocol):
     """Of `FileSystemWriterAsync`."""
 
-    # Of each file its path, its name, and what goes into it, each item with its place.
+    # Of each file its path, name and content: pairs of write item and data.
     write_buckets: Sequence[tuple[str, str, tuple[Items[BytesIO], Items[Tensor]]]] | None
 
 
@@ -302,10 +303,10 @@ class AsyncRequest(Protocol):
     finalize_fns: list[Callable[[], None]]
 
     def add_finalize_fn(self, function: Callable[[], None]) -> None:
-        """Have a function called once the save is on the disk."""
+        """Add a function to be called once the save is on disk."""
 
     def _replace(self, *, finalize_fns: Iterable[Callable[[], None]]) -> AsyncRequest:
-        """A copy with other functions to call."""
+        """Return a copy with other finalize functions."""
 
 
 class ShardedFactory(Protocol):
@@ -315,4 +316,4 @@ class ShardedFactory(Protocol):
     data: Tensor
 
     def build(self) -> object:
-        """The tensors, in nested containers."""
+        """Return the tensors in nested containers."""

@@ -1,9 +1,8 @@
-"""Reversible attribute replacement: how this package changes what its host's code does.
+"""Reversible replacement of attributes, by which this package changes Megatron's code.
 
-Every wrapped symbol goes through a `Patcher`, which refuses to replace what is not there
-(a probe, so that a host that moved on is an error and never a silent no-op) and puts all of
-it back, newest first. What is changed in another way (arguments, the environment, the class of an
-optimizer) is listed in docs/design.md.
+A `Patcher` refuses to replace missing attributes, so that a changed Megatron causes an error and
+never a silent no-op, and restores all of them, newest first. Changes of other kinds (arguments,
+the environment, the class of an optimizer) are listed in docs/design.md.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _ABSENT: object = object()
 class _Replaced:
     owner: object
     name: str
-    original: object  # `_ABSENT` where the owner's own `__dict__` did not hold the name
+    original: object  # `_ABSENT` if the owner's own `__dict__` did not have the name
 
 
 @dataclass
@@ -28,14 +27,14 @@ class Patcher:
     """A stack of attribute replacements on modules, classes and instances.
 
     Attributes:
-        host: how the patched thing is called in error messages, with its version.
+        host: name and version of the patched software in error messages.
     """
 
     host: str
     _undo: list[_Replaced] = field(default_factory=list)
 
     def replace(self, owner: object, name: str, new: object) -> None:
-        """Set ``owner.name = new`` and remember what was there.
+        """Set ``owner.name = new`` and record the original.
 
         Raises:
             HostVersionError: `owner` has no attribute `name`.
@@ -45,7 +44,7 @@ class Patcher:
         self.add(owner, name, new)
 
     def add(self, owner: object, name: str, new: object) -> None:
-        """Like `replace`, where the attribute may be absent; undone by deleting it again."""
+        """Like `replace`, but the attribute may be absent; it is then deleted by `undo`."""
         original = vars(owner).get(name, _ABSENT)
         self._undo.append(_Replaced(owner, name, original))
         setattr(owner, name, new)
@@ -57,13 +56,13 @@ class Patcher:
         self.add(owner, name, around(getattr(owner, name)))
 
     def set_default(self, environment: MutableMapping[str, str], name: str, value: str) -> None:
-        """Set an environment variable that is not set yet."""
+        """Set an environment variable unless it is set already."""
         if name not in environment:
             environment[name] = value
             self._undo.append(_Replaced(environment, name, _ABSENT))
 
     def undo(self) -> None:
-        """Put every original back, newest first. Idempotent."""
+        """Restore all originals, newest first. Idempotent."""
         while self._undo:
             entry = self._undo.pop()
             if isinstance(entry.owner, MutableMapping):
@@ -75,10 +74,10 @@ class Patcher:
 
 
 def missing_symbol(host: str, owner: object, name: str) -> HostVersionError:
-    """The error for a host that lacks a symbol we stand on."""
+    """Make the error for a missing symbol that this package uses."""
     where = getattr(owner, "__name__", None) or type(owner).__name__
     return HostVersionError(
         f"{host}",
-        f"{where}.{name} is missing, and megatron_edit stands on it",
+        f"{where}.{name} is missing, and megatron_edit needs it",
         "use a version that docs/support.md names, or report this one",
     )

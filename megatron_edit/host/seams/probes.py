@@ -1,4 +1,4 @@
-"""Does this Megatron have what we stand on? Asked once, before anything is wrapped."""
+"""Checks, before anything is patched, that Megatron has the symbols that this package uses."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _PARALLEL = "megatron.core.parallel_state"
 _CHECKPOINTS = "megatron.training.checkpointing"
 _STRATEGIES = "megatron.core.dist_checkpointing.strategies"
 _WRITER = f"{_STRATEGIES}.filesystem_async:FileSystemWriterAsync"
-# What may be missing: a host without it trains, but not with these.
+# Features whose symbols may be missing: training works without them.
 OVERLAP, ASYNC_ON_CPU = "syncs in the forward pass", "asynchronous saves on CPU"
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A symbol of the host, and the parameters that we pass to it or read from its calls.
+    """A symbol of Megatron, and the parameters that we pass to it or read from its calls.
 
     Attributes:
-        path: ``module:name`` or ``module:class``.
-        name: attribute of it.
+        path: ``module`` or ``module:class``.
+        name: attribute of the module or class.
         parameters: names that its signature must have.
-        needed_for: what alone stands on it; empty where all training does.
+        needed_for: the only feature that needs it; empty if all training does.
     """
 
     path: str
@@ -122,10 +122,10 @@ PROBES = (
 
 
 def megatron_version() -> str:
-    """Version of megatron-core; in a clone of Megatron-LM with its commit, ``"0.19.0+1a2b3c4"``.
+    """Return the version of megatron-core; in a clone with its commit, ``"0.19.0+1a2b3c4"``.
 
-    Megatron-core asks git for a commit wherever it lies: installed in an environment inside
-    another repository, it names that repository's commit, which is left out here.
+    Megatron-core queries git in any folder: installed in an environment inside another repository,
+    it reports that repository's commit, which is removed here.
     """
     info = importlib.import_module("megatron.core.package_info")
     version: str = info.__version__
@@ -134,16 +134,15 @@ def megatron_version() -> str:
 
 
 def host_name() -> str:
-    """How error messages call the host."""
+    """Return the name of this Megatron for error messages."""
     return f"megatron-core {megatron_version()}"
 
 
 def check_host() -> None:
-    """Check versions and symbols.
+    """Check the versions of torch and Megatron, and Megatron's symbols.
 
     Raises:
-        HostVersionError: a version is outside the supported range, or a symbol or one of the
-            parameters that we rely on is missing.
+        HostVersionError: a version is unsupported, or a required symbol or parameter is missing.
     """
     check_torch(str(torch.__version__))
     release_of(megatron_version())
@@ -153,7 +152,7 @@ def check_host() -> None:
 
 
 def failed_probes() -> dict[Probe, str]:
-    """Every probe that this host does not pass, with the reason. Imports Megatron."""
+    """Return every failed probe with the reason. Imports Megatron."""
     failed = {}
     for probe in PROBES:
         try:

@@ -30,15 +30,15 @@ SUBCOMMANDS = {
     "watch": watch,
     "compare": compare,
 }
-# What the system says about a path that was given, and not about a mistake of ours.
+# Errors of the operating system that are caused by a given path, not by a bug.
 PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; the exit code.
+    """Run one subcommand and return the exit code.
 
     Args:
-        argv: words after `megatron-edit`; None takes them from the process.
+        argv: arguments after `megatron-edit`; None takes them from the process.
     """
     parser = OneLineParser(prog="megatron-edit", description="Tools of megatron_edit.")
     parser.add_argument("--version", action="version", version=f"megatron_edit {__version__}")

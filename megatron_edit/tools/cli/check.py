@@ -1,4 +1,4 @@
-"""Validate a training command without launching it; exit code 2 where it would not start."""
+"""Validate a training command without launching it; exit with 2 if it would not start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from megatron_edit.comm.placement import place
 from megatron_edit.command_line import config_from_argv, training_script
-from megatron_edit.config import EditConfig, warning_of_phases
+from megatron_edit.config import EditConfig, phase_warning
 from megatron_edit.constants import BLOCKING, CPU, MUON, OVERLAP
 from megatron_edit.errors import UsageError
 from megatron_edit.flags import AUTO, flag
@@ -23,15 +23,15 @@ from megatron_edit.tools.cli.common import option
 if TYPE_CHECKING:
     from megatron_edit.host.checking import CheckedLine
 
-# What stands on kernels or streams of GPUs, by the argument that asks for it (docs/gpu.md).
+# Arguments that need kernels or streams of GPUs (docs/gpu.md).
 _ON_GPUS = ("fp8_param_gather", "use_precision_aware_optimizer", "optimizer_cpu_offload")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add this subcommand's own arguments; everything else belongs to the training command."""
     parser.description = (
-        f"{parser.description or __doc__} A script whose text names megatron is run up to where "
-        "its ranks would meet; one that never gets there, as tools/preprocess_data.py, runs to its "
+        f"{parser.description or __doc__} A script that mentions megatron is run until its "
+        "ranks would connect; one that never does, such as tools/preprocess_data.py, runs to its "
         "end."
     )
     parser.usage = "megatron-edit check SCRIPT ARGS --world-size W"
@@ -57,7 +57,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
 
 
 def _world_size(given: int | None, config: EditConfig) -> int:
-    """Ranks of the launch; 1 where nobody says, which is right for a replica of a single rank."""
+    """Return the ranks of the launch; 1 by default, for a replica of a single rank."""
     if given is not None:
         if given < 1:
             raise UsageError(
@@ -81,11 +81,11 @@ def check_script(
     Args:
         script: of the training.
         words: its arguments.
-        config: what they say of EDiT.
+        config: EDiT's settings in them.
         world_size: ranks of the launch.
 
     Returns:
-        What would run.
+        The result of the check.
 
     Raises:
         UsageError: the command would not start.
@@ -100,7 +100,7 @@ def check_script(
     placement = None
     if config.use_edit:
         placement = place(config.num_replicas, config.replica_id, environment)
-    # The script's folder first, as in a launch: a clone must win over a wheel.
+    # The script's folder first, as in a launch: a clone takes precedence over a wheel.
     folder = str(script.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -110,11 +110,11 @@ def check_script(
 
 
 def _lines(checked: CheckedLine, config: EditConfig, world_size: int) -> Iterator[str]:
-    """What would run, what was looked at, and what to think about.
+    """Yield the lines of the report: the run, the checked inputs, and remarks.
 
     Args:
-        checked: what the check found.
-        config: our settings.
+        checked: result of the check.
+        config: EDiT's settings.
         world_size: ranks of the launch.
     """
     place, args = checked.placement, checked.args
@@ -134,16 +134,16 @@ def _lines(checked: CheckedLine, config: EditConfig, world_size: int) -> Iterato
     if checked.checkpoint is not None:
         yield f"load: {checked.checkpoint}"
     if checked.device == CPU:
-        yield "checked as a run on CPU: this machine has no GPU, or none was asked for"
+        yield "checked as a run on CPU: this machine has no GPU, or --edit-device cpu is given"
     if place is not None:
         yield from _remarks(config, args, checked.sync_mode == OVERLAP)
-    for question in checked.questions:
-        yield f"unknown to Megatron, kept for the script: {question}"
+    for suggestion in checked.suggestions:
+        yield f"unknown to Megatron, kept for the script: {suggestion}"
     if checked.unknown:
         yield f"not checked (unknown to Megatron): {' '.join(checked.unknown)}"
     if not checked.is_rehearsed:
         yield (
-            "not checked: the script's own arguments (it is not Megatron's, or its ranks meet "
+            "not checked: the script's own arguments (it is not Megatron's, or its ranks connect "
             "before it parses them)"
         )
 
@@ -160,7 +160,7 @@ def _batch(args: Namespace, replicas: int, data_parallel: int) -> str:
 
 def _sync_mode(config: EditConfig, args: Namespace, mode: str) -> str:
     if config.sync_mode != AUTO:
-        why = "as asked"
+        why = "as requested"
     elif mode == BLOCKING and args.overlap_param_gather:
         why = "a full-iteration CUDA graph fixes the gathers"
     elif mode == BLOCKING and args.optimizer == MUON:
@@ -174,7 +174,7 @@ def _sync_mode(config: EditConfig, args: Namespace, mode: str) -> str:
 
 def _remarks(config: EditConfig, args: Namespace, overlaps: bool) -> Iterator[str]:
     iterations = args.train_iters or (args.train_samples or 0) // args.global_batch_size
-    if iterations and (text := warning_of_phases(config, iterations)):
+    if iterations and (text := phase_warning(config, iterations)):
         yield text
     if args.eval_iters:
         step = _mid_round(config, args.eval_interval, iterations)
@@ -201,7 +201,7 @@ def _remarks(config: EditConfig, args: Namespace, overlaps: bool) -> Iterator[st
 
 
 def _mid_round(config: EditConfig, interval: int | None, iterations: int) -> int | None:
-    """The first multiple of an interval of Megatron's that is after the warm-up and at no sync."""
+    """Return the first multiple of an interval after the warm-up that is not at a sync."""
     from megatron_edit.host.settings import schedule_of  # torch
 
     strategy = STRATEGIES[config.strategy]
@@ -211,7 +211,7 @@ def _mid_round(config: EditConfig, interval: int | None, iterations: int) -> int
         return None
     warmup, tau = config.warmup_steps, config.sync_interval
     first = (warmup // interval + 1) * interval
-    # A whole period of both intervals, and no more of it than the training has.
+    # One period of both intervals, limited to the length of the training.
     last = min(iterations, first + interval * tau)
     steps = range(first, last + 1, interval)
     return next((s for s in steps if (s - warmup) % tau and s != iterations), None)

@@ -1,4 +1,4 @@
-"""What several subcommands share."""
+"""Functions that several subcommands share."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ import importlib.util
 from collections.abc import Sequence
 from typing import NoReturn
 
-from megatron_edit.errors import UsageError, on_one_line
+from megatron_edit.errors import UsageError, to_one_line
 
 
 class OneLineParser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong without the text of usage, and exit with 2."""
-        self.exit(2, on_one_line(f"{self.prog}: {message}; see --help") + "\n")
+        """Print the error in one line, without the usage, and exit with 2."""
+        self.exit(2, to_one_line(f"{self.prog}: {message}; see --help") + "\n")
 
 
 def option(name: str) -> str:
-    """The option that argparse keeps under a name."""
+    """Return the option that argparse stores under a name."""
     return "--" + name.replace("_", "-")
 
 
 def refuse_rest(command: str, rest: Sequence[str]) -> None:
-    """Refuse what a subcommand does not know and has no training command to leave it to.
+    """Refuse unknown arguments of a subcommand that takes no training command.
 
     Raises:
-        UsageError: there is something.
+        UsageError: there are some.
     """
     if rest:
         raise UsageError(
@@ -36,7 +36,7 @@ def refuse_rest(command: str, rest: Sequence[str]) -> None:
 
 
 def check_installed(*names: str) -> None:
-    """Refuse to start without libraries of the extra `report`.
+    """Check that libraries of the extra `report` are installed.
 
     Raises:
         UsageError: one is missing.

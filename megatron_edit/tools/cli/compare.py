@@ -31,31 +31,31 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "megatron-edit compare SCRIPT ARGS --strategies ddp,diloco,edit --nproc-per-node R [...]"
     )
-    parser.allow_abbrev = False  # --seed is Megatron's, not our --seeds
+    parser.allow_abbrev = False  # --seed is Megatron's flag, not --seeds
     add = parser.add_argument
     add("script", help="the training script, as given to the launcher")
     add("--strategies", required=True, help="separated by commas; `stock` is Megatron without the "
-        "plugin; flags of one entry alone after colons: edit:delay-steps=8:no-clip, or "
+        "plugin; flags of one entry after colons: edit:delay-steps=8:no-clip, or "
         "those of a file: edit:@configs/edit_quality.args")  # fmt: skip
     add("--nproc-per-node", type=int, required=True, help="ranks of a run: of all replicas")
-    add("--with-ideal", action="store_true", help="also train replicas that never meet after the "
-        "warm-up: the most tokens/s there could be")  # fmt: skip
+    add("--with-ideal", action="store_true", help="also train replicas that never sync after the "
+        "warm-up: the upper bound of tokens/s")  # fmt: skip
     add("--seeds", default="", help="separated by commas (default: one run with Megatron's --seed)")
     add("--output-dir", type=Path, default=Path("compare_out"), help="(default: %(default)s)")
     add("--launcher", default="", help="the command that starts the ranks, to which `-m "
         "megatron_edit SCRIPT ARGS` is added (default: torchrun on this machine)")  # fmt: skip
-    add("--link", default="", help="what connects the replicas, in your words, for the title")
-    add("--time-limit", type=float, help="seconds after which a run is given up (default: never)")
-    add("--silence-limit", type=float, default=SILENT_SECONDS, help="seconds without a line after "
-        "which a run is given up (default: %(default)g)")  # fmt: skip
+    add("--link", default="", help="description of the link between replicas, for the title")
+    add("--time-limit", type=float, help="seconds after which a run is aborted (default: never)")
+    add("--silence-limit", type=float, default=SILENT_SECONDS, help="seconds without output after "
+        "which a run is aborted (default: %(default)g)")  # fmt: skip
     add("--list", action="store_true", help="check all runs and list them, but run nothing")
 
 
 def run(options: Namespace, rest: Sequence[str]) -> int:
-    """Make all runs that are not finished, and write the report; 1 where a run failed.
+    """Train all runs that are not finished, and write the report; return 1 if a run failed.
 
     Raises:
-        UsageError: some run would not start. Nothing has been run then.
+        UsageError: some run could not start. No run has been started then.
     """
     plan = _checked_plan(options, rest)
     folder: Path = options.output_dir
@@ -70,7 +70,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     try:
         outcome = carry_out(plan, folder, limits, _say)
     except KeyboardInterrupt:
-        _say("megatron-edit compare: interrupted; the same command goes on")
+        _say("megatron-edit compare: interrupted; the same command resumes")
         return INTERRUPTED
     page = write_report(folder, outcome)
     sys.stdout.write(f"{summary(outcome)}\n\npage: {page}\n")
@@ -80,7 +80,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
 
 
 def _checked_plan(options: Namespace, rest: Sequence[str]) -> tuple[RunPlan, ...]:
-    """All runs, each seen by our own checks and by Megatron's."""
+    """Return all runs, after EDiT's and Megatron's checks of each."""
     for name in ("time_limit", "silence_limit"):
         value = getattr(options, name)
         if value is not None and not value > 0:
@@ -91,7 +91,7 @@ def _checked_plan(options: Namespace, rest: Sequence[str]) -> tuple[RunPlan, ...
     setting = ComparisonSetting(script, tuple(rest), options.nproc_per_node, launcher, options.link)
     plan = make_plan(setting, entries, _seeds(options.seeds))
     check_installed(*NEEDED)
-    for each in {run.entry: run for run in plan}.values():  # seeds cannot be wrong alone
+    for each in {run.entry: run for run in plan}.values():  # seeds need no check of their own
         check_script(script, each.words, config_from_argv(each.words), setting.num_ranks)
     return plan
 
@@ -100,7 +100,7 @@ def _launcher(text: str) -> tuple[str, ...]:
     try:
         words = tuple(shlex.split(text))
     except ValueError as error:
-        raise UsageError(f"--launcher {text}", f"{error}", "close what was opened") from None
+        raise UsageError(f"--launcher {text}", f"{error}", "close all quotes") from None
     if words and shutil.which(words[0]) is None:
         raise UsageError(f"--launcher {text}", f"no command {words[0]}", "give its path")
     return words

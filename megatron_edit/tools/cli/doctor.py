@@ -1,4 +1,4 @@
-"""Look at this machine and, under torchrun, at what lies between the replicas."""
+"""Check this machine and, under torchrun, the links between the replicas."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add this subcommand's own arguments."""
     for name in _PASSED_ON:
         parser.add_argument(option(name), help="as in training")
-    parser.add_argument("--shared-dir", metavar="DIR", help="a folder that all should see")
-    parser.add_argument("--megatron", metavar="DIR", help="a clone (default: what is installed)")
+    parser.add_argument("--shared-dir", metavar="DIR", help="a folder to be visible to all ranks")
+    parser.add_argument("--megatron", metavar="DIR", help="a clone (default: as installed)")
     parser.add_argument("--no-host", action="store_true", help="do not import Megatron")
     parser.add_argument("--parameters", type=float, default=1e9, help="of the model (default: 1e9)")
     parser.add_argument(
@@ -38,20 +38,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: Namespace, rest: Sequence[str]) -> int:
-    """Look, measure and print; 1 where something would keep a training from running.
+    """Check, measure and print; return 1 if a training could not run.
 
     Raises:
-        UsageError: bad arguments, or a launch that cannot be used.
+        UsageError: invalid arguments, or an unusable launch.
     """
     try:
         return _run(options, rest)
-    except ReplicaLostError:  # of the first rank this is a line of its report
+    except ReplicaLostError:  # global rank 0 reports it
         time.sleep(GRACE_SECONDS)
         raise
     except UsageError as error:
         if os.environ.get("RANK", "0") == "0" or error.is_local:
             raise
-        time.sleep(GRACE_SECONDS)  # torchrun ends all when one exits: the first must have spoken
+        time.sleep(GRACE_SECONDS)  # torchrun ends all ranks when one exits: rank 0 must print first
         return error.exit_code
 
 
@@ -60,7 +60,7 @@ def _run(options: Namespace, rest: Sequence[str]) -> int:
     from megatron_edit.tools.doctor.launch import Launch, examine  # torch
 
     launch = Launch.of(_words(options), os.environ)
-    # First, because it takes a while: what cannot be measured must be told before others exit.
+    # Before the measurements, as it is slow: rank 0 must report failures before others exit.
     here = _here() if launch.is_first else []
     host = list(_host(options.megatron)) if launch.is_first and not options.no_host else []
     report = examine(
@@ -70,8 +70,8 @@ def _run(options: Namespace, rest: Sequence[str]) -> int:
         step_seconds=options.step_seconds,
     )
     if not launch.is_first:
-        return 0  # the first rank speaks for all
-    report.findings[:0] = [*here, *_interfaces(is_alone=report.is_alone), *host]
+        return 0  # global rank 0 prints the report
+    report.findings[:0] = [*here, *_interfaces(is_single_host=report.is_single_host), *host]
     if options.json:
         findings = [dataclasses.asdict(finding) for finding in report.findings]
         sys.stdout.write(json.dumps({**report.numbers, "findings": findings}, indent=1) + "\n")
@@ -88,7 +88,7 @@ def _check(options: Namespace, rest: Sequence[str]) -> None:
             value = f"{option(name)} {getattr(options, name)}"
             raise UsageError(value, "must be positive", "give another")
     if os.environ.get("RANK", "0") != "0" or (options.edit_replica_id or "0") != "0":
-        return  # whether the others see a folder is to be found out
+        return  # other machines may not have the folder: the launch checks it
     for name in ("shared_dir", "megatron"):
         folder = getattr(options, name)
         if folder is not None and not Path(folder).is_dir():
@@ -98,7 +98,7 @@ def _check(options: Namespace, rest: Sequence[str]) -> None:
 
 
 def _words(options: Namespace) -> list[str]:
-    """Flags of a training that say where this process is."""
+    """Return the flags of a training that determine the placement of this process."""
     words = [USE_EDIT]
     for name in _PASSED_ON:
         if getattr(options, name) is not None:
@@ -113,14 +113,16 @@ def _here() -> list[DoctorFinding]:
     return [*found, *device_findings(os.environ)]
 
 
-def _interfaces(*, is_alone: bool) -> Iterator[DoctorFinding]:
+def _interfaces(*, is_single_host: bool) -> Iterator[DoctorFinding]:
     from megatron_edit.tools.doctor.machine import interface_findings, interfaces, own_address
 
-    return interface_findings(os.environ, interfaces(), own_address(), is_alone=is_alone)
+    return interface_findings(
+        os.environ, interfaces(), own_address(), is_single_host=is_single_host
+    )
 
 
 def _host(folder: str | None) -> Iterator[DoctorFinding]:
-    """Megatron's version and symbols. Imports it, with the CPU backend where it needs that."""
+    """Yield findings on Megatron's version and symbols. Imports it, if needed for the CPU."""
     from megatron_edit.host.cpu import enable_cpu_backend
     from megatron_edit.host.seams.patching import Patcher
     from megatron_edit.host.seams.probes import PROBES, failed_probes, megatron_version
@@ -131,7 +133,7 @@ def _host(folder: str | None) -> Iterator[DoctorFinding]:
     patcher = Patcher("the host")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Megatron's, on what is not installed here
+            warnings.simplefilter("ignore")  # Megatron's, on missing packages
             enable_cpu_backend(patcher)
             release = release_of(megatron_version())
             yield DoctorFinding(

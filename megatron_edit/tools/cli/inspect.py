@@ -1,4 +1,4 @@
-"""Show what a checkpoint holds: its round, members, digests, and whether it is complete."""
+"""Show the contents of a checkpoint: round, replicas, files, and whether it is complete."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_edit.checkpoint.files import check_content, check_sizes
-from megatron_edit.checkpoint.folder import EDIT, OUTER, RANDOM, CheckpointFolder, Found
+from megatron_edit.checkpoint.folder import EDIT, OUTER, RANDOM, CheckpointFolder, FoundCheckpoint
 from megatron_edit.checkpoint.manifest import Manifest, read_manifest
 from megatron_edit.constants import ALL, FP32
 from megatron_edit.errors import UsageError
@@ -19,8 +19,8 @@ from megatron_edit.tools.cli.common import refuse_rest
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add this subcommand's own arguments."""
-    parser.add_argument("folder", help="what --save named, or one checkpoint in it (iter_...)")
-    parser.add_argument("--ckpt-step", type=int, help="iteration (default: what would be loaded)")
+    parser.add_argument("folder", help="the folder of --save, or one checkpoint in it (iter_...)")
+    parser.add_argument("--ckpt-step", type=int, help="iteration (default: the one to be loaded)")
     parser.add_argument("--verify", action="store_true", help="read every file, compare checksums")
     parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
 
@@ -29,7 +29,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     """Inspect one checkpoint.
 
     Raises:
-        UsageError: there is none, or it is not sound.
+        UsageError: there is none, or it is damaged.
     """
     refuse_rest("inspect", rest)
     found = _find(Path(options.folder), options.ckpt_step)
@@ -47,9 +47,9 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
-def _find(path: Path, step: int | None) -> Found:
+def _find(path: Path, step: int | None) -> FoundCheckpoint:
     if not path.is_dir():
-        raise UsageError(str(path), "is not a folder", "give what --save named")
+        raise UsageError(str(path), "is not a folder", "give the folder of --save")
     is_one = path.name.startswith("iter_") and path.name[5:].isdecimal()
     folder = CheckpointFolder(path.parent if is_one else path)
     step = int(path.name[5:]) if is_one else step
@@ -58,10 +58,10 @@ def _find(path: Path, step: int | None) -> Found:
         return found
     what = "the newest" if step is None else folder.final(step).name
     partial = [p.name for p in sorted(folder.root.glob(".iter_*.partial"))]
-    cut_off = f"; cut off: {', '.join(partial)}" if partial else ""
+    interrupted = f"; interrupted saves: {', '.join(partial)}" if partial else ""
     raise UsageError(
         str(folder.root),
-        f"holds no complete checkpoint ({what}){cut_off}",
+        f"holds no complete checkpoint ({what}){interrupted}",
         "look at another folder, or another --ckpt-step",
     )
 
@@ -76,7 +76,7 @@ def _verify(checkpoint: Path, manifest: Manifest) -> None:
         sys.stderr.write("\n")
 
 
-def _lines(found: Found, manifest: Manifest, *, is_verified: bool) -> Iterator[str]:
+def _lines(found: FoundCheckpoint, manifest: Manifest, *, is_verified: bool) -> Iterator[str]:
     yield str(found.path)
     yield f"  complete: yes; files: {len(manifest.files)}, " + (
         "all read and equal to what was saved"
@@ -131,7 +131,7 @@ def _outer(manifest: Manifest) -> str:
 
 
 def _parts(manifest: Manifest) -> dict[str, list[str]]:
-    """Files by what they hold."""
+    """Return the files by their contents."""
     parts: dict[str, list[str]] = {}
     for name in manifest.files:
         folder = name.split("/")[1] if name.startswith(f"{EDIT}/") else ""

@@ -1,4 +1,4 @@
-"""Let a clone of Megatron-LM train with EDiT without the launcher: a line in each pretrain_*.py."""
+"""Enable EDiT in a clone of Megatron-LM without the launcher: a line in each pretrain_*.py."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add this subcommand's own arguments."""
     parser.add_argument("folder", metavar="DIR", help="a clone of Megatron-LM")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--revert", action="store_true", help="take the lines out again")
+    what.add_argument("--revert", action="store_true", help="remove the lines")
     what.add_argument(
         "--check", action="store_true", help="change nothing; exit 1 where a line is missing"
     )
     what.add_argument(
-        "--diff", action="store_true", help="change nothing; print what git apply would take"
+        "--diff", action="store_true", help="change nothing; print a patch for git apply"
     )
 
 
 def run(options: Namespace, rest: Sequence[str]) -> int:
-    """Patch a clone, or say how it is.
+    """Patch a clone, or report its state.
 
     Raises:
-        UsageError: no clone, a version that is not supported, or a script with no place for it.
+        UsageError: not a clone, an unsupported version, or a script without a place for the line.
     """
     refuse_rest("patch", rest)
     folder = Path(options.folder)
-    if options.revert:  # whatever the clone has become since
+    if options.revert:  # for any version of the clone
         return _change(folder, remove, "not patched", "reverted")
     release = release_of_clone(folder)
     scripts = training_scripts(folder)
@@ -65,7 +65,7 @@ def _check(scripts: Mapping[str, bytes]) -> int:
 
 
 def _change(folder: Path, change: Callable[[bytes, str], bytes], before: str, after: str) -> int:
-    """Change all scripts or, where one of them cannot be, none."""
+    """Change all scripts; none if one of them cannot be changed."""
     scripts = training_scripts(folder)
     changed = {name: change(source, name) for name, source in scripts.items()}
     for name, source in scripts.items():

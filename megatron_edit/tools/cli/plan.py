@@ -12,19 +12,19 @@ from pathlib import Path
 from megatron_edit.errors import UsageError
 from megatron_edit.tools.cli.common import option
 from megatron_edit.tools.compare.flags import read_flags_or_refuse
-from megatron_edit.tools.plan.job import NAMES, USUAL, Job, read_job
+from megatron_edit.tools.plan.job import DEFAULT_NAMES, NAMES, Job, read_job
 from megatron_edit.tools.plan.machine import CPU, GPU, MACHINES, Link
 from megatron_edit.tools.plan.values import (
     LEAST,
     MOST,
-    Words,
+    TrainingFlags,
     check_ranks,
     parse_bytes,
     parse_rate,
     parse_seconds,
 )
 
-USUAL_MFU = 0.4
+DEFAULT_MFU = 0.4
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -37,21 +37,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("config", nargs="+", help="files of flags (.args), before any flag; ARGS come after them")
     add("--replicas", type=int, help="N (default: --edit-num-replicas)")
-    add("--world-size", type=int, help="ranks of all replicas (default: 8 to a replica)")
-    add("--ranks-per-host", type=int, help="of a replica, that share a host's link "
+    add("--world-size", type=int, help="ranks of all replicas (default: 8 per replica)")
+    add("--ranks-per-host", type=int, help="ranks of a replica that share a host's link "
         "(default: 8, or all of a smaller replica)")  # fmt: skip
-    add("--link", required=True, help="what a host can send: 10Gbit, 100Mbit, 1.25GB")
+    add("--link", required=True, help="bandwidth of a host: 10Gbit, 100Mbit, 1.25GB")
     add("--latency", default="0", help="of the link: 1ms (default: %(default)s)")
-    add("--step-time", help="of a step without exchanges between replicas: 2.5, 350ms")
-    add("--gpu-tflops", type=float, help="of a device, to compute the step's time from")
-    add("--mfu", type=float, default=USUAL_MFU, help="share of them that a training reaches "
-        "(default: %(default)g)")  # fmt: skip
-    add("--forward-share", type=float, help="of a step that is forward (default: 1/3, with full "
-        "recomputation 1/4)")  # fmt: skip
-    add("--device-memory", help="80GB, to say whether the training fits")
-    add("--machine", choices=sorted(MACHINES), help="whose own work a sync costs (default: cpu "
-        "with --edit-device cpu, else gpu)")  # fmt: skip
-    add("--strategies", default=",".join(USUAL), help=f"of {', '.join(NAMES)} (default: "
+    add("--step-time", help="time of a step without exchanges between replicas: 2.5, 350ms")
+    add("--gpu-tflops", type=float, help="TFLOP/s of a device, to compute the time of a step")
+    add("--mfu", type=float, default=DEFAULT_MFU, help="share of the TFLOP/s that a training "
+        "reaches (default: %(default)g)")  # fmt: skip
+    add("--forward-share", type=float, help="share of the forward pass in a step (default: 1/3, "
+        "with full recomputation 1/4)")  # fmt: skip
+    add("--device-memory", help="80GB, to check whether the training fits")
+    add("--machine", choices=sorted(MACHINES), help="cost model of a rank (default: cpu with "
+        "--edit-device cpu, else gpu)")  # fmt: skip
+    add("--strategies", default=",".join(DEFAULT_NAMES), help=f"of {', '.join(NAMES)} (default: "
         "%(default)s)")  # fmt: skip
     add("--json", action="store_true", help="print the plan as JSON")
 
@@ -60,9 +60,9 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     """Print the plan.
 
     Raises:
-        UsageError: something given is wrong, or missing.
+        UsageError: an argument is invalid or missing.
     """
-    # torch, which no other subcommand should wait for
+    # Imports torch, which other subcommands should not wait for.
     from megatron_edit.tools.plan.exchanges import TimingSetting
     from megatron_edit.tools.plan.plan import lines, make_plan
 
@@ -74,7 +74,7 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
         world_size=options.world_size,
         ranks_per_host=options.ranks_per_host,
     )
-    machine = CPU if Words(argv).text("--edit-device", "auto") == "cpu" else GPU
+    machine = CPU if TrainingFlags(argv).text("--edit-device", "auto") == "cpu" else GPU
     if options.machine is not None:
         machine = MACHINES[options.machine]
     link = Link(

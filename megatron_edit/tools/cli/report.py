@@ -1,4 +1,4 @@
-"""Make an HTML page with plots from the event files of a run, also while it is running."""
+"""Make an HTML page with plots from the event files of a finished or running training."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_edit.errors import UsageError, on_one_line
+from megatron_edit.atomic_files import write_atomic
+from megatron_edit.errors import UsageError, to_one_line
 from megatron_edit.tools.cli.common import check_installed, refuse_rest
 from megatron_edit.tools.monitor.run import MonitoredRun, open_run
-from megatron_edit.whole_files import write_whole
 
-BAR_BYTES = 20e6  # less is read before a bar is seen
+BAR_BYTES = 20e6  # smaller files are read without a progress bar
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add this subcommand's own arguments."""
-    parser.add_argument("folder", type=Path, help="what --edit-log-dir named")
+    parser.add_argument("folder", type=Path, help="the folder of --edit-log-dir")
     parser.add_argument("--output", type=Path, help="the page (default: report.html in the folder)")
 
 
@@ -31,29 +31,29 @@ def run(options: Namespace, rest: Sequence[str]) -> int:
     """
     refuse_rest("report", rest)
     check_installed("matplotlib", "jinja2", "tqdm")
-    from megatron_edit.tools.monitor.page import page_of
+    from megatron_edit.tools.monitor.page import render_page
 
     output: Path = options.output or options.folder / "report.html"
     training = open_run(options.folder)
     target = _target_of(output)
     read_all(training)
-    page = page_of(training)
+    page = render_page(training)
     try:
-        write_whole(target, page)
+        write_atomic(target, page)
     except OSError as error:
         raise _unusable(output, f"cannot be written ({error.strerror})") from None
     for name, count in training.num_damaged.items():
         sys.stderr.write(f"megatron-edit report: {name}: {count} damaged lines left out\n")
-    sys.stdout.write(on_one_line(f"page: {output}") + "\n")
+    sys.stdout.write(to_one_line(f"page: {output}") + "\n")
     return 0
 
 
 def read_all(training: MonitoredRun) -> None:
-    """Read everything there is, with a progress bar where it is much."""
+    """Read all event files, with a progress bar if they are large."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     total = training.unread_bytes()
-    pause = 0.2 if sys.stderr.isatty() else 20.0  # a bar in a file is one line per refresh
+    pause = 0.2 if sys.stderr.isatty() else 20.0  # in a file, each refresh is a line
     with tqdm(
         total=total, desc="reading", unit="B", unit_scale=True, disable=total < BAR_BYTES,
         mininterval=pause, maxinterval=60,
@@ -62,17 +62,17 @@ def read_all(training: MonitoredRun) -> None:
 
 
 def _target_of(output: Path) -> Path:
-    """The file to write: the output, or what it is a link to, which stays a link.
+    """Return the file to write: the output, or the target of a symbolic link, which is kept.
 
     Raises:
-        UsageError: a page cannot be there, or must not: the file is replaced, not written into, and
-            what is no usual file (a device, a pipe) would be lost.
+        UsageError: no file can be written there, or it is not a regular file (a device, a pipe),
+            which would be replaced.
     """
     try:
         target = Path(os.path.realpath(output))
-        is_there = output.exists() or target.is_symlink()  # links that lead to each other
+        is_there = output.exists() or target.is_symlink()  # a cycle of links
         can_be_there = target.parent.is_dir() and os.access(target.parent, os.W_OK)
-    except (OSError, ValueError) as error:  # ValueError: of a name that no file can have
+    except (OSError, ValueError) as error:  # ValueError: an invalid file name
         reason = error.strerror if isinstance(error, OSError) else error
         raise _unusable(output, f"is not the name of a file ({reason})") from None
     if (is_there and not output.is_file()) or not can_be_there:

@@ -20,22 +20,22 @@ SECONDS = 2.0
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add this subcommand's own arguments."""
     add = parser.add_argument
-    add("folder", type=Path, help="what --edit-log-dir named; it need not be there yet")
-    add("--once", action="store_true", help="show one frame and end (also where the output is no "
-        "terminal)")  # fmt: skip
+    add("folder", type=Path, help="the folder of --edit-log-dir; it need not exist yet")
+    add("--once", action="store_true", help="show one frame and exit (the default if the output "
+        "is not a terminal)")  # fmt: skip
     add("--seconds", type=float, default=SECONDS, help="between two frames (default: %(default)g)")
 
 
 def run(options: Namespace, rest: Sequence[str]) -> int:
-    """Show frames until the training has ended, or Ctrl-C is pressed: both are success.
+    """Show frames until the training has ended, or Ctrl-C is pressed; return 0 in both cases.
 
     Raises:
-        UsageError: the folder is a file, or what it holds is no run, or cannot be read.
+        UsageError: the folder is a file, contains no run, or cannot be read.
     """
     refuse_rest("watch", rest)
     if not options.seconds > 0:
         raise UsageError(f"--seconds {options.seconds:g}", "must be above 0", "leave it out")
-    check_folder(options.folder, may_come=True)
+    check_folder(options.folder, may_be_missing=True)
     check_installed("rich", "tqdm")
     try:
         _watch(options)
@@ -48,26 +48,26 @@ def _watch(options: Namespace) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from megatron_edit.tools.monitor.frame import frame_of
+    from megatron_edit.tools.monitor.frame import render_frame
 
     training = MonitoredRun(options.folder)
     read_all(training)
     console = Console()
     if options.once or not console.is_terminal or training.is_over:
-        # In a file there is no width to keep to.
+        # A file has no width of its own.
         console = console if console.is_terminal else Console(width=120, file=sys.stdout)
-        console.print(frame_of(training, options.folder))
+        console.print(render_frame(training, options.folder))
         return
-    first = frame_of(training, options.folder)
+    first = render_frame(training, options.folder)
     with Live(first, console=console, auto_refresh=False, vertical_overflow="crop") as live:
-        for _ in _until_over(training):  # the last losses come after the last iteration
+        for _ in _until_over(training):  # the last losses are written after the last iteration
             time.sleep(options.seconds)
             training.poll()
-            live.update(frame_of(training, options.folder), refresh=True)
+            live.update(render_frame(training, options.folder), refresh=True)
 
 
 def _until_over(training: MonitoredRun) -> Iterator[None]:
-    """Once more after it has ended."""
+    """Yield until the training is over, and once more."""
     is_over = False
     while not is_over:
         is_over = training.is_over

@@ -1,11 +1,11 @@
-"""The inside of `megatron-edit compare`: what is run, how it is followed, and what is made of it.
+"""The modules of `megatron-edit compare`: planning, running and evaluating trainings.
 
-| module | what it holds |
+| module | contents |
 |---|---|
-| flags, entries, plan | what is run, as immutable data |
-| finished | results that are kept, by the hash of their configuration |
-| follow, runs | trainings: started, followed, given up |
-| console_log, traffic, readings | what a training left behind, as numbers |
-| statistics, analysis | numbers of several runs together |
-| pictures, page | what people read |
+| flags, entries, plan | the runs, as immutable data |
+| finished | stored results, by the hash of their configuration |
+| follow, runs | starting, following and aborting trainings |
+| console_log, traffic, readings | the results of a training, as numbers |
+| statistics, analysis | statistics over several runs |
+| pictures, page | the report |
 """

@@ -1,4 +1,4 @@
-"""From the runs of a comparison to the lines of its table."""
+"""The rows of a comparison's table, computed from its runs."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Seed = int | None
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """One entry of the comparison. None where nothing is known.
+    """The row of one entry of the comparison. None where not known.
 
     Attributes:
         label: of the entry.
         loss: of the last evaluation.
-        difference: of it to that of the first entry with a loss, seed by seed.
+        difference: of `loss` to that of the first entry with a loss, seed by seed.
         speed: tokens per second of all replicas, after the warm-up.
-        share: of the speed of `ideal` with the same seed.
+        share: `speed` as a share of that of `ideal` with the same seed.
         step_bytes: sent by one replica per step, after the warm-up.
-        peak: bytes per second that the busiest exchange of a replica asks for.
+        peak: bytes per second of the busiest exchange of a replica.
         state_bytes: of the outer state of one replica.
         num_parameters: of the model.
         failed: seeds without a result, as text.
@@ -44,12 +44,12 @@ class ComparisonRow:
 
 @dataclass(frozen=True)
 class ComparisonResult:
-    """Everything that became of a comparison.
+    """The results of a comparison.
 
     Attributes:
         plan: all runs.
-        readings: of those that are finished.
-        failures: of those that failed: what is to be said of them.
+        readings: of finished runs.
+        failures: messages of failed runs.
     """
 
     plan: Sequence[RunPlan]
@@ -57,22 +57,22 @@ class ComparisonResult:
     failures: Mapping[RunPlan, str]
 
     def of_label(self, label: str) -> dict[Seed, Reading]:
-        """Finished runs of an entry, by seed."""
+        """Return the readings of an entry's finished runs, by seed."""
         return {run.seed: r for run, r in self.readings.items() if run.entry.label == label}
 
     @property
     def labels(self) -> list[str]:
-        """Of all entries, in their order."""
+        """Labels of all entries, in their order."""
         return list(dict.fromkeys(run.entry.label for run in self.plan))
 
     @property
     def compared(self) -> list[str]:
-        """Labels of the entries whose losses mean something."""
+        """Labels of the entries whose losses are compared."""
         return [label for label in self.labels if label != IDEAL]
 
 
 def make_rows(outcome: ComparisonResult) -> list[ComparisonRow]:
-    """A row for each entry, in the order in which they are listed."""
+    """Return a row for each entry, in the given order."""
     first = next((label for label in outcome.compared if outcome.of_label(label)), None)
     base = _losses(outcome, first) if first is not None else {}
     ideal = _values(outcome.of_label(IDEAL), lambda r: r.tokens_per_second)
@@ -114,5 +114,5 @@ def _values(
 
 
 def is_synchronous(run: RunPlan) -> bool:
-    """Whether gradients cross at every step."""
+    """Return whether gradients are exchanged at every step."""
     return run.entry.name == STOCK or not (run.entry.syncs or run.entry.name == IDEAL)

@@ -1,7 +1,7 @@
-"""Reading what Megatron prints, and losses of EDiT's event files.
+"""Reading Megatron's console output, and the losses in EDiT's event files.
 
-Under EDiT every replica is a Megatron world of its own and may print its own lines: a value that
-comes several times for one iteration is averaged.
+With EDiT every replica is a separate Megatron world and may print its own lines: several values for
+one iteration are averaged.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _EVALUATED = re.compile(
 )
 _PARAMETERS = re.compile(r"number of parameters on .*model parallel rank \(([\d, ]+)\):\s*(\d+)")
 
-# Not steady yet: the first iterations allocate, and import what is imported late.
-NUM_SETTLING_ITERATIONS = 5
+# Excluded from speeds: the first iterations allocate memory and import modules.
+NUM_EXCLUDED_ITERATIONS = 5
 
 
 @dataclass
 class RunLog:
-    """Numbers gathered from the console lines of one training, as they come.
+    """Numbers collected from the console lines of one training, as they are printed.
 
     Attributes:
         last_iteration: highest iteration seen.
-        num_iterations: of the whole training, as Megatron announces it.
-        last_loss: training loss of the newest line that had one.
+        num_iterations: of the complete training, as printed by Megatron.
+        last_loss: training loss of the newest line that has one.
         batch_size: samples per iteration, of the newest line.
         samples: consumed since the start of the training, by iteration.
     """
@@ -50,14 +50,14 @@ class RunLog:
 
     @classmethod
     def of(cls, lines: Iterable[str]) -> RunLog:
-        """The log of a training that is over."""
+        """Read the log of a finished training."""
         log = cls()
         for line in lines:
             log.feed(line)
         return log
 
     def feed(self, line: str) -> None:
-        """Take one line; lines that say nothing of interest are ignored."""
+        """Parse one line; unknown lines are ignored."""
         if found := _ITERATION.search(line):
             self.num_iterations = int(found[2])
             self._feed_iteration(int(found[1]), _fields(found[3]))
@@ -77,48 +77,48 @@ class RunLog:
             self.batch_size = int(values["global batch size"])
         if "consumed samples" in values:
             self.samples[iteration] = int(values["consumed samples"])
-        if "lm loss" in values:  # absent in an iteration that was skipped
+        if "lm loss" in values:  # absent in a skipped iteration
             self.last_loss = float(values["lm loss"])
             self._losses[iteration].append(self.last_loss)
 
     @property
     def num_parameters(self) -> int:
-        """Of all model-parallel ranks together; copies that several of them hold count each."""
+        """Parameters of all model-parallel ranks together; replicated ones count several times."""
         return sum(self._parameters.values())
 
     def losses(self) -> dict[int, float]:
-        """Training loss by iteration."""
+        """Return the training loss by iteration."""
         return _means(self._losses)
 
     def validation(self) -> dict[int, float]:
-        """Validation loss by iteration."""
+        """Return the validation loss by iteration."""
         return _means(self._validation)
 
     def milliseconds(self) -> dict[int, float]:
-        """Milliseconds per iteration since the line before, by the iteration of the line."""
+        """Return milliseconds per iteration since the previous line, by the line's iteration."""
         return _means(self._milliseconds)
 
     def tokens_per_second(self, seq_length: int) -> float:
-        """Tokens of all ranks over the time of the iterations, without the settling ones."""
+        """Return tokens per second of all ranks, without the first iterations."""
         times = self.milliseconds()
-        kept = {i: ms for i, ms in times.items() if i > NUM_SETTLING_ITERATIONS} or times
+        kept = {i: ms for i, ms in times.items() if i > NUM_EXCLUDED_ITERATIONS} or times
         seconds = sum(kept.values()) / 1e3
         return len(kept) * self.batch_size * seq_length / seconds if seconds else 0.0
 
 
 def _fields(text: str) -> dict[str, str]:
-    """The `name: value | name: value |` part of an iteration line."""
+    """Parse the `name: value | name: value |` part of an iteration line."""
     pairs = (part.rpartition(":") for part in text.split("|"))
     return {name.strip(): value.strip() for name, colon, value in pairs if colon}
 
 
 def _means(values: dict[int, list[float]]) -> dict[int, float]:
-    """Mean per key, in the order of the keys."""
+    """Return the mean per key, in the order of the keys."""
     return {key: sum(values[key]) / len(values[key]) for key in sorted(values)}
 
 
 def edit_losses(log_dir: Path, log: RunLog) -> dict[int, float]:
-    """Training loss of an EDiT run: its own mean over the replicas, else the console's."""
+    """Return the training loss of an EDiT run from its event files, else from the console."""
     found = {
         record.iteration: record.loss
         for record in _loss_records(log_dir)
@@ -128,8 +128,8 @@ def edit_losses(log_dir: Path, log: RunLog) -> dict[int, float]:
 
 
 def edit_validation(log_dir: Path, log: RunLog) -> dict[int, float]:
-    """Validation loss of an EDiT run: its own, in full digits, else the console's."""
-    found: dict[int, list[float]] = defaultdict(list)  # several validation sets count alike
+    """Return the validation loss of an EDiT run from its event files, else from the console."""
+    found: dict[int, list[float]] = defaultdict(list)  # several validation sets have equal weight
     for record in _loss_records(log_dir):
         if record.split == VALIDATION and not math.isnan(record.loss):
             found[record.iteration].append(record.loss)

@@ -1,4 +1,4 @@
-"""What `--strategies` lists: a strategy each, with flags of its own."""
+"""The entries of `--strategies`: a strategy each, with flags of its own."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_edit.config import ONLY_SYNCED
+from megatron_edit.config import SYNC_SETTINGS
 from megatron_edit.errors import UsageError
-from megatron_edit.flags import BEGINNINGS, PREFIX, flag
+from megatron_edit.flags import FLAG_PREFIXES, PREFIX, flag
 from megatron_edit.method.strategy import STRATEGIES, TIMED_SETTINGS
 from megatron_edit.tools.compare.flags import canonical, int_flag, read_flags_or_refuse, without
 
 STOCK = "stock"  # Megatron without the plugin, on all ranks
-IDEAL = "ideal"  # replicas that part after the warm-up and never meet again
+IDEAL = "ideal"  # replicas that never sync after the warm-up
 
 FILE = "@"  # before the path of an .args file
 
 _IDEAL_STRATEGY = "edit"
-_OF_ROUNDS = frozenset((flag("warmup_steps"), flag("sync_interval")))
-_OF_SYNCS = frozenset(map(flag, (*ONLY_SYNCED, "sync_dtype")))
+_ROUND_FLAGS = frozenset((flag("warmup_steps"), flag("sync_interval")))
+_SYNC_FLAGS = frozenset(map(flag, (*SYNC_SETTINGS, "sync_dtype")))
 _FINAL = flag("final_sync_fraction")
-_OF_THE_CLOCK = frozenset(map(flag, TIMED_SETTINGS))
+_TIMED_FLAGS = frozenset(map(flag, TIMED_SETTINGS))
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of the comparison.
+    """One entry of the comparison.
 
     Attributes:
         name: a strategy, `stock`, or `ideal`.
-        own_flags: words of the command line that only this entry has, after all others.
-        settings: what people wrote for them, where files stand for flags: `@edit_quality.args`.
+        own_flags: command-line words of this entry only, after all others.
+        settings: the user's notation of them, with names of files: `@edit_quality.args`.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Entry:
 
     @property
     def label(self) -> str:
-        """For people: `edit`, `edit no-clip`, `edit delay-steps=8`, `edit @edit_quality.args`."""
+        """Label, such as `edit`, `edit no-clip`, `edit delay-steps=8`, `edit @quality.args`."""
         if self.settings:
             return " ".join([self.name, *self.settings])
         words: list[str] = []
@@ -54,7 +54,7 @@ class Entry:
 
     @property
     def slug(self) -> str:
-        """For the names of folders."""
+        """The label as it is used in names of folders."""
         return re.sub(r"[^A-Za-z0-9.=-]+", "_", self.label)
 
     @property
@@ -66,47 +66,47 @@ class Entry:
 
     @property
     def syncs(self) -> bool:
-        """Whether there are rounds with an outer step at their end."""
+        """Whether there are rounds that end with an outer step."""
         strategy = self.strategy
         if strategy is None or self.name == IDEAL:
             return False
         return not STRATEGIES[strategy].endless_warmup
 
     def words(self, common: Sequence[str]) -> list[str]:
-        """The flags of a training.
+        """Return the flags of a training.
 
-        A common flag that this entry's strategy has no use for is left out: the interval counts
-        steps or seconds, and without rounds there is neither. What an entry has of its own stays.
+        Common flags that do not apply to this entry's strategy are dropped, such as an interval in
+        steps for timed rounds. The entry's own flags are always kept.
 
         Args:
-            common: flags of all entries, Megatron's and ours.
+            common: flags of all entries, Megatron's and EDiT's.
 
         Raises:
-            UsageError: `ideal` does not know how long the training is.
+            UsageError: the length of the training is not given, for `ideal`.
         """
         strategy = self.strategy
         if strategy is None:
-            ours = {w.partition("=")[0] for w in common if w.startswith(BEGINNINGS)}
+            ours = {w.partition("=")[0] for w in common if w.startswith(FLAG_PREFIXES)}
             return [*without(common, ours - {flag("device")}), *self.own_flags]
         rule = STRATEGIES[strategy]
-        unused = frozenset({flag("sync_interval"), _FINAL}) if rule.is_timed else _OF_THE_CLOCK
+        unused = frozenset({flag("sync_interval"), _FINAL}) if rule.is_timed else _TIMED_FLAGS
         if rule.endless_warmup:
-            unused = _OF_ROUNDS | _OF_THE_CLOCK | _OF_SYNCS
+            unused = _ROUND_FLAGS | _TIMED_FLAGS | _SYNC_FLAGS
         elif self.name == IDEAL:
-            unused = unused | _OF_SYNCS  # fragments would meet within the round that has no end
+            unused = unused | _SYNC_FLAGS  # fragments would sync within its endless round
         words = [*without(common, unused | {flag("use_edit")}), flag("use_edit")]
         words += [flag("strategy"), strategy]
         if self.name == IDEAL:
-            # No longer than that: replicas keep room for the losses of a whole round.
+            # No longer: replicas allocate space for the losses of a complete round.
             words += [flag("sync_interval"), str(num_iterations(common) + 1)]
         return [*words, *self.own_flags]
 
 
 def num_iterations(words: Sequence[str]) -> int:
-    """Length of a training, from its flags.
+    """Return the length of a training, from its flags.
 
     Raises:
-        UsageError: they do not say it.
+        UsageError: it is not given.
     """
     try:
         if "--train-iters" in canonical(words):
@@ -114,25 +114,24 @@ def num_iterations(words: Sequence[str]) -> int:
         return int_flag(words, "--train-samples") // int_flag(words, "--global-batch-size")
     except (KeyError, ValueError, ZeroDivisionError):
         raise UsageError(
-            "--with-ideal", "must know how long a training is", "give --train-iters"
+            "--with-ideal", "needs the length of a training", "give --train-iters"
         ) from None
 
 
 def parse_entries(text: str, *, with_ideal: bool) -> tuple[Entry, ...]:
-    """Read the value of `--strategies`.
+    """Parse the value of `--strategies`.
 
-    Entries are separated by commas. Behind the name come an entry's own flags, each after a
-    colon, with its value after an equals sign: `edit:delay-steps=8:no-clip`. A name is that of a
-    setting of EDiT; with its dashes (`--lr=1e-3`) it may be any flag of the training. `@FILE`
-    stands for the flags of an .args file: `edit:@configs/edit_quality.args`.
+    Entries are separated by commas. The name is followed by the entry's own flags, each after a
+    colon, with its value after an equals sign: `edit:delay-steps=8:no-clip`. A flag is a setting
+    of EDiT or, with its dashes (`--lr=1e-3`), any flag of the training. `@FILE` inserts the flags
+    of an .args file: `edit:@configs/edit_quality.args`.
 
     Args:
         text: the value.
         with_ideal: whether `ideal` comes first.
 
     Raises:
-        UsageError: nothing is listed, something twice, a strategy that there is not, or a file
-            that cannot be read.
+        UsageError: an entry is empty, repeated or unknown, or a file cannot be read.
     """
     entries = [Entry(IDEAL)] if with_ideal else []
     for part in text.split(","):
@@ -154,7 +153,7 @@ def parse_entries(text: str, *, with_ideal: bool) -> tuple[Entry, ...]:
 
 
 def _names_of(settings: Sequence[str]) -> tuple[str, ...]:
-    """Settings with the names of files instead of their paths; empty where there is no file."""
+    """Return the settings with names of files instead of paths; empty if there is no file."""
     if not any(setting.startswith(FILE) for setting in settings):
         return ()
     return tuple(

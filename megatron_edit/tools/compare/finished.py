@@ -1,7 +1,7 @@
-"""Results of finished runs, kept by the hash of their configuration.
+"""Results of finished runs, stored by the hash of their configuration.
 
-Whoever asks for the same configuration again is given the result. A configuration is everything
-that decides what a run computes, as JSON; where it runs, and where it writes, is no part of it.
+A run with the same configuration is not repeated. A configuration is everything that determines
+what a run computes, as JSON, without the machine and the output folder.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_edit.whole_files import write_whole
+from megatron_edit.atomic_files import write_atomic
 
-HASH_DIGITS = 16  # 64 bits: no two configurations of a study will ever share one
+HASH_DIGITS = 16  # 64 bits: collisions within a study are practically impossible
 
 
 def configuration_hash(configuration: Mapping[str, Any]) -> str:
-    """16 hexadecimal digits; the order of the keys of a mapping does not count."""
+    """Return 16 hexadecimal digits, independent of the order of keys in mappings."""
     text = json.dumps(configuration, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode("utf-8")).hexdigest()[:HASH_DIGITS]
 
 
-def keep(path: Path, configuration: Mapping[str, Any], result: Mapping[str, Any]) -> None:
-    """Write a result. The file is there as a whole or not at all."""
+def store_result(path: Path, configuration: Mapping[str, Any], result: Mapping[str, Any]) -> None:
+    """Write a result to a file, atomically."""
     record = {"hash": configuration_hash(configuration), "configuration": configuration}
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(record | {"result": result}) + "\n")
+    write_atomic(path, json.dumps(record | {"result": result}) + "\n")
 
 
-def find(path: Path, configuration: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The result that was kept of this very configuration; None if there is none."""
+def load_result(path: Path, configuration: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the stored result of exactly this configuration; None if there is none."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        is_it = record["hash"] == configuration_hash(configuration)
+        is_same = record["hash"] == configuration_hash(configuration)
         result: dict[str, Any] = record["result"]
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # not there, or not one of ours: it is run again
-    return result if is_it else None
+        return None  # missing or not a result file: the run is repeated
+    return result if is_same else None

@@ -1,4 +1,4 @@
-"""Command lines as data: reading flags, dropping some, and one form for equal ones."""
+"""Command lines as data: reading, dropping and normalising flags."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_edit.errors import UsageError
 
 
 def read_flags(path: Path) -> list[str]:
-    """The flags of an .args file, as `$(grep -v '^#' FILE)` would give them to a command."""
+    """Return the flags of an .args file, as `$(grep -v '^#' FILE)` would pass them."""
     flags: list[str] = []
     for line in path.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
@@ -19,11 +19,11 @@ def read_flags(path: Path) -> list[str]:
 
 
 def read_flags_or_refuse(path: Path, given: str, remedy: str) -> list[str]:
-    """The flags of an .args file that a command line names.
+    """Return the flags of an .args file, or raise a `UsageError`.
 
     Args:
         path: of the file.
-        given: what the user wrote, for the message.
+        given: the user's argument, for the message.
         remedy: what to do instead, for the message.
 
     Raises:
@@ -32,14 +32,14 @@ def read_flags_or_refuse(path: Path, given: str, remedy: str) -> list[str]:
     try:
         return read_flags(path)
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "no text"
+        reason = error.strerror if isinstance(error, OSError) else "not text"
         raise UsageError(given, f"cannot be read: {reason}", remedy) from None
     except ValueError as error:
         raise UsageError(given, f"cannot be read: {error}", "correct the file") from None
 
 
 def groups(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Each flag with the values that follow it, in order; `--a=1` is `--a 1`.
+    """Yield each flag with the values that follow it, in order; `--a=1` is `--a 1`.
 
     Words before the first flag come under the name "".
     """
@@ -58,23 +58,23 @@ def groups(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def without(words: Sequence[str], names: Container[str]) -> list[str]:
-    """`words` without some flags and their values."""
+    """Return `words` without some flags and their values."""
     kept = (group for group in groups(words) if group[0] not in names)
     return [word for name, values in kept for word in ([name] if name else []) + values]
 
 
 def canonical(words: Sequence[str]) -> dict[str, list[str]]:
-    """One form of all command lines that say the same: the last of two equal flags counts."""
+    """Return the normal form of a command line: sorted, with the last of repeated flags."""
     last = dict(groups(words))
     return {name: last[name] for name in sorted(last)}
 
 
 def int_flag(words: Sequence[str], name: str) -> int:
-    """The value of an integer flag; the last one given counts, as on a command line.
+    """Return the value of an integer flag; the last one counts if it is repeated.
 
     Raises:
-        KeyError: `words` do not have it.
-        ValueError: its value is no whole number.
+        KeyError: the flag is not given.
+        ValueError: its value is not an integer.
     """
     values = canonical(words)[name]
     if len(values) != 1:
@@ -83,7 +83,7 @@ def int_flag(words: Sequence[str], name: str) -> int:
 
 
 def model_of(words: Sequence[str]) -> str:
-    """Size of the model, by the flags of a training; empty where they do not say it.
+    """Return the size of the model as text, from the flags of a training; empty if not given.
 
     Args:
         words: a command line.

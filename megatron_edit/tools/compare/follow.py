@@ -1,4 +1,4 @@
-"""Starting a training, following its log with a progress bar, and giving it up."""
+"""Starting a training, following its log with a progress bar, and aborting it."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from megatron_edit.tools.compare.console_log import RunLog
 NUM_TAIL_LINES = 40
 POLL_SECONDS = 0.2
 STOP_SECONDS = 45  # torchrun gives its ranks 30 seconds to end
-# Starts what torchrun says of a failed rank: two screens that hide what the rank itself said.
+# Begins torchrun's report on a failed rank, which hides the output of the rank itself.
 LAUNCHER_REPORT = "failed (exitcode: "
 
 
 class RunFailedError(EditError):
-    """A training ended with an exit code other than 0, or was given up.
+    """A training ended with an exit code other than 0, or was aborted.
 
     Args:
-        name: what the training is called.
-        reason: what became of it.
-        exit_code: for our own process.
-        log_path: where all of its output is.
+        name: of the training.
+        reason: of the failure.
+        exit_code: for the present process.
+        log_path: of its output.
 
     Attributes:
-        reason: what became of it, and where its output is.
-        tail: the last lines of it, with their ends.
+        reason: of the failure, with the path of the output.
+        tail: the last lines of the output, with line ends.
     """
 
     def __init__(self, name: str, reason: str, exit_code: int, log_path: Path) -> None:
@@ -46,18 +46,18 @@ class RunFailedError(EditError):
 
 @dataclass(frozen=True)
 class Limits:
-    """When a training is given up.
+    """Limits after which a training is aborted.
 
     Attributes:
-        seconds: it has taken so long; None: never.
-        silent_seconds: it has said nothing for so long; None: never.
+        seconds: of run time; None for no limit.
+        silent_seconds: without output; None for no limit.
     """
 
     seconds: float | None = None
     silent_seconds: float | None = None
 
-    def broken(self, *, running: float, silent: float) -> str:
-        """What there is to complain of; "" if nothing.
+    def exceeded(self, *, running: float, silent: float) -> str:
+        """Return which limit is exceeded, as text; empty if none.
 
         Args:
             running: seconds since the start.
@@ -66,7 +66,7 @@ class Limits:
         if self.seconds is not None and running > self.seconds:
             return f"was not done after {self.seconds:g} s"
         if self.silent_seconds is not None and silent > self.silent_seconds:
-            return f"has said nothing for {self.silent_seconds:g} s"
+            return f"has printed nothing for {self.silent_seconds:g} s"
         return ""
 
 
@@ -77,7 +77,7 @@ class Bar(Protocol):
     total: float | None
 
     def update(self, n: float = 1) -> Any:
-        """Go on by `n`."""
+        """Advance by `n`."""
 
     def set_postfix_str(self, s: str = "", refresh: bool = True) -> Any:
         """Show `s` behind the bar."""
@@ -85,10 +85,10 @@ class Bar(Protocol):
 
 @contextmanager
 def progress_bar(name: str, *, total: float | None = None, unit: str = "it") -> Iterator[Bar]:
-    """A bar on the error stream, with the time that is left."""
+    """Show a progress bar with the remaining time on standard error."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
-    # A bar in a file is one line per refresh: few are enough there.
+    # In a file, each refresh is a line: fewer are enough.
     pause = 0.5 if sys.stderr.isatty() else 20.0
     with tqdm(total=total, desc=name, unit=unit, mininterval=pause, maxinterval=60) as bar:
         yield bar
@@ -106,12 +106,12 @@ def follow(
     """Run `command` to its end; its output goes to `log_path` and into the returned log.
 
     Args:
-        name: what the training is called.
-        command: starts it, and ends when it ends.
-        log_path: takes all output.
+        name: of the training.
+        command: of the training, in the foreground.
+        log_path: for all output.
         environment: of the command.
-        cwd: folder to start it in; None is ours.
-        limits: when to give it up; never, if left out.
+        cwd: working directory; None for the present one.
+        limits: after which it is aborted; None for no limits.
 
     Raises:
         RunFailedError: the command failed or took too long.
@@ -124,14 +124,14 @@ def follow(
             stderr=subprocess.STDOUT,
             env=dict(environment),
             cwd=cwd,
-            start_new_session=True,  # Ctrl-C is ours; we end the ranks in order
+            start_new_session=True,  # Ctrl-C reaches this process only, which ends the ranks
         )
     try:
-        log, complaint = _watch(name, process, log_path, limits or Limits())
+        log, reason = _watch(name, process, log_path, limits or Limits())
     finally:
         _stop(process)
-    if complaint:
-        raise RunFailedError(name, complaint, 1, log_path)
+    if reason:
+        raise RunFailedError(name, reason, 1, log_path)
     if code := process.returncode:
         ours = code if code > 0 else 128 - code  # a signal, as shells do
         raise RunFailedError(name, f"ended with exit code {code}", ours, log_path)
@@ -141,12 +141,12 @@ def follow(
 def _watch(
     name: str, process: subprocess.Popen[bytes], log_path: Path, limits: Limits
 ) -> tuple[RunLog, str]:
-    """Read along until the process ends or a limit is broken."""
-    log, lines = RunLog(), _Lines()
+    """Read the log until the process ends or a limit is exceeded."""
+    log, lines = RunLog(), _LineBuffer()
     began = heard = time.monotonic()
     with progress_bar(name) as bar, log_path.open("rb") as source:
         while True:
-            is_over = process.poll() is not None  # asked first: what it said last is read below
+            is_over = process.poll() is not None  # before the read, to get all of its output
             found = lines.read(source)
             for line in found:
                 log.feed(line)
@@ -155,8 +155,8 @@ def _watch(
             _show(bar, log)
             if is_over:
                 return log, ""
-            if complaint := limits.broken(running=now - began, silent=now - heard):
-                return log, complaint
+            if reason := limits.exceeded(running=now - began, silent=now - heard):
+                return log, reason
             time.sleep(POLL_SECONDS)
 
 
@@ -168,21 +168,20 @@ def _show(bar: Bar, log: RunLog) -> None:
         bar.update(log.last_iteration - bar.n)
 
 
-class _Lines:
-    """Whole lines of a file that still grows."""
+class _LineBuffer:
+    """Reads complete lines of a growing file."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def read(self, source: IO[bytes]) -> list[str]:
-        """What has come since the last time; half a line waits for its end."""
+        """Return the complete lines since the last call; a partial line waits."""
         *lines, self._rest = (self._rest + source.read()).split(b"\n")
         return [line.decode("utf-8", errors="replace") for line in lines]
 
 
 def tail(log_path: Path) -> list[str]:
-    """The last lines of a log, without what the launcher adds to what the ranks said; none where
-    a rank ended before it began one."""
+    """Return the last lines of a log, without the launcher's report; empty without a log."""
     if not log_path.exists():
         return []
     last = deque[str](maxlen=NUM_TAIL_LINES)
@@ -195,7 +194,7 @@ def tail(log_path: Path) -> list[str]:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End a training that was interrupted; the launcher ends its ranks when it is told to."""
+    """Terminate a training; the launcher then ends its ranks."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -206,13 +205,13 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def torchrun_line(num_ranks: int) -> list[str]:
-    """Starts `num_ranks` ranks on this machine: torchrun of this very environment."""
+    """Return the command that starts `num_ranks` ranks with this environment's torchrun."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return [*launcher, "--nproc-per-node", str(num_ranks)]
 
 
 def environment_of_ranks(num_ranks: int) -> dict[str, str]:
-    """As ours, but all ranks on the CPU if this machine has too few GPUs for them."""
+    """Return the present environment; all ranks on the CPU if there are too few GPUs."""
     import torch
 
     environment = dict(os.environ, PYTHONUNBUFFERED="1", CUDA_DEVICE_MAX_CONNECTIONS="1")

@@ -1,4 +1,4 @@
-"""The results of a comparison as files for people: a table in Markdown, pictures, one HTML page."""
+"""The report of a comparison: a table in Markdown, plots and an HTML page."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ TEMPLATE = Path(__file__).with_name("page.html")
 
 
 def summary(outcome: ComparisonResult) -> str:
-    """For the console."""
+    """Return the summary for the console."""
     return f"{_subtitle(outcome)}\n\n{markdown_table(make_rows(outcome))}"
 
 
 def write_report(folder: Path, outcome: ComparisonResult) -> Path:
-    """Write compare.md, compare.json, compare.html and the pictures; the path of the page."""
+    """Write compare.md, compare.json, compare.html and the plots; return the page's path."""
     pictures = draw(folder, outcome)
     rows = json.dumps([asdict(row) for row in make_rows(outcome)])
-    known = json.loads(rows, parse_constant=lambda _: None)  # of a run that diverged there is null
+    known = json.loads(rows, parse_constant=lambda _: None)  # null for a run that diverged
     record = {"rows": known, "failures": _failures(outcome)}
     texts = {
         "compare.json": json.dumps(record, indent=1, allow_nan=False) + "\n",
@@ -51,7 +51,7 @@ def _title(outcome: ComparisonResult) -> str:
 
 
 def _curves(outcome: ComparisonResult) -> str:
-    """How the curves are to be read."""
+    """Return the note below the plots."""
     tokens = smoothing_tokens(outcome)
     return (
         f"Curves are of the first seed; each training loss is a mean over {tokens / 1e6:.3g} "
@@ -60,7 +60,7 @@ def _curves(outcome: ComparisonResult) -> str:
 
 
 def _subtitle(outcome: ComparisonResult) -> str:
-    """Model, layout and length, as far as they are known."""
+    """Return model, layout and length, as far as they are known."""
     setting, place = outcome.plan[0].setting, outcome.plan[0].placement
     ranks = place.ranks_per_replica
     parts = [f"{place.num_replicas} replicas of {ranks} rank{'s' if ranks > 1 else ''}"]
@@ -80,7 +80,7 @@ def _subtitle(outcome: ComparisonResult) -> str:
 
 
 def _versions(outcome: ComparisonResult) -> str:
-    """Of the plugin and what is below it; more than one line where runs differ."""
+    """Return the versions of the plugin and its dependencies, and whether runs differ."""
     found = {
         ", ".join(f"{name} {text}" for name, text in sorted(reading.versions.items()))
         for reading in outcome.readings.values()
@@ -92,7 +92,7 @@ def _versions(outcome: ComparisonResult) -> str:
 
 
 def _commands(outcome: ComparisonResult) -> list[str]:
-    """One for each entry, without seed and folders."""
+    """Return the command of each entry, without seed and folders."""
     lines = {
         run.entry.label: shlex.join([str(run.setting.script), *run.entry.words(run.setting.flags)])
         for run in outcome.plan
@@ -118,7 +118,7 @@ def _markdown(outcome: ComparisonResult, pictures: Sequence[Picture]) -> str:
 
 
 def _html(outcome: ComparisonResult, pictures: Sequence[Picture]) -> str:
-    """The page; it needs no other file and no network."""
+    """Return the HTML page; it needs no other file and no network."""
     from markupsafe import Markup  # comes with jinja2
 
     values: dict[str, Any] = {
@@ -140,12 +140,12 @@ def _html(outcome: ComparisonResult, pictures: Sequence[Picture]) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """One column.
+    """A column of the table.
 
     Attributes:
         title: with the unit.
-        meaning: a sentence, for below the table.
-        cell: of a row.
+        meaning: a sentence, printed below the table.
+        cell: returns the text for a row.
     """
 
     title: str
@@ -154,11 +154,11 @@ class Column:
 
 
 def _spread(spread: Spread | None, mean: str, deviation: str = "") -> str:
-    """The mean and, where it is asked for and there is one, the deviation.
+    """Format the mean and, where there is one, the deviation.
 
     Args:
         spread: of a quantity.
-        mean, deviation: how they are formatted.
+        mean, deviation: format specifications; an empty `deviation` leaves it out.
     """
     if spread is None:
         return UNKNOWN
@@ -185,11 +185,11 @@ def _name(row: ComparisonRow) -> str:
 
 
 COLUMNS = (
-    Column("strategy", "with the flags that only it has", _name),
+    Column("strategy", "with its own flags", _name),
     Column(
         "validation loss",
         "nats per token, of the last evaluation; with several seeds the mean ± their standard "
-        "deviation. `ideal` never syncs, so that its loss means nothing",
+        "deviation. `ideal` never syncs, so its loss is not comparable",
         lambda row: _spread(row.loss, ".4f", ".4f"),
     ),
     Column(
@@ -199,14 +199,14 @@ COLUMNS = (
     ),
     Column(
         "tokens/s",
-        "of all replicas together, after the warm-up, without evaluations; a sync that lands in "
-        "an evaluation is not in it",
+        "of all replicas together, after the warm-up, without evaluations and without syncs that "
+        "land in an evaluation",
         lambda row: _spread(row.speed, ",.0f", ",.0f"),
     ),
     Column(
         "share of ideal",
-        "of the tokens/s of `ideal`, seed by seed: the same replicas, after the same warm-up "
-        "never meeting again",
+        "of the tokens/s of `ideal`, seed by seed: the same replicas, which never sync after the "
+        "same warm-up",
         lambda row: _spread(row.share, ".1%"),
     ),
     Column(
@@ -231,12 +231,12 @@ COLUMNS = (
 
 
 def _cells(rows: Sequence[ComparisonRow]) -> list[list[str]]:
-    """The table without its head; columns that nobody has anything for are there, too."""
+    """Return the cells of the table; empty columns are included."""
     return [[column.cell(row) for column in COLUMNS] for row in rows]
 
 
 def markdown_table(rows: Sequence[ComparisonRow]) -> str:
-    """The table; what its columns mean is below it."""
+    """Return the table as Markdown, with the meaning of its columns below."""
     head = [column.title for column in COLUMNS]
     lines = [_line(head), _line("---" for _ in head), *map(_line, _cells(rows))]
     meanings = [f"- *{column.title}*: {column.meaning}." for column in COLUMNS]

@@ -1,4 +1,4 @@
-"""The pictures of a comparison: loss by tokens, loss by time, bytes by step."""
+"""The plots of a comparison: loss by tokens, loss by time, bytes by step."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from megatron_edit.tools.pages.drawing import COLORS, legend_below, png_axes, sv
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-WIDTH_SHARE = 25  # training losses are means over that part of the longest training
-NUM_PLACES = 400  # of a smoothed curve
-MARKS = "osD^vPX*<>hd"
+WIDTH_SHARE = 25  # training losses are means over 1/25 of the longest training
+NUM_PLACES = 400  # points of a smoothed curve
+MARKERS = "osD^vPX*<>hd"
 SVG_HEIGHT = 3.6
 
 
 class Picture(NamedTuple):
-    """One picture.
+    """One plot.
 
     Attributes:
-        title: what it shows.
+        title: of the plot.
         path: a PNG file.
-        svg: the same as an element of a page, in the colours of the page.
+        svg: the same as an SVG element, in the colours of the page.
     """
 
     title: str
@@ -37,10 +37,10 @@ class Picture(NamedTuple):
 
 
 def draw(folder: Path, outcome: ComparisonResult) -> list[Picture]:
-    """Draw the pictures, and write their files. Without any reading there are none.
+    """Draw the plots, and write their files; none without readings.
 
     Args:
-        folder: takes `compare-<name>.png`.
+        folder: of the files `compare-<name>.png`.
         outcome: of the comparison; the curves are those of the first seed.
     """
     shown = _first_seeds(outcome)
@@ -63,22 +63,22 @@ def draw(folder: Path, outcome: ComparisonResult) -> list[Picture]:
 
 
 def _first_seeds(outcome: ComparisonResult) -> dict[str, Reading]:
-    """For each entry the reading of the first seed that has one."""
+    """Return for each entry the reading of the first seed that has one."""
     found = {label: list(outcome.of_label(label).values()) for label in outcome.labels}
     return {label: readings[0] for label, readings in found.items() if readings}
 
 
 def smoothing_tokens(outcome: ComparisonResult) -> float:
-    """Tokens over which each training loss of all curves is a mean."""
+    """Return the tokens over which each training loss is averaged, for all curves."""
     lengths = [r.training[-1].tokens for r in outcome.readings.values() if r.training]
     return max(lengths, default=0.0) / WIDTH_SHARE
 
 
 def smoothed(points: Sequence[Point], width: float) -> tuple[Array, Array]:
-    """A curve of training losses, as means over a window; tokens and losses, float64 [P].
+    """Smooth training losses with a moving mean; return tokens and losses, float64 [P].
 
-    A loss stands for all tokens since the one before: one line a step and one a round give the
-    same curve.
+    A loss counts for all tokens since the previous one, so that one loss per step and one per round
+    give the same curve.
 
     Args:
         points: of the training.
@@ -120,7 +120,7 @@ def _losses(
     shown: dict[str, Reading],
     place: Callable[[Reading, Array], Array],
 ) -> None:
-    """Training as thin lines, all smoothed alike; validation as marks."""
+    """Plot training losses as thin lines with the same smoothing, validation as markers."""
     width = smoothing_tokens(outcome)
     for label in outcome.compared:
         reading = shown.get(label)
@@ -133,11 +133,11 @@ def _losses(
         found = [point.loss for point in reading.validation]
         axes.plot(place(reading, marks), found, mark, color=color, markersize=5, label=label,
                   clip_on=False, zorder=3)  # fmt: skip
-    axes.set_ylabel("loss (nats per token); marks: validation")
+    axes.set_ylabel("loss (nats per token); markers: validation")
 
 
 def _bytes_by_step(axes: Axes, outcome: ComparisonResult, shown: dict[str, Reading]) -> None:
-    """Stairs, a stair for each exchange; on a scale on which equal factors look alike."""
+    """Plot the sent bytes as a step function, on a logarithmic scale."""
     by_label = {run.entry.label: run for run in outcome.plan}
     for label in outcome.compared:
         reading = shown.get(label)
@@ -148,7 +148,7 @@ def _bytes_by_step(axes: Axes, outcome: ComparisonResult, shown: dict[str, Readi
             made = range(reading.warmup_steps + 1, reading.iterations + 1)
             sent = [(step, reading.step_bytes) for step in made]
         color, _ = _style(outcome, label)
-        width = max(1.2, 4.5 - 0.8 * outcome.compared.index(label))  # equal ones show below others
+        width = max(1.2, 4.5 - 0.8 * outcome.compared.index(label))  # equal curves stay visible
         sent += [(reading.iterations, 0)] if sent else []  # flat to the end
         steps, sizes = np.array(sent).reshape(-1, 2).T
         axes.step(steps, np.cumsum(sizes) / 1e6, where="post", color=color, label=label,
@@ -159,10 +159,10 @@ def _bytes_by_step(axes: Axes, outcome: ComparisonResult, shown: dict[str, Readi
         from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))  # exponents would be too small
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))  # no exponents: too small
         axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _style(outcome: ComparisonResult, label: str) -> tuple[str, str]:
     number = outcome.compared.index(label)
-    return COLORS[number % len(COLORS)], MARKS[number % len(MARKS)]
+    return COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]

@@ -1,4 +1,4 @@
-"""The runs of a comparison, as immutable data; nothing here is started or written."""
+"""The runs of a comparison, as immutable data."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megatron_edit.tools.compare.entries import Entry
 from megatron_edit.tools.compare.finished import configuration_hash
 from megatron_edit.tools.compare.flags import canonical, int_flag
 
-# Of configurations and results; another number makes all that was kept unknown. A configuration
-# holds the flags that are given, so a default that changes needs another number, too.
-FORM = 2
+# Of configurations and results; another number invalidates all stored results. A configuration
+# holds the given flags only, so a changed default needs another number, too.
+FORMAT = 2
 EVENTS = "events"
-# What a comparison sets itself, or what all its runs would write to.
+# Flags that the comparison sets itself, or that would make all runs write to the same place.
 _RESERVED = {
     flag("strategy"): "list it in --strategies",
     flag("log_dir"): "drop it: event files go to --output-dir",
@@ -32,14 +32,14 @@ _RESERVED = {
 
 @dataclass(frozen=True)
 class ComparisonSetting:
-    """What all runs have in common.
+    """The common settings of all runs.
 
     Attributes:
         script: the training script.
-        flags: its flags, Megatron's and ours, without those of single entries.
-        num_ranks: of a run, all replicas together.
-        launcher: words that start the ranks; empty for torchrun on this machine.
-        link: what connects the replicas, in the user's words.
+        flags: its flags, Megatron's and EDiT's, without those of single entries.
+        num_ranks: of all replicas of a run.
+        launcher: command that starts the ranks; empty for torchrun on this machine.
+        link: the user's description of the link between replicas.
     """
 
     script: Path
@@ -50,7 +50,7 @@ class ComparisonSetting:
 
     @property
     def warmup_steps(self) -> int:
-        """W, where it is given for all; 0 if not."""
+        """W, if it is given for all runs; else 0."""
         try:
             return int_flag(self.flags, flag("warmup_steps"))
         except KeyError:
@@ -73,21 +73,21 @@ class RunPlan:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Label and seed, for messages."""
         return self.entry.label + ("" if self.seed is None else f", seed {self.seed}")
 
     @property
     def words(self) -> list[str]:
-        """Flags of the training script, without where it writes."""
+        """Flags of the training script, without output folders."""
         seed = [] if self.seed is None else ["--seed", str(self.seed)]
         return [*self.entry.words(self.setting.flags), *seed]
 
     @property
     def configuration(self) -> dict[str, Any]:
-        """All that decides what the run computes."""
+        """Everything that determines what the run computes."""
         setting = self.setting
         return {
-            "form": FORM,
+            "form": FORMAT,
             "script": hashlib.sha256(setting.script.read_bytes()).hexdigest(),
             "flags": canonical(self.words),
             "kind": self.entry.name,
@@ -98,12 +98,12 @@ class RunPlan:
 
     @property
     def folder_name(self) -> str:
-        """Of the run's own folder."""
+        """Name of the run's folder."""
         seed = "" if self.seed is None else f"-seed{self.seed}"
         return f"{self.entry.slug}{seed}-{configuration_hash(self.configuration)}"
 
     def script_words(self, folder: Path) -> list[str]:
-        """The training script and all its flags, with the run's own folder."""
+        """Return the training script and all its flags, with the run's own folder."""
         words = self.words
         if self.entry.strategy is not None:
             words += [flag("log_dir"), str(folder / EVENTS)]
@@ -111,10 +111,9 @@ class RunPlan:
 
     @property
     def placement(self) -> Placement:
-        """N and K, and rank 0's place.
+        """The placement of rank 0, with N and K.
 
-        Stock Megatron has no replicas: its traffic is counted as if each machine held the ranks
-        that are a replica of the others.
+        Stock Megatron has no replicas: its traffic is counted as if each machine held K ranks.
 
         Raises:
             UsageError: N is not given, or does not divide the ranks.
@@ -128,10 +127,10 @@ class RunPlan:
 def make_plan(
     setting: ComparisonSetting, entries: Sequence[Entry], seeds: Sequence[int]
 ) -> tuple[RunPlan, ...]:
-    """All runs: every entry with the first seed, then all with the next.
+    """Return all runs: every entry with the first seed, then every entry with the next.
 
     Raises:
-        UsageError: something that no run could start with.
+        UsageError: a setting with which no run could start.
     """
     _check_setting(setting)
     _check_seeds(seeds)
@@ -173,8 +172,8 @@ def _check_setting(setting: ComparisonSetting) -> None:
 
 
 def _check_seeds(seeds: Sequence[int]) -> None:
-    twice = sorted({seed for seed in seeds if seeds.count(seed) > 1})
-    if twice or any(seed < 1 for seed in seeds):
+    repeated = sorted({seed for seed in seeds if seeds.count(seed) > 1})
+    if repeated or any(seed < 1 for seed in seeds):
         raise UsageError(
             f"--seeds {','.join(map(str, seeds))}",
             "must be different whole numbers above 0",  # Megatron refuses 0
@@ -187,5 +186,5 @@ def _check_run(run: RunPlan) -> None:
         remedy = _RESERVED.get(word) or ("give --seeds" if word == "--seed" else None)
         if remedy is not None:
             raise UsageError(f"--strategies {run.entry.label}", f"{word} is set run by run", remedy)
-    config_from_argv(run.words)  # each of these refuses what it cannot work with
+    config_from_argv(run.words)  # both raise on invalid flags
     _ = run.placement

@@ -1,4 +1,4 @@
-"""What a finished training left behind, as the numbers that are compared."""
+"""The results of a finished training, as the numbers that are compared."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from megatron_edit.observe.line_files import read_json_lines
 from megatron_edit.observe.records import RUN, SYNCS, Array
 from megatron_edit.tools.compare.console_log import (
-    NUM_SETTLING_ITERATIONS,
+    NUM_EXCLUDED_ITERATIONS,
     RunLog,
     edit_losses,
     edit_validation,
@@ -29,18 +29,18 @@ from megatron_edit.tools.compare.traffic import (
 
 
 @dataclass(frozen=True)
-class Kind:
-    """How a training is to be read.
+class RunKind:
+    """Properties of a training that its reading depends on.
 
     Attributes:
-        layout: N and K; the number of parameters is read.
+        layout: N and K; the number of parameters is taken from the log.
         seq_length: tokens of a sample.
-        warmup_steps: steps that do not count for speed and bytes, where nothing else is said.
+        warmup_steps: steps excluded from speed and bytes, where `run.json` does not give them.
         is_stock: Megatron without the plugin.
-        is_ideal: replicas never meet; what they exchange when all is over does not count.
+        is_ideal: replicas never sync; their exchange at the end does not count.
         is_timed: replicas make different numbers of steps.
-        is_synchronous: gradients cross at every step, to the end.
-        element: what crosses of one parameter in a synchronous step.
+        is_synchronous: gradients are exchanged at every step, to the end.
+        element: bytes of a parameter that a synchronous step exchanges.
     """
 
     layout: Layout
@@ -55,10 +55,10 @@ class Kind:
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """Where a training was, by iteration. All three columns are equally long and increase.
+    """Progress of a training by iteration: three arrays of equal length, all increasing.
 
     Attributes:
-        iterations: of replica 0, that of Megatron's lines; the first entry is the start.
+        iterations: of replica 0, as in Megatron's log; the first entry is the start.
         seconds: spent in training, without start-up and evaluations.
         tokens: consumed by all replicas together.
     """
@@ -71,7 +71,7 @@ class Timeline:
     def of(
         cls, log: RunLog, seq_length: int, meetings: Mapping[int, int] | None = None
     ) -> Timeline:
-        """From a console log.
+        """Compute it from a console log.
 
         Args:
             log: of the training.
@@ -84,7 +84,7 @@ class Timeline:
         logged = list(times)
         if not logged:
             return cls(*np.zeros((3, 1)))
-        # A line is about the iterations since the one before; the first one is about as many.
+        # A line covers the iterations since the previous one; the first one covers as many.
         start = max(0, logged[0] - (logged[1] - logged[0] if len(logged) > 1 else logged[0]))
         iterations = np.array([start, *logged], dtype=np.float64)
         lengths = np.array(list(times.values())) * np.diff(iterations) / 1e3
@@ -98,15 +98,15 @@ class Timeline:
         return cls(iterations, np.append(0.0, np.cumsum(lengths)), samples * float(seq_length))
 
     def seconds_at(self, iteration: float) -> float:
-        """Seconds of training until an iteration is over."""
+        """Return the seconds of training up to the end of an iteration."""
         return float(np.interp(iteration, self.iterations, self.seconds))
 
     def tokens_at(self, iteration: float) -> float:
-        """Tokens consumed until an iteration is over."""
+        """Return the tokens consumed up to the end of an iteration."""
         return float(np.interp(iteration, self.iterations, self.tokens))
 
     def speed(self, first: float, last: float) -> float | None:
-        """Tokens per second in the iterations first + 1 .. last; None without such a line."""
+        """Return tokens per second of iterations first + 1 .. last; None without log lines."""
         kept = [i for i in self.iterations if first <= i <= last]
         if len(kept) < 2:
             return None
@@ -117,7 +117,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Point:
-    """A loss, and where the training was."""
+    """A loss, with the progress of the training."""
 
     iteration: int
     tokens: float
@@ -127,12 +127,12 @@ class Point:
 
 @dataclass(frozen=True)
 class Reading:
-    """One training. Bytes are those that one replica sends; payload, without headers.
+    """The numbers of one training. Bytes are payload sent by one replica.
 
     Attributes:
         num_parameters: of the model.
-        iterations: made, of replica 0.
-        warmup_steps: synchronous ones at the beginning.
+        iterations: of replica 0.
+        warmup_steps: synchronous steps at the beginning.
         seconds: of training, without start-up and evaluations.
         training: losses of the iterations, mean over the replicas.
         validation: losses of the evaluations.
@@ -143,8 +143,8 @@ class Reading:
             phase, computed.
         bytes_per_step: after the warm-up, mean.
         peak_bytes_per_second: after the warm-up; see `_peak`.
-        state_bytes: of the outer state of one replica; None where nobody says.
-        versions: of what it was trained with; empty for stock Megatron.
+        state_bytes: of the outer state of one replica; None where not known.
+        versions: of the software; empty for stock Megatron.
     """
 
     num_parameters: int
@@ -163,7 +163,7 @@ class Reading:
     versions: Mapping[str, str]
 
     def to_json(self) -> dict[str, Any]:
-        """For a file. Points become lists."""
+        """Return the reading as JSON values; points become lists."""
         record = asdict(self)
         for name in ("training", "validation"):
             record[name] = [list(vars(point).values()) for point in getattr(self, name)]
@@ -171,7 +171,7 @@ class Reading:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Reading:
-        """The way back.
+        """Inverse of `to_json`.
 
         Raises:
             KeyError: a field is missing.
@@ -183,13 +183,13 @@ class Reading:
         return cls(**values)
 
 
-def read_run(console: Path, events: Path, kind: Kind) -> Reading:
-    """Read a training that is over.
+def read_run(console: Path, events: Path, kind: RunKind) -> Reading:
+    """Read a finished training.
 
     Args:
-        console: all that its launcher printed.
-        events: folder of EDiT's event files; need not be there.
-        kind: what is known beforehand.
+        console: output of its launcher.
+        events: folder of EDiT's event files; it need not exist.
+        kind: properties of the run.
     """
     with console.open(encoding="utf-8", errors="replace") as lines:
         log = RunLog.of(lines)
@@ -204,29 +204,29 @@ def make_reading(
     losses: Mapping[int, float],
     syncs: Sequence[Mapping[str, Any]],
     run: Mapping[str, Any],
-    kind: Kind,
+    kind: RunKind,
     evaluations: Mapping[int, float] | None = None,
 ) -> Reading:
-    """The numbers of one training.
+    """Compute the numbers of one training.
 
     Args:
-        log: its console.
+        log: its console log.
         losses: of training, by iteration.
         syncs: lines of `sync.jsonl`.
         run: `run.json`; empty for stock Megatron.
-        kind: what is known beforehand.
-        evaluations: validation losses, by iteration; None: those of the console.
+        kind: properties of the run.
+        evaluations: validation losses, by iteration; None takes those of the console.
     """
     meetings = {int(s["iteration"]): sum(s["samples"]) for s in syncs} if kind.is_timed else None
     timeline = Timeline.of(log, kind.seq_length, meetings)
     warmup = _warmup(run, kind)
     counted = [] if kind.is_ideal else [s for s in syncs if s["iteration"] > warmup]
-    # The exchange at the end of a training that never met before is no part of its speed.
+    # Without earlier syncs, the exchange at the end of the training is excluded from the speed.
     last = min((s["iteration"] - 1 for s in syncs), default=log.last_iteration) \
         if kind.is_ideal else log.last_iteration  # fmt: skip
     speed = _speed(timeline, warmup, last)
     step_bytes = _step_bytes(kind, log.num_parameters)
-    # A run that goes on from a checkpoint tells of its own syncs.
+    # After a resume, the event files contain only the syncs since then.
     steps = max(1, log.last_iteration - max(warmup, int(timeline.iterations[0])))
     exchanges = [(int(s["iteration"]), int(s["wire_bytes"])) for s in counted]
     first = max(_last_local(run, kind, log.last_iteration), warmup, int(timeline.iterations[0]))
@@ -257,15 +257,15 @@ def _run_record(events: Path) -> dict[str, Any]:
     return found
 
 
-def _warmup(run: Mapping[str, Any], kind: Kind) -> int:
-    """Synchronous steps at the beginning; where all are, those that do not count for speed."""
+def _warmup(run: Mapping[str, Any], kind: RunKind) -> int:
+    """Return the synchronous steps at the beginning; if all are, those excluded from the speed."""
     if kind.is_synchronous or "config" not in run:
         return kind.warmup_steps
     return int(run["config"]["warmup_steps"])
 
 
-def _last_local(run: Mapping[str, Any], kind: Kind, last: int) -> int:
-    """The last step before the final synchronous phase; the last one where there is no phase."""
+def _last_local(run: Mapping[str, Any], kind: RunKind, last: int) -> int:
+    """Return the last step before the final synchronous phase; `last` without such a phase."""
     has_phase = bool(run.get("config", {}).get("final_sync_fraction"))
     if kind.is_synchronous or kind.is_ideal or not has_phase:
         return last
@@ -273,32 +273,32 @@ def _last_local(run: Mapping[str, Any], kind: Kind, last: int) -> int:
 
 
 def _speed(timeline: Timeline, warmup: int, last: int) -> float | None:
-    """After the warm-up, and after the first iterations; of all, where no more were made."""
-    first = max(warmup, timeline.iterations[0] + NUM_SETTLING_ITERATIONS)
+    """Return the speed after warm-up and first iterations; of all where there are no more."""
+    first = max(warmup, timeline.iterations[0] + NUM_EXCLUDED_ITERATIONS)
     for start in (first, warmup, timeline.iterations[0]):
         if (speed := timeline.speed(start, last)) is not None:
             return speed
     return None
 
 
-def _step_bytes(kind: Kind, num_parameters: int) -> float:
-    """Bytes that one replica sends in a synchronous step."""
+def _step_bytes(kind: RunKind, num_parameters: int) -> float:
+    """Return the bytes that one replica sends in a synchronous step."""
     layout = Layout(kind.layout.num_replicas, kind.layout.ranks_per_replica, num_parameters)
     if kind.is_stock:
-        everybody = baseline_bytes(layout, num_steps=1, element=kind.element)
+        total = baseline_bytes(layout, num_steps=1, element=kind.element)
     else:
-        everybody = warmup_bytes(layout, num_steps=1, element=kind.element)
-    return everybody / layout.num_replicas
+        total = warmup_bytes(layout, num_steps=1, element=kind.element)
+    return total / layout.num_replicas
 
 
 def _peak(
-    kind: Kind,
+    kind: RunKind,
     syncs: Sequence[Mapping[str, Any]],
     step_bytes: float,
     speed: float | None,
     log: RunLog,
 ) -> float | None:
-    """What the busiest exchange asks of the link, in bytes per second of one replica.
+    """Return the rate of the busiest exchange, in bytes per second of one replica.
 
     Of a sync: its bytes over the seconds from the meeting of the replicas to the landing of the
     last unit. Of a synchronous step: its bytes over the mean length of such a step.
@@ -314,11 +314,11 @@ def _peak(
     return max(rates, default=None)
 
 
-def _state_bytes(kind: Kind, syncs: Sequence[Mapping[str, Any]]) -> int | None:
+def _state_bytes(kind: RunKind, syncs: Sequence[Mapping[str, Any]]) -> int | None:
     if kind.is_synchronous:
         return 0
-    said = [sync["state_bytes"] for sync in syncs if sync.get("state_bytes") is not None]
-    return int(median(said)) if said else None
+    known = [sync["state_bytes"] for sync in syncs if sync.get("state_bytes") is not None]
+    return int(median(known)) if known else None
 
 
 def _points(losses: Mapping[int, float], timeline: Timeline) -> tuple[Point, ...]:

@@ -1,4 +1,4 @@
-"""Carrying out a plan: what is finished is taken as it is, the rest is trained."""
+"""Carrying out a plan: stored results are reused, all other runs are trained."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.compare.analysis import ComparisonResult, is_synchronous
 from megatron_edit.tools.compare.entries import IDEAL, STOCK
-from megatron_edit.tools.compare.finished import find, keep
+from megatron_edit.tools.compare.finished import load_result, store_result
 from megatron_edit.tools.compare.flags import canonical, int_flag
 from megatron_edit.tools.compare.follow import (
     Limits,
@@ -19,20 +19,20 @@ from megatron_edit.tools.compare.follow import (
     torchrun_line,
 )
 from megatron_edit.tools.compare.plan import EVENTS, RunPlan
-from megatron_edit.tools.compare.readings import Kind, Reading, read_run
+from megatron_edit.tools.compare.readings import Reading, RunKind, read_run
 from megatron_edit.tools.compare.traffic import ElementBytes, Layout
 
 CONSOLE, RESULT = "console.log", "result.json"
 
 
 def folder_of(run: RunPlan, output_dir: Path) -> Path:
-    """Where a run's files are."""
+    """Return the folder of a run's files."""
     return output_dir / "runs" / run.folder_name
 
 
 def reading_of(run: RunPlan, output_dir: Path) -> Reading | None:
-    """What was kept of a run; None if it has to be made."""
-    result = find(folder_of(run, output_dir) / RESULT, run.configuration)
+    """Return the stored reading of a run; None if it has to be trained."""
+    result = load_result(folder_of(run, output_dir) / RESULT, run.configuration)
     try:
         return None if result is None else Reading.from_json(result)
     except (KeyError, TypeError, ValueError):
@@ -42,13 +42,13 @@ def reading_of(run: RunPlan, output_dir: Path) -> Reading | None:
 def carry_out(
     plan: Sequence[RunPlan], output_dir: Path, limits: Limits, say: Callable[[str], None]
 ) -> ComparisonResult:
-    """Make every run that is not finished. One that fails does not end the others.
+    """Train every run that is not finished. A failed run does not end the others.
 
     Args:
         plan: all runs.
-        output_dir: takes a folder for each.
-        limits: when a run is given up.
-        say: takes lines for people.
+        output_dir: holds a folder for each run.
+        limits: when a run is aborted.
+        say: prints progress lines.
     """
     readings: dict[RunPlan, Reading] = {}
     failures: dict[RunPlan, str] = {}
@@ -67,13 +67,13 @@ def carry_out(
 
 
 def train(name: str, run: RunPlan, output_dir: Path, limits: Limits) -> Reading:
-    """Make one run and keep its result.
+    """Train one run and store its result.
 
     Raises:
         RunFailedError: it failed or took too long.
     """
     folder = folder_of(run, output_dir)
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was broken off
+    shutil.rmtree(folder, ignore_errors=True)  # of an interrupted run
     folder.mkdir(parents=True)
     setting, console = run.setting, folder / CONSOLE
     launcher = setting.launcher or torchrun_line(setting.num_ranks)
@@ -87,14 +87,14 @@ def train(name: str, run: RunPlan, output_dir: Path, limits: Limits) -> Reading:
     reading = read_run(console, folder / EVENTS, kind_of(run))
     if not reading.iterations:
         raise RunFailedError(name, "ended without a single iteration", 1, console)
-    keep(folder / RESULT, run.configuration, reading.to_json())
+    store_result(folder / RESULT, run.configuration, reading.to_json())
     return reading
 
 
-def kind_of(run: RunPlan) -> Kind:
-    """How the run is to be read."""
+def kind_of(run: RunPlan) -> RunKind:
+    """Return the properties of a run that its reading depends on."""
     words, place, strategy = run.words, run.placement, run.entry.strategy
-    return Kind(
+    return RunKind(
         layout=Layout(place.num_replicas, place.ranks_per_replica, 0),
         seq_length=int_flag(words, "--seq-length"),
         warmup_steps=run.setting.warmup_steps,

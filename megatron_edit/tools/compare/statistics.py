@@ -1,4 +1,4 @@
-"""Means over seeds, and differences between runs that had the same seeds."""
+"""Means over seeds, and differences between runs with the same seeds."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from statistics import fmean, stdev
 
 @dataclass(frozen=True)
 class Spread:
-    """Several values of one quantity.
+    """Mean and spread of several values of one quantity.
 
     Attributes:
-        mean: of them.
-        deviation: standard deviation of the values (not of their mean); None of a single one.
-        num: how many.
+        mean: of the values.
+        deviation: standard deviation of the values (not of their mean); None for a single one.
+        num: number of values.
     """
 
     mean: float
@@ -24,7 +24,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float | None]) -> Spread | None:
-        """Of the values that are known; None if none is, NaN if one of them is not finite."""
+        """Compute it from the known values; None without any, NaN if one is not finite."""
         known = [value for value in values if value is not None]
         if not known:
             return None
@@ -33,7 +33,7 @@ class Spread:
         return cls(fmean(known), stdev(known) if len(known) > 1 else None, len(known))
 
     def text(self, shown: Callable[[float], str]) -> str:
-        """The mean, and the deviation where there is one."""
+        """Return the mean, and the deviation where there is one, as text."""
         spread = "" if self.deviation is None else f" ± {shown(self.deviation)}"
         return shown(self.mean) + spread
 
@@ -41,12 +41,12 @@ class Spread:
 def differences[Key: Hashable](
     values: Mapping[Key, float], others: Mapping[Key, float]
 ) -> list[float]:
-    """`values` minus `others`, pair by pair, for the keys (seeds) that both have."""
+    """Return `values` minus `others`, pair by pair, for the keys (seeds) in both."""
     return [values[key] - others[key] for key in values if key in others]
 
 
 def quotients[Key: Hashable](
     values: Mapping[Key, float], others: Mapping[Key, float]
 ) -> list[float]:
-    """`values` over `others`, pair by pair, for the keys (seeds) that both have."""
+    """Return `values` over `others`, pair by pair, for the keys (seeds) in both."""
     return [values[key] / others[key] for key in values if others.get(key)]

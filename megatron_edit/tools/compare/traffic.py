@@ -1,12 +1,11 @@
-"""Payload bytes that cross the border between replicas, where nothing counts them.
+"""Payload bytes between replicas in synchronous steps, computed from the layout.
 
-EDiT counts the bytes of its syncs itself (`wire_bytes` of sync.jsonl). Those of synchronous steps
-are computed here.
+EDiT counts the bytes of its syncs itself (`wire_bytes` of sync.jsonl).
 
 Notation: N replicas of K ranks, R = N * K ranks in all, P parameters.
 
-The baseline has no replicas. Its R ranks are counted as if N machines held K each: then its
-collectives cross the same borders. All figures are payload, without protocol overhead.
+The baseline has no replicas. Its traffic is that between N machines of K ranks each, so that the
+same links are compared. All figures are payload, without protocol overhead.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ElementBytes:
-    """What crosses in a synchronous step, of each parameter of the model.
+    """Bytes of a parameter that a synchronous step exchanges.
 
     Attributes:
-        gradient: of its gradient, 4 or 2.
-        rest: beside the gradient's reduce-scatter: of the parameter, where the distributed
-            optimizer gathers it; else of the gradient again, which is all-reduced.
+        gradient: in the reduce-scatter of its gradient, 4 or 2.
+        rest: in the all-gather: of the parameter with the distributed optimizer, else of the
+            gradient again, which is all-reduced.
     """
 
     gradient: int = 4
@@ -31,7 +30,7 @@ class ElementBytes:
 
     @classmethod
     def of_flags(cls, has: Callable[[str], bool]) -> ElementBytes:
-        """By Megatron's flags.
+        """Return the bytes for Megatron's flags.
 
         Args:
             has: whether a flag is given, such as `--bf16`.
@@ -43,7 +42,7 @@ class ElementBytes:
 
 
 def gradient_bytes(has: Callable[[str], bool]) -> int:
-    """Of a gradient as Megatron reduces it: only with bf16 does it turn fp32 on by itself.
+    """Return the bytes of a gradient that Megatron reduces; by default fp32 only with bf16.
 
     Args:
         has: whether a flag is given.
@@ -58,12 +57,12 @@ BF16 = ElementBytes()  # with the distributed optimizer and Megatron's defaults
 
 @dataclass(frozen=True)
 class Layout:
-    """Who trains what.
+    """The layout of a training.
 
     Attributes:
         num_replicas: N.
         ranks_per_replica: K.
-        num_parameters: P, of the whole model.
+        num_parameters: P, of the model.
     """
 
     num_replicas: int
@@ -72,17 +71,17 @@ class Layout:
 
 
 def baseline_bytes(layout: Layout, *, num_steps: int, element: ElementBytes = BF16) -> float:
-    """Bytes over the border in `num_steps` steps of the distributed optimizer on R ranks.
+    """Return the bytes between machines in `num_steps` steps of the baseline on R ranks.
 
     A ring over R ranks that are ordered by machine has N links between machines. In a
     reduce-scatter or an all-gather of n bytes every link carries (R - 1) / R * n. Each step
-    reduce-scatters the gradients and all-gathers the parameters. (An all-reduce, which plain data
-    parallelism makes of the gradients, is both for them.)
+    reduce-scatters the gradients and all-gathers the parameters. (The all-reduce of gradients in
+    plain data parallelism counts as both.)
 
     Args:
         layout: of the ranks.
-        num_steps: how many.
-        element: of one parameter.
+        num_steps: number of steps.
+        element: bytes of a parameter.
     """
     if layout.num_replicas == 1:
         return 0.0
@@ -92,7 +91,7 @@ def baseline_bytes(layout: Layout, *, num_steps: int, element: ElementBytes = BF
 
 
 def warmup_bytes(layout: Layout, *, num_steps: int, element: ElementBytes = BF16) -> float:
-    """Bytes over the border in `num_steps` warm-up steps of EDiT.
+    """Return the bytes between replicas in `num_steps` warm-up steps of EDiT.
 
     Each of the R ranks all-reduces its shard of the gradients (P / K of them) with its N - 1
     counterparts, and sends 2 (N - 1) / N of it.
@@ -104,7 +103,7 @@ def warmup_bytes(layout: Layout, *, num_steps: int, element: ElementBytes = BF16
 
 
 def sync_bytes(layout: Layout, records: Sequence[Mapping[str, Any]]) -> float:
-    """Bytes over the border in the syncs of EDiT, as its sync.jsonl counted them.
+    """Return the bytes between replicas in the syncs of EDiT, from the lines of sync.jsonl.
 
     `wire_bytes` is what the ranks of replica 0 sent; all replicas send as much.
     """

@@ -1,1 +1,1 @@
-"""What there is on a machine and between the machines of a launch (megatron-edit doctor)."""
+"""Checks of a machine and of the links between the replicas of a launch (megatron-edit doctor)."""

@@ -1,4 +1,4 @@
-"""What the doctor says, line by line."""
+"""The findings of the doctor, and their output as lines."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from enum import StrEnum
 
 
 class Level(StrEnum):
-    """How a finding is to be taken."""
+    """Severity of a finding."""
 
     OK = "ok"
     HINT = "hint"  # works, but could be better
-    BAD = "bad"  # training would not start, or not end
+    BAD = "bad"  # training would fail
 
 
 @dataclass(frozen=True)
 class DoctorFinding:
-    """One line.
+    """One finding.
 
     Attributes:
-        name: what was looked at.
-        value: what it is.
-        level: how to take it.
-        remedy: what to do; empty where it is fine.
+        name: what was checked.
+        value: the result.
+        level: severity.
+        remedy: what to do; empty if nothing.
     """
 
     name: str
@@ -33,7 +33,7 @@ class DoctorFinding:
 
 
 def table(findings: Iterable[DoctorFinding]) -> str:
-    """The findings as aligned lines, each with its remedy below it."""
+    """Return the findings as aligned lines, each with its remedy below it."""
     rows = list(findings)
     width = max((len(row.name) for row in rows), default=0)
     lines = []

@@ -1,4 +1,4 @@
-"""One launch under examination: who takes part, what is measured, and which folder all see."""
+"""Examination of one launch: its ranks, the links between them, and a shared folder."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from megatron_edit.tools.doctor.links import (
     AllReduceResult,
     MeasuredLink,
     link_findings,
+    measure_all_reduce,
     measure_links,
-    measure_together,
     sync_findings,
 )
-from megatron_edit.tools.doctor.machine import facts, unusable_interfaces
+from megatron_edit.tools.doctor.machine import machine_facts, unusable_interfaces
 
 PATIENCE_SECONDS = 10.0
 POLL_SECONDS = 0.005
@@ -42,26 +42,26 @@ _BLOCKED = "start all ranks, and open all ports between the machines (docs/troub
 
 @dataclass
 class Report:
-    """What was found, as lines and as numbers.
+    """The results, as lines and as numbers.
 
     Attributes:
         findings: lines.
         numbers: for ``--json``.
-        is_alone: whether all ranks are on this machine.
+        is_single_host: whether all ranks are on this machine.
     """
 
     findings: list[DoctorFinding] = field(default_factory=list)
     numbers: dict[str, Any] = field(default_factory=dict)
-    is_alone: bool = True
+    is_single_host: bool = True
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The ranks that were started together.
+    """A launch as this process sees it.
 
     Attributes:
-        config: as a training with the same flags would have it.
-        placement: of this process; None where it is alone.
+        config: of a training with the same flags.
+        placement: of this process; None where it is the only one.
     """
 
     config: EditConfig
@@ -69,14 +69,14 @@ class Launch:
 
     @classmethod
     def of(cls, words: Sequence[str], env: Mapping[str, str]) -> Launch:
-        """Find this process's place. On a single node each rank is a replica, if nothing says more.
+        """Determine this process's placement. On a single node each rank is a replica by default.
 
         Args:
             words: flags of a training.
             env: as the launcher set it.
 
         Raises:
-            UsageError: they do not fit together.
+            UsageError: flags and environment contradict each other.
         """
         config = config_from_argv(words)
         world = env.get("WORLD_SIZE", "1")
@@ -92,17 +92,17 @@ class Launch:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process speaks for all."""
+        """Whether this process is global rank 0, which prints the report."""
         return self.placement is None or self.placement.global_rank == 0
 
 
 @dataclass(frozen=True)
 class FolderVisibility:
-    """What one rank saw of the file that the first rank wrote.
+    """Whether and when one rank saw the file that global rank 0 wrote.
 
     Attributes:
-        error: why there is no delay; None where there is one.
-        delay_seconds: from hearing of the file to reading all of it.
+        error: why the file was not seen; None where it was.
+        delay_seconds: from the announcement of the file to reading all of it.
     """
 
     delay_seconds: float = 0.0
@@ -110,22 +110,22 @@ class FolderVisibility:
 
 
 def examine(launch: Launch, *, folder: Path | None, parameters: int, step_seconds: float) -> Report:
-    """Measure with all other ranks, where they can be connected.
+    """Exchange facts with all ranks and, if they can be connected, measure the links.
 
     Collective: all ranks of the launch.
 
     Args:
-        launch: who they are.
-        folder: that all should see.
-        parameters: of the model that a sync is computed for.
+        launch: the ranks.
+        folder: to be visible to all ranks; None checks none.
+        parameters: of the model for which the time of a sync is computed.
         step_seconds: of its inner step.
 
     Returns:
-        What was found; on the first rank also that the ranks could not meet, or lost each other.
+        The results; on global rank 0 also a failed or lost connection between the ranks.
 
     Raises:
         UsageError: the launch cannot be used.
-        ReplicaLostError: the ranks could not meet, and this is not the first one.
+        ReplicaLostError: the ranks could not connect, and this is not global rank 0.
     """
     report, placement = Report(), launch.placement
     if placement is None:
@@ -137,15 +137,15 @@ def examine(launch: Launch, *, folder: Path | None, parameters: int, step_second
     config = launch.config
     world = join(placement, rendezvous=config.rendezvous, timeout_seconds=config.timeout_seconds)
     try:
-        everybody = _introduce(world, report)
-        if everybody is not None and placement.num_replicas > 1:
-            together = _measure(world, transport, everybody, report)
+        all_ranks = _exchange_facts(world, report)
+        if all_ranks is not None and placement.num_replicas > 1:
+            all_reduce = _measure(world, transport, all_ranks, report)
             shape = placement.num_replicas, placement.ranks_per_replica
-            report.findings += sync_findings(together, *shape, parameters, step_seconds)
-        if everybody is not None and folder is not None:
-            _check_folder(folder, everybody, report)
+            report.findings += sync_findings(all_reduce, *shape, parameters, step_seconds)
+        if all_ranks is not None and folder is not None:
+            _check_folder(folder, all_ranks, report)
         world.exit_barrier()
-        world.let_all_read("doctor/left", world.timeout)  # the first rank may host the store
+        world.wait_for_all_readers("doctor/left", world.timeout)  # rank 0 may host the store
     except ReplicaLostError as error:
         if not launch.is_first:
             raise
@@ -154,73 +154,75 @@ def examine(launch: Launch, *, folder: Path | None, parameters: int, step_second
     return report
 
 
-def _introduce(world: ReplicaWorld, report: Report) -> Group | None:
-    """Tell the others about this machine, and hear of theirs; all ranks, if they can be connected.
+def _exchange_facts(world: ReplicaWorld, report: Report) -> Group | None:
+    """Exchange facts about the machines; return a group of all ranks if they can be connected.
 
-    Over the store, which needs none of the interfaces that gloo and NCCL choose. All ranks hear
-    the same, so that all do the same.
+    The store is used, which needs none of the interfaces that gloo and NCCL choose. All ranks get
+    the same facts, so that all decide alike.
     """
     place, store = world.placement, world.shared_store
     size = place.num_replicas * place.ranks_per_replica
-    store.set(f"doctor/rank{place.global_rank}", json.dumps(facts()))
-    everyone: list[dict[str, Any]] = []
+    store.set(f"doctor/rank{place.global_rank}", json.dumps(machine_facts()))
+    machines: list[dict[str, Any]] = []
     for rank in range(size):
         replica = rank // place.ranks_per_replica
         world.wait_for(f"doctor/rank{rank}", world.timeout, replica=replica)
-        everyone.append(json.loads(store.get(f"doctor/rank{rank}")))
-        report.is_alone = len({entry["host"] for entry in everyone}) == 1
-    hosts = {entry["host"] for entry in everyone}
+        machines.append(json.loads(store.get(f"doctor/rank{rank}")))
+        report.is_single_host = len({entry["host"] for entry in machines}) == 1
+    hosts = {entry["host"] for entry in machines}
     shape = f"{place.num_replicas} replicas x {place.ranks_per_replica} ranks"
-    unusable = [unusable_interfaces(entry, is_alone=report.is_alone) for entry in everyone]
+    unusable = [
+        unusable_interfaces(entry, is_single_host=report.is_single_host) for entry in machines
+    ]
     report.findings += [
         DoctorFinding("ranks", f"{size} on {len(hosts)} machines, {shape}"),
-        *_different_versions(everyone),
-        *_elsewhere([entry["host"] for entry in everyone], unusable),
+        *_different_versions(machines),
+        *_findings_on_other_hosts([entry["host"] for entry in machines], unusable),
     ]
     if any(unusable):
         report.findings.append(
             DoctorFinding("between the ranks", "not measured", Level.HINT, _UNUSABLE)
         )
         return None
-    return _everybody(world)
+    return _all_ranks_group(world)
 
 
 def _measure(
-    world: ReplicaWorld, transport: Transport, everybody: Group, report: Report
+    world: ReplicaWorld, transport: Transport, all_ranks: Group, report: Report
 ) -> AllReduceResult:
-    """The ways between the replicas; all-reduces among them, of the same rate on all ranks."""
-    together = measure_together(_sync_group(world, transport), everybody)
-    found = everybody.all_gather_objects(measure_links(world, transport))
+    """Measure the links between the replicas, and all-reduces among them."""
+    all_reduce = measure_all_reduce(_sync_group(world, transport), all_ranks)
+    found = all_ranks.all_gather_objects(measure_links(world, transport))
     links: list[MeasuredLink] = [link for one in found for link in one]
     report.findings += link_findings(links)
     report.numbers = {
         "links": [dataclasses.asdict(link) for link in links],
-        "all_reduce": dataclasses.asdict(together),
+        "all_reduce": dataclasses.asdict(all_reduce),
     }
-    return together
+    return all_reduce
 
 
-def _check_folder(folder: Path, everybody: Group, report: Report) -> None:
-    seen = _watch(folder, everybody)
+def _check_folder(folder: Path, all_ranks: Group, report: Report) -> None:
+    seen = _watch(folder, all_ranks)
     report.findings.append(_folder_finding(folder, seen))
     report.numbers["shared_dir"] = [dataclasses.asdict(one) for one in seen]
 
 
-def _watch(folder: Path, everybody: Group) -> list[FolderVisibility]:
-    """Let the first rank write a file, and all look for it.
+def _watch(folder: Path, all_ranks: Group) -> list[FolderVisibility]:
+    """Let rank 0 of the group write a file, and all ranks look for it.
 
     Collective: all ranks of the group.
 
     Returns:
-        What each rank saw, in rank order.
+        The visibility for each rank, in rank order.
     """
     content = uuid.uuid4().hex
-    written = _write(folder / f".doctor-{content}", content) if everybody.rank == 0 else None
-    content, error = everybody.all_gather_objects((content, written))[0]
+    written = _write(folder / f".doctor-{content}", content) if all_ranks.rank == 0 else None
+    content, error = all_ranks.all_gather_objects((content, written))[0]
     path = folder / f".doctor-{content}"
     mine = FolderVisibility(error=error) if error else _poll(path, content)
-    seen: list[FolderVisibility] = everybody.all_gather_objects(mine)
-    if everybody.rank == 0:
+    seen: list[FolderVisibility] = all_ranks.all_gather_objects(mine)
+    if all_ranks.rank == 0:
         path.unlink(missing_ok=True)
     return seen
 
@@ -246,7 +248,7 @@ def _poll(path: Path, content: str) -> FolderVisibility:
 
 
 def _transport(config: EditConfig) -> Transport:
-    """What a training's sync would run over."""
+    """Return the transport that the syncs of a training would use."""
     if config.device == CUDA and not torch.cuda.is_available():
         remedy = "use --edit-device auto or cpu"
         raise UsageError("--edit-device cuda", "no CUDA device was found", remedy, is_local=True)
@@ -257,16 +259,16 @@ def _transport(config: EditConfig) -> Transport:
     return Transport("nccl", device)
 
 
-def _everybody(world: ReplicaWorld) -> Group:
+def _all_ranks_group(world: ReplicaWorld) -> Group:
     place = world.placement
     size = place.num_replicas * place.ranks_per_replica
     return stand_alone_group(
-        world.shared_store, place.global_rank, size, ON_CPU, world.timeout, "doctor/everybody"
+        world.shared_store, place.global_rank, size, ON_CPU, world.timeout, "doctor/all_ranks"
     )
 
 
 def _sync_group(world: ReplicaWorld, transport: Transport) -> Group:
-    """The ranks at this one's position of every replica."""
+    """Return a group of the ranks at this rank's position in every replica."""
     place = world.placement
     name = f"doctor/sync {place.rank}"
     return stand_alone_group(
@@ -274,17 +276,19 @@ def _sync_group(world: ReplicaWorld, transport: Transport) -> Group:
     )
 
 
-def _elsewhere(hosts: list[str], unusable: list[list[DoctorFinding]]) -> Iterator[DoctorFinding]:
-    """What the first rank, which speaks for all, does not see on its own machine."""
+def _findings_on_other_hosts(
+    hosts: list[str], unusable: list[list[DoctorFinding]]
+) -> Iterator[DoctorFinding]:
+    """Yield the findings on other machines that global rank 0 has not on its own."""
     found = [(host, one) for host, several in zip(hosts, unusable, strict=True) for one in several]
     for host, one in dict.fromkeys(found):
         if host != hosts[0] or one not in unusable[0]:
             yield dataclasses.replace(one, name=f"{one.name} on {host}")
 
 
-def _different_versions(everyone: list[dict[str, Any]]) -> Iterator[DoctorFinding]:
-    first = everyone[0]
-    for entry in everyone:
+def _different_versions(machines: list[dict[str, Any]]) -> Iterator[DoctorFinding]:
+    first = machines[0]
+    for entry in machines:
         for name, version in entry["versions"].items():
             if version != first["versions"][name]:
                 value = f"{version} on {entry['host']}, {first['versions'][name]} on the first"

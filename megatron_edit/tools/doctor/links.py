@@ -1,9 +1,7 @@
-"""Latency, bandwidth and clocks between replicas, and what they mean for a training.
+"""Latency, bandwidth and clock offsets between replicas, and suggestions for a training.
 
-They are measured over groups like those of a sync.
-
-Times are those of whole exchanges, latency included, of payloads that take a good part of a
-second: what a sync would see, not what a data sheet says.
+They are measured over groups like those of a sync. Times are of complete exchanges, latency
+included, with payloads that take a good part of a second, as in a sync.
 """
 
 from __future__ import annotations
@@ -19,14 +17,14 @@ import torch
 from megatron_edit.comm.collectives import Group, all_reduce_payload
 from megatron_edit.comm.transport import ON_CPU, Transport, stand_alone_group
 from megatron_edit.comm.worlds import ReplicaWorld
-from megatron_edit.config import GOAL_SHARE, EditConfig
+from megatron_edit.config import TARGET_SYNC_SHARE, EditConfig
 from megatron_edit.constants import FP32_BYTES
 from megatron_edit.tools.doctor.finding import DoctorFinding, Level
 
 FIRST_BYTES, MOST_BYTES = 1 << 16, 1 << 28
-LONG_SECONDS = 0.5  # an exchange of this length is believed
+LONG_SECONDS = 0.5  # an exchange of this length is accurate enough
 ROUNDS = 30
-MORE_ROUNDS = 2  # of the long exchanges of all ranks, after the first one
+MORE_ROUNDS = 2  # repeats of the long exchange of all ranks
 MOST_SKEW_SECONDS = 1.0
 _INT8_BYTES = 1
 
@@ -35,16 +33,16 @@ Exchange = Callable[[torch.Tensor], None]
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """The way between the first ranks of two replicas.
+    """The link between rank 0 of two replicas.
 
     Attributes:
-        source: replica that measured; its clock is the one that others are compared with.
+        source: replica that measured; its clock is the reference.
         target: the other replica.
-        round_trip_seconds: there and back, a few bytes; the median.
+        round_trip_seconds: of a few bytes; the median.
         forward_bytes_per_second: from source to target.
         backward_bytes_per_second: from target to source.
         clock_offset_seconds: by how much the target's clock is ahead.
-        clock_error_seconds: the offset may be wrong by so much.
+        clock_error_seconds: bound on the error of the offset.
     """
 
     source: int
@@ -58,11 +56,11 @@ class MeasuredLink:
 
 @dataclass(frozen=True)
 class AllReduceResult:
-    """All-reduces among all replicas, on all their ranks at once, as in a sync.
+    """Result of all-reduces among all replicas, on all their ranks at once, as in a sync.
 
     Attributes:
         latency_seconds: of a few bytes; the median.
-        bytes_per_second: that one rank sends, by the time of the slowest one.
+        bytes_per_second: sent by one rank, by the time of the slowest one.
     """
 
     latency_seconds: float
@@ -70,55 +68,56 @@ class AllReduceResult:
 
 
 def measure_links(world: ReplicaWorld, transport: Transport) -> list[MeasuredLink]:
-    """Measure the ways from each replica to the next, one after the other.
+    """Measure the link from each replica to the next, one after the other.
 
-    Collective: the first ranks of all replicas; other ranks come and go at once.
+    Collective: rank 0 of all replicas; other ranks return at once.
 
     Args:
-        world: this process's place, and the stores.
-        transport: what carries the payload; small things always go over gloo.
+        world: this process's placement, and the stores.
+        transport: of the payload; small messages always use gloo.
 
     Returns:
-        What this rank has measured: its way to the next replica.
+        The measurements of this rank: its link to the next replica.
     """
     place = world.placement
     if place.rank > 0:
         return []
     count = place.num_replicas
     links = []
-    # With two replicas there is one way; else one from each to the next, around.
+    # With two replicas there is one link; else a ring of links.
     for source in range(count if count > 2 else count - 1):
         target = (source + 1) % count
-        world.after_all_replicas(f"doctor/link{source}")
+        world.wait_for_all_replicas(f"doctor/link{source}")
         if place.replica in (source, target):
             link = _measure(world, source, target, transport)
             links += [link] if place.replica == source else []
     return links
 
 
-def measure_together(group: Group, everybody: Group) -> AllReduceResult:
-    """Measure all-reduces.
+def measure_all_reduce(group: Group, all_ranks: Group) -> AllReduceResult:
+    """Measure all-reduces among the replicas.
 
     Collective: all ranks.
 
     Args:
         group: of the ranks at one position of every replica.
-        everybody: all ranks; they begin each exchange together, as what another position does not
-            send at the time would not slow this one down.
+        all_ranks: all ranks; they begin each exchange at the same time, so that the positions
+            share the links as in a sync.
     """
     small = torch.zeros(1, device=group.device)
     latency = statistics.median(_timed(lambda: _reduce(group, small)) for _ in range(ROUNDS))
     exchange = partial(_reduce, group)
-    nbytes, first = _grow(exchange, group, everybody)
-    # Many flows share the links, which one exchange may be unlucky with.
-    times = [first, *(_judged(exchange, group, everybody, nbytes) for _ in range(MORE_ROUNDS))]
+    nbytes, first = _find_long_exchange(exchange, group, all_ranks)
+    # Many flows share the links: a single exchange may be an outlier.
+    more = (_slowest_time(exchange, group, all_ranks, nbytes) for _ in range(MORE_ROUNDS))
+    times = [first, *more]
     return AllReduceResult(
         latency, all_reduce_payload(nbytes, group.size) / statistics.median(times)
     )
 
 
 def link_findings(links: list[MeasuredLink]) -> Iterator[DoctorFinding]:
-    """Lines about the ways between replicas, and their clocks."""
+    """Yield findings on the links between replicas, and on their clocks."""
     for link in links:
         name = f"replica {link.source} to {link.target}"
         rates = link.forward_bytes_per_second, link.backward_bytes_per_second
@@ -135,24 +134,24 @@ def link_findings(links: list[MeasuredLink]) -> Iterator[DoctorFinding]:
 
 
 def sync_findings(
-    together: AllReduceResult, num_replicas: int, ranks: int, parameters: int, step_seconds: float
+    all_reduce: AllReduceResult, num_replicas: int, ranks: int, parameters: int, step_seconds: float
 ) -> Iterator[DoctorFinding]:
-    """Lines about a sync among all replicas, and how often to sync.
+    """Yield findings on a sync among all replicas, and on the sync interval.
 
     Args:
-        together: of one rank; all of a replica's were measured at once.
+        all_reduce: of one rank; all ranks of a replica were measured at once.
         num_replicas: N.
         ranks: of one replica, K.
         parameters: of the model.
         step_seconds: of one inner step.
     """
-    rate = together.bytes_per_second * ranks
+    rate = all_reduce.bytes_per_second * ranks
     yield DoctorFinding(
         "all-reduce among the replicas",
-        f"{_rate(rate)} sent per replica, latency {together.latency_seconds * 1e3:.2f} ms",
+        f"{_rate(rate)} sent per replica, latency {all_reduce.latency_seconds * 1e3:.2f} ms",
     )
     seconds = all_reduce_payload(FP32_BYTES * parameters, num_replicas) / rate
-    interval = max(1, round(seconds / (GOAL_SHARE * step_seconds)))
+    interval = max(1, round(seconds / (TARGET_SYNC_SHARE * step_seconds)))
     usual = EditConfig().sync_interval
     value = f"{seconds:.1f} s ({parameters / 1e9:g} billion parameters, fp32, {ranks} ranks each)"
     if interval <= usual:
@@ -165,7 +164,7 @@ def sync_findings(
         value,
         Level.HINT,
         f"at {step_seconds:g} s per step --edit-sync-interval {usual} spends more than "
-        f"{GOAL_SHARE:.0%} of the time on it: use {interval}, "
+        f"{TARGET_SYNC_SHARE:.0%} of the time on it: use {interval}, "
         f"or --edit-sync-dtype int8 with {coded}"
         + (f", or hide int8 with --edit-delay-steps {delay} at some loss" if delay < usual else ""),
     )
@@ -192,14 +191,14 @@ def _measure(world: ReplicaWorld, source: int, target: int, transport: Transport
 
 
 def _pair(world: ReplicaWorld, first: int, second: int, transport: Transport) -> Group:
-    """A group of two replicas in which `first` is the one that broadcasts."""
+    """Return a group of two replicas in which `first` has rank 0."""
     rank = 0 if world.placement.replica == first else 1
     name = f"doctor/{transport.backend} from {first} to {second}"
     return stand_alone_group(world.shared_store, rank, 2, transport, world.timeout, name)
 
 
 def _ping(there: Group, back: Group, *, is_source: bool) -> tuple[float, float]:
-    """Seconds there and back, and how far the target's clock is ahead (Cristian's method)."""
+    """Measure round trip and clock offset of the target in seconds (Cristian's method)."""
     ping, answer = torch.zeros(1), torch.zeros(1, dtype=torch.float64)
     began, sent = time.perf_counter(), time.time()
     there.broadcast(ping)
@@ -211,36 +210,36 @@ def _ping(there: Group, back: Group, *, is_source: bool) -> tuple[float, float]:
 
 
 def _one_way(pair: Group) -> float:
-    """Bytes per second from the group's first rank to the second."""
+    """Measure bytes per second from the group's rank 0 to rank 1."""
     token = torch.zeros(1, device=pair.device)
-    nbytes, seconds = _grow(partial(_send, pair, token), pair, pair)
+    nbytes, seconds = _find_long_exchange(partial(_send, pair, token), pair, pair)
     answer = statistics.median(_timed(lambda: _reduce(pair, token)) for _ in range(ROUNDS))
     return nbytes / max(seconds - answer, 1e-9)
 
 
 def _send(pair: Group, token: torch.Tensor, values: torch.Tensor) -> None:
     pair.broadcast(values)
-    _reduce(pair, token)  # it has arrived: to have sent it says little
+    _reduce(pair, token)  # waits for its arrival: a send may return earlier
 
 
-def _grow(exchange: Exchange, group: Group, judges: Group) -> tuple[int, float]:
-    """Bytes and seconds of the first exchange that lasts long enough, of ever bigger ones.
+def _find_long_exchange(exchange: Exchange, group: Group, timed: Group) -> tuple[int, float]:
+    """Increase the payload until an exchange takes long enough; return its bytes and seconds.
 
-    All judges have the same time, so that all stop at the same size.
+    All ranks of `timed` get the same times, so that all stop at the same size.
     """
     nbytes = FIRST_BYTES
     while True:
-        seconds = _judged(exchange, group, judges, nbytes)
+        seconds = _slowest_time(exchange, group, timed, nbytes)
         if seconds >= LONG_SECONDS or nbytes >= MOST_BYTES:
             return nbytes, seconds
         nbytes *= 2 if seconds > LONG_SECONDS / 8 else 4
 
 
-def _judged(exchange: Exchange, group: Group, judges: Group, nbytes: int) -> float:
-    """Seconds of an exchange, of the judges' slowest one; all of them return together."""
+def _slowest_time(exchange: Exchange, group: Group, timed: Group, nbytes: int) -> float:
+    """Measure an exchange; return the seconds of the slowest rank of `timed`, on all of them."""
     values = torch.zeros(nbytes // 4, device=group.device)
-    mine = torch.tensor([_timed(partial(exchange, values))], device=judges.device)
-    return float(judges.all_gather(mine).max())
+    mine = torch.tensor([_timed(partial(exchange, values))], device=timed.device)
+    return float(timed.all_gather(mine).max())
 
 
 def _reduce(group: Group, values: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ _VIRTUAL = ("docker", "veth", "br-", "virbr")
 
 
 def versions() -> dict[str, str]:
-    """Versions that must be the same on all machines."""
+    """Return the versions that must be the same on all machines."""
     found = {
         "megatron_edit": __version__,
         "python": platform.python_version(),
@@ -39,7 +39,7 @@ def versions() -> dict[str, str]:
 
 
 def device_findings(env: Mapping[str, str]) -> Iterator[DoctorFinding]:
-    """CUDA devices, NCCL, and the number of hardware queues."""
+    """Yield findings on CUDA devices, NCCL, and the number of hardware queues."""
     if (unusable := unusable_gpus(env)) is not None:
         remedy = "install a torch that can use them, or train with --edit-device cpu"
         yield DoctorFinding("CUDA devices", f"none, but {unusable}", Level.BAD, remedy)
@@ -58,24 +58,24 @@ def device_findings(env: Mapping[str, str]) -> Iterator[DoctorFinding]:
 
 
 def connections_finding(env: Mapping[str, str], major: int) -> DoctorFinding:
-    """What is to be said of the number of hardware queues.
+    """Return the finding on the number of hardware queues.
 
     Args:
         env: the environment.
-        major: of the GPU's compute capability; Megatron wants one queue for tensor or context
-            parallelism before 10, Blackwell.
+        major: of the GPU's compute capability; below 10 (Blackwell) Megatron requires one queue
+            with tensor or context parallelism.
     """
     value = env.get(_CONNECTIONS, "not set")
     if value == _MANY_CONNECTIONS:
         return DoctorFinding(_CONNECTIONS, value)
     remedy = f"export {_CONNECTIONS}={_MANY_CONNECTIONS}: more exchanges overlap"
     if major < 10:
-        remedy += "; 1 only with tensor or context parallelism, where Megatron asks for it"
+        remedy += "; 1 only with tensor or context parallelism, where Megatron requires it"
     return DoctorFinding(_CONNECTIONS, value, Level.HINT, remedy)
 
 
 def interfaces() -> dict[str, list[str]]:
-    """IPv4 addresses of the interfaces that are up."""
+    """Return the IPv4 addresses of the interfaces that are up."""
     stats = psutil.net_if_stats()
     return {
         name: [a.address for a in addresses if a.family == socket.AF_INET]
@@ -85,7 +85,7 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def own_address() -> str:
-    """What this machine's name resolves to, where gloo listens if it is not told; or nothing."""
+    """Return the address of this machine's host name, gloo's default; empty if there is none."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
@@ -93,60 +93,60 @@ def own_address() -> str:
 
 
 def interface_findings(
-    env: Mapping[str, str], there: Mapping[str, list[str]], address: str, *, is_alone: bool
+    env: Mapping[str, str], there: Mapping[str, list[str]], address: str, *, is_single_host: bool
 ) -> Iterator[DoctorFinding]:
-    """Interfaces that gloo and NCCL would use.
+    """Yield findings on the interfaces that gloo and NCCL would use.
 
     Args:
         env: the environment.
         there: addresses by interface, from `interfaces`.
         address: from `own_address`.
-        is_alone: whether all ranks are on one machine, where the loopback will do.
+        is_single_host: whether all ranks are on one machine, where the loopback is enough.
     """
     shown = ", ".join(f"{name} {' '.join(found)}" for name, found in there.items() if found)
     yield DoctorFinding("interfaces", shown or "none")
-    outer = [name for name, found in there.items() if found and not _is_inner(name)]
-    wanted = outer[0] if outer else "eth0"
+    outer = [name for name, found in there.items() if found and not _is_internal(name)]
+    preferred = outer[0] if outer else "eth0"
     for variable in (_GLOO, _NCCL):
         if chosen := env.get(variable):
             yield _chosen(variable, chosen, there)
     if not env.get(_GLOO):
         name = next((name for name, found in there.items() if address in found), "")
         value = f"{name or 'none'}, where this machine's name leads ({address or 'nowhere'})"
-        is_good = bool(name) and (is_alone or not address.startswith("127."))
+        is_good = bool(name) and (is_single_host or not address.startswith("127."))
         yield DoctorFinding(
             "gloo's interface",
             value,
-            Level.OK if is_good else Level.HINT if is_alone else Level.BAD,
-            "" if is_good else f"export {_GLOO}={wanted if not is_alone else 'lo'}",
+            Level.OK if is_good else Level.HINT if is_single_host else Level.BAD,
+            "" if is_good else f"export {_GLOO}={preferred if not is_single_host else 'lo'}",
         )
-    if not env.get(_NCCL) and torch.cuda.is_available() and len(outer) > 1 and not is_alone:
-        remedy = f"export {_NCCL}={wanted} to be sure"
+    if not env.get(_NCCL) and torch.cuda.is_available() and len(outer) > 1 and not is_single_host:
+        remedy = f"export {_NCCL}={preferred} to be sure"
         yield DoctorFinding("NCCL's interface", f"one of {', '.join(outer)}", Level.HINT, remedy)
 
 
 def _chosen(variable: str, chosen: str, there: Mapping[str, list[str]]) -> DoctorFinding:
-    """NCCL takes prefixes, with ^ for all others and = for the whole name; gloo takes names."""
+    """Check a chosen interface. NCCL takes prefixes, ^ for others, = for full names; gloo names."""
     if chosen.startswith("^"):
         return DoctorFinding(variable, chosen)
     names = [name.removeprefix("=") for name in chosen.split(",")]
-    missing = [name for name in names if not any(_is_meant(name, x, variable) for x in there)]
+    missing = [name for name in names if not any(_matches(name, x, variable) for x in there)]
     if missing:
         remedy = f"use one of {', '.join(there)}"
         return DoctorFinding(variable, f"{chosen}: there is no {missing[0]}", Level.BAD, remedy)
     return DoctorFinding(variable, chosen)
 
 
-def _is_meant(word: str, name: str, variable: str) -> bool:
+def _matches(word: str, name: str, variable: str) -> bool:
     return name.startswith(word) if variable == _NCCL else name == word
 
 
-def _is_inner(name: str) -> bool:
+def _is_internal(name: str) -> bool:
     return name == "lo" or name.startswith(_VIRTUAL)
 
 
-def facts() -> dict[str, Any]:
-    """What the other ranks of a launch are told about this machine; JSON can carry it."""
+def machine_facts() -> dict[str, Any]:
+    """Return the facts about this machine that other ranks of a launch need, as JSON values."""
     return {
         "host": socket.gethostname(),
         "versions": versions(),
@@ -156,14 +156,14 @@ def facts() -> dict[str, Any]:
     }
 
 
-def unusable_interfaces(machine: Mapping[str, Any], *, is_alone: bool) -> list[DoctorFinding]:
-    """Why gloo or NCCL could not connect a rank there with others; empty if they can.
+def unusable_interfaces(machine: Mapping[str, Any], *, is_single_host: bool) -> list[DoctorFinding]:
+    """Return why gloo or NCCL could not connect a rank on a machine; empty if they can.
 
     Args:
-        machine: from `facts`.
-        is_alone: whether all ranks are on one machine.
+        machine: from `machine_facts`.
+        is_single_host: whether all ranks are on one machine.
     """
     found = interface_findings(
-        machine["chosen"], machine["interfaces"], machine["address"], is_alone=is_alone
+        machine["chosen"], machine["interfaces"], machine["address"], is_single_host=is_single_host
     )
     return [finding for finding in found if finding.level is Level.BAD]

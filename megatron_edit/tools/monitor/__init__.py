@@ -1,15 +1,15 @@
-"""The inside of `megatron-edit report` and `megatron-edit watch`: a run, read while it grows.
+"""Event files of a run, read while they grow: `megatron-edit report` and `megatron-edit watch`.
 
-| module | what it holds |
+| module | contents |
 |---|---|
-| facts | what `run.json` says |
-| series | numbers over a training of any length, in bounded memory |
-| syncs, replicas, spikes | what `sync.jsonl` and a `replica-<r>.jsonl` say |
-| segments, run | the whole folder, of all runs of a training |
-| findings | what deserves attention |
-| summary, texts | what page and terminal both say |
-| charts, page | the page |
-| frame | the terminal |
+| facts | the contents of `run.json` |
+| series | time series of any length, in bounded memory |
+| syncs, replicas, spikes | the contents of `sync.jsonl` and of a `replica-<r>.jsonl` |
+| segments, run | the folder, with all runs of a training |
+| findings | errors, warnings and notes about the run |
+| summary | texts that the page and the terminal share |
+| charts, page | the HTML page |
+| frame | the terminal view |
 
-Files and lines are read by `observe.line_files` and `observe.records`, beside their writers.
+Files and lines are read by `observe.line_files` and `observe.records`, next to their writers.
 """

@@ -1,4 +1,4 @@
-"""What `run.json` says of a run, checked: whatever is shown later can be relied on."""
+"""The contents of `run.json`, checked before anything is shown."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from functools import partial
 from typing import Any
 
 from megatron_edit.constants import FIXED
-from megatron_edit.errors import on_one_line
+from megatron_edit.errors import to_one_line
 from megatron_edit.method.strategy import STRATEGIES, Strategy
-from megatron_edit.observe.records import finite, whole
+from megatron_edit.observe.records import as_count, as_number
 
-MOST_REPLICAS = 100_000  # far above any; each takes some kilobytes here
+MAX_REPLICAS = 100_000  # far above any real run; each takes some kilobytes of memory
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint that a run went on from.
+    """The checkpoint that a run resumed from.
 
     Attributes:
-        iteration: after which it was written; under A-EDiT the step of replica 0.
+        iteration: of the checkpoint; under A-EDiT the step of replica 0.
         samples: consumed by all replicas together until then.
     """
 
@@ -31,11 +31,11 @@ class ResumePoint:
 
 @dataclass(frozen=True)
 class Facts:
-    """What `run.json` says. Sizes are None where an older version wrote it.
+    """The contents of `run.json`. Sizes are None in files of older versions.
 
     Attributes:
-        config: every setting, to be shown.
-        strategy: the rule of synchronisation.
+        config: all settings.
+        strategy: the sync strategy.
         num_replicas: N.
         ranks_per_replica: K.
         device: of the parameters.
@@ -45,18 +45,18 @@ class Facts:
         sync_seconds: tau_time.
         delay_steps: d.
         anomaly_threshold: delta, standard deviations.
-        has_varying_rounds: whether rounds have changing lengths.
+        has_varying_rounds: whether the sync interval changes during training.
         has_anomaly, has_clip: whether replicas can be left out, and averages clipped.
-        versions: of what has a part in the numbers.
+        versions: of the packages that affect the numbers.
         argv: the command line.
         train_iters: `--train-iters`.
         last_local_step: the last step before the final synchronous phase; None where there is no
             such phase.
         batch_size: global, samples.
         seq_length: tokens of a sample.
-        inside_bytes: of one step inside a replica.
-        has_segment: whether it says if it was resumed; such runs also write end records.
-        resumed_from: None for a run that began anew, or does not say.
+        inside_bytes: bytes sent inside a replica per step.
+        has_segment: whether the file has `segment`; such runs also write end records.
+        resumed_from: None for a run that was not resumed, or an older file.
     """
 
     config: Mapping[str, Any]
@@ -85,21 +85,21 @@ class Facts:
 
     @classmethod
     def of(cls, text: str) -> Facts:
-        """From the file.
+        """Parse the text of the file.
 
         Raises:
-            ValueError: it is none of ours; the message says where.
+            ValueError: not a `run.json` of this package; the message names the field.
         """
         try:
             found = _mapping(json.loads(text))
         except RecursionError:
-            raise ValueError("brackets in brackets without end") from None
+            raise ValueError("nested too deeply") from None
         config, topology, versions = (
             _get(found, name, _mapping) for name in ("config", "topology", "versions")
         )
         sizes = _mapping(found.get("training", {}))
         strategy = _get(config, "strategy", _strategy)
-        positive = partial(whole, least=1)
+        positive = partial(as_count, least=1)
         return cls(
             config=config,
             strategy=strategy,
@@ -107,25 +107,25 @@ class Facts:
             ranks_per_replica=_get(topology, "ranks_per_replica", positive),
             device=_get(topology, "device", _text),
             host=_text(topology.get("host", "unknown")),
-            warmup_steps=0 if strategy.endless_warmup else _get(config, "warmup_steps", whole),
-            sync_interval=_get(config, "sync_interval", whole),
-            sync_seconds=_get(config, "sync_seconds", finite),
-            delay_steps=_get(config, "delay_steps", whole),
-            anomaly_threshold=_get(config, "anomaly_threshold", finite),
+            warmup_steps=0 if strategy.endless_warmup else _get(config, "warmup_steps", as_count),
+            sync_interval=_get(config, "sync_interval", as_count),
+            sync_seconds=_get(config, "sync_seconds", as_number),
+            delay_steps=_get(config, "delay_steps", as_count),
+            anomaly_threshold=_get(config, "anomaly_threshold", as_number),
             has_varying_rounds=config.get("interval", FIXED) != FIXED,
             has_anomaly=not _get(config, "no_anomaly", bool),
             has_clip=not _get(config, "no_clip", bool),
             versions={name: _text(version) for name, version in versions.items()},
             argv=_get(found, "argv", _words),
-            train_iters=_size(sizes, "train_iters", whole),
+            train_iters=_size(sizes, "train_iters", as_count),
             last_local_step=(
-                _size(sizes, "last_local_step", whole)
+                _size(sizes, "last_local_step", as_count)
                 if config.get("final_sync_fraction")
                 else None
             ),
-            batch_size=_size(sizes, "global_batch_size", whole),
-            seq_length=_size(sizes, "seq_length", whole),
-            inside_bytes=_size(sizes, "inside_bytes_per_step", finite),
+            batch_size=_size(sizes, "global_batch_size", as_count),
+            seq_length=_size(sizes, "seq_length", as_count),
+            inside_bytes=_size(sizes, "inside_bytes_per_step", as_number),
             has_segment=found.get("segment") is not None,
             resumed_from=_size(found, "segment", _resumed_from),
         )
@@ -135,7 +135,9 @@ def _resumed_from(value: Any) -> ResumePoint | None:
     point = _mapping(value).get("resumed_from")
     if point is None:
         return None
-    return ResumePoint(*(_get(_mapping(point), name, whole) for name in ("iteration", "samples")))
+    return ResumePoint(
+        *(_get(_mapping(point), name, as_count) for name in ("iteration", "samples"))
+    )
 
 
 def _get[T](found: Mapping[str, Any], name: str, read: Callable[[Any], T]) -> T:
@@ -165,16 +167,16 @@ def _words(value: Any) -> tuple[str, ...]:
 
 def _strategy(value: Any) -> Strategy:
     if not isinstance(value, str) or value not in STRATEGIES:
-        raise ValueError("none of ours")
+        raise ValueError("unknown strategy")
     return STRATEGIES[value]
 
 
 def _num_replicas(value: Any) -> int:
-    if (number := whole(value, 1)) > MOST_REPLICAS:
-        raise ValueError(f"above {MOST_REPLICAS}")
+    if (number := as_count(value, 1)) > MAX_REPLICAS:
+        raise ValueError(f"above {MAX_REPLICAS}")
     return number
 
 
 def _text(value: Any) -> str:
-    """For people: a byte that is no text comes as half a character, which nothing can write."""
-    return on_one_line(str(value))
+    """Return text that can be shown: surrogate escapes of invalid bytes are replaced."""
+    return to_one_line(str(value))

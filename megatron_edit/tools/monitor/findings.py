@@ -1,4 +1,4 @@
-"""What deserves attention in a run, in sentences with a remedy."""
+"""Problems of a run, each in sentences with a remedy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 from statistics import median_high
 from typing import Any, NamedTuple
 
-from megatron_edit.config import ONLY_COUNTED, EditConfig
+from megatron_edit.config import STEP_COUNT_SETTINGS, EditConfig
 from megatron_edit.constants import LOW_CLIP, WATCHED_SYNCS
 from megatron_edit.errors import UsageError
 from megatron_edit.tools.monitor.facts import Facts
@@ -24,16 +24,16 @@ WAIT_SHARE = 0.10
 ANOMALY_SHARE = 0.05
 SLOW_SHARE = 0.8
 SKIPPED_SHARE = 0.01
-MOST_NAMES = 8
-LEVELS = ("error", "warning", "note")  # the worst first
+MAX_NAMES_SHOWN = 8
+LEVELS = ("error", "warning", "note")  # worst first
 A_EDIT = "a-edit"
 
 
 class MonitorFinding(NamedTuple):
-    """One thing that deserves attention in a run.
+    """One problem of a run.
 
     Attributes:
-        level: of `LEVELS`; an error is a run that is lost, or a report that is not whole.
+        level: one of `LEVELS`; an error means a run that is lost, or an incomplete report.
         text: sentences, with a remedy.
     """
 
@@ -44,102 +44,101 @@ class MonitorFinding(NamedTuple):
 _error, _warning, _note = (partial(MonitorFinding, level) for level in LEVELS)
 
 
-def findings_of(run: MonitoredRun) -> list[MonitorFinding]:
-    """Everything that is to be said, the worst first."""
-    return sorted(_all(run), key=lambda finding: LEVELS.index(finding.level))
+def list_findings(run: MonitoredRun) -> list[MonitorFinding]:
+    """Return all findings, worst first."""
+    return sorted(_all_findings(run), key=lambda finding: LEVELS.index(finding.level))
 
 
-def _all(run: MonitoredRun) -> Iterator[MonitorFinding]:
-    yield from _of_ends(run)
-    yield from _of_files(run)
-    yield from _of_losses(run)
+def _all_findings(run: MonitoredRun) -> Iterator[MonitorFinding]:
+    yield from _end_findings(run)
+    yield from _file_findings(run)
+    yield from _loss_findings(run)
     facts = run.facts
     if facts is None:
         return
-    yield from _of_speed(run, facts)
+    yield from _speed_finding(run, facts)
     if not run.syncs.count:
-        yield _note(_without_syncs(facts))
+        yield _note(_no_sync_text(facts))
         return
-    yield from _of_weights(run, facts)
+    yield from _weight_findings(run, facts)
 
 
-def _of_ends(run: MonitoredRun) -> Iterator[MonitorFinding]:
+def _end_findings(run: MonitoredRun) -> Iterator[MonitorFinding]:
     if run.failure is not None:
         replica, end = run.failure
         reason = f": {end.reason}" if end.reason else ""
         yield _error(f"Replica {replica} failed with exit code {end.exit_code}{reason}.")
     if run.state == LOST:
         yield _warning(
-            f"No line for {duration(run.silence)}, and none that says how the run ended: it has "
-            "been killed, or hangs.",
+            f"No line for {duration(run.silence)}, and no end record: the run was killed or hangs.",
         )
     if lost := run.lines_lost:
         yield _warning(
-            f"{lost} line{'s' if lost > 1 else ''} of the event files could not be written, and "
-            "are missing here: look at the disk of --edit-log-dir.",
+            f"{lost} line{'s' if lost > 1 else ''} of the event files could not be written: look "
+            "at the disk of --edit-log-dir.",
         )
 
 
-def _of_files(run: MonitoredRun) -> Iterator[MonitorFinding]:
+def _file_findings(run: MonitoredRun) -> Iterator[MonitorFinding]:
     if run.drift is not None:
         number, replica = run.drift
         yield _error(
-            f"After sync {number} replica {replica} held other parameters than "
-            "the others (digests differ): the run cannot be trusted from there.",
+            f"After sync {number} the parameters of replica {replica} differed from those of the "
+            "other replicas (digests differ): the run cannot be trusted from there.",
         )
     if damaged := run.num_damaged:
         lines = ", ".join(f"{count} in {name}" for name, count in damaged.items())
-        yield _error(f"Lines that could not be read, and are left out: {lines}.")
+        yield _error(f"Lines that could not be read and were skipped: {lines}.")
     if missing := run.missing:
         yield _warning(
-            f"No file of replica {_names(missing)} in this folder: with one launch per "
+            f"No file of replica {_join_numbers(missing)} in this folder: with one launch per "
             "replica, --edit-log-dir must be a folder that all machines share. "
-            f"Tokens/s and time left {_estimates(run)}.",
+            f"Tokens/s and time left {_speed_estimate_text(run)}.",
         )
 
 
-def _estimates(run: MonitoredRun) -> str:
+def _speed_estimate_text(run: MonitoredRun) -> str:
     if run.speed is None:
-        return "cannot be told without it"
+        return "cannot be computed without it"
     return "are estimated from the others"
 
 
-def _names(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers[:MOST_NAMES])) + (
-        ", ..." if len(numbers) > MOST_NAMES else ""
+def _join_numbers(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:MAX_NAMES_SHOWN])) + (
+        ", ..." if len(numbers) > MAX_NAMES_SHOWN else ""
     )
 
 
-def _of_losses(run: MonitoredRun) -> Iterator[MonitorFinding]:
+def _loss_findings(run: MonitoredRun) -> Iterator[MonitorFinding]:
     spikes: dict[int, list[tuple[int, Spike]]] = defaultdict(list)
     for replica in run.replicas:
         if replica.spikes.worst is not None:
             spikes[replica.spikes.worst.iteration].append((replica.number, replica.spikes.worst))
-    for iteration in sorted(spikes)[:MOST_NAMES]:
+    for iteration in sorted(spikes)[:MAX_NAMES_SHOWN]:
         yield _warning(_spike_text(run, spikes[iteration]))
     skipped = {
         replica.number: replica.num_skipped / replica.num_iterations
         for replica in run.replicas
         if replica.num_skipped > SKIPPED_SHARE * max(1, replica.num_iterations)
     }
-    for replica_number, share in list(skipped.items())[:MOST_NAMES]:
+    for replica_number, share in list(skipped.items())[:MAX_NAMES_SHOWN]:
         yield _warning(
             f"Replica {replica_number} has no finite loss for {percent(share)} of its iterations.",
         )
 
 
 def _spike_text(run: MonitoredRun, spikes: Sequence[tuple[int, Spike]]) -> str:
-    """Of the replicas whose worst spike began at the same iteration."""
+    """Return the text for the replicas whose worst spike began at the same iteration."""
     replicas = [replica for replica, _ in spikes]
     spike = max((spike for _, spike in spikes), key=lambda each: each.sigmas)
-    whose = f"replica {_names(replicas)}"
+    whose = f"replica {_join_numbers(replicas)}"
     if len(replicas) == len(run.replicas):
         whose = "all replicas" if len(replicas) > 1 else "the replica"
-    back = "it has not come back"
+    back = "it has not recovered"
     if spike.length:
-        back = f"it came back after {spike.length} iteration{'s' if spike.length > 1 else ''}"
+        back = f"it recovered after {spike.length} iteration{'s' if spike.length > 1 else ''}"
     others = max(run.replicas[replica].spikes.count for replica in replicas) - 1
-    more = f" ({others} more, less high)" if others else ""
+    more = f" ({others} more, smaller)" if others else ""
     return (
         f"The loss of {whose} jumped to {number(spike.loss, '.4g')} at iteration "
         f"{spike.iteration:,}, {spike.sigmas:,.0f} standard deviations above the "
@@ -148,26 +147,27 @@ def _spike_text(run: MonitoredRun, spikes: Sequence[tuple[int, Spike]]) -> str:
     )
 
 
-def _without_syncs(facts: Facts) -> str:
+def _no_sync_text(facts: Facts) -> str:
     if facts.strategy.endless_warmup:
         return "This strategy averages gradients at every step: there are no syncs to show."
     return (
         f"No sync yet: {facts.warmup_steps} steps of warm-up come first, then a "
-        "round of steps apart."
+        "round of local steps."
     )
 
 
-def _of_weights(run: MonitoredRun, facts: Facts) -> Iterator[MonitorFinding]:
+def _weight_findings(run: MonitoredRun, facts: Facts) -> Iterator[MonitorFinding]:
     syncs = run.syncs
     if syncs.low_effective >= WATCHED_SYNCS:
         yield _warning(
             f"For {syncs.low_effective} syncs in a row the median unit stood on fewer than "
-            f"{syncs.half:g} replicas: {_either((_even_weights(facts), 'look at the anomalies'))}.",
+            f"{syncs.half:g} replicas: "
+            f"{_join((_raise_temperature(facts), 'look at the anomalies'))}.",
         )
     if syncs.low_clip >= WATCHED_SYNCS:
         yield _warning(
             f"For {syncs.low_clip} syncs in a row the median unit was clipped below "
-            f"{LOW_CLIP:g}: {_either((_higher_clip(facts), 'lower the learning rate'))}.",
+            f"{LOW_CLIP:g}: {_join((_raise_clip(facts), 'lower the learning rate'))}.",
         )
     for replica, share in enumerate(syncs.anomaly_shares().tolist()):
         if share > ANOMALY_SHARE:
@@ -176,7 +176,7 @@ def _of_weights(run: MonitoredRun, facts: Facts) -> Iterator[MonitorFinding]:
                 f"{percent(share)} of its units and syncs: look at its data and "
                 "hardware.",
             )
-    for replica, rejections in sorted(syncs.loss_rejections.items())[:MOST_NAMES]:
+    for replica, rejections in sorted(syncs.loss_rejections.items())[:MAX_NAMES_SHOWN]:
         yield _warning(_rejection_text(replica, rejections))
     if rollbacks := int(syncs.sums["rollbacks"]):
         yield _warning(
@@ -186,30 +186,29 @@ def _of_weights(run: MonitoredRun, facts: Facts) -> Iterator[MonitorFinding]:
 
 
 def _rejection_text(replica: int, rejections: LossRejections) -> str:
-    count, beside = rejections.num_syncs, ""
+    count, comparison = rejections.num_syncs, ""
     if math.isfinite(rejections.others):
-        beside = f", the others' median {number(rejections.others, '.4g')}"
+        comparison = f", the others' median {number(rejections.others, '.4g')}"
     return (
         f"Replica {replica} was left out of {count} sync{'s' if count > 1 else ''} because of its "
         f"loss: before the last one, at iteration {rejections.iteration:,}, its mean loss was "
-        f"{number(rejections.loss, '.4g')}{beside}. Look at the data that it read there."
+        f"{number(rejections.loss, '.4g')}{comparison}. Look at the data that it read there."
     )
 
 
-def _of_speed(run: MonitoredRun, facts: Facts) -> Iterator[MonitorFinding]:
-    """Slow replicas, waiting for them, and exposed syncs: one finding, so that none contradicts."""
+def _speed_finding(run: MonitoredRun, facts: Facts) -> Iterator[MonitorFinding]:
+    """Yield at most one finding: on waiting, a slow replica or exposed syncs."""
     exposed, wait = run.syncs.share("exposed"), run.syncs.share("wait")
     is_waiting = wait is not None and wait > WAIT_SHARE
     slow = _slow_replica(run, is_waiting=is_waiting)
     if is_waiting:
         why = "" if slow is None else f", as replica {slow[0]} is slow ({slow[1]})"
         remedies = (
-            _a_edit(facts),
-            "look at " + ("what holds these up" if slow is None else "its machine"),
+            _use_a_edit(facts),
+            "look at " + ("what delays them" if slow is None else "its machine"),
         )
         yield _warning(
-            f"Replica 0 waited for the others {percent(wait)} of the time{why}: "
-            f"{_either(remedies)}.",
+            f"Replica 0 waited for the others {percent(wait)} of the time{why}: {_join(remedies)}.",
         )
     elif slow is not None and facts.strategy.is_timed:
         yield _note(f"Replica {slow[0]} is slow, and makes fewer steps than the others: {slow[1]}.")
@@ -217,16 +216,16 @@ def _of_speed(run: MonitoredRun, facts: Facts) -> Iterator[MonitorFinding]:
         yield _warning(f"Replica {slow[0]} is slow: {slow[1]}.")
     elif exposed is not None and exposed > EXPOSED_SHARE:
         yield _warning(
-            f"Exposed syncs took {percent(exposed)} of the time: {_either(_to_hide(facts))}.",
+            f"Exposed syncs took {percent(exposed)} of the time: {_join(_shorten_sync(facts))}.",
         )
 
 
 def _slow_replica(run: MonitoredRun, *, is_waiting: bool) -> tuple[int, str] | None:
-    """The slowest replica, if it is much slower than the others, and what its speed is.
+    """Return the slowest replica and its speed as text; None where none is much slower.
 
     Args:
-        run: of it.
-        is_waiting: whether replica 0 waits for the others: it is not the slow one then.
+        run: the run.
+        is_waiting: whether replica 0 waits for the others, so that it cannot be the slow one.
     """
     speeds = {replica.number: replica.speed_between_syncs for replica in run.replicas}
     speeds = {replica: speed for replica, speed in speeds.items() if math.isfinite(speed)}
@@ -241,11 +240,11 @@ def _slow_replica(run: MonitoredRun, *, is_waiting: bool) -> tuple[int, str] | N
     return slowest, text
 
 
-# ---- remedies: only settings that a launch with the run's strategy accepts
+# ---- remedies: only settings that are valid with the run's strategy
 
 
-def _accepts(facts: Facts, **changes: Any) -> bool:
-    """Whether a launch with the settings of a run, some of them changed, would be accepted.
+def _is_valid(facts: Facts, **changes: Any) -> bool:
+    """Return whether the settings of a run, with some changes, are valid.
 
     Args:
         facts: of the run.
@@ -259,45 +258,45 @@ def _accepts(facts: Facts, **changes: Any) -> bool:
     return True
 
 
-def _either(remedies: Sequence[str]) -> str:
-    """One sentence of all that are not empty."""
+def _join(remedies: Sequence[str]) -> str:
+    """Join the remedies that are not empty into one sentence."""
     return ", or ".join(remedy for remedy in remedies if remedy)
 
 
-def _a_edit(facts: Facts) -> str:
-    """For replicas of unequal speed; empty where it cannot be had."""
+def _use_a_edit(facts: Facts) -> str:
+    """Return the remedy for replicas of unequal speed; empty where A-EDiT is not possible."""
     fields = EditConfig.__dataclass_fields__
-    usual = {name: fields[name].default for name in ONLY_COUNTED}
-    if facts.strategy.is_timed or not _accepts(facts, strategy=A_EDIT, **usual):
+    usual = {name: fields[name].default for name in STEP_COUNT_SETTINGS}
+    if facts.strategy.is_timed or not _is_valid(facts, strategy=A_EDIT, **usual):
         return ""
     return f"replicas of unequal speed do better with --edit-strategy {A_EDIT}"
 
 
-def _even_weights(facts: Facts) -> str:
-    """For weights near one-hot; empty where their temperature cannot be raised."""
+def _raise_temperature(facts: Facts) -> str:
+    """Return the remedy for weights near one-hot; empty where the temperature cannot be raised."""
     value = facts.config.get("weight_temperature")  # None is auto
-    if not isinstance(value, int | float) or not _accepts(facts, weight_temperature=2 * value):
+    if not isinstance(value, int | float) or not _is_valid(facts, weight_temperature=2 * value):
         return ""
     return "give a higher --edit-weight-temperature, or auto"
 
 
-def _higher_clip(facts: Facts) -> str:
-    """For a clip that always binds; empty where there is no clip to raise."""
+def _raise_clip(facts: Facts) -> str:
+    """Return the remedy for a clip that always applies; empty where there is no clip to raise."""
     value = facts.config.get("clip")
-    if not isinstance(value, int | float) or not _accepts(facts, clip=2 * value):
+    if not isinstance(value, int | float) or not _is_valid(facts, clip=2 * value):
         return ""
     return "raise --edit-clip"
 
 
-def _to_hide(facts: Facts) -> list[str]:
-    """For syncs that take much of the time."""
+def _shorten_sync(facts: Facts) -> list[str]:
+    """Return the remedies for a large exposed time."""
     remedies = []
     if facts.strategy.is_timed:
         remedies.append("raise --edit-sync-seconds")
-    elif _accepts(facts, sync_interval=2 * facts.sync_interval):
+    elif _is_valid(facts, sync_interval=2 * facts.sync_interval):
         remedies.append("raise --edit-sync-interval")
     hiding = []
-    if not facts.delay_steps and _accepts(facts, delay_steps=1):
+    if not facts.delay_steps and _is_valid(facts, delay_steps=1):
         hiding.append("--edit-delay-steps")
     if "--overlap-param-gather" not in facts.argv:
         hiding.append("--overlap-param-gather")

@@ -1,4 +1,4 @@
-"""A run in the terminal: one frame, made of what the event files say so far."""
+"""The terminal view of a run: one frame, from the event files as read so far."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megatron_edit.errors import on_one_line
+from megatron_edit.errors import to_one_line
 from megatron_edit.tools.compare.flags import model_of
-from megatron_edit.tools.monitor.findings import findings_of
+from megatron_edit.tools.monitor.findings import list_findings
 from megatron_edit.tools.monitor.replicas import Replica
 from megatron_edit.tools.monitor.run import RUNNING, MonitoredRun
-from megatron_edit.tools.monitor.summary import layout, loss_of, resumes, rhythm, whose_speed
+from megatron_edit.tools.monitor.summary import (
+    describe_layout,
+    describe_resumes,
+    describe_schedule,
+    describe_speed_source,
+    latest_loss,
+)
 from megatron_edit.tools.pages.texts import (
     UNKNOWN,
     duration,
@@ -27,8 +33,8 @@ from megatron_edit.tools.pages.texts import (
     percent,
 )
 
-MOST_REPLICAS = 8
-LAST_SYNCS = 6
+MAX_REPLICAS_SHOWN = 8
+NUM_SYNCS_SHOWN = 6
 STATE_STYLES: Mapping[str, str] = {
     "running": "green", "finished": "green", "lost": "yellow", "stopped": "yellow",
     "waiting": "yellow", "failed": "red",
@@ -36,27 +42,32 @@ STATE_STYLES: Mapping[str, str] = {
 STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
 
-def frame_of(run: MonitoredRun, folder: Path) -> RenderableType:
-    """One frame.
+def render_frame(run: MonitoredRun, folder: Path) -> RenderableType:
+    """Return one frame.
 
     Args:
-        run: read just now.
-        folder: that is watched.
+        run: read just before.
+        folder: `--edit-log-dir`.
     """
     if run.facts is None:
-        return Text(on_one_line(f"waiting for {folder / 'run.json'}"), style="yellow")
-    parts: list[RenderableType] = [_head(run), _progress(run), _replicas(run)]
+        return Text(to_one_line(f"waiting for {folder / 'run.json'}"), style="yellow")
+    parts: list[RenderableType] = [_header(run), _progress(run), _replicas(run)]
     if run.syncs.count:
         parts.append(_syncs(run))
-    for finding in findings_of(run):
+    for finding in list_findings(run):
         parts.append(Text(f"{finding.level}: {finding.text}", style=STYLES[finding.level]))
     return Group(*parts)
 
 
-def _head(run: MonitoredRun) -> RenderableType:
+def _header(run: MonitoredRun) -> RenderableType:
     facts = run.facts
     assert facts is not None
-    parts = (model_of(facts.argv), layout(facts), rhythm(facts), resumes(run))
+    parts = (
+        model_of(facts.argv),
+        describe_layout(facts),
+        describe_schedule(facts),
+        describe_resumes(run),
+    )
     return Text.assemble(
         (facts.strategy.name, "bold"), "  ",
         (run.state_text, f"bold {STATE_STYLES[run.state]}"),
@@ -68,11 +79,13 @@ def _progress(run: MonitoredRun) -> RenderableType:
     facts = run.facts
     assert facts is not None
     total = f" of {facts.train_iters:,}" if facts.train_iters else ""
-    texts = [f"iteration {run.iteration:,}{total}", f"loss {number(loss_of(run), '.4f')}"]
+    texts = [f"iteration {run.iteration:,}{total}", f"loss {number(latest_loss(run), '.4f')}"]
     for data, evaluation in run.evaluations.items():
         texts.append(f"{data} loss {number(evaluation.loss, '.4f')}")
-    whose = "" if run.num_heard in (0, len(run.replicas)) else f" ({whose_speed(run)})"
-    texts.append(f"{number(run.speed, ',.0f')} tokens/s{whose}")
+    source = (
+        "" if run.num_with_speed in (0, len(run.replicas)) else f" ({describe_speed_source(run)})"
+    )
+    texts.append(f"{number(run.speed, ',.0f')} tokens/s{source}")
     if run.state == RUNNING:
         texts.append(f"{duration(run.remaining_seconds)} left")
     row = Table.grid(padding=(0, 2))
@@ -84,10 +97,10 @@ def _progress(run: MonitoredRun) -> RenderableType:
 
 
 def _replicas(run: MonitoredRun) -> RenderableType:
-    """The slowest ones, where there are many."""
-    step = "replica step" if run.has_own_steps else "iteration"
+    """Return the table of the replicas; of the slowest ones where there are many."""
+    step = "replica step" if run.has_unequal_steps else "iteration"
     table = _table("replica", step, "loss", "tokens/s", "between syncs", "left out")
-    shown = sorted(run.replicas, key=_slowness)[:MOST_REPLICAS]
+    shown = sorted(run.replicas, key=_known_speed)[:MAX_REPLICAS_SHOWN]
     shares = run.syncs.anomaly_shares() if run.syncs.count else None
     for replica in sorted(shown, key=lambda each: each.number):
         table.add_row(
@@ -102,7 +115,7 @@ def _replicas(run: MonitoredRun) -> RenderableType:
     return table
 
 
-def _slowness(replica: Replica) -> float:
+def _known_speed(replica: Replica) -> float:
     for speed in (replica.speed_between_syncs, replica.speed):
         if math.isfinite(speed):
             return speed
@@ -116,14 +129,14 @@ def _syncs(run: MonitoredRun) -> RenderableType:
         table.add_row(*cells)
     table.caption = (
         f"{run.syncs.count:,} syncs; exposed {percent(run.syncs.share('exposed'))} of "
-        f"the time; {megabytes(run.syncs.sums['wire_bytes'])} MB between replicas in all"
+        f"the time; {megabytes(run.syncs.sums['wire_bytes'])} MB between replicas in total"
     )
     table.caption_justify = "left"
     return table
 
 
 def _sync_cells(run: MonitoredRun) -> Iterator[list[str]]:
-    for sync in list(run.syncs.recent)[-LAST_SYNCS:]:
+    for sync in list(run.syncs.recent)[-NUM_SYNCS_SHOWN:]:
         yield [
             f"{sync.round:,}", f"{sync.iteration:,}",
             f"{number(sync.norm_min)} - {number(sync.norm_max)}",

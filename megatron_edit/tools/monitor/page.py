@@ -1,4 +1,4 @@
-"""The page of a run: one HTML file without anything from outside."""
+"""The HTML page of a run: one file without external resources."""
 
 from __future__ import annotations
 
@@ -12,10 +12,16 @@ import numpy as np
 from markupsafe import Markup
 
 from megatron_edit.tools.compare.flags import model_of
-from megatron_edit.tools.monitor.charts import charts_of
-from megatron_edit.tools.monitor.findings import findings_of
+from megatron_edit.tools.monitor.charts import make_charts
+from megatron_edit.tools.monitor.findings import list_findings
 from megatron_edit.tools.monitor.run import MonitoredRun
-from megatron_edit.tools.monitor.summary import layout, loss_of, resumes, rhythm, whose_speed
+from megatron_edit.tools.monitor.summary import (
+    describe_layout,
+    describe_resumes,
+    describe_schedule,
+    describe_speed_source,
+    latest_loss,
+)
 from megatron_edit.tools.pages import render
 from megatron_edit.tools.pages.texts import duration, megabytes, milliseconds, number, percent
 
@@ -23,15 +29,15 @@ TEMPLATE = Path(__file__).with_name("page.html")
 FILTERS = {each.__name__: each for each in (duration, megabytes, milliseconds, number, percent)}
 
 
-def page_of(run: MonitoredRun) -> str:
-    """The page.
+def render_page(run: MonitoredRun) -> str:
+    """Return the HTML page of a run.
 
     Args:
-        run: that has been read, with its `run.json`.
+        run: read already, its `run.json` included.
     """
     facts, syncs = run.facts, run.syncs
     assert facts is not None
-    charts = list(charts_of(run))
+    charts = list(make_charts(run))
     weights = shares = np.full(len(run.replicas), math.nan)
     if syncs.count:
         weights = np.nanmean(syncs.rows.column("replica_weight"), axis=0)
@@ -45,11 +51,11 @@ def page_of(run: MonitoredRun) -> str:
         "state_text": run.state_text,
         "subtitle": _subtitle(run),
         "progress": run.progress,
-        "loss": loss_of(run),
-        "whose_speed": whose_speed(run),
+        "loss": latest_loss(run),
+        "speed_source": describe_speed_source(run),
         "weights": weights,
         "shares": shares,
-        "findings": findings_of(run),
+        "findings": list_findings(run),
         "charts": [chart._replace(svg=Markup(chart.svg)) for chart in charts if chart.svg],
         "unchanged": [chart for chart in charts if not chart.svg],
         "versions": ", ".join(f"{name} {text}" for name, text in sorted(facts.versions.items()))
@@ -62,8 +68,10 @@ def page_of(run: MonitoredRun) -> str:
 
 
 def _title(run: MonitoredRun) -> str:
-    """Strategy, model, machine and the date on which it began: a copied file may be younger than
-    the first sync."""
+    """Return strategy, model, machine and date of the start.
+
+    The date is the earlier one of `run.json` and the first sync: a copied file may be newer.
+    """
     facts = run.facts
     assert facts is not None
     model = model_of(facts.argv)
@@ -74,11 +82,11 @@ def _title(run: MonitoredRun) -> str:
 
 
 def _subtitle(run: MonitoredRun) -> str:
-    """Layout, rhythm and the newest news, in a sentence."""
+    """Return layout, sync schedule and the time since the last sync and the last write."""
     assert run.facts is not None
-    parts = [layout(run.facts), rhythm(run.facts), resumes(run)]
+    parts = [describe_layout(run.facts), describe_schedule(run.facts), describe_resumes(run)]
     if run.syncs.last_time is not None and not run.is_over:
         parts.append(f"last sync {duration(max(0.0, run.read_at - run.syncs.last_time))} ago")
     if not run.is_over:
-        parts.append(f"last news {duration(run.silence)} ago")
+        parts.append(f"last write {duration(run.silence)} ago")
     return "; ".join(part for part in parts if part) + "."

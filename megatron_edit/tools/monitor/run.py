@@ -1,4 +1,4 @@
-"""The folder of a training's event files, read as a whole, and again as they grow."""
+"""The event files of a training, read once and again as they grow."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_edit.errors import UsageError, on_one_line
-from megatron_edit.observe.line_files import LineReader, status, unreadable
+from megatron_edit.errors import UsageError, to_one_line
+from megatron_edit.observe.line_files import LineReader, stat_or_none, unreadable_error
 from megatron_edit.observe.records import (
     ENDS,
     FAILED,
@@ -25,8 +25,8 @@ from megatron_edit.observe.records import (
     Iteration,
     LossRecord,
     SyncRecord,
+    as_count,
     samples_of,
-    whole,
 )
 from megatron_edit.tools.monitor.facts import Facts, ResumePoint
 from megatron_edit.tools.monitor.replicas import Replica
@@ -36,26 +36,26 @@ from megatron_edit.tools.monitor.syncs import Syncs
 from megatron_edit.tools.pages.texts import duration
 
 SILENT_SECONDS = 120.0
-SILENT_STEPS = 10  # of the slowest replica's longest steps
-WAITING, RUNNING, LOST = "waiting", "running", "lost"  # states beside `ENDS`
+SILENT_STEPS = 10  # times the longest recent step of the slowest replica
+WAITING, RUNNING, LOST = "waiting", "running", "lost"  # states other than `ENDS`
 
 
 class MonitoredRun:
-    """Everything that the event files of a training say, so far, of all runs it was resumed in.
+    """The contents so far of a training's event files, over all runs of the training.
 
     Args:
         folder: `--edit-log-dir`.
 
     Attributes:
-        folder: the same.
-        facts: of the newest run; None until `run.json` is there.
-        resumed_at: iterations at which the training was resumed, as far as the files before are
-            there.
-        began_at: Unix seconds at which the first run began; None until `run.json` is there.
+        folder: `--edit-log-dir`.
+        facts: of the newest run; None until `run.json` exists.
+        resumed_at: iterations at which the training was resumed, as far as the files of earlier
+            runs exist.
+        began_at: Unix seconds at which the first run began; None until `run.json` exists.
         losses: mean over the replicas, by iteration, or by samples of all replicas.
-        loss: the newest of them.
-        evaluations: the newest evaluation on each set of data.
-        syncs: all of them.
+        loss: the newest of these losses.
+        evaluations: the newest evaluation on each data set.
+        syncs: all syncs.
         replicas: by number.
         drift: round and replica where a digest first differed from another replica's.
         read_at: Unix seconds of the last reading.
@@ -63,14 +63,14 @@ class MonitoredRun:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self.facts: Facts | None = None
         self.resumed_at: list[int] = []
         self.began_at: float | None = None
         self.losses, self.loss = Bins(), math.nan
-        self._validation: dict[int, float] = {}  # by place; the end of training evaluates again
+        self._validation: dict[int, float] = {}  # by x; the end of training evaluates again
         self.evaluations: dict[str, LossRecord] = {}
         self.syncs = Syncs(0)
         self.replicas: list[Replica] = []
@@ -78,74 +78,74 @@ class MonitoredRun:
         self.read_at = time.time()
         self._digests: dict[int, str] = {}
         self._segments: list[Segment] = []
-        self._entered: Segment | None = None
+        self._current_segment: Segment | None = None
         self._damaged: Counter[str] = Counter()
         self._version: tuple[int, int] | None = None
 
     @property
     def files(self) -> tuple[LineReader, ...]:
-        """Those of the newest run, without `run.json`."""
+        """Files of the newest run, without `run.json`."""
         return self._segments[-1].files if self._segments else ()
 
     def unread_bytes(self) -> int:
-        """What there is to read. It looks for `run.json`, too.
+        """Return how many bytes can be read now. Opens `run.json` if it exists.
 
         Raises:
-            UsageError: there is a `run.json` that is none of ours, or a file cannot be read.
+            UsageError: `run.json` was not written by this package, or a file cannot be read.
         """
         self._open()
         return sum(file.unread_bytes for segment in self._segments for file in segment.files)
 
     def poll(self, on_bytes: Callable[[int], object] = lambda _: None) -> None:
-        """Read what has come since the last time; a newer run in the folder is read from its start.
+        """Read the new lines; read a newer run in the folder from its start.
 
         Args:
-            on_bytes: told how many bytes were read, now and then.
+            on_bytes: called now and then with the number of bytes just read.
 
         Raises:
-            UsageError: there is a `run.json` that is none of ours, or a file cannot be read.
+            UsageError: `run.json` was not written by this package, or a file cannot be read.
         """
         if self._was_replaced:
-            self._begin()
+            self._reset()
         self._open()
         self.read_at = time.time()
         for segment in self._segments:
             self._read(segment, on_bytes)
         del self._segments[:-1]  # earlier runs write no more
-        if self._was_replaced:  # while it was read: what has been read may be of both
+        if self._was_replaced:  # during the read: the lines read may belong to both runs
             self.poll(on_bytes)
 
     def _read(self, segment: Segment, on_bytes: Callable[[int], object]) -> None:
-        if segment is not self._entered:
-            self._enter(segment)
-        takers: list[tuple[LineReader, Callable[[Mapping[str, Any]], None]]] = [
-            (segment.syncs, partial(self._take_sync, segment)),
-            (segment.losses, partial(self._take_loss, segment)),
-            *((file, partial(self._take_line, segment, replica))
+        if segment is not self._current_segment:
+            self._begin_segment(segment)
+        readers: list[tuple[LineReader, Callable[[Mapping[str, Any]], None]]] = [
+            (segment.syncs, partial(self._add_sync, segment)),
+            (segment.losses, partial(self._add_loss, segment)),
+            *((file, partial(self._add_replica_line, segment, replica))
               for replica, file in zip(self.replicas, segment.replicas, strict=False)),
         ]  # fmt: skip
-        for file, take in takers:
+        for file, add_record in readers:
             for record in file.read(on_bytes):
                 try:
-                    take(record)
+                    add_record(record)
                 except (ArithmeticError, KeyError, TypeError, ValueError, IndexError):
                     file.num_damaged += 1
             if file.num_damaged:
                 self._damaged[file.path.name] = file.num_damaged
 
-    def _enter(self, segment: Segment) -> None:
-        """The next lines are of this run."""
-        self._entered, facts = segment, segment.facts
+    def _begin_segment(self, segment: Segment) -> None:
+        """Begin a run: the next lines belong to it."""
+        self._current_segment, facts = segment, segment.facts
         self.syncs.resume(facts.num_replicas)
         for replica in self.replicas[: facts.num_replicas]:
             replica.resume(facts.warmup_steps, facts.last_local_step)
 
     @property
     def _was_replaced(self) -> bool:
-        """Whether a newer run has begun in the folder: `run.json` is the first that it writes."""
+        """Whether a newer run has begun in the folder: it writes `run.json` first."""
         if self._version is None:
             return False
-        now = status(self._path)
+        now = stat_or_none(self._path)
         return (
             now is None
             or _version(now) != self._version
@@ -153,7 +153,7 @@ class MonitoredRun:
         )
 
     def _open(self) -> None:
-        found = status(self._path)
+        found = stat_or_none(self._path)
         if self.facts is not None or found is None or not stat.S_ISREG(found.st_mode):
             return
         try:
@@ -161,14 +161,14 @@ class MonitoredRun:
                 self._version = _version(os.fstat(file.fileno()))
                 facts = Facts.of(file.read())
         except FileNotFoundError:  # renamed just now, by a run that begins
-            self._begin()
+            self._reset()
             return
         except OSError as error:
-            raise unreadable(self._path, error) from None
+            raise unreadable_error(self._path, error) from None
         except ValueError as error:
             raise UsageError(
                 str(self._path),
-                f"is not what a run writes ({error})",
+                f"was not written by a run ({error})",
                 "give the folder of --edit-log-dir",
             ) from None
         earlier = earlier_segments(self.folder, facts)
@@ -184,26 +184,28 @@ class MonitoredRun:
 
     # ---- lines
 
-    def _take_sync(self, segment: Segment, line: Mapping[str, Any]) -> None:
-        if segment.keeps(whole(line["iteration"]), sum(samples_of(line))):
+    def _add_sync(self, segment: Segment, line: Mapping[str, Any]) -> None:
+        if segment.keeps(as_count(line["iteration"]), sum(samples_of(line))):
             self.syncs.add(SyncRecord.of(line, self.syncs.num_replicas))
 
-    def _take_loss(self, segment: Segment, line: Mapping[str, Any]) -> None:
+    def _add_loss(self, segment: Segment, line: Mapping[str, Any]) -> None:
         found = LossRecord.of(line)
         if math.isnan(found.loss) or not segment.keeps(found.iteration, found.samples):
             return
-        place = self._place(segment, found.iteration, found.samples)
+        place = self._x_of(segment, found.iteration, found.samples)
         if found.split is None:
             self.losses.add(place, found.loss)
             self.loss = found.loss
             return
-        self.evaluations[on_one_line(f"{found.split} {found.name or ''}").strip()] = found
+        self.evaluations[to_one_line(f"{found.split} {found.name or ''}").strip()] = found
         if found.split == VALIDATION:
             self._validation[place] = found.loss
 
-    def _take_line(self, segment: Segment, replica: Replica, line: Mapping[str, Any]) -> None:
+    def _add_replica_line(
+        self, segment: Segment, replica: Replica, line: Mapping[str, Any]
+    ) -> None:
         if "digest" in line:
-            number = whole(line["round"])
+            number = as_count(line["round"])
             if segment.end is None or number <= self.syncs.newest_round:
                 self._compare(number, line["digest"], replica.number)
                 replica.on_sync()
@@ -212,16 +214,16 @@ class MonitoredRun:
         else:
             step = Iteration.of(line)
             if segment.keeps(step.iteration, step.samples_all):
-                replica.add(step, self._place(segment, step.iteration, step.samples_all))
+                replica.add(step, self._x_of(segment, step.iteration, step.samples_all))
 
-    def _place(self, segment: Segment, iteration: int, samples: int | None) -> int:
-        """Where a line stands in pictures."""
-        if not self.is_by_samples:
+    def _x_of(self, segment: Segment, iteration: int, samples: int | None) -> int:
+        """Return the x value of a line in charts."""
+        if not self.is_plotted_by_samples:
             return iteration
         return iteration * (segment.facts.batch_size or 1) if samples is None else samples
 
     def _iteration_of(self, point: ResumePoint) -> int:
-        """The same number as in the lines of the runs."""
+        """Return the iteration of a checkpoint, counted as in the lines of the runs."""
         facts = self.facts
         if facts is None or not facts.strategy.is_timed or not facts.batch_size:
             return point.iteration
@@ -233,28 +235,28 @@ class MonitoredRun:
         if self._digests.setdefault(number, digest) != digest and self.drift is None:
             self.drift = number, replica
 
-    # ---- where it is
+    # ---- present state
 
     @property
     def validation(self) -> Bins:
-        """Validation losses, by iteration or by samples like `losses`; the newest of each place."""
+        """Validation losses, by iteration or by samples like `losses`; the newest of each x."""
         bins = Bins()
         for place, loss in sorted(self._validation.items()):
             bins.add(place, loss)
         return bins
 
     @property
-    def is_by_samples(self) -> bool:
-        """Whether pictures are by samples of all replicas, as these make different steps.
+    def is_plotted_by_samples(self) -> bool:
+        """Whether charts are by samples of all replicas, because these make unequal steps.
 
-        Files of older versions do not say them.
+        Files of older versions do not have the samples.
         """
         facts = self.facts
         return facts is not None and facts.strategy.is_timed and facts.has_segment
 
     @property
-    def has_own_steps(self) -> bool:
-        """Whether replicas make different numbers of steps."""
+    def has_unequal_steps(self) -> bool:
+        """Whether replicas make unequal numbers of steps."""
         return self.facts is not None and self.facts.strategy.is_timed
 
     @property
@@ -265,33 +267,33 @@ class MonitoredRun:
 
     @property
     def samples(self) -> int | None:
-        """Consumed by all replicas, where these tell the progress; None where it is not known."""
+        """Samples consumed by all replicas under A-EDiT; None otherwise or where not known."""
         facts = self.facts
         if facts is None or not facts.strategy.is_timed:
             return None
         at_sync = sum(self.syncs.samples)
-        if told := max((replica.samples_all for replica in self.replicas), default=0):
-            return max(told, at_sync)
-        # Older versions say it at a sync only.
+        if recorded := max((replica.samples_all for replica in self.replicas), default=0):
+            return max(recorded, at_sync)
+        # Older versions record it at a sync only.
         return at_sync + sum(replica.samples for replica in self.replicas) if at_sync else None
 
     @property
     def iteration(self) -> int:
-        """Of the furthest replica; under A-EDiT whole batches of all replicas."""
+        """Iteration of the furthest replica; under A-EDiT complete batches of all replicas."""
         samples, facts = self.samples, self.facts
         if samples is None or facts is None or not facts.batch_size:
             return max((replica.iteration for replica in self.replicas), default=0)
-        if self._ended == FINISHED and facts.train_iters:  # a rest may make no whole batch
+        if self._end_state == FINISHED and facts.train_iters:  # the last batch may be partial
             return facts.train_iters
         return min(samples // facts.batch_size, facts.train_iters or samples)
 
     @property
     def missing(self) -> list[int]:
-        """Replicas without a file here."""
-        if self._entered is None:
+        """Replicas without a file in the folder."""
+        if self._current_segment is None:
             return []
-        return [number for number, file in enumerate(self._entered.replicas)
-                if status(file.path) is None]  # fmt: skip
+        return [number for number, file in enumerate(self._current_segment.replicas)
+                if stat_or_none(file.path) is None]  # fmt: skip
 
     @property
     def num_damaged(self) -> dict[str, int]:
@@ -310,35 +312,35 @@ class MonitoredRun:
         if facts is None or not facts.train_iters:
             return None
         samples, iteration = self.samples, self.iteration
-        is_apart = bool(self.syncs.count) or iteration > facts.warmup_steps
-        if not facts.strategy.is_timed or not is_apart or iteration == facts.train_iters:
+        is_past_warmup = bool(self.syncs.count) or iteration > facts.warmup_steps
+        if not facts.strategy.is_timed or not is_past_warmup or iteration == facts.train_iters:
             return min(1.0, iteration / facts.train_iters)
         if samples is None or not facts.batch_size:
             return None
         return min(1.0, samples / (facts.train_iters * facts.batch_size))
 
     @property
-    def num_heard(self) -> int:
+    def num_with_speed(self) -> int:
         """Replicas whose present speed is known."""
         return sum(math.isfinite(replica.speed) for replica in self.replicas)
 
     @property
     def speed(self) -> float | None:
-        """Tokens per second of all replicas together, at present; None where it cannot be told.
+        """Present tokens per second of all replicas together; None where not known.
 
-        Replicas that are not heard here count as the mean of the others: all make equally many
-        steps, unless they meet by the clock.
+        Replicas whose speed is not known count as the mean of the others: all make equally many
+        steps, unless they sync by time.
         """
-        if self.facts is None or not self.num_heard:
+        if self.facts is None or not self.num_with_speed:
             return None
-        if self.facts.strategy.is_timed and self.num_heard < len(self.replicas):
+        if self.facts.strategy.is_timed and self.num_with_speed < len(self.replicas):
             return None
-        heard = sum(r.speed for r in self.replicas if math.isfinite(r.speed))
-        return heard * len(self.replicas) / self.num_heard
+        known = sum(r.speed for r in self.replicas if math.isfinite(r.speed))
+        return known * len(self.replicas) / self.num_with_speed
 
     @property
     def remaining_seconds(self) -> float | None:
-        """At the present speed; None where it cannot be told."""
+        """Seconds to the end at the present speed; None where not known."""
         progress, facts = self.progress, self.facts
         if progress is None or facts is None or not self.speed:
             return None
@@ -346,30 +348,30 @@ class MonitoredRun:
         return (1.0 - progress) * tokens / self.speed if tokens else None
 
     @property
-    def news_at(self) -> float | None:
+    def last_write_at(self) -> float | None:
         """Unix seconds at which a file was last written to."""
-        found = map(status, [self._path, *(file.path for file in self.files)])
+        found = map(stat_or_none, [self._path, *(file.path for file in self.files)])
         return max((each.st_mtime for each in found if each is not None), default=None)
 
     @property
     def silence(self) -> float:
-        """Seconds without anything new."""
-        return max(0.0, self.read_at - (self.news_at or self.read_at))
+        """Seconds since a file was last written to."""
+        return max(0.0, self.read_at - (self.last_write_at or self.read_at))
 
     @property
     def ends(self) -> dict[int, Ending]:
-        """How the newest run ended, by replica, as far as it has."""
+        """End record of the newest run, of each replica that has written one."""
         return {r.number: r.end for r in self.replicas if r.end is not None}
 
     @property
     def failure(self) -> tuple[int, Ending] | None:
-        """The replica that failed first, and how."""
+        """The replica that failed first, and its end record."""
         failed = [(number, end) for number, end in self.ends.items() if end.end == FAILED]
         return min(failed, key=lambda each: each[1].time, default=None)
 
     @property
-    def _ended(self) -> str | None:
-        """How the newest run ended; None until all replicas that are seen here have said so."""
+    def _end_state(self) -> str | None:
+        """How the newest run ended; None until all replicas with a file here have an end record."""
         ends, missing = self.ends, self.missing
         if self.failure is not None:
             return FAILED
@@ -379,12 +381,12 @@ class MonitoredRun:
 
     @property
     def state(self) -> str:
-        """What has become of the training: one of `ENDS`, `WAITING`, `RUNNING` or `LOST`."""
+        """State of the training: one of `ENDS`, `WAITING`, `RUNNING` or `LOST`."""
         if self.facts is None:
             return WAITING
-        if (ended := self._ended) is not None:
+        if (ended := self._end_state) is not None:
             return ended
-        # Runs of older versions do not write how they ended.
+        # Runs of older versions write no end record.
         if not self.facts.has_segment and self.progress is not None and self.progress >= 1.0:
             return FINISHED
         longest = max((replica.step_seconds for replica in self.replicas), default=0.0)
@@ -398,7 +400,7 @@ class MonitoredRun:
 
     @property
     def state_text(self) -> str:
-        """The state, and why."""
+        """The state with its reason."""
         state = self.state
         if state == LOST:
             return f"lost (no line for {duration(self.silence)})"
@@ -411,31 +413,31 @@ class MonitoredRun:
         return state
 
 
-def check_folder(folder: Path, *, may_come: bool = False) -> None:
-    """Whether there is a folder.
+def check_folder(folder: Path, *, may_be_missing: bool = False) -> None:
+    """Check that the folder is one.
 
     Args:
         folder: `--edit-log-dir`.
-        may_come: it need not be there yet.
+        may_be_missing: accept a path that does not exist yet.
 
     Raises:
-        UsageError: it is none, or nobody can tell.
+        UsageError: it is not a folder, or it cannot be read.
     """
-    found = status(folder)
-    if found is None and may_come:
+    found = stat_or_none(folder)
+    if found is None and may_be_missing:
         return
     if found is None or not stat.S_ISDIR(found.st_mode):
         raise UsageError(str(folder), "is not a folder", "give the folder of --edit-log-dir")
 
 
 def open_run(folder: Path) -> MonitoredRun:
-    """A folder that holds a run.
+    """Return the run in a folder.
 
     Raises:
-        UsageError: it does not.
+        UsageError: the folder holds no run.
     """
     check_folder(folder)
-    found = status(folder / RUN)
+    found = stat_or_none(folder / RUN)
     if found is None or not stat.S_ISREG(found.st_mode):
         raise UsageError(
             str(folder), "holds no run.json", "give the folder of --edit-log-dir of a run"
@@ -444,5 +446,5 @@ def open_run(folder: Path) -> MonitoredRun:
 
 
 def _version(found: os.stat_result) -> tuple[int, int]:
-    """What a file that is written anew has another one of."""
+    """Return a value that changes when a file is replaced."""
     return found.st_ino, found.st_mtime_ns

@@ -1,7 +1,7 @@
 """The event files of a training that was resumed: one segment for each of its runs.
 
-A run renames the files that an earlier one left in the folder (`run.1.json`, `sync.1.jsonl`, ...),
-and says in `run.json` which checkpoint it went on from.
+A run renames the files of an earlier run in the folder (`run.1.json`, `sync.1.jsonl`, ...), and
+records in `run.json` which checkpoint it resumed from.
 """
 
 from __future__ import annotations
@@ -13,8 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_edit.observe.line_files import LineReader, last_records, status, unreadable
-from megatron_edit.observe.records import samples_of, whole
+from megatron_edit.observe.line_files import (
+    LineReader,
+    last_records,
+    stat_or_none,
+    unreadable_error,
+)
+from megatron_edit.observe.records import as_count, samples_of
 from megatron_edit.tools.monitor.facts import Facts, ResumePoint
 
 LATE_BATCHES = 10  # a killed run may have saved a checkpoint before it wrote the last lines
@@ -26,12 +31,12 @@ class Segment:
     """The files of one run.
 
     Attributes:
-        facts: its `run.json`.
-        began_at: Unix seconds at which that was written.
+        facts: contents of its `run.json`.
+        began_at: Unix seconds at which `run.json` was written.
         syncs, losses: `sync.jsonl` and `loss.jsonl`.
         replicas: `replica-<r>.jsonl` of each.
-        end: where a later run went on; what follows it here was made again there. None for the
-            newest run.
+        end: checkpoint that a later run resumed from; later lines here were repeated there. None
+            for the newest run.
     """
 
     facts: Facts
@@ -45,16 +50,16 @@ class Segment:
     def of(
         cls, folder: Path, facts: Facts, number: int | None = None, end: ResumePoint | None = None
     ) -> Segment:
-        """The files of a run.
+        """Return the files of a run.
 
         Args:
             folder: `--edit-log-dir`.
             facts: of the run.
-            number: that its files were renamed to; None for those of the newest run.
-            end: where a later run went on.
+            number: in its renamed files; None for the newest run.
+            end: checkpoint that a later run resumed from.
         """
         middle = "" if number is None else f".{number}"
-        found = status(folder / f"run{middle}.json")
+        found = stat_or_none(folder / f"run{middle}.json")
         names = ["sync", "loss", *(f"replica-{r}" for r in range(facts.num_replicas))]
         syncs, losses, *replicas = (LineReader(folder / f"{name}{middle}.jsonl") for name in names)
         began_at = math.nan if found is None else found.st_mtime
@@ -62,13 +67,13 @@ class Segment:
 
     @property
     def files(self) -> tuple[LineReader, ...]:
-        """All but `run.json`."""
+        """All files but `run.json`."""
         return (self.syncs, self.losses, *self.replicas)
 
     def has_reached(self, point: ResumePoint) -> bool:
-        """Whether this run came as far as a checkpoint, by its last lines.
+        """Return whether this run got as far as a checkpoint, by its last lines.
 
-        A run that did not cannot have written it. True where the files do not say.
+        A run that did not cannot have written it. True where the batch size is not known.
         """
         batch = self.facts.batch_size
         if batch is None:
@@ -80,12 +85,11 @@ class Segment:
         return furthest + LATE_BATCHES * batch >= point.samples
 
     def keeps(self, iteration: int, samples: float | None) -> bool:
-        """Whether what happened there is part of the training, or was made again after a resume.
+        """Return whether a line is part of the training, and was not repeated after a resume.
 
         Args:
-            iteration: of a line.
-            samples: of all replicas until then: where replicas make different numbers of steps,
-                these count.
+            iteration: of the line.
+            samples: of all replicas until then; used where replicas make unequal numbers of steps.
         """
         if self.end is None:
             return True
@@ -95,13 +99,13 @@ class Segment:
 
 
 def earlier_segments(folder: Path, newest: Facts) -> list[Segment]:
-    """The runs that the newest one goes on from, the first one first.
+    """Return the earlier runs of the newest run's training, oldest first.
 
-    A run that never came as far as the checkpoint is another training's.
+    A run that never got as far as the checkpoint belongs to another training.
 
     Args:
         folder: `--edit-log-dir`.
-        newest: facts of the run whose files have not been renamed.
+        newest: facts of the newest run, whose files have not been renamed.
 
     Raises:
         UsageError: the folder cannot be read.
@@ -122,24 +126,24 @@ def earlier_segments(folder: Path, newest: Facts) -> list[Segment]:
 
 
 def _samples_of(record: dict[str, Any], batch: int) -> int:
-    """Samples of all replicas by a line of any file; 0 where it does not say."""
+    """Return the samples of all replicas in a line of any file; 0 where it has none."""
     samples = record.get("samples_all")
     try:
-        if isinstance(record.get("samples"), list):  # a sync: of each replica
+        if isinstance(record.get("samples"), list):  # a sync: one number per replica
             samples = sum(samples_of(record))
-        return whole(record["iteration"]) * batch if samples is None else whole(samples)
+        return as_count(record["iteration"]) * batch if samples is None else as_count(samples)
     except (KeyError, TypeError, ValueError):
         return 0
 
 
 def _renamed_runs(folder: Path) -> Iterator[tuple[int, Facts]]:
-    """Runs before the newest one, the newest of them first, as far as they can be read."""
+    """Yield the renamed runs, newest first, up to the first that cannot be read."""
     try:
         names = [_RENAMED.fullmatch(path.name) for path in folder.iterdir()]
     except OSError as error:
-        raise unreadable(folder, error) from None
+        raise unreadable_error(folder, error) from None
     for number in sorted((int(name[1]) for name in names if name), reverse=True):
         try:
             yield number, Facts.of((folder / f"run.{number}.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # what was before it cannot be told from other runs
+        except (OSError, ValueError):  # earlier runs may belong to another training
             return

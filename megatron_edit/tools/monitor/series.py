@@ -1,4 +1,4 @@
-"""Numbers over a training of any length, in bounded memory: neighbours are merged as it grows."""
+"""Time series of any length in bounded memory: neighbouring points are merged as they grow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from megatron_edit.observe.records import Array
 
 Merge = Literal["mean", "min", "max", "sum", "last"]
-MAX_POINTS = 512  # more than a picture has columns for
+MAX_POINTS = 512  # more than a chart has columns
 _MERGES: Mapping[Merge, Callable[[Array], Array]] = {
     "mean": lambda rows: np.nanmean(rows, axis=0),
     "min": lambda rows: np.nanmin(rows, axis=0),
@@ -27,10 +27,10 @@ class Bins:
     """Weighted means of values by iteration. Values that are not finite are left out.
 
     Args:
-        capacity: bins, even; where that is not enough, each becomes twice as wide.
+        capacity: bins, even; when they are full, each becomes twice as wide.
 
     Attributes:
-        width: iterations of a bin.
+        width: iterations per bin.
     """
 
     def __init__(self, capacity: int = MAX_POINTS) -> None:
@@ -39,11 +39,11 @@ class Bins:
         self._sums = np.zeros((capacity, 2))  # of values and of weights
 
     def add(self, place: int, value: float, weight: float = 1.0) -> None:
-        """Count a value; `value` is already multiplied by its weight.
+        """Add a value that is already multiplied by its weight.
 
         Args:
             place: the iteration; it never decreases by more than a bin.
-            value: any.
+            value: ignored where it is not finite.
             weight: >= 0.
         """
         if not math.isfinite(value) or not math.isfinite(weight):
@@ -57,7 +57,7 @@ class Bins:
         self._sums[index] += value, weight
 
     def curve(self) -> tuple[Array, Array]:
-        """Middles of the bins that hold anything, and the means there; both float64 [P]."""
+        """Return centres and means of the bins that are not empty; both float64 [P]."""
         kept = np.flatnonzero(self._sums[:, 1] > 0)
         first = (self._first or 0) + (self.width - 1) / 2
         middles: Array = first + kept.astype(np.float64) * self.width
@@ -65,15 +65,15 @@ class Bins:
 
 
 class Rows:
-    """Rows of several named columns, each a vector; merged in runs of equal length.
+    """Rows of named columns, each a vector; neighbouring rows are merged in groups of equal size.
 
     Args:
         merges: how each column is merged.
         capacity: rows, even.
 
     Attributes:
-        width: rows that were added, of each row that is kept.
-        count: rows that were added.
+        width: added rows per stored row.
+        count: rows added so far.
     """
 
     def __init__(self, merges: Mapping[str, Merge], capacity: int = MAX_POINTS) -> None:
@@ -84,32 +84,34 @@ class Rows:
         self._pending: dict[str, list[Array]] = {name: [] for name in merges}
 
     def add(self, row: Mapping[str, Array]) -> None:
-        """Take a row. A vector may be longer than those before: they are filled up with NaN."""
+        """Add a row. Where a vector is longer than earlier ones, those are padded with NaN."""
         self.count += 1
         for name, pending in self._pending.items():
             pending.append(row[name])
             if self.count % self.width == 0:
-                self._kept[name].append(self._merged(name, pending))
+                self._kept[name].append(self._merge_rows(name, pending))
                 pending.clear()
         if self.count // self.width >= self._capacity:
             for name, kept in self._kept.items():
-                kept[:] = [self._merged(name, kept[i : i + 2]) for i in range(0, len(kept), 2)]
+                kept[:] = [self._merge_rows(name, kept[i : i + 2]) for i in range(0, len(kept), 2)]
             self.width *= 2
 
     def column(self, name: str) -> Array:
-        """A column, float64 [rows, length of its longest vector]."""
+        """Return a column, float64 [rows, length of its longest vector]."""
         pending = self._pending[name]
-        return _stacked([*self._kept[name], *([self._merged(name, pending)] if pending else [])])
+        return _stack_rows(
+            [*self._kept[name], *([self._merge_rows(name, pending)] if pending else [])]
+        )
 
-    def _merged(self, name: str, rows: list[Array]) -> Array:
+    def _merge_rows(self, name: str, rows: list[Array]) -> Array:
         if len(rows) == 1:
             return rows[0]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # of columns that hold no number at all
-            return _MERGES[self._merges[name]](_stacked(rows))
+            warnings.simplefilter("ignore", RuntimeWarning)  # from columns of NaN only
+            return _MERGES[self._merges[name]](_stack_rows(rows))
 
 
-def _stacked(rows: list[Array]) -> Array:
-    """Vectors as the rows of a table, filled up with NaN."""
+def _stack_rows(rows: list[Array]) -> Array:
+    """Stack vectors as the rows of a table, padded with NaN."""
     columns = list(zip_longest(*rows, fillvalue=math.nan))
     return np.array(columns, dtype=np.float64).reshape(len(columns), len(rows)).T

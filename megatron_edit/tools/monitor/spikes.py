@@ -1,4 +1,4 @@
-"""Losses that jump far above those before them."""
+"""Detection of losses that jump far above the preceding ones."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-SPIKE_SIGMAS = 8.0  # normal noise does not reach that in any training
+SPIKE_SIGMAS = 8.0  # above the normal noise of a training
 MEAN_DECAY, NOISE_DECAY = 0.1, 0.02  # weights of the newest loss: 10 and 50 iterations back
-LEAST_LOSSES = 50  # before there is a mean worth comparing with
-LEAST_DEVIATION = 1e-3  # of the mean: losses that hardly differ are no measure
-BACK_SIGMAS = 3.0  # a loss below that is back to what is usual
+MIN_LOSSES = 50  # before the first comparison with the mean
+MIN_DEVIATION = 1e-3  # relative to the mean: nearly constant losses have no useful deviation
+RECOVERED_SIGMAS = 3.0  # below it a loss counts as recovered
 
 
 class Spike(NamedTuple):
-    """Losses in a row that are far above those before them.
+    """Consecutive losses far above the preceding ones.
 
     Attributes:
-        iteration: of its first loss.
-        loss: the highest.
-        mean: of the losses before it.
-        sigmas: by how many standard deviations of the losses before it was above them.
-        length: iterations until the loss was back; 0 while it is not.
+        iteration: of the first loss of the spike.
+        loss: the highest loss of the spike.
+        mean: running mean of the losses before the spike.
+        sigmas: height of `loss` above `mean`, in standard deviations of the losses before.
+        length: iterations until the loss recovered; 0 before.
     """
 
     iteration: int
@@ -33,9 +33,9 @@ class Spike(NamedTuple):
 
 @dataclass
 class SpikeDetector:
-    """Compares each loss with the running mean of those before, in units of their noise.
+    """Compare each loss with the running mean of the preceding ones, in units of their noise.
 
-    The noise is that of the differences of neighbours: a loss that falls steeply has no more.
+    The noise is that of the differences between neighbours: a steep fall adds little to it.
 
     Attributes:
         count: spikes so far.
@@ -51,23 +51,23 @@ class SpikeDetector:
     _present: Spike | None = None
 
     def add(self, iteration: int, loss: float) -> None:
-        """Take the next loss.
+        """Add the next loss.
 
         Args:
-            iteration: of it.
+            iteration: of the loss.
             loss: finite.
         """
-        deviation = max(math.sqrt(self._noise), LEAST_DEVIATION * abs(self._mean), 1e-12)
+        deviation = max(math.sqrt(self._noise), MIN_DEVIATION * abs(self._mean), 1e-12)
         sigmas = (loss - self._mean) / deviation
-        is_armed = self._num_losses >= LEAST_LOSSES
+        is_armed = self._num_losses >= MIN_LOSSES
         if self._present is not None:
-            self._follow(self._present, iteration, loss)
+            self._update_spike(self._present, iteration, loss)
         elif is_armed and sigmas > SPIKE_SIGMAS:
             self.count += 1
             self._present = Spike(iteration, loss, self._mean, sigmas, 0)
-            self._compare(self._present)
-        if is_armed:  # a spike counts little: the losses after it are compared with those before
-            loss = self._mean + min(sigmas, BACK_SIGMAS) * deviation
+            self._keep_worst(self._present)
+        if is_armed:  # limits the weight of a spike in the mean
+            loss = self._mean + min(sigmas, RECOVERED_SIGMAS) * deviation
         if self._num_losses:
             weight = max(NOISE_DECAY, 1 / self._num_losses)
             self._noise += weight * ((loss - self._newest) ** 2 / 2 - self._noise)
@@ -75,17 +75,17 @@ class SpikeDetector:
         self._mean += max(MEAN_DECAY, 1 / self._num_losses) * (loss - self._mean)
         self._newest = loss
 
-    def _follow(self, spike: Spike, iteration: int, loss: float) -> None:
+    def _update_spike(self, spike: Spike, iteration: int, loss: float) -> None:
         deviation = (spike.loss - spike.mean) / spike.sigmas
         sigmas = (loss - spike.mean) / deviation
-        is_back = sigmas <= BACK_SIGMAS
+        has_recovered = sigmas <= RECOVERED_SIGMAS
         if sigmas > spike.sigmas:
             spike = spike._replace(loss=loss, sigmas=sigmas)
-        if is_back:
+        if has_recovered:
             spike = spike._replace(length=iteration - spike.iteration)
-        self._compare(spike)
-        self._present = None if is_back else spike
+        self._keep_worst(spike)
+        self._present = None if has_recovered else spike
 
-    def _compare(self, spike: Spike) -> None:
+    def _keep_worst(self, spike: Spike) -> None:
         if self.worst is None or spike.sigmas >= self.worst.sigmas:
             self.worst = spike

@@ -1,4 +1,4 @@
-"""What the page and the terminal both say of a run."""
+"""Texts about a run that the page and the terminal share."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import math
 from megatron_edit.tools.monitor.facts import Facts
 from megatron_edit.tools.monitor.run import MonitoredRun
 
-MOST_RESUMES = 8
+MAX_RESUMES_SHOWN = 8
 
 
-def resumes(run: MonitoredRun) -> str:
-    """Whether and where it was resumed; empty if it was not."""
+def describe_resumes(run: MonitoredRun) -> str:
+    """Return how often and where the training was resumed; empty if it was not."""
     if not run.resumed_at:
         return ""
-    shown = ", ".join(f"{iteration:,}" for iteration in run.resumed_at[:MOST_RESUMES])
-    more = ", ..." if len(run.resumed_at) > MOST_RESUMES else ""
+    shown = ", ".join(f"{iteration:,}" for iteration in run.resumed_at[:MAX_RESUMES_SHOWN])
+    more = ", ..." if len(run.resumed_at) > MAX_RESUMES_SHOWN else ""
     times = "once" if len(run.resumed_at) == 1 else f"{len(run.resumed_at)} times"
     return f"resumed {times}, after iteration {shown}{more}"
 
 
-def layout(facts: Facts) -> str:
-    """Replicas and ranks."""
+def describe_layout(facts: Facts) -> str:
+    """Return the numbers of replicas and ranks, and the device."""
     replicas, ranks = facts.num_replicas, facts.ranks_per_replica
     return (
         f"{replicas} replica{'s' if replicas != 1 else ''} x {ranks} rank"
@@ -29,31 +29,31 @@ def layout(facts: Facts) -> str:
     )
 
 
-def rhythm(facts: Facts) -> str:
-    """When replicas meet."""
+def describe_schedule(facts: Facts) -> str:
+    """Return when replicas sync."""
     if facts.strategy.endless_warmup:
         return "gradients are averaged at every step"
     is_timed = facts.strategy.is_timed
-    apart = f"{facts.sync_seconds:g} s" if is_timed else f"{facts.sync_interval} steps"
+    interval = f"{facts.sync_seconds:g} s" if is_timed else f"{facts.sync_interval} steps"
     delayed = f", landing {facts.delay_steps} steps later" if facts.delay_steps else ""
     final = ""
     if facts.last_local_step is not None:
         final = f"; after step {facts.last_local_step} gradients are averaged at every step"
-    return f"warm-up {facts.warmup_steps} steps, then a sync every {apart}{delayed}{final}"
+    return f"warm-up {facts.warmup_steps} steps, then a sync every {interval}{delayed}{final}"
 
 
-def whose_speed(run: MonitoredRun) -> str:
-    """Which replicas the speed is of, and how that is known."""
-    heard, total = run.num_heard, len(run.replicas)
-    if heard in (0, total):
+def describe_speed_source(run: MonitoredRun) -> str:
+    """Return which replicas the speed covers, and whether it is estimated."""
+    known, total = run.num_with_speed, len(run.replicas)
+    if known in (0, total):
         return "all replicas"
     if run.speed is None:
-        return f"not known: only {heard} of {total} replicas are seen here"
-    return f"all replicas, estimated from {heard} of {total}"
+        return f"not known: only {known} of {total} replicas are seen here"
+    return f"all replicas, estimated from {known} of {total}"
 
 
-def loss_of(run: MonitoredRun) -> float:
-    """The newest mean over the replicas, else of those that said one."""
+def latest_loss(run: MonitoredRun) -> float:
+    """Return the newest mean loss over the replicas, else the mean of the known newest losses."""
     if math.isfinite(run.loss):
         return run.loss
     known = [replica.loss for replica in run.replicas if math.isfinite(replica.loss)]

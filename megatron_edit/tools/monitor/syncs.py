@@ -1,4 +1,4 @@
-"""What `sync.jsonl` says, sync by sync, by replica and by unit, in bounded memory."""
+"""The contents of `sync.jsonl`: by sync, replica and unit, in bounded memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_edit.observe.records import Array, SyncRecord
 from megatron_edit.tools.monitor.series import Merge, Rows
 
 NUM_RECENT = 10
-# Columns of one number are fields of `SyncBrief`, too.
+# Columns of one number are also fields of `SyncBrief`.
 _MERGES: Mapping[str, Merge] = {
     "round": "last", "iteration": "last", "wire_bytes": "mean", "anomalies": "sum",
     "rollbacks": "sum", "effective": "mean", "clip": "mean",
@@ -31,8 +31,8 @@ class LossRejections(NamedTuple):
     """Syncs from which the loss check left a replica out.
 
     Attributes:
-        num_syncs: how many.
-        iteration: that the newest of them followed.
+        num_syncs: number of these syncs.
+        iteration: the iteration before the newest of them.
         loss: nats per token, mean of the replica's round before the newest; NaN where not known.
         others: the median of the other replicas' losses there; NaN where not known.
     """
@@ -44,7 +44,7 @@ class LossRejections(NamedTuple):
 
 
 class SyncBrief(NamedTuple):
-    """One sync in a line of a table. Norms are those of all units and replicas."""
+    """One sync as a row of a table. The norms are over all units and replicas."""
 
     round: int
     iteration: int
@@ -67,20 +67,20 @@ class Syncs:
 
     Attributes:
         num_replicas: N.
-        rows: what is drawn. Columns are vectors: of one number, [5] (`SYNC_TIMES`), [N], or [U].
-        units: names in the order in which they were met first; the unit columns follow it.
-        recent: the newest ones.
-        samples: of each replica, at the newest.
-        newest_round: number of the newest; 0 before the first.
-        state_bytes: outer state of one replica; None where nobody says.
+        rows: data of the charts. Columns are vectors: [1], [5] (`SYNC_TIMES`), [N], or [U].
+        units: column of each unit, by name, in order of first appearance.
+        recent: the newest syncs.
+        samples: of each replica, at the newest sync.
+        newest_round: number of the newest sync; 0 before the first.
+        state_bytes: outer state of one replica; None where not recorded.
         sums: of `SYNC_TIMES`, of bytes (`wire_bytes`), and of `anomalies` and `rollbacks`.
-        first_time: Unix seconds of the first one; None before it.
-        last_time: of the newest.
-        elapsed: seconds from sync to sync; not those in which a training was stopped.
-        low_effective: longest run of syncs whose median unit stood on less than half of the
+        first_time: Unix seconds of the first sync; None before it.
+        last_time: Unix seconds of the newest sync.
+        elapsed: seconds between syncs, without the time between two runs.
+        low_effective: most syncs in a row whose median unit averaged fewer than N / 2 effective
             replicas.
         loss_rejections: by replica, where there are any.
-        low_clip: longest run of syncs whose median unit was clipped below 0.5.
+        low_clip: most syncs in a row whose median unit was clipped below 0.5.
     """
 
     num_replicas: int
@@ -98,37 +98,39 @@ class Syncs:
     loss_rejections: dict[int, LossRejections] = field(default_factory=dict)
     low_clip: int = 0
     _is_first: bool = True
-    _effective_run: int = 0
-    _clip_run: int = 0
+    _low_effective_run: int = 0
+    _low_clip_run: int = 0
 
     def add(self, sync: SyncRecord) -> None:
-        """Take a sync."""
+        """Add a sync."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # of rows without a number
-            brief = self._count(sync)
-            self._count_rejections(sync)
+            warnings.simplefilter("ignore", RuntimeWarning)  # from rows of NaN only
+            brief = self._add_row(sync)
+            self._add_rejections(sync)
         self.recent.append(brief)
         self.samples, self.newest_round = sync.samples, sync.round
         if sync.state_bytes is not None:
             self.state_bytes = sync.state_bytes
-        counted = dict(zip(SYNC_TIMES, sync.seconds.tolist(), strict=True))
-        counted |= {name: getattr(brief, name) for name in ("wire_bytes", "anomalies", "rollbacks")}
+        increments = dict(zip(SYNC_TIMES, sync.seconds.tolist(), strict=True))
+        increments |= {
+            name: getattr(brief, name) for name in ("wire_bytes", "anomalies", "rollbacks")
+        }
         if self._is_first:  # the time before the first one is not known
-            counted |= {"first_exposed": brief.exposed, "first_wait": brief.wait}
+            increments |= {"first_exposed": brief.exposed, "first_wait": brief.wait}
         else:
             self.elapsed += max(0.0, sync.time - (self.last_time or sync.time))
-        for name, value in counted.items():
+        for name, value in increments.items():
             self.sums[name] += value
         self.first_time = sync.time if self.first_time is None else self.first_time
         self.last_time, self._is_first = sync.time, False
-        self._effective_run = self._effective_run + 1 if brief.effective < self.half else 0
-        self._clip_run = self._clip_run + 1 if brief.clip < LOW_CLIP else 0
-        self.low_effective = max(self.low_effective, self._effective_run)
-        self.low_clip = max(self.low_clip, self._clip_run)
+        self._low_effective_run = self._low_effective_run + 1 if brief.effective < self.half else 0
+        self._low_clip_run = self._low_clip_run + 1 if brief.clip < LOW_CLIP else 0
+        self.low_effective = max(self.low_effective, self._low_effective_run)
+        self.low_clip = max(self.low_clip, self._low_clip_run)
 
     @property
     def count(self) -> int:
-        """How many there have been."""
+        """Number of syncs so far."""
         return self.rows.count
 
     @property
@@ -137,7 +139,7 @@ class Syncs:
         return self.num_replicas / 2
 
     def resume(self, num_replicas: int) -> None:
-        """A run begins, whose lines come next.
+        """Begin the next run of the training; its lines follow.
 
         Args:
             num_replicas: of this run.
@@ -145,20 +147,20 @@ class Syncs:
         self.num_replicas, self.samples, self._is_first = num_replicas, [], True
 
     def share(self, name: str) -> float | None:
-        """Share of the elapsed time that `exposed` or `wait` took; None where it is not known."""
+        """Return the share of the elapsed time that `exposed` or `wait` took; None if not known."""
         if self.count < 2 or self.elapsed <= 0:
             return None
         return (self.sums[name] - self.sums[f"first_{name}"]) / self.elapsed
 
     def anomaly_shares(self) -> Array:
-        """Share of its (sync, unit) pairs in which each replica was left out, float64 [N]."""
+        """Return the share of (sync, unit) pairs that each replica was left out of, float64 [N]."""
         pairs = np.nansum(self.rows.column("replica_pairs"), axis=0)
         left_out = np.nansum(self.rows.column("replica_anomalies"), axis=0)
         shares: Array = left_out / np.maximum(1.0, pairs)
         return shares[: self.num_replicas]
 
-    def _count(self, sync: SyncRecord) -> SyncBrief:
-        """Add the row of a sync, and the units that are new."""
+    def _add_row(self, sync: SyncRecord) -> SyncBrief:
+        """Add the row of a sync, and its new units."""
         squares = (sync.weights**2).sum(axis=1)
         effective = np.divide(1, squares, out=np.zeros_like(squares), where=squares > 0)
         seconds = dict(zip(SYNC_TIMES, sync.seconds.tolist(), strict=True))
@@ -189,7 +191,7 @@ class Syncs:
         })  # fmt: skip
         return brief
 
-    def _count_rejections(self, sync: SyncRecord) -> None:
+    def _add_rejections(self, sync: SyncRecord) -> None:
         for replica in sync.rejected:
             before = self.loss_rejections.get(replica)
             self.loss_rejections[replica] = LossRejections(

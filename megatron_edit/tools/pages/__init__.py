@@ -1,7 +1,7 @@
-"""What the HTML pages of this project share: the look, and pictures that follow it.
+"""Shared parts of the HTML pages: the base template and charts in its colours.
 
-`base.html` is the frame that every page extends; `drawing` makes pictures as SVG that take their
-colours from the page, and as PNG files.
+Every page extends `base.html`; `drawing` makes SVG charts that take their colours from the page,
+and PNG files.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_edit.tools.pages.drawing import COLORS, DARK_COLORS
 
-FRAME = Path(__file__).parent
+BASE_FOLDER = Path(__file__).parent
 
 
 def render(
@@ -20,17 +20,17 @@ def render(
     values: Mapping[str, Any],
     filters: Mapping[str, Callable[..., str]] | None = None,
 ) -> str:
-    """From a template and values to a page that needs no other file and no network.
+    """Render a template to a page that needs no other file and no network.
 
     Args:
-        template: may extend `base.html`.
-        values: what it shows; text is escaped, `Markup` is not.
-        filters: of the template, by name.
+        template: path; the template may extend `base.html`.
+        values: variables of the template; text is escaped, `Markup` is not.
+        filters: additional filters of the template, by name.
     """
     import jinja2
 
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([template.parent, FRAME]),
+        loader=jinja2.FileSystemLoader([template.parent, BASE_FOLDER]),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -39,5 +39,5 @@ def render(
     environment.filters |= filters or {}
     colors = {"colors": COLORS, "dark_colors": DARK_COLORS}
     page = environment.get_template(template.name).render(colors | dict(values)) + "\n"
-    # A byte that is no text, as in a folder's name, comes as half a character.
+    # Surrogate escapes, as in the name of a folder that is not valid UTF-8, cannot be encoded.
     return page.encode("utf-8", "backslashreplace").decode("utf-8")

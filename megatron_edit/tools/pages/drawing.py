@@ -1,4 +1,4 @@
-"""Pictures: SVG for a page, in the colours of the page, and PNG for everything else."""
+"""Charts as SVG in the colours of the page, and as PNG files."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLORS = (  # told apart by people who see fewer colours, too (Okabe and Ito)
+COLORS = (  # safe for colour blindness (Okabe and Ito)
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D1F",
 )  # fmt: skip
-DARK_COLORS = (  # the same, where the page is dark
+DARK_COLORS = (  # the same for dark pages
     "#4FA8E0", "#F0813A", "#2FC79B", "#E2A1C6", "#F2B632", "#8FD0F5", "#E8E8E8", "#C9A95A",
 )  # fmt: skip
-# As wide as a phone, so that the letters stay as large there as they are drawn.
+# As wide as a phone, so that text is not scaled down there.
 SIZE_INCHES = (4.3, 3.5)
 DOTS_PER_INCH = 240
 SVG_INCHES = (4.3, 3.3)
-# Colours that stand for those of the page: whoever draws with them never sees them.
+# Placeholders, replaced by the colours of the page in the SVG.
 INK, FAINT, PAPER = "#010203", "#040506", "#070809"
-_OF_PAGE = {INK: "var(--ink)", FAINT: "var(--line)", PAPER: "var(--paper)"} | {
+_PAGE_COLORS = {INK: "var(--ink)", FAINT: "var(--line)", PAPER: "var(--paper)"} | {
     color.lower(): f"var(--c{number})" for number, color in enumerate(COLORS)
 }
 _STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",  # letters of the page, to be found and read aloud
+    "svg.fonttype": "none",  # as text, for search and screen readers
     "font.family": "sans-serif",
     "font.size": 9.5,
     "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK,
@@ -44,12 +44,12 @@ _STYLE: dict[Any, Any] = {
 
 @dataclass
 class Drawing:
-    """A picture that is being made.
+    """A chart under construction.
 
     Attributes:
         figure: of matplotlib.
-        axes: its only axes.
-        svg: the picture as an element of a page, when it is done.
+        axes: the only axes of the figure.
+        svg: the finished chart as an HTML element; empty before.
     """
 
     figure: Figure
@@ -59,11 +59,11 @@ class Drawing:
 
 @contextmanager
 def svg_drawing(name: str, *, height: float = SVG_INCHES[1]) -> Iterator[Drawing]:
-    """Draw in the block; the picture is in `svg` after it.
+    """Draw in the block; afterwards `svg` holds the chart.
 
     Args:
-        name: of the picture, another one for each on a page: what is in it is named after it.
-        height: in inches; a picture is as wide as a phone.
+        name: unique on the page, as the ids inside the SVG are derived from it.
+        height: in inches; the width is that of a phone.
     """
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -78,21 +78,21 @@ def svg_drawing(name: str, *, height: float = SVG_INCHES[1]) -> Iterator[Drawing
         drawing = Drawing(figure, axes)
         yield drawing
         file = io.StringIO()
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(file, format="svg", metadata=nothing)
-    drawing.svg = _element(file.getvalue())
+        no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(file, format="svg", metadata=no_metadata)
+    drawing.svg = _svg_element(file.getvalue())
 
 
-def _element(text: str) -> str:
-    """The element of an SVG file: colours of the page, and no names but those that are used."""
+def _svg_element(text: str) -> str:
+    """Return the element of an SVG file with the colours of the page and without unused ids."""
     text = text[text.index("<svg") :]
     head, body = text.split(">", 1)
     box = re.search(r'viewBox="[^"]*"', head)
     assert box is not None
     used = set(re.findall(r'(?:#|url\(#)([\w-]+)["\)]', body))
     body = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", body)
-    for color, of_page in _OF_PAGE.items():
-        body = re.sub(rf"{color}\b", of_page, body, flags=re.IGNORECASE)
+    for color, page_color in _PAGE_COLORS.items():
+        body = re.sub(rf"{color}\b", page_color, body, flags=re.IGNORECASE)
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
     body = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", body)
     body = re.sub(r"\n\s*", "\n", body)
@@ -100,7 +100,7 @@ def _element(text: str) -> str:
 
 
 def legend_below(axes: Axes) -> None:
-    """What the lines are, below the axes: nothing lies on the data."""
+    """Put the legend below the axes, so that it covers no data."""
     handles, labels = axes.get_legend_handles_labels()
     if not labels:
         return
@@ -114,9 +114,9 @@ def legend_below(axes: Axes) -> None:
 
 @contextmanager
 def png_axes(path: Path, title: str) -> Iterator[Axes]:
-    """Axes to draw on in the block; the picture is in the file `path` after it.
+    """Draw on the axes in the block; afterwards the file `path` holds the chart.
 
-    It has a white ground of its own, for pages whose colours nobody knows.
+    The background is white, for pages of unknown colours.
     """
     import matplotlib
 
@@ -134,7 +134,7 @@ def png_axes(path: Path, title: str) -> Iterator[Axes]:
 
 
 def running_mean(values: Sequence[float], width: int) -> list[float]:
-    """Mean of each value and its neighbours, `width` in all; fewer at the ends."""
+    """Return means of `width` neighbouring values around each value; fewer at the ends."""
     reach = width // 2
     windows = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
     return [sum(window) / len(window) for window in windows]

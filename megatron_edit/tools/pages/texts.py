@@ -1,37 +1,37 @@
-"""Numbers as people read them, on the page and in the terminal."""
+"""Formatting of numbers for the page and the terminal."""
 
 from __future__ import annotations
 
 import math
 
-UNKNOWN = "–"  # noqa: RUF001 - a dash for people
+UNKNOWN = "–"  # noqa: RUF001 - a typographic dash
 _STEPS = ((86400.0, "d", 3600.0, "h"), (3600.0, "h", 60.0, "min"), (60.0, "min", 1.0, "s"))
 
 
 def number(value: float | None, form: str = ".3g") -> str:
-    """A number, or a dash where there is none."""
+    """Return a formatted number, or a dash where there is none."""
     return UNKNOWN if value is None or not math.isfinite(value) else format(value, form)
 
 
 def percent(share: float | None) -> str:
-    """A share."""
+    """Return a share as a percentage."""
     return number(None if share is None else 100 * share, ".1f") + (
         " %" if share is not None and math.isfinite(share) else ""
     )
 
 
 def milliseconds(seconds: float | None) -> str:
-    """A short time, in milliseconds."""
+    """Return seconds formatted as milliseconds."""
     return number(None if seconds is None else seconds * 1e3, ",.1f")
 
 
 def megabytes(size: float | None) -> str:
-    """10^6 bytes."""
+    """Return bytes formatted as megabytes (10^6)."""
     return number(None if size is None else size / 1e6, ",.2f")
 
 
 def duration(seconds: float | None) -> str:
-    """A long time, in its two largest units."""
+    """Return seconds formatted in the two largest units."""
     if seconds is None or not math.isfinite(seconds):
         return UNKNOWN
     for size, name, part, part_name in _STEPS:

@@ -1,1 +1,1 @@
-"""What a training would need of memory and network, before it is started. Pure computation."""
+"""Prediction of memory, traffic and speed of a training before its start. Pure computation."""

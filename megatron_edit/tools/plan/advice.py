@@ -1,4 +1,4 @@
-"""What to change, and how long to wait: suggestions from the same model of the cost."""
+"""Suggestions of settings and timeouts, from the cost model of the planner."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron_edit.config import GOAL_SHARE, EditConfig
-from megatron_edit.constants import LEAST_TIMEOUT_SECONDS, SYNC_DTYPES, TIMEOUT_ROUNDS
+from megatron_edit.config import TARGET_SYNC_SHARE, EditConfig
+from megatron_edit.constants import MIN_TIMEOUT_SECONDS, SYNC_DTYPES, TIMEOUT_ROUNDS
 from megatron_edit.flags import flag
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.plan.exchanges import TimingSetting, sync_cost
@@ -15,11 +15,11 @@ from megatron_edit.tools.plan.job import Job
 from megatron_edit.tools.plan.memory import edit_parts, stock_parts
 from megatron_edit.tools.plan.values import show_bytes, show_seconds
 
-SLACK = 1.1  # an exchange should be over a little before it must be
+SLACK = 1.1  # margin between the end of an exchange and its landing
 MAX_DEPTH = 8
-USUAL_MINUTES = 10  # torch's
+DEFAULT_MINUTES = 10  # PyTorch's default timeout
 SAFETY = 2  # an exchange may share its link with others
-STEPS_TO_STOP = 2  # a replica stops at its own next step; the step under way comes before it
+STEPS_TO_STOP = 2  # the current step, and the next one, at which a replica stops
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Advice:
     """One suggestion.
 
     Attributes:
-        subject: what it is about.
-        value: for machines: a number, flags, or None where there is nothing that helps.
-        text: for people.
+        subject: of the suggestion.
+        value: machine-readable: a number, flags, or None where nothing helps.
+        text: for the console.
     """
 
     subject: str
@@ -40,37 +40,37 @@ class Advice:
 def advise(
     job: Job, config: EditConfig, setting: TimingSetting, device_memory: float | None
 ) -> tuple[Advice, ...]:
-    """Everything there is to say of a strategy with rounds.
+    """Return all suggestions for a strategy with rounds.
 
     Args:
         job: the training.
         config: its settings.
         setting: link, machine and step.
-        device_memory: bytes of a device; None is not known.
+        device_memory: bytes of a device; None where not known.
     """
-    found = [_interval(job, config, setting), _hiding(job, config, setting)]
+    found = [_interval(job, config, setting), _hiding_advice(job, config, setting)]
     found.append(_depth(job, config, setting))
     if device_memory is not None:
         found.append(_memory(job, config, setting, device_memory))
-    return (*found, *_ladder(job, config, setting))
+    return (*found, *_timeouts(job, config, setting))
 
 
 def least_interval(job: Job, config: EditConfig, setting: TimingSetting) -> int:
-    """The smallest tau whose syncs take at most `GOAL_SHARE` of the time, at the delay as it is.
+    """Return the smallest tau whose syncs take at most `TARGET_SYNC_SHARE`, at the same delay.
 
-    A round of it is also at least as long as its exchange: the link would be late for ever.
+    Its round is also at least as long as its exchange: else the link would fall behind.
     """
 
     def needed(steps: int) -> int:
-        """For what is exposed where a round has so many steps; never more where it has more."""
+        """Return the steps needed for the exposed time of a round of `steps`; not increasing."""
         cost = sync_cost(job, _with_round(config, steps, setting.step), setting)
-        least = max(cost.exposed * (1 - GOAL_SHARE) / GOAL_SHARE, cost.exchange)
+        least = max(cost.exposed * (1 - TARGET_SYNC_SHARE) / TARGET_SYNC_SHARE, cost.exchange)
         return math.ceil(least / setting.step - 1e-9)
 
     low = max(config.delay_steps + 1, config.fragments)
     high = max(low, needed(low))
     while low < high:
-        low = max(low, needed(high))  # the end of the search where rounds do not matter
+        low = max(low, needed(high))  # equal to `high` where rounds do not change the cost
         middle = (low + high) // 2
         if needed(middle) <= middle:
             high = middle
@@ -93,19 +93,20 @@ def _interval(job: Job, config: EditConfig, setting: TimingSetting) -> Advice:
     else:
         length, name = least, flag("sync_interval")
         shown, now = f"{least}", f"{config.sync_interval}"
-    text = f"from {name} {shown} on syncs take at most {GOAL_SHARE:.0%} (now: {name} {now})"
+    text = f"from {name} {shown} on syncs take at most {TARGET_SYNC_SHARE:.0%} (now: {name} {now})"
     return Advice("interval", length, text)
 
 
-def _hiding(job: Job, config: EditConfig, setting: TimingSetting) -> Advice:
-    """What hides the exchange: a coarser wire type, before a delay, as only delays were seen to
-    cost loss (docs/results.md); then the shortest delay, of the finest wire type that has it."""
-    if sync_cost(job, config, setting).share_of_ideal >= 1 - GOAL_SHARE:
+def _hiding_advice(job: Job, config: EditConfig, setting: TimingSetting) -> Advice:
+    """Suggest how to hide the exchange: a coarser wire type before a delay, as only delays have
+    increased the loss (docs/results.md); then the shortest delay, at the finest wire type."""
+    if sync_cost(job, config, setting).share_of_ideal >= 1 - TARGET_SYNC_SHARE:
         return Advice("hiding", "", "no delay and no coarser wire type is needed")
     if STRATEGIES[config.strategy].lands_at_next_meeting:
         return Advice("hiding", None, "a round is too short for its exchange: take a longer one")
     wires = SYNC_DTYPES[SYNC_DTYPES.index(config.sync_dtype) :]
-    found = [c for wire in wires if (c := _hidden(job, config, setting, wire)) is not None]
+    settings = (_with_hidden_exchange(job, config, setting, wire) for wire in wires)
+    found = [each for each in settings if each is not None]
     if not found:
         text = "no delay within a round hides the exchange, of any wire type: take a longer round"
         return Advice("hiding", None, text)
@@ -120,8 +121,10 @@ def _hiding(job: Job, config: EditConfig, setting: TimingSetting) -> Advice:
     return Advice("hiding", flags, f"{flags} brings {share:.1%} of the ideal speed{loss}")
 
 
-def _hidden(job: Job, config: EditConfig, setting: TimingSetting, wire: str) -> EditConfig | None:
-    """With this wire type and no more delay than it takes; None where a round is too short."""
+def _with_hidden_exchange(
+    job: Job, config: EditConfig, setting: TimingSetting, wire: str
+) -> EditConfig | None:
+    """Return the settings with this wire type and the least delay; None if a round is too short."""
     coarser = replace(config, sync_dtype=wire)
     cost = sync_cost(job, coarser, setting)
     delays = {0, config.delay_steps}
@@ -129,13 +132,13 @@ def _hidden(job: Job, config: EditConfig, setting: TimingSetting, wire: str) -> 
         delays.add(max(1, math.ceil(cost.longest * SLACK / setting.step)))
     for delay in sorted(each for each in delays if each < cost.round / setting.step):
         found = replace(coarser, delay_steps=delay)
-        if sync_cost(job, found, setting).share_of_ideal >= 1 - GOAL_SHARE:
+        if sync_cost(job, found, setting).share_of_ideal >= 1 - TARGET_SYNC_SHARE:
             return found
     return None
 
 
 def _depth(job: Job, config: EditConfig, setting: TimingSetting) -> Advice:
-    """The smallest prefetch that is as good as any."""
+    """Suggest the smallest number of prefetched units with the least exposed time."""
     exposed = {
         depth: sync_cost(job, replace(config, prefetch_units=depth), setting).exposed
         for depth in range(1, MAX_DEPTH + 1)
@@ -147,7 +150,7 @@ def _depth(job: Job, config: EditConfig, setting: TimingSetting) -> Advice:
 
 
 def _memory(job: Job, config: EditConfig, setting: TimingSetting, device_memory: float) -> Advice:
-    """Whether it fits, beside what a training needs for activations."""
+    """Suggest whether to offload: report the memory that is left for activations."""
     room = device_memory * setting.machine.memory_share
 
     def needed(some: EditConfig) -> int:
@@ -167,21 +170,21 @@ def _memory(job: Job, config: EditConfig, setting: TimingSetting, device_memory:
     return Advice("offload", None, text)
 
 
-def _ladder(job: Job, config: EditConfig, setting: TimingSetting) -> Iterator[Advice]:
-    """Who gives up when: each must be longer than the one before."""
+def _timeouts(job: Job, config: EditConfig, setting: TimingSetting) -> Iterator[Advice]:
+    """Suggest timeouts; each must be longer than the one before."""
     cost = sync_cost(job, config, setting)
     length = cost.round + cost.exposed
-    wait = config.timeout_seconds or max(LEAST_TIMEOUT_SECONDS, TIMEOUT_ROUNDS * length)
-    # To be copied: in the flag's own unit, and no less than what it stands for.
+    wait = config.timeout_seconds or max(MIN_TIMEOUT_SECONDS, TIMEOUT_ROUNDS * length)
+    # To be copied: in the unit of the flag, rounded up.
     value = f"{config.timeout_seconds:g}" if config.timeout_seconds else str(math.ceil(wait))
-    auto = f"auto: max({LEAST_TIMEOUT_SECONDS:g} s, {TIMEOUT_ROUNDS} rounds)"
+    auto = f"auto: max({MIN_TIMEOUT_SECONDS:g} s, {TIMEOUT_ROUNDS} rounds)"
     how = "given" if config.timeout_seconds else auto
     ok = "" if wait > cost.exchange + setting.step else "; too short for one exchange"
     text = f"{flag('timeout_seconds')} {value} ({show_seconds(wait)}; {how}){ok}"
     yield Advice("timeout-seconds", wait, text)
-    # Megatron's gathers queue behind an exchange, and their time-out runs from there. The waiting
-    # for other replicas is at the meeting before it, where nothing of Megatron's is queued.
-    minutes = max(USUAL_MINUTES, math.ceil(SAFETY * cost.exchange / 60))
+    # Megatron's gathers queue behind an exchange, which counts towards their timeout. Replicas wait
+    # for each other at the meeting before it, when none of Megatron's collectives is queued.
+    minutes = max(DEFAULT_MINUTES, math.ceil(SAFETY * cost.exchange / 60))
     text = f"--distributed-timeout-minutes {minutes} or more (now: {job.timeout_minutes}): "
     text += f"Megatron's gathers queue behind an exchange of {show_seconds(cost.exchange)}"
     yield Advice("distributed-timeout", minutes, text)

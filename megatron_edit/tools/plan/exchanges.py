@@ -1,12 +1,11 @@
-"""What exchanges send, and what they take from training.
+"""Traffic of exchanges, and the time that they cost a training.
 
-Bytes are those of the closed forms that the engine counts with. Seconds come from a small
-simulation of one sync.
+Bytes use the closed forms of the engine. Seconds come from a small simulation of one sync.
 
-A sync goes unit by unit. Its exchanges share the link, so one is on the wire at a time, and at most
-`depth` units are under way; a unit that has arrived costs the rank its own work, and then its part
-of the forward pass may run. What all this takes beyond the forward pass is *exposed*. Fragments
-share the link, too: a group that is launched while others are under way waits for it.
+A sync proceeds unit by unit. Its exchanges share the link, so one is on the wire at a time, and at
+most `depth` units are in flight; a unit that has arrived costs the rank some local work (outer
+step, copies), and then its part of the forward pass may run. The time beyond the forward pass is
+*exposed*. Fragments share the link, too: a group that is started while others are in flight waits.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.plan.job import Job
 from megatron_edit.tools.plan.machine import Link, Machine
 
-BEFORE = 0.3  # share of the own work that comes before the exchange: norms, addends
-ROUNDS = 3  # are followed; what they find repeats itself, unless the link falls ever further behind
+WORK_BEFORE_EXCHANGE = 0.3  # share of the local work before the exchange: norms, addends
+ROUNDS = 3  # that are simulated; later ones repeat, unless the link falls further behind
 
 
 @dataclass(frozen=True)
@@ -35,11 +34,11 @@ class Traffic:
     """Payload between replicas.
 
     Attributes:
-        per_replica: bytes that a replica sends in one exchange: of all units once, or in a step.
-            Of moments that are averaged at every K-th sync alone, 1/K.
-        per_rank: of these, the rank that sends most.
-        per_host: a host.
-        per_step: a replica, mean over the steps of a round.
+        per_replica: bytes that a replica sends in one exchange: all units once, or one step.
+            Moments that are averaged at every K-th sync only count 1/K.
+        per_rank: of these, by the rank that sends most.
+        per_host: of these, by a host.
+        per_step: by a replica, mean over the steps of a round.
     """
 
     per_replica: float
@@ -49,22 +48,22 @@ class Traffic:
 
 
 def unit_bytes(job: Job, config: EditConfig) -> tuple[int, ...]:
-    """Payload that a replica sends of each unit, mean over the syncs."""
+    """Return the payload that a replica sends of each unit, mean over the syncs."""
     return tuple(
-        sum(_shard_bytes(job, config, row[unit]) for row in job.held)
+        sum(_shard_bytes(job, config, row[unit]) for row in job.rank_numels)
         for unit in range(len(job.unit_names))
     )
 
 
 def _shard_bytes(job: Job, config: EditConfig, numel: int) -> int:
-    """Payload of a shard of a unit: its parameters, and moments at every K-th sync."""
+    """Return the payload of a shard of a unit: parameters, and moments at every K-th sync."""
     size, moments = job.mesh.num_replicas, moments_of(config)
     extra = round(moment_bytes(moments.rule, numel, size) / moments.interval)
     return Wire.of(config.sync_dtype).payload_bytes(numel, size) + extra
 
 
 def control_bytes(job: Job, config: EditConfig) -> int:
-    """Control records that a replica sends at one meeting."""
+    """Return the bytes of control records that a replica sends at one meeting."""
     strategy, size = STRATEGIES[config.strategy], job.mesh.num_replicas
     capacity = config.sync_interval if not strategy.is_timed else 0
     units = -(-len(job.unit_names) // config.fragments)
@@ -73,29 +72,32 @@ def control_bytes(job: Job, config: EditConfig) -> int:
 
 
 def sync_traffic(job: Job, config: EditConfig, round_steps: float) -> Traffic:
-    """Of a round: every unit once."""
+    """Return the traffic of a round: every unit once."""
     control = control_bytes(job, config) * config.fragments
     total = sum(unit_bytes(job, config)) + control
-    rank = max(sum(_shard_bytes(job, config, n) for n in row) for row in job.held)
+    rank = max(sum(_shard_bytes(job, config, n) for n in row) for row in job.rank_numels)
     return Traffic(total, rank, total * job.mesh.host_share, total / round_steps)
 
 
 def gradient_traffic(job: Job) -> Traffic:
-    """Of a synchronous step with replicas: the warm-up, and `ddp`."""
+    """Return the traffic of a synchronous step with replicas: the warm-up, and `ddp`."""
     size = job.mesh.num_replicas
-    each = [all_reduce_payload(job.storage.gradient_bytes * sum(row), size) for row in job.held]
+    nbytes = job.storage.gradient_bytes
+    each = [all_reduce_payload(nbytes * sum(row), size) for row in job.rank_numels]
     total = float(sum(each))
     return Traffic(total, max(each), total * job.mesh.host_share, total)
 
 
 def stock_traffic(job: Job, *, reduces_by_all_reduce: bool) -> tuple[Traffic, float]:
-    """Of a step of stock Megatron over all ranks, ordered by host, and the part of the gradients.
+    """Return the traffic of a step of stock Megatron, and the gradients' part of it.
+
+    Its ranks are all ranks, ordered by host.
 
     A ring over R ranks has one link out of each host; in a reduce-scatter or an all-gather of n
     bytes it carries (R - 1) / R x n. Tensor and pipeline parallel ranks have rings of their own.
 
     Returns:
-        The traffic, and how much of `per_host` are gradients.
+        The traffic, and the bytes of gradients in `per_host`.
     """
     mesh, numel = job.mesh, job.architecture.numel
     ring = mesh.num_shards * mesh.num_replicas
@@ -112,13 +114,13 @@ def stock_traffic(job: Job, *, reduces_by_all_reduce: bool) -> tuple[Traffic, fl
 
 @dataclass(frozen=True)
 class TimingSetting:
-    """What the clock needs to know.
+    """The setting that times are computed for.
 
     Attributes:
         link: between hosts.
         machine: of a rank.
         step: seconds of a step without any exchange between replicas.
-        forward_share: part of a step's computing that is forward.
+        forward_share: share of the forward pass in a step's compute.
     """
 
     link: Link
@@ -129,14 +131,14 @@ class TimingSetting:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of an exchange: a sync, all of its fragments, or a synchronous step.
+    """The cost of an exchange: a sync, all of its fragments, or a synchronous step.
 
     Attributes:
         exchange: seconds on the wire.
-        work: the rank's own seconds.
-        exposed: seconds that a sync holds up training, work included.
+        work: seconds of the rank's local work.
+        exposed: seconds that training waits for a sync, work included.
         round: seconds of training between two exchanges.
-        longest: the part of `exchange` that is launched at once: of one group of units.
+        longest: largest part of `exchange` that is started at once: of one group of units.
     """
 
     exchange: float
@@ -147,18 +149,18 @@ class Cost:
 
     @property
     def share_of_ideal(self) -> float:
-        """Speed, as a part of what it would be without exchanges."""
+        """Speed as a share of the speed without exchanges."""
         return self.round / (self.round + self.exposed)
 
 
 @dataclass(frozen=True)
 class UnitExchange:
-    """One unit of a sync, as seconds.
+    """The seconds of one unit of a sync.
 
     Attributes:
         wire: on the link.
-        work: the rank's own.
-        forward: of the unit's part of the forward pass.
+        work: local work of the rank.
+        forward: the unit's part of the forward pass.
     """
 
     wire: float
@@ -174,22 +176,22 @@ def exposed_seconds(
     queued: float = 0.0,
     burst: float = 0.0,
 ) -> float:
-    """What a sync adds to a forward pass.
+    """Return the seconds that a sync adds to a forward pass.
 
     Args:
         exchanges: in forward order.
-        depth: units under way at most.
-        head_start: seconds of training between the launch of all units and the first landing; then
-            the depth does not count.
-        queued: seconds from the launch on in which the link still carries others.
+        depth: most units in flight.
+        head_start: seconds of training between the start of all units and the first landing; if
+            above 0, `depth` is ignored.
+        queued: seconds after the start in which the link still carries earlier exchanges.
         burst: see `Link.burst_seconds`.
     """
-    now = sum(BEFORE * exchange.work for exchange in exchanges)
+    now = sum(WORK_BEFORE_EXCHANGE * exchange.work for exchange in exchanges)
     starts_at_once = head_start > 0
     now += head_start
     wire_free = now - head_start + queued  # when the link can take the next unit
     landed: list[float] = []
-    # A shaped link that was idle begins with what it has saved up.
+    # A shaped link that was idle begins with a burst.
     idle_since = wire_free - (0.0 if queued else burst)
     for number, exchange in enumerate(exchanges):
         start = wire_free
@@ -199,7 +201,7 @@ def exposed_seconds(
         arrived = start + max(0.0, exchange.wire - saved)
         idle_since = start + (exchange.wire - saved if exchange.wire > saved else 0.0)
         wire_free = arrived
-        now = max(now, arrived) + (1 - BEFORE) * exchange.work
+        now = max(now, arrived) + (1 - WORK_BEFORE_EXCHANGE) * exchange.work
         landed.append(now)
         now += exchange.forward
     return now - head_start - sum(exchange.forward for exchange in exchanges)
@@ -213,35 +215,35 @@ def exposed_of_round(
     length: float,
     burst: float,
 ) -> float:
-    """What the syncs of a round add to it, in a training that goes on like this.
+    """Return the seconds that the syncs of a round add to it, in the steady state.
 
     Args:
-        groups: units that sync together, in forward order; group after group at equal distances.
-        depth: units under way at most.
-        head_start: seconds of training between launch and landing of a group.
+        groups: units that sync together, in forward order; the groups sync at equal intervals.
+        depth: most units in flight.
+        head_start: seconds of training between start and landing of a group.
         length: seconds of training of a round.
         burst: see `Link.burst_seconds`.
     """
     spacing = length / len(groups)
-    # A group lands before the launch that comes so many groups after its own.
+    # A group lands before the start of the group that is this many later.
     at_once = max(1, math.ceil(head_start / spacing - 1e-9))
-    under_way: deque[tuple[Sequence[UnitExchange], float, float]] = deque()
+    in_flight: deque[tuple[Sequence[UnitExchange], float, float]] = deque()
     exposed: list[float] = []
-    stalled = busy = 0.0  # exposed so far; the link has to do from now on
+    stalled = busy = 0.0  # exposed so far; seconds of queued work on the link
     for number in range(ROUNDS * len(groups) + at_once):
         before = stalled
-        if len(under_way) == at_once:
-            exchanges, queued, then = under_way.popleft()
-            head = head_start + stalled - then  # the link went on while others kept training
+        if len(in_flight) == at_once:
+            exchanges, queued, then = in_flight.popleft()
+            head = head_start + stalled - then  # the link is busy while training waits
             exposed.append(
                 exposed_seconds(exchanges, depth=depth, head_start=head, queued=queued, burst=burst)
             )
             stalled += exposed[-1]
         busy = max(0.0, busy - spacing - (stalled - before))
         exchanges = groups[number % len(groups)]
-        under_way.append((exchanges, busy, stalled))
+        in_flight.append((exchanges, busy, stalled))
         busy += sum(exchange.wire for exchange in exchanges)
-    # What the link cannot carry in a round ends in a longer one, and be it after many rounds.
+    # What the link cannot carry within a round makes the rounds longer in the long run.
     carried = sum(exchange.wire for exchanges in groups for exchange in exchanges)
     return max(sum(exposed[-len(groups) :]), carried - length)
 
@@ -249,13 +251,13 @@ def exposed_of_round(
 def sync_cost(
     job: Job, config: EditConfig, setting: TimingSetting, *, blocks: bool = False
 ) -> Cost:
-    """Of a round of a strategy with outer steps.
+    """Return the cost of a round of a strategy with outer steps.
 
     Args:
         job: the training.
         config: its settings.
         setting: link, machine and step.
-        blocks: whether nothing is hidden, whatever the settings say.
+        blocks: whether syncs are blocking, whatever the settings say.
     """
     landing = landing_of(config)
     overlaps = lands_in_forward(job, config) and not blocks
@@ -288,18 +290,18 @@ def sync_cost(
 
 
 def lands_in_forward(job: Job, config: EditConfig) -> bool:
-    """Whether syncs land unit by unit in the forward pass."""
+    """Return whether syncs land unit by unit in the forward pass."""
     return job.overlaps_gather and config.sync_mode != BLOCKING
 
 
 def round_of(config: EditConfig, step: float) -> float:
-    """Seconds of training between two syncs of a unit."""
+    """Return the seconds of training between two syncs of a unit."""
     is_timed = STRATEGIES[config.strategy].is_timed
     return config.sync_seconds if is_timed else config.sync_interval * step
 
 
 def synchronous_cost(job: Job, setting: TimingSetting) -> Cost:
-    """Of a step of `ddp`, and of the warm-up: gradients are averaged after the backward pass."""
+    """Return the cost of a step of `ddp` or of the warm-up: gradients are averaged after it."""
     traffic = gradient_traffic(job)
     num_units = len(job.unit_names)
     steps = _ring_steps(job, FP32) * num_units
@@ -309,9 +311,9 @@ def synchronous_cost(job: Job, setting: TimingSetting) -> Cost:
 
 
 def stock_cost(job: Job, setting: TimingSetting) -> Cost:
-    """Of a step of stock Megatron over all ranks, with what its overlaps can hide at most.
+    """Return the cost of a step of stock Megatron over all ranks, with ideal overlap.
 
-    Gradients hide behind the backward pass of the last micro-batch, parameters behind the forward
+    Gradients overlap with the backward pass of the last micro-batch, parameters with the forward
     pass of the first.
     """
     machine, link = setting.machine, setting.link
@@ -319,17 +321,17 @@ def stock_cost(job: Job, setting: TimingSetting) -> Cost:
     forward = forward_seconds(job, setting)
     backward = setting.step / job.num_micro_batches - forward
     reduce = link.seconds(gradients)
-    gather = link.seconds(traffic.per_host - gradients) * machine.gather_slowness
+    gather = link.seconds(traffic.per_host - gradients) * machine.gather_factor
     work = machine.per_wire_byte * traffic.per_rank
     exposed = max(0.0, reduce - backward * job.overlaps_reduce)
     exposed += max(0.0, gather - forward * job.overlaps_gather)
-    # What the rank does itself for the exchange cannot hide behind what else it does.
+    # The rank's own work for the exchange cannot overlap with its compute.
     longest = max(reduce, gather)
     return Cost(reduce + gather, work, max(exposed, work), setting.step, longest)
 
 
 def forward_seconds(job: Job, setting: TimingSetting) -> float:
-    """Of the forward pass that a sync can hide behind: that of the first micro-batch."""
+    """Return the seconds of the forward pass that a sync overlaps: of the first micro-batch."""
     return setting.step / job.num_micro_batches * setting.forward_share
 
 
@@ -343,22 +345,22 @@ def _exchanges(
     ring_steps = _ring_steps(job, config.sync_dtype)
     exchanges = []
     for number, nbytes in enumerate(unit_bytes(job, config)):
-        largest = max(row[number] for row in job.held)
+        largest = max(row[number] for row in job.rank_numels)
         slowest = machine.per_wire_byte * nbytes / job.mesh.ranks_per_replica
         wire = max(link.seconds(nbytes * job.mesh.host_share), slowest) + ring_steps * link.latency
         work = machine.per_element * largest
         work += machine.per_sent_byte * all_reduce_payload(4 * largest, size)
         work += machine.per_ring_step * 2 * (size - 1)
-        if config.offload:  # anchor and momentum up and down, beside the exchange
+        if config.offload:  # anchor and momentum, in both directions, during the exchange
             wire = max(wire, 16 * largest / machine.copy_bandwidth)
             work += 4 * largest / machine.copy_bandwidth
-        share = numels[job.unit_names[number]] / total if number else 0.0  # a look-up is quick
+        share = numels[job.unit_names[number]] / total if number else 0.0  # a look-up takes no time
         exchanges.append(UnitExchange(wire, work, forward * share))
     return exchanges
 
 
 def _ring_steps(job: Job, wire: str) -> int:
-    """Messages that a unit's exchange waits for, one after another."""
+    """Return the number of messages that a unit's exchange waits for, one after another."""
     if job.mesh.num_replicas == 1:
         return 0
     return 2 if Wire.of(wire).codec is not None else 2 * (job.mesh.num_replicas - 1)

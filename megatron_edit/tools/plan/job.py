@@ -1,4 +1,4 @@
-"""A training as the planner sees it: the model, who holds what, the batch, and EDiT's settings."""
+"""A training as the planner models it: model, shards by rank, batch and EDiT's settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_edit.command_line import OPTIMIZER, config_from_argv
 from megatron_edit.config import EditConfig
 from megatron_edit.constants import ADAM, MUON, SUPPORTED_OPTIMIZERS
 from megatron_edit.errors import UsageError
-from megatron_edit.flags import BEGINNINGS, flag
+from megatron_edit.flags import FLAG_PREFIXES, flag
 from megatron_edit.method.strategy import STRATEGIES
 from megatron_edit.tools.compare.entries import STOCK
 from megatron_edit.tools.compare.flags import groups, without
@@ -19,16 +19,16 @@ from megatron_edit.tools.plan.values import (
     LEAST,
     MOST,
     MOST_COUNTED,
-    Words,
+    TrainingFlags,
     check_ranks,
     shortened,
 )
 
 PUBLISHED_DILOCO = "published-diloco"
-NAMES = (*STRATEGIES, STOCK, PUBLISHED_DILOCO)  # of what can be planned
-USUAL = ("edit", PUBLISHED_DILOCO, "ddp", STOCK)
+NAMES = (*STRATEGIES, STOCK, PUBLISHED_DILOCO)  # strategies that can be planned
+DEFAULT_NAMES = ("edit", PUBLISHED_DILOCO, "ddp", STOCK)
 MOST_SHARDS = 5_000_000  # of all units on all ranks of a replica; each is a number in memory
-# Buffers or states of a type, or in a place, that is not in here.
+# Flags that change buffers or optimizer states in ways that are not implemented here.
 REFUSED = (
     "--use-megatron-fsdp", "--use-torch-fsdp2", "--use-precision-aware-optimizer",
     "--optimizer-cpu-offload", "--fp8-param-gather", "--fp4-param-gather",
@@ -37,7 +37,7 @@ REFUSED = (
 
 @dataclass(frozen=True)
 class Mesh:
-    """Who is where.
+    """The layout of the ranks.
 
     Attributes:
         num_replicas: N.
@@ -55,17 +55,17 @@ class Mesh:
 
     @property
     def num_shards(self) -> int:
-        """M: ranks among which Megatron's distributed optimizer shares its state."""
+        """M: ranks among which Megatron's distributed optimizer shards its state."""
         return self.ranks_per_replica // (self.tensor * self.pipeline)
 
     @property
     def num_data_parallel(self) -> int:
-        """D."""
+        """D: data-parallel ranks of a replica."""
         return self.num_shards // self.context
 
     @property
     def host_share(self) -> float:
-        """Part of a replica that is on one host."""
+        """Share of a replica's ranks that are on one host."""
         return self.ranks_per_host / self.ranks_per_replica
 
     @property
@@ -76,14 +76,14 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Storage:
-    """Of one element of the model.
+    """Memory of one element of the model.
 
     Attributes:
         parameter_bytes: of a parameter in the model: 2 or 4.
         gradient_bytes: of a gradient: 4, or 2.
-        num_vectors: fp32 numbers that the optimizer keeps: main parameters where the model's are
-            halved, and its own state.
-        num_matrix_vectors: the same of the matrices that Muon would step.
+        num_vectors: fp32 numbers of the optimizer: the main parameter where the model's is in half
+            precision, and the optimizer's state.
+        num_matrix_vectors: the same for matrices that Muon updates.
     """
 
     parameter_bytes: int
@@ -92,11 +92,11 @@ class Storage:
     num_matrix_vectors: int
 
     @classmethod
-    def from_words(cls, words: Words) -> Storage:
+    def from_flags(cls, words: TrainingFlags) -> Storage:
         """Read Megatron's flags, with Megatron's defaults.
 
         Raises:
-            UsageError: they keep something in a way that is not known here.
+            UsageError: the planner does not support a flag.
         """
         for name in REFUSED:
             if words.has(name):
@@ -107,7 +107,7 @@ class Storage:
             raise UsageError("--bf16 --fp16", "must be one of them", "drop one")
         is_half = is_bf16 or is_fp16
         vectors = int(is_half) + _num_moments(words)
-        is_muon = words.text("--optimizer", ADAM) == MUON  # a momentum of the matrices
+        is_muon = words.text("--optimizer", ADAM) == MUON  # one momentum for the matrices
         matrix_vectors = int(is_half) + 1 if is_muon else vectors
         return cls(2 if is_half else 4, gradient_bytes(words.has), vectors, matrix_vectors)
 
@@ -118,23 +118,23 @@ class Job:
 
     Attributes:
         unit_names: in forward order.
-        held: elements of each unit on each rank of a replica, [K][units].
-        on_rank: parameters of the model on the rank that has most, before ZeRO cuts them.
+        rank_numels: elements of each unit in the shard of each rank of a replica, [K][units].
+        on_rank: parameters of the model on the rank that has most, before sharding by ZeRO.
         storage: bytes of parameters, gradients and optimizer state.
-        is_sharded: whether optimizer state is, by Megatron's distributed optimizer.
+        is_sharded: whether Megatron's distributed optimizer shards the optimizer state.
         num_micro_batches: of a step, on one rank.
         tokens_per_step: of all replicas.
         overlaps_gather: --overlap-param-gather: units can land in the forward pass.
         overlaps_reduce: --overlap-grad-reduce.
-        recomputes: whether the backward pass computes the forward again.
+        recomputes: whether the backward pass recomputes the forward pass.
         timeout_minutes: --distributed-timeout-minutes.
-        own: ours, and Megatron's `--optimizer`.
+        edit_flags: EDiT's flags, and Megatron's `--optimizer`.
     """
 
     architecture: Architecture
     mesh: Mesh
     unit_names: tuple[str, ...]
-    held: tuple[tuple[int, ...], ...]
+    rank_numels: tuple[tuple[int, ...], ...]
     on_rank: int
     storage: Storage
     is_sharded: bool
@@ -144,16 +144,16 @@ class Job:
     overlaps_reduce: bool
     recomputes: bool
     timeout_minutes: int
-    own: tuple[str, ...]
+    edit_flags: tuple[str, ...]
 
     @property
-    def most_held(self) -> int:
-        """Elements on the rank that holds most."""
-        return max(map(sum, self.held))
+    def largest_shard(self) -> int:
+        """Elements of the largest shard of a rank."""
+        return max(map(sum, self.rank_numels))
 
     @property
     def matrices_on_rank(self) -> int:
-        """Elements that Muon would step, on the rank that has most parameters."""
+        """Elements that Muon updates, on the rank that has most parameters."""
         split, stages = self.mesh.tensor, self.mesh.pipeline
         parts = [self.architecture.parameters(stage, stages) for stage in range(stages)]
         busiest = max(parts, key=lambda part: sum(p.on_rank(split) for _, p in part))
@@ -161,33 +161,33 @@ class Job:
 
     @property
     def flops_per_step(self) -> float:
-        """Of all replicas."""
+        """FLOPs of a step of all replicas."""
         each = self.architecture.flops_per_token() * (4 / 3 if self.recomputes else 1)
         return each * self.tokens_per_step
 
     def config(self, strategy: str) -> EditConfig:
-        """Our settings with a strategy: its presets, and the flags that are given and fit.
+        """Return the settings of a strategy: its presets, and the given flags that apply to it.
 
         Raises:
-            UsageError: a setting is wrong, or does not fit the model.
+            UsageError: a setting is invalid, or incompatible with the model.
         """
-        is_given = config_from_argv(self.own).strategy
-        words = [*without(self.own, {flag("strategy"), flag("num_replicas")}), flag("strategy")]
-        words += [strategy, flag("num_replicas"), str(self.mesh.num_replicas)]
+        is_given = config_from_argv(self.edit_flags).strategy
+        words = without(self.edit_flags, {flag("strategy"), flag("num_replicas")})
+        words += [flag("strategy"), strategy, flag("num_replicas"), str(self.mesh.num_replicas)]
         if flag("use_edit") not in words:
             words.append(flag("use_edit"))
-        if strategy != is_given:  # what was given for another strategy may mean nothing to this
-            words = _what_fits(words, strategy)
+        if strategy != is_given:  # flags given for another strategy may not apply
+            words = _compatible_flags(words, strategy)
         config = config_from_argv(words)
         _check_rounds(config, len(self.unit_names))
         return config
 
 
 def _check_rounds(config: EditConfig, num_units: int) -> None:
-    """Rounds have a length that can be computed with, and every fragment a unit.
+    """Check that the length of rounds is in range, and that every fragment has a unit.
 
     Raises:
-        UsageError: they have not.
+        UsageError: a value is out of range.
     """
     if config.fragments > num_units:
         raise UsageError(
@@ -221,17 +221,17 @@ def read_job(
     """Read a training's flags.
 
     Args:
-        argv: Megatron's and ours.
+        argv: Megatron's and EDiT's flags.
         num_replicas: N; None takes it from the flags.
-        world_size: ranks of all replicas; None is eight to a replica.
-        ranks_per_host: None is at most eight.
+        world_size: ranks of all replicas; None for eight per replica.
+        ranks_per_host: None for at most eight.
 
     Raises:
-        UsageError: they do not describe a training that the planner understands.
+        UsageError: the planner does not support this training.
     """
-    words = Words(argv)
-    own = tuple(_own_part(argv))
-    config = config_from_argv(own)
+    words = TrainingFlags(argv)
+    edit_flags = tuple(_edit_flags(argv))
+    config = config_from_argv(edit_flags)
     num_replicas = num_replicas if num_replicas is not None else config.num_replicas
     if num_replicas is None:
         raise UsageError("--replicas (not given)", "must be given", "add --replicas N")
@@ -246,8 +246,8 @@ def read_job(
             f"and the product must be at most {MOST_SHARDS}",
             "give fewer ranks or layers",
         )
-    storage = Storage.from_words(words)
-    held, on_rank = _held(words, architecture, mesh)
+    storage = Storage.from_flags(words)
+    rank_numels, on_rank = _rank_numels(words, architecture, mesh)
     batch = words.count("--micro-batch-size") * mesh.num_data_parallel * num_replicas
     total = words.count("--global-batch-size", batch)
     if total % batch:
@@ -260,7 +260,7 @@ def read_job(
         architecture=architecture,
         mesh=mesh,
         unit_names=architecture.unit_names,
-        held=held,
+        rank_numels=rank_numels,
         on_rank=on_rank,
         storage=storage,
         is_sharded=words.has("--use-distributed-optimizer"),
@@ -270,12 +270,12 @@ def read_job(
         overlaps_reduce=words.has("--overlap-grad-reduce"),
         recomputes=words.text("--recompute-granularity", "none") == "full",
         timeout_minutes=words.count("--distributed-timeout-minutes", 10),
-        own=own,
+        edit_flags=edit_flags,
     )
 
 
 def _mesh(
-    words: Words, num_replicas: int, world_size: int | None, ranks_per_host: int | None
+    words: TrainingFlags, num_replicas: int, world_size: int | None, ranks_per_host: int | None
 ) -> Mesh:
     tensor = words.count("--tensor-model-parallel-size", 1)
     pipeline = words.count("--pipeline-model-parallel-size", 1)
@@ -303,15 +303,15 @@ def _mesh(
     return Mesh(num_replicas, ranks, tensor, pipeline, context, per_host)
 
 
-def _held(
-    words: Words, architecture: Architecture, mesh: Mesh
+def _rank_numels(
+    words: TrainingFlags, architecture: Architecture, mesh: Mesh
 ) -> tuple[tuple[tuple[int, ...], ...], int]:
-    """Elements by rank and unit, and the parameters of the rank with most of them."""
+    """Return elements by rank and unit, and the parameters of the rank with most of them."""
     if architecture.num_layers % mesh.pipeline:
         raise UsageError(
             f"--pipeline-model-parallel-size {mesh.pipeline}",
             f"must divide the {architecture.num_layers} layers",
-            "the planner knows even stages only",
+            "the planner supports equal stages only",
         )
     is_sharded = words.has("--use-distributed-optimizer")
     num_shards = mesh.num_shards if is_sharded else 1
@@ -326,7 +326,7 @@ def _held(
             parameters,
             architecture.unit_names,
             tensor_parallel=mesh.tensor,
-            size=size if stage == 0 else None,  # Megatron overlaps the first stage alone
+            size=size if stage == 0 else None,  # Megatron overlaps only the first stage
             num_shards=num_shards,
             is_tied_over_stages=mesh.pipeline > 1 and not architecture.is_untied,
         )
@@ -334,20 +334,20 @@ def _held(
     return tuple(rows), largest
 
 
-def _own_part(argv: Sequence[str]) -> list[str]:
+def _edit_flags(argv: Sequence[str]) -> list[str]:
     return [
         word
         for name, values in groups(argv)
-        if name.startswith(BEGINNINGS) or name == OPTIMIZER  # some of our presets go by it
+        if name.startswith(FLAG_PREFIXES) or name == OPTIMIZER  # some presets depend on it
         for word in (name, *values)
     ]
 
 
-def _what_fits(words: Sequence[str], strategy: str) -> list[str]:
-    """Drop flags, one after another, that a strategy has no use for or refuses."""
+def _compatible_flags(words: Sequence[str], strategy: str) -> list[str]:
+    """Drop the flags that a strategy does not use or refuses."""
     kept = [flag("use_edit"), flag("strategy"), strategy]
     waiting = [each for each in groups(words) if each[0] not in kept]
-    for _ in range(2):  # a flag may only fit with another one that comes after it
+    for _ in range(2):  # a flag may depend on another one after it
         dropped = []
         for name, values in waiting:
             try:
@@ -359,13 +359,13 @@ def _what_fits(words: Sequence[str], strategy: str) -> list[str]:
     return kept
 
 
-def _num_moments(words: Words) -> int:
-    """Vectors of the optimizer's own state."""
+def _num_moments(words: TrainingFlags) -> int:
+    """Return the number of vectors in the optimizer's state."""
     optimizer = words.text("--optimizer", ADAM)
     if optimizer not in SUPPORTED_OPTIMIZERS:
         raise UsageError(
             f"--optimizer {optimizer}",
-            f"the planner knows the state of {', '.join(SUPPORTED_OPTIMIZERS)} only",
+            f"the planner supports {', '.join(SUPPORTED_OPTIMIZERS)} only",
             "use one of these",
         )
     if optimizer == ADAM:
@@ -373,15 +373,15 @@ def _num_moments(words: Words) -> int:
     if optimizer == MUON and words.has("--use-distributed-optimizer"):
         raise UsageError(
             f"--optimizer {optimizer} --use-distributed-optimizer",
-            "the planner does not know how Megatron shares whole matrices out among ranks",
+            "the planner does not model how Megatron distributes matrices among ranks",
             "drop --use-distributed-optimizer for the plan",
         )
     if optimizer == MUON:
-        return 2  # of Adam, which steps what is no matrix
+        return 2  # of Adam, which updates all other parameters
     if words.has("--use-distributed-optimizer"):
         raise UsageError(
             f"--optimizer {optimizer}",
-            "Megatron's distributed optimizer takes Adam alone",
+            "Megatron's distributed optimizer supports Adam only",
             "drop --use-distributed-optimizer and --overlap-param-gather, or use adam",
         )
     text = words.text("--sgd-momentum", "0.9")
@@ -389,5 +389,5 @@ def _num_moments(words: Words) -> int:
         has_momentum = float(text) != 0
     except ValueError:
         raise UsageError(f"--sgd-momentum {text}", "must be a number", "correct it") from None
-    # The fused SGD of GPUs keeps the vector of a momentum of 0, too; torch's does not.
+    # The fused SGD of GPUs allocates a momentum of 0, too; torch's does not.
     return int(has_momentum or words.text("--edit-device", "auto") != "cpu")

@@ -1,9 +1,9 @@
-"""What exchanges cost: the link between hosts, and a rank's own work of a sync.
+"""Cost model of exchanges: the link between hosts, and the local work of a rank in a sync.
 
 The coefficients of `CPU` were fitted to runs on two cores without a GPU. Those of a sync to
 benchmarks/results/growth_2cpu_202611.md, over a link without a limit, least of 32: 2.92 ns for
 every byte that a ring sends, and 1.25 ms a unit at N = 2, where a ring has two steps. Of the 2.92
-ns, 1.2 are taken to be gloo's: so much a byte costs stock Megatron's step over a link without a
+ns, 1.2 are attributed to gloo: the cost per byte of stock Megatron's step over a link without a
 limit (overlap_2cpu_202611.md). That its gathers take 1.6 times as long as their bytes is from the
 run at 20 Mbit/s. All other runs are predictions (docs/plan.md). The coefficients of `GPU` are
 estimates from the bytes that the arithmetic moves, and were not measured.
@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Link:
-    """Between two hosts.
+    """The link between two hosts.
 
     Attributes:
-        bandwidth: bits per second that a host can send, while it receives as many.
+        bandwidth: bits per second of a host in each direction.
         latency: seconds until a message has arrived.
-        burst_seconds: a shaped link that was idle for that long lets so much through at once as it
-            would have sent meanwhile (a token bucket); 0 for a link that is just as fast as it is.
+        burst_seconds: length of the burst, in seconds at `bandwidth`, that a shaped link (a token
+            bucket) sends at once after it was idle; 0 for a link without shaping.
     """
 
     bandwidth: float
@@ -30,13 +30,13 @@ class Link:
     burst_seconds: float = 0.0
 
     def seconds(self, nbytes: float) -> float:
-        """To carry some bytes, after the first has arrived."""
+        """Return the seconds to transfer some bytes, without the latency."""
         return 8 * nbytes / self.bandwidth
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A rank's own work, and habits of its communication library.
+    """Costs of a rank's local work, and properties of its communication library.
 
     Attributes:
         per_element: seconds for every element of a rank's shard: norm, addend, outer step, copies.
@@ -44,9 +44,9 @@ class Machine:
         per_ring_step: seconds for every step of the ring of every unit.
         copy_bandwidth: bytes per second between host memory and device, for offload.
         reduces_by_all_reduce: whether a reduce-scatter sends what an all-reduce does (gloo).
-        per_wire_byte: seconds that a rank needs at least to bring a byte to the link.
-        gather_slowness: seconds of a gather over those that its bytes need.
-        memory_share: of the device's memory that can be counted on.
+        per_wire_byte: least seconds of a rank to send a byte, on any link.
+        gather_factor: seconds of a gather over those that its bytes need.
+        memory_share: usable share of the device's memory.
     """
 
     name: str
@@ -56,11 +56,11 @@ class Machine:
     copy_bandwidth: float
     reduces_by_all_reduce: bool
     per_wire_byte: float = 0.0
-    gather_slowness: float = 1.0
+    gather_factor: float = 1.0
     memory_share: float = 0.9
 
     def crowded(self, factor: float) -> Machine:
-        """Several ranks to a core."""
+        """Return the costs where `factor` ranks share a core."""
         return replace(
             self,
             per_element=self.per_element * factor,

@@ -1,4 +1,4 @@
-"""Bytes on the device and in host memory of the rank that has most, part by part."""
+"""Memory of the rank that needs most, on the device and on the host, item by item."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ DEVICE, HOST = "device", "host"
 
 @dataclass(frozen=True)
 class MemoryItem:
-    """One part of the memory of a rank.
+    """One item of a rank's memory.
 
     Attributes:
-        name: what it is.
+        name: of the item.
         place: "device" or "host".
-        nbytes: how much.
-        is_persistent: whether it is there all the time, and not only while a sync is under way.
+        nbytes: size.
+        is_persistent: whether it is allocated all the time, and not only during a sync.
     """
 
     name: str
@@ -33,9 +33,9 @@ class MemoryItem:
 
 
 def stock_parts(job: Job) -> tuple[MemoryItem, ...]:
-    """What Megatron keeps of the parameters. Activations are not counted."""
+    """Return the memory of stock Megatron. Activations are not counted."""
     storage = job.storage
-    elements = job.most_held if job.is_sharded else job.on_rank
+    elements = job.largest_shard if job.is_sharded else job.on_rank
     vectors = elements * storage.num_vectors
     if storage.num_matrix_vectors != storage.num_vectors:  # never sharded
         vectors -= job.matrices_on_rank * (storage.num_vectors - storage.num_matrix_vectors)
@@ -47,31 +47,31 @@ def stock_parts(job: Job) -> tuple[MemoryItem, ...]:
 
 
 def edit_parts(job: Job, config: EditConfig, *, overlaps: bool) -> tuple[MemoryItem, ...]:
-    """What a strategy adds."""
+    """Return the memory that a strategy adds."""
     if STRATEGIES[config.strategy].endless_warmup:
         return ()
     return tuple(part for part in _parts(job, config, overlaps=overlaps) if part.nbytes)
 
 
 def persistent_bytes(job: Job, config: EditConfig) -> int:
-    """Outer state of a replica, all of its ranks together, as `sync.jsonl` counts it.
+    """Return the outer state of a replica, all of its ranks together, as counted in `sync.jsonl`.
 
-    With a delay it holds what a sync keeps that has not landed, of all units.
+    With a delay it includes the averages and snapshots of syncs that have not landed, of all units.
     """
     wire, landing = Wire.of(config.sync_dtype), landing_of(config)
     kept = 2 + int(landing.needs_snapshot)
     if not landing.is_immediate:
         kept += 1 + len(moments_of(config).rule.kinds)
-    total = sum(sum(row) for row in job.held)
+    total = sum(sum(row) for row in job.rank_numels)
     residuals = 0
     if wire.has_residual:
         size = job.mesh.num_replicas
-        residuals = total + sum(wire.owner_numel(n, size) for row in job.held for n in row)
+        residuals = total + sum(wire.owner_numel(n, size) for row in job.rank_numels for n in row)
     return FP32_BYTES * (kept * total + residuals)
 
 
 def published_diloco_parts(job: Job) -> tuple[MemoryItem, ...]:
-    """DiLoCo as published: every rank keeps anchor and momentum of all that it computes with."""
+    """Return the memory of DiLoCo as published: anchor and momentum are not sharded."""
     return (
         MemoryItem("anchor, whole", DEVICE, FP32_BYTES * job.on_rank),
         MemoryItem("outer momentum, whole", DEVICE, FP32_BYTES * job.on_rank),
@@ -80,14 +80,14 @@ def published_diloco_parts(job: Job) -> tuple[MemoryItem, ...]:
 
 
 def _parts(job: Job, config: EditConfig, *, overlaps: bool) -> Iterator[MemoryItem]:
-    elements, largest = job.most_held, max(max(row) for row in job.held)
-    home = HOST if config.offload else DEVICE
+    elements, largest = job.largest_shard, max(max(row) for row in job.rank_numels)
+    place = HOST if config.offload else DEVICE
     landing, wire = landing_of(config), Wire.of(config.sync_dtype)
     size, depth = job.mesh.num_replicas, config.prefetch_units if overlaps else 1
-    yield MemoryItem("anchor", home, FP32_BYTES * elements)
-    yield MemoryItem("outer momentum", home, FP32_BYTES * elements)
+    yield MemoryItem("anchor", place, FP32_BYTES * elements)
+    yield MemoryItem("outer momentum", place, FP32_BYTES * elements)
     if wire.has_residual:
-        row = max(job.held, key=sum)
+        row = max(job.rank_numels, key=sum)
         owned = sum(wire.owner_numel(numel, size) for numel in row)
         yield MemoryItem(f"residuals of {wire.name}", DEVICE, FP32_BYTES * (elements + owned))
     if not landing.is_immediate:
@@ -98,14 +98,14 @@ def _parts(job: Job, config: EditConfig, *, overlaps: bool) -> Iterator[MemoryIt
             f"{what} in flight", DEVICE, FP32_BYTES * vectors * group, is_persistent=False
         )
     units = depth if landing.is_immediate else 1
-    staged = max(_staged(row, units, is_offloaded=config.offload) for row in job.held)
+    staged = max(_staged(row, units, is_offloaded=config.offload) for row in job.rank_numels)
     yield MemoryItem("staging", DEVICE, FP32_BYTES * staged, is_persistent=False)
     moments = moments_of(config).rule
-    travelling = max(_staged(row, units, is_offloaded=False) for row in job.held)
+    moment_numel = max(_staged(row, units, is_offloaded=False) for row in job.rank_numels)
     if not landing.is_immediate:
-        travelling = -(-elements // config.fragments)
+        moment_numel = -(-elements // config.fragments)
     yield MemoryItem(
-        "moments in flight", DEVICE, FP32_BYTES * len(moments.kinds) * travelling,
+        "moments in flight", DEVICE, FP32_BYTES * len(moments.kinds) * moment_numel,
         is_persistent=False,
     )  # fmt: skip
     if wire.codec is not None or moments.kinds:
@@ -116,12 +116,12 @@ def _parts(job: Job, config: EditConfig, *, overlaps: bool) -> Iterator[MemoryIt
 
 
 def _staged(row: Sequence[int], depth: int, *, is_offloaded: bool) -> int:
-    """Most elements that a rank has on the device for units under way, `depth` at a time.
+    """Return the most elements on the device for units that are exchanged, `depth` at a time.
 
-    An addend each; with offload anchor and momentum beside it, and those of the next unit, too,
-    and the anchor of a unit that lands: its outer step may have been taken long before.
+    One addend for each; with offload also anchor and momentum of these units and of the next one,
+    and the anchor of a unit that lands: its outer step may have been done much earlier.
     """
-    numels = [numel for numel in row if numel]  # others are not under way; a rank may have none
+    numels = [numel for numel in row if numel]  # this rank exchanges no empty shards
     if not is_offloaded:
         return max((sum(numels[i : i + depth]) for i in range(len(numels))), default=0)
     return max(

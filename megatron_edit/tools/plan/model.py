@@ -1,8 +1,8 @@
-"""The parameters of a GPT, and which rank holds how much of them, from Megatron's flags alone.
+"""The parameters of a GPT and their shards on each rank, computed from Megatron's flags alone.
 
-Nothing is built or imported: a plan is made where neither Megatron nor Transformer Engine is
-installed, and these register parameters in different orders. `tests/host/test_configs.py` compares
-the counts with the models that Megatron builds, `tests/host/test_plan_memory.py` the shards.
+No model is built and Megatron is not imported, so that the planner runs without Megatron and
+Transformer Engine. `tests/host/test_configs.py` compares the counts with the models that Megatron
+builds, `tests/host/test_plan_memory.py` the shards.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from math import lcm
 
 from megatron_edit.constants import EMBEDDING, FINAL
 from megatron_edit.errors import UsageError
-from megatron_edit.tools.plan.values import Words
+from megatron_edit.tools.plan.values import TrainingFlags
 
 MOST_LAYERS = 10_000
 # Of Megatron's buffer of gradients, in elements.
 PARAMETER_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128
 USUAL_BUCKET, USUAL_BUCKET_PER_RANK = 40_000_000, 1_000_000
 
-# What would change the count in a way that is not in here.
+# Flags that change the count in ways that are not implemented here.
 REFUSED = (
     "--num-experts", "--mtp-num-layers", "--multi-latent-attention", "--spec", "--yaml-cfg",
     "--heterogeneous-layers-config-path", "--hybrid-override-pattern", "--hybrid-layer-pattern",
@@ -33,12 +33,12 @@ REFUSED = (
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter.
+    """One parameter of the model.
 
     Attributes:
-        numel: elements of the whole parameter.
-        is_split: whether tensor parallelism cuts it; otherwise each of its ranks has a copy.
-        is_matrix: whether Muon steps it: any matrix but the word embeddings and the head.
+        numel: elements of the full parameter.
+        is_split: whether tensor parallelism splits it; otherwise each of its ranks has a copy.
+        is_matrix: whether Muon updates it: any matrix except the word embeddings and the head.
     """
 
     numel: int
@@ -46,18 +46,18 @@ class Parameter:
     is_matrix: bool = False
 
     def on_rank(self, tensor_parallel: int) -> int:
-        """Elements on one rank."""
+        """Return the number of elements on one tensor-parallel rank."""
         return self.numel // tensor_parallel if self.is_split else self.numel
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A dense GPT of Megatron's.
+    """A dense GPT model of Megatron.
 
     Attributes:
-        attention_width: elements that all heads have of a token.
+        attention_width: elements per token of all heads together.
         embedding, layer, final: parameters of these units, in the order in which Megatron
-            registers them; all layers are alike.
+            registers them; all layers are equal.
     """
 
     num_layers: int
@@ -74,16 +74,16 @@ class Architecture:
         """Read Megatron's flags, with Megatron's defaults.
 
         Raises:
-            UsageError: a flag is missing, or of a kind of model that is not known here.
+            UsageError: a flag is missing, or the model is not supported.
         """
-        words = Words(argv)
+        words = TrainingFlags(argv)
         for name in REFUSED:
             if words.has(name):
                 raise UsageError(name, "the planner counts dense GPTs only", "drop the flag")
         hidden, heads = words.count("--hidden-size"), words.count("--num-attention-heads")
         ffn = (8 * hidden // 3) // 64 * 64 if words.has("--swiglu") else 4 * hidden
         positions = words.text("--position-embedding-type", "learned_absolute")
-        is_rope = words.has("--use-rotary-position-embeddings")  # the old name, which wins
+        is_rope = words.has("--use-rotary-position-embeddings")  # old name, takes precedence
         num_layers = words.count("--num-layers", most=MOST_LAYERS)
         ffn = words.count("--ffn-hidden-size", ffn)
         grouped = words.has("--group-query-attention")
@@ -113,12 +113,12 @@ class Architecture:
 
     @property
     def unit_names(self) -> tuple[str, ...]:
-        """In forward order."""
+        """Names of the units, in forward order."""
         layers = (f"layer.{number}" for number in range(1, self.num_layers + 1))
         return (EMBEDDING, *layers, FINAL)
 
     def unit_numels(self) -> dict[str, int]:
-        """Parameters of each unit, of the whole model."""
+        """Return the number of parameters of each unit of the model."""
         numels = dict.fromkeys(self.unit_names, 0)
         for unit, parameter in self.parameters():
             numels[unit] += parameter.numel
@@ -126,11 +126,11 @@ class Architecture:
 
     @property
     def numel(self) -> int:
-        """Parameters of the whole model."""
+        """Number of parameters of the model."""
         return sum(self.unit_numels().values())
 
     def parameters(self, stage: int = 0, num_stages: int = 1) -> list[tuple[str, Parameter]]:
-        """Unit and parameter of a pipeline stage, in the order in which Megatron registers them."""
+        """Return (unit, parameter) pairs of a pipeline stage, in the order of registration."""
         each, is_last = self.num_layers // num_stages, stage == num_stages - 1
         found = [(EMBEDDING, parameter) for parameter in self.embedding if stage == 0]
         for number in range(stage * each + 1, (stage + 1) * each + 1):
@@ -141,7 +141,7 @@ class Architecture:
         return found
 
     def flops_per_token(self) -> float:
-        """Of forward and backward, without recomputation; causal attention counts half."""
+        """Return FLOPs of forward and backward without recomputation, for causal attention."""
         matrices = sum(parameter.numel for _, parameter in self.parameters() if parameter.is_split)
         matrices -= self.embedding[0].numel if self.is_untied else 0  # a look-up
         attention = self.num_layers * self.attention_width * self.seq_length
@@ -149,14 +149,20 @@ class Architecture:
 
 
 def _layer(
-    words: Words, norm: Sequence[Parameter], *, heads: int, groups: int, channels: int, ffn: int
+    words: TrainingFlags,
+    norm: Sequence[Parameter],
+    *,
+    heads: int,
+    groups: int,
+    channels: int,
+    ffn: int,
 ) -> list[Parameter]:
-    """A layer.
+    """Return the parameters of a layer, in the order of their registration.
 
     Args:
         words: Megatron's flags.
         norm: one norm of the hidden size.
-        heads, groups: of queries; of keys and values.
+        heads, groups: numbers of query heads, and of key-value heads.
         channels: of a head.
         ffn: width of the MLP.
     """
@@ -184,14 +190,14 @@ def _layer(
     return [*norm, *proj, *qkv, *norm, *up, *down]
 
 
-def _vocabulary(words: Words) -> int:
-    """As Megatron pads it."""
+def _vocabulary(words: TrainingFlags) -> int:
+    """Return the vocabulary size with Megatron's padding."""
     if words.has("--padded-vocab-size"):
         return words.count("--padded-vocab-size")
     if not words.has("--vocab-size"):
         raise UsageError(
             "--vocab-size (not given)",
-            "the planner reads no tokenizer, and must be told its size",
+            "the planner reads no tokenizer, and needs its size",
             "add --vocab-size",
         )
     multiple = words.count("--make-vocab-size-divisible-by", 128)
@@ -199,8 +205,8 @@ def _vocabulary(words: Words) -> int:
     return -(-words.count("--vocab-size") // multiple) * multiple
 
 
-def bucket_size(words: Words, *, numel: int, num_shards: int) -> int | None:
-    """Elements that close a bucket; None puts all into one.
+def bucket_size(words: TrainingFlags, *, numel: int, num_shards: int) -> int | None:
+    """Return the number of elements at which a bucket is closed; None for a single bucket.
 
     Args:
         words: Megatron's flags.
@@ -223,15 +229,15 @@ def shard_numels(
     num_shards: int,
     is_tied_over_stages: bool = False,
 ) -> tuple[tuple[int, ...], ...]:
-    """Elements of each unit on each rank of the shard group, [num_shards][units].
+    """Return the elements of each unit on each rank of the shard group, [num_shards][units].
 
     Args:
         parameters: of a pipeline stage, in the order of their registration.
-        units: of the whole model.
+        units: of the model.
         tensor_parallel: ranks that share the split parameters.
-        size: that closes a bucket; None puts all into one.
-        num_shards: ranks among which every bucket is cut into equal parts.
-        is_tied_over_stages: whether the embedding is tied to another stage's.
+        size: elements at which a bucket is closed; None for a single bucket.
+        num_shards: ranks among which every bucket is split into equal parts.
+        is_tied_over_stages: whether the embedding is tied to that of another stage.
     """
     index = {unit: place for place, unit in enumerate(units)}
     table = [[0] * len(units) for _ in range(num_shards)]
@@ -250,14 +256,14 @@ def shard_numels(
 def _buckets(
     sizes: Sequence[tuple[str, int]], alone: Sequence[bool], limit: int | None
 ) -> Iterator[list[tuple[str, int, int]]]:
-    """Unit, start and stop of the parameters in each bucket, from the bucket's own start.
+    """Yield for each bucket (unit, start, stop) of its parameters, counted from its start.
 
-    Megatron lays parameters out in the reverse of their order, and closes a bucket with the
-    parameter that reaches the bucket's size.
+    Megatron lays out parameters in reverse order, and closes a bucket with the parameter that
+    reaches the bucket's size.
 
     Args:
         sizes: unit and elements of each parameter.
-        alone: whether it has a bucket of its own.
+        alone: whether each parameter has a bucket of its own.
         limit: see `size` of `shard_numels`.
     """
     bucket: list[tuple[str, int, int]] = []

@@ -1,4 +1,4 @@
-"""A plan: what each of several strategies would cost one training, as text and as JSON."""
+"""A plan: the predicted cost of several strategies for one training, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ HEAD = (
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One strategy.
+    """The prediction for one strategy.
 
     Attributes:
         name: one of `NAMES`.
         every: steps between two exchanges.
         traffic: of an exchange.
         cost: of an exchange.
-        parts: memory of the rank that has most, beside stock Megatron's.
-        final_fraction: share at the end of the training in which gradients are averaged at every
-            step; the figures above are of the rounds before it.
-        final_step_bytes: that a replica sends in such a step.
+        parts: memory in addition to stock Megatron's, of the rank that needs most.
+        final_fraction: share of the training, at its end, in which gradients are averaged at every
+            step; the figures above are of the rounds before.
+        final_step_bytes: sent by a replica in such a step.
     """
 
     name: str
@@ -63,20 +63,20 @@ class PlanRow:
     final_step_bytes: float = 0.0
 
     def added(self, place: str) -> int:
-        """Bytes beside stock Megatron's, on the device or in host memory."""
+        """Return the bytes in addition to stock Megatron's, on the device or in host memory."""
         return sum(part.nbytes for part in self.parts if part.place == place)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a training would need.
+    """The predictions for a training.
 
     Attributes:
         job: the training.
         setting: link, machine and step.
         stock: memory that Megatron needs without EDiT.
         rows: by strategy.
-        advice: on the first strategy that has rounds; empty where none has.
+        advice: for the first strategy with rounds; empty if there is none.
     """
 
     job: Job
@@ -86,12 +86,12 @@ class Plan:
     advice: tuple[Advice, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """For machines; seconds, bytes, bits per second."""
+        """Return the plan as JSON values, in seconds, bytes and bits per second."""
         job, setting = self.job, self.setting
         return {
             "parameters": job.architecture.numel,
             "parameters_on_rank": job.on_rank,
-            "largest_shard": job.most_held,
+            "largest_shard": job.largest_shard,
             "replicas": job.mesh.num_replicas,
             "ranks_per_replica": job.mesh.ranks_per_replica,
             "ranks_per_host": job.mesh.ranks_per_host,
@@ -108,13 +108,13 @@ class Plan:
 def make_plan(
     job: Job, setting: TimingSetting, names: Sequence[str], *, device_memory: float | None = None
 ) -> Plan:
-    """Plan some strategies.
+    """Make a plan for some strategies.
 
     Args:
         job: the training.
         setting: link, machine and step.
         names: of `NAMES`.
-        device_memory: bytes of a device; None is not known.
+        device_memory: bytes of a device; None where not known.
 
     Raises:
         UsageError: a name is not known, or its settings are wrong.
@@ -153,7 +153,7 @@ def _row(job: Job, setting: TimingSetting, name: str) -> PlanRow:
 
 
 def _published_diloco(job: Job, setting: TimingSetting) -> PlanRow:
-    """DiLoCo as its paper has it: one blocking exchange, outer state not sharded."""
+    """Return the row of DiLoCo as published: one blocking exchange, outer state not sharded."""
     config = job.config("diloco")
     config = replace(
         config, sync_dtype=FP32, fragments=1, delay_steps=0, mix=0.0, offload=False,
@@ -161,8 +161,8 @@ def _published_diloco(job: Job, setting: TimingSetting) -> PlanRow:
     )  # fmt: skip
     cost = sync_cost(job, config, setting, blocks=True)
     every = cost.round / setting.step
-    # Every rank does the outer step of all that it computes with.
-    work = cost.work + setting.machine.per_element * (job.on_rank - job.most_held)
+    # Every rank does the outer step of all its parameters.
+    work = cost.work + setting.machine.per_element * (job.on_rank - job.largest_shard)
     cost = replace(cost, work=work, exposed=cost.exposed + work - cost.work)
     traffic = sync_traffic(job, config, every)
     return PlanRow(PUBLISHED_DILOCO, every, traffic, cost, published_diloco_parts(job))
@@ -190,7 +190,7 @@ def _row_as_json(row: PlanRow) -> dict[str, Any]:
 
 
 def lines(plan: Plan) -> Iterator[str]:
-    """The whole plan."""
+    """Yield the plan as lines of text."""
     job, mesh, setting = plan.job, plan.job.mesh, plan.setting
     shape = ", ".join(
         f"{name} {size}"
@@ -207,7 +207,7 @@ def lines(plan: Plan) -> Iterator[str]:
     yield (
         f"link {show_rate(setting.link.bandwidth)}{latency}; a step {show_seconds(setting.step)}, "
         f"its first forward pass {hidden} ({job.num_micro_batches} micro-batches); "
-        f"own work as on a {setting.machine.name}"
+        f"local work as on a {setting.machine.name}"
     )
     yield ""
     yield from _units(plan)
@@ -227,9 +227,9 @@ def lines(plan: Plan) -> Iterator[str]:
 
 
 def _units(plan: Plan) -> Iterator[str]:
-    """Parameters by unit; layers that are alike count as one line."""
+    """Yield the parameters by unit; equal layers share one line."""
     numels = plan.job.architecture.unit_numels()
-    largest = [max(column) for column in zip(*plan.job.held, strict=True)]
+    largest = [max(column) for column in zip(*plan.job.rank_numels, strict=True)]
     shards = dict(zip(plan.job.unit_names, largest, strict=True))
     layers = [name for name in numels if name.startswith("layer.")]
     rows = [("unit", "parameters", "largest shard")]
@@ -270,7 +270,7 @@ def _strategies(plan: Plan) -> Iterator[tuple[str, ...]]:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Columns of equal width; the first to the left, the others to the right."""
+    """Yield rows with aligned columns; the first left-justified, the others right-justified."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [row[0].ljust(widths[0])]

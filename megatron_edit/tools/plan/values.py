@@ -1,7 +1,7 @@
-"""Values on a command line: read, kept within limits, and shown.
+"""Parsing, range checks and formatting of values on a command line.
 
-Beyond the limits nothing is a training, arithmetic overflows, and tables of ranks and layers never
-end.
+Values beyond the limits describe no training, and would overflow arithmetic or the tables of ranks
+and layers.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ _TIME_UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "min": 60
 _RANGE = f"from {LEAST:g} to {MOST:g}"
 
 
-class Words:
+class TrainingFlags:
     """The flags of a training's command line.
 
     Args:
-        argv: flags and values; the last of two equal flags counts.
+        argv: flags and values; a later flag overrides an earlier one of the same name.
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
         self._values = canonical(argv)
 
     def has(self, name: str) -> bool:
-        """Whether the flag is given."""
+        """Return whether the flag is given."""
         return name in self._values
 
     def text(self, name: str, default: str) -> str:
-        """The single value of a flag.
+        """Return the single value of a flag.
 
         Raises:
             UsageError: it has none, or several.
@@ -60,7 +60,7 @@ class Words:
         return values[0]
 
     def count(self, name: str, default: int | None = None, most: int = MOST_COUNTED) -> int:
-        """The value of a flag that counts something: a whole number from 1 on.
+        """Return the value of a flag as an integer of at least 1.
 
         Args:
             name: of the flag.
@@ -68,14 +68,14 @@ class Words:
             most: the largest value.
 
         Raises:
-            UsageError: it is none, or larger; or the flag is missing, and there is no default.
+            UsageError: it is not an integer in range, or missing without a default.
         """
         if not self.has(name):
             if default is None:
                 raise UsageError(f"{name} (not given)", "the planner needs it", f"add {name}")
             return default
         text = self.text(name, "")
-        # Python reads no whole numbers of thousands of digits.
+        # Python refuses to convert integers of thousands of digits.
         if not text.isdecimal() or len(text) > 100 or not 1 <= int(text) <= most:
             rule = f"must be a whole number from 1 to {most}"
             raise UsageError(f"{name} {shortened(text)}", rule, "correct it")
@@ -83,19 +83,19 @@ class Words:
 
 
 def shortened(text: str) -> str:
-    """The beginning of a value that is too long for a line."""
+    """Return the value, truncated if it is too long for a line."""
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def check_ranks(name: str, ranks: int) -> None:
-    """Whether a plan can be made for so many ranks, or replicas.
+    """Check that a number of ranks or replicas can be planned.
 
     Args:
-        name: of the flag that says it.
-        ranks: how many.
+        name: of its flag.
+        ranks: the number.
 
     Raises:
-        UsageError: there are none, or too many.
+        UsageError: it is below 1, or too large.
     """
     given = f"{name} {shortened(str(ranks))}"
     if ranks < 1:
@@ -105,30 +105,30 @@ def check_ranks(name: str, ranks: int) -> None:
 
 
 def parse_rate(flag: str, text: str) -> float:
-    """Bits per second of `10Gbit`, `100Mbit/s`, `1.25GB/s`.
+    """Parse bits per second: `10Gbit`, `100Mbit/s`, `1.25GB/s`.
 
     Raises:
-        UsageError: it is none, or not above 0.
+        UsageError: it is not a rate, or not above 0.
     """
     rule = f"a rate above 0 with its unit, {_RANGE} bit/s"
     return _parse(flag, text, _RATE_UNITS, rule, "give for example 10Gbit")
 
 
 def parse_bytes(flag: str, text: str) -> float:
-    """Bytes of `80GB` or `80GiB`.
+    """Parse bytes: `80GB`, `80GiB`.
 
     Raises:
-        UsageError: it is none, or not above 0.
+        UsageError: it is not a size, or not above 0.
     """
     rule = f"a size above 0 with its unit, {_RANGE} B"
     return _parse(flag, text, _SIZE_UNITS, rule, "give for example 80GB")
 
 
 def parse_seconds(flag: str, text: str, *, least: float = 0.0) -> float:
-    """Seconds of `2.5`, `350ms`, `10min`; above 0, or from 0 on where `least` is below 0.
+    """Parse seconds: `2.5`, `350ms`, `10min`; above 0, or at least 0 where `least` is below 0.
 
     Raises:
-        UsageError: it is none, or out of range.
+        UsageError: it is not a duration, or out of range.
     """
     rule = "a duration above 0" if least >= 0 else "a duration of 0 or more"
     remedy = "give for example 0.35 or 350ms"
@@ -148,25 +148,25 @@ def _parse(
 
 
 def show_bytes(value: float) -> str:
-    """`3.37 GB`; decimal prefixes, as networks and GPUs have them."""
+    """Format bytes with decimal prefixes, as is usual for networks and GPUs: `3.37 GB`."""
     prefix, factor = _prefix_of(value)
     digits = ".3g" if prefix and value < 999.5 * factor else ".0f"
     return f"{value / factor:{digits}} {prefix}B"
 
 
 def show_rate(bits_per_second: float) -> str:
-    """`10 Gbit/s`."""
+    """Format a rate: `10 Gbit/s`."""
     prefix, factor = _prefix_of(bits_per_second)
     return f"{bits_per_second / factor:.4g} {prefix}bit/s"
 
 
 def _prefix_of(value: float) -> tuple[str, float]:
-    """The decimal prefix that a value is shown with, and its factor."""
+    """Return the decimal prefix for a value, and its factor."""
     return next(((p, f) for p, f in _DECIMAL.items() if abs(value) >= f), ("", 1.0))
 
 
 def show_seconds(value: float) -> str:
-    """`1.25 s`, `84 ms`, `12 min`."""
+    """Format seconds: `1.25 s`, `84 ms`, `12 min`."""
     if not math.isfinite(value):
         return "never"
     if value >= 600:
@@ -177,7 +177,7 @@ def show_seconds(value: float) -> str:
 
 
 def show_count(value: float) -> str:
-    """`6.74 billion`, `2.56 million`, `1024`."""
+    """Format a count: `6.74 billion`, `2.56 million`, `1024`."""
     for unit, factor in (("billion", 1e9), ("million", 1e6)):
         if value >= factor:
             return f"{value / factor:.3g} {unit}"

@@ -1,7 +1,7 @@
-"""A replica that hangs is named by the others, which end with 4; one that is slow is waited for.
+"""The others name a hanging replica and exit with 4; they wait for one that is only slow.
 
-A process that is stopped for good keeps its connections: only the time tells that it is lost.
-The harness kills it once another rank has failed.
+A permanently stopped process keeps its connections, so that only a time-out detects it. The harness
+kills it once another rank has failed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ TRIGGERS: dict[str, Flags] = {
     "a-edit": AEDIT | {"edit_sync_seconds": 1},
 }
 EVALUATIONS = {"eval_interval": 10, "eval_iters": 2}
-# When replica 1 freezes, and where the others say that they lost it.
+# Hook that freezes replica 1, its step, flags, and the error message of the others.
 FREEZES = {
     "in-warm-up": ("freeze_one", "2", {}, "replica 1 was lost in the warm-up"),
-    "before-a-meeting": ("freeze_one", "12", {}, "replica 1 did not come to the sync of round"),
+    "before-a-meeting": ("freeze_one", "12", {}, "replica 1 did not reach the sync of round"),
     "in-an-evaluation": ("freeze_in_evaluation", "", EVALUATIONS,
-                         "replica 1 did not come to the end of an evaluation"),
+                         "replica 1 did not reach the end of an evaluation"),
     "in-an-exchange": ("freeze_in_exchange", "", {}, "replica 1 was lost in the sync of round 1"),
 }  # fmt: skip
 
@@ -43,9 +43,9 @@ def _tier(where: str, trigger: str) -> list[pytest.MarkDecorator]:
         for trigger in TRIGGERS
     ],
 )
-def test_a_replica_that_hangs_is_named(tmp_path: Path, where: str, trigger: str) -> None:
-    """Wherever it does. Catches an error without a number, and a survivor that does not end, for
-    example because its own collective is still under way."""
+def test_hanging_replica_is_named(tmp_path: Path, where: str, trigger: str) -> None:
+    """At any point of training. Would catch a message without the replica, and a survivor that does
+    not exit, for example because its own collective is still pending."""
     hook, step, flags, said = FREEZES[where]
     run = run_edit(
         tmp_path, 3, 3, before=HOOKS, check=False, train_iters=500, global_batch_size=6,
@@ -61,9 +61,9 @@ def test_a_replica_that_hangs_is_named(tmp_path: Path, where: str, trigger: str)
 
 
 @pytest.mark.system
-def test_the_first_to_give_up_is_not_blamed(tmp_path: Path) -> None:
-    """Replica 1 hangs, but its look-out thread does not; replica 0 comes to the meeting, and gives
-    up, seconds before replica 2, whose connection to it then breaks."""
+def test_replica_that_times_out_first_is_not_blamed(tmp_path: Path) -> None:
+    """Replica 1 hangs, but its heartbeat thread does not. Replica 0 reaches the meeting and times out
+    seconds before replica 2, whose connection to replica 0 then breaks."""
     run = run_edit(
         tmp_path, 3, 3, before=HOOKS, check=False, train_iters=500, global_batch_size=6,
         env={"SPY_HOOKS": "slow,hang_one", "SPY_SLEEP": "[0.01, 0.01, 0.15]", "SPY_STEP": "6"},
@@ -71,12 +71,12 @@ def test_the_first_to_give_up_is_not_blamed(tmp_path: Path) -> None:
     )  # fmt: skip
     assert [rank.returncode for rank in run.result.ranks][::2] == [4, 4]
     for text in (run.result.ranks[0].stderr, (tmp_path / "replica-2.log").read_text()):
-        assert "replica 1 did not come to the sync of round 1" in text, text
+        assert "replica 1 did not reach the sync of round 1" in text, text
 
 
 @pytest.mark.system
-def test_a_slow_evaluation_is_waited_for(tmp_path: Path) -> None:
-    """Five batches of a second each against a time-out of three: each is a sign of life."""
+def test_slow_evaluation_does_not_time_out(tmp_path: Path) -> None:
+    """Five batches of a second each with a time-out of three seconds: each batch is progress."""
     run_timed(
         tmp_path, 2, 2, "slow,evaluate_slowly", {"SPY_SLEEP": "[0.01, 0.01]"}, train_iters=6,
         global_batch_size=4, eval_interval=4, eval_iters=5, edit_sync_seconds=30,
@@ -85,9 +85,9 @@ def test_a_slow_evaluation_is_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-def test_a_first_round_that_one_replica_exhausts(tmp_path: Path) -> None:
-    """The whole run is shorter than the round: the fast replica waits longer than the time-out for
-    one that goes on all the while."""
+def test_waiting_for_slow_replica_does_not_time_out(tmp_path: Path) -> None:
+    """The run is shorter than the first round: the fast replica waits longer than the time-out for a
+    slow one that makes progress."""
     run = run_timed(
         tmp_path, 2, 2, "slow", {"SPY_SLEEP": "[0.01, 0.3]"}, train_iters=40, global_batch_size=4,
         edit_sync_seconds=20, edit_timeout_seconds=3,

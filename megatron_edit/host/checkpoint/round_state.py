@@ -1,4 +1,4 @@
-"""What all replicas know alike of the rounds, in a manifest and in the engine."""
+"""The engine's `RoundState`, equal on all replicas, to and from the fields of a manifest."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from megatron_edit.method.loss_check import LossHistory
 
 
 def fields_of(rounds: RoundState, *, is_warmup: bool) -> dict[str, Any]:
-    """Fields of a manifest that keep what all replicas know alike; `rounds_of` is the inverse.
+    """Return the fields of a manifest that store `rounds`; `rounds_of` is the inverse.
 
     Args:
         rounds: of the engine.
-        is_warmup: whether the replicas train in step: no samples are dealt.
+        is_warmup: whether gradients are averaged at every step: no blocks are assigned.
     """
     assignment = None if is_warmup else rounds.assignment
     return {
@@ -44,43 +44,43 @@ def rounds_of(
     replica: int,
     num_replicas: int,
 ) -> RoundState:
-    """What all replicas of this run know alike, from a checkpoint.
+    """Build the state of the rounds for this run from a checkpoint.
 
     Args:
         path: of the checkpoint.
         manifest: of the checkpoint.
-        plan: what becomes of it in this run.
+        plan: how this run resumes.
         units: of this run.
         replica: r.
         num_replicas: N of this run.
 
     Raises:
-        UsageError: it is of another model, or broken.
+        UsageError: it is of another model, or damaged.
     """
-    goes_on = plan.goes_on
+    continues = plan.continues
     return RoundState(
-        count=manifest.round + (manifest.is_mid_round and not goes_on),
+        count=manifest.round + (manifest.is_mid_round and not continues),
         detectors=_detectors_of(path, manifest, units),
-        unit_steps=_unit_steps_of(manifest, units, num_replicas, is_same=goes_on),
+        unit_steps=_unit_steps_of(manifest, units, num_replicas, is_same=continues),
         loss_history=_loss_history_of(path, manifest, num_replicas),
-        replicas_identical=manifest.replicas_identical or not goes_on,
+        replicas_identical=manifest.replicas_identical or not continues,
         length=plan.entries[replica].round_length,
         assignment=plan.assignment,
         resumes_at_meeting=plan.resumes_at_meeting,
-        first_loss=manifest.first_loss if goes_on else None,
+        first_loss=manifest.first_loss if continues else None,
     )
 
 
 def _unit_steps_of(
     manifest: Manifest, units: tuple[str, ...], num_replicas: int, *, is_same: bool
 ) -> Tensor:
-    """int64 [N, U], steps since a unit's own last sync; columns as this run numbers its units.
+    """Return int64 [N, U], steps since a unit's own last sync; columns in this run's unit order.
 
     Args:
         manifest: of the checkpoint.
         units: of this run.
         num_replicas: N.
-        is_same: whether the replicas that saved go on.
+        is_same: whether the replicas that saved continue.
     """
     if not is_same or not manifest.unit_steps:
         return torch.zeros(num_replicas, len(units), dtype=torch.int64)
@@ -88,8 +88,8 @@ def _unit_steps_of(
     return torch.tensor(manifest.unit_steps, dtype=torch.int64)[:, columns]
 
 
-def saved_steps_of(manifest: Manifest, units: tuple[str, ...]) -> Tensor:
-    """int64 [N, U], steps of the saved replicas since a unit's own last sync, up to the save."""
+def saved_unit_steps(manifest: Manifest, units: tuple[str, ...]) -> Tensor:
+    """Return int64 [N, U], steps of the saved replicas from a unit's last sync to the save."""
     inner = torch.tensor([[entry.inner_steps] for entry in manifest.replicas])
     if not manifest.unit_steps:
         return inner.expand(-1, len(manifest.units))
@@ -98,10 +98,10 @@ def saved_steps_of(manifest: Manifest, units: tuple[str, ...]) -> Tensor:
 
 
 def _detectors_of(path: Path, manifest: Manifest, units: tuple[str, ...]) -> DetectorState:
-    """Rows of the saved replicas; columns as this run numbers its units.
+    """Return the detectors: rows of the saved replicas, columns in this run's unit order.
 
     Raises:
-        UsageError: they are of another model, or broken.
+        UsageError: they are of another model, or damaged.
     """
     if set(units) != set(manifest.units):
         raise UsageError(
@@ -110,7 +110,7 @@ def _detectors_of(path: Path, manifest: Manifest, units: tuple[str, ...]) -> Det
             "load a checkpoint of this model",
         )
     try:
-        saved = DetectorState.of_lists(manifest.detectors)
+        saved = DetectorState.from_lists(manifest.detectors)
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(str(path), f"detectors are broken: {error}", REMEDY) from error
     columns = [manifest.units.index(unit) for unit in units]
@@ -118,7 +118,7 @@ def _detectors_of(path: Path, manifest: Manifest, units: tuple[str, ...]) -> Det
 
 
 def _loss_history_of(path: Path, manifest: Manifest, num_replicas: int) -> LossHistory:
-    """Of the saved replicas, where this run has as many; else it starts anew.
+    """Return the saved loss history; a new one if this run has another number of replicas.
 
     Args:
         path: of the checkpoint.
@@ -126,9 +126,9 @@ def _loss_history_of(path: Path, manifest: Manifest, num_replicas: int) -> LossH
         num_replicas: N of this run.
 
     Raises:
-        UsageError: it is broken.
+        UsageError: it is damaged.
     """
     try:
-        return LossHistory.of_lists(manifest.loss_history, num_replicas)
+        return LossHistory.from_lists(manifest.loss_history, num_replicas)
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(str(path), f"the loss history is broken: {error}", REMEDY) from error

@@ -1,4 +1,4 @@
-"""A replica whose every parameter has become NaN, where units sync in groups: it comes back."""
+"""A replica whose parameters are all NaN recovers when units sync in fragments."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ FULL = pytest.mark.full
         pytest.param("m2", {"edit_strategy": "co2", "first": 1}, 0, id="co2-first", marks=FULL),
     ],
 )  # fmt: skip
-def test_all_of_it_comes_back_with_the_first_group(
+def test_nan_units_return_to_anchor_at_first_fragment_sync(
     tmp_path: Path, layout: str, flags: Flags, late: int, mode: str
 ) -> None:
-    """Would catch units that stay NaN until their own group syncs: in the next forward pass they
-    break those that have just come back, for ever."""
+    """Would catch units that stay NaN until their own fragment syncs: in the next forward pass they
+    would spread NaN to the units that were just reset, and so on forever."""
     ranks, given = LAYOUTS[layout]
     flags = dict(flags)
     bad_round = flags.pop("first", ROUND)

@@ -1,7 +1,7 @@
-"""What the event files say of a run beside its steps: evaluations, where it goes on, how it ended.
+"""Event files of a run besides its steps: evaluations, the point of resumption, and the end.
 
-Would catch: a validation loss of one replica alone, or that a reader takes for a training loss; an
-end that is told as another one; a resumed run whose steps cannot be told from those before.
+Would catch: a validation loss of one replica only, or one that a reader takes for a training loss;
+a wrong kind of end; a resumed run whose steps cannot be distinguished from earlier ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BATCH = 8
 
 
 def end_of(run: EditRun, replica: int) -> dict[str, Any]:
-    """The last line of a replica, of which there is one of this kind."""
+    """Return the end record of a replica; checks that it is the last line and the only one."""
     *others, last = run.lines(f"replica-{replica}.jsonl")
     assert not any("end" in line for line in others)
     assert abs(time.time() - last.pop("time")) < 120
@@ -29,13 +29,13 @@ def end_of(run: EditRun, replica: int) -> dict[str, Any]:
 
 
 def segment_of(folder: Path, name: str = "run.json") -> dict[str, Any]:
-    """Of a run in a folder."""
+    """Read the segment of a run from its folder."""
     segment: dict[str, Any] = json.loads((folder / name).read_text())["segment"]
     return segment
 
 
-def test_evaluations_and_a_good_end(tmp_path: Path) -> None:
-    """Validation losses are those of the console; a reader counts no line as damaged."""
+def test_evaluations_and_normal_end_are_recorded(tmp_path: Path) -> None:
+    """Validation losses are those of the console, and a reader finds no damaged line."""
     run = run_edit(tmp_path, 2, 2, train_iters=8, eval_interval=5, eval_iters=1)
     lines = run.lines("loss.jsonl")
     trained = [line for line in lines if "loss" in line]
@@ -59,9 +59,9 @@ def test_evaluations_and_a_good_end(tmp_path: Path) -> None:
     assert not monitored.num_damaged
 
 
-def test_a_resumed_run_says_where_it_goes_on(tmp_path: Path) -> None:
-    """Stopped in the middle of a round: the losses of its first steps, which the other process has
-    made, have their samples, too."""
+def test_resumed_run_records_resume_point(tmp_path: Path) -> None:
+    """Stopped within a round: the losses of the round's first steps, trained before the resume, have
+    their samples, too."""
     saves = tmp_path / "saves"
     run = run_edit(tmp_path, 2, 2, train_iters=11, exit_interval=6, save=saves, save_interval=6)
     assert segment_of(tmp_path) == {"number": 1, "resumed_from": None}
@@ -79,8 +79,8 @@ def test_a_resumed_run_says_where_it_goes_on(tmp_path: Path) -> None:
     assert end_of(run, 0)["samples"] == 11 * BATCH // 2
 
 
-def test_a_resume_with_other_settings_says_so(tmp_path: Path) -> None:
-    """On one line, by replica 0; Megatron's table of arguments shows the settings as used."""
+def test_resume_with_changed_settings_is_logged(tmp_path: Path) -> None:
+    """Replica 0 logs one line; Megatron's table of arguments shows the settings in use."""
     saves = tmp_path / "saves"
     first = run_edit(tmp_path, 2, 2, train_iters=8, exit_interval=5, save=saves, save_interval=5)
     table = first.result.ranks[0].stdout
@@ -106,8 +106,8 @@ def test_a_resume_with_other_settings_says_so(tmp_path: Path) -> None:
     assert "settings changed" not in again.result.ranks[0].stdout
 
 
-def test_an_error_is_told(tmp_path: Path) -> None:
-    """By the replica that has it, on one line, and by those that lose it."""
+def test_training_error_is_recorded(tmp_path: Path) -> None:
+    """The failing replica records it on one line, and the others record that they lost it."""
     run = run_edit(tmp_path, 2, 2, before="tests.host.spy_failure:fail", check=False, grace=30)
     assert [rank.returncode for rank in run.result.ranks] == [4, 1]
     failed = {"end": "failed", "reason": "ValueError: a broken\\nbatch", "exit_code": 1,
@@ -118,7 +118,7 @@ def test_an_error_is_told(tmp_path: Path) -> None:
     assert "replica 1" in other["reason"]
 
 
-def test_losses_of_a_round_have_the_samples_of_all_replicas(tmp_path: Path) -> None:
+def test_round_losses_record_samples_of_all_replicas(tmp_path: Path) -> None:
     """Under A-EDiT replicas make different numbers of steps."""
     run = run_edit(
         tmp_path, 2, 2, train_iters=12, edit_strategy="a-edit", edit_sync_seconds=0.1,

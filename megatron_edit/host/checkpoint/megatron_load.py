@@ -1,4 +1,4 @@
-"""Megatron's load, whose complaints become lines for people."""
+"""Megatron's load, with its errors turned into one-line messages."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _REMEDIES = (
 )  # fmt: skip
 
 
-def guarded[R](load: Callable[[], R], path: Path | None, world: ReplicaWorld) -> R:
-    """Megatron's load. It asserts, raises or exits with 0 on what it cannot use.
+def call_megatron_load[R](load: Callable[[], R], path: Path | None, world: ReplicaWorld) -> R:
+    """Call Megatron's load, which asserts, raises or exits with 0 on invalid checkpoints.
 
     Args:
         load: Megatron's.
-        path: what it loads; None for nothing yet.
-        world: the first rank speaks, if it fails, too.
+        path: of the checkpoint; None if there is none.
+        world: if global rank 0 fails, too, only it prints the message.
 
     Raises:
-        UsageError: it cannot use what it found.
+        UsageError: Megatron cannot load it.
     """
     try:
         with torch.no_grad():
@@ -41,5 +41,5 @@ def guarded[R](load: Callable[[], R], path: Path | None, world: ReplicaWorld) ->
             f"--load {'' if path is None else path}".rstrip(),
             f"Megatron cannot load it: {type(error).__name__} {first}".rstrip(),
             next(remedies, REMEDY),
-            is_local=not world.first_rank_announces("load/failed"),
+            is_local=not world.is_announced_by_first_rank("load/failed"),
         ) from error

@@ -1,4 +1,4 @@
-"""Hooks that take the room from the disk of the checkpoints while ranks train."""
+"""A hook that fills the disk of the checkpoints while ranks train."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tests.host.spy import out_dir
 from tests.host.spy_resume import record_all
 
 
-def full_at() -> None:
-    """No room on SPY_DISK in the saves whose numbers SPY_FULL lists, from 1; a file takes it.
+def fill_before_saves() -> None:
+    """Keep SPY_DISK full, by a filler file, in the saves whose numbers, from 1, SPY_FULL lists.
 
-    Rank 0 of all fills the disk when the save before is over, and the other ranks wait for it.
+    The first rank of all fills the disk when the previous save is over; the others wait for it.
     """
     import megatron.training.training as training
 
@@ -43,7 +43,7 @@ def full_at() -> None:
     training.save_checkpoint_and_time = saving
 
 
-def _wait_until(is_so: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
-    while not is_so() and time.monotonic() < until:
+def _wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Stops while something else is going on: a delayed sync, an asynchronous save, a planned exit."""
+"""Stops during other events: a delayed sync, an asynchronous or failing save, a planned exit."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from tests.harness import Flags
 from tests.host.layouts import GATHER
-from tests.host.runs import kept_run, run_edit
-from tests.host.test_checkpoints import STOP, made, manifest, newest
+from tests.host.runs import cached_run, run_edit
+from tests.host.test_checkpoints import STOP, manifest, new_folder, newest
 from tests.host.test_resume import DROPOUT, HOOK, facts
 
 pytestmark = pytest.mark.timeout(300)
@@ -37,70 +37,70 @@ CORE: dict[tuple[str, str], list[pytest.MarkDecorator]] = {
         for name in LATE
     ],
 )
-def test_a_stop_while_something_is_late(tmp_path: Path, name: str, step: str) -> None:
-    """Replicas stop at steps of their own, some before a sync lands, some after it: each goes on as
-    if nobody had stopped."""
+def test_stop_during_delayed_sync_or_async_save(tmp_path: Path, name: str, step: str) -> None:
+    """Replicas stop at different steps, some before a sync lands, some after it. The resumed run has the
+    result of an uninterrupted one."""
     saves = tmp_path / "saves"
     flags: Flags = {"train_iters": 30, "edit_sync_interval": 8, **DROPOUT, **LATE[name]}
     run_edit(
-        made(tmp_path / "a"), 4, 2, before=HOOK, env={**STOP, "SPY_STEP": step}, save=saves,
+        new_folder(tmp_path / "a"), 4, 2, before=HOOK, env={**STOP, "SPY_STEP": step}, save=saves,
         save_interval=1000, exit_signal_handler=True, **flags,
     )  # fmt: skip
     kept = manifest(saves, newest(saves))
     assert kept["form"] == "all" and any(entry["inner_steps"] for entry in kept["replicas"])
-    run_edit(made(tmp_path / "b"), 4, 2, before=HOOK, load=saves, **flags)
-    whole = kept_run(run_edit, 4, 2, before=HOOK, **flags)
+    run_edit(new_folder(tmp_path / "b"), 4, 2, before=HOOK, load=saves, **flags)
+    whole = cached_run(run_edit, 4, 2, before=HOOK, **flags)
     assert facts(tmp_path / "b", 4) == facts(whole.folder, 4)
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("step", ["15", "16", "17"])
-def test_a_planned_exit_meets_a_stop(tmp_path: Path, step: str) -> None:
-    """--exit-interval on all, a signal on one a step before, at or after it: all end with 0, and
-    what is saved can be loaded."""
+def test_stop_near_exit_interval(tmp_path: Path, step: str) -> None:
+    """With --exit-interval, and a signal on one replica a step before, at or after it, all exit with 0,
+    and the checkpoint can be loaded."""
     saves = tmp_path / "saves"
     flags: Flags = {"train_iters": 24, "edit_sync_interval": 20, **DROPOUT}
     run_edit(
-        made(tmp_path / "a"), 2, 2, before=HOOK, env={**STOP, "SPY_STEP": step}, save=saves,
+        new_folder(tmp_path / "a"), 2, 2, before=HOOK, env={**STOP, "SPY_STEP": step}, save=saves,
         save_interval=1000, exit_signal_handler=True, exit_interval=16, **flags,
     )  # fmt: skip
-    run_edit(made(tmp_path / "b"), 2, 2, before=HOOK, load=saves, **flags)
-    whole = kept_run(run_edit, 2, 2, before=HOOK, **flags)
+    run_edit(new_folder(tmp_path / "b"), 2, 2, before=HOOK, load=saves, **flags)
+    whole = cached_run(run_edit, 2, 2, before=HOOK, **flags)
     assert facts(tmp_path / "b", 2) == facts(whole.folder, 2)
 
 
 @pytest.mark.system
-def test_a_stop_while_a_save_is_being_completed(tmp_path: Path) -> None:
-    """The others write the stop's checkpoint while the first rank still reads back the one before.
+def test_stop_while_previous_save_is_completed(tmp_path: Path) -> None:
+    """The others write the checkpoint of the stop while the first rank still verifies the previous one.
 
-    Would catch a checkpoint that is swept away while it is written, and one that counts as complete
+    Would catch a checkpoint that is removed while it is written, and one that counts as complete
     without its files.
     """
     saves = tmp_path / "saves"
     flags: Flags = {"train_iters": 24, "edit_sync_interval": 20, **DROPOUT}
     env = {**STOP, "SPY_HOOKS": f"{STOP['SPY_HOOKS']},hash_slowly"}
     run_edit(
-        made(tmp_path / "a"), 2, 2, before=HOOK, env=env, save=saves, save_interval=8,
+        new_folder(tmp_path / "a"), 2, 2, before=HOOK, env=env, save=saves, save_interval=8,
         exit_signal_handler=True, **flags,
     )  # fmt: skip
     assert newest(saves) > 8 and manifest(saves, newest(saves))["form"] == "all"
     assert [path.name for path in saves.iterdir() if path.name.startswith(".")] == []
-    run_edit(made(tmp_path / "b"), 2, 2, before=HOOK, load=saves, **flags)
-    whole = kept_run(run_edit, 2, 2, before=HOOK, **flags)
+    run_edit(new_folder(tmp_path / "b"), 2, 2, before=HOOK, load=saves, **flags)
+    whole = cached_run(run_edit, 2, 2, before=HOOK, **flags)
     assert facts(tmp_path / "b", 2) == facts(whole.folder, 2)
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("hooks", [STOP["SPY_HOOKS"], "slow"], ids=["a-stop", "a-save"])
-def test_a_save_after_one_that_failed(tmp_path: Path, hooks: str) -> None:
-    """A disk that fails once: that is told, and what is saved next is complete.
+def test_save_after_failed_save_is_complete(tmp_path: Path, hooks: str) -> None:
+    """A disk error in one save is reported, and the next checkpoint is complete.
 
-    Would catch a checkpoint that is written and thrown away, because of the one before.
+    Would catch a checkpoint that is written and discarded because of the previous one.
     """
     saves = tmp_path / "saves"
-    env = {**STOP, "SPY_HOOKS": f"{hooks},lose_a_part", "SPY_SLEEP": "[0.01, 0.2]"}
+    env = {**STOP, "SPY_HOOKS": f"{hooks},fail_readback", "SPY_SLEEP": "[0.01, 0.2]"}
     run = run_edit(
-        made(tmp_path / "a"), 2, 2, before=HOOK, env=env, save=saves, save_interval=8,
+        new_folder(tmp_path / "a"), 2, 2, before=HOOK, env=env, save=saves, save_interval=8,
         exit_signal_handler=True, train_iters=30, edit_sync_interval=20,
     )  # fmt: skip
     assert newest(saves) >= 9 and manifest(saves, newest(saves))["form"] == "all"
@@ -109,38 +109,38 @@ def test_a_save_after_one_that_failed(tmp_path: Path, hooks: str) -> None:
 
 
 @pytest.mark.system
-def test_a_stop_among_skipped_iterations(tmp_path: Path) -> None:
-    """--iterations-to-skip between the steps at which the replicas stop: one name for both, and
-    each goes on from its own. Would catch two halves of a checkpoint."""
+def test_stop_among_skipped_iterations(tmp_path: Path) -> None:
+    """--iterations-to-skip between the steps at which the replicas stop: they save one checkpoint, and
+    each resumes from its own step. Would catch two incomplete checkpoints."""
     saves = tmp_path / "saves"
     flags: Flags = {"train_iters": 40, "edit_sync_interval": 20, "save": saves, "load": saves,
                     "save_interval": 1000, "iterations_to_skip": [8, 9, 10, 11, 12, 13],
                     **DROPOUT}  # fmt: skip
     env = {**STOP, "SPY_STEP": "7", "SPY_SLEEP": "[0, 0.3]"}
-    run_edit(made(tmp_path / "a"), 2, 2, before=HOOK, env=env, exit_signal_handler=True, **flags)
+    run_edit(new_folder(tmp_path / "a"), 2, 2, before=HOOK, env=env, exit_signal_handler=True, **flags)
     first, second = manifest(saves, newest(saves))["replicas"]
     assert first["step"] > 7 >= second["step"]
-    run_edit(made(tmp_path / "b"), 2, 2, before=HOOK, **flags)
+    run_edit(new_folder(tmp_path / "b"), 2, 2, before=HOOK, **flags)
     flags["save"] = flags["load"] = tmp_path / "none"
-    run_edit(made(tmp_path / "whole"), 2, 2, before=HOOK, **flags)
+    run_edit(new_folder(tmp_path / "whole"), 2, 2, before=HOOK, **flags)
     assert facts(tmp_path / "b", 2) == facts(tmp_path / "whole", 2)
 
 
 @pytest.mark.system
-def test_saves_that_go_on_failing(tmp_path: Path) -> None:
-    """Two in a row end the run, and what was complete stays: nobody trains for days unsaved."""
+def test_repeatedly_failing_saves_end_run(tmp_path: Path) -> None:
+    """Two failed saves in a row end the run, and the last complete checkpoint remains."""
     saves = tmp_path / "saves"
     flags: dict[str, Any] = {
         "edit_sync_interval": 5, "save": saves, "load": saves, "save_interval": 5,
         "train_iters": 60,
     }  # fmt: skip
-    run_edit(made(tmp_path / "a"), 2, 2, exit_interval=5, **flags)
-    left = made(saves / ".iter_0000009.dead.partial")
+    run_edit(new_folder(tmp_path / "a"), 2, 2, exit_interval=5, **flags)
+    left = new_folder(saves / ".iter_0000009.dead.partial")
     run = run_edit(
-        made(tmp_path / "b"), 2, 2, before=HOOK, check=False,
-        env={**STOP, "SPY_HOOKS": "slow,lose_a_part", "SPY_LOST": "9"}, **flags,
+        new_folder(tmp_path / "b"), 2, 2, before=HOOK, check=False,
+        env={**STOP, "SPY_HOOKS": "slow,fail_readback", "SPY_LOST": "9"}, **flags,
     )  # fmt: skip
     assert all(rank.returncode for rank in run.result.ranks)
     assert newest(saves) == 5 and manifest(saves, 5)["form"] == "all"
-    assert not left.exists(), "its room may be what is missing"
+    assert not left.exists(), "leftovers must be removed to free space"
     assert "Input/output error" in run.result.ranks[0].stderr

@@ -1,4 +1,4 @@
-"""A spy that measures what the outer state occupies, on real allocations."""
+"""A spy that measures the memory of the outer state from the live tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.host.spy import out_dir
 
 
 def _storages() -> dict[int, int]:
-    """Bytes of every live tensor storage, by address."""
+    """Return the bytes of every live tensor storage, by address."""
     found = {}
     for thing in gc.get_objects():
         if isinstance(thing, torch.Tensor):
@@ -45,16 +45,16 @@ def measure() -> None:
 
 
 def measure_stock() -> None:
-    """What Megatron keeps without EDiT, at a sync: of all ranks, sharded or not."""
+    """Record the gradients and optimizer state that Megatron itself keeps, at each sync."""
     sync = EditEngine._meet
 
     def spied_sync(self: EditEngine, meeting: Any) -> None:
         sync(self, meeting)
         host: Any = self.host
-        held = host.optimizers[0]
-        optimizer = getattr(held, "_optimizer", held)  # one that is not sharded is behind our own
-        halves = ("shard_fp32_from_float16_groups", "fp32_from_float16_groups")
-        main = [p for name in halves for group in getattr(optimizer, name, ()) for p in group]
+        ours = host.optimizers[0]
+        optimizer = getattr(ours, "_optimizer", ours)  # without sharding, ours wraps Megatron's
+        attributes = ("shard_fp32_from_float16_groups", "fp32_from_float16_groups")
+        main = [p for name in attributes for group in getattr(optimizer, name, ()) for p in group]
         state = [
             vector
             for each in optimizer.optimizer.state.values()

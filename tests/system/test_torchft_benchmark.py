@@ -26,14 +26,14 @@ from overlap_parts.kinds import (
     TORCHFT_STREAMING,
     Job,
     RivalError,
-    even_cuts,
     num_fragments,
     rival_versions,
+    split_evenly,
 )
 from overlap_parts.report import Analysis
 from overlap_parts.runs import Measurement
 
-from tests.harness.lab import need_lab
+from tests.harness.network_lab import need_lab
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARK = ROOT / "benchmarks" / "overlap.py"
@@ -64,7 +64,7 @@ def measurement(kind: str, speed: float, syncs: list[dict[str, Any]]) -> Measure
     )
 
 
-def test_without_torchft_it_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_missing_torchft_is_refused_in_one_line(tmp_path: Path) -> None:
     """Before anything is made or measured, whether the interpreter lacks torchft or is none."""
     bare = tmp_path / "bare"
     bare.write_text(
@@ -86,7 +86,7 @@ def test_without_torchft_it_is_refused_in_one_line(tmp_path: Path) -> None:
         assert not output.exists()
 
 
-def test_the_rival_must_have_the_same_torch(tmp_path: Path) -> None:
+def test_torchft_run_requires_same_torch(tmp_path: Path) -> None:
     """The ideal is measured with ours."""
     assert rival_versions(fake_python(tmp_path))["torchft"] == "1.0"
     with pytest.raises(RivalError, match=r"has torch 2\.7\.0, .* must be the same$"):
@@ -95,7 +95,7 @@ def test_the_rival_must_have_the_same_torch(tmp_path: Path) -> None:
         rival_versions(fake_python(tmp_path, **{"megatron-core": None}))
 
 
-def test_a_rival_trains_what_the_ideal_does() -> None:
+def test_torchft_run_has_flags_of_ideal() -> None:
     """The same flags and iterations; its own come on top."""
     ideal, window = job(IDEAL), job(IDEAL).window(1e8)
     for kind in RIVALS:
@@ -110,7 +110,7 @@ def test_a_rival_trains_what_the_ideal_does() -> None:
     ("tau", "layers", "expected"),
     [(40, 4, 4), (8, 2, 2), (7, 4, 1), (2, 4, 1), (40, 1, 2), (12, 2, 3)],
 )
-def test_schedules_that_torchft_takes(tau: int, layers: int, expected: int) -> None:
+def test_fragments_fit_torchft_schedule(tau: int, layers: int, expected: int) -> None:
     """Fragments divide the interval, and a fragment has landed before the next one leaves."""
     assert num_fragments(TORCHFT_STREAMING, tau=tau, num_layers=layers) == expected
     assert num_fragments(TORCHFT_DILOCO, tau=tau, num_layers=layers) == 1
@@ -122,22 +122,22 @@ def test_schedules_that_torchft_takes(tau: int, layers: int, expected: int) -> N
     assert 0 <= values["--torchft-sync-delay"] < tau // values["--torchft-fragments"]
 
 
-def test_cuts_are_as_even_as_can_be() -> None:
+def test_even_cuts_minimize_largest_part() -> None:
     """In order, everything once; the largest part is as small as in any other cut."""
     sizes = [8, 3, 3, 3, 4]
     for parts in range(1, 6):
-        cuts = even_cuts(sizes, parts)
+        cuts = split_evenly(sizes, parts)
         assert [x for cut in cuts for x in cut] == list(range(5)) and len(cuts) == parts
         others = combinations(range(1, 5), parts - 1)
         worst = [
             max(sum(sizes[a:b]) for a, b in zip((0, *c), (*c, 5), strict=True)) for c in others
         ]
         assert max(sum(sizes[i] for i in cut) for cut in cuts) == min(worst)
-    with pytest.raises(ValueError, match="6 parts of 5 things"):
-        even_cuts(sizes, 6)
+    with pytest.raises(ValueError, match="6 parts of 5 items"):
+        split_evenly(sizes, 6)
 
 
-def test_a_rival_is_not_counted_as_edit() -> None:
+def test_torchft_run_has_no_edit_limit() -> None:
     """It has a share of the ideal and a loss, but no limit: that is the exact method's."""
     sync = {"wire_bytes": 20e6, "seconds": {"exposed": 1.0, "wait": 0.0}}
     runs = [measurement(IDEAL, 1000, []), measurement("overlap", 700, [sync]),
@@ -151,7 +151,7 @@ def test_a_rival_is_not_counted_as_edit() -> None:
     assert rival.lost is not None and rival.lost.median == pytest.approx(40 * 0.2)
 
 
-def test_the_limit_is_of_whole_syncs_in_fp32() -> None:
+def test_limit_uses_complete_fp32_syncs_only() -> None:
     """Whatever else is measured beside it: int8, or fragments that sync one by one."""
 
     def limit(*others: Measurement) -> float:
@@ -179,7 +179,7 @@ def test_the_limit_is_of_whole_syncs_in_fp32() -> None:
 
 @pytest.mark.full
 @pytest.mark.skipif(find_spec("torchft") is None, reason="torchft is not installed")
-def test_it_sends_its_model_once_in_a_round(tmp_path: Path) -> None:
+def test_torchft_sends_model_once_per_round(tmp_path: Path) -> None:
     """Both kinds, in a lab; a tiny model: what counts is how many bytes leave a host."""
     need_lab()
     output = tmp_path / "overlap.json"

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def need_lab() -> None:
-    """Skip the test, with the reason, where this machine or user can have no lab."""
+    """Skip the test, with the reason, if this machine or user cannot create a lab."""
     try:
         require_lab()
     except LabUnavailableError as error:
@@ -23,16 +23,16 @@ def need_lab() -> None:
 def run_on_two_hosts(
     folder: Path, rate: float, command: Callable[[Lab, int], list[str]], timeout: float
 ) -> list[str]:
-    """Run a command on each of two hosts to a good end.
+    """Run a command on each of two hosts; both must exit with 0.
 
     Args:
-        folder: for their output.
-        rate: bits per second, each way.
-        command: of a host.
+        folder: folder for their output.
+        rate: link rate in each direction, bits per second.
+        command: returns the command of a host.
         timeout: seconds.
 
     Returns:
-        What each host printed.
+        Standard output of each host.
     """
     environment = {
         **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",

@@ -1,4 +1,4 @@
-"""A training script's extra: the main thread stands still until no exchange is under way."""
+"""A hook that blocks the main thread of a rank until no exchange is under way."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.host.spy import built_chunks, out_dir, record
 LONGEST_SECONDS = 20.0
 
 
-def hold_main_thread() -> None:
-    """`record`, and after each sync begins, hold the main thread in its next gather, or where the
-    sync lands late, in its next reduction of gradients, before any of ours runs there.
+def block_main_thread() -> None:
+    """Call `record`, and after each sync begins, block the main thread in its next parameter gather
+    or, if the sync lands late, in its next gradient reduction, before the plugin's code runs there.
 
-    Writes `beside-<rank>.json`: for each sync, whether all of it was over while the thread stood.
+    Writes `blocked-<rank>.json`: for each sync, whether it finished while the thread was blocked.
     """
     import megatron.training.training as training
 
@@ -38,11 +38,11 @@ def hold_main_thread() -> None:
             return len(units) == len(sync.units.shards) and all(unit.is_stepped for unit in units)
         return all(unit.on_wire is None for unit in units)
 
-    def holding(start: Callable[..., Any], where: str) -> Callable[..., Any]:
+    def blocking(start: Callable[..., Any], where: str) -> Callable[..., Any]:
         @wraps(start)
-        def held(*args: Any, **kwargs: Any) -> Any:
+        def blocked(*args: Any, **kwargs: Any) -> Any:
             if begun and begun[0][0] == where and begun[0][1].is_done:
-                begun.clear()  # the last one: the main thread landed it before it gathered anything
+                begun.clear()  # the last sync: the main thread landed it before any gather
             elif begun and begun[0][0] == where:
                 _, sync = begun.pop()
                 deadline = time.monotonic() + LONGEST_SECONDS
@@ -51,7 +51,7 @@ def hold_main_thread() -> None:
                 seen.append(is_over(sync))
             return start(*args, **kwargs)
 
-        return held
+        return blocked
 
     def spied_begin(self: SyncManager, sync: Any) -> None:
         begin(self, sync)
@@ -65,20 +65,20 @@ def hold_main_thread() -> None:
 
     def spied_train(*args: Any, **kwargs: Any) -> Any:
         groups: list[Any] = list(bucket_groups(chunks))
-        for group in groups:  # the plugin's overrides lie below
-            group.start_param_sync = holding(group.start_param_sync, "gather")
-            group.start_grad_sync = holding(group.start_grad_sync, "reduction")
+        for group in groups:  # these wrappers call the plugin's overrides
+            group.start_param_sync = blocking(group.start_param_sync, "gather")
+            group.start_grad_sync = blocking(group.start_grad_sync, "reduction")
         try:
             return train(*args, **kwargs)
         finally:
-            (out_dir() / f"beside-{rank}.json").write_text(json.dumps(seen))
+            (out_dir() / f"blocked-{rank}.json").write_text(json.dumps(seen))
 
     training.train = spied_train
     SyncManager.begin_landing = spied_begin  # type: ignore[method-assign]
     SyncManager.start = spied_start  # type: ignore[method-assign]
 
 
-def read_beside(folder: Path, rank: int) -> list[bool]:
-    """What a rank saw, by sync."""
-    seen: list[bool] = json.loads((folder / f"beside-{rank}.json").read_text())
+def read_blocked(folder: Path, rank: int) -> list[bool]:
+    """Read what a rank recorded for each sync."""
+    seen: list[bool] = json.loads((folder / f"blocked-{rank}.json").read_text())
     return seen

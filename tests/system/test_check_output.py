@@ -1,4 +1,4 @@
-"""What `megatron-edit check` tells of a command line that would start, and of a script's flags."""
+"""The output of `megatron-edit check` for valid command lines and for flags of a script."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.system.check_lines import EDIT_OFF, corpus, write_corpus
 
 SCRIPT = REPOSITORY / "scripts" / "pretrain_gpt.py"
 OVERLAP: Flags = {"overlap_param_gather": True, "overlap_grad_reduce": True}
-# By flags: what some line of stdout must hold, and what none may.
+# Flags, texts that stdout must contain, and texts that it must not contain.
 CASES: dict[str, tuple[Flags, list[str], list[str]]] = {
     "plain": (
         {},
@@ -42,7 +42,7 @@ CASES: dict[str, tuple[Flags, list[str], list[str]]] = {
     "asked": ({"edit_offload": True, "edit_device": "cpu"}, ["ok:"], ["GPU so far"]),
     "stock": (EDIT_OFF, ["ok: stock Megatron on 2 ranks"], ["sync mode", "GPU so far"]),
 }  # fmt: skip
-# A script with flags of its own, each in another way; %s is where it parses.
+# A script with flags of its own, which it adds to the parser (%r is True) or ignores.
 OWN = """
 import argparse
 from megatron.training import pretrain
@@ -57,17 +57,17 @@ else:
 pretrain(None, None, None, None)
 raise SystemExit("it trains")
 """
-TRAINS_ALONE = "import megatron.training\nprint('by myself')\n"
+WITHOUT_MEGATRON_LOOP = "import megatron.training\nprint('by myself')\n"
 
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[object, str, str]]:
-    """Exit code, stderr and stdout of each command line, of one process."""
+    """Run all command lines in one process; return exit code, stderr and stdout of each."""
     folder = tmp_path_factory.mktemp("lines")
     write_corpus(folder / "good")
     (folder / "adds.py").write_text(OWN % True)
     (folder / "ignores.py").write_text(OWN % False)
-    (folder / "alone.py").write_text(TRAINS_ALONE)
+    (folder / "alone.py").write_text(WITHOUT_MEGATRON_LOOP)
     lines = {name: _line(SCRIPT, edit_flags(2, **flags)) for name, (flags, _, _) in CASES.items()}
     extra = ["--num-layer", "3", "--of-mine", "4"]
     lines["adds"] = _line(folder / "adds.py", edit_flags(2) + extra[:2])
@@ -84,8 +84,8 @@ def _line(script: Path, words: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_would_run(name: str, said: dict[str, tuple[object, str, str]]) -> None:
-    """Would catch: "ok" without what it is, remarks on what is as it should be, files made."""
+def test_check_describes_run_without_side_effects(name: str, said: dict[str, tuple[object, str, str]]) -> None:
+    """Would catch missing descriptions, needless remarks, and files that `check` creates."""
     code, errors, out = said[name]
     assert (code, errors) == (0, ""), errors
     _, holds, lacks = CASES[name]
@@ -93,21 +93,21 @@ def test_what_would_run(name: str, said: dict[str, tuple[object, str, str]]) -> 
     assert not any(text in out for text in lacks), out
 
 
-def test_flags_that_a_script_adds(said: dict[str, tuple[object, str, str]]) -> None:
-    """Known, though one letter off one of Megatron's. Would catch: a parser without them."""
+def test_flags_added_by_script_are_accepted(said: dict[str, tuple[object, str, str]]) -> None:
+    """They are known, even if similar to a flag of Megatron. Would catch a parser without them."""
     code, errors, out = said["adds"]
     assert (code, errors) == (0, "") and "num-layer" not in out
 
 
-def test_flags_that_a_script_keeps(said: dict[str, tuple[object, str, str]]) -> None:
-    """Accepted as in the launch, with a question about the one that is almost Megatron's."""
+def test_flags_ignored_by_script_are_accepted_with_hint(said: dict[str, tuple[object, str, str]]) -> None:
+    """They are accepted as in a launch, with a hint for the one similar to a flag of Megatron."""
     code, errors, out = said["ignores"]
     assert (code, errors) == (0, "")
     assert "--num-layer: did you mean --num-layers?" in out and "--of-mine: did" not in out
     assert "not checked (unknown to Megatron): --num-layer 3 --of-mine 4" in out
 
 
-def test_a_script_that_trains_by_itself(said: dict[str, tuple[object, str, str]]) -> None:
-    """As the launch says at its end: its replicas would train apart, in silence."""
+def test_script_without_megatron_loop_is_refused(said: dict[str, tuple[object, str, str]]) -> None:
+    """As in a launch: otherwise its replicas would silently train separately."""
     code, errors, _ = said["alone"]
     assert code == 2 and "did not train through megatron.training.pretrain" in errors

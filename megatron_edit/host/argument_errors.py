@@ -1,8 +1,8 @@
-"""What Megatron refuses on a command line, as one line with the flags that it is about.
+"""Turns Megatron's errors about its arguments into one-line errors that name the flags.
 
 Megatron answers an unknown flag with pages of usage and a bad combination with a traceback, often
-of an assertion without a text. The launch and `megatron-edit check` both pass through here, so they
-say the same.
+of an assertion without a text. The launch and `megatron-edit check` both use this module, so that
+their messages are the same.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from megatron_edit.config import add_arguments
 from megatron_edit.errors import UsageError
 from megatron_edit.host.seams.patching import Patcher
 
-# What Megatron raises over arguments: it has no class of its own for that.
-RAISED = (AssertionError, ArithmeticError, LookupError, OSError, RuntimeError, TypeError,
+# Exceptions that Megatron raises for bad arguments; it has no class of its own for them.
+ARGUMENT_ERRORS = (AssertionError, ArithmeticError, LookupError, OSError, RuntimeError, TypeError,
           ValueError)  # fmt: skip
-# Of these, faults of a machine or of the network, which may pass: the same command may start later.
-_MAY_PASS: tuple[type[Exception], ...] = (
+# Of these, faults of the machine or the network: the same command may succeed later.
+_TRANSIENT_ERRORS: tuple[type[Exception], ...] = (
     dist.DistError, torch.OutOfMemoryError, getattr(torch, "AcceleratorError", dist.DistError),
 )  # fmt: skip
-_WRONG_PATH = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError,
+_PATH_ERRORS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError,
                PermissionError)  # fmt: skip
-# As PyTorch's plain RuntimeErrors begin.
-_OF_A_DEVICE = (
+# Beginnings of PyTorch's plain RuntimeErrors about devices.
+_DEVICE_ERROR_PREFIXES = (
     "CUDA error",
     "CUDA driver",
     "HIP error",
@@ -45,7 +45,7 @@ _OF_A_DEVICE = (
     "No CUDA GPUs",
     "Unexpected error from cuda",
 )
-_MEETING = ("init_process_group", "_initialize_distributed")
+_DISTRIBUTED_INIT = ("init_process_group", "_initialize_distributed")
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _ATTRIBUTE = re.compile(r"\b(?:args|self|config)\.([a-z]\w*)")
 _MOST_FLAGS = 6
@@ -54,22 +54,22 @@ _UNKNOWN = "unrecognized arguments: "
 
 
 class CommandLine:
-    """Megatron's parser with our flags; remembers what it did not know.
+    """Adds the `--edit-*` flags to Megatron's parser and records unknown arguments.
 
     Attributes:
-        unknown: words that are no flags of Megatron's, ours or the script's own.
+        unknown: arguments that are no flags of Megatron, this package or the script.
     """
 
     def __init__(self) -> None:
         self.unknown: list[str] = []
-        self._flags: dict[str, list[str]] = {}  # by attribute
-        self._switching_off: set[str] = set()  # attributes whose flag makes them False
+        self._flags: dict[str, list[str]] = {}  # flags by attribute
+        self._switching_off: set[str] = set()  # attributes with a flag that sets them to False
 
     def attach(self, patcher: Patcher) -> None:
-        """Add our flags to the parser that Megatron makes, and let it complain in one line.
+        """Add the `--edit-*` flags to Megatron's parser, and make it report errors in one line.
 
         Args:
-            patcher: for Megatron's function, and for the parser that it returns.
+            patcher: patches Megatron's function and the parser that it returns.
         """
         import megatron.training.arguments as arguments
 
@@ -93,7 +93,7 @@ class CommandLine:
         def parse_known_args(
             args: Sequence[str] | None = None, namespace: Namespace | None = None
         ) -> tuple[Namespace, list[str]]:
-            for action in parser._actions:  # with those that the script has added by now
+            for action in parser._actions:  # including those that the script has added
                 self._flags.setdefault(action.dest, []).extend(action.option_strings)
                 if action.const is False:  # as in --disable-bias-linear
                     self._switching_off.add(action.dest)
@@ -104,10 +104,10 @@ class CommandLine:
         patcher.add(parser, "error", self._refuse)
 
     def _refuse(self, message: str) -> NoReturn:
-        """argparse's `error`."""
+        """Replace argparse's `error`: raise a `UsageError`."""
         if message.startswith(_UNKNOWN):
             raise self._unknown_flag(message.removeprefix(_UNKNOWN).split())
-        # argparse says "argument --num-layers: invalid int value: 'many'"
+        # argparse's message: "argument --num-layers: invalid int value: 'many'"
         subject, colon, rule = message.removeprefix("argument ").partition(": ")
         subject, rule = (subject, rule) if colon else ("the command line", message)
         raise UsageError(subject, _shortened(rule), "see Megatron's own help for this flag")
@@ -125,22 +125,22 @@ class CommandLine:
             f"did you mean {close[0]}?" if close else "drop it, or correct it",
         )
 
-    def questions(self) -> list[str]:
-        """Of unknown words that the script takes, those that are almost a flag of Megatron's."""
-        asked = []
+    def suggestions(self) -> list[str]:
+        """Suggest a flag of Megatron for each unknown argument that differs by one letter."""
+        found = []
         for word in self.unknown:
             name = _dashed(word)
             near = difflib.get_close_matches(name, self._names(), n=3, cutoff=0.7)
             near = [flag for flag in near if is_one_letter_off(name, flag)]
             if word.startswith("--") and near:
-                asked.append(f"{word.partition('=')[0]}: did you mean {near[0]}?")
-        return asked
+                found.append(f"{word.partition('=')[0]}: did you mean {near[0]}?")
+        return found
 
     def _names(self) -> list[str]:
         return [flag for flags in self._flags.values() for flag in flags]
 
-    def shown(self, args: Namespace, source: str) -> str:
-        """The flags in a line of Megatron's source, with their values, as in ``--lr 0.1``."""
+    def flags_in(self, args: Namespace, source: str) -> str:
+        """Return the flags used in a line of source with their values, as in ``--lr 0.1``."""
         found = []
         for name in dict.fromkeys(_ATTRIBUTE.findall(source)):
             if flags := self._flags.get(name):
@@ -153,71 +153,73 @@ class CommandLine:
         return ", ".join(found[:_MOST_FLAGS])
 
     @contextmanager
-    def refusals(self, args: Namespace) -> Iterator[None]:
-        """Turn what Megatron's validation raises into a refusal of one line.
+    def as_usage_errors(self, args: Namespace) -> Iterator[None]:
+        """Turn errors of Megatron's validation into a `UsageError` of one line.
+
+        Transient faults, and errors raised in this package, are not changed.
 
         Args:
-            args: Megatron's; their values are shown.
+            args: Megatron's arguments, whose values are shown.
 
         Raises:
-            UsageError: Megatron refuses them. What may pass, and a bug of ours, stays as it is.
+            UsageError: Megatron refuses the arguments.
         """
         try:
             yield
-        except RAISED as error:
-            if _may_pass(error) or _raised_in(error) == "megatron_edit":
+        except ARGUMENT_ERRORS as error:
+            if _is_transient(error) or _raising_package(error) == "megatron_edit":
                 raise
             raise self.usage_error(error, args, "Megatron's validation") from error
 
-    def usage_error(self, error: Exception, args: Namespace, who: str) -> UsageError:
-        """The refusal that an error comes to: its text or its source line, and the flags there.
+    def usage_error(self, error: Exception, args: Namespace, part: str) -> UsageError:
+        """Make a `UsageError` of an error's text or source line, and the flags used in that line.
 
         Args:
-            error: that was raised.
-            args: Megatron's.
-            who: failed, in words.
+            error: the error.
+            args: Megatron's arguments.
+            part: name of the part that failed.
         """
         frame = traceback.extract_tb(error.__traceback__)[-1]
         source = _source_of(frame)
         lines = str(error).strip().splitlines()
         kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
         what = f"{kind}{_shortened(lines[0])}" if lines else f"{kind}`{_shortened(source)}`"
-        flags = self.shown(args, source)
+        flags = self.flags_in(args, source)
         return UsageError(
             flags or "the command line",
-            f"{who} fails: {what} ({Path(frame.filename).name}, line {frame.lineno})",
+            f"{part} fails: {what} ({Path(frame.filename).name}, line {frame.lineno})",
             "change one of these flags" if flags else "correct what it names",
         )
 
 
 def comes_from_megatron(error: BaseException) -> bool:
-    """Whether Megatron's own code refused what it was given, itself or through a library.
+    """Whether the error was raised by Megatron's code, or by a library that it called.
 
-    False where our code or the script failed, also below a call of Megatron's; and for faults that
-    may pass (network, device, disk), after which the same command may start.
+    False for errors in this package or in the script, also in functions that Megatron called, and
+    for transient faults (network, device, disk), after which the same command may succeed.
     """
-    is_refusal = isinstance(error, RAISED) and not _may_pass(error)
-    return is_refusal and _raised_in(error) == "megatron"
+    is_refusal = isinstance(error, ARGUMENT_ERRORS) and not _is_transient(error)
+    return is_refusal and _raising_package(error) == "megatron"
 
 
-def _may_pass(error: BaseException) -> bool:
-    """Whether a fault is of a machine or of the network, or was met while the ranks meet."""
+def _is_transient(error: BaseException) -> bool:
+    """Whether an error is a fault of the machine or network, or of forming process groups."""
     frames = traceback.walk_tb(error.__traceback__)
-    if any(frame.f_code.co_name in _MEETING for frame, _ in frames):
+    if any(frame.f_code.co_name in _DISTRIBUTED_INIT for frame, _ in frames):
         return True
-    if isinstance(error, _MAY_PASS):
+    if isinstance(error, _TRANSIENT_ERRORS):
         return True
-    if isinstance(error, OSError) and not isinstance(error, _WRONG_PATH):
-        # Libraries raise a bare OSError over a path, too: "Not found: tokenizer.model".
+    if isinstance(error, OSError) and not isinstance(error, _PATH_ERRORS):
+        # Libraries also raise a plain OSError for a bad path: "Not found: tokenizer.model".
         if type(error) is not OSError or error.errno is not None:
             return True
-    elif type(error) is RuntimeError and str(error).startswith(_OF_A_DEVICE):
+    elif type(error) is RuntimeError and str(error).startswith(_DEVICE_ERROR_PREFIXES):
         return True
-    return error.__cause__ is not None and _may_pass(error.__cause__)
+    return error.__cause__ is not None and _is_transient(error.__cause__)
 
 
-def _raised_in(error: BaseException) -> str:
-    """The package of the innermost frame that is no library's; empty where there is none."""
+def _raising_package(error: BaseException) -> str:
+    """Return the package of the innermost frame outside of libraries; empty if there is none."""
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if package in ("megatron", "megatron_edit") or not _is_library(frame.f_code.co_filename):
@@ -233,18 +235,18 @@ def _is_library(file: str) -> bool:
 
 
 def is_one_letter_off(word: str, name: str) -> bool:
-    """Whether one letter that is missing, added or another makes one word of the other."""
+    """Whether two words differ by at most one missing, additional or different letter."""
     changes = difflib.SequenceMatcher(None, word, name, autojunk=False).get_opcodes()
     return sum(max(i2 - i1, j2 - j1) for kind, i1, i2, j1, j2 in changes if kind != "equal") <= 1
 
 
 def _dashed(word: str) -> str:
-    """A flag as Megatron writes it: without its value, and with dashes."""
+    """Return a flag without its value, and with dashes for underscores."""
     return word.partition("=")[0].replace("_", "-")
 
 
 def _source_of(frame: traceback.FrameSummary) -> str:
-    """The source of the expression that failed, without line breaks."""
+    """Return the source of the failed expression on one line."""
     first = frame.lineno or 1
     last = frame.end_lineno or first
     lines = [linecache.getline(frame.filename, number) for number in range(first, last + 1)]

@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be loaded: one line that names the file, exit code 2, nothing changed."""
+"""Checkpoints that cannot be loaded: one line that names the file, exit code 2, no file changed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS = {
     "outer": "edit/outer/__0_0.distcp",
     "metadata": ".metadata",
     "outer-metadata": "edit/outer/.metadata",
-    "mark": "metadata.json",
+    "metadata-json": "metadata.json",
     "random": "edit/random/replica1_pp0_tp0_dp0.pt",
     "manifest": "edit/edit.json",
 }
@@ -33,12 +33,12 @@ LENGTH: Flags = {"train_iters": 1000, "save_interval": 2}
 
 @dataclass(frozen=True)
 class Saved:
-    """Folders of checkpoints, each of iteration 4 alone.
+    """Folders of checkpoints, each with iteration 4 only.
 
     Attributes:
-        good: of two replicas, between two syncs.
-        other: the same with another seed: files of the same names and, mostly, sizes.
-        stock: of stock Megatron.
+        good: saved by two replicas between two syncs.
+        other: saved with another seed; files have the same names and, mostly, sizes.
+        stock: saved by stock Megatron.
     """
 
     good: Path
@@ -48,7 +48,7 @@ class Saved:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """Made once; tests damage copies."""
+    """Save the checkpoints once per module; tests damage copies."""
     root = tmp_path_factory.mktemp("bad")
     found = Saved(root / "good", root / "other", root / "stock")
     ends = {**LENGTH, "exit_interval": 4}
@@ -60,14 +60,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return found
 
 
-def load(folder: Path, hook: str = "spy:hurry", **flags: Any) -> TrainResult:
-    """Go on with two replicas from a folder, for two steps, if it lets us."""
+def load(folder: Path, hook: str = "spy:shorten_grace", **flags: Any) -> TrainResult:
+    """Try to resume two replicas from a folder, for two steps."""
     argv = edit_flags(2, **{**LENGTH, "exit_interval": 6, "load": folder, **flags})
     return train(argv, 2, before=f"tests.host.{hook}", check=False, timeout=110)
 
 
 def contents(folder: Path) -> dict[str, Any]:
-    """What is in a folder, to the last bit and nanosecond; a file is its own contents."""
+    """Return size, modification time and digest of everything in a folder, or of a file."""
     found: dict[str, Any] = {}
     for path in sorted([folder, *folder.rglob("*")]):
         status = path.stat()
@@ -77,7 +77,7 @@ def contents(folder: Path) -> dict[str, Any]:
 
 
 def assert_refused(folder: Path, *named: str, **flags: Any) -> None:
-    """Refused in one line that holds all of `named` and a remedy; the folder is as it was."""
+    """Check for a refusal in one line with all of `named` and a remedy, and an unchanged folder."""
     before = contents(folder)
     ranks = load(folder, **flags).ranks
     errors = "\n".join(f"rank {rank.rank}: {rank.stderr[-1500:]}" for rank in ranks)
@@ -95,30 +95,30 @@ def assert_refused(folder: Path, *named: str, **flags: Any) -> None:
 
 
 def truncate(path: Path, other: Path) -> None:
-    """As a full disk or a broken copy leaves it."""
+    """Truncate the file, as a full disk or an interrupted copy would."""
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def flip(path: Path, other: Path) -> None:
-    """One bit, in the middle."""
+    """Flip one bit in the middle."""
     body = bytearray(path.read_bytes())
     body[len(body) // 2] ^= 1
     path.write_bytes(body)
 
 
 def remove(path: Path, other: Path) -> None:
-    """It is not there."""
+    """Remove the file."""
     path.unlink()
 
 
 def swap(path: Path, other: Path) -> None:
-    """The file of the same name from another checkpoint."""
+    """Replace it by the file of the same name from another checkpoint."""
     assert path.read_bytes() != other.read_bytes()
     shutil.copyfile(other, path)
 
 
 def overwrite(path: Path, other: Path) -> None:
-    """A text."""
+    """Replace the contents by text."""
     path.write_text("This is not the file that you are looking for.\n")
 
 
@@ -132,12 +132,12 @@ DAMAGES: dict[str, Callable[[Path, Path], None]] = {
 
 
 def damages() -> list[Any]:
-    """Every damage to every kind of file that it can be done to."""
+    """Return every applicable pair of damage and kind of file."""
     found = []
     for kind in KINDS:
         for damage in DAMAGES:
-            if damage == "swapped" and kind in ("mark", "manifest"):
-                continue  # the mark is the same everywhere; a manifest goes with its files
+            if damage == "swapped" and kind in ("metadata-json", "manifest"):
+                continue  # metadata.json is the same everywhere; a manifest belongs to its files
             name = f"{kind}-{damage}"
             marks = () if name in CORE else pytest.mark.full
             found.append(pytest.param(kind, damage, id=name, marks=marks))
@@ -145,13 +145,13 @@ def damages() -> list[Any]:
 
 
 @pytest.mark.parametrize(("kind", "damage"), damages())
-def test_a_damaged_file(saved: Saved, tmp_path: Path, kind: str, damage: str) -> None:
-    """Catches a file that is read without being checked, on whichever rank reads it, and a
-    checkpoint that is half loaded before anybody notices."""
+def test_damaged_file_is_refused(saved: Saved, tmp_path: Path, kind: str, damage: str) -> None:
+    """Would catch a file that any rank reads without checking it, and a checkpoint that is partly
+    loaded before the damage is noticed."""
     folder = shutil.copytree(saved.good, tmp_path / "ck")
     name = KINDS[kind]
     DAMAGES[damage](folder / LAST / name, saved.other / LAST / name)
-    # Without its manifest it is no complete checkpoint: then the tracker names nothing.
+    # Without its manifest the checkpoint is incomplete, and the tracker names no checkpoint.
     is_gone = (kind, damage) == ("manifest", "missing")
     assert_refused(folder, *([str(folder), "4"] if is_gone else [str(folder / LAST / name)]))
 
@@ -160,7 +160,7 @@ def test_a_damaged_file(saved: Saved, tmp_path: Path, kind: str, damage: str) ->
 
 
 def signed(body: dict[str, Any]) -> str:
-    """A manifest whose checksum is right."""
+    """Return the text of a manifest with a correct checksum."""
     body = {key: value for key, value in body.items() if key != "sha256"}
     checksum = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return json.dumps({**body, "sha256": checksum})
@@ -184,8 +184,8 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "case",
     [pytest.param(x, marks=() if x == "newer" else pytest.mark.full) for x in MANIFESTS],
 )
-def test_another_manifest(saved: Saved, tmp_path: Path, case: str) -> None:
-    """Catches a manifest that is taken at its word, and a newer format that is half understood."""
+def test_invalid_manifest_is_refused(saved: Saved, tmp_path: Path, case: str) -> None:
+    """Would catch a manifest used without validation, and a newer format that is partly read."""
     folder = shutil.copytree(saved.good, tmp_path / "ck")
     path = folder / LAST / "edit" / "edit.json"
     path.write_text(MANIFESTS[case](json.loads(path.read_text())))
@@ -208,9 +208,9 @@ MODELS: dict[str, Flags] = {
 @pytest.mark.full
 @pytest.mark.parametrize("origin", ["good", "stock"])
 @pytest.mark.parametrize("case", MODELS)
-def test_a_checkpoint_of_another_model(saved: Saved, origin: str, case: str) -> None:
-    """Catches a model that is filled with what happens to fit, from EDiT's own checkpoint or
-    from stock Megatron's."""
+def test_checkpoint_of_other_model_is_refused(saved: Saved, origin: str, case: str) -> None:
+    """Would catch a model into which only the matching tensors are loaded, from EDiT's checkpoint
+    or from stock Megatron's."""
     folder: Path = getattr(saved, origin)
     assert_refused(folder, f"--load {folder / LAST}", **MODELS[case])
 
@@ -218,8 +218,8 @@ def test_a_checkpoint_of_another_model(saved: Saved, origin: str, case: str) -> 
 @pytest.mark.full
 @pytest.mark.parametrize("damage", ["truncated", "missing", "text"])
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
-def test_a_damaged_stock_checkpoint(saved: Saved, tmp_path: Path, damage: str, name: str) -> None:
-    """It has no checksums, so Megatron finds out: catches its traceback, and random weights."""
+def test_damaged_stock_checkpoint_is_refused(saved: Saved, tmp_path: Path, damage: str, name: str) -> None:
+    """It has no checksums: Megatron's error becomes one line. Would catch random weights, too."""
     folder = shutil.copytree(saved.stock, tmp_path / "ck")
     DAMAGES[damage](folder / LAST / name, folder)
     assert_refused(folder, f"--load {folder / LAST}")
@@ -229,43 +229,43 @@ def test_a_damaged_stock_checkpoint(saved: Saved, tmp_path: Path, damage: str, n
 
 
 @pytest.mark.full
-def test_a_step_that_is_not_there(saved: Saved) -> None:
-    """Catches another checkpoint that is loaded in the place of the one asked for."""
+def test_missing_ckpt_step_is_refused(saved: Saved) -> None:
+    """Would catch another checkpoint being loaded instead of the requested one."""
     assert_refused(saved.good, "--ckpt-step 3", "iter_0000003", ckpt_step=3)
 
 
 @pytest.mark.full
-def test_a_rank_that_comes_late(saved: Saved) -> None:
-    """The first rank has refused already when another gets to the load: catches one that finds
-    the store gone, and reports that."""
-    assert_refused(saved.good, "--ckpt-step 3", ckpt_step=3, hook="spy_kill:come_late")
+def test_late_rank_reports_first_refusal(saved: Saved) -> None:
+    """The first rank has already refused when another reaches the load. Would catch a rank that
+    reports the closed store instead."""
+    assert_refused(saved.good, "--ckpt-step 3", ckpt_step=3, hook="spy_kill:delay_rank_1")
 
 
 @pytest.mark.full
-def test_a_tracker_with_garbage(saved: Saved, tmp_path: Path) -> None:
-    """A complete checkpoint is found without it; where there is none, it is not overlooked."""
+def test_invalid_tracker_is_ignored_if_checkpoint_exists(saved: Saved, tmp_path: Path) -> None:
+    """A complete checkpoint is found without the tracker; if there is none, loading is refused."""
     folder = shutil.copytree(saved.good, tmp_path / "ck")
     (folder / TRACKER).write_text("\x00\x00")
     before = contents(folder)
     result = load(folder)
     assert [rank.returncode for rank in result.ranks] == [0, 0]
-    assert f"going on from {folder / LAST}" in result.ranks[0].stdout
+    assert f"resuming from {folder / LAST}" in result.ranks[0].stdout
     assert contents(folder) == before
     shutil.rmtree(folder / LAST)
     assert_refused(folder, str(folder))
 
 
 @pytest.mark.full
-def test_a_tracker_that_names_nothing(saved: Saved, tmp_path: Path) -> None:
-    """Catches a run that starts anew, and soon saves over what somebody meant to go on from."""
+def test_tracker_without_checkpoint_is_refused(saved: Saved, tmp_path: Path) -> None:
+    """Would catch a run that starts from scratch and overwrites the user's folder."""
     folder = shutil.copytree(saved.good, tmp_path / "ck")
     shutil.rmtree(folder / LAST)
     assert_refused(folder, str(folder), "4")
 
 
 @pytest.mark.full
-def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
-    """As in Megatron, the first run of a job has nothing to load: it starts from the seed."""
+def test_missing_load_folder_starts_new_run(tmp_path: Path) -> None:
+    """As in Megatron, the first run of a job has no checkpoint yet and starts from the seed."""
     result = load(tmp_path / "none", exit_interval=2)
     fresh = load(tmp_path / "none", exit_interval=2, load=None)
     assert [rank.returncode for rank in result.ranks] == [0, 0]
@@ -274,8 +274,8 @@ def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
-    """Catches a slip of the finger that starts a run from random weights."""
+def test_load_from_file_is_refused(tmp_path: Path) -> None:
+    """Would catch a mistyped path that starts a run from random weights."""
     file = tmp_path / "file"
     file.write_text("text")
     assert_refused(file, f"--load {file}")

@@ -1,4 +1,4 @@
-"""Event files that earlier runs left in the folder: renamed, those of one run to one number."""
+"""Renaming the event files of earlier runs in the folder; those of one run get one number."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _RENAMED = re.compile(r"(?:run|sync|loss|replica-\d+)\.(\d+)\.jsonl?")
 
 
 def next_number(folder: Path) -> int:
-    """The smallest number above those of all files that were renamed so far."""
-    if not folder.is_dir():  # it vanished just now; a log makes it again
+    """Return the smallest number above those of all files that were renamed so far."""
+    if not folder.is_dir():  # deleted just now; the log makes it again
         return 1
     found = (_RENAMED.fullmatch(path.name) for path in folder.iterdir())
     return 1 + max((int(match[1]) for match in found if match), default=0)
 
 
 def files_to_move(folder: Path, placement: Placement) -> list[Path]:
-    """Files that this rank will write, or that nobody will, in the order to move them in.
+    """Return the files that this rank must move aside, in this order: its own and orphaned ones.
 
-    `run.json` is the last: whoever finds a new one finds nothing older of the same writer.
+    `run.json` is the last: once a reader finds a new one, all older files of its writer are moved.
 
     Args:
         folder: `--edit-log-dir`.
-        placement: of a writer.
+        placement: of a writer rank.
     """
     mine = folder / replica_file(placement.replica)
     if placement.replica > 0:
@@ -39,7 +39,7 @@ def files_to_move(folder: Path, placement: Placement) -> list[Path]:
 
 
 def move_aside(paths: Iterable[Path], number: int) -> None:
-    """Rename what is there to `sync.<number>.jsonl` and the like; nothing is overwritten."""
+    """Rename existing files to `sync.<number>.jsonl` and so on; nothing is overwritten."""
     for path in paths:
         free = number
         while (old := path.with_suffix(f".{free}{path.suffix}")).exists():

@@ -1,7 +1,7 @@
-"""scripts/pretrain_gpt.py, whose ranks wait in the step that the file HOLD names, if it is there.
+"""scripts/pretrain_gpt.py, whose ranks wait in the step that the file PAUSE names, if it exists.
 
-So a test can do something to a job in the middle of its training, at a known step. Environment:
-HELD_DIR, the folder of HOLD and of the notes `held-<process id>` of the ranks that wait.
+So a test can interfere with a job at a known step. Environment: PAUSE_DIR, the folder of PAUSE and
+of the files `paused-<process id>` of the ranks that wait.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from megatron.training import get_args
 
 pretrain_gpt: Any = importlib.import_module("scripts.pretrain_gpt")
 
-FOLDER = Path(os.environ["HELD_DIR"])
+FOLDER = Path(os.environ["PAUSE_DIR"])
 _calls = itertools.count()
 _forward_step = pretrain_gpt.forward_step
 
 
 def forward_step(data_iterator: Any, model: Any) -> Any:
-    """The script's own, after the wait."""
-    hold = FOLDER / "HOLD"
-    if hold.exists():
+    """Wait if required, then call the script's own function."""
+    pause = FOLDER / "PAUSE"
+    if pause.exists():
         args = get_args()
-        if args.curr_iteration + 1 >= int(hold.read_text()):
-            (FOLDER / f"held-{os.getpid()}").touch()
-            while hold.exists():
+        if args.curr_iteration + 1 >= int(pause.read_text()):
+            (FOLDER / f"paused-{os.getpid()}").touch()
+            while pause.exists():
                 time.sleep(0.05)
     return _forward_step(data_iterator, model)
 

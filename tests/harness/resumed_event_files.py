@@ -1,4 +1,4 @@
-"""Event files of a training that was stopped and resumed, as runs of this version write them."""
+"""Synthetic event files of a training that was stopped and resumed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_edit.observe.earlier import move_aside
-from tests.harness.event_files import BATCH, MadeUp
+from megatron_edit.observe.earlier_runs import move_aside
+from tests.harness.event_files import BATCH, SyntheticRun
 
 Line = dict[str, Any]
 
@@ -20,12 +20,12 @@ class RunPart:
     """One run of a training.
 
     Attributes:
-        after: iteration of the checkpoint that it went on from; 0 for a training that begins.
+        after: iteration of the checkpoint that it resumed from; 0 for a new training.
         last: iteration at which it ended.
         end: `finished`, `stopped` or `failed`; None for a run that was killed.
-        reason: of the end.
-        exit_code: of the end.
-        lines_lost: of the end.
+        reason: field of the end record.
+        exit_code: field of the end record.
+        lines_lost: field of the end record.
         change: may alter a line of any file, given the name of the file.
     """
 
@@ -38,16 +38,16 @@ class RunPart:
     change: Callable[[str, Line], None] = lambda _name, _line: None
 
 
-def write_runs(folder: Path, made_up: MadeUp, parts: list[RunPart], *, eval_interval: int = 20,
+def write_runs(folder: Path, made_up: SyntheticRun, parts: list[RunPart], *, eval_interval: int = 20,
                replicas_of: dict[int, int] | None = None) -> Path:  # fmt: skip
-    """Write the event files of all runs; the folder.
+    """Write the event files of all runs and return the folder.
 
     Args:
-        folder: of them.
-        made_up: the training, whose lines the runs share out.
-        parts: the runs, in their order.
+        folder: folder of the event files.
+        made_up: training whose lines are divided among the runs.
+        parts: the runs in order.
         eval_interval: iterations between two evaluations.
-        replicas_of: replicas of a run, by its number from 1, where they are not the training's.
+        replicas_of: number of replicas by run number, from 1, if it differs from the training's.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for number, part in enumerate(parts, start=1):
@@ -61,7 +61,7 @@ def write_runs(folder: Path, made_up: MadeUp, parts: list[RunPart], *, eval_inte
 
 
 def _write_run(
-    folder: Path, made_up: MadeUp, number: int, part: RunPart, eval_interval: int
+    folder: Path, made_up: SyntheticRun, number: int, part: RunPart, eval_interval: int
 ) -> None:
     whole = made_up.write(folder / "whole")
     batch = BATCH * made_up.replicas
@@ -86,7 +86,7 @@ def _write_run(
 
 
 def _lines_of(path: Path, part: RunPart) -> list[Line]:
-    """Those of the iterations of a run; the line of a sync comes before that of its iteration."""
+    """Return the lines of a run's iterations; a sync's line precedes that of its iteration."""
     kept, waiting = [], []
     for text in path.read_text().splitlines():
         line = json.loads(text)
@@ -100,7 +100,7 @@ def _lines_of(path: Path, part: RunPart) -> list[Line]:
 
 
 def _with_evaluations(lines: list[Line], batch: int, interval: int) -> list[Line]:
-    """Lines of `loss.jsonl` with samples, and those of evaluations."""
+    """Add samples to the lines of `loss.jsonl`, and lines of evaluations."""
     found = []
     for line in lines:
         iteration, samples = line["iteration"], line["iteration"] * batch

@@ -1,4 +1,4 @@
-"""Files that others may look at while they are written: there as a whole, or as they were."""
+"""Atomic writes, for files that other processes may read at any time."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def write_whole(path: Path, content: str | bytes, *, keeps_mode: bool = False) -> None:
-    """Write a file, or replace it, at once.
+def write_atomic(path: Path, content: str | bytes, *, keeps_mode: bool = False) -> None:
+    """Write or replace a file atomically.
 
-    For what must outlast a loss of power, see `checkpoint`.
+    It is not synced to disk; for files that must survive a power loss use `checkpoint`.
 
     Args:
-        path: in a folder that is there.
+        path: file in an existing folder.
         content: text is written as UTF-8.
-        keeps_mode: whether the file is there already, and its permissions stay.
+        keeps_mode: whether to keep the permissions of the file, which must exist.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:

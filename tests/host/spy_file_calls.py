@@ -1,4 +1,4 @@
-"""A spy that counts visits to the package's files, from an optimizer step to the last landing."""
+"""A spy that counts calls between the package's files, from optimizer step to last landing."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from tests.host.spy import out_dir
 LANDING, POLLING = "UnitSync.land", "wait_polling"
 
 
-def record_walk() -> None:
-    """Count calls that go from one file of the package into another, from the return of the
-    optimizer's step to the last landing before the next step returns.
+def record_file_calls() -> None:
+    """Count calls from one file of the package to another, between the return of the optimizer's
+    step and the last landing before the next step.
 
-    Writes `walk-<rank>.json`: for each sync, "file:function" and how often another file called it.
-    What the CPU backend puts around torch's functions is left out: on a GPU it is not there. So are
-    the progress thread, and polls while this rank waits for the others.
+    Writes `calls-<rank>.json`: for each sync, "file:function" and how often another file called it.
+    Not counted are the CPU backend's wrappers of torch functions, which do not exist on a GPU, the
+    progress thread, and polls while this rank waits for the others.
     """
     import megatron.training.training as training
 
     import megatron_edit
 
     package, rank = os.path.dirname(megatron_edit.__file__), os.environ["RANK"]
-    walks: list[dict[str, int]] = []
-    calls: Counter[str] = Counter()
-    landed: list[dict[str, int]] = []  # the calls up to each landing since the last step
+    by_sync: list[dict[str, int]] = []
+    calls: Counter[str] = Counter()  # since the last step
+    landed: list[dict[str, int]] = []  # `calls` at each landing since the last step
     setup = training.setup_model_and_optimizer
 
     def file_of(frame: FrameType | None) -> str | None:
@@ -52,11 +52,11 @@ def record_walk() -> None:
         elif event == "return" and frame.f_code.co_qualname == LANDING:
             landed.append(dict(calls))
 
-    def finish_walk() -> None:
+    def finish_step() -> None:
         sys.setprofile(None)
         if landed:
-            walks.append(landed[-1])
-            (out_dir() / f"walk-{rank}.json").write_text(json.dumps(walks))
+            by_sync.append(landed[-1])
+            (out_dir() / f"calls-{rank}.json").write_text(json.dumps(by_sync))
         landed.clear()
         calls.clear()
 
@@ -66,7 +66,7 @@ def record_walk() -> None:
         step = optimizer.step
 
         def stepped(*inner: Any, **more: Any) -> Any:
-            finish_walk()
+            finish_step()
             result = step(*inner, **more)
             sys.setprofile(profile)
             return result

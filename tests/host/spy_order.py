@@ -17,7 +17,7 @@ Event = list[Any]
 
 
 def record_order() -> None:
-    """Log ["start"|"land"|"forward"|"forward-end", unit, round, step] of every rank."""
+    """Log ["start"|"land"|"forward"|"forward-end", unit, round, step] on every rank."""
     import megatron.training.training as training
 
     rank = os.environ["RANK"]
@@ -71,8 +71,8 @@ def _watch_layers(wrapped: Any, note: Any) -> None:
         # A forward begins with the first module that holds parameters itself: Megatron's hooks are
         # on such modules, and fire before.
         first = next(m for m in part.modules() if any(True for _ in m.parameters(recurse=False)))
-        _watch(first, partial(note, "forward", name), _nothing)
-        _watch(part, _nothing, partial(note, "forward-end", name))
+        _watch(first, partial(note, "forward", name), _do_nothing)
+        _watch(part, _do_nothing, partial(note, "forward-end", name))
 
 
 def _watch(module: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
@@ -87,12 +87,12 @@ def _watch(module: Any, before: Callable[[], None], after: Callable[[], None]) -
     module.forward = watched
 
 
-def _nothing() -> None: ...
+def _do_nothing() -> None: ...
 
 
 def measure_staging() -> None:
-    """Record the most bytes that this rank allocates in a sync, from the meeting's decision to the
-    last landing: of all tensors that the engine makes, on top of its persistent state."""
+    """Record the peak of the bytes that the engine allocates on this rank in a sync, from the
+    meeting's decision to the last landing, on top of its persistent state."""
     from megatron_edit.engine.sync.manager import SyncManager
     from tests.host.allocations import Allocations
 
@@ -108,14 +108,14 @@ def measure_staging() -> None:
         }
         (out_dir() / f"staging-{rank}.json").write_text(json.dumps(facts))
 
-    for name in ("begin_landing", "land_up_to", "_drive"):  # the last on the thread
-        setattr(SyncManager, name, allocations.watching(getattr(SyncManager, name)))
+    for name in ("begin_landing", "land_up_to", "_drive"):  # `_drive` runs on the thread
+        setattr(SyncManager, name, allocations.wrap_call(getattr(SyncManager, name)))
     EditEngine.finish = spied_finish  # type: ignore[method-assign]
 
 
-def fail_in_a_unit() -> None:
-    """Rank `SPY_VICTIM` raises when it is to `SPY_MOMENT` layer.2 in round 2, its launch or its
-    landing; all note when they end."""
+def fail_in_unit() -> None:
+    """Make rank `SPY_VICTIM` raise in round 2 at `SPY_MOMENT` of layer.2, "launch" or "land"; all
+    ranks record when they end."""
     from megatron_edit import launcher
 
     rank = os.environ["RANK"]

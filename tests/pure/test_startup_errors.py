@@ -1,4 +1,4 @@
-"""Who says why a launch does not start: the first rank, or whoever alone sees it."""
+"""Which rank prints why a launch does not start: the first, or the only one that fails."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from megatron_edit.host.attach import Attachment
 
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worlds, "SOON", timedelta(milliseconds=20))
+    monkeypatch.setattr(worlds, "SHORT_TIMEOUT", timedelta(milliseconds=20))
     monkeypatch.setattr(launcher, "GRACE_SECONDS", 0.0)
 
 
 def validate(args: Namespace) -> None:
-    """Megatron's, as where this host has another version of a package."""
+    """Fail like Megatron's validation on a host with another version of a package."""
     namespace: dict[str, Any] = {"__name__": "megatron.training.arguments"}
     exec("def fail(): assert False, 'another version of Transformer Engine'", namespace)
     namespace["fail"]()
 
 
 def last_replica(monkeypatch: pytest.MonkeyPatch) -> Attachment:
-    """Attached on the only rank of replica 1 of two."""
+    """The attachment on the only rank of replica 1 of two."""
     attachment, store = Attachment(EditConfig(), torch.device("cpu")), dist.HashStore()
     place = Placement(2, 1, 1, 0, True)
     attachment._world = ReplicaWorld(place, store, store, timedelta(seconds=1))
@@ -41,8 +41,8 @@ def last_replica(monkeypatch: pytest.MonkeyPatch) -> Attachment:
     return attachment
 
 
-def said_by(attachment: Attachment, run: Any, capsys: pytest.CaptureFixture[str]) -> str:
-    """What a rank other than the first prints when `run` fails inside the attachment."""
+def output_of(attachment: Attachment, run: Any, capsys: pytest.CaptureFixture[str]) -> str:
+    """The output of a rank that is not the first when `run` fails inside the attachment."""
     try:
         try:
             run()
@@ -54,22 +54,24 @@ def said_by(attachment: Attachment, run: Any, capsys: pytest.CaptureFixture[str]
     return capsys.readouterr().err
 
 
-def test_a_rank_of_a_stock_launch(capsys: pytest.CaptureFixture[str]) -> None:
-    """Whose host lacks a tokenizer. Catches exit code 2 without a word."""
+def test_error_before_the_replica_world_is_printed_by_any_rank(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Catches exit code 2 without a message."""
     attachment = Attachment(EditConfig(), torch.device("cpu"))
     attachment._args = Namespace()
-    assert "Transformer" in said_by(attachment, lambda: validate(Namespace()), capsys)
+    assert "Transformer" in output_of(attachment, lambda: validate(Namespace()), capsys)
 
 
 @pytest.mark.parametrize("first_too", [False, True])
-def test_a_rank_whose_validation_fails(
+def test_validation_error_is_printed_by_the_only_failing_rank(
     first_too: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It speaks if it is alone. Catches others that wait for hours while none says for whom."""
+    """Unless the first rank fails, too. Catches ranks that wait for hours without a message."""
     attachment = last_replica(monkeypatch)
     if first_too:
         assert attachment._world is not None
         attachment._world.shared_store.set("refused", "1")
     checked = attachment._around_validation(validate)
-    said = said_by(attachment, lambda: checked(Namespace(world_size=1)), capsys)
-    assert ("Transformer" in said) is not first_too
+    output = output_of(attachment, lambda: checked(Namespace(world_size=1)), capsys)
+    assert ("Transformer" in output) is not first_too

@@ -1,4 +1,4 @@
-"""Things that happen to the disk of the logs while ranks train."""
+"""Hooks that make the logs fail while ranks train: full disk, removed folder, failing writers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.harness.disk import fill_disk
 
 
 def _before_step(happens: Callable[[int], None]) -> None:
-    """Let something happen on rank 0 of all before each training step, which counts from 1."""
+    """Call `happens(step)` on the first rank of all before each training step, counted from 1."""
     from megatron.training import training
 
     train_step = training.train_step
@@ -29,8 +29,8 @@ def _before_step(happens: Callable[[int], None]) -> None:
     training.train_step = stepping
 
 
-def fill_between() -> None:
-    """A `before` hook: no room on SPY_DISK from step 3 to step 8."""
+def fill_temporarily() -> None:
+    """A `before` hook: SPY_DISK is full from step 3 to step 8."""
     disk = Path(os.environ["SPY_DISK"])
 
     def happens(step: int) -> None:
@@ -42,8 +42,8 @@ def fill_between() -> None:
     _before_step(happens)
 
 
-def fill_to_the_end() -> None:
-    """A `before` hook: no room on SPY_DISK from step 3 on."""
+def fill_permanently() -> None:
+    """A `before` hook: SPY_DISK is full from step 3 on."""
     disk = Path(os.environ["SPY_DISK"])
 
     def happens(step: int) -> None:
@@ -53,8 +53,8 @@ def fill_to_the_end() -> None:
     _before_step(happens)
 
 
-def remove() -> None:
-    """A `before` hook: the folder SPY_DISK is removed before step 5."""
+def remove_folder() -> None:
+    """A `before` hook: remove the folder SPY_DISK before step 5."""
 
     def happens(step: int) -> None:
         if step == 5:
@@ -64,7 +64,7 @@ def remove() -> None:
 
 
 def break_writers() -> None:
-    """A `before` hook: TensorBoard's writer fails from its 30th value on, W&B from its 10th."""
+    """A `before` hook: TensorBoard fails from its 30th scalar on, W&B from its 10th call."""
     from torch.utils.tensorboard import SummaryWriter
 
     from tests.host import spy_wandb
@@ -77,7 +77,7 @@ def break_writers() -> None:
 
 
 def _fail_from(owner: type, name: str, first: int) -> None:
-    """Let a method raise from its `first` call on."""
+    """Make a method raise from its call number `first` on."""
     method, calls = getattr(owner, name), 0
 
     def failing(*args: Any, **kwargs: Any) -> Any:

@@ -1,10 +1,10 @@
-"""A rank with streams, in one process and without a GPU: the real engine on stand-ins.
+"""The real engine on stubs of streams and process groups, in one process and without a GPU.
 
-`TracedStreams` are streams that only write down what they are told, and `InOrderGroup` is a process
-group like NCCL's: each collective runs on a stream of the group, behind what the current stream was
-given, and who waits lets the current stream wait. The other ranks hold the same as this one.
-Tensors lie in host memory and change at once; what an order of streams may do to them is worked out
-by who listens (`races.py`, `hardware_queues.py`).
+`TracedStreams` only report their operations to a listener. `InOrderGroup` is a process group like
+NCCL's: each collective runs on a stream of the group, after the work of the current stream, and a
+wait makes the current stream wait. The other ranks have the same tensors as this one. Tensors are
+in host memory and change immediately; listeners derive the effects of the order of streams
+(`races.py`, `hardware_queues.py`).
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from megatron_edit.host.settings import engine_settings
 from tests.distributed.toy import Collector, ToyHost
 
 CPU, TIMEOUT = torch.device("cpu"), timedelta(seconds=30)
-FRAMES = 6  # of callers that a mistake is looked for in
+FRAMES = 6  # of callers in which the omitted call is searched
 
 
 @dataclass
-class Mistake:
-    """A call to streams or of `Work.wait` that is left out: a planted bug.
+class OmittedCall:
+    """A planted bug: a call to `Streams` or `Work.wait` that is omitted.
 
     Attributes:
-        operation: of `Streams`, or "work" for a collective that is not waited for.
-        function: qualified name of a function above it.
-        line: part of the line there; empty is any.
-        num_made: how often it was left out.
+        operation: method of `Streams`, or "work" for a collective that is not awaited.
+        function: qualified name of a calling function.
+        line: part of the calling line in it; empty matches any line.
+        num_made: number of omitted calls.
     """
 
     operation: str
@@ -57,7 +57,7 @@ class Mistake:
     num_made: int = 0
 
     def applies(self, operation: str) -> bool:
-        """Whether the call that is being made is the one."""
+        """Return whether to omit the current call."""
         if operation != self.operation:
             return False
         frame = sys._getframe(2)
@@ -74,41 +74,41 @@ class Mistake:
 
 
 class Listener(Protocol):
-    """Who is told what streams and groups are told."""
+    """Receives the operations of streams and groups."""
 
     def on_new(self, stream: int) -> None:
-        """A stream was made."""
+        """Called when a stream is created."""
 
     def on_record(self, event: int, stream: int | None) -> None:
-        """An event behind what a stream was given; None is an event that was never recorded."""
+        """Called when an event is recorded on a stream; None: recording was omitted."""
 
     def on_wait(self, stream: int, event: int) -> None:
-        """A stream waits."""
+        """Called when a stream waits for an event."""
 
     def on_keep(self, tensor: Tensor, stream: int) -> None:
-        """A stream uses memory of another."""
+        """Called when a stream uses memory of another stream (`record_stream`)."""
 
     def on_synchronize(self, event: int) -> None:
-        """The host waits."""
+        """Called when the host waits for an event."""
 
     def is_done(self, event: int) -> bool:
-        """Whether the host may take an event for done."""
+        """Return whether the host finds an event done."""
 
     def collective(self, group: InOrderGroup, nbytes: int) -> AbstractContextManager[Any]:
-        """Inside, a collective of a group does to this rank's tensors what it does."""
+        """Return a context in which a collective changes this rank's tensors."""
 
 
 @dataclass
 class TracedStreams:
-    """Streams that are numbers: 0 is the one that training computes on.
+    """Streams that are numbers; 0 is the compute stream of the training.
 
     Attributes:
-        listener: is told everything.
-        mistake: what is left out.
+        listener: receives all operations.
+        mistake: call to omit.
     """
 
     listener: Listener
-    mistake: Mistake | None = None
+    mistake: OmittedCall | None = None
     _stack: list[int] = field(default_factory=lambda: [0])
     _num_streams: int = 1
     _num_events: int = 0
@@ -123,7 +123,7 @@ class TracedStreams:
         self.listener.on_new(stream)
         return stream
 
-    def serve_thread(self) -> None:
+    def use_device_in_thread(self) -> None:
         """See `Streams`."""
 
     @contextmanager
@@ -136,50 +136,50 @@ class TracedStreams:
     def record(self, stream: int) -> int:
         """See `Streams`."""
         self._num_events += 1
-        is_left_out = self.makes_mistake("record")
-        self.listener.on_record(self._num_events, None if is_left_out else stream)
+        is_skipped = self.is_omitted("record")
+        self.listener.on_record(self._num_events, None if is_skipped else stream)
         return self._num_events
 
     def wait(self, stream: int, event: int) -> None:
         """See `Streams`."""
-        if not self.makes_mistake("wait"):
+        if not self.is_omitted("wait"):
             self.listener.on_wait(stream, event)
 
     def keep(self, tensor: Tensor, stream: int) -> None:
         """See `Streams`."""
-        if not self.makes_mistake("keep"):
+        if not self.is_omitted("keep"):
             self.listener.on_keep(tensor, stream)
 
     def synchronize(self, event: int) -> None:
         """See `Streams`."""
-        if not self.makes_mistake("synchronize"):
+        if not self.is_omitted("synchronize"):
             self.listener.on_synchronize(event)
 
     def is_done(self, event: int) -> bool:
         """See `Streams`."""
         return self.listener.is_done(event)
 
-    def makes_mistake(self, operation: str) -> bool:
-        """Whether the call that is being made is left out."""
+    def is_omitted(self, operation: str) -> bool:
+        """Return whether to omit the current call."""
         return self.mistake is not None and self.mistake.applies(operation)
 
 
 @dataclass
 class InOrderWork:
-    """A collective that was started. Like NCCL's it keeps its tensors until it is waited for."""
+    """A started collective; like NCCL's, it keeps its tensors until it is awaited."""
 
     streams: TracedStreams
     event: int
     tensors: tuple[Tensor, ...]
 
     def wait(self) -> None:
-        """Let the current stream wait."""
-        if not self.streams.makes_mistake("work"):
+        """Make the current stream wait."""
+        if not self.streams.is_omitted("work"):
             self.streams.listener.on_wait(self.streams.current(), self.event)
         self.tensors = ()
 
     def is_completed(self) -> bool:
-        """Whether the host may take it for done."""
+        """Return whether the host finds it done."""
         return self.streams.is_done(self.event)
 
 
@@ -188,11 +188,11 @@ class InOrderGroup:
     """A process group whose collectives run one after another.
 
     Attributes:
-        streams: of this rank.
-        name_: what it is called.
-        rank: of this rank.
+        streams: streams of this rank.
+        name_: name of the group.
+        rank: this rank's number in the group.
         size: number of ranks.
-        num_launched: collectives so far.
+        num_launched: number of collectives so far.
     """
 
     streams: TracedStreams
@@ -205,28 +205,28 @@ class InOrderGroup:
         self.stream = self.streams.new()
 
     def name(self) -> str:
-        """As NCCL's has it."""
+        """Return the name of NCCL's backend."""
         return "nccl"
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
-        """Nobody is late here."""
+        """Ignore the time-out: there is no waiting."""
 
     def shutdown(self) -> None:
-        """Nothing is left to be freed."""
+        """Do nothing: there are no resources."""
 
     def allreduce(self, tensors: list[Tensor], _: Any) -> InOrderWork:
-        """Sum of equal addends."""
+        """Sum equal addends."""
         return self.launch(tensors, lambda: [tensor.mul_(self.size) for tensor in tensors])
 
     allreduce_coalesced = allreduce
 
     def broadcast(self, tensors: list[Tensor], _: Any) -> InOrderWork:
-        """Rank 0 reads, the others write."""
+        """Read on rank 0, write on the others."""
         (tensor,) = tensors
         return self.launch(tensors, lambda: tensor.mul_(1) if self.rank else tensor.sum())
 
     def allgather(self, parts: list[list[Tensor]], tensors: list[Tensor], _: Any) -> InOrderWork:
-        """Everybody's is this one's. A list is gathered in one tensor and copied part by part."""
+        """Gather copies of this rank's tensor; the parts are copied on the group's stream."""
         (mine,) = tensors
         return self.launch(
             [mine, *parts[0]],
@@ -240,7 +240,7 @@ class InOrderGroup:
     def alltoall_base(
         self, output: Tensor, rows: Tensor, received: list[int], sent: list[int], _: Any
     ) -> InOrderWork:
-        """Everybody sends what this rank would send to itself."""
+        """Receive from every rank what this rank would send to itself."""
         return self.launch([rows, output], lambda: output.copy_(rows[self.rank]))
 
     def launch(
@@ -249,12 +249,12 @@ class InOrderGroup:
         move: Callable[[], Any],
         follow: Callable[[], Any] = lambda: None,
     ) -> InOrderWork:
-        """Any collective.
+        """Launch a collective.
 
         Args:
-            tensors: that it reads or writes.
-            move: what it does to them.
-            follow: kernels that are launched behind it, on its stream.
+            tensors: tensors that it reads or writes.
+            move: performs its effect on them.
+            follow: launches kernels after it, on the group's stream.
         """
         streams, listener = self.streams, self.streams.listener
         listener.on_wait(self.stream, streams.record(streams.current()))
@@ -267,50 +267,50 @@ class InOrderGroup:
         return InOrderWork(streams, streams.record(self.stream), tuple(tensors))
 
 
-class Done:
-    """A collective of host memory, over when it begins."""
+class CompletedWork:
+    """A collective on host memory, complete when it is started."""
 
     def wait(self) -> None:
-        """Nothing is left to wait for."""
+        """Return at once."""
 
     def is_completed(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
 
 @dataclass
 class HostGroup:
-    """A process group on the host's own memory."""
+    """A process group on host memory."""
 
     size: int
     on_meeting: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def name(self) -> str:
-        """As gloo's has it."""
+        """Return the name of gloo's backend."""
         return "gloo"
 
-    def allgather(self, parts: list[list[Tensor]], tensors: list[Tensor], _: Any) -> Done:
-        """Everybody's is this one's."""
+    def allgather(self, parts: list[list[Tensor]], tensors: list[Tensor], _: Any) -> CompletedWork:
+        """Gather copies of this rank's tensor."""
         with self.on_meeting():
             for part in parts[0]:
                 part.copy_(tensors[0])
-        return Done()
+        return CompletedWork()
 
-    def broadcast(self, tensors: list[Tensor], _: Any) -> Done:
-        """Rank 0 has the same."""
-        return Done()
+    def broadcast(self, tensors: list[Tensor], _: Any) -> CompletedWork:
+        """Do nothing: all ranks have the same tensor."""
+        return CompletedWork()
 
 
 @dataclass
 class StreamedHost(ToyHost):
-    """Parameters that the model reads in a copy of its own, and the training around an engine.
+    """A host whose model reads the parameters from copies that gathers fill.
 
     Attributes:
-        streams: of this rank.
-        gathers: over which parameters are gathered.
+        streams: streams of this rank.
+        gathers: group over which parameters are gathered.
         is_overlapped: whether units land in the forward pass.
-        on_outer_state: told the anchors and momenta.
-        has_deferred_gather: whether the last step left out its gather.
+        on_outer_state: called with the anchors and momenta.
+        has_deferred_gather: whether the last step deferred its gather.
     """
 
     streams: TracedStreams = field(kw_only=True)
@@ -321,7 +321,7 @@ class StreamedHost(ToyHost):
 
     @classmethod
     def of(cls, plan: UnitPlan, **rest: Any) -> StreamedHost:
-        """With these parameters."""
+        """Build a host for the parameters of a plan."""
         return cls({}, plan, {}, **rest)
 
     @property
@@ -351,7 +351,7 @@ class StreamedHost(ToyHost):
             self.gather(place)
 
     def gather(self, place: int) -> None:
-        """One unit, before it is computed with."""
+        """Gather one unit before its compute."""
         targets = [p.target for p in self.plan.shards[place].params if p.target is not None]
         if targets:
             self.gathers.launch(targets, lambda: [t.mul_(1) for t in targets]).wait()
@@ -360,12 +360,12 @@ class StreamedHost(ToyHost):
 def plan_of(
     units: Mapping[str, Sequence[int]], names: Sequence[str] = (), *, is_copy: bool = False
 ) -> UnitPlan:
-    """Units of parameters of some sizes; the first of the embedding is tied.
+    """Plan units with parameters of given sizes; the first parameter of the embedding is tied.
 
     Args:
         units: sizes of the parameters, by unit.
-        names: of all units of the replica; none are these alone.
-        is_copy: whether another stage counts the embedding.
+        names: all units of the replica; if empty, only those of `units`.
+        is_copy: whether the embedding is a copy that another stage counts.
     """
     params = [
         ParamShard(
@@ -387,10 +387,10 @@ class Rank:
     """One rank: engine, host, groups.
 
     Attributes:
-        engine: the real one.
-        host: around it.
-        groups: it communicates over.
-        streams: it uses.
+        engine: the real engine.
+        host: host of the engine.
+        groups: groups of the engine.
+        streams: streams of the rank.
     """
 
     engine: EditEngine
@@ -413,20 +413,19 @@ class Rank:
         on_meeting: Callable[[], AbstractContextManager[Any]] = nullcontext,
         sync: Group | None = None,
     ) -> Rank:
-        """A rank of the first replica, the training of which has not begun.
+        """Build a rank of the first replica, before the start of training.
 
         Args:
-            streams: it uses.
-            config: of the run.
-            plan: its parameters.
+            streams: streams of the rank.
+            config: configuration of the run.
+            plan: units and parameters of the rank.
             is_overlapped: whether units land in the forward pass.
-            ranks: of its pipeline stage.
-            stages: of the pipeline.
-            tie: its rank in the group of stages with a copy of the embedding, and their number.
-            on_outer_state: told the anchors and momenta.
-        has_deferred_gather: whether the last step left out its gather.
-            on_meeting: around each exchange of records.
-            sync: over which averages travel; None is one like NCCL's.
+            ranks: number of ranks of its pipeline stage.
+            stages: number of pipeline stages.
+            tie: rank and size in the group of stages with a copy of the embedding.
+            on_outer_state: called with the anchors and momenta.
+            on_meeting: context around each exchange of records.
+            sync: sync group for the exchanges; None: one like NCCL's.
         """
         assert config.num_replicas is not None
 
