@@ -134,8 +134,10 @@ def look(driver: Any, page: Path, width: int, screenshot: Path, *, dark: bool = 
     _resize(driver, width, min(size[1], 8000))
     shot = driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})
     screenshot.write_bytes(base64.b64decode(shot["data"]))
-    said = [entry["message"] for entry in driver.get_log("browser")]
-    return PageView(width, size[0], tuple(smallest), pictures, said + duplicates, outside, screenshot)
+    message = [entry["message"] for entry in driver.get_log("browser")]
+    return PageView(
+        width, size[0], tuple(smallest), pictures, message + duplicates, outside, screenshot
+    )
 
 
 def _resize(driver: Any, width: int, height: int) -> None:

@@ -41,12 +41,12 @@ def outcomes_of(
     lines: Mapping[str, Sequence[str]], folder: Path, *, obeys_modes: bool = False,
     env: Mapping[str, str] | None = None, seconds: float = _SECONDS,
 ) -> dict[str, Outcome]:  # fmt: skip
-    """Return exit code and stderr of each command line; arguments as for `printed_by`."""
-    found = printed_by(lines, folder, obeys_modes=obeys_modes, env=env, seconds=seconds)
+    """Return exit code and stderr of each command line; arguments as for `outputs_of`."""
+    found = outputs_of(lines, folder, obeys_modes=obeys_modes, env=env, seconds=seconds)
     return {name: (code, errors) for name, (code, errors, _) in found.items()}
 
 
-def printed_by(
+def outputs_of(
     lines: Mapping[str, Sequence[str]], folder: Path, *, obeys_modes: bool = False,
     env: Mapping[str, str] | None = None, seconds: float = _SECONDS,
 ) -> dict[str, tuple[object, str, str]]:  # fmt: skip

@@ -25,7 +25,7 @@ class SyntheticRun:
         strategy: name of the strategy.
         train_iters: planned iterations; None: as many as are written.
         slow: slowdown factor by replica.
-        sick: a replica that is rejected in some rounds.
+        anomalous_replica: a replica that is rejected in some rounds.
         rollbacks: rounds with a rollback.
         exposed: exposed seconds of a sync.
         change: may alter a line of sync.jsonl.
@@ -39,7 +39,7 @@ class SyntheticRun:
     strategy: str = "edit"
     train_iters: int | None = None
     slow: dict[int, float] = dataclasses.field(default_factory=dict)
-    sick: int | None = None
+    anomalous_replica: int | None = None
     rollbacks: tuple[int, ...] = ()
     exposed: float = 0.004
     change: Callable[[dict[str, Any]], None] = lambda _: None
@@ -112,12 +112,12 @@ class SyntheticRun:
 
     def _sync(self, number: int, rng: random.Random, start: float) -> dict[str, Any]:
         names = ["embedding", *(f"layer.{i}" for i in range(1, self.units - 1)), "final"]
-        is_bad = self.sick is not None and number % 7 == 3
+        is_bad = self.anomalous_replica is not None and number % 7 == 3
         norms, scores, weights, anomalous = [], [], [], []
         for place in range(self.units):
             scale = (1 + place) * 0.2 * (1 + 3 / number)
             row = [scale * rng.lognormvariate(0, 0.15) for _ in range(self.replicas)]
-            out = [is_bad and replica == self.sick for replica in range(self.replicas)]
+            out = [is_bad and replica == self.anomalous_replica for replica in range(self.replicas)]
             if number in self.rollbacks and place == 1:
                 out = [True] * self.replicas
             row = [x * 6 if bad else x for x, bad in zip(row, out, strict=True)]

@@ -205,7 +205,9 @@ class Script:
         with self.recorder.framework():
             if name not in self._groups:
                 self._groups[name] = InOrderGroup(self.recorder.streams, name, 0, 2)
-            return _FrameworkWork(self._groups[name].launch([self._data], lambda: None), self.recorder)
+            return _FrameworkWork(
+                self._groups[name].launch([self._data], lambda: None), self.recorder
+            )
 
 
 @dataclass

@@ -49,7 +49,7 @@ class PendingCollective:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def is_completed(self) -> bool:
-        """Return whether all messages have arrived; if so, copy them to the targets. Thread-safe."""
+        """Return whether all messages have arrived; if so, copy them to the targets."""
         with self._lock:
             self._is_complete = self._is_complete or self._receive()
         return self._is_complete
@@ -109,7 +109,9 @@ class MemoryProcessGroup:
         scratch = [tensors[0] if r == 0 else torch.empty_like(tensors[0]) for r in range(self.size)]
         return PendingCollective(self.network, list(zip(keys, scratch, strict=True)), sums=True)
 
-    def allgather(self, parts: list[list[Tensor]], tensors: list[Tensor], _: Any) -> PendingCollective:
+    def allgather(
+        self, parts: list[list[Tensor]], tensors: list[Tensor], _: Any
+    ) -> PendingCollective:
         """Gather the tensors of all ranks."""
         number = self._number("allgather")
         self.network.messages[self.channel, "gather", number, self.rank] = tensors[0].clone()
@@ -123,7 +125,9 @@ class MemoryProcessGroup:
         if self.rank > 0:
             return PendingCollective(self.network, [((self.channel, number, 0), tensors[0])])
         keys = [(self.channel, number, rank) for rank in range(1, self.size)]
-        return PendingCollective(self.network, [(key, torch.empty_like(tensors[0])) for key in keys])
+        return PendingCollective(
+            self.network, [(key, torch.empty_like(tensors[0])) for key in keys]
+        )
 
     def _number(self, kind: str) -> int:
         self._counts[kind] += 1

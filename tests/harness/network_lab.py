@@ -12,7 +12,7 @@ from netlab import INTERFACE, Lab, LabUnavailableError, require_lab
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def need_lab() -> None:
+def skip_without_lab() -> None:
     """Skip the test, with the reason, if this machine or user cannot create a lab."""
     try:
         require_lab()

@@ -38,8 +38,14 @@ class RunPart:
     change: Callable[[str, Line], None] = lambda _name, _line: None
 
 
-def write_runs(folder: Path, made_up: SyntheticRun, parts: list[RunPart], *, eval_interval: int = 20,
-               replicas_of: dict[int, int] | None = None) -> Path:  # fmt: skip
+def write_runs(
+    folder: Path,
+    made_up: SyntheticRun,
+    parts: list[RunPart],
+    *,
+    eval_interval: int = 20,
+    replicas_of: dict[int, int] | None = None,
+) -> Path:
     """Write the event files of all runs and return the folder.
 
     Args:

@@ -101,8 +101,8 @@ def _cache_help_texts() -> None:
 
 
 def _prebuild_parsers() -> None:
-    """Build argument parsers in advance: one takes a third of a rank's time before training. A forked
-    rank has its own copies of them."""
+    """Build argument parsers in advance: one takes a third of a rank's time before training. A
+    forked rank has its own copies of them."""
     from megatron.training import arguments
 
     make: Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
@@ -116,7 +116,10 @@ def _prebuild_parsers() -> None:
         name, description = parser.prog, parser.description
         vars(parser).update(vars(made.pop()))
         parser.prog, parser.description = name, description
-        for dest, variable in _FROM_ENVIRONMENT.items():  # the server read these when it built the parser
+        for (
+            dest,
+            variable,
+        ) in _FROM_ENVIRONMENT.items():  # the server read these when it built the parser
             parser.set_defaults(**{dest: int(os.environ[variable])})
         return parser
 
@@ -187,8 +190,8 @@ def _run(job: Job, requests: Connection) -> Report:
 
 
 def _wait(job: Job, pids: list[int], requests: Connection) -> Report:
-    """Collect exit codes. As under torchrun, a failed rank ends the others after `grace`, or at once
-    if all remaining ranks are stopped processes."""
+    """Collect exit codes. As under torchrun, a failed rank ends the others after `grace`, or at
+    once if all remaining ranks are stopped processes."""
     codes: dict[int, int] = {}
     frozen: set[int] = set()
     deadline = time.monotonic() + job.timeout

@@ -23,7 +23,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scan
             "setpriv")  # fmt: skip
 ADMIN_PATHS = "/usr/sbin:/usr/local/sbin:/sbin"
 NODES = ("n1", "n2")
-# Two nodes on one machine, without control groups. Short time-outs, so that a lost node is noticed soon.
+# Two nodes on one machine, without control groups. Short time-outs, to notice a lost node soon.
 CONFIGURATION = """\
 ClusterName=tests
 SlurmctldHost=localhost(127.0.0.1)
@@ -150,7 +150,9 @@ class Cluster:
         """Kill the slurmd of a node and all its tasks at once, like a power failure."""
         daemon = self._daemons.pop(node)
         tasks = [p for p, env in self._children() if env.get("SLURMD_NODENAME") == node]
-        step_daemons = [p for p in (task.parent() for task in tasks) if p and p.name() == "slurmstepd"]
+        step_daemons = [
+            p for p in (task.parent() for task in tasks) if p and p.name() == "slurmstepd"
+        ]
         daemon.kill()
         for process in {*step_daemons, *tasks}:
             _kill(process)

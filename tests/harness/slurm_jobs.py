@@ -139,8 +139,8 @@ class Job:
 
     def clear_begin_time(self) -> None:
         """Skip the two minutes for which SLURM delays a requeued job."""
-        for component in self.cluster.call("squeue", "--noheader", f"--jobs={self.id}", "--format=%A",
-                                      "--states=PENDING").split():  # fmt: skip
+        words = ("--noheader", f"--jobs={self.id}", "--format=%A", "--states=PENDING")
+        for component in self.cluster.call("squeue", *words).split():
             self.cluster.call("scontrol", "update", f"jobid={component}", "StartTime=now")
 
     def wait_for(self, *states: str, restarts: int = 0) -> None:
@@ -155,11 +155,14 @@ class Job:
         wait_until(reached, SECONDS, self.summary)
 
     def wait(self) -> str:
-        """Wait for the end and return the state; log a summary if MEGATRON_EDIT_SLURM_LOG is set."""
+        """Wait for the end and return the state; log a summary if MEGATRON_EDIT_SLURM_LOG is
+        set."""
         self.wait_for(*ENDED)
         if log := os.environ.get("MEGATRON_EDIT_SLURM_LOG"):
             with Path(log).open("a") as out:
-                out.write(f"{os.environ.get('PYTEST_CURRENT_TEST')}\n{self.summary(whole=False)}\n\n")
+                out.write(
+                    f"{os.environ.get('PYTEST_CURRENT_TEST')}\n{self.summary(whole=False)}\n\n"
+                )
         return self.state
 
     def summary(self, *, whole: bool = True) -> str:

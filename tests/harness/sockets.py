@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megatron_edit.comm.collectives import Duplex, Group, Work
 from megatron_edit.comm.staging import StagedProcessGroup
-from tests.harness.traced_streams import CPU, TIMEOUT, TracedStreams
 from tests.harness.races import COMPUTE
+from tests.harness.traced_streams import CPU, TIMEOUT, TracedStreams
 
 
 @dataclass
@@ -125,8 +125,8 @@ class InlineProgressThread:
         return self
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
-        """The thread's follows, as long as what it waits for is over."""
+    def paused(self) -> Iterator[None]:
+        """Run passes of the thread after those of the main thread, until one has to wait."""
         yield
         with self.streams.use(COMPUTE):
             while (work := self._drive()) is not None and work.is_completed:

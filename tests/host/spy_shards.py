@@ -69,7 +69,9 @@ def quantize_collectively() -> None:
     def write(models: list[Any], mains: list[Any], starts: list[Any], group: Any) -> None:
         count = torch.tensor([float(len(models))])
         dist.all_reduce(count, group=group)  # like the maximum for the scales
-        assert count.item() == len(models) * group.size(), "a rank has others, or did not come"
+        assert count.item() == len(models) * group.size(), (
+            "a rank has other matrices, or did not take part"
+        )
         for model, main, start in zip(models, mains, starts, strict=True):
             if main is not None:
                 model.data.view(-1)[start : start + main.numel()].copy_(main)

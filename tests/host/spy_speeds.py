@@ -107,7 +107,7 @@ def shift_clocks() -> None:
     time.monotonic = lambda: monotonic() + 3600
 
 
-def on_the_victim(action: Any) -> None:
+def on_replica_1(action: Any) -> None:
     """Call `action()` in the processes of replica 1, in step `SPY_STEP`."""
     is_victim = _replica() == 1
 
@@ -118,17 +118,17 @@ def on_the_victim(action: Any) -> None:
     at_each_step(act)
 
 
-def signal_one() -> None:
+def signal_replica_1() -> None:
     """Send SIGTERM to replica 1 in step `SPY_STEP`."""
-    on_the_victim(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    on_replica_1(lambda: os.kill(os.getpid(), signal.SIGTERM))
 
 
-def kill_one() -> None:
+def kill_replica_1() -> None:
     """Kill the process of replica 1 in step `SPY_STEP`."""
-    on_the_victim(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    on_replica_1(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
-def expire_one() -> None:
+def expire_replica_1() -> None:
     """Make the `--exit-duration-in-mins` of replica 1 elapse in step `SPY_STEP`."""
 
     def expire() -> None:
@@ -136,13 +136,13 @@ def expire_one() -> None:
 
         training._TRAIN_START_TIME -= 3600
 
-    on_the_victim(expire)
+    on_replica_1(expire)
 
 
 def signal_soon() -> None:
     """Send SIGTERM to replica 1 a second after it has begun step `SPY_STEP`."""
     script = "sleep 1; kill -TERM $0"
-    on_the_victim(lambda: subprocess.Popen(["bash", "-c", script, str(os.getpid())]))
+    on_replica_1(lambda: subprocess.Popen(["bash", "-c", script, str(os.getpid())]))
 
 
 def expire_soon() -> None:
@@ -153,7 +153,7 @@ def expire_soon() -> None:
 
         training._TRAIN_START_TIME -= 3600
 
-    on_the_victim(Timer(1, expire).start)
+    on_replica_1(Timer(1, expire).start)
 
 
 def freeze() -> None:
@@ -161,14 +161,14 @@ def freeze() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def hang_one() -> None:
+def hang_replica_1() -> None:
     """Make the main thread of replica 1 hang permanently while its other threads run on."""
-    on_the_victim(lambda: time.sleep(3600))
+    on_replica_1(lambda: time.sleep(3600))
 
 
-def freeze_one() -> None:
+def freeze_replica_1() -> None:
     """Freeze replica 1 in step `SPY_STEP`."""
-    on_the_victim(freeze)
+    on_replica_1(freeze)
 
 
 def freeze_in_evaluation() -> None:
@@ -207,10 +207,10 @@ def in_evaluations(action: Any) -> None:
         training.evaluate = acting
 
 
-def pause_one() -> None:
+def pause_replica_1() -> None:
     """Stop the process of replica 1 for 10 seconds."""
     script = "kill -STOP $0; sleep 10; kill -CONT $0"
-    on_the_victim(lambda: subprocess.Popen(["bash", "-c", script, str(os.getpid())]))
+    on_replica_1(lambda: subprocess.Popen(["bash", "-c", script, str(os.getpid())]))
 
 
 def hash_slowly() -> None:

@@ -226,7 +226,7 @@ def _of_rank(folder: Path, rank: int) -> list[int]:
 def test_paused_replica_and_clock_offset_are_tolerated(tmp_path: Path) -> None:
     """After a SIGSTOP of 10 s within a round the other replica waits, and training continues."""
     run = run_timed(
-        tmp_path, 2, 2, "slow,shift_clocks,pause_one,record_consumed",
+        tmp_path, 2, 2, "slow,shift_clocks,pause_replica_1,record_consumed",
         {"SPY_SLEEP": "[0.01, 0.01]", "SPY_STEP": "30"}, train_iters=80, global_batch_size=4,
         edit_sync_seconds=1,
     )  # fmt: skip

@@ -51,7 +51,7 @@ def test_samples_match_reference_ledger_at_unequal_speeds(tmp_path: Path) -> Non
 def test_exit_duration_on_one_replica_ends_all(tmp_path: Path) -> None:
     """Within a round, while one may wait, both stop at their own next step, with exit code 0."""
     run = run_timed(
-        tmp_path, 2, 2, "slow,expire_one", {"SPY_SLEEP": "[0.01, 0.05]", "SPY_STEP": "17"},
+        tmp_path, 2, 2, "slow,expire_replica_1", {"SPY_SLEEP": "[0.01, 0.05]", "SPY_STEP": "17"},
         train_iters=5000, global_batch_size=4, edit_sync_seconds=0.5, exit_duration_in_mins=30,
     )  # fmt: skip
     for replica in (0, 1):
@@ -62,8 +62,8 @@ def test_exit_duration_on_one_replica_ends_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize("strategy", ["a-edit", "edit"])
 @pytest.mark.parametrize("warmup", [100, 5])
 def test_resume_past_train_iters_trains_no_step(tmp_path: Path, strategy: str, warmup: int) -> None:
-    """The checkpoint has ten steps of warm-up and `--train-iters` is 5: the run exits with 0. With a
-    warm-up of 5, local training begins at the load, and no step follows."""
+    """The checkpoint has ten steps of warm-up and `--train-iters` is 5: the run exits with 0. With
+    a warm-up of 5, local training begins at the load, and no step follows."""
     flags: Flags = {"global_batch_size": 4, "lr_decay_iters": 10} | (
         AEDIT if strategy == "a-edit" else {}
     )

@@ -111,14 +111,16 @@ def test_resumed_run_continues_iteration_numbers(tmp_path: Path) -> None:
     saves, again = tmp_path / "saves", tmp_path / "again"
     again.mkdir()
     first = run_timed(
-        tmp_path, 2, 2, "script_clock,signal_one", {**UNEQUAL, "SPY_STEP": "18"}, save=saves,
+        tmp_path, 2, 2, "script_clock,signal_replica_1", {**UNEQUAL, "SPY_STEP": "18"}, save=saves,
         save_interval=100, exit_signal_handler=True, **RUN,
     )  # fmt: skip
     assert_one_number(first)
     (stopped,) = numbers(first, "complete")
     assert numbers(first, "saving") == [stopped]
-    said = re.findall(r"stopping after iteration (\d+)", console(first))  # absent if a meeting reported it
-    assert said in ([], [str(stopped)])
+    message = re.findall(
+        r"stopping after iteration (\d+)", console(first)
+    )  # absent if a meeting reported it
+    assert message in ([], [str(stopped)])
     entries: list[dict[str, Any]] = _manifest(saves)["replicas"]
     assert sum(entry["samples"] for entry in entries) // BATCH == stopped
     assert stopped >= max(iteration for iteration, _, _ in log_lines(first))

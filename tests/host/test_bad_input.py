@@ -62,7 +62,11 @@ def test_corpus_missing_on_one_host_is_refused(tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus")
     flags: Flags = {"mock_data": None, "data_path": "corpus", "split": "90,10,0"}
     done = train(
-        edit_flags(2, **flags), 2, before="tests.host.spy:simulate_second_host", check=False, cwd=tmp_path
+        edit_flags(2, **flags),
+        2,
+        before="tests.host.spy:simulate_second_host",
+        check=False,
+        cwd=tmp_path,
     )
     assert [rank.returncode for rank in done.ranks] == [2, 2]
     lines = [x for r in done.ranks for x in r.stderr.splitlines() if "megatron_edit: " in x]

@@ -17,7 +17,7 @@ from tests.host.test_elastic import consumed
 from tests.host.test_resume import DROPOUT, HOOK, assert_continues, facts, records
 
 pytestmark = pytest.mark.timeout(300)
-STOP = {"SPY_HOOKS": "slow,signal_one", "SPY_SLEEP": "[0.01, 0.05]", "SPY_STEP": "9"}
+STOP = {"SPY_HOOKS": "slow,signal_replica_1", "SPY_SLEEP": "[0.01, 0.05]", "SPY_STEP": "9"}
 
 
 def manifest(saves: Path, iteration: int) -> dict[str, Any]:
@@ -40,8 +40,8 @@ def new_folder(folder: Path) -> Path:
 
 @pytest.mark.parametrize("policy", ["leader", pytest.param("reset", marks=pytest.mark.system)])
 def test_single_inner_state_save_waits_for_sync(tmp_path: Path, policy: str) -> None:
-    """A save due after step 6, within a round, is announced and done once, after step 8. At the load
-    the other replicas take the leader's moments, or reset theirs."""
+    """A save due after step 6, within a round, is announced and done once, after step 8. At the
+    load the other replicas take the leader's moments, or reset theirs."""
     saves = tmp_path / "saves"
     flags: Flags = {"train_iters": 14, "edit_inner_state": policy, "save_interval": 6}
     first = run_edit(new_folder(tmp_path / "a"), 2, 2, before=HOOK, save=saves, **flags)
@@ -52,7 +52,9 @@ def test_single_inner_state_save_waits_for_sync(tmp_path: Path, policy: str) -> 
     ]  # fmt: skip
     assert manifest(saves, 8)["form"] == "leader"
     assert not (saves / "iter_0000008/edit/replica_1").exists()
-    again = run_edit(new_folder(tmp_path / "b"), 2, 2, before=HOOK, load=saves, ckpt_step=8, **flags)
+    again = run_edit(
+        new_folder(tmp_path / "b"), 2, 2, before=HOOK, load=saves, ckpt_step=8, **flags
+    )
     whole, resumed = records(tmp_path / "a", 0), records(tmp_path / "b", 0)
     assert resumed["losses"]["9"] == whole["losses"]["9"]
     is_same = resumed["losses"]["10"] == whole["losses"]["10"]
@@ -75,8 +77,8 @@ def test_stop_saves_state_of_all_replicas(tmp_path: Path, policy: str, step: str
     }
     env = {**STOP, "SPY_STEP": step}
     run_edit(
-        new_folder(tmp_path / "a"), 4, 2, before="tests.host.spy_resume:record_all", env=env, save=saves,
-        save_interval=1000, exit_signal_handler=True, **flags,
+        new_folder(tmp_path / "a"), 4, 2, before="tests.host.spy_resume:record_all", env=env,
+        save=saves, save_interval=1000, exit_signal_handler=True, **flags,
     )  # fmt: skip
     kept = manifest(saves, newest(saves))
     assert kept["is_warmup"] or kept["form"] == "all"
@@ -103,7 +105,7 @@ def test_aedit_resume_equals_uninterrupted_run(tmp_path: Path, moment: str) -> N
     """A-EDiT with scripted clocks, resumed at a sync or where each replica stopped in a round."""
     saves = tmp_path / "saves"
     stop = {} if moment == "at-a-sync" else {"exit_signal_handler": True}
-    hooks = "" if moment == "at-a-sync" else "slow,signal_one"
+    hooks = "" if moment == "at-a-sync" else "slow,signal_replica_1"
     interval = 10 if moment == "at-a-sync" else 1000
     run_clocked(tmp_path / "a", hooks, save=saves, save_interval=interval, **stop)
     first = min(int(path.name[5:]) for path in saves.glob("iter_*"))
@@ -153,7 +155,7 @@ def test_waiting_replica_resumes_at_its_meeting(tmp_path: Path, kind: str) -> No
     if kind == "overlap":
         flags |= GATHER
     variants: tuple[tuple[str, str, Flags], ...] = (
-        ("a", f"{clock}slow,signal_one", {"save": saves, "save_interval": every}),
+        ("a", f"{clock}slow,signal_replica_1", {"save": saves, "save_interval": every}),
         ("b", clock, {"load": saves, "save": tmp_path / "more", "save_interval": every}),
         ("whole", clock, {}),
     )
@@ -182,9 +184,16 @@ def test_stop_while_replica_waits_at_last_meeting(tmp_path: Path, final: float) 
     flags: Flags = {"global_batch_size": 8, "train_iters": 12 if final else 9,
                     "edit_sync_interval": 10, "edit_delay_steps": 2, "exit_signal_handler": True,
                     "edit_final_sync_fraction": final, **DROPOUT}  # fmt: skip
-    env = {"SPY_STEP": "5", "SPY_SLEEP": "[0, 0.3]", "SPY_HOOKS": "slow,signal_one"}
+    env = {"SPY_STEP": "5", "SPY_SLEEP": "[0, 0.3]", "SPY_HOOKS": "slow,signal_replica_1"}
     run_edit(
-        new_folder(tmp_path / "a"), 2, 2, before=HOOK, env=env, save=saves, save_interval=99, **flags
+        new_folder(tmp_path / "a"),
+        2,
+        2,
+        before=HOOK,
+        env=env,
+        save=saves,
+        save_interval=99,
+        **flags,
     )
     first, second = manifest(saves, newest(saves))["replicas"]
     assert first["is_waiting"] and first["step"] == 9 > second["step"]
@@ -227,19 +236,23 @@ def test_stop_in_warmup_completes_all_due_saves(tmp_path: Path) -> None:
 
 @pytest.mark.system
 def test_second_stop_after_resume_at_meeting(tmp_path: Path) -> None:
-    """The fast replica waits at its meeting again, without a step in between, when the slow one gets
-    the second signal. The final result is that of an uninterrupted run."""
+    """The fast replica waits at its meeting again, without a step in between, when the slow one
+    gets the second signal. The final result is that of an uninterrupted run."""
     saves = tmp_path / "saves"
     flags: Flags = {"global_batch_size": 8, "train_iters": 16, "edit_sync_interval": 10,
                     "save": saves, "load": saves, "save_interval": 1000,
                     "exit_signal_handler": True, **DROPOUT}  # fmt: skip
-    env = {"SPY_SLEEP": "[0, 0.3]", "SPY_HOOKS": "slow,signal_one"}
+    env = {"SPY_SLEEP": "[0, 0.3]", "SPY_HOOKS": "slow,signal_replica_1"}
     for name, step in (("a", "5"), ("b", "9")):
-        run_edit(new_folder(tmp_path / name), 2, 2, before=HOOK, env={**env, "SPY_STEP": step}, **flags)
+        run_edit(
+            new_folder(tmp_path / name), 2, 2, before=HOOK, env={**env, "SPY_STEP": step}, **flags
+        )
         first, second = manifest(saves, newest(saves))["replicas"]
         assert first["is_waiting"] and first["step"] == 12 > second["step"]
     run_edit(new_folder(tmp_path / "c"), 2, 2, before=HOOK, **flags)
-    run_edit(new_folder(tmp_path / "whole"), 2, 2, before=HOOK, **{**flags, "save": None, "load": None})
+    run_edit(
+        new_folder(tmp_path / "whole"), 2, 2, before=HOOK, **{**flags, "save": None, "load": None}
+    )
     assert facts(tmp_path / "c", 2) == facts(tmp_path / "whole", 2)
 
 
@@ -250,11 +263,17 @@ def test_warmup_after_local_training_is_refused(tmp_path: Path, flags: Flags) ->
     """Gradients of different parameters must never be averaged: exit 2, one line."""
     saves = tmp_path / "saves"
     run_edit(
-        new_folder(tmp_path / "a"), 2, 2, save=saves, save_interval=5, exit_interval=5, train_iters=9
+        new_folder(tmp_path / "a"),
+        2,
+        2,
+        save=saves,
+        save_interval=5,
+        exit_interval=5,
+        train_iters=9,
     )
     run = run_edit(
-        new_folder(tmp_path / "b"), 2, 2, before="tests.host.spy:shorten_grace", load=saves, train_iters=9,
-        check=False, **flags,
+        new_folder(tmp_path / "b"), 2, 2, before="tests.host.spy:shorten_grace", load=saves,
+        train_iters=9, check=False, **flags,
     )  # fmt: skip
     assert [rank.returncode for rank in run.result.ranks] == [2, 2]
     lines = [x for r in run.result.ranks for x in r.stderr.splitlines() if "megatron_edit:" in x]
@@ -268,7 +287,7 @@ def test_aedit_resume_with_real_clock_loses_no_sample(tmp_path: Path) -> None:
                     "save": tmp_path / "saves", "load": tmp_path / "saves", "save_interval": 1000,
                     "pipeline_model_parallel_size": 2, "exit_signal_handler": True}  # fmt: skip
     runs = []
-    for name, hooks in (("a", "slow,signal_one"), ("b", "slow")):
+    for name, hooks in (("a", "slow,signal_replica_1"), ("b", "slow")):
         env = {**STOP, "SPY_HOOKS": hooks}
         runs.append(run_edit(new_folder(tmp_path / name), 4, 2, before=HOOK, env=env, **flags))
     both = consumed(tmp_path / "a") + consumed(tmp_path / "b")
@@ -278,8 +297,8 @@ def test_aedit_resume_with_real_clock_loses_no_sample(tmp_path: Path) -> None:
 
 
 def test_checkpoints_from_stock_to_edit_and_back(tmp_path: Path) -> None:
-    """EDiT starts from stock Megatron's checkpoint with its parameters as anchor, and stock Megatron
-    loads EDiT's checkpoint. Loss, samples and schedule continue."""
+    """EDiT starts from stock Megatron's checkpoint with its parameters as anchor, and stock
+    Megatron loads EDiT's checkpoint. Loss, samples and schedule continue."""
     stock, edit = tmp_path / "stock", tmp_path / "edit"
     flags: Flags = {"train_iters": 24, "lr_decay_style": "cosine", "global_batch_size": 8}
     save = {"save_interval": 8, "exit_interval": 8}
@@ -365,14 +384,16 @@ def test_asynchronous_save_resumes_exactly(tmp_path: Path, step: int) -> None:
     saves = tmp_path / "saves"
     flags: Flags = {"train_iters": 12, "edit_offload": True, "edit_sync_mode": "overlap", **GATHER}
     run_edit(
-        new_folder(tmp_path / "a"), 4, 2, before=HOOK, save=saves, save_interval=step, async_save=True,
-        use_persistent_ckpt_worker=True, async_strategy="mcore", **flags,
+        new_folder(tmp_path / "a"), 4, 2, before=HOOK, save=saves, save_interval=step,
+        async_save=True, use_persistent_ckpt_worker=True, async_strategy="mcore", **flags,
     )  # fmt: skip
     run_edit(new_folder(tmp_path / "b"), 4, 2, before=HOOK, load=saves, ckpt_step=step, **flags)
     assert_continues(tmp_path / "a", tmp_path / "b", step, 4)
 
 
-def test_inspect_prints_checkpoint_contents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_prints_checkpoint_contents(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It prints round, replicas and digest checks, and refuses a damaged checkpoint."""
     saves = tmp_path / "saves"
     run_edit(new_folder(tmp_path / "a"), 2, 2, save=saves, save_interval=7, train_iters=8)
@@ -397,7 +418,9 @@ def test_pretrained_checkpoint_is_used_at_first_start_only(tmp_path: Path) -> No
     base, saves = tmp_path / "base", tmp_path / "saves"
     run_edit(new_folder(tmp_path / "a"), 1, 1, save=base, save_interval=4, train_iters=4)
     flags: Flags = {"save": saves, "load": saves, "save_interval": 4, "pretrained_checkpoint": base}
-    run_edit(new_folder(tmp_path / "b"), 2, 2, before=HOOK, exit_interval=4, train_iters=12, **flags)
+    run_edit(
+        new_folder(tmp_path / "b"), 2, 2, before=HOOK, exit_interval=4, train_iters=12, **flags
+    )
     run_edit(new_folder(tmp_path / "c"), 2, 2, before=HOOK, train_iters=12, **flags)
     whole = flags | {"save": tmp_path / "whole", "load": tmp_path / "whole"}
     run_edit(new_folder(tmp_path / "d"), 2, 2, before=HOOK, train_iters=12, **whole)
@@ -426,7 +449,13 @@ def test_log_progress_is_written_by_one_replica(tmp_path: Path) -> None:
     """With --log-progress one replica writes the log, and finds its own lines at each save."""
     saves = tmp_path / "saves"
     run_edit(
-        new_folder(tmp_path / "a"), 4, 2, save=saves, save_interval=3, train_iters=6, log_progress=True
+        new_folder(tmp_path / "a"),
+        4,
+        2,
+        save=saves,
+        save_interval=3,
+        train_iters=6,
+        log_progress=True,
     )
     lines = (saves / "progress.txt").read_text().splitlines()
     assert [line.split("\t")[3] for line in lines].count("Saved checkpoint") == 2

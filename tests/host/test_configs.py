@@ -60,7 +60,8 @@ def test_megatron_accepts_config_flags(name: str, capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.args")), ids=lambda path: path.name)
 def test_config_file_contains_only_flags(path: Path) -> None:
-    """Every line is a comment or a flag with its values, without characters that a shell expands."""
+    """Every line is a comment or a flag with its values, without characters that a shell
+    expands."""
     for line in path.read_text(encoding="utf-8").splitlines():
         assert line.startswith(("#", "--")), line
         assert line.startswith("#") or not re.search(r"[$`*?\"'\\;|&<>]", line), line

@@ -181,7 +181,9 @@ def record_torch_gathers() -> None:
     if not hasattr(dist.ProcessGroup, name):
         name = "allgather_into_tensor_coalesced"
     own = inspect.unwrap(getattr(dist.ProcessGroup, name))
-    setattr(dist.ProcessGroup, name, lambda *args: own(*args))  # a builtin would not become a method
+    setattr(
+        dist.ProcessGroup, name, lambda *args: own(*args)
+    )  # a builtin would not become a method
     record_gathers()
 
 
@@ -204,7 +206,9 @@ def test_gathers_are_not_coalesced(tmp_path: Path, precision: dict[str, object])
         dispatched.append({name for line in lines for name in line.split()})
     assert "c10d::_allgather_base_" in dispatched[0]
     assert not [name for name in dispatched[0] if "coalesced" in name]
-    assert "c10d::allgather_into_tensor_coalesced_" in dispatched[1], "the reference run does not coalesce"
+    assert "c10d::allgather_into_tensor_coalesced_" in dispatched[1], (
+        "the reference run does not coalesce"
+    )
     assert records[0] == records[1]
 
 

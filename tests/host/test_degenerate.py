@@ -66,8 +66,8 @@ def test_launcher_without_use_edit_is_stock_bit_for_bit(tmp_path: Path) -> None:
 def test_endless_warmup_equals_stock_training(
     tmp_path: Path, num_replicas: int, flags: Flags
 ) -> None:
-    """N replicas of D ranks in warm-up equal one job of N*D ranks. Would catch wrong gradient scales,
-    sample assignment, random streams and schedules."""
+    """N replicas of D ranks in warm-up equal one job of N*D ranks. Would catch wrong gradient
+    scales, sample assignment, random streams and schedules."""
     stock = cached_run(stock_run, 4, **flags).folder
     run = run_edit(tmp_path, 4, num_replicas, before=RECORD, edit_strategy="ddp", **flags)
     tolerance = 2e-3 if {"bf16", "fp16"} & flags.keys() else 2e-6
@@ -81,8 +81,8 @@ def test_endless_warmup_equals_stock_training(
 
 
 def test_ranks_read_same_samples_as_stock(tmp_path: Path) -> None:
-    """Rank k of replica r reads what rank r * D + k of a stock job reads. Would catch a sampler that
-    sees the replica's ranks only: every replica would read the same samples."""
+    """Rank k of replica r reads what rank r * D + k of a stock job reads. Would catch a sampler
+    that sees the replica's ranks only: every replica would read the same samples."""
     (tmp_path / "stock").mkdir()
     run_stock(tmp_path / "stock", 4)
     (tmp_path / "edit").mkdir()

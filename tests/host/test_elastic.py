@@ -73,7 +73,7 @@ def test_resume_with_two_three_one_two_replicas(tmp_path: Path, ranks: int) -> N
 def test_unequal_stops_lose_no_sample(tmp_path: Path) -> None:
     """A signal stops two replicas at different steps of a round; then three resume, then one."""
     saves, flags = tmp_path / "saves", {"train_iters": 40, "edit_sync_interval": 100}
-    env = {"HOOKS": "slow signal_one", "SPY_SLEEP": "[0.02, 0.1]", "SPY_STEP": "5"}
+    env = {"HOOKS": "slow signal_replica_1", "SPY_SLEEP": "[0.02, 0.1]", "SPY_STEP": "5"}
     first = stage(tmp_path / "a", saves, 2, env, **flags)
     steps = [len([x for x in first.lines(f"replica-{r}.jsonl") if "loss" in x]) for r in (0, 1)]
     assert steps[0] != steps[1]
@@ -98,7 +98,7 @@ def test_aedit_resumes_with_other_replica_counts(tmp_path: Path, stop: str) -> N
     for number, (replicas, end) in enumerate(zip((2, 3, 2), ends, strict=True)):
         extra = dict(env)
         if stop == "mid-round" and number < 2:
-            extra["HOOKS"] += " slow signal_one"
+            extra["HOOKS"] += " slow signal_replica_1"
             extra |= {"SPY_SLEEP": "[0.05, 0.05, 0.05]", "SPY_STEP": str(4 + 9 * number)}
         stage(tmp_path / str(number), saves, replicas, extra, **flags, **end)
     samples = [x for number in range(3) for x in consumed(tmp_path / str(number))]
@@ -152,9 +152,11 @@ LATE: dict[str, dict[str, Any]] = {
     "name", [pytest.param(n, marks=[] if n == "all" else [pytest.mark.full]) for n in LATE]
 )
 @pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.system), 3])
-def test_pending_syncs_land_before_replica_count_changes(tmp_path: Path, name: str, replicas: int) -> None:
-    """Saved while syncs are pending. Another number of replicas starts from the state with which the
-    same replicas would have ended training there: all syncs land, and the round is synced."""
+def test_pending_syncs_land_before_replica_count_changes(
+    tmp_path: Path, name: str, replicas: int
+) -> None:
+    """Saved while syncs are pending. Another number of replicas starts from the state with which
+    the same replicas would have ended training there: all syncs land, and the round is synced."""
     step = 6
     flags: Flags = {**FLAGS, "edit_sync_interval": 3, **LATE[name], "train_iters": 9}
     saved = cached_run(run_edit, 2, 2, before=HOOK, save_interval=step, **flags)

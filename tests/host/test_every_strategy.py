@@ -74,9 +74,11 @@ def train_variant(
 
 
 @pytest.mark.parametrize(("name", "layout"), cases())
-def test_strategy_trains_alike_in_blocking_and_overlap(tmp_path: Path, name: str, layout: str) -> None:
-    """Would catch a unit that lands twice or never, a landing that training overwrites, replicas that
-    stay different, and an exchange whose result depends on when it is awaited."""
+def test_strategy_trains_alike_in_blocking_and_overlap(
+    tmp_path: Path, name: str, layout: str
+) -> None:
+    """Would catch a unit that lands twice or never, a landing that training overwrites, replicas
+    that stay different, and an exchange whose result depends on when it is awaited."""
     blocking, overlap = (
         train_variant(tmp_path / mode, name, layout, mode) for mode in ("blocking", "overlap")
     )
@@ -98,8 +100,8 @@ def test_strategy_trains_alike_in_blocking_and_overlap(tmp_path: Path, name: str
 
 
 def test_stage_without_units_in_fragment_still_gathers(tmp_path: Path) -> None:
-    """Four fragments over two stages of two data-parallel ranks: in some syncs a stage has no unit to
-    land, and its ranks must still gather the parameters of their own step."""
+    """Four fragments over two stages of two data-parallel ranks: in some syncs a stage has no unit
+    to land, and its ranks must still gather the parameters of their own step."""
     flags: Flags = {
         "pipeline_model_parallel_size": 2, "num_layers": NUM_LAYERS, "global_batch_size": 8,
         "edit_fragments": 4, "edit_sync_interval": 4, "train_iters": 9, **GATHER,

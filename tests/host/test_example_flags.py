@@ -100,5 +100,5 @@ def test_megatron_examples_are_accepted(name: str, outcomes: dict[str, Outcome])
 
 def test_indivisible_layers_are_refused_by_megatron(outcomes: dict[str, Outcome]) -> None:
     """The unchanged example: Megatron itself refuses 12 layers on 8 stages."""
-    code, said = outcomes["gpt-oss, 12 layers"]
-    assert code == 2 and said.count("\n") == 1 and "Megatron's validation fails" in said
+    code, message = outcomes["gpt-oss, 12 layers"]
+    assert code == 2 and message.count("\n") == 1 and "Megatron's validation fails" in message

@@ -27,8 +27,8 @@ def test_calls_between_files_are_bounded(
 ) -> None:
     """Would catch an engine whose files only pass calls on to each other."""
     run_edit(
-        tmp_path, replicas, replicas, before="tests.host.spy_file_calls:record_file_calls", train_iters=8,
-        **flags,
+        tmp_path, replicas, replicas, before="tests.host.spy_file_calls:record_file_calls",
+        train_iters=8, **flags,
     )  # fmt: skip
     by_sync = json.loads((tmp_path / "calls-0.json").read_text())
     assert "engine/plan.py:plan_round" in by_sync[-1]

@@ -13,7 +13,7 @@ from tests.host.layouts import GATHER, LAYOUTS
 from tests.host.runs import EditRun, cached_run, recommended, run_edit
 from tests.host.spy import read_records
 from tests.host.test_elastic import consumed
-from tests.host.test_resume import DROPOUT, HOOK, resume_and_compare, facts
+from tests.host.test_resume import DROPOUT, HOOK, facts, resume_and_compare
 
 pytestmark = pytest.mark.timeout(300)
 # Two steps of warm-up, syncs after 5 and 8; the last local step is 9, after a partial round.
@@ -82,9 +82,12 @@ def test_fraction_zero_leaves_rounds_unchanged(tmp_path: Path) -> None:
 @pytest.mark.parametrize("step", [10, pytest.param(9, marks=pytest.mark.full),
                                   pytest.param(7, marks=pytest.mark.full)])  # fmt: skip
 def test_resume_around_phase_is_exact(tmp_path: Path, step: int) -> None:
-    """In the phase, at its start, and before it. Would catch state of the phase that is not saved."""
+    """In the phase, at its start, and before it. Would catch state of the phase that is not
+    saved."""
     is_inside = step >= LAST_LOCAL
-    manifest = resume_and_compare(tmp_path, step, 1, 2, has_syncs=not is_inside, **{**PHASE, **DROPOUT})
+    manifest = resume_and_compare(
+        tmp_path, step, 1, 2, has_syncs=not is_inside, **{**PHASE, **DROPOUT}
+    )
     assert (manifest.is_final_phase, manifest.is_warmup) == (is_inside, is_inside)
     assert manifest.form == ("leader" if is_inside else "all")
 

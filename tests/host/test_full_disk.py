@@ -32,12 +32,13 @@ CASES = [pytest.param(name, marks=[] if name in CORE else [pytest.mark.system]) 
 
 
 def train(folder: Path, disk: Path, name: str, full: str, *, check: bool = True) -> EditRun:
-    """Train twelve steps with saves after 3, 6, 9 and 12; those in `full`, from 1, find no space."""
+    """Train twelve steps with saves after 3, 6, 9 and 12; those in `full`, from 1, find no
+    space."""
     world_size, flags = LAYOUTS[name]
     return run_edit(
-        new_folder(folder), world_size, 2, before="tests.host.spy_full_disk:fill_before_saves", check=check,
-        env={"SPY_DISK": str(disk), "SPY_FULL": full}, save=disk / "saves", save_interval=3,
-        **{"train_iters": 12, **DROPOUT, **flags},
+        new_folder(folder), world_size, 2, before="tests.host.spy_full_disk:fill_before_saves",
+        check=check, env={"SPY_DISK": str(disk), "SPY_FULL": full}, save=disk / "saves",
+        save_interval=3, **{"train_iters": 12, **DROPOUT, **flags},
     )  # fmt: skip
 
 
@@ -64,8 +65,8 @@ def test_failed_save_does_not_stop_training(tmp_path: Path, name: str) -> None:
         assert facts(run.folder, world_size) == facts(whole.folder, world_size)
         assert run.digests(0) == whole.digests(0)
         run_edit(
-            new_folder(tmp_path / "b"), world_size, 2, before=HOOK, load=disk / "saves", ckpt_step=6,
-            **flags,
+            new_folder(tmp_path / "b"), world_size, 2, before=HOOK, load=disk / "saves",
+            ckpt_step=6, **flags,
         )  # fmt: skip
         if name != "leader":  # with it, the others take the leader's inner state
             assert_continues(whole.folder, tmp_path / "b", 6, world_size)
@@ -86,7 +87,9 @@ def test_two_failed_saves_in_a_row_end_training(tmp_path: Path, name: str) -> No
         assert newest(disk / "saves") == 3
         (disk / "filler").unlink()
         flags = {"train_iters": 12, **DROPOUT, **flags}
-        run_edit(new_folder(tmp_path / "b"), world_size, 2, before=HOOK, load=disk / "saves", **flags)
+        run_edit(
+            new_folder(tmp_path / "b"), world_size, 2, before=HOOK, load=disk / "saves", **flags
+        )
         whole = cached_run(run_edit, world_size, 2, before=HOOK, **flags)
         if name != "leader":
             assert facts(tmp_path / "b", world_size) == facts(whole.folder, world_size)

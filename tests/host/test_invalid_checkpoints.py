@@ -218,7 +218,9 @@ def test_checkpoint_of_other_model_is_refused(saved: Saved, origin: str, case: s
 @pytest.mark.full
 @pytest.mark.parametrize("damage", ["truncated", "missing", "text"])
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
-def test_damaged_stock_checkpoint_is_refused(saved: Saved, tmp_path: Path, damage: str, name: str) -> None:
+def test_damaged_stock_checkpoint_is_refused(
+    saved: Saved, tmp_path: Path, damage: str, name: str
+) -> None:
     """It has no checksums: Megatron's error becomes one line. Would catch random weights, too."""
     folder = shutil.copytree(saved.stock, tmp_path / "ck")
     DAMAGES[damage](folder / LAST / name, folder)

@@ -41,7 +41,8 @@ def train_until_first_sync(folder: Path, ranks: int, **flags: Any) -> EditRun:
     ],
 )
 def test_dense_layouts_agree_at_the_first_sync(tmp_path: Path, layout: str) -> None:
-    """Norms, weights and clip factors agree to 1e-4. Would catch copies counted twice, lost shards."""
+    """Norms, weights and clip factors agree to 1e-4. Would catch copies counted twice, lost
+    shards."""
     _compare(tmp_path, "plain", layout, {})
 
 

@@ -60,7 +60,9 @@ def test_full_log_disk_does_not_stop_training(small_disk: Path, tmp_path: Path, 
         (lost,) = re.findall(rf"(\d+) lines of event files in {log} were lost", errors)
         for name in ("loss.jsonl", "replica-0.jsonl", "replica-1.jsonl"):
             seen = lines_of(log, name)
-            if seen and "end" in seen[-1]:  # the end record still fitted into the last page of its file
+            if (
+                seen and "end" in seen[-1]
+            ):  # the end record still fitted into the last page of its file
                 end = seen.pop()
                 assert end["lines_lost"] == int(lost) or name != "replica-0.jsonl"
             assert seen == lines_of(same.folder, name)[: len(seen)]
@@ -70,7 +72,12 @@ def test_removed_log_folder_is_created_again(tmp_path: Path) -> None:
     """A log folder that was removed during training is created again."""
     log = tmp_path / "log"
     run = run_edit(
-        log, 2, 2, before="tests.host.spy_log_disk:remove_folder", env={"SPY_DISK": str(log)}, **FLAGS
+        log,
+        2,
+        2,
+        before="tests.host.spy_log_disk:remove_folder",
+        env={"SPY_DISK": str(log)},
+        **FLAGS,
     )
     same = undisturbed()
     assert losses_of(run) == losses_of(same)

@@ -92,8 +92,8 @@ def test_lock_waits_for_ending_run(tmp_path: Path) -> None:
 def test_lock_waits_for_lease_of_other_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A file server keeps a lock for a while after the machine failed. Would catch a run, requeued by
-    SLURM, that exits because of it; all other ranks wait longer than the lease."""
+    """A file server keeps a lock for a while after the machine failed. Would catch a run, requeued
+    by SLURM, that exits because of it; all other ranks wait longer than the lease."""
     assert 120 < folder_lock.LEASE_SECONDS < SETUP_TIMEOUT.total_seconds()
     monkeypatch.setattr(folder_lock, "ENDING_SECONDS", 0.5)
     with another_run(tmp_path) as first:
@@ -102,8 +102,8 @@ def test_lock_waits_for_lease_of_other_machine(
         lock = FolderLock(tmp_path)
         assert lock.acquire() is None
         lock.release()
-    (said,) = capfd.readouterr().out.splitlines()
-    assert "locked by process 42 on node7" in said and "waiting for the lock, 180 s" in said
+    (message,) = capfd.readouterr().out.splitlines()
+    assert "locked by process 42 on node7" in message and "waiting for the lock, 180 s" in message
     monkeypatch.setattr(folder_lock, "LEASE_SECONDS", 1.5)
     with another_run(tmp_path):
         (tmp_path / "run.lock").write_text("node7 42\n")
@@ -123,5 +123,5 @@ def test_file_system_without_locks_is_reported(
 
     monkeypatch.setattr(fcntl, "lockf", no_locks)
     assert FolderLock(tmp_path).acquire() is None
-    said = capfd.readouterr().err
-    assert f"{tmp_path}/run.lock cannot be locked (No locks available)" in said
+    message = capfd.readouterr().err
+    assert f"{tmp_path}/run.lock cannot be locked (No locks available)" in message

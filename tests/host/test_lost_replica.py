@@ -21,8 +21,8 @@ TRIGGERS: dict[str, Flags] = {
 EVALUATIONS = {"eval_interval": 10, "eval_iters": 2}
 # Hook that freezes replica 1, its step, flags, and the error message of the others.
 FREEZES = {
-    "in-warm-up": ("freeze_one", "2", {}, "replica 1 was lost in the warm-up"),
-    "before-a-meeting": ("freeze_one", "12", {}, "replica 1 did not reach the sync of round"),
+    "in-warm-up": ("freeze_replica_1", "2", {}, "replica 1 was lost in the warm-up"),
+    "before-a-meeting": ("freeze_replica_1", "12", {}, "replica 1 did not reach the sync of round"),
     "in-an-evaluation": ("freeze_in_evaluation", "", EVALUATIONS,
                          "replica 1 did not reach the end of an evaluation"),
     "in-an-exchange": ("freeze_in_exchange", "", {}, "replica 1 was lost in the sync of round 1"),
@@ -46,7 +46,7 @@ def _tier(where: str, trigger: str) -> list[pytest.MarkDecorator]:
 def test_hanging_replica_is_named(tmp_path: Path, where: str, trigger: str) -> None:
     """At any point of training. Would catch a message without the replica, and a survivor that does
     not exit, for example because its own collective is still pending."""
-    hook, step, flags, said = FREEZES[where]
+    hook, step, flags, message = FREEZES[where]
     run = run_edit(
         tmp_path, 3, 3, before=HOOKS, check=False, train_iters=500, global_batch_size=6,
         env={"SPY_HOOKS": f"slow,{hook}", "SPY_SLEEP": "[0.01, 0.01, 0.01]", "SPY_STEP": step},
@@ -57,16 +57,17 @@ def test_hanging_replica_is_named(tmp_path: Path, where: str, trigger: str) -> N
     for survivor in (0, 2):
         text = run.result.ranks[survivor].stderr
         text += (tmp_path / f"replica-{survivor}.log").read_text() if survivor else ""
-        assert said in text, text
+        assert message in text, text
 
 
 @pytest.mark.system
 def test_replica_that_times_out_first_is_not_blamed(tmp_path: Path) -> None:
-    """Replica 1 hangs, but its heartbeat thread does not. Replica 0 reaches the meeting and times out
-    seconds before replica 2, whose connection to replica 0 then breaks."""
+    """Replica 1 hangs, but its heartbeat thread does not. Replica 0 reaches the meeting and times
+    out seconds before replica 2, whose connection to replica 0 then breaks."""
     run = run_edit(
         tmp_path, 3, 3, before=HOOKS, check=False, train_iters=500, global_batch_size=6,
-        env={"SPY_HOOKS": "slow,hang_one", "SPY_SLEEP": "[0.01, 0.01, 0.15]", "SPY_STEP": "6"},
+        env={"SPY_HOOKS": "slow,hang_replica_1", "SPY_SLEEP": "[0.01, 0.01, 0.15]",
+             "SPY_STEP": "6"},
         edit_timeout_seconds=4, edit_sync_interval=20, grace=8,
     )  # fmt: skip
     assert [rank.returncode for rank in run.result.ranks][::2] == [4, 4]
@@ -86,8 +87,8 @@ def test_slow_evaluation_does_not_time_out(tmp_path: Path) -> None:
 
 @pytest.mark.system
 def test_waiting_for_slow_replica_does_not_time_out(tmp_path: Path) -> None:
-    """The run is shorter than the first round: the fast replica waits longer than the time-out for a
-    slow one that makes progress."""
+    """The run is shorter than the first round: the fast replica waits longer than the time-out for
+    a slow one that makes progress."""
     run = run_timed(
         tmp_path, 2, 2, "slow", {"SPY_SLEEP": "[0.01, 0.3]"}, train_iters=40, global_batch_size=4,
         edit_sync_seconds=20, edit_timeout_seconds=3,

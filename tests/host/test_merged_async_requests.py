@@ -56,7 +56,9 @@ def run(one: AsyncRequest) -> bytes:
 def test_two_requests_are_merged(tmp_path: Path) -> None:
     """Both are written in order with their own tensors; a finalize function added later is last."""
     log, done = tmp_path / "log", list[str]()
-    (one,) = merge_async_requests([request("outer", log, done), request("model", log, done, preload_fn=None)])
+    (one,) = merge_async_requests(
+        [request("outer", log, done), request("model", log, done, preload_fn=None)]
+    )
     one.add_finalize_fn(lambda: done.append("commit"))
     sent = run(one)
     assert sent.count(b"outer") == 1
@@ -65,13 +67,18 @@ def test_two_requests_are_merged(tmp_path: Path) -> None:
 
 
 def test_rank_without_data_still_finalizes(tmp_path: Path) -> None:
-    """With nothing to write for one or both requests, the rank still calls all finalize functions."""
+    """With nothing to write for one or both requests, the rank still calls all finalize
+    functions."""
     log, done = tmp_path / "log", list[str]()
     nothing: dict[str, Any] = {"async_fn": None, "async_fn_args": [], "preload_fn": None}
-    (one,) = merge_async_requests([request("outer", log, done, **nothing), request("model", log, done)])
+    (one,) = merge_async_requests(
+        [request("outer", log, done, **nothing), request("model", log, done)]
+    )
     run(one)
     assert log.read_text().count("\n") == 1 and done == ["outer", "model"]
-    (none,) = merge_async_requests([request("outer", log, done, **nothing), request("m", log, done, **nothing)])
+    (none,) = merge_async_requests(
+        [request("outer", log, done, **nothing), request("m", log, done, **nothing)]
+    )
     assert none.async_fn is None and len(none.finalize_fns) == 2
 
 

@@ -102,9 +102,7 @@ def test_tensorboard_scalars_match_event_files(tmp_path: Path, flags: Flags) -> 
     assert found["edit/tokens-per-second"][last] > 0
     if "edit_log_units_to_tensorboard" in flags:  # every documented name is in use
         for tag in TAGS:
-            is_late = (
-                "z-score" in tag.name
-            )  # detectors and loss histories are not armed yet
+            is_late = "z-score" in tag.name  # detectors and loss histories are not armed yet
             seen = any(re.fullmatch(pattern(tag.name), name) for name in found)
             assert seen or is_late, tag.name
 

@@ -15,7 +15,7 @@ from tests.harness import Flags, train
 from tests.host.layouts import GATHER, LAYOUTS, PLAIN_DDP
 from tests.host.runs import EditRun, cached_run, run_edit
 from tests.host.test_old_checkpoint import FIXTURE
-from tests.host.test_resume import HOOK, resume_and_compare, facts
+from tests.host.test_resume import HOOK, facts, resume_and_compare
 
 BOTH: Flags = {"edit_average_moments": "both"}
 STEPS: Flags = {"train_iters": 8}  # two of warm-up, and two rounds of three
@@ -33,8 +33,8 @@ def trained(world: int, replicas: int, **flags: Any) -> EditRun:
 
 
 def test_moments_are_equal_after_a_sync(tmp_path: Path) -> None:
-    """They have the same bits on all replicas; without the flag they differ. Their bytes are counted.
-    An `--edit-average-moments-every` beyond the last sync changes nothing."""
+    """They have the same bits on all replicas; without the flag they differ. Their bytes are
+    counted. An `--edit-average-moments-every` beyond the last sync changes nothing."""
     plain, both = trained(2, 2), trained(2, 2, **BOTH)
     first, second = inner_state(plain, 2)
     assert first != second
@@ -84,8 +84,8 @@ def test_moments_are_equal_on_every_layout(tmp_path: Path, layout: str) -> None:
 def test_copies_of_a_parameter_keep_equal_moments(
     tmp_path: Path, layout: str, final: float
 ) -> None:
-    """On TP ranks, and for the tied embedding on two stages, where the 8-bit blocks contain different
-    neighbours. Would catch copies that differ after a sync."""
+    """On TP ranks, and for the tied embedding on two stages, where the 8-bit blocks contain
+    different neighbours. Would catch copies that differ after a sync."""
     ranks, flags = LAYOUTS[layout]
     run_edit(tmp_path, 3 * ranks, 3, before=HOOK, global_batch_size=12,
              edit_final_sync_fraction=final, **(STEPS | BOTH | flags))  # fmt: skip
@@ -185,11 +185,11 @@ def test_resume_with_moments(tmp_path: Path, flags: Flags) -> None:
 
 
 def test_beta2_is_scaled_once_at_switch(tmp_path: Path) -> None:
-    """The change is logged once, and losses differ only after the switch. The scaled value is not in
-    the checkpoint: a resume scales it once (see `resume_and_compare` above)."""
+    """The change is logged once, and losses differ only after the switch. The scaled value is not
+    in the checkpoint: a resume scales it once (see `resume_and_compare` above)."""
     run = trained(2, 2, edit_scale_beta2=True, adam_beta2=0.95)
-    said = re.findall(r"beta2 of the inner optimizer.*", run.result.ranks[0].stdout)
-    assert said == ["beta2 of the inner optimizer, to the power of 1/2: 0.95 -> 0.974679"]
+    message = re.findall(r"beta2 of the inner optimizer.*", run.result.ranks[0].stdout)
+    assert message == ["beta2 of the inner optimizer, to the power of 1/2: 0.95 -> 0.974679"]
     plain = trained(2, 2, adam_beta2=0.95)
     whole, scaled = (json.loads((r.folder / "rank-0.json").read_text()) for r in (plain, run))
     same = {step: loss for step, loss in whole["losses"].items() if int(step) <= 3}

@@ -15,15 +15,15 @@ from tests.host.layouts import LAYOUTS, PLAIN_DDP
 from tests.host.runs import (
     PENALTY_OFF,
     EditRun,
-    edit_flags,
     cached_run,
+    edit_flags,
     recommended,
     run_edit,
     run_stock,
 )
 from tests.host.spy import read_records
 from tests.host.test_degenerate import losses
-from tests.host.test_resume import HOOK, MOMENTS, resume_and_compare, facts
+from tests.host.test_resume import HOOK, RESUME_STEPS, facts, resume_and_compare
 
 pytest.importorskip("emerging_optimizers", reason="needs the extra muon")
 
@@ -94,7 +94,7 @@ def test_one_replica_with_identity_outer_step_is_stock_muon(tmp_path: Path, form
 def test_resume_equals_the_uninterrupted_run(tmp_path: Path, form: Flags, ranks: int) -> None:
     """Within a round. Would catch momentum of Muon that is not saved, or loaded by another rank or
     replica."""
-    resume_and_compare(tmp_path, MOMENTS["in-mid-round"], ranks, 2, **form)
+    resume_and_compare(tmp_path, RESUME_STEPS["in-mid-round"], ranks, 2, **form)
 
 
 @FULL
@@ -102,8 +102,8 @@ def test_resume_equals_the_uninterrupted_run(tmp_path: Path, form: Flags, ranks:
     "form", [LAYER_WISE, PLAIN | {"bf16": True}], ids=["to-layer-wise", "to-plain"]
 )
 def test_checkpoint_loads_with_other_ranks_and_form(tmp_path: Path, form: Flags) -> None:
-    """Saved with two ranks per replica and loaded with one: the momentum of matrices of other ranks is
-    loaded, too. The reference uses the plain form only."""
+    """Saved with two ranks per replica and loaded with one: the momentum of matrices of other ranks
+    is loaded, too. The reference uses the plain form only."""
     saves = [tmp_path / "from-plain", tmp_path / "from-layer-wise"]
     series = []
     for folder, saved in zip(saves, (PLAIN | {"bf16": True}, LAYER_WISE), strict=True):
@@ -183,8 +183,8 @@ def test_layer_wise_in_fp32_is_refused() -> None:
 
 @FORMS
 def test_recommended_settings_average_momentum(tmp_path: Path, form: Flags, ranks: int) -> None:
-    """At the end of the last round and after a resume in the final phase, every replica has the same
-    momentum. Would catch momentum of matrices that is not averaged as a moment."""
+    """At the end of the last round and after a resume in the final phase, every replica has the
+    same momentum. Would catch momentum of matrices that is not averaged as a moment."""
     resume_and_compare(tmp_path, 10, ranks, 2, has_syncs=False, **recommended(), **form)
     ends = facts(tmp_path, 2 * ranks)
     assert [end["moments"] for end in ends[:ranks]] == [end["moments"] for end in ends[ranks:]]

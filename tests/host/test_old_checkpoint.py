@@ -22,7 +22,8 @@ from tests.harness import train
 
 FIXTURE = Path(__file__).resolve().parents[1] / "fixtures/checkpoint_00d2a33"
 EVENTS = ("sync.jsonl", "replica-0.jsonl", "replica-1.jsonl", "loss.jsonl")
-CLOSE = 1e-5  # relative; other instruction sets differ by 2e-7, a lost momentum or residual by 4e-3 or more
+# Relative; other instruction sets differ by 2e-7, a lost momentum or residual by 4e-3 or more.
+CLOSE = 1e-5
 
 
 def machine() -> dict[str, str]:

@@ -15,8 +15,8 @@ from tests.harness import Flags
 from tests.host.layouts import GATHER, LAYOUTS
 from tests.host.runs import run_edit
 from tests.host.spy import read_records
-from tests.host.spy_main_thread import read_blocked
 from tests.host.spy_landings import read_landings
+from tests.host.spy_main_thread import read_blocked
 
 CORE = {"bf16", "pp2"}
 TIMEOUT_SECONDS = 5
@@ -56,9 +56,10 @@ def train_in_mode(
 
 
 def _check_places(folder: Path, rank: int, layout: str, mode: str) -> None:
-    """Check that in overlap mode units land in the forward pass, when Megatron gathers their buckets,
-    and not all at once where there are several buckets, which is on the first stage. Would catch a
-    fall-back to blocking, and synchronous sends between stages, which prevent overlap on GPUs."""
+    """Check that in overlap mode units land in the forward pass, when Megatron gathers their
+    buckets, and not all at once where there are several buckets, which is on the first stage. Would
+    catch a fall-back to blocking, and synchronous sends between stages, which prevent overlap on
+    GPUs."""
     stage, num_groups, landings, sends = read_landings(folder, rank)
     assert sends == (["cpu"] if mode == "overlap" else [])
     if stage == 0:
@@ -111,7 +112,9 @@ def test_overlap_equals_blocking_over_100_iterations(tmp_path: Path, layout: str
 def test_offload_changes_no_bit(tmp_path: Path, layout: str, mode: str) -> None:
     """Anchor and momentum in host memory give the same bits."""
     resident = train_in_mode(tmp_path / "resident", layout, mode, train_iters=17)
-    offloaded = train_in_mode(tmp_path / "offloaded", layout, mode, train_iters=17, edit_offload=True)
+    offloaded = train_in_mode(
+        tmp_path / "offloaded", layout, mode, train_iters=17, edit_offload=True
+    )
     assert resident[:2] == offloaded[:2]
 
 
@@ -127,17 +130,15 @@ def test_offload_changes_no_bit(tmp_path: Path, layout: str, mode: str) -> None:
         pytest.param("ep2", marks=pytest.mark.full),
     ],
 )
-def test_units_land_before_their_layer_and_overlap_previous(
-    tmp_path: Path, layout: str
-) -> None:
+def test_units_land_before_their_layer_and_overlap_previous(tmp_path: Path, layout: str) -> None:
     """Unit l lands before forward(l). The exchange of unit l + 1 starts before forward(l) ends, and
     lands after it began. Each unit starts and lands once per sync, even if the schedule repeats
     layers. Would catch a silent blocking mode, and landing all units at the first gather."""
     ranks, flags = LAYOUTS[layout]
     more: Flags = {"ddp_bucket_size": 3000} if layout == "ep2" else {}  # its dense layers are small
     run_edit(
-        tmp_path, 2 * ranks, 2, before="tests.host.spy_order:record_order", edit_sync_mode="overlap",
-        train_iters=14, **{**GATHER, "num_layers": 4, **flags, **more},
+        tmp_path, 2 * ranks, 2, before="tests.host.spy_order:record_order",
+        edit_sync_mode="overlap", train_iters=14, **{**GATHER, "num_layers": 4, **flags, **more},
     )  # fmt: skip
     logs = [json.loads((tmp_path / f"order-{rank}.json").read_text()) for rank in range(2 * ranks)]
     passed = {unit for log in logs[:ranks] for kind, unit, *_ in log if kind == "forward"}
@@ -182,9 +183,10 @@ def _check_order(log: list[tuple[str, str, int, int]], round_: int, *, is_lazy: 
     ],
 )
 def test_staging_is_bounded(tmp_path: Path, prefetch_units: int, offload: bool) -> None:
-    """At most `--edit-prefetch-units` + 1 units are staged, with 4 bytes per element, 12 with offload,
-    measured by the engine's allocations. Would catch units that are kept after landing, and staging
-    of all units at once. Digests, whose scratch memory has a bound of its own, are off."""
+    """At most `--edit-prefetch-units` + 1 units are staged, with 4 bytes per element, 12 with
+    offload, measured by the engine's allocations. Would catch units that are kept after landing,
+    and staging of all units at once. Digests, whose scratch memory has a bound of its own, are
+    off."""
     run_edit(
         tmp_path, 4, 2, before="tests.host.spy_order:measure_staging", edit_sync_mode="overlap",
         edit_prefetch_units=prefetch_units, edit_offload=offload, edit_digest_interval=100,
@@ -211,8 +213,8 @@ def test_staging_is_bounded(tmp_path: Path, prefetch_units: int, offload: bool) 
 def test_exchanges_progress_while_main_thread_waits(
     tmp_path: Path, ranks: int, flags: dict[str, Any]
 ) -> None:
-    """The main threads of all ranks are blocked in a forward or backward pass. Would catch units and
-    second phases that wait for the main thread, while a slow link is idle."""
+    """The main threads of all ranks are blocked in a forward or backward pass. Would catch units
+    and second phases that wait for the main thread, while a slow link is idle."""
     run_edit(
         tmp_path, ranks, 2, before="tests.host.spy_main_thread:block_main_thread", train_iters=14,
         edit_warmup_steps=2, edit_sync_interval=4, edit_sync_mode="overlap",
@@ -228,9 +230,9 @@ def test_exchanges_progress_while_main_thread_waits(
 def test_failure_in_overlapped_sync_ends_all_ranks(
     tmp_path: Path, layout: str, moment: str
 ) -> None:
-    """One rank raises within a forward pass: it reports the unit and round, the others report the sync
-    in which they lost it, and all soon exit by themselves. Would catch a rank that hangs until the
-    launch is killed."""
+    """One rank raises within a forward pass: it reports the unit and round, the others report the
+    sync in which they lost it, and all soon exit by themselves. Would catch a rank that hangs until
+    the launch is killed."""
     ranks, flags = LAYOUTS[layout]
     run = run_edit(
         tmp_path, 2 * ranks, 2, before="tests.host.spy_order:fail_in_unit",

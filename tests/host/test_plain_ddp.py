@@ -29,8 +29,8 @@ def train_plain(
     "bf16", [False, pytest.param(True, marks=pytest.mark.full)], ids=["fp32", "bf16"]
 )
 def test_replicas_agree_and_offload_changes_no_bit(tmp_path: Path, bf16: bool) -> None:
-    """For fp32 the main copies are the parameters themselves; for bf16 they are separate. Would catch
-    a shard that is written to only one of the two, and one that offload loses."""
+    """For fp32 the main copies are the parameters themselves; for bf16 they are separate. Would
+    catch a shard that is written to only one of the two, and one that offload loses."""
     resident = train_plain(tmp_path / "resident", bf16=bf16, offload=False)
     offloaded = train_plain(tmp_path / "offloaded", bf16=bf16, offload=True)
     digests, finals, syncs = resident

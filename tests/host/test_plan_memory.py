@@ -69,7 +69,8 @@ def test_planned_outer_state_and_traffic_match_run(tmp_path: Path, layout: str, 
     ids=lambda flags: "-".join(map(str, flags)) or "fp32",
 )
 def test_planned_stock_memory_matches_run(tmp_path: Path, flags: Flags) -> None:
-    """For gradients and optimizer state of every type. Would catch bytes that Megatron does not use."""
+    """For gradients and optimizer state of every type. Would catch bytes that Megatron does not
+    use."""
     flags = {**GATHER, **flags, "num_layers": 4}
     run_edit(
         tmp_path, 4, 2, before="tests.host.spy_memory:measure_stock", train_iters=5, timeout=300,

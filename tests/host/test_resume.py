@@ -16,7 +16,7 @@ from tests.host.runs import EditRun, cached_run, run_edit
 HOOK = "tests.host.spy_resume:record_all"
 ITERATIONS = 12
 # Two steps of warm-up, a sync every three: 1 is in warm-up, 2 the switch, 5 and 8 are syncs.
-MOMENTS = {"in-warm-up": 1, "at-the-switch": 2, "at-a-sync": 5, "in-mid-round": 7}
+RESUME_STEPS = {"in-warm-up": 1, "at-the-switch": 2, "at-a-sync": 5, "in-mid-round": 7}
 DROPOUT: Flags = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 SYSTEM = ("tp2-pp2",)
 
@@ -108,8 +108,9 @@ def resume_and_compare(
     ],
 )
 def test_resume_equals_the_uninterrupted_run(tmp_path: Path, moment: str) -> None:
-    """With dropout and a schedule. Would catch state that is not saved, at any point of training."""
-    resume_and_compare(tmp_path, MOMENTS[moment], 1, 2, is_shared=True, **DROPOUT)
+    """With dropout and a schedule. Would catch state that is not saved, at any point of
+    training."""
+    resume_and_compare(tmp_path, RESUME_STEPS[moment], 1, 2, is_shared=True, **DROPOUT)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ def test_resume_equals_the_uninterrupted_run(tmp_path: Path, moment: str) -> Non
 def test_resume_on_every_layout(tmp_path: Path, layout: str) -> None:
     """Within a round, where all state is needed: shards, stages, experts, buffers."""
     ranks, flags = LAYOUTS[layout]
-    resume_and_compare(tmp_path, MOMENTS["in-mid-round"], ranks, 2, **flags)
+    resume_and_compare(tmp_path, RESUME_STEPS["in-mid-round"], ranks, 2, **flags)
 
 
 @pytest.mark.system
@@ -130,7 +131,7 @@ def test_resume_on_every_layout(tmp_path: Path, layout: str) -> None:
 def test_resume_in_overlap_with_offload(tmp_path: Path, moment: str) -> None:
     """With units that have not landed when the save begins, and outer state in host memory."""
     resume_and_compare(
-        tmp_path, MOMENTS[moment], 2, 2, is_shared=True, edit_sync_mode="overlap",
+        tmp_path, RESUME_STEPS[moment], 2, 2, is_shared=True, edit_sync_mode="overlap",
         edit_offload=True, bf16=True, **DROPOUT, **GATHER,
     )  # fmt: skip
 
@@ -147,8 +148,8 @@ SAVING: dict[str, tuple[int, dict[str, Any]]] = {  # ranks of a replica, and fla
     ["int4-delay", *(pytest.param(n, marks=pytest.mark.system) for n in ("blocking", "overlap"))],
 )
 def test_frequent_saves_and_evaluations_change_nothing(tmp_path: Path, name: str) -> None:
-    """At every step, also within a round and during exchanges, the run is the same as without. Would
-    catch a sync that lands early, or twice, because parameters are read."""
+    """At every step, also within a round and during exchanges, the run is the same as without.
+    Would catch a sync that lands early, or twice, because parameters are read."""
     ranks, flags = SAVING[name]
     world = 2 * ranks
     often: Flags = {

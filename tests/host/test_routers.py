@@ -70,7 +70,8 @@ def test_expert_biases_under_ep_and_pp_stay_equal(tmp_path: Path) -> None:
     ],
 )
 def test_endless_warmup_with_router_biases_equals_stock(tmp_path: Path, flags: Flags) -> None:
-    """Token counts of all replicas change a bias. Would catch a replica that counts only its own."""
+    """Token counts of all replicas change a bias. Would catch a replica that counts only its
+    own."""
     (tmp_path / "stock").mkdir()
     (tmp_path / "edit").mkdir()
     run_stock(tmp_path / "stock", 2, global_batch_size=4, **flags)

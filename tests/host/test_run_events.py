@@ -60,8 +60,8 @@ def test_evaluations_and_normal_end_are_recorded(tmp_path: Path) -> None:
 
 
 def test_resumed_run_records_resume_point(tmp_path: Path) -> None:
-    """Stopped within a round: the losses of the round's first steps, trained before the resume, have
-    their samples, too."""
+    """Stopped within a round: the losses of the round's first steps, trained before the resume,
+    have their samples, too."""
     saves = tmp_path / "saves"
     run = run_edit(tmp_path, 2, 2, train_iters=11, exit_interval=6, save=saves, save_interval=6)
     assert segment_of(tmp_path) == {"number": 1, "resumed_from": None}
@@ -93,9 +93,9 @@ def test_resume_with_changed_settings_is_logged(tmp_path: Path) -> None:
         tmp_path, 2, 2, train_iters=8, load=saves, edit_strategy="diloco", edit_sync_interval=2,
         edit_sync_dtype="int8",
     )  # fmt: skip
-    said = [[line for line in rank.stdout.splitlines() if "settings changed" in line]
+    message = [[line for line in rank.stdout.splitlines() if "settings changed" in line]
             for rank in second.result.ranks]  # fmt: skip
-    (line,) = said[0]
+    (line,) = message[0]
     assert line.startswith("[edit] settings changed since the checkpoint: --edit-strategy edit -> ")
     for change in (
         "--edit-strategy edit -> diloco", "--edit-sync-interval 3 -> 2",

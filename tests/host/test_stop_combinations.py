@@ -38,8 +38,8 @@ CORE: dict[tuple[str, str], list[pytest.MarkDecorator]] = {
     ],
 )
 def test_stop_during_delayed_sync_or_async_save(tmp_path: Path, name: str, step: str) -> None:
-    """Replicas stop at different steps, some before a sync lands, some after it. The resumed run has the
-    result of an uninterrupted one."""
+    """Replicas stop at different steps, some before a sync lands, some after it. The resumed run
+    has the result of an uninterrupted one."""
     saves = tmp_path / "saves"
     flags: Flags = {"train_iters": 30, "edit_sync_interval": 8, **DROPOUT, **LATE[name]}
     run_edit(
@@ -56,8 +56,8 @@ def test_stop_during_delayed_sync_or_async_save(tmp_path: Path, name: str, step:
 @pytest.mark.system
 @pytest.mark.parametrize("step", ["15", "16", "17"])
 def test_stop_near_exit_interval(tmp_path: Path, step: str) -> None:
-    """With --exit-interval, and a signal on one replica a step before, at or after it, all exit with 0,
-    and the checkpoint can be loaded."""
+    """With --exit-interval, and a signal on one replica a step before, at or after it, all exit
+    with 0, and the checkpoint can be loaded."""
     saves = tmp_path / "saves"
     flags: Flags = {"train_iters": 24, "edit_sync_interval": 20, **DROPOUT}
     run_edit(
@@ -71,7 +71,8 @@ def test_stop_near_exit_interval(tmp_path: Path, step: str) -> None:
 
 @pytest.mark.system
 def test_stop_while_previous_save_is_completed(tmp_path: Path) -> None:
-    """The others write the checkpoint of the stop while the first rank still verifies the previous one.
+    """The others write the checkpoint of the stop while the first rank still verifies the previous
+    one.
 
     Would catch a checkpoint that is removed while it is written, and one that counts as complete
     without its files.
@@ -110,14 +111,16 @@ def test_save_after_failed_save_is_complete(tmp_path: Path, hooks: str) -> None:
 
 @pytest.mark.system
 def test_stop_among_skipped_iterations(tmp_path: Path) -> None:
-    """--iterations-to-skip between the steps at which the replicas stop: they save one checkpoint, and
-    each resumes from its own step. Would catch two incomplete checkpoints."""
+    """--iterations-to-skip between the steps at which the replicas stop: they save one checkpoint,
+    and each resumes from its own step. Would catch two incomplete checkpoints."""
     saves = tmp_path / "saves"
     flags: Flags = {"train_iters": 40, "edit_sync_interval": 20, "save": saves, "load": saves,
                     "save_interval": 1000, "iterations_to_skip": [8, 9, 10, 11, 12, 13],
                     **DROPOUT}  # fmt: skip
     env = {**STOP, "SPY_STEP": "7", "SPY_SLEEP": "[0, 0.3]"}
-    run_edit(new_folder(tmp_path / "a"), 2, 2, before=HOOK, env=env, exit_signal_handler=True, **flags)
+    run_edit(
+        new_folder(tmp_path / "a"), 2, 2, before=HOOK, env=env, exit_signal_handler=True, **flags
+    )
     first, second = manifest(saves, newest(saves))["replicas"]
     assert first["step"] > 7 >= second["step"]
     run_edit(new_folder(tmp_path / "b"), 2, 2, before=HOOK, **flags)

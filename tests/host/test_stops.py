@@ -15,8 +15,8 @@ TRIGGERS: dict[str, Flags] = {
     "edit": {"edit_strategy": "edit", "edit_sync_interval": 10, "edit_min_round_steps": 100},
 }
 HOW: dict[str, tuple[str, Flags]] = {
-    "signal": ("signal_one", {"exit_signal_handler": True}),
-    "duration": ("expire_one", {"exit_duration_in_mins": 30}),
+    "signal": ("signal_replica_1", {"exit_signal_handler": True}),
+    "duration": ("expire_replica_1", {"exit_duration_in_mins": 30}),
 }
 
 
@@ -37,8 +37,8 @@ def test_stop_on_one_replica_ends_all(tmp_path: Path, trigger: str, how: str, st
 @pytest.mark.parametrize("how", ["signal", pytest.param("duration", marks=pytest.mark.full)])
 @pytest.mark.parametrize("trigger", ["edit", pytest.param("a-edit", marks=pytest.mark.system)])
 def test_stop_of_replica_waiting_at_meeting(tmp_path: Path, trigger: str, how: str) -> None:
-    """Replica 1 waits at the meeting, long before the other, when it must stop. The other stops at its
-    next step, and the meeting does not take place."""
+    """Replica 1 waits at the meeting, long before the other, when it must stop. The other stops at
+    its next step, and the meeting does not take place."""
     hook = {"signal": "signal_soon", "duration": "expire_soon"}[how]
     env = {"SPY_SLEEP": "[0.5, 0.01]", "SPY_STEP": "21"}
     flags: Flags = {"edit_sync_interval": 20}
@@ -65,8 +65,8 @@ def test_stop_of_replica_waiting_at_meeting(tmp_path: Path, trigger: str, how: s
     ],
 )
 def test_stop_between_evaluations_does_not_hang(tmp_path: Path, how: str, step: str) -> None:
-    """Evaluated at every step. Would catch a replica that waits in an evaluation for one that exited,
-    and a time limit that ends an evaluation on one replica only."""
+    """Evaluated at every step. Would catch a replica that waits in an evaluation for one that
+    exited, and a time limit that ends an evaluation on one replica only."""
     hook, flags = HOW[how]
     run = run_timed(
         tmp_path, 4, 2, f"slow,{hook}", {"SPY_SLEEP": "[0, 0.02]", "SPY_STEP": step},
@@ -82,7 +82,7 @@ def test_stop_at_last_step_finishes_training(tmp_path: Path, trigger: str) -> No
     all evaluate and exit with 0."""
     last = {"edit": "20", "a-edit": "20"}[trigger]
     run = run_timed(
-        tmp_path, 2, 2, "slow,signal_one", {"SPY_SLEEP": "[0.01, 0.1]", "SPY_STEP": last},
+        tmp_path, 2, 2, "slow,signal_replica_1", {"SPY_SLEEP": "[0.01, 0.1]", "SPY_STEP": last},
         train_iters=20, eval_iters=1, global_batch_size=4, exit_signal_handler=True,
         **TRIGGERS[trigger],
     )  # fmt: skip
@@ -98,7 +98,7 @@ def test_killed_replica_is_named(tmp_path: Path, strategy: str) -> None:
         flags = AEDIT | {"edit_sync_seconds": 1}
     run = run_edit(
         tmp_path, 2, 2, before=HOOKS, check=False, global_batch_size=4, train_iters=500,
-        env={"SPY_HOOKS": "slow,kill_one", "SPY_SLEEP": "[0.01, 0.01]", "SPY_STEP": "30"},
+        env={"SPY_HOOKS": "slow,kill_replica_1", "SPY_SLEEP": "[0.01, 0.01]", "SPY_STEP": "30"},
         edit_timeout_seconds=20, **flags,
     )  # fmt: skip
     survivor = run.result.ranks[0]

@@ -78,7 +78,8 @@ def test_anomalous_replica_is_rejected_and_recovers(tmp_path: Path, what: float 
 
 
 def test_unit_anomalous_on_all_replicas_rolls_back(tmp_path: Path) -> None:
-    """A unit that is nonfinite on all replicas returns to its anchor; the other units are synced."""
+    """A unit that is nonfinite on all replicas returns to its anchor; the other units are
+    synced."""
     run = run_edit(
         tmp_path, 2, 2, train_iters=11, global_batch_size=4, before=DAMAGE,
         env={"SPY_DAMAGE": json.dumps([[2, [0, 1], "layer.1", "nan"]])},
@@ -104,7 +105,9 @@ def test_fp16_overflow_on_one_replica_keeps_replicas_in_step(tmp_path: Path) -> 
         for r in (0, 1)
     ]
     different = [i for i in lr[0] if lr[0][i] != lr[1][i]]
-    assert different == [7]  # the skipped step itself; they agree after the sync that follows step 8
+    assert different == [
+        7
+    ]  # the skipped step itself; they agree after the sync that follows step 8
 
 
 @pytest.mark.parametrize("wire", ["fp32", "int8"])
@@ -125,7 +128,8 @@ def test_sync_group_is_silent_between_syncs(tmp_path: Path, wire: str) -> None:
 
 
 def test_outer_state_is_sharded(tmp_path: Path) -> None:
-    """Every rank has 8 / M bytes per parameter, like Megatron's own shards, and no full-size copy."""
+    """Every rank has 8 / M bytes per parameter, like Megatron's own shards, and no full-size
+    copy."""
     run = run_edit(tmp_path, 4, 2, train_iters=5, before="tests.host.spy_memory:measure")
     facts = [json.loads((tmp_path / f"memory-{rank}.json").read_text()) for rank in range(4)]
     for replica in (facts[:2], facts[2:]):
@@ -166,9 +170,9 @@ def test_event_files_describe_run(tmp_path: Path) -> None:
         lines = [x for x in run.lines(f"replica-{replica}.jsonl") if "loss" in x]
         assert [line["iteration"] for line in lines] == list(range(1, 11))
         assert lines[0]["samples"] == 4 and lines[0]["tokens"] == 4 * 32
-    told = run.lines("loss.jsonl")  # including lines of evaluations
-    assert [line["iteration"] for line in told if "split" in line] == [5, 10, 10, 10]
-    losses = [line for line in told if "loss" in line]
+    loss_lines = run.lines("loss.jsonl")  # including lines of evaluations
+    assert [line["iteration"] for line in loss_lines if "split" in line] == [5, 10, 10, 10]
+    losses = [line for line in loss_lines if "loss" in line]
     assert [line["iteration"] for line in losses] == list(range(1, 11))
     ones, twos = (
         [x["loss"] for x in run.lines(f"replica-{r}.jsonl") if "loss" in x] for r in (0, 1)

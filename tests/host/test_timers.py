@@ -28,8 +28,8 @@ def logged(run: EditRun, timer: str) -> list[float]:
 
 @pytest.mark.parametrize("interval", [1, 4])
 def test_timer_line_covers_all_its_steps(tmp_path: Path, interval: int) -> None:
-    """Steps of 1 s, a sync every three, all other calls 100 s. Would catch a line right after a sync
-    that shows no time, or only steps of the last round, or time outside training."""
+    """Steps of 1 s, a sync every three, all other calls 100 s. Would catch a line right after a
+    sync that shows no time, or only steps of the last round, or time outside training."""
     run = run_edit(
         tmp_path, 2, 2, before=HOOKS, train_iters=12, log_interval=interval, timing_log_level=1,
         eval_interval=5, eval_iters=1, global_batch_size=4,

@@ -8,8 +8,8 @@ import torch
 from megatron_edit.config import EditConfig
 from megatron_edit.method.norms import sum_in_rank_order
 from tests.harness.hardware_queues import Recorder
-from tests.harness.traced_streams import Rank, plan_of
 from tests.harness.launch import REPOSITORY
+from tests.harness.traced_streams import Rank, plan_of
 
 UNITS = {"embedding": (8, 2), "layer.1": (8,), "layer.2": (8,), "layer.3": (8,)}
 DECISION_OPERATIONS = ("aten::_local_scalar_dense", "aten::bitwise_or")

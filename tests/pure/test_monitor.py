@@ -93,7 +93,7 @@ def test_rows_are_merged_by_their_reduction() -> None:
 
 
 def test_run_statistics_match_event_lines(tmp_path: Path) -> None:
-    made_up = SyntheticRun(train_iters=400, slow={2: 1.5}, sick=1, rollbacks=(12,))
+    made_up = SyntheticRun(train_iters=400, slow={2: 1.5}, anomalous_replica=1, rollbacks=(12,))
     run = read(made_up.write(tmp_path))
     lines = [json.loads(line) for line in (tmp_path / "sync.jsonl").read_text().splitlines()]
     assert run.syncs.count == 30 and run.iteration == made_up.iterations
@@ -243,7 +243,9 @@ def give_replica_0_all_weight(line: dict[str, Any]) -> None:
         (SyntheticRun(), ""),
     ],
 )
-def test_findings_appear_only_with_their_cause(tmp_path: Path, made_up: SyntheticRun, part: str) -> None:
+def test_findings_appear_only_with_their_cause(
+    tmp_path: Path, made_up: SyntheticRun, part: str
+) -> None:
     """Each warning appears with its cause; a healthy run has none."""
     found = list_findings(read(made_up.write(tmp_path)))
     if part:

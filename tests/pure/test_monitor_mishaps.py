@@ -68,7 +68,9 @@ def test_fast_replica_does_not_finish_the_run(tmp_path: Path) -> None:
     assert early.progress is None and early.state == "running"
     later = read(write_resumed(tmp_path / "later", 1))
     assert later.progress == pytest.approx(510 / 560) and later.state == "running"
-    fresh = read(SyntheticRun(strategy="a-edit", rounds=0, train_iters=100).write(tmp_path / "fresh"))
+    fresh = read(
+        SyntheticRun(strategy="a-edit", rounds=0, train_iters=100).write(tmp_path / "fresh")
+    )
     assert fresh.progress == 0.2
 
 
@@ -251,7 +253,11 @@ def test_undecodable_names_are_escaped(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_report_never_replaces_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A pipe stands for any device; also if it is named by a symlink."""
-    log, pipe, link = SyntheticRun(rounds=0).write(tmp_path / "log"), tmp_path / "pipe", tmp_path / "link"
+    log, pipe, link = (
+        SyntheticRun(rounds=0).write(tmp_path / "log"),
+        tmp_path / "pipe",
+        tmp_path / "link",
+    )
     os.mkfifo(pipe)
     link.symlink_to(pipe)
     for output in (pipe, link):

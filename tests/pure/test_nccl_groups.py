@@ -16,9 +16,9 @@ from megatron_edit.comm.transport import MAX_CTAS, Transport, stand_alone_group
 from megatron_edit.comm.wire import Wire
 from megatron_edit.config import EditConfig
 from megatron_edit.engine import EngineGroups
-from tests.harness.traced_streams import InOrderGroup, Rank, plan_of
 from tests.harness.memory_network import Network, two_phase_groups
 from tests.harness.races import RaceDetector
+from tests.harness.traced_streams import InOrderGroup, Rank, plan_of
 
 CPU = torch.device("cpu")
 

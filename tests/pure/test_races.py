@@ -25,9 +25,9 @@ from megatron_edit.engine.plan import Decision, RoundPlan, plan_round
 from megatron_edit.engine.sync import manager
 from megatron_edit.engine.sync.offload import OffloadStreams
 from megatron_edit.engine.sync.syncs import DelayedSync
-from tests.harness.traced_streams import CPU, OmittedCall, Rank, plan_of
 from tests.harness.races import RaceDetector
 from tests.harness.sockets import InlineProgressThread, staged_group
+from tests.harness.traced_streams import CPU, OmittedCall, Rank, plan_of
 
 UNITS = {"embedding": (6, 2), "layer.1": (5, 3), "layer.2": (4, 4), "final": (3,)}
 NUM_STEPS = 10
@@ -282,7 +282,10 @@ CURRENT_STREAM_DOES_NOT_WAIT = OmittedCall("wait", "SyncStream.use", "wait(curre
 MISTAKES: dict[str, tuple[str, OmittedCall]] = {
     "copy not awaited": ("offload", OmittedCall("wait", "DeviceCopy.ready")),
     "copy recorded too early": ("offload", OmittedCall("record", "OffloadStreams.upload")),
-    "copy to the host not after compute": ("offload", OmittedCall("wait", "OffloadStreams.download")),
+    "copy to the host not after compute": (
+        "offload",
+        OmittedCall("wait", "OffloadStreams.download"),
+    ),
     "no event before the copy to the host": (
         "offload",
         OmittedCall("record", "OffloadStreams.download"),

@@ -146,7 +146,7 @@ def test_every_file_is_checked_by_exactly_one_rank(
     for replica in range(2):
         for rank in range(2):
             world: Any = anything(placement=Placement(2, replica, 2, rank, True))
-            choosing._sound_manifest(tmp_path, args, world)
+            choosing._verified_manifest(tmp_path, args, world)
     assert sorted(read) == sorted(files)
 
 

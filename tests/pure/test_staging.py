@@ -72,7 +72,9 @@ class SlowStreams:
 
 def staged(network: Network, rank: int, streams: SlowStreams) -> Group:
     """The staged gloo group of one of two ranks."""
-    transport = StagedProcessGroup(MemoryProcessGroup(network, "whole", rank, 2), streams, pin=False)
+    transport = StagedProcessGroup(
+        MemoryProcessGroup(network, "whole", rank, 2), streams, pin=False
+    )
     return Group(transport, rank, 2, CPU, timedelta(seconds=1), "sync group")
 
 

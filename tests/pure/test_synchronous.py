@@ -16,7 +16,7 @@ from megatron_edit.engine.rounds.synchronous import (
     broadcast_if_different,
     sum_counts,
 )
-from tests.harness.memory_network import Network, two_phase_groups, run_in_threads
+from tests.harness.memory_network import Network, run_in_threads, two_phase_groups
 
 anything: Any = SimpleNamespace
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import Flags
-from tests.harness.command_lines import printed_by
+from tests.harness.command_lines import outputs_of
 from tests.harness.launch import REPOSITORY
 from tests.host.runs import edit_flags
 from tests.system.check_lines import EDIT_OFF, corpus, write_corpus
@@ -61,7 +61,7 @@ WITHOUT_MEGATRON_LOOP = "import megatron.training\nprint('by myself')\n"
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[object, str, str]]:
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[object, str, str]]:
     """Run all command lines in one process; return exit code, stderr and stdout of each."""
     folder = tmp_path_factory.mktemp("lines")
     write_corpus(folder / "good")
@@ -74,7 +74,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[object, st
     lines["ignores"] = _line(folder / "ignores.py", edit_flags(2) + extra)
     lines["alone"] = _line(folder / "alone.py", edit_flags(2))
     before = sorted(folder.rglob("*"))
-    found = printed_by(lines, folder)
+    found = outputs_of(lines, folder)
     assert sorted(p for p in folder.rglob("*") if "__pycache__" not in p.parts) == before
     return found
 
@@ -84,30 +84,36 @@ def _line(script: Path, words: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_check_describes_run_without_side_effects(name: str, said: dict[str, tuple[object, str, str]]) -> None:
+def test_check_describes_run_without_side_effects(
+    name: str, outputs: dict[str, tuple[object, str, str]]
+) -> None:
     """Would catch missing descriptions, needless remarks, and files that `check` creates."""
-    code, errors, out = said[name]
+    code, errors, out = outputs[name]
     assert (code, errors) == (0, ""), errors
     _, holds, lacks = CASES[name]
     assert all(text in out for text in holds), out
     assert not any(text in out for text in lacks), out
 
 
-def test_flags_added_by_script_are_accepted(said: dict[str, tuple[object, str, str]]) -> None:
+def test_flags_added_by_script_are_accepted(outputs: dict[str, tuple[object, str, str]]) -> None:
     """They are known, even if similar to a flag of Megatron. Would catch a parser without them."""
-    code, errors, out = said["adds"]
+    code, errors, out = outputs["adds"]
     assert (code, errors) == (0, "") and "num-layer" not in out
 
 
-def test_flags_ignored_by_script_are_accepted_with_hint(said: dict[str, tuple[object, str, str]]) -> None:
+def test_flags_ignored_by_script_are_accepted_with_hint(
+    outputs: dict[str, tuple[object, str, str]],
+) -> None:
     """They are accepted as in a launch, with a hint for the one similar to a flag of Megatron."""
-    code, errors, out = said["ignores"]
+    code, errors, out = outputs["ignores"]
     assert (code, errors) == (0, "")
     assert "--num-layer: did you mean --num-layers?" in out and "--of-mine: did" not in out
     assert "not checked (unknown to Megatron): --num-layer 3 --of-mine 4" in out
 
 
-def test_script_without_megatron_loop_is_refused(said: dict[str, tuple[object, str, str]]) -> None:
+def test_script_without_megatron_loop_is_refused(
+    outputs: dict[str, tuple[object, str, str]],
+) -> None:
     """As in a launch: otherwise its replicas would silently train separately."""
-    code, errors, _ = said["alone"]
+    code, errors, _ = outputs["alone"]
     assert code == 2 and "did not train through megatron.training.pretrain" in errors

@@ -57,9 +57,7 @@ def test_wrong_lines_are_distinct_and_many() -> None:
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_check_and_launch_agree(
-    name: str, folder: Path, checks: dict[str, Outcome]
-) -> None:
+def test_check_and_launch_agree(name: str, folder: Path, checks: dict[str, Outcome]) -> None:
     """Both accept, or both refuse with the same message; the launch trains at most one step."""
     _compare(name, OURS, folder, checks)
 
@@ -67,7 +65,9 @@ def test_check_and_launch_agree(
 @pytest.mark.clone
 @pytest.mark.full
 @pytest.mark.parametrize("name", LINES)
-def test_check_and_launch_agree_on_clone_script(name: str, folder: Path, megatron_clone: Path) -> None:
+def test_check_and_launch_agree_on_clone_script(
+    name: str, folder: Path, megatron_clone: Path
+) -> None:
     """With NVIDIA's pretrain_gpt.py. Would catch a script whose flags `check` does not see."""
     script = megatron_clone / "pretrain_gpt.py"
     _compare(name, script, folder, _checked_once(script, folder))
@@ -83,7 +83,7 @@ def _checked_once(script: Path, folder: Path) -> dict[str, Outcome]:
 
 
 def _compare(name: str, script: Path, folder: Path, checks: dict[str, Outcome]) -> None:
-    code, said = checks[name]
+    code, message = checks[name]
     start = time.monotonic()
     ranks = train(
         argv_of(LINES[name]), 2, script=script, check=False, timeout=100,
@@ -93,13 +93,13 @@ def _compare(name: str, script: Path, folder: Path, checks: dict[str, Outcome]) 
     codes = [rank.returncode for rank in ranks]
     has_trained = "A STEP IS DONE" in ranks[0].stdout  # the others print to files
     errors = "\n".join(rank.stderr[-1500:] for rank in ranks)
-    print(f"{name}: check {code}, launch {codes} in {seconds:.1f} s: {said.strip() or 'ok'}")
-    assert (code == 0) == (codes == [0, 0] and has_trained), (said, codes, errors)
-    assert code == (0 if name in RIGHT else 2), (said, codes, errors)
+    print(f"{name}: check {code}, launch {codes} in {seconds:.1f} s: {message.strip() or 'ok'}")
+    assert (code == 0) == (codes == [0, 0] and has_trained), (message, codes, errors)
+    assert code == (0 if name in RIGHT else 2), (message, codes, errors)
     if name in RIGHT:
         return
-    assert said.count("\n") == 1 and said.startswith("megatron-edit check: "), said
+    assert message.count("\n") == 1 and message.startswith("megatron-edit check: "), message
     if name not in MEGATRONS_OWN:
         assert codes == [2, 2], errors
-        line = said.removeprefix("megatron-edit check: ")
+        line = message.removeprefix("megatron-edit check: ")
         assert f"megatron_edit: {line}" in errors, (line, errors)

@@ -77,7 +77,8 @@ def run(kind: str, turn: int | None, saves: list[Save], *, is_async: bool = Fals
 
 
 def test_cases_have_expected_flags_and_intervals() -> None:
-    """`all` saves alternately within rounds and at syncs; `leader` at syncs, or after the due step."""
+    """`all` saves alternately within rounds and at syncs; `leader` at syncs, or after the due
+    step."""
     flags = {case.name: case.flags("F") for case in timed_cases(BASE, KINDS)}
     assert len(flags) == 8
     for case in timed_cases(BASE, KINDS):

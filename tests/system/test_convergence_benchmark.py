@@ -61,7 +61,7 @@ def case(**changes: Any) -> Case:
 
 
 def test_questions_are_well_formed() -> None:
-    """Every base is a line of the same question with common seeds; all lines start with seed 1."""
+    """Every base is a line of the same question with common seeds, the first of the study."""
     names = [question.name for question in STUDY.questions]
     assert len(set(names)) == len(names)
     for question in STUDY.questions:
@@ -334,10 +334,10 @@ def test_interrupted_study_resumes(tmp_path: Path) -> None:
             assert first.poll() is None and time.monotonic() < deadline, first.communicate()
             time.sleep(0.05)
         first.send_signal(signal.SIGTERM)
-        _, said = first.communicate(timeout=60)
+        _, message = first.communicate(timeout=60)
     finally:
         first.kill()
-    assert first.returncode == 130 and "the same command resumes" in said, said
+    assert first.returncode == 130 and "the same command resumes" in message, message
     before = files(tmp_path)
     assert len(before) < 3
 
@@ -346,8 +346,8 @@ def test_interrupted_study_resumes(tmp_path: Path) -> None:
     assert out.splitlines()[1].split()[:3] == ["warm-up", "3", str(len(before))]
 
     second = study(tmp_path, *words)
-    _, said = second.communicate(timeout=200)
-    assert second.returncode == 0, said
+    _, message = second.communicate(timeout=200)
+    assert second.returncode == 0, message
     after = files(tmp_path)
     assert len(after) == 3 and before.items() <= after.items()
     page = (tmp_path / "runs.md").read_text(encoding="utf-8")
@@ -359,8 +359,8 @@ def test_interrupted_study_resumes(tmp_path: Path) -> None:
 def test_elastic_and_corrupted_runs(tmp_path: Path) -> None:
     """Replica counts change at resumes; bad data on one replica change later losses only."""
     done = study(tmp_path, "--only", "elastic,bursts")
-    _, said = done.communicate(timeout=560)
-    assert done.returncode == 0, said[-4000:]
+    _, message = done.communicate(timeout=560)
+    assert done.returncode == 0, message[-4000:]
     records = [json.loads(path.read_text()) for path in files(tmp_path)]
     by_stages = {json.dumps(r["configuration"]["stages"]): r["result"] for r in records}
     for stages in ("[[1, 10], [2, 20], [4, 30]]", "[[4, 10], [2, 20], [1, 30]]"):

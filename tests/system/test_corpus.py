@@ -123,7 +123,7 @@ def test_new_corpus_removes_stale_megatron_index(corpus: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--vocab-size", "256"], "--vocab-size 256"),
         (["--vocab-size", "many"], "--vocab-size"),
@@ -139,7 +139,9 @@ def test_new_corpus_removes_stale_megatron_index(corpus: Path, tmp_path: Path) -
         (["--bogus"], "--bogus"),
     ],
 )
-def test_bad_input_is_one_line(arguments: list[str], said: str, text: Path, tmp_path: Path) -> None:
+def test_bad_input_is_one_line(
+    arguments: list[str], message: str, text: Path, tmp_path: Path
+) -> None:
     (tmp_path / "blank.txt").write_text(" \n")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\xfa")
     names = {"BLANK": str(tmp_path / "blank.txt"), "BINARY": str(tmp_path / "binary")}
@@ -150,7 +152,9 @@ def test_bad_input_is_one_line(arguments: list[str], said: str, text: Path, tmp_
     done = run_script("--output-dir", output, *arguments)
     lines = [line for line in done.stderr.splitlines() if not line.startswith("corpus: ")]
     assert done.returncode == 2, done.stderr
-    assert len(lines) == 1 and lines[0].startswith("prepare_corpus: ") and said in lines[0], lines
+    assert len(lines) == 1 and lines[0].startswith("prepare_corpus: ") and message in lines[0], (
+        lines
+    )
     assert not output.parent.exists(), "something was left behind"
 
 

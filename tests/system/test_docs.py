@@ -1,26 +1,26 @@
-"""The documents: their commands run, their links lead somewhere, their flags exist.
+"""The documents: their commands run, their links and flags exist.
 
 Every command in a shell fence of README.md, of those in configs/ and patches/, and of docs/*.md is
 handled by exactly one of:
 
-| kind | what is done with it |
+| kind | how it is tested |
 |---|---|
-| prepare_corpus | run, on a little text |
+| prepare_corpus | run, on less text |
 | torchrun of scripts/ | run, for a few steps |
 | other torchrun, megatron-edit check | run through `megatron-edit check`, with a tiny model |
 | megatron-edit compare | run with `--list` and a tiny model: checks all runs, starts none |
 | megatron-edit plan | run |
-| megatron-edit inspect | run on a folder with a checkpoint of no files |
-| megatron-edit patch | run on a folder with what it needs of a clone |
-| git apply | git reads the patches; that they apply is tests/pure/test_patch.py's |
-| megatron-edit doctor, also under torchrun | run by itself, without Megatron |
-| megatron-edit report, watch | run on the event files of a training that never was |
+| megatron-edit inspect | run on a checkpoint without files |
+| megatron-edit patch | run on a folder with the required files of a clone |
+| git apply | git reads the patches; tests/pure/test_patch.py applies them |
+| megatron-edit doctor, also under torchrun | run with one rank, without Megatron |
+| megatron-edit report, watch | run on synthetic event files |
 | make_flags_doc, make_api_doc, plan_check | run with --check |
-| event_runs | run, with one made-up run instead of trainings |
+| event_runs | run, with synthetic event files instead of trainings |
 | compare_surfaces | run, with one surface |
-| quickstart.sh, test.sh, gpu_check.sh | run with a stub of the environment, which notes its task |
+| quickstart.sh, test.sh, gpu_check.sh | run with a stub interpreter that records its calls |
 | sbatch, submit.sh, scancel | run by test_slurm_docs.py and (with a real SLURM) test_slurm.py |
-| pip install, git clone, cd | not run; extras and addresses are checked |
+| pip install, git clone, cd | not run; extras and URLs are checked |
 """
 
 from __future__ import annotations
@@ -61,11 +61,14 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FLAG = re.compile(r"--(?:use-edit|edit-[a-z0-9-]*[a-z0-9])")
 APEX = "https://github.com/NVIDIA/apex"
-THIS, NAME = "URL-OF-THIS-REPOSITORY", "megatron_edit"  # where it is published, readers know
+THIS, NAME = (
+    "URL-OF-THIS-REPOSITORY",
+    "megatron_edit",
+)  # placeholder, as the address depends on the host
 ENVIRONMENT = os.environ | {
     "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
 }  # fmt: skip
-# What the stub of the environment's interpreter answers; it is a real Python but for these.
+# Stub of the environment's interpreter: it records these calls, and runs Python for all others.
 STUB = """\
 #!/bin/bash
 case "$*" in
@@ -87,7 +90,7 @@ class Command:
 
     @property
     def words(self) -> list[str]:
-        """As the shell splits it, without settings of variables before it."""
+        """Words of the command as the shell splits it, without leading variable assignments."""
         words = shlex.split(self.line)
         while words and re.match(r"[A-Z_]+=", words[0]):
             words.pop(0)
@@ -95,7 +98,7 @@ class Command:
 
 
 def commands() -> Iterator[Command]:
-    """Every command of every shell fence; continued lines are joined."""
+    """Yield every command of every shell fence, with continued lines joined."""
     for path in DOCUMENTS:
         for language, body in FENCE.findall(path.read_text(encoding="utf-8")):
             if language in SHELLS:
@@ -105,7 +108,7 @@ def commands() -> Iterator[Command]:
 
 
 def kind_of(command: Command) -> str:
-    """Which test of this file takes the command; "" if none does."""
+    """Return the kind of a command, which decides how it is tested; "" if unknown."""
     words, line = command.words, command.line
     if words[:2] in (["pip", "install"], ["git", "clone"]) or words[0] == "cd":
         return "install"
@@ -129,15 +132,15 @@ def kind_of(command: Command) -> str:
     return python_scripts.get(words[1], "") if words[0] == "python" else ""
 
 
-def of_kind(kind: str) -> list[Command]:
-    """The commands of one kind; the same line in two documents counts once."""
+def commands_of_kind(kind: str) -> list[Command]:
+    """Return the distinct commands of one kind."""
     found = {c.line: c for c in commands() if kind_of(c) == kind}
     assert found, f"no command of kind {kind}: has the parser of documents lost them?"
     return list(found.values())
 
 
 def run(argv: list[str], *, cwd: Path = REPOSITORY, **env: str) -> str:
-    """Run a command that must succeed; its output."""
+    """Run a command that must succeed, and return its output."""
     done = subprocess.run(
         argv, cwd=cwd, env=ENVIRONMENT | env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, timeout=90, check=False,
@@ -147,34 +150,34 @@ def run(argv: list[str], *, cwd: Path = REPOSITORY, **env: str) -> str:
 
 
 def test_every_command_has_a_known_kind() -> None:
-    """Would catch: a new kind of command that nobody tries."""
+    """Would catch a new kind of command without a test."""
     assert [str(c) for c in commands() if not kind_of(c)] == []
 
 
-# ---- run for real
+# ---- commands run as documented
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the documents' prepare_corpus makes, from less text."""
+    """Run the documented prepare_corpus commands on less text."""
     folder = tmp_path_factory.mktemp("documents")
-    for command in of_kind("corpus"):
+    for command in commands_of_kind("corpus"):
         argv = [sys.executable, str(REPOSITORY / command.words[1]), *command.words[2:]]
         run([*argv, "--max-megabytes", "0.4"], cwd=folder)
     return folder
 
 
 def test_launches_of_own_script_run(corpus: Path) -> None:
-    """The commands themselves, started by the shell in a folder that has what they name.
+    """The commands run in a shell, in a folder that has the files that they name.
 
-    The last of two equal flags counts: it makes them short. Half of the ranks will do.
+    Appended flags, which override earlier ones, make them short, with half of the ranks.
     """
     short = "--train-iters 4 --eval-iters 1 --eval-interval 4 --num-layers 1 --hidden-size 64"
     short += " --lr-warmup-iters 0 --edit-warmup-steps 2 --edit-sync-interval 1"
     torchrun = f"{shlex.quote(sys.executable)} -m torch.distributed.run"
     for name in ("scripts", "configs"):
         (corpus / name).symlink_to(REPOSITORY / name)
-    for command in of_kind("launch"):
+    for command in commands_of_kind("launch"):
         line = command.line.replace("torchrun", torchrun, 1)
         line = line.replace("--nproc-per-node 4", "--nproc-per-node 2")
         output = run(["bash", "-c", f"{line} {short}"], cwd=corpus)
@@ -185,7 +188,7 @@ def test_launches_of_own_script_run(corpus: Path) -> None:
 
 
 def test_events_have_the_documented_fields(corpus: Path) -> None:
-    """Would catch: a field that docs/events.md does not know. Runs after the launch above."""
+    """Would catch a field missing in docs/events.md. Uses the event files of the launch above."""
     text = (REPOSITORY / "docs" / "events.md").read_text(encoding="utf-8")
     if not (corpus / "log").exists():
         pytest.skip("the launch did not run")
@@ -198,37 +201,37 @@ def test_events_have_the_documented_fields(corpus: Path) -> None:
 
 
 def test_generated_pages_are_current() -> None:
-    """Would catch: a change of config.py without `python scripts/make_flags_doc.py`, of a public
+    """Would catch a change of config.py without `python scripts/make_flags_doc.py`, of a public
     signature or docstring without `python scripts/make_api_doc.py`."""
-    assert len(of_kind("pages")) == 2
-    for command in of_kind("pages"):
+    assert len(commands_of_kind("pages")) == 2
+    for command in commands_of_kind("pages"):
         run([sys.executable, *command.words[1:], "--check"])
 
 
 def test_plan_tables_are_current() -> None:
-    """Would catch: another model of the cost without `python benchmarks/plan_check.py`."""
-    for command in of_kind("plan tables"):
+    """Would catch a changed cost model without `python benchmarks/plan_check.py`."""
+    for command in commands_of_kind("plan tables"):
         run([sys.executable, *command.words[1:], "--check"])
 
 
-# ---- run in another form
+# ---- commands run in another form
 
 
 def as_check(command: Command) -> list[str]:
-    """`megatron-edit check` with the command's own EDiT flags and a tiny model for $FLAGS."""
+    """Return a `megatron-edit check` with the command's EDiT flags, and a tiny model for $FLAGS."""
     words = command.words
     if words[0] == "torchrun":
         ranks = [int(words[words.index(name) + 1]) for name in ("--nproc-per-node", "--nnodes")
                  if name in words]  # fmt: skip
-        words = words[words.index("pretrain_gpt.py") :]  # under the launcher, or patched
+        words = words[words.index("pretrain_gpt.py") :]  # with the launcher, or a patched script
         words += ["--world-size", str(ranks[0] * (ranks[1] if len(ranks) > 1 else 1))]
     else:
         words = words[2:]
-    if "$FLAGS" not in words:  # files of flags, in place of them
+    if "$FLAGS" not in words:  # files of flags instead
         _, script, flags = command.line.partition("pretrain_gpt.py")
         given = run(["bash", "-c", f"printf '%s\\n' {flags}"]).splitlines()
         size = words[words.index("--world-size") :]
-        # The reader's own tokenizer and corpus, which a check looks at.
+        # Replace the reader's tokenizer and corpus, which `check` would open.
         given = without(given, ("--tokenizer-type", "--tokenizer-model", "--data-path"))
         given += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "31999", "--mock-data"]
         return ["check", str(REPOSITORY / "scripts" / script), *given, *size]
@@ -243,10 +246,12 @@ def _on_tiny_model(head: list[str], words: list[str]) -> list[str]:
 
 
 def test_launches_and_checks_are_valid() -> None:
-    """All in one process, which imports Megatron once. Would catch: a flag that was renamed."""
-    argvs = [as_check(command) for command in of_kind("check")]
+    """Runs all in one process, which imports Megatron once. Would catch a renamed flag."""
+    argvs = [as_check(command) for command in commands_of_kind("check")]
     assert any("--edit-rendezvous" in argv for argv in argvs)
-    compared = [[*_on_tiny_model(["compare"], c.words[2:]), "--list"] for c in of_kind("compare")]
+    compared = [
+        [*_on_tiny_model(["compare"], c.words[2:]), "--list"] for c in commands_of_kind("compare")
+    ]
     code = (
         "import sys; from megatron_edit.tools.cli import main;"
         f"sys.exit(max(main(argv) for argv in {argvs + compared!r}))"
@@ -259,18 +264,18 @@ def test_launches_and_checks_are_valid() -> None:
 def test_plan_commands_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Would catch: a flag of plan, or a configuration, that was renamed."""
+    """Would catch a renamed flag of plan, or a renamed configuration."""
     monkeypatch.chdir(REPOSITORY)
-    for command in of_kind("plan"):
+    for command in commands_of_kind("plan"):
         assert main(command.words[1:]) == 0
         output = capsys.readouterr().out
         assert ("share_of_ideal" if "--json" in command.words else "of the ideal") in output
 
 
 def test_inspect_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch: a flag of inspect that was renamed."""
+    """Would catch a renamed flag of inspect."""
     monkeypatch.chdir(tmp_path)
-    for command in of_kind("inspect"):
+    for command in commands_of_kind("inspect"):
         path = manifest_path(CheckpointFolder(Path(command.words[2])).final(500))
         path.parent.mkdir(parents=True, exist_ok=True)
         entry = ReplicaEntry(500, 0, 500, 500)
@@ -283,19 +288,19 @@ def test_inspect_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_patch_commands_run(tmp_path: Path) -> None:
-    """Would catch: a flag of patch that was renamed."""
+    """Would catch a renamed flag of patch."""
     info = tmp_path / "megatron" / "core" / "package_info.py"
     info.parent.mkdir(parents=True)
     info.write_text("MAJOR = 0\nMINOR = 19\nPATCH = 0\nPRE_RELEASE = ''\n")
     (tmp_path / "pretrain_gpt.py").write_text("pretrain()\n")
-    for command in of_kind("patch"):
+    for command in commands_of_kind("patch"):
         words = [str(tmp_path) if x == "PATH_TO_MEGATRON_LM" else x for x in command.words[1:]]
         assert str(tmp_path) in words and main(words) == 0, command
 
 
 def test_git_can_read_documented_patches() -> None:
-    """Would catch: a folder of patches that is not there, or one that git cannot read."""
-    for command in of_kind("git apply"):
+    """Would catch a missing folder of patches, or one that git cannot read."""
+    for command in commands_of_kind("git apply"):
         words = command.words
         assert words[:4] == ["git", "-C", "PATH_TO_MEGATRON_LM", "apply"]
         line = shlex.join(["git", "apply", "--numstat", *words[4:-1]]) + " " + words[-1]
@@ -303,27 +308,25 @@ def test_git_can_read_documented_patches() -> None:
 
 
 def test_doctor_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch: a flag of doctor that was renamed. With other ranks: test_doctor_links.py."""
+    """Would catch a renamed flag of doctor. See test_doctor_links.py for several ranks."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    for command in of_kind("doctor"):
+    for command in commands_of_kind("doctor"):
         words = command.words[command.words.index("doctor") :]
         words = [str(tmp_path) if x == "SHARED_FOLDER" else x for x in words]
         assert main([*words, "--no-host"]) == 0, command
 
 
 def test_report_and_watch_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch: a flag of report or watch that was renamed."""
+    """Would catch a renamed flag of report or watch."""
     monkeypatch.chdir(tmp_path)
     SyntheticRun(rounds=3).write(tmp_path / "log")
-    for command in [*of_kind("report"), *of_kind("watch")]:
+    for command in [*commands_of_kind("report"), *commands_of_kind("watch")]:
         assert main(command.words[1:]) == 0
     assert (tmp_path / "log" / "report.html").is_file()
 
 
-def test_event_runs_commands_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Would catch: an argument of event_runs.py that was renamed. Real runs take minutes."""
+def test_event_runs_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a renamed argument of event_runs.py. Real runs take minutes."""
 
     def train(package: Path, run: event_runs.Run, folder: Path, extra: object) -> int:
         SyntheticRun(rounds=1).write(folder / event_runs.EVENTS)
@@ -332,16 +335,14 @@ def test_event_runs_commands_run(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(event_runs, "train", train)
     monkeypatch.setattr(event_runs, "check_package", lambda package: None)
-    commands = of_kind("event runs")
+    commands = commands_of_kind("event runs")
     assert [command.words[2] for command in commands] == ["record", "record", "compare"]
     for command in commands:
         assert event_runs.main(command.words[2:]) == 0
 
 
-def test_compare_surfaces_commands_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Would catch: an argument of compare_surfaces.py that was renamed."""
+def test_compare_surfaces_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a renamed argument of compare_surfaces.py."""
     (tmp_path / "before").symlink_to(REPOSITORY)
     (tmp_path / "here").mkdir()
     for name in ("docs", "megatron_edit"):
@@ -350,14 +351,14 @@ def test_compare_surfaces_commands_run(
     monkeypatch.setattr(
         compare_surfaces, "make_surfaces", lambda: [compare_surfaces.Surface("help", "--help")]
     )
-    commands = of_kind("surfaces")
+    commands = commands_of_kind("surfaces")
     assert [command.words[2] for command in commands] == ["record", "record", "compare"]
     for command in commands:
         assert compare_surfaces.main(command.words[2:]) == 0
 
 
 def test_shell_scripts_run(tmp_path: Path) -> None:
-    """They find the environment and start in it what they should, with their arguments."""
+    """They find the environment and start the right programs with their arguments."""
     venv, calls = tmp_path / "venv", tmp_path / "calls"
     (venv / "bin").mkdir(parents=True)
     python = venv / "bin" / "python"
@@ -365,7 +366,7 @@ def test_shell_scripts_run(tmp_path: Path) -> None:
     python.chmod(0o755)
     stamp = venv / ".megatron_edit_stamp"
     stamp.write_text(_fingerprint())
-    for command in of_kind("script"):
+    for command in commands_of_kind("script"):
         calls.write_text("")
         run(command.words, MEGATRON_EDIT_VENV=str(venv), CALLS=str(calls))
         made = calls.read_text().splitlines()
@@ -373,7 +374,9 @@ def test_shell_scripts_run(tmp_path: Path) -> None:
         if command.words[1] == "scripts/test.sh":
             assert {line.split()[1] for line in made} == {"ruff", "mypy", "pytest"}
             tests = [line for line in made if line.startswith("-m pytest")]
-            extra = re.sub("^--rotating", "--full-share", extra)  # the commit chooses which share
+            extra = re.sub(
+                "^--rotating", "--full-share", extra
+            )  # with a share that depends on the commit
             assert tests[-1] == made[-1] and all(extra in line for line in tests)
         elif command.words[1] == "scripts/gpu_check.sh":
             assert made == [f"{REPOSITORY}/benchmarks/gpu_check.py {extra}"]
@@ -382,7 +385,7 @@ def test_shell_scripts_run(tmp_path: Path) -> None:
 
 
 def _fingerprint() -> str:
-    """As scripts/setup.sh computes it: an environment with this stamp is current."""
+    """Return the stamp of an up-to-date environment, computed like scripts/setup.sh."""
     text = (REPOSITORY / "scripts" / "setup.sh").read_text(encoding="utf-8")
     program = re.search(r"<<'PY'\n(.*?)^PY$", text, re.MULTILINE | re.DOTALL)
     assert program is not None
@@ -390,14 +393,14 @@ def _fingerprint() -> str:
 
 
 def test_install_commands_name_existing_extras() -> None:
-    """Would catch: an extra that setup.py lacks, or Apex from anywhere but its own repository."""
+    """Would catch an extra missing in setup.py, or Apex from another repository."""
     tree = ast.parse((REPOSITORY / "setup.py").read_text(encoding="utf-8"))
     call = next(n for n in ast.walk(tree) if isinstance(n, ast.Call) and _name(n) == "setup")
     values = {keyword.arg: keyword.value for keyword in call.keywords}
     extras_node = values["extras_require"]
     assert isinstance(extras_node, ast.Dict)
     extras = {key.value for key in extras_node.keys if isinstance(key, ast.Constant)}
-    for command in of_kind("install"):
+    for command in commands_of_kind("install"):
         if command.words[0] in ("git", "cd"):
             assert command.line in (f"git clone {APEX}", f"git clone {THIS} {NAME}", f"cd {NAME}")
             continue
@@ -413,12 +416,12 @@ def _name(call: ast.Call) -> str:
     return call.func.id if isinstance(call.func, ast.Name) else ""
 
 
-# ---- words and links
+# ---- flags and links
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
 def test_links_and_flags_exist(path: Path) -> None:
-    """Relative links lead to files; every `--edit-*` flag that is named is one of ours."""
+    """Relative links lead to existing files, and every `--edit-*` flag exists."""
     text = path.read_text(encoding="utf-8")
     relative = [link for link in LINK.findall(text) if "://" not in link]
     assert [x for x in relative if not (path.parent / x.partition("#")[0]).exists()] == []
@@ -427,7 +430,7 @@ def test_links_and_flags_exist(path: Path) -> None:
 
 
 def test_every_document_is_linked_from_readme() -> None:
-    """Would catch: a page that nobody finds. flags and events are reached from the others, too."""
+    """Would catch a page that is not reachable from the README."""
     links = set(LINK.findall((REPOSITORY / "README.md").read_text(encoding="utf-8")))
     missing = [p.name for p in (REPOSITORY / "docs").glob("*.md") if f"docs/{p.name}" not in links]
     assert missing == []

@@ -1,8 +1,7 @@
-"""scripts/gpu_check.sh, as far as it goes without a GPU.
+"""scripts/gpu_check.sh on a machine without a GPU.
 
-Would catch: a check that says nothing, or a traceback, where there is no GPU; a case that fails and
-takes the others, or the JSON, with it; a small run that does not train what the committed losses of
-the CPU belong to.
+Would catch: no message, or a traceback, without a GPU; a failing case that prevents the others or
+the JSON; a small run that differs from the one with the committed CPU losses.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from frame.study import read_one
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "gpu_check.sh"
-# A machine with one GPU, as far as this process can tell; torch knows better in the ranks.
+# Makes this process believe in a GPU, which torch does not find in the ranks.
 FAKE = """
 import sys
 import gpu_check
@@ -29,14 +28,14 @@ if __name__ == "__main__":
 
 
 def run(*words: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    """The script, with this interpreter."""
+    """Run the script with this interpreter."""
     argv = ["bash", str(SCRIPT), "--python", sys.executable, *words]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(argv, capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=env)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ((), "gpu_check: --device cuda: torch finds no GPU"),
         (("--device", "cpu", "--cases", "overlop"), "gpu_check: --cases overlop: must be of stock"),
@@ -46,18 +45,18 @@ def run(*words: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
         (("--device", "tpu"), "gpu_check: argument --device: invalid choice: 'tpu'"),
     ],
 )
-def test_wrong_inputs_are_refused(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
-    """One line and exit code 2, before anything is run."""
+def test_wrong_inputs_are_refused(tmp_path: Path, words: tuple[str, ...], message: str) -> None:
+    """One line and exit code 2, before any run."""
     done = run("--output", str(tmp_path / "check.json"), *words)
     assert done.returncode == 2 and done.stdout == ""
     (line,) = done.stderr.strip().splitlines()
-    assert line.startswith(said), line
+    assert line.startswith(message), line
     assert not (tmp_path / "check.json").exists()
 
 
 @pytest.mark.timeout(300)
 def test_cpu_run_matches_committed_losses(tmp_path: Path) -> None:
-    """Two cases in full: their losses are the committed ones."""
+    """Two complete cases on the CPU have the committed losses."""
     output = tmp_path / "check.json"
     done = run("--device", "cpu", "--cases", "stock,overlap", "--output", str(output))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -72,7 +71,7 @@ def test_cpu_run_matches_committed_losses(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_failing_cases_are_all_reported(tmp_path: Path) -> None:
-    """Ranks that cannot use the GPU say so; every case is tried, and the JSON has it all."""
+    """Ranks report that they cannot use the GPU; every case is tried and recorded in the JSON."""
     script, output = tmp_path / "fake.py", tmp_path / "check.json"
     script.write_text(FAKE)
     argv = [sys.executable, str(script), "--cases", "stock,overlap", "--output", str(output)]

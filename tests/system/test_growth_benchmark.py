@@ -1,7 +1,7 @@
-"""benchmarks/growth.py: its sums on made-up numbers, and a small run in a network lab.
+"""benchmarks/growth.py: its calculations on made-up numbers, and a small run in a network lab.
 
-Would catch: waiting counted as cost, bytes of half a sync, a fit that mixes up its coefficients,
-control traffic that grows, and a ring that sends more than a ring.
+Would catch: waiting counted as cost, bytes of a partial sync, a fit that mixes up its coefficients,
+growing control traffic, and more traffic than a ring all-reduce has.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from growth_parts.runs import Reading, Sample, bytes_per_sync
 from netlab import burst_bytes
 
 from megatron_edit.comm.control import record_bytes
-from tests.harness.network_lab import need_lab
+from tests.harness.network_lab import skip_without_lab
 
 ROOT = Path(__file__).resolve().parents[2]
 TAU = 4
@@ -30,7 +30,7 @@ SWEEPS = make_sweeps(layers=[4, 8, 64], replicas=[2, 8], hidden_sizes=[64, 128, 
 
 
 def reading(case: Case, *, waits: tuple[float, ...]) -> Reading:
-    """A run whose syncs take what the coefficients say, and wait besides."""
+    """Make a run whose sync times follow the coefficients, plus waiting times."""
     parameters = 12 * case.num_layers * case.hidden_size**2
     units, n = case.num_layers + 2, case.num_replicas
     table = (n - 1) * record_bytes(TAU, units, 0)
@@ -53,13 +53,13 @@ def reading(case: Case, *, waits: tuple[float, ...]) -> Reading:
 
 
 def analysis() -> Analysis:
-    """Of a perfect machine."""
+    """Analyse runs whose times follow the coefficients exactly."""
     readings = [reading(case, waits=(0.0, 0.5, 3.0)) for case in distinct_cases(SWEEPS)]
     return Analysis(readings, [Link(RATE, 0, BANDWIDTH)], tau=TAU)
 
 
 def test_sweeps_change_one_size_only() -> None:
-    """And cases that two of them share are run once."""
+    """Cases that several sweeps share are run once."""
     for sweep, name in zip(SWEEPS, ("num_layers", "num_replicas", "hidden_size"), strict=True):
         for case in sweep.cases:
             changed = {key for key, x in vars(case).items() if x != vars(sweep.cases[0])[key]}
@@ -69,7 +69,7 @@ def test_sweeps_change_one_size_only() -> None:
 
 
 def test_rows_exclude_waiting() -> None:
-    """Waiting is left out; of the bytes, one record per other replica is control."""
+    """Times exclude waiting; control bytes are one record per other replica."""
     for row in analysis().rows():
         n = row.case.num_replicas
         expected = PER_SYNC + PER_BYTE * row.wire_bytes + PER_UNIT * row.units
@@ -81,14 +81,14 @@ def test_rows_exclude_waiting() -> None:
 
 
 def test_bound_includes_token_bucket() -> None:
-    """A link that was idle carries a little more than its rate."""
+    """An idle link first carries a burst in addition to its rate."""
     assert bound_seconds(1e6, None, 8e6) == pytest.approx(1.0)
     assert bound_seconds(1e6 + burst_bytes(RATE), RATE, 8e6) == pytest.approx(1.0)
     assert bound_seconds(1000, RATE, 8e6) == 0.0
 
 
 def test_fits_recover_coefficients() -> None:
-    """From the cases with two replicas; on exact numbers nothing is left over."""
+    """Fits use the cases with two replicas; on exact numbers residuals are zero."""
     found = analysis().fits()
     assert [fit.statistic for fit in found] == ["median", "min"]
     for fit in found:
@@ -101,7 +101,7 @@ def test_fits_recover_coefficients() -> None:
 
 
 def test_tables_have_expected_rows() -> None:
-    """A line per case of every sweep, shared ones twice, and a line per fit."""
+    """There is a row per case of every sweep, and a row per fit."""
     text = markdown(SWEEPS, analysis().rows(), analysis().fits())
     tables = [table.splitlines() for table in text.split("\n\n")]
     assert [len(table) - 2 for table in tables] == [8, 8, 2]
@@ -110,20 +110,20 @@ def test_tables_have_expected_rows() -> None:
 
 
 def test_bytes_per_sync_use_samples_between_syncs() -> None:
-    """A look in the middle of a sync, or before the first, must not count."""
+    """Samples taken during a sync, or before the first, must not count."""
     syncs: list[dict[str, Any]] = [
         {"time": end, "seconds": {"total": 0.4}} for end in (1.0, 2.0, 3.0, 4.0)
     ]
-    looks = {0.3: 7, 1.3: 100, 1.8: 150, 2.3: 200, 2.9: 290, 3.1: 299, 3.31: 300, 3.58: 301}
-    samples = [Sample(time, (sent, 2 * sent)) for time, sent in looks.items()]
+    sent_at = {0.3: 7, 1.3: 100, 1.8: 150, 2.3: 200, 2.9: 290, 3.1: 299, 3.31: 300, 3.58: 301}
+    samples = [Sample(time, (sent, 2 * sent)) for time, sent in sent_at.items()]
     assert bytes_per_sync(samples, syncs) == [100.0, 200.0]
     assert bytes_per_sync(samples[:3], syncs) is None
 
 
 @pytest.mark.full
 def test_small_real_run(tmp_path: Path) -> None:
-    """Real training in a lab: what was counted on the interfaces agrees with EDiT's own count."""
-    need_lab()
+    """In a real training, bytes at the interfaces agree with those that EDiT reports."""
+    skip_without_lab()
     output = tmp_path / "growth.json"
     argv = [sys.executable, str(ROOT / "benchmarks/growth.py"), "--quick", "--output", str(output)]
     done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path)
@@ -135,6 +135,6 @@ def test_small_real_run(tmp_path: Path) -> None:
         n = row["case"]["num_replicas"]
         assert row["ring_factor"] == pytest.approx(2 * (n - 1) / n, rel=1e-3)
         assert row["control_bytes"] <= 0.01 * row["wire_bytes"]
-        # Headers are counted once per offloaded packet; acknowledgements come on top.
+        # Headers are counted once per offloaded packet; acknowledgements are additional.
         assert 1.0 < row["interface_bytes"] / row["wire_bytes"] < 1.06
         assert row["seconds"]["median"] > 0.9 * row["bound"] > 0.0

@@ -1,4 +1,4 @@
-"""Real launches: torchrun, one launch per replica, an unmodified clone, the installed command."""
+"""Real launches: torchrun, one launch per replica, an unmodified clone, `megatron-edit check`."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ FLAGS = {"train_iters": 8, "global_batch_size": 4}
 
 @dataclass
 class Launch:
-    """A running torchrun; its output goes to a file, so that it never waits for a reader."""
+    """A running torchrun, which writes its output to a file."""
 
     process: subprocess.Popen[bytes]
     log: Path
 
     def finish(self) -> tuple[int, str]:
-        """Exit code and output; a launch that hangs is ended, and only it."""
+        """Wait and return exit code and output; a launch that hangs is terminated."""
         try:
             code = self.process.wait(timeout=100)
         except subprocess.TimeoutExpired:
@@ -40,7 +40,7 @@ class Launch:
 
 
 def start(argv: list[str], ranks: int, log: Path) -> Launch:
-    """torchrun with `ranks` processes on this machine."""
+    """Start torchrun with `ranks` processes on this machine."""
     command = [
         sys.executable, "-m", "torch.distributed.run", f"--master-port={free_ports(1)[0]}",
         f"--nproc-per-node={ranks}", "-m", "megatron_edit", *argv,
@@ -56,12 +56,12 @@ def start(argv: list[str], ranks: int, log: Path) -> Launch:
 
 
 def losses(folder: Path) -> list[float]:
-    """Mean losses over the replicas."""
+    """Read the mean losses over the replicas."""
     return [json.loads(x)["loss"] for x in (folder / "loss.jsonl").read_text().splitlines()]
 
 
 def test_single_and_per_replica_launches_have_equal_losses(tmp_path: Path) -> None:
-    """Same losses to the last bit: catches anything that depends on how the ranks were started."""
+    """Would catch any effect of how the ranks are launched on the losses."""
     single, separate = tmp_path / "single", tmp_path / "separate"
     argv = [str(SCRIPT), *edit_flags(2, edit_log_dir=single, **FLAGS)]
     code, output = start(argv, 2, tmp_path / "single.out").finish()
@@ -89,7 +89,7 @@ def test_single_and_per_replica_launches_have_equal_losses(tmp_path: Path) -> No
 def test_duplicate_replica_id_ends_all_launches(
     num_replicas: int, ids: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """Each with one line, long before a missing replica is given up: catches launches that wait."""
+    """Each prints one line, long before the time-out for a missing replica."""
     rendezvous = f"127.0.0.1:{free_ports(1)[0]}"
     flags = edit_flags(
         num_replicas, edit_rendezvous=rendezvous, **FLAGS | {"global_batch_size": 12}
@@ -107,7 +107,7 @@ def test_duplicate_replica_id_ends_all_launches(
 
 
 def test_bad_input_under_torchrun_prints_one_line(tmp_path: Path) -> None:
-    """torchrun exits with 1 and reports the rank's 2; the line is on the console once."""
+    """torchrun exits with 1 and reports the rank's exit code 2."""
     argv = [str(SCRIPT), *edit_flags(2, edit_sync_interval=0)]
     code, output = start(argv, 2, tmp_path / "launch.out").finish()
     assert code == 1
@@ -116,7 +116,7 @@ def test_bad_input_under_torchrun_prints_one_line(tmp_path: Path) -> None:
 
 
 def processes_of(folder: Path) -> dict[int, int]:
-    """Those that have the folder on their command line, with their parents."""
+    """Return processes with the folder in their command line, with their parents."""
     found = {}
     for entry in Path("/proc").iterdir():
         try:
@@ -131,7 +131,7 @@ def processes_of(folder: Path) -> dict[int, int]:
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_no_process_outlives_a_killed_launch(is_async: bool, tmp_path: Path) -> None:
-    """Catches the processes that checkpoints are written with: they kept memory and ports."""
+    """Would catch processes that write checkpoints and keep memory and ports."""
     saves = tmp_path / "saves"
     flags = edit_flags(
         2, **FLAGS | {"train_iters": 9999}, save=saves, save_interval=2, async_save=is_async
@@ -146,7 +146,9 @@ def test_no_process_outlives_a_killed_launch(is_async: bool, tmp_path: Path) -> 
             time.sleep(0.5)
         there = processes_of(tmp_path)
         ranks = [pid for pid, parent in there.items() if parent == launch.process.pid]
-        assert len(ranks) == 2 and len(there) > 3, "no process but torchrun's and the ranks"
+        assert len(ranks) == 2 and len(there) > 3, (
+            "no helper process besides torchrun and the ranks"
+        )
         for pid in (launch.process.pid, *ranks):
             os.kill(pid, signal.SIGKILL)
         launch.process.wait(timeout=10)
@@ -170,7 +172,7 @@ time.sleep(60)  # torchrun ends it
 
 
 def test_traceback_names_replica(tmp_path: Path) -> None:
-    """In each line, as PyTorch names the rank. Catches replicas that are all `[rank0]`."""
+    """Each line has replica and rank. Would catch replicas that are all `[rank0]`."""
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
     code, output = start([str(script), *edit_flags(2)], 2, tmp_path / "launch.out").finish()
@@ -182,7 +184,7 @@ def test_traceback_names_replica(tmp_path: Path) -> None:
 
 @pytest.mark.clone
 def test_unmodified_clone_trains(tmp_path: Path, megatron_clone: Path) -> None:
-    """The clone's own pretrain_gpt.py and the clone's own megatron package, not the wheel's."""
+    """With pretrain_gpt.py and the megatron package of the clone, not those of the wheel."""
     argv = [str(megatron_clone / "pretrain_gpt.py"),
             *edit_flags(2, edit_log_dir=tmp_path / "log", **FLAGS)]  # fmt: skip
     code, output = start(argv, 2, tmp_path / "launch.out").finish()
@@ -192,7 +194,7 @@ def test_unmodified_clone_trains(tmp_path: Path, megatron_clone: Path) -> None:
 
 
 def check(*argv: str) -> subprocess.CompletedProcess[str]:
-    """``megatron-edit check``, as its own process, by the name that needs no installed command."""
+    """Run ``megatron-edit check`` in a process, as a module."""
     return subprocess.run(
         [sys.executable, "-m", "megatron_edit", "check", str(SCRIPT), *argv],
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
@@ -201,25 +203,25 @@ def check(*argv: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_check_validates_without_launching() -> None:
-    """0 and a summary for a good command; 2 and one line for a bad one."""
+    """Exit code 0 and a summary for a valid command; 2 and one line for an invalid one."""
     good = check(*edit_flags(2), "--world-size", "4")
     assert good.returncode == 0, good.stderr
     assert good.stdout.startswith("ok: 2 replicas x 2 ranks, strategy edit\n")
-    apart = ["--edit-replica-id", "1", "--edit-rendezvous", "node0:29400"]
-    good = check(*edit_flags(2), *apart, "--world-size", "1")
+    separate = ["--edit-replica-id", "1", "--edit-rendezvous", "node0:29400"]
+    good = check(*edit_flags(2), *separate, "--world-size", "1")
     assert good.returncode == 0, good.stderr
     assert good.stdout.startswith("ok: 2 replicas x 1 ranks, strategy edit\n")
     bad = check(*edit_flags(2), "--world-size", "3")
     assert bad.returncode == 2 and bad.stdout == ""
     assert bad.stderr.count("\n") == 1 and "must divide the 3 ranks" in bad.stderr
-    bad = check(*edit_flags(2))  # would catch: the advice to launch other ranks
+    bad = check(*edit_flags(2))  # would catch wrong advice to launch more ranks
     assert bad.returncode == 2 and bad.stderr.count("\n") == 1
     assert "--world-size (not given)" in bad.stderr and "a multiple of 2" in bad.stderr
 
 
 def test_check_warns_if_warmup_covers_training() -> None:
-    """Would catch: "ok" alone for a run in which EDiT never starts; and a warning where it does."""
-    for warmup, is_told in ((8, True), (7, False)):
+    """Would catch a missing warning if EDiT never starts, and a warning if it does."""
+    for warmup, is_warned in ((8, True), (7, False)):
         done = check(*edit_flags(2, train_iters=8, edit_warmup_steps=warmup), "--world-size", "2")
         assert done.returncode == 0, done.stderr
         first, *others = done.stdout.splitlines()
@@ -227,13 +229,13 @@ def test_check_warns_if_warmup_covers_training() -> None:
         assert any(
             line.startswith("WARNING: ") and f"--edit-warmup-steps {warmup}" in line
             and "EDiT never starts" in line for line in others
-        ) == is_told, done.stdout  # fmt: skip
+        ) == is_warned, done.stdout  # fmt: skip
 
 
 @pytest.mark.parametrize("words", [["-h"], [str(SCRIPT), "--train-iters", "5", "--help"]])
 def test_launcher_help_is_printed_once(words: list[str]) -> None:
-    """Ours alone, from one rank. Would catch: Megatron's parser, which cannot print its own."""
-    for rank, is_heard in ((None, True), ("0", True), ("1", False)):
+    """One rank prints our help. Would catch Megatron's parser, which cannot print its help."""
+    for rank, is_printed in ((None, True), ("0", True), ("1", False)):
         env = {k: v for k, v in os.environ.items() if k not in ("RANK", "SLURM_PROCID")}
         done = subprocess.run(
             [sys.executable, "-m", "megatron_edit", *words],
@@ -241,7 +243,7 @@ def test_launcher_help_is_printed_once(words: list[str]) -> None:
             capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
         assert (done.returncode, done.stderr) == (0, ""), done.stderr
-        assert bool(done.stdout) == is_heard
+        assert bool(done.stdout) == is_printed
     assert done.stdout == ""
 
 
@@ -254,6 +256,6 @@ def test_launcher_help_is_printed_once(words: list[str]) -> None:
     ],
 )
 def test_check_validates_megatron_arguments(words: list[str], complaint: str) -> None:
-    """What Megatron itself would only say in a traceback, or on N machines at once."""
+    """Would catch errors that Megatron itself reports only after the launch, in a traceback."""
     bad = check(*edit_flags(2), "--world-size", "4", *words)
     assert bad.returncode == 2 and bad.stderr.count("\n") == 1 and complaint in bad.stderr

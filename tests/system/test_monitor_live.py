@@ -1,4 +1,4 @@
-"""`megatron-edit report` and `watch` on a training that really takes place, and in a terminal."""
+"""`megatron-edit report` and `watch` during a real training, and in a terminal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CODE = "import sys; from megatron_edit.tools.cli import main; sys.exit(main(sys.
 
 
 class Terminal:
-    """A command in a terminal of its own."""
+    """A command that runs in a pseudo-terminal."""
 
     def __init__(self, *words: str) -> None:
         self.master, slave = pty.openpty()
@@ -44,7 +44,7 @@ class Terminal:
         self.text = ""
 
     def wait_for(self, text: str, seconds: float = 30) -> None:
-        """Read until the text is there."""
+        """Read until the text appears."""
         end = time.monotonic() + seconds
         while text not in self.text:
             assert time.monotonic() < end, self.text[-2000:]
@@ -52,7 +52,7 @@ class Terminal:
                 raise AssertionError(f"ended without {text!r}: {self.text[-2000:]}")
 
     def end(self, seconds: float = 30) -> int:
-        """Read to the end; the exit code."""
+        """Read to the end and return the exit code."""
         end = time.monotonic() + seconds
         while self._read() and time.monotonic() < end:
             pass
@@ -72,8 +72,8 @@ class Terminal:
 
 
 def test_watch_in_a_terminal(tmp_path: Path) -> None:
-    """It waits for the run, follows it, and ends with it. Would catch: a crash before the first
-    file, a frame that never changes, an end that is not noticed."""
+    """It waits for the run, follows it, and ends with it. Would catch a crash before the first
+    file, a frame that never changes, and an end that is not detected."""
     whole = SyntheticRun(rounds=6, train_iters=68).write(tmp_path / "whole")
     terminal = Terminal("watch", str(tmp_path / "log"), "--seconds", "0.2")
     terminal.wait_for("waiting for")
@@ -90,7 +90,7 @@ def test_watch_in_a_terminal(tmp_path: Path) -> None:
 
 
 def test_watch_ends_on_ctrl_c(tmp_path: Path) -> None:
-    """With 0, and without a traceback."""
+    """The exit code is 0, without a traceback."""
     SyntheticRun(train_iters=1000).write(tmp_path)
     terminal = Terminal("watch", str(tmp_path), "--seconds", "0.2")
     terminal.wait_for("30 syncs")
@@ -119,31 +119,31 @@ def test_watch_ends_on_ctrl_c(tmp_path: Path) -> None:
 def test_report_and_watch_follow_real_training(
     tmp_path: Path, flags: Flags, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Read again and again while it runs, and at its end. Would catch: a field of the event files
-    that was renamed, a progress that does not come to its end."""
+    """Event files are read repeatedly during the run and at its end. Would catch a renamed field of
+    the event files, and progress that does not reach the end."""
     states: list[str] = []
     over = threading.Event()
 
-    def look() -> None:
+    def poll() -> None:
         watched = MonitoredRun(tmp_path)
         while not over.wait(0.05):
             watched.poll()
             states.append(watched.state)
 
-    looking = threading.Thread(target=look)
-    looking.start()
+    poller = threading.Thread(target=poll)
+    poller.start()
     try:
         run_edit(tmp_path, 2, 2, train_iters=20, timeout=200, **flags)
     finally:
         over.set()
-        looking.join()
+        poller.join()
     assert {"waiting", "running"} <= set(states) and "silent" not in states
     run = MonitoredRun(tmp_path)
     run.poll()
     assert run.state == "finished" and run.num_damaged == {} and run.drift is None
     assert main(["report", str(tmp_path)]) == 0 and main(["watch", str(tmp_path)]) == 0
-    said = capsys.readouterr()
-    assert said.err == "" and "finished" in said.out
+    message = capsys.readouterr()
+    assert message.err == "" and "finished" in message.out
     sizes = json.loads((tmp_path / "run.json").read_text())["training"]
     assert sizes["train_iters"] == 20 and sizes["inside_bytes_per_step"] == 0  # one rank each
     if flags.get("edit_strategy") != "ddp":
@@ -151,8 +151,8 @@ def test_report_and_watch_follow_real_training(
 
 
 def test_second_training_moves_earlier_files(tmp_path: Path) -> None:
-    """In the same folder, and still in its warm-up. Would catch: replicas that do not agree on the
-    number of the earlier files, numbers of the earlier run in the page."""
+    """In the same folder, with warm-up steps only. Would catch replicas that number the earlier
+    files differently, and values of the earlier run in the page."""
     run_edit(tmp_path, 2, 2, train_iters=6)
     names = {path.name for path in tmp_path.glob("*.json*")}
     assert {"run.json", "sync.jsonl", "loss.jsonl", "replica-1.jsonl"} <= names

@@ -1,7 +1,7 @@
-"""The network lab: it makes hosts, limits their links, and takes everything away again.
+"""The network lab: it creates hosts, limits their links, and removes everything at the end.
 
-Skipped where namespaces cannot be made. Would catch: a rate that does not hold (an offloaded
-packet bigger than the bucket), a rate that cannot be changed, and anything left behind.
+Skipped if namespaces cannot be created. Would catch: a wrong rate (with an offloaded packet larger
+than the bucket), a rate that cannot be changed, and remaining namespaces.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Iterator
 import pytest
 from netlab import INTERFACE, Lab, LabError, LabUnavailableError
 
-from tests.harness.network_lab import need_lab
 from tests.harness.launch import REPOSITORY
+from tests.harness.network_lab import skip_without_lab
 
 RATE = 100_000_000
-TOLERANCE = 0.15  # headers take 4 % of what the bucket counts; the rest is for a busy machine
+TOLERANCE = 0.15  # headers are 4 % of the bytes in the bucket; the rest allows for a busy machine
 
 HOLD = """
 import subprocess, sys, time
@@ -34,31 +34,31 @@ with Lab(2) as lab:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def able() -> None:
-    """Skip with the reason where this machine or user can have no lab."""
-    need_lab()
+def require_network_lab() -> None:
+    """Skip with the reason if this machine or user cannot create a lab."""
+    skip_without_lab()
 
 
 @pytest.fixture
 def lab() -> Iterator[Lab]:
-    """Two hosts without a limit."""
+    """Create a lab of two hosts without rate limit."""
     with Lab(2) as made:
         yield made
 
 
 def namespaces(pid: int) -> list[str]:
-    """Names of the namespaces that a process's labs have now."""
+    """Return the names of the namespaces of a process's labs."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
     return [line.split()[0] for line in listed.stdout.splitlines() if line.startswith(f"lab{pid}-")]
 
 
 def interfaces() -> list[str]:
-    """Interfaces of this machine itself."""
+    """Return the interfaces of this machine."""
     return sorted(os.listdir("/sys/class/net"))
 
 
 def test_link_rate_can_be_set_and_changed(lab: Lab) -> None:
-    """Both directions, and the counters agree with what the transfer says."""
+    """In both directions, and byte counters agree with the transfer."""
     lab.set_rate(RATE)
     before = lab.sent_bytes()
     for source, target in ((0, 1), (1, 0)):
@@ -73,7 +73,7 @@ def test_link_rate_can_be_set_and_changed(lab: Lab) -> None:
 
 
 def test_host_has_own_network_and_environment(lab: Lab) -> None:
-    """A command sees its host's interfaces and the environment it was given."""
+    """A command sees the interfaces of its host and the given environment."""
     code = "import os; print(sorted(os.listdir('/sys/class/net')), os.environ['WHO'])"
     process = lab.popen(
         1, [sys.executable, "-c", code], {"WHO": "host 1"}, stdout=subprocess.PIPE, text=True
@@ -83,11 +83,11 @@ def test_host_has_own_network_and_environment(lab: Lab) -> None:
 
 
 def test_error_leaves_no_namespaces() -> None:
-    """Namespaces, interfaces and processes; also where the hosts are still busy."""
+    """Namespaces, interfaces and processes are removed, even if processes are running."""
     before = interfaces()
     with pytest.raises(ZeroDivisionError), Lab(3, RATE) as lab:
         busy = [lab.popen(host, ["sleep", "60"]) for host in range(3)]
-        assert len(namespaces(os.getpid())) == 4  # the switch, too
+        assert len(namespaces(os.getpid())) == 4  # including the switch
         raise ZeroDivisionError
     assert namespaces(os.getpid()) == []
     assert interfaces() == before
@@ -95,7 +95,7 @@ def test_error_leaves_no_namespaces() -> None:
 
 
 def test_failed_construction_leaves_no_namespaces() -> None:
-    """A rate that `tc` refuses, in one line."""
+    """A rate that `tc` refuses is reported in one line."""
     with pytest.raises(LabError, match=r"^tc .*\btbf\b[^\n]*$"), Lab(1, 0):
         pass
     assert namespaces(os.getpid()) == []
@@ -103,7 +103,7 @@ def test_failed_construction_leaves_no_namespaces() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_leaves_no_namespaces(number: signal.Signals) -> None:
-    """The usual ways to end a benchmark from outside."""
+    """For the usual signals that end a benchmark."""
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(REPOSITORY / "benchmarks")],
         stdout=subprocess.PIPE,
@@ -118,7 +118,7 @@ def test_signal_leaves_no_namespaces(number: signal.Signals) -> None:
 
 
 def test_missing_requirements_are_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not root; no iproute2."""
+    """For missing root privileges and missing iproute2."""
     with monkeypatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: 1000)
         with pytest.raises(LabUnavailableError, match=r"^network namespaces need root[^\n]*$"):

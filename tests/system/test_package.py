@@ -1,7 +1,7 @@
-"""The distribution: sdist and wheel build, and an installed wheel works away from this repository.
+"""The distribution: sdist and wheel build, and an installed wheel works without this repository.
 
-Would catch: a data file or a package that the wheel lacks, a module that only a clone has, a
-command that is not installed.
+Would catch: a data file, package or module that the wheel lacks, and a command that is not
+installed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tests.harness.launch import REPOSITORY
 SOURCES = ("megatron_edit", "configs", "docs", "patches", "scripts")
 ROOT_FILES = ("README.md", "LICENSE", "CONTRIBUTING.md", "SECURITY.md", "CITATION.cff")
 FILES = ("setup.py", "pyproject.toml", "MANIFEST.in", "constraints.txt", *ROOT_FILES)
-# Nothing of the tests' own environment, in which this repository is installed.
+# Without variables of the tests' environment, in which this repository is installed.
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
 
 
 def run(argv: list[str], cwd: Path, seconds: float = 100) -> subprocess.CompletedProcess[str]:
-    """A command with its output."""
+    """Run a command and capture its output."""
     return subprocess.run(
         argv, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=seconds, check=False
     )
@@ -37,7 +37,7 @@ def run(argv: list[str], cwd: Path, seconds: float = 100) -> subprocess.Complete
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """sdist and the wheel that is built from it, of a copy: a build leaves files behind."""
+    """Build the sdist and the wheel from it, in a copy, as a build leaves files."""
     folder = tmp_path_factory.mktemp("package")
     source = folder / "source"
     junk = shutil.ignore_patterns("__pycache__", "*.egg-info")
@@ -52,7 +52,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
 
 
 def test_sdist_and_wheel_have_all_files(distributions: tuple[Path, Path]) -> None:
-    """Every module and data file of the package; in the sdist scripts and configurations too."""
+    """Both have every file of the package; the sdist also has scripts and configurations."""
     sdist, wheel = distributions
     package = {
         path.relative_to(REPOSITORY).as_posix()
@@ -68,7 +68,7 @@ def test_sdist_and_wheel_have_all_files(distributions: tuple[Path, Path]) -> Non
         members = {member.name.partition("/")[2] for member in archive.getmembers()}
     assert package - members == set()
     assert {"scripts/pretrain_gpt.py", "configs/tiny_cpu.args", "docs/flags.md"} <= members
-    assert "constraints.txt" in members  # of scripts/setup.sh
+    assert "constraints.txt" in members  # for scripts/setup.sh
     assert set(ROOT_FILES) <= members
 
 
@@ -77,9 +77,9 @@ def _info(names: set[str]) -> set[str]:
 
 
 def test_wheel_works_without_repository(distributions: tuple[Path, Path], tmp_path: Path) -> None:
-    """In an environment that has what it requires; nothing is taken from this repository."""
+    """In an environment with its requirements, the wheel needs no file of this repository."""
     python = _environment(tmp_path / "clean")
-    # Packages of the tests' environment, without its .pth files: they lead to this repository.
+    # Packages of the tests' environment without its .pth files, which lead to this repository.
     (Path(_site(python)) / "base.pth").write_text("\n".join(site.getsitepackages()))
     _install(python, distributions[1], "--no-deps")
     _assert_works(python, tmp_path)
@@ -87,10 +87,8 @@ def test_wheel_works_without_repository(distributions: tuple[Path, Path], tmp_pa
 
 @pytest.mark.full
 @pytest.mark.timeout(1200)
-def test_wheel_installs_its_requirements(
-    distributions: tuple[Path, Path], tmp_path: Path
-) -> None:
-    """`pip install` with its requirements from the index, and nothing else."""
+def test_wheel_installs_its_requirements(distributions: tuple[Path, Path], tmp_path: Path) -> None:
+    """In a new environment, `pip install` of the wheel gets all requirements from the index."""
     python = _environment(tmp_path / "clean")
     _install(python, distributions[1], "-c", str(REPOSITORY / "constraints.txt"))
     _assert_works(python, tmp_path)

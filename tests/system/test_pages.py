@@ -1,7 +1,7 @@
-"""The pages in a real browser: nothing complains, everything is there and readable.
+"""The HTML pages in a real browser: no errors, and all pictures are complete and readable.
 
-Would catch: a script that fails, a picture that is not drawn, something from the network, a page
-that must be scrolled sideways on a phone, letters too small to read.
+Would catch: a script that fails, a picture that is not drawn, a request to the network, a page that
+scrolls sideways on a phone, and text that is too small to read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_edit.tools.cli import main
-from tests.harness.browser import MISSING, SMALLEST_LETTERS, WIDTHS, Seen, chromium, look
+from tests.harness.browser import MISSING, SMALLEST_FONT, WIDTHS, PageView, chromium, look
 from tests.harness.event_files import SyntheticRun
 from tests.harness.resumed_event_files import RunPart, write_runs
 
@@ -22,38 +22,47 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {MISSING}"),
     pytest.mark.timeout(240),
 ]
-ALL_CHARTS = 9  # bytes are the same at every sync: a sentence
+ALL_CHARTS = 9  # without a chart of bytes, which are the same at every sync
 
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """One browser for all tests of this file."""
+    """Start one browser for all tests of this file."""
     with chromium(tmp_path_factory.mktemp("profile")) as driver:
         yield driver
 
 
-def check(seen: Seen, num_pictures: int) -> None:
-    """What holds for every page."""
+def check(seen: PageView, num_pictures: int) -> None:
+    """Check the properties that every page must have."""
     assert seen.complaints == []
     assert seen.from_outside == []
     assert seen.document_width <= seen.width
     assert len(seen.pictures) == num_pictures
     for width, height, text in seen.pictures:
         assert width >= 280 and height >= 180
-        assert len(text) >= 10, "for those who do not see it"
+        assert len(text) >= 10, "the text alternative is missing"
     size, letters = seen.smallest
-    assert size >= SMALLEST_LETTERS, letters
+    assert size >= SMALLEST_FONT, letters
     assert seen.screenshot.stat().st_size > 10_000
 
 
 RUNS: dict[str, tuple[SyntheticRun, int]] = {
-    "usual": (SyntheticRun(train_iters=400, slow={2: 1.4}, sick=1, rollbacks=(12,)), ALL_CHARTS),
+    "usual": (
+        SyntheticRun(train_iters=400, slow={2: 1.4}, anomalous_replica=1, rollbacks=(12,)),
+        ALL_CHARTS,
+    ),
     "ddp": (SyntheticRun(strategy="ddp", rounds=0, warmup=50), 2),
     "warm-up": (SyntheticRun(rounds=0, warmup=30, train_iters=100), 2),
-    "first-sync": (SyntheticRun(rounds=1, train_iters=100), 8),  # bars, as nothing can be the same yet
+    "first-sync": (
+        SyntheticRun(rounds=1, train_iters=100),
+        8,
+    ),  # a bar chart of bytes, as there is only one sync
     "one-replica": (SyntheticRun(replicas=1, rounds=9), 6),
     "plain-averages": (SyntheticRun(strategy="diloco", rounds=9), 6),
-    "large": (SyntheticRun(replicas=64, units=40, rounds=40, tau=2, sick=63), ALL_CHARTS),
+    "large": (
+        SyntheticRun(replicas=64, units=40, rounds=40, tau=2, anomalous_replica=63),
+        ALL_CHARTS,
+    ),
 }
 
 
@@ -71,13 +80,15 @@ def test_report_page(driver: Any, tmp_path: Path, name: str) -> None:
 
 @pytest.mark.full
 def test_report_page_in_dark_mode(driver: Any, tmp_path: Path) -> None:
-    """The page follows what the reader prefers, pictures included."""
+    """The page and its pictures follow the preferred color scheme."""
     page = tmp_path / "report.html"
     folder = SyntheticRun().write(tmp_path / "log")
     assert main(["report", str(folder), "--output", str(page)]) == 0
     for is_dark in (False, True):
         shot = tmp_path / f"dark-{is_dark}.png"
-        check(look(driver, page, 1280, shot, dark=is_dark), ALL_CHARTS - 1)  # nobody was left out
+        check(
+            look(driver, page, 1280, shot, dark=is_dark), ALL_CHARTS - 1
+        )  # no replica was rejected
         inks = driver.execute_script(
             "return Array.from(document.querySelectorAll('body, svg text'))"
             ".map(e => e.tagName == 'BODY' ? getComputedStyle(e).color : getComputedStyle(e).fill)"
@@ -88,7 +99,7 @@ def test_report_page_in_dark_mode(driver: Any, tmp_path: Path) -> None:
 
 
 def test_report_page_of_resumed_training(driver: Any, tmp_path: Path) -> None:
-    """Three runs, with validation losses; legends stand below the data."""
+    """Three runs with validation losses; legends are below the data."""
     parts = [RunPart(0, 50), RunPart(44, 75), RunPart(68, 100, "finished", None)]
     folder = write_runs(tmp_path / "log", SyntheticRun(rounds=10, replicas=2), parts)
     assert main(["report", str(folder)]) == 0
@@ -108,7 +119,7 @@ def test_report_page_of_resumed_training(driver: Any, tmp_path: Path) -> None:
 
 
 def test_comparison_page(driver: Any, tmp_path: Path) -> None:
-    """The page of `megatron-edit compare`, which is made of the same parts, in the dark, too."""
+    """The page of `megatron-edit compare`, in both color schemes."""
     from megatron_edit.tools.compare.page import write_report
     from tests.pure.test_compare_report import outcome
 
@@ -125,7 +136,7 @@ def test_comparison_page(driver: Any, tmp_path: Path) -> None:
 
 
 def test_browser_checks_detect_faults(driver: Any, tmp_path: Path) -> None:
-    """The test itself: each of these is seen."""
+    """Each of these faults of a page is detected."""
     page = tmp_path / "bad.html"
     page.write_text(
         "<!DOCTYPE html><body><p style='width: 3000px; font-size: 6px'>small</p><b id=a></b>"

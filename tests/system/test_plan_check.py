@@ -1,10 +1,10 @@
-"""The planner's predictions and the committed measurements: 20 % on speed, 10 % on bytes."""
+"""The planner's predictions agree with committed measurements: 20 % for speed, 10 % for bytes."""
 
 from __future__ import annotations
 
 import plan_check
 
-# More replicas than cores; docs/plan.md says why.
+# More replicas than cores; see docs/plan.md.
 MISSED = {
     "no limit, 4 layers, hidden 128, N 3",
     "1 Gbit/s, 4 layers, hidden 128, N 4",
@@ -12,8 +12,8 @@ MISSED = {
 
 
 def test_predicted_shares_of_ideal_speed() -> None:
-    """Every mode over every link. Would catch: a forward pass of all micro-batches, bytes of one
-    direction, a delay that hides more than its steps."""
+    """For every mode and link. Would catch compute of all micro-batches counted as overlap, bytes
+    of only one direction, and a delay that hides more than its steps."""
     found = plan_check.shares()
     assert len(found) == 16
     wrong = [each for each in found if not each.is_within(plan_check.MAX_SPEED_ERROR)]
@@ -21,7 +21,7 @@ def test_predicted_shares_of_ideal_speed() -> None:
 
 
 def test_predicted_seconds_of_syncs() -> None:
-    """Over units, replicas and parameters; what misses the mark is known, and no more than that."""
+    """For sweeps of units, replicas and parameters; only the known cases miss the target."""
     found = plan_check.syncs()
     assert len(found) == 36
     missed = {each.what for each in found if not each.is_within(plan_check.MAX_SPEED_ERROR)}
@@ -30,7 +30,7 @@ def test_predicted_seconds_of_syncs() -> None:
 
 
 def test_predicted_bytes() -> None:
-    """As EDiT counts them (to the records, which have grown since), and at the interfaces."""
+    """As EDiT counts them, apart from records that have grown since, and at the interfaces."""
     found = plan_check.sent_bytes()
     assert len(found) > 90
     wrong = [each for each in found if not each.is_within(plan_check.MAX_BYTES_ERROR)]
@@ -40,6 +40,6 @@ def test_predicted_bytes() -> None:
 
 
 def test_most_rows_are_predictions() -> None:
-    """Coefficients were fitted to some of the rows; the marks would mean little on these alone."""
+    """Coefficients were fitted to at most a fifth of the rows."""
     found = plan_check.shares() + plan_check.syncs()
     assert sum(each.is_fitted for each in found) <= len(found) / 5

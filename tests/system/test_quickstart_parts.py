@@ -1,4 +1,4 @@
-"""The parts of scripts/quickstart.py: reading logs, counting bytes, table and picture."""
+"""Parts of scripts/quickstart.py: parsing logs, counting bytes, table and picture."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ LINE = (
 )
 
 
-def fed(*lines: str) -> RunLog:
-    """A log that has seen `lines`."""
+def log_of(*lines: str) -> RunLog:
+    """Make a log from `lines`."""
     log = RunLog()
     for line in lines:
         log.feed(line + "\n")
@@ -47,31 +47,31 @@ def fed(*lines: str) -> RunLog:
 
 
 def test_iteration_lines_are_parsed() -> None:
-    log = fed(LINE.format(1, 100.0, 8.5), "noise about iteration 7", LINE.format(2, 100.0, 8.25))
+    log = log_of(LINE.format(1, 100.0, 8.5), "noise about iteration 7", LINE.format(2, 100.0, 8.25))
     assert log.losses() == {1: 8.5, 2: 8.25}
     assert (log.last_iteration, log.last_loss, log.batch_size) == (2, 8.25, 16)
 
 
 def test_lines_of_several_replicas_are_averaged() -> None:
-    log = fed(LINE.format(1, 100.0, 8.0), LINE.format(1, 300.0, 9.0))
+    log = log_of(LINE.format(1, 100.0, 8.0), LINE.format(1, 300.0, 9.0))
     assert log.losses() == {1: 8.5}
     assert log.tokens_per_second(128) == pytest.approx(16 * 128 / 0.2)
 
 
 def test_speed_excludes_first_iterations() -> None:
     lines = [LINE.format(i, 9000.0 if i <= 5 else 500.0, 5.0) for i in range(1, 9)]
-    assert fed(*lines).tokens_per_second(100) == pytest.approx(3200)
+    assert log_of(*lines).tokens_per_second(100) == pytest.approx(3200)
     assert RunLog().tokens_per_second(100) == 0
 
 
 def test_skipped_iteration_has_no_loss() -> None:
     line = LINE.format(3, 100.0, 5.0).replace(" lm loss: 5.000000E+00 |", "")
-    log = fed(line)
+    log = log_of(line)
     assert log.losses() == {} and log.last_iteration == 3 and math.isnan(log.last_loss)
 
 
 def test_validation_lines_are_parsed() -> None:
-    log = fed(
+    log = log_of(
         " validation loss at iteration 40 | lm loss value: 6.5E+00 | lm loss PPL: 6.6E+02 | ",
         " validation loss at iteration 50 (mid-round) | lm loss value: 5.0E+00 | lm loss PPL: 1 | ",
         " validation loss at iteration 80 | lm loss value: 4.0E+00 | lm loss PPL: 5.4E+01 | ",
@@ -83,14 +83,16 @@ def test_validation_lines_are_parsed() -> None:
 
 
 def test_number_of_parameters_is_parsed() -> None:
-    said = " > number of parameters on (tensor, {}pipeline) model parallel rank ({}0, 0): 2559360"
-    assert fed(said.format("", "")).num_parameters == 2559360
-    assert fed(said.format("gtp_remat, ", "0, ")).num_parameters == 2559360
+    message = (
+        " > number of parameters on (tensor, {}pipeline) model parallel rank ({}0, 0): 2559360"
+    )
+    assert log_of(message.format("", "")).num_parameters == 2559360
+    assert log_of(message.format("gtp_remat, ", "0, ")).num_parameters == 2559360
 
 
 def test_event_file_losses_take_precedence(tmp_path: Path) -> None:
     assert read_json_lines(tmp_path / "absent.jsonl") == []
-    log = fed(LINE.format(1, 100.0, 8.0))
+    log = log_of(LINE.format(1, 100.0, 8.0))
     assert edit_losses(tmp_path, log) == {1: 8.0}
     lines = ['{"iteration": 1, "loss": 7.5}', '{"iteration": 2, "loss": null}', '{"iterat']
     (tmp_path / "loss.jsonl").write_text("\n".join(lines))
@@ -134,17 +136,17 @@ def test_evaluations_after_warmup_are_at_syncs() -> None:
 
 
 def test_synchronous_steps_are_warmup_and_final_phase(tmp_path: Path) -> None:
-    """Without a final phase the last local step is the last one, or is not told."""
-    for told, last, wanted in (
+    """Without a final phase the last local step is the last step, or is missing."""
+    for last_local, last, expected in (
         (228, 240, 52), (240, 240, 40), (None, 240, 40), (30, 240, 240), (240, 20, 20),
     ):  # fmt: skip
-        run = {"training": {} if told is None else {"last_local_step": told}}
+        run = {"training": {} if last_local is None else {"last_local_step": last_local}}
         (tmp_path / "run.json").write_text(json.dumps(run))
-        assert num_synchronous_steps(tmp_path, 40, last) == wanted
+        assert num_synchronous_steps(tmp_path, 40, last) == expected
 
 
 def test_table_and_picture_are_made(tmp_path: Path) -> None:
-    log = fed(
+    log = log_of(
         LINE.format(1, 100.0, 8.0),
         LINE.format(2, 100.0, 7.0),
         " validation loss at iteration 2 | lm loss value: 6.5E+00 | lm loss PPL: 6.6E+02 | ",

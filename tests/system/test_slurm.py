@@ -1,4 +1,4 @@
-"""The batch scripts on a real SLURM of two nodes, which this file starts and stops.
+"""The batch scripts on a real SLURM cluster of two nodes, which this file starts and stops.
 
 Needs root and the programs of SLURM and munge (Debian: slurmctld slurmd slurm-client munge).
 """
@@ -16,21 +16,21 @@ from pathlib import Path
 import pytest
 
 from tests.harness.launch import REPOSITORY
-from tests.harness.slurm import Cluster, wait_until, unavailable_reason
+from tests.harness.slurm import Cluster, unavailable_reason, wait_until
 from tests.harness.slurm_jobs import SCRIPTS, Job, Run
-from tests.system.test_docs import of_kind
+from tests.system.test_docs import commands_of_kind
 
-WHY_NOT = unavailable_reason()
+UNAVAILABLE = unavailable_reason()
 pytestmark = [
     pytest.mark.timeout(600),
-    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
+    pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE),
 ]
 full = pytest.mark.full
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Two nodes. In a folder of its own: the path of a socket must be short."""
+    """Start a cluster of two nodes, in a folder with a short path for its socket."""
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     try:
         with Cluster(folder) as cluster:
@@ -41,42 +41,42 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def run(cluster: Cluster, tmp_path: Path) -> Run:
-    """A run of its own."""
+    """Make a run for one test."""
     return Run(cluster, tmp_path)
 
 
 @pytest.fixture(scope="module")
 def whole(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """EDiT in a single launch on two nodes, never interrupted."""
+    """Run EDiT in a single launch on two nodes without interruption."""
     run = Run(cluster, tmp_path_factory.mktemp("whole"))
     assert_completed(run.sbatch("edit"))
     return run
 
 
 def assert_completed(job: Job, restarts: int = 0) -> None:
-    """It came to the end of training, and was queued again as often as it should."""
+    """Check that a job completed after the expected number of restarts."""
     assert job.wait() == "COMPLETED", job.summary()
     assert job.restarts == restarts, job.summary()
 
 
 def assert_same(run: Run, whole: Run) -> None:
-    """Every loss to the last bit, all samples consumed."""
+    """Check that all losses are equal and all samples are consumed."""
     assert run.losses() == whole.losses()
     assert len(run.losses()) == 12
 
 
-# ---- to the end
+# ---- completed jobs
 
 
 def test_edit_in_single_launch_completes(whole: Run) -> None:
-    """Two nodes, a replica each. Would catch: a batch script that does not start at all."""
+    """Two nodes with a replica each. Would catch a batch script that does not start."""
     assert len(whole.losses()) == 12
     assert (whole.folder / "run/checkpoints/iter_0000012/edit/edit.json").is_file()
 
 
 @pytest.fixture(scope="module")
 def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Job]]:
-    """A job of each other kind, all at once: much of their time is SLURM's and start-up."""
+    """Submit a job of each other kind concurrently, as start-up takes most of their time."""
     names = ("ddp", "edit_per_replica", "a_edit_mixed", "in_one_job")
     runs = {name: Run(cluster, tmp_path_factory.mktemp(name)) for name in names}
     shutil.copytree(SCRIPTS, runs["in_one_job"].folder / "scripts/slurm")
@@ -103,9 +103,11 @@ def test_ddp_baseline_completes(jobs: dict[str, tuple[Run, Job]]) -> None:
 
 @full
 @pytest.mark.parametrize("name", ["edit_per_replica", "in_one_job"])
-def test_one_launch_per_replica_has_equal_losses(jobs: dict[str, tuple[Run, Job]], whole: Run, name: str) -> None:
-    """A heterogeneous job made by submit.sh, and what docs/slurm.md says for clusters without: the
-    same training to the last bit."""
+def test_one_launch_per_replica_has_equal_losses(
+    jobs: dict[str, tuple[Run, Job]], whole: Run, name: str
+) -> None:
+    """A heterogeneous job by submit.sh, and the alternative in docs/slurm.md for clusters without
+    such jobs, both have the losses of a single launch."""
     run, job = jobs[name]
     assert_completed(job)
     assert ("HetJobId" in job.fields()) == (name == "edit_per_replica")
@@ -114,19 +116,19 @@ def test_one_launch_per_replica_has_equal_losses(jobs: dict[str, tuple[Run, Job]
 
 @full
 def test_aedit_on_mixed_partitions_completes(jobs: dict[str, tuple[Run, Job]]) -> None:
-    """A component in each partition, a replica in each component."""
+    """One component per partition, and one replica per component."""
     run, job = jobs["a_edit_mixed"]
     assert_completed(job)
     assert (run.folder / "run/log/replica-1.jsonl").is_file()
     assert "2 replicas of 1 nodes, partitions fast slow" in job.console
 
 
-# ---- interrupted
+# ---- interrupted jobs
 
 
 @full
 def test_preempted_job_resumes(run: Run, whole: Run) -> None:
-    """An urgent job takes the nodes: SLURM stops the ranks, and the run goes on later."""
+    """An urgent job takes the nodes: SLURM stops the ranks, and the run resumes later."""
     run.pause_at(7)
     job = run.sbatch("edit")
     run.wait_paused(2, job)
@@ -143,7 +145,7 @@ def test_preempted_job_resumes(run: Run, whole: Run) -> None:
 
 @full
 def test_job_near_time_limit_is_requeued(run: Run, whole: Run) -> None:
-    """SLURM itself signals the batch script of a het job: all components save, queue again, go on.
+    """SLURM signals the batch script of a het job: all components save, are requeued and resume.
 
     On a busy machine the signal may come before training, and again after the first restart.
     """
@@ -159,11 +161,11 @@ def test_job_near_time_limit_is_requeued(run: Run, whole: Run) -> None:
 
 @full
 def test_stopped_ddp_baseline_resumes(run: Run) -> None:
-    """Stopped as docs/slurm.md says, by hand: stock Megatron consumes every sample once."""
+    """Stopped by hand as in docs/slurm.md, stock Megatron consumes every sample once."""
     run.pause_at(7)
     job = run.sbatch("ddp")
     run.wait_paused(2, job)
-    (command,) = (c for c in of_kind("slurm") if c.words[0] == "scancel")
+    (command,) = (c for c in commands_of_kind("slurm") if c.words[0] == "scancel")
     run.cluster.call(*(str(job.id) if word == "JOB" else word for word in command.words))
     wait_until(lambda: bool(run.stops()), 100, job.summary)
     run.release()
@@ -174,9 +176,9 @@ def test_stopped_ddp_baseline_resumes(run: Run) -> None:
 
 @full
 def test_job_resumes_after_node_failure(run: Run, whole: Run) -> None:
-    """Its ranks and its slurmd are gone at once; the job goes on from the newest checkpoint.
+    """A node's ranks and slurmd are killed; the job resumes from the newest checkpoint.
 
-    SLURM may hand the node out again before it is ready, or clean up there late: more restarts.
+    SLURM may allocate the node again before it is ready, which causes more restarts.
     """
     run.settings["EDIT_MAX_FAILURES"] = "9"
     run.pause_at(7)
@@ -192,25 +194,27 @@ def test_job_resumes_after_node_failure(run: Run, whole: Run) -> None:
     assert_same(run, whole)
 
 
-# ---- not again
+# ---- jobs that are not requeued
 
 
 @full
 def test_cancelled_job_stays_cancelled(run: Run) -> None:
-    """Would catch: a job that takes the end for a preemption and queues again."""
+    """Would catch a job that takes the cancellation for a preemption and requeues itself."""
     run.pause_at(3)
     job = run.sbatch("edit")
     run.wait_paused(2, job)
     run.cluster.call("scancel", str(job.id))
     run.release()
     assert job.wait() == "CANCELLED"
-    wait_until(lambda: "COMPLETING" not in run.cluster.call("squeue", "--format=%T"), 60, job.summary)
+    wait_until(
+        lambda: "COMPLETING" not in run.cluster.call("squeue", "--format=%T"), 60, job.summary
+    )
     assert (job.state, job.restarts) == ("CANCELLED", 0)
 
 
 @full
 def test_repeatedly_failing_run_is_given_up(run: Run) -> None:
-    """Queued again once, as no checkpoint came of it; with the exit code of the rank."""
+    """It is requeued once, without a new checkpoint, and exits with the code of the rank."""
     script = run.folder / "fails.py"
     script.write_text("raise SystemExit(7)\n")
     run.settings |= {"EDIT_SCRIPT": str(script), "EDIT_MAX_FAILURES": "2"}
@@ -246,7 +250,7 @@ def test_bad_settings_end_job_at_once(run: Run) -> None:
 
 
 def test_submit_refuses_bad_settings(run: Run) -> None:
-    """Before anything is queued."""
+    """Settings are refused before any job is submitted."""
     run.settings |= {"EDIT_MIXED": "fast:1 slow"}
     argv = ["bash", str(SCRIPTS / "submit.sh"), "a_edit_mixed"]
     done = run.cluster.attempt(*argv, cwd=run.folder, **run.settings)
@@ -256,7 +260,7 @@ def test_submit_refuses_bad_settings(run: Run) -> None:
 
 @full
 def test_bad_flags_end_job_before_any_rank(run: Run) -> None:
-    """`megatron-edit check` sees them."""
+    """`megatron-edit check` refuses them."""
     run.settings["EDIT_EXTRA_FLAGS"] = "--edit-sync-interval 0"
     job = run.sbatch("edit_per_replica")
     assert job.wait() == "FAILED" and job.exit_code == 2, job.summary()
@@ -265,9 +269,9 @@ def test_bad_flags_end_job_before_any_rank(run: Run) -> None:
 
 
 def test_documented_commands_are_accepted(run: Run) -> None:
-    """By the real sbatch, held, with as many nodes as there are and no GPUs."""
+    """By the real sbatch, with jobs held, two nodes and no GPUs."""
     jobs: list[str] = []
-    for command in of_kind("slurm"):
+    for command in commands_of_kind("slurm"):
         if command.words[0] == "scancel":
             continue
         queued = set(run.cluster.call("squeue", "--noheader", "--format=%A").split())
@@ -280,7 +284,7 @@ def test_documented_commands_are_accepted(run: Run) -> None:
         run.cluster.call("bash", "-c", line, cwd=REPOSITORY, EDIT_PYTHON=sys.executable)
         jobs += set(run.cluster.call("squeue", "--noheader", "--format=%A").split()) - queued
     assert len(jobs) >= 6  # het jobs count twice
-    run.cluster.attempt("scancel", *jobs)  # one of each component would be enough
+    run.cluster.attempt("scancel", *jobs)  # one id per het job would be enough
 
 
 # ---- the text of the scripts
@@ -288,7 +292,7 @@ def test_documented_commands_are_accepted(run: Run) -> None:
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_shell_scripts_pass_shellcheck() -> None:
-    """All shell scripts of the repository."""
+    """shellcheck accepts all shell scripts of the repository."""
     files = [p for pattern in ("*.sh", "*.sbatch", "*.env") for p in REPOSITORY.rglob(pattern)
              if ".venv" not in p.parts]  # fmt: skip
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The commands of docs/slurm.md, with stand-ins for SLURM's own: what would they be told?"""
+"""The commands of docs/slurm.md with stubs of SLURM's commands, which record their arguments."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import sys
 from pathlib import Path
 
 from tests.harness.launch import REPOSITORY
-from tests.system.test_docs import of_kind, run
+from tests.system.test_docs import commands_of_kind, run
 
-STAND_IN = '#!/bin/bash\necho "${0##*/}" "$@" >>"$CALLS"\n'
+STUB = '#!/bin/bash\necho "${0##*/}" "$@" >>"$CALLS"\n'
 
 
 def test_documented_commands_submit_existing_scripts(tmp_path: Path) -> None:
-    """Would catch: a batch script or a setting that was renamed; nodes that do not reach sbatch."""
+    """Would catch a renamed batch script or setting, and nodes that do not reach sbatch."""
     calls = tmp_path / "calls"
     for name in ("sbatch", "scancel"):
-        (tmp_path / name).write_text(STAND_IN)
+        (tmp_path / name).write_text(STUB)
         (tmp_path / name).chmod(0o755)
-    for command in of_kind("slurm"):
+    for command in commands_of_kind("slurm"):
         calls.write_text("")
         line = f"PATH={tmp_path}:$PATH; {command.line.replace('JOB', '7')}"
         run(["bash", "-c", line], CALLS=str(calls), EDIT_PYTHON=sys.executable)

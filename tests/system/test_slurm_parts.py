@@ -1,4 +1,4 @@
-"""Parts of the batch scripts, with stand-ins for SLURM's own commands: no cluster is needed."""
+"""Parts of the batch scripts, with stubs of SLURM's commands instead of a cluster."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ SCRIPTS = REPOSITORY / "scripts" / "slurm"
 TWO_LINES = "\n  --one 0.1\n--two first second\n"
 WORDS = TWO_LINES.split()
 RECORD = 'echo "${0##*/}" "$@" >>"$CALLS"'
-# Answers RUNNING, after as many failures as there are lines to take from a file.
+# Prints the state, after as many failures as the file FAILURES has lines.
 SQUEUE = 'if read -r _ <"$FAILURES"; then sed -i 1d "$FAILURES"; exit 1; fi; echo "$STATE"'
 
 
-def stand_in(folder: Path, name: str, body: str) -> None:
-    """A command that wins over SLURM's own."""
+def write_stub(folder: Path, name: str, body: str) -> None:
+    """Write a stub that replaces a command of SLURM."""
     path = folder / name
     path.write_text(f"#!/bin/bash\n{body}\n")
     path.chmod(0o755)
 
 
 def bash(folder: Path, *words: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    """bash with these words, the stand-ins in `folder` and settings."""
+    """Run bash with these words, the stubs in `folder` and settings."""
     env = os.environ | {
         "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "EDIT_DIR": str(folder),
         "EDIT_PYTHON": sys.executable, "CALLS": str(folder / "calls"),
@@ -39,12 +39,12 @@ def bash(folder: Path, *words: str, **settings: str) -> subprocess.CompletedProc
 
 
 def in_job(folder: Path, code: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    """What a batch script does after it has read its settings."""
+    """Run code in a batch script after it has read its settings."""
     script = f'set -euo pipefail; source "{SCRIPTS}/common.sh"; prepare edit; {code}'
     return bash(folder, "-c", script, **settings)
 
 
-# ---- settings of several lines
+# ---- multiline settings
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def in_job(folder: Path, code: str, **settings: str) -> subprocess.CompletedProc
 def test_job_uses_all_lines_of_a_setting(
     tmp_path: Path, setting: str, array: str, text: str
 ) -> None:
-    """Would catch: words after the first line that never reach a rank, without a word about it."""
+    """Would catch words after the first line that are silently dropped."""
     done = in_job(tmp_path, f'printf "%s\\n" end "${{{array}[@]}}"', **{setting: text})
     assert done.returncode == 0, done.stderr
     given = text.split()
@@ -74,15 +74,15 @@ def test_job_uses_all_lines_of_a_setting(
     ],
 )
 def test_number_of_hardware_queues(tmp_path: Path, flags: str, given: str, expected: str) -> None:
-    """One where Megatron asks for it, else many. Catches one for all, with which less overlaps."""
+    """One if Megatron requires it, else 32. Would catch one for all, which prevents overlap."""
     code = "bash -c 'echo queues $CUDA_DEVICE_MAX_CONNECTIONS'"
     done = in_job(tmp_path, code, EDIT_EXTRA_FLAGS=flags, CUDA_DEVICE_MAX_CONNECTIONS=given)
     assert done.stdout.split() == ["queues", expected], done.stderr
 
 
 def test_job_checks_its_command_first(tmp_path: Path) -> None:
-    """Would catch: ranks that start with flags that nobody has looked at."""
-    stand_in(tmp_path, "python-of-the-job", 'printf "%s\\n" "$@" >"$CALLS"')
+    """Would catch ranks that start with unchecked flags."""
+    write_stub(tmp_path, "python-of-the-job", 'printf "%s\\n" "$@" >"$CALLS"')
     done = in_job(tmp_path, "check_command 8 --more",
                   EDIT_PYTHON=str(tmp_path / "python-of-the-job"))  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -92,8 +92,8 @@ def test_job_checks_its_command_first(tmp_path: Path) -> None:
 
 
 def test_submit_uses_all_lines_of_a_setting(tmp_path: Path) -> None:
-    """Would catch: a component of a het job, or an option of sbatch, that is dropped."""
-    stand_in(tmp_path, "sbatch", RECORD)
+    """Would catch a dropped component of a het job, or a dropped option of sbatch."""
+    write_stub(tmp_path, "sbatch", RECORD)
     done = bash(tmp_path, str(SCRIPTS / "submit.sh"), "a_edit_mixed",
                 EDIT_MIXED="\nfast:1\nslow:2\n", EDIT_SBATCH_OPTIONS=TWO_LINES)  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -105,26 +105,26 @@ def test_submit_uses_all_lines_of_a_setting(tmp_path: Path) -> None:
 
 
 def test_bad_multiline_setting_is_reported_in_one_line(tmp_path: Path) -> None:
-    """Would catch: a refusal that is cut after the first line of the value."""
+    """Would catch a message that ends after the first line of the value."""
     done = bash(tmp_path, str(SCRIPTS / "submit.sh"), "a_edit_mixed", EDIT_MIXED="fast:1\nslow")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert done.stderr.startswith("slurm: EDIT_MIXED=fast:1 slow: must be partition:nodes")
 
 
-# ---- the end, when SLURM does not answer
+# ---- end of a job when SLURM does not answer
 
 
 def stopped(folder: Path, failures: int, state: str) -> tuple[int, str, list[str]]:
-    """A run that was asked to stop ends: exit code, what it says, requests to queue it again.
+    """End a run that was asked to stop; return exit code, stderr and requeue calls.
 
     Args:
-        failures: of squeue, before it answers.
-        state: its answer.
+        failures: number of failures of squeue before it answers.
+        state: job state that it then prints.
     """
     (folder / "failures").write_text("once more\n" * failures)
     (folder / "calls").touch()
     for name, body in {"squeue": SQUEUE, "scontrol": RECORD, "sleep": ""}.items():
-        stand_in(folder, name, body)
+        write_stub(folder, name, body)
     code = 'launched=1; on_signal USR1; : >"$EDIT_STATE/stopped"; finish'
     done = in_job(folder, code, STATE=state, FAILURES=str(folder / "failures"))
     return done.returncode, done.stderr, (folder / "calls").read_text().splitlines()
@@ -132,22 +132,22 @@ def stopped(folder: Path, failures: int, state: str) -> tuple[int, str, list[str
 
 @pytest.mark.parametrize("failures", [0, 1, 3])
 def test_brief_squeue_failure_does_not_end_run(tmp_path: Path, failures: int) -> None:
-    """Would catch: a script that `set -e` ends in silence, so that the run is not queued again."""
-    code, said, calls = stopped(tmp_path, failures, "RUNNING")
-    assert (code, calls) == (0, ["scontrol requeue 7"]), said
-    assert "USR1: the run was stopped; queued again" in said
+    """Would catch a script that `set -e` ends silently, so that the run is not requeued."""
+    code, message, calls = stopped(tmp_path, failures, "RUNNING")
+    assert (code, calls) == (0, ["scontrol requeue 7"]), message
+    assert "USR1: the run was stopped; queued again" in message
 
 
 def test_unresponsive_slurm_is_reported(tmp_path: Path) -> None:
-    """Would catch: silence; a cancelled job that is queued again, which SLURM itself allows."""
-    code, said, calls = stopped(tmp_path, 1000, "RUNNING")
-    assert (code, calls) == (1, []), said
-    assert "not queued again" in said and "submit it once more by hand" in said
+    """Would catch no message, and a cancelled job that is requeued, which SLURM itself allows."""
+    code, message, calls = stopped(tmp_path, 1000, "RUNNING")
+    assert (code, calls) == (1, []), message
+    assert "not queued again" in message and "submit it once more by hand" in message
 
 
 @pytest.mark.parametrize(("state", "shown"), [("COMPLETING", "COMPLETING"), ("", "gone")])
 def test_cancelled_job_is_not_requeued(tmp_path: Path, state: str, shown: str) -> None:
-    """Would catch: an answer taken for none."""
-    code, said, calls = stopped(tmp_path, 1, state)
-    assert (code, calls) == (1, []), said
-    assert f"not queued again, the job is {shown}" in said
+    """Would catch an answer of squeue that is ignored."""
+    code, message, calls = stopped(tmp_path, 1, state)
+    assert (code, calls) == (1, []), message
+    assert f"not queued again, the job is {shown}" in message

@@ -1,8 +1,8 @@
-"""benchmarks/stragglers.py: its sums on made-up numbers, and a small run.
+"""benchmarks/stragglers.py: its calculations on made-up numbers, and a small real run.
 
-Would catch: replicas that disagree on who is slow, a first round or a start that is measured, a
-speed over anything but whole steps, runs compared across scenarios or turns, and a target that
-passes the wrong way round.
+Would catch: replicas that disagree on which one is slow, a first round or start-up that is
+measured, a speed over partial steps, runs compared across scenarios or repeats, and a target with
+the comparison reversed.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from straggler_parts.runs import (
 ROOT = Path(__file__).resolve().parents[2]
 STEP = 0.05
 TOKENS = 64
-NO_SLOW = ("equal", "random")  # replicas; a round less is measured
+NO_SLOW = ("equal", "random")  # without slow replicas; one round less is measured
 
 
 def job(name: str, kind: str, *, phase: float = 0.0, seed: int = 1) -> Job:
-    """Four replicas, tau 128."""
+    """Make a job with four replicas and tau 128."""
     scenario = Scenario.named(name, rounds=2)
     plan = scenario.plan(4, step=STEP, seed=seed)
     return Job(scenario, kind, plan, tau=128, seconds=6.0, phase=phase)
 
 
 def test_forward_scenarios_slow_down_layers() -> None:
-    """The plan is told where to sleep, and a model that has layers to sleep in is trained."""
+    """The plan slows down layers of the forward pass, and the model has more layers."""
     slow = job("4x-forward", A_EDIT)
     assert slow.plan.factors == job("4x", A_EDIT).plan.factors
     assert 0 < slow.plan.forward_share < 1 and job("4x", A_EDIT).plan.forward_share == 0
@@ -66,14 +66,14 @@ def test_forward_scenarios_slow_down_layers() -> None:
 
 
 def steady(start: float, step: float, count: int) -> list[Mark]:
-    """Marks of a replica that always takes the same time, and computes half of it."""
+    """Make marks of a replica with constant step time, of which it computes half."""
     times = [start + step * number for number in range(count)]
     return [Mark(time, 0.5 * time) for time in times]
 
 
 def measurement(kind: str, speed: float, *, scenario: str = "4x", repeat: int = 0,
                 waits: tuple[float, ...] = ()) -> Measurement:  # fmt: skip
-    """A run of four replicas, the last of which takes four times as long."""
+    """Make a run of four replicas, the last of which takes four times as long."""
     return Measurement(
         scenario=scenario,
         kind=kind,
@@ -87,7 +87,7 @@ def measurement(kind: str, speed: float, *, scenario: str = "4x", repeat: int = 
 
 
 def test_random_plan_is_equal_in_every_process() -> None:
-    """Random: exactly one replica, not always the same, and what it was told to another process."""
+    """In each step exactly one random replica is slow, and the plan survives serialization."""
     plan = job("random", IDEAL).plan
     other = Plan.from_json(plan.to_json())
     assert other == plan
@@ -101,7 +101,7 @@ def test_random_plan_is_equal_in_every_process() -> None:
 
 
 def test_plans_slow_down_last_replica() -> None:
-    """The steps of the last replica last a multiple of the others'."""
+    """Steps of the last replica take a multiple of the time of the others."""
     plan = job("4x", IDEAL).plan
     assert [plan.step_seconds(r, 7) for r in range(4)] == pytest.approx([STEP] * 3 + [4 * STEP])
     assert {job("equal", IDEAL).plan.step_seconds(r, 7) for r in range(4)} == {STEP}
@@ -111,8 +111,10 @@ def test_plans_slow_down_last_replica() -> None:
     ("name", "interval", "seconds"),
     [("equal", 128, 6.4), ("random", 128, 8.0), ("2x", 64, 6.4), ("4x", 32, 6.4)],
 )
-def test_rounds_of_edit_and_aedit_last_equally_long(name: str, interval: int, seconds: float) -> None:
-    """A-EDiT's rounds last as long as EDiT's."""
+def test_rounds_of_edit_and_aedit_last_equally_long(
+    name: str, interval: int, seconds: float
+) -> None:
+    """A-EDiT's rounds take as long as EDiT's."""
     for kind in KINDS:
         assert job(name, kind).interval == interval
         assert job(name, kind).round_seconds == pytest.approx(seconds)
@@ -130,28 +132,28 @@ def test_rounds_of_edit_and_aedit_last_equally_long(name: str, interval: int, se
 
 
 def test_unknown_scenarios_are_refused() -> None:
-    """Not taken for one in which all are equal."""
+    """They are not taken for a scenario with equal replicas."""
     for name in ("0x", "1x", "slow", "x"):
         with pytest.raises(ValueError):
             Scenario.named(name, rounds=1)
 
 
 def test_stretches_by_time_cover_one_common_span() -> None:
-    """It begins when the last has got going, and holds whole steps of everybody."""
+    """The span begins when all replicas have started, and has complete steps of all of them."""
     marks = [steady(0.05, 0.1, 100), steady(2.0, 0.4, 20)]
     marks[1] = marks[1][:1] + steady(2.7, 0.4, 19)  # a slow first step
     found = stretches_by_time(marks, 3.0)  # from 4.3 to 7.3
     assert found is not None
     assert [(one.first, one.last) for one in found] == [(43, 72), (5, 12)]
     assert tokens_per_second(found, TOKENS) == pytest.approx(TOKENS * (10 + 2.5))
-    assert stretches_by_time(marks, 5.7) is None  # replica 0 has only come to 9.95
+    assert stretches_by_time(marks, 5.7) is None  # replica 0 ends at 9.95
     assert stretches_by_time([marks[0], marks[1][:5]], 3.0) is None
     with pytest.raises(ValueError, match="all that is measured"):
         stretches_by_time(marks, 0.3)
 
 
 def test_stretches_by_syncs_start_at_first_sync() -> None:
-    """Each replica over its own steps of the rounds; what came before does not count."""
+    """Each replica is measured over its own steps of the rounds, without earlier steps."""
     inner_steps = [[7, 2], [20, 5], [24, 6], [20, 5]]
     syncs: list[dict[str, Any]] = [{"inner_steps": steps} for steps in inner_steps]
     marks = [
@@ -171,7 +173,7 @@ def test_stretches_by_syncs_start_at_first_sync() -> None:
 
 
 def test_incomplete_line_is_no_mark(tmp_path: Path) -> None:
-    """Files are read while replicas write."""
+    """Files are read while replicas write them."""
     path = tmp_path / "marks"
     assert read_marks(path) == []
     path.write_text("12.5 1.0\n13.25 1.5\n14.0 1.")
@@ -179,7 +181,7 @@ def test_incomplete_line_is_no_mark(tmp_path: Path) -> None:
 
 
 def test_ratios_and_targets() -> None:
-    """Ratios within a turn; waiting in steps of the slowest replica, which take 0.2 s."""
+    """Ratios are within a repeat; waiting is in steps of the slowest replica, of 0.2 s."""
     runs = [measurement(IDEAL, 1.0, scenario="random"), measurement(EDIT, 0.95, scenario="random")]
     for repeat, drift in enumerate((1.0, 2.0, 4.0)):
         runs += [
@@ -213,7 +215,7 @@ def test_ratios_and_targets() -> None:
 
 @pytest.mark.full
 def test_comparison_with_last_commit(tmp_path: Path) -> None:
-    """Real training with both packages, one after the other; nothing of the second stays."""
+    """Real trainings with the working tree and the last commit, whose files are then removed."""
     output = tmp_path / "stragglers.json"
     script = str(ROOT / "benchmarks/stragglers.py")
     words = ("--quick", "--scenarios", "equal", "--kinds", EDIT, "--against", "HEAD")
@@ -235,7 +237,7 @@ def test_comparison_with_last_commit(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_small_real_run(tmp_path: Path) -> None:
-    """Real training of all kinds: by the clock, the fast replica makes more steps."""
+    """Real trainings of all kinds; with A-EDiT the fast replica makes more steps."""
     output = tmp_path / "stragglers.json"
     script = str(ROOT / "benchmarks/stragglers.py")
     argv = [sys.executable, script, "--quick", "--output", str(output)]

@@ -1,4 +1,4 @@
-"""Clones of Megatron-LM at the supported tags, patches for them, and the page that says so."""
+"""Clones of Megatron-LM at the supported tags, patches for them, and the support page."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ CLONES = "MEGATRON_LM_DIRS"
 
 
 def clones() -> list[Path]:
-    """Clones at any of the tags."""
+    """Return the available clones at any of the tags."""
     return [Path(x) for x in os.environ.get(CLONES, "").split(os.pathsep) if x]
 
 
 def script(*words: str) -> subprocess.CompletedProcess[str]:
-    """A script of the project."""
+    """Run a script of the project."""
     env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, str(REPOSITORY / "scripts" / words[0]), *words[1:]]
     return subprocess.run(
@@ -37,13 +37,13 @@ def script(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_support_page_is_current() -> None:
-    """Would catch: a probe or a release that nobody has asked the clones for."""
+    """Would catch a probe or a release without results of the clones."""
     done = script("make_support_doc.py", "--check")
     assert done.returncode == 0, done.stderr
 
 
 def test_every_release_has_trained() -> None:
-    """Would catch: a tag that is called supported and was never seen to train."""
+    """Would catch a supported tag without a successful training."""
     data = json.loads((REPOSITORY / "docs" / "support.json").read_text())
     for release in RELEASES:
         runs = data[release.tag]["runs"]
@@ -54,7 +54,7 @@ def test_every_release_has_trained() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("version", ["0.17.0", "0.18.2"])
 def test_older_wheels_have_required_symbols(version: str, tmp_path: Path) -> None:
-    """For machines without clones. Would catch: a probe of a symbol that only 0.19 has."""
+    """For machines without clones. Would catch a required symbol that only 0.19 has."""
     install = [
         sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path),
         f"megatron-core=={version}",
@@ -66,7 +66,7 @@ def test_older_wheels_have_required_symbols(version: str, tmp_path: Path) -> Non
 
 
 def test_patches_contain_only_our_line() -> None:
-    """Would catch: a line of Megatron's in a patch, as context or as git's name of a function."""
+    """Would catch a line of Megatron in a patch, as context or in a hunk header."""
     folders = {path.name for path in (REPOSITORY / "patches").iterdir() if path.is_dir()}
     assert folders == {release.tag for release in RELEASES}
     for path in (REPOSITORY / "patches").rglob("*.patch"):
@@ -86,7 +86,7 @@ def test_patches_match_patch_command() -> None:
 
 @pytest.mark.clone
 def test_git_apply_matches_patch_command(tmp_path: Path, megatron_clone: Path) -> None:
-    """Both ways to patch give the same bytes, and both ways back do."""
+    """Patching and reverting by git and by the command give the same files."""
     folders = [tmp_path / "git", tmp_path / "command"]
     before = {}
     for folder in folders:
@@ -113,7 +113,7 @@ def test_git_apply_matches_patch_command(tmp_path: Path, megatron_clone: Path) -
 
 @pytest.mark.clone
 def test_patched_clone_trains_without_launcher(tmp_path: Path, megatron_clone: Path) -> None:
-    """torchrun pretrain_gpt.py --use-edit; under the launcher, too, activated once."""
+    """With torchrun pretrain_gpt.py --use-edit; with the launcher, too, it is activated once."""
     copy = tmp_path / "Megatron-LM"
     ignored = shutil.ignore_patterns(".git", "tests", "docs")
     shutil.copytree(megatron_clone, copy, ignore=ignored)

@@ -1,8 +1,8 @@
-"""benchmarks/overlap.py: torchft beside EDiT.
+"""benchmarks/overlap.py: runs of torchft for comparison with EDiT.
 
-Would catch: a rival that is run without torchft, or with another torch than the ideal; one that is
-counted as EDiT; a schedule that torchft refuses; parts of the model left out of a sync; and, where
-torchft is installed and this machine can have a lab, a rival that exchanges less than its model.
+Would catch: a run without torchft, or with another torch than the ideal; a torchft run counted as
+EDiT; a schedule that torchft refuses; parts of the model that are not synced; and, if torchft is
+installed and a lab can be created, a torchft run that exchanges less than its model.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from overlap_parts.kinds import (
 from overlap_parts.report import Analysis
 from overlap_parts.runs import Measurement
 
-from tests.harness.network_lab import need_lab
+from tests.harness.network_lab import skip_without_lab
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARK = ROOT / "benchmarks" / "overlap.py"
 
 
 def fake_python(folder: Path, **versions: str | None) -> str:
-    """An interpreter that answers as one with torchft would; None leaves a package out."""
+    """Write a fake interpreter that reports package versions; None: not installed."""
     mine = {name: metadata.version(name) for name in ("torch", "megatron-core")}
     found: dict[str, Any] = mine | {"torchft": "1.0"} | versions
     answer = json.dumps({name: version for name, version in found.items() if version})
@@ -51,21 +51,21 @@ def fake_python(folder: Path, **versions: str | None) -> str:
 
 
 def job(kind: str, **changes: Any) -> Job:
-    """As the benchmark has it."""
+    """Make a job like the benchmark's."""
     values: dict[str, Any] = {"model": Model(), "num_hosts": 2, "tau": 40, "rounds": 1,
                               "stock_seconds": 3.0}  # fmt: skip
     return Job(kind, **values | changes)
 
 
 def measurement(kind: str, speed: float, syncs: list[dict[str, Any]]) -> Measurement:
-    """A run at 100 Mbit/s."""
+    """Make a run at 100 Mbit/s."""
     return Measurement(
         kind, 100e6, 0, Window(60, 100, 10, 110), speed, [0.1], [], [1, 1], syncs, [], [0.0], [0]
     )
 
 
 def test_missing_torchft_is_refused_in_one_line(tmp_path: Path) -> None:
-    """Before anything is made or measured, whether the interpreter lacks torchft or is none."""
+    """Before any run, if the interpreter lacks torchft or cannot be run."""
     bare = tmp_path / "bare"
     bare.write_text(
         "#!/bin/sh\necho \"ModuleNotFoundError: No module named 'torchft'\" >&2\nexit 1\n"
@@ -87,7 +87,7 @@ def test_missing_torchft_is_refused_in_one_line(tmp_path: Path) -> None:
 
 
 def test_torchft_run_requires_same_torch(tmp_path: Path) -> None:
-    """The ideal is measured with ours."""
+    """The ideal is measured with the torch of this environment."""
     assert rival_versions(fake_python(tmp_path))["torchft"] == "1.0"
     with pytest.raises(RivalError, match=r"has torch 2\.7\.0, .* must be the same$"):
         rival_versions(fake_python(tmp_path, torch="2.7.0"))
@@ -96,7 +96,7 @@ def test_torchft_run_requires_same_torch(tmp_path: Path) -> None:
 
 
 def test_torchft_run_has_flags_of_ideal() -> None:
-    """The same flags and iterations; its own come on top."""
+    """It has the flags and iterations of the ideal, and its own flags in addition."""
     ideal, window = job(IDEAL), job(IDEAL).window(1e8)
     for kind in RIVALS:
         assert job(kind).window(1e8) == window and job(kind).is_apart
@@ -111,7 +111,7 @@ def test_torchft_run_has_flags_of_ideal() -> None:
     [(40, 4, 4), (8, 2, 2), (7, 4, 1), (2, 4, 1), (40, 1, 2), (12, 2, 3)],
 )
 def test_fragments_fit_torchft_schedule(tau: int, layers: int, expected: int) -> None:
-    """Fragments divide the interval, and a fragment has landed before the next one leaves."""
+    """Fragments divide the interval, and each lands before the next one is sent."""
     assert num_fragments(TORCHFT_STREAMING, tau=tau, num_layers=layers) == expected
     assert num_fragments(TORCHFT_DILOCO, tau=tau, num_layers=layers) == 1
     flags = job(TORCHFT_STREAMING, tau=tau, model=Model(num_layers=layers)).flags(
@@ -123,7 +123,7 @@ def test_fragments_fit_torchft_schedule(tau: int, layers: int, expected: int) ->
 
 
 def test_even_cuts_minimize_largest_part() -> None:
-    """In order, everything once; the largest part is as small as in any other cut."""
+    """Parts are in order and complete, and no other division has a smaller largest part."""
     sizes = [8, 3, 3, 3, 4]
     for parts in range(1, 6):
         cuts = split_evenly(sizes, parts)
@@ -138,7 +138,7 @@ def test_even_cuts_minimize_largest_part() -> None:
 
 
 def test_torchft_run_has_no_edit_limit() -> None:
-    """It has a share of the ideal and a loss, but no limit: that is the exact method's."""
+    """It has a share of the ideal, but no limit, which applies to the exact method only."""
     sync = {"wire_bytes": 20e6, "seconds": {"exposed": 1.0, "wait": 0.0}}
     runs = [measurement(IDEAL, 1000, []), measurement("overlap", 700, [sync]),
             measurement(TORCHFT_STREAMING, 500, [])]  # fmt: skip
@@ -152,7 +152,7 @@ def test_torchft_run_has_no_edit_limit() -> None:
 
 
 def test_limit_uses_complete_fp32_syncs_only() -> None:
-    """Whatever else is measured beside it: int8, or fragments that sync one by one."""
+    """Other runs, with int8 or fragments that sync one by one, do not change the limit."""
 
     def limit(*others: Measurement) -> float:
         syncs = [{"wire_bytes": 20e6, "seconds": {"exposed": 1.0, "wait": 0.0}}]
@@ -174,14 +174,14 @@ def test_limit_uses_complete_fp32_syncs_only() -> None:
         [measurement(IDEAL, 1000, []), measurement("delayed-int8", 900, small)],
         [Link(100e6, 0, 95e6)], tau=40, tokens_per_iteration=200, forward_share=0.3,
     )  # fmt: skip
-    assert only.rows()[1].limit is None  # nobody has measured it
+    assert only.rows()[1].limit is None  # without an fp32 run
 
 
 @pytest.mark.full
 @pytest.mark.skipif(find_spec("torchft") is None, reason="torchft is not installed")
 def test_torchft_sends_model_once_per_round(tmp_path: Path) -> None:
-    """Both kinds, in a lab; a tiny model: what counts is how many bytes leave a host."""
-    need_lab()
+    """With both kinds in a lab and a tiny model, a host sends as many bytes as the model has."""
+    skip_without_lab()
     output = tmp_path / "overlap.json"
     flags = ["--quick", "--links", "none", "--without-stock", "--modes", ",".join(RIVALS)]
     subprocess.run(
@@ -190,7 +190,7 @@ def test_torchft_sends_model_once_per_round(tmp_path: Path) -> None:
         check=True,
     )
     found = {m["kind"]: m for m in read_one(output)["runs"]}
-    assert max(found[IDEAL]["window_bytes"]) < 1000  # the kernel says a word now and then
+    assert max(found[IDEAL]["window_bytes"]) < 1000  # occasional packets of the kernel
     # 8192 x 128 tokens, 128 x 128 positions, two layers of 12 x 128^2 weights and 13 x 128 others,
     # and the last norm; two replicas send each of it once per all-reduce.
     model_bytes = 4 * (8192 * 128 + 128 * 128 + 2 * (12 * 128**2 + 13 * 128) + 2 * 128)

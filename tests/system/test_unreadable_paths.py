@@ -1,6 +1,6 @@
-"""Paths that the system does not let anybody look at: exit code 2 and one line, like other input.
+"""Unreadable and too long paths: exit code 2 and one line, as for other wrong input.
 
-Since Python 3.12 `Path.is_file` and its kin raise for them, where they said no before.
+Since Python 3.12 `Path.is_file` and similar methods raise for them; they returned False before.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LINES = [
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
-    """A place that everybody may look into, with a folder and a file that nobody may read."""
+    """Create a readable folder with an unreadable folder and an unreadable file."""
     made = Path(tempfile.mkdtemp(prefix="unreadable-"))
     made.chmod(0o755)
     secret = made / "secret"
@@ -59,7 +59,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def outcomes(folder: Path) -> dict[str, Outcome]:
-    """Exit code and stderr by command line; all in one process."""
+    """Return exit code and stderr by command line, all run in one process."""
     paths = ("secret", LONG)
     lines = [line.format(path) for line in LINES for path in paths]
     lines += ["launch unreadable.py", "check unreadable.py", f"compare unreadable.py {TRAIN}"]
@@ -68,25 +68,27 @@ def outcomes(folder: Path) -> dict[str, Outcome]:
 
 
 def test_unreadable_path_is_refused_in_one_line(outcomes: dict[str, Outcome]) -> None:
-    """Would catch: a subcommand, or the launcher, that meets such a path with a traceback."""
-    for line, (code, said) in outcomes.items():
-        assert code == 2, (line, code, said)
-        assert said.count("\n") == 1 and said.startswith(("megatron-edit ", "megatron_edit:")), said
-        assert any(name in said for name in ("secret", "unreadable.py", LONG)), said
-        assert "; " in said, said
+    """Would catch a subcommand, or the launcher, that prints a traceback for such a path."""
+    for line, (code, message) in outcomes.items():
+        assert code == 2, (line, code, message)
+        assert message.count("\n") == 1 and message.startswith(
+            ("megatron-edit ", "megatron_edit:")
+        ), message
+        assert any(name in message for name in ("secret", "unreadable.py", LONG)), message
+        assert "; " in message, message
 
 
 def test_message_names_reason(outcomes: dict[str, Outcome]) -> None:
-    """Would catch: `no such script` about one that is there."""
+    """Would catch `no such script` for one that exists."""
     for line in ("launch secret/train.py", "launch unreadable.py", "check unreadable.py"):
         assert "Permission denied" in outcomes[line][1], outcomes[line]
     assert "File name too long" in outcomes[f"inspect {LONG}"][1]
 
 
-# Root may run the tests of somebody else's clone.
+# Root may run the tests of another user's clone.
 @pytest.mark.parametrize("owner", [os.geteuid(), *([1000] if os.geteuid() == 0 else [])])
 def test_paths_are_refused_in_private_clone(owner: int, tmp_path: Path) -> None:
-    """Nobody but the clone's owner may look into it: catches a check that becomes another user."""
+    """Only the clone's owner may read it. Would catch a test that switches to another user."""
     home = tmp_path / "home"
     clone = home / "clone"
     for part in ("megatron_edit", "tests/harness", "tests/system/test_unreadable_paths.py"):

@@ -1,7 +1,7 @@
 """Wrong input to the command `megatron-edit`: exit code 2 and one clear line, never a traceback.
 
-Would catch: a subcommand that meets a bad value with an exception, a text of usage, several lines,
-or silence; one that goes to work before it has looked.
+Would catch a subcommand that reacts to a bad value with an exception, a usage text, several lines
+or no message, or that starts to work before it has checked its input.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.harness.launch import REPOSITORY
 
 SCRIPT = REPOSITORY / "scripts" / "pretrain_gpt.py"
 MODEL = REPOSITORY / "configs" / "llama_350m.args"
-# Each a whole command line; CHECK and COMPARE stand for sound ones, of which a later flag is wrong.
+# Complete command lines; CHECKED and COMPARED are flags that make a valid one wrong.
 GENERAL = [
     "",
     "chekc",
@@ -149,7 +149,7 @@ UNWRITABLE = "compare ... --output-dir /dev/null/out"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the commands run: some things that are not what they should be."""
+    """Create the working directory of the commands, with invalid files."""
     made = tmp_path_factory.mktemp("wrong")
     (made / "file.txt").write_text("no checkpoint")
     SyntheticRun(rounds=2).write(made / "log")
@@ -165,7 +165,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcomes(folder: Path) -> dict[str, Outcome]:
-    """Exit code and stderr by command line; all in one process, which imports Megatron once."""
+    """Run all command lines in one process; return exit code and stderr of each."""
     tiny = tiny_gpt(global_batch_size=4)
     edit = ["--use-edit", "--edit-num-replicas", "2"]
     check = ["check", str(SCRIPT), *tiny, *edit, "--world-size", "2"]
@@ -174,12 +174,12 @@ def outcomes(folder: Path) -> dict[str, Outcome]:
     lines = {line: shlex.split(line) for line in GENERAL}
     lines |= {f"check ... {words}": [*check, *shlex.split(words)] for words in CHECKED}
     lines |= {f"compare ... {words}": [*compare, *shlex.split(words)] for words in COMPARED}
-    lines[UNWRITABLE].remove("--list")  # nothing is written with it
+    lines[UNWRITABLE].remove("--list")  # which writes no file
     return outcomes_of(lines, folder)
 
 
 def test_command_lines_are_distinct_and_many() -> None:
-    """Every subcommand has some."""
+    """Every subcommand has at least three wrong command lines."""
     lines = [*GENERAL, *CHECKED, *COMPARED]
     assert len(set(lines)) == len(lines) >= 40
     for name in SUBCOMMANDS:
@@ -190,14 +190,16 @@ def test_command_lines_are_distinct_and_many() -> None:
     "line",
     [*GENERAL, *(f"check ... {w}" for w in CHECKED), *(f"compare ... {w}" for w in COMPARED)],
 )
-def test_wrong_input_is_refused_in_one_line(line: str, outcomes: dict[str, tuple[object, str]]) -> None:
-    """Exit code 2; one line on stderr that begins with the command's name."""
-    code, said = outcomes[line]
-    assert code == 2, (code, said)
-    assert said.count("\n") == 1 and said.endswith("\n"), said
-    assert said.startswith("megatron-edit"), said
-    assert "Traceback" not in said and "Error(" not in said, said
-    assert len(said) < 500, said
+def test_wrong_input_is_refused_in_one_line(
+    line: str, outcomes: dict[str, tuple[object, str]]
+) -> None:
+    """Exit code 2, and one line on stderr that begins with the command's name."""
+    code, message = outcomes[line]
+    assert code == 2, (code, message)
+    assert message.count("\n") == 1 and message.endswith("\n"), message
+    assert message.startswith("megatron-edit"), message
+    assert "Traceback" not in message and "Error(" not in message, message
+    assert len(message) < 500, message
 
 
 FLAGS = {
@@ -210,8 +212,10 @@ FLAGS = {
 
 
 @pytest.mark.parametrize("name", FLAGS)
-def test_arbitrary_words_cause_no_traceback(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that can be typed ends in a traceback: success, or one line."""
+def test_arbitrary_words_cause_no_traceback(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any words give success or one line, never a traceback."""
     monkeypatch.chdir(folder)
     known = st.sampled_from([*FLAGS[name], ".", "file.txt", "0", "-1", "--help-me"])
 
