@@ -28,9 +28,9 @@ from megatron_edit.tools.compare.page import markdown_table, write_report
 from megatron_edit.tools.compare.pictures import smoothed
 from megatron_edit.tools.compare.plan import ComparisonSetting, RunPlan, make_plan
 from megatron_edit.tools.compare.readings import (
-    RunKind,
     Point,
     Reading,
+    RunKind,
     Timeline,
     make_reading,
     read_run,
@@ -403,7 +403,10 @@ def test_tail_of_missing_log_is_empty(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("limits", "complaint"),
-    [(Limits(seconds=0.5), "not done after 0.5 s"), (Limits(silent_seconds=0.5), "printed nothing")],
+    [
+        (Limits(seconds=0.5), "not done after 0.5 s"),
+        (Limits(silent_seconds=0.5), "printed nothing"),
+    ],
 )
 def test_hung_run_is_stopped(tmp_path: Path, limits: Limits, complaint: str) -> None:
     with pytest.raises(RunFailedError, match=complaint):

@@ -37,7 +37,10 @@ def test_gloo_on_loopback_is_bad_between_machines() -> None:
     assert interfaces_by_name({}, "10.0.0.2")["gloo's interface"].level is Level.OK
     far = interfaces_by_name({}, "127.0.0.1")["gloo's interface"]
     assert far.level is Level.BAD and "GLOO_SOCKET_IFNAME=eth0" in far.remedy
-    assert interfaces_by_name({}, "127.0.0.1", is_single_host=True)["gloo's interface"].level is Level.OK
+    assert (
+        interfaces_by_name({}, "127.0.0.1", is_single_host=True)["gloo's interface"].level
+        is Level.OK
+    )
     nowhere = interfaces_by_name({}, "", is_single_host=True)["gloo's interface"]
     assert nowhere.level is Level.HINT and "GLOO_SOCKET_IFNAME=lo" in nowhere.remedy
 

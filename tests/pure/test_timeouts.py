@@ -144,7 +144,7 @@ def test_give_up_is_announced_and_names_the_lost_replica(monkeypatch: pytest.Mon
     assert monitor.give_up([1]) == [1]
     with other.waiting():
         other.exchange(store)
-    assert other.heartbeats[0].is_over
+    assert other.heartbeats[0].has_given_up
     monitor.update({1: report(5, 3, 4)})
     assert monitor.give_up([1, 2]) == []  # all had arrived: it is not known whose link failed
     now[0] += 60.0

@@ -103,7 +103,7 @@ class OuterState:
     offload_streams: OffloadStreams | None = None
 
     @classmethod
-    def take(
+    def from_parameters(
         cls,
         plan: UnitPlan,
         device: torch.device,
