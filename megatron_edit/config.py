@@ -243,7 +243,7 @@ class EditConfig:
     )
     average_moments: str = _setting(
         NONE,
-        "moments of Adam that a sync averages over the replicas, in 8-bit codes",
+        "moments of Adam that a sync averages over the replicas, in one byte per element",
         kind=str,
         only=AVERAGED_MOMENTS,
     )

@@ -27,13 +27,7 @@ from megatron_edit.comm.flags import DelayedFlags, Flag
 from megatron_edit.comm.stop import StopBoard
 from megatron_edit.comm.worlds import ReplicaWorld
 from megatron_edit.engine.host import EngineGroups, EngineSettings, Host, Reporter
-from megatron_edit.engine.plan import (
-    MeetingOutcome,
-    RoundPlan,
-    SyncPlan,
-    SyncRules,
-    plan_round,
-)
+from megatron_edit.engine.plan import MeetingOutcome, RoundPlan, SyncPlan, SyncRules, plan_round
 from megatron_edit.engine.rounds.completion import Completion, SavedRound
 from megatron_edit.engine.rounds.meeting import Meetings, average_shared_values, size_of_record
 from megatron_edit.engine.rounds.synchronous import (

@@ -98,7 +98,7 @@ def test_lost_replica_error_names_replica_and_phase(
     """
     heartbeat = HeartbeatMonitor(0, 3, lambda: ReplicaProgress(1, 0, 0), is_reporting=True)
     heartbeat.is_waiting = is_waiting
-    monkeypatch.setattr(heartbeat, "lost", lambda: [1])
+    monkeypatch.setattr(heartbeat, "find_lost", lambda: [1])
     place, how = "the warm-up (step 7)", "did not reach" if is_waiting else "was lost in"
     error = with_lost_replicas(ReplicaLostError("peer"), heartbeat, place)
     assert str(error) == f"replica 1 {how} {place}: peer" and error.has_context

@@ -175,7 +175,7 @@ def test_late_digests_are_compared_once() -> None:
     syncs = anything(
         _reports=anything(late_digests={0: 1.0, 1: 2.0}), _reporter=reporter, _host=host,
         _groups=anything(sync=anything(rank=0)), _settings=anything(landing=DIRECT_COPY),
-        _context=lambda: anything(groups=None, outer=anything(stages=lambda *_: iter(()))),
+        _context=lambda: anything(groups=None, outer=anything(prefetch=lambda *_: iter(()))),
     )  # fmt: skip
     selection = select_units(plan_units(params, ["a", "b"], ["a", "b"]), [1])
     assert SyncManager.late_digests(syncs, selection) == {1: 2.0}

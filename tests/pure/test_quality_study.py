@@ -375,7 +375,7 @@ def test_page_shows_results_of_the_runs(tmp_path: Path) -> None:
     text = texts["expectations"]
     assert "Fit (least squares, 4 points): gap = 0.107 samples^-1.00." in text
     assert "| recommended, tau 16 | 3.0400 ± 0.0100 | +1.33% ± 0.33% | 1.22 | 3 |" in text
-    assert "chosen after the losses with them and without them were seen" in text
+    assert "chosen with knowledge of the losses" in text
     assert "gap = 1.33% of the model above and N = 4, times (samples / 8)^-1.00" in text
     assert not any("None" in line for line in "".join(texts.values()).splitlines())
     assert set(tau_series(found)) == {"recommended setting", "recommended, Muon relative to Muon"}

@@ -101,7 +101,7 @@ def test_mean_round_loss_ignores_nonfinite_losses() -> None:
         ({"interval": "stl", "stl_stages": 0}, "at least 1"),
         ({"interval": "stl", "fragments": 2}, "change their length"),
         ({"interval": "adacomm", "fragments": 2}, "change their length"),
-        ({"interval": "stl", "qsr_a": 0.1}, "no other schedule has one"),
+        ({"interval": "stl", "qsr_a": 0.1}, "other schedules do not take it"),
     ],
 )
 def test_invalid_schedule_settings_are_refused(flags: dict[str, Any], words: str) -> None:
