@@ -123,7 +123,7 @@ def assigned_loader(
     from megatron.core.datasets.utils import Split
 
     loader = call.proceed()
-    is_assigned, order = engine.status.assignment is not None, host.order
+    is_assigned, order = engine.status.assignment is not None, host.counters.order
     if loader is None or not (is_assigned or call.arguments["consumed_samples"] < order.end):
         return loader
     if _split_of(call.arguments["dataset"]) is not Split.train:

@@ -82,7 +82,9 @@ class MegatronWriters:
     def _iteration_of(self, step: int) -> int:
         if self._progress.is_timed:  # already an iteration
             return step
-        return self._host.iteration_of(step, self._host.iteration, self._engine.status.step)
+        return self._host.counters.iteration_of(
+            step, self._host.counters.iteration, self._engine.status.step
+        )
 
     def _log(self, values: Mapping[str, float]) -> None:
         # When a signal ends training, Megatron closes W&B before the last losses are known.
@@ -117,7 +119,7 @@ def write_run_header(
     step_bytes = inside_bytes(engine, args)
     run["training"] = {
         "train_iters": args.train_iters,
-        "last_local_step": host.last_local_step,
+        "last_local_step": host.counters.last_local_step,
         "global_batch_size": args.global_batch_size,
         "seq_length": args.seq_length,
         "inside_bytes_per_step": step_bytes,

@@ -168,10 +168,10 @@ class Observer:
             self._average(losses, self._engine.gather_step)  # as Megatron's log of the whole job
         loss = float(losses[_LOSS]) if _LOSS in losses else math.nan
         consumed = int(get_args().consumed_train_samples)
-        self._events.count_samples(self._engine.status.step, consumed, self._host.batch)
+        self._events.count_samples(self._engine.status.step, consumed, self._host.counters.batch)
         self._engine.record_loss(loss)
         samples, progress, step = (
-            self._host.samples_per_step,
+            self._host.counters.samples_per_step,
             self._progress,
             self._engine.status.step,
         )

@@ -44,7 +44,7 @@ from megatron_edit.host.checkpoint.writing import CheckpointWriter
 from megatron_edit.host.files import check_data, claim_data_check
 from megatron_edit.host.groups import build_groups
 from megatron_edit.host.metrics import write_run_header
-from megatron_edit.host.model.exit_requests import exit_reason
+from megatron_edit.host.model.counters import exit_reason
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.model.progress import RunProgress
 from megatron_edit.host.observe import (
@@ -186,7 +186,7 @@ class TrainingLoop:
             return
         code, reason = outcome_of(error)
         end = "failed" if code else "finished" if self._stop_reason is None else "stopped"
-        step, samples = self._run.engine.status.step, self._run.host.samples
+        step, samples = self._run.engine.status.step, self._run.host.counters.samples
         self._events.on_end(Ending(end, reason or self._stop_reason, code, step, samples))
 
     # ---- wrapped calls
@@ -235,7 +235,7 @@ class TrainingLoop:
             if run is not None:
                 if not run.engine.join_pending_meeting():
                     run.stops.exit_before_training(call.arguments)
-                run.host.set_pending_schedule(0)  # no meeting is pending now
+                run.host.counters.set_pending_schedule(0)  # no meeting is pending now
                 run.engine.clock.pause()  # until the first step
             result = call.proceed()
         except SystemExit as stop:
@@ -284,13 +284,15 @@ class TrainingLoop:
             self._config,
         )
         self._cleanup.callback(host.release)
-        self._cleanup.callback(host.loop.release)
+        self._cleanup.callback(host.counters.loop.release)
         if not host.has_tied_stages:
             kept = {name: tie for name, tie in groups.ties.items() if name != TIED_EMBEDDING}
             groups = replace(groups, ties=kept)
-        self._warn_of_endless_warmup(args, host.last_local_iteration)
+        self._warn_of_endless_warmup(args, host.counters.last_local_iteration)
         engine = EditEngine(
-            engine_settings(self._config, mode, host.target_blocks, host.last_local_step),
+            engine_settings(
+                self._config, mode, host.counters.target_blocks, host.counters.last_local_step
+            ),
             host,
             groups,
             self._world,
@@ -315,7 +317,9 @@ class TrainingLoop:
             pieces()  # refuse a model that cannot be saved before training
         self._run = self._run_of(engine, host, progress, observer, pieces)
         self._loads.begin(engine, host, pieces)
-        self._events.count_samples(engine.status.step, int(args.consumed_train_samples), host.batch)
+        self._events.count_samples(
+            engine.status.step, int(args.consumed_train_samples), host.counters.batch
+        )
         engine.clock.pause()  # until the first step: Megatron first builds its data sets
         self._events.connect_timers(
             EditTimers(get_timers(), engine.clock, args.timing_log_level, self._patcher)
@@ -413,7 +417,7 @@ class TrainingLoop:
     def _finish(self) -> None:
         if self._run is not None:
             self._run.engine.finish()
-            self._run.host.loop.release()
+            self._run.host.counters.loop.release()
         self._events.flush()
 
     def _reason_of_stop(self) -> str:

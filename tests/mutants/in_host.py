@@ -314,15 +314,15 @@ HOST = (
     Mutant(
         id="host/skipped-not-consumed",
         bug="samples of iterations that the user skips are not counted as consumed",
-        file="host/model/megatron_host.py",
-        old="self._samples += self.samples_per_step * (self.iteration - last)",
-        new="self._samples += self.samples_per_step",
+        file="host/model/counters.py",
+        old="self.samples += self.samples_per_step * (self.iteration - last)",
+        new="self.samples += self.samples_per_step",
         test="pure/test_megatron_host.py::test_skipped_iterations_consume_their_samples",
     ),
     Mutant(
         id="host/last-round-not-synced",
         bug="where training ends with skipped iterations its last round is never synced",
-        file="host/model/megatron_host.py",
+        file="host/model/counters.py",
         old="all(iteration in skipped for iteration in iterations[: len(skipped) + 1])",
         new="not iterations",
         test="pure/test_megatron_host.py::test_skipped_iterations_consume_their_samples",
@@ -330,7 +330,7 @@ HOST = (
     Mutant(
         id="host/skipped-step-scheduled",
         bug="a step that fp16 skipped advances the schedule",
-        file="host/model/megatron_host.py",
+        file="host/model/counters.py",
         old="self._placement.num_replicas if was_applied else 0",
         new="self._placement.num_replicas",
         test="pure/test_megatron_host.py::test_skipped_step_has_no_pending_schedule",

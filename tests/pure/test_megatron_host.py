@@ -12,6 +12,7 @@ import pytest
 
 from megatron_edit.comm.placement import Placement
 from megatron_edit.config import EditConfig
+from megatron_edit.host.model import counters
 from megatron_edit.host.model import megatron_host as module
 from megatron_edit.host.model.megatron_host import MegatronHost
 from megatron_edit.host.seams.patching import Patcher
@@ -44,7 +45,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> MegatronHost:
     """Return the host of replica 1 of two; its one rank makes two micro-batches of 2 per step."""
     planned = anything(units=None, unit_of={}, origins={}, has_tied_stages=False)
     monkeypatch.setattr(module, "plan_model", lambda *_: planned)
-    monkeypatch.setattr(module, "get_num_microbatches", lambda: 2)
+    monkeypatch.setattr(counters, "get_num_microbatches", lambda: 2)
     args = Namespace(
         iteration=0, curr_iteration=0, train_iters=6, iterations_to_skip=[], micro_batch_size=2,
         data_parallel_size=2, consumed_train_samples=0, train_samples=None,
@@ -59,7 +60,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> MegatronHost:
 def step(host: MegatronHost, iteration: int, *, was_applied: bool = True) -> None:
     """Count one iteration of Megatron, from 1; its schedule advances afterwards."""
     host.arguments.curr_iteration = iteration - 1
-    host._count_step(was_applied=was_applied)
+    host.counters.count_step(was_applied=was_applied)
 
 
 def test_skipped_step_has_no_pending_schedule(host: MegatronHost) -> None:
@@ -79,7 +80,7 @@ def test_skipped_iterations_consume_their_samples(host: MegatronHost) -> None:
     assert host.progress().samples == 16 and not host.progress().is_last_step
     step(host, 5)
     assert host.progress().samples == 20 and host.progress().is_last_step
-    assert [host.iteration_of(number, 5, 3) for number in (1, 2, 3)] == [1, 4, 5]
+    assert [host.counters.iteration_of(number, 5, 3) for number in (1, 2, 3)] == [1, 4, 5]
     host.arguments.iterations_to_skip = []
     assert not host.progress().is_last_step
     step(host, 6)
@@ -88,7 +89,7 @@ def test_skipped_iterations_consume_their_samples(host: MegatronHost) -> None:
 
 def test_inner_lr_and_next_lr_follow_schedule(host: MegatronHost) -> None:
     """The largest rate of all groups; in the schedule's warm-up, `next_lr` is its peak."""
-    schedule: Any = host._scheduler
+    schedule: Any = host.counters._scheduler
     schedule.num_steps = 8
     assert (host.progress().inner_lr, host.progress().next_lr) == (1.0, 2.0)
     schedule.num_steps = 26
@@ -103,9 +104,9 @@ def test_pending_schedule_is_not_counted_twice(host: MegatronHost) -> None:
 
     Catches a rate or position that counts the pending samples twice.
     """
-    schedule: Any = host._scheduler
+    schedule: Any = host.counters._scheduler
     schedule.num_steps = 40
-    host.set_pending_schedule(8)
+    host.counters.set_pending_schedule(8)
     progress = host.progress()
     assert (progress.schedule_position, progress.pending_schedule) == (32, 8)
     step(host, 1)
@@ -138,7 +139,9 @@ def test_step_hooks_run_in_order(is_warmup: bool) -> None:
         before_step=record("close"), after_step=record("meet"), status=anything(is_warmup=is_warmup)
     )
     host = anything(
-        loop=anything(begin_step=record("begin")), _count_step=record("count"),
+        counters=anything(
+            loop=anything(begin_step=record("begin")), count_step=record("count")
+        ),
         _defer_gather=lambda is_deferred: calls.append(("defer", is_deferred)),
         _beta2_of_step=nullcontext,
     )  # fmt: skip

@@ -39,11 +39,11 @@ class Run:
             was_warmup_step=False, steps_of_others=2, records=(), assignment=anything(target=target)
         )
         self.engine = anything(settings=anything(timed=True), status=status)
-        self.host = anything(
-            arguments=self.args, loop=loop, samples=2 * STEP, samples_per_step=STEP,
-            samples_at_start=(0, 0), order=SampleOrder(start), iteration=2,
-            with_consumed_samples=nullcontext,
+        self.counters = anything(
+            loop=loop, samples=2 * STEP, samples_per_step=STEP, samples_at_start=(0, 0),
+            order=SampleOrder(start), iteration=2, with_consumed_samples=nullcontext,
         )  # fmt: skip
+        self.host = anything(arguments=self.args, counters=self.counters)
         self.progress = RunProgress(self.engine, self.host, 0, 2)
 
     def step(self, reported: int = 0, gathered: int = 0) -> tuple[int, int]:
@@ -53,12 +53,12 @@ class Run:
             reported: steps of the other replica that its heartbeat has reported.
             gathered: samples of the other replica in the records of a meeting after the step.
         """
-        self.host.samples += STEP
+        self.counters.samples += STEP
         self.args.curr_iteration += 1
         self.engine.status.steps_of_others = max(reported, self.engine.status.steps_of_others)
         if gathered:
             self.engine.status.records = [
-                anything(samples=self.host.samples),
+                anything(samples=self.counters.samples),
                 anything(samples=gathered),
             ]
         return self.progress.iteration, self.progress.samples
@@ -81,7 +81,7 @@ def test_progress_in_warm_up_counts_equal_steps() -> None:
     """From the first step on, before any steps of the other replica are known."""
     run = Run()
     status = run.engine.status
-    status.was_warmup_step, status.steps_of_others, run.host.samples = True, 0, 0
+    status.was_warmup_step, status.steps_of_others, run.counters.samples = True, 0, 0
     assert run.progress.samples == 0
     assert [run.step() for _ in range(2)] == [(1, 8), (2, 16)]
     run.engine.status.was_warmup_step = False
@@ -91,7 +91,11 @@ def test_progress_in_warm_up_counts_equal_steps() -> None:
 def test_progress_continues_after_a_resume() -> None:
     """Catches a count that starts at zero at the launch."""
     run = Run()
-    run.host.samples, run.host.samples_at_start, run.engine.status.steps_of_others = 24, (20, 24), 0
+    run.counters.samples, run.counters.samples_at_start, run.engine.status.steps_of_others = (
+        24,
+        (20, 24),
+        0,
+    )
     assert (run.progress.iteration, run.progress.samples) == (5, 44)
     assert run.step(reported=1) == (6, 52)
 
@@ -109,7 +113,7 @@ def test_intervals_are_counted_in_the_shown_iterations() -> None:
     """Catches a save that is due at this replica's own step count, not at the shown iteration."""
     run = Run()
     run.args.save_interval, run.args.train_iters, run.args.curr_iteration = 7, 8, 6
-    with run.host.loop.with_global_iterations(5):
+    with run.counters.loop.with_global_iterations(5):
         assert (run.args.save_interval, run.args.train_iters) == (5, 10)
         assert run.args.exit_interval is None
     assert (run.args.save_interval, run.args.train_iters) == (7, 8)

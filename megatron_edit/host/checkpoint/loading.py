@@ -131,14 +131,15 @@ class LoadControl:
         if resume is None:
             consumed = host.arguments.consumed_train_samples
             share = share_of(consumed, place.replica, place.num_replicas)
-            host.resume(share, consumed, IN_ORDER)
+            host.counters.resume(share, consumed, IN_ORDER)
             engine.start(self._step)
             return
         manifest, plan = resume.manifest, resume.plan
         entry = plan.entries[place.replica]
-        host.resume(entry.samples, plan.consumed, plan.order, manifest.common_steps)
+        host.counters.resume(entry.samples, plan.consumed, plan.order)
+        host.common_steps = manifest.common_steps
         if entry.is_waiting:
-            host.set_pending_schedule(entry.pending_schedule)
+            host.counters.set_pending_schedule(entry.pending_schedule)
         if manifest.is_warmup:
             engine.start(entry.step, manifest.round)
         else:
@@ -238,12 +239,12 @@ class LoadControl:
 
         def load(replica: int) -> list[PendingState]:
             self._load_replica(resume, replica)
-            host.set_schedule(max(entry.schedule_position for entry in manifest.replicas))
+            host.counters.set_schedule(max(entry.schedule_position for entry in manifest.replicas))
             return load_pending(resume.path, manifest, replica, shards)
 
         def start_round() -> None:
             if not plan.continues:
-                host.set_schedule(plan.entries[0].schedule_position)
+                host.counters.set_schedule(plan.entries[0].schedule_position)
             if self._config.inner_state == RESET and not (manifest.is_mid_round and plan.continues):
                 host.reset_moments()
 
@@ -275,10 +276,10 @@ def _state_of(resume: _Resume, shards: RankShards) -> EngineState:
 
 def _override_loop(engine: EditEngine, host: MegatronHost, plan: ResumePlan) -> None:
     """Override the intervals of Megatron's loop, as since the last sync."""
-    since = sum(entry.inner_steps for entry in plan.entries) * host.samples_per_step
+    since = sum(entry.inner_steps for entry in plan.entries) * host.counters.samples_per_step
     assignment = engine.status.assignment
     assert assignment is not None, "timed rounds without a ledger"
-    host.loop.override_intervals(plan.consumed - since, is_over=assignment.is_over)
+    host.counters.loop.override_intervals(plan.consumed - since, is_over=assignment.is_over)
 
 
 def _has_same_stages(manifest: Manifest, args: Namespace) -> bool:

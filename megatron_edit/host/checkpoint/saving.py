@@ -143,7 +143,7 @@ class SaveControl:
             records = status.records
             has_steps = any(record.inner_steps for record in records)
             is_mid_round = has_steps or not status.round_began_identical
-            iteration = self._host.iteration_of(records[0].step, iteration, status.step)
+            iteration = self._host.counters.iteration_of(records[0].step, iteration, status.step)
         samples = self._samples()
         if samples is not None:
             own = iteration = self._progress.iteration_at(samples)
@@ -165,5 +165,5 @@ class SaveControl:
         if engine.settings.timed is None or engine.status.is_warmup:
             return None
         if not (records := engine.status.records):  # local training has just begun
-            return self._host.samples * self._progress.num_replicas
+            return self._host.counters.samples * self._progress.num_replicas
         return sum(record.samples for record in records)

@@ -212,7 +212,7 @@ class CheckpointWriter:
             call.arguments["iteration"] = plan.own_iteration
             target = replica_folder(part.partial, replica)
             with (
-                self._host.with_consumed_samples(plan.samples),
+                self._host.counters.with_consumed_samples(plan.samples),
                 self._redirection.to(target, is_save=True),
                 without_retention(),
             ):
@@ -267,7 +267,7 @@ class CheckpointWriter:
 
     def _manifest(self, plan: SavePlan, state: EngineState) -> Manifest:
         place, args = self._world.placement, self._host.arguments
-        order = self._host.order
+        order = self._host.counters.order
         return Manifest(
             iteration=plan.iteration,
             form=plan.form,
@@ -280,7 +280,7 @@ class CheckpointWriter:
             is_warmup=state.is_warmup,
             replicas=(),
             batch=args.global_batch_size,
-            chunk=self._host.chunk,
+            chunk=self._host.counters.chunk,
             round_seconds=state.round_seconds,
             order_start=order.start,
             displaced=order.displaced,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import torch
-from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 from torch import Tensor
@@ -17,9 +16,7 @@ from megatron_edit.comm.collectives import Group
 from megatron_edit.comm.placement import Placement
 from megatron_edit.config import EditConfig
 from megatron_edit.engine import ParamShard, Progress, UnitShard
-from megatron_edit.host.model.exit_requests import is_end_requested
-from megatron_edit.host.model.final_phase import last_local_iteration
-from megatron_edit.host.model.loop import LoopControl
+from megatron_edit.host.model.counters import TrainingCounters, is_end_requested
 from megatron_edit.host.model.moments import (
     configured_beta2,
     counters_of,
@@ -40,7 +37,6 @@ from megatron_edit.host.model.optimizer import (
     tie_of,
 )
 from megatron_edit.host.model.planning import plan_model
-from megatron_edit.host.model.rates import rate_at
 from megatron_edit.host.model.routers import Routers
 from megatron_edit.host.seams.megatron import (
     DdpChunk,
@@ -51,7 +47,6 @@ from megatron_edit.host.seams.megatron import (
     StepResult,
 )
 from megatron_edit.method.moments import local_beta2
-from megatron_edit.method.order import IN_ORDER, SampleOrder
 
 
 class MegatronHost:
@@ -67,14 +62,9 @@ class MegatronHost:
         config: gives the fraction of the final synchronous phase, and whether beta2 is scaled.
 
     Attributes:
-        iteration: Megatron's iteration of the last step. Skipped iterations count; after a resume
-            of A-EDiT it starts from global batches.
-        last_local_iteration: Megatron's last iteration before the final synchronous phase; without
-            this phase, the last one of training.
+        counters: of training.
         common_steps: Adam's steps before the first local step with scaled beta2; None if beta2 has
             not been scaled so far.
-        samples_at_start: samples consumed before this launch by the other replicas, and by this
-            one.
     """
 
     def __init__(
@@ -90,8 +80,7 @@ class MegatronHost:
         self._args = args
         self._scales_beta2, self._is_local = config.scale_beta2, False
         self._model = model
-        self._scheduler = scheduler
-        self._placement = placement
+        self._num_replicas = placement.num_replicas
         self._inner: list[InnerOptimizer] = []
         self.optimizers: list[ShardedOptimizer] = []
         self._layer_wise: list[LayerWiseOptimizer] = []
@@ -100,26 +89,14 @@ class MegatronHost:
         self.plan, self.unit_of, self._origins = planned.units, planned.unit_of, planned.origins
         self.has_tied_stages = planned.has_tied_stages
         self._routers = Routers.of(unwrap_model(model), self.unit_of)
-        self.order = IN_ORDER
-        self._samples = 0
-        self.samples_at_start = (0, 0)
-        self.common_steps: int | None = None
         self._has_deferred_gather = False
-        self._early_advance = 0  # samples by which the schedule has advanced before a meeting
-        self._pending = 0  # samples by which Megatron will advance the schedule after the step
-        self.loop = LoopControl(args, scheduler)
-        self.iteration = int(args.iteration)
-        self.last_local_iteration = last_local_iteration(args, config.final_sync_fraction)
+        self.common_steps: int | None = None
+        self.counters = TrainingCounters(args, scheduler, placement, config.final_sync_fraction)
 
     @property
     def arguments(self) -> Namespace:
         """Megatron's arguments."""
         return self._args
-
-    @property
-    def samples(self) -> int:
-        """Samples consumed by this replica since the start of training."""
-        return self._samples
 
     def origin_of(self, param: ParamShard) -> tuple[torch.nn.Parameter, int, int | None]:
         """Return the parameter of a shard, the shard's first element in it, and its copy index."""
@@ -145,19 +122,19 @@ class MegatronHost:
             defers_gather: whether to leave the gather of the parameters to `gather_parameters`,
                 because a sync may replace them first.
         """
-        self.loop.begin_step()
+        self.counters.loop.begin_step()
         self._defer_gather(defers_gather)
         with self._beta2_of_step():
             result = step()
         self._defer_gather(False)
         self._has_deferred_gather = defers_gather and bool(result[0])
-        self._count_step(was_applied=bool(result[0]))
+        self.counters.count_step(was_applied=bool(result[0]))
         return result
 
     def _beta2_of_step(self) -> AbstractContextManager[None]:
         if self._scales_beta2 and self._is_local:
             assert self.common_steps is not None
-            return scaled_beta2(self._inner, self._placement.num_replicas, self.common_steps)
+            return scaled_beta2(self._inner, self._num_replicas, self.common_steps)
         return nullcontext()
 
     def _defer_gather(self, is_deferred: bool) -> None:
@@ -287,7 +264,7 @@ class MegatronHost:
         """Scale beta2 during local training; return the log line if the scaling begins."""
         if not self._scales_beta2 or is_local == self._is_local:
             return None
-        self._is_local, replicas = is_local, self._placement.num_replicas
+        self._is_local, replicas = is_local, self._num_replicas
         if is_local:
             counted = num_counted_steps(self._inner)
             saved = counted if self.common_steps is None else self.common_steps
@@ -319,95 +296,6 @@ class MegatronHost:
         for place, value in zip(counters_of(self._inner), values.tolist(), strict=True):
             write_counter(place, value)
 
-    def resume(
-        self, samples: int, consumed: int, order: SampleOrder, common_steps: int | None = None
-    ) -> None:
-        """Restore the counters from a checkpoint.
-
-        Args:
-            samples: samples consumed by this replica.
-            consumed: samples consumed by all replicas.
-            order: order of samples.
-            common_steps: see the attribute.
-        """
-        self._samples, self.order, self.common_steps = samples, order, common_steps
-        self.samples_at_start = (consumed - samples, samples)
-        self.iteration = int(self._args.iteration)
-
-    def set_pending_schedule(self, samples: int) -> None:
-        """Report the schedule's position less `samples`, until the next step."""
-        self._early_advance = samples
-
-    def set_schedule(self, position: int) -> None:
-        """Set the position of the learning-rate schedule, in samples of all replicas."""
-        self._scheduler.num_steps = position
-        self._scheduler.step(increment=0)
-
-    @contextmanager
-    def with_consumed_samples(self, samples: int | None) -> Iterator[None]:
-        """Set Megatron's count of consumed samples inside the context; None keeps it."""
-        kept = self._args.consumed_train_samples
-        self._args.consumed_train_samples = kept if samples is None else samples
-        try:
-            yield
-        finally:
-            self._args.consumed_train_samples = kept
-
-    def iteration_of(self, step: int, iteration: int, own_step: int) -> int:
-        """Return Megatron's iteration of a step; skipped iterations make no step.
-
-        Args:
-            step: step of this or another replica.
-            iteration: last iteration of this replica.
-            own_step: last step of this replica.
-        """
-        skipped = set(self._args.iterations_to_skip)
-        if not skipped:  # fast path: called for each loss of a round
-            return iteration + step - own_step
-        while iteration > 0 and (own_step > step or iteration in skipped):
-            own_step -= iteration not in skipped
-            iteration -= 1
-        while own_step < step:
-            iteration += 1
-            own_step += iteration not in skipped
-        return iteration
-
-    def _count_step(self, *, was_applied: bool) -> None:
-        """Count the samples of a step; a step that fp16 skipped does not advance the schedule."""
-        self._early_advance = 0
-        last, self.iteration = self.iteration, int(self._args.curr_iteration) + 1
-        # Iterations that --iterations-to-skip has skipped since the last step count, too.
-        self._samples += self.samples_per_step * (self.iteration - last)
-        self._pending = self.samples_per_step * self._placement.num_replicas if was_applied else 0
-
-    @property
-    def samples_per_step(self) -> int:
-        """Samples that one step of this replica consumes."""
-        return int(get_num_microbatches()) * self.chunk
-
-    @property
-    def batch(self) -> int:
-        """Samples that one step of all replicas consumes."""
-        return self.samples_per_step * self._placement.num_replicas
-
-    @property
-    def chunk(self) -> int:
-        """Samples that one micro-batch of this replica consumes."""
-        ranks = self._args.data_parallel_size // self._placement.num_replicas
-        return int(self._args.micro_batch_size * ranks)
-
-    @property
-    def last_local_step(self) -> int:
-        """The step of `last_local_iteration`; skipped iterations make no step."""
-        last = self.last_local_iteration
-        skipped = {int(iteration) for iteration in self._args.iterations_to_skip}
-        return last - sum(0 < iteration <= last for iteration in skipped)
-
-    @property
-    def target_blocks(self) -> int:
-        """Steps of all replicas together in the whole training."""
-        return int(self._args.train_iters) * self._placement.num_replicas
-
     @property
     def is_end_requested(self) -> bool:
         """Whether this process got an exit signal or passed its time limit; no communication."""
@@ -415,45 +303,21 @@ class MegatronHost:
 
     def progress(self) -> Progress:
         """Return the progress of training from Megatron's iteration and learning-rate schedule."""
-        # `curr_iteration` counts from 0 and is unset or stale before Megatron's loop.
-        current = max(getattr(self._args, "curr_iteration", -1), self._args.iteration - 1)
-        num_iterations, last_local = self._args.train_iters, self.last_local_iteration
-        is_last_step = self._skips_all(range(current + 2, num_iterations + 1))
-        is_last_local_step = self._skips_all(range(current + 2, last_local + 1))
-        # The schedule advances after the step, unless training was interrupted in between.
-        last = int(self._scheduler.num_steps) - self._early_advance
-        pending = self._early_advance or self._pending
-        return Progress(
-            samples=self._samples,
-            schedule_position=last,
-            pending_schedule=pending,
-            is_last_step=is_last_step,
-            begins_final_phase=last_local < num_iterations and is_last_local_step,
-            inner_lr=rate_at(self._inner, self._scheduler, last, is_peak=False),
-            next_lr=rate_at(self._inner, self._scheduler, last + pending, is_peak=True),
-        )
-
-    def _skips_all(self, iterations: range) -> bool:
-        """Whether Megatron skips all of these iterations, so that none makes a step."""
-        skipped = set(self._args.iterations_to_skip)
-        return all(iteration in skipped for iteration in iterations[: len(skipped) + 1])
+        return self.counters.progress(self._inner)
 
     def begin_local(self, *, is_over: bool) -> None:
         """Let Megatron's loop run at this replica's own speed from now on."""
-        self.loop.override_intervals(self._samples * self._placement.num_replicas, is_over=is_over)
+        self.counters.begin_local(is_over=is_over)
 
     def end_round(self, samples: int, *, is_over: bool, next_meeting_without_step: bool) -> None:
         """Set Megatron's counters and schedule to the samples consumed by all replicas so far."""
-        self.loop.end_round(
-            samples,
-            self._pending,
-            is_over=is_over,
-            next_meeting_without_step=next_meeting_without_step,
+        self.counters.end_round(
+            samples, is_over=is_over, next_meeting_without_step=next_meeting_without_step
         )
 
     def advance_schedule(self, samples: int) -> None:
         """Move Megatron's learning-rate schedule forward by `samples` of all replicas."""
-        self._scheduler.step(increment=samples)
+        self.counters.advance_schedule(samples)
 
 
 def _adopted(inner: InnerOptimizer, *, shares: bool) -> ShardedOptimizer:

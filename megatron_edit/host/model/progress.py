@@ -46,12 +46,12 @@ class RunProgress:
     def samples(self) -> int:
         """Samples consumed by all replicas so far."""
         self._others = max(self._others, self._known_samples_of_others())
-        return self.host.samples + self._others
+        return self.host.counters.samples + self._others
 
     @property
     def iteration(self) -> int:
         """Iteration of the last step; with A-EDiT, the number of complete global batches."""
-        return self.iteration_at(self.samples) if self.is_timed else self.host.iteration
+        return self.iteration_at(self.samples) if self.is_timed else self.host.counters.iteration
 
     def iteration_at(self, samples: int) -> int:
         """Return the number of complete global batches; at the end of training `--train-iters`.
@@ -67,8 +67,10 @@ class RunProgress:
         if assignment is None:
             return batches
         # A remainder smaller than a block is never consumed.
-        end = self.host.order.start + assignment.target * self.host.samples_per_step
-        return max(batches, self.host.loop.train_iters) if samples >= end else batches
+        end = (
+            self.host.counters.order.start + assignment.target * self.host.counters.samples_per_step
+        )
+        return max(batches, self.host.counters.loop.train_iters) if samples >= end else batches
 
     @contextmanager
     def with_global_counts(self, call: Call[object]) -> Iterator[None]:
@@ -83,18 +85,18 @@ class RunProgress:
         iteration = self.iteration
         call.arguments["iteration"] = iteration
         with (
-            self.host.with_consumed_samples(self.samples),
-            self.host.loop.with_global_iterations(iteration),
+            self.host.counters.with_consumed_samples(self.samples),
+            self.host.counters.loop.with_global_iterations(iteration),
         ):
             yield
 
     def _known_samples_of_others(self) -> int:
         """Return the samples of the other replicas that are known to this one."""
         engine, host = self.engine, self.host
-        at_start, own = host.samples_at_start
+        at_start, own = host.counters.samples_at_start
         if not self.is_timed or engine.status.was_warmup_step:  # all replicas make the same steps
-            return at_start + (self.num_replicas - 1) * (host.samples - own)
-        reported = at_start + engine.status.steps_of_others * host.samples_per_step
+            return at_start + (self.num_replicas - 1) * (host.counters.samples - own)
+        reported = at_start + engine.status.steps_of_others * host.counters.samples_per_step
         recorded = sum(
             r.samples for index, r in enumerate(engine.status.records) if index != self.replica
         )

@@ -97,7 +97,7 @@ class Facts:
         config, topology, versions = (
             _get(found, name, _mapping) for name in ("config", "topology", "versions")
         )
-        sizes = _get({"training": {}} | found, "training", _mapping)
+        sizes = _get({"training": {}, **found}, "training", _mapping)
         strategy = _get(config, "strategy", _strategy)
         positive = partial(as_count, least=1)
         return cls(

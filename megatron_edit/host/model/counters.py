@@ -1,0 +1,277 @@
+"""Counts the progress of Megatron's training (iterations, samples, schedule), and reads its end."""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from megatron.core.num_microbatches_calculator import (
+    get_current_global_batch_size,
+    get_num_microbatches,
+    update_num_microbatches,
+)
+
+from megatron_edit.comm.placement import Placement
+from megatron_edit.engine import Progress
+from megatron_edit.host.model.loop import LoopControl
+from megatron_edit.host.seams.megatron import InnerOptimizer, ParamScheduler
+from megatron_edit.method.order import IN_ORDER, SampleOrder
+from megatron_edit.method.schedule import last_local
+
+
+class TrainingCounters:
+    """The counters of one replica's training, in Megatron's arguments and schedule.
+
+    Args:
+        args: Megatron's arguments.
+        scheduler: Megatron's `OptimizerParamScheduler`.
+        placement: gives the number of replicas.
+        final_fraction: `--edit-final-sync-fraction`.
+
+    Attributes:
+        loop: Megatron's intervals and counters while replicas run at their own speeds.
+        order: order of samples.
+        samples: samples consumed by this replica since the start of training.
+        iteration: Megatron's iteration of the last step. Skipped iterations count; after a resume
+            of A-EDiT it starts from global batches.
+        last_local_iteration: Megatron's last iteration before the final synchronous phase; without
+            this phase, the last one of training.
+        samples_at_start: samples consumed before this launch by the other replicas, and by this
+            one.
+    """
+
+    def __init__(
+        self,
+        args: Namespace,
+        scheduler: ParamScheduler,
+        placement: Placement,
+        final_fraction: float,
+    ) -> None:
+        self._args, self._scheduler, self._placement = args, scheduler, placement
+        self.loop = LoopControl(args, scheduler)
+        self.order = IN_ORDER
+        self.samples = 0
+        self.samples_at_start = (0, 0)
+        self.iteration = int(args.iteration)
+        self.last_local_iteration = last_local_iteration(args, final_fraction)
+        self._early_advance = 0  # samples by which the schedule has advanced before a meeting
+        self._pending = 0  # samples by which Megatron will advance the schedule after the step
+
+    def resume(self, samples: int, consumed: int, order: SampleOrder) -> None:
+        """Restore the counters from a checkpoint.
+
+        Args:
+            samples: samples consumed by this replica.
+            consumed: samples consumed by all replicas.
+            order: order of samples.
+        """
+        self.samples, self.order = samples, order
+        self.samples_at_start = (consumed - samples, samples)
+        self.iteration = int(self._args.iteration)
+
+    def set_pending_schedule(self, samples: int) -> None:
+        """Report the schedule's position less `samples`, until the next step."""
+        self._early_advance = samples
+
+    def set_schedule(self, position: int) -> None:
+        """Set the position of the learning-rate schedule, in samples of all replicas."""
+        self._scheduler.num_steps = position
+        self._scheduler.step(increment=0)
+
+    @contextmanager
+    def with_consumed_samples(self, samples: int | None) -> Iterator[None]:
+        """Set Megatron's count of consumed samples inside the context; None keeps it."""
+        kept = self._args.consumed_train_samples
+        self._args.consumed_train_samples = kept if samples is None else samples
+        try:
+            yield
+        finally:
+            self._args.consumed_train_samples = kept
+
+    def iteration_of(self, step: int, iteration: int, own_step: int) -> int:
+        """Return Megatron's iteration of a step; skipped iterations make no step.
+
+        Args:
+            step: step of this or another replica.
+            iteration: last iteration of this replica.
+            own_step: last step of this replica.
+        """
+        skipped = set(self._args.iterations_to_skip)
+        if not skipped:  # fast path: called for each loss of a round
+            return iteration + step - own_step
+        while iteration > 0 and (own_step > step or iteration in skipped):
+            own_step -= iteration not in skipped
+            iteration -= 1
+        while own_step < step:
+            iteration += 1
+            own_step += iteration not in skipped
+        return iteration
+
+    def count_step(self, *, was_applied: bool) -> None:
+        """Count the samples of a step; a step that fp16 skipped does not advance the schedule."""
+        self._early_advance = 0
+        last, self.iteration = self.iteration, int(self._args.curr_iteration) + 1
+        # Iterations that --iterations-to-skip has skipped since the last step count, too.
+        self.samples += self.samples_per_step * (self.iteration - last)
+        self._pending = self.samples_per_step * self._placement.num_replicas if was_applied else 0
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples that one step of this replica consumes."""
+        return int(get_num_microbatches()) * self.chunk
+
+    @property
+    def batch(self) -> int:
+        """Samples that one step of all replicas consumes."""
+        return self.samples_per_step * self._placement.num_replicas
+
+    @property
+    def chunk(self) -> int:
+        """Samples that one micro-batch of this replica consumes."""
+        ranks = self._args.data_parallel_size // self._placement.num_replicas
+        return int(self._args.micro_batch_size * ranks)
+
+    @property
+    def last_local_step(self) -> int:
+        """The step of `last_local_iteration`; skipped iterations make no step."""
+        last = self.last_local_iteration
+        skipped = {int(iteration) for iteration in self._args.iterations_to_skip}
+        return last - sum(0 < iteration <= last for iteration in skipped)
+
+    @property
+    def target_blocks(self) -> int:
+        """Steps of all replicas together in the whole training."""
+        return int(self._args.train_iters) * self._placement.num_replicas
+
+    def progress(self, optimizers: Sequence[InnerOptimizer]) -> Progress:
+        """Return the progress of training from Megatron's iteration and learning-rate schedule.
+
+        Args:
+            optimizers: have the learning rates of their parameter groups.
+        """
+        # `curr_iteration` counts from 0 and is unset or stale before Megatron's loop.
+        current = max(getattr(self._args, "curr_iteration", -1), self._args.iteration - 1)
+        num_iterations, last_local = self._args.train_iters, self.last_local_iteration
+        is_last_step = self._skips_all(range(current + 2, num_iterations + 1))
+        is_last_local_step = self._skips_all(range(current + 2, last_local + 1))
+        # The schedule advances after the step, unless training was interrupted in between.
+        last = int(self._scheduler.num_steps) - self._early_advance
+        pending = self._early_advance or self._pending
+        return Progress(
+            samples=self.samples,
+            schedule_position=last,
+            pending_schedule=pending,
+            is_last_step=is_last_step,
+            begins_final_phase=last_local < num_iterations and is_last_local_step,
+            inner_lr=rate_at(optimizers, self._scheduler, last, is_peak=False),
+            next_lr=rate_at(optimizers, self._scheduler, last + pending, is_peak=True),
+        )
+
+    def _skips_all(self, iterations: range) -> bool:
+        """Whether Megatron skips all of these iterations, so that none makes a step."""
+        skipped = set(self._args.iterations_to_skip)
+        return all(iteration in skipped for iteration in iterations[: len(skipped) + 1])
+
+    def begin_local(self, *, is_over: bool) -> None:
+        """Let Megatron's loop run at this replica's own speed from now on."""
+        self.loop.override_intervals(self.samples * self._placement.num_replicas, is_over=is_over)
+
+    def end_round(self, samples: int, *, is_over: bool, next_meeting_without_step: bool) -> None:
+        """Set Megatron's counters and schedule to the samples consumed by all replicas so far."""
+        self.loop.end_round(
+            samples,
+            self._pending,
+            is_over=is_over,
+            next_meeting_without_step=next_meeting_without_step,
+        )
+
+    def advance_schedule(self, samples: int) -> None:
+        """Move Megatron's learning-rate schedule forward by `samples` of all replicas."""
+        self._scheduler.step(increment=samples)
+
+
+def rate_at(
+    optimizers: Iterable[InnerOptimizer],
+    scheduler: ParamScheduler,
+    position: int,
+    *,
+    is_peak: bool,
+) -> float:
+    """Return the largest learning rate of all parameter groups.
+
+    Args:
+        optimizers: optimizers with the groups.
+        scheduler: Megatron's `OptimizerParamScheduler`; not changed.
+        position: position in samples of all replicas.
+        is_peak: during the schedule's warm-up return its peak (method section 6).
+    """
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    if is_peak and position <= scheduler.lr_warmup_steps:
+        return max((float(group.get("max_lr", scheduler.max_lr)) for group in groups), default=0.0)
+    kept, scheduler.num_steps = scheduler.num_steps, position
+    try:
+        return max((float(scheduler.get_lr(group)) for group in groups), default=0.0)
+    finally:
+        scheduler.num_steps = kept
+
+
+def last_local_iteration(args: Namespace, final_fraction: float) -> int:
+    """Return the last iteration with a local step; without a final phase, the last of training.
+
+    The fraction is of iterations, or with `--train-samples` of samples, like that of
+    `--lr-warmup-fraction`. An iteration is local if fewer samples than the local ones were
+    consumed before it.
+
+    Args:
+        args: Megatron's arguments, with `train_iters` set.
+        final_fraction: fraction of training in the final phase; in [0, 1].
+    """
+    if not args.train_samples or not final_fraction:
+        return last_local(int(args.train_iters), final_fraction)
+    samples = last_local(int(args.train_samples), final_fraction)
+    if not _has_changing_batch(args):
+        return min(int(args.train_iters), -(-samples // int(args.global_batch_size)))
+    consumed, iteration = 0, 0
+    while consumed < samples and iteration < args.train_iters:
+        update_num_microbatches(consumed, consistency_check=False)
+        consumed += get_current_global_batch_size()
+        iteration += 1
+    update_num_microbatches(int(args.consumed_train_samples), consistency_check=False)
+    return iteration
+
+
+def _has_changing_batch(args: Namespace) -> bool:
+    names = ("rampup_batch_size", "step_batch_size_schedule")
+    return any(getattr(args, name, None) for name in names)
+
+
+def is_end_requested(args: Namespace) -> bool:
+    """Whether this process received the exit signal, or its time limit has passed.
+
+    Megatron checks the same at each step boundary, but with collectives, which a waiting replica
+    cannot use.
+
+    Args:
+        args: Megatron's arguments.
+    """
+    return exit_reason(args) is not None
+
+
+def exit_reason(args: Namespace) -> str | None:
+    """Return why this process should exit early; None if it should not.
+
+    Args:
+        args: Megatron's arguments.
+    """
+    import megatron.training.training as training
+
+    # The handler's only public query is a collective.
+    handler = training.get_signal_handler() if args.exit_signal_handler else None
+    if getattr(handler, "_signal_received", False):
+        return "a signal"
+    limit = args.exit_duration_in_mins
+    if limit and (time.time() - training._TRAIN_START_TIME) / 60 > limit:
+        return f"--exit-duration-in-mins {limit}"
+    return None
