@@ -47,7 +47,8 @@ class Saves:
         self.args = Namespace(save_interval=5, exit_interval=None, global_batch_size=8)
         writer: Any = anything(write=lambda plan, call: self.plans.append(plan))
         host = anything(
-            arguments=self.args, iteration_of=lambda step, iteration, own: iteration + step - own
+            arguments=self.args,
+            counters=anything(iteration_of=lambda step, iteration, own: iteration + step - own),
         )
         progress: Any = RunProgress(self.engine, host, 0, 2)
         self.control = SaveControl(policy, writer, self.engine, host, progress, is_first=False)
