@@ -27,6 +27,7 @@ from megatron_edit.constants import (
     MIN_TIMEOUT_SECONDS,
     NONE,
     OPTIMIZERS_WITH_MOMENTS,
+    OVERLAP,
     QSR,
     STL,
     SYNC_BACKENDS,
@@ -208,6 +209,12 @@ class EditConfig:
         only=(AUTO, *SYNC_BACKENDS),
     )
     digest_interval: int = _setting(10, "syncs of a unit between two drift checks; >= 1", kind=int)
+    check_commits: bool = _setting(
+        False,
+        "compare the replicas' results of a sync before any replica applies it, so that a "
+        "difference ends the run with the state before the round; implies --edit-sync-mode "
+        "blocking, and needs memory for one more fp32 copy of the shards during a sync",
+    )
     log_dir: str | None = _setting(None, "folder for the event files", kind=str)
     log_units_to_tensorboard: bool = _setting(
         False,
@@ -454,6 +461,18 @@ def check_landing(config: EditConfig) -> None:
             f"{flag('inner_state')} {config.inner_state}",
             "with fragments, a delay or a mix there is no step at which replicas are equal",
             f"use {flag('inner_state')} {ALL}",
+        )
+    if config.check_commits and (config.delay_steps or config.mix or strategy.lands_at_next_meeting):
+        raise UsageError(
+            flag("check_commits"),
+            "results can only be checked before they are applied where a sync lands at once",
+            "drop the flag, or the delay, the mix or the strategy that lands later",
+        )
+    if config.check_commits and config.sync_mode == OVERLAP:
+        raise UsageError(
+            f"{flag('check_commits')}, {flag('sync_mode')} {OVERLAP}",
+            "results can only be checked before they are applied in blocking mode",
+            f"drop {flag('sync_mode')}, or {flag('check_commits')}",
         )
     if strategy.endless_warmup and config.sync_dtype != FP32:
         raise UsageError(

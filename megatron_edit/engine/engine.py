@@ -8,7 +8,7 @@ the host may query.
 
 A round: meeting (records) -> plan_round (pure) -> check drift -> commit -> exchange -> land. In a
 blocking exchange the plan is committed after it: until then only the units that sync have changed,
-each as soon as its average has arrived.
+each as soon as its average has arrived; with a check before commits, nothing has.
 """
 
 from __future__ import annotations
@@ -482,7 +482,9 @@ class EditEngine:
         is_blocking = plan.landing.is_immediate and not self._lands_in_forward
         if not is_blocking:
             self._commit(plan)
-        sync = syncs.prepare(self._sync_plan(plan, meeting.selection), began, waited)
+        checks_commit = is_blocking and self.settings.checks_commit
+        sync_plan = self._sync_plan(plan, meeting.selection)
+        sync = syncs.prepare(sync_plan, began, waited, checks_commit=checks_commit)
         if takes_addends_first:
             self._land(before)
             if not before:
@@ -492,6 +494,8 @@ class EditEngine:
         state.timeout.after_round()
         syncs.start(sync)
         if is_blocking:
+            if checks_commit:
+                syncs.check_commit(sync, plan)
             syncs.land_all()
             self._commit(plan)
         elif plan.landing.is_immediate:

@@ -304,6 +304,7 @@ class EngineSettings:
         prefetch_units: units in flight in overlap mode.
         offload: whether the outer state lives in host memory.
         moments: which moments of the inner optimizer are averaged, and at which syncs.
+        checks_commit: whether replicas compare the results of a blocking sync before they apply it.
     """
 
     schedule: Schedule
@@ -319,6 +320,7 @@ class EngineSettings:
     prefetch_units: int
     offload: bool
     moments: MomentSchedule
+    checks_commit: bool = False
 
     @property
     def round_rules(self) -> RoundRules:

@@ -310,7 +310,7 @@ def resolve_sync_mode(config: EditConfig, args: Namespace) -> str:
         UsageError: `overlap` is requested and not possible.
     """
     is_graph = full_iteration_graph(args) is not None
-    if config.sync_mode == BLOCKING:
+    if config.sync_mode == BLOCKING or config.check_commits:
         return BLOCKING
     if args.overlap_param_gather and not is_graph:
         return OVERLAP

@@ -52,6 +52,7 @@ def engine_settings(
         prefetch_units=config.prefetch_units,
         offload=config.offload,
         moments=moments_of(config),
+        checks_commit=config.check_commits,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from megatron_edit.config import EditConfig
 from megatron_edit.engine import EditEngine
 from megatron_edit.engine.rounds.meeting import size_of_record
+from megatron_edit.errors import DriftError
 from tests.distributed.toy import build_engine
 
 Record = dict[str, Any]
@@ -74,6 +76,42 @@ def sync_with_schedule_lag(behind: int) -> int:
     host.schedule_position = 100 - (behind if engine.groups.sync.rank else 0)
     engine.after_step()
     return host.schedule_position
+
+
+def differ_before_commit(what: str) -> dict[str, Any]:
+    """Sync twice; before the second sync, replica 1's state or plan differs in one place.
+
+    Returns:
+        The error, and whether parameters, anchor and round are as they were before that sync.
+    """
+    config = EditConfig(use_edit=True, num_replicas=2, warmup_steps=0, sync_interval=1,
+                        check_commits=True, digest_interval=100)  # fmt: skip
+    sizes = {"layer.1": 5, "final": 4}
+    engine, host, _ = build_engine(config, sizes, {n: [1.0] * k for n, k in sizes.items()})
+    engine.start()
+    moves = {name: torch.arange(size) * 0.01 for name, size in sizes.items()}
+    for number in range(2):
+        if number == 1 and engine.groups.sync.rank == 1 and engine.groups.replica.rank == 0:
+            if what == "momentum":
+                engine.syncs.outer.units["final"].momentum[0] += 1e-3
+            elif what == "plan":
+                engine.state.rounds = replace(engine.state.rounds, length=7)
+        engine.before_step()
+        host.move(moves)
+        before = {name: values.clone() for name, values in host.full.items()}
+        outer = engine.syncs.outer.units.items()
+        anchors = {name: unit.anchor.clone() for name, unit in outer}
+        count, message = engine.state.rounds.count, ""
+        try:
+            engine.after_step()
+        except DriftError as error:
+            message = str(error)
+    return {
+        "message": message,
+        "is_unchanged": engine.state.rounds.count == count
+        and all(torch.equal(host.full[name], before[name]) for name in sizes)
+        and all(torch.equal(unit.anchor, anchors[name]) for name, unit in outer),
+    }
 
 
 def miss_a_sync() -> None:

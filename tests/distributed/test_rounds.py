@@ -158,6 +158,43 @@ def test_reported_bytes_equal_sent_bytes() -> None:
     assert last[0]["wire_bytes"] >= 4 * sum(SIZES.values())
 
 
+@pytest.mark.parametrize(("num_replicas", "ranks"), [(3, 1), (2, 2)])
+@pytest.mark.parametrize(
+    "settings", [{}, {"sync_dtype": "bf16"}, {"sync_dtype": "int8"}, {"offload": True}]
+)
+def test_check_before_commit_changes_no_result(
+    num_replicas: int, ranks: int, settings: dict[str, Any]
+) -> None:
+    """Every bit of the rounds is the same; a rejected replica and a roll-back are among them."""
+    start, moves = make_moves(4, num_replicas, seed=11)
+    moves[2][1]["layer.1"][:] = np.nan
+    for replica in range(num_replicas):
+        moves[3][replica]["layer.2"][:] = np.inf
+    found = []
+    for checks in (False, True):
+        given = {"num_replicas": num_replicas, "check_commits": checks, **settings}
+        results = run_ranks(
+            SCENARIO, num_replicas * ranks, (given, SIZES, start, moves), check=True
+        )
+        found.append([result.value for result in results])
+    for plain, checked in zip(*found, strict=True):
+        for before, after in zip(plain, checked, strict=True):
+            for key in ("weights", "clip", "digest", "theta", "anchor", "momentum"):
+                np.testing.assert_equal(after[key], before[key])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("what", "place"), [("momentum", "in unit final"), ("plan", "in their plans of the round")]
+)
+def test_difference_is_found_before_anything_changes(ranks: int, what: str, place: str) -> None:
+    """All ranks of all replicas end with the same error, and hold the state before the round."""
+    scenario = "tests.distributed.scenarios:differ_before_commit"
+    for result in run_ranks(scenario, 2 * ranks, (what,), check=True):
+        assert result.value["message"] == f"the replicas differ before round 2 was applied {place}"
+        assert result.value["is_unchanged"]
+
+
 def test_replicas_start_from_replica_0() -> None:
     """Catches: starts that are only compared, or broadcast over the wrong group."""
     results = run_ranks("tests.distributed.scenarios:start_from_different_values", 4, check=True)

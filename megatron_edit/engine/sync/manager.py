@@ -25,13 +25,20 @@ import torch
 from megatron_edit.comm.collectives import Work
 from megatron_edit.comm.progress import ProgressThread
 from megatron_edit.engine.host import EngineGroups, EngineSettings, Host, Reporter
-from megatron_edit.engine.plan import SyncPlan
+from megatron_edit.engine.plan import RoundPlan, SyncPlan
 from megatron_edit.engine.saved import PendingState
+from megatron_edit.engine.sync.commit_check import check_before_commit, plan_digest
 from megatron_edit.engine.sync.finite import restore_other_units, zero_nonfinite_moments
 from megatron_edit.engine.sync.offload import SyncStream
 from megatron_edit.engine.sync.outer_state import OuterState, replica_norms
 from megatron_edit.engine.sync.reports import Footprint, SyncReports
-from megatron_edit.engine.sync.syncs import DelayedSync, ForwardSync, Sync, SyncContext
+from megatron_edit.engine.sync.syncs import (
+    CheckedSync,
+    DelayedSync,
+    ForwardSync,
+    Sync,
+    SyncContext,
+)
 from megatron_edit.engine.units import Selection, UnitShard
 
 
@@ -128,7 +135,9 @@ class SyncManager:
 
     # ---- syncs begin
 
-    def prepare(self, plan: SyncPlan, began: float, waited: float) -> Sync:
+    def prepare(
+        self, plan: SyncPlan, began: float, waited: float, *, checks_commit: bool = False
+    ) -> Sync:
         """Create the sync of a plan, to be passed to `start`.
 
         Its addends are computed from the parameters whose norms were gathered. With delayed syncs
@@ -139,6 +148,7 @@ class SyncManager:
             plan: of the sync.
             began: start time, seconds on a monotonic clock.
             waited: seconds spent at the meeting.
+            checks_commit: whether `check_commit` is called before the sync lands.
         """
         for index in plan.selection.indices:
             self._reports.late_digests.pop(index, None)  # the meeting has compared them
@@ -146,10 +156,11 @@ class SyncManager:
         for shard in plan.selection.plan.shards:
             if not math.isfinite(norms[shard.index]):  # the replica is rejected in this unit
                 zero_nonfinite_moments(self._host, shard, self._reporter)
-        is_forward = plan.rules.landing.is_immediate
-        kind = ForwardSync if is_forward else DelayedSync
+        kind: type[ForwardSync | DelayedSync] = DelayedSync
+        if plan.rules.landing.is_immediate:
+            kind = CheckedSync if checks_commit else ForwardSync
         sync = kind(plan, self._context(), began, waited)
-        if not self._settings.landing.is_immediate:
+        if checks_commit or not self._settings.landing.is_immediate:
             with self._main_thread():  # on the stream that the addends' memory returns to
                 sync.prepare()
         return sync
@@ -165,6 +176,22 @@ class SyncManager:
         # Counted twice: if a unit is not finite on this replica, `begin_landing` itself lands and
         # reports the sync, and the report needs the time until then.
         sync.count_exposed_since_start()
+        self.begin_landing(sync)
+        sync.count_exposed_since_start()
+
+    def check_commit(self, sync: Sync, plan: RoundPlan) -> None:
+        """Finish the exchange of a sync, and check that all replicas will apply the same.
+
+        Collective: all ranks of all replicas; all raise, or none.
+
+        Raises:
+            DriftError: they would not. Nothing of the round has changed.
+        """
+        assert isinstance(sync, CheckedSync), "a sync that lands without this check"
+        sync.finish_exchange()
+        when = f"before round {plan.after.count} was applied"
+        digests = sync.preview()
+        check_before_commit(self._host.plan, self._groups, digests, plan_digest(plan), when)
         self.begin_landing(sync)
         sync.count_exposed_since_start()
 

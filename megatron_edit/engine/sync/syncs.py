@@ -500,3 +500,28 @@ def _loss_verdict_of(tables: Mapping[str, Any]) -> LossVerdict:
         for name in ("round_loss", "loss_scores", "loss_rejected")
     )
     return LossVerdict(rejected.bool(), losses, scores)
+
+
+class CheckedSync(DelayedSync):
+    """A sync that lands immediately, but only when all replicas are known to get the same result.
+
+    The averages of all units wait in buffers, 4 bytes per parameter of the rank's shards.
+    """
+
+    def is_finite_on_replica(self) -> bool:
+        """Whether the gathered norms are finite. No communication."""
+        return self.had_finite_norms
+
+    def preview(self) -> dict[int, Tensor]:
+        """Digests of anchor and momentum as the outer steps will leave them, by unit position.
+
+        Collective: the ranks of the pipeline stage.
+        """
+        self._outer.wait()
+        size, device = self.units.largest_numel, self._groups.sync.device
+        scratch = [torch.empty(size, dtype=torch.float32, device=device) for _ in range(3)]
+        digests = {}
+        for unit in self._inflight:
+            with naming_unit(unit.shard):
+                digests[unit.shard.index] = unit.preview(self._groups, self.plan.rules, scratch)
+        return digests

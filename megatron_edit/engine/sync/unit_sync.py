@@ -12,7 +12,7 @@ same bits whenever the host needs it, and whatever else is in flight.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -31,6 +31,7 @@ from megatron_edit.engine.sync.offload import DeviceCopy
 from megatron_edit.engine.sync.outer_state import StagedUnit, UnitState
 from megatron_edit.engine.units import UnitShard
 from megatron_edit.errors import ReplicaLostError
+from megatron_edit.method.digest import tensor_digest
 from megatron_edit.method.landing import LandingRule
 from megatron_edit.method.outer import clip_factor, weighted_contribution_
 
@@ -66,6 +67,7 @@ class UnitSync:
         result: of the outer step; None before it.
         is_exchanged: whether `average` is already the average, so that no exchange is needed.
         moments: of the inner optimizer that are exchanged with the unit; None if there are none.
+        agreed: norm and clip of the average, once the replica's ranks have computed them.
     """
 
     shard: UnitShard
@@ -77,6 +79,7 @@ class UnitSync:
     result: UnitResult | None = None
     is_exchanged: bool = False
     moments: UnitMoments | None = None
+    agreed: tuple[Tensor, Tensor] | None = None
     _exchange: Exchange | None = None
 
     @classmethod
@@ -214,10 +217,7 @@ class UnitSync:
         with record_function("edit/exchange"):
             self.await_average()
         waited = time.monotonic() - began
-        with record_function("edit/norms"):
-            means = () if self.moments is None else tuple(self.moments.means.values())
-            norm = agree_on_average(self.shard, self.average, means, groups)
-            clip = clip_factor(norm, rules.max_norm)
+        norm, clip = self._agree(groups, rules)
         staged = self._stage()
         with record_function("edit/outer-step"):
             rules.outer.step_(
@@ -231,6 +231,45 @@ class UnitSync:
         self.average = self._exchange = None
         self.result = UnitResult(clip, norm, waited)
         return self.result
+
+    def preview(self, groups: EngineGroups, rules: SyncRules, scratch: Sequence[Tensor]) -> Tensor:
+        """Digest of anchor and momentum as `step` will leave them, int64 scalar.
+
+        Nothing but `average` and means of moments changes: copies of a parameter become identical
+        in them, as in `step`.
+
+        Collective: as `step`.
+
+        Args:
+            groups: the communication groups.
+            rules: of the sync.
+            scratch: three fp32 tensors of at least [numel]; overwritten.
+        """
+        state, device = self.resident_state, groups.sync.device
+        anchor, momentum, average = (each[: self.shard.numel] for each in scratch)
+        if self.average is not None:
+            self.await_average()
+            self._agree(groups, rules)
+        anchor.copy_(state.anchor)
+        momentum.copy_(state.momentum)
+        if self.average is not None:
+            assert self.agreed is not None
+            average.copy_(self.average)
+            rules.outer.step_(
+                anchor, momentum, average, clip=self.agreed[1], inner_lr=rules.inner_lr
+            )
+        means = [] if self.moments is None else list(self.moments.means.values())
+        return tensor_digest([anchor, momentum, *means]).to(device)
+
+    def _agree(self, groups: EngineGroups, rules: SyncRules) -> tuple[Tensor, Tensor]:
+        """Norm and clip of the average, the same on all ranks that hold the unit."""
+        if self.agreed is None:
+            assert self.average is not None, f"unit {self.shard.name}: a roll-back has no average"
+            with record_function("edit/norms"):
+                means = () if self.moments is None else tuple(self.moments.means.values())
+                norm = agree_on_average(self.shard, self.average, means, groups)
+                self.agreed = norm, clip_factor(norm, rules.max_norm)
+        return self.agreed
 
     def land(self, landing: LandingRule, *, is_finite: bool) -> bool:
         """Set theta to the anchor, or merge both by the rule. After `step`. No communication.

@@ -1,0 +1,82 @@
+"""Check before a sync is applied: all replicas have the same plan, and will get the same anchor.
+
+The drift check (`drift`) finds a difference after it has landed. This check finds it before anything
+of the round has changed, so that the state before the round is still good.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import struct
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_edit.engine.host import EngineGroups
+from megatron_edit.engine.plan import RoundPlan
+from megatron_edit.engine.sync.drift import differing_units
+from megatron_edit.engine.units import UnitPlan
+from megatron_edit.errors import DriftError
+
+# Of a record: what only some ranks of a replica know.
+_RANK_FIELDS = {"losses": (), "buffers": ()}
+
+
+def plan_digest(plan: RoundPlan) -> int:
+    """64 bits of a plan, the same on all ranks of all replicas that have the same plan."""
+    records = tuple(dataclasses.replace(record, **_RANK_FIELDS) for record in plan.records)
+    found = hashlib.sha256()
+    _add(dataclasses.replace(plan, records=records), found.update)
+    return int.from_bytes(found.digest()[:8], "little", signed=True)
+
+
+def check_before_commit(
+    plan: UnitPlan, groups: EngineGroups, digests: Mapping[int, Tensor], plan_digest: int, when: str
+) -> None:
+    """Compare the replicas' plans, and digests of anchor and momentum as they will be.
+
+    Collective: all ranks of all replicas; all raise, or none.
+
+    Args:
+        plan: all units of the replica.
+        groups: the communication groups.
+        digests: of this rank's shards by unit position; see `CheckedSync.preview`.
+        plan_digest: of the round's plan.
+        when: of the error, in words.
+
+    Raises:
+        DriftError: they differ; the message names a unit.
+    """
+    plans = groups.meeting.all_gather(torch.tensor([plan_digest]))
+    units, _ = differing_units(plan, groups, digests)
+    if bool((plans != plans[0]).any()):
+        raise DriftError(f"the replicas differ {when} in their plans of the round")
+    if units:
+        raise DriftError.in_units(units, when)
+
+
+def _add(value: Any, update: Callable[[bytes], object]) -> None:
+    """Hash a value: fields by name, numbers and tensors by their bits."""
+    if isinstance(value, Tensor):
+        kept = value.detach().cpu().contiguous()
+        update(f"{kept.dtype}{tuple(kept.shape)}".encode())
+        update(kept.view(torch.uint8).numpy().tobytes() if kept.numel() else b"")
+    elif dataclasses.is_dataclass(value):
+        update(type(value).__name__.encode())
+        for field in dataclasses.fields(value):
+            update(field.name.encode())
+            _add(getattr(value, field.name), update)
+    elif isinstance(value, Enum):
+        update(value.name.encode())
+    elif isinstance(value, float):
+        update(struct.pack("<d", value))
+    elif isinstance(value, list | tuple):
+        update(f"[{len(value)}".encode())
+        for each in value:
+            _add(each, update)
+    else:
+        update(repr(value).encode())
