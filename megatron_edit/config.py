@@ -462,7 +462,9 @@ def check_landing(config: EditConfig) -> None:
             "with fragments, a delay or a mix there is no step at which replicas are equal",
             f"use {flag('inner_state')} {ALL}",
         )
-    if config.check_commits and (config.delay_steps or config.mix or strategy.lands_at_next_meeting):
+    if config.check_commits and (
+        config.delay_steps or config.mix or strategy.lands_at_next_meeting
+    ):
         raise UsageError(
             flag("check_commits"),
             "results can only be checked before they are applied where a sync lands at once",

@@ -6,9 +6,8 @@ each reduction of gradients; `before_step` and `after_step` around each attempte
 `close` at the end. All ranks of a replica make the same calls in the same order. `status` has what
 the host may query.
 
-A round: meeting (records) -> plan_round (pure) -> check drift -> commit -> exchange -> land. In a
-blocking exchange the plan is committed after it: until then only the units that sync have changed,
-each as soon as its average has arrived; with a check before commits, nothing has.
+A round: meeting (records) -> plan_round (pure) -> check drift -> commit -> exchange -> land. In
+blocking mode the plan is committed last: until then only units that have landed have changed.
 """
 
 from __future__ import annotations
@@ -190,8 +189,7 @@ class EditEngine:
 
         If the host's own communication fails, this is the cause: it has ended other ranks.
         """
-        failure = self.syncs.failure
-        error = None if failure is None else self._with_context(failure)
+        error = None if (found := self.syncs.failure) is None else self._with_context(found)
         return error if isinstance(error, ReplicaLostError) else None
 
     # ---- steps
@@ -410,8 +408,8 @@ class EditEngine:
         self._trigger.begin_rounds()
         self.state.begin_phase()
         self.state.timeout.begin()
-        step = self.state.step
-        self.reporter.on_message(f"warm-up is over after step {step}: each replica trains alone")
+        message = f"warm-up is over after step {self.state.step}: each replica trains alone"
+        self.reporter.on_message(message)
         self._begin_local_training()
 
     def _begin_local_training(self) -> None:
@@ -428,8 +426,7 @@ class EditEngine:
             self._switch()
 
     def _end_rounds(self) -> None:
-        """End local training: land all units, make the replicas identical, and average gradients
-        at every step from here on, as in the warm-up."""
+        """End local training: make the replicas identical; from here on average gradients."""
         self.syncs.land_all()
         begin_final_phase(self.host, self.groups, self.reporter, self.state.accepted)
         self.host.set_local_training(False)
@@ -461,9 +458,9 @@ class EditEngine:
         last = meeting
         while self._meet_once(last) and (self._trigger.has_empty_round or self._must_equalize):
             last = self._trigger.next_meeting()
-        is_continuing = not self.state.has_replica_stopped
-        self.state.is_stopping = self.state.is_waiting = not is_continuing
-        if is_continuing and meeting.ends_rounds:
+        is_stopped = self.state.has_replica_stopped
+        self.state.is_stopping = self.state.is_waiting = is_stopped
+        if meeting.ends_rounds and not is_stopped:
             self._end_rounds()
         self.state.begin_phase()
 
@@ -482,9 +479,8 @@ class EditEngine:
         is_blocking = plan.landing.is_immediate and not self._lands_in_forward
         if not is_blocking:
             self._commit(plan)
-        checks_commit = is_blocking and self.settings.checks_commit
-        sync_plan = self._sync_plan(plan, meeting.selection)
-        sync = syncs.prepare(sync_plan, began, waited, checks_commit=checks_commit)
+        sync_plan, checks = self._sync_plan(plan, meeting.selection), self.settings.checks_commit
+        sync = syncs.prepare(sync_plan, began, waited, checks_commit=is_blocking and checks)
         if takes_addends_first:
             self._land(before)
             if not before:
@@ -494,7 +490,7 @@ class EditEngine:
         state.timeout.after_round()
         syncs.start(sync)
         if is_blocking:
-            if checks_commit:
+            if checks:
                 syncs.check_commit(sync, plan)
             syncs.land_all()
             self._commit(plan)

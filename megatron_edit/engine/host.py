@@ -320,7 +320,7 @@ class EngineSettings:
     prefetch_units: int
     offload: bool
     moments: MomentSchedule
-    checks_commit: bool = False
+    checks_commit: bool
 
     @property
     def round_rules(self) -> RoundRules:

@@ -95,7 +95,7 @@ def differ_before_commit(what: str) -> dict[str, Any]:
             if what == "momentum":
                 engine.syncs.outer.units["final"].momentum[0] += 1e-3
             elif what == "plan":
-                engine.state.rounds = replace(engine.state.rounds, length=7)
+                engine.state.rounds = replace(engine.state.rounds, first_loss=7.0)
         engine.before_step()
         host.move(moves)
         before = {name: values.clone() for name, values in host.full.items()}

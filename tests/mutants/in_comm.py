@@ -247,6 +247,15 @@ COMM = (
         test="pure/test_progress.py::test_thread_failure_is_raised_in_the_main_thread",
     ),
     Mutant(
+        id="comm/thread-survives-main-thread",
+        bug="the progress thread goes on after a failure of the main thread",
+        file="comm/progress.py",
+        old="                self.failure = error  # the thread must not continue half-finished "
+        "work\n",
+        new="                self._has_news = True\n",
+        test="pure/test_progress.py::test_thread_stops_after_main_thread_failure",
+    ),
+    Mutant(
         id="comm/close-waits-for-lost-peer",
         bug="the progress thread waits for a lost peer, and the process cannot end",
         file="comm/progress.py",

@@ -29,7 +29,7 @@ FROZEN = {
     "no_weighting": False, "no_clip": False, "sync_mode": "auto", "prefetch_units": 2,
     "fragments": 1, "delay_steps": 0, "mix": 0.0, "offload": False, "sync_dtype": "fp32",
     "average_moments": "none", "average_moments_every": 1, "scale_beta2": False,
-    "sync_backend": "auto", "digest_interval": 10, "log_dir": None,
+    "sync_backend": "auto", "digest_interval": 10, "check_commits": False, "log_dir": None,
     "log_units_to_tensorboard": False, "inner_state": "all", "timeout_seconds": None,
     "interval": "fixed", "qsr_a": None, "co2_gap": 1.0, "co2_clip": None, "device": "auto",
     "final_sync_fraction": 0.0, "stl_stages": 3,

@@ -93,6 +93,24 @@ def test_outer_step_changes_anchor_and_momentum(weight: float, offload: bool) ->
     assert float(result.norm) == pytest.approx(weight * 3**0.5) and float(result.clip) == 1.0
 
 
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("is_rolled_back", [False, True])
+def test_preview_is_the_digest_after_the_step(offload: bool, is_rolled_back: bool) -> None:
+    """Computing it changes nothing. Catches a digest of the state before the step."""
+    plan, groups, rules = plan_of(), groups_with(), SyncRules(RULE, 1.0, DIRECT_COPY)
+    outer = outer_of(plan, offload=offload)
+    state, before = outer.units["layer.1"], float(outer.digests(plan.shards)[0])
+    decision = decision_of(anomalous=is_rolled_back, rollback=is_rolled_back)
+    unit = begin(plan, outer, groups, decision, DIRECT_COPY)
+    scratch = [torch.full((5,), 9.0) for _ in range(3)]
+    digest = int(unit.preview(groups, rules, scratch))
+    assert state.anchor.tolist() == state.momentum.tolist() == [0.0] * 3
+    assert float(outer.digests(plan.shards)[0]) == before
+    unit.step(groups, rules)
+    assert int(outer.digests(plan.shards)[0]) == digest
+    assert (digest == int(before)) is is_rolled_back
+
+
 def test_roll_back_keeps_anchor_and_momentum() -> None:
     """All replicas are rejected. Catches a momentum that decays, or takes in the average."""
     plan, groups = plan_of(), groups_with()

@@ -1,7 +1,7 @@
 """Check before a sync is applied: all replicas have the same plan, and will get the same anchor.
 
-The drift check (`drift`) finds a difference after it has landed. This check finds it before anything
-of the round has changed, so that the state before the round is still good.
+The drift check (`drift`) finds a difference after it has landed. This check finds it before
+anything of the round has changed, so that the state before the round is still good.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from megatron_edit.engine.plan import RoundPlan
 from megatron_edit.engine.sync.drift import differing_units
 from megatron_edit.engine.units import UnitPlan
 from megatron_edit.errors import DriftError
-
-# Of a record: what only some ranks of a replica know.
-_RANK_FIELDS = {"losses": (), "buffers": ()}
+from megatron_edit.method.digest import combine
 
 
 def plan_digest(plan: RoundPlan) -> int:
     """64 bits of a plan, the same on all ranks of all replicas that have the same plan."""
-    records = tuple(dataclasses.replace(record, **_RANK_FIELDS) for record in plan.records)
+    # Losses and buffers of a record differ between the ranks of a replica.
+    records = tuple(dataclasses.replace(record, losses=(), buffers=()) for record in plan.records)
     found = hashlib.sha256()
     _add(dataclasses.replace(plan, records=records), found.update)
     return int.from_bytes(found.digest()[:8], "little", signed=True)
@@ -51,7 +50,8 @@ def check_before_commit(
     Raises:
         DriftError: they differ; the message names a unit.
     """
-    plans = groups.meeting.all_gather(torch.tensor([plan_digest]))
+    of_ranks = groups.replica.all_gather(torch.tensor([plan_digest])).flatten().tolist()
+    plans = groups.meeting.all_gather(torch.tensor([combine(of_ranks)]))
     units, _ = differing_units(plan, groups, digests)
     if bool((plans != plans[0]).any()):
         raise DriftError(f"the replicas differ {when} in their plans of the round")
